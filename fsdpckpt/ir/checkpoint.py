@@ -1,0 +1,200 @@
+"""A checkpoint as logic: sections of named tensors and values, whatever bytes they came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from fsdpckpt.ir.tensors import Int64Array, Tensor
+from fsdpckpt.ir.values import Key, Value, leaf_tensors
+
+__all__ = [
+    "Checkpoint",
+    "Checksums",
+    "Container",
+    "KeyType",
+    "Layout",
+    "ModelState",
+    "NamedTensor",
+    "Note",
+    "OptimState",
+    "ParamKey",
+    "Problem",
+    "Section",
+    "SourceFile",
+]
+
+ParamKey: TypeAlias = int | str
+KeyType: TypeAlias = Literal["name", "id"]
+
+
+class Layout(StrEnum):
+    FULL = "full"
+    SHARDED = "sharded"
+    FLATTENED = "flattened"
+
+
+class Container(StrEnum):
+    TORCH = "torch"
+    DCP = "dcp"
+    SAFETENSORS = "safetensors"
+
+
+class Section(StrEnum):
+    MODEL = "model"
+    OPTIM = "optim"
+    EXTRA = "extra"
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A file that pieces lie in. ``path`` opens it through ``storage``; ``nbytes`` is its length when read."""
+
+    path: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something wrong with a checkpoint. ``fatal``: converting it would lose or invent data.
+
+    ``kind`` is a stable word for machines: ``missing-rank``, ``missing-key``, ``incomplete``, ``overlap``,
+    ``aliased-states``, ``flattened``, ``checksum``, ``truncated``, ``state``, ``replica`` and so on.
+    """
+
+    kind: str
+    message: str
+    fatal: bool = True
+    file: str | None = None
+    key: str | None = None
+    rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something that was inferred, cast, dropped, renamed, repaired or not carried: shown in every summary."""
+
+    kind: str
+    message: str
+    key: str | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checksums:
+    """CRC-32 records the source carries, in columns: ``nbytes`` from ``offset`` in file ``file`` sum to ``crc``."""
+
+    file: Int64Array
+    offset: Int64Array
+    nbytes: Int64Array
+    crc: Int64Array
+
+    @classmethod
+    def of(cls, rows: list[tuple[int, int, int, int]]) -> Checksums:
+        """From rows of (file, offset, nbytes, crc)."""
+        table = np.asarray(rows, np.int64).reshape(len(rows), 4)
+        return cls(table[:, 0], table[:, 1], table[:, 2], table[:, 3])
+
+
+@dataclass(slots=True)
+class ModelState:
+    """``params``: FQN (exactly as the source wrote it) to tensor, in the source's order; buffers included.
+
+    A value that is no tensor (``_extra_state`` entries) stays a value. ``metadata`` is what ``nn.Module.state_dict``
+    attaches as ``_metadata``, None when the source has none.
+    """
+
+    params: dict[str, Tensor | Value]
+    metadata: Value = None
+
+
+@dataclass(slots=True)
+class OptimState:
+    """``state``: parameter key (int id or name) to {state name: tensor or value}, in the source's order.
+
+    ``param_groups`` as in ``torch.optim``, each with its ``params`` list of the same key type; None when the
+    source has no groups. ``extra``: top-level entries a user added beside ``state`` and ``param_groups``.
+    """
+
+    state: dict[ParamKey, dict[str, Tensor | Value]]
+    param_groups: list[dict[Key, Value]] | None
+    extra: dict[Key, Value] = field(default_factory=dict)
+
+    @property
+    def key_type(self) -> KeyType | None:
+        """``"id"`` when all keys (of state and groups) are ints, ``"name"`` when
+        all are strings, None when there are none."""
+        keys: list[Value] = list(self.state)
+        for group in self.param_groups or []:
+            params = group.get("params")
+            if isinstance(params, (list, tuple)):
+                keys.extend(params)
+        if not keys:
+            return None
+        return "id" if all(isinstance(key, int) for key in keys) else "name"
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTensor:
+    """One tensor with its address. ``param`` is the FQN or id as text, ``state`` the optimizer state's name.
+
+    ``key`` is the dotted address within the section: the FQN for ``model``, ``<param>.<state>`` for ``optim``,
+    the dotted path for ``extra``.
+    """
+
+    section: Section
+    param: str
+    state: str | None
+    key: str
+    tensor: Tensor
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """Everything a reader learned, without tensor data.
+
+    ``files`` is what ``Pieces.file`` indexes. ``extra`` holds what is neither model nor optimizer, under the
+    source's own keys (nesting kept). ``rank_extra``: the extras of each rank, when ranks saved different ones
+    (RNG states), index = rank; empty otherwise. ``evidence`` says in words what was recognised and why.
+    """
+
+    source: str
+    layout: Layout
+    container: Container
+    flavor: str
+    world_size: int
+    files: tuple[SourceFile, ...]
+    model: ModelState | None
+    optim: OptimState | None
+    extra: dict[Key, Value]
+    rank_extra: tuple[dict[Key, Value], ...] = ()
+    checksums: Checksums = field(default_factory=lambda: Checksums.of([]))
+    evidence: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
+    notes: tuple[Note, ...] = ()
+
+    def tensors(self) -> Iterator[NamedTensor]:
+        """Every tensor of every section: model, then optimizer (its user-added entries last), then extra."""
+        if self.model is not None:
+            for name, leaf in self.model.params.items():
+                if isinstance(leaf, Tensor):
+                    yield NamedTensor(Section.MODEL, name, None, name, leaf)
+        if self.optim is not None:
+            for param, states in self.optim.state.items():
+                for state, leaf in states.items():
+                    if isinstance(leaf, Tensor):
+                        yield NamedTensor(Section.OPTIM, str(param), state, f"{param}.{state}", leaf)
+            rest: dict[Key, Value] = {"param_groups": list(self.optim.param_groups or []), **self.optim.extra}
+            for path, tensor in leaf_tensors(rest):
+                dotted = ".".join(map(str, path))
+                yield NamedTensor(Section.OPTIM, dotted, None, dotted, tensor)
+        for path, tensor in leaf_tensors(self.extra):
+            dotted = ".".join(map(str, path))
+            yield NamedTensor(Section.EXTRA, dotted, None, dotted, tensor)
+        for rank, extra in enumerate(self.rank_extra):
+            for path, tensor in leaf_tensors(extra):
+                dotted = ".".join((f"rank{rank}", *map(str, path)))
+                yield NamedTensor(Section.EXTRA, dotted, None, dotted, tensor)

@@ -1,0 +1,130 @@
+"""Logical tensors: dtype, global shape, and where every element lies, in columns.
+
+A *piece* is a box of one tensor's elements lying in one file. Several pieces may hold the same box
+(replicas); together the pieces of a whole tensor cover every element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from fsdpckpt.ir.dtypes import DType
+
+__all__ = ["Int64Array", "Pieces", "Tensor", "contiguous_stride"]
+
+Int64Array: TypeAlias = npt.NDArray[np.int64]
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Row-major strides in elements, as torch gives them (a size-0 dimension counts as 1)."""
+    stride: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pieces:
+    """One row a piece. n rows; d is the tensor's number of dimensions.
+
+    ``rank`` (n,): the rank that held or wrote the piece. ``file`` (n,): index into ``Checkpoint.files``.
+    ``offset`` (n,): byte offset in that file of the piece's first element, -1 while the reader has not
+    located it (``locate=False``). ``start``, ``size`` (n, d): the box, in elements of the global tensor.
+    ``stride`` (n, d): elements between neighbours in the file, as ``torch.Tensor.stride``.
+    """
+
+    rank: Int64Array
+    file: Int64Array
+    offset: Int64Array
+    start: Int64Array
+    size: Int64Array
+    stride: Int64Array
+
+    def __len__(self) -> int:
+        return len(self.file)
+
+    @classmethod
+    def whole(
+        cls, *, file: int, offset: int, shape: Sequence[int], stride: Sequence[int] | None = None, rank: int = 0
+    ) -> Pieces:
+        """One piece that is the whole tensor."""
+        d = len(shape)
+        columns = np.empty((3, 1), np.int64)
+        columns[:, 0] = (rank, file, offset)
+        box = np.zeros((3, 1, d), np.int64)
+        box[1, 0] = shape
+        box[2, 0] = contiguous_stride(shape) if stride is None else stride
+        return cls(columns[0], columns[1], columns[2], box[0], box[1], box[2])
+
+    @classmethod
+    def rows(
+        cls,
+        *,
+        ndim: int,
+        rank: Sequence[int],
+        file: Sequence[int],
+        offset: Sequence[int],
+        start: Sequence[Sequence[int]],
+        size: Sequence[Sequence[int]],
+        stride: Sequence[Sequence[int]] | None = None,
+    ) -> Pieces:
+        """Several pieces; ``stride`` None means each is row-major."""
+        n = len(rank)
+        strides = [contiguous_stride(s) for s in size] if stride is None else stride
+        return cls(
+            np.asarray(rank, np.int64).reshape(n),
+            np.asarray(file, np.int64).reshape(n),
+            np.asarray(offset, np.int64).reshape(n),
+            np.asarray(start, np.int64).reshape(n, ndim),
+            np.asarray(size, np.int64).reshape(n, ndim),
+            np.asarray(strides, np.int64).reshape(n, ndim),
+        )
+
+    def take(self, index: npt.NDArray[np.intp] | npt.NDArray[np.bool_]) -> Pieces:
+        """The rows that ``index`` selects."""
+        return Pieces(
+            self.rank[index],
+            self.file[index],
+            self.offset[index],
+            self.start[index],
+            self.size[index],
+            self.stride[index],
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tensor:
+    """One tensor of a checkpoint. ``shape`` is the global shape in elements.
+
+    ``managed``: True when FSDP shards it (DTensor, ShardedTensor, several DCP chunks, FSDP1's clone mark, an
+    ``nn.Parameter``), False when every rank holds it whole (plain tensor among sharded ones, 0-dim), None when
+    the source does not say. It comes from metadata, never from values.
+    ``placement``: how the source held it, in PyTorch's words, e.g. ``"[Shard(0)]"``, ``"[Replicate(), Shard(0)]"``,
+    ``"whole"`` for a plain tensor.
+    """
+
+    dtype: DType
+    shape: tuple[int, ...]
+    pieces: Pieces
+    managed: bool | None = None
+    placement: str = "whole"
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)

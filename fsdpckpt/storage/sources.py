@@ -1,0 +1,241 @@
+"""Exact positional reads from local files, memory and anything fsspec opens.
+
+Every read returns exactly the bytes asked for or raises: a short read is an error, never a shorter result.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from fsdpckpt.errors import SourceCorruptError, SourceMissingError
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+__all__ = [
+    "ByteSource",
+    "Entry",
+    "LocalFile",
+    "MemoryFile",
+    "RemoteFile",
+    "Sources",
+    "is_url",
+    "list_directory",
+    "stat",
+]
+
+
+class ByteSource(Protocol):
+    """Bytes at positions. ``nbytes`` is the total length; ``path`` names it in messages."""
+
+    path: str
+    nbytes: int
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Exactly ``nbytes`` from ``offset``. Raises SourceCorruptError when the file ends before."""
+        ...
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` (bytes format) from ``offset``. Raises SourceCorruptError when the file ends before."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def _truncated(path: str, offset: int, wanted: int, got: int) -> SourceCorruptError:
+    return SourceCorruptError(
+        f"{path} ends too early",
+        file=path,
+        expected=f"{wanted} bytes at offset {offset}",
+        found=f"{got}",
+        why="the file was truncated, or is still being written",
+        next_step="copy or save the checkpoint again, then run the command again",
+    )
+
+
+class LocalFile:
+    """A local file, read with pread: safe from many threads."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise SourceMissingError(f"{path} does not exist", file=path) from None
+        except OSError as error:
+            raise SourceMissingError(f"{path} cannot be opened: {error.strerror}", file=path) from None
+        self.nbytes = os.fstat(self._fd).st_size
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        data = os.pread(self._fd, nbytes, offset)
+        while len(data) < nbytes:
+            more = os.pread(self._fd, nbytes - len(data), offset + len(data))
+            if not more:
+                raise _truncated(self.path, offset, nbytes, len(data))
+            data += more
+        return data
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        done = 0
+        while done < len(buffer):
+            got = os.preadv(self._fd, [buffer[done:]], offset + done)
+            if got == 0:
+                raise _truncated(self.path, offset, len(buffer), done)
+            done += got
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __del__(self) -> None:
+        if getattr(self, "_fd", -1) >= 0:
+            self.close()
+
+
+class MemoryFile:
+    """Bytes already in memory, e.g. one item cut out of a DCP file."""
+
+    def __init__(self, data: bytes, path: str = "<memory>") -> None:
+        self.path = path
+        self.nbytes = len(data)
+        self._data = data
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        data = self._data[offset : offset + nbytes]
+        if len(data) < nbytes or offset < 0:
+            raise _truncated(self.path, offset, nbytes, len(data))
+        return data
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        buffer[:] = self.read(offset, len(buffer))
+
+    def close(self) -> None:
+        return None
+
+
+class RemoteFile:
+    """A file behind fsspec, read by byte ranges."""
+
+    def __init__(self, url: str) -> None:
+        self.path = url
+        self._fs, self._name = _filesystem(url)
+        try:
+            self.nbytes = int(self._fs.size(self._name))
+        except FileNotFoundError:
+            raise SourceMissingError(f"{url} does not exist", file=url) from None
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        if nbytes == 0:
+            return b""
+        data: bytes = self._fs.cat_file(self._name, start=offset, end=offset + nbytes)
+        if len(data) != nbytes:
+            raise _truncated(self.path, offset, nbytes, len(data))
+        return data
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        buffer[:] = self.read(offset, len(buffer))
+
+    def close(self) -> None:
+        return None
+
+
+def is_url(path: str) -> bool:
+    """True for ``scheme://...``: such a path goes through fsspec."""
+    return "://" in path
+
+
+def _filesystem(url: str) -> tuple[AbstractFileSystem, str]:
+    from fsspec.core import url_to_fs
+
+    filesystem, name = url_to_fs(url)
+    return filesystem, name
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One name in a directory. ``nbytes`` is 0 for a directory."""
+
+    name: str
+    path: str
+    nbytes: int
+    directory: bool
+
+
+def stat(path: str) -> Entry | None:
+    """What is at ``path`` (following links), or None when nothing is."""
+    if is_url(path):
+        filesystem, name = _filesystem(path)
+        try:
+            info = filesystem.info(name)
+        except FileNotFoundError:
+            return None
+        return Entry(name.rsplit("/", 1)[-1], path, int(info.get("size") or 0), info["type"] == "directory")
+    try:
+        status = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    directory = os.path.isdir(path)
+    return Entry(os.path.basename(os.path.normpath(path)), path, 0 if directory else status.st_size, directory)
+
+
+def list_directory(path: str) -> list[Entry]:
+    """The entries of a directory, sorted by name; paths are ``path`` joined with the name."""
+    if is_url(path):
+        filesystem, name = _filesystem(path)
+        found = []
+        for info in filesystem.ls(name, detail=True):
+            base = str(info["name"]).rstrip("/").rsplit("/", 1)[-1]
+            nbytes = int(info.get("size") or 0)
+            found.append(Entry(base, f"{path.rstrip('/')}/{base}", nbytes, info["type"] == "directory"))
+        return sorted(found, key=lambda entry: entry.name)
+    entries = []
+    with os.scandir(path) as scan:
+        for item in scan:
+            directory = item.is_dir()
+            try:
+                nbytes = 0 if directory else item.stat().st_size
+            except FileNotFoundError:  # a dangling link: whoever opens it reports it
+                nbytes = 0
+            entries.append(Entry(item.name, item.path, nbytes, directory))
+    return sorted(entries, key=lambda entry: entry.name)
+
+
+class Sources:
+    """Open sources by path, at most ``limit`` at a time (file descriptors are finite), closed with the block."""
+
+    def __init__(self, limit: int = 256, opener: Callable[[str], ByteSource] | None = None) -> None:
+        self._limit = limit
+        self._open = opener if opener is not None else _open
+        self._files: OrderedDict[str, ByteSource] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def open(self, path: str) -> ByteSource:
+        """The source at ``path``, opened once and kept while it is among the last used."""
+        with self._lock:
+            source = self._files.pop(path, None)
+            if source is None:
+                source = self._open(path)
+            self._files[path] = source
+            if len(self._files) > self._limit:
+                # A retired file may be in use by another thread: it is dropped, and closes when that use ends.
+                self._files.popitem(last=False)
+            return source
+
+    def __enter__(self) -> Sources:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            for source in self._files.values():
+                source.close()
+            self._files.clear()
+
+
+def _open(path: str) -> ByteSource:
+    return RemoteFile(path) if is_url(path) else LocalFile(path)
