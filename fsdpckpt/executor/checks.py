@@ -1,0 +1,151 @@
+"""CRC-32 while copying: proves the source records that are read, and fills in the checksums of the target."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections.abc import Sequence
+
+import numpy as np
+
+from fsdpckpt.errors import SourceCorruptError
+from fsdpckpt.executor.crc import Part, combine, crc32
+from fsdpckpt.ir.checkpoint import Checksums, SourceFile
+from fsdpckpt.planner.plan import FilePlan
+
+__all__ = ["SourceCheck", "TargetChecks"]
+
+
+class _Records:
+    """The checksummed records of one source file, sorted by offset."""
+
+    def __init__(self, offsets: list[int], lengths: list[int], crcs: list[int]) -> None:
+        self.offsets = offsets
+        self.lengths = lengths
+        self.crcs = crcs
+
+
+class SourceCheck:
+    """Compares what was read with the CRC-32 the source carries, for every record that is read whole.
+
+    A flipped byte in the source is thereby an error and never gets a fresh, valid checksum in the target. A file
+    whose records all say 0 was saved without checksums (``torch.serialization.set_crc32_options``) and is not checked.
+    """
+
+    def __init__(self, files: Sequence[SourceFile], checksums: Checksums) -> None:
+        self._files = files
+        self._records: dict[int, _Records] = {}
+        self._parts: dict[tuple[int, int], list[Part]] = {}
+        self._lock = threading.Lock()
+        order = np.lexsort((checksums.offset, checksums.file))
+        numbers = checksums.file[order]
+        for number in np.unique(numbers).tolist():
+            rows = order[slice(*np.searchsorted(numbers, [number, number + 1]).tolist())]
+            if checksums.crc[rows].any():
+                self._records[number] = _Records(
+                    checksums.offset[rows].tolist(), checksums.nbytes[rows].tolist(), checksums.crc[rows].tolist()
+                )
+
+    def saw(self, file: int, offset: int, data: memoryview, crc: int | None = None) -> int:
+        """``data`` was read from ``offset`` of ``file``; returns its CRC-32.
+
+        Raises SourceCorruptError when that completes a record and the record does not match its checksum.
+        """
+        crc = crc32(data) if crc is None else crc
+        records = self._records.get(file)
+        if records is None:
+            return crc
+        index = bisect_right(records.offsets, offset) - 1
+        nbytes = len(data)
+        if index < 0 or offset + nbytes > records.offsets[index] + records.lengths[index]:
+            return crc
+        if nbytes == records.lengths[index]:
+            self._compare(file, records, index, crc)
+        else:
+            with self._lock:
+                self._parts.setdefault((file, index), []).append((offset, nbytes, crc))
+        return crc
+
+    def finish(self) -> None:
+        """Compare the records that were read in parts; one of which some bytes were not needed is not judged."""
+        for (file, index), parts in self._parts.items():
+            records = self._records[file]
+            unique = sorted({part[0]: part for part in parts}.values())
+            ends = [records.offsets[index], *(offset + nbytes for offset, nbytes, _ in unique)]
+            tiled = all(part[0] == end for part, end in zip(unique, ends, strict=False))
+            if tiled and ends[-1] == records.offsets[index] + records.lengths[index]:
+                self._compare(file, records, index, combine(unique))
+
+    def _compare(self, file: int, records: _Records, index: int, crc: int) -> None:
+        if crc == records.crcs[index]:
+            return
+        path = self._files[file].path
+        raise SourceCorruptError(
+            f"{path} is damaged: the record of {records.lengths[index]} bytes at offset {records.offsets[index]} "
+            "does not match its checksum",
+            file=path,
+            expected=f"CRC-32 {records.crcs[index]:08x}",
+            found=f"{crc:08x}",
+            why="bytes changed after the checkpoint was saved (disk, copy or transfer)",
+            next_step=f"run `fsdpckpt verify {path}` to list all damage, then fetch the file again",
+        )
+
+
+class TargetChecks:
+    """The checksums one target file needs: parts from the windows, values where the file wants them."""
+
+    def __init__(self, file: FilePlan) -> None:
+        self._file = file
+        self._begins: list[int] = file.checksums[:, 0].tolist()
+        self._ends: list[int] = file.checksums[:, 1].tolist()
+        self._parts: dict[int, list[Part]] = {}
+        self._late: list[tuple[int, bytes]] = []
+        self._lock = threading.Lock()
+
+    def window(self, begin: int, view: memoryview, known: dict[tuple[int, int], int]) -> None:
+        """Take the window [begin, begin + len(view)); CRCs whose place lies inside it are put into ``view``.
+
+        ``known``: (offset, nbytes) -> CRC-32 of ranges the copying has summed already.
+        """
+        end = begin + len(view)
+        index = max(bisect_right(self._begins, begin) - 1, 0)
+        late: list[tuple[int, bytes]] = []
+        while index < len(self._begins) and self._begins[index] < end:
+            low, high = max(self._begins[index], begin), min(self._ends[index], end)
+            if low < high:
+                self._range(index, low, high, begin, view, known, late)
+            index += 1
+        if late:
+            with self._lock:
+                self._late.extend(late)
+
+    def _range(
+        self,
+        index: int,
+        low: int,
+        high: int,
+        begin: int,
+        view: memoryview,
+        known: dict[tuple[int, int], int],
+        late: list[tuple[int, bytes]],
+    ) -> None:
+        crc = known.get((low, high - low))
+        if crc is None:
+            crc = crc32(view[low - begin : high - begin])
+        if (low, high) != (self._begins[index], self._ends[index]):
+            with self._lock:
+                self._parts.setdefault(index, []).append((low, high - low, crc))
+            return
+        value = crc.to_bytes(4, "little")
+        for place in self._file.places[index]:
+            if begin <= place and place + 4 <= begin + len(view):
+                view[place - begin : place - begin + 4] = value
+            else:
+                late.append((place, value))
+
+    def patches(self) -> list[tuple[int, bytes]]:
+        """What remains to be written once every window is: (file offset, 4 bytes)."""
+        for index, parts in self._parts.items():
+            value = combine(parts).to_bytes(4, "little")
+            self._late.extend((place, value) for place in self._file.places[index])
+        return self._late

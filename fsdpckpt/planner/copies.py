@@ -1,0 +1,194 @@
+"""Intersects the pieces a checkpoint has with the slots a target wants: the list of byte copies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from typing import TypeAlias
+
+import numpy as np
+
+from fsdpckpt.errors import InternalError
+from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.targets import Slot, Target, TargetFile
+from fsdpckpt.ir.tensors import Pieces, Tensor, contiguous_stride
+from fsdpckpt.planner.plan import Copies, FilePlan, Plan
+
+__all__ = ["make_plan"]
+
+Row: TypeAlias = tuple[int, int, int, int, int, int, int, int]
+
+
+class _Casts:
+    """Numbers the (source, target) dtype pairs of one plan."""
+
+    def __init__(self) -> None:
+        self.pairs: list[tuple[DType, DType]] = []
+        self._index: dict[tuple[str, str], int] = {}
+
+    def number(self, source: DType, target: DType) -> int:
+        if source is target:
+            return -1
+        key = (source.name, target.name)
+        if key not in self._index:
+            self._index[key] = len(self.pairs)
+            self.pairs.append((source, target))
+        return self._index[key]
+
+
+class _Layout:
+    """The pieces of one tensor, replicas dropped (the lowest rank's copy stays) and sorted by their first row."""
+
+    __slots__ = ("pieces", "reach", "single")
+
+    def __init__(self, tensor: Tensor) -> None:
+        pieces = tensor.pieces
+        # The overwhelmingly common case, kept as plain ints: one row-major piece that is the whole tensor.
+        self.single: tuple[int, int] | None = None
+        self.pieces = pieces
+        if len(pieces) == 1:
+            size = tuple(pieces.size[0].tolist())
+            stride = tuple(pieces.stride[0].tolist())
+            if size == tensor.shape and stride == contiguous_stride(size):
+                self.single = (int(pieces.file[0]), int(pieces.offset[0]))
+                return
+        else:
+            pieces = _unique(pieces)
+        if tensor.ndim:
+            pieces = pieces.take(np.argsort(pieces.start[:, 0], kind="stable"))
+            self.reach = np.maximum.accumulate(pieces.start[:, 0] + pieces.size[:, 0])
+        self.pieces = pieces
+
+    def near(self, begin: int, end: int) -> slice:
+        """Rows whose first dimension may meet [begin, end)."""
+        low = int(np.searchsorted(self.reach, begin, side="right"))
+        high = int(np.searchsorted(self.pieces.start[:, 0], end, side="left"))
+        return slice(low, high)
+
+
+def _unique(pieces: Pieces) -> Pieces:
+    pieces = pieces.take(np.argsort(pieces.rank, kind="stable"))
+    boxes = np.concatenate([pieces.start, pieces.size], axis=1)
+    full = (pieces.size > 0).all(axis=1)
+    if boxes.shape[1] == 0:
+        return pieces.take(np.arange(1))
+    _, first = np.unique(boxes, axis=0, return_index=True)
+    keep = np.zeros(len(pieces), bool)
+    keep[first] = True
+    return pieces.take(keep & full)
+
+
+def make_plan(target: Target) -> Plan:
+    """The plan of ``target``. Raises InternalError when a piece was never located or a slot cannot be filled."""
+    casts = _Casts()
+    layouts: dict[int, _Layout] = {}
+    files = tuple(_plan_file(file, layouts, casts) for file in target.files)
+    plan = Plan(files, tuple(casts.pairs))
+    plan.check()
+    return plan
+
+
+def _plan_file(file: TargetFile, layouts: dict[int, _Layout], casts: _Casts) -> FilePlan:
+    rows: list[Row] = []
+    first_copy = [0]
+    for slot in file.slots:
+        layout = layouts.get(id(slot.tensor))
+        if layout is None:
+            layout = layouts[id(slot.tensor)] = _Layout(slot.tensor)
+        cast = casts.number(slot.tensor.dtype, slot.dtype)
+        if layout.single is not None and slot.size == slot.tensor.shape and slot.order is None:
+            number, offset = layout.single
+            rows.append((number, offset, slot.nbytes, slot.offset, slot.nbytes, slot.nbytes, 1, cast))
+        else:
+            _fill(slot, layout, cast, rows)
+        first_copy.append(len(rows))
+    copies = Copies.of(rows)
+    if len(copies) and int(copies.source.min()) < 0:
+        raise InternalError(f"{file.path or 'the target file'}: a source piece was never located in its file")
+    checksums = sorted(file.checksums)
+    return FilePlan(
+        path=file.path,
+        rank=file.rank,
+        nbytes=file.nbytes,
+        blob=file.blob,
+        literals=np.asarray(file.literals, np.int64).reshape(len(file.literals), 3),
+        slots=np.asarray([(slot.offset, slot.nbytes) for slot in file.slots], np.int64).reshape(len(file.slots), 2),
+        first_copy=np.asarray(first_copy, np.int64),
+        copies=copies,
+        checksums=np.asarray([row[:2] for row in checksums], np.int64).reshape(len(checksums), 2),
+        places=tuple(row[2] for row in checksums),
+    )
+
+
+def _fill(slot: Slot, layout: _Layout, cast: int, rows: list[Row]) -> None:
+    """Append the copies that fill one slot, in target order."""
+    pieces = layout.pieces
+    ndim = len(slot.size)
+    order = tuple(range(ndim)) if slot.order is None else slot.order
+    target_stride = np.empty(ndim, np.int64)
+    target_stride[list(order)] = contiguous_stride([slot.size[d] for d in order])
+    source_item, target_item = slot.tensor.dtype.itemsize, slot.dtype.itemsize
+    if ndim == 0:
+        place = (int(pieces.file[0]), int(pieces.offset[0]))
+        rows.append((place[0], place[1], source_item, slot.offset, target_item, target_item, 1, cast))
+        return
+    near = layout.near(slot.start[0], slot.start[0] + slot.size[0])
+    begin = np.maximum(pieces.start[near], slot.start)
+    end = np.minimum(pieces.start[near] + pieces.size[near], np.add(slot.start, slot.size))
+    met = np.flatnonzero((end > begin).all(axis=1))
+    size = (end - begin)[met]
+    source = (
+        pieces.offset[near][met] + ((begin - pieces.start[near]) * pieces.stride[near]).sum(axis=1)[met] * source_item
+    )
+    target = slot.offset + ((begin[met] - slot.start) * target_stride).sum(axis=1) * target_item
+    numbers, strides = pieces.file[near][met], pieces.stride[near][met]
+    first = len(rows)
+    for i in range(len(met)):
+        found = _pitched(size[i].tolist(), strides[i].tolist(), target_stride.tolist(), order)
+        for source_at, target_at, source_pitch, target_pitch, count, run in found:
+            rows.append(
+                (
+                    int(numbers[i]),
+                    int(source[i]) + source_at * source_item,
+                    source_pitch * source_item,
+                    int(target[i]) + target_at * target_item,
+                    target_pitch * target_item,
+                    run * target_item,
+                    count,
+                    cast,
+                )
+            )
+    if len(rows) - first > 1:
+        rows[first:] = sorted(rows[first:], key=lambda row: row[3])
+
+
+def _pitched(
+    size: Sequence[int], source_stride: Sequence[int], target_stride: Sequence[int], order: Sequence[int]
+) -> list[tuple[int, int, int, int, int, int]]:
+    """One box as pitched copies: (source start, target start, source pitch, target pitch, rows, run), in elements.
+
+    Dimensions are taken from fastest to slowest in the target; neighbours that are contiguous on both sides melt
+    into one, the next one becomes the rows, and what is left is enumerated.
+    """
+    run = 1
+    dims: list[list[int]] = []  # [size, source stride, target stride], fastest first
+    for d in reversed(order):
+        if size[d] == 1:
+            continue
+        n, s, t = size[d], source_stride[d], target_stride[d]
+        if not dims and s == run and t == run:
+            run *= n
+        elif dims and s == dims[-1][0] * dims[-1][1] and t == dims[-1][0] * dims[-1][2]:
+            dims[-1][0] *= n
+        else:
+            dims.append([n, s, t])
+    if not dims:
+        return [(0, 0, run, run, 1, run)]
+    rows, source_pitch, target_pitch = dims[0]
+    outer = dims[1:]
+    found = []
+    for index in product(*(range(n) for n, _, _ in outer)):
+        source_at = sum(i * s for i, (_, s, _) in zip(index, outer, strict=True))
+        target_at = sum(i * t for i, (_, _, t) in zip(index, outer, strict=True))
+        found.append((source_at, target_at, source_pitch, target_pitch, rows, run))
+    return found

@@ -1,0 +1,173 @@
+"""Decides, for a sharded target, which tensors FSDP shards and which every rank holds whole.
+
+FSDP shards parameters and the optimizer states shaped like them; buffers, 0-dim states and what FSDP does not manage
+are replicated. A sharded source says so itself (placements, chunks). A full one may not: then the optimizer's own lists, a
+reference or ``--buffers`` decide, and what none of them settles is an error, never a choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+from fsdpckpt.errors import NeedsInformationError
+from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, OptimState, ParamKey
+from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.values import Key, Value
+
+__all__ = ["Evidence", "decide_managed"]
+
+SHOWN = 12  # keys listed in one message: enough to recognise the model, short enough to read
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What the user gave.
+
+    ``buffers``: globs of replicated model keys, or ``("none",)``. ``reference``: model key to its ``Tensor.managed``.
+    """
+
+    buffers: tuple[str, ...] = ()
+    reference: Mapping[str, bool | None] | None = None
+
+
+def decide_managed(checkpoint: Checkpoint, evidence: Evidence, *, strict: bool) -> Checkpoint:
+    """The same checkpoint with every ``Tensor.managed`` True or False, and a note on what was inferred.
+
+    ``strict`` (per-rank files, where a wrong answer does not load): what nothing settles raises NeedsInformationError.
+    Otherwise (DCP, where any cut of a tensor loads) it is cut like a parameter, and its keys are noted.
+    """
+    model, unsettled, inferred = _decide_model(checkpoint, evidence)
+    if unsettled and strict:
+        raise NeedsInformationError(
+            f"{checkpoint.source} does not say which of these {len(unsettled)} model keys are parameters (sharded) and "
+            "which are buffers (whole on every rank)",
+            details=_shown(unsettled),
+            why="a full state dict holds both as plain tensors, and the optimizer does not list these keys",
+            next_step="add --buffers GLOB for the buffers (--buffers none when there are none), or --reference PATH of a "
+            "sharded checkpoint of this model",
+        )
+    optim = _decide_optim(checkpoint.optim, model)
+    notes = list(checkpoint.notes)
+    if inferred:
+        notes.append(Note("inferred", f"{inferred} model keys are parameters: the optimizer lists them"))
+    notes.extend(Note("undetermined", "parameter or buffer: not known, cut like a parameter", key) for key in unsettled)
+    extra = {key: _settle(value) for key, value in checkpoint.extra.items()}
+    rank_extra = tuple({key: _settle(value) for key, value in extras.items()} for extras in checkpoint.rank_extra)
+    return replace(checkpoint, model=model, optim=optim, extra=extra, rank_extra=rank_extra, notes=tuple(notes))
+
+
+def _shown(keys: Sequence[str]) -> list[str]:
+    more = [f"... and {len(keys) - SHOWN} more"] if len(keys) > SHOWN else []
+    return [*keys[:SHOWN], *more]
+
+
+def _decide_model(checkpoint: Checkpoint, evidence: Evidence) -> tuple[ModelState | None, list[str], int]:
+    model = checkpoint.model
+    if model is None:
+        return None, [], 0
+    listed = _listed_by_optimizer(checkpoint.optim, model)
+    tied = _ties(model)
+    unsettled: list[str] = []
+    inferred = 0
+    params: dict[str, Tensor | Value] = {}
+    for name, leaf in model.params.items():
+        if not isinstance(leaf, Tensor):
+            params[name] = leaf
+            continue
+        managed = _from_source(leaf, name, evidence)
+        if managed is None and not listed.isdisjoint(tied.get(name, (name,))):
+            managed = True
+            inferred += 1
+        if managed is None:
+            unsettled.append(name)
+        params[name] = replace(leaf, managed=True if managed is None else managed)
+    return ModelState(params, model.metadata), unsettled, inferred
+
+
+def _from_source(tensor: Tensor, name: str, evidence: Evidence) -> bool | None:
+    """What the tensor itself, the options or the reference say; None when none of them does."""
+    if tensor.ndim == 0:  # FSDP refuses to shard a 0-dim parameter, so it can only be a buffer
+        return False
+    if evidence.buffers:
+        return evidence.buffers == ("none",) or not any(fnmatchcase(name, glob) for glob in evidence.buffers)
+    if tensor.managed is not None:
+        return tensor.managed
+    if evidence.reference is not None:
+        return evidence.reference.get(name)
+    return None
+
+
+def _listed_by_optimizer(optim: OptimState | None, model: ModelState) -> set[str]:
+    """Names the optimizer proves to be parameters: its own keys, or all when there are as many ids as model tensors."""
+    if optim is None:
+        return set()
+    keys: list[Value] = list(optim.state)
+    for group in optim.param_groups or ():
+        params = group.get("params")
+        keys.extend(params if isinstance(params, (list, tuple)) else ())
+    if optim.key_type == "name":
+        return {str(key) for key in keys}
+    tensors = [name for name, leaf in model.params.items() if isinstance(leaf, Tensor)]
+    groups = _ties(model)
+    distinct = len({groups.get(name, (name,)) for name in tensors})
+    return set(tensors) if distinct == len(set(map(str, keys))) else set()
+
+
+def _ties(model: ModelState) -> dict[str, tuple[str, ...]]:
+    """Each model key that shares its bytes with others, with all keys of that group."""
+    places: dict[tuple[object, ...], list[str]] = {}
+    for name, leaf in model.params.items():
+        if isinstance(leaf, Tensor) and leaf.numel:
+            pieces = leaf.pieces
+            identity = (leaf.shape, pieces.file.tobytes(), pieces.offset.tobytes(), pieces.stride.tobytes())
+            if (pieces.offset >= 0).all():
+                places.setdefault(identity, []).append(name)
+    return {name: tuple(names) for names in places.values() if len(names) > 1 for name in names}
+
+
+def _decide_optim(optim: OptimState | None, model: ModelState | None) -> OptimState | None:
+    if optim is None:
+        return None
+    state = {key: _decide_entry(key, entry, model) for key, entry in optim.state.items()}
+    groups = None
+    if optim.param_groups is not None:
+        groups = [{name: _settle(value) for name, value in group.items()} for group in optim.param_groups]
+    return OptimState(state, groups, {key: _settle(value) for key, value in optim.extra.items()})
+
+
+def _decide_entry(
+    key: ParamKey, entry: Mapping[str, Tensor | Value], model: ModelState | None
+) -> dict[str, Tensor | Value]:
+    """One parameter's states: those shaped like the parameter follow it, all others are whole on every rank."""
+    param = model.params.get(key) if model is not None and isinstance(key, str) else None
+    shapes = {leaf.shape for leaf in entry.values() if isinstance(leaf, Tensor) and leaf.ndim}
+    like = param.shape if isinstance(param, Tensor) else next(iter(shapes), None) if len(shapes) == 1 else None
+    follows = param.managed if isinstance(param, Tensor) else True
+    decided: dict[str, Tensor | Value] = {}
+    for name, leaf in entry.items():
+        if isinstance(leaf, Tensor):
+            managed = leaf.managed if leaf.managed is not None else leaf.shape == like and bool(follows)
+            decided[name] = replace(leaf, managed=managed and leaf.ndim > 0)
+        else:
+            decided[name] = leaf
+    return decided
+
+
+def _settle(value: Value) -> Value:
+    """Tensors outside of the model and the states: sharded only where the source had them sharded."""
+    if isinstance(value, Tensor):
+        return replace(value, managed=value.managed is True)
+    if isinstance(value, dict):
+        changed: dict[Key, Value] = {key: _settle(child) for key, child in value.items()}
+        if type(value) is dict:
+            return changed
+        copy = type(value)(changed)
+        vars(copy).update(vars(value))
+        return copy
+    if isinstance(value, list):
+        return [_settle(child) for child in value]
+    if isinstance(value, tuple):
+        return tuple(_settle(child) for child in value)
+    return value

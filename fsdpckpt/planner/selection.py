@@ -1,0 +1,187 @@
+"""Passes that choose and name what is taken: ``--only``, ``--include``, ``--exclude``, prefixes, ``--rename``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import TypeVar
+
+from fsdpckpt.errors import NeedsInformationError, SourceMissingError, UsageError
+from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, OptimState, ParamKey, Section
+from fsdpckpt.ir.values import Key, Value
+
+__all__ = ["rename", "select_keys", "select_section"]
+
+T = TypeVar("T")
+
+
+def select_section(checkpoint: Checkpoint, only: Section | None) -> Checkpoint:
+    """Keep one section. Raises SourceMissingError when the checkpoint has no such section."""
+    if only is None:
+        return checkpoint
+    found = {Section.MODEL: checkpoint.model is not None, Section.OPTIM: checkpoint.optim is not None}
+    if not found.get(only, False):
+        present = ", ".join(section for section, there in found.items() if there) or "neither model nor optimizer"
+        raise SourceMissingError(
+            f"{checkpoint.source} has no {only} section",
+            expected=str(only),
+            found=present,
+            next_step=f"run `fsdpckpt inspect {checkpoint.source}` to see what it holds",
+        )
+    dropped = [name for name, there in found.items() if there and name != only]
+    dropped.extend([Section.EXTRA] if checkpoint.extra or checkpoint.rank_extra else [])
+    notes = [Note("dropped", f"--only {only}: the section {name} was left out") for name in dropped]
+    return replace(
+        checkpoint,
+        model=checkpoint.model if only == Section.MODEL else None,
+        optim=checkpoint.optim if only == Section.OPTIM else None,
+        extra={},
+        rank_extra=(),
+        notes=(*checkpoint.notes, *notes),
+    )
+
+
+def select_keys(checkpoint: Checkpoint, *, include: Sequence[str], exclude: Sequence[str]) -> Checkpoint:
+    """Keep parameters whose name matches a glob of ``include`` (all when empty) and none of ``exclude``.
+
+    Applies to model keys and to name-keyed optimizer entries. Raises NeedsInformationError for an id-keyed optimizer (a
+    glob cannot match an id), UsageError when a glob matches nothing.
+    """
+    if not include and not exclude:
+        return checkpoint
+    optim = checkpoint.optim
+    if optim is not None and optim.key_type == "id":
+        raise NeedsInformationError(
+            "--include and --exclude match parameter names, and this optimizer is keyed by parameter ids",
+            next_step="add --only model, or convert the whole optimizer",
+        )
+    names = _names(checkpoint)
+    for glob in (*include, *exclude):
+        if not any(fnmatchcase(name, glob) for name in names):
+            raise UsageError(
+                f"the glob {glob!r} matches no key of {checkpoint.source}",
+                next_step=f"run `fsdpckpt inspect --names-only {checkpoint.source}` to see the keys",
+            )
+
+    def wanted(name: str) -> bool:
+        taken = not include or any(fnmatchcase(name, glob) for glob in include)
+        return taken and not any(fnmatchcase(name, glob) for glob in exclude)
+
+    dropped = [name for name in names if not wanted(name)]
+    note = Note("dropped", f"--include/--exclude: {len(dropped)} of {len(names)} keys were left out")
+    return _rekey(checkpoint, {name: name for name in names if wanted(name)}, note)
+
+
+def rename(
+    checkpoint: Checkpoint, *, strip_prefix: str | None, add_prefix: str | None, pairs: Sequence[tuple[str, str]]
+) -> Checkpoint:
+    """Rename parameters: strip a prefix, then OLD=NEW pairs (a whole key, or a dotted prefix), then add a prefix.
+
+    Raises UsageError when a rule applies to nothing, or when two keys would get one name.
+    """
+    if strip_prefix is None and add_prefix is None and not pairs:
+        return checkpoint
+    names = {name: name for name in _names(checkpoint)}
+    if strip_prefix is not None:
+        _apply(names, f"--strip-prefix {strip_prefix}", partial(_without, prefix=strip_prefix))
+    for old, new in pairs:
+        _apply(names, f"--rename {old}={new}", partial(_renamed, old=old, new=new))
+    if add_prefix is not None:
+        names = {source: add_prefix + name for source, name in names.items()}
+    _refuse_collisions(names)
+    changed = sum(source != name for source, name in names.items())
+    return _rekey(checkpoint, names, Note("renamed", f"{changed} of {len(names)} keys were renamed"))
+
+
+def _names(checkpoint: Checkpoint) -> list[str]:
+    """Every parameter name of model and name-keyed optimizer, once, in order."""
+    names: dict[str, None] = dict.fromkeys(checkpoint.model.params if checkpoint.model is not None else ())
+    optim = checkpoint.optim
+    if optim is not None and optim.key_type == "name":
+        names.update(dict.fromkeys(str(key) for key in optim.state))
+        for group in optim.param_groups or ():
+            names.update(dict.fromkeys(str(key) for key in _group_params(group)))
+    return list(names)
+
+
+def _group_params(group: Mapping[Key, Value]) -> list[Value]:
+    params = group.get("params")
+    return list(params) if isinstance(params, (list, tuple)) else []
+
+
+def _without(name: str, prefix: str) -> str | None:
+    return name[len(prefix) :] if name.startswith(prefix) else None
+
+
+def _renamed(name: str, old: str, new: str) -> str | None:
+    if name == old:
+        return new
+    dotted = old if old.endswith(".") else old + "."
+    if name.startswith(dotted):
+        kept = name[len(dotted) :]
+        return f"{new.rstrip('.')}.{kept}" if new else kept
+    return None
+
+
+def _apply(names: dict[str, str], rule: str, change: Callable[[str], str | None]) -> None:
+    hits = 0
+    for source, name in names.items():
+        changed = change(name)
+        if changed is not None:
+            names[source] = changed
+            hits += 1
+    if hits == 0:
+        raise UsageError(
+            f"{rule} applies to no key", next_step="run `fsdpckpt inspect --names-only SRC` to see the keys"
+        )
+
+
+def _refuse_collisions(names: Mapping[str, str]) -> None:
+    seen: dict[str, str] = {}
+    for source, name in names.items():
+        if not name or seen.setdefault(name, source) != source:
+            what = f"{seen[name]} and {source} would both be named {name!r}" if name else f"{source} would have no name"
+            raise UsageError(what, key=source, next_step="give other --rename or prefix options")
+
+
+def _rekey(checkpoint: Checkpoint, names: Mapping[str, str], note: Note) -> Checkpoint:
+    """``names`` maps each key that stays to its new name; a name-keyed optimizer follows."""
+    model = checkpoint.model
+    notes = [*checkpoint.notes, note]
+    if model is not None:
+        params = {names[name]: leaf for name, leaf in model.params.items() if name in names}
+        same = list(params) == list(model.params)
+        if not same and model.metadata is not None:
+            notes.append(Note("dropped", "the module versions in the model's _metadata, whose keys no longer fit"))
+        model = ModelState(params, model.metadata if same else None)
+    optim = checkpoint.optim
+    if optim is not None and optim.key_type == "name":
+        optim = _rekey_optim(optim, names)
+    return replace(checkpoint, model=model, optim=optim, notes=tuple(notes))
+
+
+def _rekey_optim(optim: OptimState, names: Mapping[str, str]) -> OptimState:
+    state: dict[ParamKey, dict[str, Value]] = {
+        names[str(key)]: entry for key, entry in optim.state.items() if str(key) in names
+    }
+    groups = None
+    if optim.param_groups is not None:
+        groups = [_rekey_group(group, names) for group in optim.param_groups]
+    return OptimState(state, groups, optim.extra)
+
+
+def _rekey_group(group: dict[Key, Value], names: Mapping[str, str]) -> dict[Key, Value]:
+    changed = dict(group)
+    kept = [str(key) in names for key in _group_params(group)]
+    for field in ("params", "param_names"):
+        values = group.get(field)
+        if isinstance(values, list) and len(values) == len(kept):
+            chosen = _taken(values, kept)
+            changed[field] = [names.get(str(value), value) for value in chosen] if field == "params" else chosen
+    return changed
+
+
+def _taken(values: Iterable[T], kept: Sequence[bool]) -> list[T]:
+    return [value for value, keep in zip(values, kept, strict=True) if keep]

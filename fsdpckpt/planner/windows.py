@@ -1,0 +1,47 @@
+"""Cuts a target file into windows: the unit that one thread assembles in memory and writes with one request."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fsdpckpt.ir.tensors import Int64Array
+from fsdpckpt.planner.plan import FilePlan, Plan
+
+__all__ = ["window_bounds"]
+
+CAST_GRAIN = 16  # bytes: the largest element; a cast element must not be split between two windows
+
+
+def window_bounds(file: FilePlan, plan: Plan, window: int) -> Int64Array:
+    """Boundaries 0 .. ``file.nbytes`` with at most ``window`` bytes between neighbours.
+
+    A boundary inside a slot that is cast falls between two elements, and inside a slot filled row by row between two
+    rows where a row is shorter than a window; elsewhere any byte will do.
+    """
+    bounds = [0]
+    while bounds[-1] < file.nbytes:
+        bounds.append(_next_bound(file, plan, bounds[-1], window))
+    return np.asarray(bounds, np.int64)
+
+
+def _next_bound(file: FilePlan, plan: Plan, begin: int, window: int) -> int:
+    limit = begin + window
+    if limit >= file.nbytes:
+        return file.nbytes
+    slot = int(np.searchsorted(file.slots[:, 0], limit, side="right")) - 1
+    if slot < 0:
+        return limit
+    offset, nbytes = file.slots[slot].tolist()
+    if limit >= offset + nbytes:
+        return limit
+    grain = _grain(file, plan, slot)
+    cut: int = offset + (limit - offset) // grain * grain
+    return cut if cut > begin else offset + (limit - offset) // CAST_GRAIN * CAST_GRAIN
+
+
+def _grain(file: FilePlan, plan: Plan, slot: int) -> int:
+    rows = slice(int(file.first_copy[slot]), int(file.first_copy[slot + 1]))
+    several = file.copies.rows[rows] > 1
+    if several.any():
+        return max(int(file.copies.target_pitch[rows][several].max()), CAST_GRAIN)
+    return CAST_GRAIN if plan.casts and (file.copies.cast[rows] >= 0).any() else 1
