@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -68,11 +68,11 @@ def execute(
     files: Sequence[SourceFile],
     checksums: Checksums,
     sources: Sources,
-    directory: str,
+    locate: Callable[[str], str],
     budget: Budget,
     progress: Progress,
 ) -> None:
-    """Write every file of ``plan`` under ``directory`` and make it durable.
+    """Write every file of ``plan`` where ``locate`` says, and make it durable.
 
     Holds at most ``budget.nbytes`` of buffers. Raises SourceCorruptError when a record does not match its checksum or a
     file ended early, TargetUnwritableError when the file system refuses; the first error stops all threads.
@@ -80,8 +80,7 @@ def execute(
     check = SourceCheck(files, checksums)
     bounds = [window_bounds(file, plan, budget.window).tolist() for file in plan.files]
     outputs = [
-        _Output(file, os.path.join(directory, file.path), max(len(bound) - 1, 1))
-        for file, bound in zip(plan.files, bounds, strict=True)
+        _Output(file, locate(file.path), max(len(bound) - 1, 1)) for file, bound in zip(plan.files, bounds, strict=True)
     ]
     work = _Work(_windows(bounds))
     progress.begin("copy", plan.bytes_written)

@@ -38,7 +38,7 @@ class Slot:
 class TargetFile:
     """One file being laid out, front to back. ``path`` is relative to the target directory ("" for a one-file target).
 
-    ``blob`` is every literal byte in order; ``literals`` are (file offset, start in blob, nbytes). ``checksums`` are
+    ``blob`` holds every literal byte, what repeats only once; ``literals`` are (file offset, start in blob, nbytes). ``checksums`` are
     (begin, end, places) with ``places`` the file offsets that receive the CRC-32 of [begin, end).
     """
 
@@ -54,13 +54,21 @@ class TargetFile:
         """Append ``data``; returns the file offset it starts at."""
         offset = self.nbytes
         if data:
-            if self.literals and sum(self.literals[-1][::2]) == offset:
-                at, begin, nbytes = self.literals[-1]
+            at, begin, nbytes = self.literals[-1] if self.literals else (0, 0, 0)
+            if nbytes and at + nbytes == offset and begin + nbytes == len(self.blob):
                 self.literals[-1] = (at, begin, nbytes + len(data))
             else:
                 self.literals.append((offset, len(self.blob), len(data)))
             self.blob += data
             self.nbytes += len(data)
+        return offset
+
+    def repeat(self, start: int, nbytes: int) -> int:
+        """Append ``nbytes`` that stand at ``start`` of ``blob`` already; returns the file offset they start at."""
+        offset = self.nbytes
+        if nbytes:
+            self.literals.append((offset, start, nbytes))
+            self.nbytes = offset + nbytes
         return offset
 
     def slot(

@@ -11,7 +11,7 @@ import numpy as np
 from fsdpckpt.errors import InternalError
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import Slot, Target, TargetFile
-from fsdpckpt.ir.tensors import Pieces, Tensor, contiguous_stride
+from fsdpckpt.ir.tensors import Int64Array, Pieces, Tensor, contiguous_stride
 from fsdpckpt.planner.plan import Copies, FilePlan, Plan
 
 __all__ = ["make_plan"]
@@ -36,46 +36,68 @@ class _Casts:
         return self._index[key]
 
 
+FEW = 32  # pieces: up to here plain Python is quicker than numpy's fixed cost per call
+
+Box: TypeAlias = tuple[list[int], list[int], list[int], int, int]
+"""One piece: start, size and stride (elements), source file, byte offset."""
+
+
 class _Layout:
     """The pieces of one tensor, replicas dropped (the lowest rank's copy stays) and sorted by their first row."""
 
-    __slots__ = ("pieces", "reach", "single")
+    __slots__ = ("_boxes", "_pieces", "_reach", "single")
 
     def __init__(self, tensor: Tensor) -> None:
         pieces = tensor.pieces
-        # The overwhelmingly common case, kept as plain ints: one row-major piece that is the whole tensor.
-        self.single: tuple[int, int] | None = None
-        self.pieces = pieces
-        if len(pieces) == 1:
-            size = tuple(pieces.size[0].tolist())
-            stride = tuple(pieces.stride[0].tolist())
-            if size == tensor.shape and stride == contiguous_stride(size):
-                self.single = (int(pieces.file[0]), int(pieces.offset[0]))
-                return
-        else:
-            pieces = _unique(pieces)
-        if tensor.ndim:
-            pieces = pieces.take(np.argsort(pieces.start[:, 0], kind="stable"))
-            self.reach = np.maximum.accumulate(pieces.start[:, 0] + pieces.size[:, 0])
-        self.pieces = pieces
+        self.single: tuple[int, int] | None = None  # the common case: one row-major piece that is the whole tensor
+        self._boxes: list[Box] | None = None
+        self._pieces = pieces
+        self._reach: Int64Array | None = None
+        if len(pieces) > FEW:
+            self._pieces = _unique(pieces)
+            if tensor.ndim:
+                self._pieces = self._pieces.take(np.argsort(self._pieces.start[:, 0], kind="stable"))
+                self._reach = np.maximum.accumulate(self._pieces.start[:, 0] + self._pieces.size[:, 0])
+            return
+        self._boxes = _boxes(pieces)
+        if len(self._boxes) == 1:
+            _, size, stride, file, offset = self._boxes[0]
+            if tuple(size) == tensor.shape and tuple(stride) == contiguous_stride(size):
+                self.single = (file, offset)
 
-    def near(self, begin: int, end: int) -> slice:
-        """Rows whose first dimension may meet [begin, end)."""
-        low = int(np.searchsorted(self.reach, begin, side="right"))
-        high = int(np.searchsorted(self.pieces.start[:, 0], end, side="left"))
-        return slice(low, high)
+    def near(self, begin: int, end: int) -> list[Box]:
+        """The pieces whose first dimension may meet [begin, end)."""
+        if self._boxes is not None:
+            return self._boxes
+        if self._reach is None:
+            return _boxes(self._pieces)
+        low = int(np.searchsorted(self._reach, begin, side="right"))
+        high = int(np.searchsorted(self._pieces.start[:, 0], end, side="left"))
+        return _boxes(self._pieces.take(np.arange(low, high)))
+
+
+def _boxes(pieces: Pieces) -> list[Box]:
+    columns = (pieces.start, pieces.size, pieces.stride, pieces.file, pieces.offset)
+    rows: list[Box] = list(zip(*(column.tolist() for column in columns), strict=True))
+    if len(rows) < 2:
+        return [row for row in rows if 0 not in row[1]]
+    best: dict[tuple[int, ...], tuple[int, Box]] = {}
+    for rank, row in zip(pieces.rank.tolist(), rows, strict=True):
+        box = (*row[0], *row[1])
+        if 0 not in row[1] and (box not in best or rank < best[box][0]):
+            best[box] = (rank, row)
+    return [row for _, row in best.values()]
 
 
 def _unique(pieces: Pieces) -> Pieces:
     pieces = pieces.take(np.argsort(pieces.rank, kind="stable"))
     boxes = np.concatenate([pieces.start, pieces.size], axis=1)
-    full = (pieces.size > 0).all(axis=1)
     if boxes.shape[1] == 0:
         return pieces.take(np.arange(1))
     _, first = np.unique(boxes, axis=0, return_index=True)
     keep = np.zeros(len(pieces), bool)
     keep[first] = True
-    return pieces.take(keep & full)
+    return pieces.take(keep & (pieces.size > 0).all(axis=1))
 
 
 def make_plan(target: Target) -> Plan:
@@ -122,42 +144,40 @@ def _plan_file(file: TargetFile, layouts: dict[int, _Layout], casts: _Casts) -> 
 
 def _fill(slot: Slot, layout: _Layout, cast: int, rows: list[Row]) -> None:
     """Append the copies that fill one slot, in target order."""
-    pieces = layout.pieces
-    ndim = len(slot.size)
-    order = tuple(range(ndim)) if slot.order is None else slot.order
-    target_stride = np.empty(ndim, np.int64)
-    target_stride[list(order)] = contiguous_stride([slot.size[d] for d in order])
+    order = tuple(range(len(slot.size))) if slot.order is None else slot.order
+    target_stride = [1] * len(slot.size)
+    for dim, step in zip(order, contiguous_stride([slot.size[dim] for dim in order]), strict=True):
+        target_stride[dim] = step
+    reach = (slot.start[0], slot.start[0] + slot.size[0]) if slot.size else (0, 1)
     source_item, target_item = slot.tensor.dtype.itemsize, slot.dtype.itemsize
-    if ndim == 0:
-        place = (int(pieces.file[0]), int(pieces.offset[0]))
-        rows.append((place[0], place[1], source_item, slot.offset, target_item, target_item, 1, cast))
-        return
-    near = layout.near(slot.start[0], slot.start[0] + slot.size[0])
-    begin = np.maximum(pieces.start[near], slot.start)
-    end = np.minimum(pieces.start[near] + pieces.size[near], np.add(slot.start, slot.size))
-    met = np.flatnonzero((end > begin).all(axis=1))
-    size = (end - begin)[met]
-    source = (
-        pieces.offset[near][met] + ((begin - pieces.start[near]) * pieces.stride[near]).sum(axis=1)[met] * source_item
-    )
-    target = slot.offset + ((begin[met] - slot.start) * target_stride).sum(axis=1) * target_item
-    numbers, strides = pieces.file[near][met], pieces.stride[near][met]
     first = len(rows)
-    for i in range(len(met)):
-        found = _pitched(size[i].tolist(), strides[i].tolist(), target_stride.tolist(), order)
-        for source_at, target_at, source_pitch, target_pitch, count, run in found:
-            rows.append(
-                (
-                    int(numbers[i]),
-                    int(source[i]) + source_at * source_item,
-                    source_pitch * source_item,
-                    int(target[i]) + target_at * target_item,
-                    target_pitch * target_item,
-                    run * target_item,
-                    count,
-                    cast,
+    for start, length, stride, file, offset in layout.near(*reach):
+        source, target = offset, slot.offset
+        size: list[int] = []
+        for dim, low in enumerate(slot.start):
+            begin = max(start[dim], low)
+            count = min(start[dim] + length[dim], low + slot.size[dim]) - begin
+            if count <= 0:
+                break
+            size.append(count)
+            source += (begin - start[dim]) * stride[dim] * source_item
+            target += (begin - low) * target_stride[dim] * target_item
+        else:
+            for source_at, target_at, source_pitch, target_pitch, count, run in _pitched(
+                size, stride, target_stride, order
+            ):
+                rows.append(
+                    (
+                        file,
+                        source + source_at * source_item,
+                        source_pitch * source_item,
+                        target + target_at * target_item,
+                        target_pitch * target_item,
+                        run * target_item,
+                        count,
+                        cast,
+                    )
                 )
-            )
     if len(rows) - first > 1:
         rows[first:] = sorted(rows[first:], key=lambda row: row[3])
 

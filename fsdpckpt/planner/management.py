@@ -1,8 +1,8 @@
 """Decides, for a sharded target, which tensors FSDP shards and which every rank holds whole.
 
 FSDP shards parameters and the optimizer states shaped like them; buffers, 0-dim states and what FSDP does not manage
-are replicated. A sharded source says so itself (placements, chunks). A full one may not: then the optimizer's own lists, a
-reference or ``--buffers`` decide, and what none of them settles is an error, never a choice.
+are replicated. A sharded source says so itself (placements, chunks). A full one may not: then the optimizer's lists,
+a reference or ``--buffers`` decide, and what none of them settles is an error, never a choice.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Evidence:
 def decide_managed(checkpoint: Checkpoint, evidence: Evidence, *, strict: bool) -> Checkpoint:
     """The same checkpoint with every ``Tensor.managed`` True or False, and a note on what was inferred.
 
-    ``strict`` (per-rank files, where a wrong answer does not load): what nothing settles raises NeedsInformationError.
-    Otherwise (DCP, where any cut of a tensor loads) it is cut like a parameter, and its keys are noted.
+    ``strict`` (per-rank files, where a wrong answer does not load): what nothing settles raises
+    NeedsInformationError. Otherwise (DCP, where any cut loads) it is cut like a parameter, and noted.
     """
     model, unsettled, inferred = _decide_model(checkpoint, evidence)
     if unsettled and strict:

@@ -19,8 +19,6 @@ from fsdpckpt.storage.targets import sync_directory, target_errors
 
 __all__ = ["Staging", "check_target"]
 
-ONE_FILE = "file"  # the name inside the staging directory of a target that is a single file
-
 
 def check_target(target: str, source: str, *, overwrite: bool) -> None:
     """Refuse a DST that exists, lies in SRC, or cannot be created. Nothing is written.
@@ -102,7 +100,11 @@ class Staging:
     @property
     def visible(self) -> str:
         """What becomes DST: the staging directory, or the one file in it."""
-        return self.path if self._directory else os.path.join(self.path, ONE_FILE)
+        return self.path if self._directory else self.locate("")
+
+    def locate(self, path: str) -> str:
+        """Where the target file ``path`` grows; "" is the one file of a target that is a file, under DST's own name."""
+        return os.path.join(self.path, path or os.path.basename(self._target))
 
     def require_space(self, nbytes: int) -> None:
         """Raises TargetUnwritableError when the file system has less than ``nbytes`` free."""

@@ -1,0 +1,86 @@
+"""Settles what a conversion writes: layout, container and world size, from the options, DST's suffix and the source."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from fsdpckpt.converters.options import ConvertOptions, TensorForm
+from fsdpckpt.errors import UsageError
+from fsdpckpt.ir.checkpoint import Container, Layout
+
+__all__ = ["Goal", "settle_goal"]
+
+TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+SAFETENSORS_SUFFIX = ".safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What is written. ``world_size``: ranks of the target, None to keep the source's cuts (DCP) or for one file.
+
+    ``directory``: whether DST is a directory.
+    """
+
+    layout: Layout
+    container: Container
+    world_size: int | None
+    tensor: TensorForm
+    directory: bool
+
+
+def settle_goal(target: str, options: ConvertOptions, source_layout: Layout) -> Goal:
+    """The goal of one conversion. Raises UsageError when the options contradict each other or DST's suffix."""
+    suffix = os.path.splitext(target.rstrip("/"))[1]
+    container = _container(suffix, options, source_layout)
+    layout = _layout(container, suffix, options, source_layout)
+    if layout is Layout.FLATTENED:
+        raise UsageError(
+            "this version writes the layouts full and sharded",
+            found="flattened",
+            next_step="add --to full or --to sharded",
+        )
+    if options.world_size is not None and options.world_size < 1:
+        raise UsageError("--world-size counts ranks", expected="1 or more", found=str(options.world_size))
+    if layout is Layout.FULL and options.world_size is not None:
+        raise UsageError("--world-size says how to shard, and --to full does not", next_step="drop --world-size")
+    if layout is Layout.SHARDED and container is Container.TORCH and options.world_size is None:
+        raise UsageError("per-rank files need to know for how many ranks", next_step="add --world-size N")
+    one_file = layout is Layout.FULL and (container is Container.TORCH or suffix == SAFETENSORS_SUFFIX)
+    return Goal(layout, container, options.world_size, options.tensor, directory=not one_file)
+
+
+def _container(suffix: str, options: ConvertOptions, source_layout: Layout) -> Container:
+    named = None
+    if suffix in TORCH_SUFFIXES:
+        named = Container.TORCH
+    elif suffix == SAFETENSORS_SUFFIX:
+        named = Container.SAFETENSORS
+    if options.container is not None:
+        if named is not None and named is not options.container:
+            raise UsageError(
+                f"DST ends in {suffix}, which names the container {named}, and --container says {options.container}",
+                next_step="drop --container, or give DST another name",
+            )
+        return options.container
+    if named is not None:
+        return named
+    return Container.TORCH if (options.to or source_layout) is Layout.FULL else Container.DCP
+
+
+def _layout(container: Container, suffix: str, options: ConvertOptions, source_layout: Layout) -> Layout:
+    if container is Container.SAFETENSORS:
+        if options.to not in (None, Layout.FULL):
+            raise UsageError(
+                f"safetensors files hold whole tensors, so --to {options.to} does not fit", next_step="add --to full"
+            )
+        return Layout.FULL
+    layout = options.to
+    if layout is None:
+        layout = Layout.FULL if suffix in TORCH_SUFFIXES else source_layout
+    if layout is not Layout.FULL and suffix in TORCH_SUFFIXES:
+        raise UsageError(
+            f"--to {layout} writes a directory, and DST ends in {suffix}",
+            next_step="give DST a name without suffix",
+        )
+    return layout

@@ -1,0 +1,54 @@
+"""What one conversion did, as data: for the summary, ``--json`` and ``fsdpckpt.json``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+
+from fsdpckpt.ir.checkpoint import Note
+
+__all__ = ["PlannedFile", "Report"]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedFile:
+    """One target file: its path below DST ("" when DST is the file) and length in bytes."""
+
+    path: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Sizes are bytes, ``seconds`` wall time. ``peak_memory_planned``: the copy buffers, under ``--max-memory``.
+
+    ``bytes_read`` is tensor data; headers and metadata come on top. ``disk_needed`` is what DST will occupy.
+    """
+
+    source: str
+    target: str
+    layout: str
+    container: str
+    world_size: int | None
+    tensors: int
+    parameters: int
+    bytes_read: int
+    bytes_written: int
+    peak_memory_planned: int
+    threads: int
+    seconds: float
+    dry_run: bool
+    verified: str
+    notes: tuple[Note, ...] = ()
+    files: tuple[PlannedFile, ...] = ()
+    source_files: int = 0
+    evidence: tuple[str, ...] = field(default=())
+
+    @property
+    def disk_needed(self) -> int:
+        return self.bytes_written
+
+    def to_json(self) -> dict[str, object]:
+        """The report as JSON types; keys are the field names, plus ``disk_needed``."""
+        document: dict[str, object] = asdict(self)
+        document["disk_needed"] = self.disk_needed
+        return document

@@ -1,0 +1,224 @@
+"""Do the pieces of one tensor hold every element exactly once? Equal boxes are replicas; other overlaps are flaws.
+
+Three steps, cheapest first: a whole piece; a grid (each dimension cut into intervals that tile it, every cell
+present), which is what FSDP, HSDP and FSDP x TP make; and counting on the grid of all edges, which says what is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from fsdpckpt.ir.tensors import Int64Array, Tensor
+
+__all__ = ["Flaw", "box_text", "flaws"]
+
+SMALL = 48  # pieces: below this plain Python is quicker than numpy's cost per call
+MOST_CELLS = 1 << 24  # of the counting grid: 64 MiB of counters; what has more is compared box by box
+MOST_DIMENSIONS = 8  # that are cut: each doubles the corners to count
+PAIRS_AT_ONCE = 1 << 22  # bounds the memory of comparing boxes pairwise
+
+
+FlawKind: TypeAlias = Literal["incomplete", "overlap", "outside"]
+
+
+@dataclass(frozen=True, slots=True)
+class Flaw:
+    """One way in which pieces fail to hold a tensor.
+
+    ``elements``: how many are missing, held twice, or outside. ``start``, ``size``: the first box of them.
+    ``ranks``: who holds that box (empty for a missing one).
+    """
+
+    kind: FlawKind
+    elements: int
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+
+def box_text(start: Sequence[int], size: Sequence[int]) -> str:
+    """A box as Python slices: ``[8:16, 0:9]``."""
+    return "[" + ", ".join(f"{begin}:{begin + count}" for begin, count in zip(start, size, strict=True)) + "]"
+
+
+def flaws(tensor: Tensor) -> list[Flaw]:
+    """Everything wrong with the coverage of ``tensor``; empty when every element is held exactly once up to replicas.
+
+    Empty boxes are ignored wherever they are: DCP and FSDP2 write them for ranks beyond the last row.
+    """
+    pieces = tensor.pieces
+    shape = tensor.shape
+    count = len(pieces.file)
+    if count == 1:
+        if pieces.size.tolist()[0] == list(shape) and not any(pieces.start.tolist()[0]):
+            return []
+    elif count <= SMALL:
+        if _is_small_grid(shape, pieces.start.tolist(), pieces.size.tolist()):
+            return []
+    elif _is_grid(shape, pieces.start, pieces.size):
+        return []
+    return _examine(shape, pieces.start, pieces.size, pieces.rank)
+
+
+def _is_small_grid(shape: tuple[int, ...], starts: list[list[int]], sizes: list[list[int]]) -> bool:
+    """True when the boxes are all cells of one grid over ``shape``, each at least once."""
+    boxes = {(*start, *size) for start, size in zip(starts, sizes, strict=True) if 0 not in size}
+    if not boxes:
+        return 0 in shape
+    cells = 1
+    dimensions = len(shape)
+    for dimension, length in enumerate(shape):
+        intervals = {(box[dimension], box[dimension + dimensions]) for box in boxes}
+        end = 0
+        for begin, count in sorted(intervals):
+            if begin != end:
+                return False
+            end += count
+        if end != length:
+            return False
+        cells *= len(intervals)
+    return cells == len(boxes)
+
+
+def _is_grid(shape: tuple[int, ...], start: Int64Array, size: Int64Array) -> bool:
+    """As ``_is_small_grid``, in columns: O(n log n) for n pieces."""
+    filled = size.all(axis=1)
+    if not filled.all():
+        start, size = start[filled], size[filled]
+    if not len(start):
+        return 0 in shape
+    cell = np.zeros(len(start), np.int64)
+    cells = 1
+    for dimension, length in enumerate(shape):
+        begin, count = start[:, dimension], size[:, dimension]
+        if int(count.min()) == length and not begin.any():
+            if int(count.max()) != length:
+                return False
+            continue
+        values, first, which = np.unique(begin, return_index=True, return_inverse=True)
+        lengths = count[first]
+        ends = np.append(values[1:], length)
+        if values[0] != 0 or not np.array_equal(values + lengths, ends) or not np.array_equal(lengths[which], count):
+            return False
+        cells *= len(values)
+        if cells > len(start):
+            return False
+        cell = cell * len(values) + which
+    return len(np.unique(cell)) == cells
+
+
+def _examine(shape: tuple[int, ...], start: Int64Array, size: Int64Array, rank: Int64Array) -> list[Flaw]:
+    """Says exactly what is wrong, if anything is (a cover that is no grid is fine)."""
+    found: list[Flaw] = []
+    limit = np.asarray(shape, np.int64).reshape(1, len(shape))
+    filled = size.all(axis=1)
+    inside = ((start >= 0) & (size >= 0) & (start + size <= limit)).all(axis=1)
+    for row in np.flatnonzero(filled & ~inside).tolist():
+        begin, count = tuple(start[row].tolist()), tuple(size[row].tolist())
+        found.append(Flaw("outside", _outside(shape, begin, count), begin, count, (int(rank[row]),)))
+    good = filled & inside
+    boxes = np.concatenate([start[good], size[good]], axis=1)
+    if len(boxes):
+        boxes, _ = np.unique(boxes, axis=0, return_index=True)
+    start_, size_ = boxes[:, : len(shape)], boxes[:, len(shape) :]
+    holders = (start[good], size[good], rank[good])
+    edges = [
+        np.unique(np.concatenate([[0, length], start_[:, k], start_[:, k] + size_[:, k]]))
+        for k, length in enumerate(shape)
+    ]
+    cut = [k for k, edge in enumerate(edges) if len(edge) > 2]
+    if 0 in shape:
+        return found
+    if len(cut) > MOST_DIMENSIONS or prod(len(edges[k]) for k in cut) > MOST_CELLS:
+        return found + _pairwise(shape, start_, size_, holders)
+    return found + _counted(shape, start_, size_, holders, edges)
+
+
+def _outside(shape: tuple[int, ...], start: tuple[int, ...], size: tuple[int, ...]) -> int:
+    kept = prod(max(min(b + n, e) - max(b, 0), 0) for b, n, e in zip(start, size, shape, strict=True))
+    return abs(prod(size)) - kept
+
+
+def _counted(
+    shape: tuple[int, ...],
+    start: Int64Array,
+    size: Int64Array,
+    holders: tuple[Int64Array, Int64Array, Int64Array],
+    edges: list[Int64Array],
+) -> list[Flaw]:
+    """Counts the boxes over every cell between neighbouring edges, by a difference array."""
+    cut = [k for k, edge in enumerate(edges) if len(edge) > 2]
+    if not cut:
+        # No dimension is cut, so every box is the whole tensor: there is one after removing equals, or none.
+        return [] if len(start) else [Flaw("incomplete", prod(shape), (0,) * len(shape), shape, ())]
+    counts = np.zeros([len(edges[k]) for k in cut], np.int32)
+    low = [np.searchsorted(edges[k], start[:, k]) for k in cut]
+    high = [np.searchsorted(edges[k], start[:, k] + size[:, k]) for k in cut]
+    for corner in product((0, 1), repeat=len(cut)):
+        index = tuple(high[i] if upper else low[i] for i, upper in enumerate(corner))
+        np.add.at(counts, index, -1 if sum(corner) % 2 else 1)
+    for axis in range(len(cut)):
+        np.cumsum(counts, axis=axis, out=counts)
+    counts = counts[tuple(slice(0, -1) for _ in cut)]
+    found: list[Flaw] = []
+    marked: tuple[tuple[FlawKind, npt.NDArray[np.bool_]], ...] = (("incomplete", counts == 0), ("overlap", counts > 1))
+    for kind, wrong in marked:
+        if not wrong.any():
+            continue
+        first = np.unravel_index(int(np.argmax(wrong)), wrong.shape)
+        begin, end = [0] * len(shape), list(shape)
+        for axis, k in enumerate(cut):
+            begin[k], end[k] = int(edges[k][first[axis]]), int(edges[k][first[axis] + 1])
+        box = tuple(e - b for b, e in zip(begin, end, strict=True))
+        ranks = _holding(holders, begin, end) if kind == "overlap" else ()
+        elements = _volume(wrong, [edges[k] for k in cut]) * prod(n for k, n in enumerate(shape) if k not in cut)
+        found.append(Flaw(kind, elements, tuple(begin), box, ranks))
+    return found
+
+
+def _volume(cells: npt.NDArray[np.bool_], edges: list[Int64Array]) -> int:
+    """Elements of the marked cells, over the cut dimensions."""
+    weight: npt.NDArray[np.int64] = cells.astype(np.int64)
+    for edge in reversed(edges):
+        weight = weight @ np.diff(edge)
+    return int(weight)
+
+
+def _holding(
+    holders: tuple[Int64Array, Int64Array, Int64Array], begin: Sequence[int], end: Sequence[int]
+) -> tuple[int, ...]:
+    """The ranks whose boxes contain the cell from ``begin`` to ``end``."""
+    start, size, rank = holders
+    held = (start <= np.asarray(begin, np.int64)) & (start + size >= np.asarray(end, np.int64))
+    ranks: list[int] = np.unique(rank[held.all(axis=1)]).tolist()
+    return tuple(ranks)
+
+
+def _pairwise(
+    shape: tuple[int, ...], start: Int64Array, size: Int64Array, holders: tuple[Int64Array, Int64Array, Int64Array]
+) -> list[Flaw]:
+    """For boxes too irregular to count: any two that overlap, else what the volumes say is missing."""
+    end = start + size
+    step = max(PAIRS_AT_ONCE // max(len(start), 1), 1)
+    for begin in range(0, len(start), step):
+        rows = slice(begin, begin + step)
+        low = np.maximum(start[rows, None], start[None])
+        high = np.minimum(end[rows, None], end[None])
+        common = (low < high).all(axis=2)
+        common[np.arange(common.shape[0]), np.arange(begin, begin + common.shape[0])] = False
+        if common.any():
+            one, other = np.unravel_index(int(np.argmax(common)), common.shape)
+            corner, far = low[one, other].tolist(), high[one, other].tolist()
+            box = tuple(e - b for b, e in zip(corner, far, strict=True))
+            return [Flaw("overlap", prod(box), tuple(corner), box, _holding(holders, corner, far))]
+    held = sum(prod(row) for row in size.tolist())
+    if held == prod(shape):
+        return []
+    return [Flaw("incomplete", prod(shape) - held, (0,) * len(shape), shape, ())]

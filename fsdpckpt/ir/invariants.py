@@ -1,0 +1,290 @@
+"""What must hold for a checkpoint to be converted without losing or inventing data: pure functions over the IR.
+
+Each returns every problem it sees, none raises; ``fatal`` turns the fatal ones into one error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import gcd
+
+import numpy as np
+
+from fsdpckpt.errors import SourceCorruptError, SourceError, SourceIncompleteError, SourceUnsupportedError
+from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, OptimState, ParamKey, Problem, Section
+from fsdpckpt.ir.coverage import Flaw, box_text, flaws
+from fsdpckpt.ir.tensors import Int64Array, Pieces, Tensor
+from fsdpckpt.ir.values import Value
+
+__all__ = ["aliased_states", "coverage", "fatal", "problems", "refuse", "state_completeness"]
+
+INCOMPLETE = frozenset({"incomplete", "missing-rank", "missing-key", "missing-file", "missing-state"})
+UNSUPPORTED = frozenset({"aliased-states", "flattened", "unsupported", "raw-optimizer"})
+
+MANY = 48  # pieces: from here on columns are quicker than plain Python
+
+ALIASED_WHY = (
+    "FSDP1 with use_orig_params=True, trained on CPU and gathered with offload_to_cpu=True, hands out every state of a "
+    "parameter as a view of one reused buffer: the other states were overwritten before they reached the disk"
+)
+
+
+def problems(checkpoint: Checkpoint) -> list[Problem]:
+    """Everything wrong with ``checkpoint`` that shows without reading tensor data."""
+    found: list[Problem] = []
+    for named in checkpoint.tensors():
+        wrong = flaws(named.tensor)
+        if wrong:
+            found.extend(_coverage_problem(named, flaw, checkpoint) for flaw in wrong)
+    if checkpoint.optim is not None:
+        found.extend(aliased_states(checkpoint.optim, checkpoint))
+        found.extend(state_completeness(checkpoint.optim))
+    return found
+
+
+def coverage(named: NamedTensor, checkpoint: Checkpoint) -> list[Problem]:
+    """A fatal problem for missing elements, for elements held by boxes that are no replicas, for boxes outside."""
+    return [_coverage_problem(named, flaw, checkpoint) for flaw in flaws(named.tensor)]
+
+
+def _coverage_problem(named: NamedTensor, flaw: Flaw, checkpoint: Checkpoint) -> Problem:
+    tensor = named.tensor
+    where = f"{named.section} {named.key} {list(tensor.shape)}"
+    box = box_text(flaw.start, flaw.size)
+    held_by = _ranks_text(flaw.ranks)
+    if flaw.kind == "outside":
+        message = f"{where}: {held_by} holds {box}, which reaches outside the tensor"
+    elif flaw.kind == "overlap":
+        message = f"{where}: {flaw.elements} elements are held by pieces that overlap, first {box} ({held_by})"
+    else:
+        message = f"{where}: {flaw.elements} of {tensor.numel} elements are in no piece, first {box}"
+        message += _who_holds(tensor.pieces, checkpoint.world_size)
+    rank = flaw.ranks[0] if flaw.ranks else None
+    file = _file_of(tensor.pieces, rank, checkpoint)
+    return Problem(flaw.kind, message, key=named.key, rank=rank, file=file, section=named.section)
+
+
+def _ranks_text(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) != 1 else ''} {shown}"
+
+
+def _who_holds(pieces: Pieces, world_size: int) -> str:
+    """Which ranks hold something of the tensor, and which do not: the absent file is usually among the latter."""
+    held = sorted(set(pieces.rank.tolist()))
+    if not held:
+        return " (no rank holds any of it)"
+    absent = sorted(set(range(world_size)).difference(held))
+    text = f" (held: {_ranks_text(held)}"
+    return text + (f"; nothing from {_ranks_text(absent)})" if absent else ")")
+
+
+def _file_of(pieces: Pieces, rank: int | None, checkpoint: Checkpoint) -> str | None:
+    """The file of the first piece of ``rank``."""
+    numbers: list[int] = pieces.file[pieces.rank == rank].tolist() if rank is not None else []
+    number = numbers[0] if numbers else -1
+    return checkpoint.files[number].path if 0 <= number < len(checkpoint.files) else None
+
+
+def aliased_states(optim: OptimState, checkpoint: Checkpoint) -> Iterator[Problem]:
+    """A fatal problem for each parameter of which two tensor states lie on the same bytes of a file."""
+    for param, states in optim.state.items():
+        tensors = [(name, leaf) for name, leaf in states.items() if isinstance(leaf, Tensor)]
+        if len(tensors) < 2:
+            continue
+        shared = _sharing(tensors)
+        if shared:
+            one, other, number = shared
+            path = checkpoint.files[number].path if 0 <= number < len(checkpoint.files) else None
+            yield Problem(
+                "aliased-states",
+                f"optim {param}: the states {one} and {other} lie on the same bytes, so at most one of them is what "
+                "the optimizer had",
+                key=f"{param}.{one}",
+                file=path,
+                section=Section.OPTIM,
+            )
+
+
+def _sharing(tensors: list[tuple[str, Tensor]]) -> tuple[str, str, int] | None:
+    """Two states and the file in which they overlap."""
+    if any(len(tensor.pieces) > MANY for _, tensor in tensors) and _plainly_apart([tensor for _, tensor in tensors]):
+        return None
+    spans: list[tuple[int, int, int, int, int]] = []
+    for index, (_, tensor) in enumerate(tensors):
+        pieces = tensor.pieces
+        itemsize = tensor.dtype.itemsize
+        offsets = pieces.offset.tolist()
+        if len(offsets) == 1:
+            number = pieces.file.item()
+            spans.append((number, offsets[0], offsets[0] + _span(tensor, 0, itemsize), index, 0))
+            continue
+        for row, (number, offset) in enumerate(zip(pieces.file.tolist(), offsets, strict=True)):
+            spans.append((number, offset, offset + _span(tensor, row, itemsize), index, row))
+    spans.sort()
+    reached: tuple[int, int, int, int, int] | None = None
+    for span in spans:
+        if span[1] < 0 or span[2] <= span[1]:  # not located, or empty
+            continue
+        overlaps = reached is not None and reached[0] == span[0] and span[1] < reached[2]
+        if reached is not None and overlaps and reached[3] != span[3] and _collide(tensors, reached, span):
+            return tensors[reached[3]][0], tensors[span[3]][0], span[0]
+        if reached is None or not overlaps or span[2] > reached[2]:
+            reached = span
+    return None
+
+
+def _plainly_apart(tensors: Sequence[Tensor]) -> bool:
+    """True when no two located pieces overlap, found in columns; False says nothing."""
+    number = np.concatenate([tensor.pieces.file for tensor in tensors])
+    begin = np.concatenate([tensor.pieces.offset for tensor in tensors])
+    span = np.concatenate([_spans(tensor) for tensor in tensors])
+    kept = (begin >= 0) & (span > 0)
+    number, begin, span = number[kept], begin[kept], span[kept]
+    order = np.lexsort((begin, number))
+    number, begin, span = number[order], begin[order], span[order]
+    return not ((number[1:] == number[:-1]) & (begin[1:] < begin[:-1] + span[:-1])).any()
+
+
+def _spans(tensor: Tensor) -> Int64Array:
+    """As ``_span``, for all pieces."""
+    size, stride = tensor.pieces.size, tensor.pieces.stride
+    spans: Int64Array = (((size - 1) * stride).sum(axis=1) + 1) * tensor.dtype.itemsize
+    spans[(size == 0).any(axis=1)] = 0
+    return spans
+
+
+def _span(tensor: Tensor, row: int, itemsize: int) -> int:
+    """Bytes from a piece's first element to the end of its last."""
+    size = tensor.pieces.size[row].tolist()
+    if 0 in size:
+        return 0
+    stride = tensor.pieces.stride[row].tolist()
+    last = 1
+    for count, step in zip(size, stride, strict=True):
+        last += (count - 1) * step
+    return last * itemsize
+
+
+def _collide(
+    tensors: list[tuple[str, Tensor]], one: tuple[int, int, int, int, int], other: tuple[int, int, int, int, int]
+) -> bool:
+    """False for interleaved views (``buffer[:, 0]`` beside ``buffer[:, 1]``): their spans overlap, no element does."""
+    period = 0
+    widest = 0
+    for _, _, _, index, row in (one, other):
+        tensor = tensors[index][1]
+        itemsize = tensor.dtype.itemsize
+        widest = max(widest, itemsize)
+        for count, step in zip(tensor.pieces.size[row].tolist(), tensor.pieces.stride[row].tolist(), strict=True):
+            if count > 1:
+                period = gcd(period, step * itemsize)
+    if period == 0:
+        return True
+    apart = (other[1] - one[1]) % period
+    return not widest <= apart <= period - widest
+
+
+def state_completeness(optim: OptimState) -> Iterator[Problem]:
+    """Non-fatal problems of the optimizer's bookkeeping: parameters without state, states without a group."""
+    if optim.param_groups is None:
+        return
+    groups: list[list[ParamKey]] = []
+    for group in optim.param_groups:
+        params = group.get("params")
+        groups.append(
+            [key for key in params if isinstance(key, (int, str))] if isinstance(params, (list, tuple)) else []
+        )
+    seen: set[ParamKey] = set()
+    for number, keys in enumerate(groups):
+        for key in keys:
+            if key in seen:
+                yield _state_problem(key, f"optim {key}: listed more than once in the param groups (again in {number})")
+            seen.add(key)
+    if optim.state:
+        for number, keys in enumerate(groups):
+            for key in keys:
+                if not optim.state.get(key):
+                    yield _state_problem(key, f"optim {key}: in param group {number}, but has no optimizer state")
+            yield from _uneven_states(number, keys, optim.state)
+    for key in optim.state:
+        if key not in seen:
+            yield _state_problem(key, f"optim {key}: has state, but is in no param group")
+
+
+def _uneven_states(
+    number: int, keys: list[ParamKey], state: Mapping[ParamKey, Mapping[str, Tensor | Value]]
+) -> Iterator[Problem]:
+    """States absent from one parameter that every other one of the group with as many dimensions has.
+
+    By dimensions, because factored optimizers (Adafactor) keep other states for vectors than for matrices.
+    """
+    kinds: dict[int, list[ParamKey]] = {}
+    names: dict[tuple[int, str], int] = {}
+    for key in keys:
+        states = state.get(key)
+        if states:
+            kind = max((len(leaf.shape) for leaf in states.values() if isinstance(leaf, Tensor)), default=0)
+            kinds.setdefault(kind, []).append(key)
+            for name in states:
+                names[kind, name] = names.get((kind, name), 0) + 1
+    for (kind, name), count in names.items():
+        members = kinds[kind]
+        if len(members) > 2 and len(members) // 2 < count < len(members):
+            for key in members:
+                if name not in state[key]:
+                    yield _state_problem(
+                        key,
+                        f"optim {key}: no state {name}, which {count} of {len(members)} alike in group {number} have",
+                    )
+
+
+def _state_problem(key: ParamKey, message: str) -> Problem:
+    return Problem("state", message, fatal=False, key=str(key), section=Section.OPTIM)
+
+
+def refuse(checkpoint: Checkpoint) -> None:
+    """Raises the error of ``fatal`` when ``checkpoint.problems`` holds a fatal one.
+
+    A problem of a section that a selection has since left out (``--only model``) does not count.
+    """
+    left_out = set()
+    if checkpoint.model is None:
+        left_out.add(Section.MODEL)
+    if checkpoint.optim is None:
+        left_out.add(Section.OPTIM)
+    if not checkpoint.extra and not checkpoint.rank_extra:
+        left_out.add(Section.EXTRA)
+    wrong = [problem for problem in checkpoint.problems if problem.fatal and problem.section not in left_out]
+    if wrong:
+        raise fatal(wrong, source=checkpoint.source)
+
+
+def fatal(found: Iterable[Problem], *, source: str = "the checkpoint") -> SourceError:
+    """One error that lists every fatal problem of ``found``; its class goes by their kinds.
+
+    Raises ValueError when none is fatal: ask first.
+    """
+    wrong = [problem for problem in found if problem.fatal]
+    if not wrong:
+        raise ValueError("no fatal problem")
+    kinds = {problem.kind for problem in wrong}
+    one: type[SourceError] = SourceCorruptError
+    what = f"{source} contradicts itself"
+    why = "files of different saves were mixed, or bytes were damaged"
+    if kinds & INCOMPLETE:
+        one, what = SourceIncompleteError, f"{source} is not whole"
+        why = "a rank's file was not copied, or the save did not finish"
+    elif kinds <= UNSUPPORTED:
+        one, what = SourceUnsupportedError, f"{source} cannot be converted without losing or inventing data"
+        why = ALIASED_WHY if "aliased-states" in kinds else "the way it was saved lost data"
+    first = wrong[0]
+    return one(
+        what,
+        details=[problem.message for problem in wrong],
+        why=why,
+        next_step=f"fsdpckpt verify {source}" if source != "the checkpoint" else None,
+        file=first.file,
+        key=first.key,
+        rank=first.rank,
+    )

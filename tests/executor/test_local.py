@@ -1,0 +1,211 @@
+"""The local executor against a naive numpy oracle: whatever the pieces, slots, strides, casts, windows and threads."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import random
+import tempfile
+import zlib
+from dataclasses import dataclass
+from unittest.mock import patch
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fsdpckpt.errors import SourceCorruptError, TargetUnwritableError
+from fsdpckpt.executor.budget import Budget
+from fsdpckpt.executor.local import execute
+from fsdpckpt.executor.progress import NoProgress
+from fsdpckpt.ir.checkpoint import Checksums, SourceFile
+from fsdpckpt.ir.dtypes import DTYPES, DType, numpy_dtype
+from fsdpckpt.ir.targets import Target, TargetFile
+from fsdpckpt.ir.tensors import Pieces, Tensor, contiguous_stride
+from fsdpckpt.planner import copies
+from fsdpckpt.planner.copies import make_plan
+from fsdpckpt.storage.sources import Sources
+
+
+@dataclass
+class Disk:
+    """Source files under construction: random bytes with tensors in between."""
+
+    folder: str
+    files: list[bytearray]
+    rng: random.Random
+
+    def put(self, data: bytes) -> tuple[int, int]:
+        file = self.rng.randrange(len(self.files))
+        self.files[file] += self.rng.randbytes(self.rng.randrange(40))
+        offset = len(self.files[file])
+        self.files[file] += data
+        return file, offset
+
+    def save(self) -> tuple[SourceFile, ...]:
+        found = []
+        for number, data in enumerate(self.files):
+            path = os.path.join(self.folder, f"source{number}")
+            with open(path, "wb") as stream:
+                stream.write(data)
+            found.append(SourceFile(path, len(data)))
+        return tuple(found)
+
+
+def _cuts(rng: random.Random, size: int) -> list[int]:
+    inner = sorted({rng.randrange(size + 1) for _ in range(rng.randrange(3))}) if size else []
+    return sorted({0, *inner, size})
+
+
+def _random_tensor(rng: random.Random, disk: Disk, dtype: DType) -> tuple[Tensor, np.ndarray]:
+    shape = tuple(rng.choice([0, 1, 2, 3, 5, 7, 11]) for _ in range(rng.randrange(4)))
+    raw = np.frombuffer(rng.randbytes(math.prod(shape) * dtype.itemsize), np.uint8)
+    values = raw.view(numpy_dtype(dtype)).reshape(shape)
+    rows: dict[str, list] = {name: [] for name in ("rank", "file", "offset", "start", "size", "stride")}
+    grid = [list(itertools.pairwise(_cuts(rng, size))) or [(0, 0)] for size in shape]
+    for rank, box in enumerate(itertools.product(*grid)):
+        for _ in range(rng.choice([1, 1, 2])):  # a replica now and then
+            part = values[tuple(slice(low, high) for low, high in box)]
+            order = rng.sample(range(part.ndim), part.ndim)
+            stored = part.transpose(order).copy()
+            stride = [0] * part.ndim
+            for dim, step in zip(order, contiguous_stride(stored.shape), strict=True):
+                stride[dim] = step
+            file, offset = disk.put(stored.tobytes())
+            for name, value in (
+                ("rank", rank), ("file", file), ("offset", offset),
+                ("start", [low for low, _ in box]), ("size", [high - low for low, high in box]), ("stride", stride),
+            ):  # fmt: skip
+                rows[name].append(value)
+    return Tensor(dtype, shape, Pieces.rows(ndim=len(shape), **rows)), values
+
+
+def _random_slot(rng: random.Random, file: TargetFile, tensor: Tensor, values: np.ndarray, dtype: DType) -> bytes:
+    low = [rng.randrange(size + 1) for size in tensor.shape]
+    high = [rng.randrange(start, size + 1) for start, size in zip(low, tensor.shape, strict=True)]
+    if rng.random() < 0.4:
+        low, high = [0] * tensor.ndim, list(tensor.shape)
+    order = tuple(rng.sample(range(tensor.ndim), tensor.ndim)) if rng.random() < 0.4 else None
+    size = [end - start for start, end in zip(low, high, strict=True)]
+    begin = file.slot(tensor, start=low, size=size, dtype=dtype, order=order)
+    part = values[tuple(slice(a, b) for a, b in zip(low, high, strict=True))]
+    expected = part.transpose(order) if order is not None else part
+    if dtype is not tensor.dtype:
+        with np.errstate(all="ignore"):
+            expected = expected.astype(numpy_dtype(dtype))
+    if rng.random() < 0.5 and file.nbytes > begin:
+        file.checksum(begin, file.nbytes, [place]) if (place := _place(rng, file)) is not None else None
+    return expected.tobytes()  # row-major, whatever the strides
+
+
+def _place(rng: random.Random, file: TargetFile) -> int | None:
+    """A 4-byte hole in the last literal that no other checksum uses."""
+    used = {place for _, _, places in file.checksums for place in places}
+    holes = [at for at, _, nbytes in file.literals if nbytes >= 4 and at not in used]
+    return rng.choice(holes) if holes else None
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.integers(0, 2**32))
+def test_any_boxes_strides_casts_and_windows_give_the_bytes_numpy_gives(seed: int) -> None:
+    rng = random.Random(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        disk = Disk(folder, [bytearray() for _ in range(3)], rng)
+        dtypes = [DTYPES[name] for name in ("float32", "bfloat16", "float64", "uint8", "int64", "complex128")]
+        tensors = [_random_tensor(rng, disk, rng.choice(dtypes)) for _ in range(rng.randrange(1, 6))]
+        files, wanted = [], []
+        for number in range(rng.randrange(1, 3)):
+            file = TargetFile(f"out{number}")
+            expected = bytearray()
+            for _ in range(rng.randrange(1, 8)):
+                literal = bytes(4) + rng.randbytes(rng.randrange(20)) if rng.random() < 0.8 else b""
+                file.literal(literal)
+                expected += literal
+                tensor, values = rng.choice(tensors)
+                dtype = DTYPES["float16"] if tensor.dtype.name == "float32" and rng.random() < 0.5 else tensor.dtype
+                expected += _random_slot(rng, file, tensor, values, dtype)
+            for begin, end, places in file.checksums:
+                for place in places:
+                    expected[place : place + 4] = zlib.crc32(expected[begin:end]).to_bytes(4, "little")
+            files.append(file)
+            wanted.append(bytes(expected))
+        with patch.object(copies, "FEW", rng.choice([0, copies.FEW])):  # both ways of finding pieces
+            plan = make_plan(Target(files, directory=True))
+        with Sources() as sources:
+            execute(
+                plan,
+                files=disk.save(),
+                checksums=Checksums.of([]),
+                sources=sources,
+                locate=lambda path: os.path.join(folder, path),
+                budget=Budget(threads=rng.choice([1, 3]), window=rng.choice([16, 48, 100, 4096])),
+                progress=NoProgress(),
+            )
+        for file, expected in zip(files, wanted, strict=True):
+            with open(os.path.join(folder, file.path), "rb") as stream:
+                assert stream.read() == expected
+
+
+def _one_record(folder: str, data: bytes, crc: int, *, cut: int = 0) -> None:
+    path = os.path.join(folder, "source")
+    with open(path, "wb") as stream:
+        stream.write(data[: len(data) - cut])
+    tensor = Tensor(DTYPES["uint8"], (len(data),), Pieces.whole(file=0, offset=0, shape=(len(data),)))
+    file = TargetFile("out")
+    file.slot(tensor)
+    with Sources() as sources:
+        execute(
+            make_plan(Target([file], directory=True)),
+            files=(SourceFile(path, len(data)),),
+            checksums=Checksums.of([(0, 0, len(data), crc)]),
+            sources=sources,
+            locate=lambda name: os.path.join(folder, name),
+            budget=Budget(threads=2, window=1000),
+            progress=NoProgress(),
+        )
+
+
+@pytest.mark.parametrize("nbytes", [10, 999, 1000, 1001, 54321])
+def test_a_flipped_byte_in_a_source_record_is_found_while_copying(tmp_path, nbytes: int) -> None:
+    data = random.Random(nbytes).randbytes(nbytes)
+    _one_record(str(tmp_path), data, zlib.crc32(data))
+    os.unlink(tmp_path / "out")
+    damaged = bytearray(data)
+    damaged[nbytes // 2] ^= 4
+    with pytest.raises(SourceCorruptError, match="does not match its checksum"):
+        _one_record(str(tmp_path), bytes(damaged), zlib.crc32(data))
+
+
+def test_a_file_saved_without_checksums_is_not_judged_by_them(tmp_path) -> None:
+    _one_record(str(tmp_path), random.Random(1).randbytes(3000), 0)
+
+
+def test_a_source_that_ends_early_is_an_error_not_zeros(tmp_path) -> None:
+    data = random.Random(2).randbytes(5000)
+    with pytest.raises(SourceCorruptError, match="ends too early"):
+        _one_record(str(tmp_path), data, zlib.crc32(data), cut=7)
+
+
+def test_an_existing_target_file_is_never_overwritten_by_the_executor(tmp_path) -> None:
+    (tmp_path / "out").write_bytes(b"precious")
+    data = random.Random(3).randbytes(500)
+    with pytest.raises(TargetUnwritableError):
+        _one_record(str(tmp_path), data, zlib.crc32(data))
+    assert (tmp_path / "out").read_bytes() == b"precious"
+
+
+def test_casts_round_as_torch_does(tmp_path) -> None:
+    torch = pytest.importorskip("torch")
+    bits = np.random.default_rng(5).integers(0, 2**32, 20000, dtype=np.uint32)
+    values = np.concatenate([bits.view(np.float32), np.float32([0.0, -0.0, 65504, 65520, 448, 464, 1e-8, np.inf])])
+    values = values[~np.isnan(values)]
+    for name in ("bfloat16", "float16", "float8_e5m2", "float64"):
+        with np.errstate(all="ignore"):
+            ours = values.astype(numpy_dtype(DTYPES[name]))
+        theirs = torch.from_numpy(values).to(getattr(torch, name))
+        same = ours.view(np.uint8) == theirs.view(torch.uint8).numpy()
+        assert same.all(), name
+    assert numpy_dtype(DTYPES["bfloat16"]) == np.dtype(ml_dtypes.bfloat16)

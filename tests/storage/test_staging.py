@@ -1,0 +1,113 @@
+"""DST appears complete or not at all."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from fsdpckpt.errors import TargetExistsError, TargetUnwritableError, UsageError
+from fsdpckpt.storage.staging import Staging, check_target
+from fsdpckpt.storage.targets import WritableFile
+
+
+def _write(path: str, data: bytes) -> None:
+    file = WritableFile(path, len(data))
+    file.write(0, data)
+    file.commit()
+
+
+def test_a_directory_appears_under_its_name_only_after_commit(tmp_path) -> None:
+    target = tmp_path / "out"
+    staging = Staging(str(target), directory=True)
+    _write(staging.locate("a"), b"first")
+    assert not target.exists()
+    staging.commit()
+    staging.close()
+    assert (target / "a").read_bytes() == b"first"
+    assert sorted(os.listdir(tmp_path)) == ["out"]
+
+
+def test_a_single_file_appears_under_its_name_and_the_staging_directory_goes(tmp_path) -> None:
+    target = tmp_path / "full.pt"
+    staging = Staging(str(target), directory=False)
+    _write(staging.locate(""), b"whole")
+    staging.commit()
+    staging.close()
+    assert target.read_bytes() == b"whole"
+    assert sorted(os.listdir(tmp_path)) == ["full.pt"]
+
+
+@pytest.mark.parametrize("directory", [True, False])
+def test_replacing_leaves_only_the_new_output(tmp_path, directory: bool) -> None:
+    target = tmp_path / "out"
+    target.mkdir()
+    (target / "old").write_bytes(b"old")
+    staging = Staging(str(target), directory=directory)
+    _write(staging.locate("" if not directory else "new"), b"new")
+    assert (target / "old").exists()
+    staging.commit()
+    staging.close()
+    assert (target.read_bytes() if not directory else (target / "new").read_bytes()) == b"new"
+    assert sorted(os.listdir(tmp_path)) == ["out"]
+
+
+def test_a_discarded_run_leaves_nothing(tmp_path) -> None:
+    staging = Staging(str(tmp_path / "out"), directory=True)
+    _write(staging.locate("a"), b"first")
+    staging.discard()
+    staging.close()
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_an_interrupted_run_left_is_cleared_and_said(tmp_path) -> None:
+    first = Staging(str(tmp_path / "out"), directory=True)
+    _write(first.locate("half"), b"half")
+    first.close()
+    second = Staging(str(tmp_path / "out"), directory=True)
+    assert second.leftover
+    assert os.listdir(second.path) == []
+    second.discard()
+    second.close()
+
+
+def test_two_runs_into_one_target_do_not_meet(tmp_path) -> None:
+    first = Staging(str(tmp_path / "out"), directory=True)
+    with pytest.raises(TargetExistsError, match="another fsdpckpt is writing"):
+        Staging(str(tmp_path / "out"), directory=True)
+    first.discard()
+    first.close()
+    Staging(str(tmp_path / "out"), directory=True).close()
+
+
+def test_more_bytes_than_the_disk_has_are_refused_before_the_first_write(tmp_path) -> None:
+    staging = Staging(str(tmp_path / "out"), directory=True)
+    with pytest.raises(TargetUnwritableError, match="not enough free space"):
+        staging.require_space(2**62)
+    staging.discard()
+    staging.close()
+
+
+def test_an_existing_target_is_refused_without_overwrite(tmp_path) -> None:
+    (tmp_path / "out").mkdir()
+    with pytest.raises(TargetExistsError):
+        check_target(str(tmp_path / "out"), str(tmp_path / "in"), overwrite=False)
+    check_target(str(tmp_path / "out"), str(tmp_path / "in"), overwrite=True)
+
+
+@pytest.mark.parametrize("target", ["in", "in/below/deep"])
+def test_a_target_in_the_source_is_refused(tmp_path, target: str) -> None:
+    (tmp_path / "in").mkdir()
+    with pytest.raises(UsageError, match="never written to"):
+        check_target(str(tmp_path / target), str(tmp_path / "in"), overwrite=True)
+
+
+def test_overwriting_a_folder_that_holds_the_source_is_refused(tmp_path) -> None:
+    (tmp_path / "all" / "in").mkdir(parents=True)
+    with pytest.raises(UsageError, match="would delete the source"):
+        check_target(str(tmp_path / "all"), str(tmp_path / "all" / "in"), overwrite=True)
+
+
+def test_a_url_target_is_refused_with_the_reason(tmp_path) -> None:
+    with pytest.raises(TargetUnwritableError, match="local paths only"):
+        check_target("memory://bucket/out", str(tmp_path), overwrite=False)
