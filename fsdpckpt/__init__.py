@@ -1,3 +1,21 @@
 """fsdpckpt: convert, inspect, compare and verify PyTorch FSDP checkpoints, parameters and optimizer state."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fsdpckpt.api import convert, diff, inspect, open, verify  # noqa: A004
+
 __version__ = "0.1.0"
+
+__all__ = ["__version__", "convert", "diff", "inspect", "open", "verify"]
+
+
+def __getattr__(name: str) -> object:
+    """The API, imported on first use: ``import fsdpckpt`` costs nothing."""
+    if name not in ("convert", "diff", "inspect", "open", "verify"):
+        raise AttributeError(f"module 'fsdpckpt' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module("fsdpckpt.api"), name)

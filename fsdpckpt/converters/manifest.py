@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from fsdpckpt import __version__
+from fsdpckpt.version import __version__
 from fsdpckpt.converters.goal import Goal
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.ir.targets import Target, TargetFile

@@ -38,8 +38,8 @@ class Slot:
 class TargetFile:
     """One file being laid out, front to back. ``path`` is relative to the target directory ("" for a one-file target).
 
-    ``blob`` holds every literal byte, what repeats only once; ``literals`` are (file offset, start in blob, nbytes). ``checksums`` are
-    (begin, end, places) with ``places`` the file offsets that receive the CRC-32 of [begin, end).
+    ``blob`` holds every literal byte, what repeats only once; ``literals`` are (file offset, start in blob, nbytes).
+    ``checksums`` are (begin, end, places) with ``places`` the file offsets that receive the CRC-32 of [begin, end).
     """
 
     path: str

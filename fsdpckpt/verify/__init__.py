@@ -1,0 +1,25 @@
+"""Logical compare, digests, statistics and integrity. Reads through ``readers``; shares nothing with ``executor``.
+
+``fsdpckpt.verify`` is this package and, in the Python API, a function: calling the package is ``verify.run.verify``.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fsdpckpt.verify.integrity import Verification
+
+
+class _CallablePackage(ModuleType):
+    """Importing a submodule binds the package to ``fsdpckpt.verify``; so the package itself has to be the function."""
+
+    def __call__(self, source: str, **options: object) -> Verification:
+        from fsdpckpt.verify.run import verify
+
+        return verify(source, **options)  # type: ignore[arg-type]
+
+
+sys.modules[__name__].__class__ = _CallablePackage

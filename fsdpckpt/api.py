@@ -1,0 +1,208 @@
+"""The Python API: ``inspect``, ``convert``, ``diff``, ``verify`` and ``open``. The commands are thin over these."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterable
+from enum import StrEnum
+from typing import TYPE_CHECKING, TypeVar
+
+from fsdpckpt.converters.options import ConvertOptions, TensorForm, VerifyLevel, parse_size
+from fsdpckpt.errors import UsageError
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, NamedTensor, Section
+from fsdpckpt.storage.sources import Sources, is_url
+from fsdpckpt.verify.progress import Stages
+from fsdpckpt.verify.run import verify
+
+if TYPE_CHECKING:
+    from fsdpckpt.converters.report import Report
+    from fsdpckpt.describe import Description
+    from fsdpckpt.lazy import LazyCheckpoint
+    from fsdpckpt.verify.compare import Difference
+    from fsdpckpt.verify.stats import Stats
+
+__all__ = ["convert", "diff", "inspect", "open", "verify"]
+
+E = TypeVar("E", bound=StrEnum)
+Path = str | os.PathLike[str]
+
+
+def inspect(
+    source: Path,
+    *,
+    keys: Iterable[str] = (),
+    section: str | None = None,
+    ranks: bool = False,
+    stats: bool = False,
+    threads: int | None = None,
+    progress: Stages | None = None,
+) -> Description:
+    """What is at ``source``: recognised layout, container, flavor, tensors, param groups, problems.
+
+    Reads headers and metadata only, unless ``stats``. ``ranks`` locates every piece in its file. ``keys`` are globs
+    over dotted keys. ``.to_json(ranks=...)`` gives the document of ``fsdpckpt inspect --json``. Raises SourceError.
+    """
+    from fsdpckpt.describe import Selection, describe
+    from fsdpckpt.readers.detect import open_checkpoint
+
+    wanted = Selection(tuple(keys), _enum(Section, section, "section"))
+    with Sources() as sources:
+        checkpoint = open_checkpoint(os.fspath(source), sources=sources, locate=ranks or stats)
+        measure = _measure(checkpoint, sources, threads, progress) if stats else None
+        return describe(checkpoint, wanted, measure=measure)
+
+
+def _measure(
+    checkpoint: Checkpoint, sources: Sources, threads: int | None, progress: Stages | None
+) -> Callable[[list[NamedTensor]], list[Stats | None]]:
+    from fsdpckpt.ir.coverage import flaws
+    from fsdpckpt.verify.parallel import DEFAULT_THREADS
+    from fsdpckpt.verify.progress import Quiet
+    from fsdpckpt.verify.stats import stats_of
+
+    stages = progress if progress is not None else Quiet()
+
+    def measure(tensors: list[NamedTensor]) -> list[Stats | None]:
+        """None for a tensor that is not whole: its problem is listed, and the others still have statistics."""
+        whole = [number for number, named in enumerate(tensors) if not flaws(named.tensor)]
+        stages.begin("stats", sum(tensors[number].tensor.nbytes for number in whole))
+        values = stats_of(
+            checkpoint,
+            [tensors[number] for number in whole],
+            sources=sources,
+            threads=threads if threads is not None else DEFAULT_THREADS,
+            advance=stages.advance,
+        )
+        stages.end()
+        found: list[Stats | None] = [None] * len(tensors)
+        for number, value in zip(whole, values, strict=True):
+            found[number] = value
+        return found
+
+    return measure
+
+
+def convert(
+    source: Path,
+    target: Path,
+    options: ConvertOptions | None = None,
+    *,
+    progress: Stages | None = None,
+    **named: object,
+) -> Report:
+    """Convert ``source`` to ``target``; options by the names of the command line: ``to="full"``, ``world_size=3``, ...
+
+    ``options`` is a complete ``ConvertOptions``; single options on top of it replace its fields. Raises UsageError for
+    an option that does not exist, and the errors of ``fsdpckpt convert``.
+    """
+    from fsdpckpt.converters.convert import convert as run
+
+    chosen = _with_options(options if options is not None else ConvertOptions(), named)
+    stages = progress
+    if stages is None:
+        from fsdpckpt.verify.progress import Quiet
+
+        stages = Quiet()
+    return run(os.fspath(source), os.fspath(target), chosen, stages)
+
+
+def diff(
+    a: Path,
+    b: Path,
+    *,
+    rtol: float | None = None,
+    atol: float | None = None,
+    only: str | None = None,
+    threads: int | None = None,
+    progress: Stages | None = None,
+) -> Difference:
+    """Compare two checkpoints logically, whatever their layouts, containers, key types and world sizes.
+
+    Every byte counts, or with ``rtol``/``atol`` (as ``torch.allclose``) numbers that close are equal. ``only``
+    compares one section. Raises NeedsInformationError when id and name keys cannot be matched, SourceError.
+    """
+    from fsdpckpt.readers.detect import open_checkpoint
+    from fsdpckpt.verify.compare import compare, only_section
+    from fsdpckpt.verify.parallel import DEFAULT_THREADS
+    from fsdpckpt.verify.progress import Quiet
+    from fsdpckpt.verify.tensors import Tolerance
+
+    stages = progress if progress is not None else Quiet()
+    section = _enum(Section, only, "only")
+    tolerance = None if rtol is None and atol is None else Tolerance(rtol or 0.0, atol or 0.0)
+    with Sources() as sources:
+        pair = [open_checkpoint(os.fspath(one), sources=sources, locate=True) for one in (a, b)]
+        one, other = (only_section(checkpoint, section) for checkpoint in pair)
+        stages.begin("compare", sum(named.tensor.nbytes for named in one.tensors()))
+        result = compare(
+            one,
+            other,
+            sources=sources,
+            tolerance=tolerance,
+            threads=threads if threads is not None else DEFAULT_THREADS,
+            advance=stages.advance,
+        )
+        stages.end()
+        return result
+
+
+def open(source: Path) -> LazyCheckpoint:  # noqa: A001  # the contract's name: fsdpckpt.open(src)
+    """A lazy checkpoint: names to tensors that are read on demand. Use it in a ``with`` block. Raises SourceError."""
+    from fsdpckpt.lazy import LazyCheckpoint
+    from fsdpckpt.readers.detect import open_checkpoint
+
+    sources = Sources()
+    try:
+        return LazyCheckpoint(open_checkpoint(os.fspath(source), sources=sources, locate=True), sources)
+    except BaseException:
+        sources.__exit__()
+        raise
+
+
+def _with_options(options: ConvertOptions, named: dict[str, object]) -> ConvertOptions:
+    known = {field.name for field in dataclasses.fields(ConvertOptions)}
+    for name in named:
+        if name not in known:
+            raise UsageError(f"convert has no option {name!r}", expected=", ".join(sorted(known)), found=name)
+    return dataclasses.replace(options, **{name: _option(name, value) for name, value in named.items()})  # type: ignore[arg-type]
+
+
+_ENUMS: dict[str, type[StrEnum]] = {
+    "to": Layout,
+    "container": Container,
+    "only": Section,
+    "tensor": TensorForm,
+    "verify": VerifyLevel,
+}
+_TUPLES = frozenset({"buffers", "include", "exclude"})
+_SIZES = frozenset({"max_memory", "max_shard_size"})
+
+
+def _option(name: str, value: object) -> object:
+    """A value as ``ConvertOptions`` holds it: strings become enums and byte counts, lists tuples."""
+    if name in _ENUMS and isinstance(value, str):
+        return _enum(_ENUMS[name], value, name)
+    if name in _TUPLES:
+        return (value,) if isinstance(value, str) else tuple(value)  # type: ignore[arg-type]
+    if name == "rename":
+        pairs = value.items() if isinstance(value, dict) else value
+        return tuple((str(old), str(new)) for old, new in pairs)  # type: ignore[attr-defined]
+    if name in _SIZES and isinstance(value, str):
+        try:
+            return parse_size(value)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+    if name == "reference" and value is not None and not (isinstance(value, str) and is_url(value)):
+        return os.fspath(value)  # type: ignore[call-overload]
+    return value
+
+
+def _enum(kind: type[E], value: str | None, name: str) -> E | None:
+    if value is None:
+        return None
+    try:
+        return kind(value)
+    except ValueError:
+        choices = ", ".join(kind)
+        raise UsageError(f"{name} is none of its values", expected=choices, found=value) from None

@@ -1,0 +1,197 @@
+"""``fsdpckpt convert``: any checkpoint in, full or sharded out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fsdpckpt.cli.boundary import guarded
+from fsdpckpt.cli.options import (
+    AsJson,
+    ContainerChoice,
+    LayoutChoice,
+    PartChoice,
+    Quiet,
+    Source,
+    TensorChoice,
+    VerifyChoice,
+)
+from fsdpckpt.cli.output import Output
+from fsdpckpt.cli.render import plural, size_text
+from fsdpckpt.errors import UsageError
+
+if TYPE_CHECKING:
+    from fsdpckpt.converters.report import Report
+
+__all__ = ["convert_command"]
+
+EXAMPLES = """\b
+Examples:
+  fsdpckpt convert runs/step-1000 full.pt
+  fsdpckpt convert full.pt runs/resharded --to sharded --world-size 8
+  fsdpckpt convert runs/step-1000 ranks --to sharded --container torch --world-size 3
+  fsdpckpt convert runs/step-1000 weights --container safetensors --only model --dtype bfloat16
+  fsdpckpt convert runs/step-1000 full.pt --dry-run
+"""
+
+MOST_FILES = 20
+
+Globs = list[str] | None
+
+
+def convert_command(
+    source: Source,
+    target: Annotated[
+        str, typer.Argument(metavar="DST", help="What to write; must not exist yet.", show_default=False)
+    ],
+    *,
+    to: Annotated[LayoutChoice | None, typer.Option("--to", help="Target layout; default: as the source.")] = None,
+    container: Annotated[
+        ContainerChoice | None,
+        typer.Option("--container", help="Default: from DST's suffix, else torch for full and dcp for sharded."),
+    ] = None,
+    world_size: Annotated[
+        int | None,
+        typer.Option("--world-size", min=1, metavar="N", help="Ranks of the target; for dcp how it is cut into files."),
+    ] = None,
+    tensor: Annotated[
+        TensorChoice, typer.Option("--tensor", help="What a per-rank torch file holds.")
+    ] = TensorChoice.dtensor,
+    reference: Annotated[
+        str | None,
+        typer.Option("--reference", metavar="PATH", help="A sharded checkpoint that says which keys are parameters."),
+    ] = None,
+    buffers: Annotated[
+        Globs,
+        typer.Option("--buffers", metavar="GLOB", help="Model keys every rank holds whole; 'none': there are none."),
+    ] = None,
+    only: Annotated[PartChoice | None, typer.Option("--only", help="Take only this section.")] = None,
+    include: Annotated[
+        Globs, typer.Option("--include", metavar="GLOB", help="Take only matching parameter names; may be given again.")
+    ] = None,
+    exclude: Annotated[
+        Globs, typer.Option("--exclude", metavar="GLOB", help="Leave out matching names; may be given again.")
+    ] = None,
+    strip_prefix: Annotated[
+        str | None, typer.Option("--strip-prefix", metavar="PREFIX", help="Take PREFIX off the front of names.")
+    ] = None,
+    add_prefix: Annotated[
+        str | None, typer.Option("--add-prefix", metavar="PREFIX", help="Put PREFIX before names.")
+    ] = None,
+    rename: Annotated[
+        Globs, typer.Option("--rename", metavar="OLD=NEW", help="Rename a key or a dotted prefix; may be given again.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", metavar="DTYPE", help="Cast the model's floating tensors; default: never.")
+    ] = None,
+    optim_dtype: Annotated[
+        str | None,
+        typer.Option("--optim-dtype", metavar="DTYPE", help="Cast the optimizer's floating tensors; default: never."),
+    ] = None,
+    max_shard_size: Annotated[
+        str | None, typer.Option("--max-shard-size", metavar="SIZE", help="Of safetensors files; default: 5GB.")
+    ] = None,
+    max_memory: Annotated[
+        str | None, typer.Option("--max-memory", metavar="SIZE", help="Ceiling on copy buffers; default: 128MiB.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option("--threads", min=1, metavar="N", help="Threads that copy.")] = None,
+    verify: Annotated[
+        VerifyChoice, typer.Option("--verify", help="How the output is checked before it appears.")
+    ] = VerifyChoice.structure,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing DST.")] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> int:
+    """Convert a checkpoint to another layout, container or world size, with its optimizer state.
+
+    SRC is never written to; DST appears complete or not at all.
+    """
+    output = Output(as_json=as_json, quiet=quiet)
+
+    def body() -> int:
+        given = {
+            "to": to,
+            "container": container,
+            "world_size": world_size,
+            "tensor": tensor,
+            "reference": reference,
+            "buffers": buffers,
+            "only": only,
+            "include": include,
+            "exclude": exclude,
+            "strip_prefix": strip_prefix,
+            "add_prefix": add_prefix,
+            "rename": _pairs(rename) if rename else None,
+            "dtype": dtype,
+            "optim_dtype": optim_dtype,
+            "max_shard_size": max_shard_size,
+            "max_memory": max_memory,
+            "threads": threads,
+            "verify": verify,
+        }
+        named = {name: getattr(value, "value", value) for name, value in given.items() if value is not None}
+        from fsdpckpt.api import convert
+
+        with output.progress() as progress:
+            report = convert(source, target, None, progress=progress, dry_run=dry_run, overwrite=overwrite, **named)
+        output.document(report.to_json)
+        output.data(_plan(report) if dry_run else _done(report))
+        return 0
+
+    return guarded(output, body)
+
+
+def _pairs(rename: Sequence[str]) -> list[tuple[str, str]]:
+    pairs = []
+    for text in rename:
+        old, equals, new = text.partition("=")
+        if not equals or not old:
+            raise UsageError(
+                "--rename takes OLD=NEW",
+                expected="OLD=NEW",
+                found=text,
+                next_step="for example --rename encoder=backbone",
+            )
+        pairs.append((old, new))
+    return pairs
+
+
+def _heading(report: Report) -> str:
+    ranks = f", {plural(report.world_size, 'rank')}" if report.world_size else ""
+    return f"{report.target}: {report.layout}, {report.container}{ranks}"
+
+
+def _notes(report: Report) -> Iterator[str]:
+    return (f"note: {note.message}" for note in report.notes)
+
+
+def _written(report: Report) -> str:
+    return f"{size_text(report.bytes_written)} in {plural(len(report.files), 'file')}"
+
+
+def _done(report: Report) -> Iterator[str]:
+    yield _heading(report)
+    rate = size_text(int(report.bytes_written / report.seconds)) if report.seconds > 0 else "-"
+    yield (
+        f"  {plural(report.tensors, 'tensor')}, {_written(report)}, "
+        f"{report.seconds:.1f} s ({rate}/s), verified: {report.verified}"
+    )
+    yield from _notes(report)
+
+
+def _plan(report: Report) -> Iterator[str]:
+    yield f"plan: {report.source} -> {_heading(report)}"
+    yield f"  read    {size_text(report.bytes_read)} of tensor data from {plural(report.source_files, 'file')}"
+    yield f"  write   {_written(report)}, {plural(report.tensors, 'tensor')}"
+    yield f"  disk    {size_text(report.disk_needed)} needed beside {report.target}"
+    yield f"  memory  {size_text(report.peak_memory_planned)} of buffers"
+    yield f"  workers {plural(report.threads, 'thread')}, one process"
+    for file in report.files[:MOST_FILES]:
+        yield f"  file    {file.path or report.target}  {size_text(file.nbytes)}"
+    if len(report.files) > MOST_FILES:
+        yield f"  and {len(report.files) - MOST_FILES} more files: --json lists them all"
+    yield from _notes(report)
+    yield "nothing was written (--dry-run)"

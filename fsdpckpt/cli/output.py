@@ -1,0 +1,106 @@
+"""The only place that prints: data on stdout, talk and progress on stderr, with ``--json`` one document on stdout."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from fsdpckpt.verify.progress import Stages
+
+__all__ = ["Output"]
+
+
+class Output:
+    """Where one command prints. ``quiet``: no talk, no progress. ``as_json``: ``document`` is all of stdout."""
+
+    def __init__(self, *, as_json: bool, quiet: bool) -> None:
+        self.as_json = as_json
+        self.quiet = quiet
+
+    def data(self, lines: Iterable[str]) -> None:
+        """Lines for stdout; nothing under ``--json``."""
+        if not self.as_json:
+            self._write(sys.stdout, "".join(f"{line}\n" for line in lines))
+
+    def table(self, headings: Sequence[str], rows: Iterable[Sequence[str]], *, right: frozenset[str]) -> None:
+        """A table: by rich on a terminal, aligned plain text elsewhere. ``right``: headings of numeric columns."""
+        if self.as_json:
+            return
+        if sys.stdout.isatty():
+            _draw(headings, rows, right)
+        else:
+            self._write(sys.stdout, _aligned(headings, list(rows), right))
+
+    def document(self, make: Callable[[], object]) -> None:
+        """The one JSON document; ``make`` is only called under ``--json``."""
+        if self.as_json:
+            self._write(sys.stdout, json.dumps(make(), ensure_ascii=False, allow_nan=False) + "\n")
+
+    def talk(self, text: str) -> None:
+        """A line for whoever watches; nothing with ``--quiet``."""
+        if not self.quiet:
+            self._write(sys.stderr, text + "\n")
+
+    def error(self, text: str) -> None:
+        """An error in words: always shown, also with ``--quiet``."""
+        self._write(sys.stderr, text + "\n")
+
+    def progress(self) -> AbstractContextManager[Stages]:
+        """A bar with bytes, rate and time left on a terminal, a line every few seconds in a log, nothing if quiet."""
+        return _progress(self)
+
+    @staticmethod
+    def _write(stream: TextIO, text: str) -> None:
+        stream.write(text)
+        stream.flush()
+
+
+@contextmanager
+def _progress(output: Output) -> Iterator[Stages]:
+    from fsdpckpt.verify.progress import Quiet
+
+    if output.quiet:
+        yield Quiet()
+        return
+    if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
+        from fsdpckpt.cli.progress import bar
+
+        with bar() as stages:
+            yield stages
+        return
+    from fsdpckpt.cli.progress import Lines
+
+    yield Lines(output.talk)
+
+
+def _draw(headings: Sequence[str], rows: Iterable[Sequence[str]], right: frozenset[str]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in headings:
+        table.add_column(
+            heading, justify="right" if heading in right else "left", overflow="fold", no_wrap=heading in right
+        )
+    for row in rows:
+        table.add_row(*(text.replace("[", r"\[") for text in row))
+    Console(file=sys.stdout).print(table)
+
+
+def _aligned(headings: Sequence[str], rows: Sequence[Sequence[str]], right: frozenset[str]) -> str:
+    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
+    lines = []
+    for row in (headings, *rows):
+        cells = [
+            text.rjust(width) if heading in right else text.ljust(width)
+            for heading, text, width in zip(headings, row, widths, strict=True)
+        ]
+        lines.append("  ".join(cells).rstrip() + "\n")
+    return "".join(lines)

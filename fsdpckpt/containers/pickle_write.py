@@ -1,0 +1,435 @@
+"""Checkpoint values to protocol-2 pickles, as ``torch.save`` writes them, from the closed set the reader accepts.
+
+The opcode stream of plain values, dicts and tensors is ``pickle``'s own (protocol 2, the batching of its C
+implementation, ``torch``'s persistent ids), with three liberties that no reader sees: equal strings are written
+once, the parts of a tensor that nothing refers to again are not memoised, and sets are written in sorted order so
+that the same checkpoint gives the same bytes in every process. A name outside ``containers.allowlist`` is refused.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, NamedTuple
+
+from fsdpckpt.containers.allowlist import kind_of
+from fsdpckpt.errors import InternalError, SourceUnsupportedError
+from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.values import Global, Object, Value
+
+__all__ = ["PickleWriter", "StorageView", "TensorHook", "dumps", "integer", "integers"]
+
+# pickle's batch size: longer lists and dicts are appended in several steps.
+_BATCH = 1000
+_PROTOCOL_2 = b"\x80\x02"
+_TUPLE_ENDS = (b"", b"\x85", b"\x86", b"\x87")
+# Protocol 2 names the modules of Python 2; every unpickler maps them back.
+_PYTHON_2_MODULES = {"builtins": "__builtin__", "copyreg": "copy_reg"}
+_PERSISTENT_STORAGE = "storage"
+_CPU = "cpu"
+
+
+class StorageView(NamedTuple):
+    """One tensor as a view of a stored record: what ``torch._utils._rebuild_tensor_v2`` is called with.
+
+    ``key`` is the record ``data/<key>``; ``offset`` and ``stride`` are in elements of ``dtype``; ``nbytes`` is the
+    length of the whole record.
+    """
+
+    key: str
+    dtype: DType
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    nbytes: int
+
+
+TensorHook = Callable[[Tensor], StorageView]
+
+
+def integer(value: int) -> bytes:
+    """The opcode of an int of any size."""
+    if 0 <= value < 256:
+        return b"K%c" % value
+    if 0 <= value < 65536:
+        return b"M" + struct.pack("<H", value)
+    if -0x80000000 <= value <= 0x7FFFFFFF:
+        return b"J" + struct.pack("<i", value)
+    nbytes = (value.bit_length() >> 3) + 1
+    data = value.to_bytes(nbytes, "little", signed=True)
+    if value < 0 and nbytes > 1 and data[-1] == 0xFF and data[-2] & 0x80:
+        data = data[:-1]
+    return (b"\x8a%c" % len(data) if len(data) < 256 else b"\x8b" + struct.pack("<i", len(data))) + data
+
+
+def integers(values: Sequence[int]) -> bytes:
+    """The opcodes of a tuple of ints that is not memoised."""
+    body = b"".join(map(integer, values))
+    if len(values) <= 3:
+        return body + _TUPLE_ENDS[len(values)] if values else b")"
+    return b"(" + body + b"t"
+
+
+def dumps(value: Value, tensors: TensorHook | None = None) -> bytes:
+    """``value`` as one pickle; ``tensors`` says where each tensor in it is stored."""
+    writer = PickleWriter(tensors)
+    writer.value(value)
+    return writer.finish()
+
+
+class PickleWriter:
+    """Writes values one after another into one pickle; ``finish`` ends it.
+
+    Besides ``value`` it offers what fast paths are made of: ``raw`` opcodes, and ``text``, ``name`` and ``once``, which
+    return the opcodes of a string, an importable name or anything else: in full the first time, a memo reference later.
+    """
+
+    def __init__(self, tensors: TensorHook | None = None) -> None:
+        self.out = bytearray(_PROTOCOL_2)
+        self._tensors = tensors
+        self._texts: dict[str, bytes] = {}
+        self._names: dict[tuple[str, str], bytes] = {}
+        self._shared: dict[int, bytes] = {}
+        self._once: dict[Hashable, bytes] = {}
+        self._constants: dict[Hashable, bytes] = {}
+        self._open: set[int] = set()
+        self._memo = 0
+        self._heads: dict[str, tuple[bytes, bytes, bytes]] = {}
+        self._extents: dict[tuple[int, ...], bytes] = {}
+        self._writers: dict[type, Callable[[Any], None]] = {
+            type(None): self._none,
+            bool: self._bool,
+            int: self._int,
+            float: self._float,
+            str: self._str,
+            complex: self._complex,
+            bytes: self._bytes,
+            bytearray: self._bytearray,
+            list: self._list,
+            tuple: self._tuple,
+            dict: self._dict,
+            OrderedDict: self._ordered_dict,
+            set: self._set,
+            Global: self._global,
+            Object: self._object,
+            Tensor: self.tensor,
+        }
+
+    def finish(self) -> bytes:
+        """The whole pickle; the writer is used up."""
+        self.out += b"."
+        return bytes(self.out)
+
+    def raw(self, opcodes: bytes) -> None:
+        self.out += opcodes
+
+    def put(self) -> tuple[bytes, bytes]:
+        """A fresh memo place: the opcode that stores the top of the stack there, and the one that fetches it."""
+        place = self._memo
+        self._memo = place + 1
+        if place < 256:
+            return b"q%c" % place, b"h%c" % place
+        packed = struct.pack("<I", place)
+        return b"r" + packed, b"j" + packed
+
+    def text(self, text: str) -> bytes:
+        known = self._texts.get(text)
+        if known is not None:
+            return known
+        put, get = self.put()
+        self._texts[text] = get
+        data = text.encode("utf-8", "surrogatepass")
+        return b"X" + struct.pack("<I", len(data)) + data + put
+
+    def name(self, module: str, name: str) -> bytes:
+        """For names this program chose itself: names out of a checkpoint are checked in ``value``."""
+        known = self._names.get((module, name))
+        if known is not None:
+            return known
+        put, get = self.put()
+        self._names[(module, name)] = get
+        written = _PYTHON_2_MODULES.get(module, module)
+        return b"c" + f"{written}\n{name}\n".encode() + put
+
+    def once(self, key: Hashable, build: Callable[[], bytes]) -> bytes:
+        """The opcodes ``build`` gives for one object, which every later call with the same ``key`` refers to."""
+        known = self._once.get(key)
+        if known is not None:
+            return known
+        opcodes = build()
+        put, self._once[key] = self.put()
+        return opcodes + put
+
+    def constant(self, key: Hashable, build: Callable[[], bytes]) -> bytes:
+        """The opcodes ``build`` gives, made of texts and names; from the second time on all of them memo references.
+
+        Unlike ``once`` the value is made anew each time: for what must not be shared.
+        """
+        known = self._constants.get(key)
+        if known is not None:
+            return known
+        opcodes = build()
+        self._constants[key] = build()
+        return opcodes
+
+    def value(self, value: Value) -> None:
+        """Any checkpoint value.
+
+        Raises InternalError for another type or a name the reader would refuse, SourceUnsupportedError for a
+        value that contains itself.
+        """
+        write = self._writers.get(type(value))
+        if write is None:
+            raise InternalError(f"a value of type {type(value).__name__} cannot be written as a pickle")
+        write(value)
+
+    def view(self, view: StorageView) -> None:
+        """A tensor, as ``torch._utils._rebuild_tensor_v2`` (or ``_v3`` for dtypes without a typed storage)."""
+        dtype = view.dtype
+        head = self._heads.get(dtype.name)
+        if head is None:
+            head = self._head(dtype)
+        start, location, end = head
+        key = view.key.encode()
+        extents = self._extents
+        shape = extents.get(view.shape)
+        if shape is None:
+            shape = extents[view.shape] = integers(view.shape)
+        stride = extents.get(view.stride)
+        if stride is None:
+            stride = extents[view.stride] = integers(view.stride)
+        elements = view.nbytes if dtype.storage is None else view.nbytes // dtype.itemsize
+        self.out += b"%bX%b%b%b%btQ%b%b%b%b" % (
+            start,
+            struct.pack("<I", len(key)),
+            key,
+            location,
+            integer(elements),
+            integer(view.offset),
+            shape,
+            stride,
+            end,
+        )
+        if dtype.name not in self._heads:
+            self._heads[dtype.name] = self._head(dtype)  # now every part of it is a memo reference
+
+    def _head(self, dtype: DType) -> tuple[bytes, bytes, bytes]:
+        if dtype.storage is not None:
+            start = self.name("torch._utils", "_rebuild_tensor_v2") + b"(("
+            start += self.text(_PERSISTENT_STORAGE) + self.name("torch", dtype.storage)
+        else:
+            start = self.name("torch._utils", "_rebuild_tensor_v3") + b"(("
+            start += self.text(_PERSISTENT_STORAGE) + self.name("torch.storage", "UntypedStorage")
+        location = self.text(_CPU)
+        end = b"\x89" + self.name("collections", "OrderedDict") + b")R"
+        if dtype.storage is None:
+            end += self.name("torch", dtype.name)
+        return start, location, end + b"tR"
+
+    def _none(self, _: None) -> None:
+        self.out += b"N"
+
+    def _bool(self, value: Any) -> None:
+        self.out += b"\x88" if value else b"\x89"
+
+    def _int(self, value: int) -> None:
+        self.out += integer(value)
+
+    def _float(self, value: float) -> None:
+        self.out += b"G" + struct.pack(">d", value)
+
+    def _str(self, value: str) -> None:
+        self.out += self.text(value)
+
+    def _complex(self, value: complex) -> None:
+        self.out += self.name("builtins", "complex")
+        self._float(value.real)
+        self._float(value.imag)
+        self.out += b"\x86R"
+
+    def _bytes(self, value: bytes) -> None:
+        if not self._fetch(value):
+            self._encode(value)
+            self._remember(value)
+
+    def _encode(self, data: bytes) -> None:
+        # Protocol 2 has no bytes: pickle writes them as Latin-1 text to encode.
+        if not data:
+            self.out += self.name("builtins", "bytes") + b")R"
+            return
+        self.out += self.name("_codecs", "encode")
+        self.out += self.text(data.decode("latin-1"))
+        self.out += self.text("latin1") + b"\x86R"
+
+    def _bytearray(self, value: bytearray) -> None:
+        if self._fetch(value):
+            return
+        self.out += self.name("builtins", "bytearray")
+        if value:
+            self._encode(bytes(value))
+            self.out += b"\x85R"
+        else:
+            self.out += b")R"
+        self._remember(value)
+
+    def _list(self, value: list[Value]) -> None:
+        if self._fetch(value):
+            return
+        self.out += b"]"
+        self._remember(value)
+        with self._inside(value):
+            self._appends(value)
+
+    def _tuple(self, value: tuple[Value, ...]) -> None:
+        if not value:
+            self.out += b")"
+            return
+        if self._fetch(value):
+            return
+        with self._inside(value):
+            self._items(value)
+        self._remember(value)
+
+    def _items(self, values: Sequence[Value]) -> None:
+        """A tuple of ``values``, not memoised."""
+        if not values:
+            self.out += b")"
+        elif len(values) <= 3:
+            for item in values:
+                self.value(item)
+            self.out += _TUPLE_ENDS[len(values)]
+        else:
+            self.out += b"("
+            for item in values:
+                self.value(item)
+            self.out += b"t"
+
+    def _dict(self, value: dict[Value, Value]) -> None:
+        if self._fetch(value):
+            return
+        self.out += b"}"
+        self._remember(value)
+        with self._inside(value):
+            if len(value) == 1:
+                self._pairs(value.items(), b"s")
+            elif value:
+                pairs = iter(value.items())
+                for _ in range(len(value) // _BATCH + 1):  # pickle follows a full batch by another, even an empty one
+                    self.out += b"("
+                    self._pairs(islice(pairs, _BATCH), b"u")
+
+    def _ordered_dict(self, value: OrderedDict[Value, Value]) -> None:
+        if self._fetch(value):
+            return
+        self.out += self.name("collections", "OrderedDict") + b")R"
+        self._remember(value)
+        with self._inside(value):
+            self._setitems(list(value.items()))
+            attributes: Value = vars(value)  # type: ignore[assignment]  # a dict of str is one of Key
+            if attributes:
+                self.value(attributes)
+                self.out += b"b"
+
+    def _set(self, value: set[Any]) -> None:
+        if self._fetch(value):
+            return
+        self.out += self.name("builtins", "set") + b"]"
+        # Sets have no order, and that of strings changes from run to run: a sorted one gives the same bytes every time.
+        self._appends(sorted(value, key=lambda item: (type(item).__name__, repr(item))))
+        self.out += b"\x85R"
+        self._remember(value)
+
+    def _global(self, value: Global) -> None:
+        if kind_of(value.module, value.name) is None:
+            raise InternalError(f"{value} is outside the names a checkpoint may hold", key=str(value))
+        outer, _, inner = value.name.rpartition(".")
+        if not outer:
+            self.out += self.name(value.module, value.name)
+            return
+        # Protocol 2 has no dotted names: a nested class is an attribute of its outer one.
+        self.out += self.name("builtins", "getattr") + self.name(value.module, outer) + self.text(inner) + b"\x86R"
+
+    def _object(self, value: Object) -> None:
+        if self._fetch(value):
+            return
+        with self._inside(value):
+            self._global(value.function)
+            self._items(value.args)
+            self.out += b"\x81" if value.new else b"R"
+            self._remember(value)
+            self._appends(value.items)
+            self._setitems(value.entries)
+            if value.has_state:
+                self.value(value.state)
+                self.out += b"b"
+
+    def tensor(self, value: Tensor) -> None:
+        """What a tensor becomes: subclasses wrap it."""
+        if self._tensors is None:
+            raise InternalError("a tensor was to be written into a pickle that has no storages")
+        self.view(self._tensors(value))
+
+    def _appends(self, values: Sequence[Value]) -> None:
+        if len(values) == 1:
+            self.value(values[0])
+            self.out += b"a"
+            return
+        for begin in range(0, len(values), _BATCH):
+            batch = values[begin : begin + _BATCH]
+            self.out += b"("
+            for item in batch:
+                self.value(item)
+            self.out += b"e"
+
+    def _setitems(self, pairs: Sequence[tuple[Value, Value]]) -> None:
+        for begin in range(0, len(pairs), _BATCH):
+            batch = pairs[begin : begin + _BATCH]
+            if len(batch) == 1:
+                self._pairs(batch, b"s")
+            else:
+                self.out += b"("
+                self._pairs(batch, b"u")
+
+    def _pairs(self, pairs: Iterable[tuple[Value, Value]], end: bytes) -> None:
+        texts, writers, out = self._texts, self._writers, self.out
+        for key, item in pairs:
+            known = texts.get(key) if type(key) is str else None
+            if known is not None:
+                out += known
+            else:
+                self.value(key)
+            write = writers.get(type(item))
+            if write is None:
+                self.value(item)
+            else:
+                write(item)
+        out += end
+
+    def _fetch(self, value: object) -> bool:
+        """Refer to a container that was written before. Raises SourceUnsupportedError inside of itself."""
+        if id(value) in self._open:
+            raise SourceUnsupportedError(
+                f"a {type(value).__name__} contains itself",
+                why="a value that refers to itself cannot be laid out in another container",
+                next_step="leave it out with --exclude",
+            )
+        known = self._shared.get(id(value))
+        if known is None:
+            return False
+        self.out += known
+        return True
+
+    def _remember(self, value: object) -> None:
+        put, get = self.put()
+        self._shared[id(value)] = get
+        self.out += put
+
+    @contextmanager
+    def _inside(self, value: object) -> Iterator[None]:
+        self._open.add(id(value))
+        yield
+        self._open.discard(id(value))

@@ -1,0 +1,382 @@
+"""DTensor and ShardedTensor as one rank's file describes them: which boxes of the global tensor lie where.
+
+Follows the pickled forms of ``torch.distributed.tensor`` (``DTensorSpec``, ``DeviceMesh`` of torch 2.4 to 2.14) and of
+``torch.distributed._shard.sharded_tensor`` (2.1 to 2.14). Shard offsets are trusted, placements of ShardedTensor never
+are (HYBRID_SHARD writes the group's rank there).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import NamedTuple, NoReturn
+
+import numpy as np
+
+from fsdpckpt.containers.torch_storages import StoredTensor, Wrapped, size_of
+from fsdpckpt.errors import SourceCorruptError, SourceUnsupportedError
+from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.values import Object
+from fsdpckpt.layouts.sharded import (
+    LocalBox,
+    Placement,
+    Replicate,
+    Shard,
+    StridedShard,
+    in_placement_order,
+    local_boxes,
+    local_shape,
+    placements_text,
+)
+from fsdpckpt.storage.sources import ByteSource
+
+__all__ = ["BoxInFile", "Distributed", "DistributedParser", "Mesh"]
+
+
+class BoxInFile(NamedTuple):
+    """A box of the global tensor: ``start``, ``size`` in elements, ``offset`` in bytes, ``stride`` in elements."""
+
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    offset: int
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """A device mesh as one rank saw it. ``ranks``: all it spans, row-major, empty when the file does not say.
+
+    ``coordinate`` is the saving rank's place, None when it was outside. ``rank``: the saving rank, None when not
+    recorded. ``world``: the ranks of the mesh this one was cut from (itself when it was not).
+    """
+
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+    coordinate: tuple[int, ...] | None
+    rank: int | None
+    world: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Distributed:
+    """What one rank's file holds of a tensor that is spread over ranks.
+
+    ``form``: ``DTensor`` or ``ShardedTensor``. ``rank``: the rank that saved it, as the file says (None: not said).
+    ``holders``: the ranks that together hold it; ``world``: all ranks of the job as far as the file knows.
+    """
+
+    form: str
+    dtype: DType
+    shape: tuple[int, ...]
+    placement: str
+    rank: int | None
+    holders: tuple[int, ...]
+    world: tuple[int, ...]
+    boxes: tuple[BoxInFile, ...]
+
+
+def _fields(value: object) -> Mapping[object, object]:
+    """The attributes of a pickled object: its state dict, and that of its slots."""
+    if not isinstance(value, Object):
+        return {}
+    return _merged(value.state)
+
+
+def _merged(pickled: object) -> Mapping[object, object]:
+    """A pickled state: a dict, or a tuple of the dict of attributes and the dict of slots."""
+    states = pickled if isinstance(pickled, tuple) else (pickled,)
+    merged: dict[object, object] = {}
+    for state in states:
+        if isinstance(state, dict):
+            merged.update(state)
+    return merged
+
+
+def _integers(value: object) -> tuple[int, ...] | None:
+    """A list or tuple of ints as a tuple, an int as a tuple of one; None for anything else."""
+    if type(value) is int:
+        return (value,)
+    if isinstance(value, (tuple, list)) and all(type(n) is int for n in value):
+        return tuple(value)
+    return None
+
+
+class DistributedParser:
+    """Parses the wrapped tensors of one file; meshes and boxes are worked out once and reused."""
+
+    def __init__(self, source: ByteSource) -> None:
+        self._source = source
+        self._meshes: dict[int, tuple[object, Mesh]] = {}
+        self._boxes: dict[object, tuple[tuple[LocalBox, ...], str]] = {}
+        self._worlds: dict[int, tuple[int, ...]] = {}
+
+    def parse(self, wrapped: Wrapped, key: str) -> Distributed:
+        """What the file holds of ``wrapped``; ``key`` names it in messages.
+
+        Raises SourceUnsupportedError for placements that cannot be put together (Partial), SourceCorruptError where
+        the local tensor contradicts its placement.
+        """
+        if wrapped.kind.name == "DTensor":
+            return self._dtensor(wrapped, key)
+        if wrapped.kind.name == "ShardedTensor":
+            return self._sharded_tensor(wrapped, key)
+        raise SourceUnsupportedError(
+            f"{key} is a {wrapped.kind}, a tensor type that fsdpckpt does not read",
+            key=key,
+            file=self._source.path,
+        )
+
+    # DTensor
+
+    def _dtensor(self, wrapped: Wrapped, key: str) -> Distributed:
+        attributes = _merged(wrapped.state)
+        local = attributes.get("_local_tensor")
+        spec = _fields(attributes.get("_spec"))
+        if not isinstance(local, StoredTensor) or not spec:
+            self._corrupt(key, "a DTensor without local tensor or spec", "both", type(local).__name__)
+        mesh = self._mesh(spec.get("mesh"), key)
+        placements = self._placements(spec.get("placements"), key)
+        if len(placements) != len(mesh.shape):
+            self._corrupt(key, "placements do not fit the mesh", f"{len(mesh.shape)}", f"{len(placements)}")
+        if any(not isinstance(p, Replicate) and not 0 <= p.dim < len(wrapped.shape) for p in placements):
+            self._corrupt(key, f"placements do not fit shape {wrapped.shape}", "dimensions", str(placements))
+        boxes, text = self._local_boxes(wrapped.shape, mesh, placements, spec.get("shard_order"), local, key)
+        itemsize = local.dtype.itemsize
+        found = tuple(
+            BoxInFile(
+                box.start,
+                box.size,
+                local.offset + itemsize * sum(i * step for i, step in zip(box.local, local.stride, strict=True)),
+                local.stride,
+            )
+            for box in boxes
+        )
+        return Distributed("DTensor", local.dtype, wrapped.shape, text, mesh.rank, mesh.ranks, mesh.world, found)
+
+    def _local_boxes(
+        self,
+        shape: tuple[int, ...],
+        mesh: Mesh,
+        placements: tuple[Placement, ...],
+        pickled_order: object,
+        local: StoredTensor,
+        key: str,
+    ) -> tuple[tuple[LocalBox, ...], str]:
+        if mesh.coordinate is None:
+            return (), placements_text(placements)
+        order = self._shard_order(pickled_order, placements, key)
+        memo = (
+            shape,
+            mesh.shape,
+            mesh.coordinate,
+            placements,
+            None if order is None else tuple(order.items()),
+            local.shape,
+        )
+        known = self._boxes.get(memo)
+        if known is not None:
+            return known
+        boxes = local_boxes(shape, mesh.shape, placements, mesh.coordinate, order)
+        if not _fits(boxes, shape, local.shape) and any(isinstance(p, StridedShard) for p in placements):
+            boxes = in_placement_order(shape, mesh.shape, placements, mesh.coordinate)
+        if not _fits(boxes, shape, local.shape):
+            self._corrupt(
+                key,
+                f"the local tensor is not what {placements_text(placements)} on a mesh of {mesh.shape} gives the rank at "
+                f"{mesh.coordinate}",
+                f"{local_shape(boxes, shape) or 'no elements'}",
+                f"{local.shape}",
+            )
+        known = self._boxes[memo] = (boxes, placements_text(placements))
+        return known
+
+    def _placements(self, pickled: object, key: str) -> tuple[Placement, ...]:
+        if not isinstance(pickled, (tuple, list)):
+            self._corrupt(key, "a DTensor without placements", "a tuple", type(pickled).__name__)
+        found: list[Placement] = []
+        for item in pickled:
+            name = item.function.name if isinstance(item, Object) else type(item).__name__
+            attributes = _fields(item)
+            dim, factor = attributes.get("dim"), attributes.get("split_factor")
+            if name == "Replicate":
+                found.append(Replicate())
+            elif name == "Shard" and type(dim) is int:
+                found.append(Shard(dim))
+            elif name == "_StridedShard" and type(dim) is int and type(factor) is int and factor > 0:
+                found.append(StridedShard(dim, factor))
+            else:
+                raise SourceUnsupportedError(
+                    f"{key} is placed as {name}, which is not a cut or a copy",
+                    key=key,
+                    file=self._source.path,
+                    why="partial sums are values in the middle of a computation, not a checkpoint's state",
+                    next_step="redistribute the tensor to Shard or Replicate before saving",
+                )
+        return tuple(found)
+
+    def _shard_order(
+        self, pickled: object, placements: Sequence[Placement], key: str
+    ) -> Mapping[int, tuple[int, ...]] | None:
+        """``DTensorSpec.shard_order`` (torch 2.10+): the mesh dimensions that cut each tensor dimension, in order."""
+        if not isinstance(pickled, (tuple, list)) or not pickled:
+            return None
+        order: dict[int, tuple[int, ...]] = {}
+        for entry in pickled:
+            values = entry.args if isinstance(entry, Object) else entry
+            if not (isinstance(values, tuple) and len(values) == 2 and type(values[0]) is int):
+                self._corrupt(key, "an unknown shard order", "(dimension, mesh dimensions)", repr(entry)[:80])
+            mesh_dims = _integers(values[1])
+            if mesh_dims is None:
+                self._corrupt(key, "an unknown shard order", "(dimension, mesh dimensions)", repr(entry)[:80])
+            order[values[0]] = mesh_dims
+        said = {(dim, mesh_dim) for dim, mesh_dims in order.items() for mesh_dim in mesh_dims}
+        cuts = {(p.dim, mesh_dim) for mesh_dim, p in enumerate(placements) if not isinstance(p, Replicate)}
+        if said != cuts:
+            self._corrupt(key, "the shard order contradicts the placements", str(sorted(cuts)), str(sorted(said)))
+        return order
+
+    def _mesh(self, pickled: object, key: str) -> Mesh:
+        known = self._meshes.get(id(pickled))
+        if known is None:
+            known = self._meshes[id(pickled)] = (pickled, self._parse_mesh(pickled, key))
+        return known[1]
+
+    def _parse_mesh(self, pickled: object, key: str) -> Mesh:
+        attributes = _fields(pickled)
+        coordinate = attributes.get("_coordinate_on_dim")
+        place = _integers(coordinate) if coordinate is not None else None
+        rank = attributes.get("_rank")
+        rank = rank if type(rank) is int else None
+        if "mesh" in attributes:  # torch 2.4 to 2.9: the mesh's own ranks
+            shape, ranks = self._tensor_ranks(attributes["mesh"], key)
+            world = ranks
+        else:
+            shape, ranks, world = self._layout_ranks(attributes, place, rank, key)
+        if place is not None and not (
+            len(place) == len(shape) and all(0 <= c < n for c, n in zip(place, shape, strict=True))
+        ):
+            self._corrupt(key, "a coordinate outside its mesh", f"a place in {shape}", f"{place}")
+        if place is not None and ranks:
+            placed = ranks[_position(place, shape)]
+            if rank is not None and rank != placed:
+                self._corrupt(key, f"the mesh has another rank at {place}", f"rank {rank}", f"rank {placed}")
+            rank = placed
+        root = attributes.get("_root_mesh", attributes.get("_parent_mesh"))
+        if isinstance(root, Object):
+            world = self._mesh(root, key).world
+        return Mesh(shape, ranks, place, rank, world)
+
+    def _layout_ranks(
+        self, attributes: Mapping[object, object], place: tuple[int, ...] | None, rank: int | None, key: str
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """(shape, ranks, world) of a mesh of torch 2.10+: a rank map, and axes with strides into it."""
+        world = _integers(attributes.get("_flatten_rank_map"))
+        if world is None:
+            world = self._tensor_ranks(attributes.get("_rank_map"), key)[1]
+        axes = self._axes(attributes.get("_layout"), key)
+        shape = tuple(len(axis) for axis in axes)
+        whole = prod(shape) == len(world)
+        base = 0
+        if not whole:
+            if rank not in world or place is None:
+                return shape, (), world
+            base = world.index(rank) - sum(axis[c] for axis, c in zip(axes, place, strict=True))
+        positions = [base + sum(steps) for steps in product(*axes)]
+        if any(not 0 <= p < len(world) for p in positions):
+            self._corrupt(key, "a mesh reaches outside its rank map", f"below {len(world)}", str(max(positions)))
+        return shape, tuple(world[p] for p in positions), world
+
+    def _axes(self, layout: object, key: str) -> list[list[int]]:
+        """For each mesh dimension, the steps into the rank map of its indexes."""
+        attributes = _fields(layout)
+        if isinstance(layout, Object) and not attributes and len(layout.args) == 2:
+            attributes = {"shape": layout.args[0], "stride": layout.args[1]}
+        pairs: list[tuple[object, object]] = []
+        flat = attributes.get("axes")
+        if isinstance(flat, (tuple, list)):
+            pairs = [(_fields(axis).get("shape"), _fields(axis).get("stride")) for axis in flat]
+        else:
+            sizes, steps = attributes.get("shape"), attributes.get("stride")
+            if isinstance(sizes, (tuple, list)) and isinstance(steps, (tuple, list)):
+                pairs = list(zip(sizes, steps, strict=False))
+            else:
+                pairs = [(sizes, steps)]
+        axes: list[list[int]] = []
+        for size, step in pairs:
+            counts, strides = _integers(size), _integers(step)
+            if counts is None or strides is None or len(counts) != len(strides) or prod(counts) > 1 << 20:
+                self._corrupt(key, "an unknown mesh layout", "sizes and strides", f"{size!r:.40}, {step!r:.40}")
+            axes.append(
+                [sum(i * s for i, s in zip(index, strides, strict=True)) for index in product(*map(range, counts))]
+            )
+        return axes
+
+    def _tensor_ranks(self, pickled: object, key: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(shape, values) of the small integer tensor that lists a mesh's ranks."""
+        if not isinstance(pickled, StoredTensor) or pickled.dtype.name not in ("int32", "int64"):
+            self._corrupt(key, "a mesh without ranks", "an integer tensor", type(pickled).__name__)
+        count = prod(pickled.shape)
+        extent = 1 + sum((n - 1) * step for n, step in zip(pickled.shape, pickled.stride, strict=True)) if count else 0
+        raw = np.frombuffer(self._source.read(pickled.offset, extent * pickled.dtype.itemsize), pickled.dtype.name)
+        strides = [step * raw.itemsize for step in pickled.stride]
+        values = np.lib.stride_tricks.as_strided(raw, pickled.shape, strides) if count else raw
+        return pickled.shape, tuple(int(n) for n in values.reshape(-1))
+
+    # ShardedTensor
+
+    def _sharded_tensor(self, wrapped: Wrapped, key: str) -> Distributed:
+        state = wrapped.state
+        if not (isinstance(state, tuple) and len(state) >= 3 and isinstance(state[0], list)):
+            self._corrupt(key, "an unknown form of ShardedTensor", "shards, metadata, group", type(state).__name__)
+        metadata, group = _fields(state[1]), _fields(state[2])
+        shape = size_of(metadata.get("size"))
+        rank, world_size = group.get("global_rank"), group.get("global_world_size")
+        if shape is None or type(rank) is not int or type(world_size) is not int or not 0 < world_size <= 1 << 20:
+            self._corrupt(key, "an unknown form of ShardedTensor", "a size and a group", repr(group)[:80])
+        boxes = tuple(self._shard(shard, shape, key) for shard in state[0])
+        world = self._worlds.get(world_size)
+        if world is None:
+            world = self._worlds[world_size] = tuple(range(world_size))
+        text = f"ShardedTensor({self._cut(state[3] if len(state) > 3 else None)})"
+        return Distributed("ShardedTensor", wrapped.dtype, shape, text, rank, world, world, boxes)
+
+    def _shard(self, pickled: object, shape: tuple[int, ...], key: str) -> BoxInFile:
+        attributes = _fields(pickled)
+        local, metadata = attributes.get("tensor"), _fields(attributes.get("metadata"))
+        start, size = size_of(metadata.get("shard_offsets")), size_of(metadata.get("shard_sizes"))
+        if not isinstance(local, StoredTensor) or start is None or size is None or len(start) != len(size):
+            self._corrupt(key, "a shard without tensor or place", "both", repr(metadata)[:80])
+        if local.shape != size:
+            self._corrupt(key, "a shard's tensor is not of the size its metadata says", f"{size}", f"{local.shape}")
+        if len(size) != len(shape) or any(s + n > whole for s, n, whole in zip(start, size, shape, strict=False)):
+            self._corrupt(key, "a shard lies outside its tensor", f"inside {shape}", f"{start} + {size}")
+        return BoxInFile(start, size, local.offset, local.stride)
+
+    def _cut(self, spec: object) -> str:
+        dim = _fields(spec).get("dim")
+        return f"Shard({dim})" if type(dim) is int else "shards"
+
+    def _corrupt(self, key: str, what: str, expected: str, found: str) -> NoReturn:
+        raise SourceCorruptError(
+            f"{self._source.path}: {key}: {what}",
+            file=self._source.path,
+            key=key,
+            expected=expected,
+            found=found,
+            why="the file is damaged, or a torch version wrote it that fsdpckpt does not know",
+        )
+
+
+def _position(place: Sequence[int], shape: Sequence[int]) -> int:
+    """The row-major index of ``place`` in ``shape``."""
+    at = 0
+    for c, n in zip(place, shape, strict=True):
+        at = at * n + c
+    return at
+
+
+def _fits(boxes: Sequence[LocalBox], shape: Sequence[int], local: Sequence[int]) -> bool:
+    wanted = local_shape(boxes, shape)
+    return prod(local) == 0 if wanted is None else wanted == tuple(local)

@@ -1,0 +1,225 @@
+"""What ``inspect`` shows, as data: summary, one row a tensor, param groups, extras, problems. Reads no tensor data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, TypeAlias
+
+from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Note, Problem, Section
+from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.values import Key, Object, Value, walk
+
+if TYPE_CHECKING:
+    from fsdpckpt.verify.stats import Stats
+
+__all__ = [
+    "Description",
+    "Json",
+    "Selection",
+    "SectionSummary",
+    "describe",
+    "json_value",
+    "problem_json",
+    "tensor_rows",
+]
+
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+
+LONGEST_TEXT = 200  # characters of an object's or a bytes value's text in the document
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which keys to list. ``keys``: globs over the dotted key, any may match. Empty and None take all."""
+
+    keys: tuple[str, ...] = ()
+    section: Section | None = None
+
+    def takes(self, section: Section, key: str) -> bool:
+        if self.section is not None and section is not self.section:
+            return False
+        return not self.keys or any(fnmatchcase(key, glob) for glob in self.keys)
+
+
+@dataclass(frozen=True, slots=True)
+class SectionSummary:
+    """Of all its tensors. ``dtypes``: name -> number of tensors; ``parameters``: distinct parameter keys."""
+
+    tensors: int
+    parameters: int
+    elements: int
+    nbytes: int
+    dtypes: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """``checkpoint`` under a summary. ``tensors``: the selected ones, in the checkpoint's order."""
+
+    checkpoint: Checkpoint
+    sections: dict[str, SectionSummary]
+    tensors: tuple[NamedTensor, ...]
+    stats: tuple[Stats | None, ...] | None = None
+
+    def to_json(self, *, ranks: bool = False) -> dict[str, Json]:
+        """The document of ``inspect --json``; with ``pieces`` for ``ranks``, with ``stats`` when they were computed."""
+        checkpoint = self.checkpoint
+        optim = checkpoint.optim
+        rows = tensor_rows(self, ranks=ranks)
+        return {
+            "source": checkpoint.source,
+            "layout": str(checkpoint.layout),
+            "container": str(checkpoint.container),
+            "flavor": checkpoint.flavor,
+            "world_size": checkpoint.world_size,
+            "key_type": optim.key_type if optim is not None else None,
+            "sections": {name: json_value(asdict(summary)) for name, summary in self.sections.items()},
+            "tensors": list(rows),
+            "param_groups": [json_value(group) for group in (optim.param_groups or [])] if optim is not None else [],
+            "extra": extra_json(checkpoint),
+            "problems": [problem_json(problem) for problem in checkpoint.problems],
+            "notes": [note_json(note) for note in checkpoint.notes],
+            "evidence": list(checkpoint.evidence),
+            "files": [{"path": file.path, "nbytes": file.nbytes} for file in checkpoint.files],
+        }
+
+
+def describe(
+    checkpoint: Checkpoint,
+    selection: Selection | None = None,
+    *,
+    measure: Callable[[list[NamedTensor]], list[Stats | None]] | None = None,
+) -> Description:
+    """Summarise ``checkpoint`` and list what ``selection`` takes. ``measure`` computes their statistics."""
+    chosen: list[NamedTensor] = []
+    rows: dict[str, _Sums] = {}
+    for named in checkpoint.tensors():
+        rows.setdefault(named.section, _Sums()).add(named)
+        if selection is None or selection.takes(named.section, named.key):
+            chosen.append(named)
+    sections = {section: sums.summary() for section, sums in rows.items()}
+    return Description(checkpoint, sections, tuple(chosen), tuple(measure(chosen)) if measure is not None else None)
+
+
+class _Sums:
+    def __init__(self) -> None:
+        self._tensors = 0
+        self._elements = 0
+        self._nbytes = 0
+        self._params: set[str] = set()
+        self._dtypes: dict[str, int] = {}
+
+    def add(self, named: NamedTensor) -> None:
+        tensor = named.tensor
+        numel = tensor.numel
+        self._tensors += 1
+        self._elements += numel
+        self._nbytes += numel * tensor.dtype.itemsize
+        self._params.add(named.param)
+        self._dtypes[tensor.dtype.name] = self._dtypes.get(tensor.dtype.name, 0) + 1
+
+    def summary(self) -> SectionSummary:
+        return SectionSummary(self._tensors, len(self._params), self._elements, self._nbytes, dict(self._dtypes))
+
+
+def tensor_rows(description: Description, *, ranks: bool) -> Iterator[Json]:
+    """One JSON object a tensor."""
+    files = description.checkpoint.files
+    for number, named in enumerate(description.tensors):
+        tensor = named.tensor
+        row: dict[str, Json] = {
+            "section": str(named.section),
+            "param": named.param,
+            "state": named.state,
+            "key": named.key,
+            "dtype": tensor.dtype.name,
+            "shape": list(tensor.shape),
+            "numel": tensor.numel,
+            "nbytes": tensor.nbytes,
+            "placement": tensor.placement,
+        }
+        if description.stats is not None:
+            stats = description.stats[number]
+            row["stats"] = json_value(asdict(stats)) if stats is not None else None
+        if ranks:
+            row["pieces"] = list(_pieces(tensor, [file.path for file in files]))
+        yield row
+
+
+def _pieces(tensor: Tensor, paths: list[str]) -> Iterator[Json]:
+    pieces = tensor.pieces
+    columns = (pieces.rank, pieces.file, pieces.offset, pieces.start, pieces.size)
+    for rank, file, offset, start, size in zip(*(column.tolist() for column in columns), strict=True):
+        yield {
+            "rank": rank,
+            "file": paths[file] if 0 <= file < len(paths) else None,
+            "offset": offset,
+            "nbytes": math.prod(size) * tensor.dtype.itemsize,
+            "box": [[begin, begin + count] for begin, count in zip(start, size, strict=True)],
+        }
+
+
+def extra_json(checkpoint: Checkpoint) -> list[Json]:
+    """Everything that is neither model nor optimizer tensor: extras by dotted key, then values that differ by rank."""
+    rows: list[Json] = []
+    extras: list[tuple[int | None, dict[Key, Value]]] = [(None, checkpoint.extra)]
+    extras += list(enumerate(checkpoint.rank_extra))
+    if checkpoint.optim is not None:
+        extras.append((None, checkpoint.optim.extra))
+    for rank, extra in extras:
+        for path, value in walk(extra) if extra else ():
+            row: dict[str, Json] = {
+                "key": ".".join(map(str, path)),
+                "type": type_name(value),
+                "value": json_value(value),
+            }
+            if rank is not None:
+                row["rank"] = rank
+            rows.append(row)
+    return rows
+
+
+def type_name(value: Value) -> str:
+    """What a value is, in Python's words: ``int``, ``tensor``, ``numpy.ndarray``, ..."""
+    if isinstance(value, Tensor):
+        return "tensor"
+    if isinstance(value, Object):
+        return str(value.function)
+    return "None" if value is None else type(value).__name__
+
+
+def json_value(value: object) -> Json:
+    """``value`` to be read, not for a round trip: tuples become lists, tensors and objects texts, NaN a string."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, dict):
+        return {str(key): json_value(child) for key, child in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_value(child) for child in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted((json_value(child) for child in value), key=str)
+    return _short_text(value)
+
+
+def _short_text(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"tensor {value.dtype.name} {list(value.shape)}"
+    if isinstance(value, (bytes, bytearray)):
+        return f"{len(value)} bytes"
+    text = f"{value.function}(...)" if isinstance(value, Object) else str(value)
+    return text if len(text) <= LONGEST_TEXT else text[: LONGEST_TEXT - 3] + "..."
+
+
+def problem_json(problem: Problem) -> Json:
+    """A problem with all its fields."""
+    return json_value(asdict(problem))
+
+
+def note_json(note: Note) -> Json:
+    """A note with all its fields."""
+    return json_value(asdict(note))

@@ -1,0 +1,201 @@
+"""Layout ``sharded``: which box of a tensor each rank holds when it is cut along its dimensions.
+
+Rules, from PyTorch: ``torch.chunk`` (pieces of ``ceil(n / parts)``, the last ones shorter or empty) is what FSDP1's
+``_ext_chunk_tensor`` and ``_ext_chunk_dtensor``, FSDP2's ``_chunk_with_empty`` and DTensor's ``Shard`` cut with.
+On a mesh, ``torch.distributed.tensor.placement_types`` applies one placement per mesh dimension: in the order of the
+mesh dimensions, or in the order that ``DTensorSpec.shard_order`` or the split factors of ``_StridedShard`` say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import TypeAlias
+
+__all__ = [
+    "LocalBox",
+    "Placement",
+    "Replicate",
+    "Shard",
+    "StridedShard",
+    "chunk",
+    "decoded_order",
+    "local_box",
+    "local_boxes",
+    "local_shape",
+    "placements_text",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """``Shard(dim)``: cut along tensor dimension ``dim``."""
+
+    dim: int
+
+    def __str__(self) -> str:
+        return f"Shard({self.dim})"
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """``Replicate()``: every rank of the mesh dimension holds the same."""
+
+    def __str__(self) -> str:
+        return "Replicate()"
+
+
+@dataclass(frozen=True, slots=True)
+class StridedShard:
+    """``_StridedShard(dim, split_factor)``: cut as if ``split_factor`` cuts by later mesh dimensions came before."""
+
+    dim: int
+    split_factor: int
+
+    def __str__(self) -> str:
+        return f"_StridedShard({self.dim}, sf={self.split_factor})"
+
+
+Placement: TypeAlias = Shard | Replicate | StridedShard
+_Runs: TypeAlias = tuple[tuple[int, int], ...]  # (global start, length) one after the other in the local tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LocalBox:
+    """One box of a rank's local tensor: ``start`` and ``size`` in the global tensor, ``local`` its first element's
+    index in the local tensor; all in elements, one number a dimension."""
+
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    local: tuple[int, ...]
+
+
+def placements_text(placements: Sequence[Placement]) -> str:
+    """As PyTorch's words, e.g. ``[Replicate(), Shard(0)]``."""
+    return f"[{', '.join(map(str, placements))}]"
+
+
+def chunk(length: int, parts: int, index: int) -> tuple[int, int]:
+    """(start, size) of piece ``index`` of ``parts`` that ``torch.chunk`` cuts ``length`` into; size 0 past the end."""
+    step = -(-length // parts)
+    start = min(index * step, length)
+    return start, min(step, length - start)
+
+
+def local_box(
+    shape: Sequence[int], rank: int, world_size: int, dim: int = 0
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(start, size) of what rank ``rank`` of ``world_size`` holds of a tensor cut along ``dim``."""
+    start = [0] * len(shape)
+    size = list(shape)
+    start[dim], size[dim] = chunk(shape[dim], world_size, rank)
+    return tuple(start), tuple(size)
+
+
+def decoded_order(mesh: Sequence[int], placements: Sequence[Placement]) -> Mapping[int, tuple[int, ...]] | None:
+    """Tensor dimension -> mesh dimensions in the order they cut it; None when split factors fit no order.
+
+    A split factor is the product of the sizes of the mesh dimensions that cut before and come later in the mesh
+    (``DTensorSpec._convert_shard_order_to_StridedShard``).
+    """
+    order: dict[int, list[int]] = {}
+    for mesh_dim in reversed(range(len(placements))):
+        placement = placements[mesh_dim]
+        if isinstance(placement, Replicate):
+            continue
+        factor = placement.split_factor if isinstance(placement, StridedShard) else 1
+        dims = order.setdefault(placement.dim, [])
+        before = [prod(mesh[d] for d in dims[:i]) for i in range(len(dims) + 1)]
+        if factor not in before:
+            return None
+        dims.insert(before.index(factor), mesh_dim)
+    return {dim: tuple(mesh_dims) for dim, mesh_dims in order.items()}
+
+
+def local_boxes(
+    shape: Sequence[int],
+    mesh: Sequence[int],
+    placements: Sequence[Placement],
+    coordinate: Sequence[int],
+    shard_order: Mapping[int, Sequence[int]] | None = None,
+) -> tuple[LocalBox, ...]:
+    """The boxes that the rank at ``coordinate`` of a mesh of shape ``mesh`` holds; none when it holds nothing.
+
+    One box, unless a ``StridedShard`` cuts on its own (packed weights): its pieces are interleaved rows. Where several
+    mesh dimensions cut one tensor dimension, they cut in ``shard_order``, or in the order the split factors say,
+    each cutting what the one before left.
+    """
+    order = shard_order if shard_order is not None else decoded_order(mesh, placements)
+    if order is None:
+        return in_placement_order(shape, mesh, placements, coordinate)
+    runs: list[_Runs] = [((0, size),) for size in shape]
+    for dim, mesh_dims in order.items():
+        for mesh_dim in mesh_dims:
+            runs[dim] = _cut(runs[dim], mesh[mesh_dim], coordinate[mesh_dim])
+    return _boxes(runs)
+
+
+def in_placement_order(
+    shape: Sequence[int], mesh: Sequence[int], placements: Sequence[Placement], coordinate: Sequence[int]
+) -> tuple[LocalBox, ...]:
+    """As ``local_boxes`` for what ``distribute_tensor`` itself cuts: the placements one after the other, a
+    ``StridedShard`` cutting each of its ``split_factor`` pieces (``_StridedShard._split_tensor``)."""
+    runs: list[_Runs] = [((0, size),) for size in shape]
+    for mesh_dim, placement in enumerate(placements):
+        if isinstance(placement, Replicate):
+            continue
+        factor = placement.split_factor if isinstance(placement, StridedShard) else 1
+        now = runs[placement.dim]
+        pieces = (_cut(now, factor, i) for i in range(factor))
+        parts = (_cut(piece, mesh[mesh_dim], coordinate[mesh_dim]) for piece in pieces)
+        runs[placement.dim] = _joined([run for part in parts for run in part])
+    return _boxes(runs)
+
+
+def local_shape(boxes: Sequence[LocalBox], shape: Sequence[int]) -> tuple[int, ...] | None:
+    """The shape of the local tensor that ``boxes`` fill, None when there is no box (one dimension is 0 then)."""
+    if not boxes:
+        return None
+    return tuple(max(box.local[d] + box.size[d] for box in boxes) for d in range(len(shape)))
+
+
+def _cut(runs: _Runs, parts: int, index: int) -> _Runs:
+    """Piece ``index`` of the ``parts`` that torch.chunk cuts the concatenated ``runs`` into."""
+    low, size = chunk(sum(length for _, length in runs), parts, index)
+    high = low + size
+    found: list[tuple[int, int]] = []
+    at = 0
+    for start, length in runs:
+        first, last = max(low, at), min(high, at + length)
+        if first < last:
+            found.append((start + first - at, last - first))
+        at += length
+    return tuple(found)
+
+
+def _joined(runs: list[tuple[int, int]]) -> _Runs:
+    """Neighbouring runs made one."""
+    joined: list[tuple[int, int]] = []
+    for start, length in runs:
+        if joined and sum(joined[-1]) == start:
+            joined[-1] = (joined[-1][0], joined[-1][1] + length)
+        else:
+            joined.append((start, length))
+    return tuple(joined)
+
+
+def _boxes(runs: Sequence[_Runs]) -> tuple[LocalBox, ...]:
+    axes = []
+    for dim in runs:
+        at, axis = 0, []
+        for start, length in dim:
+            if length:
+                axis.append((start, length, at))
+            at += length
+        axes.append(axis)
+    return tuple(
+        LocalBox(tuple(a[0] for a in cell), tuple(a[1] for a in cell), tuple(a[2] for a in cell))
+        for cell in product(*axes)
+    )

@@ -1,0 +1,121 @@
+"""Turn lists of chunks into Tensors, many at a time: the columns of all tensors are built at once and then cut.
+
+Also decides, from the chunks alone, whether FSDP manages a tensor and how it was sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.tensors import Int64Array, Pieces, Tensor, contiguous_stride
+
+__all__ = ["Box", "ChunkedTensor", "build_tensors"]
+
+
+class Box(NamedTuple):
+    """One chunk: elements ``start`` .. ``start + size``, at byte ``offset`` of ``file`` (-1: not located)."""
+
+    rank: int
+    file: int
+    offset: int
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    stride: tuple[int, ...] | None = None
+
+
+class ChunkedTensor(NamedTuple):
+    key: str
+    dtype: DType
+    shape: tuple[int, ...]
+    boxes: list[Box]
+
+
+def build_tensors(tensors: Sequence[ChunkedTensor], *, world_size: int) -> dict[str, Tensor]:
+    """A Tensor for each; ``world_size`` is how many ranks wrote them."""
+    sharded = any(_is_cut(tensor) for tensor in tensors)
+    columns = _Columns(tensors)
+    built: dict[str, Tensor] = {}
+    for tensor in tensors:
+        pieces = columns.next(tensor)
+        managed = _managed(tensor, sharded=sharded, world_size=world_size)
+        placement = _placement(tensor) if managed else "whole"
+        built[tensor.key] = Tensor(tensor.dtype, tensor.shape, pieces, managed, placement)
+    return built
+
+
+def _is_cut(tensor: ChunkedTensor) -> bool:
+    """Whether some chunk is not the whole tensor."""
+    shape = tensor.shape
+    return any(box.size != shape for box in tensor.boxes)
+
+
+def _managed(tensor: ChunkedTensor, *, sharded: bool, world_size: int) -> bool | None:
+    """Several chunks, or an empty one beside the data: FSDP sharded it. One whole one among cut tensors: it did not.
+
+    A tensor of one row is one chunk either way under FSDP1, so it says nothing.
+    """
+    if not tensor.shape:
+        return False
+    if _is_cut(tensor):
+        return True
+    if sharded and world_size > 1 and tensor.shape[0] >= 2:
+        return False
+    return None
+
+
+def _placement(tensor: ChunkedTensor) -> str:
+    """Along which dimensions the chunks divide the tensor, in PyTorch's words."""
+    cut = [
+        dim
+        for dim, extent in enumerate(tensor.shape)
+        if any(box.size[dim] != extent and (0 not in box.size or dim == 0) for box in tensor.boxes)
+    ]
+    return "[" + ", ".join(f"Shard({dim})" for dim in cut or [0]) + "]"
+
+
+class _Columns:
+    """The columns of all tensors: one array a column, and a view of it for each tensor."""
+
+    def __init__(self, tensors: Sequence[ChunkedTensor]) -> None:
+        rows = [box for tensor in tensors for box in tensor.boxes]
+        self._scalars = np.array([box[:3] for box in rows], np.int64).reshape(len(rows), 3).T.copy()
+        self._row = 0
+        self._boxes: dict[int, Int64Array] = {}
+        self._position: dict[int, int] = {}
+        by_ndim: dict[int, list[tuple[tuple[int, ...], ...]]] = {}
+        strides: dict[tuple[int, ...], tuple[int, ...]] = {}
+        for tensor in tensors:
+            boxes = by_ndim.setdefault(len(tensor.shape), [])
+            for box in tensor.boxes:
+                stride = box.stride
+                if stride is None:
+                    stride = strides.get(box.size)
+                    if stride is None:
+                        stride = strides[box.size] = contiguous_stride(box.size)
+                boxes.append((box.start, box.size, stride))
+        for ndim, boxes in by_ndim.items():
+            table = np.array(boxes, np.int64).reshape(len(boxes), 3, ndim)
+            self._boxes[ndim] = np.ascontiguousarray(table.transpose(1, 0, 2))
+            self._position[ndim] = 0
+
+    def next(self, tensor: ChunkedTensor) -> Pieces:
+        """The rows of the next tensor, in the order the tensors were given."""
+        count, ndim = len(tensor.boxes), len(tensor.shape)
+        row = self._row
+        self._row = end = row + count
+        scalars = self._scalars
+        at = self._position[ndim]
+        self._position[ndim] = stop = at + count
+        start, size, stride = self._boxes[ndim]
+        return Pieces(
+            scalars[0, row:end],
+            scalars[1, row:end],
+            scalars[2, row:end],
+            start[at:stop],
+            size[at:stop],
+            stride[at:stop],
+        )

@@ -1,0 +1,185 @@
+"""Join the parts that were read into one Checkpoint: at most one model and one optimizer, extras side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fsdpckpt.errors import NeedsInformationError
+from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Container, Layout, Note, Problem, Section
+from fsdpckpt.ir.values import Key, Value
+from fsdpckpt.readers.sections import Sections, split
+from fsdpckpt.readers.tree import FileTable, Tree
+
+__all__ = ["ReadPart", "join", "read_part"]
+
+# A part of this name is a dict of extras itself; any other part's extras stand under the part's own name.
+_EXTRA_STEMS = frozenset({"extra_state", "extra", "meta"})
+
+
+@dataclass(slots=True)
+class ReadPart:
+    """One part after reading: its tree and its sections. ``label`` names it in messages."""
+
+    label: str
+    stem: str
+    tree: Tree
+    sections: Sections
+
+    @property
+    def auxiliary(self) -> bool:
+        """Holds neither a model nor an optimizer."""
+        return self.sections.model is None and self.sections.optim is None
+
+
+def read_part(label: str, stem: str, tree: Tree) -> ReadPart:
+    """Tell the sections of ``tree`` apart."""
+    return ReadPart(label, stem, tree, split(tree.root))
+
+
+def join(source: str, parts: Sequence[ReadPart], files: FileTable, *, flavor: str, notes: Sequence[Note]) -> Checkpoint:
+    """One checkpoint of all ``parts``. Raises NeedsInformationError when two of them give the same section."""
+    _require_one_each(source, parts)
+    main = next((part for part in parts if part.sections.model is not None), None)
+    main = main or next((part for part in parts if part.sections.optim is not None), parts[0])
+    world_size = max(part.tree.world_size for part in parts if not part.auxiliary or part is main)
+    model = next((part.sections.model for part in parts if part.sections.model is not None), None)
+    optim = next((part.sections.optim for part in parts if part.sections.optim is not None), None)
+    extra, prefixes = _extras(parts)
+    return Checkpoint(
+        source=source,
+        layout=_layout(parts),
+        container=main.tree.container,
+        flavor=flavor,
+        world_size=world_size,
+        files=files.files(),
+        model=model,
+        optim=optim,
+        extra=extra,
+        rank_extra=_rank_extras(parts, extra, prefixes),
+        checksums=Checksums.of([row for part in parts for row in part.tree.checksums]),
+        evidence=_evidence(parts),
+        problems=tuple(problem for part in parts for problem in _problems(part)),
+        notes=(*notes, *(note for part in parts for note in _notes(part))),
+    )
+
+
+def _require_one_each(source: str, parts: Sequence[ReadPart]) -> None:
+    models = [part.label for part in parts if part.sections.model is not None]
+    optims = [part.label for part in parts if part.sections.optim is not None]
+    for what, labels in (("model", models), ("optimizer", optims)):
+        if len(labels) > 1:
+            raise NeedsInformationError(
+                f"{source} holds {len(labels)} candidates for the {what}",
+                details=labels,
+                why="several checkpoints lie in one directory, or the same weights in several forms (files that a tool "
+                "consolidated may hold zeros where the shards hold values)",
+                next_step=f"name the one to read, for example {labels[0].partition(' .. ')[0]}",
+                file=source,
+            )
+
+
+def _layout(parts: Sequence[ReadPart]) -> Layout:
+    layouts = {part.tree.layout for part in parts if not part.auxiliary} or {part.tree.layout for part in parts}
+    for layout in (Layout.FLATTENED, Layout.SHARDED):
+        if layout in layouts:
+            return layout
+    return Layout.FULL
+
+
+def _evidence(parts: Sequence[ReadPart]) -> tuple[str, ...]:
+    lines: list[str] = []
+    for part in parts:
+        found = [
+            name
+            for name, section in (("model", part.sections.model), ("optimizer", part.sections.optim))
+            if section is not None
+        ]
+        lines.append(f"{part.label}: {' and '.join(found) or 'extra entries'}")
+        lines.extend(part.tree.evidence)
+    return tuple(lines)
+
+
+def _notes(part: ReadPart) -> list[Note]:
+    notes = [*part.tree.notes, *part.sections.notes]
+    if part.tree.container is Container.DCP:  # DCP always writes ids as strings: reading them back repairs no damage
+        notes = [note for note in notes if note.kind != "ids-repaired"]
+    return notes
+
+
+def _problems(part: ReadPart) -> list[Problem]:
+    """Those of the tree, and values of the model or the optimizer that are not the same on every rank."""
+    found = list(part.tree.problems)
+    for path in part.tree.rank_values:
+        if part.sections.owns(_keys(path)):
+            key = ".".join(map(str, path))
+            section = Section.OPTIM if _under(path, part.sections.optim_path) else Section.MODEL
+            found.append(
+                Problem("replica", f"{key} is not the same on every rank", file=part.label, key=key, section=section)
+            )
+    return found
+
+
+def _keys(path: tuple[Value, ...]) -> tuple[Key, ...]:
+    return path  # type: ignore[return-value]  # paths are made of dict keys and list positions
+
+
+def _under(path: tuple[Value, ...], prefix: tuple[Key, ...] | None) -> bool:
+    return prefix is not None and path[: len(prefix)] == prefix
+
+
+def _extras(parts: Sequence[ReadPart]) -> tuple[dict[Key, Value], list[tuple[Key, ...]]]:
+    """All extras, and for each part the path below which its own stand."""
+    extra: dict[Key, Value] = {}
+    prefixes: list[tuple[Key, ...]] = []
+    for part in parts:
+        own = part.sections.extra
+        top = len(parts) == 1 or not part.auxiliary or part.stem in _EXTRA_STEMS
+        if top and not own.keys() & extra.keys():
+            extra.update(own)
+            prefixes.append(())
+            continue
+        stem = part.stem
+        while stem in extra:
+            stem += "_"
+        if own or part.auxiliary:
+            extra[stem] = part.tree.root if part.auxiliary else dict(own)
+        prefixes.append((stem,))
+    return extra, prefixes
+
+
+def _rank_extras(
+    parts: Sequence[ReadPart], extra: dict[Key, Value], prefixes: Sequence[tuple[Key, ...]]
+) -> tuple[dict[Key, Value], ...]:
+    """``extra`` as each rank saved it; empty when all saved the same."""
+    changes: list[tuple[tuple[Key, ...], tuple[Value, ...]]] = []
+    for part, prefix in zip(parts, prefixes, strict=True):
+        for path, values in part.tree.rank_values.items():
+            if not part.sections.owns(_keys(path)):
+                changes.append(((*prefix, *_keys(path)), values))
+    if not changes:
+        return ()
+    ranks = max(len(values) for _, values in changes)
+    result: list[dict[Key, Value]] = []
+    for rank in range(ranks):
+        own: Value = extra
+        for path, values in changes:
+            own = _replaced(own, path, values[rank] if rank < len(values) else None)
+        result.append(own if isinstance(own, dict) else {})
+    return tuple(result)
+
+
+def _replaced(value: Value, path: tuple[Key, ...], new: Value) -> Value:
+    """A copy of ``value`` with ``new`` at ``path``; only the containers on the way are copied."""
+    if not path:
+        return new
+    key, below = path[0], path[1:]
+    if isinstance(value, dict):
+        copy = type(value)(value)
+        copy[key] = _replaced(value.get(key), below, new)
+        return copy
+    if isinstance(value, (list, tuple)) and isinstance(key, int) and key < len(value):
+        items = list(value)
+        items[key] = _replaced(items[key], below, new)
+        return items if isinstance(value, list) else tuple(items)
+    return value

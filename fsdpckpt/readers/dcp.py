@@ -1,0 +1,66 @@
+"""Read a DCP directory (``torch.distributed.checkpoint``) into one nested state dict, ranks and files merged.
+
+Order and nesting come from the planner data, chunks from ``.metadata``. With ``locate`` each stored item, a small
+``torch.save`` archive of its own, is opened to learn where its elements lie, and to check that it holds what the
+metadata says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fsdpckpt.ir.checkpoint import Container, Layout
+from fsdpckpt.ir.values import Global, Value
+from fsdpckpt.readers.chunks import Box, ChunkedTensor, build_tensors
+from fsdpckpt.readers.dcp_directory import DcpDirectory, open_directory
+from fsdpckpt.readers.dcp_flat import find_flattened
+from fsdpckpt.readers.dcp_items import locate_chunks, read_values
+from fsdpckpt.readers.dcp_nesting import nest
+from fsdpckpt.readers.tree import FileTable, Tree
+from fsdpckpt.storage.sources import Sources
+
+__all__ = ["UNREAD", "read_dcp"]
+
+UNREAD = Global("fsdpckpt", "unread")
+"""Stands for a pickled value while no data file may be opened."""
+
+
+def read_dcp(directory: str, files: FileTable, sources: Sources, *, locate: bool) -> Tree:
+    """The checkpoint in ``directory``.
+
+    With ``locate=False`` no data file is opened: pieces have offset -1 and pickled values are ``UNREAD``. Raises
+    SourceIncompleteError (no metadata, files or items missing: all named), SourceCorruptError (contradictions),
+    SourceUnsafeError (unknown globals), SourceUnsupportedError (compressed items).
+    """
+    found = open_directory(directory, sources)
+    tree = Tree({}, Layout.FULL, Container.DCP, found.world_size, evidence=found.evidence, notes=found.notes)
+    numbers = {name: files.add(found.file(name), found.nbytes[name]) for name in found.nbytes}
+    flattened = find_flattened(found.metadata, directory=directory, world_size=found.world_size)
+    if locate:
+        chunked = locate_chunks(found, numbers, sources, tree)
+        values = read_values(found, numbers, sources, tree)
+    else:
+        chunked = list(_declared(found, numbers))
+        values = dict.fromkeys(found.metadata.items, UNREAD)
+    tensors = build_tensors(chunked, world_size=found.world_size)
+    if any(len(tensor.pieces) > 1 for tensor in tensors.values()):
+        tree.layout = Layout.SHARDED
+    if flattened.layout is not None:
+        tree.layout = flattened.layout
+    tree.problems.extend(flattened.problems)
+    tree.notes.extend(flattened.notes)
+    leaves: Iterator[tuple[str, Value]] = (
+        (key, tensors[key] if key in tensors else values[key]) for key in found.metadata.order
+    )
+    tree.root = nest(leaves, found.metadata.paths, file=directory, notes=tree.notes)
+    return tree
+
+
+def _declared(found: DcpDirectory, numbers: dict[str, int]) -> Iterator[ChunkedTensor]:
+    """The chunks as the metadata declares them."""
+    for key, tensor in found.metadata.tensors.items():
+        boxes = [
+            Box(found.ranks[stored.relative_path], numbers[stored.relative_path], -1, start, size)
+            for start, size, stored in tensor.chunks
+        ]
+        yield ChunkedTensor(key, tensor.dtype, tensor.shape, boxes)

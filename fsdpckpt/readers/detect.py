@@ -1,0 +1,251 @@
+"""Open whatever is at a path: recognised from content and structure, with the reasons in plain words.
+
+One file, a directory that is one checkpoint, a directory whose parts are (model and optimizer side by side), or a
+parent of exactly one. Two answers are never chosen between: they are listed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field, replace
+
+from fsdpckpt.containers.collection import without_collection
+from fsdpckpt.errors import (
+    NeedsInformationError,
+    SourceMissingError,
+    SourceUnrecognisedError,
+    SourceUnsafeError,
+)
+from fsdpckpt.ir.checkpoint import Checkpoint, Layout, Note, OptimState
+from fsdpckpt.ir.invariants import problems
+from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.readers.composite import ReadPart, join, read_part
+from fsdpckpt.readers.flavors import MANIFEST, flavor_of
+from fsdpckpt.readers.parts import Listing, Part, file_part, list_parts
+from fsdpckpt.readers.tree import FileTable, Tree
+from fsdpckpt.storage.sources import Entry, Sources, stat
+
+__all__ = ["open_checkpoint"]
+
+# Sub-directories named like this are checkpoints of their own, not parts of one.
+_NUMBERED = re.compile(r"(?:^|[_-])(?:checkpoint|ckpt|step|global_step|epoch|ep|iter|iteration)[-_]?\d+", re.IGNORECASE)
+# Exported weights and tokenizer that verl keeps beside the rank files.
+_EXPORTS = frozenset({"huggingface"})
+_DEPTH = 3  # levels below SRC that are searched for the one checkpoint: run / step / role
+
+
+def open_checkpoint(source: str, *, sources: Sources, locate: bool = True) -> Checkpoint:
+    """Everything about the checkpoint at ``source`` (file, directory or URL) but its tensor data.
+
+    ``locate=False`` does not open the data files of DCP directories: their pieces have offset -1. Raises
+    SourceMissingError, SourceUnrecognisedError, SourceIncompleteError, NeedsInformationError (several candidates), and
+    what the readers raise. Problems that do not stop reading are in ``Checkpoint.problems``.
+    """
+    entry = stat(source)
+    if entry is None:
+        raise SourceMissingError(
+            f"{source} does not exist", file=source, why="the path is misspelt, or the disk is not mounted here"
+        )
+    opening = _Opening(source, sources, locate=locate)
+    with without_collection():
+        checkpoint = opening.directory() if entry.directory else opening.file(entry)
+        checkpoint.problems = (*checkpoint.problems, *problems(checkpoint))
+    return checkpoint
+
+
+@dataclass(slots=True)
+class _Found:
+    """What a search came to: parts, where they are, and what has to be said about it."""
+
+    path: str
+    names: list[str]
+    parts: list[Part] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
+
+
+class _Opening:
+    def __init__(self, source: str, sources: Sources, *, locate: bool) -> None:
+        self.source = source
+        self.sources = sources
+        self.locate = locate
+        self.files = FileTable()
+
+    def file(self, entry: Entry) -> Checkpoint:
+        if entry.name.endswith((".distcp", ".metadata")):
+            raise SourceUnrecognisedError(
+                f"{self.source} is one file of a DCP directory",
+                file=self.source,
+                next_step=f"give the directory: {_parent(self.source)}",
+            )
+        part = file_part(self.source, entry.nbytes, self.sources)
+        if part is None:
+            head = self.sources.open(self.source).read(0, min(16, entry.nbytes))
+            raise SourceUnrecognisedError(
+                f"{self.source} is no checkpoint that fsdpckpt knows",
+                file=self.source,
+                expected="a torch.save file (zip), a safetensors file or its index, or a directory",
+                found=f"{entry.nbytes} bytes beginning with {head!r}",
+            )
+        return join(self.source, [self._read(part)], self.files, flavor=flavor_of([entry.name], ""), notes=[])
+
+    def directory(self) -> Checkpoint:
+        found = self._search(self.source, _DEPTH)
+        if found is None:
+            raise self._nothing()
+        read: list[ReadPart] = []
+        for part in found.parts:
+            one = self._read_or_note(part, found.notes)
+            if one is not None:
+                read.append(one)
+        if not read:
+            raise self._nothing()
+        flavor = flavor_of(found.names, found.path)
+        checkpoint = join(self.source, read, self.files, flavor=flavor, notes=found.notes)
+        return _with_manifest(checkpoint, found, self.sources)
+
+    def _read(self, part: Part) -> ReadPart:
+        tree = part.read(self.files, self.sources)
+        if not isinstance(tree.root, dict):
+            raise SourceUnrecognisedError(
+                f"{part.label} holds a single {_kind(tree)}, not a state dict",
+                file=part.label,
+                expected="a dict of tensors, or of models and optimizers",
+                found=_kind(tree),
+            )
+        read = read_part(part.label, part.stem, tree)
+        if part.bare_ranks and not read.auxiliary and tree.layout is Layout.FULL:
+            raise NeedsInformationError(
+                f"{part.label}: these files hold whole tensors each",
+                why="the numbers in their names may be ranks that hold the same, or different checkpoints",
+                next_step="name one of the files",
+                file=part.label,
+            )
+        return read
+
+    def _read_or_note(self, part: Part, notes: list[Note]) -> ReadPart | None:
+        """A file beside the checkpoint that this program refuses (a training script's own classes) is not carried."""
+        mark = len(self.files.files())
+        try:
+            return self._read(part)
+        except (SourceUnsafeError, SourceUnrecognisedError) as error:
+            if len(self.files.files()) > mark or _is_section_name(part.stem):
+                raise
+            names = ", ".join(error.details[:5]) or error.what
+            notes.append(Note("not-carried", f"{part.label} is not carried: {names}", part.stem))
+            return None
+
+    def _search(self, path: str, depth: int) -> _Found | None:
+        """The parts at ``path``: of the directory itself, of it and its sub-directories, or of the only one below."""
+        listing = list_parts(path, self.sources, locate=self.locate)
+        numbered = [entry for entry in listing.directories if _NUMBERED.search(entry.name)]
+        others = [entry for entry in listing.directories if entry not in numbered]
+        if listing.parts:
+            others = [entry for entry in others if entry.name not in _EXPORTS]
+            return self._with_neighbours(listing, others, depth)
+        below = [found for entry in (*numbered, *others) if depth and (found := self._search(entry.path, depth - 1))]
+        if not below:
+            return None
+        if len(below) == 1:
+            only = below[0]
+            only.notes.insert(0, Note("found-below", f"the checkpoint was found in {only.path}"))
+            return only
+        if sum(1 for entry in numbered if any(found.path.startswith(entry.path) for found in below)) > 1:
+            raise _several(path, [found.path for found in below])
+        return self._join_directories(listing, below)
+
+    def _with_neighbours(self, listing: Listing, directories: list[Entry], depth: int) -> _Found:
+        """The parts of a directory and of those of its sub-directories that hold parts themselves."""
+        below = [found for entry in directories if depth and (found := self._search_flat(entry.path))]
+        found = self._join_directories(listing, below)
+        found.parts = [*listing.parts, *found.parts]
+        return found
+
+    def _search_flat(self, path: str) -> _Found | None:
+        listing = list_parts(path, self.sources, locate=self.locate)
+        if not listing.parts:
+            return None
+        return _Found(path, listing.names, listing.parts, _not_carried(listing))
+
+    def _join_directories(self, listing: Listing, below: list[_Found]) -> _Found:
+        names = [*listing.names]
+        joined = _Found(listing.path, names, [], _not_carried(listing))
+        for found in below:
+            joined.parts.extend(found.parts)
+            joined.notes.extend(found.notes)
+        return joined
+
+    def _nothing(self) -> SourceUnrecognisedError:
+        listing = list_parts(self.source, self.sources, locate=False)
+        seen = ", ".join(listing.names[:8]) + (", ..." if len(listing.names) > 8 else "")
+        return SourceUnrecognisedError(
+            f"no checkpoint was found in {self.source}",
+            file=self.source,
+            expected=".metadata (DCP), *.safetensors, torch.save files, or one file per rank, here or one to three "
+            "directories below",
+            found=seen or "an empty directory",
+        )
+
+
+def _parent(path: str) -> str:
+    return path.rpartition("/")[0] or "."
+
+
+def _kind(tree: Tree) -> str:
+    return "tensor" if isinstance(tree.root, Tensor) else type(tree.root).__name__
+
+
+def _is_section_name(stem: str) -> bool:
+    return re.search(r"model|optim|state_dict|weights", stem, re.IGNORECASE) is not None
+
+
+def _not_carried(listing: Listing) -> list[Note]:
+    if not listing.not_carried:
+        return []
+    shown = ", ".join(listing.not_carried[:6]) + (", ..." if len(listing.not_carried) > 6 else "")
+    return [Note("not-carried", f"{len(listing.not_carried)} files in {listing.path} are not carried: {shown}")]
+
+
+def _several(path: str, candidates: list[str]) -> NeedsInformationError:
+    return NeedsInformationError(
+        f"{path} holds {len(candidates)} checkpoints",
+        details=candidates,
+        why="each of these directories is a checkpoint of its own",
+        next_step=f"name the one to read, for example {candidates[-1]}",
+        file=path,
+    )
+
+
+def _with_manifest(checkpoint: Checkpoint, found: _Found, sources: Sources) -> Checkpoint:
+    """What ``fsdpckpt.json`` adds when this program wrote the directory: key types, and what it did not know itself."""
+    if MANIFEST not in found.names:
+        return checkpoint
+    path = f"{found.path.rstrip('/')}/{MANIFEST}"
+    source = sources.open(path)
+    try:
+        document = json.loads(source.read(0, source.nbytes))
+    except (ValueError, RecursionError):
+        document = None
+    if not isinstance(document, dict):
+        note = Note("manifest", f"{path} cannot be read and was ignored")
+        return replace(checkpoint, notes=(*checkpoint.notes, note))
+    optim = checkpoint.optim
+    if document.get("key_type") == "id" and optim is not None:
+        checkpoint.optim = _with_ids(optim)
+    undetermined = document.get("undetermined")
+    if isinstance(undetermined, list) and checkpoint.model is not None:
+        params = checkpoint.model.params
+        for key in undetermined:
+            leaf = params.get(key) if isinstance(key, str) else None
+            if isinstance(leaf, Tensor):
+                params[key] = replace(leaf, managed=None)
+    version = document.get("version")
+    checkpoint.evidence = (*checkpoint.evidence, f"{MANIFEST}: written by fsdpckpt {version}")
+    return checkpoint
+
+
+def _with_ids(optim: OptimState) -> OptimState:
+    """Ids that a container wrote as strings and no param group tells of."""
+    if optim.param_groups or not all(isinstance(key, int) or key.isdecimal() for key in optim.state):
+        return optim
+    return OptimState({int(key): states for key, states in optim.state.items()}, optim.param_groups, optim.extra)

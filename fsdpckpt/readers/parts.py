@@ -1,0 +1,202 @@
+"""Find the parts of a checkpoint in a file or directory: what can be read as one container each, and how.
+
+Only names, directory listings and the first bytes of files are looked at; reading a part is a later call.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from fsdpckpt.containers.safetensors_header import looks_like_safetensors
+from fsdpckpt.errors import SourceIncompleteError
+from fsdpckpt.readers.dcp_directory import is_dcp
+from fsdpckpt.readers.flavors import MANIFEST, auxiliary
+from fsdpckpt.readers.rank_sets import RankSet, group_ranks
+from fsdpckpt.readers.tree import FileTable, Tree
+from fsdpckpt.storage.sources import Entry, Sources, list_directory
+
+__all__ = ["Listing", "Part", "file_part", "list_parts"]
+
+ZIP_MAGIC = b"PK\x03\x04"
+LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"  # protocol 2, then torch's magic number as a long
+_INDEX = ".safetensors.index.json"
+_SHARD = re.compile(r"^(?:shard-\d+-)?(?P<stem>.*?)-\d+-of-\d+\.safetensors$")
+
+Reader = Callable[[FileTable, Sources], Tree]
+
+
+@dataclass(slots=True)
+class Part:
+    """``label`` names it in messages (a path), ``stem`` names its extras, ``read`` opens it.
+
+    ``bare_ranks``: file names with nothing but a number were taken for ranks.
+    """
+
+    label: str
+    stem: str
+    read: Reader
+    bare_ranks: bool = False
+
+
+@dataclass(slots=True)
+class Listing:
+    """One directory: its parts, the files that are none, and its sub-directories."""
+
+    path: str
+    names: list[str]
+    parts: list[Part] = field(default_factory=list)
+    not_carried: list[str] = field(default_factory=list)
+    directories: list[Entry] = field(default_factory=list)
+
+
+def file_part(path: str, nbytes: int, sources: Sources) -> Part | None:
+    """How to read one file, None when its first bytes are of no kind this program knows."""
+    name = path.replace("\\", "/").rpartition("/")[2]
+    if name.endswith(_INDEX):
+        return _index_part(path)
+    source = sources.open(path)
+    head = source.read(0, min(16, nbytes))
+    if head.startswith((ZIP_MAGIC, LEGACY_MAGIC)):
+        return Part(path, _stem(name), lambda files, opened: _read_torch_file(path, files, opened))
+    if looks_like_safetensors(head, nbytes):
+        return _safetensors_part([path], path)
+    return None
+
+
+def list_parts(path: str, sources: Sources, *, locate: bool) -> Listing:
+    """What lies directly in the directory ``path``.
+
+    Raises SourceIncompleteError naming every rank file that a set of rank files lacks.
+    """
+    entries = list_directory(path)
+    files = {entry.name: entry for entry in entries if not entry.directory}
+    listing = Listing(path, [entry.name for entry in entries])
+    listing.directories = [entry for entry in entries if entry.directory and not entry.name.startswith(".")]
+    if is_dcp(files):
+        listing.parts.append(_dcp_part(path, locate=locate))
+    rest = _safetensors_parts(path, files, listing)
+    _torch_parts([files[name] for name in rest], listing, sources)
+    return listing
+
+
+def _stem(name: str) -> str:
+    return name.rpartition(".")[0] or name
+
+
+def _read_torch_file(path: str, files: FileTable, sources: Sources) -> Tree:
+    from fsdpckpt.readers.torch_file import read_torch_file
+
+    return read_torch_file(path, files, sources)
+
+
+def _dcp_part(path: str, *, locate: bool) -> Part:
+    def read(files: FileTable, sources: Sources) -> Tree:
+        from fsdpckpt.readers.dcp import read_dcp
+
+        return read_dcp(path, files, sources, locate=locate)
+
+    return Part(path, path.rstrip("/").rpartition("/")[2], read)
+
+
+def _index_part(path: str) -> Part:
+    def read(files: FileTable, sources: Sources) -> Tree:
+        from fsdpckpt.readers.safetensors import read_safetensors_index
+
+        return read_safetensors_index(path, files, sources)
+
+    name = path.replace("\\", "/").rpartition("/")[2]
+    return Part(path, name.removesuffix(_INDEX), read)
+
+
+def _safetensors_part(paths: list[str], label: str) -> Part:
+    def read(files: FileTable, sources: Sources) -> Tree:
+        from fsdpckpt.readers.safetensors import read_safetensors
+
+        return read_safetensors(paths, files, sources)
+
+    return Part(label, _stem(label.replace("\\", "/").rpartition("/")[2]), read)
+
+
+def _safetensors_parts(path: str, files: Mapping[str, Entry], listing: Listing) -> list[str]:
+    """Add the safetensors parts of a directory; returns the names of all other files."""
+    rest: list[str] = []
+    groups: dict[str, list[str]] = {}
+    indexed = {name.removesuffix(_INDEX) for name in files if name.endswith(_INDEX)}
+    for stem in sorted(indexed):
+        listing.parts.append(_index_part(files[stem + _INDEX].path))
+    for name in files:
+        if name.endswith(_INDEX):
+            continue
+        if not name.endswith(".safetensors"):
+            rest.append(name)
+            continue
+        shard = _SHARD.match(name)
+        stem = shard["stem"] if shard else _stem(name)
+        if shard is None or stem not in indexed or name.startswith("shard-"):
+            groups.setdefault(stem, []).append(name)
+    for stem, names in sorted(groups.items()):
+        label = files[names[0]].path if len(names) == 1 else f"{path.rstrip('/')}/{stem}-*.safetensors"
+        listing.parts.append(_safetensors_part([files[name].path for name in names], label))
+    return rest
+
+
+def _torch_parts(entries: Iterable[Entry], listing: Listing, sources: Sources) -> None:
+    """Add rank sets and single torch files; everything else is listed as not carried."""
+    torch: dict[str, Entry] = {}
+    for entry in entries:
+        if entry.name in (MANIFEST, ".metadata") or entry.name.endswith((".distcp", ".metadata")):
+            continue
+        if auxiliary(entry.name) or not _is_torch(entry, sources):
+            listing.not_carried.append(entry.name)
+        else:
+            torch[entry.name] = entry
+    sets, single = group_ranks(torch)
+    _require_all_ranks(sets, listing.path)
+    for found in sets:
+        listing.parts.append(_ranks_part(found, torch, listing.path))
+    for name in single:
+        path = torch[name].path
+        listing.parts.append(_torch_part(path, name))
+
+
+def _torch_part(path: str, name: str) -> Part:
+    return Part(path, _stem(name), lambda files, sources: _read_torch_file(path, files, sources))
+
+
+def _is_torch(entry: Entry, sources: Sources) -> bool:
+    if entry.nbytes < 16:
+        return False
+    return sources.open(entry.path).read(0, 16).startswith((ZIP_MAGIC, LEGACY_MAGIC))
+
+
+def _ranks_part(found: RankSet, torch: Mapping[str, Entry], directory: str) -> Part:
+    paths = {rank: torch[name].path for rank, name in sorted(found.files.items())}
+
+    def read(files: FileTable, sources: Sources) -> Tree:
+        from fsdpckpt.readers.torch_ranks import read_torch_ranks
+
+        return read_torch_ranks(paths, files, sources)
+
+    first, last = found.name(min(paths)), found.name(max(paths))
+    label = f"{directory.rstrip('/')}/{first}" + (f" .. {last}" if len(paths) > 1 else "")
+    return Part(label, found.stem, read, found.bare)
+
+
+def _require_all_ranks(sets: list[RankSet], directory: str) -> None:
+    """Every set has ranks 0 .. W-1; sets whose names say ``rank`` but not how many share the largest W found."""
+    shared = max((found.world_size for found in sets if found.world is None and not found.bare), default=0)
+    missing: list[str] = []
+    for found in sets:
+        if found.world is None and not found.bare:
+            found.world = shared
+        missing.extend(found.missing())
+    if missing:
+        raise SourceIncompleteError(
+            f"{directory}: the files of {len(missing)} ranks are missing",
+            details=missing,
+            why="the copy did not finish, or these ranks wrote to the disks of other machines",
+            next_step="copy the files of all ranks into one directory",
+            file=f"{directory.rstrip('/')}/{missing[0]}",
+        )

@@ -1,0 +1,262 @@
+"""Tell the sections of one nested state dict apart: model, optimizer, and everything else.
+
+What the structure says decides, names only break ties: an optimizer is a mapping with ``state`` and ``param_groups``
+(``torch.optim.Optimizer.state_dict``), or the flattened form of ``torch.distributed.checkpoint.state_dict``; a model is
+a mapping from names to tensors. Nothing is dropped: what is neither stays in ``extra`` under its own keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from fsdpckpt.ir.checkpoint import ModelState, Note, OptimState
+from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.values import Key, Value
+from fsdpckpt.readers.optimizers import is_flattened, is_nested, is_state_only, optimizer_of
+
+__all__ = ["Sections", "split"]
+
+_MODEL_NAMES = ("model", "state_dict", "model_state_dict", "module", "model_state", "net", "network", "weights")
+_OPTIM_NAMES = frozenset({"optim", "optimizer", "optimizer_state_dict", "optim_state_dict", "optimizer_state", "opt"})
+_SEARCH_DEPTH = 6  # the deepest known producer (composer: state.optimizers.<Class>) needs 3
+_SEARCH_WIDTH = 64  # containers with more children hold parameters, not sections
+
+_Path = tuple[Key, ...]
+
+
+@dataclass(slots=True)
+class Sections:
+    """``model_path`` and ``optim_path``: where in the root they stood (None: not there, () the root itself).
+
+    ``model_keys``: the root's own keys that belong to the model when it has no container of its own, else None.
+    """
+
+    model: ModelState | None
+    optim: OptimState | None
+    extra: dict[Key, Value]
+    model_path: _Path | None = None
+    optim_path: _Path | None = None
+    model_keys: frozenset[Key] | None = None
+    notes: list[Note] = field(default_factory=list)
+
+    def owns(self, path: _Path) -> bool:
+        """Whether the value at ``path`` of the root went into the model or the optimizer."""
+        if self.optim_path is not None and path[: len(self.optim_path)] == self.optim_path:
+            return True
+        if self.model_path is None or path[: len(self.model_path)] != self.model_path:
+            return False
+        return self.model_keys is None or path[len(self.model_path)] in self.model_keys
+
+
+def split(root: Value) -> Sections:
+    """The sections of ``root``, a state dict as its producer nested it. ``root`` is not changed.
+
+    A root that is no mapping has no sections: all of it is ``extra`` under the key ``""``.
+    """
+    if not isinstance(root, dict):
+        return Sections(None, None, {"": root})
+    if any(isinstance(key, str) and "." in key for key in root):
+        root = _regroup(root)
+    notes: list[Note] = []
+    optim_path = _find_optimizer(root, notes)
+    optim = None
+    if optim_path is not None:
+        optim = optimizer_of(_at(root, optim_path), notes)
+        if optim is None:
+            optim_path = None
+    sections = Sections(None, optim, {}, None, optim_path, None, notes)
+    _find_model(root, sections)
+    sections.extra = _remainder(root, sections)
+    return sections
+
+
+def _regroup(root: dict[Key, Value]) -> dict[Key, Value]:
+    """Flat keys ``optim.state.<fqn>.<name>`` under their first word: a save without planner data has no nesting."""
+    prefixes = {
+        key.partition(".")[0]
+        for key in root
+        if isinstance(key, str) and key.partition(".")[2].startswith(("state.", "param_groups."))
+    } & _OPTIM_NAMES
+    if not prefixes:
+        return root
+    if any(isinstance(key, str) and key.startswith("model.") for key in root):
+        prefixes.add("model")
+    regrouped: dict[Key, Value] = {}
+    for key, value in root.items():
+        first, dot, rest = key.partition(".") if isinstance(key, str) else ("", "", "")
+        if dot and first in prefixes:
+            group = regrouped.setdefault(first, {})
+            if not isinstance(group, dict):
+                return root
+            group[rest] = value
+        else:
+            regrouped[key] = value
+    return regrouped
+
+
+def _at(root: Value, path: _Path) -> dict[Key, Value]:
+    value = root
+    for key in path:
+        value = value[key]  # type: ignore[index]  # the path was found by walking
+    return value  # type: ignore[return-value]
+
+
+def _containers(value: Value, path: _Path = ()) -> Iterator[tuple[_Path, dict[Key, Value]]]:
+    """Every mapping that may be a section, outermost first; below a found optimizer the caller stops looking."""
+    if isinstance(value, dict):
+        yield path, value
+        children: Iterator[tuple[Key, Value]] = iter(value.items())
+        if len(path) >= _SEARCH_DEPTH or is_nested(value) or is_flattened(value):
+            return
+        wide = len(value) > _SEARCH_WIDTH
+        for key, child in children:
+            if isinstance(child, dict) or (isinstance(child, list) and not wide):
+                yield from _containers(child, (*path, key))
+    elif isinstance(value, list) and 0 < len(value) <= _SEARCH_WIDTH and len(path) < _SEARCH_DEPTH:
+        for index, child in enumerate(value):
+            if isinstance(child, dict):
+                yield from _containers(child, (*path, index))
+
+
+def _named_optimizer(path: _Path) -> bool:
+    return any(isinstance(key, str) and (key in _OPTIM_NAMES or "optim" in key.lower()) for key in path[-2:])
+
+
+def _find_optimizer(root: dict[Key, Value], notes: list[Note]) -> _Path | None:
+    found: list[_Path] = []
+    for path, value in _containers(root):
+        if any(path[: len(known)] == known for known in found):
+            continue
+        if (
+            is_nested(value)
+            or (is_flattened(value) and (not path or _named_optimizer(path)))
+            or is_state_only(value, named=_named_optimizer(path))
+        ):
+            found.append(path)
+    if len(found) > 1:
+        names = ", ".join(_dotted(path) for path in found)
+        notes.append(
+            Note("several-optimizers", f"{len(found)} optimizers found ({names}): all are carried as extra entries")
+        )
+        return None
+    if not found:
+        return None
+    path = found[0]
+    if path and path not in {("optim",), ("optimizer",)}:
+        notes.append(Note("optimizer-found", f"the optimizer was found under {_dotted(path)}"))
+    return path
+
+
+def _dotted(path: _Path) -> str:
+    return ".".join(map(str, path)) or "the top level"
+
+
+def _is_model_entry(key: Key, value: Value) -> bool:
+    return isinstance(value, Tensor) or (isinstance(key, str) and key.rpartition(".")[2] == "_extra_state")
+
+
+def _is_model(value: Mapping[Key, Value], *, named: bool) -> bool:
+    """A mapping from names to tensors; when its own name calls it a model (``named``) plain values may be in it."""
+    if not value or not all(isinstance(key, str) for key in value):
+        return False
+    entries = sum(1 for key, entry in value.items() if _is_model_entry(key, entry))
+    if not any(isinstance(entry, Tensor) for entry in value.values()):
+        return False
+    if named:
+        return not any(isinstance(entry, dict) and not _is_model_entry(key, entry) for key, entry in value.items())
+    return entries == len(value) and any("." in str(key) for key in value)
+
+
+def _find_model(root: dict[Key, Value], sections: Sections) -> None:
+    if sections.optim_path == ():
+        return
+    candidates: list[_Path] = []
+    for path, value in _containers(root):
+        if path == () or (sections.optim_path is not None and path[: len(sections.optim_path)] == sections.optim_path):
+            continue
+        if _is_model(value, named=path[-1] in _MODEL_NAMES):
+            candidates.append(path)
+    named = [path for path in candidates if path[-1] in _MODEL_NAMES]
+    if named:  # "model" beside "ema.model": the outer one is the model
+        named = [path for path in named if len(path) == min(map(len, named))]
+    direct = [key for key, value in root.items() if _is_model_entry(key, value)]
+    if len(named) == 1 and not (direct and _is_model(root, named=True)):
+        _take_model(_at(root, named[0]), named[0], sections)
+    elif len(named) > 1:
+        _several(named, sections)
+    elif direct:
+        _take_top_level(root, direct, sections)
+    elif len(candidates) == 1 and not any(key in ("rng", "rng_state") for key in candidates[0]):
+        _take_model(_at(root, candidates[0]), candidates[0], sections)
+    elif candidates:
+        _several(candidates, sections)
+
+
+def _several(paths: list[_Path], sections: Sections) -> None:
+    names = ", ".join(_dotted(path) for path in paths)
+    sections.notes.append(
+        Note("several-models", f"{len(paths)} dicts may be the model ({names}): all are carried as extra entries")
+    )
+
+
+def _take_model(value: dict[Key, Value], path: _Path, sections: Sections) -> None:
+    sections.model = ModelState(
+        {str(key): entry for key, entry in value.items()},
+        vars(value).get("_metadata") if hasattr(value, "__dict__") else None,
+    )
+    sections.model_path = path
+    if path not in {("model",), ()}:
+        sections.notes.append(Note("model-found", f"the model was found under {_dotted(path)}"))
+
+
+def _take_top_level(root: dict[Key, Value], direct: list[Key], sections: Sections) -> None:
+    """Tensors at the top: the root is the model itself, or the model's names stand beside the other entries."""
+    if sections.optim is None and _is_model(root, named=True):
+        _take_model(root, (), sections)
+        return
+    sections.model = ModelState({str(key): root[key] for key in direct})
+    sections.model_path = ()
+    sections.model_keys = frozenset(direct)
+    others = ", ".join(str(key) for key in root if key not in sections.model_keys)
+    sections.notes.append(
+        Note("model-found", f"the model's names stand at the top level, beside {others}", key=str(direct[0]))
+    )
+
+
+def _remainder(root: dict[Key, Value], sections: Sections) -> dict[Key, Value]:
+    """What is left of ``root``; a container that became empty by the taking is gone, one that was empty stays."""
+    taken = [sections.optim_path] if sections.optim_path is not None else []
+    rest: dict[Key, Value] = root
+    if sections.model_path is not None:
+        if sections.model_keys is not None:
+            keys = sections.model_keys
+            rest = {key: value for key, value in root.items() if key not in keys}
+        else:
+            taken.append(sections.model_path)
+    if () in taken:
+        return {}
+    for path in sorted(taken, key=lambda path: [str(key) for key in path]):
+        remaining = _without(rest, path)
+        rest = remaining if isinstance(remaining, dict) else {}
+    return dict(rest)
+
+
+def _without(value: Value, path: _Path) -> Value:
+    """A copy of ``value`` without what is at ``path``, None when nothing is left of it."""
+    key, below = path[0], path[1:]
+    if isinstance(value, dict):
+        copy = type(value)(value)
+        inner = _without(value[key], below) if below else None
+        if inner is None:
+            del copy[key]
+        else:
+            copy[key] = inner
+        return copy or None
+    if isinstance(value, list) and isinstance(key, int):
+        inner = _without(value[key], below) if below else None
+        left = [item for index, item in enumerate(value) if index != key or inner is not None]
+        if inner is not None:
+            left[key] = inner
+        return left or None
+    return value

@@ -1,0 +1,244 @@
+"""Logical comparison of two checkpoints: keys, shapes, dtypes, bytes, param groups and extras, whatever the layout.
+
+Optimizers with different key types are matched through the order of the parameters in their param groups, and only
+when both have groups of the same lengths and every state fits in shape; otherwise the comparison is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+from fsdpckpt.errors import NeedsInformationError
+from fsdpckpt.ir.checkpoint import Checkpoint, OptimState, ParamKey, Section
+from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.values import Key, Value, walk
+from fsdpckpt.storage.sources import Sources
+from fsdpckpt.verify.blocks import BlockReader
+from fsdpckpt.verify.parallel import DEFAULT_THREADS, Advance, for_each
+from fsdpckpt.verify.tensors import Tolerance, compare_tensors
+from fsdpckpt.verify.values import same_value, value_text
+
+__all__ = ["Difference", "Entry", "Sigil", "compare", "only_section"]
+
+Sigil: TypeAlias = Literal["=", "*", "-", "+"]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One key of either checkpoint. ``sigil``: ``=`` same, ``*`` differs, ``-`` only in A, ``+`` only in B.
+
+    ``detail`` says in words how it differs, or what was found on the one side; "" for ``=``.
+    """
+
+    sigil: Sigil
+    section: Section
+    key: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Every key of both, A's order first. ``notes`` says how keys were matched when they are not the same."""
+
+    entries: tuple[Entry, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def same(self) -> bool:
+        return all(entry.sigil == "=" for entry in self.entries)
+
+    def count(self, sigil: Sigil) -> int:
+        return sum(1 for entry in self.entries if entry.sigil == sigil)
+
+
+_Address: TypeAlias = tuple[Section, str]
+_Leaves: TypeAlias = dict[_Address, Value]
+
+
+def compare(
+    a: Checkpoint,
+    b: Checkpoint,
+    *,
+    sources: Sources,
+    tolerance: Tolerance | None = None,
+    threads: int = DEFAULT_THREADS,
+    advance: Advance | None = None,
+) -> Difference:
+    """Compare every key of ``a`` and ``b``. ``tolerance`` None compares bytes.
+
+    Raises NeedsInformationError when the optimizers' key types differ and no order settles which is which,
+    SourceIncompleteError when a tensor that has to be read is not whole.
+    """
+    ids_to_names, notes = _match(a, b)
+    left, right = _leaves(a, {}), _leaves(b, ids_to_names)
+    both = [address for address in left if address in right]
+    same = _compare_values(both, left, right)
+    pairs = [address for address in both if address not in same]
+
+    def readers() -> tuple[BlockReader, BlockReader]:
+        return BlockReader(a.files, sources), BlockReader(b.files, sources)
+
+    def work(reader: tuple[BlockReader, BlockReader], address: _Address) -> str:
+        one, other = left[address], right[address]
+        if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+            return f"{value_text(one)} vs {value_text(other)}"
+        return compare_tensors(reader[0], one, reader[1], other, tolerance, advance)
+
+    order = sorted(range(len(pairs)), key=lambda number: _place(left[pairs[number]]))
+    details = for_each(pairs, work, reader=readers, threads=threads, order=order)
+    detail_of = dict(zip(pairs, details, strict=True))
+    entries = [_entry(address, left, right, detail_of.get(address, "")) for address in left]
+    entries.extend(
+        Entry("+", *address, detail=value_text(value)) for address, value in right.items() if address not in left
+    )
+    return Difference(tuple(entries), tuple(notes))
+
+
+def _entry(address: _Address, left: _Leaves, right: _Leaves, detail: str) -> Entry:
+    if address not in right:
+        return Entry("-", *address, detail=value_text(left[address]))
+    return Entry("*" if detail else "=", *address, detail=detail)
+
+
+def _compare_values(both: Sequence[_Address], left: _Leaves, right: _Leaves) -> set[_Address]:
+    """The addresses whose values are no tensors and equal; everything else is for ``work``."""
+    same = set()
+    for address in both:
+        one, other = left[address], right[address]
+        if not isinstance(one, Tensor) and not isinstance(other, Tensor) and same_value(one, other):
+            same.add(address)
+    return same
+
+
+def _place(value: Value) -> tuple[int, int]:
+    if isinstance(value, Tensor) and len(value.pieces):
+        return int(value.pieces.file[0]), int(value.pieces.offset[0])
+    return -1, -1
+
+
+def _leaves(checkpoint: Checkpoint, renamed: Mapping[ParamKey, ParamKey]) -> _Leaves:
+    """Every leaf by section and dotted key. ``renamed``: the optimizer's keys to use instead of its own."""
+    leaves: _Leaves = {}
+    if checkpoint.model is not None:
+        leaves.update(((Section.MODEL, name), leaf) for name, leaf in checkpoint.model.params.items())
+    if checkpoint.optim is not None:
+        for key, value in _optimizer_leaves(checkpoint.optim, renamed):
+            leaves[Section.OPTIM, key] = value
+    for path, value in _walk(checkpoint.extra):
+        leaves[Section.EXTRA, path] = value
+    for rank, extra in enumerate(checkpoint.rank_extra):
+        for path, value in _walk(extra):
+            leaves[Section.EXTRA, f"rank{rank}.{path}"] = value
+    return leaves
+
+
+def _walk(value: dict[Key, Value]) -> Iterator[tuple[str, Value]]:
+    if value:
+        for path, leaf in walk(value):
+            yield ".".join(map(str, path)), leaf
+
+
+def _optimizer_leaves(optim: OptimState, renamed: Mapping[ParamKey, ParamKey]) -> Iterator[tuple[str, Value]]:
+    for param, states in optim.state.items():
+        name = renamed.get(param, param)
+        if not states:
+            yield str(name), {}
+        for state, leaf in states.items():
+            if isinstance(leaf, (dict, list, tuple)):  # an optimizer may nest dicts in a state
+                yield from ((".".join((str(name), state, *map(str, path))), item) for path, item in walk(leaf))
+            else:
+                yield f"{name}.{state}", leaf
+    for index, group in enumerate(optim.param_groups or []):
+        for key, value in group.items():
+            if key == "params" and isinstance(value, (list, tuple)):
+                params = [renamed.get(item, item) if isinstance(item, (int, str)) else item for item in value]
+                yield f"param_groups.{index}.params", params
+            elif isinstance(value, Tensor):
+                yield f"param_groups.{index}.{key!s}", value
+            else:
+                for path, leaf in _tensors_apart(value):
+                    yield ".".join((f"param_groups.{index}.{key!s}", *map(str, path))), leaf
+    yield from _walk(optim.extra)
+
+
+def _tensors_apart(value: Value) -> Iterator[tuple[tuple[Key, ...], Value]]:
+    """``value`` as one leaf (a tuple of betas reads best whole), or its leaves when a tensor is among them."""
+    leaves = list(walk(value))
+    if any(isinstance(leaf, Tensor) for _, leaf in leaves):
+        yield from leaves
+    else:
+        yield (), value
+
+
+def _match(a: Checkpoint, b: Checkpoint) -> tuple[dict[ParamKey, ParamKey], list[str]]:
+    """B's optimizer keys as A's, when the key types differ."""
+    one, other = a.optim, b.optim
+    if one is None or other is None:
+        return {}, []
+    types = one.key_type, other.key_type
+    if types[0] == types[1] or None in types:
+        return {}, []
+    left, right = _orders(one), _orders(other)
+    problem = None
+    if left is None or right is None:
+        problem = "one of them has no param groups, so nothing says which id is which name"
+    elif [len(group) for group in left] != [len(group) for group in right]:
+        problem = f"their param groups have {_lengths(left)} and {_lengths(right)} parameters"
+    else:
+        pairs = {r: n for ours, theirs in zip(left, right, strict=True) for n, r in zip(ours, theirs, strict=True)}
+        problem = _unfit(one, other, pairs)
+    if problem is not None:
+        raise NeedsInformationError(
+            f"the optimizers of {a.source} and {b.source} have different keys ({types[0]} and {types[1]}), "
+            f"and cannot be matched: {problem}",
+            why="ids count in the order of the param groups, and an order that does not fit proves nothing",
+            next_step="compare the models alone: add --only model",
+        )
+    note = f"optimizer keys matched by the order of the param groups: {types[1]}s of B to {types[0]}s of A"
+    return pairs, [note]
+
+
+def _lengths(groups: Sequence[Sequence[ParamKey]]) -> str:
+    return "+".join(str(len(group)) for group in groups) or "no"
+
+
+def _orders(optim: OptimState) -> list[list[ParamKey]] | None:
+    if optim.param_groups is None:
+        return None
+    orders: list[list[ParamKey]] = []
+    for group in optim.param_groups:
+        params = group.get("params")
+        if not isinstance(params, (list, tuple)):
+            return None
+        orders.append([key for key in params if isinstance(key, (int, str))])
+    return orders
+
+
+def _unfit(one: OptimState, other: OptimState, pairs: Mapping[ParamKey, ParamKey]) -> str | None:
+    """Why the order of the groups cannot be the mapping, None when every state fits."""
+    for theirs, ours in pairs.items():
+        mine, states = one.state.get(ours, {}), other.state.get(theirs, {})
+        for name, leaf in states.items():
+            twin = mine.get(name)
+            if isinstance(leaf, Tensor) and isinstance(twin, Tensor) and leaf.shape != twin.shape:
+                return (
+                    f"by that order {theirs} is {ours}, but their states {name} have the shapes "
+                    f"{list(leaf.shape)} and {list(twin.shape)}"
+                )
+    stray = next((key for key in other.state if key not in pairs), None)
+    return None if stray is None else f"the state of {stray} is in no param group"
+
+
+def only_section(checkpoint: Checkpoint, section: Section | None) -> Checkpoint:
+    """``checkpoint`` reduced to one section; as it is for None."""
+    if section is None:
+        return checkpoint
+    return replace(
+        checkpoint,
+        model=checkpoint.model if section is Section.MODEL else None,
+        optim=checkpoint.optim if section is Section.OPTIM else None,
+        extra=checkpoint.extra if section is Section.EXTRA else {},
+        rank_extra=checkpoint.rank_extra if section is Section.EXTRA else (),
+    )

@@ -1,0 +1,215 @@
+"""Proves one checkpoint whole, or lists everything that is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fsdpckpt.errors import SourceError
+from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Problem
+from fsdpckpt.ir.coverage import flaws
+from fsdpckpt.ir.invariants import problems
+from fsdpckpt.storage.sources import Sources
+from fsdpckpt.verify.blocks import BlockReader
+from fsdpckpt.verify.checksums import check_records, records
+from fsdpckpt.verify.digests import digest
+from fsdpckpt.verify.parallel import DEFAULT_THREADS, for_each, in_file_order
+from fsdpckpt.verify.progress import Quiet, Stages
+from fsdpckpt.verify.replicas import check_replicas, replica_bytes, replica_sets
+from fsdpckpt.verify.stats import count_not_finite
+from fsdpckpt.verify.steps import check_steps
+
+__all__ = ["TensorDigest", "Verification", "verify_checkpoint"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDigest:
+    """``sha256``: hexadecimal, of the tensor's row-major bytes; None where the tensor cannot be read whole."""
+
+    section: str
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    sha256: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """``problems``: all of them. The counts say what was looked at: bytes are those of tensor data."""
+
+    source: str
+    problems: tuple[Problem, ...]
+    digests: tuple[TensorDigest, ...]
+    tensors: int
+    nbytes: int
+    records: int
+    replicas: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def whole(self) -> bool:
+        return not self.problems
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One tensor and what has to be read of it."""
+
+    named: NamedTensor
+    replicas: list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    problems: list[Problem]
+    sha256: str | None = None
+
+
+_Readers = tuple[BlockReader, BlockReader]
+
+
+def verify_checkpoint(
+    checkpoint: Checkpoint,
+    *,
+    sources: Sources,
+    digests: bool = False,
+    finite: bool = False,
+    threads: int = DEFAULT_THREADS,
+    progress: Stages | None = None,
+) -> Verification:
+    """Check coverage, files, checksums, replicas and the optimizer; read data only where that needs it.
+
+    ``digests`` and ``finite`` read every tensor. What is wrong with the checkpoint is in the result, never raised.
+    """
+    stages = progress if progress is not None else Quiet()
+    named = list(checkpoint.tensors())
+    found = list(dict.fromkeys((*checkpoint.problems, *problems(checkpoint))))
+    short, unreadable = _truncated(checkpoint, named, sources)
+    found += short
+    unreadable |= {number for number, one in enumerate(named) if flaws(one.tensor)}
+    wanted = records(checkpoint)
+    stages.begin("checksums", sum(record.nbytes for record in wanted))
+    found += check_records(checkpoint, wanted, sources=sources, threads=threads, advance=stages.advance)
+    stages.end()
+    jobs = [_Job(one, replica_sets(one.tensor) if n not in unreadable else []) for n, one in enumerate(named)]
+    outcome = _read(checkpoint, jobs, unreadable, sources, stages, threads, digests=digests, finite=finite)
+    found += [problem for one in outcome if one is not None for problem in one.problems]
+    if checkpoint.optim is not None:
+        skipped = frozenset(named[number].key for number in unreadable)
+        found += _steps(checkpoint, sources, skipped)
+    return Verification(
+        source=checkpoint.source,
+        problems=tuple(dict.fromkeys(found)),
+        digests=tuple(_digest(one, result) for one, result in zip(named, outcome, strict=True)) if digests else (),
+        tensors=len(named),
+        nbytes=sum(one.tensor.nbytes for one in named),
+        records=len(wanted),
+        replicas=sum(len(rows) - 1 for job in jobs for rows in job.replicas),
+        notes=_notes(checkpoint, len(wanted)),
+    )
+
+
+def _notes(checkpoint: Checkpoint, wanted: int) -> tuple[str, ...]:
+    if wanted:
+        return ()
+    why = "were saved without" if len(checkpoint.checksums.crc) else "carry no"
+    return (f"the files {why} checksums, so their bytes cannot be proved unchanged",)
+
+
+def _truncated(
+    checkpoint: Checkpoint, named: Sequence[NamedTensor], sources: Sources
+) -> tuple[list[Problem], set[int]]:
+    """Problems of files that are absent or too short, and the numbers of the tensors that lie in them."""
+    lengths: list[int] = []
+    found: list[Problem] = []
+    for file in checkpoint.files:
+        try:
+            lengths.append(sources.open(file.path).nbytes)
+        except SourceError as error:
+            lengths.append(-1)
+            found.append(Problem("missing-file", error.what, file=file.path))
+    unreadable: set[int] = set()
+    for number, one in enumerate(named):
+        pieces, itemsize = one.tensor.pieces, one.tensor.dtype.itemsize
+        ends = pieces.offset + (((pieces.size - 1).clip(0) * pieces.stride).sum(axis=1) + 1) * itemsize
+        filled: list[bool] = (pieces.size != 0).all(axis=1).tolist()
+        for row, (end, file_number) in enumerate(zip(ends.tolist(), pieces.file.tolist(), strict=True)):
+            if not filled[row]:
+                continue
+            if not 0 <= file_number < len(lengths) or pieces.offset[row] < 0:
+                unreadable.add(number)
+            elif end > lengths[file_number]:
+                unreadable.add(number)
+                if lengths[file_number] >= 0:
+                    found.append(_short(one, checkpoint.files[file_number].path, end, lengths[file_number]))
+    return found, unreadable
+
+
+def _short(named: NamedTensor, path: str, end: int, length: int) -> Problem:
+    message = f"{named.section} {named.key}: lies up to byte {end} of {path}, which has {length}"
+    return Problem("truncated", message, file=path, key=named.key, section=named.section)
+
+
+def _read(
+    checkpoint: Checkpoint,
+    jobs: list[_Job],
+    unreadable: set[int],
+    sources: Sources,
+    stages: Stages,
+    threads: int,
+    *,
+    digests: bool,
+    finite: bool,
+) -> list[_Found | None]:
+    """What reading each tensor shows; None where nothing had to be read or nothing can be."""
+    passes = int(digests) + int(finite)
+    chosen = [n for n, job in enumerate(jobs) if n not in unreadable and (passes or job.replicas)]
+    total = sum(
+        jobs[n].named.tensor.nbytes * passes + replica_bytes(jobs[n].named.tensor, jobs[n].replicas) for n in chosen
+    )
+
+    def readers() -> _Readers:
+        return BlockReader(checkpoint.files, sources), BlockReader(checkpoint.files, sources)
+
+    def work(own: _Readers, job: _Job) -> _Found:
+        try:
+            wrong = check_replicas(own, job.named, job.replicas, stages.advance)
+            if finite:
+                wrong += _not_finite(own[0], job.named, stages)
+            return _Found(wrong, digest(own[0], job.named.tensor, stages.advance) if digests else None)
+        except SourceError as error:
+            problem = Problem(
+                "unreadable", f"{job.named.section} {job.named.key}: {error.what}", key=job.named.key, file=error.file
+            )
+            return _Found([problem])
+
+    stages.begin("tensors", total)
+    order = in_file_order([jobs[n].named for n in chosen])
+    results = for_each([jobs[n] for n in chosen], work, reader=readers, threads=threads, order=order)
+    stages.end()
+    outcome: list[_Found | None] = [None] * len(jobs)
+    for number, result in zip(chosen, results, strict=True):
+        outcome[number] = result
+    return outcome
+
+
+def _not_finite(reader: BlockReader, named: NamedTensor, stages: Stages) -> list[Problem]:
+    nan, inf = count_not_finite(reader, named.tensor, stages.advance)
+    if not nan and not inf:
+        return []
+    message = f"{named.section} {named.key}: {nan} NaN and {inf} Inf of {named.tensor.numel} elements"
+    return [Problem("not-finite", message, fatal=False, key=named.key, section=named.section)]
+
+
+def _steps(checkpoint: Checkpoint, sources: Sources, unreadable: frozenset[str]) -> list[Problem]:
+    if checkpoint.optim is None:
+        return []
+    try:
+        return check_steps(BlockReader(checkpoint.files, sources), checkpoint.optim, unreadable)
+    except SourceError as error:
+        return [Problem("unreadable", f"optim steps: {error.what}", file=error.file)]
+
+
+def _digest(named: NamedTensor, found: _Found | None) -> TensorDigest:
+    sha256 = found.sha256 if found is not None else None
+    return TensorDigest(named.section, named.key, named.tensor.dtype.name, named.tensor.shape, sha256)

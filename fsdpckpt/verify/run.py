@@ -1,0 +1,32 @@
+"""Opens a checkpoint and verifies it: the function behind ``fsdpckpt verify`` and ``fsdpckpt.verify(src)``."""
+
+from __future__ import annotations
+
+from fsdpckpt.readers.detect import open_checkpoint
+from fsdpckpt.storage.sources import Sources
+from fsdpckpt.verify.integrity import Verification, verify_checkpoint
+from fsdpckpt.verify.parallel import DEFAULT_THREADS
+from fsdpckpt.verify.progress import Stages
+
+__all__ = ["verify"]
+
+
+def verify(
+    source: str,
+    *,
+    digests: bool = False,
+    finite: bool = False,
+    threads: int | None = None,
+    progress: Stages | None = None,
+) -> Verification:
+    """Prove the checkpoint at ``source`` whole: ``.problems`` lists all that is wrong, ``.whole`` says if nothing is.
+
+    ``digests`` adds a layout-independent SHA-256 per tensor, ``finite`` reports NaN and Inf. Raises SourceError (exit
+    code 3) when the source cannot be read as a checkpoint at all.
+    """
+    with Sources() as sources:
+        checkpoint = open_checkpoint(source, sources=sources, locate=True)
+        count = threads if threads is not None else DEFAULT_THREADS
+        return verify_checkpoint(
+            checkpoint, sources=sources, digests=digests, finite=finite, threads=count, progress=progress
+        )

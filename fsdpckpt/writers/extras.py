@@ -1,0 +1,35 @@
+"""The extras of one target, out of what is common to the source's ranks and what each rank had of its own."""
+
+from __future__ import annotations
+
+from fsdpckpt.ir.checkpoint import Checkpoint, Note
+from fsdpckpt.ir.values import Key, Value
+
+__all__ = ["extras_of_one", "extras_of_rank"]
+
+
+def extras_of_rank(checkpoint: Checkpoint, rank: int) -> dict[Key, Value]:
+    """What target rank ``rank`` gets: the common extras, over them source rank ``rank``'s (modulo their number)."""
+    if not checkpoint.rank_extra:
+        return checkpoint.extra
+    return _merged(checkpoint.extra, checkpoint.rank_extra[rank % len(checkpoint.rank_extra)])
+
+
+def extras_of_one(checkpoint: Checkpoint) -> tuple[dict[Key, Value], list[Note]]:
+    """What a target without ranks gets: rank 0's extras, and a note naming what the other ranks had of their own."""
+    notes = []
+    if len(checkpoint.rank_extra) > 1:
+        for key in dict.fromkeys(key for extra in checkpoint.rank_extra for key in extra):
+            ranks = len(checkpoint.rank_extra)
+            name = str(key)
+            notes.append(Note("dropped", f"{name} differs between the {ranks} ranks: only rank 0's is kept", name))
+    return extras_of_rank(checkpoint, 0), notes
+
+
+def _merged(common: dict[Key, Value], own: dict[Key, Value]) -> dict[Key, Value]:
+    merged = dict(common)
+    for key, value in own.items():
+        known = merged.get(key)
+        nested = isinstance(known, dict) and isinstance(value, dict)
+        merged[key] = _merged(known, value) if nested else value  # type: ignore[arg-type]  # both are dicts
+    return merged

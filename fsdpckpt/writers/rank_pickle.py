@@ -1,0 +1,244 @@
+"""The pickle of one rank's file: managed tensors as DTensor or ShardedTensor, holding this rank's rows only.
+
+The forms are those torch 2.13 pickles (``torch.distributed.tensor``, ``torch.distributed._shard``): what FSDP2's state
+dicts and FSDP1's ``SHARDED_STATE_DICT`` hold on that rank, on a CPU device. Objects that torch's own state dicts
+share between tensors (the device mesh, placements) are shared here; so is what depends on the shape only (shard
+metadata), which keeps a file from growing with the world size times the number of tensors.
+"""
+
+from __future__ import annotations
+
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+from fsdpckpt.containers.pickle_write import PickleWriter, StorageView, integer, integers
+from fsdpckpt.containers.zip_write import TorchZip
+from fsdpckpt.ir.dtypes import DTYPES, DType
+from fsdpckpt.ir.targets import TargetFile
+from fsdpckpt.ir.tensors import Tensor, contiguous_stride
+from fsdpckpt.writers.chunks import Box, rank_box, whole_box
+
+__all__ = ["DTensorPickle", "RankPickle", "ShardedTensorPickle"]
+
+_NEW = b")\x81}("  # an empty argument tuple, __new__, and the start of the attributes
+_BUILD = b"ub"
+_SHARD = "torch.distributed._shard"
+_TENSOR = "torch.distributed.tensor"
+_LAYOUT = "torch.distributed._mesh_layout"
+_WORLD_GROUP = "0"  # the name torch.distributed gives the default process group
+
+
+class RankPickle(PickleWriter, ABC):
+    """Writes a section's dict for ``rank`` of ``world_size``; tensors whose id is in ``managed`` are cut.
+
+    ``canonical`` maps the id of a tied tensor to the tensor it shares its record with. Subclasses say what wraps
+    the local rows.
+    """
+
+    def __init__(
+        self, *, rank: int, world_size: int, managed: frozenset[int], casts: Mapping[int, DType],
+        canonical: Mapping[int, Tensor],
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.rank = rank
+        self.world_size = world_size
+        self._managed = managed
+        self._casts = casts
+        self._canonical = canonical
+        self._keys: dict[int, str] = {}
+        self._records: list[tuple[Tensor | bytes, DType, Box, int]] = []
+
+    def tensor(self, value: Tensor) -> None:
+        dtype = self._casts.get(id(value), value.dtype)
+        if id(value) in self._managed:
+            self.sharded(value, dtype, rank_box(value.shape, self.world_size, self.rank))
+        else:
+            self.view(self.stored(value, dtype, whole_box(value.shape)))
+
+    @abstractmethod
+    def sharded(self, tensor: Tensor, dtype: DType, box: Box) -> None:
+        """Write a managed tensor of which this rank holds ``box``."""
+
+    def stored(self, tensor: Tensor, dtype: DType, box: Box) -> StorageView:
+        """A compact record of ``box``, the same one for tied tensors."""
+        tensor = self._canonical.get(id(tensor), tensor)
+        nbytes = box.numel * dtype.itemsize
+        key = self._keys.get(id(tensor))
+        if key is None:
+            key = self._keys[id(tensor)] = self._record(tensor, dtype, box, nbytes)
+        return StorageView(key, dtype, 0, box.size, contiguous_stride(box.size), nbytes)
+
+    def literal(self, dtype: DType, data: bytes) -> StorageView:
+        """A 1-D tensor of values that are known now."""
+        shape = (len(data) // dtype.itemsize,)
+        key = self._record(data, dtype, whole_box(shape), len(data))
+        return StorageView(key, dtype, 0, shape, (1,), len(data))
+
+    def _record(self, content: Tensor | bytes, dtype: DType, box: Box, nbytes: int) -> str:
+        self._records.append((content, dtype, box, nbytes))
+        return str(len(self._records) - 1)
+
+    def write(self, file: TargetFile, *, stem: str) -> None:
+        """Append the whole archive: the pickle and the records it asked for."""
+        archive = TorchZip(file, stem=stem)
+        archive.pickle(self.finish())
+        for key, (content, dtype, box, nbytes) in enumerate(self._records):
+            if isinstance(content, bytes):
+                archive.record(f"data/{key}", content)
+                continue
+            archive.begin_data(str(key), nbytes)
+            file.slot(content, start=box.start, size=box.size, dtype=dtype)
+        archive.finish()
+
+    def wrapper(self, cls: tuple[str, str], shape: tuple[int, ...], dtype: DType) -> None:
+        """The call that rebuilds a tensor subclass, up to its state."""
+        name = self.name
+        self.raw(
+            name("torch._tensor", "_rebuild_from_type_v2") + b"(" + name("torch._utils", "_rebuild_wrapper_subclass")
+        )
+        self.raw(name(*cls) + b"(" + name(*cls) + name("torch", dtype.name))
+        self.raw(
+            integers(shape) + integers(contiguous_stride(shape)) + b"K\x00" + self.layout() + self.cpu() + b"\x89t"
+        )
+
+    def layout(self) -> bytes:
+        return self.once(
+            "layout", lambda: self.name("torch.serialization", "_get_layout") + self.text("torch.strided") + b"\x85R"
+        )
+
+    def cpu(self) -> bytes:
+        return self.once("cpu", lambda: self.name("torch", "device") + self.text("cpu") + b"\x85R")
+
+    def size(self, shape: tuple[int, ...]) -> bytes:
+        return self.name("torch", "Size") + integers(shape) + b"\x85R"
+
+
+class DTensorPickle(RankPickle):
+    """Managed tensors as DTensors on a 1-D mesh of all ranks, ``[Shard(0)]``, as FSDP2 holds them."""
+
+    def sharded(self, tensor: Tensor, dtype: DType, box: Box) -> None:
+        text, name, raw = self.text, self.name, self.raw
+        self.wrapper((_TENSOR, "DTensor"), tensor.shape, dtype)
+        raw(b"N}(" + text("_local_tensor"))
+        self.view(self.stored(tensor, dtype, box))
+        spec = f"{_TENSOR}._dtensor_spec"
+        raw(text("_spec") + name(spec, "DTensorSpec") + _NEW + text("mesh"))
+        self._mesh()
+        raw(
+            text("placements")
+            + self.once("placements", self._placements)
+            + text("tensor_meta")
+            + name(spec, "TensorMeta")
+        )
+        raw(
+            self.size(tensor.shape)
+            + integers(contiguous_stride(tensor.shape))
+            + name("torch", dtype.name)
+            + b"\x87\x81"
+        )
+        raw(
+            text("shard_order")
+            + self.once("order", lambda: name(spec, "ShardOrderEntry") + b"K\x00K\x00\x85\x86\x81\x85")
+        )
+        raw(text("use_strided_shard_as_shard_order") + b"\x89" + text("_hash") + b"N" + _BUILD + b"u\x86tR")
+
+    def _placements(self) -> bytes:
+        shard = self.name(f"{_TENSOR}.placement_types", "Shard") + _NEW
+        return shard + self.text("dim") + b"K\x00" + _BUILD + b"\x85"
+
+    def _mesh(self) -> None:
+        """The mesh ``init_device_mesh("cpu", (world_size,))`` makes: unnamed, over the default process group."""
+        known = self._once.get("mesh")
+        if known is not None:
+            self.raw(known)
+            return
+        text, raw, world = self.text, self.raw, self.world_size
+        raw(self.name("torch.distributed.device_mesh", "DeviceMesh") + _NEW + text("_device_type") + text("cpu"))
+        raw(text("_layout") + self.name(_LAYOUT, "_MeshLayout") + _NEW + text("axes"))
+        axis, step = ((world,), (1,)) if world > 1 else ((), ())  # torch drops an axis of one rank from its layout
+        raw(self.name(_LAYOUT, "_FlatLayout") + _NEW + text("shape") + integers(axis))
+        raw(text("stride") + integers(step) + _BUILD + b"\x85" + _BUILD + text("_rank_map"))
+        self.view(self.literal(DTYPES["int32"], struct.pack(f"<{world}i", *range(world))))
+        raw(text("_mesh_dim_names") + b"N" + text("_root_mesh") + b"N")
+        raw(text("_flatten_rank_map") + integers(range(world)) + text("_thread_id") + b"N")
+        raw(text("_flatten_mapping") + b"}" + text("_dim_group_names") + b"](" + text(_WORLD_GROUP) + b"e")
+        raw(text("_rank") + integer(self.rank) + text("_coordinate_on_dim") + integers((self.rank,)))
+        # The cached hash is of the process that saved: None makes the next one compute its own.
+        raw(text("_hash") + b"N" + _BUILD + self.once("mesh", lambda: b""))
+
+
+class ShardedTensorPickle(RankPickle):
+    """Managed tensors as ShardedTensors, as FSDP1's ``_create_chunk_sharded_tensor`` makes them.
+
+    Ranks without rows are no shards: they hold an empty list.
+    """
+
+    def sharded(self, tensor: Tensor, dtype: DType, box: Box) -> None:
+        text, name, raw, shape = self.text, self.name, self.raw, tensor.shape
+        self.wrapper((f"{_SHARD}.sharded_tensor.api", "ShardedTensor"), shape, dtype)
+        raw(b"(]")
+        if self.rank < self._shards(shape):
+            raw(name(f"{_SHARD}.sharded_tensor.shard", "Shard") + b")\x81N}(" + text("tensor"))
+            self.view(self.stored(tensor, dtype, box))
+            raw(text("metadata") + self._shard_metadata(shape, self.rank) + b"u\x86ba")
+        metadata = f"{_SHARD}.sharded_tensor.metadata"
+        raw(name(metadata, "ShardedTensorMetadata") + _NEW + text("shards_metadata"))
+        raw(self.once(("shards", shape), lambda: self._shard_list(shape)) + text("size") + self.size(shape))
+        raw(text("tensor_properties") + name(metadata, "TensorProperties") + b")\x81(" + name("torch", dtype.name))
+        raw(self.layout() + b"\x89" + self.once("format", self._memory_format) + b"\x89tb" + _BUILD)
+        raw(self.once("group", self._process_group) + self._spec(shape) + b"\x89ttR")
+
+    def _shards(self, shape: tuple[int, ...]) -> int:
+        """How many ranks hold a shard."""
+        rows = -(-shape[0] // self.world_size)
+        return -(-shape[0] // rows) if rows else 1
+
+    def _shard_list(self, shape: tuple[int, ...]) -> bytes:
+        return b"](" + b"".join(self._shard_metadata(shape, rank) for rank in range(self._shards(shape))) + b"e"
+
+    def _shard_metadata(self, shape: tuple[int, ...], rank: int) -> bytes:
+        box, text = rank_box(shape, self.world_size, rank), self.text
+        head = self.name(f"{_SHARD}.metadata", "ShardMetadata") + b")\x81N}("
+        head += text("shard_offsets") + _list(box.start) + text("shard_sizes") + _list(box.size)
+        return head + text("placement") + self._placement(rank) + b"u\x86b"
+
+    def _placement(self, rank: int) -> bytes:
+        """``rank:<rank>/cpu``."""
+        return self.once(("placement", rank), lambda: self._remote_device(rank))
+
+    def _remote_device(self, rank: int) -> bytes:
+        text = self.text
+        head = self.name("torch.distributed.remote_device", "_remote_device") + _NEW + text("_worker_name") + b"N"
+        return head + text("_rank") + integer(rank) + text("_device") + self.cpu() + _BUILD
+
+    def _memory_format(self) -> bytes:
+        return self.name(f"{_SHARD}.sharded_tensor.metadata", "MEM_FORMAT_ENCODING") + b"K\x00\x85R"
+
+    def _process_group(self) -> bytes:
+        text = self.text
+        head = self.name("builtins", "getattr") + self.name(f"{_SHARD}.sharded_tensor.api", "ShardedTensor")
+        head += text("ProcessGroupState") + b"\x86R" + _NEW
+        for scope in ("local", "global"):
+            head += text(f"{scope}_rank") + integer(self.rank)
+        for scope in ("local", "global"):
+            head += text(f"{scope}_world_size") + integer(self.world_size)
+        return head + _BUILD
+
+    def _spec(self, shape: tuple[int, ...]) -> bytes:
+        """``_infer_sharding_spec_from_shards_metadata``: one shard alone does not say along which dimension."""
+        count = self._shards(shape)
+        if count > 1:
+            return self.once(("spec", count), lambda: self._chunk_spec(count))
+        head = self.name(f"{_SHARD}.sharding_spec.api", "EnumerableShardingSpec") + _NEW + self.text("shards")
+        return head + self._shard_list(shape) + _BUILD
+
+    def _chunk_spec(self, count: int) -> bytes:
+        text = self.text
+        spec = self.name(f"{_SHARD}.sharding_spec.chunk_sharding_spec", "ChunkShardingSpec") + _NEW + text("dim")
+        spec += b"K\x00" + text("placements") + b"](" + b"".join(self._placement(rank) for rank in range(count))
+        return spec + b"e" + _BUILD
+
+
+def _list(values: tuple[int, ...]) -> bytes:
+    return b"](" + b"".join(map(integer, values)) + b"e"

@@ -1,0 +1,215 @@
+"""safetensors files: one file, or model and optimizer shards with Hugging Face's index beside them.
+
+``containers.safetensors_scheme`` says how what is no tensor travels in ``__metadata__``. Tied weights are stored once.
+Tensors lie by falling element size, so that every one is aligned without the gaps the format forbids.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+
+from fsdpckpt.containers.safetensors_scheme import METADATA_KEY, VERSION, model_key, state_key
+from fsdpckpt.containers.values_json import Json, encode
+from fsdpckpt.errors import SourceUnsupportedError
+from fsdpckpt.ir.checkpoint import Checkpoint, Note, Section
+from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.targets import Target, TargetFile
+from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.values import Key, Value, leaf_tensors
+from fsdpckpt.writers.dtype_rule import DtypeRule
+from fsdpckpt.writers.extras import extras_of_one
+from fsdpckpt.writers.storages import ties
+
+__all__ = ["lay_out"]
+
+_ALIGNMENT = 8  # bytes, what the reference implementation pads the header to
+
+
+@dataclass(slots=True)
+class _Group:
+    """The tensors and the document of one set of shards, named ``<stem>.safetensors`` or ``<stem>-0000i-of-0000N``."""
+
+    stem: str
+    tensors: dict[str, tuple[Tensor, DType]] = field(default_factory=dict)
+    document: dict[str, Json] = field(default_factory=dict)
+    double: list[str] = field(default_factory=list)
+
+    def add(self, key: str, tensor: Tensor, dtype: DType) -> None:
+        if key in self.tensors:
+            self.double.append(key)
+        self.tensors[key] = (tensor, dtype)
+
+
+def lay_out(checkpoint: Checkpoint, *, max_shard_size: int, single_file: bool, dtypes: DtypeRule) -> Target:
+    """One file (``path`` ""), or a directory with shards of at most ``max_shard_size`` bytes of data each.
+
+    A tensor longer than that has a shard of its own. Raises SourceUnsupportedError, naming all keys, when the format
+    has no code for a dtype.
+    """
+    sections = single_file and checkpoint.model is not None and checkpoint.optim is not None
+    extra, notes = extras_of_one(checkpoint)
+    model, optim = _Group("model"), _Group("optimizer")
+    if single_file:
+        optim = model
+    _, casts = dtypes.casts(checkpoint)
+    notes = casts + notes + _model(checkpoint, model, dtypes, sections=sections)
+    _optim(checkpoint, optim, dtypes, sections=sections)
+    home = optim if checkpoint.model is None else model
+    if extra:
+        home.document["extra"] = _encode(extra, home, "extra")
+    if sections:
+        model.document["sections"] = True
+    groups = [group for group in ([model] if single_file else [model, optim]) if group.tensors or group.document]
+    _refuse(groups)
+    if single_file:
+        return Target([_file("", list(model.tensors), model, first=True)], directory=False, notes=notes)
+    return Target([file for group in groups for file in _shards(group, max_shard_size)], directory=True, notes=notes)
+
+
+def _model(checkpoint: Checkpoint, group: _Group, dtypes: DtypeRule, *, sections: bool) -> list[Note]:
+    """The model section's tensors and document entries; notes the tied weights."""
+    model = checkpoint.model
+    if model is None:
+        return []
+    tied = ties([leaf for leaf in model.params.values() if isinstance(leaf, Tensor)])
+    stored: dict[int, str] = {}
+    aliases: dict[str, Json] = {}
+    values: dict[Key, Value] = {}
+    for fqn, leaf in model.params.items():
+        if not isinstance(leaf, Tensor):
+            values[fqn] = leaf
+            continue
+        first = stored.setdefault(id(tied.get(id(leaf), leaf)), fqn)
+        if first != fqn:
+            aliases[fqn] = first
+        else:
+            group.add(model_key(fqn, sections=sections), leaf, dtypes.of(Section.MODEL, None, leaf))
+    document = group.document
+    document["model_order"] = list(model.params)
+    if aliases:
+        document["model_aliases"] = aliases
+    if values:
+        document["model_values"] = _encode(values, group, "values")
+    if model.metadata is not None:
+        document["model_metadata"] = _encode(model.metadata, group, "metadata")
+    return [Note("tied", f"{alias} is stored once, as {first}", alias) for alias, first in aliases.items()]
+
+
+def _optim(checkpoint: Checkpoint, group: _Group, dtypes: DtypeRule, *, sections: bool) -> None:
+    """The optimizer section's tensors and document entry."""
+    optim = checkpoint.optim
+    if optim is None:
+        return
+    values: dict[Key, Value] = {}
+    for param, states in optim.state.items():
+        plain: dict[Key, Value] = {}
+        for state, leaf in states.items():
+            if isinstance(leaf, Tensor):
+                dtype = dtypes.of(Section.OPTIM, state, leaf)
+                group.add(state_key(param, state, sections=sections), leaf, dtype)
+            else:
+                plain[state] = leaf
+        if plain:
+            values[param] = plain
+    order: Value = [[param, list(states)] for param, states in optim.state.items()]
+    document: dict[str, Json] = {"order": encode(order), "param_groups": None}
+    if optim.key_type is not None:
+        document["key_type"] = optim.key_type
+    if values:
+        document["state_values"] = _encode(values, group, "optimizer")
+    if optim.param_groups is not None:
+        document["param_groups"] = _encode(list(optim.param_groups), group, "optimizer.param_groups")
+        document["param_keys"] = [encode(params.get("params")) for params in optim.param_groups]
+    if optim.extra:
+        document["extra"] = _encode(optim.extra, group, "optimizer")
+    group.document["optim"] = document
+
+
+def _encode(value: Value, group: _Group, prefix: str) -> Json:
+    """``value`` as JSON; the tensors in it are stored as ``<prefix>.<path>``, uncast."""
+    paths = {id(tensor): ".".join(map(str, path)) for path, tensor in leaf_tensors(value)}
+    keys: dict[int, str] = {}
+
+    def tensor_key(tensor: Tensor) -> str:
+        key = keys.get(id(tensor))
+        if key is None:
+            key = f"{prefix}.{paths.get(id(tensor), len(keys))}"
+            while key in group.tensors:
+                key += "_"
+            keys[id(tensor)] = key
+            group.add(key, tensor, tensor.dtype)
+        return key
+
+    return encode(value, tensor_key=tensor_key)
+
+
+def _refuse(groups: list[_Group]) -> None:
+    """Raises SourceUnsupportedError for what no safetensors file can hold."""
+    unknown = [
+        f"{key} ({dtype.name})"
+        for group in groups
+        for key, (_, dtype) in group.tensors.items()
+        if dtype.safetensors is None
+    ]
+    if unknown:
+        raise SourceUnsupportedError(
+            f"{len(unknown)} tensors have a dtype that safetensors cannot hold",
+            details=unknown,
+            next_step="write another container (--container torch or dcp), or leave them out with --exclude",
+            key=unknown[0].split(" ")[0],
+        )
+    double = [key for group in groups for key in group.double]
+    if double:
+        raise SourceUnsupportedError(
+            "several tensors would get the same key in a safetensors file",
+            details=double,
+            why="parameter and state names joined with dots become equal",
+            next_step="leave one of them out with --exclude, or rename it with --rename OLD=NEW",
+            key=double[0],
+        )
+
+
+def _shards(group: _Group, limit: int) -> list[TargetFile]:
+    """The group's files: one, or several with their index."""
+    shards: list[list[str]] = [[]]
+    room, total = limit, 0
+    for key, (tensor, dtype) in group.tensors.items():
+        nbytes = tensor.numel * dtype.itemsize
+        total += nbytes
+        if nbytes > room and shards[-1]:
+            shards.append([])
+            room = limit
+        shards[-1].append(key)
+        room -= nbytes
+    if len(shards) == 1:
+        return [_file(f"{group.stem}.safetensors", shards[0], group, first=True)]
+    names = [f"{group.stem}-{number + 1:05d}-of-{len(shards):05d}.safetensors" for number in range(len(shards))]
+    files = [_file(name, keys, group, first=name is names[0]) for name, keys in zip(names, shards, strict=True)]
+    where = {key: name for name, keys in zip(names, shards, strict=True) for key in keys}
+    index = TargetFile(f"{group.stem}.safetensors.index.json")
+    index.literal(json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2).encode() + b"\n")
+    return [*files, index]
+
+
+def _file(path: str, keys: list[str], group: _Group, *, first: bool) -> TargetFile:
+    """One file of the tensors ``keys``; the group's first carries the document."""
+    metadata = {"format": "pt"}
+    if first:
+        metadata[METADATA_KEY] = json.dumps({"version": VERSION, **group.document}, separators=(",", ":"))
+    header: dict[str, object] = {"__metadata__": metadata}
+    at = 0
+    in_file = sorted(keys, key=lambda key: -group.tensors[key][1].itemsize)
+    for key in in_file:
+        tensor, dtype = group.tensors[key]
+        end = at + tensor.numel * dtype.itemsize
+        header[key] = {"dtype": dtype.safetensors, "shape": tensor.shape, "data_offsets": (at, end)}
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    file = TargetFile(path)
+    file.literal(len(text).to_bytes(8, "little") + text)
+    for key in in_file:
+        tensor, dtype = group.tensors[key]
+        file.slot(tensor, dtype=dtype)
+    return file

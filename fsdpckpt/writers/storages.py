@@ -1,0 +1,226 @@
+"""Which records a torch file holds, and how each tensor views them.
+
+A tensor gets a compact record of its own, unless the source shares memory: tied tensors (the same range of the same
+file) get one record, partially overlapping views one record that covers them all. ``torch.save`` writes the whole
+storage behind a view; a compact one loads equally and holds no byte twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from fsdpckpt.containers.pickle_write import StorageView
+from fsdpckpt.containers.zip_write import TorchZip
+from fsdpckpt.ir.checkpoint import Note
+from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.targets import TargetFile
+from fsdpckpt.ir.tensors import Pieces, Tensor, contiguous_stride
+
+__all__ = ["Storages", "memory_order", "sharing", "ties"]
+
+
+@lru_cache(maxsize=65536)
+def memory_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
+    """The order (slowest dimension first, None for row-major) and strides that a compact copy keeps.
+
+    A dense tensor whose dimensions lie permuted in memory (transposed, channels_last) keeps its order; any other
+    becomes row-major.
+    """
+    row_major = contiguous_stride(shape)
+    if stride == row_major or 0 in shape:
+        return None, row_major
+    longer = sorted((d for d in range(len(shape)) if shape[d] > 1), key=lambda d: -stride[d])
+    order = (*(d for d in range(len(shape)) if shape[d] == 1), *longer)
+    compact = [0] * len(shape)
+    step = 1
+    for dim in reversed(order):
+        compact[dim] = step
+        step *= shape[dim]
+    dense = all(compact[d] == stride[d] for d in longer)
+    if not dense or longer == sorted(longer):
+        return None, row_major
+    return order, tuple(compact)
+
+
+@dataclass(slots=True, eq=False)
+class _Shared:
+    """One record that several tensors view. ``tensor`` is what fills it; ``key`` is given out on first use."""
+
+    tensor: Tensor
+    dtype: DType
+    order: tuple[int, ...] | None
+    key: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _SharedView:
+    record: _Shared
+    offset: int
+    stride: tuple[int, ...]
+
+
+class Storages:
+    """The data records of one torch file: its pickle's tensor hook, then the writer of the records that asked for."""
+
+    def __init__(self, casts: Mapping[int, DType], shared: Mapping[int, _SharedView]) -> None:
+        self._casts = casts
+        self._shared = shared
+        self._views: dict[int, StorageView] = {}
+        self._records: list[tuple[Tensor, DType, tuple[int, ...] | None, int]] = []
+
+    def __call__(self, tensor: Tensor) -> StorageView:
+        view = self._views.get(id(tensor))
+        if view is None:
+            shared = self._shared.get(id(tensor))
+            view = self._views[id(tensor)] = self._own(tensor) if shared is None else self._view(tensor, shared)
+        return view
+
+    def _own(self, tensor: Tensor) -> StorageView:
+        order, stride = order_of(tensor)
+        dtype = self._casts.get(id(tensor), tensor.dtype)
+        key, nbytes = self._record(tensor, dtype, order)
+        return StorageView(key, dtype, 0, tensor.shape, stride, nbytes)
+
+    def _view(self, tensor: Tensor, shared: _SharedView) -> StorageView:
+        record = shared.record
+        if record.key is None:
+            record.key, _ = self._record(record.tensor, record.dtype, record.order)
+        nbytes = record.tensor.numel * record.dtype.itemsize
+        return StorageView(record.key, record.dtype, shared.offset, tensor.shape, shared.stride, nbytes)
+
+    def _record(self, tensor: Tensor, dtype: DType, order: tuple[int, ...] | None) -> tuple[str, int]:
+        nbytes = tensor.numel * dtype.itemsize
+        self._records.append((tensor, dtype, order, nbytes))
+        return str(len(self._records) - 1), nbytes
+
+    def write(self, archive: TorchZip, file: TargetFile) -> None:
+        """Append ``data/0``, ``data/1``, ... with a slot each."""
+        for key, (tensor, dtype, order, nbytes) in enumerate(self._records):
+            archive.begin_data(str(key), nbytes)
+            file.slot(tensor, dtype=dtype, order=order)
+
+
+def order_of(tensor: Tensor) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
+    """``memory_order`` of a tensor: only one that is a single piece has an order to keep."""
+    pieces = tensor.pieces
+    if len(tensor.shape) < 2 or len(pieces.file) != 1:
+        return None, contiguous_stride(tensor.shape)
+    return memory_order(tensor.shape, tuple(pieces.stride[0].tolist()))
+
+
+def sharing(tensors: Iterable[Tensor], casts: Mapping[int, DType]) -> tuple[Mapping[int, _SharedView], list[Note]]:
+    """``id(tensor)`` to its view of a shared record, for every tensor that shares memory with another one.
+
+    Tensors that overlap but cannot share one typed storage (other dtypes, other casts) are left to be copied apart,
+    with a note.
+    """
+    views: dict[int, _SharedView] = {}
+    notes: list[Note] = []
+    for group in _groups(tensors):
+        if not _share(group, casts, views):
+            notes.append(Note("unshared", f"{len(group)} tensors of several dtypes share memory in the source"))
+    return views, notes
+
+
+def ties(tensors: Iterable[Tensor]) -> Mapping[int, Tensor]:
+    """``id(tensor)`` to the first tensor with exactly the same memory, for every tied tensor but that first one."""
+    tied: dict[int, Tensor] = {}
+    for group in _groups(tensors):
+        firsts: list[Tensor] = []
+        for tensor in group:
+            first = next((one for one in firsts if _same_memory(tensor, one)), None)
+            if first is None:
+                firsts.append(tensor)
+            else:
+                tied[id(tensor)] = first
+    return tied
+
+
+def _groups(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Tensors that share memory with others, in groups: several pieces that are all the same, or one that overlaps."""
+    singles: list[Tensor] = []
+    several: dict[tuple[bytes, ...], list[Tensor]] = {}
+    for tensor in tensors:
+        pieces = tensor.pieces
+        if 0 in tensor.shape:
+            continue
+        if len(pieces.file) == 1:
+            singles.append(tensor)
+        else:
+            columns = (pieces.file, pieces.offset, pieces.start, pieces.size, pieces.stride)
+            several.setdefault(tuple(column.tobytes() for column in columns), []).append(tensor)
+    return [tied for tied in several.values() if len(tied) > 1] + _overlapping(singles)
+
+
+def _overlapping(tensors: list[Tensor]) -> list[list[Tensor]]:
+    """Groups of at least two tensors whose byte ranges overlap, each connected through the others."""
+    if len(tensors) < 2:
+        return []
+    begin = np.concatenate([tensor.pieces.offset for tensor in tensors])
+    file = np.concatenate([tensor.pieces.file for tensor in tensors])
+    end = begin + np.fromiter((_span(tensor) for tensor in tensors), np.int64, len(tensors))
+    order = np.lexsort((begin, file))
+    groups: list[list[Tensor]] = []
+    reach, reach_file = -1, -1
+    for index, at, until, number in zip(
+        order.tolist(), begin[order].tolist(), end[order].tolist(), file[order].tolist(), strict=True
+    ):
+        if number == reach_file and at < reach:
+            groups[-1].append(tensors[index])
+            reach = max(reach, until)
+        else:
+            groups.append([tensors[index]])
+            reach, reach_file = until, number
+    return [group for group in groups if len(group) > 1]
+
+
+def _span(tensor: Tensor) -> int:
+    """Bytes from the first to past the last element of a one-piece tensor."""
+    size, stride = tensor.pieces.size[0].tolist(), tensor.pieces.stride[0].tolist()
+    elements: int = sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1
+    return elements * tensor.dtype.itemsize
+
+
+def _share(group: list[Tensor], casts: Mapping[int, DType], views: dict[int, _SharedView]) -> bool:
+    first = group[0]
+    dtype = casts.get(id(first), first.dtype)
+    for tensor in group:
+        if tensor.dtype is not first.dtype or casts.get(id(tensor), tensor.dtype) is not dtype:
+            return False
+    if all(_same_memory(tensor, first) for tensor in group):
+        order, stride = order_of(first)
+        record = _Shared(first, dtype, order)
+        for tensor in group:
+            views[id(tensor)] = _SharedView(record, 0, stride)
+        return True
+    return len(first.pieces) == 1 and _share_union(group, dtype, views)
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    p, q = a.pieces, b.pieces
+    return a is b or (
+        (a.dtype, a.shape, len(p)) == (b.dtype, b.shape, len(q))
+        and p.offset[0] == q.offset[0].item()
+        and p.stride[0].tolist() == q.stride[0].tolist()
+    )
+
+
+def _share_union(group: list[Tensor], dtype: DType, views: dict[int, _SharedView]) -> bool:
+    """One flat record over all of the group's bytes. False when the views are not whole elements apart."""
+    source = group[0].dtype
+    begins = [int(tensor.pieces.offset[0]) for tensor in group]
+    begin = min(begins)
+    if any((at - begin) % source.itemsize for at in begins):
+        return False
+    end = max(at + _span(tensor) for at, tensor in zip(begins, group, strict=True))
+    shape = ((end - begin) // source.itemsize,)
+    flat = Tensor(source, shape, Pieces.whole(file=int(group[0].pieces.file[0]), offset=begin, shape=shape))
+    record = _Shared(flat, dtype, None)
+    for at, tensor in zip(begins, group, strict=True):
+        stride = tuple(tensor.pieces.stride[0].tolist())
+        views[id(tensor)] = _SharedView(record, (at - begin) // source.itemsize, stride)
+    return True

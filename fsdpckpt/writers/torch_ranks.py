@@ -1,0 +1,77 @@
+"""One torch file per rank and section: ``{model,optim,extra_state}_world_size_{N}_rank_{r}.pt``.
+
+Each holds its section's dict itself. Managed tensors hold rank r's rows (``torch.chunk`` along dimension 0);
+everything else is whole in every rank's file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fsdpckpt.ir.checkpoint import Checkpoint, Note
+from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.targets import Target, TargetFile
+from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.values import Value
+from fsdpckpt.writers.dtype_rule import DtypeRule
+from fsdpckpt.writers.extras import extras_of_rank
+from fsdpckpt.writers.rank_pickle import DTensorPickle, RankPickle, ShardedTensorPickle
+from fsdpckpt.writers.storages import ties
+from fsdpckpt.writers.torch_full import model_dict, optim_dict
+
+__all__ = ["lay_out"]
+
+_FORMS: Mapping[str, type[RankPickle]] = {"dtensor": DTensorPickle, "sharded-tensor": ShardedTensorPickle}
+
+
+def lay_out(checkpoint: Checkpoint, *, world_size: int, tensor: str, dtypes: DtypeRule) -> Target:
+    """``world_size`` files for each section that the checkpoint has.
+
+    ``tensor`` is ``"dtensor"`` or ``"sharded-tensor"``: what a tensor whose ``managed`` is True becomes (0-dim ones
+    stay whole). Target rank r gets the extras of source rank r modulo the source's ranks.
+    """
+    casts, notes = dtypes.casts(checkpoint)
+    cut = frozenset(id(named.tensor) for named in checkpoint.tensors() if named.tensor.managed and named.tensor.shape)
+    files = []
+    if checkpoint.model is not None:
+        model = model_dict(checkpoint.model)
+        tied = ties([leaf for leaf in checkpoint.model.params.values() if isinstance(leaf, Tensor)])
+        tied = {key: first for key, first in tied.items() if (key in cut) == (id(first) in cut)}
+        files += _section("model", [model] * world_size, tensor, cut, casts, tied)
+    if checkpoint.optim is not None:
+        files += _section("optim", [optim_dict(checkpoint.optim)] * world_size, tensor, cut, casts, {})
+    extras: list[Value] = [extras_of_rank(checkpoint, rank) for rank in range(world_size)]
+    if any(extras):
+        files += _section("extra_state", extras, tensor, cut, casts, {})
+        notes += _extra_notes(checkpoint, world_size)
+    return Target(files, directory=True, notes=notes)
+
+
+def _section(
+    name: str, values: list[Value], form: str, cut: frozenset[int], casts: Mapping[int, DType],
+    tied: Mapping[int, Tensor],
+) -> list[TargetFile]:  # fmt: skip
+    """One file for each rank; ``values`` by rank."""
+    files = []
+    for rank, value in enumerate(values):
+        stem = f"{name}_world_size_{len(values)}_rank_{rank}"
+        file = TargetFile(f"{stem}.pt", rank)
+        writer = _FORMS[form](rank=rank, world_size=len(values), managed=cut, casts=casts, canonical=tied)
+        writer.value(value)
+        writer.write(file, stem=stem)
+        files.append(file)
+    return files
+
+
+def _extra_notes(checkpoint: Checkpoint, world_size: int) -> list[Note]:
+    own = len(checkpoint.rank_extra)
+    if own in (0, world_size):
+        return []
+    if own > world_size:
+        return [Note("dropped", f"the extras of ranks {world_size} to {own - 1} have no rank in the target")]
+    return [
+        Note(
+            "inferred",
+            f"ranks {own} to {world_size - 1} get the extras of rank r modulo {own}: the source has no others",
+        )
+    ]

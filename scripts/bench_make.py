@@ -1,0 +1,149 @@
+"""Write checkpoints of a given size in PyTorch's own formats, without training: ``bench_make.py FORM DIRECTORY BYTES``.
+
+FORM is ``dcp`` (run under torchrun: each rank saves its own DTensor shards), ``ranks`` (four ranks' DTensor files),
+``full`` (one torch file), ``one-tensor`` (a DCP directory of a single tensor, run under torchrun) or ``many`` (one
+torch file of BYTES tensors, not bytes).
+
+The tensors are maps of one file of random bytes, so that writing 16 GB takes no 16 GB of memory.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+Shape = tuple[int, ...]
+RANKS = 4
+STATES_AND_WEIGHT = 3  # float32 weight, exp_avg, exp_avg_sq
+
+
+def layer(width: int) -> dict[str, Shape]:
+    """A decoder layer as language models have them: four square matrices, three wide ones, two norms."""
+    hidden = width * 8 // 3 // 64 * 64
+    square = {f"attention.{name}.weight": (width, width) for name in ("q", "k", "v", "o")}
+    wide = {"mlp.gate.weight": (hidden, width), "mlp.up.weight": (hidden, width), "mlp.down.weight": (width, hidden)}
+    return {**square, **wide, "norm1.weight": (width,), "norm2.weight": (width,)}
+
+
+def shapes(nbytes: int) -> dict[str, Shape]:
+    """Parameters whose weights and Adam state come to about ``nbytes``."""
+    elements = nbytes // (4 * STATES_AND_WEIGHT)
+    width = 2048 if elements > 150_000_000 else 256
+    vocabulary = min(16_001, elements // (8 * width))  # no world size divides it
+    one = layer(width)
+    count = max(1, round((elements - vocabulary * width) / sum(map(prod, one.values()))))
+    params = {"embed.weight": (vocabulary, width)}
+    for number in range(count):
+        params |= {f"layers.{number}.{name}": shape for name, shape in one.items()}
+    return {**params, "norm.weight": (width,)}
+
+
+class RandomFile:
+    """Tensors mapped from one file of random float32."""
+
+    def __init__(self, path: str, elements: int) -> None:
+        self.path = path
+        if os.path.exists(path) and os.path.getsize(path) >= 4 * elements:
+            return
+        generator = torch.Generator().manual_seed(1)
+        with open(path, "wb") as file:
+            for begin in range(0, elements, 1 << 24):
+                block = torch.randn(min(1 << 24, elements - begin), generator=generator)
+                file.write(memoryview(block.numpy()).cast("B"))
+
+    def tensor(self, shape: Shape) -> torch.Tensor:
+        if prod(shape) == 0:
+            return torch.empty(shape)
+        return torch.from_file(self.path, shared=False, size=prod(shape)).view(shape)
+
+
+def state_dicts(params: dict[str, Shape], make: Callable[[Shape], torch.Tensor]) -> dict[str, Any]:
+    def entry(shape: Shape) -> dict[str, torch.Tensor]:
+        return {"step": torch.tensor(1000.0), "exp_avg": make(shape), "exp_avg_sq": make(shape)}
+
+    group = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "amsgrad": False}
+    return {
+        "model": {name: make(shape) for name, shape in params.items()},
+        "optimizer": {
+            "state": {name: entry(shape) for name, shape in params.items()},
+            "param_groups": [{**group, "params": list(params)}],
+        },
+    }
+
+
+def shard_maker(data: RandomFile, rank: int) -> Callable[[Shape], torch.Tensor]:
+    """Makes DTensors of which this rank holds the chunk that FSDP would give it."""
+    mesh = init_device_mesh("cpu", (RANKS,))
+
+    def make(shape: Shape) -> torch.Tensor:
+        chunk = -(-shape[0] // RANKS)
+        rows = max(0, min(chunk, shape[0] - rank * chunk))
+        local = data.tensor((rows, *shape[1:]))
+        stride = tuple(prod(shape[dimension + 1 :]) for dimension in range(len(shape)))
+        return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride)
+
+    return make
+
+
+def make_dcp(directory: str, params: dict[str, Shape], data_path: str, *, optimizer: bool) -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    largest = max(map(prod, params.values()))
+    if rank == 0:
+        RandomFile(data_path, largest)
+    dist.barrier()
+    content = state_dicts(params, shard_maker(RandomFile(data_path, largest), rank))
+    dcp.save(content if optimizer else {"model": content["model"]}, checkpoint_id=directory)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def make_ranks(directory: str, params: dict[str, Shape], data: RandomFile) -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    os.makedirs(directory, exist_ok=True)
+    for rank in range(RANKS):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=RANKS)
+        content = state_dicts(params, shard_maker(data, rank))
+        torch.save(content["model"], f"{directory}/model_world_size_{RANKS}_rank_{rank}.pt")
+        torch.save(content["optimizer"], f"{directory}/optim_world_size_{RANKS}_rank_{rank}.pt")
+        dist.destroy_process_group()
+
+
+def many(count: int) -> Iterator[tuple[str, Shape]]:
+    for number in range(count // STATES_AND_WEIGHT):
+        yield f"layers.{number // 10}.part{number % 10}.weight", (5 + number % 7, 16)
+
+
+def main() -> None:
+    form, path, amount = sys.argv[1:]
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    data_path = os.path.join(os.path.dirname(os.path.abspath(path)), "random.bin")
+    if form == "one-tensor":
+        make_dcp(path, {"huge.weight": (int(amount) // 4096, 1024)}, data_path, optimizer=False)
+    elif form == "many":
+        torch.save(state_dicts(dict(many(int(amount))), torch.randn), path)
+    elif form == "dcp":
+        make_dcp(path, shapes(int(amount)), data_path, optimizer=True)
+    else:
+        params = shapes(int(amount))
+        data = RandomFile(data_path, max(map(prod, params.values())))
+        if form == "ranks":
+            make_ranks(path, params, data)
+        else:
+            torch.save(state_dicts(params, data.tensor), path)
+
+
+if __name__ == "__main__":
+    main()

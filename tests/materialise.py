@@ -1,0 +1,81 @@
+"""Carries out a ``Target`` the plain way: whole tensors in memory, numpy indexing, zlib. The oracle of the executor."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from fsdpckpt.ir.checkpoint import SourceFile
+from fsdpckpt.ir.dtypes import numpy_dtype
+from fsdpckpt.ir.targets import Slot, Target, TargetFile
+from fsdpckpt.ir.tensors import Tensor
+
+
+def gather(tensor: Tensor, files: Sequence[bytes]) -> np.ndarray:
+    """The whole tensor, from all its pieces; every element must be covered."""
+    dtype = numpy_dtype(tensor.dtype)
+    whole = np.zeros(tensor.shape, dtype)
+    seen = np.zeros(tensor.shape, bool)
+    pieces = tensor.pieces
+    for row in range(len(pieces)):
+        size, start = pieces.size[row].tolist(), pieces.start[row].tolist()
+        if 0 in size:
+            continue
+        stride = [step * dtype.itemsize for step in pieces.stride[row].tolist()]
+        data = np.ndarray(size, dtype, files[pieces.file[row]], int(pieces.offset[row]), stride)
+        box = tuple(slice(at, at + n) for at, n in zip(start, size, strict=True))
+        whole[box] = data
+        seen[box] = True
+    assert seen.all(), "elements that no piece holds"
+    return whole
+
+
+def slot_bytes(slot: Slot, files: Sequence[bytes]) -> bytes:
+    whole = gather(slot.tensor, files)
+    box = whole[tuple(slice(at, at + n) for at, n in zip(slot.start, slot.size, strict=True))]
+    if slot.dtype is not slot.tensor.dtype:
+        box = box.astype(numpy_dtype(slot.dtype))
+    if slot.order is not None:
+        box = box.transpose(slot.order)
+    data = np.ascontiguousarray(box).tobytes()
+    assert len(data) == slot.nbytes
+    return data
+
+
+def file_bytes(file: TargetFile, files: Sequence[bytes]) -> bytes:
+    out = bytearray(file.nbytes)
+    written = np.zeros(file.nbytes, np.int8)
+    literal = np.zeros(file.nbytes, bool)
+    for offset, begin, nbytes in file.literals:
+        out[offset : offset + nbytes] = file.blob[begin : begin + nbytes]
+        written[offset : offset + nbytes] += 1
+        literal[offset : offset + nbytes] = True
+    for slot in file.slots:
+        out[slot.offset : slot.offset + slot.nbytes] = slot_bytes(slot, files)
+        written[slot.offset : slot.offset + slot.nbytes] += 1
+    assert (written == 1).all(), "a byte of the target that is written never, or twice"
+    for begin, end, places in file.checksums:
+        crc = zlib.crc32(out[begin:end]).to_bytes(4, "little")
+        for place in places:
+            assert out[place : place + 4] == b"\0\0\0\0" and literal[place : place + 4].all()
+            out[place : place + 4] = crc
+    return bytes(out)
+
+
+def materialise(target: Target, sources: Sequence[SourceFile] | Sequence[bytes], path: str) -> None:
+    """Write ``target`` at ``path``; ``sources`` are the checkpoint's files, or their bytes."""
+    files = []
+    for source in sources:
+        if isinstance(source, bytes):
+            files.append(source)
+        else:
+            with open(source.path, "rb") as stream:
+                files.append(stream.read())
+    for file in target.files:
+        at = os.path.join(path, file.path) if target.directory else path
+        os.makedirs(os.path.dirname(at) or ".", exist_ok=True)
+        with open(at, "wb") as stream:
+            stream.write(file_bytes(file, files))

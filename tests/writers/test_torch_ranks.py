@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+import zipfile
+from collections import OrderedDict
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._shard_utils import _create_chunk_sharded_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from fsdpckpt.ir.checkpoint import OptimState
+from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.writers.dtype_rule import DtypeRule
+from fsdpckpt.writers.torch_ranks import lay_out
+from tests.materialise import materialise
+from tests.writers.groups import as_rank
+from tests.writers.source import Raw, Trained, checkpoint, same
+
+
+def written(tmp_path, ckpt, raw, world_size, form, dtypes=None):
+    target = lay_out(ckpt, world_size=world_size, tensor=form, dtypes=dtypes or DtypeRule())
+    assert target.directory
+    materialise(target, raw.files, str(tmp_path))
+    for file in target.files:
+        assert zipfile.ZipFile(tmp_path / file.path).testzip() is None
+    return target
+
+
+def load(tmp_path, section, rank, world_size, *, weights_only):
+    return torch.load(tmp_path / f"{section}_world_size_{world_size}_rank_{rank}.pt", weights_only=weights_only)
+
+
+def leaves(source, model, optim):
+    """(what was trained, what the file holds) of every tensor."""
+    for name, weight in source.weights.items():
+        yield name, weight, model[name]
+    for key, states in source.states.items():
+        for name, state in states.items():
+            yield f"{key}.{name}", state, optim["state"][key][name]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "ranks"), [(1, (0,)), (2, (0, 1)), (3, (0, 1, 2)), (7, (0, 4, 6)), (64, (0, 5, 63))]
+)
+@pytest.mark.parametrize("source_ranks", [None, 3])
+def test_every_rank_holds_the_dtensors_torch_would_give_it(tmp_path, world_size, ranks, source_ranks):
+    source = Trained(seed=world_size, key_type="id", ranks=source_ranks)
+    written(tmp_path, source.checkpoint, source.raw, world_size, "dtensor")
+    for rank in ranks:
+        with as_rank(rank, world_size):
+            mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,))
+            model = load(tmp_path, "model", rank, world_size, weights_only=True)
+            optim = load(tmp_path, "optim", rank, world_size, weights_only=True)
+            assert load(tmp_path, "extra_state", rank, world_size, weights_only=True) == {"epoch": 7}
+            for name, whole, held in leaves(source, model, optim):
+                if name == "steps_seen" or name.endswith("step"):
+                    assert type(held) is torch.Tensor and same(held, whole)
+                    continue
+                expected = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+                assert type(held) is DTensor
+                assert held._spec == expected._spec and hash(held._spec) == hash(expected._spec)
+                assert vars(held.device_mesh).keys() == vars(expected.device_mesh).keys()
+                assert held.device_mesh.get_local_rank() == rank
+                assert same(held.to_local(), expected.to_local()), name
+                assert held.stride() == expected.stride() and not held.requires_grad
+            assert optim["param_groups"] == source.groups
+
+
+@pytest.mark.parametrize(
+    ("world_size", "ranks"), [(1, (0,)), (2, (0, 1)), (3, (0, 1, 2)), (7, (0, 4, 6)), (64, (0, 5, 63))]
+)
+def test_every_rank_holds_the_sharded_tensors_fsdp1_would_give_it(tmp_path, world_size, ranks):
+    source = Trained(seed=world_size, ranks=4)
+    written(tmp_path, source.checkpoint, source.raw, world_size, "sharded-tensor")
+    for rank in ranks:
+        with as_rank(rank, world_size):
+            model = load(tmp_path, "model", rank, world_size, weights_only=False)
+            optim = load(tmp_path, "optim", rank, world_size, weights_only=False)
+            for name, whole, held in leaves(source, model, optim):
+                if name == "steps_seen" or name.endswith("step"):
+                    assert type(held) is torch.Tensor and same(held, whole)
+                    continue
+                expected = _create_chunk_sharded_tensor(
+                    whole, rank, world_size, 8, dist.group.WORLD, torch.device("cpu")
+                )
+                shards, metadata, group, spec, rrefs = held.__getstate__()
+                true_shards, true_metadata, true_group, true_spec, true_rrefs = expected.__getstate__()
+                assert metadata == true_metadata and spec == true_spec and rrefs == true_rrefs
+                assert group == true_group
+                assert len(shards) == len(true_shards)
+                for shard, true_shard in zip(shards, true_shards, strict=True):
+                    assert same(shard.tensor, true_shard.tensor) and shard.metadata == true_shard.metadata
+
+
+class Toy(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = torch.nn.Linear(3, 5)
+        self.b = torch.nn.Linear(5, 1)
+        self.register_buffer("seen", torch.randn(2, 2))
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(0, 1), (1, 2), (2, 4), (7, 8)])
+def test_fsdp2_takes_its_rank_file_and_holds_what_it_held_before(tmp_path, rank, world_size):
+    raw = Raw()
+    torch.manual_seed(3)
+    whole = Toy()
+    weights = whole.state_dict()
+    moments = {n: torch.randn(weight.shape) for n, weight in whole.named_parameters()}
+    ckpt = checkpoint(
+        OrderedDict((name, raw.whole(weight, managed=name != "seen")) for name, weight in weights.items()),
+        OptimState(
+            {
+                number: {
+                    "step": raw.whole(torch.tensor(5.0)),
+                    "exp_avg": raw.whole(m, managed=True),
+                    "exp_avg_sq": raw.whole(m * m, managed=True),
+                }
+                for number, m in enumerate(moments.values())
+            },
+            [{"params": list(range(len(moments))), "lr": 0.25}],
+        ),
+    )
+    written(tmp_path, ckpt, raw, world_size, "dtensor")
+    with as_rank(rank, world_size):
+        model, truth = Toy(), Toy()
+        truth.load_state_dict(weights)
+        for one in (model, truth):
+            fully_shard(one.a)
+            fully_shard(one)
+        optimizer = torch.optim.Adam(model.parameters())
+        model.load_state_dict(load(tmp_path, "model", rank, world_size, weights_only=True))
+        optimizer.load_state_dict(load(tmp_path, "optim", rank, world_size, weights_only=True))
+        for name, parameter in truth.named_parameters():
+            held = model.get_parameter(name)
+            assert held._spec == parameter._spec
+            assert same(held.to_local(), parameter.to_local())
+            expected = distribute_tensor(moments[name], parameter.device_mesh, [Shard(0)], src_data_rank=None)
+            assert same(optimizer.state[held]["exp_avg"].to_local(), expected.to_local())
+        assert same(model.seen, weights["seen"])
+        assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+def test_tied_shards_share_one_record(tmp_path):
+    raw = Raw()
+    a, b = raw.views(weight := torch.randn(6, 4), weight)
+    model = {name: type(t)(t.dtype, t.shape, t.pieces, managed=True) for name, t in (("emb", a), ("head", b))}
+    target = written(tmp_path, checkpoint(model), raw, 4, "dtensor")
+    assert [len(file.slots) for file in target.files] == [1, 1, 1, 0]
+    with as_rank(1, 4):
+        loaded = load(tmp_path, "model", 1, 4, weights_only=True)
+        emb, head = loaded["emb"].to_local(), loaded["head"].to_local()
+        assert same(emb, weight[2:4]) and emb.data_ptr() == head.data_ptr()
+
+
+def test_each_rank_gets_the_extras_of_its_source_rank(tmp_path):
+    raw = Raw()
+    states = [torch.randint(1, 255, (5,), dtype=torch.uint8) for _ in range(2)]
+    rank_extra = tuple({"rng": {"cpu": raw.whole(state)}} for state in states)
+    ckpt = checkpoint(extra={"epoch": 4}, rank_extra=rank_extra, world_size=2)
+    target = written(tmp_path, ckpt, raw, 3, "dtensor")
+    for rank in range(3):
+        extra = load(tmp_path, "extra_state", rank, 3, weights_only=True)
+        assert extra["epoch"] == 4 and same(extra["rng"]["cpu"], states[rank % 2])
+    assert [note.kind for note in target.notes] == ["inferred"]
+    assert [note.kind for note in lay_out(ckpt, world_size=1, tensor="dtensor", dtypes=DtypeRule()).notes] == [
+        "dropped"
+    ]
+
+
+def test_shards_are_cast_like_whole_tensors(tmp_path):
+    source = Trained(seed=8)
+    rule = DtypeRule(model=DTYPES["float16"])
+    written(tmp_path, source.checkpoint, source.raw, 2, "dtensor", dtypes=rule)
+    with as_rank(1, 2):
+        loaded = load(tmp_path, "model", 1, 2, weights_only=True)
+        held = loaded["emb.weight"]
+        assert held.dtype == held._spec.tensor_meta.dtype == torch.float16
+        assert same(held.to_local(), source.weights["emb.weight"][9:].half())
+
+
+@pytest.mark.parametrize("form", ["dtensor", "sharded-tensor"])
+def test_a_rank_file_does_not_grow_with_the_world(form):
+    def nbytes(world_size: int) -> int:
+        raw = Raw()
+        model = {f"w{number}": raw.whole(torch.ones(128, 2), managed=True) for number in range(50)}
+        target = lay_out(checkpoint(model), world_size=world_size, tensor=form, dtypes=DtypeRule())
+        return len(target.files[0].blob)
+
+    assert nbytes(64) < nbytes(2) * 1.25
