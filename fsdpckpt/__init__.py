@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fsdpckpt.version import __version__
+
 if TYPE_CHECKING:
     from fsdpckpt.api import convert, diff, inspect, open, verify  # noqa: A004
-
-__version__ = "0.1.0"
 
 __all__ = ["__version__", "convert", "diff", "inspect", "open", "verify"]
 

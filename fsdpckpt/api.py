@@ -13,14 +13,13 @@ from fsdpckpt.errors import UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, NamedTensor, Section
 from fsdpckpt.storage.sources import Sources, is_url
 from fsdpckpt.verify.progress import Stages
-from fsdpckpt.verify.run import verify
 
 if TYPE_CHECKING:
     from fsdpckpt.converters.report import Report
-    from fsdpckpt.describe import Description
+    from fsdpckpt.describe import Description, Json
     from fsdpckpt.lazy import LazyCheckpoint
     from fsdpckpt.verify.compare import Difference
-    from fsdpckpt.verify.stats import Stats
+    from fsdpckpt.verify.integrity import Verification
 
 __all__ = ["convert", "diff", "inspect", "open", "verify"]
 
@@ -55,7 +54,7 @@ def inspect(
 
 def _measure(
     checkpoint: Checkpoint, sources: Sources, threads: int | None, progress: Stages | None
-) -> Callable[[list[NamedTensor]], list[Stats | None]]:
+) -> Callable[[list[NamedTensor]], list[dict[str, Json] | None]]:
     from fsdpckpt.ir.coverage import flaws
     from fsdpckpt.verify.parallel import DEFAULT_THREADS
     from fsdpckpt.verify.progress import Quiet
@@ -63,7 +62,7 @@ def _measure(
 
     stages = progress if progress is not None else Quiet()
 
-    def measure(tensors: list[NamedTensor]) -> list[Stats | None]:
+    def measure(tensors: list[NamedTensor]) -> list[dict[str, Json] | None]:
         """None for a tensor that is not whole: its problem is listed, and the others still have statistics."""
         whole = [number for number, named in enumerate(tensors) if not flaws(named.tensor)]
         stages.begin("stats", sum(tensors[number].tensor.nbytes for number in whole))
@@ -75,9 +74,9 @@ def _measure(
             advance=stages.advance,
         )
         stages.end()
-        found: list[Stats | None] = [None] * len(tensors)
+        found: list[dict[str, Json] | None] = [None] * len(tensors)
         for number, value in zip(whole, values, strict=True):
-            found[number] = value
+            found[number] = dataclasses.asdict(value) if value is not None else None
         return found
 
     return measure
@@ -147,6 +146,24 @@ def diff(
         return result
 
 
+def verify(
+    source: Path,
+    *,
+    digests: bool = False,
+    finite: bool = False,
+    threads: int | None = None,
+    progress: Stages | None = None,
+) -> Verification:
+    """Prove the checkpoint at ``source`` whole: ``.problems`` lists all that is wrong, ``.whole`` says if nothing is.
+
+    ``digests`` adds a layout-independent SHA-256 per tensor, ``finite`` reports NaN and Inf. Raises SourceError (exit
+    code 3) when the source cannot be read as a checkpoint at all.
+    """
+    from fsdpckpt.verify.run import verify as run
+
+    return run(os.fspath(source), digests=digests, finite=finite, threads=threads, progress=progress)
+
+
 def open(source: Path) -> LazyCheckpoint:  # noqa: A001  # the contract's name: fsdpckpt.open(src)
     """A lazy checkpoint: names to tensors that are read on demand. Use it in a ``with`` block. Raises SourceError."""
     from fsdpckpt.lazy import LazyCheckpoint
@@ -191,8 +208,10 @@ def _option(name: str, value: object) -> object:
     if name in _SIZES and isinstance(value, str):
         try:
             return parse_size(value)
-        except ValueError as error:
-            raise UsageError(str(error)) from None
+        except ValueError:
+            raise UsageError(
+                f"{name} is no size: {value!r}", found=value, next_step="write it like 128MiB, 5GB or 1000 (bytes)"
+            ) from None
     if name == "reference" and value is not None and not (isinstance(value, str) and is_url(value)):
         return os.fspath(value)  # type: ignore[call-overload]
     return value

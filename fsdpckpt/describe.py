@@ -6,14 +6,11 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Note, Problem, Section
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Object, Value, walk
-
-if TYPE_CHECKING:
-    from fsdpckpt.verify.stats import Stats
 
 __all__ = [
     "Description",
@@ -57,12 +54,15 @@ class SectionSummary:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """``checkpoint`` under a summary. ``tensors``: the selected ones, in the checkpoint's order."""
+    """``checkpoint`` under a summary. ``tensors``: the selected ones, in the checkpoint's order.
+
+    ``stats``: statistics of each (``verify.stats.Stats`` as a dict), None for one that has none; None if not computed.
+    """
 
     checkpoint: Checkpoint
     sections: dict[str, SectionSummary]
     tensors: tuple[NamedTensor, ...]
-    stats: tuple[Stats | None, ...] | None = None
+    stats: tuple[dict[str, Json] | None, ...] | None = None
 
     def to_json(self, *, ranks: bool = False) -> dict[str, Json]:
         """The document of ``inspect --json``; with ``pieces`` for ``ranks``, with ``stats`` when they were computed."""
@@ -91,7 +91,7 @@ def describe(
     checkpoint: Checkpoint,
     selection: Selection | None = None,
     *,
-    measure: Callable[[list[NamedTensor]], list[Stats | None]] | None = None,
+    measure: Callable[[list[NamedTensor]], list[dict[str, Json] | None]] | None = None,
 ) -> Description:
     """Summarise ``checkpoint`` and list what ``selection`` takes. ``measure`` computes their statistics."""
     chosen: list[NamedTensor] = []
@@ -142,8 +142,7 @@ def tensor_rows(description: Description, *, ranks: bool) -> Iterator[Json]:
             "placement": tensor.placement,
         }
         if description.stats is not None:
-            stats = description.stats[number]
-            row["stats"] = json_value(asdict(stats)) if stats is not None else None
+            row["stats"] = description.stats[number]
         if ranks:
             row["pieces"] = list(_pieces(tensor, [file.path for file in files]))
         yield row

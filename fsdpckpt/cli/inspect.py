@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,9 +14,8 @@ from fsdpckpt.cli.output import Output
 from fsdpckpt.cli.render import count_text, dtypes_text, plural, shape_text, size_text
 
 if TYPE_CHECKING:
-    from fsdpckpt.describe import Description
+    from fsdpckpt.describe import Description, Json
     from fsdpckpt.ir.checkpoint import NamedTensor
-    from fsdpckpt.verify.stats import Stats
 
 __all__ = ["inspect_command"]
 
@@ -61,7 +61,8 @@ def inspect_command(
     def body() -> int:
         from fsdpckpt.api import inspect
 
-        with output.progress() as progress:
+        # Without --stats there is nothing to wait for, and a bar costs its import.
+        with output.progress() if stats else nullcontext() as progress:
             found = inspect(
                 source,
                 keys=keys or (),
@@ -149,7 +150,8 @@ def _list_tensors(found: Description, output: Output, *, ranks: bool) -> None:
 
 
 def _rows(found: Description, *, ranks: bool) -> Iterator[list[str]]:
-    paths = [file.path for file in found.checkpoint.files]
+    source = found.checkpoint.source.rstrip("/")
+    paths = [_below(file.path, source) for file in found.checkpoint.files]
     for number, named in enumerate(found.tensors):
         tensor = named.tensor
         row = [
@@ -171,11 +173,17 @@ def _rows(found: Description, *, ranks: bool) -> Iterator[list[str]]:
             yield (blank if index else row) + cells
 
 
-def _stats_cells(stats: Stats | None) -> list[str]:
+def _below(path: str, source: str) -> str:
+    """The path of a file as seen from the source, which the summary names already."""
+    return path.removeprefix(source + "/") if path != source else path.rpartition("/")[2]
+
+
+def _stats_cells(stats: dict[str, Json] | None) -> list[str]:
     if stats is None:
         return ["-"] * 7
-    numbers = (stats.min, stats.max, stats.mean, stats.std, stats.norm)
-    return [*("-" if number is None else f"{number:.5g}" for number in numbers), str(stats.nan), str(stats.inf)]
+    values = [stats[name] for name in ("min", "max", "mean", "std", "norm")]
+    numbers = [f"{value:.5g}" if isinstance(value, (int, float)) else "-" for value in values]
+    return [*numbers, str(stats["nan"]), str(stats["inf"])]
 
 
 def _piece_cells(named: NamedTensor, paths: list[str]) -> Iterator[list[str]]:

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from fsdpckpt import __version__
 from fsdpckpt.cli import convert, diff, inspect, verify
 from fsdpckpt.cli.boundary import catch_termination, guarded, report
 from fsdpckpt.cli.output import Output
 from fsdpckpt.errors import InterruptedRunError, UsageError
+from fsdpckpt.version import __version__
 
 __all__ = ["app", "main"]
 
@@ -89,4 +89,5 @@ def _usage(error: BaseException) -> BaseException:
     context = getattr(error, "ctx", None)
     message = getattr(error, "format_message", lambda: str(error))()
     path = getattr(context, "command_path", "fsdpckpt")
-    return UsageError(str(message).replace("Value error, ", ""), next_step=f"{path} --help shows the options, with examples")
+    what = str(message).replace("Value error, ", "")
+    return UsageError(what, next_step=f"{path} --help shows the options, with examples")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from fsdpckpt.verify.progress import Stages
 
 __all__ = ["Output"]
+
+GAP = 2  # spaces between columns
 
 
 class Output:
@@ -33,10 +36,13 @@ class Output:
         """A table: by rich on a terminal, aligned plain text elsewhere. ``right``: headings of numeric columns."""
         if self.as_json:
             return
-        if sys.stdout.isatty():
-            _draw(headings, rows, right)
+        cells = list(rows)
+        widths = [max(map(len, column)) for column in zip(headings, *cells, strict=True)]
+        # A table wider than the terminal would be folded within its columns: plain lines wrap more legibly.
+        if sys.stdout.isatty() and sum(widths) + GAP * (len(widths) - 1) <= shutil.get_terminal_size().columns:
+            _draw(headings, cells, right)
         else:
-            self._write(sys.stdout, _aligned(headings, list(rows), right))
+            self._write(sys.stdout, _aligned(headings, cells, widths, right))
 
     def document(self, make: Callable[[], object]) -> None:
         """The one JSON document; ``make`` is only called under ``--json``."""
@@ -84,23 +90,22 @@ def _draw(headings: Sequence[str], rows: Iterable[Sequence[str]], right: frozens
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
     for heading in headings:
-        table.add_column(
-            heading, justify="right" if heading in right else "left", overflow="fold", no_wrap=heading in right
-        )
+        table.add_column(heading, justify="right" if heading in right else "left", no_wrap=True)
     for row in rows:
         table.add_row(*(text.replace("[", r"\[") for text in row))
     Console(file=sys.stdout).print(table)
 
 
-def _aligned(headings: Sequence[str], rows: Sequence[Sequence[str]], right: frozenset[str]) -> str:
-    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
+def _aligned(
+    headings: Sequence[str], rows: Sequence[Sequence[str]], widths: Sequence[int], right: frozenset[str]
+) -> str:
     lines = []
     for row in (headings, *rows):
         cells = [
             text.rjust(width) if heading in right else text.ljust(width)
             for heading, text, width in zip(headings, row, widths, strict=True)
         ]
-        lines.append("  ".join(cells).rstrip() + "\n")
+        lines.append((" " * GAP).join(cells).rstrip() + "\n")
     return "".join(lines)

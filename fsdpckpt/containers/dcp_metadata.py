@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, NoReturn, TypeGuard
 
 from fsdpckpt.containers.collection import without_collection
-from fsdpckpt.containers.dcp_pickle import Record, load_records
+from fsdpckpt.containers.dcp_pickle import Record, TorchName, load_records
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError
-from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.dtypes import DTYPES, DType
 
 __all__ = ["Chunk", "DcpMetadata", "DcpTensor", "Stored", "merge_metadata", "parse_metadata"]
 
@@ -226,9 +226,9 @@ def _dtype(key: str, properties: object, context: _Context) -> DType:
     dtype = state[0] if isinstance(state, tuple) and state else fields.get("dtype")
     if isinstance(state, dict):
         dtype = state.get("dtype")
-    if not isinstance(dtype, DType):
+    if not isinstance(dtype, TorchName):
         context.refuse("a tensor has no dtype that fsdpckpt knows", key=key, found=f"{key}: {dtype}")
-    return dtype
+    return DTYPES[dtype]
 
 
 def _paths(data: object) -> dict[str, tuple[PathElement, ...]] | None:

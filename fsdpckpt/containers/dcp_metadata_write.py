@@ -13,7 +13,7 @@ from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
-from fsdpckpt.containers.pickle_write import PickleWriter, integer, integers
+from fsdpckpt.containers.pickle_opcodes import PickleOpcodes, integer, integers
 from fsdpckpt.ir.dtypes import DType
 
 __all__ = ["DcpEntry", "StoredChunk", "metadata_pickle"]
@@ -51,7 +51,7 @@ class DcpEntry(NamedTuple):
 
 def metadata_pickle(entries: Sequence[DcpEntry]) -> bytes:
     """The whole file for ``entries``, in their order."""
-    writer = PickleWriter()
+    writer = PickleOpcodes()
     raw, text = writer.raw, writer.text
     raw(writer.name(_METADATA, "Metadata") + _NEW)
     raw(text("state_dict_metadata"))
@@ -68,7 +68,7 @@ def metadata_pickle(entries: Sequence[DcpEntry]) -> bytes:
     return writer.finish()
 
 
-def _dict(writer: PickleWriter, pairs: Iterator[bytes]) -> None:
+def _dict(writer: PickleOpcodes, pairs: Iterator[bytes]) -> None:
     """A dict from opcodes of key and value. Each pair is made when it is written, so that memo places come in order."""
     writer.raw(b"}")
     while True:
@@ -81,17 +81,17 @@ def _dict(writer: PickleWriter, pairs: Iterator[bytes]) -> None:
         writer.raw(b"u")
 
 
-def _path(writer: PickleWriter, path: tuple[str | int, ...]) -> bytes:
+def _path(writer: PickleOpcodes, path: tuple[str | int, ...]) -> bytes:
     text = writer.text
     body = b"".join([integer(part) if isinstance(part, int) else text(part) for part in path])
     return b"(%bt" % body
 
 
-def _size(writer: PickleWriter, values: tuple[int, ...]) -> bytes:
+def _size(writer: PickleOpcodes, values: tuple[int, ...]) -> bytes:
     return writer.name("torch", "Size") + integers(values) + b"\x85R"
 
 
-def _storage_metadata(writer: PickleWriter, entry: DcpEntry) -> bytes:
+def _storage_metadata(writer: PickleOpcodes, entry: DcpEntry) -> bytes:
     key, dtype, shape = writer.text(entry.key), entry.dtype, entry.shape
     if dtype is None:
         return key + writer.name(_METADATA, "BytesStorageMetadata") + b")\x81"
@@ -100,7 +100,7 @@ def _storage_metadata(writer: PickleWriter, entry: DcpEntry) -> bytes:
     return b"%b%b](%beub" % (key, head, b"".join(chunks))
 
 
-def _tensor_head(writer: PickleWriter, dtype: DType, shape: tuple[int, ...]) -> bytes:
+def _tensor_head(writer: PickleOpcodes, dtype: DType, shape: tuple[int, ...]) -> bytes:
     """TensorStorageMetadata up to its chunks. The properties: strided, no gradient, contiguous format, not pinned."""
     text, name = writer.text, writer.name
     head = name(_METADATA, "TensorStorageMetadata") + _NEW + text("properties")
@@ -110,14 +110,14 @@ def _tensor_head(writer: PickleWriter, dtype: DType, shape: tuple[int, ...]) -> 
     return head + text("size") + _size(writer, shape) + text("chunks")
 
 
-def _chunk(writer: PickleWriter, start: tuple[int, ...], size: tuple[int, ...]) -> bytes:
+def _chunk(writer: PickleOpcodes, start: tuple[int, ...], size: tuple[int, ...]) -> bytes:
     text = writer.text
     head = writer.name(_METADATA, "ChunkStorageMetadata") + _NEW
     head += text("offsets") + _size(writer, start)
     return head + text("sizes") + _size(writer, size) + _BUILD
 
 
-def _storage_data(writer: PickleWriter, entries: Sequence[DcpEntry]) -> Iterator[bytes]:
+def _storage_data(writer: PickleOpcodes, entries: Sequence[DcpEntry]) -> Iterator[bytes]:
     text, parts = writer.text, _index_parts(writer)
     first = True
     for entry in entries:
@@ -134,7 +134,7 @@ def _storage_data(writer: PickleWriter, entries: Sequence[DcpEntry]) -> Iterator
                 parts, first = _index_parts(writer), False  # from now on memo references
 
 
-def _index_parts(writer: PickleWriter) -> tuple[bytes, ...]:
+def _index_parts(writer: PickleOpcodes) -> tuple[bytes, ...]:
     """What stands between the values of one MetadataIndex (its offset None for BYTES) and one _StorageInfo."""
     text, name = writer.text, writer.name
     return (

@@ -13,10 +13,11 @@ import io
 import pickle
 from typing import NoReturn
 
+from fsdpckpt.containers.pickle_read import refuse_extension_codes
 from fsdpckpt.errors import SourceCorruptError, SourceUnsafeError
-from fsdpckpt.ir.dtypes import DTYPES, DType
+from fsdpckpt.ir.dtypes import DTYPES
 
-__all__ = ["Record", "load_records"]
+__all__ = ["Record", "TorchName", "load_records"]
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
@@ -55,6 +56,12 @@ class Record:
         self.args = args
 
 
+class TorchName(str):
+    """``torch.<name>``, a dtype. A name and not the dtype itself: a pickle may set the state of whatever it names."""
+
+    __slots__ = ()
+
+
 class _Stateful(Record):
     """A record whose state is no dict: TensorProperties pickles its five fields as one tuple."""
 
@@ -80,9 +87,8 @@ class _Unpickler(pickle.Unpickler):
         if module == "torch":
             if name == "Size":
                 return tuple
-            dtype: DType | None = DTYPES.get(name)
-            if dtype is not None:
-                return dtype
+            if name in DTYPES:
+                return TorchName(name)
         if (module, name) in _RECORDS:
             base = _Stateful if name == "TensorProperties" else Record
             return type(name, (base,), {"kind": name})
@@ -94,10 +100,11 @@ class _Unpickler(pickle.Unpickler):
 
 
 def load_records(data: bytes, *, file: str) -> object:
-    """The object in ``data``: records, tuples, dicts, scalars and ``DType``.
+    """The object in ``data``: records, tuples, dicts, scalars and ``TorchName``.
 
     Raises SourceUnsafeError naming every global outside the closed set, SourceCorruptError when it is no pickle.
     """
+    refuse_extension_codes(data, file)
     unpickler = _Unpickler(data)
     failure: Exception | None = None
     loaded: object = None

@@ -15,15 +15,16 @@ import pickle
 import pickletools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
 from typing import Protocol, cast
 
 from fsdpckpt.containers.allowlist import NESTED_CLASSES, Kind, canonical, kind_of
 from fsdpckpt.errors import SourceCorruptError, SourceUnsafeError
-from fsdpckpt.ir.values import Global, Object, Value
+from fsdpckpt.ir.values import Global, Key, Object, Value
 
-__all__ = ["TensorResolver", "load"]
+__all__ = ["Part", "TensorResolver", "as_object", "collector_paused", "load"]
 
 # Above this many bytes a pickle makes so many records that the cyclic collector would walk them again and again.
 _LARGE = 1 << 20
@@ -75,10 +76,13 @@ class _Record(Object):
     __hash__ = object.__hash__
 
 
+_NEW = object.__new__
+
+
 def _record(function: Global, arguments: tuple[object, ...], new: bool) -> Object:  # noqa: FBT001 (hot path)
-    made = _Record.__new__(_Record)
+    made = _NEW(_Record)
     made.function = function
-    made.args = cast("tuple[Value, ...]", arguments)
+    made.args = arguments  # type: ignore[assignment]
     made.new = new
     made.state = None
     made.has_state = False
@@ -132,7 +136,7 @@ class _Getattr(_Name):
             if isinstance(owner, Global):
                 nested = NESTED_CLASSES.get((owner.module, owner.name, attribute))
                 if nested is not None:
-                    return _stand_in(*nested)
+                    return _stand_in(*nested) if _RUN.tensors is None else _part(*nested)
             # Python 3.11.0 to 3.11.3 wrote an enum member as getattr(class, name).
             if isinstance(owner, _StandIn) and owner.function.name.endswith("MEM_FORMAT_ENCODING"):
                 return _record(self, (owner.function, attribute), new=False)
@@ -183,7 +187,9 @@ class _StandIn(type):
     function: Global
 
     def __call__(cls, *arguments: object) -> object:
-        return _record(cls.function, arguments, new=False)
+        if issubclass(cls, Part):
+            return cls.__new__(cls, *arguments)
+        return _record(cls.function, arguments, new=False)  # type: ignore[attr-defined]  # all but Part's bases have it
 
     def __setattr__(cls, name: str, value: object) -> None:
         raise pickle.UnpicklingError("a class cannot be changed")
@@ -192,7 +198,7 @@ class _StandIn(type):
         raise pickle.UnpicklingError("a class cannot have a state")
 
 
-@lru_cache(maxsize=None)
+@cache
 def _stand_in(module: str, name: str) -> _StandIn:
     function = Global(module, name)
 
@@ -200,6 +206,66 @@ def _stand_in(module: str, name: str) -> _StandIn:
         return _record(function, arguments, new=True)
 
     return _StandIn(name.replace(".", "_"), (), {"__slots__": (), "__new__": new, "function": function})
+
+
+class Part(metaclass=_StandIn):
+    """An instance of one of the classes that DTensor and ShardedTensor are made of: only its attributes count.
+
+    A checkpoint has several for each tensor, so the C unpickler makes and fills them by itself; they are read by
+    ``containers.torch_distributed`` and become Objects where they stand on their own (``as_object``).
+    """
+
+    def __init__(self, *_: object) -> None: ...  # never called; that it exists makes __new__ accept arguments
+
+
+class _PartWithArguments(Part):
+    """A Part whose class is made with arguments (a NamedTuple): kept under the attribute ``""``."""
+
+    def __new__(cls, *arguments: object) -> _PartWithArguments:
+        made = object.__new__(cls)
+        vars(made)[""] = arguments
+        return made
+
+
+class _PartWithState(Part):
+    """A Part whose state is no dict of attributes, and is not needed."""
+
+    def __setstate__(self, state: object) -> None:
+        vars(self)[""] = (state,)
+
+
+_PART_MODULES = (
+    "torch.distributed._shard",
+    "torch.distributed._tensor",
+    "torch.distributed.tensor",
+    "torch.distributed.device_mesh",
+    "torch.distributed._mesh_layout",
+    "torch.distributed.remote_device",
+)
+_PART_BASES = {
+    "ShardOrderEntry": _PartWithArguments,
+    "_MeshLayout": _PartWithArguments,
+    "_FlatLayout": _PartWithArguments,
+    "TensorMeta": Part,
+    "TensorProperties": _PartWithState,
+    "MEM_FORMAT_ENCODING": _PartWithArguments,
+}
+
+
+@cache
+def _part(module: str, name: str) -> _StandIn:
+    base = _PART_BASES.get(name, Part)
+    return _StandIn(name.replace(".", "_"), (base,), {"function": Global(module, name)})
+
+
+def as_object(part: Part) -> Object:
+    """The Object that ``part`` is as a value of its own."""
+    attributes = cast("dict[Key, Value]", dict(vars(part)))
+    arguments = attributes.pop("", ())
+    function = type(part).function
+    return Object(
+        function, cast("tuple[Value, ...]", arguments), new=True, state=attributes, has_state=bool(attributes)
+    )
 
 
 class _Unknown:
@@ -247,7 +313,8 @@ class _Unpickler(pickle.Unpickler):
             _RUN.refused[f"{module}.{name}"] = None
             return _Unknown
         if kind is Kind.CLASS:
-            return _stand_in(module, name)
+            parts = _RUN.tensors is not None and module.startswith(_PART_MODULES)
+            return _part(module, name) if parts else _stand_in(module, name)
         made = _NAMES[kind](module, name)
         _RUN.names.append(made)
         return made
@@ -273,6 +340,19 @@ _DAMAGE = (
 )
 
 
+@contextmanager
+def collector_paused(nbytes: int) -> Iterator[None]:
+    """Pause the cyclic collector while a pickle of ``nbytes`` becomes objects, when that is many."""
+    paused = nbytes > _LARGE and gc.isenabled()
+    if paused:
+        gc.disable()
+    try:
+        yield
+    finally:
+        if paused:
+            gc.enable()
+
+
 def load(data: bytes, *, file: str, tensors: TensorResolver | None = None) -> Value:
     """The value that the pickle ``data`` holds, as ir values; ``file`` names it in messages.
 
@@ -280,15 +360,13 @@ def load(data: bytes, *, file: str, tensors: TensorResolver | None = None) -> Va
     value. Raises SourceUnsafeError naming every name outside the closed set, SourceCorruptError for bytes that
     are not a whole pickle.
     """
-    _refuse_extension_codes(data, file)
+    refuse_extension_codes(data, file)
     outer = dict(vars(_RUN))
     _RUN.objects, _RUN.names, _RUN.dicts, _RUN.refused, _RUN.tensors = [], [], [], {}, tensors
-    paused = len(data) > _LARGE and gc.isenabled()
-    if paused:
-        gc.disable()
     try:
-        value = cast(Value, _Unpickler(io.BytesIO(data), encoding="utf-8").load())
-        _finish(file)
+        with collector_paused(len(data)):
+            value = cast(Value, _Unpickler(io.BytesIO(data), encoding="utf-8").load())
+            _finish(file)
     except _DAMAGE as error:
         if not _RUN.refused:
             raise SourceCorruptError(
@@ -300,8 +378,6 @@ def load(data: bytes, *, file: str, tensors: TensorResolver | None = None) -> Va
             ) from None
         raise _unsafe(file) from None
     finally:
-        if paused:
-            gc.enable()
         vars(_RUN).clear()
         vars(_RUN).update(outer)
     return value
@@ -333,7 +409,7 @@ def _unsafe(file: str) -> SourceUnsafeError:
     )
 
 
-def _refuse_extension_codes(data: bytes, file: str) -> None:
+def refuse_extension_codes(data: bytes, file: str) -> None:
     """Extension codes bypass ``find_class`` when another library registered some in this process."""
     if not (copyreg._extension_cache or copyreg._inverted_registry):  # type: ignore[attr-defined]
         return

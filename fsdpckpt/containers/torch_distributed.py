@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, TypeAlias, cast
 
 import numpy as np
 
+from fsdpckpt.containers.pickle_read import Part
 from fsdpckpt.containers.torch_storages import StoredTensor, Wrapped, size_of
 from fsdpckpt.errors import SourceCorruptError, SourceUnsupportedError
 from fsdpckpt.ir.dtypes import DType
-from fsdpckpt.ir.values import Object
 from fsdpckpt.layouts.sharded import (
     LocalBox,
     Placement,
@@ -33,6 +33,9 @@ from fsdpckpt.layouts.sharded import (
 from fsdpckpt.storage.sources import ByteSource
 
 __all__ = ["BoxInFile", "Distributed", "DistributedParser", "Mesh"]
+
+
+_Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]  # start, size, elements into the local tensor
 
 
 class BoxInFile(NamedTuple):
@@ -78,15 +81,15 @@ class Distributed:
 
 
 def _fields(value: object) -> Mapping[object, object]:
-    """The attributes of a pickled object: its state dict, and that of its slots."""
-    if not isinstance(value, Object):
-        return {}
-    return _merged(value.state)
+    """The attributes of a part of a distributed tensor."""
+    return cast("Mapping[object, object]", vars(value)) if isinstance(value, Part) else {}
 
 
 def _merged(pickled: object) -> Mapping[object, object]:
     """A pickled state: a dict, or a tuple of the dict of attributes and the dict of slots."""
-    states = pickled if isinstance(pickled, tuple) else (pickled,)
+    if isinstance(pickled, dict):
+        return pickled
+    states = pickled if isinstance(pickled, tuple) else ()
     merged: dict[object, object] = {}
     for state in states:
         if isinstance(state, dict):
@@ -109,7 +112,8 @@ class DistributedParser:
     def __init__(self, source: ByteSource) -> None:
         self._source = source
         self._meshes: dict[int, tuple[object, Mesh]] = {}
-        self._boxes: dict[object, tuple[tuple[LocalBox, ...], str]] = {}
+        self._placed: dict[object, tuple[Placement, ...]] = {}
+        self._boxes: dict[object, tuple[tuple[_Place, ...], str]] = {}
         self._worlds: dict[int, tuple[int, ...]] = {}
 
     def parse(self, wrapped: Wrapped, key: str) -> Distributed:
@@ -142,64 +146,73 @@ class DistributedParser:
             self._corrupt(key, "placements do not fit the mesh", f"{len(mesh.shape)}", f"{len(placements)}")
         if any(not isinstance(p, Replicate) and not 0 <= p.dim < len(wrapped.shape) for p in placements):
             self._corrupt(key, f"placements do not fit shape {wrapped.shape}", "dimensions", str(placements))
-        boxes, text = self._local_boxes(wrapped.shape, mesh, placements, spec.get("shard_order"), local, key)
-        itemsize = local.dtype.itemsize
-        found = tuple(
-            BoxInFile(
-                box.start,
-                box.size,
-                local.offset + itemsize * sum(i * step for i, step in zip(box.local, local.stride, strict=True)),
-                local.stride,
-            )
-            for box in boxes
-        )
+        order = self._shard_order(spec.get("shard_order"), placements, key) if len(placements) > 1 else None
+        places, text = self._places(wrapped.shape, mesh, placements, order, local, key)
+        first, itemsize, stride = local.offset, local.dtype.itemsize, local.stride
+        found = tuple([BoxInFile(start, size, first + at * itemsize, stride) for start, size, at in places])
         return Distributed("DTensor", local.dtype, wrapped.shape, text, mesh.rank, mesh.ranks, mesh.world, found)
 
-    def _local_boxes(
+    def _places(
         self,
         shape: tuple[int, ...],
         mesh: Mesh,
         placements: tuple[Placement, ...],
-        pickled_order: object,
+        order: Mapping[int, tuple[int, ...]] | None,
         local: StoredTensor,
         key: str,
-    ) -> tuple[tuple[LocalBox, ...], str]:
+    ) -> tuple[tuple[_Place, ...], str]:
+        """The boxes that ``local`` holds, and the placements in words."""
         if mesh.coordinate is None:
             return (), placements_text(placements)
-        order = self._shard_order(pickled_order, placements, key)
+        # Placements are one object for equal ones (see _placements): their id stands for them.
         memo = (
             shape,
             mesh.shape,
             mesh.coordinate,
-            placements,
-            None if order is None else tuple(order.items()),
+            id(placements),
+            order and tuple(order.items()),
             local.shape,
+            local.stride,
         )
         known = self._boxes.get(memo)
         if known is not None:
             return known
         boxes = local_boxes(shape, mesh.shape, placements, mesh.coordinate, order)
+        # distribute_tensor itself and fully_shard over a cut tensor differ for uneven sizes, with the same placements.
         if not _fits(boxes, shape, local.shape) and any(isinstance(p, StridedShard) for p in placements):
             boxes = in_placement_order(shape, mesh.shape, placements, mesh.coordinate)
         if not _fits(boxes, shape, local.shape):
             self._corrupt(
                 key,
-                f"the local tensor is not what {placements_text(placements)} on a mesh of {mesh.shape} gives the rank at "
-                f"{mesh.coordinate}",
+                f"the local tensor is not what {placements_text(placements)} on a mesh of {mesh.shape} gives the rank "
+                f"at {mesh.coordinate}",
                 f"{local_shape(boxes, shape) or 'no elements'}",
                 f"{local.shape}",
             )
-        known = self._boxes[memo] = (boxes, placements_text(placements))
+        places = [
+            (box.start, box.size, sum(i * step for i, step in zip(box.local, local.stride, strict=True)))
+            for box in boxes
+        ]
+        known = self._boxes[memo] = (tuple(places), placements_text(placements))
         return known
 
     def _placements(self, pickled: object, key: str) -> tuple[Placement, ...]:
         if not isinstance(pickled, (tuple, list)):
             self._corrupt(key, "a DTensor without placements", "a tuple", type(pickled).__name__)
-        found: list[Placement] = []
+        said: list[tuple[str, object, object]] = []
         for item in pickled:
-            name = item.function.name if isinstance(item, Object) else type(item).__name__
+            name = type(item).__name__
             attributes = _fields(item)
             dim, factor = attributes.get("dim"), attributes.get("split_factor")
+            said.append((name, dim if type(dim) is int else None, factor if type(factor) is int else None))
+        known = self._placed.get(tuple(said))
+        if known is None:
+            known = self._placed[tuple(said)] = self._parse_placements(said, key)
+        return known
+
+    def _parse_placements(self, said: Sequence[tuple[str, object, object]], key: str) -> tuple[Placement, ...]:
+        found: list[Placement] = []
+        for name, dim, factor in said:
             if name == "Replicate":
                 found.append(Replicate())
             elif name == "Shard" and type(dim) is int:
@@ -224,7 +237,7 @@ class DistributedParser:
             return None
         order: dict[int, tuple[int, ...]] = {}
         for entry in pickled:
-            values = entry.args if isinstance(entry, Object) else entry
+            values = _fields(entry).get("") if isinstance(entry, Part) else entry
             if not (isinstance(values, tuple) and len(values) == 2 and type(values[0]) is int):
                 self._corrupt(key, "an unknown shard order", "(dimension, mesh dimensions)", repr(entry)[:80])
             mesh_dims = _integers(values[1])
@@ -264,7 +277,7 @@ class DistributedParser:
                 self._corrupt(key, f"the mesh has another rank at {place}", f"rank {rank}", f"rank {placed}")
             rank = placed
         root = attributes.get("_root_mesh", attributes.get("_parent_mesh"))
-        if isinstance(root, Object):
+        if isinstance(root, Part):
             world = self._mesh(root, key).world
         return Mesh(shape, ranks, place, rank, world)
 
@@ -291,8 +304,9 @@ class DistributedParser:
     def _axes(self, layout: object, key: str) -> list[list[int]]:
         """For each mesh dimension, the steps into the rank map of its indexes."""
         attributes = _fields(layout)
-        if isinstance(layout, Object) and not attributes and len(layout.args) == 2:
-            attributes = {"shape": layout.args[0], "stride": layout.args[1]}
+        made_of = attributes.get("")
+        if isinstance(made_of, tuple) and len(made_of) == 2:
+            attributes = {"shape": made_of[0], "stride": made_of[1]}
         pairs: list[tuple[object, object]] = []
         flat = attributes.get("axes")
         if isinstance(flat, (tuple, list)):

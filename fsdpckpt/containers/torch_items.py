@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from fsdpckpt.containers.pickle_read import load
 from fsdpckpt.containers.torch_storages import Refused, StoredTensor, TensorBuilder
@@ -25,8 +25,11 @@ _SMALL = 1 << 15  # items up to this many bytes are read whole, many at once
 _WINDOW = 1 << 18  # bytes read at once while items are small
 _END = 1 << 12  # bytes read at each end of a larger item: all its structure, unless its names are very long
 _MAX_TEMPLATES = 1 << 14  # different item structures remembered; a model has far fewer different shapes
+_MAX_ALIKE = 16  # structures of one length remembered: comparing with more would cost as much as parsing
 _CENTRAL = struct.Struct("<4s24xHHH12x")  # signature, then the lengths of name, extra field and comment
 _CRC_AT = 16  # of the CRC-32 in a central directory entry
+_HEADER_AT = 42  # of the local header's offset there
+_LOCAL_CRC_AT = 14  # of the CRC-32 in a local header
 _END_RECORD = struct.Struct("<4s6xHIIH")  # signature, entries, bytes and offset of the central directory, comment
 
 
@@ -62,13 +65,16 @@ class _Described(NamedTuple):
     tensor: StoredTensor
 
 
+_Runs: TypeAlias = tuple[tuple[int, bytes], ...]
+
+
 class _Template(NamedTuple):
-    """The structure of one item: all bytes before the data, and the runs (offset, bytes) of its central directory
-    between the checksums that differ from item to item. ``crc_at``: where the data's checksum is; offsets from the
+    """The structure of one item, as runs (offset, bytes): what comes before the data, and the central directory, both
+    without the checksums that differ from item to item. ``crc_at``: where the data's checksum is; offsets from the
     item's begin, as in ``tensor``."""
 
-    head: bytes
-    directory: tuple[tuple[int, bytes], ...]
+    head: _Runs
+    directory: _Runs
     crc_at: int
     tensor: ItemTensor
 
@@ -95,12 +101,8 @@ class ItemReader:
         ends = self._ends(begin, end, length)
         head, head_at, tail, tail_at = ends
         for template in self._templates.get(length, ()):
-            if head.startswith(template.head, head_at):
-                for at, run in template.directory:
-                    if not tail.startswith(run, tail_at + at):
-                        break
-                else:
-                    return _moved(template, tail, tail_at, begin)
+            if _matches(template.head, head, head_at) and _matches(template.directory, tail, tail_at):
+                return _moved(template, tail, tail_at, begin)
         return self._parse(begin, end, ends)
 
     def _ends(self, begin: int, end: int, length: int) -> _Ends:
@@ -133,8 +135,9 @@ class ItemReader:
             record.crc if checked else None,
         )
         template = _template(made, f"/{described.record}".encode(), begin, end - begin, ends)
-        if template is not None and self._count < _MAX_TEMPLATES:
-            self._templates.setdefault(end - begin, []).append(template)
+        known = self._templates.setdefault(end - begin, [])
+        if template is not None and len(known) < _MAX_ALIKE and self._count < _MAX_TEMPLATES:
+            known.append(template)
             self._count += 1
         return made
 
@@ -186,6 +189,11 @@ class ItemReader:
         )
 
 
+def _matches(runs: _Runs, data: bytes, at: int) -> bool:
+    """Whether the item whose first byte would be at index ``at`` of ``data`` has all of ``runs``."""
+    return all(data.startswith(run, at + offset) for offset, run in runs)
+
+
 def _moved(template: _Template, tail: bytes, tail_at: int, begin: int) -> ItemTensor:
     """The template's tensor for an item at ``begin``, with that item's own checksum."""
     dtype, shape, stride, offset, record_offset, record_nbytes, crc = template.tensor
@@ -205,7 +213,7 @@ def _template(made: ItemTensor, record: bytes, begin: int, length: int, ends: _E
         return None
     # Two checksums follow from the data: its own, and that of the id which torch computes from the checksums.
     runs: list[tuple[int, bytes]] = []
-    at, kept, crc_at = start, start, -1
+    at, kept, crc_at, local = start, start, -1, -1
     while at + _CENTRAL.size <= start + size:
         index = ends.tail_at + at
         _, n_name, n_extra, n_comment = _CENTRAL.unpack_from(ends.tail, index)
@@ -213,10 +221,14 @@ def _template(made: ItemTensor, record: bytes, begin: int, length: int, ends: _E
         if name.endswith((record, b"/.data/serialization_id")):
             runs.append((kept, ends.tail[ends.tail_at + kept : index + _CRC_AT]))
             kept = at + _CRC_AT + 4
-            crc_at = at + _CRC_AT if name.endswith(record) else crc_at
+            if name.endswith(record):
+                crc_at = at + _CRC_AT
+                local = int.from_bytes(ends.tail[index + _HEADER_AT : index + _HEADER_AT + 4], "little") + _LOCAL_CRC_AT
         at += _CENTRAL.size + n_name + n_extra + n_comment
     runs.append((kept, ends.tail[ends.tail_at + kept : ends.tail_at + length]))
-    if crc_at < 0 or at != start + size:
+    if crc_at < 0 or at != start + size or local + 4 > data_at:
         return None
+    # torch leaves the checksum in the local header 0, other writers fill it in.
+    opening = ((0, head[:local]), (local + 4, head[local + 4 :]))
     moved = made._replace(offset=made.offset - begin, record_offset=data_at)
-    return _Template(head, tuple(runs), crc_at, moved)
+    return _Template(opening, tuple(runs), crc_at, moved)

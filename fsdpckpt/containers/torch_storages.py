@@ -7,7 +7,7 @@ whoever walks the tree can name its key.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NoReturn, cast
 
 from fsdpckpt.containers.zip_read import ZipRecord
@@ -109,6 +109,17 @@ class TensorBuilder:
         self._file = file
         self._storages: dict[tuple[str, str, int], _Storage | Refused] = {}
         self._shapes: dict[tuple[object, object], tuple[tuple[int, ...], tuple[int, ...], int]] = {}
+        self._rules: dict[str, Callable[[tuple[object, ...]], object]] = {
+            "_rebuild_tensor": lambda arguments: self._tensor(arguments, None, None),
+            "_rebuild_tensor_v3": lambda arguments: self._tensor(
+                arguments, arguments[6], arguments[7] if len(arguments) > 7 else None
+            ),
+            "_rebuild_parameter": self._parameter,
+            "_rebuild_parameter_with_state": self._parameter,
+            "_rebuild_from_type": self._typed,
+            "_rebuild_from_type_v2": self._typed,
+            "_rebuild_device_tensor_from_cpu_tensor": lambda arguments: arguments[0],
+        }
         self.any_cloned = False
         self.dropped: set[str] = set()
 
@@ -140,17 +151,8 @@ class TensorBuilder:
         """What the rebuild function ``function`` of torch makes of ``arguments``."""
         if function == "_rebuild_tensor_v2":
             return self._tensor(arguments, None, arguments[6] if len(arguments) > 6 else None)
-        if function == "_rebuild_tensor_v3":
-            return self._tensor(arguments, arguments[6], arguments[7] if len(arguments) > 7 else None)
-        if function == "_rebuild_tensor":
-            return self._tensor(arguments, None, None)
-        if function in ("_rebuild_parameter", "_rebuild_parameter_with_state"):
-            return self._parameter(arguments)
-        if function in ("_rebuild_from_type_v2", "_rebuild_from_type"):
-            return self._typed(arguments)
-        if function == "_rebuild_device_tensor_from_cpu_tensor":
-            return arguments[0]
-        return Refused(_NOT_STRIDED.get(function, f"a tensor made by {function}"))
+        rule = self._rules.get(function)
+        return Refused(_NOT_STRIDED.get(function, f"a tensor made by {function}")) if rule is None else rule(arguments)
 
     def _tensor(self, arguments: tuple[object, ...], named: object, flags: object) -> object:
         storage, first, size, stride = arguments[:4]

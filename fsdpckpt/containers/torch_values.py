@@ -1,7 +1,7 @@
-"""A torch.save archive as values: the pickle's tree with its tensors located in the file, nothing loaded, nothing run.
+"""A torch.save archive as values: the pickle's tree with its tensors located in the file; nothing is loaded or run.
 
-``load_torch`` reads a whole torch file, or one item of a DCP file; for the tensor items of a DCP file, of which there is
-one for each shard of each tensor, ``containers.torch_items`` is quicker.
+``load_torch`` reads a whole torch file, or one item of a DCP file; for the tensor items of a DCP file, of which there
+is one for each shard of each tensor, ``containers.torch_items`` is quicker.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias, cast
 
-from fsdpckpt.containers.pickle_read import load
+from fsdpckpt.containers.pickle_read import Part, as_object, collector_paused, load
 from fsdpckpt.containers.torch_distributed import Distributed, DistributedParser
 from fsdpckpt.containers.torch_storages import Refused, StoredTensor, TensorBuilder, Wrapped
 from fsdpckpt.containers.zip_read import ZipRecord, read_directory
@@ -99,9 +99,10 @@ def read_archive(
         )
     check_byteorder(source, records)
     builder = TensorBuilder(records, source.path)
-    root = load(source.read(pickled.offset, pickled.nbytes), file=source.path, tensors=builder)
     walk = _Walk(source, builder, leaf)
-    root = walk.value(root)
+    with collector_paused(pickled.nbytes):
+        root = load(source.read(pickled.offset, pickled.nbytes), file=source.path, tensors=builder)
+        root = walk.value(root)
     walk.finish()
     rows = checksum_rows(records, file_id)
     return TorchArchive(
@@ -238,24 +239,33 @@ class _Walk:
 
     def _other(self, value: object) -> Value:
         if isinstance(value, Wrapped):
-            if self._inside is not None:
-                return self._refuse(f"a tensor inside a {self._inside}")
-            found = self._parser.parse(value, self._key())
-            if found.rank is not None:
-                self.ranks.add(found.rank)
-            self.worlds[id(found.world)] = found.world  # one object for all tensors of a mesh: hashing it would be slow
-            self.forms.add(found.form)
-            return cast(Value, found)
-        if isinstance(value, Refused):
-            return self._refuse(value.what)
+            return self._wrapped(value)
+        if isinstance(value, Part):
+            value = as_object(value)
         if isinstance(value, Object):
             return self._object(value)
         if isinstance(value, frozenset):
             return Object(Global("builtins", "frozenset"), (cast("list[Value]", sorted(value, key=repr)),))
         if isinstance(value, set):
             return cast(Value, value)
-        if isinstance(value, type) and isinstance(getattr(value, "function", None), Global):
-            return cast(Value, value.function)  # type: ignore[attr-defined]
+        return self._refuse_kind(value)
+
+    def _wrapped(self, value: Wrapped) -> Value:
+        if self._inside is not None:
+            return self._refuse(f"a tensor inside a {self._inside}")
+        found = self._parser.parse(value, self._key())
+        if found.rank is not None:
+            self.ranks.add(found.rank)
+        self.worlds[id(found.world)] = found.world  # one object for all tensors of a mesh: hashing it would be slow
+        self.forms.add(found.form)
+        return cast(Value, found)
+
+    def _refuse_kind(self, value: object) -> Value:
+        if isinstance(value, Refused):
+            return self._refuse(value.what)
+        named = getattr(value, "function", None) if isinstance(value, type) else None
+        if isinstance(named, Global):  # a class as a value, not as what makes one
+            return named
         return self._refuse("a bare storage" if type(value).__name__ == "_Storage" else f"a {type(value).__name__}")
 
     def _object(self, value: Object) -> Value:
@@ -293,7 +303,7 @@ class _Walk:
                 details=self._refused,
                 file=self._source.path,
                 key=self._refused[0].partition(":")[0],
-                why="only strided tensors (and DTensor and ShardedTensor of them) have bytes that can be moved as they are",
+                why="only strided tensors (and DTensor and ShardedTensor of them) have bytes that can be moved",
                 next_step="leave these keys out when saving, or save them as plain tensors",
             )
 

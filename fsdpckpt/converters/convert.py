@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 
+from fsdpckpt.containers.collection import without_collection
 from fsdpckpt.converters.check import check_output
 from fsdpckpt.converters.goal import Goal, settle_goal
 from fsdpckpt.converters.layout import dtype_rule, lay_out
@@ -42,13 +43,14 @@ def convert(source: str, target: str, options: ConvertOptions, progress: Progres
     budget = make_budget(max_memory=options.max_memory, threads=options.threads)
     with Sources() as sources:
         progress.begin("read", 0)
-        opened = open_checkpoint(source, sources=sources, locate=True)
-        goal = settle_goal(target, options, opened.layout)
-        checkpoint = _rewrite(opened, options, goal, sources)
-        output = lay_out(checkpoint, goal, options)
-        if goal.directory:
-            add_manifest(output, checkpoint, goal)
-        plan = make_plan(output)
+        with without_collection():
+            opened = open_checkpoint(source, sources=sources, locate=True)
+            goal = settle_goal(target, options, opened.layout)
+            checkpoint = _rewrite(opened, options, goal, sources)
+            output = lay_out(checkpoint, goal, options)
+            if goal.directory:
+                add_manifest(output, checkpoint, goal)
+            plan = make_plan(output)
         progress.end()
         if not options.dry_run:
             _write(checkpoint, goal, plan, target, options, budget, sources, progress)

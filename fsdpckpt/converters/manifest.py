@@ -30,7 +30,7 @@ def add_manifest(target: Target, checkpoint: Checkpoint, goal: Goal, digests: di
         "world_size": goal.world_size,
         "key_type": checkpoint.optim.key_type if checkpoint.optim is not None else None,
         "notes": [_note(note) for note in notes],
-        "undetermined": [note.key for note in notes if note.kind == "undetermined"],
+        "undetermined": [key for note in notes if note.kind == "undetermined" for key in note.keys],
         "files": {file.path: file.nbytes for file in target.files},
         "digests": digests or {},
     }
@@ -41,4 +41,4 @@ def add_manifest(target: Target, checkpoint: Checkpoint, goal: Goal, digests: di
 
 
 def _note(note: Note) -> dict[str, str | None]:
-    return {"kind": note.kind, "key": note.key, "message": note.message}
+    return {"kind": note.kind, "key": note.key, "message": note.message}  # its keys, if many, have a field of their own

@@ -78,11 +78,15 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Something that was inferred, cast, dropped, renamed, repaired or not carried: shown in every summary."""
+    """Something that was inferred, cast, dropped, renamed, repaired or not carried: shown in every summary.
+
+    ``key`` names the one key concerned, ``keys`` lists them when there are many.
+    """
 
     kind: str
     message: str
     key: str | None = None
+    keys: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

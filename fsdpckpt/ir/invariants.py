@@ -192,9 +192,9 @@ def state_completeness(optim: OptimState) -> Iterator[Problem]:
     groups: list[list[ParamKey]] = []
     for group in optim.param_groups:
         params = group.get("params")
-        groups.append(
-            [key for key in params if isinstance(key, (int, str))] if isinstance(params, (list, tuple)) else []
-        )
+        if not isinstance(params, (list, tuple)):  # not read, so nothing can be said
+            return
+        groups.append([key for key in params if isinstance(key, (int, str))])
     seen: set[ParamKey] = set()
     for number, keys in enumerate(groups):
         for key in keys:

@@ -52,7 +52,9 @@ def decide_managed(checkpoint: Checkpoint, evidence: Evidence, *, strict: bool) 
     notes = list(checkpoint.notes)
     if inferred:
         notes.append(Note("inferred", f"{inferred} model keys are parameters: the optimizer lists them"))
-    notes.extend(Note("undetermined", "parameter or buffer: not known, cut like a parameter", key) for key in unsettled)
+    if unsettled:
+        what = f"{len(unsettled)} model keys may be parameters or buffers: cut like parameters"
+        notes.append(Note("undetermined", what, keys=tuple(unsettled)))
     extra = {key: _settle(value) for key, value in checkpoint.extra.items()}
     rank_extra = tuple({key: _settle(value) for key, value in extras.items()} for extras in checkpoint.rank_extra)
     return replace(checkpoint, model=model, optim=optim, extra=extra, rank_extra=rank_extra, notes=tuple(notes))

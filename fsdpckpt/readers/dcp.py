@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fsdpckpt.ir.checkpoint import Container, Layout
+from fsdpckpt.ir.checkpoint import Container, Layout, Note
 from fsdpckpt.ir.values import Global, Value
 from fsdpckpt.readers.chunks import Box, ChunkedTensor, build_tensors
 from fsdpckpt.readers.dcp_directory import DcpDirectory, open_directory
@@ -22,13 +22,16 @@ from fsdpckpt.storage.sources import Sources
 __all__ = ["UNREAD", "read_dcp"]
 
 UNREAD = Global("fsdpckpt", "unread")
-"""Stands for a pickled value while no data file may be opened."""
+"""Stands for a pickled value that ``locate=False`` left in its file."""
+
+FEW_VALUES = 1 << 14  # pickled values that are read in any case, at some microseconds each: groups, counters, ...
 
 
 def read_dcp(directory: str, files: FileTable, sources: Sources, *, locate: bool) -> Tree:
     """The checkpoint in ``directory``.
 
-    With ``locate=False`` no data file is opened: pieces have offset -1 and pickled values are ``UNREAD``. Raises
+    With ``locate=False`` no tensor's item is opened: pieces have offset -1, and pickled values are ``UNREAD`` when
+    there are more than ``FEW_VALUES`` (an optimizer with flattened keys has tens of thousands). Raises
     SourceIncompleteError (no metadata, files or items missing: all named), SourceCorruptError (contradictions),
     SourceUnsafeError (unknown globals), SourceUnsupportedError (compressed items).
     """
@@ -41,7 +44,7 @@ def read_dcp(directory: str, files: FileTable, sources: Sources, *, locate: bool
         values = read_values(found, numbers, sources, tree)
     else:
         chunked = list(_declared(found, numbers))
-        values = dict.fromkeys(found.metadata.items, UNREAD)
+        values = _few_values(found, numbers, sources, tree)
     tensors = build_tensors(chunked, world_size=found.world_size)
     if any(len(tensor.pieces) > 1 for tensor in tensors.values()):
         tree.layout = Layout.SHARDED
@@ -54,6 +57,14 @@ def read_dcp(directory: str, files: FileTable, sources: Sources, *, locate: bool
     )
     tree.root = nest(leaves, found.metadata.paths, file=directory, notes=tree.notes)
     return tree
+
+
+def _few_values(found: DcpDirectory, numbers: dict[str, int], sources: Sources, tree: Tree) -> dict[str, Value]:
+    items = found.metadata.items
+    if len(items) <= FEW_VALUES:
+        return read_values(found, numbers, sources, tree)
+    tree.notes.append(Note("unread", f"{len(items)} values that are no tensors were not read"))
+    return dict.fromkeys(items, UNREAD)
 
 
 def _declared(found: DcpDirectory, numbers: dict[str, int]) -> Iterator[ChunkedTensor]:

@@ -6,16 +6,18 @@ instead, and only its own header says where a chunk lies (``filesystem.py``: the
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import prod
 from typing import NamedTuple
 
 from fsdpckpt.containers.dcp_metadata import Chunk, DcpTensor
 from fsdpckpt.containers.safetensors_header import read_header
 from fsdpckpt.containers.torch_items import ItemReader
-from fsdpckpt.containers.torch_values import load_torch
-from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError
+from fsdpckpt.containers.torch_values import ChecksumRow, load_torch
+from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnrecognisedError
 from fsdpckpt.ir.checkpoint import Note
-from fsdpckpt.ir.values import Value
+from fsdpckpt.ir.values import Value, leaf_tensors
 from fsdpckpt.readers.chunks import Box, ChunkedTensor
 from fsdpckpt.readers.dcp_directory import DcpDirectory
 from fsdpckpt.readers.dcp_uneven import Mesh, StoredRows, fitting_meshes, true_starts
@@ -63,6 +65,7 @@ def locate_chunks(found: DcpDirectory, numbers: dict[str, int], sources: Sources
     return [ChunkedTensor(key, tensor.dtype, tensor.shape, boxes[key]) for key, tensor in tensors.items()]
 
 
+_SMALL_VALUE = 1 << 14  # bytes of a pickled value that is compared with those already read
 _EMPTY = Box(0, 0, -1, (), ())
 
 
@@ -83,7 +86,11 @@ def _locate_archives(
         if path != opened:
             reader = ItemReader(sources.open(found.file(path)))
             number, rank, opened = numbers[path], found.ranks[path], path
-        item = reader.tensor(offset, offset + length)
+        try:
+            item = reader.tensor(offset, offset + length)
+        except SourceUnrecognisedError:
+            with _as_corrupt(found, key):
+                raise
         if item.crc is not None:
             checksums.append((number, item.record_offset, item.record_nbytes, item.crc))
         if item.dtype is not tensors[key].dtype or len(item.shape) != len(chunk.size):
@@ -204,21 +211,49 @@ def _unplaceable(found: DcpDirectory, unexplained: list[str]) -> SourceCorruptEr
         details=unexplained[:50],
         file=found.path,
         key=unexplained[0].partition(":")[0],
-        why="FSDP2 x tensor parallel with uneven rows makes torch declare wrong chunks; here several ranks declared the "
-        "same one, so that rows were never stored, or no single mesh explains the sizes; or two saves are mixed",
+        why="FSDP2 x tensor parallel with uneven rows makes torch declare wrong chunks; here several ranks declared "
+        "the same one, so that rows were never stored, or no single mesh explains the sizes; or two saves are mixed",
         next_step="save full state dicts, or one torch.save file per rank",
     )
 
 
 def read_values(found: DcpDirectory, numbers: dict[str, int], sources: Sources, tree: Tree) -> dict[str, Value]:
-    """Every pickled value of the checkpoint, by flat key."""
+    """Every pickled value of the checkpoint, by flat key.
+
+    A flattened optimizer repeats each hyper-parameter for every parameter, as the same bytes: they are parsed once.
+    """
     values: dict[str, Value] = {}
+    known: dict[bytes, tuple[Value, list[ChecksumRow]]] = {}
     for key, stored in sorted(found.metadata.items.items(), key=lambda item: item[1][:2]):
-        path = stored.relative_path
+        path, begin, length, _ = stored
         source = sources.open(found.file(path))
-        value, checksums = load_torch(
-            source, numbers[path], begin=stored.offset, end=stored.offset + stored.length, rank=found.ranks[path]
-        )
+        data = source.read(begin, length) if length <= _SMALL_VALUE else b""
+        number, rank = numbers[path], found.ranks[path]
+        if data and data in known:
+            values[key], checksums = known[data]
+            tree.checksums.extend((number, begin + at, nbytes, crc) for _, at, nbytes, crc in checksums)
+            continue
+        with _as_corrupt(found, key):
+            value, checksums = load_torch(source, number, begin=begin, end=begin + length, rank=rank)
         tree.checksums.extend(checksums)
         values[key] = value
+        if data and not any(True for _ in leaf_tensors(value)):  # a tensor inside lies in its own item
+            known[data] = value, [(file, at - begin, nbytes, crc) for file, at, nbytes, crc in checksums]
     return values
+
+
+@contextmanager
+def _as_corrupt(found: DcpDirectory, key: str) -> Iterator[None]:
+    """Bytes that are no archive at all, where the metadata says one is, are damage."""
+    try:
+        yield
+    except SourceUnrecognisedError as error:
+        raise SourceCorruptError(
+            f"{found.path}: the item of {key} is no torch archive",
+            file=error.file,
+            key=key,
+            expected=error.expected,
+            found=error.found,
+            why="the data file was damaged, or overwritten by another save",
+            next_step="copy or save the checkpoint again",
+        ) from None

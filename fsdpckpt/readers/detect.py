@@ -12,10 +12,12 @@ from dataclasses import dataclass, field, replace
 
 from fsdpckpt.containers.collection import without_collection
 from fsdpckpt.errors import (
+    FsdpckptError,
     NeedsInformationError,
     SourceMissingError,
     SourceUnrecognisedError,
     SourceUnsafeError,
+    SourceUnsupportedError,
 )
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout, Note, OptimState
 from fsdpckpt.ir.invariants import problems
@@ -94,12 +96,14 @@ class _Opening:
         if found is None:
             raise self._nothing()
         read: list[ReadPart] = []
+        refused: list[FsdpckptError] = []
         for part in found.parts:
-            one = self._read_or_note(part, found.notes)
-            if one is not None:
-                read.append(one)
-        if not read:
-            raise self._nothing()
+            if part.neighbour:
+                self._read_neighbour(part, read, refused, found.notes)
+            else:
+                read.append(self._read(part))
+        if refused and all(part.auxiliary for part in read):
+            raise refused[0]
         flavor = flavor_of(found.names, found.path)
         checkpoint = join(self.source, read, self.files, flavor=flavor, notes=found.notes)
         return _with_manifest(checkpoint, found, self.sources)
@@ -123,17 +127,21 @@ class _Opening:
             )
         return read
 
-    def _read_or_note(self, part: Part, notes: list[Note]) -> ReadPart | None:
+    def _read_neighbour(
+        self, part: Part, read: list[ReadPart], refused: list[FsdpckptError], notes: list[Note]
+    ) -> None:
         """A file beside the checkpoint that this program refuses (a training script's own classes) is not carried."""
-        mark = len(self.files.files())
+        before = self.files
+        self.files = FileTable()
+        for file in before.files():
+            self.files.add(file.path, file.nbytes)
         try:
-            return self._read(part)
-        except (SourceUnsafeError, SourceUnrecognisedError) as error:
-            if len(self.files.files()) > mark or _is_section_name(part.stem):
-                raise
+            read.append(self._read(part))
+        except (SourceUnsafeError, SourceUnrecognisedError, SourceUnsupportedError) as error:
+            self.files = before
+            refused.append(error)
             names = ", ".join(error.details[:5]) or error.what
             notes.append(Note("not-carried", f"{part.label} is not carried: {names}", part.stem))
-            return None
 
     def _search(self, path: str, depth: int) -> _Found | None:
         """The parts at ``path``: of the directory itself, of it and its sub-directories, or of the only one below."""
@@ -193,10 +201,6 @@ def _parent(path: str) -> str:
 
 def _kind(tree: Tree) -> str:
     return "tensor" if isinstance(tree.root, Tensor) else type(tree.root).__name__
-
-
-def _is_section_name(stem: str) -> bool:
-    return re.search(r"model|optim|state_dict|weights", stem, re.IGNORECASE) is not None
 
 
 def _not_carried(listing: Listing) -> list[Note]:

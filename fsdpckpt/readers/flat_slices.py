@@ -105,7 +105,7 @@ def flattened_problem(evidence: Sequence[str] | str, file: str) -> Problem:
         "flattened",
         f"these are FSDP1's flattened shards: {reason}. A slice of a flat parameter does not say which parameters, of "
         "which shapes, lie in it, and this version converts full and sharded checkpoints only: save again with "
-        "FSDP.optim_state_dict or a FULL_STATE_DICT or SHARDED_STATE_DICT type, or convert the other section with --only",
+        "FSDP.optim_state_dict or a FULL_STATE_DICT or SHARDED_STATE_DICT type, or convert the other section (--only)",
         file=file,
         key=key,
         section=section,

@@ -21,6 +21,7 @@ __all__ = ["Listing", "Part", "file_part", "list_parts"]
 
 ZIP_MAGIC = b"PK\x03\x04"
 LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"  # protocol 2, then torch's magic number as a long
+_SECTION = re.compile(r"model|optim|state_dict|weights|params", re.IGNORECASE)
 _INDEX = ".safetensors.index.json"
 _SHARD = re.compile(r"^(?:shard-\d+-)?(?P<stem>.*?)-\d+-of-\d+\.safetensors$")
 
@@ -31,13 +32,15 @@ Reader = Callable[[FileTable, Sources], Tree]
 class Part:
     """``label`` names it in messages (a path), ``stem`` names its extras, ``read`` opens it.
 
-    ``bare_ranks``: file names with nothing but a number were taken for ranks.
+    ``bare_ranks``: file names with nothing but a number were taken for ranks. ``neighbour``: the name does not say
+    that this is a model or an optimizer, so a checkpoint can do without it.
     """
 
     label: str
     stem: str
     read: Reader
     bare_ranks: bool = False
+    neighbour: bool = False
 
 
 @dataclass(slots=True)
@@ -162,7 +165,10 @@ def _torch_parts(entries: Iterable[Entry], listing: Listing, sources: Sources) -
 
 
 def _torch_part(path: str, name: str) -> Part:
-    return Part(path, _stem(name), lambda files, sources: _read_torch_file(path, files, sources))
+    stem = _stem(name)
+    return Part(
+        path, stem, lambda files, sources: _read_torch_file(path, files, sources), neighbour=not _SECTION.search(stem)
+    )
 
 
 def _is_torch(entry: Entry, sources: Sources) -> bool:
@@ -181,7 +187,7 @@ def _ranks_part(found: RankSet, torch: Mapping[str, Entry], directory: str) -> P
 
     first, last = found.name(min(paths)), found.name(max(paths))
     label = f"{directory.rstrip('/')}/{first}" + (f" .. {last}" if len(paths) > 1 else "")
-    return Part(label, found.stem, read, found.bare)
+    return Part(label, found.stem, read, found.bare, neighbour=not _SECTION.search(found.stem))
 
 
 def _require_all_ranks(sets: list[RankSet], directory: str) -> None:

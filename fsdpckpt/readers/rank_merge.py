@@ -136,7 +136,7 @@ class Merge:
             rows.append((self._ranks[have[0]], self._files[have[0]], 0, *(0,) * ndim, *first.shape, *(1,) * ndim))
             if 0 not in first.shape:
                 rows.clear()
-        return Tensor(first.dtype, first.shape, _pieces(rows, ndim), True, first.placement)
+        return Tensor(first.dtype, first.shape, _pieces(rows, ndim), managed=True, placement=first.placement)
 
     def _plain(self, values: Sequence[StoredTensor], have: list[int], path: _Path) -> Value:
         first = values[have[0]]
@@ -195,7 +195,7 @@ def _located(value: object, file: int, rank: int) -> Value:
     if isinstance(value, Distributed):
         ndim = len(value.shape)
         rows = [(rank, file, box.offset, *box.start, *box.size, *box.stride) for box in value.boxes]
-        return Tensor(value.dtype, value.shape, _pieces(rows, ndim), True, value.placement)
+        return Tensor(value.dtype, value.shape, _pieces(rows, ndim), managed=True, placement=value.placement)
     if isinstance(value, dict):
         return {key: _located(child, file, rank) for key, child in value.items()}
     if isinstance(value, list):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from fsdpckpt.containers.pickle_read import collector_paused
 from fsdpckpt.containers.torch_values import TorchArchive, read_archive
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError
 from fsdpckpt.ir.checkpoint import Container, Layout
@@ -32,7 +33,11 @@ def read_torch_ranks(paths: Mapping[int, str], files: FileTable, sources: Source
     than its name says or by another run, and what ``read_archive`` raises. Keys that ranks lack, and flattened shards,
     are ``problems`` of the tree.
     """
-    ranks = sorted(paths)
+    with collector_paused(sum(sources.open(path).nbytes for path in paths.values())):
+        return _read(paths, sorted(paths), files, sources)
+
+
+def _read(paths: Mapping[int, str], ranks: Sequence[int], files: FileTable, sources: Sources) -> Tree:
     numbers: list[int] = []
     archives: list[TorchArchive] = []
     for rank in ranks:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -16,10 +17,10 @@ if TYPE_CHECKING:
 class _CallablePackage(ModuleType):
     """Importing a submodule binds the package to ``fsdpckpt.verify``; so the package itself has to be the function."""
 
-    def __call__(self, source: str, **options: object) -> Verification:
+    def __call__(self, source: str | os.PathLike[str], **options: object) -> Verification:
         from fsdpckpt.verify.run import verify
 
-        return verify(source, **options)  # type: ignore[arg-type]
+        return verify(os.fspath(source), **options)  # type: ignore[arg-type]
 
 
 sys.modules[__name__].__class__ = _CallablePackage

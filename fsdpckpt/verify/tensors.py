@@ -74,7 +74,7 @@ def _count(one: Bytes, other: Bytes, dtype: DType, tolerance: Tolerance | None, 
         with np.errstate(all="ignore"):
             apart = np.abs(left - right)
             if tolerance is not None:
-                close = apart <= tolerance.atol + tolerance.rtol * np.abs(right)
+                close = np.isfinite(apart) & (apart <= tolerance.atol + tolerance.rtol * np.abs(right))
                 close |= (left == right) | (np.isnan(left) & np.isnan(right))
                 where, apart = where[~close], apart[~close]
         numbers = apart[~np.isnan(apart)]

@@ -30,12 +30,18 @@ def _parts(value: Object) -> list[Value]:
     return [value.function, value.new, value.has_state, list(value.args), value.state, list(value.items), entries]
 
 
+def _object_text(value: Global | Object) -> str:
+    if isinstance(value, Object):
+        return f"{value.function}(...)"
+    return "(not read)" if (value.module, value.name) == ("fsdpckpt", "unread") else str(value)
+
+
 def value_text(value: Value) -> str:
     """A value in at most about 60 characters: scalars as Python writes them, tensors and objects by what they are."""
     if isinstance(value, Tensor):
         return f"tensor {value.dtype.name} {list(value.shape)}"
     if isinstance(value, (Global, Object)):
-        text = str(value) if isinstance(value, Global) else f"{value.function}(...)"
+        text = _object_text(value)
     elif isinstance(value, (bytes, bytearray)):
         text = f"{len(value)} bytes"
     elif isinstance(value, (list, tuple)) and len(value) > 8:

@@ -14,7 +14,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from fsdpckpt.containers.dcp_metadata_write import DcpEntry, StoredChunk, metadata_pickle
-from fsdpckpt.containers.pickle_write import PickleWriter, StorageView, dumps
+from fsdpckpt.containers.pickle_opcodes import PickleOpcodes, StorageView
+from fsdpckpt.containers.pickle_write import dumps
 from fsdpckpt.containers.zip_write import ALIGNMENT, TorchZip
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.dtypes import DType
@@ -178,7 +179,7 @@ def _tensor_item(
     nbytes = dtype.itemsize
     for extent in size:
         nbytes *= extent
-    writer = PickleWriter()
+    writer = PickleOpcodes()
     writer.view(StorageView("0", dtype, 0, size, contiguous_stride(size), nbytes))
     file = TargetFile("")
     archive = TorchZip(file, stem=_STEM)

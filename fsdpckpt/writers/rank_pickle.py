@@ -12,7 +12,8 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
-from fsdpckpt.containers.pickle_write import PickleWriter, StorageView, integer, integers
+from fsdpckpt.containers.pickle_opcodes import StorageView, integer, integers
+from fsdpckpt.containers.pickle_write import PickleWriter
 from fsdpckpt.containers.zip_write import TorchZip
 from fsdpckpt.ir.dtypes import DTYPES, DType
 from fsdpckpt.ir.targets import TargetFile

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from fsdpckpt.containers.pickle_write import StorageView
+from fsdpckpt.containers.pickle_opcodes import StorageView
 from fsdpckpt.containers.zip_write import TorchZip
 from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.ir.dtypes import DType

@@ -10,7 +10,8 @@ from collections import OrderedDict
 import pytest
 import torch
 
-from fsdpckpt.containers.pickle_write import StorageView, dumps, integer, integers
+from fsdpckpt.containers.pickle_opcodes import StorageView, integer, integers
+from fsdpckpt.containers.pickle_write import dumps
 from fsdpckpt.errors import InternalError, SourceUnsupportedError
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Pieces, Tensor

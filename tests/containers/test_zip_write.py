@@ -2,14 +2,14 @@ from __future__ import annotations
 
 import os
 import zipfile
-import zlib
 
 import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fsdpckpt.containers.pickle_write import StorageView, dumps
+from fsdpckpt.containers.pickle_opcodes import StorageView
+from fsdpckpt.containers.pickle_write import dumps
 from fsdpckpt.containers.zip_write import ALIGNMENT, TorchZip
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.targets import Target, TargetFile
@@ -94,23 +94,19 @@ def test_an_archive_inside_a_file_counts_offsets_from_its_own_begin(source):
 
 
 def test_more_records_than_16_bits_count(tmp_path):
-    count = 66_000
+    count, looked_at = 66_000, (0, 65_535, 65_999)
     path = str(tmp_path / "many.pt")
-    source = np.arange(1, count + 1, dtype=np.float32)
-    file = archive_of([flat(1, 4 * index) for index in range(count)], stem="many")
-    data = bytearray(file.nbytes)
-    for offset, begin, nbytes in file.literals:
-        data[offset : offset + nbytes] = file.blob[begin : begin + nbytes]
-    for slot, value in zip(file.slots, source, strict=True):
-        data[slot.offset : slot.offset + 4] = value.tobytes()
-    for begin, end, places in file.checksums:
-        for place in places:
-            data[place : place + 4] = zlib.crc32(data[begin:end]).to_bytes(4, "little")
-    with open(path, "wb") as stream:
-        stream.write(data)
+    tensors = [flat(1) for _ in looked_at]
+    views = {id(t): StorageView(str(key), FLOAT, 0, (1,), (1,), 4) for t, key in zip(tensors, looked_at, strict=True)}
+    file = TargetFile("")
+    archive = TorchZip(file, stem="many")
+    archive.pickle(dumps(list(tensors), lambda tensor: views[id(tensor)]))
+    for key in range(count):
+        archive.record(f"data/{key}", np.float32(key + 1).tobytes())
+    archive.finish()
+    materialise(Target([file], directory=False), [], path)
     assert len(zipfile.ZipFile(path).namelist()) == count + 4
-    loaded = torch.load(path, weights_only=True)
-    assert [float(loaded[index]) for index in (0, 65_535, count - 1)] == [1.0, 65_536.0, float(count)]
+    assert [float(tensor) for tensor in torch.load(path, weights_only=True)] == [key + 1.0 for key in looked_at]
 
 
 def test_records_longer_and_later_than_four_gib(tmp_path):

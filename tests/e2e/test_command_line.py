@@ -14,9 +14,9 @@ import torch
 from tests.e2e.conversions import expected, load_full, same_as_truth
 from tests.oracle.forms import form
 from tests.oracle.session import Oracle
+from tests.oracle.toy import BUFFERS
 
-pytestmark = pytest.mark.xdist_group("world-4")
-
+BUFFER_OPTIONS = [word for name in BUFFERS for word in ("--buffers", name)]
 PROGRAM = os.path.join(os.path.dirname(sys.executable), "fsdpckpt")
 
 
@@ -34,12 +34,11 @@ def test_sharded_to_full_to_three_ranks_and_back(oracle: Oracle, tmp_path: Path)
             "convert",
             tmp_path / "three",
             tmp_path / "ranks",
-            "--to",
-            "sharded",
             "--container",
             "torch",
             "--world-size",
             "3",
+            *BUFFER_OPTIONS,
         ),
         ("convert", tmp_path / "ranks", tmp_path / "again.pt", "--to", "full", "--verify", "full"),
     ):
@@ -55,7 +54,7 @@ def test_sharded_to_full_to_three_ranks_and_back(oracle: Oracle, tmp_path: Path)
 def test_sharded_tensor_files_are_asked_for_by_an_option(oracle: Oracle, tmp_path: Path) -> None:
     done = fsdpckpt(
         "convert", oracle.checkpoints(4) / "f1_dcp", tmp_path / "out", "--to", "sharded", "--container", "torch",
-        "--tensor", "sharded-tensor", "--world-size", "2",
+        "--tensor", "sharded-tensor", "--world-size", "2", *BUFFER_OPTIONS,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert b"ShardedTensor" in (tmp_path / "out" / "model_world_size_2_rank_0.pt").read_bytes()

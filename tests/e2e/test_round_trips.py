@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.tensor import DTensor
 
 from fsdpckpt.converters.convert import convert
 from fsdpckpt.converters.options import ConvertOptions, TensorForm
+from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.executor.progress import NoProgress
 from fsdpckpt.ir.checkpoint import Container, Layout
 from tests.e2e.conversions import buffers, converted, expected, load_full, same_as_truth
@@ -19,8 +21,6 @@ from tests.oracle.compare import differences
 from tests.oracle.forms import form
 from tests.oracle.session import Oracle
 from tests.oracle.toy import BUFFERS
-
-pytestmark = pytest.mark.xdist_group("world-3")
 
 FULL = ConvertOptions(to=Layout.FULL)
 WORLD = 3
@@ -43,7 +43,9 @@ def as_dcp_gives_it_back(value: Any) -> Any:
 )
 def test_dcp_to_torch_save_reads_the_dcp_that_is_written(oracle: Oracle, tmp_path: Path, source: str) -> None:
     entry = form(source)
-    options = ConvertOptions(to=Layout.SHARDED, container=Container.DCP, world_size=4, buffers=buffers(entry, WORLD))
+    options = ConvertOptions(
+        to=Layout.SHARDED, container=Container.DCP, world_size=4, buffers=buffers(entry, WORLD, Container.DCP)
+    )
     converted(oracle, entry, WORLD, tmp_path / "dcp", options)
     dcp_to_torch_save(str(tmp_path / "dcp"), str(tmp_path / "torch.pt"))
     truth = expected(oracle, entry, WORLD)
@@ -82,9 +84,15 @@ CHAINS = {
         ConvertOptions(to=Layout.FULL),
     ),
     "7 ranks of ShardedTensor files, DCP of 6, 3 ranks of DTensor files, full": (
-        ConvertOptions(to=Layout.SHARDED, container=Container.TORCH, world_size=7, tensor=TensorForm.SHARDED_TENSOR),
+        ConvertOptions(
+            to=Layout.SHARDED,
+            container=Container.TORCH,
+            world_size=7,
+            tensor=TensorForm.SHARDED_TENSOR,
+            buffers=BUFFERS,
+        ),
         ConvertOptions(to=Layout.SHARDED, container=Container.DCP, world_size=6),
-        ConvertOptions(to=Layout.SHARDED, container=Container.TORCH, world_size=3),
+        ConvertOptions(to=Layout.SHARDED, container=Container.TORCH, world_size=3, buffers=BUFFERS),
         ConvertOptions(to=Layout.FULL),
     ),
     "DCP of 20, DCP as it is cut, full": (
@@ -106,7 +114,7 @@ def test_a_chain_of_conversions_ends_where_it_began(oracle: Oracle, tmp_path: Pa
 
 
 def test_the_same_conversion_twice_writes_the_same_bytes(oracle: Oracle, tmp_path: Path) -> None:
-    options = ConvertOptions(to=Layout.SHARDED, container=Container.TORCH, world_size=4)
+    options = ConvertOptions(to=Layout.SHARDED, container=Container.TORCH, world_size=4, buffers=BUFFERS)
     for name, threads in (("one", 1), ("two", 4)):
         again(
             oracle.checkpoints(WORLD) / "f2_dcp",
@@ -147,3 +155,15 @@ def test_every_dtype_that_adam_and_buffers_use_arrives_unchanged(tmp_path: Path)
     for number, options in enumerate(CHAINS["full, 5 ranks of DTensor files, DCP of 2, full"][1:]):
         at = again(at, tmp_path / f"step-{number}{'.pt' if options.to is Layout.FULL else ''}", options)
     assert differences(load_full(at)["model"], model) == []
+
+
+def test_dcp_metadata_says_what_is_sharded_and_asks_about_nothing_else(oracle: Oracle, tmp_path: Path) -> None:
+    source = oracle.checkpoints(WORLD) / "f2_dcp"
+    options = ConvertOptions(to=Layout.SHARDED, container=Container.TORCH, world_size=2)
+    with pytest.raises(NeedsInformationError) as asked:
+        again(source, tmp_path / "ranks", options)
+    assert asked.value.details == ("void",)
+    again(source, tmp_path / "ranks", replace(options, exclude=("void",)))
+    held = torch.load(tmp_path / "ranks" / "model_world_size_2_rank_1.pt", weights_only=True)
+    plain = {key for key, value in held.items() if not isinstance(value, DTensor)}
+    assert plain == set(BUFFERS) - {"void"}

@@ -15,7 +15,7 @@ from tests.oracle.forms import FORMS, WORLDS, Form, form
 from tests.oracle.session import Oracle
 
 CASES = [
-    pytest.param(entry, world, id=f"{entry.path}-of-{world}", marks=pytest.mark.xdist_group(f"world-{world}"))
+    pytest.param(entry, world, id=f"{entry.path}-of-{world}")
     for world in WORLDS
     for entry in FORMS
     if world in entry.worlds
@@ -32,7 +32,6 @@ def test_a_checkpoint_becomes_the_full_state_that_pytorch_had(
     assert same_as_truth(found, truth, grouped=entry.grouped) == []
 
 
-@pytest.mark.xdist_group("world-2")
 def test_ids_stay_integers_so_that_a_plain_optimizer_takes_its_state(oracle: Oracle, tmp_path: Path) -> None:
     from tests.oracle.toy import adamw, seeded_model
 
@@ -47,13 +46,11 @@ def test_ids_stay_integers_so_that_a_plain_optimizer_takes_its_state(oracle: Ora
     assert differences(model.state_dict(), truth["model"]) == []
 
 
-@pytest.mark.xdist_group("world-3")
 def test_what_is_neither_model_nor_optimizer_comes_along(oracle: Oracle, tmp_path: Path) -> None:
     converted(oracle, form("f2_dcp"), 3, tmp_path / "full.pt", FULL)
     assert differences(load_full(tmp_path / "full.pt")["progress"], {"step": 3, "seen": torch.tensor(36)}) == []
 
 
-@pytest.mark.xdist_group("world-3")
 @pytest.mark.parametrize("section", [Section.MODEL, Section.OPTIM])
 def test_one_section_alone_is_written_without_a_wrapper(oracle: Oracle, tmp_path: Path, section: Section) -> None:
     converted(oracle, form("f1_ranks"), 3, tmp_path / "part.pt", ConvertOptions(to=Layout.FULL, only=section))
@@ -62,7 +59,6 @@ def test_one_section_alone_is_written_without_a_wrapper(oracle: Oracle, tmp_path
     assert differences(load_full(tmp_path / "part.pt"), wanted) == []
 
 
-@pytest.mark.xdist_group("world-4")
 @pytest.mark.parametrize("path", ["f1_dcp", "f1_ranks", "f2_dcp", "f2_ranks_ids", "h1_ranks", "tp_ranks"])
 def test_a_full_verification_finds_nothing_wrong(oracle: Oracle, tmp_path: Path, path: str) -> None:
     report = converted(
@@ -72,7 +68,6 @@ def test_a_full_verification_finds_nothing_wrong(oracle: Oracle, tmp_path: Path,
     assert same_as_truth(load_full(tmp_path / "full.pt"), expected(oracle, form(path), 4)) == []
 
 
-@pytest.mark.xdist_group("world-2")
 def test_tied_weights_of_a_full_file_still_share_one_storage(oracle: Oracle, tmp_path: Path) -> None:
     weight = torch.randn(5, 3)
     torch.save({"model": {"a": weight, "b": weight, "c": weight[1:3]}}, tmp_path / "tied.pt")

@@ -126,7 +126,7 @@ def test_what_the_source_says_wins_over_inference() -> None:
 
 def test_a_dcp_target_cuts_what_is_undetermined_and_says_so() -> None:
     decided = decide_managed(_checkpoint(), Evidence(), strict=False)
-    assert [note.key for note in decided.notes if note.kind == "undetermined"] == ["net.running"]
+    assert [note.keys for note in decided.notes if note.kind == "undetermined"] == [("net.running",)]
 
 
 def test_as_many_ids_as_model_tensors_prove_all_of_them_parameters() -> None:

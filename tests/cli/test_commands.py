@@ -1,0 +1,212 @@
+"""The four commands on files torch saved: what is printed where, exit codes, JSON."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cli.conftest import Run, training_state
+
+
+def test_inspect_shows_a_summary_then_a_line_a_key(run: Run, saved: Path) -> None:
+    done = run("inspect", saved)
+    assert (done.code, done.err) == (0, "")
+    lines = done.out.splitlines()
+    assert lines[0] == f"{saved}: full, torch (plain), 1 rank"
+    assert "model: 6 tensors, 80 elements, 320 B, float32" in lines
+    assert "optim: keys: id, 18 tensors, 166 elements, 664 B, float32" in lines
+    assert "problems: none" in lines
+    assert any(line.startswith("  0: 6 parameters; lr=0.01, betas=(0.9, 0.999)") for line in lines)
+    assert "  epoch = 4" in lines
+    table = lines[lines.index("") + 1 :]
+    assert table[0].split() == ["section", "key", "dtype", "shape", "bytes", "placement"]
+    assert [line.split()[:2] for line in table[1:3]] == [["model", "0.weight"], ["model", "0.bias"]]
+    assert len(table) == 1 + 24
+
+
+def test_inspect_json_is_the_contracts_document(run: Run, saved: Path) -> None:
+    done = run("inspect", saved, "--json", "--ranks")
+    document = json.loads(done.out)
+    assert (document["layout"], document["container"], document["key_type"], document["world_size"]) == (
+        "full",
+        "torch",
+        "id",
+        1,
+    )
+    assert document["sections"]["optim"]["tensors"] == 18
+    first = document["tensors"][0]
+    expected = {
+        "section": "model", "param": "0.weight", "state": None, "key": "0.weight",
+        "dtype": "float32", "shape": [7, 5], "numel": 35, "nbytes": 140, "placement": "whole",
+    }  # fmt: skip
+    assert {name: first[name] for name in expected} == expected
+    (piece,) = first["pieces"]
+    data = saved.read_bytes()[piece["offset"] : piece["offset"] + piece["nbytes"]]
+    assert torch.equal(
+        torch.frombuffer(bytearray(data), dtype=torch.float32).view(7, 5),
+        training_state()["model"]["0.weight"],  # type: ignore[index]
+    )
+    assert (piece["rank"], piece["file"], piece["box"]) == (0, str(saved), [[0, 7], [0, 5]])
+    moment = next(row for row in document["tensors"] if row["key"] == "3.exp_avg_sq")
+    assert (moment["section"], moment["param"], moment["state"]) == ("optim", "3", "exp_avg_sq")
+    assert document["param_groups"][0]["params"] == [0, 1, 2, 3, 4, 5]
+    assert document["extra"] == [{"key": "epoch", "type": "int", "value": 4}]
+    assert document["problems"] == []
+    assert "pieces" not in json.loads(run("inspect", saved, "--json").out)["tensors"][0]
+
+
+def test_names_only_is_for_pipes(run: Run, saved: Path) -> None:
+    done = run("inspect", saved, "--names-only", "--section", "model")
+    assert done.out.splitlines() == ["0.weight", "0.bias", "1.weight", "1.bias", "2.weight", "2.bias"]
+    done = run("inspect", saved, "--names-only", "--keys", "*.exp_avg", "--keys", "2.w*")
+    assert done.out.splitlines() == ["2.weight", *(f"{n}.exp_avg" for n in range(6))]
+
+
+def test_no_matching_key_is_said_on_stderr_and_not_with_quiet(run: Run, saved: Path) -> None:
+    assert run("inspect", saved, "--names-only", "--keys", "nothing*").out == ""
+    assert "no key matches" in run("inspect", saved, "--keys", "nothing*").err
+    assert run("inspect", saved, "--keys", "nothing*", "-q").err == ""
+
+
+def test_stats_are_those_of_the_tensors(run: Run, saved: Path) -> None:
+    document = json.loads(run("inspect", saved, "--stats", "--section", "model", "--json").out)
+    weight = training_state()["model"]["2.weight"].double()  # type: ignore[index]
+    row = next(row for row in document["tensors"] if row["key"] == "2.weight")
+    assert row["stats"]["max"] == weight.max().item()
+    assert row["stats"]["norm"] == pytest.approx(weight.norm().item())
+    assert row["stats"]["std"] == pytest.approx(weight.std(correction=0).item())
+    table = run("inspect", saved, "--stats", "--keys", "2.weight").out.splitlines()
+    assert f"{weight.min().item():.5g}" in table[-1].split()
+
+
+def test_ranks_show_file_and_offset(run: Run, saved: Path) -> None:
+    line = run("inspect", saved, "--ranks", "--keys", "2.bias").out.splitlines()[-1].split()
+    assert line[:2] == ["model", "2.bias"]
+    assert "step-2.pt" in line
+    assert int(line[-1]) > 0
+
+
+def test_diff_of_equal_checkpoints_is_quiet_about_differences(run: Run, saved: Path, tmp_path: Path) -> None:
+    other = tmp_path / "b.pt"
+    torch.save(training_state(), other)
+    done = run("diff", saved, other)
+    assert done.code == 0
+    assert {line[0] for line in done.out.splitlines()} == {"="}
+    assert "0 differ" in done.err
+
+
+def test_diff_shows_a_sigil_a_key_and_exits_1(run: Run, saved: Path, tmp_path: Path) -> None:
+    state = training_state()
+    model: dict[str, torch.Tensor] = state["model"]  # type: ignore[assignment]
+    model["2.bias"][1] += 0.25
+    model["new"] = model.pop("0.bias")
+    state["epoch"] = 5
+    torch.save(state, tmp_path / "b.pt")
+    done = run("diff", saved, tmp_path / "b.pt")
+    assert done.code == 1
+    changed = [line for line in done.out.splitlines() if not line.startswith("=")]
+    assert changed[0] == "- model 0.bias  tensor float32 [7]"
+    assert changed[1].startswith("* model 2.bias  1 of 3 elements differ, first at [1], by up to 0.25")
+    assert changed[2:] == ["* extra epoch  4 vs 5", "+ model new  tensor float32 [7]"]
+    document = json.loads(run("diff", saved, tmp_path / "b.pt", "--json").out)
+    assert document["counts"] == {"same": len(document["entries"]) - 4, "differ": 2, "only_a": 1, "only_b": 1}
+    assert document["same"] is False
+    assert run("diff", saved, tmp_path / "b.pt", "--only", "optim").code == 0
+    assert run("diff", saved, tmp_path / "b.pt", "--only", "model", "--atol", "0.5").code == 1
+
+
+def test_diff_within_a_tolerance(run: Run, saved: Path, tmp_path: Path) -> None:
+    state = training_state()
+    state["model"]["2.bias"] += 1e-6  # type: ignore[index]
+    torch.save(state, tmp_path / "b.pt")
+    assert run("diff", saved, tmp_path / "b.pt").code == 1
+    assert run("diff", saved, tmp_path / "b.pt", "--atol", "1e-4").code == 0
+
+
+def test_verify_says_a_sound_file_is_whole(run: Run, saved: Path) -> None:
+    done = run("verify", saved)
+    assert (done.code, done.out) == (0, "")
+    assert f"{saved} is whole: 24 tensors" in done.err
+    assert run("verify", saved, "-q").err == ""
+
+
+def test_verify_digests_are_the_data_on_stdout(run: Run, saved: Path) -> None:
+    lines = run("verify", saved, "--digests", "-q").out.splitlines()
+    weight = training_state()["model"]["0.weight"]  # type: ignore[index]
+    assert lines[0] == f"{hashlib.sha256(weight.numpy().tobytes()).hexdigest()}  model 0.weight float32 [7, 5]"
+    assert len(lines) == 24
+
+
+def test_verify_finds_a_flipped_byte_that_torch_loads_silently(run: Run, saved: Path) -> None:
+    piece = json.loads(run("inspect", saved, "--json", "--ranks").out)["tensors"][0]["pieces"][0]
+    data = bytearray(saved.read_bytes())
+    data[piece["offset"] + 3] ^= 1
+    saved.write_bytes(data)
+    torch.load(saved, weights_only=True)
+    done = run("verify", saved)
+    assert done.code == 1
+    assert done.out.startswith("problem: checksum: ")
+    document = json.loads(run("verify", saved, "--json").out)
+    assert [problem["kind"] for problem in document["problems"]] == ["checksum"]
+    assert document["whole"] is False
+
+
+def test_verify_finite(run: Run, tmp_path: Path) -> None:
+    torch.save({"a.weight": torch.tensor([1.0, float("nan")])}, tmp_path / "nan.pt")
+    assert run("verify", tmp_path / "nan.pt").code == 0
+    done = run("verify", tmp_path / "nan.pt", "--finite")
+    assert done.code == 1
+    assert "a.weight: 1 NaN and 0 Inf of 2 elements" in done.out
+
+
+def test_states_that_share_bytes_are_shown_by_inspect_found_by_verify_and_refused_by_convert(
+    run: Run, tmp_path: Path
+) -> None:
+    moment = torch.randn(4, 3)
+    state = {"w": {"step": torch.tensor(2.0), "exp_avg": moment, "exp_avg_sq": moment.view(4, 3)}}
+    path = tmp_path / "aliased.pt"
+    torch.save({"state": state, "param_groups": [{"lr": 0.1, "params": ["w"]}]}, path)
+    assert "problem: optim w: the states exp_avg and exp_avg_sq lie on the same bytes" in run("inspect", path).out
+    assert run("inspect", path, "--ranks").code == 0
+    assert run("verify", path).code == 1
+    refused = run("convert", path, tmp_path / "out.pt", "--to", "full")
+    assert refused.code == 3
+    assert "exp_avg and exp_avg_sq lie on the same bytes" in refused.err
+    assert "why:" in refused.err
+    assert not (tmp_path / "out.pt").exists()
+
+
+def test_convert_prints_what_it_did_and_diff_agrees(run: Run, saved: Path, tmp_path: Path) -> None:
+    done = run("convert", saved, tmp_path / "out", "--to", "sharded", "--world-size", "3")
+    assert done.code == 0, done.err
+    assert done.out.startswith(f"{tmp_path / 'out'}: sharded, dcp, 3 ranks\n")
+    assert run("diff", saved, tmp_path / "out").code == 0
+    document = json.loads(run("convert", saved, tmp_path / "again.pt", "--to", "full", "--json").out)
+    assert (document["layout"], document["container"], document["tensors"]) == ("full", "torch", 24)
+    torch.load(tmp_path / "again.pt", weights_only=True)
+
+
+def test_a_dry_run_prints_the_plan_and_writes_nothing(run: Run, saved: Path, tmp_path: Path) -> None:
+    done = run("convert", saved, tmp_path / "out.pt", "--only", "model", "--dtype", "bfloat16", "--dry-run")
+    assert done.code == 0, done.err
+    assert "read    320 B of tensor data" in done.out
+    assert "nothing was written" in done.out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-2.pt"]
+
+
+def test_every_option_of_convert_reaches_the_conversion(run: Run, saved: Path, tmp_path: Path) -> None:
+    done = run(
+        "convert", saved, tmp_path / "out.pt", "--to", "full", "--container", "torch", "--only", "model",
+        "--include", "*.weight", "--exclude", "1.*", "--rename", "0=first", "--add-prefix", "net.",
+        "--dtype", "float16", "--max-memory", "1MiB", "--threads", "1", "--verify", "full", "-q",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    assert done.err == ""
+    loaded = torch.load(tmp_path / "out.pt", weights_only=True)
+    original = training_state()["model"]
+    assert list(loaded) == ["net.first.weight", "net.2.weight"]
+    assert torch.equal(loaded["net.2.weight"], original["2.weight"].half())  # type: ignore[index]

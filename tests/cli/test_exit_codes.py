@@ -1,0 +1,265 @@
+"""Every way to end: the code, and an error that says what, why and what to type next, where it belongs."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdpckpt import errors
+from fsdpckpt.cli.messages import error_json, error_text, in_our_words
+from tests.cli.conftest import Run, training_state
+
+PROGRAM = [sys.executable, "-m", "fsdpckpt"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["convert", "a.pt", "b.pt", "--to", "flattened"],
+        ["convert", "a.pt", "b.pt", "--units", "units.json"],
+        ["convert", "a.pt", "b.pt", "--key-type", "id"],
+        ["convert", "a.pt", "b.pt", "--launcher", "torchrun"],
+        ["convert", "a.pt", "b.pt", "--resume"],
+        ["convert", "a.pt", "b.pt", "--flavor", "verl"],
+        ["convert", "a.pt"],
+        ["convert", "a.pt", "b.pt", "--world-size", "0"],
+        ["convert", "a.pt", "b.pt", "--rename", "no-equals-sign"],
+        ["convert", "a.pt", "b.pt", "--max-memory", "lots"],
+        ["inspect", "a.pt", "--section", "elsewhere"],
+        ["inspect"],
+        ["diff", "a.pt"],
+        ["diff", "a.pt", "b.pt", "--rtol", "-1"],
+        ["units"],
+        ["--nonsense"],
+    ],
+)
+def test_a_wrong_command_line_is_2_and_says_where_help_is(run: Run, arguments: list[str]) -> None:
+    done = run(*arguments)
+    assert done.code == 2
+    assert done.out == ""
+    assert done.err.startswith("error: usage: ")
+    assert "next: " in done.err
+    assert "Traceback" not in done.err
+
+
+def test_no_command_shows_the_help_and_is_2(run: Run) -> None:
+    done = run()
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("Usage:")
+
+
+@pytest.mark.parametrize("command", [[], ["inspect"], ["convert"], ["diff"], ["verify"]])
+def test_help_is_data_and_every_command_has_examples(run: Run, command: list[str]) -> None:
+    done = run(*command, "--help")
+    assert (done.code, done.err) == (0, "")
+    assert f"fsdpckpt {command[0] if command else 'convert'}" in done.out
+    assert ("Examples:" if command else "Exit codes:") in done.out
+
+
+def test_the_version_is_on_stdout(run: Run) -> None:
+    assert run("--version").out == "fsdpckpt 0.1.0\n"
+
+
+def test_a_missing_source_is_3(run: Run, tmp_path: Path) -> None:
+    done = run("inspect", tmp_path / "nowhere")
+    assert (done.code, done.out) == (3, "")
+    assert f"error: source missing: {tmp_path / 'nowhere'} does not exist" in done.err
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_something_that_is_no_checkpoint_is_3(run: Run, tmp_path: Path, command: str) -> None:
+    (tmp_path / "notes.txt").write_text("remember the milk")
+    done = run(command, tmp_path / "notes.txt")
+    assert done.code == 3
+    assert "error: source not recognised: " in done.err
+
+
+def test_a_truncated_file_is_3(run: Run, saved: Path) -> None:
+    saved.write_bytes(saved.read_bytes()[:-200])
+    done = run("verify", saved)
+    assert done.code == 3
+    assert str(saved) in done.err
+
+
+def test_an_unsafe_pickle_is_3_and_named(run: Run, tmp_path: Path) -> None:
+    class Harm:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return os.system, (f"touch {tmp_path / 'harmed'}",)
+
+    torch.save({"model": {"w.weight": torch.randn(2)}, "extra": Harm()}, tmp_path / "bad.pt")
+    done = run("inspect", tmp_path / "bad.pt")
+    assert done.code == 3
+    assert "error: source refused as unsafe: " in done.err
+    assert "system" in done.err
+    assert not (tmp_path / "harmed").exists()
+
+
+def test_ids_against_names_without_groups_are_4(run: Run, saved: Path, tmp_path: Path) -> None:
+    state = training_state()["optimizer"]["state"]  # type: ignore[index]
+    names = {f"p{key}": value for key, value in state.items()}
+    torch.save({"optimizer": {"state": names, "param_groups": [{"lr": 0.1, "params": ["p0"]}]}}, tmp_path / "names.pt")
+    done = run("diff", saved, tmp_path / "names.pt")
+    assert done.code == 4
+    assert "error: more information is needed: " in done.err
+    assert "--only model" in done.err
+
+
+def test_an_existing_target_is_5_and_untouched(run: Run, saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.pt").write_bytes(b"mine")
+    done = run("convert", saved, tmp_path / "mine.pt", "--to", "full")
+    assert done.code == 5
+    assert "--overwrite" in done.err
+    assert (tmp_path / "mine.pt").read_bytes() == b"mine"
+
+
+def test_a_bug_is_70_and_says_how_to_report_it(run: Run, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("seven")
+
+    monkeypatch.setattr("fsdpckpt.api.inspect", broken)
+    done = run("inspect", saved)
+    assert done.code == 70
+    assert "ZeroDivisionError: seven" in done.err
+    assert "FSDPCKPT_DEBUG=1" in done.err
+    assert "Traceback" not in done.err
+    monkeypatch.setenv("FSDPCKPT_DEBUG", "1")
+    assert "Traceback" in run("inspect", saved).err
+
+
+def test_an_interrupt_is_130(run: Run, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fsdpckpt.api.inspect", interrupted)
+    done = run("inspect", saved)
+    assert done.code == 130
+    assert "interrupted" in done.err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_process_is_130(tmp_path: Path, number: int) -> None:
+    code = (
+        "import sys, time, fsdpckpt.api\n"
+        "def slow(*a, **k):\n"
+        "    print('started', flush=True)\n"
+        "    time.sleep(60)\n"
+        "fsdpckpt.api.inspect = slow\n"
+        "sys.argv = ['fsdpckpt', 'inspect', 'x']\n"
+        "from fsdpckpt.cli.main import main\n"
+        "main()\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "started\n"
+        process.send_signal(number)
+        _, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "Traceback" not in err
+
+
+def test_with_json_an_error_is_a_document_too(run: Run, tmp_path: Path) -> None:
+    done = run("verify", tmp_path / "nowhere", "--json")
+    assert (done.code, done.err) == (3, "")
+    error = json.loads(done.out)["error"]
+    assert (error["type"], error["exit_code"], error["file"]) == ("SourceMissingError", 3, str(tmp_path / "nowhere"))
+    usage = run("convert", "--json")
+    assert usage.code == 2
+    assert json.loads(usage.out)["error"]["type"] == "UsageError"
+
+
+def test_a_closed_pipe_is_quiet(tmp_path: Path) -> None:
+    torch.save({f"layer{n}.weight": torch.randn(3) for n in range(3000)}, tmp_path / "many.pt")
+    read, write = os.pipe()
+    process = subprocess.Popen(
+        [*PROGRAM, "inspect", str(tmp_path / "many.pt")], stdout=write, stderr=subprocess.PIPE, text=True
+    )
+    os.close(write)
+    os.read(read, 100)
+    os.close(read)
+    _, err = process.communicate(timeout=60)
+    assert err == ""
+    assert process.returncode == 0
+
+
+def test_help_and_inspect_start_quickly_and_import_nothing_heavy(saved: Path) -> None:
+    code = (
+        "import sys\n"
+        "sys.argv = ['fsdpckpt', *sys.argv[1:]]\n"
+        "from fsdpckpt.cli.main import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "print([name for name in ('torch', 'rich', 'numpy', 'fsspec') if name in sys.modules], file=sys.stderr)\n"
+    )
+
+    def imported(*arguments: str) -> tuple[str, float]:
+        begun = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+        return done.stderr.splitlines()[-1], time.perf_counter() - begun
+
+    loaded, seconds = min((imported("--help") for _ in range(3)), key=lambda pair: pair[1])
+    assert loaded == "[]"
+    assert seconds < 0.75  # 0.25 s on an idle machine
+    assert imported("inspect", str(saved))[0] == "['numpy']"
+
+
+ALL_ERRORS = [
+    value
+    for value in vars(errors).values()
+    if isinstance(value, type) and issubclass(value, errors.FsdpckptError) and value is not errors.FsdpckptError
+]
+
+
+@pytest.mark.parametrize("kind", ALL_ERRORS)
+def test_every_error_says_everything_it_knows(kind: type[errors.FsdpckptError]) -> None:
+    error = kind(
+        "the shards do not fit",
+        details=[f"row {n} is missing" for n in range(103)],
+        why="a file was not copied",
+        next_step="fsdpckpt verify SRC",
+        file="rank_3.pt",
+        key="layer.weight",
+        rank=3,
+        expected="7 rows",
+        found="6",
+    )
+    text = error_text(error)
+    assert text.startswith("error: ")
+    for part in ("the shards do not fit", "expected 7 rows, found 6", "rank_3.pt", "layer.weight", "row 99 is missing"):
+        assert part in text
+    assert "and 3 more" in text
+    assert text.splitlines()[-2:] == ["why:  a file was not copied", "next: fsdpckpt verify SRC"]
+    document = error_json(error)["error"]
+    assert isinstance(document, dict)
+    assert len(document["details"]) == 103
+    assert document["exit_code"] == kind.exit_code
+    json.dumps(document)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "/data/x"), 5),
+        (OSError(errno.EROFS, "Read-only file system", "/data/x"), 5),
+        (PermissionError(errno.EACCES, "Permission denied", "/data/x"), 3),
+        (OSError(errno.EIO, "Input/output error", "/data/x"), 3),
+        (MemoryError(), 70),
+        (RuntimeError("no"), 70),
+    ],
+)
+def test_errors_of_the_system_get_a_code_and_name_the_path(error: Exception, code: int) -> None:
+    ours = in_our_words(error)
+    assert ours.exit_code == code
+    if isinstance(error, OSError):
+        assert "/data/x" in error_text(ours)

@@ -1,0 +1,114 @@
+"""What a person at a terminal sees, and what a log gets: drawn tables and bars only where they belong."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdpckpt.cli import progress
+from fsdpckpt.cli.output import Output
+from fsdpckpt.cli.progress import Lines
+from fsdpckpt.cli.render import plural, size_text
+
+
+def at_a_terminal(*arguments: str | Path, columns: int = 120) -> str:
+    """What the program prints when all its streams are one terminal."""
+    parent, child = pty.openpty()
+    environment = {**os.environ, "COLUMNS": str(columns), "TERM": "xterm"}
+    command = [sys.executable, "-m", "fsdpckpt", *map(str, arguments)]
+    process = subprocess.Popen(command, stdin=child, stdout=child, stderr=child, env=environment)
+    os.close(child)
+    printed = b""
+    end = time.monotonic() + 60
+    try:
+        while time.monotonic() < end:
+            if select.select([parent], [], [], 1.0)[0]:
+                try:
+                    data = os.read(parent, 65536)
+                except OSError:  # the other end is closed
+                    break
+                if not data:
+                    break
+                printed += data
+    finally:
+        process.kill()
+        process.wait()
+        os.close(parent)
+    return printed.decode()
+
+
+def test_a_terminal_gets_a_drawn_table_and_a_bar(saved: Path) -> None:
+    drawn = at_a_terminal("inspect", saved, "--section", "model")
+    assert "\x1b[1m" in drawn
+    rows = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", drawn).splitlines()
+    assert any(row.split()[:4] == ["model", "2.weight", "float32", "[3,"] for row in rows)
+    bar = at_a_terminal("verify", saved, "--digests")
+    assert "━" in bar
+    assert "is whole" in bar
+    assert "━" not in at_a_terminal("verify", saved, "--digests", "-q")
+
+
+def test_a_table_wider_than_the_terminal_keeps_its_lines_whole(tmp_path: Path) -> None:
+    name = "a.very.long.name.of.a.module." * 3 + "weight"
+    torch.save({name: torch.randn(2, 3)}, tmp_path / "long.pt")
+    assert name in at_a_terminal("inspect", tmp_path / "long.pt", columns=60)
+
+
+def test_a_log_gets_lines_with_bytes_rate_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
+    said: list[str] = []
+    lines = Lines(said.append)
+    lines.begin("copy", 4 << 20)
+    time.sleep(0.01)
+    lines.advance(1 << 20)
+    lines.end()
+    assert said[0].startswith("copy: 1.0 MiB of 4.0 MiB (25 %), ")
+    assert "/s" in said[0]
+    assert said[0].endswith("s left")
+    assert len(said) == 2
+
+
+def test_a_quick_stage_says_nothing_in_a_log() -> None:
+    said: list[str] = []
+    lines = Lines(said.append)
+    lines.begin("copy", 100)
+    lines.advance(100)
+    lines.end()
+    assert said == []
+
+
+def test_quiet_keeps_data_and_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    output = Output(as_json=False, quiet=True)
+    output.talk("talk")
+    output.data(["data"])
+    output.error("error")
+    assert capsys.readouterr() == ("data\n", "error\n")
+
+
+def test_json_is_all_of_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    output = Output(as_json=True, quiet=False)
+    output.data(["data"])
+    output.table(["key"], [["w"]], right=frozenset())
+    output.document(lambda: {"key": "é"})
+    assert capsys.readouterr().out == '{"key": "é"}\n'
+
+
+def test_plain_tables_align_numbers_right(capsys: pytest.CaptureFixture[str]) -> None:
+    Output(as_json=False, quiet=False).table(["key", "bytes"], [["w", "12"], ["bias", "7"]], right=frozenset({"bytes"}))
+    assert capsys.readouterr().out == "key   bytes\nw        12\nbias      7\n"
+
+
+def test_sizes_and_counts_read_well() -> None:
+    assert [size_text(n) for n in (0, 1023, 1024, 1536, 1 << 20, (1 << 30) - 1, 5 << 40)] == [
+        "0 B", "1023 B", "1.0 KiB", "1.5 KiB", "1.0 MiB", "1.0 GiB", "5.0 TiB",
+    ]  # fmt: skip
+    assert (plural(1, "tensor"), plural(1234567, "tensor")) == ("1 tensor", "1,234,567 tensors")

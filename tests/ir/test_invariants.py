@@ -1,0 +1,301 @@
+"""What may be converted: every element exactly once, up to replicas; states apart on disk; whole optimizers."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsupportedError
+from fsdpckpt.ir import coverage
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, OptimState, Problem, Section, SourceFile
+from fsdpckpt.ir.coverage import flaws
+from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.invariants import fatal, problems, refuse
+from fsdpckpt.ir.tensors import Pieces, Tensor
+
+F32 = DTYPES["float32"]
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def tensor(shape: Sequence[int], boxes: Sequence[Box], ranks: Sequence[int] | None = None) -> Tensor:
+    count = len(boxes)
+    pieces = Pieces.rows(
+        ndim=len(shape),
+        rank=list(ranks if ranks is not None else range(count)),
+        file=[0] * count,
+        offset=[number * 10_000 for number in range(count)],
+        start=[box[0] for box in boxes],
+        size=[box[1] for box in boxes],
+    )
+    return Tensor(F32, tuple(shape), pieces)
+
+
+def at(offset: int, shape: Sequence[int], stride: Sequence[int] | None = None, file: int = 0) -> Tensor:
+    return Tensor(F32, tuple(shape), Pieces.whole(file=file, offset=offset, shape=shape, stride=stride))
+
+
+def checkpoint(
+    model: dict[str, Tensor] | None = None, optim: OptimState | None = None, world_size: int = 1
+) -> Checkpoint:
+    files = tuple(SourceFile(f"rank_{rank}.pt", 1 << 20) for rank in range(world_size))
+    state = ModelState(dict(model)) if model is not None else None
+    return Checkpoint("SRC", Layout.SHARDED, Container.TORCH, "plain", world_size, files, state, optim, {})
+
+
+@st.composite
+def partitions(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
+    """A tensor cut by random guillotine cuts: a partition that is usually no grid."""
+    shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=4)))
+    boxes: list[Box] = [((0,) * len(shape), shape)]
+    for _ in range(draw(st.integers(0, 7))):
+        start, size = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        dimension = draw(st.integers(0, len(shape) - 1))
+        cut = draw(st.integers(0, size[dimension]))
+        low, high = list(size), list(size)
+        low[dimension], high[dimension] = cut, size[dimension] - cut
+        moved = list(start)
+        moved[dimension] += cut
+        boxes += [(start, tuple(low)), (tuple(moved), tuple(high))]
+    replicas = draw(st.lists(st.sampled_from(boxes), max_size=3))
+    return shape, draw(st.permutations(boxes + replicas))
+
+
+def counted(shape: tuple[int, ...], boxes: Sequence[Box]) -> tuple[int, int]:
+    """(missing, held by different boxes) elements, one by one."""
+    seen = np.zeros(shape, np.int64)
+    for start, size in set(boxes):
+        seen[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))] += 1
+    return int((seen == 0).sum()), int((seen > 1).sum())
+
+
+@given(partitions())
+def test_a_partition_with_replicas_and_empty_boxes_has_no_flaw(cut: tuple[tuple[int, ...], list[Box]]) -> None:
+    shape, boxes = cut
+    assert flaws(tensor(shape, boxes)) == []
+
+
+@given(partitions(), st.data())
+def test_the_missing_elements_are_counted_when_a_piece_is_taken_away(
+    cut: tuple[tuple[int, ...], list[Box]], data: st.DataObject
+) -> None:
+    shape, boxes = cut
+    gone = data.draw(st.sampled_from(boxes))
+    left = [box for box in boxes if box != gone]
+    missing, _ = counted(shape, left)
+    found = flaws(tensor(shape, left))
+    assert [(flaw.kind, flaw.elements) for flaw in found] == ([("incomplete", missing)] if missing else [])
+    for flaw in found:  # the box that is named really is missing
+        assert counted(shape, [*left, (flaw.start, flaw.size)])[0] == missing - int(np.prod(flaw.size))
+
+
+@given(partitions(), st.data())
+def test_any_boxes_give_the_flaws_that_counting_element_by_element_gives(
+    cut: tuple[tuple[int, ...], list[Box]], data: st.DataObject
+) -> None:
+    shape, boxes = cut
+    start = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
+    size = tuple(data.draw(st.integers(1, n - a)) for a, n in zip(start, shape, strict=True))
+    boxes = [*boxes[data.draw(st.integers(0, 1)) :], (start, size)]
+    missing, twice = counted(shape, boxes)
+    found = {flaw.kind: flaw.elements for flaw in flaws(tensor(shape, boxes))}
+    assert found == {kind: n for kind, n in (("incomplete", missing), ("overlap", twice)) if n}
+
+
+@given(partitions(), st.data())
+def test_comparing_pairs_agrees_with_counting(cut: tuple[tuple[int, ...], list[Box]], data: st.DataObject) -> None:
+    shape, boxes = cut
+    if data.draw(st.booleans()):
+        boxes = boxes[1:]
+    start = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
+    if data.draw(st.booleans()):
+        boxes = [*boxes, (start, (1,) * len(shape))]
+    missing, twice = counted(shape, boxes)
+    whole = tensor(shape, list(dict.fromkeys(box for box in boxes if 0 not in box[1])))
+    columns = whole.pieces.start, whole.pieces.size
+    found = coverage._pairwise(shape, *columns, (*columns, whole.pieces.rank))
+    assert bool(found) == bool(missing or twice)
+    if found:
+        assert found[0].kind == ("overlap" if twice else "incomplete")
+
+
+def test_a_box_that_reaches_outside_is_named_with_its_rank() -> None:
+    found = problems(checkpoint({"w": tensor((6, 3), [((0, 0), (4, 3)), ((4, 0), (4, 3))])}, world_size=2))
+    assert [(one.kind, one.key, one.rank, one.fatal, one.section) for one in found] == [
+        ("outside", "w", 1, True, Section.MODEL),
+        ("incomplete", "w", None, True, Section.MODEL),
+    ]
+    assert "[4:8, 0:3]" in found[0].message
+
+
+def test_a_missing_rank_is_named_with_the_rows_it_should_hold() -> None:
+    boxes = [((0, 0), (3, 4)), ((6, 0), (1, 4))]
+    (found,) = problems(checkpoint({"layer.weight": tensor((7, 4), boxes, ranks=[0, 2])}, world_size=3))
+    assert found.kind == "incomplete"
+    assert "model layer.weight [7, 4]: 12 of 28 elements are in no piece, first [3:6, 0:4]" in found.message
+    assert "nothing from rank 1" in found.message
+
+
+def test_overlapping_ranks_are_named() -> None:
+    (found,) = problems(checkpoint({"w": tensor((6,), [((0,), (4,)), ((3,), (3,))], ranks=[5, 9])}, world_size=10))
+    assert (found.kind, found.file) == ("overlap", "rank_0.pt")
+    assert "1 elements" in found.message
+    assert "ranks 5, 9" in found.message
+
+
+def test_a_grid_of_fsdp_by_tp_on_thousands_of_ranks_is_checked_without_comparing_pairs() -> None:
+    boxes = [((i * 3, j * 5), (3, 5)) for i, j in product(range(64), range(64))]
+    random.Random(1).shuffle(boxes)
+    good = tensor((192, 320), boxes)
+    begun = time.perf_counter()
+    assert flaws(good) == []
+    assert time.perf_counter() - begun < 0.5
+    (flaw,) = flaws(tensor((192, 320), boxes[:-1]))
+    assert (flaw.kind, flaw.elements, (flaw.start, flaw.size)) == ("incomplete", 15, boxes[-1])
+
+
+def test_uneven_rows_on_many_ranks_with_replicas_are_fine() -> None:
+    rows = [((k * 7, 0), (min(7, 1000 - k * 7), 3)) for k in range(143)]
+    assert flaws(tensor((1000, 3), rows * 2)) == []
+    assert [flaw.kind for flaw in flaws(tensor((1000, 3), rows[:60] + rows[61:]))] == ["incomplete"]
+    longer = [*rows[:60], ((420, 0), (8, 3)), *rows[61:]]
+    assert [flaw.kind for flaw in flaws(tensor((1000, 3), longer))] == ["overlap"]
+
+
+def test_zero_dimensional_and_empty_tensors() -> None:
+    assert flaws(tensor((), [((), ()), ((), ())])) == []
+    assert [flaw.kind for flaw in flaws(tensor((), []))] == ["incomplete"]
+    assert flaws(tensor((0, 4), [])) == []
+    assert flaws(tensor((0, 4), [((0, 0), (0, 4))])) == []
+    assert flaws(tensor((3,), [((0,), (3,)), ((3,), (0,)), ((3,), (0,))])) == []
+
+
+def test_two_states_of_one_parameter_on_the_same_bytes_are_fatal() -> None:
+    states = {"step": at(0, ()), "exp_avg": at(64, (3, 5)), "exp_avg_sq": at(64, (3, 5))}
+    (found,) = problems(checkpoint(optim=OptimState({"a.weight": dict(states)}, None)))
+    assert (found.kind, found.fatal, found.key, found.section) == (
+        "aliased-states",
+        True,
+        "a.weight.exp_avg",
+        Section.OPTIM,
+    )
+    assert "a.weight" in found.message
+    assert "exp_avg and exp_avg_sq" in found.message
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "aliased"),
+    [
+        (at(0, (4, 5)), at(80, (4, 5)), False),
+        (at(0, (4, 5)), at(76, (4, 5)), True),
+        (at(0, (4, 5)), at(0, (4, 5), file=1), False),
+        (at(0, (6,), (2,)), at(4, (6,), (2,)), False),  # buffer[:, 0] beside buffer[:, 1]
+        (at(0, (6,), (2,)), at(8, (6,), (2,)), True),
+        (at(-1, (4, 5)), at(-1, (4, 5)), False),  # not located yet
+        (at(0, (0, 5)), at(0, (4, 5)), False),
+    ],
+)
+def test_aliasing_is_about_elements_not_spans(one: Tensor, other: Tensor, aliased: bool) -> None:
+    optim = OptimState({0: {"exp_avg": one, "exp_avg_sq": other}}, None)
+    assert [found.kind for found in problems(checkpoint(optim=optim, world_size=2))] == ["aliased-states"] * aliased
+
+
+def test_aliasing_is_seen_among_many_pieces() -> None:
+    def cut(shift: int) -> Tensor:
+        n = 100
+        pieces = Pieces.rows(
+            ndim=1,
+            rank=range(n),
+            file=range(n),
+            offset=[shift] * n,
+            start=[(i * 3,) for i in range(n)],
+            size=[(3,)] * n,
+        )
+        return Tensor(F32, (300,), pieces)
+
+    apart = OptimState({"w": {"exp_avg": cut(0), "exp_avg_sq": cut(12)}}, None)
+    same = OptimState({"w": {"exp_avg": cut(0), "exp_avg_sq": cut(8)}}, None)
+    assert problems(checkpoint(optim=apart, world_size=100)) == []
+    assert [found.kind for found in problems(checkpoint(optim=same, world_size=100))] == ["aliased-states"]
+
+
+def test_tied_parameters_of_the_model_and_states_shared_between_parameters_are_fine() -> None:
+    optim = OptimState({"a": {"step": at(0, ())}, "b": {"step": at(0, ())}}, [{"params": ["a", "b"]}])
+    assert problems(checkpoint({"embed": at(64, (3, 5)), "head": at(64, (3, 5))}, optim)) == []
+
+
+def test_parameters_without_state_states_without_group_and_doubles_are_reported_but_not_fatal() -> None:
+    state = {key: {"exp_avg": at(64 * key, (3,))} for key in (0, 1, 7)}
+    optim = OptimState(dict(state), [{"params": [0, 1, 2]}, {"params": [1]}])
+    found = {one.key: one.message for one in problems(checkpoint(optim=optim))}
+    assert found.keys() == {"2", "7", "1"}
+    assert "no optimizer state" in found["2"]
+    assert "no param group" in found["7"]
+    assert "more than once" in found["1"]
+    assert not any(one.fatal for one in problems(checkpoint(optim=optim)))
+
+
+def test_an_optimizer_without_any_state_is_complete() -> None:
+    assert problems(checkpoint(optim=OptimState({}, [{"params": ["a", "b"]}]))) == []
+
+
+def test_a_state_that_all_alike_but_one_have_is_reported() -> None:
+    def states(n: int, shape: tuple[int, ...]) -> dict[str, Tensor]:
+        names = ("exp_avg_sq_row", "exp_avg_sq_col") if len(shape) > 1 else ("exp_avg_sq",)
+        return {"step": at(n, ()), **{name: at(n + 64 * (i + 1), shape) for i, name in enumerate(names)}}
+
+    state = {key: states(1000 * n, (3, 2)) for n, key in enumerate("abcd")}
+    state["bias"] = states(9000, (3,))  # factored optimizers keep other states for vectors
+    del state["c"]["step"]
+    optim = OptimState({key: dict(value) for key, value in state.items()}, [{"params": list(state)}])
+    assert [(one.key, one.kind) for one in problems(checkpoint(optim=optim))] == [("c", "state")]
+    assert "no state step" in problems(checkpoint(optim=optim))[0].message
+
+
+@pytest.mark.parametrize(
+    ("kinds", "error"),
+    [
+        (["incomplete", "overlap"], SourceIncompleteError),
+        (["missing-rank"], SourceIncompleteError),
+        (["overlap"], SourceCorruptError),
+        (["aliased-states"], SourceUnsupportedError),
+        (["flattened", "aliased-states"], SourceUnsupportedError),
+    ],
+)
+def test_one_error_lists_every_fatal_problem(kinds: list[str], error: type[Exception]) -> None:
+    found = [Problem(kind, f"{kind} happened", key=kind) for kind in kinds]
+    raised = fatal([*found, Problem("state", "harmless", fatal=False)], source="SRC")
+    assert type(raised) is error
+    assert raised.details == tuple(one.message for one in found)
+    assert "SRC" in raised.what
+    with pytest.raises(ValueError, match="no fatal"):
+        fatal([Problem("state", "harmless", fatal=False)])
+
+
+def test_a_problem_of_a_section_that_was_left_out_does_not_stop_a_conversion() -> None:
+    whole = checkpoint({"w": at(0, (3,))})
+    whole.problems = (Problem("aliased-states", "optim", section=Section.OPTIM),)
+    refuse(whole)
+    whole.problems += (Problem("incomplete", "model w", section=Section.MODEL),)
+    with pytest.raises(SourceIncompleteError) as raised:
+        refuse(whole)
+    assert raised.value.details == ("model w",)
+
+
+def test_the_fast_path_stays_within_its_budget() -> None:
+    tensors = {f"p{n}": at(64 * n, (4, 4)) for n in range(20_000)}
+    whole = checkpoint(tensors)
+    best = min(_seconds(whole) for _ in range(3))
+    assert best / len(tensors) < 25e-6  # 5 us on an idle machine; the slack is for busy ones
+
+
+def _seconds(whole: Checkpoint) -> float:
+    begun = time.perf_counter()
+    assert problems(whole) == []
+    return time.perf_counter() - begun

@@ -1,0 +1,513 @@
+"""DCP directories: golden ones of old torch, live ones of this torch, and every way they are known to be wrong."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import shutil
+import zlib
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint._extension import StreamTransformExtension
+from torch.distributed.checkpoint.filesystem import SerializationFormat
+
+from fsdpckpt.errors import (
+    SourceCorruptError,
+    SourceIncompleteError,
+    SourceUnrecognisedError,
+    SourceUnsafeError,
+    SourceUnsupportedError,
+)
+from fsdpckpt.ir.checkpoint import Container, Layout
+from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.values import Global, Object
+from fsdpckpt.readers.dcp import UNREAD
+from tests.readers.contents import held, opened, raw, same_values
+from tests.readers.played_ranks import as_rank, save_as_ranks, shard, shard_rows_twice
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+
+
+def truth(form: str) -> Any:
+    return torch.load(GOLDEN / form / "truth" / "full.pt", weights_only=False)
+
+
+def by_id(optim: Any) -> Any:
+    """Keyed by position, as the plain ``optimizer.state_dict()`` is."""
+    order = [param for group in optim["param_groups"] for param in group["params"]]
+    groups = [{**group, "params": [order.index(p) for p in group["params"]]} for group in optim["param_groups"]]
+    return {"state": {order.index(param): states for param, states in optim["state"].items()}, "param_groups": groups}
+
+
+@pytest.mark.parametrize(
+    ("form", "chunked"),
+    [
+        ("torch-2.1/f1_flat_sh_st_dcp", True),
+        ("torch-2.1/f1_full_dcp", False),
+        ("torch-2.4/f1_orig_sh_dt_dcp", True),
+        ("torch-2.4/f1_orig_sh_st_dcp", True),
+        ("torch-2.4/f1_full_dcp", False),
+    ],
+)
+def test_fsdp1_directories_of_old_torch_hold_the_truth(form: str, chunked: bool) -> None:
+    expected = truth(form)
+    model = opened(GOLDEN / form / "model")
+    same_values(model, model=expected["model"])
+    optim = opened(GOLDEN / form / "optim")
+    assert optim.optim is not None
+    assert held(optim.optim.state, optim.files) == held(expected["optim"]["state"], ())
+    layout = Layout.SHARDED if chunked else Layout.FULL
+    assert [(c.layout, c.container, c.world_size, c.problems) for c in (model, optim)] == [
+        (layout, Container.DCP, 2, ())
+    ] * 2
+
+
+@pytest.mark.parametrize("form", ["f2_default", "f2_flatten", "f2_plain", "f2_tiny"])
+def test_fsdp2_directories_of_old_torch_hold_the_truth(form: str) -> None:
+    expected = truth(f"torch-2.4/{form}")
+    optim = by_id(expected["optim"]) if form == "f2_plain" else expected["optim"]
+    found = opened(GOLDEN / "torch-2.4" / form / "ckpt")
+    same_values(found, model=expected["model"], optim=optim)
+    assert found.optim is not None and found.optim.key_type == ("id" if form == "f2_plain" else "name")
+    assert found.problems == () and found.layout is Layout.SHARDED
+    assert list(found.optim.state) == list(optim["state"])
+    assert type(found.optim.param_groups[0]["betas"]) is tuple  # type: ignore[index]
+
+
+def test_the_raw_optimizer_of_fsdp1_put_through_dcp_is_told_apart_as_lost() -> None:
+    found = opened(GOLDEN / "torch-2.1/f1_flat_local_dcp/optim")
+    assert found.layout is Layout.FLATTENED
+    assert [(problem.kind, problem.fatal) for problem in found.problems] == [("flattened-lost", True)]
+    assert "gone" in found.problems[0].message
+
+
+def test_flat_parameters_are_told_apart() -> None:
+    found = opened(GOLDEN / "torch-2.1/f1_flat_local_dcp/model")
+    assert found.layout is Layout.FLATTENED
+    assert [(problem.kind, problem.fatal) for problem in found.problems] == [("flattened", True)]
+
+
+def raw_fsdp1(rank: int) -> dict[str, Any]:
+    """What FSDP1's ranks put into DCP: 1-D slices of the same keys, different values."""
+    generator = torch.Generator().manual_seed(rank)
+    state = {
+        number: {"exp_avg": torch.randn(11 + number, generator=generator), "step": torch.tensor(3.0)}
+        for number in (0, 1)
+    }
+    return {
+        "model": {"w": torch.ones(4, 3)},
+        "optim": {"state": state, "param_groups": [{"lr": 0.1, "params": [0, 1]}]},
+    }
+
+
+def test_a_raw_optimizer_saved_by_this_torch_is_lost_too_but_only_when_several_ranks_wrote(tmp_path: Path) -> None:
+    save_as_ranks(tmp_path / "four", raw_fsdp1, 4)
+    found = opened(tmp_path / "four")
+    assert [problem.kind for problem in found.problems if problem.fatal] == ["flattened-lost"]
+    save_as_ranks(tmp_path / "one", raw_fsdp1, 1)
+    assert opened(tmp_path / "one").layout is Layout.FULL
+
+
+def test_a_whole_optimizer_by_id_is_not_taken_for_slices(tmp_path: Path) -> None:
+    state = {0: {"exp_avg": torch.randn(4, 3), "step": torch.tensor(3.0)}, 1: {"exp_avg": torch.randn(4)}}
+    optim = {"state": state, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
+    save_as_ranks(tmp_path, lambda _: {"optim": optim}, 2)
+    found = opened(tmp_path)
+    same_values(found, optim=optim)
+    assert found.problems == ()
+
+
+WEIGHTS = {
+    "a": torch.randn(17, 5),
+    "b": torch.randn(3, 4),
+    "c": torch.randn(1, 4),
+    "d": torch.randn(6, 2).bfloat16(),
+    "e": torch.randn(24, 1, dtype=torch.float64),
+}
+MODEL = {f"{name}.weight": value for name, value in WEIGHTS.items()}
+
+
+def with_buffers(world_size: int, _rank: int = 0) -> dict[str, Any]:
+    return {
+        "model": {
+            **shard(WEIGHTS, world_size),
+            "buf": torch.arange(7),
+            "flag": torch.tensor(5),
+            "row": torch.ones(1, 3),
+        }
+    }
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 7])
+def test_uneven_and_empty_shards_come_together(tmp_path: Path, world_size: int) -> None:
+    save_as_ranks(tmp_path, partial(with_buffers, world_size), world_size)
+    found = opened(tmp_path)
+    buffers = {"buf": torch.arange(7), "flag": torch.tensor(5), "row": torch.ones(1, 3)}
+    same_values(found, model={**MODEL, **buffers})
+    assert (found.world_size, found.problems) == (world_size, ())
+    assert found.layout is (Layout.SHARDED if world_size > 1 else Layout.FULL)
+    params: dict[str, Tensor] = found.model.params  # type: ignore[union-attr,assignment]
+    assert list(params) == [*MODEL, *buffers]
+    several = world_size > 1
+    assert {name: params[name].managed for name in params} == {
+        **dict.fromkeys(MODEL, True if several else None),
+        "buf": False if several else None,
+        "flag": False,
+        "row": None,
+    }
+    if several:
+        assert params["a.weight"].placement == "[Shard(0)]" and params["buf"].placement == "whole"
+        rows = -(-17 // world_size)
+        assert params["a.weight"].pieces.rank.tolist() == [start // rows for start in range(0, 17, rows)] + (
+            [params["a.weight"].pieces.rank.tolist()[-1]] if 0 in params["a.weight"].pieces.size[:, 0] else []
+        )
+
+
+@pytest.mark.parametrize("how", [{"thread_count": 3}, {"single_file_per_rank": False}])
+def test_several_files_a_rank_are_read(tmp_path: Path, how: dict[str, Any]) -> None:
+    save_as_ranks(tmp_path, partial(with_buffers, 2), 2, writer=partial(FileSystemWriter, **how))
+    assert len(list(tmp_path.glob("*.distcp"))) > 2
+    found = opened(tmp_path)
+    assert held(found.model.params["a.weight"], found.files) == raw(WEIGHTS["a"])  # type: ignore[union-attr]
+
+
+def rank_local(directory: Path, world_size: int) -> None:
+    """``use_collectives=False``: every rank writes its own metadata."""
+    for rank in range(world_size):
+        with as_rank(rank, world_size):
+            state = with_buffers(world_size)
+            state["optimizer"] = {"state": {}, "param_groups": [{"lr": 0.5, "params": ["a.weight"]}]}
+            dcp.save(state, storage_writer=FileSystemWriter(directory), use_collectives=False)
+
+
+def test_rank_local_metadata_is_put_together(tmp_path: Path) -> None:
+    rank_local(tmp_path, 3)
+    assert not (tmp_path / ".metadata").exists()
+    found = opened(tmp_path)
+    for name, value in MODEL.items():
+        assert held(found.model.params[name], found.files) == raw(value)  # type: ignore[union-attr]
+    assert found.optim is not None and found.optim.param_groups == [{"lr": 0.5, "params": ["a.weight"]}]
+    assert found.problems == () and found.world_size == 3
+
+
+def test_rank_local_metadata_that_is_missing_is_named(tmp_path: Path) -> None:
+    rank_local(tmp_path, 3)
+    for rank in (0, 2):
+        (tmp_path / f"__{rank}.metadata").unlink()
+    with pytest.raises(SourceIncompleteError) as error:
+        opened(tmp_path)
+    assert error.value.details == ("__0.metadata", "__2.metadata")
+
+
+RICH: dict[str, Any] = {
+    "model": {"w": torch.randn(4, 3), "fp8": torch.randn(3).to(torch.float8_e4m3fn), "none": torch.empty(0, 3)},
+    "optimizer": {
+        "state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.randn(4, 3), "note": None, "text": "a", "n": (1, 2)}},
+        "param_groups": [
+            {"lr": torch.tensor(0.5), "betas": (0.9, 0.95), "fused": None, "params": [0]},
+            {"lr": 0.25, "params": []},
+        ],
+    },
+    "lr_scheduler": {"last_epoch": 3, "base_lrs": [0.1, 0.2]},
+    "mixed": [torch.arange(3), {"x": torch.ones(2)}, "word"],
+    "nan": float("nan"),
+}
+
+
+def test_values_of_every_kind_keep_types_nesting_and_order(tmp_path: Path) -> None:
+    dcp.save(RICH, checkpoint_id=tmp_path, no_dist=True)
+    found = opened(tmp_path)
+    same_values(found, model=RICH["model"], optim=RICH["optimizer"])
+    extra = held(found.extra, found.files)
+    assert np.isnan(extra.pop("nan"))
+    assert extra == held({"lr_scheduler": RICH["lr_scheduler"], "mixed": RICH["mixed"]}, ())
+    assert found.notes == () and found.problems == ()
+    assert list(found.optim.param_groups[0]) == list(RICH["optimizer"]["param_groups"][0])  # type: ignore[union-attr,index]
+
+
+def test_entries_that_were_empty_keep_the_places_of_the_others(tmp_path: Path) -> None:
+    dcp.save({"a": [{}, torch.ones(2), {}, torch.zeros(3)]}, checkpoint_id=tmp_path, no_dist=True)
+    found = opened(tmp_path)
+    assert held(found.extra, found.files) == {"a": [{}, raw(torch.ones(2)), {}, raw(torch.zeros(3))]}
+    assert [note.kind for note in found.notes] == ["empty-entries"]
+
+
+def test_top_level_names_beside_a_flattened_optimizer_are_the_model(tmp_path: Path) -> None:
+    optim = {f"state.{name}.exp_avg": torch.randn_like(value) for name, value in MODEL.items()}
+    optim |= {f"param_groups.{name}.lr": 0.5 for name in MODEL}
+    blob = torch.save((1,), file := io.BytesIO()) or file.getvalue()
+    root = {
+        **MODEL,
+        "optimizer": optim,
+        "train_state": {"step": torch.tensor(5, dtype=torch.int32), "blob": io.BytesIO(blob)},
+    }
+    dcp.save(root, checkpoint_id=tmp_path, no_dist=True)
+    found = opened(tmp_path)
+    state = {name: {"exp_avg": optim[f"state.{name}.exp_avg"]} for name in MODEL}
+    same_values(found, model=MODEL, optim={"state": state, "param_groups": [{"lr": 0.5, "params": list(MODEL)}]})
+    kept = found.extra["train_state"]["blob"]  # type: ignore[index,call-overload]
+    assert isinstance(kept, Object) and kept.function == Global("_io", "BytesIO")
+
+
+def test_a_save_without_flattening_keeps_its_flat_keys(tmp_path: Path) -> None:
+    flat = {"model.w": torch.randn(3, 4), "optim.state.w.exp_avg": torch.randn(3, 4), "optim.param_groups.w.lr": 0.5}
+    dcp.save(flat, checkpoint_id=tmp_path, no_dist=True, planner=DefaultSavePlanner(flatten_state_dict=False))
+    found = opened(tmp_path)
+    state = {"w": {"exp_avg": flat["optim.state.w.exp_avg"]}}
+    same_values(
+        found, model={"w": flat["model.w"]}, optim={"state": state, "param_groups": [{"lr": 0.5, "params": ["w"]}]}
+    )
+
+
+def test_without_locating_no_tensor_is_opened(tmp_path: Path) -> None:
+    save_as_ranks(tmp_path, partial(with_buffers, 2), 2)
+    located = opened(tmp_path)
+    for file in tmp_path.glob("*.distcp"):
+        file.write_bytes(bytes(file.stat().st_size))
+    found = opened(tmp_path, locate=False)
+    for name, tensor in located.model.params.items():  # type: ignore[union-attr]
+        other = found.model.params[name]  # type: ignore[union-attr]
+        assert isinstance(tensor, Tensor) and isinstance(other, Tensor)
+        assert (other.shape, other.dtype, other.managed) == (tensor.shape, tensor.dtype, tensor.managed)
+        assert (other.pieces.offset == -1).all() and (other.pieces.start == tensor.pieces.start).all()
+    with pytest.raises(SourceCorruptError):
+        opened(tmp_path)
+
+
+def test_very_many_pickled_values_are_unread_without_locating(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dcp.save(RICH, checkpoint_id=tmp_path, no_dist=True)
+    found = opened(tmp_path, locate=False)
+    assert found.optim is not None and found.optim.param_groups is not None
+    assert found.optim.param_groups[0]["betas"] == (0.9, 0.95)
+    monkeypatch.setattr("fsdpckpt.readers.dcp.FEW_VALUES", 3)
+    found = opened(tmp_path, locate=False)
+    assert found.optim is not None and found.optim.param_groups is not None
+    assert found.optim.param_groups[0]["betas"] is UNREAD and found.extra["nan"] is UNREAD
+    assert "unread" in [note.kind for note in found.notes]
+
+
+def test_equal_values_are_parsed_once_and_keep_their_own_checksums(tmp_path: Path) -> None:
+    dcp.save({"model": MODEL, "a": (0.9, 1), "b": (0.9, 1), "c": (0.9, 2)}, checkpoint_id=tmp_path, no_dist=True)
+    found = opened(tmp_path)
+    assert found.extra == {"a": (0.9, 1), "b": (0.9, 1), "c": (0.9, 2)}
+    sums = found.checksums
+    rows = list(zip(sums.file.tolist(), sums.offset.tolist(), sums.nbytes.tolist(), sums.crc.tolist(), strict=True))
+    assert len(set(rows)) == len(rows) > 3 * 3
+    for file, offset, nbytes, crc in rows:
+        data = Path(found.files[file].path).read_bytes()[offset : offset + nbytes]
+        assert zlib.crc32(data) == crc
+
+
+# --- directories that are not whole -----------------------------------------------------------------------------------
+
+
+def test_all_missing_data_files_are_named_even_without_locating(tmp_path: Path) -> None:
+    save_as_ranks(tmp_path, partial(with_buffers, 4), 4)
+    for rank in (1, 3):
+        (tmp_path / f"__{rank}_0.distcp").unlink()
+    for locate in (True, False):
+        with pytest.raises(SourceIncompleteError) as error:
+            opened(tmp_path, locate=locate)
+        assert error.value.details == ("__1_0.distcp", "__3_0.distcp")
+
+
+def test_all_truncated_data_files_are_named(tmp_path: Path) -> None:
+    save_as_ranks(tmp_path, partial(with_buffers, 3), 3)
+    for rank in (0, 2):
+        path = tmp_path / f"__{rank}_0.distcp"
+        os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(SourceCorruptError, match="truncated") as error:
+        opened(tmp_path, locate=False)
+    assert [detail.partition(":")[0] for detail in error.value.details] == ["__0_0.distcp", "__2_0.distcp"]
+
+
+def test_data_without_metadata_is_a_save_that_did_not_finish(tmp_path: Path) -> None:
+    save_as_ranks(tmp_path, partial(with_buffers, 2), 2)
+    (tmp_path / ".metadata").rename(tmp_path / ".metadata.tmp")
+    with pytest.raises(SourceIncompleteError, match="did not finish"):
+        opened(tmp_path)
+
+
+def test_a_file_of_the_directory_is_answered_with_the_directory(tmp_path: Path) -> None:
+    save_as_ranks(tmp_path / "c", partial(with_buffers, 2), 2)
+    for name in (".metadata", "__0_0.distcp"):
+        with pytest.raises(SourceUnrecognisedError) as error:
+            opened(tmp_path / "c" / name)
+        assert error.value.next_step is not None and str(tmp_path / "c") in error.value.next_step
+
+
+def test_data_files_of_another_save_are_noted(tmp_path: Path) -> None:
+    save_as_ranks(tmp_path, partial(with_buffers, 2), 2)
+    shutil.copy(tmp_path / "__0_0.distcp", tmp_path / "__5_0.distcp")
+    found = opened(tmp_path)
+    assert found.world_size == 2
+    assert any("__5_0.distcp" in note.message for note in found.notes if note.kind == "not-carried")
+
+
+def test_data_files_that_another_save_overwrote_are_refused(tmp_path: Path) -> None:
+    save_as_ranks(tmp_path, lambda _: {"model": {"w": torch.randn(4, 3), "v": torch.randn(9, 9)}}, 1)
+    save_as_ranks(
+        tmp_path / "other", lambda _: {"model": {"w": torch.randn(4, 3).half(), "v": torch.arange(81.0).int()}}, 1
+    )
+    data = (tmp_path / "other" / "__0_0.distcp").read_bytes()
+    size = (tmp_path / "__0_0.distcp").stat().st_size
+    (tmp_path / "__0_0.distcp").write_bytes(data + bytes(max(0, size - len(data))))
+    shutil.rmtree(tmp_path / "other")
+    with pytest.raises(SourceCorruptError):
+        opened(tmp_path)
+
+
+class Shout(StreamTransformExtension):
+    """Any transform does: the items are no archives any more."""
+
+    @staticmethod
+    def registry_name() -> str:
+        return "stream.shout"
+
+    @staticmethod
+    def from_descriptor(version: str) -> Shout:
+        return Shout()
+
+    def get_descriptor(self) -> str:
+        return "stream.shout/1"
+
+    def transform_to(self, output: Any) -> Any:
+        return output
+
+    def transform_from(self, input: Any) -> Any:  # noqa: A002
+        return input
+
+
+def test_transformed_items_are_refused_naming_the_extension(tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(3)}, storage_writer=FileSystemWriter(tmp_path, _extensions=[Shout()]), no_dist=True)
+    with pytest.raises(SourceUnsupportedError, match=r"stream\.shout/1"):
+        opened(tmp_path, locate=False)
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch ran",)
+
+
+def test_a_pickled_value_that_names_a_program_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    dcp.save({"model": {"w": torch.ones(3)}, "x": Evil()}, checkpoint_id=tmp_path / "c", no_dist=True)
+    (tmp_path / "ran").unlink(missing_ok=True)
+    with pytest.raises(SourceUnsafeError) as error:
+        opened(tmp_path / "c")
+    assert error.value.details == ("posix.system",)
+    assert not (tmp_path / "ran").exists()
+
+
+# --- DCP's safetensors storage (trap 6) -------------------------------------------------------------------------------
+
+
+def as_safetensors(path: str) -> FileSystemWriter:
+    return FileSystemWriter(path, serialization_format=SerializationFormat.SAFETENSORS)
+
+
+def test_the_safetensors_format_is_read_by_its_own_headers(tmp_path: Path) -> None:
+    optim = {
+        "state": {"a.weight": {"exp_avg": torch.randn(17, 5)}},
+        "param_groups": [{"lr": 0.5, "params": ["a.weight"]}],
+    }
+    save_as_ranks(tmp_path, lambda _: {"model": shard(WEIGHTS, 3), "optimizer": optim}, 3, writer=as_safetensors)
+    found = opened(tmp_path)
+    same_values(found, model=MODEL, optim=optim)
+    assert found.problems == () and found.world_size == 3
+
+
+def test_chunks_that_the_safetensors_format_overwrote_are_named(tmp_path: Path) -> None:
+    """Two chunks of one name in one file, as when one process writes what two ranks held: the file keeps the last."""
+    save_as_ranks(tmp_path, lambda _: {"model": shard(WEIGHTS, 2)}, 2, writer=as_safetensors)
+
+    def one_file(metadata: Any) -> None:
+        for info in metadata.storage_data.values():
+            info.relative_path = "__1_0.distcp"
+
+    changed(tmp_path, one_file)
+    with pytest.raises(SourceIncompleteError) as error:
+        opened(tmp_path)
+    lost = {detail.partition(" at ")[0] for detail in error.value.details}
+    assert lost == {"model." + name for name in MODEL}
+    assert "model.a.weight at (0, 0): not in __1_0.distcp" in error.value.details
+
+
+# --- FSDP2 x tensor parallel with uneven rows (trap 15) ---------------------------------------------------------------
+
+
+def rows(*counts: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(sum(counts))
+    return {f"r{count}": torch.randn(count, 3, generator=generator) for count in counts}
+
+
+@pytest.mark.parametrize(
+    ("data", "tensor", "counts", "wrong"),
+    [(2, 2, (2, 5, 6, 7, 9), 0), (4, 2, (9, 17, 12, 3), 2), (3, 2, (7, 12), 1), (2, 4, (9, 13), 0)],
+)
+def test_uneven_rows_under_tensor_parallel_are_placed_where_they_belong(
+    tmp_path: Path, data: int, tensor: int, counts: tuple[int, ...], wrong: int
+) -> None:
+    weights = rows(*counts)
+    save_as_ranks(tmp_path, lambda _: {"model": shard_rows_twice(weights, data, tensor)}, data * tensor)
+    found = opened(tmp_path)
+    same_values(found, model={f"{name}.weight": value for name, value in weights.items()})
+    notes = [note.message for note in found.notes if note.kind == "chunks-corrected"]
+    assert found.problems == () and len(notes) == bool(wrong)
+    assert not wrong or f"for {wrong} tensors" in notes[0]
+
+
+def test_rows_that_two_ranks_declared_as_one_chunk_are_lost_and_refused(tmp_path: Path) -> None:
+    weights = rows(17)
+    save_as_ranks(tmp_path, lambda _: {"model": shard_rows_twice(weights, 8, 2)}, 16)
+    with pytest.raises(SourceCorruptError) as error:
+        opened(tmp_path)
+    assert error.value.key == "model.r17.weight" and "never stored" in str(error.value)
+
+
+def changed(directory: Path, change: Callable[[Any], None]) -> None:
+    path = directory / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    change(metadata)
+    path.write_bytes(pickle.dumps(metadata, protocol=4))
+
+
+def test_sizes_that_no_mesh_explains_are_refused_naming_every_tensor(tmp_path: Path) -> None:
+    save_as_ranks(tmp_path, lambda _: {"model": shard({"a": torch.randn(8, 3), "b": torch.randn(8, 2)}, 2)}, 2)
+
+    def shift(metadata: Any) -> None:
+        for key in ("model.a.weight", "model.b.weight"):
+            first, second = metadata.state_dict_metadata[key].chunks
+            width = first.sizes[1]
+            index = next(i for i in metadata.storage_data if i.fqn == key and i.offset == second.offsets)
+            info = metadata.storage_data.pop(index)
+            object.__setattr__(index, "offset", torch.Size((3, 0)))
+            metadata.storage_data[index] = info
+            first.sizes, second.offsets, second.sizes = (
+                torch.Size((3, width)),
+                torch.Size((3, 0)),
+                torch.Size((5, width)),
+            )
+
+    changed(tmp_path, shift)
+    with pytest.raises(SourceCorruptError) as error:
+        opened(tmp_path)
+    assert [detail.partition(":")[0] for detail in error.value.details] == ["model.a.weight", "model.b.weight"]
+
+
+def test_rows_that_no_chunk_declares_are_a_problem(tmp_path: Path) -> None:
+    save_as_ranks(tmp_path, partial(with_buffers, 4), 4)
+    changed(tmp_path, lambda metadata: metadata.state_dict_metadata["model.a.weight"].chunks.pop(1))
+    found = opened(tmp_path)
+    assert [(problem.kind, problem.key, problem.fatal) for problem in found.problems] == [
+        ("incomplete", "a.weight", True)
+    ]

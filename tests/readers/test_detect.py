@@ -1,0 +1,393 @@
+"""Recognising what is at a path: kinds of files, rank sets, parts side by side, the one checkpoint below."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+
+from fsdpckpt.errors import (
+    NeedsInformationError,
+    SourceError,
+    SourceIncompleteError,
+    SourceMissingError,
+    SourceUnrecognisedError,
+    SourceUnsafeError,
+    SourceUnsupportedError,
+)
+from fsdpckpt.ir.checkpoint import Container, Layout
+from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.readers.flavors import flavor_of
+from fsdpckpt.readers.rank_sets import group_ranks
+from tests.readers.contents import held, opened, raw, same_values
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+MODEL = {"l.weight": torch.randn(5, 3), "l.bias": torch.randn(5)}
+OPTIM = {
+    "state": {0: {"step": torch.tensor(2.0), "exp_avg": torch.randn(5, 3)}, 1: {"exp_avg": torch.randn(5)}},
+    "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": [0, 1]}],
+}
+
+
+def save(value: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(value, path)
+
+
+def save_dcp(value: Any, path: Path) -> None:
+    dcp.save(value, checkpoint_id=path, no_dist=True)
+
+
+def copy(form: str, target: Path) -> Path:
+    return Path(shutil.copytree(GOLDEN / form, target, ignore=shutil.ignore_patterns("truth")))
+
+
+def kinds(checkpoint: Any) -> list[str]:
+    return [note.kind for note in checkpoint.notes]
+
+
+# --- one file ---------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_at_the_path_is_said_so(tmp_path: Path) -> None:
+    with pytest.raises(SourceMissingError):
+        opened(tmp_path / "absent")
+
+
+def test_a_torch_file_is_recognised_by_content_whatever_its_name(tmp_path: Path) -> None:
+    save({"model": MODEL, "optimizer": OPTIM, "epoch": 3}, tmp_path / "checkpoint.strange")
+    found = opened(tmp_path / "checkpoint.strange")
+    same_values(found, model=MODEL, optim=OPTIM)
+    assert found.extra == {"epoch": 3} and (found.layout, found.container) == (Layout.FULL, Container.TORCH)
+    assert found.flavor == "plain" and any("torch.save" in line for line in found.evidence)
+
+
+def test_a_legacy_torch_file_is_refused_saying_how_to_save_it_again(tmp_path: Path) -> None:
+    torch.save(MODEL, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    with pytest.raises(SourceUnsupportedError) as error:
+        opened(tmp_path / "old.pt")
+    assert error.value.next_step is not None
+
+
+@pytest.mark.parametrize("content", [b"", b"hello, this is some text", b"PK\x03\x04 but no zip", b"\x80\x04}."])
+def test_a_file_of_another_kind_is_refused_showing_what_was_seen(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "x.bin").write_bytes(content)
+    with pytest.raises(SourceError) as error:
+        opened(tmp_path / "x.bin")
+    assert error.value.exit_code == 3
+
+
+def test_a_file_that_holds_no_state_dict_is_refused(tmp_path: Path) -> None:
+    save(torch.ones(3), tmp_path / "t.pt")
+    with pytest.raises(SourceUnrecognisedError, match="not a state dict"):
+        opened(tmp_path / "t.pt")
+
+
+def test_the_file_of_one_rank_alone_is_refused(tmp_path: Path) -> None:
+    copy("torch-2.4/f1_orig_sh_dt", tmp_path / "c")
+    with pytest.raises(SourceIncompleteError):
+        opened(tmp_path / "c" / "model_0.pt")
+
+
+# --- rank sets --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["{s}_{r}.pt", "{s}_world_size_2_rank_{r}.pt", "pytorch_{s}_fsdp_0_rank{r}.bin", "{s}-rank-{r}.pth"]
+)
+def test_rank_files_are_one_checkpoint_under_every_name(tmp_path: Path, name: str) -> None:
+    for section in ("model", "optim"):
+        for rank in (0, 1):
+            tmp_path.joinpath(name.format(s=section, r=rank)).write_bytes(
+                (GOLDEN / "torch-2.4/f1_orig_sh_dt" / f"{section}_{rank}.pt").read_bytes()
+            )
+    truth = torch.load(GOLDEN / "torch-2.4/f1_orig_sh_dt/truth/full.pt", weights_only=False)
+    found = opened(tmp_path)
+    assert held(found.model.params, found.files) == held(dict(truth["model"]), ())  # type: ignore[union-attr]
+    assert held(found.optim.state, found.files) == held(truth["optim"]["state"], ())  # type: ignore[union-attr]
+    assert (found.layout, found.world_size, found.problems) == (Layout.SHARDED, 2, ())
+
+
+def test_all_missing_rank_files_of_all_sets_are_named(tmp_path: Path) -> None:
+    for section in ("model", "optim"):
+        for rank in range(4):
+            save({"x": torch.ones(2)}, tmp_path / f"{section}_world_size_4_rank_{rank}.pt")
+    for name in ("model_world_size_4_rank_3", "optim_world_size_4_rank_0", "optim_world_size_4_rank_2"):
+        (tmp_path / f"{name}.pt").unlink()
+    with pytest.raises(SourceIncompleteError) as error:
+        opened(tmp_path)
+    assert error.value.details == (
+        "model_world_size_4_rank_3.pt",
+        "optim_world_size_4_rank_0.pt",
+        "optim_world_size_4_rank_2.pt",
+    )
+
+
+def test_the_last_rank_of_one_set_is_missed_because_the_other_set_has_it(tmp_path: Path) -> None:
+    for name in ("m_rank0.bin", "m_rank1.bin", "o_rank0.bin"):
+        save({"x": torch.ones(2)}, tmp_path / name)
+    with pytest.raises(SourceIncompleteError) as error:
+        opened(tmp_path)
+    assert error.value.details == ("o_rank1.bin",)
+
+
+def test_numbered_files_that_are_whole_are_not_taken_for_ranks(tmp_path: Path) -> None:
+    for number in (0, 1):
+        save({"model": MODEL}, tmp_path / f"run_{number}.pt")
+    with pytest.raises(NeedsInformationError):
+        opened(tmp_path)
+
+
+def test_one_numbered_file_is_a_single_file(tmp_path: Path) -> None:
+    save({"model": MODEL}, tmp_path / "model_0.pt")
+    same_values(opened(tmp_path), model=MODEL)
+
+
+@pytest.mark.parametrize(
+    ("names", "sets", "single"),
+    [
+        (["model_0.pt", "model_1.pt"], [("model", [0, 1])], []),
+        (["model_0.pt", "model_1.pt", "model_3.pt"], [("model", [0, 1, 3])], []),
+        (["m_0.pt", "m_1000.pt", "m_2000.pt"], [], ["m_0.pt", "m_1000.pt", "m_2000.pt"]),
+        (["m_1.pt", "m_2.pt"], [], ["m_1.pt", "m_2.pt"]),
+        (
+            ["epoch_0.pt", "epoch_1.pt", "step-0.pt", "step-1.pt"],
+            [],
+            ["epoch_0.pt", "epoch_1.pt", "step-0.pt", "step-1.pt"],
+        ),
+        (
+            ["model-00001-of-00002.bin", "model-00000-of-00002.bin"],
+            [],
+            ["model-00000-of-00002.bin", "model-00001-of-00002.bin"],
+        ),
+        (["optimizer.bin", "optimizer_1.bin"], [], ["optimizer.bin", "optimizer_1.bin"]),
+        (["optimizer_0_rank10.bin", "optimizer_0_rank9.bin"], [("optimizer_0", [9, 10])], []),
+        (["rng_state_0.pth", "rng_state_1.pth", "scheduler.pt"], [("rng_state", [0, 1])], ["scheduler.pt"]),
+        (["a_world_size_2_rank_0.pt", "a_world_size_4_rank_0.pt"], [("a", [0]), ("a", [0])], []),
+    ],
+)
+def test_names_are_grouped_by_rank(names: list[str], sets: Any, single: list[str]) -> None:
+    found, rest = group_ranks(names)
+    assert [(entry.stem, sorted(entry.files)) for entry in found] == sets and rest == single
+
+
+def test_names_of_missing_ranks_keep_the_pattern() -> None:
+    (found,), _ = group_ranks(["o_0_rank0.bin", "o_0_rank3.bin"])
+    assert found.missing() == ["o_0_rank1.bin", "o_0_rank2.bin"]
+
+
+def test_extras_that_differ_between_ranks_are_kept_for_each(tmp_path: Path) -> None:
+    for section in ("model", "optim"):
+        for rank in (0, 1):
+            shutil.copy(
+                GOLDEN / f"torch-2.4/f2_plain_t/{section}_{rank}.pt",
+                tmp_path / f"{section}_world_size_2_rank_{rank}.pt",
+            ) if (GOLDEN / "torch-2.4/f2_plain_t").exists() else shutil.copy(
+                GOLDEN / f"torch-2.4/f1_orig_sh_dt/{section}_{rank}.pt",
+                tmp_path / f"{section}_world_size_2_rank_{rank}.pt",
+            )
+    states = [
+        {"lr_scheduler": {"last_epoch": 4}, "rng": {"cpu": torch.randint(0, 9, (64,), dtype=torch.uint8), "n": rank}}
+        for rank in (0, 1)
+    ]
+    for rank in (0, 1):
+        save(states[rank], tmp_path / f"extra_state_world_size_2_rank_{rank}.pt")
+    found = opened(tmp_path)
+    assert held(found.extra, found.files) == held(states[0], ())
+    assert [held(extra, found.files) for extra in found.rank_extra] == [held(state, ()) for state in states]
+
+
+# --- parts side by side -----------------------------------------------------------------------------------------------
+
+
+def test_the_directories_model_and_optim_are_one_checkpoint(tmp_path: Path) -> None:
+    truth = torch.load(GOLDEN / "torch-2.4/f1_orig_sh_dt_dcp/truth/full.pt", weights_only=False)
+    found = opened(copy("torch-2.4/f1_orig_sh_dt_dcp", tmp_path / "c"))
+    assert held(found.model.params, found.files) == held(dict(truth["model"]), ())  # type: ignore[union-attr]
+    assert held(found.optim.state, found.files) == held(truth["optim"]["state"], ())  # type: ignore[union-attr]
+    assert (found.container, found.world_size, found.problems) == (Container.DCP, 2, ())
+
+
+def test_accelerates_files_are_one_checkpoint(tmp_path: Path) -> None:
+    save(MODEL, tmp_path / "pytorch_model_fsdp.bin")
+    save(OPTIM, tmp_path / "optimizer.bin")
+    save({"last_epoch": 5}, tmp_path / "scheduler.bin")
+    for rank in (0, 1):
+        save({"step": 7, "cpu": torch.full((8,), rank)}, tmp_path / f"random_states_{rank}.pkl")
+    (tmp_path / "config.json").write_text("{}")
+    found = opened(tmp_path)
+    same_values(found, model=MODEL, optim=OPTIM)
+    assert found.flavor == "accelerate" and found.world_size == 1
+    assert found.extra["scheduler"] == {"last_epoch": 5}
+    assert [held(extra["random_states"], found.files)["cpu"] for extra in found.rank_extra] == [  # type: ignore[index,call-overload]
+        raw(torch.full((8,), rank)) for rank in (0, 1)
+    ]
+    assert any("config.json" in note.message for note in found.notes if note.kind == "not-carried")
+
+
+def test_accelerates_directories_are_one_checkpoint(tmp_path: Path) -> None:
+    save_dcp({"model": MODEL}, tmp_path / "pytorch_model_fsdp_0")
+    save_dcp({"optimizer": OPTIM}, tmp_path / "optimizer_0")
+    save({"last_epoch": 5}, tmp_path / "scheduler.bin")
+    found = opened(tmp_path)
+    same_values(found, model=MODEL, optim=OPTIM)
+    assert found.extra == {"scheduler": {"last_epoch": 5}} and found.container is Container.DCP
+
+
+def test_lightnings_meta_file_is_the_rest_of_its_dcp_directory(tmp_path: Path) -> None:
+    save_dcp({"model": MODEL, "optimizer_0": OPTIM}, tmp_path)
+    save({"epoch": 2, "loops": {"fit": [1]}}, tmp_path / "meta.pt")
+    found = opened(tmp_path)
+    same_values(found, model=MODEL, optim=OPTIM)
+    assert found.extra == {"epoch": 2, "loops": {"fit": [1]}} and found.flavor == "lightning"
+
+
+class Mine:
+    """A training script's own class."""
+
+
+def test_a_neighbour_that_is_refused_is_not_carried_but_named(tmp_path: Path) -> None:
+    save(MODEL, tmp_path / "model.pt")
+    save(functools.partial(print), tmp_path / "callbacks.pt")
+    found = opened(tmp_path)
+    same_values(found, model=MODEL)
+    assert any("callbacks" in note.message and "partial" in note.message for note in found.notes)
+    assert [Path(file.path).name for file in found.files] == ["model.pt"]
+
+
+def test_a_model_that_is_refused_is_never_left_out(tmp_path: Path) -> None:
+    save({**MODEL, "x": functools.partial(print)}, tmp_path / "model.pt")
+    save(OPTIM, tmp_path / "optim.pt")
+    with pytest.raises(SourceUnsafeError):
+        opened(tmp_path)
+    shutil.move(tmp_path / "model.pt", tmp_path / "a.pt")
+    (tmp_path / "optim.pt").unlink()
+    with pytest.raises(SourceUnsafeError):
+        opened(tmp_path)
+
+
+def test_two_candidates_for_one_section_are_listed_not_chosen_between(tmp_path: Path) -> None:
+    save(MODEL, tmp_path / "pytorch_model_fsdp.bin")
+    save_file(MODEL, tmp_path / "model.safetensors")
+    save(OPTIM, tmp_path / "optimizer.bin")
+    with pytest.raises(NeedsInformationError) as error:
+        opened(tmp_path)
+    assert {Path(detail).name for detail in error.value.details} == {"pytorch_model_fsdp.bin", "model.safetensors"}
+    assert error.value.exit_code == 4
+
+
+def test_consolidated_weights_beside_their_shards_are_listed(tmp_path: Path) -> None:
+    save_file(MODEL, tmp_path / "model-00001-of-00001.safetensors")
+    (tmp_path / "sharded").mkdir()
+    save_file(MODEL, tmp_path / "sharded" / "shard-00001-model-00001-of-00001.safetensors")
+    with pytest.raises(NeedsInformationError):
+        opened(tmp_path)
+
+
+def test_verls_exported_weights_are_no_part(tmp_path: Path) -> None:
+    for section in ("model", "optim"):
+        for rank in (0, 1):
+            source = GOLDEN / "torch-2.4/f1_orig_sh_dt" / f"{section}_{rank}.pt"
+            shutil.copy(source, tmp_path / f"{section}_world_size_2_rank_{rank}.pt")
+    (tmp_path / "huggingface").mkdir()
+    save_file(MODEL, tmp_path / "huggingface" / "model.safetensors")
+    found = opened(tmp_path)
+    assert found.flavor == "verl" and found.layout is Layout.SHARDED
+    assert any("huggingface" in note.message for note in found.notes)
+
+
+# --- checkpoints below ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("below", ["checkpoint-500", "step-10", "a/b", "run/global_step_7/actor"])
+def test_the_only_checkpoint_below_is_opened_with_a_note(tmp_path: Path, below: str) -> None:
+    save({"model": MODEL}, tmp_path / below / "pytorch_model.pt")
+    (tmp_path / "log.txt").write_text("x")
+    found = opened(tmp_path)
+    same_values(found, model=MODEL)
+    assert any(below in note.message for note in found.notes if note.kind == "found-below")
+
+
+def test_several_checkpoints_below_are_listed(tmp_path: Path) -> None:
+    for step in (10, 20):
+        save_dcp({"model": MODEL, "optimizer": OPTIM}, tmp_path / f"step-{step}")
+    with pytest.raises(NeedsInformationError) as error:
+        opened(tmp_path)
+    assert {Path(detail).name for detail in error.value.details} == {"step-10", "step-20"}
+
+
+def test_the_checkpoints_of_two_roles_are_listed(tmp_path: Path) -> None:
+    for role in ("actor", "critic"):
+        save({"model": MODEL}, tmp_path / role / "model.pt")
+    with pytest.raises(NeedsInformationError) as error:
+        opened(tmp_path)
+    assert len(error.value.details) == 2
+
+
+def test_older_checkpoints_below_a_whole_one_are_no_parts(tmp_path: Path) -> None:
+    save(MODEL, tmp_path / "pytorch_model.bin")
+    save(OPTIM, tmp_path / "checkpoint-500" / "optimizer.bin")
+    found = opened(tmp_path)
+    same_values(found, model=MODEL)
+    assert any("checkpoint-500" in note.message for note in found.notes)
+
+
+def test_a_directory_without_a_checkpoint_says_what_was_looked_for_and_seen(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("x")
+    (tmp_path / "sub").mkdir()
+    with pytest.raises(SourceUnrecognisedError) as error:
+        opened(tmp_path)
+    assert ".metadata" in str(error.value) and "notes.txt" in str(error.value)
+
+
+def test_an_interrupted_save_among_others_is_reported(tmp_path: Path) -> None:
+    save_dcp({"model": MODEL}, tmp_path / "model")
+    (tmp_path / "model" / ".metadata").unlink()
+    with pytest.raises(SourceIncompleteError):
+        opened(tmp_path)
+
+
+# --- what fsdpckpt wrote itself ---------------------------------------------------------------------------------------
+
+
+def test_the_manifest_tells_key_types_and_what_was_undetermined(tmp_path: Path) -> None:
+    optim = {"state": OPTIM["state"]}
+    save_dcp({"model": MODEL, "optimizer": optim}, tmp_path)
+    assert list(opened(tmp_path).optim.state) == ["0", "1"]  # type: ignore[union-attr]
+    manifest = {"program": "fsdpckpt", "version": "9", "key_type": "id", "undetermined": ["l.bias", "gone"]}
+    (tmp_path / "fsdpckpt.json").write_text(json.dumps(manifest))
+    found = opened(tmp_path)
+    assert list(found.optim.state) == [0, 1] and found.flavor == "plain"  # type: ignore[union-attr]
+    assert any("fsdpckpt" in line and "9" in line for line in found.evidence)
+    leaf = found.model.params["l.bias"]  # type: ignore[union-attr]
+    assert isinstance(leaf, Tensor) and leaf.managed is None
+    assert "not-carried" not in kinds(found)
+
+
+def test_a_manifest_that_was_damaged_is_noted(tmp_path: Path) -> None:
+    save_dcp({"model": MODEL}, tmp_path)
+    (tmp_path / "fsdpckpt.json").write_text("{")
+    assert "manifest" in kinds(opened(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("names", "directory", "flavor"),
+    [
+        ([".metadata", "__0_0.distcp"], "/a/step-10", "torchtitan"),
+        ([".metadata", "__0_0.distcp", "fsdpckpt.json"], "/a/step-10", "plain"),
+        ([".metadata", "meta.pt"], "/a/x", "lightning"),
+        (["model_world_size_2_rank_0.pt"], "/a", "plain"),
+        (["model_world_size_2_rank_0.pt", "fsdp_config.json"], "/a/actor", "verl"),
+        (["pytorch_model_fsdp_0", "optimizer_0"], "/a", "accelerate"),
+        (["model.safetensors"], "/a/step-10", "plain"),
+    ],
+)
+def test_flavors_are_told_by_names_alone(names: list[str], directory: str, flavor: str) -> None:
+    assert flavor_of(names, directory) == flavor

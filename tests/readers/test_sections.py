@@ -1,0 +1,202 @@
+"""Telling model, optimizer and extras apart in every nesting that producers write."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+
+from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.tensors import Pieces, Tensor
+from fsdpckpt.readers.sections import Sections, split
+
+
+def tensor(*shape: int) -> Tensor:
+    return Tensor(DTYPES["float32"], shape, Pieces.whole(file=0, offset=0, shape=shape))
+
+
+W, B, M, V, STEP = tensor(4, 3), tensor(4), tensor(4, 3), tensor(4, 3), tensor()
+MODEL = {"l.weight": W, "l.bias": B}
+BY_NAME = {"state": {"l.weight": {"step": STEP, "exp_avg": M}}, "param_groups": [{"lr": 0.1, "params": ["l.weight"]}]}
+BY_ID = {"state": {0: {"step": STEP, "exp_avg": M}}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
+
+
+def outline(value: Any) -> Any:
+    """The nesting of ``value`` with the identity of its leaves."""
+    if isinstance(value, dict):
+        return {key: outline(child) for key, child in value.items()}
+    return [outline(child) for child in value] if isinstance(value, list) else id(value)
+
+
+def check(root: Any, model: Any, optim: Any, extra: Any) -> Sections:
+    before = outline(root)
+    found = split(root)
+    assert (found.model.params if found.model else None) == model
+    assert ({"state": found.optim.state, "param_groups": found.optim.param_groups} if found.optim else None) == optim
+    assert found.extra == extra
+    assert outline(root) == before, "the source's own dict was changed"
+    return found
+
+
+@pytest.mark.parametrize("optim", [BY_NAME, BY_ID])
+@pytest.mark.parametrize(
+    ("root", "extra"),
+    [
+        (lambda m, o: {"model": m, "optimizer": o}, {}),
+        (lambda m, o: {"model": m, "optim": o, "epoch": 3}, {"epoch": 3}),
+        (lambda m, o: {"model_state_dict": m, "optimizer_state_dict": o, "loss": 0.5}, {"loss": 0.5}),
+        (lambda m, o: {"state_dict": m, "optimizer_states": [o], "lr_schedulers": []}, {"lr_schedulers": []}),
+        (
+            lambda m, o: {"state": {"model": m, "optimizers": {"AdamW": o}, "n": 1}, "rng": []},
+            {"state": {"n": 1}, "rng": []},
+        ),
+        (lambda m, o: {"module": m, "nested": {"deep": {"optimizer": o}}}, {}),
+        (lambda m, o: {**m, "optimizer": o, "train_state": {"step": STEP}}, {"train_state": {"step": STEP}}),
+    ],
+)
+def test_model_and_optimizer_are_found_in_every_nesting(root: Any, extra: Any, optim: Any) -> None:
+    check(root(MODEL, optim), MODEL, optim, extra)
+
+
+def test_the_root_itself_can_be_either() -> None:
+    check(MODEL, MODEL, None, {})
+    check(BY_ID, None, BY_ID, {})
+
+
+def test_other_entries_of_an_optimizer_stay_with_it() -> None:
+    found = check({"optimizer": {**BY_ID, "loss_scaler": {"scale": 2.0}}}, None, BY_ID, {})
+    assert found.optim is not None and found.optim.extra == {"loss_scaler": {"scale": 2.0}}
+
+
+def test_an_empty_optimizer_and_one_whose_state_vanished_are_optimizers() -> None:
+    groups = [{"lr": 0.1, "params": ["l.weight"]}]
+    check({"optimizer": {"state": {}, "param_groups": groups}}, None, {"state": {}, "param_groups": groups}, {})
+    check({"optimizer": {"param_groups": groups}, "model": MODEL}, MODEL, {"state": {}, "param_groups": groups}, {})
+
+
+def test_a_state_without_groups_is_an_optimizer_when_its_name_or_its_states_say_so() -> None:
+    check({"optim": {"state": {"w": {"mine": M}}}}, None, {"state": {"w": {"mine": M}}, "param_groups": None}, {})
+    check({"state": {"w": {"exp_avg": M}}}, None, {"state": {"w": {"exp_avg": M}}, "param_groups": None}, {})
+
+
+def test_a_model_under_a_key_called_state_is_no_optimizer() -> None:
+    check({"state": {"model": MODEL}, "rng": [1]}, MODEL, None, {"rng": [1]})
+
+
+def test_several_optimizers_all_stay_extra_with_a_note() -> None:
+    root = {"model": MODEL, "optimizer_states": [BY_ID, BY_ID], "epoch": 1}
+    found = check(root, MODEL, None, {"optimizer_states": [BY_ID, BY_ID], "epoch": 1})
+    assert [note.kind for note in found.notes] == ["several-optimizers"]
+    assert "optimizer_states.0" in found.notes[0].message and "optimizer_states.1" in found.notes[0].message
+
+
+def test_of_two_models_the_outer_one_is_taken_and_equals_are_not_chosen_between() -> None:
+    check({"model": MODEL, "ema": {"model": MODEL}}, MODEL, None, {"ema": {"model": MODEL}})
+    found = check(
+        {"gen": {"model": MODEL}, "disc": {"model": MODEL}},
+        None,
+        None,
+        {"gen": {"model": MODEL}, "disc": {"model": MODEL}},
+    )
+    assert [note.kind for note in found.notes] == ["several-models"]
+
+
+def test_a_model_under_a_name_of_its_own_is_found_and_noted() -> None:
+    found = check({"student": MODEL, "epoch": 1}, MODEL, None, {"epoch": 1})
+    assert [note.kind for note in found.notes] == ["model-found"]
+
+
+def test_random_states_are_no_model() -> None:
+    rng = {"cpu": tensor(5056), "cuda": [tensor(16)], "numpy": ("MT19937", 1)}
+    check({"lr_scheduler": {"last_epoch": 1}, "rng": rng}, None, None, {"lr_scheduler": {"last_epoch": 1}, "rng": rng})
+    check({"rng": {"cpu": rng["cpu"]}}, None, None, {"rng": {"cpu": rng["cpu"]}})
+
+
+def test_extra_state_entries_belong_to_the_model() -> None:
+    model = {**MODEL, "l._extra_state": {"amax": [1.0]}}
+    check({"model": model}, model, None, {})
+    check({**model, "optimizer": BY_NAME}, model, BY_NAME, {})
+
+
+def test_the_metadata_of_a_state_dict_is_kept() -> None:
+    model: OrderedDict[str, Tensor] = OrderedDict(MODEL)
+    model._metadata = {"": {"version": 2}}  # type: ignore[attr-defined]
+    found = split({"model": model})
+    assert found.model is not None and found.model.metadata == {"": {"version": 2}}
+
+
+def test_ids_that_became_strings_are_numbers_again_and_noted() -> None:
+    broken = {"state": {"0": {"exp_avg": M}, "10": {"exp_avg": V}}, "param_groups": [{"params": [0, 10]}]}
+    found = check({"optimizer": broken}, None, {**broken, "state": {0: {"exp_avg": M}, 10: {"exp_avg": V}}}, {})
+    assert [note.kind for note in found.notes] == ["ids-repaired"]
+
+
+@pytest.mark.parametrize("params", [["0", "10"], [0, 1], ["a"]])
+def test_names_made_of_digits_stay_names_unless_the_groups_list_these_ids(params: list[Any]) -> None:
+    plain = {"state": {"0": {"exp_avg": M}, "10": {"exp_avg": V}}, "param_groups": [{"params": params}]}
+    check({"optimizer": plain}, None, plain, {})
+
+
+def flattened(groups: list[dict[str, Any]], state: dict[str, Any]) -> dict[str, Any]:
+    flat = {f"state.{param}.{name}": value for param, states in state.items() for name, value in states.items()}
+    for group in groups:
+        for param in group["params"]:
+            flat |= {f"param_groups.{param}.{key}": value for key, value in group.items() if key != "params"}
+    return flat
+
+
+STATE = {"l.weight": {"step": STEP, "exp_avg": M}, "l.bias": {"step": STEP, "exp_avg": B}, "n.0.w": {"exp_avg": V}}
+GROUPS = [
+    {"lr": 0.1, "betas": (0.9, 0.95), "fused": None, "params": ["l.weight", "n.0.w"]},
+    {"lr": 0.1, "betas": [0.9, 0.95], "fused": None, "params": ["l.bias"]},
+]
+
+
+@pytest.mark.parametrize(
+    "inside", [lambda flat: {**MODEL, "optimizer": flat}, lambda flat: {"model": MODEL, "optim": flat}]
+)
+def test_flattened_keys_become_states_and_groups_of_equal_hyper_parameters(inside: Any) -> None:
+    found = check(inside(flattened(GROUPS, STATE)), MODEL, {"state": STATE, "param_groups": GROUPS}, {})
+    assert "groups-rebuilt" in [note.kind for note in found.notes]
+
+
+def test_flattened_keys_at_the_root_are_an_optimizer() -> None:
+    check(flattened(GROUPS, STATE), None, {"state": STATE, "param_groups": GROUPS}, {})
+
+
+def test_flattened_states_nested_below_a_parameter_keep_their_nesting() -> None:
+    flat = flattened(GROUPS[:1], {}) | {"state.l.weight.shampoo.left.0": M, "state.l.weight.step": STEP}
+    found = split({"optimizer": flat})
+    assert found.optim is not None
+    assert found.optim.state == {"l.weight": {"shampoo": {"left": {"0": M}}, "step": STEP}}
+
+
+def test_flattened_tensor_hyper_parameters_are_never_merged() -> None:
+    first, second = tensor(), tensor()
+    groups = [{"lr": first, "params": ["l.weight"]}, {"lr": second, "params": ["l.bias"]}]
+    found = split({"optimizer": flattened(groups, {})})
+    assert found.optim is not None and found.optim.param_groups == groups
+    assert found.optim.param_groups[0]["lr"] is first
+
+
+def test_flat_keys_without_planner_data_are_grouped_by_their_first_word() -> None:
+    flat = {f"optim.{key}": value for key, value in flattened(GROUPS, STATE).items()}
+    root = {f"model.{key}": value for key, value in MODEL.items()} | flat
+    check(root, MODEL, {"state": STATE, "param_groups": GROUPS}, {})
+
+
+def test_what_is_no_state_dict_at_all_is_extra() -> None:
+    check({"a": 1, "b": [W, {"c": M}]}, None, None, {"a": 1, "b": [W, {"c": M}]})
+    check([W], None, None, {"": [W]})
+
+
+def test_a_state_with_names_that_are_no_text_stays_extra() -> None:
+    odd = {"state": {0: {1: M}}, "param_groups": [{"params": [0]}]}
+    check({"optimizer": odd}, None, None, {"optimizer": odd})
+
+
+def test_owns_tells_whose_a_path_is() -> None:
+    found = split({**MODEL, "optimizer": BY_ID, "rng": {"cpu": B}})
+    assert found.owns(("l.weight",)) and found.owns(("optimizer", "param_groups", 0, "lr"))
+    assert not found.owns(("rng", "cpu")) and not found.owns(("optimizer_2",))

@@ -1,0 +1,109 @@
+"""The Python API: the same answers as the commands, as objects."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import fsdpckpt
+from fsdpckpt.errors import SourceMissingError, UsageError
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    torch.manual_seed(3)
+    state = {
+        "model": {
+            "a.weight": torch.randn(5, 3).t(),
+            "b.weight": torch.randn(4, 2).bfloat16(),
+            "count": torch.tensor(7),
+            "empty": torch.randn(0, 3),
+        },
+        "optimizer": {
+            "state": {"a.weight": {"exp_avg": torch.randn(3, 5), "step": torch.tensor(4.0)}},
+            "param_groups": [{"lr": 0.1, "params": ["a.weight"]}],
+        },
+    }
+    torch.save(state, tmp_path / "state.pt")
+    return tmp_path / "state.pt"
+
+
+def test_importing_the_package_imports_nothing_else() -> None:
+    code = "import sys, fsdpckpt; print([name in sys.modules for name in ('numpy', 'fsdpckpt.api')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[False, False]\n"
+
+
+def test_verify_is_a_function_before_and_after_its_package_is_imported(saved: Path) -> None:
+    code = (
+        "import sys, fsdpckpt; first = fsdpckpt.verify(sys.argv[1])\n"
+        "import fsdpckpt.verify.blocks\n"
+        "second = fsdpckpt.verify(sys.argv[1], digests=True)\n"
+        "assert first.whole and second.whole and len(second.digests) == 6, second\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(saved)], check=True)
+
+
+def test_open_gives_tensors_by_name_as_numpy_and_as_torch(saved: Path) -> None:
+    truth = torch.load(saved, weights_only=True)
+    with fsdpckpt.open(saved) as checkpoint:
+        assert list(checkpoint) == ["a.weight", "b.weight", "count", "empty", "a.weight.exp_avg", "a.weight.step"]
+        for name, value in truth["model"].items():
+            tensor = checkpoint[name]
+            assert (tensor.shape, tensor.section) == (tuple(value.shape), "model")
+            assert torch.equal(tensor.torch(), value)
+            assert tensor.torch().dtype == value.dtype
+        assert np.array_equal(checkpoint["a.weight"].numpy(), truth["model"]["a.weight"].numpy())
+        assert checkpoint["b.weight"].numpy().dtype.name == "bfloat16"
+        assert list(checkpoint.section("optim")) == ["a.weight.exp_avg", "a.weight.step"]
+        assert checkpoint.param_groups == [{"lr": 0.1, "params": ["a.weight"]}]
+        assert repr(checkpoint["count"]) == "LazyTensor('count', int64, [])"
+        with pytest.raises(KeyError):
+            checkpoint["nothing"]
+
+
+def test_inspect_returns_a_description(saved: Path) -> None:
+    found = fsdpckpt.inspect(saved, keys=["*.weight"], section="model", stats=True)
+    assert [named.key for named in found.tensors] == ["a.weight", "b.weight"]
+    assert found.sections["model"].elements == 15 + 8 + 1
+    document = found.to_json()
+    assert document == json.loads(json.dumps(document))
+    with pytest.raises(UsageError, match="section"):
+        fsdpckpt.inspect(saved, section="models")
+
+
+def test_convert_and_diff_take_paths_and_plain_words(saved: Path, tmp_path: Path) -> None:
+    report = fsdpckpt.convert(saved, tmp_path / "out", to="sharded", world_size=2, buffers="count", max_memory="8MiB")
+    assert (report.layout, report.container, report.world_size) == ("sharded", "dcp", 2)
+    assert fsdpckpt.diff(saved, tmp_path / "out").same
+    renamed = fsdpckpt.convert(saved, tmp_path / "m.pt", to="full", only="model", rename={"a": "first"})
+    assert renamed.tensors == 4
+    result = fsdpckpt.diff(saved, tmp_path / "m.pt", only="model")
+    assert {entry.key: entry.sigil for entry in result.entries if entry.sigil != "="} == {
+        "a.weight": "-",
+        "first.weight": "+",
+    }
+
+
+def test_wrong_words_are_usage_errors(saved: Path, tmp_path: Path) -> None:
+    for wrong, words in (
+        ({"colour": "red"}, "no option 'colour'"),
+        ({"to": "halved"}, "to is none of its values"),
+        ({"max_memory": "lots"}, "max_memory is no size"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            fsdpckpt.convert(saved, tmp_path / "out.pt", **wrong)
+    with pytest.raises(SourceMissingError):
+        fsdpckpt.open(tmp_path / "nowhere")
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = fsdpckpt.nonsense  # type: ignore[attr-defined]

@@ -1,0 +1,223 @@
+"""Two checkpoints are the same when every key, shape, dtype, byte and value is, whatever the layout."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fsdpckpt.errors import NeedsInformationError, SourceIncompleteError
+from fsdpckpt.ir.checkpoint import Checkpoint, OptimState, Section
+from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.values import Global, Object
+from fsdpckpt.storage.sources import Sources
+from fsdpckpt.verify.compare import Difference, compare, only_section
+from fsdpckpt.verify.tensors import Tolerance
+from fsdpckpt.verify.values import same_value, value_text
+from tests.verify.raw import Raw, numbers, random_array, rows
+
+
+def difference(a: Checkpoint, b: Checkpoint, tolerance: Tolerance | None = None) -> Difference:
+    with Sources() as sources:
+        return compare(a, b, sources=sources, tolerance=tolerance)
+
+
+def changed(result: Difference) -> dict[str, tuple[str, str]]:
+    return {entry.key: (entry.sigil, entry.detail) for entry in result.entries if entry.sigil != "="}
+
+
+def one(directory: Path, array: np.ndarray, ranks: int = 1, order: tuple[int, ...] | None = None) -> Checkpoint:
+    raw = Raw(directory, ranks)
+    return raw.checkpoint({"w": raw.put(array, rows(array.shape, ranks), order=order)})
+
+
+def test_the_same_bytes_in_other_cuts_and_orders_are_the_same(tmp_path: Path) -> None:
+    array = random_array(1, (13, 7))  # with NaN among them
+    left = one(tmp_path / "a", array, 3)
+    for name, ranks, order in (("b", 1, None), ("c", 5, (1, 0)), ("d", 4, None)):
+        assert difference(left, one(tmp_path / name, array, ranks, order)).same
+
+
+def test_one_flipped_bit_is_counted_located_and_measured(tmp_path: Path) -> None:
+    array = numbers(2, (13, 7))
+    other = array.copy()
+    other[9, 4] += 0.5
+    other[12, 6] += 2.0
+    result = difference(one(tmp_path / "a", array, 2), one(tmp_path / "b", other, 3))
+    assert changed(result) == {"w": ("*", "2 of 91 elements differ, first at [9, 4], by up to 2")}
+    assert not result.same
+    assert (result.count("*"), result.count("=")) == (1, 0)
+
+
+def test_minus_zero_differs_by_bytes_and_not_within_a_tolerance(tmp_path: Path) -> None:
+    left, right = one(tmp_path / "a", np.float32([0.0, 1.0])), one(tmp_path / "b", np.float32([-0.0, 1.0]))
+    assert changed(difference(left, right)) == {"w": ("*", "1 of 2 elements differ, first at [0], by up to 0")}
+    assert difference(left, right, Tolerance()).same
+
+
+@pytest.mark.parametrize(
+    ("tolerance", "same"), [(None, False), (Tolerance(1e-3), True), (Tolerance(1e-6), False), (Tolerance(0, 0.1), True)]
+)
+def test_tolerances_are_those_of_torch_allclose(tmp_path: Path, tolerance: Tolerance | None, same: bool) -> None:
+    array = numbers(3, (50,), "float32") + np.float32(10)
+    other = array * np.float32(1.0001)
+    assert difference(one(tmp_path / "a", array), one(tmp_path / "b", other), tolerance).same is same
+
+
+def test_infinities_and_nan_within_a_tolerance(tmp_path: Path) -> None:
+    left = one(tmp_path / "a", np.float32([np.inf, np.nan, np.inf]))
+    right = one(tmp_path / "b", np.float32([np.inf, -np.nan, -np.inf]))
+    assert changed(difference(left, right, Tolerance(1.0, 1.0))).keys() == {"w"}
+    assert "1 of 3 elements differ, first at [2]" in changed(difference(left, right, Tolerance(1.0, 1.0)))["w"][1]
+
+
+def test_shape_and_dtype_are_told_and_no_data_is_read(tmp_path: Path) -> None:
+    raw = Raw(tmp_path / "a", 1)
+    left = raw.checkpoint({"w": raw.put(random_array(4, (3, 4))), "v": raw.put(random_array(5, (6,)))})
+    other = Raw(tmp_path / "b", 1)
+    right = other.checkpoint(
+        {
+            "w": other.put(random_array(4, (4, 3))),
+            "v": other.put(random_array(5, (6,), "bfloat16"), dtype=DTYPES["bfloat16"]),
+        }
+    )
+    (tmp_path / "b" / "rank_0.bin").unlink()
+    assert changed(difference(left, right)) == {
+        "w": ("*", "shape [3, 4] vs [4, 3]"),
+        "v": ("*", "dtype float32 vs bfloat16"),
+    }
+
+
+def test_keys_of_one_side_are_told_with_what_they_are(tmp_path: Path) -> None:
+    array = random_array(6, (2, 2))
+    raw = Raw(tmp_path / "a", 1)
+    left = raw.checkpoint({"same": raw.put(array), "gone": raw.put(array)}, extra={"epoch": 3})
+    other = Raw(tmp_path / "b", 1)
+    right = other.checkpoint({"new": other.put(array), "same": other.put(array)}, extra={"epoch": 4, "lr": None})
+    result = difference(left, right)
+    assert [(entry.sigil, entry.section, entry.key, entry.detail) for entry in result.entries] == [
+        ("=", Section.MODEL, "same", ""),
+        ("-", Section.MODEL, "gone", "tensor float32 [2, 2]"),
+        ("*", Section.EXTRA, "epoch", "3 vs 4"),
+        ("+", Section.MODEL, "new", "tensor float32 [2, 2]"),
+        ("+", Section.EXTRA, "lr", "None"),
+    ]
+
+
+def optimizer(directory: Path, keys: list[int | str], groups: list[list[int | str]], **hyper: object) -> Checkpoint:
+    """The n-th key in the order of the groups has the n-th shape and values."""
+    raw = Raw(directory, 2)
+    order = [key for group in groups for key in group]
+    state = {
+        key: {
+            "step": raw.put(np.float32(7)),
+            "exp_avg": raw.put(random_array(order.index(key), (order.index(key) + 2, 3)), ranks=[order.index(key) % 2]),
+        }
+        for key in keys
+    }
+    param_groups = [{"lr": 0.1, "betas": (0.9, 0.95), **hyper, "params": list(group)} for group in groups]
+    return raw.checkpoint(optim=OptimState(state, param_groups))
+
+
+def test_ids_and_names_are_matched_through_the_order_of_the_groups(tmp_path: Path) -> None:
+    names = optimizer(tmp_path / "a", ["a", "b", "c"], [["c", "a"], ["b"]])
+    ids = optimizer(tmp_path / "b", [0, 1, 2], [[0, 1], [2]])
+    result = difference(names, ids)
+    assert result.same, changed(result)
+    assert {entry.key for entry in result.entries} >= {"c.exp_avg", "a.step", "param_groups.1.params"}
+    assert "matched by the order of the param groups" in result.notes[0]
+    assert difference(ids, names).same
+
+
+@pytest.mark.parametrize(
+    ("groups", "why"),
+    [([["a", "c"], ["b"]], "shapes"), ([["a"], ["b", "c"]], "2+1 and 1+2"), ([["a", "b", "c"]], "2+1 and 3")],
+)
+def test_an_order_that_does_not_fit_is_refused_never_guessed(
+    tmp_path: Path, groups: list[list[int | str]], why: str
+) -> None:
+    ids = optimizer(tmp_path / "ids", [0, 1, 2], [[0, 1], [2]])
+    right = optimizer(tmp_path / "names", ["c", "a", "b"], [["c", "a"], ["b"]])
+    assert right.optim is not None
+    assert right.optim.param_groups is not None
+    right.optim.param_groups[:] = [{"params": list(group)} for group in groups]
+    with pytest.raises(NeedsInformationError) as raised:
+        difference(ids, right)
+    assert why in raised.value.what
+    assert raised.value.next_step is not None
+
+
+def test_without_groups_ids_and_names_cannot_be_matched(tmp_path: Path) -> None:
+    ids, names = optimizer(tmp_path / "a", [0], [[0]]), optimizer(tmp_path / "b", ["w"], [["w"]])
+    assert names.optim is not None
+    names.optim.param_groups = None
+    with pytest.raises(NeedsInformationError, match="no param groups"):
+        difference(ids, names)
+    assert difference(only_section(ids, Section.MODEL), only_section(names, Section.MODEL)).same
+
+
+def test_ids_that_became_strings_are_matched_in_order_and_said_so(tmp_path: Path) -> None:
+    ids, damaged = optimizer(tmp_path / "a", [0, 1], [[0, 1]]), optimizer(tmp_path / "b", ["0", "1"], [["0", "1"]])
+    assert difference(ids, ids).same
+    result = difference(ids, damaged)
+    assert (result.same, len(result.notes)) == (True, 1)
+
+
+def test_hyper_parameters_are_compared_in_type_and_value(tmp_path: Path) -> None:
+    left = optimizer(tmp_path / "a", ["w"], [["w"]], fused=None, eps=1e-8, nan=float("nan"))
+    right = optimizer(tmp_path / "b", ["w"], [["w"]], fused=False, eps=1e-8, nan=float("nan"))
+    assert right.optim is not None
+    assert right.optim.param_groups is not None
+    right.optim.param_groups[0]["betas"] = [0.9, 0.95]
+    assert changed(difference(left, right)) == {
+        "param_groups.0.betas": ("*", "(0.9, 0.95) vs [0.9, 0.95]"),
+        "param_groups.0.fused": ("*", "None vs False"),
+    }
+
+
+def test_a_tensor_learning_rate_is_compared_as_a_tensor(tmp_path: Path) -> None:
+    def made(name: str, rate: float) -> Checkpoint:
+        raw = Raw(tmp_path / name, 1)
+        return raw.checkpoint(optim=OptimState({}, [{"lr": raw.put(np.float32(rate)), "params": ["w"]}]))
+
+    assert difference(made("a", 0.5), made("b", 0.5)).same
+    assert changed(difference(made("c", 0.5), made("d", 0.25))).keys() == {"param_groups.0.lr"}
+
+
+def test_extras_of_each_rank_are_compared_by_rank(tmp_path: Path) -> None:
+    raw = Raw(tmp_path, 1)
+    left = raw.checkpoint({}, rank_extra=[{"rng": b"\x01"}, {"rng": b"\x02"}])
+    right = raw.checkpoint({}, rank_extra=[{"rng": b"\x01"}, {"rng": b"\x03"}])
+    assert changed(difference(left, right)).keys() == {"rank1.rng"}
+
+
+def test_a_tensor_that_is_not_whole_is_an_error(tmp_path: Path) -> None:
+    raw = Raw(tmp_path / "a", 2)
+    array = random_array(8, (4, 2))
+    part = raw.checkpoint({"w": raw.put(array, [((0, 0), (2, 2))])})
+    with pytest.raises(SourceIncompleteError):
+        difference(part, one(tmp_path / "b", array))
+
+
+def test_values_are_equal_in_type_and_value() -> None:
+    size = Object(Global("torch", "Size"), ((3, 4),))
+    again = Object(Global("torch", "Size"), ((3, 4),))
+    assert same_value(OrderedDict(b=1, a=2), {"a": 2, "b": 1})
+    assert same_value([float("nan"), (1, "x")], [float("nan"), (1, "x")])
+    assert same_value(size, again)
+    assert not same_value(size, Object(Global("torch", "Size"), ((4, 3),)))
+    assert not same_value(1, 1.0)
+    assert not same_value(True, 1)
+    assert not same_value((1,), [1])
+    assert not same_value({"a": 1}, {"a": 1, "b": None})
+
+
+def test_texts_of_values_are_short() -> None:
+    assert value_text((0.9, 0.95)) == "(0.9, 0.95)"
+    assert value_text(list(range(100))) == "a list of 100, beginning 0, 1"
+    assert value_text(b"abc") == "3 bytes"
+    assert value_text(Object(Global("torch", "Size"), ((3, 4),))) == "torch.Size(...)"
+    assert value_text(Global("fsdpckpt", "unread")) == "(not read)"
+    assert len(value_text("x" * 500)) == 60

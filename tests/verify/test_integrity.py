@@ -1,0 +1,204 @@
+"""Verify lists everything that is wrong, and nothing about what is right."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, OptimState
+from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.storage.sources import Sources
+from fsdpckpt.verify.integrity import Verification, verify_checkpoint
+from tests.verify.raw import Raw, numbers, random_array, rows
+
+
+def verified(checkpoint: Checkpoint, *, digests: bool = False, finite: bool = False) -> Verification:
+    with Sources() as sources:
+        return verify_checkpoint(checkpoint, sources=sources, digests=digests, finite=finite)
+
+
+def kinds(checkpoint: Checkpoint, *, finite: bool = False) -> list[tuple[str, str | None]]:
+    return [(problem.kind, problem.key) for problem in verified(checkpoint, finite=finite).problems]
+
+
+class Whole:
+    """A sound sharded checkpoint: a model cut over three ranks, a replicated buffer, an optimizer with steps."""
+
+    def __init__(self, directory: Path) -> None:
+        self.raw = Raw(directory, 3)
+        self.weight = numbers(1, (7, 5))
+        self.buffer = numbers(2, (4,))
+        self.model: dict[str, Tensor] = {
+            "w": self.raw.put(self.weight, rows((7, 5), 3)),
+            "buffer": self.raw.put(self.buffer, [((0,), (4,))] * 3),
+        }
+        self.steps = {key: self.raw.put(np.float32(5)) for key in "abc"}
+        self.optim = OptimState(
+            {
+                key: {"step": step, "exp_avg": self.raw.put(numbers(n, (3, 2)), rows((3, 2), 3))}
+                for n, (key, step) in enumerate(self.steps.items())
+            },
+            [{"params": ["a", "b", "c"]}],
+        )
+
+    def checkpoint(self) -> Checkpoint:
+        return self.raw.checkpoint(self.model, self.optim)
+
+
+def test_a_sound_checkpoint_has_no_problem_and_says_what_was_looked_at(tmp_path: Path) -> None:
+    result = verified(Whole(tmp_path).checkpoint(), finite=True)
+    assert result.problems == ()
+    assert result.whole
+    assert (result.tensors, result.replicas, result.notes) == (8, 2, ())
+    assert result.nbytes == 4 * (35 + 4 + 3 + 3 * 6)
+    assert result.records == 3 + 3 + 3 + 9
+
+
+def test_a_flipped_byte_is_found_by_the_checksum_of_its_record(tmp_path: Path) -> None:
+    whole = Whole(tmp_path)
+    checkpoint = whole.checkpoint()
+    whole.raw.flip(whole.model["w"], row=1, byte=6)
+    (problem,) = verified(checkpoint).problems
+    assert (problem.kind, problem.file) == ("checksum", str(tmp_path / "rank_1.bin"))
+    assert "CRC-32" in problem.message
+
+
+def test_checksums_of_zero_everywhere_mean_there_are_none(tmp_path: Path) -> None:
+    whole = Whole(tmp_path)
+    whole.raw.records = [(*row[:3], 0) for row in whole.raw.records]
+    checkpoint = whole.checkpoint()
+    whole.raw.flip(whole.model["w"])
+    result = verified(checkpoint)
+    assert (result.problems, result.records) == ((), 0)
+    assert "saved without checksums" in result.notes[0]
+    checkpoint.checksums = Checksums.of([])
+    assert "carry no checksums" in verified(checkpoint).notes[0]
+
+
+def test_a_single_zero_checksum_among_others_is_judged(tmp_path: Path) -> None:
+    whole = Whole(tmp_path)
+    whole.raw.records[0] = (*whole.raw.records[0][:3], 0)
+    assert kinds(whole.checkpoint()) == [("checksum", None)]
+
+
+def test_replicas_that_diverged_are_named_with_their_ranks(tmp_path: Path) -> None:
+    whole = Whole(tmp_path)
+    whole.raw.records.clear()
+    checkpoint = whole.checkpoint()
+    whole.raw.flip(whole.model["buffer"], row=2)
+    (problem,) = verified(checkpoint).problems
+    assert (problem.kind, problem.key, problem.rank) == ("replica", "buffer", 2)
+    assert "rank 0 and of rank 2" in problem.message
+
+
+def test_replicas_of_a_hybrid_shard_are_compared_box_by_box(tmp_path: Path) -> None:
+    raw = Raw(tmp_path, 4)
+    array = random_array(3, (5, 3))
+    boxes = rows(array.shape, 2)
+    tensor = raw.put(array, [*boxes, *boxes])
+    raw.records.clear()
+    checkpoint = raw.checkpoint({"w": tensor})
+    assert kinds(checkpoint) == []
+    raw.flip(tensor, row=3, byte=8)
+    (problem,) = verified(checkpoint).problems
+    assert (problem.kind, problem.rank) == ("replica", 3)
+
+
+def test_a_missing_rank_a_truncated_file_and_an_absent_one_are_all_listed(tmp_path: Path) -> None:
+    raw = Raw(tmp_path, 3)
+    raw.records.clear()
+    model = {
+        "whole": raw.put(random_array(1, (2, 2))),
+        "part": raw.put(random_array(2, (6, 2)), [rows((6, 2), 3)[0], rows((6, 2), 3)[2]], ranks=[0, 2]),
+        "absent": raw.put(random_array(3, (3,)), ranks=[1]),
+        "short": raw.put(random_array(4, (9,)), ranks=[2]),
+    }
+    raw.records.clear()
+    checkpoint = raw.checkpoint(model)
+    (tmp_path / "rank_1.bin").unlink()
+    with (tmp_path / "rank_2.bin").open("r+b") as file:
+        file.truncate(checkpoint.files[2].nbytes - 1)
+    result = verified(checkpoint, digests=True, finite=True)
+    assert [(problem.kind, problem.key) for problem in result.problems] == [
+        ("incomplete", "part"),
+        ("missing-file", None),
+        ("truncated", "short"),
+    ]
+    assert {one.key: one.sha256 is not None for one in result.digests} == {
+        "whole": True,
+        "part": False,
+        "absent": False,
+        "short": False,
+    }
+
+
+def test_steps_that_disagree_are_listed_by_group(tmp_path: Path) -> None:
+    whole = Whole(tmp_path)
+    whole.optim.state["b"]["step"] = whole.raw.put(np.float32(6))
+    (problem,) = verified(whole.checkpoint()).problems
+    assert (problem.kind, problem.key) == ("step", "b.step")
+    assert "5 for 2 (a, c); 6 for 1 (b)" in problem.message
+    whole.optim.param_groups = [{"params": ["a", "c"]}, {"params": ["b"]}]
+    assert kinds(whole.checkpoint()) == []
+
+
+def test_steps_may_be_numbers_one_element_tensors_or_absent(tmp_path: Path) -> None:
+    whole = Whole(tmp_path)
+    whole.optim.state["a"]["step"] = 5
+    whole.optim.state["b"]["step"] = whole.raw.put(np.array([5], np.int64))
+    assert kinds(whole.checkpoint()) == []
+    whole.optim.state["a"]["step"] = 4
+    assert [kind for kind, _ in kinds(whole.checkpoint())] == ["step"]
+
+
+def test_nan_and_inf_are_problems_only_when_asked_for(tmp_path: Path) -> None:
+    whole = Whole(tmp_path)
+    whole.model["bad"] = whole.raw.put(np.float32([1, np.nan, np.inf, np.inf]))
+    assert kinds(whole.checkpoint()) == []
+    (problem,) = verified(whole.checkpoint(), finite=True).problems
+    assert (problem.kind, problem.key) == ("not-finite", "bad")
+    assert "1 NaN and 2 Inf of 4" in problem.message
+
+
+def test_problems_of_the_reader_are_kept_and_not_doubled(tmp_path: Path) -> None:
+    raw = Raw(tmp_path, 2)
+    checkpoint = raw.checkpoint({"w": raw.put(random_array(5, (4, 2)), [((0, 0), (2, 2))])})
+    checkpoint.problems = verified(checkpoint).problems
+    assert kinds(checkpoint) == [("incomplete", "w")]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_digests_are_those_of_the_whole_tensors_with_any_number_of_threads(tmp_path: Path, threads: int) -> None:
+    whole = Whole(tmp_path)
+    with Sources() as sources:
+        result = verify_checkpoint(whole.checkpoint(), sources=sources, digests=True, threads=threads)
+    found = {one.key: one.sha256 for one in result.digests}
+    assert found["w"] == hashlib.sha256(whole.weight.tobytes()).hexdigest()
+    assert found["buffer"] == hashlib.sha256(whole.buffer.tobytes()).hexdigest()
+    assert len(found) == 8
+
+
+def test_progress_adds_up_to_what_was_announced(tmp_path: Path) -> None:
+    class Counted:
+        def __init__(self) -> None:
+            self.stages: list[list[int | str]] = []
+
+        def begin(self, stage: str, total_bytes: int) -> None:
+            self.stages.append([stage, total_bytes, 0])
+
+        def advance(self, nbytes: int) -> None:
+            self.stages[-1][2] += nbytes  # type: ignore[operator]
+
+        def end(self) -> None:
+            pass
+
+    progress = Counted()
+    with Sources() as sources:
+        verify_checkpoint(
+            Whole(tmp_path).checkpoint(), sources=sources, digests=True, finite=True, threads=1, progress=progress
+        )
+    assert [stage for stage, _, _ in progress.stages] == ["checksums", "tensors"]
+    assert all(total == done and total for _, total, done in progress.stages)
