@@ -15,21 +15,25 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 PROGRAM = os.path.join(os.path.dirname(sys.executable), "fsdpckpt")
-FORMAT_UTILS = [sys.executable, "-m", "torch.distributed.checkpoint.format_utils"]
 SYNC = 'find "$1" -type f -exec sync {} +'
 MIB = 1024 * 1024
+MANY = 100_000  # tensors
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "": 1}
 
 
 @dataclass(frozen=True)
 class Measurement:
+    """``cpu``: seconds of processor time, all threads and child processes together; ``seconds``: by the clock."""
+
     seconds: float
+    cpu: float
     peak_bytes: int
 
 
@@ -42,6 +46,10 @@ class Contender:
     @property
     def seconds(self) -> float:
         return statistics.median(run.seconds for run in self.runs)
+
+    @property
+    def cpu(self) -> float:
+        return statistics.median(run.cpu for run in self.runs)
 
     @property
     def peak_bytes(self) -> int:
@@ -63,14 +71,18 @@ class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.directory = os.path.abspath(options.directory)
+        self.made: set[str] = set()
         os.makedirs(self.directory, exist_ok=True)
 
     def path(self, name: str) -> str:
-        return os.path.join(self.directory, name)
+        """Where a target goes; no two benches share one."""
+        return os.path.join(self.directory, f"{os.getpid()}-{name}")
 
-    def make(self, form: str, name: str, amount: int) -> str:
-        """A source of that form, made unless it is there."""
-        path = self.path(name)
+    def make(self, form: str, amount: int, suffix: str = "") -> str:
+        """A source of that form and size, made unless an earlier bench left it."""
+        name = f"{form}-{amount}{suffix}"
+        path = os.path.join(self.directory, name)
+        self.made |= {path, os.path.join(self.directory, "random.bin")}
         if os.path.exists(path):
             return path
         talk(f"making {name}")
@@ -101,7 +113,7 @@ class Bench:
                 self.prepare(row.source, row.target)
                 measured = measure(contender.command, self.options.limit)
                 contender.runs.append(measured)
-                talk(f"{row.name}: {contender.name} {measured.seconds:.2f} s, {measured.peak_bytes / MIB:.0f} MiB")
+                talk(f"{row.name}: {contender.name} {measured.seconds:.2f} s, {measured.peak_bytes // MIB} MiB")
                 remove(row.target)
         return row
 
@@ -129,7 +141,7 @@ def size_of(path: str) -> int:
 
 def measure(command: Sequence[str], limit: float) -> Measurement:
     """Run one process to its end. Raises SystemExit with its output when it fails or takes over ``limit`` seconds."""
-    with open(os.devnull) as nothing, open("/tmp/fsdpckpt-bench.log", "w+b") as log:
+    with open(os.devnull) as nothing, tempfile.TemporaryFile() as log:
         began = time.perf_counter()
         process = subprocess.Popen(
             ["timeout", "--kill-after=5", str(limit), *command], stdin=nothing, stdout=log, stderr=log
@@ -140,7 +152,7 @@ def measure(command: Sequence[str], limit: float) -> Measurement:
         if process.returncode:
             log.seek(0)
             raise SystemExit(f"{' '.join(command)}\nended with {process.returncode}:\n{log.read().decode()[-4000:]}")
-    return Measurement(seconds, usage.ru_maxrss * 1024)
+    return Measurement(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
 
 
 def copying(source: str, target: str) -> Contender:
@@ -158,13 +170,13 @@ def converting(bench: Bench, source: str, target: str, *arguments: str) -> Conte
 
 
 def dcp_full(bench: Bench) -> Row:
-    source, target = bench.make("dcp", "dcp", bench.options.size), bench.path("out.pt")
+    source, target = bench.make("dcp", bench.options.size), bench.path("out.pt")
     contenders = [converting(bench, source, target, "--to", "full"), copying(source, target)]
     return Row("dcp -> full", source, target, [*contenders, tool("dcp_to_torch", source, target)])
 
 
 def full_dcp(bench: Bench) -> Row:
-    source, target = bench.make("full", "full.pt", bench.options.size), bench.path("out")
+    source, target = bench.make("full", bench.options.size, ".pt"), bench.path("out")
     ours = converting(bench, source, target, "--to", "sharded", "--world-size", "4")
     return Row(
         "full -> dcp of 4", source, target, [ours, copying(source, target), tool("torch_to_dcp", source, target)]
@@ -172,25 +184,25 @@ def full_dcp(bench: Bench) -> Row:
 
 
 def ranks_dcp(bench: Bench) -> Row:
-    source, target = bench.make("ranks", "ranks", bench.options.size), bench.path("out")
+    source, target = bench.make("ranks", bench.options.size), bench.path("out")
     ours = converting(bench, source, target, "--to", "sharded", "--world-size", "4")
     return Row("4 rank files -> dcp of 4", source, target, [ours, copying(source, target)])
 
 
 def dcp_three(bench: Bench) -> Row:
-    source, target = bench.make("dcp", "dcp", bench.options.size), bench.path("out")
+    source, target = bench.make("dcp", bench.options.size), bench.path("out")
     ours = converting(bench, source, target, "--to", "sharded", "--world-size", "3")
     return Row("dcp of 4 -> dcp of 3", source, target, [ours, copying(source, target)])
 
 
 def one_tensor(bench: Bench) -> Row:
-    source, target = bench.make("one-tensor", "one-tensor", 4 * 10**9), bench.path("out.pt")
+    source, target = bench.make("one-tensor", 4 * 10**9), bench.path("out.pt")
     contenders = [converting(bench, source, target, "--to", "full"), copying(source, target)]
     return Row("dcp -> full, one tensor of 4 GB", source, target, contenders)
 
 
 def inspect_thousand(bench: Bench) -> Row:
-    source = bench.make("many", "thousand.pt", 1000)
+    source = bench.make("many", 1000, ".pt")
     return Row(
         "inspect of 1,000 tensors", source, bench.path("none"), [Contender("fsdpckpt", [PROGRAM, "inspect", source])]
     )
@@ -201,8 +213,7 @@ def help_text(bench: Bench) -> Row:
 
 
 def hundred_thousand(bench: Bench) -> Row:
-    count = 100_000
-    source, target = bench.make("many", "many.pt", count), bench.path("out")
+    source, target = bench.make("many", MANY, ".pt"), bench.path("out")
     ours = converting(bench, source, target, "--to", "sharded", "--container", "dcp", "--world-size", "4")
     row = Row("100,000 tensors, full -> dcp", source, target, [ours, copying(source, target)])
     row.note = "per-tensor"
@@ -210,7 +221,7 @@ def hundred_thousand(bench: Bench) -> Row:
 
 
 def hundred_thousand_full(bench: Bench) -> Row:
-    source, target = bench.make("many", "many.pt", 100_000), bench.path("out.pt")
+    source, target = bench.make("many", MANY, ".pt"), bench.path("out.pt")
     row = Row("100,000 tensors, full -> full", source, target, [converting(bench, source, target, "--to", "full")])
     row.contenders.append(copying(source, target))
     row.note = "per-tensor"
@@ -234,8 +245,8 @@ def table(rows: list[tuple[Row, int]], options: argparse.Namespace) -> str:
     lines = [
         f"{options.pairs} runs in turn, medians; page cache {options.cache}; {os.cpu_count()} cores",
         "",
-        "| job | source | program | seconds | of the copy | GB/s | peak memory |",
-        "|---|---|---|---|---|---|---|",
+        "| job | source | program | seconds | of the copy | GB/s | CPU seconds | peak memory |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row, nbytes in rows:
         copy = next((entry.seconds for entry in row.contenders if entry.name.startswith("cp")), None)
@@ -243,10 +254,10 @@ def table(rows: list[tuple[Row, int]], options: argparse.Namespace) -> str:
             ratio = f"{entry.seconds / copy:.2f} x" if copy else ""
             rate = f"{nbytes / entry.seconds / 1e9:.2f}" if copy else ""
             if row.note == "per-tensor" and entry is row.contenders[0]:
-                ratio = f"{entry.seconds / 100_000 * 1e6:.0f} us a tensor"
+                ratio = f"{entry.seconds / MANY * 1e6:.0f} us a tensor"
             lines.append(
                 f"| {row.name} | {nbytes / 1e9:.2f} GB | {entry.name} | {entry.seconds:.2f} | {ratio} | {rate} "
-                f"| {entry.peak_bytes / MIB:.0f} MiB |"
+                f"| {entry.cpu:.2f} | {entry.peak_bytes // MIB} MiB |"
             )
     return "\n".join(lines)
 
@@ -287,7 +298,8 @@ def main() -> None:
             rows.append((row, size_of(row.source)))
     finally:
         if not options.keep:
-            shutil.rmtree(bench.directory, ignore_errors=True)
+            for path in bench.made:
+                remove(path)
     if options.json:
         print(json.dumps([{**asdict(row), "source_bytes": nbytes} for row, nbytes in rows], indent=2))
     else:

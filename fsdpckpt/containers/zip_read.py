@@ -135,6 +135,12 @@ def _parse_directory(source: ByteSource, directory: bytes, count: int) -> list[_
         at = after + n_extra + n_comment
     if at != limit:
         _corrupt(source, "the zip's directory does not end where it should", f"{limit} bytes", f"{at}")
+    if refused and any(entry.name.endswith("/constants.pkl") for entry in entries):
+        raise SourceUnrecognisedError(
+            f"{source.path} is a TorchScript module, not a checkpoint",
+            file=source.path,
+            next_step="in Python: torch.save(torch.jit.load(path).state_dict(), new_path)",
+        )
     if refused:
         raise SourceUnsupportedError(
             f"{source.path} holds compressed or encrypted records",

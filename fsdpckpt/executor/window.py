@@ -12,6 +12,7 @@ from fsdpckpt.ir.checkpoint import SourceFile
 from fsdpckpt.ir.dtypes import DType, numpy_dtype
 from fsdpckpt.planner.plan import FilePlan, Plan
 from fsdpckpt.storage.sources import Sources
+from fsdpckpt.storage.targets import BLOCK, aligned_buffer
 
 __all__ = ["Assembler"]
 
@@ -33,15 +34,16 @@ class Assembler:
         self._files = files
         self._sources = sources
         self._check = check
-        self._window = memoryview(bytearray(window))
-        self._scratch = memoryview(bytearray(window))
+        self._window = aligned_buffer(window + BLOCK)
+        self._scratch = aligned_buffer(window)
 
     def assemble(self, file: FilePlan, begin: int, end: int) -> tuple[memoryview, dict[tuple[int, int], int]]:
         """The bytes [begin, end) of ``file``, and the CRC-32 of ranges summed on the way, by (file offset, nbytes).
 
         The view is valid until the next call.
         """
-        view = self._window[: end - begin]
+        shift = begin % BLOCK  # the same alignment in memory as in the file, so that it can be written directly
+        view = self._window[shift : shift + end - begin]
         self._literals(file, begin, view)
         low = int(np.searchsorted(file.slots[:, 0], begin, side="right")) - 1
         high = int(np.searchsorted(file.slots[:, 0], end, side="left"))

@@ -16,10 +16,10 @@ from fsdpckpt.ir.coverage import Flaw, box_text, flaws
 from fsdpckpt.ir.tensors import Int64Array, Pieces, Tensor
 from fsdpckpt.ir.values import Value
 
-__all__ = ["aliased_states", "coverage", "fatal", "problems", "refuse", "state_completeness"]
+__all__ = ["aliased_states", "fatal", "problems", "state_completeness"]
 
 INCOMPLETE = frozenset({"incomplete", "missing-rank", "missing-key", "missing-file", "missing-state"})
-UNSUPPORTED = frozenset({"aliased-states", "flattened", "unsupported", "raw-optimizer"})
+UNSUPPORTED = frozenset({"aliased-states", "flattened", "flattened-lost"})
 
 MANY = 48  # pieces: from here on columns are quicker than plain Python
 
@@ -27,6 +27,8 @@ ALIASED_WHY = (
     "FSDP1 with use_orig_params=True, trained on CPU and gathered with offload_to_cpu=True, hands out every state of a "
     "parameter as a view of one reused buffer: the other states were overwritten before they reached the disk"
 )
+
+ALIASED_NEXT = "save again with FullOptimStateDictConfig(offload_to_cpu=False), or as SHARDED_STATE_DICT"
 
 
 def problems(checkpoint: Checkpoint) -> list[Problem]:
@@ -40,11 +42,6 @@ def problems(checkpoint: Checkpoint) -> list[Problem]:
         found.extend(aliased_states(checkpoint.optim, checkpoint))
         found.extend(state_completeness(checkpoint.optim))
     return found
-
-
-def coverage(named: NamedTensor, checkpoint: Checkpoint) -> list[Problem]:
-    """A fatal problem for missing elements, for elements held by boxes that are no replicas, for boxes outside."""
-    return [_coverage_problem(named, flaw, checkpoint) for flaw in flaws(named.tensor)]
 
 
 def _coverage_problem(named: NamedTensor, flaw: Flaw, checkpoint: Checkpoint) -> Problem:
@@ -243,23 +240,6 @@ def _state_problem(key: ParamKey, message: str) -> Problem:
     return Problem("state", message, fatal=False, key=str(key), section=Section.OPTIM)
 
 
-def refuse(checkpoint: Checkpoint) -> None:
-    """Raises the error of ``fatal`` when ``checkpoint.problems`` holds a fatal one.
-
-    A problem of a section that a selection has since left out (``--only model``) does not count.
-    """
-    left_out = set()
-    if checkpoint.model is None:
-        left_out.add(Section.MODEL)
-    if checkpoint.optim is None:
-        left_out.add(Section.OPTIM)
-    if not checkpoint.extra and not checkpoint.rank_extra:
-        left_out.add(Section.EXTRA)
-    wrong = [problem for problem in checkpoint.problems if problem.fatal and problem.section not in left_out]
-    if wrong:
-        raise fatal(wrong, source=checkpoint.source)
-
-
 def fatal(found: Iterable[Problem], *, source: str = "the checkpoint") -> SourceError:
     """One error that lists every fatal problem of ``found``; its class goes by their kinds.
 
@@ -268,23 +248,32 @@ def fatal(found: Iterable[Problem], *, source: str = "the checkpoint") -> Source
     wrong = [problem for problem in found if problem.fatal]
     if not wrong:
         raise ValueError("no fatal problem")
-    kinds = {problem.kind for problem in wrong}
-    one: type[SourceError] = SourceCorruptError
-    what = f"{source} contradicts itself"
-    why = "files of different saves were mixed, or bytes were damaged"
-    if kinds & INCOMPLETE:
-        one, what = SourceIncompleteError, f"{source} is not whole"
-        why = "a rank's file was not copied, or the save did not finish"
-    elif kinds <= UNSUPPORTED:
-        one, what = SourceUnsupportedError, f"{source} cannot be converted without losing or inventing data"
-        why = ALIASED_WHY if "aliased-states" in kinds else "the way it was saved lost data"
+    one, what, why, next_step = _class_of({problem.kind for problem in wrong}, source)
     first = wrong[0]
     return one(
         what,
         details=[problem.message for problem in wrong],
         why=why,
-        next_step=f"fsdpckpt verify {source}" if source != "the checkpoint" else None,
+        next_step=next_step,
         file=first.file,
         key=first.key,
         rank=first.rank,
     )
+
+
+def _class_of(kinds: set[str], source: str) -> tuple[type[SourceError], str, str | None, str | None]:
+    """The class of an error about problems of these kinds, what it says, why, and what to do next."""
+    verify = f"fsdpckpt verify {source}"
+    if kinds & INCOMPLETE:
+        why = "a rank's file was not copied, or the save did not finish"
+        return SourceIncompleteError, f"{source} is not whole", why, verify
+    if kinds <= {"flattened"}:
+        what = f"{source} holds FSDP1's flattened shards, which this version does not convert"
+        return SourceUnsupportedError, what, None, None
+    if "aliased-states" in kinds and kinds <= UNSUPPORTED:
+        what = f"{source} has lost optimizer states"
+        return SourceUnsupportedError, what, ALIASED_WHY, ALIASED_NEXT
+    if kinds <= UNSUPPORTED:
+        return SourceUnsupportedError, f"{source} has lost data", "the way it was saved lost it", None
+    why = "files of different saves were mixed, or bytes were damaged"
+    return SourceCorruptError, f"{source} contradicts itself", why, verify

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Container, Layout, Note, Problem, Section
@@ -15,6 +16,9 @@ __all__ = ["ReadPart", "join", "read_part"]
 
 # A part of this name is a dict of extras itself; any other part's extras stand under the part's own name.
 _EXTRA_STEMS = frozenset({"extra_state", "extra", "meta"})
+
+
+_Change: TypeAlias = tuple[tuple[Key, ...], tuple[Value, ...]]
 
 
 @dataclass(slots=True)
@@ -46,6 +50,7 @@ def join(source: str, parts: Sequence[ReadPart], files: FileTable, *, flavor: st
     model = next((part.sections.model for part in parts if part.sections.model is not None), None)
     optim = next((part.sections.optim for part in parts if part.sections.optim is not None), None)
     extra, prefixes = _extras(parts)
+    changes = _changes(parts, prefixes)
     return Checkpoint(
         source=source,
         layout=_layout(parts),
@@ -55,8 +60,8 @@ def join(source: str, parts: Sequence[ReadPart], files: FileTable, *, flavor: st
         files=files.files(),
         model=model,
         optim=optim,
-        extra=extra,
-        rank_extra=_rank_extras(parts, extra, prefixes),
+        extra=_first_rank(extra, changes),
+        rank_extra=_rank_extras(extra, changes),
         checksums=Checksums.of([row for part in parts for row in part.tree.checksums]),
         evidence=_evidence(parts),
         problems=tuple(problem for part in parts for problem in _problems(part)),
@@ -148,15 +153,27 @@ def _extras(parts: Sequence[ReadPart]) -> tuple[dict[Key, Value], list[tuple[Key
     return extra, prefixes
 
 
-def _rank_extras(
-    parts: Sequence[ReadPart], extra: dict[Key, Value], prefixes: Sequence[tuple[Key, ...]]
-) -> tuple[dict[Key, Value], ...]:
-    """``extra`` as each rank saved it; empty when all saved the same."""
-    changes: list[tuple[tuple[Key, ...], tuple[Value, ...]]] = []
+def _changes(parts: Sequence[ReadPart], prefixes: Sequence[tuple[Key, ...]]) -> list[_Change]:
+    """Where the extras differ between ranks: the path in the joined extras, and each rank's value."""
+    changes: list[_Change] = []
     for part, prefix in zip(parts, prefixes, strict=True):
         for path, values in part.tree.rank_values.items():
             if not part.sections.owns(_keys(path)):
                 changes.append(((*prefix, *_keys(path)), values))
+    return changes
+
+
+def _first_rank(extra: dict[Key, Value], changes: Sequence[_Change]) -> dict[Key, Value]:
+    """``extra`` with rank 0's values where ranks differ."""
+    own: Value = extra
+    for path, values in changes:
+        if values and values[0] is not None:
+            own = _replaced(own, path, values[0])
+    return own if isinstance(own, dict) else extra
+
+
+def _rank_extras(extra: dict[Key, Value], changes: Sequence[_Change]) -> tuple[dict[Key, Value], ...]:
+    """``extra`` as each rank saved it; empty when all saved the same."""
     if not changes:
         return ()
     ranks = max(len(values) for _, values in changes)

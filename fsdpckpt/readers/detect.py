@@ -149,8 +149,12 @@ class _Opening:
         numbered = [entry for entry in listing.directories if _NUMBERED.search(entry.name)]
         others = [entry for entry in listing.directories if entry not in numbered]
         if listing.parts:
-            others = [entry for entry in others if entry.name not in _EXPORTS]
-            return self._with_neighbours(listing, others, depth)
+            apart = [*numbered, *(entry for entry in others if entry.name in _EXPORTS)]
+            joined = self._with_neighbours(listing, [entry for entry in others if entry not in apart], depth)
+            if apart:
+                names = ", ".join(entry.name for entry in apart)
+                joined.notes.append(Note("not-carried", f"{path}: no part of this checkpoint are {names}"))
+            return joined
         below = [found for entry in (*numbered, *others) if depth and (found := self._search(entry.path, depth - 1))]
         if not below:
             return None

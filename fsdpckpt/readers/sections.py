@@ -156,12 +156,17 @@ def _is_model_entry(key: Key, value: Value) -> bool:
     return isinstance(value, Tensor) or (isinstance(key, str) and key.rpartition(".")[2] == "_extra_state")
 
 
+def _is_generator_state(value: Value) -> bool:
+    """``torch.get_rng_state`` gives a 1-D tensor of bytes; a dict of nothing else is no model."""
+    return isinstance(value, Tensor) and value.dtype.name == "uint8" and value.ndim == 1
+
+
 def _is_model(value: Mapping[Key, Value], *, named: bool) -> bool:
     """A mapping from names to tensors; when its own name calls it a model (``named``) plain values may be in it."""
     if not value or not all(isinstance(key, str) for key in value):
         return False
     entries = sum(1 for key, entry in value.items() if _is_model_entry(key, entry))
-    if not any(isinstance(entry, Tensor) for entry in value.values()):
+    if not any(isinstance(entry, Tensor) and not _is_generator_state(entry) for entry in value.values()):
         return False
     if named:
         return not any(isinstance(entry, dict) and not _is_model_entry(key, entry) for key, entry in value.items())
@@ -181,13 +186,15 @@ def _find_model(root: dict[Key, Value], sections: Sections) -> None:
     if named:  # "model" beside "ema.model": the outer one is the model
         named = [path for path in named if len(path) == min(map(len, named))]
     direct = [key for key, value in root.items() if _is_model_entry(key, value)]
+    if all(_is_generator_state(root[key]) for key in direct):
+        direct = []
     if len(named) == 1 and not (direct and _is_model(root, named=True)):
         _take_model(_at(root, named[0]), named[0], sections)
     elif len(named) > 1:
         _several(named, sections)
     elif direct:
         _take_top_level(root, direct, sections)
-    elif len(candidates) == 1 and not any(key in ("rng", "rng_state") for key in candidates[0]):
+    elif len(candidates) == 1:
         _take_model(_at(root, candidates[0]), candidates[0], sections)
     elif candidates:
         _several(candidates, sections)

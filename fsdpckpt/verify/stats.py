@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,7 @@ from fsdpckpt.verify.parallel import DEFAULT_THREADS, Advance, for_each, in_file
 
 __all__ = ["Stats", "count_not_finite", "stats", "stats_of"]
 
-AT_ONCE = 1 << 17  # elements converted to float64 at a time: 1 MiB, which stays in the cache
+AT_ONCE = 1 << 16  # elements looked at together: as float64 half a MiB, which stays in the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,39 +47,75 @@ def _values(block: Bytes, dtype: DType) -> npt.NDArray[np.generic]:
     return values
 
 
+def _parts(block: Bytes, dtype: DType) -> Iterator[npt.NDArray[np.generic]]:
+    """``block`` in parts that stay in the cache; small floats as float32, which holds them and numpy is quick with."""
+    values = _values(block, dtype)
+    widen = dtype.kind == "float" and dtype.itemsize < 4
+    for begin in range(0, len(values), AT_ONCE):
+        part = values[begin : begin + AT_ONCE]
+        yield part.astype(np.float32) if widen else part
+
+
+class _Tally:
+    """Running sums over the finite elements seen so far."""
+
+    def __init__(self) -> None:
+        self.nan = self.inf = self._count = 0
+        self._mean = self._squares = self._norm = 0.0
+        self._low, self._high = math.inf, -math.inf
+
+    def add(self, part: npt.NDArray[np.generic]) -> None:
+        low, high = float(part.min()), float(part.max())
+        if not (math.isfinite(low) and math.isfinite(high)):  # a NaN is both minimum and maximum
+            part = self._finite(part)
+            if not len(part):
+                return
+            low, high = float(part.min()), float(part.max())
+        self._low, self._high = min(self._low, low), max(self._high, high)
+        wide = part.astype(np.float64)
+        count, mean = len(wide), float(wide.mean())
+        wide -= mean
+        # Not np.dot: its BLAS starts threads of its own, which fight with ours over parts this small.
+        squares = float(np.square(wide, out=wide).sum())
+        # Chan's update of mean and squared deviations: exact where summing squares would cancel.
+        apart, both = mean - self._mean, self._count + count
+        self._squares += squares + apart * apart * self._count * count / both
+        self._mean += apart * count / both
+        self._norm += squares + count * mean * mean
+        self._count = both
+
+    def _finite(self, part: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+        nan, inf = _not_finite(part)
+        self.nan += nan
+        self.inf += inf
+        finite: npt.NDArray[np.generic] = part[np.isfinite(part)]
+        return finite
+
+    def result(self) -> Stats:
+        if not self._count:
+            return Stats(None, None, None, None, None, self.nan, self.inf)
+        std, norm = math.sqrt(self._squares / self._count), math.sqrt(self._norm)
+        return Stats(self._low, self._high, self._mean, std, norm, self.nan, self.inf)
+
+
+def _not_finite(part: npt.NDArray[np.generic]) -> tuple[int, int]:
+    """(NaN, Inf) elements."""
+    nan = int(np.isnan(part).sum())
+    return nan, len(part) - int(np.isfinite(part).sum()) - nan
+
+
 def stats(reader: BlockReader, tensor: Tensor, advance: Advance | None = None) -> Stats | None:
     """The statistics of ``tensor``, None for a dtype without arithmetic (bits, complex32)."""
     if tensor.dtype.numpy is None:
         return None
-    count, mean, squares, total = 0, 0.0, 0.0, 0.0
-    low, high = math.inf, -math.inf
-    nan = inf = 0
-    for block in reader.blocks(tensor):
-        values = _values(block, tensor.dtype)
-        for begin in range(0, len(values), AT_ONCE):
-            part = values[begin : begin + AT_ONCE].astype(np.float64)
-            finite = np.isfinite(part)
-            if not finite.all():
-                nans = int(np.isnan(part).sum())
-                nan += nans
-                inf += int(len(part) - finite.sum()) - nans
-                part = part[finite]
-            if not len(part):
-                continue
-            low, high = min(low, float(part.min())), max(high, float(part.max()))
-            total += float(np.dot(part, part))
-            # Chan's update of mean and squared deviations: exact where summing squares would cancel.
-            part_mean = float(part.mean())
-            delta = part_mean - mean
-            both = count + len(part)
-            squares += float(np.square(part - part_mean).sum()) + delta * delta * count * len(part) / both
-            mean += delta * len(part) / both
-            count = both
-        if advance is not None:
-            advance(len(block))
-    if not count:
-        return Stats(None, None, None, None, None, nan, inf)
-    return Stats(low, high, mean, math.sqrt(squares / count), math.sqrt(total), nan, inf)
+    tally = _Tally()
+    with np.errstate(all="ignore"):
+        for block in reader.blocks(tensor):
+            for part in _parts(block, tensor.dtype):
+                tally.add(part)
+            if advance is not None:
+                advance(len(block))
+    return tally.result()
 
 
 def stats_of(
@@ -108,18 +144,11 @@ def count_not_finite(reader: BlockReader, tensor: Tensor, advance: Advance | Non
             advance(tensor.nbytes)
         return 0, 0
     nan = inf = 0
-    small = tensor.dtype.itemsize == 1  # numpy's own tests do not know every 8-bit float
     for block in reader.blocks(tensor):
-        values = _values(block, tensor.dtype)
-        for begin in range(0, len(values), AT_ONCE):
-            part = values[begin : begin + AT_ONCE]
-            if small or tensor.dtype.name == "bfloat16":
-                part = part.astype(np.float32)
-            finite = np.isfinite(part)
-            if not finite.all():
-                nans = int(np.isnan(part).sum())
-                nan += nans
-                inf += int(len(part) - finite.sum()) - nans
+        for part in _parts(block, tensor.dtype):
+            if not np.isfinite(part).all():
+                found = _not_finite(part)
+                nan, inf = nan + found[0], inf + found[1]
         if advance is not None:
             advance(len(block))
     return nan, inf

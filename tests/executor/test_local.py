@@ -209,3 +209,30 @@ def test_casts_round_as_torch_does(tmp_path) -> None:
         same = ours.view(np.uint8) == theirs.view(torch.uint8).numpy()
         assert same.all(), name
     assert numpy_dtype(DTYPES["bfloat16"]) == np.dtype(ml_dtypes.bfloat16)
+
+
+@pytest.mark.parametrize("window", [4096, 10_000, 65_536, 1 << 20])
+def test_files_large_enough_for_direct_writes_hold_the_same_bytes(tmp_path, window: int) -> None:
+    rng = random.Random(window)
+    disk = Disk(str(tmp_path), [bytearray()], rng)
+    file, expected = TargetFile("out"), bytearray()
+    for number in range(7):
+        values = rng.randbytes(400_003 + number)
+        source, offset = disk.put(values)
+        shape = (len(values),)
+        literal = bytes(4) + rng.randbytes(rng.randrange(9000))
+        place = file.literal(literal)
+        begin = file.slot(Tensor(DTYPES["uint8"], shape, Pieces.whole(file=source, offset=offset, shape=shape)))
+        file.checksum(begin, file.nbytes, [place])
+        expected += zlib.crc32(values).to_bytes(4, "little") + literal[4:] + values
+    with Sources() as sources:
+        execute(
+            make_plan(Target([file], directory=True)),
+            files=disk.save(),
+            checksums=Checksums.of([]),
+            sources=sources,
+            locate=lambda path: os.path.join(tmp_path, path),
+            budget=Budget(threads=3, window=window),
+            progress=NoProgress(),
+        )
+    assert (tmp_path / "out").read_bytes() == expected

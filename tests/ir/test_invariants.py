@@ -17,7 +17,7 @@ from fsdpckpt.ir import coverage
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, OptimState, Problem, Section, SourceFile
 from fsdpckpt.ir.coverage import flaws
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.invariants import fatal, problems, refuse
+from fsdpckpt.ir.invariants import fatal, problems
 from fsdpckpt.ir.tensors import Pieces, Tensor
 
 F32 = DTYPES["float32"]
@@ -276,16 +276,6 @@ def test_one_error_lists_every_fatal_problem(kinds: list[str], error: type[Excep
     assert "SRC" in raised.what
     with pytest.raises(ValueError, match="no fatal"):
         fatal([Problem("state", "harmless", fatal=False)])
-
-
-def test_a_problem_of_a_section_that_was_left_out_does_not_stop_a_conversion() -> None:
-    whole = checkpoint({"w": at(0, (3,))})
-    whole.problems = (Problem("aliased-states", "optim", section=Section.OPTIM),)
-    refuse(whole)
-    whole.problems += (Problem("incomplete", "model w", section=Section.MODEL),)
-    with pytest.raises(SourceIncompleteError) as raised:
-        refuse(whole)
-    assert raised.value.details == ("model w",)
 
 
 def test_the_fast_path_stays_within_its_budget() -> None:

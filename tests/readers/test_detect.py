@@ -186,13 +186,8 @@ def test_names_of_missing_ranks_keep_the_pattern() -> None:
 def test_extras_that_differ_between_ranks_are_kept_for_each(tmp_path: Path) -> None:
     for section in ("model", "optim"):
         for rank in (0, 1):
-            shutil.copy(
-                GOLDEN / f"torch-2.4/f2_plain_t/{section}_{rank}.pt",
-                tmp_path / f"{section}_world_size_2_rank_{rank}.pt",
-            ) if (GOLDEN / "torch-2.4/f2_plain_t").exists() else shutil.copy(
-                GOLDEN / f"torch-2.4/f1_orig_sh_dt/{section}_{rank}.pt",
-                tmp_path / f"{section}_world_size_2_rank_{rank}.pt",
-            )
+            source = GOLDEN / "torch-2.4/f1_orig_sh_dt" / f"{section}_{rank}.pt"
+            shutil.copy(source, tmp_path / f"{section}_world_size_2_rank_{rank}.pt")
     states = [
         {"lr_scheduler": {"last_epoch": 4}, "rng": {"cpu": torch.randint(0, 9, (64,), dtype=torch.uint8), "n": rank}}
         for rank in (0, 1)
@@ -220,14 +215,14 @@ def test_accelerates_files_are_one_checkpoint(tmp_path: Path) -> None:
     save(OPTIM, tmp_path / "optimizer.bin")
     save({"last_epoch": 5}, tmp_path / "scheduler.bin")
     for rank in (0, 1):
-        save({"step": 7, "cpu": torch.full((8,), rank)}, tmp_path / f"random_states_{rank}.pkl")
+        save({"step": 7, "cpu": torch.full((8,), rank, dtype=torch.uint8)}, tmp_path / f"random_states_{rank}.pkl")
     (tmp_path / "config.json").write_text("{}")
     found = opened(tmp_path)
     same_values(found, model=MODEL, optim=OPTIM)
     assert found.flavor == "accelerate" and found.world_size == 1
     assert found.extra["scheduler"] == {"last_epoch": 5}
     assert [held(extra["random_states"], found.files)["cpu"] for extra in found.rank_extra] == [  # type: ignore[index,call-overload]
-        raw(torch.full((8,), rank)) for rank in (0, 1)
+        raw(torch.full((8,), rank, dtype=torch.uint8)) for rank in (0, 1)
     ]
     assert any("config.json" in note.message for note in found.notes if note.kind == "not-carried")
 
@@ -247,10 +242,6 @@ def test_lightnings_meta_file_is_the_rest_of_its_dcp_directory(tmp_path: Path) -
     found = opened(tmp_path)
     same_values(found, model=MODEL, optim=OPTIM)
     assert found.extra == {"epoch": 2, "loops": {"fit": [1]}} and found.flavor == "lightning"
-
-
-class Mine:
-    """A training script's own class."""
 
 
 def test_a_neighbour_that_is_refused_is_not_carried_but_named(tmp_path: Path) -> None:
@@ -391,3 +382,18 @@ def test_a_manifest_that_was_damaged_is_noted(tmp_path: Path) -> None:
 )
 def test_flavors_are_told_by_names_alone(names: list[str], directory: str, flavor: str) -> None:
     assert flavor_of(names, directory) == flavor
+
+
+def test_a_url_is_opened_like_a_directory() -> None:
+    import fsspec
+
+    memory = fsspec.filesystem("memory")
+    memory.put(str(GOLDEN / "torch-2.4/f1_orig_sh_dt_dcp") + "/", "/detect-url/run", recursive=True)
+    memory.rm("/detect-url/run/truth", recursive=True)
+    truth = torch.load(GOLDEN / "torch-2.4/f1_orig_sh_dt_dcp/truth/full.pt", weights_only=False)
+    found = opened("memory://detect-url")
+    assert found.model is not None and found.problems == ()
+    assert {name: leaf.shape for name, leaf in found.model.params.items() if isinstance(leaf, Tensor)} == {
+        name: tuple(value.shape) for name, value in truth["model"].items()
+    }
+    assert all(file.path.startswith("memory://") for file in found.files)

@@ -1,0 +1,145 @@
+"""The sharded layout against PyTorch's own: torch.chunk, FSDP1, DTensor and fully_shard, on the fake process group."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from fsdpckpt.layouts import sharded
+from fsdpckpt.layouts.sharded import LocalBox, chunk, in_placement_order, local_box, local_boxes, local_shape
+from tests.readers.played_ranks import as_rank, shard_rows_twice
+
+ROWS = (1, 2, 3, 5, 7, 8, 9, 12, 13)
+
+
+def ours(placements: Sequence[Any]) -> list[sharded.Placement]:
+    made: list[sharded.Placement] = []
+    for placement in placements:
+        if isinstance(placement, _StridedShard):
+            made.append(sharded.StridedShard(placement.dim, placement.split_factor))
+        elif isinstance(placement, Shard):
+            made.append(sharded.Shard(placement.dim))
+        else:
+            made.append(sharded.Replicate())
+    return made
+
+
+def cut_out(whole: torch.Tensor, boxes: Sequence[LocalBox], shape: Sequence[int]) -> torch.Tensor:
+    """A local tensor of ``shape``, filled from the global one box by box."""
+    local = torch.full(tuple(shape), -1, dtype=whole.dtype)
+    for box in boxes:
+        there = tuple(slice(at, at + n) for at, n in zip(box.start, box.size, strict=True))
+        here = tuple(slice(at, at + n) for at, n in zip(box.local, box.size, strict=True))
+        assert (local[here] == -1).all()
+        local[here] = whole[there]
+    return local
+
+
+def numbered(*shape: int) -> torch.Tensor:
+    return torch.arange(torch.Size(shape).numel()).reshape(shape)
+
+
+@given(length=st.integers(0, 200), parts=st.integers(1, 40))
+@settings(max_examples=200, deadline=None)
+def test_pieces_are_those_of_torch_chunk(length: int, parts: int) -> None:
+    pieces = list(torch.chunk(numbered(length), parts)) if length else []
+    pieces += [numbered(0)] * (parts - len(pieces))
+    for index in range(parts):
+        start, size = chunk(length, parts, index)
+        assert torch.equal(numbered(length)[start : start + size], pieces[index])
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_rank_of_fsdp_holds_its_piece_of_one_dimension(dim: int) -> None:
+    whole = numbered(7, 10)
+    pieces = list(torch.chunk(whole, 4, dim))
+    for rank in range(4):
+        start, size = local_box((7, 10), rank, 4, dim)
+        box = whole[start[0] : start[0] + size[0], start[1] : start[1] + size[1]]
+        assert torch.equal(box, pieces[rank] if rank < len(pieces) else whole.narrow(dim, 0, 0))
+
+
+@pytest.mark.parametrize("mesh_shape", [(5,), (2, 2), (3, 2), (2, 1, 3)])
+def test_what_distribute_tensor_gives_each_rank(mesh_shape: tuple[int, ...]) -> None:
+    world = torch.Size(mesh_shape).numel()
+    kinds = [Shard(0), Shard(1), Replicate(), _StridedShard(0, split_factor=2), _StridedShard(0, split_factor=3)]
+    kinds = kinds[: 5 if len(mesh_shape) < 3 else 4]
+    compared = 0
+    for rank in range(world):
+        with as_rank(rank, world), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            mesh = init_device_mesh("cpu", mesh_shape)
+            place = mesh.get_coordinate()
+            assert place is not None
+            for rows, placements in itertools.product(ROWS[::2], itertools.product(kinds, repeat=len(mesh_shape))):
+                whole = numbered(rows, 5)
+                local = distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
+                boxes = in_placement_order(whole.shape, mesh_shape, ours(placements), place)
+                assert torch.equal(cut_out(whole, boxes, local.shape), local), (rows, placements, place)
+                if boxes:
+                    assert local_shape(boxes, whole.shape) == tuple(local.shape)
+                if not any(isinstance(placement, _StridedShard) for placement in placements):
+                    assert boxes == local_boxes(whole.shape, mesh_shape, ours(placements), place)
+                compared += 1
+    assert compared >= 5 * 5 * world
+
+
+@pytest.mark.parametrize(("data", "tensor"), [(2, 2), (3, 2), (4, 2), (2, 4), (3, 3)])
+def test_what_fully_shard_leaves_of_a_tensor_parallel_shard(data: int, tensor: int) -> None:
+    """Both cut dimension 0; torch's own offsets are wrong for some of these sizes."""
+    weights = {f"w{rows}": numbered(rows, 3).float() for rows in ROWS}
+    seen = dict.fromkeys(weights, 0)
+    for rank in range(data * tensor):
+        with as_rank(rank, data * tensor):
+            state = shard_rows_twice(weights, data, tensor)
+            for name, whole in weights.items():
+                value = state[f"{name}.weight"]
+                placements = ours(value.placements)
+                assert isinstance(placements[0], sharded.StridedShard)
+                boxes = local_boxes(whole.shape, (data, tensor), placements, divmod(rank, tensor))
+                assert torch.equal(cut_out(whole, boxes, value.to_local().shape), value.to_local()), (name, rank)
+                seen[name] += sum(torch.Size(box.size).numel() for box in boxes)
+    assert seen == {name: whole.numel() for name, whole in weights.items()}
+
+
+def test_shards_are_cut_in_the_order_the_spec_says() -> None:
+    placements = [sharded.Shard(0), sharded.Shard(0)]
+    default = local_boxes((8, 2), (2, 2), placements, (0, 1))
+    reversed_order = local_boxes((8, 2), (2, 2), placements, (0, 1), {0: (1, 0)})
+    assert default == (LocalBox((2, 0), (2, 2), (0, 0)),)
+    assert reversed_order == (LocalBox((4, 0), (2, 2), (0, 0)),)
+    strided = [sharded.StridedShard(0, 2), sharded.Shard(0)]
+    assert local_boxes((8, 2), (2, 2), strided, (0, 1)) == reversed_order
+
+
+def test_split_factors_are_decoded_as_dtensor_encodes_them() -> None:
+    """Against DTensorSpec's encoding, for every order of three mesh dimensions."""
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry
+
+    with as_rank(0, 24):
+        mesh = init_device_mesh("cpu", (4, 3, 2))
+        for order in itertools.permutations(range(3)):
+            entry = (ShardOrderEntry(tensor_dim=0, mesh_dims=order),)
+            placements = DTensorSpec._convert_shard_order_to_StridedShard(entry, (Shard(0),) * 3, mesh)
+            decoded = sharded.decoded_order((4, 3, 2), ours(placements))
+            assert decoded == {0: order}
+
+
+def test_packed_weights_are_interleaved_boxes() -> None:
+    boxes = local_boxes((8, 3), (2,), [sharded.StridedShard(0, 2)], (1,))
+    assert boxes == (LocalBox((2, 0), (2, 3), (0, 0)), LocalBox((6, 0), (2, 3), (2, 0)))
+
+
+def test_placements_read_as_pytorch_writes_them() -> None:
+    placements = [sharded.Replicate(), sharded.StridedShard(1, 2), sharded.Shard(0)]
+    assert sharded.placements_text(placements) == "[Replicate(), _StridedShard(1, sf=2), Shard(0)]"
