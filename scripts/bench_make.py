@@ -121,7 +121,7 @@ def make_ranks(directory: str, params: dict[str, Shape], data: RandomFile) -> No
 
 
 def many(count: int) -> Iterator[tuple[str, Shape]]:
-    for number in range(count // STATES_AND_WEIGHT):
+    for number in range(count // (STATES_AND_WEIGHT + 1)):  # and a 0-dim step
         yield f"layers.{number // 10}.part{number % 10}.weight", (5 + number % 7, 16)
 
 

@@ -106,6 +106,7 @@ class Bench:
                         pass
 
     def run(self, row: Row) -> Row:
+        """Run the row's contenders in turn, ``--pairs`` times; those that never ran are dropped."""
         for number in range(self.options.pairs):
             for place, contender in enumerate(row.contenders):
                 if place > 1 and number >= self.options.tool_runs:
@@ -115,6 +116,7 @@ class Bench:
                 contender.runs.append(measured)
                 talk(f"{row.name}: {contender.name} {measured.seconds:.2f} s, {measured.peak_bytes // MIB} MiB")
                 remove(row.target)
+        row.contenders = [contender for contender in row.contenders if contender.runs]
         return row
 
 

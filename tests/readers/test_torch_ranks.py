@@ -1,0 +1,488 @@
+"""One torch file per rank: real FSDP1 and FSDP2 files of old torch, and DTensor on every kind of mesh."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from fsdpckpt.errors import (
+    SourceCorruptError,
+    SourceError,
+    SourceIncompleteError,
+    SourceUnsafeError,
+    SourceUnsupportedError,
+)
+from fsdpckpt.ir.checkpoint import Layout, Section
+from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.readers.torch_ranks import read_torch_ranks
+from fsdpckpt.readers.tree import FileTable, Tree
+from fsdpckpt.storage.sources import Sources
+from tests.readers.contents import held
+from tests.readers.played_ranks import as_rank, shard, shard_rows_twice
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+
+
+def read_files(paths: dict[int, Path]) -> tuple[Tree, Any]:
+    """The tree, and its root with every tensor as its bytes."""
+    files = FileTable()
+    with Sources() as sources:
+        tree = read_torch_ranks({rank: str(path) for rank, path in paths.items()}, files, sources)
+    return tree, held(tree.root, files.files())
+
+
+def read(directory: Path, stem: str = "model") -> tuple[Tree, Any]:
+    found = {int(re.findall(r"_(\d+)\.pt", path.name)[0]): path for path in directory.glob(f"{stem}_*.pt")}
+    return read_files(found)
+
+
+def save_ranks(directory: Path, world: int, state_of: Callable[[int], Any], stem: str = "model") -> None:
+    directory.mkdir(exist_ok=True)
+    for rank in range(world):
+        with as_rank(rank, world), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.save(state_of(rank), directory / f"{stem}_{rank}.pt")
+
+
+def numbered(*shape: int) -> torch.Tensor:
+    return torch.arange(torch.Size(shape).numel()).reshape(shape) + 0.5
+
+
+# Files of old torch versions
+
+
+SHARDED = ["torch-2.1/f1_flat_sh_st", "torch-2.4/f1_flat_sh_st", "torch-2.4/f1_orig_sh_st"]
+SHARDED += ["torch-2.4/f1_orig_sh_dt", "torch-2.4/f1_hyb_sh_dt", "torch-2.4/f2_plain_t"]
+
+
+@pytest.mark.parametrize("folder", SHARDED)
+def test_sharded_files_of_real_runs_are_the_full_state(folder: str) -> None:
+    directory = GOLDEN / folder
+    truth = torch.load(directory / "truth" / "full.pt", weights_only=True)
+    tree, model = read(directory)
+    assert tree.layout is Layout.SHARDED
+    assert tree.problems == []
+    assert tree.rank_values == {}
+    assert model == held(dict(truth["model"]), ())
+    optimizer = read(directory, "optim")[1]
+    if folder.endswith("f2_plain_t"):  # an optimizer's own state dict: ids in the order of the parameters
+        names = [name for name in truth["model"] if name != "buf"]
+        optimizer["state"] = {names[key]: entry for key, entry in optimizer["state"].items()}
+        optimizer["param_groups"][0]["params"] = names
+        truth["optim"]["state"] = {name: truth["optim"]["state"][name] for name in names}
+        truth["optim"]["param_groups"][0]["params"] = names
+    assert optimizer["state"] == held(truth["optim"]["state"], ())
+    assert optimizer["param_groups"] == held(truth["optim"]["param_groups"], ())
+
+
+@pytest.mark.parametrize(("folder", "world", "placement"), [(SHARDED[0], 2, None), (SHARDED[4], 4, "[Replicate(), Shard(0)]")])
+def test_buffers_are_replicas_and_parameters_are_pieces(folder: str, world: int, placement: str | None) -> None:
+    tree, _ = read(GOLDEN / folder)
+    assert tree.world_size == world
+    assert isinstance(tree.root, dict)
+    buffer, weight = tree.root["buf"], tree.root["e.weight"]
+    assert isinstance(buffer, Tensor)
+    assert isinstance(weight, Tensor)
+    assert (buffer.managed, buffer.placement) == (False, "whole")
+    assert buffer.pieces.rank.tolist() == list(range(world))
+    assert weight.managed is True
+    assert placement is None or weight.placement == placement
+    assert weight.pieces.size[:, 0].tolist() == [9, 8] * (world // 2)
+    assert weight.pieces.rank.tolist() == list(range(world))
+    assert weight.pieces.file.tolist() == list(range(world))
+
+
+@pytest.mark.parametrize("folder", ["torch-2.4/f1_flat_raw", "torch-2.4/f1_orig_raw"])
+def test_the_optimizers_own_slices_are_flattened_and_no_replicas(folder: str) -> None:
+    tree, _ = read_flattened(GOLDEN / folder, "optim")
+    (problem,) = tree.problems
+    assert (problem.kind, problem.fatal, problem.section) == ("flattened", True, Section.OPTIM)
+    assert tree.rank_values == {}
+    for entry in tree.root["state"].values():  # type: ignore[index,call-overload,union-attr]
+        for state in entry.values():
+            assert len(state.pieces) == (1 if state.shape else 2)
+
+
+@pytest.mark.parametrize("folder", ["torch-2.1/f1_flat_local", "torch-2.4/f1_orig_local"])
+def test_local_state_dicts_are_flattened(folder: str) -> None:
+    tree, _ = read_flattened(GOLDEN / folder, "model")
+    (problem,) = tree.problems
+    assert (problem.kind, problem.fatal, problem.section) == ("flattened", True, Section.MODEL)
+    assert "_flat_param" in problem.message
+    assert len(tree.root["_flat_param"].pieces) == 2  # type: ignore[index,call-overload,union-attr]
+
+
+def read_flattened(directory: Path, stem: str) -> tuple[Tree, Any]:
+    files = FileTable()
+    with Sources() as sources:
+        paths = {rank: str(directory / f"{stem}_{rank}.pt") for rank in range(2)}
+        tree = read_torch_ranks(paths, files, sources)
+    assert tree.layout is Layout.FLATTENED
+    return tree, None
+
+
+# DTensor on the fake process group
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+def test_fsdp2_of_any_world_size(world: int, tmp_path: Path) -> None:
+    """Rows fewer than ranks, uneven rows, one row; parameters and state by id with a replicated step."""
+    weights = {f"w{rows}": numbered(rows, 3) for rows in (1, 2, 5, 7, 16)}
+
+    def state_of(_rank: int) -> dict[str, Any]:
+        model = shard(weights, world)
+        moments = {i: {"step": torch.tensor(3.0), "exp_avg": value} for i, value in enumerate(model.values())}
+        groups = [{"lr": 0.1, "betas": (0.9, 0.95), "params": list(moments)}]
+        return {"model": model, "optimizer": {"state": moments, "param_groups": groups}}
+
+    save_ranks(tmp_path / "c", world, state_of)
+    tree, found = read(tmp_path / "c")
+    assert tree.world_size == world
+    assert tree.problems == []
+    assert found["model"] == {f"{name}.weight": value for name, value in held(weights, ()).items()}
+    assert [entry["exp_avg"] for entry in found["optimizer"]["state"].values()] == list(held(weights, ()).values())
+    assert found["optimizer"]["param_groups"] == [{"lr": 0.1, "betas": (0.9, 0.95), "params": [0, 1, 2, 3, 4]}]
+    step = tree.root["optimizer"]["state"][0]["step"]  # type: ignore[index,call-overload]
+    assert (step.managed, len(step.pieces)) == (False, world)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("data", "tensor"), [(2, 2), (3, 2), (4, 2)])
+def test_fsdp_over_tensor_parallel_on_one_dimension(data: int, tensor: int, tmp_path: Path) -> None:
+    """Includes sizes for which torch's own offsets are wrong."""
+    weights = {f"w{rows}": numbered(rows, 3) for rows in (1, 2, 3, 5, 7, 9, 12)}
+    save_ranks(tmp_path / "c", data * tensor, lambda _: shard_rows_twice(weights, data, tensor))
+    tree, found = read(tmp_path / "c")
+    assert found == {f"{name}.weight": value for name, value in held(weights, ()).items()}
+    assert "_StridedShard(0" in tree.root["w7.weight"].placement  # type: ignore[index,call-overload,union-attr]
+
+
+PLACEMENTS = list(itertools.product([Shard(0), Shard(1), Replicate(), _StridedShard(0, split_factor=2)], repeat=2))
+
+
+def test_any_placement_on_a_mesh_of_two_dimensions(tmp_path: Path) -> None:
+    values = {f"{i}.{rows}": (rows, pair) for i, pair in enumerate(PLACEMENTS) for rows in (3, 4, 7)}
+
+    def state_of(_rank: int) -> dict[str, Any]:
+        mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("a", "b"))
+        return {
+            key: torch.nn.Parameter(distribute_tensor(numbered(rows, 5), mesh, pair, src_data_rank=None))
+            for key, (rows, pair) in values.items()
+        }
+
+    save_ranks(tmp_path / "c", 6, state_of)
+    tree, found = read(tmp_path / "c")
+    assert tree.problems == []
+    assert found == {key: held(numbered(rows, 5), ()) for key, (rows, _) in values.items()}
+    for key, (_, (first, second)) in values.items():
+        pieces = tree.root[key].pieces  # type: ignore[index,call-overload,union-attr]
+        copies = (3 if isinstance(first, Replicate) else 1) * (2 if isinstance(second, Replicate) else 1)
+        elements = int(np.prod(pieces.size, axis=1).sum())
+        assert elements == copies * values[key][0] * 5, key
+
+
+def test_a_tensor_on_a_part_of_the_mesh_is_a_replica_on_the_other_parts(tmp_path: Path) -> None:
+    def state_of(_rank: int) -> dict[str, Any]:
+        mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("dp", "tp"))
+        return {"w": distribute_tensor(numbered(7, 2), mesh["tp"], [Shard(0)], src_data_rank=None)}
+
+    save_ranks(tmp_path / "c", 6, state_of)
+    tree, found = read(tmp_path / "c")
+    assert found == {"w": held(numbered(7, 2), ())}
+    pieces = tree.root["w"].pieces  # type: ignore[index,call-overload,union-attr]
+    assert pieces.start[:, 0].tolist() == [0, 3, 6, 0, 3, 6]
+
+
+def test_parameters_on_some_ranks_only_are_not_missing_on_the_others(tmp_path: Path) -> None:
+    """Pipeline stages: each half of the ranks has its own layers."""
+
+    def state_of(rank: int) -> dict[str, Any]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+        stage = rank // 2
+        return {f"stage{stage}.w": distribute_tensor(numbered(5 + stage, 2), mesh["dp"], [Shard(0)], src_data_rank=None)}
+
+    save_ranks(tmp_path / "c", 4, state_of)
+    tree, found = read(tmp_path / "c")
+    assert found == {"stage0.w": held(numbered(5, 2), ()), "stage1.w": held(numbered(6, 2), ())}
+    assert tree.problems == []
+
+
+def test_a_tensor_cut_along_columns_that_is_stored_transposed(tmp_path: Path) -> None:
+    whole = numbered(6, 4)
+
+    def state_of(rank: int) -> dict[str, Any]:
+        mesh = init_device_mesh("cpu", (2,))
+        local = whole[:, 2 * rank : 2 * rank + 2].t().contiguous().t()
+        return {"w": DTensor.from_local(local, mesh, [Shard(1)], run_check=False, shape=whole.shape, stride=(4, 1))}
+
+    save_ranks(tmp_path / "c", 2, state_of)
+    tree, found = read(tmp_path / "c")
+    assert found == {"w": held(whole, ())}
+    assert tree.root["w"].pieces.stride.tolist() == [[1, 6], [1, 6]]  # type: ignore[index,call-overload,union-attr]
+
+
+def test_a_dtensor_without_elements(tmp_path: Path) -> None:
+    def state_of(_rank: int) -> dict[str, Any]:
+        mesh = init_device_mesh("cpu", (3,))
+        return {"w": distribute_tensor(torch.empty(0, 4), mesh, [Shard(0)], src_data_rank=None)}
+
+    save_ranks(tmp_path / "c", 3, state_of)
+    tree, found = read(tmp_path / "c")
+    assert found == {"w": held(torch.empty(0, 4), ())}
+    assert len(tree.root["w"].pieces) == 1  # type: ignore[index,call-overload,union-attr,arg-type]
+
+
+def test_partial_sums_are_refused_by_key(tmp_path: Path) -> None:
+    def state_of(_rank: int) -> dict[str, Any]:
+        mesh = init_device_mesh("cpu", (2,))
+        return {"a": {"grad": DTensor.from_local(numbered(2, 2), mesh, [Partial()], run_check=False)}}
+
+    save_ranks(tmp_path / "c", 2, state_of)
+    with pytest.raises(SourceUnsupportedError, match="a.grad is placed as Partial"):
+        read(tmp_path / "c")
+
+
+def test_a_local_tensor_that_contradicts_its_placement_is_refused(tmp_path: Path) -> None:
+    def state_of(_rank: int) -> dict[str, Any]:
+        mesh = init_device_mesh("cpu", (2,))
+        return {
+            "w": DTensor.from_local(numbered(3, 2), mesh, [Shard(0)], run_check=False, shape=(9, 2), stride=(2, 1))
+        }
+
+    save_ranks(tmp_path / "c", 2, state_of)
+    with pytest.raises(SourceCorruptError, match="w: the local tensor is not what") as error:
+        read(tmp_path / "c")
+    assert error.value.key == "w"
+
+
+# Sets that are not whole
+
+
+@pytest.fixture
+def four(tmp_path: Path) -> Path:
+    """Files of four FSDP2 ranks."""
+    weights = {"a": numbered(9, 2), "b": numbered(4, 4)}
+    save_ranks(tmp_path / "four", 4, lambda _: {"model": shard(weights, 4), "epoch": 3, "buffer": numbered(3)})
+    return tmp_path / "four"
+
+
+def test_every_missing_rank_is_named(four: Path) -> None:
+    for rank in (1, 3):
+        (four / f"model_{rank}.pt").unlink()
+    with pytest.raises(SourceIncompleteError) as error:
+        read(four)
+    assert error.value.details == ("rank 1 is missing", "rank 3 is missing")
+    assert "2 of 4 ranks are missing: 1, 3" in str(error.value)
+
+
+def test_missing_ranks_of_sharded_tensors_are_named(tmp_path: Path) -> None:
+    with pytest.raises(SourceIncompleteError, match="1 of 2 ranks are missing: 1"):
+        read_files({0: GOLDEN / "torch-2.1/f1_flat_sh_st/model_0.pt"})
+
+
+@pytest.mark.parametrize("folder", ["torch-2.1/f1_flat_sh_st", "torch-2.4/f1_orig_sh_dt", "torch-2.4/f2_plain_t"])
+def test_swapped_files_are_refused(folder: str) -> None:
+    paths = {0: GOLDEN / folder / "model_1.pt", 1: GOLDEN / folder / "model_0.pt"}
+    with pytest.raises(SourceCorruptError, match="swapped rank files") as error:
+        read_files(paths)
+    assert len(error.value.details) == 2
+    assert "model_1.pt: expected rank 0, saved by rank 1" in error.value.details[0]
+
+
+def test_one_file_given_twice_is_refused(four: Path) -> None:
+    shutil.copy(four / "model_0.pt", four / "model_2.pt")
+    with pytest.raises(SourceCorruptError, match="swapped rank files") as error:
+        read(four)
+    assert len(error.value.details) == 1
+
+
+def test_files_left_over_from_a_larger_run_are_refused(four: Path) -> None:
+    torch.save({"model": {"a": numbered(3)}}, four / "model_4.pt")
+    with pytest.raises(SourceCorruptError, match="do not belong to a world of 4 ranks"):
+        read(four)
+
+
+def test_a_gap_in_files_of_plain_tensors_is_a_missing_rank(tmp_path: Path) -> None:
+    for rank in (0, 3):
+        torch.save({"x": numbered(3)}, tmp_path / f"model_{rank}.pt")
+    with pytest.raises(SourceIncompleteError, match="1, 2"):
+        read(tmp_path)
+
+
+def change(path: Path, edit: Callable[[Any], None]) -> None:
+    state = torch.load(path, weights_only=False)
+    edit(state)
+    torch.save(state, path)
+
+
+def test_a_key_that_one_rank_lacks_is_reported(four: Path) -> None:
+    with as_rank(2, 4):
+        change(four / "model_2.pt", lambda state: (state["model"].pop("a.weight"), state.pop("buffer"), state.pop("epoch")))
+    tree, _ = read_without_coverage(four)
+    assert {(problem.kind, problem.key, problem.fatal) for problem in tree.problems} == {
+        ("missing-key", "model.a.weight", True),
+        ("missing-key", "buffer", False),
+        ("missing-key", "epoch", False),
+    }
+    assert all("rank 2" in problem.message for problem in tree.problems)
+
+
+def test_a_key_that_only_a_later_rank_has_counts(four: Path) -> None:
+    with as_rank(3, 4):
+        change(four / "model_3.pt", lambda state: state.update(late=numbered(2)))
+    tree, found = read(four)
+    assert found["late"] == held(numbered(2), ())
+    (problem,) = tree.problems
+    assert (problem.kind, problem.key, problem.fatal) == ("missing-key", "late", False)
+    assert "ranks 0, 1, 2" in problem.message
+
+
+def read_without_coverage(directory: Path) -> tuple[Tree, FileTable]:
+    files = FileTable()
+    with Sources() as sources:
+        paths = {rank: str(directory / f"model_{rank}.pt") for rank in range(4)}
+        return read_torch_ranks(paths, files, sources), files
+
+
+def test_ranks_that_disagree_on_a_tensor_are_reported(four: Path) -> None:
+    with as_rank(1, 4):
+        change(four / "model_1.pt", lambda state: state["model"].update({"a.weight": numbered(3, 2)}))
+    tree, _ = read_without_coverage(four)
+    (problem,) = tree.problems
+    assert (problem.kind, problem.fatal, problem.key) == ("rank-mismatch", True, "model.a.weight")
+    assert "a plain tensor of shape (3, 2) and type float32 in rank 1" in problem.message
+    assert "a DTensor of shape (9, 2) and type float32 in ranks 0, 2, 3" in problem.message
+
+
+# Values that differ, replicas, flattened slices
+
+
+def test_values_of_the_ranks_own_are_kept_for_each(tmp_path: Path) -> None:
+    for rank in range(3):
+        generator = torch.Generator().manual_seed(rank)
+        state = {
+            "rng": {"cpu": generator.get_state(), "numpy": np.random.RandomState(rank).get_state(), "python": (3, (rank,))},
+            "epoch": 7,
+            "loss": float("nan"),
+            "only": {"first": 1} if rank == 0 else {},
+            "lists": list(range(rank)),
+            "same": torch.full((4,), 2.5),
+        }
+        torch.save(state, tmp_path / f"extra_{rank}.pt")
+    files = FileTable()
+    with Sources() as sources:
+        tree = read_torch_ranks({r: str(tmp_path / f"extra_{r}.pt") for r in range(3)}, files, sources)
+    assert {path[:2] for path in tree.rank_values} == {("rng", "cpu"), ("rng", "numpy"), ("rng", "python"), ("lists",)}
+    assert tree.rank_values["lists",] == ([], [0], [0, 1])
+    assert tree.rank_values["rng", "python", 1, 0] == (0, 1, 2)
+    states = tree.rank_values["rng", "cpu"]
+    for rank, state in enumerate(states):
+        assert held(state, files.files()) == held(torch.Generator().manual_seed(rank).get_state(), ())
+    assert tree.root["epoch"] == 7  # type: ignore[index,call-overload]
+    assert len(tree.root["same"].pieces) == 3  # type: ignore[index,call-overload,union-attr,arg-type]
+
+
+def test_equal_looking_replicas_are_decided_by_kind_and_not_by_value(tmp_path: Path) -> None:
+    """Shards that happen to be equal are still shards; buffers that differ are still replicas."""
+
+    def state_of(rank: int) -> dict[str, Any]:
+        mesh = init_device_mesh("cpu", (2,))
+        same = DTensor.from_local(torch.ones(2, 2), mesh, [Shard(0)], run_check=False)
+        return {"shards": same, "buffer": torch.full((2, 2), float(rank))}
+
+    save_ranks(tmp_path / "c", 2, state_of)
+    tree, found = read(tmp_path / "c")
+    assert found["shards"] == held(torch.ones(4, 2), ())
+    buffer = tree.root["buffer"]  # type: ignore[index,call-overload]
+    assert isinstance(buffer, Tensor)
+    assert (buffer.shape, len(buffer.pieces), buffer.managed) == ((2, 2), 2, False)
+    assert tree.rank_values == {}
+
+
+def adam_of(model: torch.nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.Adam(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.rand_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+def test_full_optimizer_states_on_every_rank_are_replicas(tmp_path: Path) -> None:
+    """NO_SHARD and DDP: parameters of two dimensions cannot be slices of a flat parameter."""
+    state = adam_of(torch.nn.Linear(3, 2)).state_dict()
+    for rank in range(2):
+        torch.save(state, tmp_path / f"model_{rank}.pt")
+    tree, found = read(tmp_path)
+    assert (tree.layout, tree.problems) == (Layout.FULL, [])
+    assert found == held(state, ())
+
+
+def test_one_dimensional_states_are_slices_unless_the_model_proves_their_shape(tmp_path: Path) -> None:
+    model = torch.nn.LayerNorm(5)
+    optimizer = adam_of(model).state_dict()
+    for folder, state in (("alone", optimizer), ("proved", {"model": model.state_dict(), "optimizer": optimizer})):
+        (tmp_path / folder).mkdir()
+        for rank in range(2):
+            torch.save(state, tmp_path / folder / f"model_{rank}.pt")
+    assert read(tmp_path / "alone")[0].layout is Layout.FLATTENED
+    tree, found = read(tmp_path / "proved")
+    assert (tree.layout, tree.problems) == (Layout.FULL, [])
+    assert found["optimizer"] == held(optimizer, ())
+
+
+def test_an_optimizer_without_states_is_not_flattened(tmp_path: Path) -> None:
+    state = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1).state_dict()
+    for rank in range(2):
+        torch.save(state, tmp_path / f"model_{rank}.pt")
+    assert read(tmp_path)[0].layout is Layout.FULL
+
+
+# Hostile and damaged files
+
+
+def test_one_unsafe_file_among_the_ranks_is_refused(four: Path) -> None:
+    class Harm:
+        def __reduce__(self) -> Any:
+            import os
+
+            return (os.system, ("exit 1",))
+
+    torch.save({"model": Harm()}, four / "model_2.pt")
+    with pytest.raises(SourceUnsafeError) as error:
+        read(four)
+    assert error.value.file == str(four / "model_2.pt")
+
+
+@pytest.mark.parametrize("name", ["torch-2.1/f1_flat_sh_st/model_0.pt", "torch-2.4/f1_hyb_sh_dt/model_0.pt"])
+def test_random_damage_to_the_metadata_is_never_another_kind_of_error(name: str, tmp_path: Path) -> None:
+    import io
+    import zipfile
+
+    from fsdpckpt.containers.torch_values import load_torch
+    from fsdpckpt.storage.sources import MemoryFile
+    from tests.containers.torch_saves import rewritten
+
+    data = (GOLDEN / name).read_bytes()
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        (inside,) = [entry for entry in archive.namelist() if entry.endswith("data.pkl")]
+        pickled = archive.read(inside)
+    generator = np.random.default_rng(11)
+    for _ in range(300):
+        damaged = bytearray(pickled)
+        for at in generator.integers(0, len(pickled), 4):
+            damaged[at] = generator.integers(0, 256)
+        try:
+            load_torch(MemoryFile(rewritten(data, {"data.pkl": bytes(damaged)})), 0)
+        except SourceError:
+            continue
