@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, TypeVar
 from fsdpckpt.converters.options import ConvertOptions, TensorForm, VerifyLevel, parse_size
 from fsdpckpt.errors import UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, NamedTensor, Section
+from fsdpckpt.progress import Progress
 from fsdpckpt.storage.sources import Sources, is_url
-from fsdpckpt.verify.progress import Stages
 
 if TYPE_CHECKING:
     from fsdpckpt.converters.report import Report
@@ -35,7 +35,7 @@ def inspect(
     ranks: bool = False,
     stats: bool = False,
     threads: int | None = None,
-    progress: Stages | None = None,
+    progress: Progress | None = None,
 ) -> Description:
     """What is at ``source``: recognised layout, container, flavor, tensors, param groups, problems.
 
@@ -53,14 +53,14 @@ def inspect(
 
 
 def _measure(
-    checkpoint: Checkpoint, sources: Sources, threads: int | None, progress: Stages | None
+    checkpoint: Checkpoint, sources: Sources, threads: int | None, progress: Progress | None
 ) -> Callable[[list[NamedTensor]], list[dict[str, Json] | None]]:
     from fsdpckpt.ir.coverage import flaws
+    from fsdpckpt.progress import NoProgress
     from fsdpckpt.verify.parallel import DEFAULT_THREADS
-    from fsdpckpt.verify.progress import Quiet
     from fsdpckpt.verify.stats import stats_of
 
-    stages = progress if progress is not None else Quiet()
+    stages = progress if progress is not None else NoProgress()
 
     def measure(tensors: list[NamedTensor]) -> list[dict[str, Json] | None]:
         """None for a tensor that is not whole: its problem is listed, and the others still have statistics."""
@@ -87,7 +87,7 @@ def convert(
     target: Path,
     options: ConvertOptions | None = None,
     *,
-    progress: Stages | None = None,
+    progress: Progress | None = None,
     **named: object,
 ) -> Report:
     """Convert ``source`` to ``target``; options by the names of the command line: ``to="full"``, ``world_size=3``, ...
@@ -100,9 +100,9 @@ def convert(
     chosen = _with_options(options if options is not None else ConvertOptions(), named)
     stages = progress
     if stages is None:
-        from fsdpckpt.verify.progress import Quiet
+        from fsdpckpt.progress import NoProgress
 
-        stages = Quiet()
+        stages = NoProgress()
     return run(os.fspath(source), os.fspath(target), chosen, stages)
 
 
@@ -114,20 +114,20 @@ def diff(
     atol: float | None = None,
     only: str | None = None,
     threads: int | None = None,
-    progress: Stages | None = None,
+    progress: Progress | None = None,
 ) -> Difference:
     """Compare two checkpoints logically, whatever their layouts, containers, key types and world sizes.
 
     Every byte counts, or with ``rtol``/``atol`` (as ``torch.allclose``) numbers that close are equal. ``only``
     compares one section. Raises NeedsInformationError when id and name keys cannot be matched, SourceError.
     """
+    from fsdpckpt.progress import NoProgress
     from fsdpckpt.readers.detect import open_checkpoint
     from fsdpckpt.verify.compare import compare, only_section
     from fsdpckpt.verify.parallel import DEFAULT_THREADS
-    from fsdpckpt.verify.progress import Quiet
     from fsdpckpt.verify.tensors import Tolerance
 
-    stages = progress if progress is not None else Quiet()
+    stages = progress if progress is not None else NoProgress()
     section = _enum(Section, only, "only")
     tolerance = None if rtol is None and atol is None else Tolerance(rtol or 0.0, atol or 0.0)
     with Sources() as sources:
@@ -152,7 +152,7 @@ def verify(
     digests: bool = False,
     finite: bool = False,
     threads: int | None = None,
-    progress: Stages | None = None,
+    progress: Progress | None = None,
 ) -> Verification:
     """Prove the checkpoint at ``source`` whole: ``.problems`` lists all that is wrong, ``.whole`` says if nothing is.
 

@@ -75,7 +75,7 @@ def materialise(target: Target, sources: Sequence[SourceFile] | Sequence[bytes],
             with open(source.path, "rb") as stream:
                 files.append(stream.read())
     for file in target.files:
-        at = os.path.join(path, file.path) if target.directory else path
+        at = os.path.join(path, file.path) if file.path else path
         os.makedirs(os.path.dirname(at) or ".", exist_ok=True)
         with open(at, "wb") as stream:
             stream.write(file_bytes(file, files))

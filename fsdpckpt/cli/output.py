@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TextIO
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from fsdpckpt.verify.progress import Stages
+    from fsdpckpt.progress import Progress
 
 __all__ = ["Output"]
 
@@ -58,7 +58,7 @@ class Output:
         """An error in words: always shown, also with ``--quiet``."""
         self._write(sys.stderr, text + "\n")
 
-    def progress(self) -> AbstractContextManager[Stages]:
+    def progress(self) -> AbstractContextManager[Progress]:
         """A bar with bytes, rate and time left on a terminal, a line every few seconds in a log, nothing if quiet."""
         return _progress(self)
 
@@ -69,11 +69,11 @@ class Output:
 
 
 @contextmanager
-def _progress(output: Output) -> Iterator[Stages]:
-    from fsdpckpt.verify.progress import Quiet
+def _progress(output: Output) -> Iterator[Progress]:
+    from fsdpckpt.progress import NoProgress
 
     if output.quiet:
-        yield Quiet()
+        yield NoProgress()
         return
     if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
         from fsdpckpt.cli.progress import bar

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from fsdpckpt.cli.render import size_text
-from fsdpckpt.verify.progress import Stages
+from fsdpckpt.progress import Progress
 
 __all__ = ["Lines", "bar"]
 
@@ -60,31 +60,23 @@ class Lines:
 
 
 @contextmanager
-def bar() -> Iterator[Stages]:
+def bar() -> Iterator[Progress]:
     """A rich progress bar on stderr, gone when the block ends."""
+    from rich import progress
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TaskID,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
 
-    drawn = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
+    drawn = progress.Progress(
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.DownloadColumn(binary_units=True),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
         console=Console(stderr=True),
         transient=True,
     )
 
     class Bar:
-        task: TaskID | None = None
+        task: progress.TaskID | None = None
 
         def begin(self, stage: str, total_bytes: int) -> None:
             self.end()

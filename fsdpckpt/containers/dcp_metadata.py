@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, NoReturn, TypeGuard
 
-from fsdpckpt.containers.collection import without_collection
 from fsdpckpt.containers.dcp_pickle import Record, TorchName, load_records
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError
 from fsdpckpt.ir.dtypes import DTYPES, DType
@@ -84,12 +83,7 @@ def parse_metadata(data: bytes, *, file: str) -> DcpMetadata:
     Raises SourceUnsafeError (unknown globals), SourceCorruptError (contradictions), SourceIncompleteError (entries
     without a stored item, all named).
     """
-    with without_collection():
-        return _parse(data, _Context(file))
-
-
-def _parse(data: bytes, context: _Context) -> DcpMetadata:
-    file = context.file
+    context = _Context(file)
     root = load_records(data, file=file)
     if not isinstance(root, Record) or root.kind != "Metadata":
         context.refuse("this is a pickle, but not DCP metadata", expected="Metadata", found=type(root).__name__)

@@ -9,11 +9,11 @@ metadata.py``, ``filesystem.py``).
 
 from __future__ import annotations
 
-import io
 import pickle
 from typing import NoReturn
 
-from fsdpckpt.containers.pickle_read import refuse_extension_codes
+from fsdpckpt.containers.pickle_read import buffered
+from fsdpckpt.containers.pickle_scan import check_pickle
 from fsdpckpt.errors import SourceCorruptError, SourceUnsafeError
 from fsdpckpt.ir.dtypes import DTYPES
 
@@ -73,7 +73,7 @@ class _Unpickler(pickle.Unpickler):
     """Gives every name an inert class of this load's own, so that no file can leave traces for the next one."""
 
     def __init__(self, data: bytes) -> None:
-        super().__init__(io.BytesIO(data))
+        super().__init__(buffered(data))
         self.unknown: dict[str, None] = {}
         self._classes: dict[tuple[str, str], object] = {}
 
@@ -104,7 +104,7 @@ def load_records(data: bytes, *, file: str) -> object:
 
     Raises SourceUnsafeError naming every global outside the closed set, SourceCorruptError when it is no pickle.
     """
-    refuse_extension_codes(data, file)
+    check_pickle(data, file, "is not a readable DCP metadata file")
     unpickler = _Unpickler(data)
     failure: Exception | None = None
     loaded: object = None

@@ -8,26 +8,22 @@ themselves. Names outside ``containers.allowlist`` are collected while the rest 
 
 from __future__ import annotations
 
-import copyreg
-import gc
 import io
 import pickle
-import pickletools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from typing import Protocol, cast
 
 from fsdpckpt.containers.allowlist import NESTED_CLASSES, Kind, canonical, kind_of
+from fsdpckpt.containers.pickle_scan import check_pickle
 from fsdpckpt.errors import SourceCorruptError, SourceUnsafeError
 from fsdpckpt.ir.values import Global, Key, Object, Value
 
-__all__ = ["Part", "TensorResolver", "as_object", "collector_paused", "load"]
+__all__ = ["Part", "TensorResolver", "as_object", "buffered", "load"]
 
-# Above this many bytes a pickle makes so many records that the cyclic collector would walk them again and again.
-_LARGE = 1 << 20
+_LARGE = 1 << 20  # bytes; looking through this much takes some 20 ms, reading it twice that
 
 
 class TensorResolver(Protocol):
@@ -340,33 +336,26 @@ _DAMAGE = (
 )
 
 
-@contextmanager
-def collector_paused(nbytes: int) -> Iterator[None]:
-    """Pause the cyclic collector while a pickle of ``nbytes`` becomes objects, when that is many."""
-    paused = nbytes > _LARGE and gc.isenabled()
-    if paused:
-        gc.disable()
-    try:
-        yield
-    finally:
-        if paused:
-            gc.enable()
+def buffered(data: bytes) -> io.BufferedReader:
+    """``data`` as the stream the C unpickler reads fastest: it asks a plain BytesIO for every few bytes."""
+    return io.BufferedReader(cast(io.RawIOBase, io.BytesIO(data)), 1 << 17)
 
 
-def load(data: bytes, *, file: str, tensors: TensorResolver | None = None) -> Value:
+def load(data: bytes, *, file: str, tensors: TensorResolver | None = None, checked: bool = False) -> Value:
     """The value that the pickle ``data`` holds, as ir values; ``file`` names it in messages.
 
     With ``tensors``, storages and rebuild calls of ``torch`` go to that resolver and its results stand in the
     value. Raises SourceUnsafeError naming every name outside the closed set, SourceCorruptError for bytes that
-    are not a whole pickle.
+    are not a whole pickle. ``checked``: a checksum says that the bytes are those that were written; a large pickle
+    is then not looked through for damage first.
     """
-    refuse_extension_codes(data, file)
+    if not (checked and len(data) > _LARGE):
+        check_pickle(data, file)
     outer = dict(vars(_RUN))
     _RUN.objects, _RUN.names, _RUN.dicts, _RUN.refused, _RUN.tensors = [], [], [], {}, tensors
     try:
-        with collector_paused(len(data)):
-            value = cast(Value, _Unpickler(io.BytesIO(data), encoding="utf-8").load())
-            _finish(file)
+        value = cast(Value, _Unpickler(buffered(data), encoding="utf-8").load())
+        _finish(file)
     except _DAMAGE as error:
         if not _RUN.refused:
             raise SourceCorruptError(
@@ -407,20 +396,3 @@ def _unsafe(file: str) -> SourceUnsafeError:
         why="a pickle can run code; fsdpckpt reads only types it knows to be data, and runs nothing",
         next_step="save the checkpoint again without these objects (tensors, numbers, text, lists and dicts are fine)",
     )
-
-
-def refuse_extension_codes(data: bytes, file: str) -> None:
-    """Extension codes bypass ``find_class`` when another library registered some in this process."""
-    if not (copyreg._extension_cache or copyreg._inverted_registry):  # type: ignore[attr-defined]
-        return
-    try:
-        codes = [opcode.name for opcode, _, _ in pickletools.genops(data) if opcode.name.startswith("EXT")]
-    except _DAMAGE:
-        codes = []
-    if codes:
-        raise SourceUnsafeError(
-            f"{file} uses pickle extension codes",
-            file=file,
-            found=", ".join(sorted(set(codes))),
-            why="an extension code stands for any object that some library registered",
-        )

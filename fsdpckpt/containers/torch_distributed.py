@@ -35,6 +35,8 @@ from fsdpckpt.storage.sources import ByteSource
 __all__ = ["BoxInFile", "Distributed", "DistributedParser", "Mesh"]
 
 
+_MAX_RANKS = 1 << 20  # more than any job has: a mesh that says more is damaged, and is not worked out
+
 _Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]  # start, size, elements into the local tensor
 
 
@@ -217,7 +219,7 @@ class DistributedParser:
                 found.append(Replicate())
             elif name == "Shard" and type(dim) is int:
                 found.append(Shard(dim))
-            elif name == "_StridedShard" and type(dim) is int and type(factor) is int and factor > 0:
+            elif name == "_StridedShard" and type(dim) is int and type(factor) is int and 0 < factor <= _MAX_RANKS:
                 found.append(StridedShard(dim, factor))
             else:
                 raise SourceUnsupportedError(
@@ -318,10 +320,14 @@ class DistributedParser:
             else:
                 pairs = [(sizes, steps)]
         axes: list[list[int]] = []
+        total = 1
         for size, step in pairs:
             counts, strides = _integers(size), _integers(step)
-            if counts is None or strides is None or len(counts) != len(strides) or prod(counts) > 1 << 20:
+            if counts is None or strides is None or len(counts) != len(strides):
                 self._corrupt(key, "an unknown mesh layout", "sizes and strides", f"{size!r:.40}, {step!r:.40}")
+            total *= prod(counts)
+            if not 0 < total <= _MAX_RANKS:
+                self._corrupt(key, "an impossible mesh", f"up to {_MAX_RANKS} ranks", f"{counts}")
             axes.append(
                 [sum(i * s for i, s in zip(index, strides, strict=True)) for index in product(*map(range, counts))]
             )
@@ -332,10 +338,12 @@ class DistributedParser:
         if not isinstance(pickled, StoredTensor) or pickled.dtype.name not in ("int32", "int64"):
             self._corrupt(key, "a mesh without ranks", "an integer tensor", type(pickled).__name__)
         count = prod(pickled.shape)
-        extent = 1 + sum((n - 1) * step for n, step in zip(pickled.shape, pickled.stride, strict=True)) if count else 0
+        if not 0 < count <= _MAX_RANKS:
+            self._corrupt(key, "an impossible mesh", f"up to {_MAX_RANKS} ranks", f"{pickled.shape}")
+        extent = 1 + sum((n - 1) * step for n, step in zip(pickled.shape, pickled.stride, strict=True))
         raw = np.frombuffer(self._source.read(pickled.offset, extent * pickled.dtype.itemsize), pickled.dtype.name)
         strides = [step * raw.itemsize for step in pickled.stride]
-        values = np.lib.stride_tricks.as_strided(raw, pickled.shape, strides) if count else raw
+        values = np.lib.stride_tricks.as_strided(raw, pickled.shape, strides)
         return pickled.shape, tuple(int(n) for n in values.reshape(-1))
 
     # ShardedTensor
@@ -347,7 +355,7 @@ class DistributedParser:
         metadata, group = _fields(state[1]), _fields(state[2])
         shape = size_of(metadata.get("size"))
         rank, world_size = group.get("global_rank"), group.get("global_world_size")
-        if shape is None or type(rank) is not int or type(world_size) is not int or not 0 < world_size <= 1 << 20:
+        if shape is None or type(rank) is not int or type(world_size) is not int or not 0 < world_size <= _MAX_RANKS:
             self._corrupt(key, "an unknown form of ShardedTensor", "a size and a group", repr(group)[:80])
         boxes = tuple(self._shard(shard, shape, key) for shard in state[0])
         world = self._worlds.get(world_size)

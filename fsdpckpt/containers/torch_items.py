@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 
 from fsdpckpt.containers.pickle_read import load
 from fsdpckpt.containers.torch_storages import Refused, StoredTensor, TensorBuilder
-from fsdpckpt.containers.torch_values import check_byteorder
+from fsdpckpt.containers.torch_values import check_byteorder, read_pickle
 from fsdpckpt.containers.zip_read import ZipRecord, read_directory
 from fsdpckpt.errors import SourceCorruptError, SourceUnsupportedError
 from fsdpckpt.ir.dtypes import DType
@@ -119,7 +119,7 @@ class ItemReader:
         pickled = records.get("data.pkl")
         if pickled is None:
             raise self._no_tensor(begin, "no data.pkl")
-        data = self._source.read(pickled.offset, pickled.nbytes)
+        data, _ = read_pickle(self._source, records, pickled)
         described = self._pickles.get(data)
         if described is None or described.record not in records or records[described.record].nbytes < described.last:
             described = self._pickles[data] = self._describe(data, records, begin)

@@ -109,17 +109,6 @@ class TensorBuilder:
         self._file = file
         self._storages: dict[tuple[str, str, int], _Storage | Refused] = {}
         self._shapes: dict[tuple[object, object], tuple[tuple[int, ...], tuple[int, ...], int]] = {}
-        self._rules: dict[str, Callable[[tuple[object, ...]], object]] = {
-            "_rebuild_tensor": lambda arguments: self._tensor(arguments, None, None),
-            "_rebuild_tensor_v3": lambda arguments: self._tensor(
-                arguments, arguments[6], arguments[7] if len(arguments) > 7 else None
-            ),
-            "_rebuild_parameter": self._parameter,
-            "_rebuild_parameter_with_state": self._parameter,
-            "_rebuild_from_type": self._typed,
-            "_rebuild_from_type_v2": self._typed,
-            "_rebuild_device_tensor_from_cpu_tensor": lambda arguments: arguments[0],
-        }
         self.any_cloned = False
         self.dropped: set[str] = set()
 
@@ -151,8 +140,10 @@ class TensorBuilder:
         """What the rebuild function ``function`` of torch makes of ``arguments``."""
         if function == "_rebuild_tensor_v2":
             return self._tensor(arguments, None, arguments[6] if len(arguments) > 6 else None)
-        rule = self._rules.get(function)
-        return Refused(_NOT_STRIDED.get(function, f"a tensor made by {function}")) if rule is None else rule(arguments)
+        rule = _RULES.get(function)
+        if rule is None:
+            return Refused(_NOT_STRIDED.get(function, f"a tensor made by {function}"))
+        return rule(self, arguments)
 
     def _tensor(self, arguments: tuple[object, ...], named: object, flags: object) -> object:
         storage, first, size, stride = arguments[:4]
@@ -235,3 +226,17 @@ class TensorBuilder:
             why="the file is damaged, or was changed after it was saved",
             next_step="copy or save the checkpoint again, then run the command again",
         )
+
+
+# What ``rebuild`` does for functions other than ``_rebuild_tensor_v2``, which nearly every tensor has.
+_RULES: Mapping[str, Callable[[TensorBuilder, tuple[object, ...]], object]] = {
+    "_rebuild_tensor": lambda builder, arguments: builder._tensor(arguments, None, None),
+    "_rebuild_tensor_v3": lambda builder, arguments: builder._tensor(
+        arguments, arguments[6], arguments[7] if len(arguments) > 7 else None
+    ),
+    "_rebuild_parameter": TensorBuilder._parameter,
+    "_rebuild_parameter_with_state": TensorBuilder._parameter,
+    "_rebuild_from_type": TensorBuilder._typed,
+    "_rebuild_from_type_v2": TensorBuilder._typed,
+    "_rebuild_device_tensor_from_cpu_tensor": lambda _, arguments: arguments[0],
+}

@@ -6,12 +6,13 @@ is one for each shard of each tensor, ``containers.torch_items`` is quicker.
 
 from __future__ import annotations
 
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias, cast
 
-from fsdpckpt.containers.pickle_read import Part, as_object, collector_paused, load
+from fsdpckpt.containers.pickle_read import Part, as_object, load
 from fsdpckpt.containers.torch_distributed import Distributed, DistributedParser
 from fsdpckpt.containers.torch_storages import Refused, StoredTensor, TensorBuilder, Wrapped
 from fsdpckpt.containers.zip_read import ZipRecord, read_directory
@@ -29,6 +30,7 @@ __all__ = [
     "load_torch",
     "local_tensor",
     "read_archive",
+    "read_pickle",
 ]
 
 ChecksumRow: TypeAlias = tuple[int, int, int, int]  # file, offset, nbytes, crc
@@ -100,9 +102,9 @@ def read_archive(
     check_byteorder(source, records)
     builder = TensorBuilder(records, source.path)
     walk = _Walk(source, builder, leaf)
-    with collector_paused(pickled.nbytes):
-        root = load(source.read(pickled.offset, pickled.nbytes), file=source.path, tensors=builder)
-        root = walk.value(root)
+    data, checked = read_pickle(source, records, pickled)
+    root = load(data, file=source.path, tensors=builder, checked=checked)
+    root = walk.value(root)
     walk.finish()
     rows = checksum_rows(records, file_id)
     return TorchArchive(
@@ -115,6 +117,27 @@ def checksum_rows(records: Mapping[str, ZipRecord], file_id: int) -> list[Checks
     if not any(record.crc for record in records.values()):
         return []
     return [(file_id, record.offset, record.nbytes, record.crc) for record in records.values()]
+
+
+def read_pickle(source: ByteSource, records: Mapping[str, ZipRecord], record: ZipRecord) -> tuple[bytes, bool]:
+    """The bytes of the record, and whether the archive has checksums, of which this one is right.
+
+    Raises SourceCorruptError when it is wrong. torch.load checks none.
+    """
+    data = source.read(record.offset, record.nbytes)
+    if not any(entry.crc for entry in records.values()):
+        return data, False
+    found = zlib.crc32(data)
+    if found != record.crc:
+        raise SourceCorruptError(
+            f"{source.path}: the checksum of {record.name} is wrong",
+            file=source.path,
+            expected=f"{record.crc:#010x}",
+            found=f"{found:#010x}",
+            why="bytes of the file were changed after it was saved",
+            next_step="copy or save the checkpoint again, then run the command again",
+        )
+    return data, True
 
 
 def check_byteorder(source: ByteSource, records: Mapping[str, ZipRecord]) -> None:
@@ -144,6 +167,7 @@ class _Walk:
         self._leaf: Callable[[StoredTensor], object] = leaf if leaf is not None else lambda stored: stored
         self._path: list[Key] = []
         self._seen: set[int] = set()
+        self._dicts: dict[int, tuple[Object, dict[Key, Value]]] = {}  # of defaultdicts, kept: ids stay theirs
         self._refused: list[str] = []
         self._inside: str | None = None
         self.ranks: set[int] = set()
@@ -270,11 +294,14 @@ class _Walk:
 
     def _object(self, value: Object) -> Value:
         """A record: plain when it holds no tensor; a ``defaultdict`` becomes the dict it is."""
+        if value.function.name == "defaultdict":
+            known = self._dicts.get(id(value))
+            if known is None:
+                known = self._dicts[id(value)] = value, dict(value.entries)
+            return self._mapping(known[1])
         if id(value) in self._seen:
             return value
         self._seen.add(id(value))
-        if value.function.name == "defaultdict":
-            return self._mapping(dict(value.entries))
         outer, self._inside = self._inside, str(value.function)
         value.args = cast("tuple[Value, ...]", self.value(value.args))
         if value.has_state:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from fsdpckpt.converters.options import VerifyLevel
 from fsdpckpt.errors import FsdpckptError, InternalError
-from fsdpckpt.executor.progress import Progress
 from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Section
+from fsdpckpt.progress import Progress
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.content import first_difference

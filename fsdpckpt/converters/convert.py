@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 
-from fsdpckpt.containers.collection import without_collection
+from fsdpckpt.containers.collection import set_aside, without_collection
 from fsdpckpt.converters.check import check_output
 from fsdpckpt.converters.goal import Goal, settle_goal
 from fsdpckpt.converters.layout import dtype_rule, lay_out
@@ -15,15 +15,15 @@ from fsdpckpt.converters.report import PlannedFile, Report
 from fsdpckpt.errors import UsageError
 from fsdpckpt.executor.budget import Budget, make_budget
 from fsdpckpt.executor.local import execute
-from fsdpckpt.executor.progress import Progress
-from fsdpckpt.ir.checkpoint import Checkpoint, Layout
+from fsdpckpt.ir.checkpoint import Checkpoint, Layout, Section
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.invariants import fatal
 from fsdpckpt.ir.targets import Target
 from fsdpckpt.planner.copies import make_plan
 from fsdpckpt.planner.management import Evidence, decide_managed
 from fsdpckpt.planner.plan import Plan
-from fsdpckpt.planner.selection import rename, select_keys, select_section
+from fsdpckpt.planner.selection import rename, select_keys, select_section, with_own_tensors
+from fsdpckpt.progress import Progress
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.storage.staging import Staging, check_target
@@ -53,16 +53,17 @@ def convert(source: str, target: str, options: ConvertOptions, progress: Progres
             plan = make_plan(output)
         progress.end()
         if not options.dry_run:
-            _write(checkpoint, goal, plan, target, options, budget, sources, progress)
+            with set_aside():
+                _write(checkpoint, goal, plan, target, options, budget, sources, progress)
     return _report(checkpoint, goal, output, plan, target, options, budget, time.monotonic() - begun)
 
 
 def _check_options(options: ConvertOptions) -> None:
+    # float8_e8m0fnu has neither sign nor zero: it holds the scales of other tensors, never values.
+    known = [name for name, dtype in DTYPES.items() if dtype.floating and dtype.numpy and name != "float8_e8m0fnu"]
     for option, name in (("--dtype", options.dtype), ("--optim-dtype", options.optim_dtype)):
-        dtype = DTYPES.get(name) if name is not None else None
-        if name is not None and (dtype is None or not dtype.floating or dtype.numpy is None):
-            known = ", ".join(dtype.name for dtype in DTYPES.values() if dtype.floating and dtype.numpy is not None)
-            raise UsageError(f"{option} {name} is no floating dtype", expected=known, found=name)
+        if name is not None and name not in known:
+            raise UsageError(f"{option} {name} is no floating dtype", expected=", ".join(known), found=name)
 
 
 def _rewrite(checkpoint: Checkpoint, options: ConvertOptions, goal: Goal, sources: Sources) -> Checkpoint:
@@ -73,6 +74,8 @@ def _rewrite(checkpoint: Checkpoint, options: ConvertOptions, goal: Goal, source
     checkpoint = rename(
         checkpoint, strip_prefix=options.strip_prefix, add_prefix=options.add_prefix, pairs=options.rename
     )
+    if options.dtype is not None or options.optim_dtype is not None:
+        checkpoint = with_own_tensors(checkpoint)
     if goal.layout is not Layout.SHARDED:
         return checkpoint
     reference = None
@@ -86,7 +89,9 @@ def _rewrite(checkpoint: Checkpoint, options: ConvertOptions, goal: Goal, source
 
 def _refuse(checkpoint: Checkpoint) -> None:
     """Raises a SourceError that lists every fatal problem of the sections that are taken."""
-    present = {named.section for named in checkpoint.tensors()} | {None}
+    extra = checkpoint.extra or checkpoint.rank_extra
+    there = {Section.MODEL: checkpoint.model, Section.OPTIM: checkpoint.optim, Section.EXTRA: extra or None}
+    present = {None, *(section for section, held in there.items() if held is not None)}
     wrong = [problem for problem in checkpoint.problems if problem.fatal and problem.section in present]
     if wrong:
         raise fatal(wrong, source=checkpoint.source)
@@ -102,7 +107,7 @@ def _write(
     sources: Sources,
     progress: Progress,
 ) -> None:
-    staging = Staging(target, directory=goal.directory)
+    staging = Staging(target, directory=goal.directory, overwrite=options.overwrite)
     with ExitStack() as undo:
         undo.callback(staging.close)
         undo.callback(staging.discard)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 
-from fsdpckpt.version import __version__
 from fsdpckpt.converters.goal import Goal
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.ir.targets import Target, TargetFile
+from fsdpckpt.readers.flavors import MANIFEST
+from fsdpckpt.version import __version__
 
-__all__ = ["MANIFEST", "add_manifest"]
-
-MANIFEST = "fsdpckpt.json"
+__all__ = ["add_manifest"]
 
 
-def add_manifest(target: Target, checkpoint: Checkpoint, goal: Goal, digests: dict[str, str] | None = None) -> None:
+def add_manifest(target: Target, checkpoint: Checkpoint, goal: Goal) -> None:
     """Append ``fsdpckpt.json`` to a directory target, before a DCP ``.metadata``, which must become visible last."""
     notes = [*checkpoint.notes, *target.notes]
     document = {
@@ -32,7 +31,6 @@ def add_manifest(target: Target, checkpoint: Checkpoint, goal: Goal, digests: di
         "notes": [_note(note) for note in notes],
         "undetermined": [key for note in notes if note.kind == "undetermined" for key in note.keys],
         "files": {file.path: file.nbytes for file in target.files},
-        "digests": digests or {},
     }
     file = TargetFile(MANIFEST)
     file.literal((json.dumps(document, indent=1) + "\n").encode())

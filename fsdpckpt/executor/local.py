@@ -11,11 +11,11 @@ from itertools import pairwise
 
 from fsdpckpt.executor.budget import Budget
 from fsdpckpt.executor.checks import SourceCheck, TargetChecks
-from fsdpckpt.executor.progress import Progress
 from fsdpckpt.executor.window import Assembler
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.planner.plan import FilePlan, Plan
 from fsdpckpt.planner.windows import window_bounds
+from fsdpckpt.progress import Progress
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.storage.targets import WritableFile
 

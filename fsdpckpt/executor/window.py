@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from fsdpckpt.executor.checks import SourceCheck
 from fsdpckpt.ir.checkpoint import SourceFile
-from fsdpckpt.ir.dtypes import DType, numpy_dtype
+from fsdpckpt.ir.dtypes import DType, cast, numpy_dtype
 from fsdpckpt.planner.plan import FilePlan, Plan
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.storage.targets import BLOCK, aligned_buffer
@@ -223,5 +223,4 @@ def _item_types(casting: tuple[DType, DType] | None) -> tuple[np.dtype[np.generi
 
 
 def _store(taken: npt.NDArray[np.generic], placed: npt.NDArray[np.generic]) -> None:
-    with np.errstate(all="ignore"):  # overflow to infinity and NaN is what torch's cast does too, in silence
-        placed[...] = taken.astype(placed.dtype) if taken.dtype != placed.dtype else taken
+    placed[...] = cast(taken, placed.dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, TypeAlias
@@ -26,6 +26,7 @@ __all__ = [
     "Problem",
     "Section",
     "SourceFile",
+    "group_params",
 ]
 
 ParamKey: TypeAlias = int | str
@@ -117,6 +118,14 @@ class ModelState:
     metadata: Value = None
 
 
+def group_params(group: Mapping[Key, Value]) -> list[ParamKey] | None:
+    """The parameter keys that one param group lists; None when it has no list, or the list was not read."""
+    params = group.get("params")
+    if not isinstance(params, (list, tuple)):
+        return None
+    return [key for key in params if isinstance(key, (int, str))]
+
+
 @dataclass(slots=True)
 class OptimState:
     """``state``: parameter key (int id or name) to {state name: tensor or value}, in the source's order.
@@ -131,13 +140,10 @@ class OptimState:
 
     @property
     def key_type(self) -> KeyType | None:
-        """``"id"`` when all keys (of state and groups) are ints, ``"name"`` when
-        all are strings, None when there are none."""
-        keys: list[Value] = list(self.state)
+        """``"id"`` when all keys (of state and groups) are ints, ``"name"`` when not, None when there are none."""
+        keys: list[ParamKey] = list(self.state)
         for group in self.param_groups or []:
-            params = group.get("params")
-            if isinstance(params, (list, tuple)):
-                keys.extend(params)
+            keys.extend(group_params(group) or ())
         if not keys:
             return None
         return "id" if all(isinstance(key, int) for key in keys) else "name"

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import numpy as np
+    import numpy.typing as npt
 
     NumpyDType = np.dtype[np.generic]
+    NumpyArray = npt.NDArray[np.generic]
 
-__all__ = ["DTYPES", "SAFETENSORS_DTYPES", "STORAGE_DTYPES", "DType", "numpy_dtype"]
+__all__ = ["DTYPES", "SAFETENSORS_DTYPES", "STORAGE_DTYPES", "DType", "cast", "numpy_dtype"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,3 +97,23 @@ def numpy_dtype(dtype: DType) -> NumpyDType:
         extended: NumpyDType = np.dtype(getattr(ml_dtypes, dtype.numpy))
         return extended
     return np.dtype(dtype.numpy)
+
+
+def cast(values: NumpyArray, dtype: NumpyDType) -> NumpyArray:
+    """``values`` as ``torch.Tensor.to`` casts them: between two floats of which neither is float32, through float32.
+
+    ``c10/util`` converts every short float from and to ``float`` only, so that a double is rounded twice on its way to
+    one; numpy rounds float64 to float16 once, and has no cast at all between some of the eight-bit types. Overflow is
+    infinity or NaN, in silence; in float8_e4m3fn, which has no infinity, the largest number (``Float8_e4m3fn.h``).
+    """
+    import numpy as np
+
+    if values.dtype == dtype:
+        return values
+    single = np.dtype(np.float32)
+    with np.errstate(all="ignore"):
+        if values.dtype != single and dtype not in (single, np.dtype(np.float64)):
+            values = values.astype(single)
+        if dtype.name == "float8_e4m3fn":
+            values = np.clip(values.astype(single), -448, 448)
+        return values.astype(dtype)

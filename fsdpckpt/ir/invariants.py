@@ -11,7 +11,7 @@ from math import gcd
 import numpy as np
 
 from fsdpckpt.errors import SourceCorruptError, SourceError, SourceIncompleteError, SourceUnsupportedError
-from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, OptimState, ParamKey, Problem, Section
+from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, OptimState, ParamKey, Problem, Section, group_params
 from fsdpckpt.ir.coverage import Flaw, box_text, flaws
 from fsdpckpt.ir.tensors import Int64Array, Pieces, Tensor
 from fsdpckpt.ir.values import Value
@@ -188,10 +188,10 @@ def state_completeness(optim: OptimState) -> Iterator[Problem]:
         return
     groups: list[list[ParamKey]] = []
     for group in optim.param_groups:
-        params = group.get("params")
-        if not isinstance(params, (list, tuple)):  # not read, so nothing can be said
+        params = group_params(group)
+        if params is None:  # nothing can be said
             return
-        groups.append([key for key in params if isinstance(key, (int, str))])
+        groups.append(params)
     seen: set[ParamKey] = set()
     for number, keys in enumerate(groups):
         for key in keys:

@@ -43,7 +43,6 @@ class TargetFile:
     """
 
     path: str
-    rank: int = 0
     nbytes: int = 0
     blob: bytearray = field(default_factory=bytearray)
     literals: list[tuple[int, int, int]] = field(default_factory=list)
@@ -105,9 +104,8 @@ class TargetFile:
 class Target:
     """All files of one output, in the order they become visible (a DCP ``.metadata`` last).
 
-    ``directory``: False when DST itself is the one file. ``summary`` goes into ``fsdpckpt.json``.
+    ``notes``: what the layout dropped, renamed or cast.
     """
 
     files: list[TargetFile]
-    directory: bool
     notes: list[Note] = field(default_factory=list)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from fsdpckpt.errors import NeedsInformationError
-from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, OptimState, ParamKey
+from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, OptimState, ParamKey, group_params
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value
 
@@ -45,10 +45,17 @@ def decide_managed(checkpoint: Checkpoint, evidence: Evidence, *, strict: bool) 
             "which are buffers (whole on every rank)",
             details=_shown(unsettled),
             why="a full state dict holds both as plain tensors, and the optimizer does not list these keys",
-            next_step="add --buffers GLOB for the buffers (--buffers none when there are none), or --reference PATH of a "
-            "sharded checkpoint of this model",
+            next_step="add --buffers GLOB for the buffers (--buffers none when there are none), or --reference PATH "
+            "of a sharded checkpoint of this model",
         )
-    optim = _decide_optim(checkpoint.optim, model)
+    optim, ambiguous = _decide_optim(checkpoint.optim, model)
+    if ambiguous and strict:
+        raise NeedsInformationError(
+            f"{checkpoint.source} does not say which states of these {len(ambiguous)} parameters are sharded",
+            details=_shown(ambiguous),
+            why="their states have several shapes, and no model key of the same name says which one is the parameter's",
+            next_step="write a DCP directory (--container dcp), which loads either way, or add --only model",
+        )
     notes = list(checkpoint.notes)
     if inferred:
         notes.append(Note("inferred", f"{inferred} model keys are parameters: the optimizer lists them"))
@@ -105,10 +112,9 @@ def _listed_by_optimizer(optim: OptimState | None, model: ModelState) -> set[str
     """Names the optimizer proves to be parameters: its own keys, or all when there are as many ids as model tensors."""
     if optim is None:
         return set()
-    keys: list[Value] = list(optim.state)
+    keys: list[ParamKey] = list(optim.state)
     for group in optim.param_groups or ():
-        params = group.get("params")
-        keys.extend(params if isinstance(params, (list, tuple)) else ())
+        keys.extend(group_params(group) or ())
     if optim.key_type == "name":
         return {str(key) for key in keys}
     tensors = [name for name, leaf in model.params.items() if isinstance(leaf, Tensor)]
@@ -129,24 +135,28 @@ def _ties(model: ModelState) -> dict[str, tuple[str, ...]]:
     return {name: tuple(names) for names in places.values() if len(names) > 1 for name in names}
 
 
-def _decide_optim(optim: OptimState | None, model: ModelState | None) -> OptimState | None:
+def _decide_optim(optim: OptimState | None, model: ModelState | None) -> tuple[OptimState | None, list[str]]:
+    """The optimizer decided, and the keys of those parameters for which nothing settles it."""
     if optim is None:
-        return None
-    state = {key: _decide_entry(key, entry, model) for key, entry in optim.state.items()}
+        return None, []
+    ambiguous: list[str] = []
+    state = {key: _decide_entry(key, entry, model, ambiguous) for key, entry in optim.state.items()}
     groups = None
     if optim.param_groups is not None:
         groups = [{name: _settle(value) for name, value in group.items()} for group in optim.param_groups]
-    return OptimState(state, groups, {key: _settle(value) for key, value in optim.extra.items()})
+    return OptimState(state, groups, {key: _settle(value) for key, value in optim.extra.items()}), ambiguous
 
 
 def _decide_entry(
-    key: ParamKey, entry: Mapping[str, Tensor | Value], model: ModelState | None
+    key: ParamKey, entry: Mapping[str, Tensor | Value], model: ModelState | None, ambiguous: list[str]
 ) -> dict[str, Tensor | Value]:
     """One parameter's states: those shaped like the parameter follow it, all others are whole on every rank."""
     param = model.params.get(key) if model is not None and isinstance(key, str) else None
     shapes = {leaf.shape for leaf in entry.values() if isinstance(leaf, Tensor) and leaf.ndim}
     like = param.shape if isinstance(param, Tensor) else next(iter(shapes), None) if len(shapes) == 1 else None
     follows = param.managed if isinstance(param, Tensor) else True
+    if like is None and any(isinstance(leaf, Tensor) and leaf.ndim and leaf.managed is None for leaf in entry.values()):
+        ambiguous.append(str(key))
     decided: dict[str, Tensor | Value] = {}
     for name, leaf in entry.items():
         if isinstance(leaf, Tensor):

@@ -57,7 +57,6 @@ class FilePlan:
     """
 
     path: str
-    rank: int
     nbytes: int
     blob: bytes | bytearray
     literals: Int64Array

@@ -9,10 +9,11 @@ from functools import partial
 from typing import TypeVar
 
 from fsdpckpt.errors import NeedsInformationError, SourceMissingError, UsageError
-from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, OptimState, ParamKey, Section
+from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, OptimState, ParamKey, Section, group_params
+from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value
 
-__all__ = ["rename", "select_keys", "select_section"]
+__all__ = ["rename", "select_keys", "select_section", "with_own_tensors"]
 
 T = TypeVar("T")
 
@@ -41,6 +42,24 @@ def select_section(checkpoint: Checkpoint, only: Section | None) -> Checkpoint:
         rank_extra=(),
         notes=(*checkpoint.notes, *notes),
     )
+
+
+def with_own_tensors(checkpoint: Checkpoint) -> Checkpoint:
+    """The same, with tensor objects in the model and the states that no other section holds.
+
+    A dict that was saved under two keys is read as one: a cast of the model must not reach its copy among the extras.
+    """
+    model, optim = checkpoint.model, checkpoint.optim
+    if model is not None:
+        model = ModelState({name: _own(leaf) for name, leaf in model.params.items()}, model.metadata)
+    if optim is not None:
+        state = {key: {name: _own(leaf) for name, leaf in entry.items()} for key, entry in optim.state.items()}
+        optim = OptimState(state, optim.param_groups, optim.extra)
+    return replace(checkpoint, model=model, optim=optim)
+
+
+def _own(leaf: Tensor | Value) -> Tensor | Value:
+    return replace(leaf) if isinstance(leaf, Tensor) else leaf
 
 
 def select_keys(checkpoint: Checkpoint, *, include: Sequence[str], exclude: Sequence[str]) -> Checkpoint:
@@ -102,13 +121,8 @@ def _names(checkpoint: Checkpoint) -> list[str]:
     if optim is not None and optim.key_type == "name":
         names.update(dict.fromkeys(str(key) for key in optim.state))
         for group in optim.param_groups or ():
-            names.update(dict.fromkeys(str(key) for key in _group_params(group)))
+            names.update(dict.fromkeys(str(key) for key in group_params(group) or ()))
     return list(names)
-
-
-def _group_params(group: Mapping[Key, Value]) -> list[Value]:
-    params = group.get("params")
-    return list(params) if isinstance(params, (list, tuple)) else []
 
 
 def _without(name: str, prefix: str) -> str | None:
@@ -174,7 +188,7 @@ def _rekey_optim(optim: OptimState, names: Mapping[str, str]) -> OptimState:
 
 def _rekey_group(group: dict[Key, Value], names: Mapping[str, str]) -> dict[Key, Value]:
     changed = dict(group)
-    kept = [str(key) in names for key in _group_params(group)]
+    kept = [str(key) in names for key in group_params(group) or ()]
     for field in ("params", "param_names"):
         values = group.get(field)
         if isinstance(values, list) and len(values) == len(kept):

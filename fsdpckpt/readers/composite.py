@@ -9,13 +9,14 @@ from typing import TypeAlias
 from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Container, Layout, Note, Problem, Section
 from fsdpckpt.ir.values import Key, Value
-from fsdpckpt.readers.sections import Sections, split
+from fsdpckpt.readers.flavors import EXTRA_STEM
+from fsdpckpt.readers.sections import Sections, replaced, split
 from fsdpckpt.readers.tree import FileTable, Tree
 
 __all__ = ["ReadPart", "join", "read_part"]
 
 # A part of this name is a dict of extras itself; any other part's extras stand under the part's own name.
-_EXTRA_STEMS = frozenset({"extra_state", "extra", "meta"})
+_EXTRA_STEMS = frozenset({EXTRA_STEM, "extra", "meta"})
 
 
 _Change: TypeAlias = tuple[tuple[Key, ...], tuple[Value, ...]]
@@ -37,7 +38,9 @@ class ReadPart:
 
 
 def read_part(label: str, stem: str, tree: Tree) -> ReadPart:
-    """Tell the sections of ``tree`` apart."""
+    """Tell the sections of ``tree`` apart; a part named for its extras has no others, whatever they look like."""
+    if stem == EXTRA_STEM and isinstance(tree.root, dict):
+        return ReadPart(label, stem, tree, Sections(None, None, dict(tree.root)))
     return ReadPart(label, stem, tree, split(tree.root))
 
 
@@ -168,7 +171,7 @@ def _first_rank(extra: dict[Key, Value], changes: Sequence[_Change]) -> dict[Key
     own: Value = extra
     for path, values in changes:
         if values and values[0] is not None:
-            own = _replaced(own, path, values[0])
+            own = replaced(own, path, values[0])
     return own if isinstance(own, dict) else extra
 
 
@@ -181,22 +184,6 @@ def _rank_extras(extra: dict[Key, Value], changes: Sequence[_Change]) -> tuple[d
     for rank in range(ranks):
         own: Value = extra
         for path, values in changes:
-            own = _replaced(own, path, values[rank] if rank < len(values) else None)
+            own = replaced(own, path, values[rank] if rank < len(values) else None)
         result.append(own if isinstance(own, dict) else {})
     return tuple(result)
-
-
-def _replaced(value: Value, path: tuple[Key, ...], new: Value) -> Value:
-    """A copy of ``value`` with ``new`` at ``path``; only the containers on the way are copied."""
-    if not path:
-        return new
-    key, below = path[0], path[1:]
-    if isinstance(value, dict):
-        copy = type(value)(value)
-        copy[key] = _replaced(value.get(key), below, new)
-        return copy
-    if isinstance(value, (list, tuple)) and isinstance(key, int) and key < len(value):
-        items = list(value)
-        items[key] = _replaced(items[key], below, new)
-        return items if isinstance(value, list) else tuple(items)
-    return value

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from fsdpckpt.containers.safetensors_header import looks_like_safetensors
 from fsdpckpt.errors import SourceIncompleteError
 from fsdpckpt.readers.dcp_directory import is_dcp
-from fsdpckpt.readers.flavors import MANIFEST, auxiliary
+from fsdpckpt.readers.flavors import EXTRA_STEM, MANIFEST, auxiliary
 from fsdpckpt.readers.rank_sets import RankSet, group_ranks
 from fsdpckpt.readers.tree import FileTable, Tree
 from fsdpckpt.storage.sources import Entry, Sources, list_directory
@@ -183,7 +183,7 @@ def _ranks_part(found: RankSet, torch: Mapping[str, Entry], directory: str) -> P
     def read(files: FileTable, sources: Sources) -> Tree:
         from fsdpckpt.readers.torch_ranks import read_torch_ranks
 
-        return read_torch_ranks(paths, files, sources)
+        return read_torch_ranks(paths, files, sources, extras=found.stem == EXTRA_STEM)
 
     first, last = found.name(min(paths)), found.name(max(paths))
     label = f"{directory.rstrip('/')}/{first}" + (f" .. {last}" if len(paths) > 1 else "")

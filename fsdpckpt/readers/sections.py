@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import cast
 
 from fsdpckpt.ir.checkpoint import ModelState, Note, OptimState
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.readers.optimizers import is_flattened, is_nested, is_state_only, optimizer_of
 
-__all__ = ["Sections", "split"]
+__all__ = ["Sections", "replaced", "split"]
 
 _MODEL_NAMES = ("model", "state_dict", "model_state_dict", "module", "model_state", "net", "network", "weights")
 _OPTIM_NAMES = frozenset({"optim", "optimizer", "optimizer_state_dict", "optim_state_dict", "optimizer_state", "opt"})
@@ -59,7 +60,10 @@ def split(root: Value) -> Sections:
     if any(isinstance(key, str) and "." in key for key in root):
         root = _regroup(root)
     notes: list[Note] = []
-    optim_path = _find_optimizer(root, notes)
+    found = _find_optimizers(root)
+    if len(found) > 1:
+        root = _several_optimizers(root, found, notes)
+    optim_path = _only(found, notes)
     optim = None
     if optim_path is not None:
         optim = optimizer_of(_at(root, optim_path), notes)
@@ -123,7 +127,7 @@ def _named_optimizer(path: _Path) -> bool:
     return any(isinstance(key, str) and (key in _OPTIM_NAMES or "optim" in key.lower()) for key in path[-2:])
 
 
-def _find_optimizer(root: dict[Key, Value], notes: list[Note]) -> _Path | None:
+def _find_optimizers(root: dict[Key, Value]) -> list[_Path]:
     found: list[_Path] = []
     for path, value in _containers(root):
         if any(path[: len(known)] == known for known in found):
@@ -134,18 +138,31 @@ def _find_optimizer(root: dict[Key, Value], notes: list[Note]) -> _Path | None:
             or is_state_only(value, named=_named_optimizer(path))
         ):
             found.append(path)
-    if len(found) > 1:
-        names = ", ".join(_dotted(path) for path in found)
-        notes.append(
-            Note("several-optimizers", f"{len(found)} optimizers found ({names}): all are carried as extra entries")
-        )
-        return None
-    if not found:
+    return found
+
+
+def _only(found: list[_Path], notes: list[Note]) -> _Path | None:
+    """Where the one optimizer is; None when there is none, or several."""
+    if len(found) != 1:
         return None
     path = found[0]
     if path and path not in {("optim",), ("optimizer",)}:
         notes.append(Note("optimizer-found", f"the optimizer was found under {_dotted(path)}"))
     return path
+
+
+def _several_optimizers(root: dict[Key, Value], found: list[_Path], notes: list[Note]) -> dict[Key, Value]:
+    """``root`` with the ids in all of its optimizers repaired, which stay extras."""
+    names = ", ".join(_dotted(path) for path in found)
+    notes.append(
+        Note("several-optimizers", f"{len(found)} optimizers found ({names}): all are carried as extra entries")
+    )
+    for path in found:
+        optimizer = _at(root, path)
+        optim = optimizer_of(optimizer, notes) if is_nested(optimizer) else None
+        if optim is not None and list(optim.state) != list(_at(optimizer, ("state",))):
+            root = cast("dict[Key, Value]", replaced(root, (*path, "state"), cast(Value, optim.state)))
+    return root
 
 
 def _dotted(path: _Path) -> str:
@@ -243,10 +260,15 @@ def _remainder(root: dict[Key, Value], sections: Sections) -> dict[Key, Value]:
             taken.append(sections.model_path)
     if () in taken:
         return {}
-    for path in sorted(taken, key=lambda path: [str(key) for key in path]):
+    for path in sorted(taken, key=_place, reverse=True):  # from the back: taking an item out of a list moves the later
         remaining = _without(rest, path)
         rest = remaining if isinstance(remaining, dict) else {}
     return dict(rest)
+
+
+def _place(path: _Path) -> list[tuple[int, str]]:
+    """What sorts paths of the same lists as the items lie in them."""
+    return [(key if type(key) is int else 0, str(key)) for key in path]
 
 
 def _without(value: Value, path: _Path) -> Value:
@@ -266,4 +288,20 @@ def _without(value: Value, path: _Path) -> Value:
         if inner is not None:
             left[key] = inner
         return left or None
+    return value
+
+
+def replaced(value: Value, path: tuple[Key, ...], new: Value) -> Value:
+    """A copy of ``value`` with ``new`` at ``path``; only the containers on the way are copied."""
+    if not path:
+        return new
+    key, below = path[0], path[1:]
+    if isinstance(value, dict):
+        copy = type(value)(value)
+        copy[key] = replaced(value.get(key), below, new)
+        return copy
+    if isinstance(value, (list, tuple)) and isinstance(key, int) and key < len(value):
+        items = list(value)
+        items[key] = replaced(items[key], below, new)
+        return items if isinstance(value, list) else tuple(items)
     return value

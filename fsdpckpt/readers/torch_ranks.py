@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fsdpckpt.containers.pickle_read import collector_paused
 from fsdpckpt.containers.torch_values import TorchArchive, read_archive
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError
 from fsdpckpt.ir.checkpoint import Container, Layout
@@ -22,22 +21,18 @@ from fsdpckpt.storage.sources import Sources
 
 __all__ = ["read_torch_ranks"]
 
-# Extras above this many bytes are taken for what their kind says; random states, which ranks differ in, are 5 KB.
-_COMPARED = 1 << 20
+_COMPARED = 1 << 20  # bytes: extras up to here are read and compared (random states are 5 KB), larger ones by CRC-32
 
 
-def read_torch_ranks(paths: Mapping[int, str], files: FileTable, sources: Sources) -> Tree:
+def read_torch_ranks(paths: Mapping[int, str], files: FileTable, sources: Sources, *, extras: bool = False) -> Tree:
     """The state dict that the files ``paths`` (rank to path) hold together.
 
-    Raises SourceIncompleteError naming every missing rank, SourceCorruptError when a file was saved by another rank
-    than its name says or by another run, and what ``read_archive`` raises. Keys that ranks lack, and flattened shards,
-    are ``problems`` of the tree.
+    ``extras``: the files' name says that they hold extras only, whatever these look like. Raises
+    SourceIncompleteError naming every missing rank, SourceCorruptError when a file was saved by another rank than its
+    name says or by another run, and what ``read_archive`` raises. Keys that ranks lack, and flattened shards, are
+    ``problems`` of the tree.
     """
-    with collector_paused(sum(sources.open(path).nbytes for path in paths.values())):
-        return _read(paths, sorted(paths), files, sources)
-
-
-def _read(paths: Mapping[int, str], ranks: Sequence[int], files: FileTable, sources: Sources) -> Tree:
+    ranks = sorted(paths)
     numbers: list[int] = []
     archives: list[TorchArchive] = []
     for rank in ranks:
@@ -52,11 +47,11 @@ def _read(paths: Mapping[int, str], ranks: Sequence[int], files: FileTable, sour
     tree.root = merge.value([archive.root for archive in archives])
     tree.problems.extend(merge.problems)
     tree.rank_values.update(merge.rank_values)
-    if not slices:
-        _separate_extras(tree, files, sources)
     for archive in archives:
         tree.checksums.extend(archive.checksums)
         tree.notes.extend(archive.notes)
+    if not slices:
+        _separate_extras(tree, files, sources, extras=extras)
     tree.evidence.append(_evidence(paths, ranks, forms))
     return tree
 
@@ -126,23 +121,39 @@ def _flattened(tree: Tree, roots: Sequence[Value], file: str) -> bool:
     return False
 
 
-def _separate_extras(tree: Tree, files: FileTable, sources: Sources) -> None:
+def _separate_extras(tree: Tree, files: FileTable, sources: Sources, *, extras: bool) -> None:
     """Plain tensors of the extras, random states for one, are each rank's own unless their bytes are equal.
 
     Tensors of the model and the optimizer are not looked at: there, a plain tensor is a replica by what it is.
     """
-    sections = split(tree.root)
-    if not sections.extra:
+    sections = None if extras else split(tree.root)
+    if sections is not None and not sections.extra:
         return
     paths = [file.path for file in files.files()]
+    records: dict[tuple[int, int], tuple[int, int]] = {}
     for path, leaf in walk(tree.root):
-        if not isinstance(leaf, Tensor) or leaf.managed or len(leaf.pieces) < 2 or sections.owns(path):
+        if not isinstance(leaf, Tensor) or leaf.managed or len(leaf.pieces) < 2 or not leaf.nbytes:
             continue
-        if not 0 < leaf.nbytes <= _COMPARED:
+        if sections is not None and sections.owns(path):
             continue
-        contents = {_bytes_of(leaf, row, paths, sources) for row in range(len(leaf.pieces))}
-        if len(contents) > 1:
+        if leaf.nbytes > _COMPARED and not records:
+            records = {(file, offset): (nbytes, crc) for file, offset, nbytes, crc in tree.checksums}
+        if not _equal_on_all_ranks(leaf, paths, sources, records):
             tree.rank_values[path] = _by_rank(leaf, tree.world_size)
+
+
+def _equal_on_all_ranks(
+    tensor: Tensor, paths: Sequence[str], sources: Sources, records: Mapping[tuple[int, int], tuple[int, int]]
+) -> bool:
+    """Whether every rank saved the same bytes. Of a large tensor without a checksum of its own nobody knows: False."""
+    pieces = tensor.pieces
+    if not (pieces.stride == pieces.stride[0]).all():
+        return False
+    if tensor.nbytes <= _COMPARED:
+        return len({_bytes_of(tensor, row, paths, sources) for row in range(len(pieces))}) == 1
+    found = {records.get(place) for place in zip(pieces.file.tolist(), pieces.offset.tolist(), strict=True)}
+    one = found.pop()
+    return not found and one is not None and one[0] == tensor.nbytes
 
 
 def _bytes_of(tensor: Tensor, row: int, paths: Sequence[str], sources: Sources) -> bytes:

@@ -3,7 +3,8 @@
 Protocol: 1. ``Staging`` creates and locks ``.<name>.fsdpckpt-staging`` beside DST. 2. The caller writes and syncs the
 files in it. 3. ``commit`` syncs the directories, renames the staging directory (or its one file) to DST, and syncs the
 parent. Until the rename DST is untouched; after it DST is complete. An existing DST that is to be replaced is first
-renamed aside, and removed only once the new one is in place.
+renamed aside, and removed only once the new one is in place; a run that is killed between the two renames leaves
+``.<name>.fsdpckpt-old``, which the next run moves back.
 """
 
 from __future__ import annotations
@@ -25,32 +26,73 @@ def check_target(target: str, source: str, *, overwrite: bool) -> None:
 
     Raises UsageError, TargetExistsError or TargetUnwritableError.
     """
+    if not target:
+        raise UsageError("DST is empty", why="a shell variable without a value, most likely", next_step="name a DST")
     if is_url(target):
         raise TargetUnwritableError(
             f"{target} is a URL: this version writes to local paths only",
             file=target,
             next_step="give a local DST, then copy it to the store",
         )
-    real_target, real_source = os.path.realpath(target), os.path.realpath(source)
-    if not is_url(source) and (real_target == real_source or real_target.startswith(real_source + os.sep)):
+    if "\0" in target:
+        raise UsageError("DST holds a NUL byte", file=target, next_step="give another DST")
+    with target_errors(target):
+        real = os.path.realpath(target)
+        if not is_url(source):
+            _refuse_source(target, real, os.path.realpath(source), overwrite=overwrite)
+        if os.path.lexists(target) or os.path.lexists(real):
+            _refuse_existing(target, real, overwrite=overwrite)
+        _require_parent(target, os.path.dirname(real))
+
+
+def _refuse_source(target: str, real: str, source: str, *, overwrite: bool) -> None:
+    if _within(real, source):
+        inside = "is the source" if real == source else "lies inside the source"
         raise UsageError(
-            f"{target} is the source or lies inside it, and the source is never written to",
-            file=target,
-            next_step="give a DST outside of SRC",
+            f"{target} {inside}, which is never written to", file=target, next_step="give a DST outside of SRC"
         )
-    if real_source.startswith(real_target + os.sep) and overwrite:
-        raise UsageError(f"replacing {target} would delete the source, which lies inside it", file=target)
-    if os.path.lexists(target) and not overwrite:
+    if overwrite and _within(source, real):
+        raise UsageError(
+            f"replacing {target} would delete the source, which lies inside it",
+            file=target,
+            next_step="give a DST of its own, one that does not exist yet",
+        )
+
+
+def _refuse_existing(target: str, real: str, *, overwrite: bool) -> None:
+    if not overwrite:
         raise TargetExistsError(
             f"{target} exists",
             file=target,
             why="fsdpckpt never replaces anything unasked",
-            next_step="give another DST, or --overwrite to replace it once the new one is complete",
+            next_step="give another DST, or add --overwrite to replace it once the new one is complete",
         )
-    parent = os.path.dirname(real_target)
-    while not os.path.exists(parent):
+    kind = None
+    if _within(os.getcwd(), real):
+        kind = "the current directory, or holds it"
+    elif _within(os.path.expanduser("~"), real):
+        kind = "the home directory, or holds it"
+    elif os.path.ismount(real):
+        kind = "a mount point"
+    elif os.path.exists(real) and not os.path.isdir(real) and not os.path.isfile(real):
+        kind = "neither a file nor a directory"
+    if kind is not None:
+        raise TargetExistsError(
+            f"{target} is {kind}: --overwrite does not replace that",
+            file=target,
+            why="everything in it would be deleted",
+            next_step="give a DST of its own, one that does not exist yet",
+        )
+
+
+def _require_parent(target: str, parent: str) -> None:
+    while not os.path.lexists(parent):
         parent = os.path.dirname(parent)
-    if not os.path.isdir(parent) or not os.access(parent, os.W_OK | os.X_OK):
+    if not os.path.isdir(parent):
+        raise TargetUnwritableError(
+            f"{target} cannot be created: {parent} is no directory", file=target, next_step="choose another DST"
+        )
+    if not os.access(parent, os.W_OK | os.X_OK):
         raise TargetUnwritableError(
             f"{target} cannot be created: no permission to write in {parent}",
             file=target,
@@ -58,25 +100,48 @@ def check_target(target: str, source: str, *, overwrite: bool) -> None:
         )
 
 
+def _within(path: str, directory: str) -> bool:
+    """Whether ``path`` is ``directory`` or lies below it; both are absolute."""
+    return os.path.commonpath([path, directory]) == directory
+
+
 class Staging:
     """The staging directory of one DST, locked while it is in use.
 
     ``path``: the directory to write into. ``leftover``: True when an interrupted run had left one, which was removed.
+    ``overwrite``: whether ``commit`` may replace what is at DST by then.
     """
 
-    def __init__(self, target: str, *, directory: bool) -> None:
+    def __init__(self, target: str, *, directory: bool, overwrite: bool = False) -> None:
         self._target = os.path.realpath(target)
         self._directory = directory
+        self._overwrite = overwrite
         parent, name = os.path.split(self._target)
         self.path = os.path.join(parent, f".{name}.fsdpckpt-staging")
+        self._aside = os.path.join(parent, f".{name}.fsdpckpt-old")
         self._lock_path = os.path.join(parent, f".{name}.fsdpckpt-lock")
-        with target_errors(self.path):
+        self._made = _missing_directories(parent)
+        with target_errors(self._target):
             os.makedirs(parent, exist_ok=True)
             self._lock = self._acquire()
-        with target_errors(self.path):
+        try:
+            self._prepare()
+        except BaseException:
+            self.close()
+            raise
+
+    def _prepare(self) -> None:
+        """Clear what an interrupted run left: its staging directory, and a DST that it had moved aside comes back."""
+        with target_errors(self._target):
+            if os.path.lexists(self._aside):
+                if os.path.lexists(self._target):
+                    _remove(self._aside)
+                else:
+                    os.rename(self._aside, self._target)
             self.leftover = os.path.lexists(self.path)
             if self.leftover:
-                shutil.rmtree(self.path)
+                _remove(self.path)
+            self._refuse_to_replace()
             os.mkdir(self.path)
 
     def _acquire(self) -> int:
@@ -119,20 +184,33 @@ class Staging:
             )
 
     def commit(self) -> None:
-        """Make the output durable and visible under DST's name. The files in it must be synced already."""
+        """Make the output durable and visible under DST's name. The files in it must be synced already.
+
+        Raises TargetExistsError when something came to be at DST meanwhile and ``overwrite`` was not given.
+        """
         with target_errors(self._target):
             for folder, _, _ in os.walk(self.path):
                 sync_directory(folder)
-            aside = f"{self.path}-replaced"
-            replacing = os.path.lexists(self._target)
-            if replacing:
-                os.rename(self._target, aside)
+            self._refuse_to_replace()
+            # A file over a file needs no detour: there, rename replaces at once.
+            detour = os.path.lexists(self._target) and (self._directory or os.path.isdir(self._target))
+            if detour:
+                os.rename(self._target, self._aside)
             os.rename(self.visible, self._target)
             sync_directory(os.path.dirname(self._target))
-            if replacing:
-                _remove(aside)
+            if detour:
+                _remove(self._aside)
             if not self._directory:
                 os.rmdir(self.path)
+
+    def _refuse_to_replace(self) -> None:
+        if os.path.lexists(self._target) and not self._overwrite:
+            raise TargetExistsError(
+                f"{self._target} exists",
+                file=self._target,
+                why="another program made it meanwhile, or an interrupted run had moved it aside and it is back now",
+                next_step="give another DST, or add --overwrite to replace it",
+            )
 
     def discard(self) -> None:
         """Remove what was staged, if it is still there."""
@@ -140,10 +218,22 @@ class Staging:
             shutil.rmtree(self.path)
 
     def close(self) -> None:
-        """Release the lock."""
+        """Release the lock, and remove the directories that were made for an output that never came."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._lock_path)
         os.close(self._lock)
+        for directory in self._made:
+            with contextlib.suppress(OSError):  # not empty: the output is in it
+                os.rmdir(directory)
+
+
+def _missing_directories(path: str) -> list[str]:
+    """``path`` and the directories above it that do not exist, the deepest first."""
+    missing = []
+    while not os.path.lexists(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    return missing
 
 
 def _remove(path: str) -> None:

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from fsdpckpt.errors import NeedsInformationError
-from fsdpckpt.ir.checkpoint import Checkpoint, OptimState, ParamKey, Section
+from fsdpckpt.ir.checkpoint import Checkpoint, OptimState, ParamKey, Section, group_params
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value, walk
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.blocks import BlockReader
-from fsdpckpt.verify.parallel import DEFAULT_THREADS, Advance, for_each
+from fsdpckpt.verify.parallel import DEFAULT_THREADS, Advance, for_each, in_file_order
 from fsdpckpt.verify.tensors import Tolerance, compare_tensors
 from fsdpckpt.verify.values import same_value, value_text
 
@@ -86,7 +86,7 @@ def compare(
             return f"{value_text(one)} vs {value_text(other)}"
         return compare_tensors(reader[0], one, reader[1], other, tolerance, advance)
 
-    order = sorted(range(len(pairs)), key=lambda number: _place(left[pairs[number]]))
+    order = in_file_order([left[address] for address in pairs])
     details = for_each(pairs, work, reader=readers, threads=threads, order=order)
     detail_of = dict(zip(pairs, details, strict=True))
     entries = [_entry(address, left, right, detail_of.get(address, "")) for address in left]
@@ -110,12 +110,6 @@ def _compare_values(both: Sequence[_Address], left: _Leaves, right: _Leaves) -> 
         if not isinstance(one, Tensor) and not isinstance(other, Tensor) and same_value(one, other):
             same.add(address)
     return same
-
-
-def _place(value: Value) -> tuple[int, int]:
-    if isinstance(value, Tensor) and len(value.pieces):
-        return int(value.pieces.file[0]), int(value.pieces.offset[0])
-    return -1, -1
 
 
 def _leaves(checkpoint: Checkpoint, renamed: Mapping[ParamKey, ParamKey]) -> _Leaves:
@@ -209,10 +203,10 @@ def _orders(optim: OptimState) -> list[list[ParamKey]] | None:
         return None
     orders: list[list[ParamKey]] = []
     for group in optim.param_groups:
-        params = group.get("params")
-        if not isinstance(params, (list, tuple)):
+        params = group_params(group)
+        if params is None:
             return None
-        orders.append([key for key in params if isinstance(key, (int, str))])
+        orders.append(params)
     return orders
 
 

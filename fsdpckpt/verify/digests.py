@@ -45,4 +45,5 @@ def digests(
     def reader() -> BlockReader:
         return BlockReader(checkpoint.files, sources)
 
-    return for_each(tensors, work, reader=reader, threads=threads, order=in_file_order(tensors))
+    order = in_file_order([named.tensor for named in tensors])
+    return for_each(tensors, work, reader=reader, threads=threads, order=order)

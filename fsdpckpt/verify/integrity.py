@@ -9,12 +9,12 @@ from fsdpckpt.errors import SourceError
 from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Problem
 from fsdpckpt.ir.coverage import flaws
 from fsdpckpt.ir.invariants import problems
+from fsdpckpt.progress import NoProgress, Progress
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.blocks import BlockReader
 from fsdpckpt.verify.checksums import check_records, records
 from fsdpckpt.verify.digests import digest
 from fsdpckpt.verify.parallel import DEFAULT_THREADS, for_each, in_file_order
-from fsdpckpt.verify.progress import Quiet, Stages
 from fsdpckpt.verify.replicas import check_replicas, replica_bytes, replica_sets
 from fsdpckpt.verify.stats import count_not_finite
 from fsdpckpt.verify.steps import check_steps
@@ -75,13 +75,13 @@ def verify_checkpoint(
     digests: bool = False,
     finite: bool = False,
     threads: int = DEFAULT_THREADS,
-    progress: Stages | None = None,
+    progress: Progress | None = None,
 ) -> Verification:
     """Check coverage, files, checksums, replicas and the optimizer; read data only where that needs it.
 
     ``digests`` and ``finite`` read every tensor. What is wrong with the checkpoint is in the result, never raised.
     """
-    stages = progress if progress is not None else Quiet()
+    stages = progress if progress is not None else NoProgress()
     named = list(checkpoint.tensors())
     found = list(dict.fromkeys((*checkpoint.problems, *problems(checkpoint))))
     short, unreadable = _truncated(checkpoint, named, sources)
@@ -155,7 +155,7 @@ def _read(
     jobs: list[_Job],
     unreadable: set[int],
     sources: Sources,
-    stages: Stages,
+    stages: Progress,
     threads: int,
     *,
     digests: bool,
@@ -184,7 +184,7 @@ def _read(
             return _Found([problem])
 
     stages.begin("tensors", total)
-    order = in_file_order([jobs[n].named for n in chosen])
+    order = in_file_order([jobs[n].named.tensor for n in chosen])
     results = for_each([jobs[n] for n in chosen], work, reader=readers, threads=threads, order=order)
     stages.end()
     outcome: list[_Found | None] = [None] * len(jobs)
@@ -193,7 +193,7 @@ def _read(
     return outcome
 
 
-def _not_finite(reader: BlockReader, named: NamedTensor, stages: Stages) -> list[Problem]:
+def _not_finite(reader: BlockReader, named: NamedTensor, stages: Progress) -> list[Problem]:
     nan, inf = count_not_finite(reader, named.tensor, stages.advance)
     if not nan and not inf:
         return []

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from fsdpckpt.ir.checkpoint import NamedTensor
 from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.values import Value
 
 __all__ = ["DEFAULT_THREADS", "Advance", "for_each", "in_file_order"]
 
@@ -71,11 +71,12 @@ def for_each(
     return [results[number] for number in range(len(items))]
 
 
-def in_file_order(items: Sequence[NamedTensor]) -> list[int]:
-    """The order in which the first pieces of ``items`` lie in their files, so that reads run forward."""
-    return sorted(range(len(items)), key=lambda number: _place(items[number].tensor))
+def in_file_order(leaves: Sequence[Value]) -> list[int]:
+    """The order in which the first pieces of ``leaves`` lie in their files, so that reads run forward."""
+    return sorted(range(len(leaves)), key=lambda number: _place(leaves[number]))
 
 
-def _place(tensor: Tensor) -> tuple[int, int]:
-    pieces = tensor.pieces
-    return (int(pieces.file[0]), int(pieces.offset[0])) if len(pieces) else (-1, -1)
+def _place(leaf: Value) -> tuple[int, int]:
+    if isinstance(leaf, Tensor) and len(leaf.pieces):
+        return int(leaf.pieces.file[0]), int(leaf.pieces.offset[0])
+    return -1, -1

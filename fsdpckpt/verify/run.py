@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from fsdpckpt.progress import Progress
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.integrity import Verification, verify_checkpoint
 from fsdpckpt.verify.parallel import DEFAULT_THREADS
-from fsdpckpt.verify.progress import Stages
 
 __all__ = ["verify"]
 
@@ -17,7 +17,7 @@ def verify(
     digests: bool = False,
     finite: bool = False,
     threads: int | None = None,
-    progress: Stages | None = None,
+    progress: Progress | None = None,
 ) -> Verification:
     """Prove the checkpoint at ``source`` whole: ``.problems`` lists all that is wrong, ``.whole`` says if nothing is.
 

@@ -134,7 +134,8 @@ def stats_of(
     def reader() -> BlockReader:
         return BlockReader(checkpoint.files, sources)
 
-    return for_each(tensors, work, reader=reader, threads=threads, order=in_file_order(tensors))
+    order = in_file_order([named.tensor for named in tensors])
+    return for_each(tensors, work, reader=reader, threads=threads, order=order)
 
 
 def count_not_finite(reader: BlockReader, tensor: Tensor, advance: Advance | None = None) -> tuple[int, int]:

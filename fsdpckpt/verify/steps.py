@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fsdpckpt.ir.checkpoint import OptimState, ParamKey, Problem, Section
+from fsdpckpt.ir.checkpoint import OptimState, ParamKey, Problem, Section, group_params
 from fsdpckpt.ir.dtypes import numpy_dtype
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Value
@@ -18,15 +18,11 @@ def check_steps(reader: BlockReader, optim: OptimState, unreadable: frozenset[st
 
     ``unreadable``: keys (``<param>.step``) to leave out, because they have a problem of their own.
     """
-    groups: list[list[ParamKey]] = []
-    for group in optim.param_groups or [{"params": list(optim.state)}]:
-        params = group.get("params")
-        if isinstance(params, (list, tuple)):
-            groups.append([key for key in params if isinstance(key, (int, str))])
+    groups = [group_params(group) for group in optim.param_groups] if optim.param_groups else [list(optim.state)]
     found: list[Problem] = []
     for number, keys in enumerate(groups):
         steps: dict[float, list[ParamKey]] = {}
-        for key in keys:
+        for key in keys or ():
             states = optim.state.get(key)
             value = states.get("step") if states else None
             step = _number(reader, value) if f"{key}.step" not in unreadable else None

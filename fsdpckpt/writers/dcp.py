@@ -55,7 +55,7 @@ def lay_out(checkpoint: Checkpoint, *, world_size: int | None, dtypes: DtypeRule
             entries.append(DcpEntry(leaf.key, leaf.path, None, (), [writer.value(leaf.value, boxes[0][0])]))
     metadata = TargetFile(_METADATA)
     metadata.literal(metadata_pickle(entries))
-    return Target([*writer.in_order(), metadata], directory=True, notes=notes)
+    return Target([*writer.in_order(), metadata], notes=notes)
 
 
 def _assign(leaves: list[Leaf], cuts: list[RankBoxes | None], ranks: int) -> Iterator[RankBoxes]:
@@ -117,7 +117,7 @@ class _DataFiles:
     def _open(self, rank: int) -> TargetFile:
         file = self.files.get(rank)
         if file is None:
-            file = self.files[rank] = TargetFile(f"__{rank}_0.distcp", rank)
+            file = self.files[rank] = TargetFile(f"__{rank}_0.distcp")
         return file
 
     def tensor(self, tensor: Tensor, dtype: DType, rank: int, box: Box) -> StoredChunk:

@@ -33,7 +33,7 @@ class Leaf(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Walk:
-    """Collects the leaves of one section. ``ids``: keys that are no text are parameter ids, which a reader restores."""
+    """Collects the leaves of one section. ``ids``: the outermost keys may be parameter ids, which a reader restores."""
 
     leaves: list[Leaf]
     notes: list[Note]
@@ -62,7 +62,7 @@ class _Walk:
                 self.enter((*path, part), inner, item)
 
     def renamed(self, prefix: str, key: Key) -> str:
-        if not self.ids:
+        if not (self.ids and prefix == ".".join(_STATE)):
             where = prefix or "the extras"
             self.notes.append(
                 Note("renamed", f"key {key!r} of {where} becomes text, it was {type(key).__name__}", str(key))

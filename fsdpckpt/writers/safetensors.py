@@ -63,8 +63,8 @@ def lay_out(checkpoint: Checkpoint, *, max_shard_size: int, single_file: bool, d
     groups = [group for group in ([model] if single_file else [model, optim]) if group.tensors or group.document]
     _refuse(groups)
     if single_file:
-        return Target([_file("", list(model.tensors), model, first=True)], directory=False, notes=notes)
-    return Target([file for group in groups for file in _shards(group, max_shard_size)], directory=True, notes=notes)
+        return Target([_file("", list(model.tensors), model, first=True)], notes=notes)
+    return Target([file for group in groups for file in _shards(group, max_shard_size)], notes=notes)
 
 
 def _model(checkpoint: Checkpoint, group: _Group, dtypes: DtypeRule, *, sections: bool) -> list[Note]:

@@ -36,7 +36,7 @@ def lay_out(checkpoint: Checkpoint, *, dtypes: DtypeRule, path: str = "", bare: 
     value: Value = next(iter(root.values())) if bare and len(root) == 1 and not extra else {**root, **extra}
     file = TargetFile(path)
     notes += dropped + lay_out_file(file, value, casts=casts, sharers=_sharers(checkpoint, extra))
-    return Target([file], directory=bool(path), notes=notes)
+    return Target([file], notes=notes)
 
 
 def model_dict(model: ModelState) -> dict[Key, Value]:

@@ -44,7 +44,7 @@ def lay_out(checkpoint: Checkpoint, *, world_size: int, tensor: str, dtypes: Dty
     if any(extras):
         files += _section("extra_state", extras, tensor, cut, casts, {})
         notes += _extra_notes(checkpoint, world_size)
-    return Target(files, directory=True, notes=notes)
+    return Target(files, notes=notes)
 
 
 def _section(
@@ -55,7 +55,7 @@ def _section(
     files = []
     for rank, value in enumerate(values):
         stem = f"{name}_world_size_{len(values)}_rank_{rank}"
-        file = TargetFile(f"{stem}.pt", rank)
+        file = TargetFile(f"{stem}.pt")
         writer = _FORMS[form](rank=rank, world_size=len(values), managed=cut, casts=casts, canonical=tied)
         writer.value(value)
         writer.write(file, stem=stem)

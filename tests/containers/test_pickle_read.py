@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from fsdpckpt.containers.allowlist import ALLOWED, Kind, canonical, kind_of
 from fsdpckpt.containers.pickle_read import load
+from fsdpckpt.containers.pickle_scan import check_pickle
 from fsdpckpt.errors import SourceCorruptError, SourceUnsafeError
 from fsdpckpt.ir.values import Global, Object, walk
 
@@ -266,16 +267,42 @@ def test_a_value_name_that_is_called_is_refused() -> None:
         load(b"\x80\x02c__builtin__\nobject\n)R.", file="it.pkl")
 
 
-def test_extension_codes_that_another_library_registered_are_refused() -> None:
+def test_extension_codes_are_refused_whether_a_library_registered_them_or_not() -> None:
+    data = b"\x80\x02\x82\xf0X\x04\x00\x00\x00true\x85R."
     copyreg.add_extension("os", "system", 240)
     try:
         with pytest.raises(SourceUnsafeError, match="extension"):
-            load(b"\x80\x02\x82\xf0X\x04\x00\x00\x00true\x85R.", file="it.pkl")
-        assert read({"a": 1}) == {"a": 1}
+            load(data, file="it.pkl")
     finally:
         copyreg.remove_extension("os", "system", 240)
-    with pytest.raises(SourceCorruptError):
-        load(b"\x80\x02\x82\xf0.", file="it.pkl")
+    with pytest.raises(SourceUnsafeError, match="extension"):
+        load(data, file="it.pkl")
+
+
+@pytest.mark.parametrize(
+    "opcode",
+    [
+        b"r\xff\xff\xff\x7f",  # a memo of two thousand million entries
+        b"r\x00\x00\x10\x00",
+        b"p2000000000\n",
+        b"\x96\x00\x00\x00\x00\xff\x00\x00\x00",  # BYTEARRAY8 of a terabyte
+        b"X\xff\xff\xff\x7f",
+        b"\x8b\xff\xff\xff\x7f",
+        b"\x07",
+    ],
+)
+def test_numbers_that_a_pickle_of_this_size_cannot_have_are_refused_unread(opcode: bytes) -> None:
+    for data in (b"\x80\x02]" + opcode + b".", b"\x80\x02" + b"]0" * 40000 + b"]" + opcode + b"."):
+        with pytest.raises(SourceCorruptError):
+            check_pickle(data, "it.pkl")
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_every_opcode_that_pickle_writes_passes_the_scan(protocol: int) -> None:
+    value = [{i: (f"text {i}", i * 2**40, float(i), bytes([i % 256]) * 300, [b"", None, True]) for i in range(400)}]
+    value += [2**9000, "x" * 70000, {1, 2}, frozenset([3]), bytearray(b"y" * 300), collections.OrderedDict(a=1), 1j]
+    check_pickle(pickle.dumps(value, protocol=protocol), "it.pkl")
+    assert read(value, protocol)[0] == value[0]
 
 
 def test_truncation_anywhere_is_an_error() -> None:

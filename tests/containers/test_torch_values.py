@@ -26,6 +26,7 @@ from fsdpckpt.ir.values import Global, Object
 from fsdpckpt.storage.sources import MemoryFile
 from tests.containers.torch_saves import any_values, loaded, rewritten, same, saved
 
+
 def saveable(name: str) -> bool:
     """Whether this torch has the type and can save it (it cannot save types of less than a byte)."""
     try:

@@ -51,7 +51,7 @@ def split(source: np.ndarray, sizes: list[int]) -> list[Tensor]:
 def test_torch_loads_it_plainly_and_mapped_and_zipfile_finds_every_checksum_right(tmp_path, source):
     sizes = [1, 17, 0, 1000, 16, 64, 3001]
     path = str(tmp_path / "model.pt")
-    materialise(Target([archive_of(split(source, sizes), stem="model")], directory=False), [source.tobytes()], path)
+    materialise(Target([archive_of(split(source, sizes), stem="model")]), [source.tobytes()], path)
     archive = zipfile.ZipFile(path)
     assert archive.testzip() is None
     assert [name.removeprefix("model/") for name in archive.namelist()] == [
@@ -79,7 +79,7 @@ def test_a_damaged_byte_is_found_by_its_checksum(tmp_path, source):
 def test_data_is_aligned_and_found_by_torch_without_reading_it(tmp_path, source):
     path = str(tmp_path / "x.pt")
     file = archive_of(split(source, [3, 5, 700]), stem="x")
-    materialise(Target([file], directory=False), [source.tobytes()], path)
+    materialise(Target([file]), [source.tobytes()], path)
     assert all(slot.offset % ALIGNMENT == 0 for slot in file.slots)
     with FakeTensorMode():
         fakes = torch.load(path, weights_only=True)
@@ -104,7 +104,7 @@ def test_more_records_than_16_bits_count(tmp_path):
     for key in range(count):
         archive.record(f"data/{key}", np.float32(key + 1).tobytes())
     archive.finish()
-    materialise(Target([file], directory=False), [], path)
+    materialise(Target([file]), [], path)
     assert len(zipfile.ZipFile(path).namelist()) == count + 4
     assert [float(tensor) for tensor in torch.load(path, weights_only=True)] == [key + 1.0 for key in looked_at]
 

@@ -10,8 +10,8 @@ import torch
 from fsdpckpt.converters.convert import convert
 from fsdpckpt.converters.options import ConvertOptions
 from fsdpckpt.converters.report import Report
-from fsdpckpt.executor.progress import NoProgress
 from fsdpckpt.ir.checkpoint import Container
+from fsdpckpt.progress import NoProgress
 from tests.oracle.compare import differences, optimizer_by_id, settings_by_parameter
 from tests.oracle.forms import Form
 from tests.oracle.session import Oracle

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from fsdpckpt.converters.convert import convert
 from fsdpckpt.converters.options import ConvertOptions, TensorForm
 from fsdpckpt.errors import NeedsInformationError
-from fsdpckpt.executor.progress import NoProgress
 from fsdpckpt.ir.checkpoint import Container, Layout
+from fsdpckpt.progress import NoProgress
 from tests.e2e.conversions import buffers, converted, expected, load_full, same_as_truth
 from tests.oracle.compare import differences
 from tests.oracle.forms import form

@@ -72,7 +72,7 @@ def test_tied_weights_of_a_full_file_still_share_one_storage(oracle: Oracle, tmp
     weight = torch.randn(5, 3)
     torch.save({"model": {"a": weight, "b": weight, "c": weight[1:3]}}, tmp_path / "tied.pt")
     from fsdpckpt.converters.convert import convert
-    from fsdpckpt.executor.progress import NoProgress
+    from fsdpckpt.progress import NoProgress
 
     convert(str(tmp_path / "tied.pt"), str(tmp_path / "again.pt"), FULL, NoProgress())
     again = load_full(tmp_path / "again.pt")["model"]

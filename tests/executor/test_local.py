@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 from fsdpckpt.errors import SourceCorruptError, TargetUnwritableError
 from fsdpckpt.executor.budget import Budget
 from fsdpckpt.executor.local import execute
-from fsdpckpt.executor.progress import NoProgress
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES, DType, numpy_dtype
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.ir.tensors import Pieces, Tensor, contiguous_stride
 from fsdpckpt.planner import copies
 from fsdpckpt.planner.copies import make_plan
+from fsdpckpt.progress import NoProgress
 from fsdpckpt.storage.sources import Sources
 
 
@@ -133,7 +133,7 @@ def test_any_boxes_strides_casts_and_windows_give_the_bytes_numpy_gives(seed: in
             files.append(file)
             wanted.append(bytes(expected))
         with patch.object(copies, "FEW", rng.choice([0, copies.FEW])):  # both ways of finding pieces
-            plan = make_plan(Target(files, directory=True))
+            plan = make_plan(Target(files))
         with Sources() as sources:
             execute(
                 plan,
@@ -158,7 +158,7 @@ def _one_record(folder: str, data: bytes, crc: int, *, cut: int = 0) -> None:
     file.slot(tensor)
     with Sources() as sources:
         execute(
-            make_plan(Target([file], directory=True)),
+            make_plan(Target([file])),
             files=(SourceFile(path, len(data)),),
             checksums=Checksums.of([(0, 0, len(data), crc)]),
             sources=sources,
@@ -227,7 +227,7 @@ def test_files_large_enough_for_direct_writes_hold_the_same_bytes(tmp_path, wind
         expected += zlib.crc32(values).to_bytes(4, "little") + literal[4:] + values
     with Sources() as sources:
         execute(
-            make_plan(Target([file], directory=True)),
+            make_plan(Target([file])),
             files=disk.save(),
             checksums=Checksums.of([]),
             sources=sources,

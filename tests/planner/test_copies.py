@@ -36,11 +36,11 @@ def test_resharding_reads_each_row_from_the_lowest_rank_that_holds_it(before: in
     step = -(-count // after)
     files = []
     for rank in range(after):
-        file = TargetFile(f"rank{rank}", rank)
+        file = TargetFile(f"rank{rank}")
         low = min(rank * step, count)
         file.slot(tensor, start=(low, 0), size=(min(step, count - low), 3))
         files.append(file)
-    plan = make_plan(Target(files, directory=True))
+    plan = make_plan(Target(files))
     old = -(-count // before)
     seen = np.zeros(count, int)
     for rank, file in enumerate(plan.files):
@@ -57,12 +57,12 @@ def test_resharding_reads_each_row_from_the_lowest_rank_that_holds_it(before: in
 @pytest.mark.timeout(60)  # a second or two; the quadratic way takes minutes
 def test_planning_thousands_of_ranks_is_not_quadratic() -> None:
     tensors = [_rows(5003, 2048) for _ in range(3)]
-    files = [TargetFile(f"rank{rank}", rank) for rank in range(2048)]
+    files = [TargetFile(f"rank{rank}") for rank in range(2048)]
     for rank, file in enumerate(files):
         for tensor in tensors:
             low = min(rank * 3, 5003)
             file.slot(tensor, start=(low, 0), size=(min(3, 5003 - low), 3))
-    plan = make_plan(Target(files, directory=True))
+    plan = make_plan(Target(files))
     assert plan.bytes_written == 3 * 5003 * 12
 
 
@@ -71,7 +71,7 @@ def test_a_piece_that_was_never_located_is_an_internal_error() -> None:
     file = TargetFile("out")
     file.slot(tensor)
     with pytest.raises(InternalError, match="never located"):
-        make_plan(Target([file], directory=True))
+        make_plan(Target([file]))
 
 
 def test_a_slot_that_no_piece_fills_is_an_internal_error() -> None:
@@ -79,13 +79,13 @@ def test_a_slot_that_no_piece_fills_is_an_internal_error() -> None:
     file = TargetFile("out")
     file.slot(tensor)
     with pytest.raises(InternalError, match="does not fill"):
-        make_plan(Target([file], directory=True))
+        make_plan(Target([file]))
 
 
 def test_a_gap_between_literals_and_slots_is_an_internal_error() -> None:
     file = TargetFile("out")
     file.literal(b"abc")
-    plan = make_plan(Target([file], directory=True))
+    plan = make_plan(Target([file]))
     broken = replace(plan, files=(replace(plan.files[0], nbytes=5),))
     with pytest.raises(InternalError, match="gap"):
         broken.check()

@@ -43,7 +43,7 @@ def test_replacing_leaves_only_the_new_output(tmp_path, directory: bool) -> None
     target = tmp_path / "out"
     target.mkdir()
     (target / "old").write_bytes(b"old")
-    staging = Staging(str(target), directory=directory)
+    staging = Staging(str(target), directory=directory, overwrite=True)
     _write(staging.locate("" if not directory else "new"), b"new")
     assert (target / "old").exists()
     staging.commit()
@@ -111,3 +111,64 @@ def test_overwriting_a_folder_that_holds_the_source_is_refused(tmp_path) -> None
 def test_a_url_target_is_refused_with_the_reason(tmp_path) -> None:
     with pytest.raises(TargetUnwritableError, match="local paths only"):
         check_target("memory://bucket/out", str(tmp_path), overwrite=False)
+
+
+def test_the_empty_name_is_no_target(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="DST is empty"):
+        check_target("", str(tmp_path / "in"), overwrite=True)
+
+
+def test_an_existing_file_with_a_slash_behind_it_exists(tmp_path) -> None:
+    (tmp_path / "mine.pt").write_bytes(b"mine")
+    with pytest.raises(TargetExistsError):
+        check_target(f"{tmp_path / 'mine.pt'}/", str(tmp_path / "in"), overwrite=False)
+
+
+@pytest.mark.parametrize("target", [".", "..", "~", "fifo"])
+def test_overwrite_does_not_replace_what_nobody_means(tmp_path, monkeypatch, target: str) -> None:
+    (tmp_path / "here").mkdir()
+    os.mkfifo(tmp_path / "here" / "fifo")
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(TargetExistsError, match="--overwrite does not replace that"):
+        check_target(os.path.expanduser(target), "/somewhere/else", overwrite=True)
+
+
+def test_replacing_the_root_of_the_source_is_refused(tmp_path) -> None:
+    with pytest.raises(UsageError, match="would delete the source"):
+        check_target("/", str(tmp_path / "in"), overwrite=True)
+
+
+def test_a_file_in_the_way_is_named(tmp_path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(TargetUnwritableError, match="file is no directory"):
+        check_target(str(tmp_path / "file" / "out"), str(tmp_path / "in"), overwrite=False)
+
+
+def test_what_came_to_be_at_the_target_meanwhile_is_not_replaced(tmp_path) -> None:
+    target = tmp_path / "out.pt"
+    staging = Staging(str(target), directory=False)
+    _write(staging.locate(""), b"new")
+    target.write_bytes(b"mine")
+    with pytest.raises(TargetExistsError):
+        staging.commit()
+    staging.discard()
+    staging.close()
+    assert target.read_bytes() == b"mine"
+    assert os.listdir(tmp_path) == ["out.pt"]
+
+
+def test_a_target_that_a_killed_run_had_moved_aside_comes_back(tmp_path) -> None:
+    (tmp_path / ".out.fsdpckpt-old").mkdir()
+    (tmp_path / ".out.fsdpckpt-old" / "mine").write_bytes(b"mine")
+    with pytest.raises(TargetExistsError):
+        Staging(str(tmp_path / "out"), directory=True)
+    assert sorted(os.listdir(tmp_path)) == ["out"]
+    assert (tmp_path / "out" / "mine").read_bytes() == b"mine"
+
+
+def test_directories_made_for_an_output_that_never_came_go_again(tmp_path) -> None:
+    staging = Staging(str(tmp_path / "a" / "b" / "out"), directory=True)
+    staging.discard()
+    staging.close()
+    assert os.listdir(tmp_path) == []

@@ -1,4 +1,4 @@
-"""Progress as a protocol: the executor reports bytes, the command line draws them."""
+"""Progress as a protocol: whatever takes long reports bytes, the command line draws them."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ class Progress(Protocol):
 
 
 class NoProgress:
+    """Says nothing."""
+
     def begin(self, stage: str, total_bytes: int) -> None:
         del stage, total_bytes
 
