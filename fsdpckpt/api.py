@@ -208,9 +208,10 @@ def _option(name: str, value: object) -> object:
     if name in _SIZES and isinstance(value, str):
         try:
             return parse_size(value)
-        except ValueError:
+        except (ValueError, OverflowError):
+            option = "--" + name.replace("_", "-")
             raise UsageError(
-                f"{name} is no size: {value!r}", found=value, next_step="write it like 128MiB, 5GB or 1000 (bytes)"
+                f"{option} takes a size, and {value!r} is none", next_step=f"{option} 128MiB, or 5GB, or 1000 (bytes)"
             ) from None
     if name == "reference" and value is not None and not (isinstance(value, str) and is_url(value)):
         return os.fspath(value)  # type: ignore[call-overload]

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Callable
-from types import FrameType
 
+from fsdpckpt.cli.interruption import Interruption, ignore_signals
 from fsdpckpt.cli.messages import error_json, error_text, in_our_words
 from fsdpckpt.cli.output import Output
 from fsdpckpt.errors import FsdpckptError, InterruptedRunError
 
-__all__ = ["catch_termination", "guarded", "report"]
+__all__ = ["guarded", "report"]
 
 
 def guarded(output: Output, body: Callable[[], int]) -> int:
@@ -27,9 +26,13 @@ def guarded(output: Output, body: Callable[[], int]) -> int:
         # The interpreter flushes stdout at exit, which would complain: give it somewhere to flush to.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Interruption):
+        ignore_signals()
         return report(
-            output, InterruptedRunError("interrupted", why="a signal asked for it; nothing was left at the target")
+            output,
+            InterruptedRunError(
+                "by a signal", why="Ctrl-C, or the system asked for it; no output was left", next_step="run it again"
+            ),
         )
     except Exception as error:  # noqa: BLE001  # the boundary: one of the program's two broad excepts
         return report(output, error)
@@ -45,12 +48,3 @@ def report(output: Output, error: BaseException) -> int:
     else:
         output.error(error_text(ours))
     return ours.exit_code
-
-
-def catch_termination() -> None:
-    """SIGTERM ends a run as Ctrl-C does: staging is removed, the exit code is 130."""
-
-    def stop(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, stop)

@@ -3,79 +3,45 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING
 
-import typer
+from fsdpckpt.cli.interruption import Interruption, catch_signals, ignore_signals
 
-from fsdpckpt.cli import convert, diff, inspect, verify
-from fsdpckpt.cli.boundary import catch_termination, guarded, report
-from fsdpckpt.cli.output import Output
-from fsdpckpt.errors import InterruptedRunError, UsageError
-from fsdpckpt.version import __version__
+if TYPE_CHECKING:
+    from fsdpckpt.cli.output import Output
 
-__all__ = ["app", "main"]
-
-EPILOG = """\b
-Exit codes: 0 done; 1 differences or problems found; 2 wrong command line; 3 the source cannot be used;
-4 more information is needed; 5 the target cannot be written; 6 a worker failed; 70 internal error; 130 interrupted.
-
-\b
-Set FSDPCKPT_DEBUG=1 for tracebacks. Each command has examples: fsdpckpt convert --help
-"""
-
-# Rich help and rich tracebacks cost a tenth of a second to import, which is most of what --help may take.
-app = typer.Typer(
-    name="fsdpckpt",
-    help="Convert, inspect, compare and verify PyTorch FSDP checkpoints: parameters and optimizer state.",
-    epilog=EPILOG,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    add_completion=False,
-    no_args_is_help=True,
-    context_settings={"help_option_names": ["--help", "-h"], "max_content_width": 100},
-)
-app.command("inspect", short_help="What a checkpoint holds, and whether it is whole.", epilog=inspect.EXAMPLES)(
-    inspect.inspect_command
-)
-app.command("convert", short_help="To another layout, container or world size.", epilog=convert.EXAMPLES)(
-    convert.convert_command
-)
-app.command("diff", short_help="Compare two checkpoints key by key.", epilog=diff.EXAMPLES)(diff.diff_command)
-app.command("verify", short_help="Prove one checkpoint whole.", epilog=verify.EXAMPLES)(verify.verify_command)
-
-# typer's usage errors: it exports this one, and its base class catches the others in every version
-_USAGE_ERRORS: tuple[type[BaseException], ...] = (typer.BadParameter.__mro__[1],)
-
-
-def _version(wanted: bool) -> None:  # noqa: FBT001  # typer calls it so
-    if wanted:
-        Output(as_json=False, quiet=False).data([f"fsdpckpt {__version__}"])
-        raise typer.Exit
-
-
-@app.callback()
-def _program(
-    *,
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
-    ] = False,
-) -> None:
-    pass
+__all__ = ["main"]
 
 
 def main() -> None:
     """Run the command line and exit with the contract's code."""
-    catch_termination()
-    output = Output(as_json="--json" in sys.argv[1:], quiet=False)
-    sys.exit(guarded(output, lambda: _run(output)))
+    try:
+        catch_signals()
+        # Imported only now: a Ctrl-C while the program still loads ends it as tidily as one while it works.
+        from fsdpckpt.cli.boundary import guarded
+        from fsdpckpt.cli.output import Output
+
+        output = Output(as_json="--json" in sys.argv[1:], quiet=False)
+        code = guarded(output, lambda: _run(output))
+    except Interruption:
+        ignore_signals()
+        sys.stderr.write("error: interrupted\n")
+        code = 130
+    sys.exit(code)
 
 
 def _run(output: Output) -> int:
+    import typer
+
+    from fsdpckpt.cli.app import USAGE_ERRORS, app
+    from fsdpckpt.cli.boundary import report
+    from fsdpckpt.errors import InterruptedRunError, UsageError
+
     try:
         code = app(standalone_mode=False)
     except typer.Abort:
-        return report(output, InterruptedRunError("interrupted"))
-    except _USAGE_ERRORS as error:
+        return report(output, InterruptedRunError("while reading the command line"))
+    except USAGE_ERRORS as error:
         text = str(error)
         if text.startswith("Usage:") and not output.as_json:  # no command at all: typer's answer is the help
             output.error(text)
@@ -86,8 +52,17 @@ def _run(output: Output) -> int:
 
 def _usage(error: BaseException) -> BaseException:
     """A typer usage error in the form of this program's."""
-    context = getattr(error, "ctx", None)
+    from fsdpckpt.errors import UsageError
+
     message = getattr(error, "format_message", lambda: str(error))()
-    path = getattr(context, "command_path", "fsdpckpt")
     what = str(message).replace("Value error, ", "")
-    return UsageError(what, next_step=f"{path} --help shows the options, with examples")
+    return UsageError(what, next_step=f"{_command(error)} --help shows the options, with examples")
+
+
+def _command(error: BaseException) -> str:
+    """The command whose options are wrong: ``fsdpckpt convert``."""
+    path = getattr(getattr(error, "ctx", None), "command_path", None)
+    if path is not None:
+        return str(path)
+    first = sys.argv[1] if len(sys.argv) > 1 else ""
+    return f"fsdpckpt {first}" if first in ("inspect", "convert", "diff", "verify") else "fsdpckpt"

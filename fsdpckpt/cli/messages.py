@@ -5,11 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import platform
+import shlex
 
 from fsdpckpt.errors import FsdpckptError, InternalError, SourceError, TargetUnwritableError
 
 __all__ = ["error_json", "error_text", "in_our_words"]
 
+_REPORT = (
+    "run the command again with FSDPCKPT_DEBUG=1 set, and send what it prints with the output of `fsdpckpt --version`"
+)
 MOST_DETAILS = 100  # lines on a screen; --json has them all
 
 _NO_TARGET = {
@@ -35,19 +39,50 @@ _TITLES: dict[str, str] = {
 }
 
 
+# What to do next where the error itself does not say: no error leaves its reader alone.
+_NEXT: dict[str, str] = {
+    "UsageError": "fsdpckpt --help lists the commands, and fsdpckpt COMMAND --help the options",
+    "SourceMissingError": "check the path",
+    "SourceUnrecognisedError": "give a torch.save file, a DCP directory, a safetensors file or a directory of them",
+    "SourceIncompleteError": "copy or save the checkpoint again, then run the command again",
+    "SourceCorruptError": "copy or save the checkpoint again, then run the command again",
+    "SourceUnsafeError": "save the checkpoint again without these objects",
+    "SourceUnsupportedError": "save the checkpoint in another form",
+    "SourceError": "check the file and the disk, then run the command again",
+    "NeedsInformationError": "fsdpckpt COMMAND --help shows the options that tell",
+    "TargetExistsError": "give another DST",
+    "TargetUnwritableError": "give another DST",
+    "TargetError": "give another DST",
+    "WorkerError": "run the command again",
+    "InterruptedRunError": "run the command again",
+}
+# Packages that fsspec opens URLs with: their errors are the store's answers, not bugs of this program.
+_STORES = frozenset(
+    {"aiohttp", "aiobotocore", "azure", "adlfs", "botocore", "fsspec", "gcsfs", "google", "huggingface_hub", "requests"}
+    | {"s3fs", "urllib3"}
+)
+
+
 def in_our_words(error: BaseException) -> FsdpckptError:
     """Any exception as one of this program's, so that it has an exit code, a cause and a next step."""
     if isinstance(error, FsdpckptError):
+        if error.next_step is None:
+            error.next_step = _NEXT.get(type(error).__name__, _REPORT)
         return error
     if isinstance(error, OSError) and error.errno is not None:
         return _from_system(error)
+    if type(error).__module__.partition(".")[0] in _STORES:
+        return SourceError(
+            f"the store could not be read: {type(error).__name__}: {error}",
+            why="the network, the credentials or the URL",
+            next_step="check the URL and the credentials, then run the command again",
+        )
     if isinstance(error, MemoryError):
         return InternalError("there was not enough memory", next_step="run it again with a smaller --max-memory")
     return InternalError(
         f"{type(error).__name__}: {error}",
         why="this is a bug in fsdpckpt: please report it",
-        next_step="run the command again with FSDPCKPT_DEBUG=1 set, and send what it prints with the output of "
-        "`fsdpckpt --version`",
+        next_step=_REPORT,
     )
 
 
@@ -55,9 +90,15 @@ def _from_system(error: OSError) -> FsdpckptError:
     path = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else None
     where = f"{path}: " if path else ""
     if error.errno in _NO_TARGET:
-        return TargetUnwritableError(f"{where}{_NO_TARGET[error.errno]}", file=path)
+        return TargetUnwritableError(
+            f"{where}{_NO_TARGET[error.errno]}",
+            file=path,
+            next_step="make room there or choose another DST, then run the command again",
+        )
     what = f"{where}{error.strerror or error}"
-    return SourceError(what, file=path, why="the operating system refused to read it")
+    why = "the operating system refused to read it"
+    next_step = f"ls -ld {shlex.quote(path)}, then run the command again" if path else _NEXT["SourceError"]
+    return SourceError(what, file=path, why=why, next_step=next_step)
 
 
 def error_text(error: FsdpckptError) -> str:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from fsdpckpt.progress import Progress
 
-__all__ = ["Output"]
+__all__ = ["Output", "visible"]
 
 GAP = 2  # spaces between columns
 
@@ -30,13 +30,13 @@ class Output:
     def data(self, lines: Iterable[str]) -> None:
         """Lines for stdout; nothing under ``--json``."""
         if not self.as_json:
-            self._write(sys.stdout, "".join(f"{line}\n" for line in lines))
+            self._write(sys.stdout, "".join(f"{visible(line)}\n" for line in lines))
 
     def table(self, headings: Sequence[str], rows: Iterable[Sequence[str]], *, right: frozenset[str]) -> None:
         """A table: by rich on a terminal, aligned plain text elsewhere. ``right``: headings of numeric columns."""
         if self.as_json:
             return
-        cells = list(rows)
+        cells = [[visible(text) for text in row] for row in rows]
         widths = [max(map(len, column)) for column in zip(headings, *cells, strict=True)]
         # A table wider than the terminal would be folded within its columns: plain lines wrap more legibly.
         if sys.stdout.isatty() and sum(widths) + GAP * (len(widths) - 1) <= shutil.get_terminal_size().columns:
@@ -47,25 +47,52 @@ class Output:
     def document(self, make: Callable[[], object]) -> None:
         """The one JSON document; ``make`` is only called under ``--json``."""
         if self.as_json:
-            self._write(sys.stdout, json.dumps(make(), ensure_ascii=False, allow_nan=False) + "\n")
+            document = make()
+            text = json.dumps(document, ensure_ascii=False, allow_nan=False)
+            if not _writable(sys.stdout, text):
+                text = json.dumps(document, allow_nan=False)
+            self._write(sys.stdout, text + "\n")
 
     def talk(self, text: str) -> None:
         """A line for whoever watches; nothing with ``--quiet``."""
         if not self.quiet:
-            self._write(sys.stderr, text + "\n")
+            self._write(sys.stderr, visible(text) + "\n")
 
     def error(self, text: str) -> None:
-        """An error in words: always shown, also with ``--quiet``."""
-        self._write(sys.stderr, text + "\n")
+        """An error in words, of several lines: always shown, also with ``--quiet``."""
+        self._write(sys.stderr, "".join(f"{visible(line)}\n" for line in text.split("\n")))
 
     def progress(self) -> AbstractContextManager[Progress]:
         """A bar with bytes, rate and time left on a terminal, a line every few seconds in a log, nothing if quiet."""
         return _progress(self)
 
     @staticmethod
-    def _write(stream: TextIO, text: str) -> None:
+    def _write(stream: TextIO | None, text: str) -> None:
+        if stream is None:  # closed by whoever started the program
+            return
+        if not _writable(stream, text):
+            text = text.encode(stream.encoding, "backslashreplace").decode(stream.encoding)
         stream.write(text)
         stream.flush()
+
+
+def visible(text: str) -> str:
+    """``text`` on one line: a name with a line break or a terminal's control sequence in it is shown escaped."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else _escaped(char) for char in text)
+
+
+def _escaped(char: str) -> str:
+    return char if "\ud800" <= char <= "\udfff" else repr(char)[1:-1]  # half a pair is a byte of an odd file name
+
+
+def _writable(stream: TextIO, text: str) -> bool:
+    try:
+        text.encode(stream.encoding or "utf-8", stream.errors or "strict")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 @contextmanager

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from math import prod
-from typing import NamedTuple, NoReturn, TypeAlias, cast
+from typing import NamedTuple, NoReturn, TypeAlias
 
-import numpy as np
-
-from fsdpckpt.containers.pickle_read import Part
+from fsdpckpt.containers.pickle_standins import Part
+from fsdpckpt.containers.torch_mesh import MAX_RANKS, Mesh, MeshParser, contradiction, fields, integers, merged
 from fsdpckpt.containers.torch_storages import StoredTensor, Wrapped, size_of
-from fsdpckpt.errors import SourceCorruptError, SourceUnsupportedError
+from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.layouts.sharded import (
     LocalBox,
@@ -32,10 +30,8 @@ from fsdpckpt.layouts.sharded import (
 )
 from fsdpckpt.storage.sources import ByteSource
 
-__all__ = ["BoxInFile", "Distributed", "DistributedParser", "Mesh"]
+__all__ = ["BoxInFile", "Distributed", "DistributedParser"]
 
-
-_MAX_RANKS = 1 << 20  # more than any job has: a mesh that says more is damaged, and is not worked out
 
 _Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]  # start, size, elements into the local tensor
 
@@ -47,21 +43,6 @@ class BoxInFile(NamedTuple):
     size: tuple[int, ...]
     offset: int
     stride: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Mesh:
-    """A device mesh as one rank saw it. ``ranks``: all it spans, row-major, empty when the file does not say.
-
-    ``coordinate`` is the saving rank's place, None when it was outside. ``rank``: the saving rank, None when not
-    recorded. ``world``: the ranks of the mesh this one was cut from (itself when it was not).
-    """
-
-    shape: tuple[int, ...]
-    ranks: tuple[int, ...]
-    coordinate: tuple[int, ...] | None
-    rank: int | None
-    world: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,38 +63,12 @@ class Distributed:
     boxes: tuple[BoxInFile, ...]
 
 
-def _fields(value: object) -> Mapping[object, object]:
-    """The attributes of a part of a distributed tensor."""
-    return cast("Mapping[object, object]", vars(value)) if isinstance(value, Part) else {}
-
-
-def _merged(pickled: object) -> Mapping[object, object]:
-    """A pickled state: a dict, or a tuple of the dict of attributes and the dict of slots."""
-    if isinstance(pickled, dict):
-        return pickled
-    states = pickled if isinstance(pickled, tuple) else ()
-    merged: dict[object, object] = {}
-    for state in states:
-        if isinstance(state, dict):
-            merged.update(state)
-    return merged
-
-
-def _integers(value: object) -> tuple[int, ...] | None:
-    """A list or tuple of ints as a tuple, an int as a tuple of one; None for anything else."""
-    if type(value) is int:
-        return (value,)
-    if isinstance(value, (tuple, list)) and all(type(n) is int for n in value):
-        return tuple(value)
-    return None
-
-
 class DistributedParser:
     """Parses the wrapped tensors of one file; meshes and boxes are worked out once and reused."""
 
     def __init__(self, source: ByteSource) -> None:
         self._source = source
-        self._meshes: dict[int, tuple[object, Mesh]] = {}
+        self._meshes = MeshParser(source)
         self._placed: dict[object, tuple[Placement, ...]] = {}
         self._boxes: dict[object, tuple[tuple[_Place, ...], str]] = {}
         self._worlds: dict[int, tuple[int, ...]] = {}
@@ -137,12 +92,12 @@ class DistributedParser:
     # DTensor
 
     def _dtensor(self, wrapped: Wrapped, key: str) -> Distributed:
-        attributes = _merged(wrapped.state)
+        attributes = merged(wrapped.state)
         local = attributes.get("_local_tensor")
-        spec = _fields(attributes.get("_spec"))
+        spec = fields(attributes.get("_spec"))
         if not isinstance(local, StoredTensor) or not spec:
             self._corrupt(key, "a DTensor without local tensor or spec", "both", type(local).__name__)
-        mesh = self._mesh(spec.get("mesh"), key)
+        mesh = self._meshes.mesh(spec.get("mesh"), key)
         placements = self._placements(spec.get("placements"), key)
         if len(placements) != len(mesh.shape):
             self._corrupt(key, "placements do not fit the mesh", f"{len(mesh.shape)}", f"{len(placements)}")
@@ -204,7 +159,7 @@ class DistributedParser:
         said: list[tuple[str, object, object]] = []
         for item in pickled:
             name = type(item).__name__
-            attributes = _fields(item)
+            attributes = fields(item)
             dim, factor = attributes.get("dim"), attributes.get("split_factor")
             said.append((name, dim if type(dim) is int else None, factor if type(factor) is int else None))
         known = self._placed.get(tuple(said))
@@ -219,7 +174,7 @@ class DistributedParser:
                 found.append(Replicate())
             elif name == "Shard" and type(dim) is int:
                 found.append(Shard(dim))
-            elif name == "_StridedShard" and type(dim) is int and type(factor) is int and 0 < factor <= _MAX_RANKS:
+            elif name == "_StridedShard" and type(dim) is int and type(factor) is int and 0 < factor <= MAX_RANKS:
                 found.append(StridedShard(dim, factor))
             else:
                 raise SourceUnsupportedError(
@@ -239,10 +194,10 @@ class DistributedParser:
             return None
         order: dict[int, tuple[int, ...]] = {}
         for entry in pickled:
-            values = _fields(entry).get("") if isinstance(entry, Part) else entry
+            values = fields(entry).get("") if isinstance(entry, Part) else entry
             if not (isinstance(values, tuple) and len(values) == 2 and type(values[0]) is int):
                 self._corrupt(key, "an unknown shard order", "(dimension, mesh dimensions)", repr(entry)[:80])
-            mesh_dims = _integers(values[1])
+            mesh_dims = integers(values[1])
             if mesh_dims is None:
                 self._corrupt(key, "an unknown shard order", "(dimension, mesh dimensions)", repr(entry)[:80])
             order[values[0]] = mesh_dims
@@ -252,110 +207,16 @@ class DistributedParser:
             self._corrupt(key, "the shard order contradicts the placements", str(sorted(cuts)), str(sorted(said)))
         return order
 
-    def _mesh(self, pickled: object, key: str) -> Mesh:
-        known = self._meshes.get(id(pickled))
-        if known is None:
-            known = self._meshes[id(pickled)] = (pickled, self._parse_mesh(pickled, key))
-        return known[1]
-
-    def _parse_mesh(self, pickled: object, key: str) -> Mesh:
-        attributes = _fields(pickled)
-        coordinate = attributes.get("_coordinate_on_dim")
-        place = _integers(coordinate) if coordinate is not None else None
-        rank = attributes.get("_rank")
-        rank = rank if type(rank) is int else None
-        if "mesh" in attributes:  # torch 2.4 to 2.9: the mesh's own ranks
-            shape, ranks = self._tensor_ranks(attributes["mesh"], key)
-            world = ranks
-        else:
-            shape, ranks, world = self._layout_ranks(attributes, place, rank, key)
-        if place is not None and not (
-            len(place) == len(shape) and all(0 <= c < n for c, n in zip(place, shape, strict=True))
-        ):
-            self._corrupt(key, "a coordinate outside its mesh", f"a place in {shape}", f"{place}")
-        if place is not None and ranks:
-            placed = ranks[_position(place, shape)]
-            if rank is not None and rank != placed:
-                self._corrupt(key, f"the mesh has another rank at {place}", f"rank {rank}", f"rank {placed}")
-            rank = placed
-        root = attributes.get("_root_mesh", attributes.get("_parent_mesh"))
-        if isinstance(root, Part):
-            world = self._mesh(root, key).world
-        return Mesh(shape, ranks, place, rank, world)
-
-    def _layout_ranks(
-        self, attributes: Mapping[object, object], place: tuple[int, ...] | None, rank: int | None, key: str
-    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """(shape, ranks, world) of a mesh of torch 2.10+: a rank map, and axes with strides into it."""
-        world = _integers(attributes.get("_flatten_rank_map"))
-        if world is None:
-            world = self._tensor_ranks(attributes.get("_rank_map"), key)[1]
-        axes = self._axes(attributes.get("_layout"), key)
-        shape = tuple(len(axis) for axis in axes)
-        whole = prod(shape) == len(world)
-        base = 0
-        if not whole:
-            if rank not in world or place is None:
-                return shape, (), world
-            base = world.index(rank) - sum(axis[c] for axis, c in zip(axes, place, strict=True))
-        positions = [base + sum(steps) for steps in product(*axes)]
-        if any(not 0 <= p < len(world) for p in positions):
-            self._corrupt(key, "a mesh reaches outside its rank map", f"below {len(world)}", str(max(positions)))
-        return shape, tuple(world[p] for p in positions), world
-
-    def _axes(self, layout: object, key: str) -> list[list[int]]:
-        """For each mesh dimension, the steps into the rank map of its indexes."""
-        attributes = _fields(layout)
-        made_of = attributes.get("")
-        if isinstance(made_of, tuple) and len(made_of) == 2:
-            attributes = {"shape": made_of[0], "stride": made_of[1]}
-        pairs: list[tuple[object, object]] = []
-        flat = attributes.get("axes")
-        if isinstance(flat, (tuple, list)):
-            pairs = [(_fields(axis).get("shape"), _fields(axis).get("stride")) for axis in flat]
-        else:
-            sizes, steps = attributes.get("shape"), attributes.get("stride")
-            if isinstance(sizes, (tuple, list)) and isinstance(steps, (tuple, list)):
-                pairs = list(zip(sizes, steps, strict=False))
-            else:
-                pairs = [(sizes, steps)]
-        axes: list[list[int]] = []
-        total = 1
-        for size, step in pairs:
-            counts, strides = _integers(size), _integers(step)
-            if counts is None or strides is None or len(counts) != len(strides):
-                self._corrupt(key, "an unknown mesh layout", "sizes and strides", f"{size!r:.40}, {step!r:.40}")
-            total *= prod(counts)
-            if not 0 < total <= _MAX_RANKS:
-                self._corrupt(key, "an impossible mesh", f"up to {_MAX_RANKS} ranks", f"{counts}")
-            axes.append(
-                [sum(i * s for i, s in zip(index, strides, strict=True)) for index in product(*map(range, counts))]
-            )
-        return axes
-
-    def _tensor_ranks(self, pickled: object, key: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(shape, values) of the small integer tensor that lists a mesh's ranks."""
-        if not isinstance(pickled, StoredTensor) or pickled.dtype.name not in ("int32", "int64"):
-            self._corrupt(key, "a mesh without ranks", "an integer tensor", type(pickled).__name__)
-        count = prod(pickled.shape)
-        if not 0 < count <= _MAX_RANKS:
-            self._corrupt(key, "an impossible mesh", f"up to {_MAX_RANKS} ranks", f"{pickled.shape}")
-        extent = 1 + sum((n - 1) * step for n, step in zip(pickled.shape, pickled.stride, strict=True))
-        raw = np.frombuffer(self._source.read(pickled.offset, extent * pickled.dtype.itemsize), pickled.dtype.name)
-        strides = [step * raw.itemsize for step in pickled.stride]
-        values = np.lib.stride_tricks.as_strided(raw, pickled.shape, strides)
-        return pickled.shape, tuple(int(n) for n in values.reshape(-1))
-
     # ShardedTensor
 
     def _sharded_tensor(self, wrapped: Wrapped, key: str) -> Distributed:
         state = wrapped.state
         if not (isinstance(state, tuple) and len(state) >= 3 and isinstance(state[0], list)):
             self._corrupt(key, "an unknown form of ShardedTensor", "shards, metadata, group", type(state).__name__)
-        metadata, group = _fields(state[1]), _fields(state[2])
+        metadata, group = fields(state[1]), fields(state[2])
         shape = size_of(metadata.get("size"))
         rank, world_size = group.get("global_rank"), group.get("global_world_size")
-        if shape is None or type(rank) is not int or type(world_size) is not int or not 0 < world_size <= _MAX_RANKS:
+        if shape is None or type(rank) is not int or type(world_size) is not int or not 0 < world_size <= MAX_RANKS:
             self._corrupt(key, "an unknown form of ShardedTensor", "a size and a group", repr(group)[:80])
         boxes = tuple(self._shard(shard, shape, key) for shard in state[0])
         world = self._worlds.get(world_size)
@@ -365,8 +226,8 @@ class DistributedParser:
         return Distributed("ShardedTensor", wrapped.dtype, shape, text, rank, world, world, boxes)
 
     def _shard(self, pickled: object, shape: tuple[int, ...], key: str) -> BoxInFile:
-        attributes = _fields(pickled)
-        local, metadata = attributes.get("tensor"), _fields(attributes.get("metadata"))
+        attributes = fields(pickled)
+        local, metadata = attributes.get("tensor"), fields(attributes.get("metadata"))
         start, size = size_of(metadata.get("shard_offsets")), size_of(metadata.get("shard_sizes"))
         if not isinstance(local, StoredTensor) or start is None or size is None or len(start) != len(size):
             self._corrupt(key, "a shard without tensor or place", "both", repr(metadata)[:80])
@@ -377,26 +238,11 @@ class DistributedParser:
         return BoxInFile(start, size, local.offset, local.stride)
 
     def _cut(self, spec: object) -> str:
-        dim = _fields(spec).get("dim")
+        dim = fields(spec).get("dim")
         return f"Shard({dim})" if type(dim) is int else "shards"
 
     def _corrupt(self, key: str, what: str, expected: str, found: str) -> NoReturn:
-        raise SourceCorruptError(
-            f"{self._source.path}: {key}: {what}",
-            file=self._source.path,
-            key=key,
-            expected=expected,
-            found=found,
-            why="the file is damaged, or a torch version wrote it that fsdpckpt does not know",
-        )
-
-
-def _position(place: Sequence[int], shape: Sequence[int]) -> int:
-    """The row-major index of ``place`` in ``shape``."""
-    at = 0
-    for c, n in zip(place, shape, strict=True):
-        at = at * n + c
-    return at
+        raise contradiction(self._source.path, key, what, expected, found)
 
 
 def _fits(boxes: Sequence[LocalBox], shape: Sequence[int], local: Sequence[int]) -> bool:

@@ -30,6 +30,10 @@ from fsdpckpt.storage.staging import Staging, check_target
 
 __all__ = ["convert"]
 
+# What people call them, and what torch does.
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+_SHORT |= {"fp64": "float64", "double": "float64", "fp8": "float8_e4m3fn", "float8": "float8_e4m3fn"}
+
 
 def convert(source: str, target: str, options: ConvertOptions, progress: Progress) -> Report:
     """Convert ``source`` to ``target``. DST appears complete or not at all; the source is never written to.
@@ -63,7 +67,13 @@ def _check_options(options: ConvertOptions) -> None:
     known = [name for name, dtype in DTYPES.items() if dtype.floating and dtype.numpy and name != "float8_e8m0fnu"]
     for option, name in (("--dtype", options.dtype), ("--optim-dtype", options.optim_dtype)):
         if name is not None and name not in known:
-            raise UsageError(f"{option} {name} is no floating dtype", expected=", ".join(known), found=name)
+            meant = _SHORT.get(name, name.removeprefix("torch."))
+            raise UsageError(
+                f"{option} {name} is no floating dtype",
+                expected=", ".join(known),
+                found=name,
+                next_step=f"{option} {meant if meant in known else 'bfloat16'}",
+            )
 
 
 def _rewrite(checkpoint: Checkpoint, options: ConvertOptions, goal: Goal, sources: Sources) -> Checkpoint:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from fsdpckpt.converters.options import ConvertOptions, TensorForm
+from fsdpckpt.converters.options import DEFAULT_MAX_SHARD_SIZE, ConvertOptions, TensorForm
 from fsdpckpt.errors import UsageError
 from fsdpckpt.ir.checkpoint import Container, Layout
 
@@ -46,8 +46,33 @@ def settle_goal(target: str, options: ConvertOptions, source_layout: Layout) -> 
         raise UsageError("--world-size says how to shard, and --to full does not", next_step="drop --world-size")
     if layout is Layout.SHARDED and container is Container.TORCH and options.world_size is None:
         raise UsageError("per-rank files need to know for how many ranks", next_step="add --world-size N")
+    _refuse_unused(layout, container, options)
     one_file = layout is Layout.FULL and (container is Container.TORCH or suffix == SAFETENSORS_SUFFIX)
     return Goal(layout, container, options.world_size, options.tensor, directory=not one_file)
+
+
+def _refuse_unused(layout: Layout, container: Container, options: ConvertOptions) -> None:
+    """An option that this target has no use for was meant for another one: better asked than ignored."""
+    ranks = layout is Layout.SHARDED and container is Container.TORCH
+    for option, given, fits, use in (
+        ("--tensor", options.tensor is not TensorForm.DTENSOR, ranks, "--to sharded --container torch"),
+        ("--reference", options.reference is not None, layout is Layout.SHARDED, "--to sharded"),
+        (
+            "--max-shard-size",
+            options.max_shard_size != DEFAULT_MAX_SHARD_SIZE,
+            container is Container.SAFETENSORS,
+            "--container safetensors",
+        ),
+    ):
+        if given and not fits:
+            raise UsageError(
+                f"{option} has no effect on a target that is {layout}, {container}",
+                next_step=f"drop {option}, or add {use}",
+            )
+    if options.max_shard_size < 1:
+        raise UsageError(
+            "--max-shard-size is too small", found=str(options.max_shard_size), next_step="--max-shard-size 5GB"
+        )
 
 
 def _container(suffix: str, options: ConvertOptions, source_layout: Layout) -> Container:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -72,9 +73,7 @@ _UNITS = {
 
 def parse_size(text: str) -> int:
     """``"128MiB"``, ``"5GB"``, ``"1000"`` to bytes. Raises ValueError for anything else."""
-    number = text.strip().lower().removesuffix("b").rstrip()
-    digits = number.rstrip("kmgti")
-    factor = _UNITS.get(number[len(digits) :])
-    if factor is None:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(|[kmgt]i?)b?", text.strip().lower(), re.ASCII)
+    if found is None:
         raise ValueError(f"{text!r} is not a size; write for example 128MiB or 5GB")
-    return int(float(digits) * factor)
+    return int(float(found[1]) * _UNITS[found[2]])

@@ -86,11 +86,11 @@ def execute(
     progress.begin("copy", plan.bytes_written)
     with ThreadPoolExecutor(budget.threads, thread_name_prefix="fsdpckpt-copy") as pool:
         assemblers = (Assembler(plan, files, sources, check, budget.window) for _ in range(budget.threads))
-        futures = [pool.submit(_copy, work, outputs, assembler, progress) for assembler in assemblers]
         try:
+            futures = [pool.submit(_copy, work, outputs, assembler, progress) for assembler in assemblers]
             for future in futures:
                 future.result()
-        finally:
+        finally:  # also after a signal: the pool waits for its threads, and they would copy to the end
             work.stop()
     for output in outputs:
         output.abandon()

@@ -64,8 +64,8 @@ class Problem:
     """Something wrong with a checkpoint. ``fatal``: converting it would lose or invent data.
 
     ``kind`` is a stable word for machines: ``missing-rank``, ``missing-key``, ``incomplete``, ``overlap``,
-    ``aliased-states``, ``flattened``, ``checksum``, ``truncated``, ``state``, ``replica`` and so on. ``section`` is None
-    when the whole checkpoint is concerned: a conversion that leaves a section out is not stopped by its problems.
+    ``aliased-states``, ``flattened``, ``checksum``, ``truncated``, ``state``, ``replica`` and so on. ``section`` is
+    None when the whole checkpoint is concerned: a conversion that leaves a section out is not stopped by its problems.
     """
 
     kind: str

@@ -144,32 +144,23 @@ def _plan_file(file: TargetFile, layouts: dict[int, _Layout], casts: _Casts) -> 
 def _fill(slot: Slot, layout: _Layout, cast: int, rows: list[Row]) -> None:
     """Append the copies that fill one slot, in target order."""
     order = tuple(range(len(slot.size))) if slot.order is None else slot.order
-    target_stride = _strides(slot.size, order)
-    low, high = (slot.start[0], slot.start[0] + slot.size[0]) if slot.size else (0, 1)
-    across, whole_rows = list(slot.start[1:]), list(slot.size[1:])
+    target_stride = [1] * len(slot.size)
+    for dim, step in zip(order, contiguous_stride([slot.size[dim] for dim in order]), strict=True):
+        target_stride[dim] = step
+    reach = (slot.start[0], slot.start[0] + slot.size[0]) if slot.size else (0, 1)
     source_item, target_item = slot.tensor.dtype.itemsize, slot.dtype.itemsize
     first = len(rows)
-    for start, length, stride, file, offset in layout.near(low, high):
-        if slot.order is None and stride == target_stride and length[1:] == whole_rows and start[1:] == across:
-            # Both are row-major and cut along dimension 0 only, as FSDP cuts: one contiguous run.
-            begin, step = (max(start[0], low), stride[0]) if start else (0, 1)
-            run = ((min(start[0] + length[0], high) if start else 1) - begin) * step
-            if run > 0:
-                skipped, put = (begin - start[0], begin - low) if start else (0, 0)
-                source, target = offset + skipped * step * source_item, slot.offset + put * step * target_item
-                width = run * target_item
-                rows.append((file, source, run * source_item, target, width, width, 1, cast))
-            continue
+    for start, length, stride, file, offset in layout.near(*reach):
         source, target = offset, slot.offset
         size: list[int] = []
-        for dim, wanted in enumerate(slot.start):
-            begin = max(start[dim], wanted)
-            count = min(start[dim] + length[dim], wanted + slot.size[dim]) - begin
+        for dim, low in enumerate(slot.start):
+            begin = max(start[dim], low)
+            count = min(start[dim] + length[dim], low + slot.size[dim]) - begin
             if count <= 0:
                 break
             size.append(count)
             source += (begin - start[dim]) * stride[dim] * source_item
-            target += (begin - wanted) * target_stride[dim] * target_item
+            target += (begin - low) * target_stride[dim] * target_item
         else:
             for source_at, target_at, source_pitch, target_pitch, count, run in _pitched(
                 size, stride, target_stride, order
@@ -188,14 +179,6 @@ def _fill(slot: Slot, layout: _Layout, cast: int, rows: list[Row]) -> None:
                 )
     if len(rows) - first > 1:
         rows[first:] = sorted(rows[first:], key=lambda row: row[3])
-
-
-def _strides(size: Sequence[int], order: Sequence[int]) -> list[int]:
-    """Elements between neighbours of a compact box whose dimensions lie in ``order``, slowest first."""
-    strides = [1] * len(size)
-    for dim, step in zip(order, contiguous_stride([size[dim] for dim in order]), strict=True):
-        strides[dim] = step
-    return strides
 
 
 def _pitched(

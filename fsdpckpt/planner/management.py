@@ -44,7 +44,7 @@ def decide_managed(checkpoint: Checkpoint, evidence: Evidence, *, strict: bool) 
             f"{checkpoint.source} does not say which of these {len(unsettled)} model keys are parameters (sharded) and "
             "which are buffers (whole on every rank)",
             details=_shown(unsettled),
-            why="a full state dict holds both as plain tensors, and the optimizer does not list these keys",
+            why="the source holds both alike there, and the optimizer does not list these keys",
             next_step="add --buffers GLOB for the buffers (--buffers none when there are none), or --reference PATH "
             "of a sharded checkpoint of this model",
         )
@@ -58,18 +58,21 @@ def decide_managed(checkpoint: Checkpoint, evidence: Evidence, *, strict: bool) 
         )
     notes = list(checkpoint.notes)
     if inferred:
-        notes.append(Note("inferred", f"{inferred} model keys are parameters: the optimizer lists them"))
+        what = f"{inferred} model {'key is a parameter' if inferred == 1 else 'keys are parameters'}"
+        notes.append(Note("inferred", f"{what}: the optimizer lists {'it' if inferred == 1 else 'them'}"))
     if unsettled:
-        what = f"{len(unsettled)} model keys may be parameters or buffers: cut like parameters"
+        many = len(unsettled) > 1
+        what = f"{len(unsettled)} model key{'s' * many} may be parameter{'s' * many} or buffer{'s' * many}, and "
+        what += f"{'are' if many else 'is'} cut like parameters: {', '.join(_shown(unsettled, 5))}"
         notes.append(Note("undetermined", what, keys=tuple(unsettled)))
     extra = {key: _settle(value) for key, value in checkpoint.extra.items()}
     rank_extra = tuple({key: _settle(value) for key, value in extras.items()} for extras in checkpoint.rank_extra)
     return replace(checkpoint, model=model, optim=optim, extra=extra, rank_extra=rank_extra, notes=tuple(notes))
 
 
-def _shown(keys: Sequence[str]) -> list[str]:
-    more = [f"... and {len(keys) - SHOWN} more"] if len(keys) > SHOWN else []
-    return [*keys[:SHOWN], *more]
+def _shown(keys: Sequence[str], most: int = SHOWN) -> list[str]:
+    more = [f"... and {len(keys) - most} more"] if len(keys) > most else []
+    return [*keys[:most], *more]
 
 
 def _decide_model(checkpoint: Checkpoint, evidence: Evidence) -> tuple[ModelState | None, list[str], int]:
@@ -99,10 +102,10 @@ def _from_source(tensor: Tensor, name: str, evidence: Evidence) -> bool | None:
     """What the tensor itself, the options or the reference say; None when none of them does."""
     if tensor.ndim == 0:  # FSDP refuses to shard a 0-dim parameter, so it can only be a buffer
         return False
-    if evidence.buffers:
-        return evidence.buffers == ("none",) or not any(fnmatchcase(name, glob) for glob in evidence.buffers)
     if tensor.managed is not None:
         return tensor.managed
+    if evidence.buffers:
+        return evidence.buffers == ("none",) or not any(fnmatchcase(name, glob) for glob in evidence.buffers)
     if evidence.reference is not None:
         return evidence.reference.get(name)
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -14,6 +15,8 @@ from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value
 
 __all__ = ["rename", "select_keys", "select_section", "with_own_tensors"]
+
+SHOWN = 5  # keys in a note; its ``keys``, in --json, has them all
 
 T = TypeVar("T")
 
@@ -29,7 +32,7 @@ def select_section(checkpoint: Checkpoint, only: Section | None) -> Checkpoint:
             f"{checkpoint.source} has no {only} section",
             expected=str(only),
             found=present,
-            next_step=f"run `fsdpckpt inspect {checkpoint.source}` to see what it holds",
+            next_step=f"fsdpckpt inspect {shlex.quote(checkpoint.source)} shows what it holds",
         )
     dropped = [name for name, there in found.items() if there and name != only]
     dropped.extend([Section.EXTRA] if checkpoint.extra or checkpoint.rank_extra else [])
@@ -81,7 +84,7 @@ def select_keys(checkpoint: Checkpoint, *, include: Sequence[str], exclude: Sequ
         if not any(fnmatchcase(name, glob) for name in names):
             raise UsageError(
                 f"the glob {glob!r} matches no key of {checkpoint.source}",
-                next_step=f"run `fsdpckpt inspect --names-only {checkpoint.source}` to see the keys",
+                next_step=_list_keys(checkpoint),
             )
 
     def wanted(name: str) -> bool:
@@ -89,7 +92,13 @@ def select_keys(checkpoint: Checkpoint, *, include: Sequence[str], exclude: Sequ
         return taken and not any(fnmatchcase(name, glob) for glob in exclude)
 
     dropped = [name for name in names if not wanted(name)]
-    note = Note("dropped", f"--include/--exclude: {len(dropped)} of {len(names)} keys were left out")
+    if len(dropped) == len(names):
+        raise UsageError(
+            f"--include and --exclude leave none of the {len(names)} keys of {checkpoint.source}",
+            next_step=_list_keys(checkpoint),
+        )
+    message = f"--include/--exclude: {len(dropped)} of {len(names)} keys were left out: {_some(dropped)}"
+    note = Note("dropped", message, keys=tuple(dropped))
     return _rekey(checkpoint, {name: name for name in names if wanted(name)}, note)
 
 
@@ -104,14 +113,24 @@ def rename(
         return checkpoint
     names = {name: name for name in _names(checkpoint)}
     if strip_prefix is not None:
-        _apply(names, f"--strip-prefix {strip_prefix}", partial(_without, prefix=strip_prefix))
+        _apply(names, f"--strip-prefix {strip_prefix}", partial(_without, prefix=strip_prefix), checkpoint)
     for old, new in pairs:
-        _apply(names, f"--rename {old}={new}", partial(_renamed, old=old, new=new))
+        _apply(names, f"--rename {old}={new}", partial(_renamed, old=old, new=new), checkpoint)
     if add_prefix is not None:
         names = {source: add_prefix + name for source, name in names.items()}
     _refuse_collisions(names)
-    changed = sum(source != name for source, name in names.items())
-    return _rekey(checkpoint, names, Note("renamed", f"{changed} of {len(names)} keys were renamed"))
+    changed = [f"{source} -> {name}" for source, name in names.items() if source != name]
+    some = f": {_some(changed)}" if changed else ""
+    note = Note("renamed", f"{len(changed)} of {len(names)} keys were renamed{some}", keys=tuple(changed))
+    return _rekey(checkpoint, names, note)
+
+
+def _list_keys(checkpoint: Checkpoint) -> str:
+    return f"fsdpckpt inspect --names-only {shlex.quote(checkpoint.source)} lists the keys"
+
+
+def _some(keys: Sequence[str]) -> str:
+    return ", ".join(keys[:SHOWN]) + (f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else "")
 
 
 def _names(checkpoint: Checkpoint) -> list[str]:
@@ -139,7 +158,7 @@ def _renamed(name: str, old: str, new: str) -> str | None:
     return None
 
 
-def _apply(names: dict[str, str], rule: str, change: Callable[[str], str | None]) -> None:
+def _apply(names: dict[str, str], rule: str, change: Callable[[str], str | None], checkpoint: Checkpoint) -> None:
     hits = 0
     for source, name in names.items():
         changed = change(name)
@@ -147,9 +166,7 @@ def _apply(names: dict[str, str], rule: str, change: Callable[[str], str | None]
             names[source] = changed
             hits += 1
     if hits == 0:
-        raise UsageError(
-            f"{rule} applies to no key", next_step="run `fsdpckpt inspect --names-only SRC` to see the keys"
-        )
+        raise UsageError(f"{rule} applies to no key of {checkpoint.source}", next_step=_list_keys(checkpoint))
 
 
 def _refuse_collisions(names: Mapping[str, str]) -> None:

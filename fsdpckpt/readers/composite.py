@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -82,9 +83,15 @@ def _require_one_each(source: str, parts: Sequence[ReadPart]) -> None:
                 details=labels,
                 why="several checkpoints lie in one directory, or the same weights in several forms (files that a tool "
                 "consolidated may hold zeros where the shards hold values)",
-                next_step=f"name the one to read, for example {labels[0].partition(' .. ')[0]}",
+                next_step=f"name the one to read, for example {shlex.quote(_readable(labels[0]))}",
                 file=source,
             )
+
+
+def _readable(label: str) -> str:
+    """What can be given as SRC for a part: the directory of a set of files, otherwise the path itself."""
+    first, several, _ = label.partition(" .. ")
+    return first.rpartition("/")[0] if several or "*" in first else first
 
 
 def _layout(parts: Sequence[ReadPart]) -> Layout:

@@ -16,6 +16,7 @@ from fsdpckpt.readers.dcp_directory import DcpDirectory, open_directory
 from fsdpckpt.readers.dcp_flat import find_flattened
 from fsdpckpt.readers.dcp_items import locate_chunks, read_values
 from fsdpckpt.readers.dcp_nesting import nest
+from fsdpckpt.readers.dcp_settings import settings_of, share_equal_settings
 from fsdpckpt.readers.tree import FileTable, Tree
 from fsdpckpt.storage.sources import Sources
 
@@ -30,10 +31,10 @@ FEW_VALUES = 1 << 14  # pickled values that are read in any case, at some micros
 def read_dcp(directory: str, files: FileTable, sources: Sources, *, locate: bool) -> Tree:
     """The checkpoint in ``directory``.
 
-    With ``locate=False`` no tensor's item is opened: pieces have offset -1, and pickled values are ``UNREAD`` when
-    there are more than ``FEW_VALUES`` (an optimizer with flattened keys has tens of thousands). Raises
-    SourceIncompleteError (no metadata, files or items missing: all named), SourceCorruptError (contradictions),
-    SourceUnsafeError (unknown globals), SourceUnsupportedError (compressed items).
+    With ``locate=False`` no tensor's item is opened but those of param groups: all other pieces have offset -1, and
+    pickled values are ``UNREAD`` when there are more than ``FEW_VALUES``. Raises SourceIncompleteError (no metadata,
+    files or items missing: all named), SourceCorruptError (contradictions), SourceUnsafeError (unknown globals),
+    SourceUnsupportedError (compressed items).
     """
     found = open_directory(directory, sources)
     tree = Tree({}, Layout.FULL, Container.DCP, found.world_size, evidence=found.evidence, notes=found.notes)
@@ -43,9 +44,12 @@ def read_dcp(directory: str, files: FileTable, sources: Sources, *, locate: bool
         chunked = locate_chunks(found, numbers, sources, tree)
         values = read_values(found, numbers, sources, tree)
     else:
-        chunked = list(_declared(found, numbers))
+        settings = locate_chunks(settings_of(found), numbers, sources, tree)
+        located = {tensor.key: tensor for tensor in settings}
+        chunked = [located.get(tensor.key, tensor) for tensor in _declared(found, numbers)]
         values = _few_values(found, numbers, sources, tree)
     tensors = build_tensors(chunked, world_size=found.world_size)
+    share_equal_settings(tensors, files, sources)
     if any(len(tensor.pieces) > 1 for tensor in tensors.values()):
         tree.layout = Layout.SHARDED
     if flattened.layout is not None:

@@ -63,7 +63,7 @@ def open_directory(path: str, sources: Sources) -> DcpDirectory:
     ranks = {name: _rank(name) for name in needed}
     world_size = _world_size(metadata, ranks, entries)
     directory = DcpDirectory(path, metadata, nbytes, ranks, world_size, evidence)
-    directory.evidence.append(f"{len(needed)} data file(s) written by {world_size} rank(s)")
+    directory.evidence.append(f"data files: {len(needed)}; ranks that wrote them: {world_size}")
     _note_strangers(directory, entries)
     return directory
 
@@ -138,7 +138,7 @@ def _lengths(path: str, needed: dict[str, int], entries: dict[str, Entry]) -> di
             short.append(f"{name}: {entry.nbytes} bytes, items end at {end}")
     if missing:
         raise SourceIncompleteError(
-            f"{path}: {len(missing)} of {len(needed)} data files are missing",
+            f"{path}: {len(missing)} of {len(needed)} data files {'is' if len(missing) == 1 else 'are'} missing",
             details=sorted(missing),
             why="the copy did not finish, or ranks on other machines wrote to their own disks",
             next_step="copy the missing files into the directory",
@@ -146,7 +146,7 @@ def _lengths(path: str, needed: dict[str, int], entries: dict[str, Entry]) -> di
         )
     if short:
         raise SourceCorruptError(
-            f"{path}: {len(short)} data files are truncated",
+            f"{path}: {len(short)} data {'file is' if len(short) == 1 else 'files are'} truncated",
             details=short,
             why="the copy did not finish, or files of another save overwrote them",
             next_step="copy the checkpoint again",

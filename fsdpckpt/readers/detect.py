@@ -7,13 +7,16 @@ parent of exactly one. Two answers are never chosen between: they are listed.
 from __future__ import annotations
 
 import json
+import os
 import re
+import shlex
 from dataclasses import dataclass, field, replace
 
 from fsdpckpt.containers.collection import without_collection
 from fsdpckpt.errors import (
     FsdpckptError,
     NeedsInformationError,
+    SourceIncompleteError,
     SourceMissingError,
     SourceUnrecognisedError,
     SourceUnsafeError,
@@ -26,7 +29,7 @@ from fsdpckpt.readers.composite import ReadPart, join, read_part
 from fsdpckpt.readers.flavors import MANIFEST, flavor_of
 from fsdpckpt.readers.parts import Listing, Part, file_part, list_parts
 from fsdpckpt.readers.tree import FileTable, Tree
-from fsdpckpt.storage.sources import Entry, Sources, stat
+from fsdpckpt.storage.sources import Entry, Sources, is_url, stat
 
 __all__ = ["open_checkpoint"]
 
@@ -46,9 +49,7 @@ def open_checkpoint(source: str, *, sources: Sources, locate: bool = True) -> Ch
     """
     entry = stat(source)
     if entry is None:
-        raise SourceMissingError(
-            f"{source} does not exist", file=source, why="the path is misspelt, or the disk is not mounted here"
-        )
+        raise _missing(source)
     opening = _Opening(source, sources, locate=locate)
     with without_collection():
         checkpoint = opening.directory() if entry.directory else opening.file(entry)
@@ -87,9 +88,19 @@ class _Opening:
                 f"{self.source} is no checkpoint that fsdpckpt knows",
                 file=self.source,
                 expected="a torch.save file (zip), a safetensors file or its index, or a directory",
-                found=f"{entry.nbytes} bytes beginning with {head!r}",
+                found=f"{entry.nbytes} bytes beginning with {head!r}" if head else "an empty file",
+                why=None if head else "the save or the copy did not finish",
+                next_step=f"name a checkpoint; ls -l {_parent_quoted(self.source)} shows what is there",
             )
-        return join(self.source, [self._read(part)], self.files, flavor=flavor_of([entry.name], ""), notes=[])
+        try:
+            read = self._read(part)
+        except SourceIncompleteError as error:
+            if error.rank is None:
+                raise
+            error.why = "each rank writes its own file, and this is one of them"
+            error.next_step = f"give the directory with all of them: {_parent_quoted(self.source)}"
+            raise
+        return join(self.source, [read], self.files, flavor=flavor_of([entry.name], ""), notes=[])
 
     def directory(self) -> Checkpoint:
         found = self._search(self.source, _DEPTH)
@@ -116,6 +127,7 @@ class _Opening:
                 file=part.label,
                 expected="a dict of tensors, or of models and optimizers",
                 found=_kind(tree),
+                next_step="save a state dict: torch.save(model.state_dict(), new_path)",
             )
         read = read_part(part.label, part.stem, tree)
         if part.bare_ranks and not read.auxiliary and tree.layout is Layout.FULL:
@@ -196,11 +208,38 @@ class _Opening:
             expected=".metadata (DCP), *.safetensors, torch.save files, or one file per rank, here or one to three "
             "directories below",
             found=seen or "an empty directory",
+            next_step=f"name the directory of one checkpoint; ls -l {shlex.quote(self.source)} shows what is there",
         )
 
 
 def _parent(path: str) -> str:
     return path.rpartition("/")[0] or "."
+
+
+def _parent_quoted(path: str) -> str:
+    return shlex.quote(_parent(path))
+
+
+def _missing(source: str) -> SourceMissingError:
+    """Where the path stops to exist, for most misspellings are in one word of it."""
+    if not source:
+        why, next_step = "SRC is empty: a shell variable without a value, most likely", "name a file or a directory"
+    elif is_url(source):
+        why, next_step = "the URL is misspelt, or this account may not see it", "check the URL and the credentials"
+    elif source.startswith("~"):
+        why, next_step = "the shell replaces ~ only where it is not quoted", "write the path without quotes around ~"
+    else:
+        above, file = source, False
+        while above and not (file := os.path.isfile(above)) and not os.path.isdir(above):
+            above = os.path.dirname(above.rstrip("/"))
+        if file:
+            why, next_step = f"{above} is a file: nothing lies below it", f"give {shlex.quote(above)} itself"
+        else:
+            why = "the path is misspelt, or the disk is not mounted here"
+            next_step = f"ls {shlex.quote(above or '.')} shows what is there"
+    return SourceMissingError(
+        f"{source} does not exist" if source else "no source was named", file=source, why=why, next_step=next_step
+    )
 
 
 def _kind(tree: Tree) -> str:
@@ -219,7 +258,7 @@ def _several(path: str, candidates: list[str]) -> NeedsInformationError:
         f"{path} holds {len(candidates)} checkpoints",
         details=candidates,
         why="each of these directories is a checkpoint of its own",
-        next_step=f"name the one to read, for example {candidates[-1]}",
+        next_step=f"name the one to read, for example {shlex.quote(candidates[-1])}",
         file=path,
     )
 

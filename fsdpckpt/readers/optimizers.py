@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 
 from fsdpckpt.containers.values_json import encode
 from fsdpckpt.ir.checkpoint import Note, OptimState, ParamKey
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.ir.values import Key, Value, leaf_tensors
+from fsdpckpt.ir.values import Key, Value
 
 __all__ = ["is_flattened", "is_nested", "is_state_only", "optimizer_of"]
 
@@ -154,15 +155,16 @@ def _place(states: dict[str, Tensor | Value], names: list[str], item: Value) -> 
 def _groups(hyper: Mapping[str, dict[Key, Value]]) -> list[dict[Key, Value]]:
     """Parameters with equal hyper-parameters share a group, in order of first appearance.
 
-    A hyper-parameter that is a tensor cannot be compared without its data: such a parameter keeps a group of its own.
+    Hyper-parameters that are tensors are equal when they are one object, as ``dcp_settings`` makes equal ones.
     """
     groups: dict[str, dict[Key, Value]] = {}
     for param, values in hyper.items():
-        tensors = any(True for _ in leaf_tensors(dict(values)))
-        same = f"tensor {param}" if tensors else json.dumps(encode(dict(values)), sort_keys=True)
+        same = json.dumps(encode(dict(values), tensor_key=lambda tensor: f"tensor {id(tensor)}"), sort_keys=True)
         group = groups.get(same)
         if group is None:
-            groups[same] = {**values, "params": [param]}
+            # Copies: two groups must not share a tensor just because their settings are equal now.
+            own = {name: replace(item) if isinstance(item, Tensor) else item for name, item in values.items()}
+            groups[same] = {**own, "params": [param]}
         else:
             params = group["params"]
             if isinstance(params, list):

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 from fsdpckpt.containers.safetensors_header import looks_like_safetensors
 from fsdpckpt.errors import SourceIncompleteError
-from fsdpckpt.readers.dcp_directory import is_dcp
 from fsdpckpt.readers.flavors import EXTRA_STEM, MANIFEST, auxiliary
 from fsdpckpt.readers.rank_sets import RankSet, group_ranks
 from fsdpckpt.readers.tree import FileTable, Tree
@@ -73,6 +72,8 @@ def list_parts(path: str, sources: Sources, *, locate: bool) -> Listing:
 
     Raises SourceIncompleteError naming every rank file that a set of rank files lacks.
     """
+    from fsdpckpt.readers.dcp_directory import is_dcp
+
     entries = list_directory(path)
     files = {entry.name: entry for entry in entries if not entry.directory}
     listing = Listing(path, [entry.name for entry in entries])
@@ -156,7 +157,7 @@ def _torch_parts(entries: Iterable[Entry], listing: Listing, sources: Sources) -
         else:
             torch[entry.name] = entry
     sets, single = group_ranks(torch)
-    _require_all_ranks(sets, listing.path)
+    _require_all_ranks(sets, listing.path, {entry.name: entry.nbytes for entry in entries})
     for found in sets:
         listing.parts.append(_ranks_part(found, torch, listing.path))
     for name in single:
@@ -190,7 +191,7 @@ def _ranks_part(found: RankSet, torch: Mapping[str, Entry], directory: str) -> P
     return Part(label, found.stem, read, found.bare, neighbour=not _SECTION.search(found.stem))
 
 
-def _require_all_ranks(sets: list[RankSet], directory: str) -> None:
+def _require_all_ranks(sets: list[RankSet], directory: str, sizes: Mapping[str, int]) -> None:
     """Every set has ranks 0 .. W-1; sets whose names say ``rank`` but not how many share the largest W found."""
     shared = max((found.world_size for found in sets if found.world is None and not found.bare), default=0)
     missing: list[str] = []
@@ -199,10 +200,14 @@ def _require_all_ranks(sets: list[RankSet], directory: str) -> None:
             found.world = shared
         missing.extend(found.missing())
     if missing:
+        damaged = sum(name in sizes for name in missing)
         raise SourceIncompleteError(
-            f"{directory}: the files of {len(missing)} ranks are missing",
-            details=missing,
-            why="the copy did not finish, or these ranks wrote to the disks of other machines",
+            f"{directory}: {len(missing)} rank {'file is' if len(missing) == 1 else 'files are'} "
+            + ("missing" if not damaged else "damaged" if damaged == len(missing) else "missing or damaged"),
+            details=[
+                name if name not in sizes else f"{name} is no torch.save file ({sizes[name]} bytes)" for name in missing
+            ],
+            why="the save or the copy did not finish, or these ranks wrote to the disks of other machines",
             next_step="copy the files of all ranks into one directory",
             file=f"{directory.rstrip('/')}/{missing[0]}",
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from fsdpckpt.containers.torch_values import local_tensor, read_archive
 from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.readers.flat_slices import flat_parameter_keys, flattened_problem
-from fsdpckpt.readers.torch_ranks import read_torch_ranks
 from fsdpckpt.readers.tree import FileTable, Tree
 from fsdpckpt.storage.sources import Sources
 
@@ -22,6 +21,8 @@ def read_torch_file(path: str, files: FileTable, sources: Sources) -> Tree:
     file_id = files.add(path, source.nbytes)
     archive = read_archive(source, file_id, leaf=lambda stored: local_tensor(stored, file_id))
     if archive.forms:
+        from fsdpckpt.readers.torch_ranks import read_torch_ranks
+
         return read_torch_ranks({min(archive.ranks, default=0): path}, files, sources)
     tree = Tree(archive.root, Layout.FULL, Container.TORCH, 1, checksums=archive.checksums, notes=archive.notes)
     tree.evidence.append(f"{path} is one torch.save file of plain tensors")

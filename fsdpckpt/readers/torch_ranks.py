@@ -82,7 +82,8 @@ def _check_ranks(paths: Mapping[int, str], ranks: Sequence[int], archives: Seque
     missing = sorted(world - set(ranks))
     if missing:
         raise SourceIncompleteError(
-            f"{len(missing)} of {len(world)} ranks are missing: {', '.join(map(str, missing))}",
+            f"{len(missing)} of {len(world)} ranks {'is' if len(missing) == 1 else 'are'} missing: "
+            f"{', '.join(map(str, missing))}",
             details=[f"rank {rank} is missing" for rank in missing],
             file=paths[ranks[0]],
             rank=missing[0],

@@ -6,13 +6,15 @@ Every read returns exactly the bytes asked for or raises: a short read is an err
 from __future__ import annotations
 
 import os
+import shlex
+import stat as modes
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from fsdpckpt.errors import SourceCorruptError, SourceMissingError
+from fsdpckpt.errors import SourceCorruptError, SourceError, SourceMissingError, SourceUnrecognisedError
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -64,12 +66,27 @@ class LocalFile:
     def __init__(self, path: str) -> None:
         self.path = path
         try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            # Without O_NONBLOCK opening a pipe would wait for a writer, maybe for ever; files and disks do not mind it.
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError:
-            raise SourceMissingError(f"{path} does not exist", file=path) from None
+            raise SourceMissingError(
+                f"{path} does not exist", file=path, next_step="copy the file to where it is looked for"
+            ) from None
         except OSError as error:
-            raise SourceMissingError(f"{path} cannot be opened: {error.strerror}", file=path) from None
-        self.nbytes = os.fstat(self._fd).st_size
+            raise SourceError(
+                f"{path} cannot be opened: {error.strerror}",
+                file=path,
+                why="it belongs to another user, or the disk is failing",
+                next_step=f"ls -l {shlex.quote(path)}",
+            ) from None
+        status = os.fstat(self._fd)
+        if not modes.S_ISREG(status.st_mode):
+            raise SourceUnrecognisedError(
+                f"{path} is a pipe or a device: a checkpoint is read at many places, in no order",
+                file=path,
+                next_step="write it to a file first, and give that file",
+            )
+        self.nbytes = status.st_size
 
     def read(self, offset: int, nbytes: int) -> bytes:
         data = os.pread(self._fd, nbytes, offset)
@@ -145,6 +162,19 @@ class RemoteFile:
         return None
 
 
+_PACKAGES = {
+    "s3": "s3fs",
+    "s3a": "s3fs",
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "http": "aiohttp requests",
+    "https": "aiohttp requests",
+    "abfs": "adlfs",
+    "az": "adlfs",
+    "hf": "huggingface_hub",
+}
+
+
 def is_url(path: str) -> bool:
     """True for ``scheme://...``: such a path goes through fsspec."""
     return "://" in path
@@ -153,7 +183,21 @@ def is_url(path: str) -> bool:
 def _filesystem(url: str) -> tuple[AbstractFileSystem, str]:
     from fsspec.core import url_to_fs
 
-    filesystem, name = url_to_fs(url)
+    try:
+        filesystem, name = url_to_fs(url)
+    except ImportError as error:  # fsspec says which package to install
+        raise SourceError(
+            f"{url} cannot be opened: {error}",
+            file=url,
+            why="fsspec opens this kind of URL with a package that is not installed",
+            next_step=f"pip install {_PACKAGES.get(url.partition(':')[0], 'the package named above')}",
+        ) from None
+    except ValueError as error:
+        raise SourceUnrecognisedError(
+            f"{url} cannot be opened: {error}",
+            file=url,
+            next_step="give a path, or a URL that fsspec knows: s3://, gs://, https://, ...",
+        ) from None
     return filesystem, name
 
 
@@ -179,6 +223,8 @@ def stat(path: str) -> Entry | None:
     try:
         status = os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ValueError:  # a NUL byte in the path
         return None
     directory = os.path.isdir(path)
     return Entry(os.path.basename(os.path.normpath(path)), path, 0 if directory else status.st_size, directory)

@@ -49,7 +49,7 @@ class DtypeRule:
                 changed[id(named.tensor)] = dtype
                 kinds[named.section, named.tensor.dtype.name, dtype.name] += 1
         notes = [
-            Note("cast", f"{section.value}: {count} tensors from {old} to {new}")
+            Note("cast", f"{section.value}: {count} tensor{'' if count == 1 else 's'} cast from {old} to {new}")
             for (section, old, new), count in kinds.items()
         ]
         return changed, notes

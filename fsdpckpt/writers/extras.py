@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
+from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value
 
 __all__ = ["extras_of_one", "extras_of_rank"]
@@ -19,8 +20,11 @@ def extras_of_one(checkpoint: Checkpoint) -> tuple[dict[Key, Value], list[Note]]
     """What a target without ranks gets: rank 0's extras, and a note naming what the other ranks had of their own."""
     notes = []
     if len(checkpoint.rank_extra) > 1:
+        ranks = len(checkpoint.rank_extra)
+        first = checkpoint.rank_extra[0]
         for key in dict.fromkeys(key for extra in checkpoint.rank_extra for key in extra):
-            ranks = len(checkpoint.rank_extra)
+            if all(key in extra and _alike(extra[key], first.get(key)) for extra in checkpoint.rank_extra):
+                continue
             name = str(key)
             notes.append(Note("dropped", f"{name} differs between the {ranks} ranks: only rank 0's is kept", name))
     return extras_of_rank(checkpoint, 0), notes
@@ -33,3 +37,16 @@ def _merged(common: dict[Key, Value], own: dict[Key, Value]) -> dict[Key, Value]
         nested = isinstance(known, dict) and isinstance(value, dict)
         merged[key] = _merged(known, value) if nested else value  # type: ignore[arg-type]  # both are dicts
     return merged
+
+
+def _alike(one: Value, other: Value) -> bool:
+    """Whether two ranks have the same value: what they have in common is one object, its tensors of the same pieces."""
+    if one is other:
+        return True
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.pieces is other.pieces
+    if isinstance(one, dict) and isinstance(other, dict):
+        return list(one) == list(other) and all(_alike(value, other[key]) for key, value in one.items())
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    return type(one) is type(other) and one == other

@@ -97,7 +97,7 @@ def test_what_a_training_script_saves_beside_tensors_is_read_and_not_built() -> 
         collections.deque([1, 2], 5),
         datetime.datetime(2024, 2, 29, 1, 2),
         datetime.timedelta(3),
-        datetime.timezone.utc,
+        datetime.UTC,
         pathlib.PurePosixPath("/a/b"),
         pathlib.Path("c"),
         types.SimpleNamespace(x=1),
@@ -181,7 +181,12 @@ def test_every_name_outside_the_set_is_refused_at_once_and_nothing_runs(protocol
     assert {f"{os.system.__module__}.system", "builtins.eval", "builtins.exec"} <= names
     # protocols 0 to 2 write Python 2's names of some modules
     assert {name.rpartition(".")[2] for name in names} == {
-        "system", "eval", "exec", "check_output", "open", "Unpickler",
+        "system",
+        "eval",
+        "exec",
+        "check_output",
+        "open",
+        "Unpickler",
     }
     assert error.value.file == "it.pkl"
     assert error.value.exit_code == 3
@@ -217,7 +222,9 @@ def test_getattr_gives_nothing_but_the_nested_class_of_sharded_tensor(asked: byt
 
 
 def test_getattr_gives_the_nested_class_of_sharded_tensor() -> None:
-    asked = b"ctorch.distributed._shard.sharded_tensor.api\nShardedTensor\nX\x11\x00\x00\x00ProcessGroupState\x86R)\x81."
+    asked = (
+        b"ctorch.distributed._shard.sharded_tensor.api\nShardedTensor\nX\x11\x00\x00\x00ProcessGroupState\x86R)\x81."
+    )
     found = load(GETATTR + asked, file="it.pkl")
     assert isinstance(found, Object)
     assert found.function.name == "ShardedTensor.ProcessGroupState"
@@ -263,7 +270,7 @@ def test_bytes_that_are_no_honest_pickle_are_corrupt(data: bytes) -> None:
 
 
 def test_a_value_name_that_is_called_is_refused() -> None:
-    with pytest.raises(SourceUnsafeError, match="builtins.object"):
+    with pytest.raises(SourceUnsafeError, match=r"builtins.object"):
         load(b"\x80\x02c__builtin__\nobject\n)R.", file="it.pkl")
 
 

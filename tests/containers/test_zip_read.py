@@ -163,7 +163,7 @@ def test_a_directory_that_contradicts_the_file_is_refused(at: int, form: str, va
 def test_a_record_larger_than_its_place_is_refused() -> None:
     data = saved(VALUE)
     larger = field(field(data, "data/0", 20, "<I", 4000), "data/0", 24, "<I", 4000)
-    with pytest.raises(SourceCorruptError, match="data/0.*larger than its place"):
+    with pytest.raises(SourceCorruptError, match=r"data/0.*larger than its place"):
         read_directory(MemoryFile(larger))
 
 
@@ -171,7 +171,7 @@ def test_two_records_in_one_place_are_refused() -> None:
     data = saved(VALUE)
     first = read_directory(MemoryFile(data))["data/0"]
     header = data.rindex(b"PK\3\4", 0, first.offset)
-    with pytest.raises(SourceCorruptError, match="overlaps|larger than its place"):
+    with pytest.raises(SourceCorruptError, match=r"overlaps|larger than its place"):
         read_directory(MemoryFile(field(data, "data/1", 42, "<I", header)))
 
 
@@ -193,7 +193,7 @@ def test_a_local_header_that_moves_the_data_past_its_place_is_refused() -> None:
 def test_the_format_before_zip_is_refused_with_the_way_out(tmp_path: Path) -> None:
     path = tmp_path / "old.pt"
     torch.save(VALUE, path, _use_new_zipfile_serialization=False)
-    with pytest.raises(SourceUnsupportedError, match="before version 1.6") as error:
+    with pytest.raises(SourceUnsupportedError, match=r"before version 1.6") as error:
         read_directory(LocalFile(str(path)))
     assert "torch.save(torch.load(path), new_path)" in (error.value.next_step or "")
 
@@ -207,7 +207,7 @@ def test_a_tar_file_is_refused_with_the_way_out(tmp_path: Path) -> None:
 
 
 def test_something_else_is_not_recognised() -> None:
-    with pytest.raises(SourceUnrecognisedError, match="torch.save"):
+    with pytest.raises(SourceUnrecognisedError, match=r"torch.save"):
         read_directory(MemoryFile(b"\x89HDF\r\n" * 100))
 
 

@@ -72,5 +72,3 @@ def rewritten(data: bytes | Path, changes: dict[str, bytes | None], method: int 
             if f"{stem}/{name}" not in names and content is not None:
                 new.writestr(f"{stem}/{name}", content)
     return stream.getvalue()
-
-

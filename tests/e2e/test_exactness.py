@@ -127,6 +127,15 @@ def test_a_tensor_of_the_extras_that_ranks_differ_in_stays_each_ranks_own(
         assert extra["l"] == extras[rank % WORLD]["l"]
 
 
+@pytest.mark.parametrize("options", [{"to": "full"}, {"to": "sharded", "container": "dcp", "world_size": 2}])
+def test_only_the_extras_that_ranks_differ_in_are_said_to_differ(tmp_path: Path, options: dict[str, Any]) -> None:
+    common = {"epoch": 4, "schedule": {"last": [1, 2.5], "table": torch.arange(5)}}
+    extras = [{**common, "cursor": torch.tensor(rank), "seeds": {"own": rank, "all": 7}} for rank in range(WORLD)]
+    source = rank_files(tmp_path / "a", extras)
+    report = fsdpckpt.convert(source, tmp_path / "b", **options, buffers=("none",))
+    assert [note.key for note in report.notes if "differs between" in note.message] == ["cursor", "seeds"]
+
+
 def test_a_tensor_of_the_extras_that_is_transposed_on_one_rank_stays_each_ranks_own(tmp_path: Path) -> None:
     square = torch.randn(4, 4)
     extras = [{"cursor": square}, {"cursor": square.t()}]
@@ -199,3 +208,27 @@ def test_states_of_several_shapes_without_a_parameter_of_their_name_are_not_gues
     fsdpckpt.convert(source, tmp_path / "c", to="sharded", container="dcp", world_size=2)
     found = to_full(tmp_path / "c", tmp_path / "d.pt")
     assert all(torch.equal(found["optimizer"]["state"][0][name], value) for name, value in state[0].items())
+
+
+def test_counters_are_not_cast_whatever_their_shape_and_moments_are(tmp_path: Path) -> None:
+    """Some optimizers keep ``step`` as a tensor of one element; bfloat16 would make 257 of it 256."""
+    state = {
+        0: {"step": torch.tensor([257.0]), "exp_avg": torch.randn(5, 3)},
+        1: {"step": torch.tensor(257.0), "exp_avg": torch.randn(5)},
+    }
+    root = {"model": model(), "optimizer": {"state": state, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}}
+    source = saved(root, tmp_path / "a.pt")
+    found = to_full(source, tmp_path / "b.pt", optim_dtype="bfloat16")["optimizer"]["state"]
+    for key, entry in state.items():
+        assert found[key]["step"].dtype is torch.float32 and torch.equal(found[key]["step"], entry["step"])
+        assert torch.equal(found[key]["exp_avg"], entry["exp_avg"].bfloat16())
+
+
+def test_a_square_weight_and_its_transpose_on_one_storage_stay_what_they_are(tmp_path: Path) -> None:
+    weight = torch.randn(4, 4)
+    tied = {"a.weight": weight, "b.weight": weight.t(), "c.weight": weight[1:], "d.weight": weight}
+    source = saved({"model": tied}, tmp_path / "a.pt")
+    for middle in ("b.pt", "b.safetensors", "b"):
+        fsdpckpt.convert(source, tmp_path / middle, to="full", container="dcp" if middle == "b" else None)
+        found = to_full(tmp_path / middle, tmp_path / f"{middle}-c.pt")["model"]
+        assert all(torch.equal(found[key], value) for key, value in tied.items()), middle

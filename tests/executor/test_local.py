@@ -236,3 +236,24 @@ def test_files_large_enough_for_direct_writes_hold_the_same_bytes(tmp_path, wind
             progress=NoProgress(),
         )
     assert (tmp_path / "out").read_bytes() == expected
+
+
+@pytest.mark.parametrize("shift", [1, 2, 5])
+def test_windows_never_cut_an_element_that_is_cast(tmp_path, shift: int) -> None:
+    values = np.random.default_rng(shift).standard_normal(1000).astype(np.float32)
+    disk = Disk(str(tmp_path), [bytearray(values.tobytes())], random.Random(shift))
+    tensor = Tensor(DTYPES["float32"], (1000,), Pieces.whole(file=0, offset=0, shape=(1000,)))
+    file = TargetFile("out")
+    file.literal(bytes(shift))
+    file.slot(tensor, dtype=DTYPES["float64"])
+    with Sources() as sources:
+        execute(
+            make_plan(Target([file])),
+            files=disk.save(),
+            checksums=Checksums.of([]),
+            sources=sources,
+            locate=lambda path: os.path.join(tmp_path, path),
+            budget=Budget(threads=1, window=100),
+            progress=NoProgress(),
+        )
+    assert (tmp_path / "out").read_bytes() == bytes(shift) + values.astype(np.float64).tobytes()

@@ -89,3 +89,22 @@ def test_a_gap_between_literals_and_slots_is_an_internal_error() -> None:
     broken = replace(plan, files=(replace(plan.files[0], nbytes=5),))
     with pytest.raises(InternalError, match="gap"):
         broken.check()
+
+
+def test_pieces_that_tile_a_tensor_without_being_a_grid_all_find_their_place() -> None:
+    """The left column is one tall piece, the right one is cut into single rows: ends do not grow with starts."""
+    count = 50
+    columns = {
+        "rank": range(count + 1),
+        "file": [0] * (count + 1),
+        "offset": [8 * row for row in range(count + 1)],
+        "start": [(0, 0), *((row, 1) for row in range(count))],
+        "size": [(count, 1), *((1, 1) for _ in range(count))],
+    }
+    tensor = Tensor(DTYPES["float32"], (count, 2), Pieces.rows(ndim=2, **columns))
+    file = TargetFile("rows")
+    for row in range(count):
+        file.slot(tensor, start=(row, 0), size=(1, 2))
+    copies = make_plan(Target([file])).files[0].copies
+    assert copies.source.tolist() == [place for row in range(count) for place in (4 * row, 8 * (row + 1))]
+    assert copies.target.tolist() == list(range(0, 8 * count, 4))

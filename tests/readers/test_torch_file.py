@@ -35,7 +35,7 @@ def test_full_state_dicts_of_fsdp1(folder: str) -> None:
     model = found.get("model", found)
     assert model == held(dict(truth["model"]), ())
     assert read(GOLDEN / folder / "optim.pt")[1] == held(truth["optim"], ())
-    root = tree.root["model"] if "model" in tree.root else tree.root  # type: ignore[operator,index,call-overload]
+    root = tree.root.get("model", tree.root)  # type: ignore[union-attr]
     assert {name for name, tensor in root.items() if tensor.managed is False} == {"buf"}  # type: ignore[union-attr]
     assert all(tensor.managed for name, tensor in root.items() if name != "buf")  # type: ignore[union-attr]
 

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 def written(tmp_path, ckpt, raw, world_size, dtypes=None):
     target = lay_out(ckpt, world_size=world_size, dtypes=dtypes or DtypeRule())
-    assert target.directory and target.files[-1].path == ".metadata"
+    assert target.files[-1].path == ".metadata"
     directory = str(tmp_path / "dcp")
     materialise(target, raw.files, directory)
     return directory, target

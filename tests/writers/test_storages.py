@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from fsdpckpt.writers.storages import memory_order
+from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.tensors import Pieces, Tensor
+from fsdpckpt.writers.storages import memory_order, sharing
 
 
 @pytest.mark.parametrize(
@@ -22,3 +24,22 @@ from fsdpckpt.writers.storages import memory_order
 )
 def test_a_compact_copy_keeps_the_order_of_dense_memory_only(shape, stride, expected):
     assert memory_order(shape, stride) == expected
+
+
+def at(offset: int, file: int = 0) -> Tensor:
+    return Tensor(DTYPES["float32"], (3,), Pieces.whole(file=file, offset=offset, shape=(3,)))
+
+
+def test_tensors_that_overlap_by_parts_of_an_element_are_copied_apart_and_noted():
+    views, notes = sharing([at(64), at(70)], {})
+    assert not views and [note.kind for note in notes] == ["unshared"]
+
+
+def test_equal_places_in_different_files_are_not_shared():
+    assert sharing([at(64), at(64, file=1), at(80)], {}) == ({}, [])
+
+
+def test_tensors_that_overlap_by_whole_elements_view_one_record():
+    tensors = [at(64), at(72)]
+    views, notes = sharing(tensors, {})
+    assert [views[id(tensor)].offset for tensor in tensors] == [0, 2] and not notes

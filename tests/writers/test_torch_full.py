@@ -20,7 +20,7 @@ SAVED_DTYPES = [name for name, dtype in DTYPES.items() if dtype.numpy is not Non
 def written(tmp_path, ckpt, raw, *, dtypes=None, bare=False, weights_only=True):
     path = str(tmp_path / "full.pt")
     target = lay_out(ckpt, dtypes=dtypes or DtypeRule(), bare=bare)
-    assert not target.directory
+    assert [file.path for file in target.files] == [""]
     materialise(target, raw.files, path)
     assert zipfile.ZipFile(path).testzip() is None
     return torch.load(path, weights_only=weights_only), target
@@ -172,9 +172,9 @@ def test_casts_touch_floating_weights_and_moments_but_no_counter(tmp_path):
         for name, state in states.items():
             assert same(loaded["optimizer"]["state"][key][name], state if name == "step" else state.bfloat16())
     assert sorted(note.message for note in target.notes) == [
-        "model: 1 tensors from bfloat16 to float16",
-        "model: 4 tensors from float32 to float16",
-        "optim: 10 tensors from float32 to bfloat16",
+        "model: 1 tensor cast from bfloat16 to float16",
+        "model: 4 tensors cast from float32 to float16",
+        "optim: 10 tensors cast from float32 to bfloat16",
     ]
 
 

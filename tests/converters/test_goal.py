@@ -1,0 +1,57 @@
+"""What a conversion writes, settled from the options, DST's suffix and the source's layout."""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdpckpt.converters.goal import settle_goal
+from fsdpckpt.converters.options import ConvertOptions
+from fsdpckpt.errors import UsageError
+from fsdpckpt.ir.checkpoint import Container, Layout
+
+FULL, SHARDED = Layout.FULL, Layout.SHARDED
+TORCH, DCP, SAFETENSORS = Container.TORCH, Container.DCP, Container.SAFETENSORS
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "source", "layout", "container", "directory"),
+    [
+        ("out.pt", {}, SHARDED, FULL, TORCH, False),
+        ("out.ckpt", {}, FULL, FULL, TORCH, False),
+        ("out.safetensors", {}, SHARDED, FULL, SAFETENSORS, False),
+        ("out", {"container": SAFETENSORS}, SHARDED, FULL, SAFETENSORS, True),
+        ("out", {}, SHARDED, SHARDED, DCP, True),
+        ("out/", {"world_size": 3}, SHARDED, SHARDED, DCP, True),
+        ("out", {"to": SHARDED, "world_size": 5}, FULL, SHARDED, DCP, True),
+        ("out", {"to": SHARDED, "container": TORCH, "world_size": 2}, FULL, SHARDED, TORCH, True),
+        ("out", {"to": FULL}, SHARDED, FULL, TORCH, False),
+        ("out", {"to": FULL, "container": DCP}, SHARDED, FULL, DCP, True),
+        ("step.100", {}, SHARDED, SHARDED, DCP, True),
+    ],
+)
+def test_options_suffix_and_source_together_say_what_is_written(
+    target: str, options: dict[str, object], source: Layout, layout: Layout, container: Container, directory: bool
+) -> None:
+    goal = settle_goal(target, ConvertOptions(**options), source)
+    assert (goal.layout, goal.container, goal.directory) == (layout, container, directory)
+    assert goal.world_size == options.get("world_size")
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "words"),
+    [
+        ("out.pt", {"to": SHARDED}, "ends in .pt"),
+        ("out.pt", {"container": DCP}, "--container says dcp"),
+        ("out.safetensors", {"to": SHARDED}, "whole tensors"),
+        ("out", {"to": FULL, "world_size": 4}, "--to full does not"),
+        ("out", {"to": SHARDED, "container": TORCH}, "for how many ranks"),
+        ("out", {"to": SHARDED, "world_size": 0}, "counts ranks"),
+        ("out", {"to": Layout.FLATTENED}, "layouts full and sharded"),
+    ],
+)
+def test_contradictions_are_refused_with_what_to_type_instead(
+    target: str, options: dict[str, object], words: str
+) -> None:
+    with pytest.raises(UsageError, match=words) as caught:
+        settle_goal(target, ConvertOptions(**options), SHARDED)
+    assert caught.value.next_step or caught.value.expected
