@@ -6,6 +6,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from typing import TextIO
 
 from fsdpckpt.cli.interruption import Interruption, ignore_signals
 from fsdpckpt.cli.messages import error_json, error_text, in_our_words
@@ -23,8 +24,7 @@ def guarded(output: Output, body: Callable[[], int]) -> int:
     try:
         return body()
     except BrokenPipeError:
-        # The interpreter flushes stdout at exit, which would complain: give it somewhere to flush to.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _abandon(sys.stdout)
         return 0
     except (KeyboardInterrupt, Interruption):
         ignore_signals()
@@ -40,11 +40,25 @@ def guarded(output: Output, body: Callable[[], int]) -> int:
 
 def report(output: Output, error: BaseException) -> int:
     """Show ``error`` and return its exit code."""
-    if os.environ.get("FSDPCKPT_DEBUG") == "1":
-        output.error("".join(traceback.format_exception(error)).rstrip())
     ours: FsdpckptError = in_our_words(error)
-    if output.as_json:
-        output.document(lambda: error_json(ours))
-    else:
-        output.error(error_text(ours))
+    try:
+        if os.environ.get("FSDPCKPT_DEBUG") == "1":
+            output.error("".join(traceback.format_exception(error)).rstrip())
+        if output.as_json:
+            output.document(lambda: error_json(ours))
+        else:
+            output.error(error_text(ours))
+    except OSError:  # where it should be shown is the trouble: a full disk behind stdout or stderr
+        _abandon(sys.stdout)
+        try:
+            output.error(error_text(ours))
+        except OSError:
+            _abandon(sys.stderr)
     return ours.exit_code
+
+
+def _abandon(stream: TextIO) -> None:
+    """The interpreter flushes its streams at exit, and would complain of this one: give it somewhere to flush to."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)

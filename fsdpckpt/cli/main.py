@@ -56,7 +56,7 @@ def _usage(error: BaseException) -> BaseException:
 
     message = getattr(error, "format_message", lambda: str(error))()
     what = str(message).replace("Value error, ", "")
-    return UsageError(what, next_step=f"{_command(error)} --help shows the options, with examples")
+    return UsageError(what, next_step=f"{_command(error)} --help  # the options, with examples")
 
 
 def _command(error: BaseException) -> str:

@@ -97,7 +97,7 @@ def _from_system(error: OSError) -> FsdpckptError:
         )
     what = f"{where}{error.strerror or error}"
     why = "the operating system refused to read it"
-    next_step = f"ls -ld {shlex.quote(path)}, then run the command again" if path else _NEXT["SourceError"]
+    next_step = f"ls -ld {shlex.quote(path)}  # whose is it, and who may read it?" if path else _NEXT["SourceError"]
     return SourceError(what, file=path, why=why, next_step=next_step)
 
 

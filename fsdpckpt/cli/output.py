@@ -39,7 +39,11 @@ class Output:
         cells = [[visible(text) for text in row] for row in rows]
         widths = [max(map(len, column)) for column in zip(headings, *cells, strict=True)]
         # A table wider than the terminal would be folded within its columns: plain lines wrap more legibly.
-        if sys.stdout.isatty() and sum(widths) + GAP * (len(widths) - 1) <= shutil.get_terminal_size().columns:
+        if (
+            sys.stdout is not None
+            and sys.stdout.isatty()
+            and sum(widths) + GAP * (len(widths) - 1) <= shutil.get_terminal_size().columns
+        ):
             _draw(headings, cells, right)
         else:
             self._write(sys.stdout, _aligned(headings, cells, widths, right))
@@ -49,7 +53,7 @@ class Output:
         if self.as_json:
             document = make()
             text = json.dumps(document, ensure_ascii=False, allow_nan=False)
-            if not _writable(sys.stdout, text):
+            if sys.stdout is not None and not _writable(sys.stdout, text):
                 text = json.dumps(document, allow_nan=False)
             self._write(sys.stdout, text + "\n")
 
@@ -102,7 +106,7 @@ def _progress(output: Output) -> Iterator[Progress]:
     if output.quiet:
         yield NoProgress()
         return
-    if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
+    if sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
         from fsdpckpt.cli.progress import bar
 
         with bar() as stages:

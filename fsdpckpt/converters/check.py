@@ -10,7 +10,9 @@ from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Section
 from fsdpckpt.progress import Progress
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
+from fsdpckpt.verify.blocks import BlockReader
 from fsdpckpt.verify.content import first_difference
+from fsdpckpt.verify.digests import digest
 from fsdpckpt.writers.dtype_rule import DtypeRule
 
 __all__ = ["check_output"]
@@ -24,12 +26,14 @@ def check_output(
     level: VerifyLevel,
     sources: Sources,
     progress: Progress,
-) -> None:
+) -> dict[str, str]:
     """Every tensor of ``expected`` must be in the output at ``path`` with its shape, dtype and bytes in its file.
 
-    With level ``full`` every element is read from both sides and compared, casts applied. Raises InternalError: an
-    output that fails is discarded, never committed.
+    With level ``full`` every element is read from both sides and compared, casts applied; returns the SHA-256 of each
+    tensor by ``<section> <key>``, empty with any other level. Raises InternalError: an output that fails is discarded,
+    never committed.
     """
+    sums: dict[str, str] = {}
     with Sources() as written_sources:
         written = _reopen(path, written_sources)
         wrong = [problem.message for problem in written.problems if problem.fatal]
@@ -47,6 +51,7 @@ def check_output(
         wrong.extend(f"{named.section} {named.key} was written and should not be there" for named in found.values())
         if level is VerifyLevel.FULL and not wrong:
             progress.begin("verify", sum(other.tensor.nbytes for _, other in pairs))
+            reader = BlockReader(written.files, written_sources)
             for named, other in pairs:
                 at = first_difference(
                     (named.tensor, expected.files, sources), (other.tensor, written.files, written_sources)
@@ -54,6 +59,7 @@ def check_output(
                 progress.advance(other.tensor.nbytes)
                 if at is not None:
                     wrong.append(f"{named.section} {named.key} differs from the source at element {at}")
+                sums[f"{other.section} {other.key}"] = digest(reader, other.tensor)
             progress.end()
     if wrong:
         raise InternalError(
@@ -61,6 +67,7 @@ def check_output(
             details=wrong[:20],
             next_step="please report this with the command line and the output of `fsdpckpt inspect` on the source",
         )
+    return sums
 
 
 def _reopen(path: str, sources: Sources) -> Checkpoint:

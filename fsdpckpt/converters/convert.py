@@ -9,13 +9,13 @@ from fsdpckpt.containers.collection import set_aside, without_collection
 from fsdpckpt.converters.check import check_output
 from fsdpckpt.converters.goal import Goal, settle_goal
 from fsdpckpt.converters.layout import dtype_rule, lay_out
-from fsdpckpt.converters.manifest import add_manifest
+from fsdpckpt.converters.manifest import write_manifest
 from fsdpckpt.converters.options import ConvertOptions, VerifyLevel
 from fsdpckpt.converters.report import PlannedFile, Report
 from fsdpckpt.errors import UsageError
 from fsdpckpt.executor.budget import Budget, make_budget
 from fsdpckpt.executor.local import execute
-from fsdpckpt.ir.checkpoint import Checkpoint, Layout, Section
+from fsdpckpt.ir.checkpoint import Checkpoint, Layout, Note, Section
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.invariants import fatal
 from fsdpckpt.ir.targets import Target
@@ -52,13 +52,11 @@ def convert(source: str, target: str, options: ConvertOptions, progress: Progres
             goal = settle_goal(target, options, opened.layout)
             checkpoint = _rewrite(opened, options, goal, sources)
             output = lay_out(checkpoint, goal, options)
-            if goal.directory:
-                add_manifest(output, checkpoint, goal)
             plan = make_plan(output)
         progress.end()
         if not options.dry_run:
             with set_aside():
-                _write(checkpoint, goal, plan, target, options, budget, sources, progress)
+                _write(checkpoint, goal, output, plan, target, options, budget, sources, progress)
     return _report(checkpoint, goal, output, plan, target, options, budget, time.monotonic() - begun)
 
 
@@ -110,6 +108,7 @@ def _refuse(checkpoint: Checkpoint) -> None:
 def _write(
     checkpoint: Checkpoint,
     goal: Goal,
+    output: Target,
     plan: Plan,
     target: str,
     options: ConvertOptions,
@@ -118,11 +117,13 @@ def _write(
     progress: Progress,
 ) -> None:
     staging = Staging(target, directory=goal.directory, overwrite=options.overwrite)
+    if staging.leftover:
+        output.notes.append(Note("cleared", f"what an interrupted run had left in {staging.path} was removed"))
     with ExitStack() as undo:
         undo.callback(staging.close)
         undo.callback(staging.discard)
         staging.require_space(plan.bytes_written)
-        execute(
+        crcs = execute(
             plan,
             files=checkpoint.files,
             checksums=checkpoint.checksums,
@@ -131,8 +132,10 @@ def _write(
             budget=budget,
             progress=progress,
         )
+        if goal.directory:  # before the check, which reads what the manifest adds to it
+            write_manifest(staging, output, checkpoint, goal, crcs=crcs, digests={})
         if options.verify is not VerifyLevel.NONE:
-            check_output(
+            digests = check_output(
                 checkpoint,
                 staging.visible,
                 dtypes=dtype_rule(options),
@@ -140,6 +143,8 @@ def _write(
                 sources=sources,
                 progress=progress,
             )
+            if goal.directory and digests:
+                write_manifest(staging, output, checkpoint, goal, crcs=crcs, digests=digests)
         staging.commit()
 
 

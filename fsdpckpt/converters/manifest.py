@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+from collections.abc import Mapping
 
 from fsdpckpt.converters.goal import Goal
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
-from fsdpckpt.ir.targets import Target, TargetFile
+from fsdpckpt.ir.targets import Target
 from fsdpckpt.readers.flavors import MANIFEST
+from fsdpckpt.storage.staging import Staging
+from fsdpckpt.storage.targets import WritableFile
 from fsdpckpt.version import __version__
 
-__all__ = ["add_manifest"]
+__all__ = ["write_manifest"]
 
 
-def add_manifest(target: Target, checkpoint: Checkpoint, goal: Goal) -> None:
-    """Append ``fsdpckpt.json`` to a directory target, before a DCP ``.metadata``, which must become visible last."""
+def write_manifest(
+    staging: Staging,
+    target: Target,
+    checkpoint: Checkpoint,
+    goal: Goal,
+    *,
+    crcs: Mapping[str, int],
+    digests: Mapping[str, str],
+) -> None:
+    """Write ``fsdpckpt.json`` into the staged output, replacing an earlier one.
+
+    ``crcs``: CRC-32 of each file, by which ``verify`` finds damage in containers that carry no checksums of their own.
+    ``digests``: SHA-256 of each tensor's row-major bytes, where ``--verify full`` computed them.
+    """
     notes = [*checkpoint.notes, *target.notes]
     document = {
         "program": "fsdpckpt",
@@ -30,12 +47,16 @@ def add_manifest(target: Target, checkpoint: Checkpoint, goal: Goal) -> None:
         "key_type": checkpoint.optim.key_type if checkpoint.optim is not None else None,
         "notes": [_note(note) for note in notes],
         "undetermined": [key for note in notes if note.kind == "undetermined" for key in note.keys],
-        "files": {file.path: file.nbytes for file in target.files},
+        "files": {file.path: {"nbytes": file.nbytes, "crc32": f"{crcs[file.path]:08x}"} for file in target.files},
+        "digests": dict(digests),
     }
-    file = TargetFile(MANIFEST)
-    file.literal((json.dumps(document, indent=1) + "\n").encode())
-    last = next((i for i, other in enumerate(target.files) if other.path == ".metadata"), len(target.files))
-    target.files.insert(last, file)
+    data = (json.dumps(document, indent=1) + "\n").encode()
+    path = staging.locate(MANIFEST)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    file = WritableFile(path, len(data))
+    file.write(0, data)
+    file.commit()
 
 
 def _note(note: Note) -> dict[str, str | None]:

@@ -11,6 +11,7 @@ from itertools import pairwise
 
 from fsdpckpt.executor.budget import Budget
 from fsdpckpt.executor.checks import SourceCheck, TargetChecks
+from fsdpckpt.executor.crc import Part, combine, crc32, patch_effect
 from fsdpckpt.executor.window import Assembler
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.planner.plan import FilePlan, Plan
@@ -39,6 +40,13 @@ class _Output:
         self._left = windows
         self._lock = threading.Lock()
         self._file: WritableFile | None = None
+        self._parts: list[Part] = []
+        self._patched = 0
+
+    @property
+    def crc(self) -> int:
+        """The CRC-32 of the whole file, once it is finished."""
+        return combine(self._parts) ^ self._patched
 
     def open(self) -> WritableFile:
         with self._lock:
@@ -47,14 +55,16 @@ class _Output:
                 self._file = WritableFile(self._path, self.plan.nbytes)
             return self._file
 
-    def finished(self) -> None:
+    def finished(self, part: Part) -> None:
         """One window is written; the last one patches the checksums and makes the file durable."""
         with self._lock:
+            self._parts.append(part)
             self._left -= 1
             if self._left > 0 or self._file is None:
                 return
         for place, value in self.checks.patches():
             self._file.write(place, value)
+            self._patched ^= patch_effect(value, self.plan.nbytes - place - len(value))
         self._file.commit()
 
     def abandon(self) -> None:
@@ -71,8 +81,8 @@ def execute(
     locate: Callable[[str], str],
     budget: Budget,
     progress: Progress,
-) -> None:
-    """Write every file of ``plan`` where ``locate`` says, and make it durable.
+) -> dict[str, int]:
+    """Write every file of ``plan`` where ``locate`` says, and make it durable; returns the CRC-32 of each by its path.
 
     Holds at most ``budget.nbytes`` of buffers. Raises SourceCorruptError when a record does not match its checksum or a
     file ended early, TargetUnwritableError when the file system refuses; the first error stops all threads.
@@ -96,6 +106,7 @@ def execute(
         output.abandon()
     check.finish()
     progress.end()
+    return {output.plan.path: output.crc for output in outputs}
 
 
 def _windows(bounds: Sequence[Sequence[int]]) -> Iterator[_Window]:
@@ -129,8 +140,9 @@ def _copy(work: _Work, outputs: Sequence[_Output], assembler: Assembler, progres
             target = output.open()
             view, known = assembler.assemble(output.plan, window.begin, window.end)
             output.checks.window(window.begin, view, known)
+            part = (window.begin, len(view), crc32(view))
             target.write(window.begin, view)
-            output.finished()
+            output.finished(part)
             progress.advance(window.end - window.begin)
     except BaseException:
         work.stop()

@@ -7,11 +7,12 @@ a reference or ``--buffers`` decide, and what none of them settles is an error, 
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-from fsdpckpt.errors import NeedsInformationError
+from fsdpckpt.errors import NeedsInformationError, UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, OptimState, ParamKey, group_params
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value
@@ -65,9 +66,21 @@ def decide_managed(checkpoint: Checkpoint, evidence: Evidence, *, strict: bool) 
         what = f"{len(unsettled)} model key{'s' * many} may be parameter{'s' * many} or buffer{'s' * many}, and "
         what += f"{'are' if many else 'is'} cut like parameters: {', '.join(_shown(unsettled, 5))}"
         notes.append(Note("undetermined", what, keys=tuple(unsettled)))
+    _require_buffers(checkpoint, evidence)
     extra = {key: _settle(value) for key, value in checkpoint.extra.items()}
     rank_extra = tuple({key: _settle(value) for key, value in extras.items()} for extras in checkpoint.rank_extra)
     return replace(checkpoint, model=model, optim=optim, extra=extra, rank_extra=rank_extra, notes=tuple(notes))
+
+
+def _require_buffers(checkpoint: Checkpoint, evidence: Evidence) -> None:
+    """Raises UsageError for a glob of buffers that is the name of nothing: misspelt, it would cut what is whole."""
+    names = checkpoint.model.params if checkpoint.model is not None else {}
+    for glob in evidence.buffers if names and evidence.buffers != ("none",) else ():
+        if not any(fnmatchcase(name, glob) for name in names):
+            raise UsageError(
+                f"--buffers {glob} matches no model key of {checkpoint.source}",
+                next_step=f"fsdpckpt inspect --names-only --section model {shlex.quote(checkpoint.source)}",
+            )
 
 
 def _shown(keys: Sequence[str], most: int = SHOWN) -> list[str]:

@@ -32,7 +32,7 @@ def select_section(checkpoint: Checkpoint, only: Section | None) -> Checkpoint:
             f"{checkpoint.source} has no {only} section",
             expected=str(only),
             found=present,
-            next_step=f"fsdpckpt inspect {shlex.quote(checkpoint.source)} shows what it holds",
+            next_step=f"fsdpckpt inspect {shlex.quote(checkpoint.source)}  # shows what it holds",
         )
     dropped = [name for name, there in found.items() if there and name != only]
     dropped.extend([Section.EXTRA] if checkpoint.extra or checkpoint.rank_extra else [])
@@ -126,7 +126,7 @@ def rename(
 
 
 def _list_keys(checkpoint: Checkpoint) -> str:
-    return f"fsdpckpt inspect --names-only {shlex.quote(checkpoint.source)} lists the keys"
+    return f"fsdpckpt inspect --names-only {shlex.quote(checkpoint.source)}  # lists the keys"
 
 
 def _some(keys: Sequence[str]) -> str:

@@ -16,13 +16,14 @@ from fsdpckpt.containers.collection import without_collection
 from fsdpckpt.errors import (
     FsdpckptError,
     NeedsInformationError,
+    SourceError,
     SourceIncompleteError,
     SourceMissingError,
     SourceUnrecognisedError,
     SourceUnsafeError,
     SourceUnsupportedError,
 )
-from fsdpckpt.ir.checkpoint import Checkpoint, Layout, Note, OptimState
+from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Container, Layout, Note, OptimState
 from fsdpckpt.ir.invariants import problems
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.readers.composite import ReadPart, join, read_part
@@ -37,6 +38,8 @@ __all__ = ["open_checkpoint"]
 _NUMBERED = re.compile(r"(?:^|[_-])(?:checkpoint|ckpt|step|global_step|epoch|ep|iter|iteration)[-_]?\d+", re.IGNORECASE)
 # Exported weights and tokenizer that verl keeps beside the rank files.
 _EXPORTS = frozenset({"huggingface"})
+# A checkpoint in parts has a directory for the model, for the optimizer, for data loaders, samplers; hardly more.
+_MOST_DIRECTORIES = 6
 _DEPTH = 3  # levels below SRC that are searched for the one checkpoint: run / step / role
 
 
@@ -65,6 +68,7 @@ class _Found:
     names: list[str]
     parts: list[Part] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
+    directories: list[str] = field(default_factory=list)
 
 
 class _Opening:
@@ -90,7 +94,7 @@ class _Opening:
                 expected="a torch.save file (zip), a safetensors file or its index, or a directory",
                 found=f"{entry.nbytes} bytes beginning with {head!r}" if head else "an empty file",
                 why=None if head else "the save or the copy did not finish",
-                next_step=f"name a checkpoint; ls -l {_parent_quoted(self.source)} shows what is there",
+                next_step=f"ls -l {_parent_quoted(self.source)}  # and name a checkpoint",
             )
         try:
             read = self._read(part)
@@ -112,12 +116,21 @@ class _Opening:
             if part.neighbour:
                 self._read_neighbour(part, read, refused, found.notes)
             else:
-                read.append(self._read(part))
+                read.append(self._read_one_of(part, found))
         if refused and all(part.auxiliary for part in read):
             raise refused[0]
         flavor = flavor_of(found.names, found.path)
         checkpoint = join(self.source, read, self.files, flavor=flavor, notes=found.notes)
         return _with_manifest(checkpoint, found, self.sources)
+
+    def _read_one_of(self, part: Part, found: _Found) -> ReadPart:
+        """Read a part; what stops it in a directory of many directories is that there are many."""
+        try:
+            return self._read(part)
+        except SourceError:
+            if len(found.directories) <= _MOST_DIRECTORIES:
+                raise
+            raise _several(found.path, found.directories) from None
 
     def _read(self, part: Part) -> ReadPart:
         tree = part.read(self.files, self.sources)
@@ -195,6 +208,7 @@ class _Opening:
         names = [*listing.names]
         joined = _Found(listing.path, names, [], _not_carried(listing))
         for found in below:
+            joined.directories.extend(found.directories or [found.path])
             joined.parts.extend(found.parts)
             joined.notes.extend(found.notes)
         return joined
@@ -208,7 +222,7 @@ class _Opening:
             expected=".metadata (DCP), *.safetensors, torch.save files, or one file per rank, here or one to three "
             "directories below",
             found=seen or "an empty directory",
-            next_step=f"name the directory of one checkpoint; ls -l {shlex.quote(self.source)} shows what is there",
+            next_step=f"ls -l {shlex.quote(self.source)}  # and name the directory of one checkpoint",
         )
 
 
@@ -236,7 +250,7 @@ def _missing(source: str) -> SourceMissingError:
             why, next_step = f"{above} is a file: nothing lies below it", f"give {shlex.quote(above)} itself"
         else:
             why = "the path is misspelt, or the disk is not mounted here"
-            next_step = f"ls {shlex.quote(above or '.')} shows what is there"
+            next_step = f"ls {shlex.quote(above or '.')}  # shows what is there"
     return SourceMissingError(
         f"{source} does not exist" if source else "no source was named", file=source, why=why, next_step=next_step
     )
@@ -286,9 +300,23 @@ def _with_manifest(checkpoint: Checkpoint, found: _Found, sources: Sources) -> C
             leaf = params.get(key) if isinstance(key, str) else None
             if isinstance(leaf, Tensor):
                 params[key] = replace(leaf, managed=None)
+    if checkpoint.container is Container.SAFETENSORS:
+        checkpoint.checksums = _file_checksums(document.get("files"), checkpoint)
     version = document.get("version")
     checkpoint.evidence = (*checkpoint.evidence, f"{MANIFEST}: written by fsdpckpt {version}")
     return checkpoint
+
+
+def _file_checksums(listed: object, checkpoint: Checkpoint) -> Checksums:
+    """CRC-32 of whole files, for a container that carries none of its own."""
+    rows = []
+    entries = listed if isinstance(listed, dict) else {}
+    for number, file in enumerate(checkpoint.files):
+        entry = entries.get(file.path.replace("\\", "/").rpartition("/")[2])
+        crc = entry.get("crc32") if isinstance(entry, dict) else None
+        if isinstance(crc, str) and re.fullmatch(r"[0-9a-f]{8}", crc):
+            rows.append((number, 0, file.nbytes, int(crc, 16)))
+    return Checksums.of(rows)
 
 
 def _with_ids(optim: OptimState) -> OptimState:
