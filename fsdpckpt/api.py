@@ -193,6 +193,7 @@ _ENUMS: dict[str, type[StrEnum]] = {
     "verify": VerifyLevel,
 }
 _TUPLES = frozenset({"buffers", "include", "exclude"})
+_DTYPES = frozenset({"dtype", "optim_dtype"})
 _SIZES = frozenset({"max_memory", "max_shard_size"})
 
 
@@ -215,7 +216,8 @@ def _option(name: str, value: object) -> object:
             ) from None
     if name == "reference" and value is not None and not (isinstance(value, str) and is_url(value)):
         return os.fspath(value)  # type: ignore[call-overload]
-    return value
+    # torch.bfloat16 itself, without an import of torch
+    return str(value).removeprefix("torch.") if name in _DTYPES and not isinstance(value, str | None) else value
 
 
 def _enum(kind: type[E], value: str | None, name: str) -> E | None:
@@ -225,4 +227,4 @@ def _enum(kind: type[E], value: str | None, name: str) -> E | None:
         return kind(value)
     except ValueError:
         choices = ", ".join(kind)
-        raise UsageError(f"{name} is none of its values", expected=choices, found=value) from None
+        raise UsageError(f"{name} cannot be {value!r}", expected=choices, found=value) from None

@@ -52,7 +52,7 @@ class SectionSummary:
     dtypes: dict[str, int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Description:
     """``checkpoint`` under a summary. ``tensors``: the selected ones, in the checkpoint's order.
 
@@ -63,6 +63,14 @@ class Description:
     sections: dict[str, SectionSummary]
     tensors: tuple[NamedTensor, ...]
     stats: tuple[dict[str, Json] | None, ...] | None = None
+
+    def __repr__(self) -> str:
+        """One line: at a prompt nobody wants the positions of every piece."""
+        found = self.checkpoint
+        return (
+            f"<{found.source}: {found.layout}, {found.container}, world size {found.world_size}, "
+            f"{len(self.tensors)} tensors, {len(found.problems)} problems>"
+        )
 
     def to_json(self, *, ranks: bool = False) -> dict[str, Json]:
         """The document of ``inspect --json``; with ``pieces`` for ``ranks``, with ``stats`` when they were computed."""

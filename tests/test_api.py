@@ -95,7 +95,7 @@ def test_convert_and_diff_take_paths_and_plain_words(saved: Path, tmp_path: Path
 def test_wrong_words_are_usage_errors(saved: Path, tmp_path: Path) -> None:
     for wrong, words in (
         ({"colour": "red"}, "no option 'colour'"),
-        ({"to": "halved"}, "to is none of its values"),
+        ({"to": "halved"}, "to cannot be .halved."),
         ({"max_memory": "lots"}, "--max-memory takes a size"),
     ):
         with pytest.raises(UsageError, match=words):
@@ -107,3 +107,14 @@ def test_wrong_words_are_usage_errors(saved: Path, tmp_path: Path) -> None:
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="nonsense"):
         _ = fsdpckpt.nonsense  # type: ignore[attr-defined]
+
+
+def test_a_dtype_may_be_torchs_own(saved: Path, tmp_path: Path) -> None:
+    report = fsdpckpt.convert(saved, tmp_path / "half.pt", only="model", dtype=torch.bfloat16)
+    assert any("to bfloat16" in note.message for note in report.notes)
+
+
+def test_a_description_at_a_prompt_is_one_line(saved: Path) -> None:
+    text = repr(fsdpckpt.inspect(saved))
+    assert text.startswith(f"<{saved}: full, torch, world size 1, ")
+    assert len(text.splitlines()) == 1

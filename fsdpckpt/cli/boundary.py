@@ -28,12 +28,8 @@ def guarded(output: Output, body: Callable[[], int]) -> int:
         return 0
     except (KeyboardInterrupt, Interruption):
         ignore_signals()
-        return report(
-            output,
-            InterruptedRunError(
-                "by a signal", why="Ctrl-C, or the system asked for it; no output was left", next_step="run it again"
-            ),
-        )
+        why = "Ctrl-C, or the system asked for it; nothing half-made was left"
+        return report(output, InterruptedRunError("by a signal", why=why, next_step="run it again"))
     except Exception as error:  # noqa: BLE001  # the boundary: one of the program's two broad excepts
         return report(output, error)
 

@@ -35,7 +35,7 @@ def check_output(
     """
     sums: dict[str, str] = {}
     with Sources() as written_sources:
-        written = _reopen(path, written_sources)
+        written = _reopen(path, written_sources, locate=level is VerifyLevel.FULL)
         wrong = [problem.message for problem in written.problems if problem.fatal]
         found = {(named.section, named.key): named for named in _compared(written)}
         pairs = []
@@ -70,9 +70,9 @@ def check_output(
     return sums
 
 
-def _reopen(path: str, sources: Sources) -> Checkpoint:
+def _reopen(path: str, sources: Sources, *, locate: bool) -> Checkpoint:
     try:
-        return open_checkpoint(path, sources=sources, locate=True)
+        return open_checkpoint(path, sources=sources, locate=locate)
     except FsdpckptError as error:  # our own output: whatever is wrong with it is no fault of the user's source
         raise InternalError(f"the output does not read back: {error.what}", details=error.details) from error
 

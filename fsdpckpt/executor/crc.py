@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from isal.isal_zlib import crc32, crc32_combine
 
-__all__ = ["Part", "combine", "crc32", "patch_effect"]
+__all__ = ["Part", "combine", "crc32", "patch_effect", "window_crc"]
+
+FEW = 64  # ranges: beyond, summing all bytes again costs less than putting the parts together
 
 Part = tuple[int, int, int]
 """(offset, nbytes, crc) of one part of a range."""
@@ -16,6 +20,21 @@ def combine(parts: list[Part]) -> int:
     for _, nbytes, crc in sorted(parts):
         total = crc32_combine(total, crc, nbytes)
     return total
+
+
+def window_crc(begin: int, view: memoryview, known: Mapping[tuple[int, int], int]) -> int:
+    """The CRC-32 of ``view``, which lies at ``begin``; ``known`` ranges (offset, nbytes) in it are not summed again."""
+    if len(known) > FEW:
+        return crc32(view)
+    parts: list[Part] = []
+    at = begin
+    for (offset, nbytes), crc in sorted(known.items()):
+        if offset > at:
+            parts.append((at, offset - at, crc32(view[at - begin : offset - begin])))
+        parts.append((offset, nbytes, crc))
+        at = offset + nbytes
+    parts.append((at, begin + len(view) - at, crc32(view[at - begin :])))
+    return combine(parts)
 
 
 def patch_effect(value: bytes, following: int) -> int:

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from fsdpckpt.executor.budget import Budget
 from fsdpckpt.executor.checks import SourceCheck, TargetChecks
-from fsdpckpt.executor.crc import Part, combine, crc32, patch_effect
+from fsdpckpt.executor.crc import Part, combine, patch_effect, window_crc
 from fsdpckpt.executor.window import Assembler
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.planner.plan import FilePlan, Plan
@@ -140,7 +140,7 @@ def _copy(work: _Work, outputs: Sequence[_Output], assembler: Assembler, progres
             target = output.open()
             view, known = assembler.assemble(output.plan, window.begin, window.end)
             output.checks.window(window.begin, view, known)
-            part = (window.begin, len(view), crc32(view))
+            part = (window.begin, len(view), window_crc(window.begin, view, known))
             target.write(window.begin, view)
             output.finished(part)
             progress.advance(window.end - window.begin)

@@ -178,7 +178,7 @@ class _Opening:
             joined = self._with_neighbours(listing, [entry for entry in others if entry not in apart], depth)
             if apart:
                 names = ", ".join(entry.name for entry in apart)
-                joined.notes.append(Note("not-carried", f"{path}: no part of this checkpoint are {names}"))
+                joined.notes.append(Note("not-carried", f"{path}: not taken for parts of this checkpoint: {names}"))
             return joined
         below = [found for entry in (*numbered, *others) if depth and (found := self._search(entry.path, depth - 1))]
         if not below:
@@ -243,14 +243,14 @@ def _missing(source: str) -> SourceMissingError:
     elif source.startswith("~"):
         why, next_step = "the shell replaces ~ only where it is not quoted", "write the path without quotes around ~"
     else:
-        above, file = source, False
+        above, file = source.rstrip("/"), False
         while above and not (file := os.path.isfile(above)) and not os.path.isdir(above):
             above = os.path.dirname(above.rstrip("/"))
         if file:
             why, next_step = f"{above} is a file: nothing lies below it", f"give {shlex.quote(above)} itself"
         else:
             why = "the path is misspelt, or the disk is not mounted here"
-            next_step = f"ls {shlex.quote(above or '.')}  # shows what is there"
+            next_step = f"ls {shlex.quote(above or ('/' if source.startswith('/') else '.'))}  # shows what is there"
     return SourceMissingError(
         f"{source} does not exist" if source else "no source was named", file=source, why=why, next_step=next_step
     )
@@ -264,7 +264,7 @@ def _not_carried(listing: Listing) -> list[Note]:
     if not listing.not_carried:
         return []
     shown = ", ".join(listing.not_carried[:6]) + (", ..." if len(listing.not_carried) > 6 else "")
-    return [Note("not-carried", f"{len(listing.not_carried)} files in {listing.path} are not carried: {shown}")]
+    return [Note("not-carried", f"not carried from {listing.path}: {shown}")]
 
 
 def _several(path: str, candidates: list[str]) -> NeedsInformationError:

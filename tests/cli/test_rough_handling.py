@@ -1,0 +1,206 @@
+"""Signals at any moment, streams that are closed or full, odd names, targets and options: never a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdpckpt.cli.interruption import Interruption
+from tests.cli.conftest import Run
+
+PROGRAM = [sys.executable, "-m", "fsdpckpt"]
+
+
+def test_an_interrupt_with_json_is_a_document(run: Run, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise Interruption
+
+    monkeypatch.setattr("fsdpckpt.api.inspect", interrupted)
+    done = run("inspect", saved, "--json")
+    assert (done.code, done.err) == (130, "")
+    assert json.loads(done.out)["error"]["exit_code"] == 130
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_the_program_still_loads_is_130(number: int) -> None:
+    code = (
+        "import os, sys, fsdpckpt.cli.main as program\n"
+        "class Slow:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'fsdpckpt.cli.app':\n"
+        f"            os.kill(os.getpid(), {int(number)})\n"
+        "sys.meta_path.insert(0, Slow())\n"
+        "sys.argv = ['fsdpckpt', 'inspect', 'x']\n"
+        "program.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 130
+    assert "error: interrupted" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_the_middle_of_a_conversion_leaves_nothing(tmp_path: Path, number: int) -> None:
+    torch.save({f"layer{n}.weight": torch.randn(1 << 20) for n in range(4)}, tmp_path / "a.pt")
+    code = (
+        "import os, sys\n"
+        "from fsdpckpt.storage.targets import WritableFile\n"
+        "once = []\n"
+        "write = WritableFile.write\n"
+        "def stop(self, *arguments):\n"
+        f"    once or (once.append(1), os.kill(os.getpid(), {int(number)}))\n"
+        "    write(self, *arguments)\n"
+        "WritableFile.write = stop\n"
+        f"sys.argv = ['fsdpckpt', 'convert', {str(tmp_path / 'a.pt')!r}, {str(tmp_path / 'out' / 'dst')!r},"
+        " '--to', 'sharded']\n"
+        "from fsdpckpt.cli.main import main\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 130, done.stderr
+    assert "Traceback" not in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt"]
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("inspect SRC >&-", 0),
+        ("inspect SRC --json >&-", 0),
+        ("inspect SRC --json >/dev/full", 5),
+        ("inspect SRC >/dev/full 2>&1", 5),
+        ("inspect nowhere --json >/dev/full", 3),
+        ("inspect nowhere 2>/dev/full", 3),
+        ("inspect nowhere 2>&-", 3),
+    ],
+)
+def test_streams_that_are_closed_or_full_give_no_traceback(saved: Path, line: str, code: int) -> None:
+    command = f"{sys.executable} -m fsdpckpt {line.replace('SRC', str(saved))}"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
+
+
+def test_every_error_has_a_next_step(run: Run, saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "nothing.pt").write_bytes(b"")
+    torch.save([1, 2], tmp_path / "list.pt")
+    for source in (
+        "",
+        "~/nowhere",
+        tmp_path / "nowhere",
+        f"{saved}/",
+        tmp_path / "empty",
+        tmp_path / "nothing.pt",
+        tmp_path / "list.pt",
+        "nosuch://store/x",
+        "/dev/null",
+    ):
+        done = run("inspect", source)
+        assert done.code == 3
+        assert "\nnext: " in done.err, source
+
+
+def test_a_trailing_slash_behind_a_file_is_told(run: Run, saved: Path) -> None:
+    assert f"give {saved} itself" in run("inspect", f"{saved}/").err
+
+
+def test_a_pipe_is_refused_and_never_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.pt")
+    command = [*PROGRAM, "inspect", str(tmp_path / "pipe.pt")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 3
+    assert "is a pipe or a device" in done.stderr
+
+
+def test_a_store_whose_package_is_missing_is_3_and_names_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    done = run("inspect", "s3://bucket/step-1")
+    assert done.code == 3
+    assert "next: pip install s3fs" in done.err
+
+
+def test_one_rank_file_sends_to_its_directory_and_a_damaged_one_is_not_called_missing(
+    run: Run, saved: Path, tmp_path: Path
+) -> None:
+    ranks = tmp_path / "ranks"
+    assert run("convert", saved, ranks, "--to", "sharded", "--container", "torch", "--world-size", "2").code == 0
+    one = ranks / "model_world_size_2_rank_1.pt"
+    done = run("inspect", one)
+    assert done.code == 3
+    assert f"give the directory with all of them: {ranks}" in done.err
+    one.write_bytes(b"")
+    done = run("inspect", ranks)
+    assert done.code == 3
+    assert f"{one.name} is no torch.save file (0 bytes)" in done.err
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--tensor", "sharded-tensor"],
+        ["--max-shard-size", "1MB"],
+        ["--reference", "x"],
+        ["--exclude", "*"],
+        ["--max-memory", "1e400"],
+        ["--max-memory", "9" * 400],
+        ["--dtype", "bf16"],
+    ],
+)
+def test_options_that_cannot_work_are_2(run: Run, saved: Path, tmp_path: Path, options: list[str]) -> None:
+    done = run("convert", saved, tmp_path / "out.pt", "--only", "model", *options)
+    assert done.code == 2, done.err
+    assert "\nnext: " in done.err
+    assert not (tmp_path / "out.pt").exists()
+
+
+def test_a_glob_of_buffers_that_matches_nothing_is_2(run: Run, saved: Path, tmp_path: Path) -> None:
+    done = run("convert", saved, tmp_path / "out", "--to", "sharded", "--buffers", "running_maen")
+    assert done.code == 2
+    assert "--buffers running_maen matches no model key" in done.err
+
+
+@pytest.mark.parametrize("target", ["", "mine.pt/", "mine.pt/below"])
+def test_odd_targets_never_replace_anything(
+    run: Run, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    mine = tmp_path / "mine.pt"
+    mine.write_bytes(b"mine")
+    done = run("convert", saved, target, "--to", "full")
+    assert done.code in (2, 5)
+    assert mine.read_bytes() == b"mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.pt", "step-2.pt"]
+
+
+def test_names_cannot_write_to_the_terminal(run: Run, tmp_path: Path) -> None:
+    torch.save({"a\n\x1b[2Jb": torch.randn(2, 2)}, tmp_path / "odd.pt")
+    assert run("inspect", tmp_path / "odd.pt", "--names-only").out == "a\\n\\x1b[2Jb\n"
+    assert "\x1b" not in run("inspect", tmp_path / "odd.pt").out
+    assert json.loads(run("inspect", tmp_path / "odd.pt", "--json").out)["tensors"][0]["key"] == "a\n\x1b[2Jb"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8:strict"])
+def test_a_file_name_that_is_no_utf_8_can_be_shown(saved: Path, tmp_path: Path, encoding: str) -> None:
+    name = os.fsencode(tmp_path) + b"/bad\xff.pt"
+    saved.rename(os.fsdecode(name))
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    command = [*map(os.fsencode, PROGRAM), b"inspect", name]
+    done = subprocess.run([*command, b"--json"], capture_output=True, env=environment, check=True)
+    assert json.loads(done.stdout)["source"] == os.fsdecode(name)
+    subprocess.run(command, capture_output=True, env=environment, check=True)
+
+
+def test_a_directory_of_many_checkpoints_lists_them(run: Run, tmp_path: Path) -> None:
+    for number in range(8):
+        (tmp_path / f"run{number}x").mkdir()
+        torch.save("no state dict", tmp_path / f"run{number}x" / "model.pt")
+    done = run("inspect", tmp_path)
+    assert done.code == 4
+    assert f"{tmp_path} holds 8 checkpoints" in done.err
