@@ -10,6 +10,7 @@ from fsdpckpt.errors import UsageError
 __all__ = ["Budget", "make_budget"]
 
 LARGEST_WINDOW = 8 * 1024 * 1024  # bytes: past this a request's cost is lost in its transfer on every disk measured
+MOST_THREADS = 8  # by default: a disk is busy long before
 SMALLEST_WINDOW = 64 * 1024  # bytes: below this the work per request dominates
 BUFFERS_PER_THREAD = 2  # the window being assembled, and scratch for what must be cast or gathered
 
@@ -28,7 +29,7 @@ class Budget:
 
 def make_budget(*, max_memory: int, threads: int | None) -> Budget:
     """The largest windows that fit ``max_memory`` bytes. Raises UsageError when not even the smallest do."""
-    wanted = threads if threads is not None else min(8, max(2, 2 * (os.cpu_count() or 1)))
+    wanted = threads if threads is not None else min(MOST_THREADS, max(2, os.cpu_count() or 1))
     if wanted < 1:
         raise UsageError("--threads must be at least 1", expected="1 or more", found=str(wanted))
     most = max_memory // (BUFFERS_PER_THREAD * SMALLEST_WINDOW)

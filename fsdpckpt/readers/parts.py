@@ -20,7 +20,7 @@ __all__ = ["Listing", "Part", "file_part", "list_parts"]
 
 ZIP_MAGIC = b"PK\x03\x04"
 LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"  # protocol 2, then torch's magic number as a long
-_SECTION = re.compile(r"model|optim|state_dict|weights|params", re.IGNORECASE)
+_SECTION = re.compile(r"model|optim|extra_state|state_dict|weights|params", re.IGNORECASE)
 _INDEX = ".safetensors.index.json"
 _SHARD = re.compile(r"^(?:shard-\d+-)?(?P<stem>.*?)-\d+-of-\d+\.safetensors$")
 

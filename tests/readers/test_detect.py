@@ -253,6 +253,14 @@ def test_a_neighbour_that_is_refused_is_not_carried_but_named(tmp_path: Path) ->
     assert [Path(file.path).name for file in found.files] == ["model.pt"]
 
 
+def test_extras_of_the_ranks_that_are_refused_are_never_left_out(tmp_path: Path) -> None:
+    for rank in range(2):
+        save({"a": torch.randn(5)}, tmp_path / f"model_world_size_2_rank_{rank}.pt")
+        save({"rng": functools.partial(print)}, tmp_path / f"extra_state_world_size_2_rank_{rank}.pt")
+    with pytest.raises(SourceUnsafeError, match="extra_state"):
+        opened(tmp_path)
+
+
 def test_a_model_that_is_refused_is_never_left_out(tmp_path: Path) -> None:
     save({**MODEL, "x": functools.partial(print)}, tmp_path / "model.pt")
     save(OPTIM, tmp_path / "optim.pt")
