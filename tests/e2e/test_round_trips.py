@@ -152,7 +152,10 @@ def test_every_dtype_that_adam_and_buffers_use_arrives_unchanged(tmp_path: Path)
     model |= {"transposed": torch.randn(6, 4, generator=generator).t()}
     at = tmp_path / "full.pt"
     torch.save({"model": model}, at)
-    for number, options in enumerate(CHAINS["full, 5 ranks of DTensor files, DCP of 2, full"][1:]):
+    chain = [
+        replace(options, buffers=("none",)) for options in CHAINS["full, 5 ranks of DTensor files, DCP of 2, full"]
+    ]
+    for number, options in enumerate(chain[1:]):
         at = again(at, tmp_path / f"step-{number}{'.pt' if options.to is Layout.FULL else ''}", options)
     assert differences(load_full(at)["model"], model) == []
 
