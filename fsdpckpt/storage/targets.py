@@ -62,6 +62,7 @@ class WritableFile:
         self.path = path
         self.nbytes = nbytes
         self._direct = -1
+        self._aligned = True
         with target_errors(path):
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
             os.ftruncate(self._fd, nbytes)
@@ -81,7 +82,7 @@ class WritableFile:
                 except OSError as error:
                     if error.errno != errno.EINVAL:  # EINVAL: the device wants another alignment
                         raise
-                    self._direct = -1
+                    self._aligned = False  # the descriptor stays: other threads may be writing with it
                     low = high
             if low >= high:
                 low = high = len(view)
@@ -90,7 +91,7 @@ class WritableFile:
 
     def _blocks(self, offset: int, view: memoryview) -> tuple[int, int]:
         """The range of ``view`` that is whole blocks of the file, aligned in memory too; empty when there is none."""
-        if self._direct < 0 or len(view) < BLOCK or (address_of(view) - offset) % BLOCK:
+        if self._direct < 0 or not self._aligned or len(view) < BLOCK or (address_of(view) - offset) % BLOCK:
             return 0, 0
         return -offset % BLOCK, (offset + len(view)) // BLOCK * BLOCK - offset
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import random
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from fsdpckpt.errors import TargetExistsError, TargetUnwritableError, UsageError
 from fsdpckpt.storage.staging import Staging, check_target
-from fsdpckpt.storage.targets import WritableFile
+from fsdpckpt.storage.targets import WritableFile, aligned_buffer
 
 
 def _write(path: str, data: bytes) -> None:
@@ -172,3 +175,29 @@ def test_directories_made_for_an_output_that_never_came_go_again(tmp_path) -> No
     staging.discard()
     staging.close()
     assert os.listdir(tmp_path) == []
+
+
+def test_a_disk_that_refuses_direct_writes_gets_ordinary_ones_from_every_thread(tmp_path, monkeypatch) -> None:
+    data = random.Random(5).randbytes(3 << 20)
+    path = str(tmp_path / "out")
+    file = WritableFile(path, len(data))
+    direct, real, refused = file._direct, os.pwrite, []
+    if direct < 0:
+        pytest.skip(f"{tmp_path} is on a file system without direct writes")
+
+    def pwrite(descriptor: int, view: memoryview, offset: int) -> int:
+        if descriptor == direct:
+            refused.append(offset)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(descriptor, view, offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    buffer = aligned_buffer(len(data))
+    buffer[:] = data
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda at: file.write(at, buffer[at : at + (1 << 19)]), range(0, len(data), 1 << 19)))
+    file.commit()
+    assert refused
+    assert (tmp_path / "out").read_bytes() == data
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(direct)
