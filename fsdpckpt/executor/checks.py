@@ -46,12 +46,12 @@ class SourceCheck:
                     checksums.offset[rows].tolist(), checksums.nbytes[rows].tolist(), checksums.crc[rows].tolist()
                 )
 
-    def saw(self, file: int, offset: int, data: memoryview, crc: int | None = None) -> int:
+    def saw(self, file: int, offset: int, data: memoryview) -> int:
         """``data`` was read from ``offset`` of ``file``; returns its CRC-32.
 
         Raises SourceCorruptError when that completes a record and the record does not match its checksum.
         """
-        crc = crc32(data) if crc is None else crc
+        crc = crc32(data)
         records = self._records.get(file)
         if records is None:
             return crc

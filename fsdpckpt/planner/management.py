@@ -92,8 +92,8 @@ def _decide_model(checkpoint: Checkpoint, evidence: Evidence) -> tuple[ModelStat
     model = checkpoint.model
     if model is None:
         return None, [], 0
-    listed = _listed_by_optimizer(checkpoint.optim, model)
     tied = _ties(model)
+    listed = _listed_by_optimizer(checkpoint.optim, model, tied)
     unsettled: list[str] = []
     inferred = 0
     params: dict[str, Tensor | Value] = {}
@@ -124,7 +124,7 @@ def _from_source(tensor: Tensor, name: str, evidence: Evidence) -> bool | None:
     return None
 
 
-def _listed_by_optimizer(optim: OptimState | None, model: ModelState) -> set[str]:
+def _listed_by_optimizer(optim: OptimState | None, model: ModelState, tied: Mapping[str, tuple[str, ...]]) -> set[str]:
     """Names the optimizer proves to be parameters: its own keys, or all when there are as many ids as model tensors."""
     if optim is None:
         return set()
@@ -134,8 +134,7 @@ def _listed_by_optimizer(optim: OptimState | None, model: ModelState) -> set[str
     if optim.key_type == "name":
         return {str(key) for key in keys}
     tensors = [name for name, leaf in model.params.items() if isinstance(leaf, Tensor)]
-    groups = _ties(model)
-    distinct = len({groups.get(name, (name,)) for name in tensors})
+    distinct = len({tied.get(name, (name,)) for name in tensors})
     return set(tensors) if distinct == len(set(map(str, keys))) else set()
 
 

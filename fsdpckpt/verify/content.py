@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
@@ -20,16 +21,19 @@ Located: TypeAlias = tuple[Tensor, Sequence[SourceFile], Sources]
 """A tensor, the files its pieces index, and what opens them."""
 
 
-def first_difference(source: Located, written: Located) -> int | None:
+def first_difference(source: Located, written: Located, total: hashlib._Hash | None = None) -> int | None:
     """The row-major index of the first element where ``written`` is not ``source`` cast to its dtype; None when equal.
 
-    Elements are compared as bytes, so NaN equals the same NaN and 0.0 differs from -0.0.
+    Elements are compared as bytes, so NaN equals the same NaN and 0.0 differs from -0.0. ``total`` is fed with what
+    ``written`` holds, in the same pass: when all is equal it has the tensor's digest (``verify.digests``).
     """
     have, want = source[0].dtype, written[0].dtype
     done = 0
     for expected, found in lockstep(_cast(_blocks(source), have, want), _blocks(written)):
         if not np.array_equal(found, expected):
             return (done + int(np.flatnonzero(found != expected)[0])) // want.itemsize
+        if total is not None:
+            total.update(found.data)
         done += len(found)
     return None
 
