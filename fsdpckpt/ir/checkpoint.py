@@ -10,6 +10,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from fsdpckpt.ir.tensors import Int64Array, Tensor
+from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.values import Key, Value, leaf_tensors
 
 __all__ = [
@@ -171,6 +172,7 @@ class Checkpoint:
     ``files`` is what ``Pieces.file`` indexes. ``extra`` holds what is neither model nor optimizer, under the
     source's own keys (nesting kept). ``rank_extra``: the extras of each rank, when ranks saved different ones
     (RNG states), index = rank; empty otherwise. ``evidence`` says in words what was recognised and why.
+    ``units``: those that lie beside the checkpoint, and ``units_from`` the file that says so.
     """
 
     source: str
@@ -187,6 +189,8 @@ class Checkpoint:
     evidence: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()
     notes: tuple[Note, ...] = ()
+    units: Units | None = None
+    units_from: str = ""
 
     def tensors(self) -> Iterator[NamedTensor]:
         """Every tensor of every section: model, then optimizer (its user-added entries last), then extra."""

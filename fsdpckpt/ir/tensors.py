@@ -16,9 +16,12 @@ import numpy.typing as npt
 
 from fsdpckpt.ir.dtypes import DType
 
-__all__ = ["Int64Array", "Pieces", "Tensor", "contiguous_stride"]
+__all__ = ["SLICES", "Int64Array", "Pieces", "Tensor", "contiguous_stride"]
 
 Int64Array: TypeAlias = npt.NDArray[np.int64]
+
+SLICES = "slices"
+"""The ``placement`` of a tensor that is the ranks' 1-D slices of flat parameters one after the other, not yet named."""
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:

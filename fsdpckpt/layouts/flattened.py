@@ -1,0 +1,180 @@
+"""Layout ``flattened``: FSDP1's flat parameters, and which slice of which parameter each rank holds.
+
+The rules follow ``torch/distributed/fsdp/_flat_param.py``: ``FlatParamHandle._init_flat_param_and_metadata`` (order,
+alignment, padding), ``_get_shard`` and ``_get_shard_metadata`` (shards), ``flatten_tensors`` (memory order).
+
+With ``use_orig_params=False`` the parameters follow each other without gaps, every rank gets ceil(total / ranks)
+elements and the last ranks are filled up with zeros. With ``use_orig_params=True`` each parameter begins at a multiple
+of 16 bytes, the end is padded to a multiple of the ranks, and all of this padding holds the number 42.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fsdpckpt.ir.tensors import Int64Array
+
+__all__ = ["FILLER", "FlatLayout", "FlatPart", "FlatSlices", "alignment", "flat_boxes"]
+
+FILLER = 42
+"""What FSDP1 writes into alignment padding (``FlatParamHandle._construct_padding_tensor``)."""
+
+_ALIGNED_BYTES = 16
+
+
+def alignment(itemsize: int) -> int:
+    """Elements to whose multiples parameters are aligned under ``use_orig_params=True``.
+
+    ``itemsize``: bytes of ``MixedPrecision.param_dtype`` when there is one, else of the parameters' own dtype
+    (``_get_aligned_numel``).
+    """
+    return max(_ALIGNED_BYTES // itemsize, 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FlatSlices:
+    """Which elements of which parameter lie on which rank, one row a slice, sorted by parameter, then rank.
+
+    ``param``: index in the unit. ``begin``, ``count``: elements of the flattened parameter. ``offset``: where the
+    slice begins in the rank's shard, in elements. Empty slices are not listed.
+    """
+
+    rank: Int64Array
+    param: Int64Array
+    begin: Int64Array
+    count: Int64Array
+    offset: Int64Array
+
+
+@dataclass(frozen=True, slots=True)
+class FlatPart:
+    """``count`` elements of a rank's shard: of parameter ``param`` from element ``begin``, or of the value ``filler``
+    when ``param`` is None."""
+
+    param: int | None
+    begin: int
+    count: int
+    filler: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FlatLayout:
+    """One flat parameter over the ranks of its sharding group; everything in elements.
+
+    ``start``, ``numel`` (n,): each parameter's place in the flat parameter. ``total``: its length,
+    ``_unpadded_unsharded_size``, alignment included. ``shard``: the length of every rank's shard, padding included.
+    ``shards``: how many different shards there are, 1 for NO_SHARD.
+    """
+
+    start: Int64Array
+    numel: Int64Array
+    total: int
+    shard: int
+    shards: int
+
+    @classmethod
+    def of(
+        cls, numels: Sequence[int], *, world_size: int, aligned: int | None = None, sharded: bool = True
+    ) -> FlatLayout:
+        """The layout of parameters of ``numels`` elements over a sharding group of ``world_size`` ranks.
+
+        ``aligned``: what ``alignment`` gives under ``use_orig_params=True``, None for ``use_orig_params=False``.
+        ``sharded`` is False for NO_SHARD, which pads alike and cuts nothing.
+        """
+        numel = np.asarray(numels, np.int64).reshape(len(numels))
+        taken = numel if aligned is None else -(-numel // aligned) * aligned
+        start = np.concatenate([[0], np.cumsum(taken)[:-1]]).astype(np.int64) if len(numel) else numel
+        total = int(start[-1] + numel[-1]) if len(numel) else 0
+        if aligned is not None:
+            total = -(-total // world_size) * world_size
+        shards = world_size if sharded else 1
+        return cls(start, numel, total, -(-total // shards), shards)
+
+    def held(self, rank: int) -> tuple[int, int]:
+        """(begin, end) in the flat parameter of what ``rank`` holds, padding to ``shard`` left out."""
+        begin = min(rank * self.shard, self.total)
+        return begin, min(begin + self.shard, self.total)
+
+    def slices(self) -> FlatSlices:
+        """All slices of all ranks."""
+        filled = np.flatnonzero(self.numel)
+        start, numel = self.start[filled], self.numel[filled]
+        shard = max(self.shard, 1)
+        first = start // shard
+        pieces = (start + numel - 1) // shard - first + 1
+        param = np.repeat(np.arange(len(filled)), pieces)
+        begun = np.cumsum(pieces) - pieces
+        rank = first[param] + np.arange(len(param)) - begun[param]
+        begin = np.maximum(start[param], rank * shard)
+        end = np.minimum(start[param] + numel[param], (rank + 1) * shard)
+        return FlatSlices(rank, filled[param], begin - start[param], end - begin, begin - rank * shard)
+
+    def slices_of(self, rank: int) -> list[FlatPart]:
+        """The parameters of which ``rank`` holds elements, in order."""
+        return [part for part in self.parts(rank) if part.param is not None]
+
+    def parts(self, rank: int) -> list[FlatPart]:
+        """The whole shard of ``rank``, front to back: slices of parameters, alignment (42), right padding (0)."""
+        begin, end = self.held(rank)
+        found: list[FlatPart] = []
+        low = int(np.searchsorted(self.start + self.numel, begin, side="right"))
+        at = begin
+        for index in range(low, len(self.start)):
+            start, numel = int(self.start[index]), int(self.numel[index])
+            if start >= end:
+                break
+            if not numel:
+                continue
+            if start > at:
+                found.append(FlatPart(None, 0, start - at, FILLER))
+                at = start
+            count = min(start + numel, end) - at
+            found.append(FlatPart(index, at - start, count))
+            at += count
+        if at < end:
+            found.append(FlatPart(None, 0, end - at, FILLER))
+        if self.shard > end - begin:
+            found.append(FlatPart(None, 0, self.shard - (end - begin)))
+        return found
+
+
+def flat_boxes(
+    shape: Sequence[int], begin: int, count: int, order: Sequence[int] | None = None
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Elements [begin, begin + count) of a flattened tensor as boxes (start, size), one after the other.
+
+    ``order``: the dimensions from slowest to fastest in memory, None for row-major. A range is at most 2 * ndim - 1
+    boxes, each contiguous in that order: the rest of a row, whole rows, the rest of a plane, and so on.
+    """
+    dims = tuple(range(len(shape))) if order is None else tuple(order)
+    sizes = [shape[dim] for dim in dims]
+    found: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    end = begin + count
+    while begin < end:
+        # The largest dimension at whose boundary ``begin`` lies and that fits: one box of whole slices of it.
+        inner = 1
+        level = len(sizes)
+        while level > 0 and begin % (inner * sizes[level - 1]) == 0 and begin + inner * sizes[level - 1] <= end:
+            level -= 1
+            inner *= sizes[level]
+        if level == 0:
+            start, size = [0] * len(sizes), list(sizes)
+            taken = inner
+        else:
+            room = sizes[level - 1] - begin // inner % sizes[level - 1]
+            rows = min(room, (end - begin) // inner)
+            start, rest = [0] * len(sizes), begin
+            for axis in reversed(range(len(sizes))):
+                start[axis] = rest % sizes[axis]
+                rest //= sizes[axis]
+            size = [1] * (level - 1) + [rows] + sizes[level:]
+            taken = rows * inner
+        back_start, back_size = [0] * len(sizes), [0] * len(sizes)
+        for axis, dim in enumerate(dims):
+            back_start[dim], back_size[dim] = start[axis], size[axis]
+        found.append((tuple(back_start), tuple(back_size)))
+        begin += taken
+    return found
