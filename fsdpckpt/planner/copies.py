@@ -178,7 +178,21 @@ def _fill(slot: Slot, layout: _Layout, cast: int, rows: list[Row]) -> None:
                     )
                 )
     if len(rows) - first > 1:
-        rows[first:] = sorted(rows[first:], key=lambda row: row[3])
+        rows[first:] = _joined(sorted(rows[first:], key=lambda row: row[3]))
+
+
+def _joined(rows: list[Row]) -> list[Row]:
+    """Neighbours made one: a slice of a flat parameter is several boxes, which lie end to end on both sides."""
+    joined = rows[:1]
+    for row in rows[1:]:
+        file, source, source_pitch, target, target_pitch, width, count, cast = joined[-1]
+        plain = count == row[6] == 1 and file == row[0] and cast == row[7]
+        if plain and source + source_pitch == row[1] and target + width == row[3]:
+            grown = (file, source, source_pitch + row[2], target, target_pitch + row[4], width + row[5], 1, cast)
+            joined[-1] = grown
+        else:
+            joined.append(row)
+    return joined
 
 
 def _pitched(

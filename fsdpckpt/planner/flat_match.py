@@ -1,0 +1,391 @@
+"""Proves units against a flattened checkpoint: every slice of every rank must have the length that they say.
+
+``match`` takes the units as fully given (``use_orig_params``, strategy, alignment, sharding group) and either finds
+what each key of the checkpoint is, or lists everything that contradicts them. It searches and guesses nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, OptimState, ParamKey, group_params
+from fsdpckpt.ir.tensors import SLICES, Int64Array, Tensor
+from fsdpckpt.ir.units import FLAT_PARAM, Strategy, Unit, UnitParam, Units
+from fsdpckpt.ir.values import Key, Value
+from fsdpckpt.layouts.flattened import FlatLayout, alignment
+from fsdpckpt.planner.names import clean
+
+__all__ = ["FlatMatch", "Mismatch", "carried_whole", "is_flat_key", "is_sliced", "layout_of", "match", "slice_lengths"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FlatMatch:
+    """Units that fit. ``keys``: each optimizer key of the checkpoint to an original name or a unit's key.
+
+    ``layouts``: each unit's key to its layout. ``shard_size``: ranks in one sharding group; rank r holds shard
+    r % ``shard_size``. ``counts``: for each managed parameter, the elements each shard holds of it.
+    ``flat_optimizer``: whether the optimizer holds slices at all. ``proved``: what was compared, in words.
+    """
+
+    units: Units
+    keys: Mapping[ParamKey, str]
+    layouts: Mapping[str, FlatLayout]
+    shard_size: int
+    counts: Mapping[str, Int64Array]
+    flat_optimizer: bool
+    proved: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """Everything in the checkpoint that contradicts the units."""
+
+    contradictions: tuple[str, ...]
+
+
+def is_flat_key(key: str) -> bool:
+    """Whether a model key names a flat parameter."""
+    return key == FLAT_PARAM or key.endswith(f".{FLAT_PARAM}")
+
+
+def layout_of(unit: Unit, *, use_orig_params: bool, world_size: int, shard_size: int) -> FlatLayout:
+    """The layout of one unit among ``world_size`` ranks in sharding groups of ``shard_size``.
+
+    NO_SHARD pads for all ranks and cuts nothing; a group of one rank makes NO_SHARD of every strategy
+    (``_init_core_state``).
+    """
+    sharded = unit.strategy is not Strategy.NO_SHARD and shard_size > 1
+    dtype = unit.param_dtype or unit.params[0].dtype
+    return FlatLayout.of(
+        [param.numel for param in unit.params],
+        world_size=shard_size if sharded else world_size,
+        aligned=alignment(dtype.itemsize) if use_orig_params else None,
+        sharded=sharded,
+    )
+
+
+def match(checkpoint: Checkpoint, units: Units) -> FlatMatch | Mismatch:
+    """What every key of ``checkpoint`` is under ``units``, or all that contradicts them."""
+    matching = _Matching(checkpoint, units)
+    found = list(matching.contradictions())
+    if found:
+        return Mismatch(tuple(found))
+    return FlatMatch(
+        units,
+        matching.keys,
+        matching.layouts,
+        matching.shard_size,
+        matching.counts,
+        matching.flat_optimizer,
+        tuple(matching.proved),
+    )
+
+
+def slice_lengths(tensor: Tensor, world_size: int) -> Int64Array | None:
+    """Elements each rank holds of a 1-D tensor, 0 where it has none; None when it is not one plain piece a rank."""
+    pieces = tensor.pieces
+    if tensor.ndim != 1 or len(np.unique(pieces.rank)) != len(pieces):
+        return None
+    lengths = np.zeros(world_size, np.int64)
+    lengths[pieces.rank] = pieces.size[:, 0]
+    return lengths
+
+
+class _Matching:
+    """One attempt; ``contradictions`` fills the attributes that ``FlatMatch`` takes."""
+
+    def __init__(self, checkpoint: Checkpoint, units: Units) -> None:
+        self.checkpoint = checkpoint
+        self.units = units
+        self.world_size = checkpoint.world_size
+        self.shard_size = units.shard_size or self.world_size
+        self.params = units.params()
+        self.managed = units.unit_of()
+        self.by_key = {unit.key: unit for unit in units.units}
+        self.layouts: dict[str, FlatLayout] = {}
+        self.counts: dict[str, Int64Array] = {}
+        self.keys: dict[ParamKey, str] = {}
+        self.proved: list[str] = []
+        self.flat_optimizer = is_sliced(checkpoint, units)
+
+    def contradictions(self) -> Iterator[str]:
+        recorded = self.units.world_size
+        if recorded is not None and recorded != self.world_size:
+            yield f"the units were recorded on {recorded} ranks, the checkpoint has {self.world_size}"
+        if self.world_size % self.shard_size:
+            yield f"sharding groups of {self.shard_size} ranks do not divide {self.world_size} ranks"
+            return
+        self._lay_out()
+        if self.checkpoint.model is not None:
+            yield from self._model(self.checkpoint.model.params)
+        if self.checkpoint.optim is not None:
+            yield from self._optimizer(self.checkpoint.optim)
+
+    def _lay_out(self) -> None:
+        for unit in self.units.units:
+            layout = layout_of(
+                unit,
+                use_orig_params=self.units.use_orig_params,
+                world_size=self.world_size,
+                shard_size=self.shard_size,
+            )
+            self.layouts[unit.key] = layout
+            slices = layout.slices()
+            table = np.zeros((len(unit.params), layout.shards), np.int64)
+            table[slices.param, slices.rank] = slices.count
+            self.counts.update({param.name: table[index] for index, param in enumerate(unit.params)})
+
+    def _spread(self, counts: Int64Array) -> Int64Array:
+        """What each rank holds, from what each shard holds."""
+        return np.resize(counts, self.world_size)
+
+    # The model.
+
+    def _model(self, params: Mapping[str, Tensor | Value]) -> Iterator[str]:
+        flat = {key for key in params if is_flat_key(key)}
+        if flat:
+            yield from self._flat_parameters(params, flat)
+        yield from self._names(params, flat)
+
+    def _flat_parameters(self, params: Mapping[str, Tensor | Value], flat: set[str]) -> Iterator[str]:
+        by_clean = {clean(key): key for key in flat}
+        for key in by_clean:
+            if key not in self.by_key:
+                yield f"the checkpoint has a flat parameter {key}, the units have no such unit"
+        for unit in self.units.units:
+            leaf = params.get(by_clean.get(unit.key, unit.key))
+            total = self.layouts[unit.key].total
+            if not isinstance(leaf, Tensor):
+                yield f"unit {unit.prefix!r}: the checkpoint has no flat parameter {unit.key}"
+            elif leaf.shape != (total,):
+                yield f"{unit.key}: {total} elements by the units, {list(leaf.shape)} in the checkpoint"
+            else:
+                yield from self._flat_pieces(unit, leaf)
+        self.proved.append(f"{len(flat)} flat parameters have the names and lengths of the units")
+
+    def _flat_pieces(self, unit: Unit, leaf: Tensor) -> Iterator[str]:
+        layout = self.layouts[unit.key]
+        for rank, start, size in zip(
+            leaf.pieces.rank.tolist(), leaf.pieces.start[:, 0].tolist(), leaf.pieces.size[:, 0].tolist(), strict=True
+        ):
+            begin, end = layout.held(rank % self.shard_size if layout.shards > 1 else 0)
+            if size and (start, start + size) != (begin, end):
+                yield f"{unit.key}: rank {rank} holds {start}:{start + size}, by the units {begin}:{end}"
+
+    def _names(self, params: Mapping[str, Tensor | Value], flat: set[str]) -> Iterator[str]:
+        """Names beside the flat parameters: whole parameters and buffers, or one slice a rank (use_orig_params)."""
+        shared = dict(self.units.shared)
+        cleaned = {clean(key): leaf for key, leaf in params.items() if key not in flat}
+        compared = 0
+        for name, leaf in cleaned.items():
+            param = self.params.get(shared.get(name, name))
+            if param is None:
+                if isinstance(leaf, Tensor) and leaf.managed and leaf.placement != SLICES:
+                    yield f"the model has a parameter {name}, which the units do not have"
+            elif isinstance(leaf, Tensor):
+                compared += 1
+                yield from self._named(name, param, leaf, sliced=bool(flat))
+        if flat or not cleaned:
+            return
+        yield from (f"the units have {name}, the model has no such key" for name in self.params if name not in cleaned)
+        if self.checkpoint.container is not Container.SAFETENSORS:
+            yield from self._order(list(cleaned))
+        if compared:
+            self.proved.append(f"{compared} names and shapes of the units are those of the model section")
+
+    def _named(self, name: str, param: UnitParam, leaf: Tensor, *, sliced: bool) -> Iterator[str]:
+        if sliced and param.name in self.managed:
+            wrong = self._check_slices(param, leaf)
+            if wrong:
+                yield f"model {name}: {wrong}"
+        elif leaf.shape != param.shape and not self._whole_vector(param, leaf):
+            yield f"{name}: {list(param.shape)} by the units, {list(leaf.shape)} in the model section"
+
+    def _order(self, names: Sequence[str]) -> Iterator[str]:
+        place = {name: index for index, name in enumerate(names)}
+        for unit in self.units.units:
+            known = [param.name for param in unit.params if param.name in place]
+            ordered = sorted(known, key=place.__getitem__)
+            wrong = next((pair for pair in zip(known, ordered, strict=True) if pair[0] != pair[1]), None)
+            if wrong:
+                yield f"unit {unit.prefix!r}: {wrong[0]} stands where the model section has {wrong[1]}"
+
+    # The optimizer.
+
+    def _optimizer(self, optim: OptimState) -> Iterator[str]:
+        if not self.flat_optimizer:
+            yield from self._whole_optimizer(optim)
+            return
+        yield from self._map_keys(optim)
+        compared = 0
+        for key, states in optim.state.items():
+            name = self.keys.get(key)
+            if name is None:
+                if isinstance(key, int):
+                    yield f"optim {key}: no param group lists it"
+                continue
+            tensors = {state: leaf for state, leaf in states.items() if isinstance(leaf, Tensor) and leaf.ndim}
+            wrong = {state: text for state, leaf in tensors.items() if (text := self._state(name, leaf))}
+            compared += len(tensors)
+            for state, text in wrong.items():
+                # One number a rank beside states that do fit is a counter of shape (1,); alone it would prove nothing.
+                if len(wrong) == len(tensors) or not carried_whole(tensors[state]):
+                    yield f"optim {key} ({name}) {state}: {text}"
+        if compared:
+            self.proved.append(f"{compared} optimizer states have the units' number of elements on every rank")
+
+    def _whole_optimizer(self, optim: OptimState) -> Iterator[str]:
+        """An optimizer by name beside flattened model files (accelerate's LOCAL_STATE_DICT)."""
+        for key, states in optim.state.items():
+            param = self.params.get(clean(str(key)))
+            if param is None:
+                continue
+            self.keys[key] = param.name
+            shapes = {leaf.shape for leaf in states.values() if isinstance(leaf, Tensor) and leaf.ndim}
+            if shapes and param.shape not in shapes:
+                yield f"optim {key}: {list(param.shape)} by the units, {list(next(iter(shapes)))} in the checkpoint"
+        if self.keys:
+            self.proved.append(f"{len(self.keys)} optimizer entries have the names and shapes of the units")
+
+    def _map_keys(self, optim: OptimState) -> Iterator[str]:
+        known = [*self.by_key, *(param.name for param in self.units.unmanaged)]
+        possible = dict.fromkeys(self.params if self.units.use_orig_params else known)
+        groups = optim.param_groups
+        if optim.key_type == "name":
+            listed = [key for group in groups or () for key in group_params(group) or ()]
+            for key in dict.fromkeys([*optim.state, *listed]):
+                if clean(str(key)) in possible:
+                    self.keys[key] = clean(str(key))
+                elif key in listed:
+                    yield f"optim: the groups list {key}, which the units do not have"
+            return
+        if groups is None:
+            order = self.units.optimizer_keys() if self.units.groups is None else _chain(self.units.groups)
+            self.keys.update({key: order[key] for key in optim.state if isinstance(key, int) and key < len(order)})
+            yield from (
+                f"optim {key}: the units have {len(order)} parameters" for key in optim.state if key not in self.keys
+            )
+            return
+        yield from self._map_ids(groups)
+
+    def _map_ids(self, groups: Sequence[Mapping[Key, Value]]) -> Iterator[str]:
+        ids = [group_params(group) or [] for group in groups]
+        names = self._groups([len(listed) for listed in ids], groups)
+        if isinstance(names, str):
+            yield names
+            return
+        for number, (listed, own) in enumerate(zip(ids, names, strict=True)):
+            if len(listed) != len(own):
+                yield f"param group {number} lists {len(listed)} parameters, by the units it has {len(own)}"
+                return
+            self.keys.update(zip(listed, own, strict=True))
+        yield from self._compare_param_names(groups)
+
+    def _groups(self, lengths: Sequence[int], groups: Sequence[Mapping[Key, Value]]) -> Sequence[Sequence[str]] | str:
+        """The keys of each param group, or why they are not known."""
+        if self.units.groups is not None:
+            if len(self.units.groups) != len(lengths):
+                return f"the optimizer has {len(lengths)} param groups, by the units {len(self.units.groups)}"
+            return self.units.groups
+        told = [_param_names(group) for group in groups]
+        if all(told):
+            return [[clean(name) for name in names] for names in told]
+        if len(lengths) > 1:
+            return (
+                f"the optimizer has {len(lengths)} param groups, and the units do not say which parameters are in which"
+            )
+        order = self.units.optimizer_keys()
+        trained = tuple(key for key in order if self._requires_grad(key))
+        return [order if lengths[0] == len(order) else trained]
+
+    def _requires_grad(self, key: str) -> bool:
+        return self.by_key[key].requires_grad if key in self.by_key else self.params[key].requires_grad
+
+    def _compare_param_names(self, groups: Sequence[Mapping[Key, Value]]) -> Iterator[str]:
+        known = {*self.by_key, *self.params}
+        compared = 0
+        for group in groups:
+            for key, name in zip(group_params(group) or (), _param_names(group), strict=False):
+                compared += 1
+                if clean(name) not in known:
+                    yield f"param_names: {clean(name)} is not among the units' parameters"
+                elif self.keys[key] != clean(name):
+                    yield f"optim {key} is {clean(name)} by param_names, {self.keys[key]} by the units"
+        if compared:
+            self.proved.append(f"{compared} param_names of the groups agree with the units")
+
+    def _state(self, name: str, leaf: Tensor) -> str | None:
+        """What is wrong with one state's lengths."""
+        if name in self.by_key:
+            shard = self.layouts[name].shard
+            lengths = slice_lengths(leaf, self.world_size)
+            if lengths is None or (lengths != shard).any():
+                return f"{shard} elements on every rank by the units, found {_found(leaf, self.world_size)}"
+            return None
+        if name in self.managed:
+            return self._check_slices(self.params[name], leaf)
+        if leaf.shape != self.params[name].shape and not self._whole_vector(self.params[name], leaf):
+            return f"{list(self.params[name].shape)} by the units, found {_found(leaf, self.world_size)}"
+        return None
+
+    def _check_slices(self, param: UnitParam, leaf: Tensor) -> str | None:
+        layout = self.layouts[self.managed[param.name].key]
+        if layout.shards == 1 and leaf.shape == param.shape and leaf.placement != SLICES:
+            return None
+        lengths = slice_lengths(leaf, self.world_size)
+        expected = self._spread(self.counts[param.name])
+        if lengths is None or not np.array_equal(lengths, expected):
+            return f"{_lengths(expected)} elements by rank by the units, found {_found(leaf, self.world_size)}"
+        return None
+
+    def _whole_vector(self, param: UnitParam, leaf: Tensor) -> bool:
+        """Whether a slices tensor is a 1-D tensor that every rank which has it holds whole."""
+        return (
+            leaf.placement == SLICES
+            and len(param.shape) == 1
+            and bool((leaf.pieces.size[:, 0] == param.shape[0]).all())
+        )
+
+
+def carried_whole(tensor: Tensor) -> bool:
+    """Whether it is one number a rank, in a tensor of shape (1,): no slice then, but like a 0-dim state."""
+    return tensor.ndim == 1 and len(tensor.pieces) > 0 and bool((tensor.pieces.size[:, 0] == 1).all())
+
+
+def is_sliced(checkpoint: Checkpoint, units: Units) -> bool:
+    """Whether the optimizer holds slices. Of one rank they are whole 1-D tensors, and only the units tell."""
+    optim = checkpoint.optim
+    if optim is None:
+        return False
+    leaves = [
+        leaf for states in optim.state.values() for leaf in states.values() if isinstance(leaf, Tensor) and leaf.ndim
+    ]
+    if any(leaf.placement == SLICES for leaf in leaves):
+        return True
+    if optim.key_type != "id" or units.use_orig_params or not leaves:
+        return False
+    return all(leaf.ndim == 1 and leaf.managed is not True for leaf in leaves)
+
+
+def _chain(groups: Iterable[Iterable[str]]) -> list[str]:
+    return [name for group in groups for name in group]
+
+
+def _param_names(group: Mapping[Key, Value]) -> list[str]:
+    names = group.get("param_names")
+    return [str(name) for name in names] if isinstance(names, (list, tuple)) else []
+
+
+def _lengths(lengths: Int64Array) -> str:
+    values: list[int] = lengths.tolist()
+    if len(set(values)) == 1 and len(values) > 1:
+        return f"{values[0]} (each of {len(values)})"
+    return ", ".join(map(str, values[:12])) + (", ..." if len(values) > 12 else "")
+
+
+def _found(tensor: Tensor, world_size: int) -> str:
+    lengths = slice_lengths(tensor, world_size)
+    return f"shape {list(tensor.shape)}" if lengths is None else _lengths(lengths)
