@@ -1,4 +1,7 @@
-"""The Python API: ``inspect``, ``convert``, ``diff``, ``verify`` and ``open``. The commands are thin over these."""
+"""The Python API: ``inspect``, ``convert``, ``diff``, ``verify``, ``open`` and, for training scripts, ``save_units``.
+
+The commands are thin over these. Only ``save_units`` imports torch.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +11,26 @@ from collections.abc import Callable, Iterable
 from enum import StrEnum
 from typing import TYPE_CHECKING, TypeVar
 
-from fsdpckpt.converters.options import ConvertOptions, TensorForm, VerifyLevel, parse_size
+from fsdpckpt.converters.options import ConvertOptions, MissingState, TensorForm, VerifyLevel, parse_size
 from fsdpckpt.errors import UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, NamedTensor, Section
+from fsdpckpt.ir.invariants import problems
+from fsdpckpt.ir.units import Strategy
 from fsdpckpt.progress import Progress
 from fsdpckpt.storage.sources import Sources, is_url
 
 if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
     from fsdpckpt.converters.report import Report
+    from fsdpckpt.converters.units import FoundUnits
     from fsdpckpt.describe import Description, Json
     from fsdpckpt.lazy import LazyCheckpoint
     from fsdpckpt.verify.compare import Difference
     from fsdpckpt.verify.integrity import Verification
 
-__all__ = ["convert", "diff", "inspect", "open", "verify"]
+__all__ = ["convert", "diff", "find_units", "inspect", "model_units", "open", "save_units", "verify"]
 
 E = TypeVar("E", bound=StrEnum)
 Path = str | os.PathLike[str]
@@ -34,22 +43,29 @@ def inspect(
     section: str | None = None,
     ranks: bool = False,
     stats: bool = False,
+    units: Path | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Description:
     """What is at ``source``: recognised layout, container, flavor, tensors, param groups, problems.
 
     Reads headers and metadata only, unless ``stats``. ``ranks`` locates every piece in its file. ``keys`` are globs
-    over dotted keys. ``.to_json(ranks=...)`` gives the document of ``fsdpckpt inspect --json``. Raises SourceError.
+    over dotted keys. ``.to_json(ranks=...)`` gives the document of ``fsdpckpt inspect --json``. Flattened shards are
+    shown by name where ``units`` (a file), or units beside the source, tell. Raises SourceError.
     """
     from fsdpckpt.describe import Selection, describe
     from fsdpckpt.readers.detect import open_checkpoint
 
     wanted = Selection(tuple(keys), _enum(Section, section, "section"))
     with Sources() as sources:
-        checkpoint = open_checkpoint(os.fspath(source), sources=sources, locate=ranks or stats)
+        opened = open_checkpoint(os.fspath(source), sources=sources, locate=ranks or stats)
+        checkpoint = _named(opened, sources, units)
+        if checkpoint is not opened:
+            checkpoint = dataclasses.replace(checkpoint, problems=(*checkpoint.problems, *problems(checkpoint)))
         measure = _measure(checkpoint, sources, threads, progress) if stats else None
-        return describe(checkpoint, wanted, measure=measure)
+        description = describe(checkpoint, wanted, measure=measure)
+        stored = opened.optim.key_type if opened.optim is not None else None
+        return dataclasses.replace(description, key_type=stored)
 
 
 def _measure(
@@ -113,13 +129,15 @@ def diff(
     rtol: float | None = None,
     atol: float | None = None,
     only: str | None = None,
+    units: Path | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Difference:
     """Compare two checkpoints logically, whatever their layouts, containers, key types and world sizes.
 
     Every byte counts, or with ``rtol``/``atol`` (as ``torch.allclose``) numbers that close are equal. ``only``
-    compares one section. Raises NeedsInformationError when id and name keys cannot be matched, SourceError.
+    compares one section. ``units``: a units file for flattened shards on either side. Raises NeedsInformationError when
+    id and name keys cannot be matched, SourceError.
     """
     from fsdpckpt.progress import NoProgress
     from fsdpckpt.readers.detect import open_checkpoint
@@ -131,7 +149,8 @@ def diff(
     section = _enum(Section, only, "only")
     tolerance = None if rtol is None and atol is None else Tolerance(rtol or 0.0, atol or 0.0)
     with Sources() as sources:
-        pair = [open_checkpoint(os.fspath(one), sources=sources, locate=True) for one in (a, b)]
+        opened = [open_checkpoint(os.fspath(one), sources=sources, locate=True) for one in (a, b)]
+        pair = [_named(one, sources, units) for one in opened]
         one, other = (only_section(checkpoint, section) for checkpoint in pair)
         stages.begin("compare", sum(named.tensor.nbytes for named in one.tensors()))
         result = compare(
@@ -151,17 +170,21 @@ def verify(
     *,
     digests: bool = False,
     finite: bool = False,
+    units: Path | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Verification:
     """Prove the checkpoint at ``source`` whole: ``.problems`` lists all that is wrong, ``.whole`` says if nothing is.
 
-    ``digests`` adds a layout-independent SHA-256 per tensor, ``finite`` reports NaN and Inf. Raises SourceError (exit
-    code 3) when the source cannot be read as a checkpoint at all.
+    ``digests`` adds a layout-independent SHA-256 per tensor, ``finite`` reports NaN and Inf. ``units``: a units file
+    for flattened shards. Raises SourceError (exit code 3) when the source cannot be read as a checkpoint at all.
     """
     from fsdpckpt.verify.run import verify as run
 
-    return run(os.fspath(source), digests=digests, finite=finite, threads=threads, progress=progress)
+    def name(checkpoint: Checkpoint, sources: Sources) -> Checkpoint:
+        return _named(checkpoint, sources, units)
+
+    return run(os.fspath(source), name=name, digests=digests, finite=finite, threads=threads, progress=progress)
 
 
 def open(source: Path) -> LazyCheckpoint:  # noqa: A001  # the contract's name: fsdpckpt.open(src)
@@ -171,10 +194,110 @@ def open(source: Path) -> LazyCheckpoint:  # noqa: A001  # the contract's name: 
 
     sources = Sources()
     try:
-        return LazyCheckpoint(open_checkpoint(os.fspath(source), sources=sources, locate=True), sources)
+        checkpoint = open_checkpoint(os.fspath(source), sources=sources, locate=True)
+        return LazyCheckpoint(_named(checkpoint, sources, None), sources)
     except BaseException:
         sources.__exit__()
         raise
+
+
+def save_units(model: nn.Module, optimizer: Optimizer | None, path: Path) -> None:
+    """Write what FSDP1 never saves of a live model: names, shapes and order behind its flat parameters.
+
+    Call it once after wrapping, on every rank or on rank 0 alone; the model's rank 0 writes ``path``, a ``.json`` file
+    or a directory for its ``units.json``. Beside the checkpoints ``fsdpckpt`` finds it there. Raises UsageError for a
+    model without FSDP1 modules: FSDP2 needs no units file.
+    """
+    from fsdpckpt.live.units import save_units as save
+
+    save(model, optimizer, path)
+
+
+def _named(checkpoint: Checkpoint, sources: Sources, units: Path | None) -> Checkpoint:
+    """Flattened shards by name, as far as units are known; anything else as it is, without the cost of the import."""
+    if checkpoint.layout is not Layout.FLATTENED and checkpoint.units is None and units is None:
+        return checkpoint
+    from fsdpckpt.converters.logical import logical
+
+    return logical(checkpoint, sources, units=os.fspath(units) if units is not None else None)
+
+
+def find_units(
+    source: Path,
+    *,
+    units: Path | None = None,
+    unit: Iterable[str] = (),
+    use_orig_params: bool | None = None,
+    strategy: str | None = None,
+    param_dtype: str | None = None,
+    shard_size: int | None = None,
+    reference: Path | None = None,
+    parameters: Path | None = None,
+) -> FoundUnits:
+    """The units of the checkpoint at ``source``, inferred or from ``units``, and how they were proved.
+
+    The options are those of ``fsdpckpt convert``. Raises NeedsInformationError when several units fit, SourceError.
+    """
+    from fsdpckpt.converters.passes import units_request
+    from fsdpckpt.converters.units import find_units as find
+    from fsdpckpt.readers.detect import open_checkpoint
+
+    options = ConvertOptions(
+        units=None if units is None else os.fspath(units),
+        unit=tuple(unit),
+        use_orig_params=use_orig_params,
+        strategy=_enum(Strategy, strategy, "strategy"),
+        param_dtype=param_dtype,
+        shard_size=shard_size,
+        reference=None if reference is None else os.fspath(reference),
+        parameters=None if parameters is None else os.fspath(parameters),
+    )
+    with Sources() as sources:
+        checkpoint = open_checkpoint(os.fspath(source), sources=sources)
+        return find(checkpoint, units_request(options), sources)
+
+
+def model_units(
+    model: str | Callable[[], nn.Module],
+    wrap: Iterable[str | type[nn.Module]],
+    *,
+    use_orig_params: bool,
+    strategy: str = Strategy.FULL_SHARD,
+    param_dtype: str | None = None,
+    shard_size: int | None = None,
+    ignore: Iterable[str] = (),
+    prove_by: Path | None = None,
+) -> FoundUnits:
+    """The units of what ``model()`` makes on the meta device, with modules of the classes ``wrap`` wrapped by FSDP1.
+
+    ``model`` and ``wrap`` may be given as ``package.module:name``. ``ignore``: globs of modules and parameters that
+    FSDP was told to ignore. ``prove_by``: a checkpoint of the model. Raises UsageError, SourceError.
+    """
+    from fsdpckpt.converters.passes import units_request
+    from fsdpckpt.converters.units import FoundUnits
+    from fsdpckpt.converters.units_model import prove
+    from fsdpckpt.live.meta import units_from_model
+
+    request = units_request(ConvertOptions(param_dtype=param_dtype, shard_size=shard_size))
+    classes, ignored = list(wrap), list(ignore)
+    units = units_from_model(
+        model,
+        classes,
+        use_orig_params=use_orig_params,
+        param_dtype=request.param_dtype,
+        strategy=_enum(Strategy, strategy, "strategy") or Strategy.FULL_SHARD,
+        shard_size=request.shard_size,
+        ignored=ignored,
+    )
+    how = [
+        f"built by {model} on the meta device",
+        f"wrapped: the root and every {', '.join(map(str, classes))}" if classes else "wrapped: the root only",
+        *([f"ignored: {', '.join(ignored)}"] if ignored else []),
+    ]
+    if prove_by is not None:
+        with Sources() as sources:
+            how += prove(units, os.fspath(prove_by), sources)
+    return FoundUnits(units, None, tuple(how))
 
 
 def _with_options(options: ConvertOptions, named: dict[str, object]) -> ConvertOptions:
@@ -191,9 +314,13 @@ _ENUMS: dict[str, type[StrEnum]] = {
     "only": Section,
     "tensor": TensorForm,
     "verify": VerifyLevel,
+    "strategy": Strategy,
+    "missing_state": MissingState,
 }
-_TUPLES = frozenset({"buffers", "include", "exclude"})
-_DTYPES = frozenset({"dtype", "optim_dtype"})
+_TUPLES = frozenset({"buffers", "include", "exclude", "unit"})
+_DTYPES = frozenset({"dtype", "optim_dtype", "param_dtype"})
+_PATHS = frozenset({"reference", "units", "parameters"})
+_KEY_TYPES = ("name", "id")
 _SIZES = frozenset({"max_memory", "max_shard_size"})
 
 
@@ -214,7 +341,9 @@ def _option(name: str, value: object) -> object:
             raise UsageError(
                 f"{option} takes a size, and {value!r} is none", next_step=f"{option} 128MiB, or 5GB, or 1000 (bytes)"
             ) from None
-    if name == "reference" and value is not None and not (isinstance(value, str) and is_url(value)):
+    if name == "key_type" and value not in (None, *_KEY_TYPES):
+        raise UsageError(f"key_type cannot be {value!r}", expected=", ".join(_KEY_TYPES), found=str(value))
+    if name in _PATHS and value is not None and not (isinstance(value, str) and is_url(value)):
         return os.fspath(value)  # type: ignore[call-overload]
     # torch.bfloat16 itself, without an import of torch
     return str(value).removeprefix("torch.") if name in _DTYPES and not isinstance(value, str | None) else value

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import TypeAlias
 
-from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Note, Problem, Section
+from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, NamedTensor, Note, Problem, Section
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Object, Value, walk
 
@@ -57,12 +57,14 @@ class Description:
     """``checkpoint`` under a summary. ``tensors``: the selected ones, in the checkpoint's order.
 
     ``stats``: statistics of each (``verify.stats.Stats`` as a dict), None for one that has none; None if not computed.
+    ``key_type``: of the optimizer as it is stored; flattened shards are shown by name where their units are known.
     """
 
     checkpoint: Checkpoint
     sections: dict[str, SectionSummary]
     tensors: tuple[NamedTensor, ...]
     stats: tuple[dict[str, Json] | None, ...] | None = None
+    key_type: KeyType | None = None
 
     def __repr__(self) -> str:
         """One line: at a prompt nobody wants the positions of every piece."""
@@ -83,7 +85,7 @@ class Description:
             "container": str(checkpoint.container),
             "flavor": checkpoint.flavor,
             "world_size": checkpoint.world_size,
-            "key_type": optim.key_type if optim is not None else None,
+            "key_type": self.key_type,
             "sections": {name: json_value(asdict(summary)) for name, summary in self.sections.items()},
             "tensors": list(rows),
             "param_groups": [json_value(group) for group in (optim.param_groups or [])] if optim is not None else [],
@@ -109,7 +111,9 @@ def describe(
         if selection is None or selection.takes(named.section, named.key):
             chosen.append(named)
     sections = {section: sums.summary() for section, sums in rows.items()}
-    return Description(checkpoint, sections, tuple(chosen), tuple(measure(chosen)) if measure is not None else None)
+    stats = tuple(measure(chosen)) if measure is not None else None
+    key_type = checkpoint.optim.key_type if checkpoint.optim is not None else None
+    return Description(checkpoint, sections, tuple(chosen), stats, key_type)
 
 
 class _Sums:

@@ -2,6 +2,7 @@
 
 FsdpckptError                    70  (a bug when raised as itself)
 ├── UsageError                    2  the command line or the arguments are wrong
+│   └── StateDictMismatchError       two state dicts, or those of two ranks, differ in structure
 ├── SourceError                   3  the source cannot be used
 │   ├── SourceMissingError           nothing is there
 │   ├── SourceUnrecognisedError      something is there, but no checkpoint this program knows
@@ -35,6 +36,7 @@ __all__ = [
     "SourceUnrecognisedError",
     "SourceUnsafeError",
     "SourceUnsupportedError",
+    "StateDictMismatchError",
     "TargetError",
     "TargetExistsError",
     "TargetUnwritableError",
@@ -93,6 +95,10 @@ class UsageError(FsdpckptError):
     exit_code = 2
 
 
+class StateDictMismatchError(UsageError):
+    """``details`` lists every difference: keys, kinds, shapes, dtypes."""
+
+
 class SourceError(FsdpckptError):
     exit_code = 3
 
@@ -138,7 +144,15 @@ class TargetUnwritableError(TargetError):
 
 
 class WorkerError(FsdpckptError):
+    """The same on every worker: ``rank`` failed in the collective ``step`` because of ``cause``.
+
+    ``cause_exit_code`` is what the cause itself would have ended the program with (70 for an unforeseen exception).
+    """
+
     exit_code = 6
+    step: str | None = None
+    cause: str | None = None
+    cause_exit_code: int | None = None
 
 
 class InternalError(FsdpckptError):

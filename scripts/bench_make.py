@@ -1,14 +1,16 @@
 """Write checkpoints of a given size in PyTorch's own formats, without training: ``bench_make.py FORM DIRECTORY BYTES``.
 
 FORM is ``dcp`` (run under torchrun: each rank saves its own DTensor shards), ``ranks`` (four ranks' DTensor files),
-``full`` (one torch file), ``one-tensor`` (a DCP directory of a single tensor, run under torchrun) or ``many`` (one
-torch file of BYTES tensors, not bytes).
+``flat`` (four ranks of FSDP1's flat shards, use_orig_params=False, with a units file), ``full`` (one torch file),
+``one-tensor`` (a DCP directory of a single tensor, run under torchrun) or ``many`` (one
+torch file of BYTES tensors, not bytes), ``units`` (the units file that belongs to ``full`` of that size).
 
 The tensors are maps of one file of random bytes, so that writing 16 GB takes no 16 GB of memory.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import warnings
@@ -120,6 +122,59 @@ def make_ranks(directory: str, params: dict[str, Shape], data: RandomFile) -> No
         dist.destroy_process_group()
 
 
+def units_of(params: dict[str, Shape]) -> dict[str, list[str]]:
+    """One unit a layer, and the root with the rest, as ModuleWrapPolicy of the layer class makes them."""
+    units: dict[str, list[str]] = {"": []}
+    for name in params:
+        prefix = ".".join(name.split(".")[:2]) if name.startswith("layers.") else ""
+        units.setdefault(prefix, []).append(name)
+    return units
+
+
+def make_flat(directory: str, params: dict[str, Shape], data_path: str) -> None:
+    from torch.distributed._shard.sharded_tensor import Shard as LocalShard
+    from torch.distributed._shard.sharded_tensor import ShardedTensor, ShardedTensorMetadata, TensorProperties
+    from torch.distributed._shard.sharding_spec import ShardMetadata
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    os.makedirs(directory, exist_ok=True)
+    units = units_of(params)
+    totals = {prefix: sum(prod(params[name]) for name in names) for prefix, names in units.items()}
+    data = RandomFile(data_path, -(-max(totals.values()) // RANKS))
+    for rank in range(RANKS):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=RANKS)
+        model: dict[str, Any] = {}
+        state: dict[int, Any] = {}
+        for number, (prefix, total) in enumerate(totals.items()):
+            shard = -(-total // RANKS)
+            sizes = [max(0, min(shard, total - other * shard)) for other in range(RANKS)]
+            shards = [ShardMetadata([other * shard], [size], f"rank:{other}/cpu") for other, size in enumerate(sizes)]
+            metadata = ShardedTensorMetadata(shards, torch.Size([total]), TensorProperties(dtype=torch.float32))
+            local = [LocalShard(data.tensor((sizes[rank],)), shards[rank])]
+            key = f"{prefix}._flat_param" if prefix else "_flat_param"
+            model[key] = ShardedTensor._init_from_local_shards_and_global_metadata(local, metadata)
+            moments = {name: data.tensor((shard,)) for name in ("exp_avg", "exp_avg_sq")}
+            state[number] = {"step": torch.tensor(1000.0), **moments}
+        optimizer = {"state": state, "param_groups": [{"lr": 1e-4, "betas": (0.9, 0.95), "params": list(state)}]}
+        torch.save(model, f"{directory}/model_world_size_{RANKS}_rank_{rank}.pt")
+        torch.save(optimizer, f"{directory}/optim_world_size_{RANKS}_rank_{rank}.pt")
+        dist.destroy_process_group()
+    write_units(params, f"{directory}/units.json")
+
+
+def write_units(params: dict[str, Shape], path: str) -> None:
+    """What ``fsdpckpt.save_units`` would write for a model of these parameters."""
+    from fsdpckpt.ir.dtypes import DTYPES
+    from fsdpckpt.ir.units import Unit, UnitParam, Units
+    from fsdpckpt.ir.units_json import encode
+
+    units = []
+    for prefix, names in units_of(params).items():
+        units.append(Unit(prefix, tuple(UnitParam(name, params[name], DTYPES["float32"]) for name in names)))
+    with open(path, "w") as file:
+        json.dump(encode(Units(tuple(units), use_orig_params=False, parameters=tuple(params))), file)
+
+
 def many(count: int) -> Iterator[tuple[str, Shape]]:
     for number in range(count // (STATES_AND_WEIGHT + 1)):  # and a 0-dim step
         yield f"layers.{number // 10}.part{number % 10}.weight", (5 + number % 7, 16)
@@ -139,7 +194,11 @@ def main() -> None:
     else:
         params = shapes(int(amount))
         data = RandomFile(data_path, max(map(prod, params.values())))
-        if form == "ranks":
+        if form == "units":
+            write_units(params, path)
+        elif form == "flat":
+            make_flat(path, params, data_path)
+        elif form == "ranks":
             make_ranks(path, params, data)
         else:
             torch.save(state_dicts(params, data.tensor), path)

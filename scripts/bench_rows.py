@@ -197,6 +197,25 @@ def dcp_three(bench: Bench) -> Row:
     return Row("dcp of 4 -> dcp of 3", source, target, [ours, copying(source, target)])
 
 
+def flat_full(bench: Bench) -> Row:
+    source, target = bench.make("flat", bench.options.size), bench.path("out.pt")
+    ours = converting(bench, source, target, "--to", "full")
+    return Row("flattened of 4 -> full", source, target, [ours, copying(source, target)])
+
+
+def full_flat(bench: Bench) -> Row:
+    source, target = bench.make("full", bench.options.size, ".pt"), bench.path("out")
+    units = bench.make("units", bench.options.size, ".json")
+    ours = converting(bench, source, target, "--to", "flattened", "--world-size", "4", "--units", units)
+    return Row("full -> flattened of 4", source, target, [ours, copying(source, target)])
+
+
+def flat_three(bench: Bench) -> Row:
+    source, target = bench.make("flat", bench.options.size), bench.path("out")
+    ours = converting(bench, source, target, "--to", "flattened", "--world-size", "3")
+    return Row("flattened of 4 -> flattened of 3", source, target, [ours, copying(source, target)])
+
+
 def one_tensor(bench: Bench) -> Row:
     source, target = bench.make("one-tensor", 4 * 10**9), bench.path("out.pt")
     contenders = [converting(bench, source, target, "--to", "full"), copying(source, target)]
@@ -235,6 +254,9 @@ ROWS: dict[str, Callable[[Bench], Row]] = {
     "full-dcp": full_dcp,
     "ranks-dcp": ranks_dcp,
     "dcp-3": dcp_three,
+    "flat-full": flat_full,
+    "full-flat": full_flat,
+    "flat-3": flat_three,
     "one-tensor": one_tensor,
     "inspect": inspect_thousand,
     "help": help_text,

@@ -1,8 +1,9 @@
-"""What the ranks of ``scripts/demo`` do: ``torchrun scripts/demo_worker.py train|check DIRECTORY``.
+"""What the ranks of ``scripts/demo`` do: ``torchrun scripts/demo_worker.py train|check|train1|check1 DIRECTORY``.
 
 train: a few steps of a small transformer under FSDP, saved to DIRECTORY/dcp, DIRECTORY/ranks and, gathered by PyTorch
 itself, DIRECTORY/truth.pt.
 check: load DIRECTORY/three into FSDP on any number of ranks; compare it, and DIRECTORY/full.pt, with truth.pt.
+train1, check1: the same with FSDP1's flat parameters: saves DIRECTORY/flat, loads DIRECTORY/flat-three.
 """
 
 from __future__ import annotations
@@ -22,7 +23,17 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    LocalStateDictConfig,
+    StateDictType,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+import fsdpckpt
 
 VOCABULARY, WIDTH, HEADS, LAYERS, LENGTH = 1003, 96, 4, 4, 32  # 1003 rows: neither 4 nor 3 ranks divide them
 
@@ -72,11 +83,62 @@ def sharded(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 
+def flat(seed: int) -> tuple[FullyShardedDataParallel, torch.optim.Optimizer]:
+    """FSDP1: the parameters of each block, and those of the rest, are one flat parameter cut over the ranks."""
+    torch.manual_seed(seed)
+    wrap, device = ModuleWrapPolicy({Block}), torch.device("cpu")
+    model = FullyShardedDataParallel(Transformer(), auto_wrap_policy=wrap, device_id=device)
+    return model, torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+
+def full1(model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    settings = FullStateDictConfig(offload_to_cpu=False), FullOptimStateDictConfig(offload_to_cpu=False)
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, *settings):
+        return {"model": model.state_dict(), "optimizer": FullyShardedDataParallel.optim_state_dict(model, optimizer)}
+
+
+def local(model: FullyShardedDataParallel) -> Any:
+    return FullyShardedDataParallel.state_dict_type(model, StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig())
+
+
+def train1(directory: str) -> None:
+    model, optimizer = flat(seed=0)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    fit(model, optimizer)
+    os.makedirs(f"{directory}/flat", exist_ok=True)
+    with local(model):
+        torch.save(model.state_dict(), f"{directory}/flat/model_world_size_{world}_rank_{rank}.pt")
+    torch.save(optimizer.state_dict(), f"{directory}/flat/optim_world_size_{world}_rank_{rank}.pt")
+    fsdpckpt.save_units(model, optimizer, f"{directory}/flat/units.json")
+    truth = full1(model, optimizer)
+    if rank == 0:
+        torch.save(truth, f"{directory}/truth1.pt")
+    say(f"saved {directory}/flat (and {directory}/truth1.pt, for the comparison at the end)")
+
+
+def check1(directory: str) -> bool:
+    model, optimizer = flat(seed=99)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    name = f"world_size_{world}_rank_{rank}.pt"
+    with local(model):
+        model.load_state_dict(torch.load(f"{directory}/flat-three/model_{name}", weights_only=False))
+    optimizer.load_state_dict(torch.load(f"{directory}/flat-three/optim_{name}", weights_only=True))
+    say(f"loaded {directory}/flat-three into FSDP1 on {world} ranks; now gathering it again")
+    truth = torch.load(f"{directory}/truth1.pt", weights_only=True)
+    return compare("what 3 ranks hold against what 4 ranks held", full1(model, optimizer), truth)
+
+
 def train(directory: str) -> None:
     model, optimizer = sharded(seed=0)
     rank, world = dist.get_rank(), dist.get_world_size()
-    generator = torch.Generator().manual_seed(rank)
-    say(f"{sum(p.numel() for p in model.parameters()):,} parameters, FSDP on {world} ranks, AdamW")
+    fit(model, optimizer)
+    save(directory, model, optimizer, rank, world)
+
+
+def fit(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    count = sum(p.numel() for p in Transformer().parameters())
+    say(f"{count:,} parameters, {type(model).__name__} on {dist.get_world_size()} ranks, AdamW")
     for number in range(1, 6):
         start = torch.randint(VOCABULARY, (8, 1), generator=generator)
         tokens = (start + 7 * torch.arange(LENGTH + 1)) % VOCABULARY  # counting in sevens can be learnt
@@ -86,6 +148,9 @@ def train(directory: str) -> None:
         loss.backward()
         optimizer.step()
         say(f"step {number}: loss {loss.item():.4f}")
+
+
+def save(directory: str, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world: int) -> None:
     weights, states = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": states}, checkpoint_id=f"{directory}/dcp")
     os.makedirs(f"{directory}/ranks", exist_ok=True)
@@ -145,10 +210,10 @@ def main() -> int:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     began = time.monotonic()
     good = True
-    if action == "train":
-        train(directory)
+    if action in ("check", "check1"):
+        good = check(directory) if action == "check" else check1(directory)
     else:
-        good = check(directory)
+        train(directory) if action == "train" else train1(directory)
     say(f"({time.monotonic() - began:.1f} s)")
     dist.barrier()
     dist.destroy_process_group()

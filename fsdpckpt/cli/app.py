@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from fsdpckpt.cli import convert, diff, inspect, verify
+from fsdpckpt.cli import convert, diff, inspect, units, verify
 from fsdpckpt.cli.output import Output
 from fsdpckpt.version import __version__
 
@@ -39,6 +39,9 @@ app.command("convert", short_help="To another layout, container or world size.",
 )
 app.command("diff", short_help="Compare two checkpoints key by key.", epilog=diff.EXAMPLES)(diff.diff_command)
 app.command("verify", short_help="Prove one checkpoint whole.", epilog=verify.EXAMPLES)(verify.verify_command)
+app.command("units", short_help="Make a units file: what flattened shards do not say.", epilog=units.EXAMPLES)(
+    units.units_command
+)
 
 # typer's usage errors: it exports this one, and its base class catches the others in every version
 USAGE_ERRORS: tuple[type[BaseException], ...] = (typer.BadParameter.__mro__[1],)

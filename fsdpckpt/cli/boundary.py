@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TextIO
 
 from fsdpckpt.cli.interruption import Interruption, ignore_signals
@@ -26,12 +27,25 @@ def guarded(output: Output, body: Callable[[], int]) -> int:
     except BrokenPipeError:
         _abandon(sys.stdout)
         return 0
-    except (KeyboardInterrupt, Interruption):
+    except (KeyboardInterrupt, Interruption) as error:
         ignore_signals()
-        why = "Ctrl-C, or the system asked for it; nothing half-made was left"
-        return report(output, InterruptedRunError("by a signal", why=why, next_step="run it again"))
+        return report(output, _interrupted(getattr(error, "__notes__", [])))
     except Exception as error:  # noqa: BLE001  # the boundary: one of the program's two broad excepts
         return report(output, error)
+
+
+def _interrupted(kept: Sequence[str]) -> InterruptedRunError:
+    """``kept``: what is left to resume, in words."""
+    if not kept:
+        why = "Ctrl-C, or the system asked for it; nothing half-made was left"
+        return InterruptedRunError("by a signal", why=why, next_step="run it again")
+    words = [word for word in sys.argv[1:] if word != "--resume"]
+    return InterruptedRunError(
+        "by a signal",
+        details=kept,
+        why="Ctrl-C, or the system asked for it",
+        next_step=shlex.join(["fsdpckpt", *words, "--resume"]),
+    )
 
 
 def report(output: Output, error: BaseException) -> int:

@@ -1,4 +1,4 @@
-"""``fsdpckpt convert``: any checkpoint in, full or sharded out."""
+"""``fsdpckpt convert``: any checkpoint in, full, sharded or flattened out."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from fsdpckpt.cli.boundary import guarded
 from fsdpckpt.cli.options import (
     AsJson,
     ContainerChoice,
+    KeyTypeChoice,
     LayoutChoice,
+    MissingStateChoice,
     PartChoice,
     Quiet,
     Source,
+    StrategyChoice,
     TensorChoice,
     VerifyChoice,
 )
@@ -32,6 +35,8 @@ Examples:
   fsdpckpt convert runs/step-1000 full.pt
   fsdpckpt convert full.pt runs/resharded --to sharded --world-size 8
   fsdpckpt convert runs/step-1000 ranks --to sharded --container torch --world-size 3
+  fsdpckpt convert runs/step-1000 ranks --to flattened --world-size 8 --units units.json
+  fsdpckpt convert flat-ranks full.pt --unit 'layers.*' --reference model.pt --key-type name
   fsdpckpt convert runs/step-1000 weights --container safetensors --only model --dtype bfloat16
   fsdpckpt convert runs/step-1000 full.pt --dry-run
 """
@@ -59,9 +64,45 @@ def convert_command(
     tensor: Annotated[
         TensorChoice, typer.Option("--tensor", help="What a per-rank torch file holds.")
     ] = TensorChoice.dtensor,
+    key_type: Annotated[
+        KeyTypeChoice | None,
+        typer.Option("--key-type", help="What keys the optimizer's states; default: as the source."),
+    ] = None,
     reference: Annotated[
         str | None,
-        typer.Option("--reference", metavar="PATH", help="A sharded checkpoint that says which keys are parameters."),
+        typer.Option("--reference", metavar="PATH", help="A checkpoint with the model's names, shapes and order."),
+    ] = None,
+    units: Annotated[
+        str | None, typer.Option("--units", metavar="FILE", help="A units file: what flattened shards do not say.")
+    ] = None,
+    unit: Annotated[
+        Globs,
+        typer.Option(
+            "--unit", metavar="GLOB", help="Paths of the wrapped modules ('none': the root); may be repeated."
+        ),
+    ] = None,
+    use_orig_params: Annotated[
+        bool | None,
+        typer.Option("--use-orig-params/--no-use-orig-params", help="How FSDP1 flattens.", show_default=False),
+    ] = None,
+    strategy: Annotated[
+        StrategyChoice | None, typer.Option("--strategy", help="FSDP1's sharding strategy; default: full-shard.")
+    ] = None,
+    param_dtype: Annotated[
+        str | None,
+        typer.Option("--param-dtype", metavar="DTYPE", help="MixedPrecision.param_dtype: it decides the alignment."),
+    ] = None,
+    shard_size: Annotated[
+        int | None,
+        typer.Option("--shard-size", min=1, metavar="N", help="Ranks in one sharding group (hybrid-shard)."),
+    ] = None,
+    parameters: Annotated[
+        str | None,
+        typer.Option("--parameters", metavar="FILE", help="The order of model.parameters(): one name a line."),
+    ] = None,
+    missing_state: Annotated[
+        MissingStateChoice | None,
+        typer.Option("--missing-state", help="For parameters that have no optimizer state."),
     ] = None,
     buffers: Annotated[
         Globs,
@@ -102,6 +143,7 @@ def convert_command(
     ] = VerifyChoice.structure,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing DST.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> int:
@@ -117,7 +159,16 @@ def convert_command(
             "container": container,
             "world_size": world_size,
             "tensor": tensor,
+            "key_type": key_type,
             "reference": reference,
+            "units": units,
+            "unit": unit,
+            "use_orig_params": use_orig_params,
+            "strategy": strategy,
+            "param_dtype": param_dtype,
+            "shard_size": shard_size,
+            "parameters": parameters,
+            "missing_state": missing_state,
             "buffers": buffers,
             "only": only,
             "include": include,
@@ -136,7 +187,9 @@ def convert_command(
         from fsdpckpt.api import convert
 
         with output.progress() as progress:
-            report = convert(source, target, None, progress=progress, dry_run=dry_run, overwrite=overwrite, **named)
+            report = convert(
+                source, target, None, progress=progress, dry_run=dry_run, overwrite=overwrite, resume=resume, **named
+            )
         output.document(report.to_json)
         output.data(_plan(report) if dry_run else _done(report))
         return 0

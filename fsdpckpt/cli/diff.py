@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fsdpckpt.cli.boundary import guarded
-from fsdpckpt.cli.options import AsJson, PartChoice, Quiet, Threads
+from fsdpckpt.cli.options import AsJson, PartChoice, Quiet, Threads, UnitsFile
 from fsdpckpt.cli.output import Output
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ def diff_command(
         ),
     ] = None,
     only: Annotated[PartChoice | None, typer.Option("--only", help="Only this section.", show_default=False)] = None,
+    units: UnitsFile = None,
     threads: Threads = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -63,6 +64,7 @@ def diff_command(
                 a,
                 b,
                 rtol=rtol,
+                units=units,
                 atol=atol,
                 only=only.value if only is not None else None,
                 threads=threads,

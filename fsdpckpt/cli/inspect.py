@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fsdpckpt.cli.boundary import guarded
-from fsdpckpt.cli.options import AsJson, Quiet, SectionChoice, Source, Threads
+from fsdpckpt.cli.options import AsJson, Quiet, SectionChoice, Source, Threads, UnitsFile
 from fsdpckpt.cli.output import Output
 from fsdpckpt.cli.render import count_text, dtypes_text, plural, shape_text, size_text
 
@@ -48,6 +48,7 @@ def inspect_command(
     stats: Annotated[
         bool, typer.Option("--stats", help="Read the data: min, max, mean, std, norm, NaN and Inf of each tensor.")
     ] = False,
+    units: UnitsFile = None,
     threads: Threads = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -69,6 +70,7 @@ def inspect_command(
                 section=section.value if section is not None else None,
                 ranks=ranks,
                 stats=stats,
+                units=units,
                 threads=threads,
                 progress=progress,
             )
@@ -94,8 +96,7 @@ def _summary(found: Description) -> Iterator[str]:
     for section, sums in found.sections.items():
         parts = [plural(sums.tensors, "tensor"), f"{count_text(sums.elements)} elements", size_text(sums.nbytes)]
         if section == "optim":
-            key_type = checkpoint.optim.key_type if checkpoint.optim is not None else None
-            parts.insert(0, f"keys: {key_type}")
+            parts.insert(0, f"keys: {found.key_type}")
         yield f"{section}: {', '.join(parts)}, {dtypes_text(sums.dtypes)}"
     if checkpoint.optim is not None:
         yield from _groups(checkpoint.optim.param_groups)

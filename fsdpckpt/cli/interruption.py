@@ -16,7 +16,7 @@ class Interruption(BaseException):
 
 
 def catch_signals() -> None:
-    """From now on a signal raises Interruption: staging is removed, the exit code is 130.
+    """From now on a signal raises Interruption: the run ends tidily, can be resumed, and the exit code is 130.
 
     One that the caller had ignored, as ``nohup`` does with SIGHUP, stays ignored.
     """

@@ -65,4 +65,4 @@ def _command(error: BaseException) -> str:
     if path is not None:
         return str(path)
     first = sys.argv[1] if len(sys.argv) > 1 else ""
-    return f"fsdpckpt {first}" if first in ("inspect", "convert", "diff", "verify") else "fsdpckpt"
+    return f"fsdpckpt {first}" if first in ("inspect", "convert", "diff", "verify", "units") else "fsdpckpt"

@@ -10,13 +10,17 @@ import typer
 __all__ = [
     "AsJson",
     "ContainerChoice",
+    "KeyTypeChoice",
     "LayoutChoice",
+    "MissingStateChoice",
     "PartChoice",
     "Quiet",
     "SectionChoice",
     "Source",
+    "StrategyChoice",
     "TensorChoice",
     "Threads",
+    "UnitsFile",
     "VerifyChoice",
 ]
 
@@ -24,6 +28,25 @@ __all__ = [
 class LayoutChoice(StrEnum):
     full = "full"
     sharded = "sharded"
+    flattened = "flattened"
+
+
+class KeyTypeChoice(StrEnum):
+    name_ = "name"
+    id_ = "id"
+
+
+class StrategyChoice(StrEnum):
+    full_shard = "full-shard"
+    shard_grad_op = "shard-grad-op"
+    hybrid_shard = "hybrid-shard"
+    no_shard = "no-shard"
+
+
+class MissingStateChoice(StrEnum):
+    error = "error"
+    zeros = "zeros"
+    skip = "skip"
 
 
 class ContainerChoice(StrEnum):
@@ -64,6 +87,10 @@ AsJson: TypeAlias = Annotated[
     bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else there.")
 ]
 Quiet: TypeAlias = Annotated[bool, typer.Option("--quiet", "-q", help="No talk and no progress on stderr.")]
+UnitsFile: TypeAlias = Annotated[
+    str | None,
+    typer.Option("--units", metavar="FILE", help="A units file, for flattened shards.", show_default=False),
+]
 Threads: TypeAlias = Annotated[
     int | None, typer.Option("--threads", min=1, metavar="N", help="Threads that read and compute.", show_default=False)
 ]

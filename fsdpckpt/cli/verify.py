@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fsdpckpt.cli.boundary import guarded
-from fsdpckpt.cli.options import AsJson, Quiet, Source, Threads
+from fsdpckpt.cli.options import AsJson, Quiet, Source, Threads, UnitsFile
 from fsdpckpt.cli.output import Output
 from fsdpckpt.cli.render import plural, shape_text, size_text
 
@@ -36,6 +36,7 @@ def verify_command(
     finite: Annotated[
         bool, typer.Option("--finite", help="Report NaN and Inf as problems; reads every tensor.")
     ] = False,
+    units: UnitsFile = None,
     threads: Threads = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -48,10 +49,10 @@ def verify_command(
     output = Output(as_json=as_json, quiet=quiet)
 
     def body() -> int:
-        from fsdpckpt.verify.run import verify
+        from fsdpckpt.api import verify
 
         with output.progress() as progress:
-            result = verify(source, digests=digests, finite=finite, threads=threads, progress=progress)
+            result = verify(source, digests=digests, finite=finite, units=units, threads=threads, progress=progress)
         output.document(lambda: _document(result))
         output.data(
             f"{one.sha256 or 'unreadable':64}  {one.section} {one.key} {one.dtype} {shape_text(one.shape)}"

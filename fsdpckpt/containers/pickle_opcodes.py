@@ -131,7 +131,7 @@ class PickleOpcodes:
         self._constants[key] = build()
         return opcodes
 
-    def view(self, view: StorageView) -> None:
+    def view(self, view: StorageView, *, requires_grad: bool = False) -> None:
         """A tensor, as ``torch._utils._rebuild_tensor_v2`` (or ``_v3`` for dtypes without a typed storage)."""
         dtype = view.dtype
         head = self._heads.get(dtype.name)
@@ -146,6 +146,8 @@ class PickleOpcodes:
         stride = extents.get(view.stride)
         if stride is None:
             stride = extents[view.stride] = integers(view.stride)
+        if requires_grad:
+            end = b"\x88" + end[1:]
         elements = view.nbytes if dtype.storage is None else view.nbytes // dtype.itemsize
         self.out += b"%bX%b%b%b%btQ%b%b%b%b" % (
             start,

@@ -14,7 +14,7 @@ from typing import NamedTuple, NoReturn
 from fsdpckpt.errors import SourceCorruptError, SourceUnrecognisedError, SourceUnsupportedError
 from fsdpckpt.storage.sources import ByteSource
 
-__all__ = ["ZipRecord", "read_directory"]
+__all__ = ["ZipRecord", "read_directory", "top_folder"]
 
 _LOCAL = struct.Struct("<4s22xHH")  # signature, name length, extra length
 _CENTRAL = struct.Struct("<4s4xHH4xIIIHHH8xI")  # signature, flags, method, crc, csize, size, name, extra, comment, at
@@ -24,6 +24,7 @@ _END64 = struct.Struct("<4sQHHIIQQQQ")
 _LOCAL_SIZE, _CENTRAL_SIZE = 30, 46
 _ENCRYPTED = 0x1
 _MAX_COMMENT = 65535
+_MOST_NAME = 512  # of a record: file systems allow 255 bytes for the folder, and data.pkl is the first record
 _BLOCK = 1 << 20  # local headers are fetched in blocks of this many bytes ...
 _NEAR = 1 << 14  # ... when the next one is nearer than this: reading on is then cheaper than another request
 
@@ -67,6 +68,18 @@ def read_directory(source: ByteSource, *, begin: int = 0, end: int | None = None
             _corrupt(source, f"two records are named {name!r}", "one", "two")
         records[name] = ZipRecord(name, offset, entry.nbytes, entry.crc)
     return records
+
+
+def top_folder(source: ByteSource) -> str:
+    """The folder that all records of the zip lie in: of a ``torch.save`` file its name at that time, without suffix.
+
+    "archive" was written to a file object; "" when the zip does not begin with a record.
+    """
+    head = source.read(0, min(source.nbytes, _LOCAL_SIZE + _MOST_NAME))
+    if len(head) < _LOCAL_SIZE or not head.startswith(b"PK\3\4"):
+        return ""
+    _, n_name, _ = _LOCAL.unpack_from(head)
+    return head[_LOCAL_SIZE : _LOCAL_SIZE + n_name].decode(errors="replace").partition("/")[0]
 
 
 def _corrupt(source: ByteSource, what: str, expected: str, found: str) -> NoReturn:

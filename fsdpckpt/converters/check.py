@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 from fsdpckpt.converters.options import VerifyLevel
 from fsdpckpt.errors import FsdpckptError, InternalError
 from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Section
+from fsdpckpt.ir.units import Units
+from fsdpckpt.planner.flat_match import Mismatch, match
+from fsdpckpt.planner.parameter_order import from_units
+from fsdpckpt.planner.rekey import to_names
+from fsdpckpt.planner.unflatten import unflatten
 from fsdpckpt.progress import Progress
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
@@ -21,20 +27,25 @@ def check_output(
     expected: Checkpoint,
     path: str,
     *,
+    units: Units | None,
     dtypes: DtypeRule,
     level: VerifyLevel,
     sources: Sources,
     progress: Progress,
+    written_sources: Sources | None = None,
 ) -> dict[str, str]:
     """Every tensor of ``expected`` must be in the output at ``path`` with its shape, dtype and bytes in its file.
 
     With level ``full`` every element is read from both sides and compared, casts applied; returns the SHA-256 of each
-    tensor by ``<section> <key>``, empty with any other level. Raises InternalError: an output that fails is discarded,
+    tensor by ``<section> <key>``, empty with any other level. ``written_sources``: what opens the output, where it does
+    not lie on this machine alone. Raises InternalError: an output that fails is discarded,
     never committed.
     """
     sums: dict[str, str] = {}
-    with Sources() as written_sources:
-        written = _reopen(path, written_sources, locate=level is VerifyLevel.FULL)
+    with nullcontext(written_sources) if written_sources is not None else Sources() as opener:
+        written = _reopen(path, opener, locate=level is VerifyLevel.FULL)
+        if units is not None:
+            written = _named(written, units, path)
         wrong = [problem.message for problem in written.problems if problem.fatal]
         found = {(named.section, named.key): named for named in _compared(written)}
         pairs = []
@@ -53,7 +64,7 @@ def check_output(
             for named, other in pairs:
                 total = hashlib.sha256()
                 at = first_difference(
-                    (named.tensor, expected.files, sources), (other.tensor, written.files, written_sources), total
+                    (named.tensor, expected.files, sources), (other.tensor, written.files, opener), total
                 )
                 progress.advance(other.tensor.nbytes)
                 if at is not None:
@@ -74,6 +85,19 @@ def _reopen(path: str, sources: Sources, *, locate: bool) -> Checkpoint:
         return open_checkpoint(path, sources=sources, locate=locate)
     except FsdpckptError as error:  # our own output: whatever is wrong with it is no fault of the user's source
         raise InternalError(f"the output does not read back: {error.what}", details=error.details) from error
+
+
+def _named(written: Checkpoint, units: Units, path: str) -> Checkpoint:
+    """Flattened output as whole tensors by name, proved by the units it was written with."""
+    found = match(written, units)
+    if isinstance(found, Mismatch):
+        raise InternalError(
+            f"the flattened output does not fit its own units; {path} was discarded", details=found.contradictions[:20]
+        )
+    named = unflatten(written, found)
+    if named.optim is None or named.optim.key_type != "id":
+        return named
+    return to_names(named, from_units(units, "the units it was written with"))  # NO_SHARD and one rank cut nothing
 
 
 def _compared(checkpoint: Checkpoint) -> Iterator[NamedTensor]:

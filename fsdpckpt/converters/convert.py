@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
-from contextlib import ExitStack
+from dataclasses import dataclass
 
 from fsdpckpt.containers.collection import set_aside, without_collection
 from fsdpckpt.converters.check import check_output
@@ -11,24 +12,25 @@ from fsdpckpt.converters.goal import Goal, settle_goal
 from fsdpckpt.converters.layout import dtype_rule, lay_out
 from fsdpckpt.converters.manifest import write_manifest
 from fsdpckpt.converters.options import ConvertOptions, VerifyLevel
+from fsdpckpt.converters.passes import Rewritten, rewrite
 from fsdpckpt.converters.report import PlannedFile, Report
-from fsdpckpt.errors import UsageError
+from fsdpckpt.converters.resumption import StagedRun
+from fsdpckpt.errors import TargetExistsError, UsageError
 from fsdpckpt.executor.budget import Budget, make_budget
+from fsdpckpt.executor.compare import is_written
 from fsdpckpt.executor.local import execute
-from fsdpckpt.ir.checkpoint import Checkpoint, Layout, Note, Section
+from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.invariants import fatal
 from fsdpckpt.ir.targets import Target
 from fsdpckpt.planner.copies import make_plan
-from fsdpckpt.planner.management import Evidence, decide_managed
 from fsdpckpt.planner.plan import Plan
-from fsdpckpt.planner.selection import rename, select_keys, select_section, with_own_tensors
 from fsdpckpt.progress import Progress
 from fsdpckpt.readers.detect import open_checkpoint
+from fsdpckpt.readers.flavors import MANIFEST
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.storage.staging import Staging, check_target
+from fsdpckpt.storage.staging import check_target, clear_leftover
 
-__all__ = ["convert"]
+__all__ = ["Prepared", "check_options", "convert", "prepare", "report_of"]
 
 # What people call them, and what torch does.
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
@@ -42,25 +44,41 @@ def convert(source: str, target: str, options: ConvertOptions, progress: Progres
     TargetError (5). With ``options.dry_run`` everything is planned and nothing written.
     """
     begun = time.monotonic()
-    _check_options(options)
-    check_target(target, source, overwrite=options.overwrite)
+    check_options(options)
+    check_target(target, source, overwrite=options.overwrite, resume=options.resume)
     budget = make_budget(max_memory=options.max_memory, threads=options.threads)
     with Sources() as sources:
-        progress.begin("read", 0)
-        with without_collection():
-            opened = open_checkpoint(source, sources=sources, locate=True)
-            goal = settle_goal(target, options, opened.layout)
-            checkpoint = _rewrite(opened, options, goal, sources)
-            output = lay_out(checkpoint, goal, options)
-            plan = make_plan(output)
-        progress.end()
+        prepared = prepare(source, target, options, sources, progress)
         if not options.dry_run:
             with set_aside():
-                _write(checkpoint, goal, output, plan, target, options, budget, sources, progress)
-    return _report(checkpoint, goal, output, plan, target, options, budget, time.monotonic() - begun)
+                _write(prepared, target, options, budget, sources, progress)
+    return report_of(prepared, target, options, budget, time.monotonic() - begun)
 
 
-def _check_options(options: ConvertOptions) -> None:
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """A conversion of which nothing but the copying is left to do."""
+
+    rewritten: Rewritten
+    goal: Goal
+    output: Target
+    plan: Plan
+
+
+def prepare(source: str, target: str, options: ConvertOptions, sources: Sources, progress: Progress) -> Prepared:
+    """Read ``source``, rewrite it, lay ``target`` out and plan the copies."""
+    progress.begin("read", 0)
+    with without_collection():
+        opened = open_checkpoint(source, sources=sources, locate=True)
+        goal = settle_goal(target, options, opened.layout)
+        rewritten = rewrite(opened, options, goal, sources)
+        output = lay_out(rewritten, goal, options)
+        plan = make_plan(output)
+    progress.end()
+    return Prepared(rewritten, goal, output, plan)
+
+
+def check_options(options: ConvertOptions) -> None:
     # float8_e8m0fnu has neither sign nor zero: it holds the scales of other tensors, never values.
     known = [name for name, dtype in DTYPES.items() if dtype.floating and dtype.numpy and name != "float8_e8m0fnu"]
     for option, name in (("--dtype", options.dtype), ("--optim-dtype", options.optim_dtype)):
@@ -74,90 +92,85 @@ def _check_options(options: ConvertOptions) -> None:
             )
 
 
-def _rewrite(checkpoint: Checkpoint, options: ConvertOptions, goal: Goal, sources: Sources) -> Checkpoint:
-    """The passes, in the order in which a user thinks of them: what to take, how to name it, how it is sharded."""
-    checkpoint = select_section(checkpoint, options.only)
-    _refuse(checkpoint)
-    checkpoint = select_keys(checkpoint, include=options.include, exclude=options.exclude)
-    checkpoint = rename(
-        checkpoint, strip_prefix=options.strip_prefix, add_prefix=options.add_prefix, pairs=options.rename
-    )
-    if options.dtype is not None or options.optim_dtype is not None:
-        checkpoint = with_own_tensors(checkpoint)
-    if goal.layout is not Layout.SHARDED:
-        return checkpoint
-    reference = None
-    if options.reference is not None:
-        model = open_checkpoint(options.reference, sources=sources, locate=False).model
-        reference = {name: getattr(leaf, "managed", None) for name, leaf in model.params.items()} if model else {}
-    evidence = Evidence(buffers=options.buffers, reference=reference)
-    # A cut that a DCP loader does not expect costs nothing; a DTensor where the model has a buffer does not load.
-    return decide_managed(checkpoint, evidence, strict=goal.container == "torch")
-
-
-def _refuse(checkpoint: Checkpoint) -> None:
-    """Raises a SourceError that lists every fatal problem of the sections that are taken."""
-    extra = checkpoint.extra or checkpoint.rank_extra
-    there = {Section.MODEL: checkpoint.model, Section.OPTIM: checkpoint.optim, Section.EXTRA: extra or None}
-    present = {None, *(section for section, held in there.items() if held is not None)}
-    wrong = [problem for problem in checkpoint.problems if problem.fatal and problem.section in present]
-    if wrong:
-        raise fatal(wrong, source=checkpoint.source)
-
-
 def _write(
-    checkpoint: Checkpoint,
-    goal: Goal,
-    output: Target,
-    plan: Plan,
-    target: str,
-    options: ConvertOptions,
-    budget: Budget,
-    sources: Sources,
-    progress: Progress,
+    prepared: Prepared, target: str, options: ConvertOptions, budget: Budget, sources: Sources, progress: Progress
 ) -> None:
-    staging = Staging(target, directory=goal.directory, overwrite=options.overwrite)
-    if staging.leftover:
-        output.notes.append(Note("cleared", f"what an interrupted run had left in {staging.path} was removed"))
-    with ExitStack() as undo:
-        undo.callback(staging.close)
-        undo.callback(staging.discard)
-        staging.require_space(plan.bytes_written)
+    rewritten, goal, output, plan = prepared.rewritten, prepared.goal, prepared.output, prepared.plan
+    checkpoint = rewritten.checkpoint
+    if options.resume and not options.overwrite and os.path.lexists(os.path.realpath(target)):
+        output.notes.append(_require_written(target, prepared, budget, sources, progress))
+        return
+    run = StagedRun(
+        target, plan, options, directory=goal.directory, files=checkpoint.files, budget=budget, sources=sources
+    )
+    staging = run.staging
+    with run:
+        staging.require_space(plan.bytes_written, files=len(plan.files))
         crcs = execute(
             plan,
             files=checkpoint.files,
             checksums=checkpoint.checksums,
             sources=sources,
             locate=staging.locate,
-            budget=budget,
+            budget=run.budget,
             progress=progress,
+            recorder=run.recorder,
         )
         if goal.directory:  # before the check, which reads what the manifest adds to it
-            write_manifest(staging, output, checkpoint, goal, crcs=crcs, digests={})
+            write_manifest(staging, output, rewritten, goal, crcs=crcs, digests={})
         if options.verify is not VerifyLevel.NONE:
             digests = check_output(
                 checkpoint,
                 staging.visible,
+                units=rewritten.units,
                 dtypes=dtype_rule(options),
                 level=options.verify,
                 sources=sources,
                 progress=progress,
             )
             if goal.directory and digests:
-                write_manifest(staging, output, checkpoint, goal, crcs=crcs, digests=digests)
+                write_manifest(staging, output, rewritten, goal, crcs=crcs, digests=digests)
+        sources.require_unchanged()
         staging.commit()
+    if run.note is not None:  # not earlier: a resumed run's fsdpckpt.json is an undisturbed one's
+        output.notes.append(run.note)
 
 
-def _report(
-    checkpoint: Checkpoint,
-    goal: Goal,
-    output: Target,
-    plan: Plan,
+def _require_written(target: str, prepared: Prepared, budget: Budget, sources: Sources, progress: Progress) -> Note:
+    """An existing DST that ``--resume`` meets has to be what would be written: a finished run's. Nothing is written."""
+    goal, checkpoint = prepared.goal, prepared.rewritten.checkpoint
+    real = os.path.realpath(target)
+    complete = (not goal.directory or os.path.isfile(os.path.join(real, MANIFEST))) and is_written(
+        prepared.plan,
+        files=checkpoint.files,
+        checksums=checkpoint.checksums,
+        sources=sources,
+        locate=lambda path: os.path.join(real, path) if path else real,
+        budget=budget,
+        progress=progress,
+    )
+    if not complete:
+        raise TargetExistsError(
+            f"{target} exists, and is not what this command writes",
+            file=target,
+            why="--resume goes on with an interrupted run, and leaves what another one made alone",
+            next_step="give another DST, or add --overwrite to replace it once the new one is complete",
+        )
+    clear_leftover(target)
+    return Note("resumed", f"{target} was complete already: every byte was compared, nothing was written")
+
+
+def report_of(
+    prepared: Prepared,
     target: str,
     options: ConvertOptions,
     budget: Budget,
     seconds: float,
+    *,
+    workers: int = 1,
 ) -> Report:
+    """What was done, or with ``options.dry_run`` would be. ``budget``: that of each of the ``workers``."""
+    checkpoint, goal, output, plan = prepared.rewritten.checkpoint, prepared.goal, prepared.output, prepared.plan
     return Report(
         source=checkpoint.source,
         target=target,
@@ -170,6 +183,7 @@ def _report(
         bytes_written=plan.bytes_written,
         peak_memory_planned=budget.nbytes,
         threads=budget.threads,
+        workers=workers,
         seconds=seconds,
         dry_run=options.dry_run,
         verified="none" if options.dry_run else options.verify,

@@ -34,29 +34,32 @@ def settle_goal(target: str, options: ConvertOptions, source_layout: Layout) -> 
     suffix = os.path.splitext(target.rstrip("/"))[1]
     container = _container(suffix, options, source_layout)
     layout = _layout(container, suffix, options, source_layout)
-    if layout is Layout.FLATTENED:
-        raise UsageError(
-            "this version writes the layouts full and sharded",
-            found="flattened",
-            next_step="add --to full or --to sharded",
-        )
     if options.world_size is not None and options.world_size < 1:
         raise UsageError("--world-size counts ranks", expected="1 or more", found=str(options.world_size))
     if layout is Layout.FULL and options.world_size is not None:
         raise UsageError("--world-size says how to shard, and --to full does not", next_step="drop --world-size")
-    if layout is Layout.SHARDED and container is Container.TORCH and options.world_size is None:
+    ranks = layout is Layout.FLATTENED or (layout is Layout.SHARDED and container is Container.TORCH)
+    if ranks and options.world_size is None:
         raise UsageError("per-rank files need to know for how many ranks", next_step="add --world-size N")
-    _refuse_unused(layout, container, options)
+    if layout is Layout.FLATTENED and container is not Container.TORCH:
+        raise UsageError(
+            f"flattened shards are written as torch files, one a rank, and --container says {container}",
+            next_step="drop --container",
+        )
+    _refuse_unused(layout, container, options, source_layout)
     one_file = layout is Layout.FULL and (container is Container.TORCH or suffix == SAFETENSORS_SUFFIX)
     return Goal(layout, container, options.world_size, options.tensor, directory=not one_file)
 
 
-def _refuse_unused(layout: Layout, container: Container, options: ConvertOptions) -> None:
+def _refuse_unused(layout: Layout, container: Container, options: ConvertOptions, source_layout: Layout) -> None:
     """An option that this target has no use for was meant for another one: better asked than ignored."""
     ranks = layout is Layout.SHARDED and container is Container.TORCH
+    flat = Layout.FLATTENED in (layout, source_layout)
+    named = flat or options.key_type is not None
     for option, given, fits, use in (
         ("--tensor", options.tensor is not TensorForm.DTENSOR, ranks, "--to sharded --container torch"),
-        ("--reference", options.reference is not None, layout is Layout.SHARDED, "--to sharded"),
+        ("--reference", options.reference is not None, layout is Layout.SHARDED or named, "--to sharded or --key-type"),
+        ("--parameters", options.parameters is not None, named, "--key-type name"),
         (
             "--max-shard-size",
             options.max_shard_size != DEFAULT_MAX_SHARD_SIZE,
@@ -90,7 +93,7 @@ def _container(suffix: str, options: ConvertOptions, source_layout: Layout) -> C
         return options.container
     if named is not None:
         return named
-    return Container.TORCH if (options.to or source_layout) is Layout.FULL else Container.DCP
+    return Container.DCP if (options.to or source_layout) is Layout.SHARDED else Container.TORCH
 
 
 def _layout(container: Container, suffix: str, options: ConvertOptions, source_layout: Layout) -> Layout:

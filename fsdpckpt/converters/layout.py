@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from fsdpckpt.converters.goal import Goal
 from fsdpckpt.converters.options import ConvertOptions
-from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout
+from fsdpckpt.converters.passes import Rewritten
+from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.targets import Target
-from fsdpckpt.writers import dcp, safetensors, torch_full, torch_ranks
+from fsdpckpt.writers import dcp, safetensors, torch_flat, torch_full, torch_ranks
 from fsdpckpt.writers.dtype_rule import DtypeRule
 
 __all__ = ["dtype_rule", "lay_out"]
@@ -21,9 +22,18 @@ def dtype_rule(options: ConvertOptions) -> DtypeRule:
     )
 
 
-def lay_out(checkpoint: Checkpoint, goal: Goal, options: ConvertOptions) -> Target:
-    """The target files of ``checkpoint``, laid out by the writer of ``goal.container``."""
+def lay_out(rewritten: Rewritten, goal: Goal, options: ConvertOptions) -> Target:
+    """The target files of ``rewritten``, laid out by the writer of ``goal.container`` and ``goal.layout``."""
     dtypes = dtype_rule(options)
+    checkpoint = rewritten.checkpoint
+    if rewritten.units is not None:
+        return torch_flat.lay_out(
+            checkpoint,
+            units=rewritten.units,
+            world_size=goal.world_size or 1,
+            key_type=rewritten.key_type or "id",
+            dtypes=dtypes,
+        )
     if goal.container is Container.SAFETENSORS:
         return safetensors.lay_out(
             checkpoint, max_shard_size=options.max_shard_size, single_file=not goal.directory, dtypes=dtypes

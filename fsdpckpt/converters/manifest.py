@@ -8,8 +8,10 @@ import os
 from collections.abc import Mapping
 
 from fsdpckpt.converters.goal import Goal
-from fsdpckpt.ir.checkpoint import Checkpoint, Note
+from fsdpckpt.converters.passes import Rewritten
+from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.ir.targets import Target
+from fsdpckpt.ir.units_json import encode
 from fsdpckpt.readers.flavors import MANIFEST
 from fsdpckpt.storage.staging import Staging
 from fsdpckpt.storage.targets import WritableFile
@@ -21,7 +23,7 @@ __all__ = ["write_manifest"]
 def write_manifest(
     staging: Staging,
     target: Target,
-    checkpoint: Checkpoint,
+    rewritten: Rewritten,
     goal: Goal,
     *,
     crcs: Mapping[str, int],
@@ -32,6 +34,8 @@ def write_manifest(
     ``crcs``: CRC-32 of each file, by which ``verify`` finds damage in containers that carry no checksums of their own.
     ``digests``: SHA-256 of each tensor's row-major bytes, where ``--verify full`` computed them.
     """
+    checkpoint = rewritten.checkpoint
+    keyed = checkpoint.optim.key_type if checkpoint.optim is not None else None
     notes = [*checkpoint.notes, *target.notes]
     document = {
         "program": "fsdpckpt",
@@ -44,7 +48,8 @@ def write_manifest(
         "layout": goal.layout,
         "container": goal.container,
         "world_size": goal.world_size,
-        "key_type": checkpoint.optim.key_type if checkpoint.optim is not None else None,
+        "key_type": rewritten.key_type if keyed is not None and rewritten.units is not None else keyed,
+        "units": encode(rewritten.units) if rewritten.units is not None else None,
         "notes": [_note(note) for note in notes],
         "undetermined": [key for note in notes if note.kind == "undetermined" for key in note.keys],
         "files": {file.path: {"nbytes": file.nbytes, "crc32": f"{crcs[file.path]:08x}"} for file in target.files},

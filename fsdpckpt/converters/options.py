@@ -6,9 +6,19 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 
-from fsdpckpt.ir.checkpoint import Container, Layout, Section
+from fsdpckpt.ir.checkpoint import Container, KeyType, Layout, Section
+from fsdpckpt.ir.units import Strategy
 
-__all__ = ["ConvertOptions", "TensorForm", "VerifyLevel", "parse_size"]
+__all__ = [
+    "ConvertOptions",
+    "LaunchOptions",
+    "Launcher",
+    "MissingState",
+    "TensorForm",
+    "VerifyLevel",
+    "Visibility",
+    "parse_size",
+]
 
 DEFAULT_MAX_MEMORY = 128 * 1024 * 1024  # bytes of copy buffers: several windows a thread, far below a laptop's memory
 DEFAULT_MAX_SHARD_SIZE = 5_000_000_000  # bytes, the split Hugging Face's own writers use
@@ -27,19 +37,40 @@ class VerifyLevel(StrEnum):
     FULL = "full"
 
 
+class MissingState(StrEnum):
+    """What becomes of parameters that a param group lists and that have no optimizer state."""
+
+    ERROR = "error"
+    ZEROS = "zeros"
+    SKIP = "skip"
+
+
 @dataclass(frozen=True, slots=True)
 class ConvertOptions:
     """Options of one conversion; None means "as the contract's default says". Sizes are bytes.
 
     ``buffers``: globs of model keys that every rank holds whole; the single word ``none`` says there are none.
     ``rename``: (old, new) pairs, applied to whole keys or to dotted prefixes, in order.
-    ``dtype`` and ``optim_dtype`` are torch dtype names.
+    ``dtype``, ``optim_dtype`` and ``param_dtype`` (``MixedPrecision.param_dtype``) are torch dtype names.
+    ``units``: a units file; ``unit``: globs of module paths, or the single word ``none`` for the root alone.
+    ``shard_size``: ranks in one sharding group. ``parameters``: a file of the names in ``model.parameters()`` order.
+    ``resume``: go on with what an interrupted run of the same conversion left beside the target.
+    What describes units describes the target when that is flattened, otherwise the source.
     """
 
     to: Layout | None = None
     container: Container | None = None
     world_size: int | None = None
     tensor: TensorForm = TensorForm.DTENSOR
+    key_type: KeyType | None = None
+    units: str | None = None
+    unit: tuple[str, ...] = ()
+    use_orig_params: bool | None = None
+    strategy: Strategy | None = None
+    param_dtype: str | None = None
+    shard_size: int | None = None
+    parameters: str | None = None
+    missing_state: MissingState | None = None
     reference: str | None = None
     buffers: tuple[str, ...] = ()
     only: Section | None = None
@@ -56,6 +87,42 @@ class ConvertOptions:
     verify: VerifyLevel = VerifyLevel.STRUCTURE
     dry_run: bool = False
     overwrite: bool = False
+    resume: bool = False
+
+
+class Launcher(StrEnum):
+    """Where a conversion runs. ``AUTO``: as workers when asked for several, or started as one of them; else here."""
+
+    AUTO = "auto"
+    LOCAL = "local"
+    TORCHRUN = "torchrun"
+
+
+class Visibility(StrEnum):
+    """Who sees DST: all workers the same one, or each node one of its own, for the ranks it will load."""
+
+    SHARED = "shared"
+    NODE = "node"
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchOptions:
+    """On which processes a conversion runs; none of it changes a byte of what is written.
+
+    ``nproc_per_node``: a number, ``gpu`` or ``auto``. ``node_rank`` and ``rdzv_endpoint`` (host:port) as torchrun's.
+    ``device``: auto, cpu or cuda; ``backend``: auto, nccl or gloo. ``fault_limit``: seconds within which the failure of
+    one worker ends all.
+    """
+
+    launcher: Launcher = Launcher.AUTO
+    nproc_per_node: str | None = None
+    nnodes: int = 1
+    node_rank: int | None = None
+    rdzv_endpoint: str | None = None
+    device: str = "auto"
+    backend: str = "auto"
+    output_visibility: Visibility = Visibility.SHARED
+    fault_limit: float = 15.0
 
 
 _UNITS = {

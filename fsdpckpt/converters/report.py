@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from fsdpckpt.ir.checkpoint import Note
 
@@ -22,6 +24,7 @@ class Report:
     """Sizes are bytes, ``seconds`` wall time. ``peak_memory_planned``: the copy buffers, under ``--max-memory``.
 
     ``bytes_read`` is tensor data; headers and metadata come on top. ``disk_needed`` is what DST will occupy.
+    ``workers``: processes, each with ``threads`` threads and ``peak_memory_planned`` bytes.
     """
 
     source: str
@@ -42,6 +45,7 @@ class Report:
     files: tuple[PlannedFile, ...] = ()
     source_files: int = 0
     evidence: tuple[str, ...] = field(default=())
+    workers: int = 1
 
     @property
     def disk_needed(self) -> int:
@@ -52,3 +56,11 @@ class Report:
         document: dict[str, object] = asdict(self)
         document["disk_needed"] = self.disk_needed
         return document
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Report:
+        """The report that ``to_json`` made ``document`` of."""
+        fields = {name: value for name, value in document.items() if name != "disk_needed"}
+        fields["notes"] = tuple(Note(**{**note, "keys": tuple(note["keys"])}) for note in fields["notes"])
+        fields["files"] = tuple(PlannedFile(**file) for file in fields["files"])
+        return cls(**{**fields, "evidence": tuple(fields["evidence"])})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -36,6 +36,8 @@ class SourceCheck:
         self._files = files
         self._records: dict[int, _Records] = {}
         self._parts: dict[tuple[int, int], list[Part]] = {}
+        self._fresh: list[tuple[int, int, int, int, int]] = []
+        self._keep_fresh = False
         self._lock = threading.Lock()
         order = np.lexsort((checksums.offset, checksums.file))
         numbers = checksums.file[order]
@@ -64,6 +66,8 @@ class SourceCheck:
         else:
             with self._lock:
                 self._parts.setdefault((file, index), []).append((offset, nbytes, crc))
+                if self._keep_fresh:
+                    self._fresh.append((file, index, offset, nbytes, crc))
         return crc
 
     def finish(self) -> None:
@@ -75,6 +79,22 @@ class SourceCheck:
             tiled = all(part[0] == end for part, end in zip(unique, ends, strict=False))
             if tiled and ends[-1] == records.offsets[index] + records.lengths[index]:
                 self._compare(file, records, index, combine(unique))
+
+    def fresh(self) -> list[tuple[int, int, int, int, int]]:
+        """The parts of records seen since the last call, as ``unfinished`` gives them; none at the first call."""
+        with self._lock:
+            self._keep_fresh = True
+            found, self._fresh = self._fresh, []
+        return found
+
+    def unfinished(self) -> list[tuple[int, int, int, int, int]]:
+        """The parts of records that were not read whole: (file, record, offset, nbytes, crc)."""
+        return [(file, index, *part) for (file, index), parts in self._parts.items() for part in parts]
+
+    def absorb(self, rows: Iterable[tuple[int, int, int, int, int]]) -> None:
+        """Take what another worker's ``unfinished`` says, which read other parts of the same records."""
+        for file, index, offset, nbytes, crc in rows:
+            self._parts.setdefault((file, index), []).append((offset, nbytes, crc))
 
     def _compare(self, file: int, records: _Records, index: int, crc: int) -> None:
         if crc == records.crcs[index]:
@@ -142,6 +162,16 @@ class TargetChecks:
                 view[place - begin : place - begin + 4] = value
             else:
                 late.append((place, value))
+
+    def unfinished(self) -> tuple[list[tuple[int, int, int, int]], list[tuple[int, bytes]]]:
+        """What ``absorb`` takes: parts (checksum, offset, nbytes, crc), and values whose place is elsewhere."""
+        return [(index, *part) for index, parts in self._parts.items() for part in parts], list(self._late)
+
+    def absorb(self, rows: Iterable[tuple[int, int, int, int]], late: Iterable[tuple[int, bytes]]) -> None:
+        """Take what another worker's ``unfinished`` says, which wrote other windows of the same file."""
+        for index, offset, nbytes, crc in rows:
+            self._parts.setdefault(index, []).append((offset, nbytes, crc))
+        self._late.extend(late)
 
     def patches(self) -> list[tuple[int, bytes]]:
         """What remains to be written once every window is: (file offset, 4 bytes)."""

@@ -11,7 +11,9 @@ from itertools import pairwise
 
 from fsdpckpt.executor.budget import Budget
 from fsdpckpt.executor.checks import SourceCheck, TargetChecks
-from fsdpckpt.executor.crc import Part, combine, patch_effect, window_crc
+from fsdpckpt.executor.crc import Part, combine, crc32, patch_effect, window_crc
+from fsdpckpt.executor.recorder import Recorder
+from fsdpckpt.executor.resume import LatePlaces
 from fsdpckpt.executor.window import Assembler
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.planner.plan import FilePlan, Plan
@@ -20,48 +22,67 @@ from fsdpckpt.progress import Progress
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.storage.targets import WritableFile
 
-__all__ = ["execute"]
+__all__ = ["Output", "Window", "copy_window", "execute"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Window:
+class Window:
+    """The bytes [begin, end) of target file number ``file``."""
+
     file: int
     begin: int
     end: int
 
 
-class _Output:
+class Output:
     """One target file while its windows arrive, in any order: created by the first, committed by the last."""
 
-    def __init__(self, file: FilePlan, path: str, windows: int) -> None:
+    def __init__(self, file: FilePlan, path: str, windows: int, *, resumed: bool = False) -> None:
+        """``resumed``: an interrupted run may have left the file."""
         self.plan = file
         self.checks = TargetChecks(file)
-        self._path = path
+        self.late = LatePlaces(file)
+        self.path = path
+        self._resumed = resumed
+        self.parts: list[Part] = []
         self._left = windows
         self._lock = threading.Lock()
         self._file: WritableFile | None = None
-        self._parts: list[Part] = []
         self._patched = 0
 
     @property
     def crc(self) -> int:
         """The CRC-32 of the whole file, once it is finished."""
-        return combine(self._parts) ^ self._patched
+        return combine(self.parts) ^ self._patched
 
     def open(self) -> WritableFile:
         with self._lock:
             if self._file is None:
-                os.makedirs(os.path.dirname(self._path), exist_ok=True)
-                self._file = WritableFile(self._path, self.plan.nbytes)
+                self._file = self.create()
             return self._file
+
+    def create(self) -> WritableFile:
+        """The file itself: new, or the one an interrupted run left with its full length."""
+        os.makedirs(os.path.dirname(self.path), exist_ok=True)
+        there = self._resumed and os.path.isfile(self.path)
+        if there and os.path.getsize(self.path) != self.plan.nbytes:
+            os.unlink(self.path)
+            there = False
+        return WritableFile(self.path, self.plan.nbytes, there=there)
 
     def finished(self, part: Part) -> None:
         """One window is written; the last one patches the checksums and makes the file durable."""
         with self._lock:
-            self._parts.append(part)
+            self.parts.append(part)
             self._left -= 1
-            if self._left > 0 or self._file is None:
+            if self._left > 0:
                 return
+        self.complete()
+
+    def complete(self) -> None:
+        """All windows are written: patch the checksums, make the file durable and close it."""
+        if self._file is None:
+            return
         for place, value in self.checks.patches():
             self._file.write(place, value)
             self._patched ^= patch_effect(value, self.plan.nbytes - place - len(value))
@@ -81,50 +102,66 @@ def execute(
     locate: Callable[[str], str],
     budget: Budget,
     progress: Progress,
+    recorder: Recorder | None = None,
+    output: type[Output] = Output,
 ) -> dict[str, int]:
     """Write every file of ``plan`` where ``locate`` says, and make it durable; returns the CRC-32 of each by its path.
 
+    ``recorder`` keeps the journal, and knows which windows an interrupted run has finished: those are read back, and
+    copied again only where they are not what the journal says. ``budget.window`` has to be that run's then.
     Holds at most ``budget.nbytes`` of buffers. Raises SourceCorruptError when a record does not match its checksum or a
     file ended early, TargetUnwritableError when the file system refuses; the first error stops all threads.
     """
     check = SourceCheck(files, checksums)
     bounds = [window_bounds(file, plan, budget.window).tolist() for file in plan.files]
+    resumed = recorder is not None and bool(recorder.finished.crcs)
     outputs = [
-        _Output(file, locate(file.path), max(len(bound) - 1, 1)) for file, bound in zip(plan.files, bounds, strict=True)
+        output(file, locate(file.path), max(len(bound) - 1, 1), resumed=resumed)
+        for file, bound in zip(plan.files, bounds, strict=True)
     ]
     work = _Work(_windows(bounds))
+    if recorder is not None:
+        check.absorb(recorder.finished.parts)
+        check.fresh()
+        recorder.start(check.fresh)
     progress.begin("copy", plan.bytes_written)
-    with ThreadPoolExecutor(budget.threads, thread_name_prefix="fsdpckpt-copy") as pool:
-        assemblers = (Assembler(plan, files, sources, check, budget.window) for _ in range(budget.threads))
-        try:
-            futures = [pool.submit(_copy, work, outputs, assembler, progress) for assembler in assemblers]
-            for future in futures:
-                future.result()
-        finally:  # also after a signal: the pool waits for its threads, and they would copy to the end
-            work.stop()
-    for output in outputs:
-        output.abandon()
+    complete = False
+    try:
+        with ThreadPoolExecutor(budget.threads, thread_name_prefix="fsdpckpt-copy") as pool:
+            assemblers = (Assembler(plan, files, sources, check, budget.window) for _ in range(budget.threads))
+            try:
+                futures = [pool.submit(_copy, work, outputs, one, progress, recorder) for one in assemblers]
+                for future in futures:
+                    future.result()
+            finally:  # also after a signal: the pool waits for its threads, and they would copy to the end
+                work.stop()
+        complete = True
+    finally:
+        if recorder is not None:
+            recorder.close(complete=complete)
+        for each in outputs:
+            each.abandon()
     check.finish()
     progress.end()
-    return {output.plan.path: output.crc for output in outputs}
+    return {each.plan.path: each.crc for each in outputs}
 
 
-def _windows(bounds: Sequence[Sequence[int]]) -> Iterator[_Window]:
+def _windows(bounds: Sequence[Sequence[int]]) -> Iterator[Window]:
     for file, bound in enumerate(bounds):
         pairs = list(pairwise(bound)) or [(0, 0)]
         for begin, end in pairs:
-            yield _Window(file, begin, end)
+            yield Window(file, begin, end)
 
 
 class _Work:
     """Hands out windows in order; empty once stopped."""
 
-    def __init__(self, windows: Iterator[_Window]) -> None:
+    def __init__(self, windows: Iterator[Window]) -> None:
         self._windows = windows
         self._lock = threading.Lock()
         self._stopped = False
 
-    def next(self) -> _Window | None:
+    def next(self) -> Window | None:
         with self._lock:
             return None if self._stopped else next(self._windows, None)
 
@@ -132,18 +169,47 @@ class _Work:
         self._stopped = True
 
 
-def _copy(work: _Work, outputs: Sequence[_Output], assembler: Assembler, progress: Progress) -> None:
+def _copy(
+    work: _Work, outputs: Sequence[Output], assembler: Assembler, progress: Progress, recorder: Recorder | None
+) -> None:
     """One thread: take a window, assemble, sum, write, until there are none or another thread failed."""
     try:
         while (window := work.next()) is not None:
             output = outputs[window.file]
-            target = output.open()
-            view, known = assembler.assemble(output.plan, window.begin, window.end)
-            output.checks.window(window.begin, view, known)
-            part = (window.begin, len(view), window_crc(window.begin, view, known))
-            target.write(window.begin, view)
-            output.finished(part)
+            crc = None
+            if recorder is not None:
+                crc = recorder.finished.crcs.get((window.file, window.begin, window.end))
+            part = None
+            if crc is not None:
+                part = _keep_window(output, assembler.buffer(window.begin, window.end), window.begin, crc)
+            if part is None:
+                part = copy_window(output, assembler, window.begin, window.end)
+            if recorder is not None:
+                recorder.wrote(window.file, output.open(), part)
             progress.advance(window.end - window.begin)
     except BaseException:
         work.stop()
         raise
+
+
+def copy_window(output: Output, assembler: Assembler, begin: int, end: int) -> Part:
+    """Assemble, sum and write the bytes [begin, end) of one target file."""
+    target = output.open()
+    view, known = assembler.assemble(output.plan, begin, end)
+    output.checks.window(begin, view, known)
+    part = (begin, len(view), window_crc(begin, view, known))
+    target.write(begin, view)
+    output.finished(part)
+    return part
+
+
+def _keep_window(output: Output, view: memoryview, begin: int, crc: int) -> Part | None:
+    """Take the window that an interrupted run wrote, read into ``view``; None when it does not sum to ``crc``."""
+    output.open().read_into(begin, view)
+    output.late.clear(begin, view)
+    if crc32(view) != crc:
+        return None
+    output.checks.window(begin, view, {})
+    part = (begin, len(view), crc)
+    output.finished(part)
+    return part

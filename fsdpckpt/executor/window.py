@@ -42,8 +42,7 @@ class Assembler:
 
         The view is valid until the next call.
         """
-        shift = begin % BLOCK  # the same alignment in memory as in the file, so that it can be written directly
-        view = self._window[shift : shift + end - begin]
+        view = self.buffer(begin, end)
         self._literals(file, begin, view)
         low = int(np.searchsorted(file.slots[:, 0], begin, side="right")) - 1
         high = int(np.searchsorted(file.slots[:, 0], end, side="left"))
@@ -55,6 +54,11 @@ class Assembler:
             for index in (np.flatnonzero(~plain) + rows.start).tolist():
                 self._pitched(file, index, begin, view)
         return view, known
+
+    def buffer(self, begin: int, end: int) -> memoryview:
+        """Where the bytes [begin, end) of a file are put together; valid until the next call."""
+        shift = begin % BLOCK  # the same alignment in memory as in the file, so that it can be written directly
+        return self._window[shift : shift + end - begin]
 
     def _literals(self, file: FilePlan, begin: int, view: memoryview) -> None:
         literals = file.literals

@@ -18,6 +18,7 @@ __all__ = [
     "Checksums",
     "Container",
     "KeyType",
+    "LOOSE",
     "Layout",
     "ModelState",
     "NamedTensor",
@@ -27,8 +28,23 @@ __all__ = [
     "Problem",
     "Section",
     "SourceFile",
+    "UNORDERED",
+    "ZEROS",
     "group_params",
+    "stored_entry",
 ]
+
+UNORDERED = "keys are not in the order of the state dict they were saved from"
+"""The line of ``Checkpoint.evidence`` that keeps anyone from taking the order of keys for that of the parameters."""
+
+ZEROS = "zeros:"
+"""The path of a source file that is no file: it reads as zeros everywhere (``storage.sources.ZeroFile``)."""
+
+LOOSE = ""
+"""The state name of a value that a user put into an optimizer's ``state`` where the states of a parameter stand.
+
+TorchRec's keyed optimizers allow it. ``_optim_state_dict`` copies such a value, and so do all writers.
+"""
 
 ParamKey: TypeAlias = int | str
 KeyType: TypeAlias = Literal["name", "id"]
@@ -127,9 +143,15 @@ def group_params(group: Mapping[Key, Value]) -> list[ParamKey] | None:
     return [key for key in params if isinstance(key, (int, str))]
 
 
+def stored_entry(states: Mapping[str, Tensor | Value]) -> Mapping[str, Tensor | Value] | Tensor | Value:
+    """What stands in a state dict for one entry of ``OptimState.state``: its states, or the one ``LOOSE`` value."""
+    return states[LOOSE] if states.keys() == {LOOSE} else states
+
+
 @dataclass(slots=True)
 class OptimState:
-    """``state``: parameter key (int id or name) to {state name: tensor or value}, in the source's order.
+    """``state``: parameter key (int id or name) to {state name: tensor or value}, in the source's order; a user's own
+    value that is no dict of states stands under the state name ``LOOSE``.
 
     ``param_groups`` as in ``torch.optim``, each with its ``params`` list of the same key type; None when the
     source has no groups. ``extra``: top-level entries a user added beside ``state`` and ``param_groups``.
@@ -142,7 +164,7 @@ class OptimState:
     @property
     def key_type(self) -> KeyType | None:
         """``"id"`` when all keys (of state and groups) are ints, ``"name"`` when not, None when there are none."""
-        keys: list[ParamKey] = list(self.state)
+        keys: list[ParamKey] = [key for key, states in self.state.items() if LOOSE not in states]
         for group in self.param_groups or []:
             keys.extend(group_params(group) or ())
         if not keys:
@@ -202,7 +224,8 @@ class Checkpoint:
             for param, states in self.optim.state.items():
                 for state, leaf in states.items():
                     if isinstance(leaf, Tensor):
-                        yield NamedTensor(Section.OPTIM, str(param), state, f"{param}.{state}", leaf)
+                        key = f"{param}.{state}" if state != LOOSE else str(param)
+                        yield NamedTensor(Section.OPTIM, str(param), state or None, key, leaf)
             rest: dict[Key, Value] = {"param_groups": list(self.optim.param_groups or []), **self.optim.extra}
             for path, tensor in leaf_tensors(rest):
                 dotted = ".".join(map(str, path))

@@ -16,12 +16,16 @@ import numpy.typing as npt
 
 from fsdpckpt.ir.dtypes import DType
 
-__all__ = ["SLICES", "Int64Array", "Pieces", "Tensor", "contiguous_stride"]
+__all__ = ["ONE_SLICE", "SLICES", "Int64Array", "Pieces", "Tensor", "contiguous_stride"]
 
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 
 SLICES = "slices"
 """The ``placement`` of a tensor that is the ranks' 1-D slices of flat parameters one after the other, not yet named."""
+
+ONE_SLICE = "whole, or one rank's slice"
+"""The ``placement`` of a vector that DCP saved beside flat parameters: of a buffer all of it, of a parameter the slice
+of one rank, whose data is in the flat parameter. Which it is only units tell."""
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:

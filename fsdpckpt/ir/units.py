@@ -47,11 +47,17 @@ class UnitParam:
 
     @property
     def order(self) -> tuple[int, ...] | None:
-        """The dimensions from slowest to fastest in memory, None for row-major."""
+        """The dimensions from slowest to fastest in memory, None for row-major.
+
+        Those of one element come first: their strides say nothing, and PyTorch does not keep them.
+        """
         if self.stride is None:
             return None
-        strides = self.stride
-        return tuple(sorted(range(len(self.shape)), key=lambda dim: (-strides[dim], dim)))
+        strides, wide = self.stride, [dim for dim, size in enumerate(self.shape) if size > 1]
+        ordered = sorted(wide, key=lambda dim: (-strides[dim], dim))
+        if ordered == wide:
+            return None
+        return (*(dim for dim, size in enumerate(self.shape) if size <= 1), *ordered)
 
 
 @dataclass(frozen=True, slots=True)

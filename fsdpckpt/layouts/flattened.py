@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from fsdpckpt.ir.tensors import Int64Array
+from fsdpckpt.ir.units import Strategy, Unit
 
-__all__ = ["FILLER", "FlatLayout", "FlatPart", "FlatSlices", "alignment", "flat_boxes"]
+__all__ = ["FILLER", "FlatLayout", "FlatPart", "FlatSlices", "alignment", "flat_boxes", "layout_of"]
 
 FILLER = 42
 """What FSDP1 writes into alignment padding (``FlatParamHandle._construct_padding_tensor``)."""
@@ -139,6 +140,22 @@ class FlatLayout:
         if self.shard > end - begin:
             found.append(FlatPart(None, 0, self.shard - (end - begin)))
         return found
+
+
+def layout_of(unit: Unit, *, use_orig_params: bool, world_size: int, shard_size: int) -> FlatLayout:
+    """The layout of one unit among ``world_size`` ranks in sharding groups of ``shard_size``.
+
+    NO_SHARD pads for all ranks and cuts nothing; a group of one rank makes NO_SHARD of every strategy
+    (``_init_core_state``).
+    """
+    sharded = unit.strategy is not Strategy.NO_SHARD and shard_size > 1
+    dtype = unit.param_dtype or unit.params[0].dtype
+    return FlatLayout.of(
+        [param.numel for param in unit.params],
+        world_size=shard_size if sharded else world_size,
+        aligned=alignment(dtype.itemsize) if use_orig_params else None,
+        sharded=sharded,
+    )
 
 
 def flat_boxes(

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, OptimState, ParamKey, group_params
-from fsdpckpt.ir.tensors import SLICES, Int64Array, Tensor
-from fsdpckpt.ir.units import FLAT_PARAM, Strategy, Unit, UnitParam, Units
+from fsdpckpt.ir.tensors import ONE_SLICE, SLICES, Int64Array, Tensor
+from fsdpckpt.ir.units import FLAT_PARAM, Unit, UnitParam, Units
 from fsdpckpt.ir.values import Key, Value
-from fsdpckpt.layouts.flattened import FlatLayout, alignment
+from fsdpckpt.layouts.flattened import FlatLayout, layout_of
 from fsdpckpt.planner.names import clean
 
-__all__ = ["FlatMatch", "Mismatch", "carried_whole", "is_flat_key", "is_sliced", "layout_of", "match", "slice_lengths"]
+__all__ = ["FlatMatch", "Mismatch", "carried_whole", "is_flat_key", "is_sliced", "match", "slice_lengths"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,22 +49,6 @@ class Mismatch:
 def is_flat_key(key: str) -> bool:
     """Whether a model key names a flat parameter."""
     return key == FLAT_PARAM or key.endswith(f".{FLAT_PARAM}")
-
-
-def layout_of(unit: Unit, *, use_orig_params: bool, world_size: int, shard_size: int) -> FlatLayout:
-    """The layout of one unit among ``world_size`` ranks in sharding groups of ``shard_size``.
-
-    NO_SHARD pads for all ranks and cuts nothing; a group of one rank makes NO_SHARD of every strategy
-    (``_init_core_state``).
-    """
-    sharded = unit.strategy is not Strategy.NO_SHARD and shard_size > 1
-    dtype = unit.param_dtype or unit.params[0].dtype
-    return FlatLayout.of(
-        [param.numel for param in unit.params],
-        world_size=shard_size if sharded else world_size,
-        aligned=alignment(dtype.itemsize) if use_orig_params else None,
-        sharded=sharded,
-    )
 
 
 def match(checkpoint: Checkpoint, units: Units) -> FlatMatch | Mismatch:
@@ -337,6 +321,10 @@ class _Matching:
             return None
         lengths = slice_lengths(leaf, self.world_size)
         expected = self._spread(self.counts[param.name])
+        if leaf.placement == ONE_SLICE:  # DCP kept that of one rank, and does not say of which
+            if leaf.shape[0] not in expected:
+                return f"{_lengths(expected)} elements by rank by the units, found a slice of {leaf.shape[0]}"
+            return None
         if lengths is None or not np.array_equal(lengths, expected):
             return f"{_lengths(expected)} elements by rank by the units, found {_found(leaf, self.world_size)}"
         return None
@@ -365,9 +353,14 @@ def is_sliced(checkpoint: Checkpoint, units: Units) -> bool:
     ]
     if any(leaf.placement == SLICES for leaf in leaves):
         return True
-    if optim.key_type != "id" or units.use_orig_params or not leaves:
+    if not leaves:  # SGD without momentum: only the ids are there, and they are ids of what the units say
+        return optim.key_type == "id"
+    if optim.key_type != "id" or units.use_orig_params:
         return False
-    return all(leaf.ndim == 1 and leaf.managed is not True for leaf in leaves)
+    order = units.optimizer_keys() if units.groups is None else _chain(units.groups)
+    keys = {unit.key for unit in units.units}
+    states = [leaf for number, key in enumerate(order) if key in keys for leaf in optim.state.get(number, {}).values()]
+    return all(leaf.ndim < 2 and leaf.managed is not True for leaf in states if isinstance(leaf, Tensor))
 
 
 def _chain(groups: Iterable[Iterable[str]]) -> list[str]:

@@ -1,12 +1,129 @@
-"""Names without what wrappers add to them."""
+"""Names without the prefixes that wrappers add: FSDP, activation checkpointing, ``torch.compile``, DDP.
+
+A wrapper is a way to run a model, not a part of it: PyTorch's own ``FSDP.state_dict`` and ``get_model_state_dict`` take
+these prefixes off, and a plain ``state_dict()`` of a compiled model leaves them, as ``param_names`` in param groups do.
+So the reserved ones (``_orig_mod.`` and its kind, which no module of a user is called) always go, even where model and
+optimizer agree on them: what ran compiled must load uncompiled. ``module.`` may be a module of the model; it goes only
+where one section has it on every key and the other has it on none.
+"""
 
 from __future__ import annotations
 
-__all__ = ["clean"]
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
+
+from fsdpckpt.errors import SourceUnsupportedError
+from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, OptimState, ParamKey, group_params
+from fsdpckpt.ir.values import Key, Value
+
+__all__ = ["clean", "normalise", "without_module"]
 
 WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "_fpw_module"})
+_DISTRIBUTED = "module."  # DistributedDataParallel, DataParallel
+_SHOWN = 5  # keys in a note's message; its ``keys`` has them all
 
 
 def clean(name: str) -> str:
-    """``name`` without the path segments that FSDP, activation checkpointing and ``torch.compile`` add."""
+    """``name`` of a parameter or a module without the path segments that wrappers add."""
+    if not any(wrapper in name for wrapper in WRAPPERS):
+        return name
     return ".".join(word for word in name.split(".") if word not in WRAPPERS)
+
+
+def without_module(names: Iterable[str], like: Collection[str]) -> tuple[str, ...]:
+    """``names`` without a leading ``module.`` when every one has it and none of ``like`` has."""
+    taken = tuple(names)
+    if taken and all(map(_distributed, taken)) and not any(map(_distributed, like)):
+        return tuple(name.removeprefix(_DISTRIBUTED) for name in taken)
+    return taken
+
+
+def _distributed(name: str) -> bool:
+    return name.startswith(_DISTRIBUTED)
+
+
+def normalise(checkpoint: Checkpoint) -> Checkpoint:
+    """The same with wrappers' prefixes taken off model and optimizer keys, and a note that lists those.
+
+    ``param_names`` in groups stay as they are: they are no keys, and whoever matches them cleans them. Raises
+    SourceUnsupportedError when two keys of one section would become one.
+    """
+    model, optim = checkpoint.model, checkpoint.optim
+    in_model = {name: clean(name) for name in model.params} if model is not None else {}
+    in_optim = {name: clean(name) for name in _names(optim)}
+    if in_model and in_optim:
+        by_section = in_model, in_optim
+        in_model = _bare(in_model, by_section[1].values())
+        in_optim = _bare(in_optim, by_section[0].values())
+    changed = {old: new for names in (in_model, in_optim) for old, new in names.items() if old != new}
+    if not changed:
+        return checkpoint
+    _refuse_collisions(checkpoint, in_model, "model")
+    _refuse_collisions(checkpoint, in_optim, "optim")
+    if model is not None and any(old != new for old, new in in_model.items()):
+        params = {in_model[name]: leaf for name, leaf in model.params.items()}
+        model = ModelState(params, _metadata(model.metadata))
+    if optim is not None:
+        optim = _renamed(optim, in_optim)
+    listed = [f"{old} -> {new}" for old, new in changed.items()]
+    more = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
+    message = f"{len(listed)} keys lost the prefixes of wrappers: {', '.join(listed[:_SHOWN])}{more}"
+    note = Note("normalised", message, keys=tuple(listed))
+    return replace(checkpoint, model=model, optim=optim, notes=(*checkpoint.notes, note))
+
+
+def _names(optim: OptimState | None) -> list[str]:
+    """Every string key of the optimizer, once, in order."""
+    if optim is None:
+        return []
+    listed = [key for group in optim.param_groups or () for key in group_params(group) or ()]
+    return list(dict.fromkeys(key for key in (*optim.state, *listed) if isinstance(key, str)))
+
+
+def _bare(names: Mapping[str, str], like: Iterable[str]) -> dict[str, str]:
+    """``names`` (old to new) as ``without_module`` says of the new ones."""
+    return dict(zip(names, without_module(names.values(), tuple(like)), strict=True))
+
+
+def _refuse_collisions(checkpoint: Checkpoint, names: Mapping[str, str], section: str) -> None:
+    holders: dict[str, list[str]] = {}
+    for old, new in names.items():
+        holders.setdefault(new, []).append(old)
+    double = {new: olds for new, olds in holders.items() if len(olds) > 1}
+    if double:
+        first = next(iter(double.values()))
+        raise SourceUnsupportedError(
+            f"{checkpoint.source}: {section} keys that differ by wrappers' prefixes only would become one",
+            details=[f"{' and '.join(olds)} -> {new}" for new, olds in double.items()],
+            why="the checkpoint holds a model and a compiled or wrapped copy of it",
+            next_step="save one of the two, or give --only the section that is wanted",
+            key=first[0],
+        )
+
+
+def _metadata(metadata: Value) -> Value:
+    """``_metadata`` maps module paths to versions, and follows. Of a wrapper and what it wraps, the latter stays."""
+    if not isinstance(metadata, dict):
+        return metadata
+    cleaned = {clean(key) if isinstance(key, str) else key: value for key, value in metadata.items()}
+    changed: dict[Key, Value] = type(metadata)(cleaned)
+    if type(metadata) is not dict:
+        vars(changed).update(vars(metadata))
+    return changed
+
+
+def _renamed(optim: OptimState, names: Mapping[str, str]) -> OptimState:
+    def new(key: ParamKey) -> ParamKey:
+        return names.get(key, key) if isinstance(key, str) else key
+
+    groups = optim.param_groups
+    return OptimState(
+        {new(key): entry for key, entry in optim.state.items()},
+        None if groups is None else [_with_params(group, new) for group in groups],
+        optim.extra,
+    )
+
+
+def _with_params(group: dict[Key, Value], new: Callable[[ParamKey], ParamKey]) -> dict[Key, Value]:
+    params = group_params(group)
+    return group if params is None else {**group, "params": [new(key) for key in params]}

@@ -14,7 +14,7 @@ import numpy as np
 
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, OptimState, ParamKey, group_params
 from fsdpckpt.ir.dtypes import DType
-from fsdpckpt.ir.tensors import SLICES, Int64Array, Pieces, Tensor, contiguous_stride
+from fsdpckpt.ir.tensors import ONE_SLICE, SLICES, Int64Array, Pieces, Tensor, contiguous_stride
 from fsdpckpt.ir.units import Unit, UnitParam
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.layouts.flattened import FlatLayout, flat_boxes
@@ -57,15 +57,19 @@ def _model(model: ModelState, match: FlatMatch, notes: list[Note]) -> ModelState
     for later, first in match.units.shared:
         if first in params:
             params[later] = params[first]
+    # LOCAL_STATE_DICT has the innermost units first: the order of model.parameters() is what others rely on.
+    params = {name: params[name] for name in dict.fromkeys([*match.units.parameters, *params]) if name in params}
     flat = len(by_key)
     notes.append(Note("unflattened", f"model: {len(managed)} parameters were found in {flat} flat parameters"))
-    return ModelState(params, None)
+    return ModelState(params, model.metadata)
 
 
 def _whole(leaf: Tensor | Value) -> Tensor | Value:
     """A 1-D tensor that every rank holds whole, read as slices because nothing said that it is a buffer."""
     if not isinstance(leaf, Tensor):
         return leaf
+    if leaf.placement == ONE_SLICE:
+        return replace(leaf, managed=False, placement="whole")
     if leaf.placement != SLICES:
         return replace(leaf, managed=False)
     pieces = leaf.pieces
@@ -126,9 +130,11 @@ def _own(leaf: Tensor | Value) -> Tensor | Value:
 
 
 def _of_param(param: UnitParam, leaf: Tensor | Value, match: FlatMatch, world_size: int) -> Tensor | Value:
-    if not isinstance(leaf, Tensor) or not leaf.ndim:
-        return leaf
     counts = match.counts.get(param.name)
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if not leaf.ndim:
+        return _of_holders(leaf, counts, world_size)
     lengths = slice_lengths(leaf, world_size)
     if counts is None or lengths is None:
         return _whole(leaf) if counts is None else replace(leaf, managed=True, placement=PLACEMENT)
@@ -136,6 +142,17 @@ def _of_param(param: UnitParam, leaf: Tensor | Value, match: FlatMatch, world_si
         return _whole(leaf) if carried_whole(leaf) else replace(leaf, managed=True, placement=PLACEMENT)
     starts = np.resize(np.cumsum(counts) - counts, world_size)[leaf.pieces.rank]
     return _tensor(param, leaf.dtype, _runs(leaf, starts), 0)
+
+
+def _of_holders(leaf: Tensor, counts: Int64Array | None, world_size: int) -> Tensor:
+    """A 0-dim state as the ranks that hold elements of the parameter have it.
+
+    Optimizers that make states at once (Adagrad) have one on the others too, which never counts a step.
+    """
+    if counts is None or not counts.any():
+        return leaf
+    holding = np.resize(counts, world_size)[leaf.pieces.rank] > 0
+    return replace(leaf, pieces=leaf.pieces.take(holding)) if holding.any() else leaf
 
 
 def _group(group: Mapping[Key, Value], match: FlatMatch, by_key: Mapping[str, Unit]) -> dict[Key, Value]:

@@ -12,15 +12,16 @@ __all__ = ["window_bounds"]
 CAST_GRAIN = 16  # bytes: the largest element; a cast element must not be split between two windows
 
 
-def window_bounds(file: FilePlan, plan: Plan, window: int) -> Int64Array:
-    """Boundaries 0 .. ``file.nbytes`` with at most ``window`` bytes between neighbours.
+def window_bounds(file: FilePlan, plan: Plan, window: int, *, begin: int = 0, end: int | None = None) -> Int64Array:
+    """Boundaries ``begin`` .. ``end`` (the whole file by default) with at most ``window`` bytes between neighbours.
 
     A boundary inside a slot that is cast falls between two elements, and inside a slot filled row by row between two
     rows where a row is shorter than a window; elsewhere any byte will do.
     """
-    bounds = [0]
-    while bounds[-1] < file.nbytes:
-        bounds.append(_next_bound(file, plan, bounds[-1], window))
+    last = file.nbytes if end is None else end
+    bounds = [begin]
+    while bounds[-1] < last:
+        bounds.append(min(_next_bound(file, plan, bounds[-1], window), last))
     return np.asarray(bounds, np.int64)
 
 

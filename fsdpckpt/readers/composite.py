@@ -8,10 +8,20 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from fsdpckpt.errors import NeedsInformationError
-from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Container, Layout, Note, Problem, Section
+from fsdpckpt.ir.checkpoint import (
+    Checkpoint,
+    Checksums,
+    Container,
+    Layout,
+    Note,
+    Problem,
+    Section,
+)
 from fsdpckpt.ir.values import Key, Value
+from fsdpckpt.readers.flat_slices import why_sliced
 from fsdpckpt.readers.flavors import EXTRA_STEM
 from fsdpckpt.readers.sections import Sections, replaced, split
+from fsdpckpt.readers.settle_slices import settle_slices
 from fsdpckpt.readers.tree import FileTable, Tree
 
 __all__ = ["ReadPart", "join", "read_part"]
@@ -37,6 +47,13 @@ class ReadPart:
         """Holds neither a model nor an optimizer."""
         return self.sections.model is None and self.sections.optim is None
 
+    def whole(self) -> bool:
+        """Whether every rank's file holds all of it, as far as the part itself tells."""
+        optim = self.sections.optim
+        if self.tree.layout is not Layout.FULL:
+            return False
+        return optim is None or why_sliced(optim.state, self.sections.model, self.tree.checksums) is None
+
 
 def read_part(label: str, stem: str, tree: Tree) -> ReadPart:
     """Tell the sections of ``tree`` apart; a part named for its extras has no others, whatever they look like."""
@@ -52,6 +69,8 @@ def join(source: str, parts: Sequence[ReadPart], files: FileTable, *, flavor: st
     main = main or next((part for part in parts if part.sections.optim is not None), parts[0])
     world_size = max(part.tree.world_size for part in parts if not part.auxiliary or part is main)
     model = next((part.sections.model for part in parts if part.sections.model is not None), None)
+    for part in parts:
+        settle_slices(part.tree, part.sections, model, part.label)
     optim = next((part.sections.optim for part in parts if part.sections.optim is not None), None)
     extra, prefixes = _extras(parts)
     changes = _changes(parts, prefixes)

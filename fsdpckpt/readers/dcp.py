@@ -8,8 +8,10 @@ metadata says.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from fsdpckpt.ir.checkpoint import Container, Layout, Note
+from fsdpckpt.ir.checkpoint import UNORDERED, Container, Layout, Note
+from fsdpckpt.ir.tensors import ONE_SLICE
 from fsdpckpt.ir.values import Global, Value
 from fsdpckpt.readers.chunks import Box, ChunkedTensor, build_tensors
 from fsdpckpt.readers.dcp_directory import DcpDirectory, open_directory
@@ -38,6 +40,8 @@ def read_dcp(directory: str, files: FileTable, sources: Sources, *, locate: bool
     """
     found = open_directory(directory, sources)
     tree = Tree({}, Layout.FULL, Container.DCP, found.world_size, evidence=found.evidence, notes=found.notes)
+    if found.metadata.paths is None:  # only the planner data keep the order
+        tree.evidence.append(UNORDERED)
     numbers = {name: files.add(found.file(name), found.nbytes[name]) for name in found.nbytes}
     flattened = find_flattened(found.metadata, directory=directory, world_size=found.world_size)
     if locate:
@@ -54,6 +58,8 @@ def read_dcp(directory: str, files: FileTable, sources: Sources, *, locate: bool
         tree.layout = Layout.SHARDED
     if flattened.layout is not None:
         tree.layout = flattened.layout
+    for key in flattened.beside:
+        tensors[key] = replace(tensors[key], managed=None, placement=ONE_SLICE)
     tree.problems.extend(flattened.problems)
     tree.notes.extend(flattened.notes)
     leaves: Iterator[tuple[str, Value]] = (

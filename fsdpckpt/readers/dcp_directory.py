@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from fsdpckpt.containers.dcp_metadata import DcpMetadata, Stored, merge_metadata, parse_metadata
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnrecognisedError, SourceUnsupportedError
 from fsdpckpt.ir.checkpoint import Note
-from fsdpckpt.storage.sources import Entry, Sources, list_directory, stat
+from fsdpckpt.storage.sources import Entry, Sources
 
 __all__ = ["DcpDirectory", "is_dcp", "open_directory"]
 
@@ -48,7 +48,7 @@ def open_directory(path: str, sources: Sources) -> DcpDirectory:
     Raises SourceIncompleteError (no metadata, or data files missing: all named), SourceCorruptError (items that end
     after their file), SourceUnsupportedError (compressed items), and what ``parse_metadata`` raises.
     """
-    entries = {entry.name: entry for entry in list_directory(path)}
+    entries = {entry.name: entry for entry in sources.list_directory(path)}
     metadata, evidence = _metadata(path, entries, sources)
     needed: dict[str, int] = {}
     transforms: set[str] = set()
@@ -59,7 +59,7 @@ def open_directory(path: str, sources: Sources) -> DcpDirectory:
         if stored.transforms:
             transforms.update(stored.transforms)
     _refuse_transforms(path, transforms)
-    nbytes = _lengths(path, needed, entries)
+    nbytes = _lengths(path, needed, entries, sources)
     ranks = {name: _rank(name) for name in needed}
     world_size = _world_size(metadata, ranks, entries)
     directory = DcpDirectory(path, metadata, nbytes, ranks, world_size, evidence)
@@ -124,12 +124,14 @@ def _refuse_transforms(path: str, transforms: set[str]) -> None:
         )
 
 
-def _lengths(path: str, needed: dict[str, int], entries: dict[str, Entry]) -> dict[str, int]:
+def _lengths(
+    path: str, needed: dict[str, int], entries: dict[str, Entry], sources: Sources
+) -> dict[str, int]:
     nbytes: dict[str, int] = {}
     missing: list[str] = []
     short: list[str] = []
     for name, end in needed.items():
-        entry = entries.get(name) if "/" not in name else stat(f"{path.rstrip('/')}/{name}")
+        entry = entries.get(name) if "/" not in name else sources.stat(f"{path.rstrip('/')}/{name}")
         if entry is None or entry.directory:
             missing.append(name)
             continue

@@ -11,18 +11,24 @@ import re
 
 from fsdpckpt.containers.dcp_metadata import DcpMetadata
 from fsdpckpt.ir.checkpoint import Layout, Note, Problem, Section
+from fsdpckpt.readers.flat_slices import is_flat_key
 
 __all__ = ["Flattened", "find_flattened"]
 
 _STATE_BY_ID = re.compile(r"(?:^|\.)state\.\d+\.[^.]+$")
-_FLAT = "_flat_param"
+# Of an optimizer: a producer (composer) that nests everything under "state." must not look like one.
+_STATE = re.compile(r"\.state\.|^state\.\d|(?:^|\.)param_groups\.")
 
 
 class Flattened:
-    """What was found: ``layout`` is FLATTENED or None; problems are fatal, notes are not."""
+    """What was found: ``layout`` is FLATTENED or None; problems are fatal, notes are not.
+
+    ``beside``: keys of vectors beside flat parameters, see ``ir.tensors.ONE_SLICE``.
+    """
 
     def __init__(self) -> None:
         self.layout: Layout | None = None
+        self.beside: frozenset[str] = frozenset()
         self.problems: list[Problem] = []
         self.notes: list[Note] = []
 
@@ -30,75 +36,72 @@ class Flattened:
 def find_flattened(metadata: DcpMetadata, *, directory: str, world_size: int) -> Flattened:
     """Judge by keys, shapes and chunks alone."""
     found = Flattened()
-    flat = [key for key in metadata.tensors if _FLAT in key]
+    flat = [key for key in metadata.tensors if is_flat_key(key)]
     if flat:
         found.layout = Layout.FLATTENED
-        found.problems.append(
-            Problem(
-                "flattened",
-                f"{directory} holds {len(flat)} flat parameters of FSDP1 (LOCAL_STATE_DICT), such as {flat[0]}",
-                file=directory,
-                key=flat[0],
-            )
-        )
-        _judge_names_beside(metadata, directory, found)
+        _find_beside(metadata, flat, found)
     by_id = [key for key in metadata.tensors if _STATE_BY_ID.search(key)]
-    if by_id and _is_lost(metadata, by_id, world_size):
+    lost = _first_lost(metadata, by_id, world_size) if by_id else None
+    if lost is not None:
         found.layout = Layout.FLATTENED
         found.problems.append(
             Problem(
                 "flattened-lost",
                 f"{directory} is the raw optimizer.state_dict() of FSDP1, saved through DCP by {world_size} ranks: "
-                f"each rank held another slice of {by_id[0]}, DCP kept one, the slices of the other ranks are gone. "
+                f"each rank held another slice of {lost}, DCP kept one, the slices of the other ranks are gone. "
                 "Save it again with FSDP.optim_state_dict or torch.distributed.checkpoint.state_dict",
                 file=directory,
-                key=by_id[0],
+                key=lost,
                 section=Section.OPTIM,
             )
         )
     return found
 
 
-def _judge_names_beside(metadata: DcpMetadata, directory: str, found: Flattened) -> None:
+def _find_beside(metadata: DcpMetadata, flat: list[str], found: Flattened) -> None:
     """With use_orig_params=True every parameter also has an entry by name: one rank's slice, often of size 0."""
+    sections = {_section(metadata, key) for key in flat}
     beside = [
         key
         for key, tensor in metadata.tensors.items()
-        if _FLAT not in key and len(tensor.shape) == 1 and len(tensor.chunks) == 1 and ".state." not in f".{key}"
+        if len(tensor.shape) == 1
+        and len(tensor.chunks) == 1
+        and not is_flat_key(key)
+        and not _STATE.search(key)
+        and _section(metadata, key) in sections
     ]
-    empty = [key for key in beside if metadata.tensors[key].shape == (0,)]
-    if empty:
-        found.problems.append(
-            Problem(
-                "flattened-lost",
-                f"{directory}: {len(beside)} entries beside the flat parameters hold one rank's slice only "
-                f"({empty[0]} is empty); their whole data is in the {_FLAT} entries",
-                file=directory,
-                key=empty[0],
-            )
+    found.beside = frozenset(beside)
+    if beside:
+        message = (
+            f"{len(beside)} vectors stand beside the flat parameters: buffers, and one rank's slices of parameters, "
+            "which are not converted: their data is in the flat parameters"
         )
-    elif beside:
-        found.notes.append(
-            Note(
-                "flattened-names",
-                f"{len(beside)} 1-D entries stand beside the flat parameters: buffers, or slices of one rank",
-                beside[0],
-            )
-        )
+        found.notes.append(Note("flattened-names", message, beside[0], tuple(beside)))
 
 
-def _is_lost(metadata: DcpMetadata, by_id: list[str], world_size: int) -> bool:
-    """All states by id are 1-D and in one piece although several ranks wrote, and the model is not all 1-D itself."""
-    if world_size < 2:
-        return False
-    sliced = 0
-    for key in by_id:
-        tensor = metadata.tensors[key]
-        if len(tensor.shape) > 1 or len(tensor.chunks) > 1:
-            return False
-        sliced += len(tensor.shape)
-    states = set(by_id)
-    others = [tensor for key, tensor in metadata.tensors.items() if key not in states]
-    model_is_flat = bool(others) and all(len(tensor.shape) < 2 for tensor in others)
-    has_flat_param = any(_FLAT in key for key in metadata.tensors)
-    return sliced > 0 and (has_flat_param or not model_is_flat)
+def _section(metadata: DcpMetadata, key: str) -> tuple[object, ...]:
+    """The dict that ``key`` stands in; without planner data nothing tells, and all stand in one."""
+    paths = metadata.paths
+    return paths[key][:-1] if paths is not None and key in paths else ()
+
+
+def _first_lost(metadata: DcpMetadata, by_id: list[str], world_size: int) -> str | None:
+    """The first state by id that is one rank's slice; None when all are whole, or cut by DCP itself.
+
+    They are slices when all of them are vectors in one piece although several ranks wrote, and the model is not made
+    of vectors itself. Beside a model that is cut, any such vector is one that has not the shape of a whole tensor of
+    the model: only the states of parameters outside of FSDP are whole.
+    """
+    states = {key: metadata.tensors[key] for key in by_id if metadata.tensors[key].shape}
+    vectors = [key for key, tensor in states.items() if len(tensor.shape) == 1 and len(tensor.chunks) == 1]
+    if world_size < 2 or not vectors:
+        return None
+    others = {key: tensor for key, tensor in metadata.tensors.items() if key not in set(by_id)}
+    if len(vectors) == len(states):
+        model_is_flat = bool(others) and all(len(tensor.shape) < 2 for tensor in others.values())
+        has_flat_param = any(map(is_flat_key, metadata.tensors))
+        return vectors[0] if has_flat_param or not model_is_flat else None
+    if not any(len(tensor.chunks) > 1 for tensor in others.values()):
+        return None
+    whole = {tensor.shape for tensor in others.values() if len(tensor.chunks) == 1}
+    return next((key for key in vectors if states[key].shape not in whole and states[key].shape != (1,)), None)

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from fsdpckpt.containers.collection import without_collection
@@ -23,14 +24,16 @@ from fsdpckpt.errors import (
     SourceUnsafeError,
     SourceUnsupportedError,
 )
-from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Container, Layout, Note, OptimState
+from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Container, Note, OptimState
 from fsdpckpt.ir.invariants import problems
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.readers.composite import ReadPart, join, read_part
 from fsdpckpt.readers.flavors import MANIFEST, flavor_of
 from fsdpckpt.readers.parts import Listing, Part, file_part, list_parts
+from fsdpckpt.readers.rank_names import slices_of_one_rank
 from fsdpckpt.readers.tree import FileTable, Tree
-from fsdpckpt.storage.sources import Entry, Sources, is_url, stat
+from fsdpckpt.readers.units_beside import BesideUnits, units_beside, units_in_manifest
+from fsdpckpt.storage.sources import Entry, Sources, is_url
 
 __all__ = ["open_checkpoint"]
 
@@ -50,7 +53,7 @@ def open_checkpoint(source: str, *, sources: Sources, locate: bool = True) -> Ch
     SourceMissingError, SourceUnrecognisedError, SourceIncompleteError, NeedsInformationError (several candidates), and
     what the readers raise. Problems that do not stop reading are in ``Checkpoint.problems``.
     """
-    entry = stat(source)
+    entry = sources.stat(source)
     if entry is None:
         raise _missing(source)
     opening = _Opening(source, sources, locate=locate)
@@ -104,7 +107,11 @@ class _Opening:
             error.why = "each rank writes its own file, and this is one of them"
             error.next_step = f"give the directory with all of them: {_parent_quoted(self.source)}"
             raise
-        return join(self.source, [read], self.files, flavor=flavor_of([entry.name], ""), notes=[])
+        checkpoint = join(self.source, [read], self.files, flavor=flavor_of([entry.name], ""), notes=[])
+        checkpoint.problems = (*checkpoint.problems, *slices_of_one_rank(checkpoint, part.stem))
+        if not is_url(self.source):
+            _add_units(checkpoint, [os.path.dirname(self.source) or "."], self.sources)
+        return checkpoint
 
     def directory(self) -> Checkpoint:
         found = self._search(self.source, _DEPTH)
@@ -121,7 +128,19 @@ class _Opening:
             raise refused[0]
         flavor = flavor_of(found.names, found.path)
         checkpoint = join(self.source, read, self.files, flavor=flavor, notes=found.notes)
+        _add_units(checkpoint, self._directories_above(found.path), self.sources)
         return _with_manifest(checkpoint, found, self.sources)
+
+    def _directories_above(self, path: str) -> list[str]:
+        """Where units of a checkpoint in ``path`` may lie, nearest first: up to SRC, and above a step's directory."""
+        top = self.source.rstrip("/")
+        places = [path.rstrip("/")]
+        while len(places[-1]) > len(top) and "/" in places[-1]:
+            places.append(places[-1].rpartition("/")[0])
+        parent, _, name = places[-1].rpartition("/")
+        if parent and _NUMBERED.search(name):
+            places.append(parent)
+        return places
 
     def _read_one_of(self, part: Part, found: _Found) -> ReadPart:
         """Read a part; what stops it in a directory of many directories is that there are many."""
@@ -143,7 +162,7 @@ class _Opening:
                 next_step="save a state dict: torch.save(model.state_dict(), new_path)",
             )
         read = read_part(part.label, part.stem, tree)
-        if part.bare_ranks and not read.auxiliary and tree.layout is Layout.FULL:
+        if part.bare_ranks and not read.auxiliary and read.whole():
             raise NeedsInformationError(
                 f"{part.label}: these files hold whole tensors each",
                 why="the numbers in their names may be ranks that hold the same, or different checkpoints",
@@ -277,6 +296,22 @@ def _several(path: str, candidates: list[str]) -> NeedsInformationError:
     )
 
 
+def _add_units(checkpoint: Checkpoint, places: Sequence[str], sources: Sources) -> None:
+    """Give ``checkpoint`` the units of the nearest of the directories ``places`` that has any."""
+    for place in places:
+        found = units_beside(sources.list_directory(place), sources)
+        if found is not None:
+            _take_units(checkpoint, found)
+            return
+
+
+def _take_units(checkpoint: Checkpoint, found: BesideUnits) -> None:
+    checkpoint.units, checkpoint.units_from = found.units, found.path
+    checkpoint.notes = (*checkpoint.notes, *found.notes)
+    if found.units is not None:
+        checkpoint.evidence = (*checkpoint.evidence, f"{found.path} says what lies in flat parameters")
+
+
 def _with_manifest(checkpoint: Checkpoint, found: _Found, sources: Sources) -> Checkpoint:
     """What ``fsdpckpt.json`` adds when this program wrote the directory: key types, and what it did not know itself."""
     if MANIFEST not in found.names:
@@ -290,6 +325,9 @@ def _with_manifest(checkpoint: Checkpoint, found: _Found, sources: Sources) -> C
     if not isinstance(document, dict):
         note = Note("manifest", f"{path} cannot be read and was ignored")
         return replace(checkpoint, notes=(*checkpoint.notes, note))
+    listed = units_in_manifest(document, path)
+    if listed is not None:  # it was written with these very files
+        _take_units(checkpoint, listed)
     optim = checkpoint.optim
     if document.get("key_type") == "id" and optim is not None:
         checkpoint.optim = _with_ids(optim)

@@ -2,111 +2,173 @@
 
 Their shapes say nothing about the parameters. Two forms exist (``torch/distributed/fsdp/_state_dict_utils.py``,
 ``_optim_utils.py``): ``LOCAL_STATE_DICT`` files with keys ``<unit>._flat_param``, and the optimizer's own state dict on
-each rank, whose states are one slice per unit or per parameter.
+each rank, whose states are one slice per unit or per parameter. Slices of one tensor become one tensor of placement
+``SLICES``: the ranks' slices one after the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
-from fsdpckpt.containers.torch_distributed import Distributed
-from fsdpckpt.containers.torch_storages import StoredTensor
-from fsdpckpt.ir.checkpoint import Problem, Section
+import numpy as np
+
+from fsdpckpt.ir.checkpoint import LOOSE, ModelState, OptimState, ParamKey, group_params
+from fsdpckpt.ir.tensors import SLICES, Int64Array, Tensor
+from fsdpckpt.ir.units import FLAT_PARAM
 from fsdpckpt.ir.values import Key, Value
 
-__all__ = ["flat_parameter_keys", "flattened_problem", "sliced_optimizer"]
+__all__ = ["as_slices", "flat_parameter_keys", "in_slices", "is_flat_key", "mappings", "optimizers", "why_sliced"]
 
 _DEPTH = 4  # how deep an optimizer may lie; composer, the deepest producer, needs 3
-_FLAT = "_flat_param"
+_SHOWN = 6
+
+ChecksumRow = tuple[int, int, int, int]
 
 
-def _mappings(value: object, depth: int = 0) -> Iterator[dict[Key, Value]]:
+def is_flat_key(key: object) -> bool:
+    """Whether a key names a flat parameter: ``_flat_param`` or ``<unit>._flat_param``."""
+    return isinstance(key, str) and (key == FLAT_PARAM or key.endswith(f".{FLAT_PARAM}"))
+
+
+def mappings(value: object, path: tuple[Key, ...] = ()) -> Iterator[tuple[tuple[Key, ...], dict[Key, Value]]]:
     """The dicts that may be a section, outermost first; the states and groups of an optimizer are not among them."""
     if isinstance(value, dict):
-        yield value
-        if depth < _DEPTH and not _is_optimizer(value):
-            for child in value.values():
+        yield path, value
+        if len(path) < _DEPTH and not is_optimizer(value):
+            for key, child in value.items():
                 if isinstance(child, (dict, list)):
-                    yield from _mappings(child, depth + 1)
-    elif isinstance(value, list) and len(value) <= 16 and depth < _DEPTH:
-        for child in value:
-            yield from _mappings(child, depth + 1)
+                    yield from mappings(child, (*path, key))
+    elif isinstance(value, list) and len(value) <= 16 and len(path) < _DEPTH:
+        for index, child in enumerate(value):
+            yield from mappings(child, (*path, index))
 
 
-def _is_optimizer(value: Mapping[Key, Value]) -> bool:
-    return isinstance(value.get("state"), dict) and "param_groups" in value
+def is_optimizer(value: Mapping[Key, object]) -> bool:
+    """Whether ``value`` has the form of ``torch.optim.Optimizer.state_dict``: states by parameter, maybe groups."""
+    state = value.get("state")
+    return isinstance(state, dict) and ("param_groups" in value or (len(value) == 1 and _only_states(state)))
+
+
+def _only_states(state: Mapping[Key, object]) -> bool:
+    return bool(state) and all(type(key) is int and isinstance(entry, dict) for key, entry in state.items())
+
+
+def optimizers(root: Value) -> Iterator[tuple[tuple[Key, ...], dict[Key, Value]]]:
+    """Every optimizer in ``root`` and where it stands."""
+    return ((path, mapping) for path, mapping in mappings(root) if is_optimizer(mapping))
 
 
 def flat_parameter_keys(root: object) -> list[str]:
-    """The keys in ``root`` that name a flat parameter: ``_flat_param`` and ``<unit>._flat_param``."""
+    """The keys in ``root``, in models and in optimizers, that name a flat parameter."""
     found: dict[str, None] = {}
-    for mapping in _mappings(root):
+    for _, mapping in mappings(root):
         inner = mapping.get("state")
-        for keys in (mapping, inner if _is_optimizer(mapping) and isinstance(inner, dict) else {}):
-            found.update({key: None for key in keys if isinstance(key, str) and key.endswith(_FLAT)})
-    return [key for key in found if key == _FLAT or key.endswith(f".{_FLAT}")]
+        for keys in (mapping, inner if is_optimizer(mapping) and isinstance(inner, dict) else {}):
+            found.update({key: None for key in keys if isinstance(key, str) and is_flat_key(key)})
+    return list(found)
 
 
-def sliced_optimizer(roots: Sequence[Value]) -> str | None:
-    """Why the optimizer in these rank files is FSDP1's own, in slices; None when it is not, or there is none.
+def why_sliced(
+    state: Mapping[ParamKey, Mapping[str, Tensor | Value]],
+    model: ModelState | None,
+    checksums: Sequence[ChecksumRow] = (),
+) -> str | None:
+    """Why the states of ``state`` are the ranks' slices of flat parameters; None when they are whole on every rank.
 
-    It is when all its states with dimensions are plain one-dimensional tensors, unless the model in the same files
-    has parameters of exactly these shapes. Full states of more dimensions are replicas (NO_SHARD, DDP).
+    What differs in length between ranks, or is not on every rank, was read as slices, and proves it; so do keys of
+    flat parameters. Equal shapes on all ranks are slices when all states are vectors and the model, as far as there is
+    one, has tensors of other shapes. Where shapes leave it open, ``checksums`` tell replicas from slices.
     """
-    shapes: list[list[tuple[int, ...]]] = []
-    for root in roots:
-        own: list[tuple[int, ...]] = []
-        for mapping in _mappings(root):
-            if _is_optimizer(mapping):
-                for leaf in _states(mapping):
-                    if not isinstance(leaf, StoredTensor) or len(leaf.shape) > 1:
-                        return None
-                    own.append(leaf.shape)
-        shapes.append(own)
-    if not any(shapes):
+    entries = [entry for entry in state.values() if LOOSE not in entry]
+    leaves = [leaf for entry in entries for leaf in entry.values() if isinstance(leaf, Tensor) and leaf.ndim]
+    proved = [leaf for leaf in leaves if leaf.placement == SLICES]
+    if proved:
+        return f"{len(proved)} optimizer states have another number of elements on each rank"
+    vectors = [leaf for leaf in leaves if leaf.ndim == 1 and _plain(leaf)]
+    if vectors and any(is_flat_key(key) for key in state):
+        return "the optimizer's keys are those of flat parameters"
+    # Of one rank a slice is all there is: only units can tell.
+    if max((len(leaf.pieces) for leaf in vectors), default=0) < 2:
         return None
-    known = _model_shapes(roots[0])
-    same = all(own == shapes[0] for own in shapes)
-    if same and known and all(shape in known for shape in shapes[0]):
-        return None
-    sizes = sorted({shape[0] for own in shapes for shape in own})
-    text = ", ".join(map(str, sizes[:6])) + (", ..." if len(sizes) > 6 else "")
-    return f"all optimizer states are plain one-dimensional tensors (of {text} elements), in {len(roots)} rank files"
+    return _why_not_replicas(vectors, _whole_shapes(model), checksums, alone=len(vectors) == len(leaves))
 
 
-def _states(optimizer: Mapping[Key, Value]) -> Iterator[object]:
-    """Every tensor state with at least one dimension."""
-    state = optimizer["state"]
-    for entry in state.values() if isinstance(state, dict) else ():
-        for leaf in entry.values() if isinstance(entry, dict) else ():
-            if isinstance(leaf, (StoredTensor, Distributed)) and leaf.shape:
-                yield leaf
+def _why_not_replicas(
+    vectors: Sequence[Tensor], known: set[tuple[int, ...]], checksums: Sequence[ChecksumRow], *, alone: bool
+) -> str | None:
+    """Why vectors of one length on all ranks are slices. ``known``: shapes of the model; ``alone``: the optimizer has
+    no state of more dimensions."""
+    fit = all(leaf.shape in known for leaf in vectors)
+    if alone and not fit:
+        sizes = sorted({leaf.shape[0] for leaf in vectors})
+        text = ", ".join(map(str, sizes[:_SHOWN])) + (", ..." if len(sizes) > _SHOWN else "")
+        return f"all optimizer states are plain one-dimensional tensors (of {text} elements), one on each rank"
+    open_case = max(map(len, known), default=0) > 1 if alone else not fit
+    if open_case and _differ(vectors, checksums):
+        return "one-dimensional optimizer states of equal length have other bytes on each rank"
+    return None
 
 
-def _model_shapes(root: Value) -> set[tuple[int, ...]]:
-    """The shapes of all tensors in ``root`` outside its optimizers."""
-    found: set[tuple[int, ...]] = set()
-    for mapping in _mappings(root):
-        if not _is_optimizer(mapping):
-            leaves: list[object] = list(mapping.values())
-            found.update(leaf.shape for leaf in leaves if isinstance(leaf, (StoredTensor, Distributed)))
-    return found
+def _plain(tensor: Tensor) -> bool:
+    return tensor.placement == "whole"
 
 
-def flattened_problem(evidence: Sequence[str] | str, file: str) -> Problem:
-    """The fatal problem of a flattened checkpoint, said of the section it is about."""
-    if isinstance(evidence, str):
-        reason, section, key = evidence, Section.OPTIM, None
-    else:
-        section, key = Section.MODEL, evidence[0]
-        names = ", ".join(evidence[:3]) + (", ..." if len(evidence) > 3 else "")
-        reason = f"{len(evidence)} keys are flat parameters ({names})"
-    return Problem(
-        "flattened",
-        f"these are FSDP1's flattened shards: {reason}. A slice of a flat parameter does not say which parameters, of "
-        "which shapes, lie in it, and this version converts full and sharded checkpoints only: save again with "
-        "FSDP.optim_state_dict or a FULL_STATE_DICT or SHARDED_STATE_DICT type, or convert the other section (--only)",
-        file=file,
-        key=key,
-        section=section,
-    )
+def _whole_shapes(model: ModelState | None) -> set[tuple[int, ...]]:
+    """The shapes of all tensors of the model that are no flat parameters."""
+    params = model.params if model is not None else {}
+    return {
+        leaf.shape
+        for key, leaf in params.items()
+        if isinstance(leaf, Tensor) and leaf.placement != SLICES and not is_flat_key(key)
+    }
+
+
+def _differ(tensors: Sequence[Tensor], checksums: Sequence[ChecksumRow]) -> bool:
+    """Whether by CRC-32 some tensor's pieces are no copies of each other. What has no checksum says nothing."""
+    records = {(file, offset): (nbytes, crc) for file, offset, nbytes, crc in checksums}
+    for tensor in tensors:
+        places = zip(tensor.pieces.file.tolist(), tensor.pieces.offset.tolist(), strict=True)
+        found = [records.get(place) for place in places]
+        exact = {record for record in found if record is not None and record[0] == tensor.nbytes}
+        if len(exact) > 1:
+            return True
+    return False
+
+
+def in_slices(optim: OptimState) -> OptimState:
+    """``optim`` with its vectors read as slices, its parameters in the order in which the groups list them.
+
+    A 0-dim state is that of the ranks which hold elements of the parameter (``_convert_all_state_info``).
+    """
+    state = {key: entry if LOOSE in entry else _entry_in_slices(entry) for key, entry in optim.state.items()}
+    listed = [key for group in optim.param_groups or () for key in group_params(group) or ()]
+    order = dict.fromkeys(key for key in (*listed, *state) if key in state)
+    return OptimState({key: state[key] for key in order}, optim.param_groups, optim.extra)
+
+
+def _entry_in_slices(entry: Mapping[str, Tensor | Value]) -> dict[str, Tensor | Value]:
+    found = {name: as_slices(leaf) if isinstance(leaf, Tensor) else leaf for name, leaf in entry.items()}
+    pieces = [leaf.pieces for leaf in found.values() if isinstance(leaf, Tensor) and leaf.placement == SLICES]
+    holders = [rank[size[:, 0] > 0] for rank, size in ((one.rank, one.size) for one in pieces)]
+    if not holders or all(len(ranks) == len(one) for ranks, one in zip(holders, pieces, strict=True)):
+        return found
+    return {name: _of_ranks(leaf, np.concatenate(holders)) for name, leaf in found.items()}
+
+
+def _of_ranks(leaf: Tensor | Value, ranks: Int64Array) -> Tensor | Value:
+    """A 0-dim tensor's replicas on ``ranks``; anything else, and what none of them has, as it is."""
+    if not isinstance(leaf, Tensor) or leaf.ndim:
+        return leaf
+    held = np.isin(leaf.pieces.rank, ranks)
+    return replace(leaf, pieces=leaf.pieces.take(held)) if held.any() else leaf
+
+
+def as_slices(tensor: Tensor) -> Tensor:
+    """A vector that every rank has, each one its own; any other tensor as it is."""
+    if tensor.ndim != 1 or not _plain(tensor):
+        return tensor
+    size = tensor.pieces.size
+    start = np.cumsum(size, axis=0, dtype=np.int64) - size
+    pieces = replace(tensor.pieces, start=start)
+    return Tensor(tensor.dtype, (int(size.sum()),), pieces, managed=True, placement=SLICES)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-__all__ = ["EXTRA_STEM", "MANIFEST", "auxiliary", "flavor_of"]
+__all__ = ["EXTRA_STEM", "MANIFEST", "UNITS", "auxiliary", "flavor_of"]
 
 MANIFEST = "fsdpckpt.json"
+UNITS = "units.json"  # what save_units calls its file in a directory
 EXTRA_STEM = "extra_state"  # of the rank files, verl's and this program's, that hold extras and nothing else
 
 # (flavor, every pattern must match some entry): the first row that fits wins.

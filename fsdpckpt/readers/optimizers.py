@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from fsdpckpt.containers.values_json import encode
-from fsdpckpt.ir.checkpoint import Note, OptimState, ParamKey
+from fsdpckpt.ir.checkpoint import LOOSE, Note, OptimState, ParamKey
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value
 
@@ -26,11 +26,28 @@ _STATE_NAMES = frozenset(
 
 
 def is_nested(value: Mapping[Key, Value]) -> bool:
-    """``state`` maps parameters to dicts, and ``param_groups`` is a list of dicts."""
+    """``state`` maps parameters to dicts, and ``param_groups`` is a list of dicts.
+
+    Beside the parameters ``state`` may hold a user's own values, under names that no group lists.
+    """
     groups = value.get(_GROUPS)
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         return False
-    return _STATE in value and _is_state(value[_STATE])
+    state = value.get(_STATE)
+    if _is_state(state):
+        return True
+    if not isinstance(state, dict) or not any(isinstance(entry, dict) for entry in state.values()):
+        return False
+    loose = [key for key, entry in state.items() if not isinstance(entry, dict)]
+    listed = {key for group in groups if isinstance(group, dict) for key in _listed(group)}
+    return all(isinstance(key, str) and key not in listed for key in loose) and all(
+        isinstance(key, (int, str)) for key in state
+    )
+
+
+def _listed(group: Mapping[Key, Value]) -> list[Value]:
+    params = group.get("params")
+    return [key for key in params if isinstance(key, (int, str))] if isinstance(params, (list, tuple)) else []
 
 
 def _is_state(value: Value) -> bool:
@@ -70,8 +87,11 @@ def optimizer_of(value: Mapping[Key, Value], notes: list[Note]) -> OptimState | 
         return None
     entries: dict[ParamKey, dict[str, Tensor | Value]] = {}
     for key, states in state.items():
-        if not isinstance(states, dict) or not isinstance(key, (int, str)):
+        if not isinstance(key, (int, str)):
             return None
+        if not isinstance(states, dict):
+            entries[key] = {LOOSE: states}
+            continue
         if not all(isinstance(name, str) for name in states):
             return None
         entries[key] = {str(name): item for name, item in states.items()}
@@ -89,7 +109,8 @@ def _repair_ids(
 
     DCP writes every key as a string; ``dcp_to_torch_save`` leaves it so, and then ``load_state_dict`` finds no state.
     """
-    if not any(isinstance(key, str) for key in entries):
+    keyed = {key for key, states in entries.items() if LOOSE not in states}
+    if not any(isinstance(key, str) for key in keyed):
         return entries
     ids: set[int] = set()
     for group in groups or []:
@@ -98,10 +119,10 @@ def _repair_ids(
             return entries
         ids.update(key for key in params if isinstance(key, int))
     names = {str(number): number for number in ids}
-    if not all(isinstance(key, int) or key in names for key in entries):
+    if not all(isinstance(key, int) or key in names for key in keyed):
         return entries
-    notes.append(Note("ids-repaired", f"{len(entries)} parameter ids were stored as strings and are numbers again"))
-    return {names[key] if isinstance(key, str) else key: states for key, states in entries.items()}
+    notes.append(Note("ids-repaired", f"{len(keyed)} parameter ids were stored as strings and are numbers again"))
+    return {names.get(key, key) if isinstance(key, str) else key: states for key, states in entries.items()}
 
 
 def _unflatten(value: Mapping[Key, Value], notes: list[Note]) -> OptimState:

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 from fsdpckpt.containers.safetensors_header import looks_like_safetensors
 from fsdpckpt.errors import SourceIncompleteError
-from fsdpckpt.readers.flavors import EXTRA_STEM, MANIFEST, auxiliary
+from fsdpckpt.readers.flavors import EXTRA_STEM, MANIFEST, UNITS, auxiliary
 from fsdpckpt.readers.rank_sets import RankSet, group_ranks
 from fsdpckpt.readers.tree import FileTable, Tree
-from fsdpckpt.storage.sources import Entry, Sources, list_directory
+from fsdpckpt.storage.sources import Entry, Sources
 
 __all__ = ["Listing", "Part", "file_part", "list_parts"]
 
@@ -74,7 +74,7 @@ def list_parts(path: str, sources: Sources, *, locate: bool) -> Listing:
     """
     from fsdpckpt.readers.dcp_directory import is_dcp
 
-    entries = list_directory(path)
+    entries = sources.list_directory(path)
     files = {entry.name: entry for entry in entries if not entry.directory}
     listing = Listing(path, [entry.name for entry in entries])
     listing.directories = [entry for entry in entries if entry.directory and not entry.name.startswith(".")]
@@ -150,7 +150,7 @@ def _torch_parts(entries: Iterable[Entry], listing: Listing, sources: Sources) -
     """Add rank sets and single torch files; everything else is listed as not carried."""
     torch: dict[str, Entry] = {}
     for entry in entries:
-        if entry.name in (MANIFEST, ".metadata") or entry.name.endswith((".distcp", ".metadata")):
+        if entry.name in (MANIFEST, UNITS, ".metadata") or entry.name.endswith((".distcp", ".metadata")):
             continue
         if auxiliary(entry.name) or not _is_torch(entry, sources):
             listing.not_carried.append(entry.name)

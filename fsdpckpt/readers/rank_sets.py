@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
-__all__ = ["RankSet", "group_ranks"]
+__all__ = ["NamedRank", "RankSet", "group_ranks", "named_rank"]
 
 _WITH_WORLD = re.compile(r"^(?P<stem>.+?)[_-]world_size_(?P<world>\d+)_rank_(?P<rank>\d+)(?P<suffix>\.[^.]+)$")
 _WITH_WORD = re.compile(r"^(?P<stem>.+?)[_.-]?rank[_-]?(?P<rank>\d+)(?P<suffix>\.[^.]+)$")
@@ -48,6 +49,21 @@ class RankSet:
     def missing(self) -> list[str]:
         """Names of the files that ranks 0 .. world_size - 1 should have."""
         return [self.name(rank) for rank in range(self.world_size) if rank not in self.files]
+
+
+class NamedRank(NamedTuple):
+    """What a file name says: the pattern's words, the ranks that there are (None: not said) and the rank."""
+
+    stem: str
+    bare: bool
+    world: int | None
+    rank: int
+
+
+def named_rank(stem: str) -> NamedRank | None:
+    """What the name of a rank's file without its suffix says; None when it follows no pattern."""
+    key, rank = _parse(f"{stem}.pt")
+    return NamedRank(key[0], key[3], key[2], rank) if key is not None else None
 
 
 def group_ranks(names: Iterable[str]) -> tuple[list[RankSet], list[str]]:

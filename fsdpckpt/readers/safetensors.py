@@ -18,7 +18,7 @@ from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.readers.chunks import Box, ChunkedTensor, build_tensors
 from fsdpckpt.readers.safetensors_document import assemble
 from fsdpckpt.readers.tree import FileTable, Tree
-from fsdpckpt.storage.sources import Sources, list_directory
+from fsdpckpt.storage.sources import Sources
 
 __all__ = ["read_safetensors", "read_safetensors_index", "sharding_info"]
 
@@ -46,7 +46,7 @@ def read_safetensors_index(path: str, files: FileTable, sources: Sources) -> Tre
     """
     weight_map = _weight_map(path, sources)
     directory = path[: -len(_base(path))]
-    present = {entry.name for entry in list_directory(directory.rstrip("/") or ("/" if directory else "."))}
+    present = {entry.name for entry in sources.list_directory(directory.rstrip("/") or ("/" if directory else "."))}
     shards = sorted(set(weight_map.values()))
     missing = [shard for shard in shards if shard not in present]
     if missing:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fsdpckpt.containers.torch_values import local_tensor, read_archive
 from fsdpckpt.ir.checkpoint import Container, Layout
-from fsdpckpt.readers.flat_slices import flat_parameter_keys, flattened_problem
+from fsdpckpt.readers.flat_slices import flat_parameter_keys
 from fsdpckpt.readers.tree import FileTable, Tree
 from fsdpckpt.storage.sources import Sources
 
@@ -29,5 +29,5 @@ def read_torch_file(path: str, files: FileTable, sources: Sources) -> Tree:
     keys = flat_parameter_keys(archive.root)
     if keys:
         tree.layout = Layout.FLATTENED
-        tree.problems.append(flattened_problem(keys, path))
+        tree.evidence.append(f"keys of flat parameters: {', '.join(keys[:3])}")
     return tree

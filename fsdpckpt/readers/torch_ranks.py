@@ -13,8 +13,9 @@ from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError
 from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Value, walk
-from fsdpckpt.readers.flat_slices import flat_parameter_keys, flattened_problem, sliced_optimizer
+from fsdpckpt.readers.flat_slices import flat_parameter_keys
 from fsdpckpt.readers.rank_merge import Merge
+from fsdpckpt.readers.rank_names import check_names
 from fsdpckpt.readers.sections import split
 from fsdpckpt.readers.tree import FileTable, Tree
 from fsdpckpt.storage.sources import Sources
@@ -29,8 +30,9 @@ def read_torch_ranks(paths: Mapping[int, str], files: FileTable, sources: Source
 
     ``extras``: the files' name says that they hold extras only, whatever these look like. Raises
     SourceIncompleteError naming every missing rank, SourceCorruptError when a file was saved by another rank than its
-    name says or by another run, and what ``read_archive`` raises. Keys that ranks lack, and flattened shards, are
-    ``problems`` of the tree.
+    name says or by another run, and what ``read_archive`` raises. Keys that ranks lack are ``problems`` of the tree.
+    An optimizer's vectors of one length on all ranks are read as replicas: ``composite.join`` knows the model and
+    decides whether they are slices.
     """
     ranks = sorted(paths)
     numbers: list[int] = []
@@ -40,18 +42,19 @@ def read_torch_ranks(paths: Mapping[int, str], files: FileTable, sources: Source
         numbers.append(files.add(paths[rank], source.nbytes))
         archives.append(read_archive(source, numbers[-1]))
     _check_ranks(paths, ranks, archives)
+    silent = [rank for rank, archive in zip(ranks, archives, strict=True) if not archive.ranks]
+    check_names({rank: paths[rank] for rank in silent}, sources)
     forms = sorted({form for archive in archives for form in archive.forms})
     tree = Tree(None, Layout.SHARDED if forms else Layout.FULL, Container.TORCH, len(ranks))
-    slices = _flattened(tree, [archive.root for archive in archives], paths[ranks[0]])
-    merge = Merge(ranks, numbers, sharded=bool(forms), slices=slices)
+    merge = Merge(ranks, numbers, sharded=bool(forms))
     tree.root = merge.value([archive.root for archive in archives])
+    _recognise_slices(tree, merge)
     tree.problems.extend(merge.problems)
     tree.rank_values.update(merge.rank_values)
     for archive in archives:
         tree.checksums.extend(archive.checksums)
         tree.notes.extend(archive.notes)
-    if not slices:
-        _separate_extras(tree, files, sources, extras=extras)
+    _separate_extras(tree, files, sources, extras=extras)
     tree.evidence.append(_evidence(paths, ranks, forms))
     return tree
 
@@ -106,20 +109,13 @@ def _check_ranks(paths: Mapping[int, str], ranks: Sequence[int], archives: Seque
         )
 
 
-def _flattened(tree: Tree, roots: Sequence[Value], file: str) -> bool:
-    """Whether the files hold slices of flat parameters; says so in the tree."""
-    keys = flat_parameter_keys(roots[0])
-    reason = sliced_optimizer(roots) if len(roots) > 1 else None
+def _recognise_slices(tree: Tree, merge: Merge) -> None:
+    """Say in the tree that it holds flat parameters, where that is certain from the files alone."""
+    keys = flat_parameter_keys(tree.root)
     if keys:
-        tree.problems.append(flattened_problem(keys, file))
-        tree.evidence.append(f"keys of flat parameters: {', '.join(keys[:3])}")
-    if reason is not None:
-        tree.problems.append(flattened_problem(reason, file))
-        tree.evidence.append(reason)
-    if keys or reason is not None:
+        tree.evidence.append(f"keys of flat parameters: {', '.join(keys[:3])}" + (", ..." if len(keys) > 3 else ""))
+    if keys or merge.slices:
         tree.layout = Layout.FLATTENED
-        return True
-    return False
 
 
 def _separate_extras(tree: Tree, files: FileTable, sources: Sources, *, extras: bool) -> None:

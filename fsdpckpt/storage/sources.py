@@ -12,9 +12,18 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Self
 
 from fsdpckpt.errors import SourceCorruptError, SourceError, SourceMissingError, SourceUnrecognisedError
+from fsdpckpt.ir.checkpoint import ZEROS
+from fsdpckpt.storage.identity import (
+    FileIdentity,
+    change_between,
+    changed_error,
+    identity_now,
+    identity_of_status,
+    remote_identity,
+)
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -26,6 +35,7 @@ __all__ = [
     "MemoryFile",
     "RemoteFile",
     "Sources",
+    "ZeroFile",
     "is_url",
     "list_directory",
     "stat",
@@ -60,6 +70,15 @@ def _truncated(path: str, offset: int, wanted: int, got: int) -> SourceCorruptEr
     )
 
 
+def _unreadable(path: str, offset: int, error: OSError) -> SourceError:
+    return SourceError(
+        f"{path} cannot be read at offset {offset}: {error.strerror}",
+        file=path,
+        why="the disk or the network file system is failing",
+        next_step="run the command again; if it fails at the same place, fetch the file again",
+    )
+
+
 class LocalFile:
     """A local file, read with pread: safe from many threads."""
 
@@ -87,20 +106,27 @@ class LocalFile:
                 next_step="write it to a file first, and give that file",
             )
         self.nbytes = status.st_size
+        self.identity = identity_of_status(path, status)
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        data = os.pread(self._fd, nbytes, offset)
-        while len(data) < nbytes:
-            more = os.pread(self._fd, nbytes - len(data), offset + len(data))
-            if not more:
-                raise _truncated(self.path, offset, nbytes, len(data))
-            data += more
+        try:
+            data = os.pread(self._fd, nbytes, offset)
+            while len(data) < nbytes:
+                more = os.pread(self._fd, nbytes - len(data), offset + len(data))
+                if not more:
+                    raise _truncated(self.path, offset, nbytes, len(data))
+                data += more
+        except OSError as error:
+            raise _unreadable(self.path, offset, error) from error
         return data
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         done = 0
         while done < len(buffer):
-            got = os.preadv(self._fd, [buffer[done:]], offset + done)
+            try:
+                got = os.preadv(self._fd, [buffer[done:]], offset + done)
+            except OSError as error:
+                raise _unreadable(self.path, offset + done, error) from error
             if got == 0:
                 raise _truncated(self.path, offset, len(buffer), done)
             done += got
@@ -136,6 +162,28 @@ class MemoryFile:
         return None
 
 
+class ZeroFile:
+    """Zeros wherever it is read, without a file: the states that ``--missing-state zeros`` makes."""
+
+    def __init__(self) -> None:
+        self.path = ZEROS
+        self.nbytes = 1 << 62  # longer than any checkpoint: nothing lies behind its end
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        return bytes(nbytes)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        for begin in range(0, len(buffer), len(_ZERO_BLOCK)):
+            count = min(len(_ZERO_BLOCK), len(buffer) - begin)
+            buffer[begin : begin + count] = _ZERO_BLOCK[:count]
+
+    def close(self) -> None:
+        return None
+
+
+_ZERO_BLOCK = memoryview(bytes(1 << 20))  # copied, so that no buffer-sized block of zeros is allocated a read
+
+
 class RemoteFile:
     """A file behind fsspec, read by byte ranges."""
 
@@ -143,9 +191,10 @@ class RemoteFile:
         self.path = url
         self._fs, self._name = _filesystem(url)
         try:
-            self.nbytes = int(self._fs.size(self._name))
+            self.identity = remote_identity(url, self._fs.info(self._name))
         except FileNotFoundError:
             raise SourceMissingError(f"{url} does not exist", file=url) from None
+        self.nbytes = self.identity.nbytes
 
     def read(self, offset: int, nbytes: int) -> bytes:
         if nbytes == 0:
@@ -253,27 +302,74 @@ def list_directory(path: str) -> list[Entry]:
 
 
 class Sources:
-    """Open sources by path, at most ``limit`` at a time (file descriptors are finite), closed with the block."""
+    """Open sources by path, at most ``limit`` at a time (file descriptors are finite), closed with the block.
+
+    Readers also ask here what there is, so that a subclass can show them more than this machine's own disks.
+    """
 
     def __init__(self, limit: int = 256, opener: Callable[[str], ByteSource] | None = None) -> None:
         self._limit = limit
-        self._open = opener if opener is not None else _open
+        self._opener = opener if opener is not None else _open
         self._files: OrderedDict[str, ByteSource] = OrderedDict()
+        self._first: dict[str, FileIdentity] = {}
         self._lock = threading.Lock()
+
+    def stat(self, path: str) -> Entry | None:
+        """As the function ``stat``."""
+        return stat(path)
+
+    def list_directory(self, path: str) -> list[Entry]:
+        """As the function ``list_directory``."""
+        return list_directory(path)
 
     def open(self, path: str) -> ByteSource:
         """The source at ``path``, opened once and kept while it is among the last used."""
         with self._lock:
             source = self._files.pop(path, None)
             if source is None:
-                source = self._open(path)
+                source = self.open_new(path)
+                if isinstance(source, (LocalFile, RemoteFile)):
+                    self._recognise(source.identity)
             self._files[path] = source
             if len(self._files) > self._limit:
                 # A retired file may be in use by another thread: it is dropped, and closes when that use ends.
                 self._files.popitem(last=False)
             return source
 
-    def __enter__(self) -> Sources:
+    def open_new(self, path: str) -> ByteSource:
+        """The source at ``path``, opened anew."""
+        return self._opener(path)
+
+    def identity(self, path: str) -> FileIdentity:
+        """What the file at ``path`` was when it was first met, which is now if it was not opened yet.
+
+        Raises SourceMissingError, SourceError; SourceCorruptError when it changed since.
+        """
+        with self._lock:
+            first = self._first.get(path)
+        if first is not None:
+            return first
+        found = RemoteFile(path).identity if is_url(path) else identity_now(path)
+        with self._lock:
+            self._recognise(found)
+            return self._first[path]
+
+    def require_unchanged(self) -> None:
+        """Raises SourceCorruptError or SourceMissingError when a local file that was opened is not what it was then."""
+        with self._lock:
+            met = [(path, first) for path, first in self._first.items() if not is_url(path)]
+        for path, first in met:
+            change = change_between(first, identity_now(path))
+            if change is not None:
+                raise changed_error(path, change)
+
+    def _recognise(self, identity: FileIdentity) -> None:
+        first = self._first.setdefault(identity.path, identity)
+        change = change_between(first, identity)
+        if change is not None:
+            raise changed_error(identity.path, change)
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -284,4 +380,6 @@ class Sources:
 
 
 def _open(path: str) -> ByteSource:
+    if path == ZEROS:
+        return ZeroFile()
     return RemoteFile(path) if is_url(path) else LocalFile(path)

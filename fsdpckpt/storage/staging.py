@@ -1,16 +1,21 @@
 """A directory beside DST where the output grows, and the rename that makes it visible all at once.
 
-Protocol: 1. ``Staging`` creates and locks ``.<name>.fsdpckpt-staging`` beside DST. 2. The caller writes and syncs the
-files in it. 3. ``commit`` syncs the directories, renames the staging directory (or its one file) to DST, and syncs the
-parent. Until the rename DST is untouched; after it DST is complete. An existing DST that is to be replaced is first
-renamed aside, and removed only once the new one is in place; a run that is killed between the two renames leaves
-``.<name>.fsdpckpt-old``, which the next run moves back.
+Protocol: 1. ``Staging`` locks DST's name and creates ``.<name>.fsdpckpt-staging`` beside it, with ``output`` and maybe
+a ``journal`` in it. 2. The caller writes and syncs the files in ``output``. 3. ``commit`` syncs the directories,
+renames ``output`` (or its one file) to DST, syncs the parent, and removes the rest. Until the rename DST is untouched;
+after it DST is complete. An existing DST that is to be replaced is first renamed aside, and removed only once the new
+one is in place; a run that is killed between the two renames leaves ``.<name>.fsdpckpt-old``, which the next run moves
+back.
+
+The journal says which bytes of ``output`` are on the disk. It goes first whenever staging is removed, so that it never
+speaks of files that are gone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import shutil
 
@@ -18,11 +23,15 @@ from fsdpckpt.errors import TargetExistsError, TargetUnwritableError, UsageError
 from fsdpckpt.storage.sources import is_url
 from fsdpckpt.storage.targets import sync_directory, target_errors
 
-__all__ = ["Staging", "check_target"]
+__all__ = ["Staging", "check_target", "clear_leftover"]
+
+NAME_LIMIT = 255  # bytes of one file name on every file system in use; some allow fewer
 
 
-def check_target(target: str, source: str, *, overwrite: bool) -> None:
+def check_target(target: str, source: str, *, overwrite: bool, resume: bool = False) -> None:
     """Refuse a DST that exists, lies in SRC, or cannot be created. Nothing is written.
+
+    With ``resume`` a DST may exist: whether it is what is asked for is seen when the plan is known.
 
     Raises UsageError, TargetExistsError or TargetUnwritableError.
     """
@@ -40,9 +49,9 @@ def check_target(target: str, source: str, *, overwrite: bool) -> None:
         real = os.path.realpath(target)
         if not is_url(source):
             _refuse_source(target, real, os.path.realpath(source), overwrite=overwrite)
-        if os.path.lexists(target) or os.path.lexists(real):
+        if (os.path.lexists(target) or os.path.lexists(real)) and not (resume and not overwrite):
             _refuse_existing(target, real, overwrite=overwrite)
-        _require_parent(target, os.path.dirname(real))
+        _require_parent(target, os.path.dirname(real), [os.path.basename(real)])
 
 
 def _refuse_source(target: str, real: str, source: str, *, overwrite: bool) -> None:
@@ -85,8 +94,10 @@ def _refuse_existing(target: str, real: str, *, overwrite: bool) -> None:
         )
 
 
-def _require_parent(target: str, parent: str) -> None:
+def _require_parent(target: str, parent: str, names: list[str]) -> None:
+    """``names``: what is to be made below ``parent``; grows by the directories that do not exist."""
     while not os.path.lexists(parent):
+        names.append(os.path.basename(parent))
         parent = os.path.dirname(parent)
     if not os.path.isdir(parent):
         raise TargetUnwritableError(
@@ -96,8 +107,34 @@ def _require_parent(target: str, parent: str) -> None:
         raise TargetUnwritableError(
             f"{target} cannot be created: no permission to write in {parent}",
             file=target,
+            why="it belongs to another user, or the file system is mounted read-only",
             next_step="choose another DST",
         )
+    limit = _name_limit(parent)
+    longest = max(len(os.fsencode(name)) for name in names)
+    if longest > limit:
+        raise TargetUnwritableError(
+            f"{target} cannot be created: a name in it is too long for the file system",
+            file=target,
+            expected=f"at most {limit} bytes a name",
+            found=f"{longest}",
+            next_step="choose a shorter DST",
+        )
+
+
+def _name_limit(directory: str) -> int:
+    try:
+        return os.pathconf(directory, "PC_NAME_MAX")
+    except (OSError, ValueError):  # a file system that does not say
+        return NAME_LIMIT
+
+
+def _hidden(name: str, suffix: str) -> str:
+    """A name beside DST's, its own where that fits."""
+    found = f".{name}.fsdpckpt-{suffix}"
+    if len(os.fsencode(found)) <= NAME_LIMIT:
+        return found
+    return f".{hashlib.sha256(os.fsencode(name)).hexdigest()[:32]}.fsdpckpt-{suffix}"
 
 
 def _within(path: str, directory: str) -> bool:
@@ -108,41 +145,59 @@ def _within(path: str, directory: str) -> bool:
 class Staging:
     """The staging directory of one DST, locked while it is in use.
 
-    ``path``: the directory to write into. ``leftover``: True when an interrupted run had left one, which was removed.
-    ``overwrite``: whether ``commit`` may replace what is at DST by then.
+    ``root``: the directory itself. ``path``: the directory in it to write into. ``journal``: where the journal goes.
+    ``leftover``: True when an interrupted run had left one; ``resumed``: True when it had a journal and was kept, as
+    ``resume`` asks, else it was removed. ``journaled``: True when what was removed had a journal.
+    ``overwrite``: whether ``commit`` may replace what is at DST by then. ``committed``: DST is complete.
     """
 
-    def __init__(self, target: str, *, directory: bool, overwrite: bool = False) -> None:
+    def __init__(self, target: str, *, directory: bool, overwrite: bool = False, resume: bool = False) -> None:
         self._target = os.path.realpath(target)
         self._directory = directory
         self._overwrite = overwrite
         parent, name = os.path.split(self._target)
-        self.path = os.path.join(parent, f".{name}.fsdpckpt-staging")
-        self._aside = os.path.join(parent, f".{name}.fsdpckpt-old")
-        self._lock_path = os.path.join(parent, f".{name}.fsdpckpt-lock")
+        self.root = os.path.join(parent, _hidden(name, "staging"))
+        self.path = os.path.join(self.root, "output")
+        self.journal = os.path.join(self.root, "journal")
+        self._aside = os.path.join(parent, _hidden(name, "old"))
+        self._lock_path = os.path.join(parent, _hidden(name, "lock"))
+        self.committed = False
         self._made = _missing_directories(parent)
         with target_errors(self._target):
             os.makedirs(parent, exist_ok=True)
             self._lock = self._acquire()
         try:
-            self._prepare()
+            self._prepare(resume=resume)
         except BaseException:
             self.close()
             raise
 
-    def _prepare(self) -> None:
-        """Clear what an interrupted run left: its staging directory, and a DST that it had moved aside comes back."""
+    def _prepare(self, *, resume: bool) -> None:
+        """Clear what an interrupted run left, unless it is to be resumed; a DST it had moved aside comes back."""
         with target_errors(self._target):
             if os.path.lexists(self._aside):
                 if os.path.lexists(self._target):
                     _remove(self._aside)
                 else:
                     os.rename(self._aside, self._target)
-            self.leftover = os.path.lexists(self.path)
-            if self.leftover:
-                _remove(self.path)
+            self.leftover = os.path.lexists(self.root)
+            self.journaled = os.path.isfile(self.journal)
+            self.resumed = resume and self.journaled and os.path.isdir(self.path)
+            if self.leftover and not self.resumed:
+                self.discard()
             self._refuse_to_replace()
-            os.mkdir(self.path)
+            if not self.resumed:
+                self._make()
+
+    def _make(self) -> None:
+        os.mkdir(self.root)
+        os.mkdir(self.path)
+
+    def restart(self) -> None:
+        """Remove what an interrupted run left after all, and begin with an empty directory."""
+        with target_errors(self._target):
+            self.discard()
+            self._make()
 
     def _acquire(self) -> int:
         while True:
@@ -171,9 +226,14 @@ class Staging:
         """Where the target file ``path`` grows; "" is the one file of a target that is a file, under DST's own name."""
         return os.path.join(self.path, path or os.path.basename(self._target))
 
-    def require_space(self, nbytes: int) -> None:
-        """Raises TargetUnwritableError when the file system has less than ``nbytes`` free."""
-        free = shutil.disk_usage(self.path).free
+    def require_space(self, nbytes: int, *, files: int = 0) -> None:
+        """Raises TargetUnwritableError when the file system has less than ``nbytes``, or no ``files`` new names, free.
+
+        What an interrupted run has staged already counts as free.
+        """
+        with target_errors(self._target):
+            system = os.statvfs(self.path)
+            free = system.f_bavail * system.f_frsize + _allocated(self.path)
         if free < nbytes:
             raise TargetUnwritableError(
                 f"not enough free space for {self._target}",
@@ -181,6 +241,14 @@ class Staging:
                 expected=f"{nbytes} bytes",
                 found=f"{free} bytes free",
                 next_step="make room, or choose a DST on another file system",
+            )
+        if system.f_files and system.f_favail < files:  # some file systems count none
+            raise TargetUnwritableError(
+                f"not enough free inodes for {self._target}",
+                file=self._target,
+                expected=f"{files} files",
+                found=f"{system.f_favail} free inodes",
+                next_step="remove some files, or choose a DST on another file system",
             )
 
     def commit(self) -> None:
@@ -198,10 +266,10 @@ class Staging:
                 os.rename(self._target, self._aside)
             os.rename(self.visible, self._target)
             sync_directory(os.path.dirname(self._target))
+            self.committed = True
             if detour:
                 _remove(self._aside)
-            if not self._directory:
-                os.rmdir(self.path)
+            self.discard()
 
     def _refuse_to_replace(self) -> None:
         if os.path.lexists(self._target) and not self._overwrite:
@@ -213,9 +281,11 @@ class Staging:
             )
 
     def discard(self) -> None:
-        """Remove what was staged, if it is still there."""
+        """Remove what was staged, if it is still there: the journal first."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.unlink(self.journal)
         with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(self.path)
+            _remove(self.root)
 
     def close(self) -> None:
         """Release the lock, and remove the directories that were made for an output that never came."""
@@ -227,6 +297,15 @@ class Staging:
                 os.rmdir(directory)
 
 
+def clear_leftover(target: str) -> None:
+    """Remove what a run left that ended between DST's appearance and its own."""
+    parent, name = os.path.split(os.path.realpath(target))
+    if os.path.lexists(os.path.join(parent, _hidden(name, "staging"))):
+        staging = Staging(target, directory=True, overwrite=True)
+        staging.discard()
+        staging.close()
+
+
 def _missing_directories(path: str) -> list[str]:
     """``path`` and the directories above it that do not exist, the deepest first."""
     missing = []
@@ -234,6 +313,15 @@ def _missing_directories(path: str) -> list[str]:
         missing.append(path)
         path = os.path.dirname(path)
     return missing
+
+
+def _allocated(directory: str) -> int:
+    """Bytes of disk that the files below ``directory`` occupy."""
+    found = 0
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            found += os.lstat(os.path.join(folder, name)).st_blocks * 512
+    return found
 
 
 def _remove(path: str) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import mmap
 import os
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -58,16 +59,20 @@ class WritableFile:
     memory at another alignment than in the file, goes the ordinary way; both may be mixed, as they never share a block.
     """
 
-    def __init__(self, path: str, nbytes: int) -> None:
+    def __init__(self, path: str, nbytes: int, *, there: bool = False) -> None:
+        """``there``: another process has made the file, with this length, and writes other bytes of it."""
         self.path = path
         self.nbytes = nbytes
         self._direct = -1
         self._aligned = True
+        self._closing = threading.Lock()
         with target_errors(path):
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-            os.ftruncate(self._fd, nbytes)
+            self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (0 if there else os.O_CREAT | os.O_EXCL), 0o644)
+            if not there:
+                os.ftruncate(self._fd, nbytes)
             if nbytes >= DIRECT_FROM and hasattr(os, "O_DIRECT"):
-                os.posix_fallocate(self._fd, 0, nbytes)  # a full disk shows now, and extents are laid in one run
+                if not there:
+                    os.posix_fallocate(self._fd, 0, nbytes)  # a full disk shows now, and extents are laid in one run
                 with contextlib.suppress(OSError):  # a file system without direct writes, tmpfs for one
                     self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
 
@@ -95,6 +100,28 @@ class WritableFile:
             return 0, 0
         return -offset % BLOCK, (offset + len(view)) // BLOCK * BLOCK - offset
 
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with what stands at ``offset`` already."""
+        with target_errors(self.path):
+            done = 0
+            while done < len(buffer):
+                got = os.preadv(self._fd, [buffer[done:]], offset + done)
+                if got == 0:
+                    raise OSError(errno.EIO, "the staged file became shorter")
+                done += got
+
+    def sync(self) -> None:
+        """What was written until now is on the disk when this returns. Any thread may call it at any time."""
+        with target_errors(self.path):
+            with self._closing:  # the number of a closed descriptor may be another file's by now
+                descriptor = os.dup(self._fd) if self._fd >= 0 else -1
+            if descriptor < 0:  # committed, so synced
+                return
+            try:
+                os.fdatasync(descriptor)
+            finally:
+                os.close(descriptor)
+
     def commit(self) -> None:
         """Flush to the disk and close. Raises TargetUnwritableError when the length is not ``nbytes``."""
         with target_errors(self.path):
@@ -110,10 +137,11 @@ class WritableFile:
             self.close()
 
     def close(self) -> None:
-        for descriptor in (self._fd, self._direct):
-            if descriptor >= 0:
-                os.close(descriptor)
-        self._fd = self._direct = -1
+        with self._closing:
+            for descriptor in (self._fd, self._direct):
+                if descriptor >= 0:
+                    os.close(descriptor)
+            self._fd = self._direct = -1
 
 
 def address_of(view: memoryview) -> int:

@@ -1,12 +1,14 @@
 """Logical compare, digests, statistics and integrity. Reads through ``readers``; shares nothing with ``executor``.
 
-``fsdpckpt.verify`` is this package and, in the Python API, a function: calling the package is ``verify.run.verify``.
+``fsdpckpt.verify`` is this package and, in the Python API, a function: calling the package is ``api.verify``.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
+from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -18,9 +20,9 @@ class _CallablePackage(ModuleType):
     """Importing a submodule binds the package to ``fsdpckpt.verify``; so the package itself has to be the function."""
 
     def __call__(self, source: str | os.PathLike[str], **options: object) -> Verification:
-        from fsdpckpt.verify.run import verify
-
-        return verify(os.fspath(source), **options)  # type: ignore[arg-type]
+        # By name: the API lies above this package, which uses nothing of it.
+        verify: Callable[..., Verification] = import_module("fsdpckpt.api").verify
+        return verify(source, **options)
 
 
 sys.modules[__name__].__class__ = _CallablePackage

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.progress import Progress
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
@@ -14,6 +17,7 @@ __all__ = ["verify"]
 def verify(
     source: str,
     *,
+    name: Callable[[Checkpoint, Sources], Checkpoint] | None = None,
     digests: bool = False,
     finite: bool = False,
     threads: int | None = None,
@@ -22,10 +26,13 @@ def verify(
     """Prove the checkpoint at ``source`` whole: ``.problems`` lists all that is wrong, ``.whole`` says if nothing is.
 
     ``digests`` adds a layout-independent SHA-256 per tensor, ``finite`` reports NaN and Inf. Raises SourceError (exit
-    code 3) when the source cannot be read as a checkpoint at all.
+    code 3) when the source cannot be read as a checkpoint at all. ``name`` turns the slices of a flattened checkpoint
+    into named tensors.
     """
     with Sources() as sources:
         checkpoint = open_checkpoint(source, sources=sources, locate=True)
+        if name is not None:
+            checkpoint = name(checkpoint, sources)
         count = threads if threads is not None else DEFAULT_THREADS
         return verify_checkpoint(
             checkpoint, sources=sources, digests=digests, finite=finite, threads=count, progress=progress

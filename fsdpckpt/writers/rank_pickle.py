@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple, Protocol, TypeAlias
 
 from fsdpckpt.containers.pickle_opcodes import StorageView, integer, integers
 from fsdpckpt.containers.pickle_write import PickleWriter
@@ -20,7 +22,7 @@ from fsdpckpt.ir.targets import TargetFile
 from fsdpckpt.ir.tensors import Tensor, contiguous_stride
 from fsdpckpt.writers.chunks import Box, rank_box, whole_box
 
-__all__ = ["DTensorPickle", "RankPickle", "ShardedTensorPickle"]
+__all__ = ["DTensorPickle", "Filling", "RankPickle", "ShardList", "ShardedTensorPickle"]
 
 _NEW = b")\x81}("  # an empty argument tuple, __new__, and the start of the attributes
 _BUILD = b"ub"
@@ -28,6 +30,27 @@ _SHARD = "torch.distributed._shard"
 _TENSOR = "torch.distributed.tensor"
 _LAYOUT = "torch.distributed._mesh_layout"
 _WORLD_GROUP = "0"  # the name torch.distributed gives the default process group
+
+
+class Filling(Protocol):
+    """Content of a record that is more than one box of one tensor."""
+
+    def fill(self, file: TargetFile, dtype: DType) -> None:
+        """Append slots and literals, elements of ``dtype``, to ``file``."""
+
+
+Content: TypeAlias = Tensor | bytes | Filling
+
+
+class ShardList(NamedTuple):
+    """The shards of one ShardedTensor that are not empty: ``boxes[i]`` is on ``ranks[i]``.
+
+    Lists of equal ``key`` are written once.
+    """
+
+    key: Hashable
+    ranks: tuple[int, ...]
+    boxes: Sequence[Box]
 
 
 class RankPickle(PickleWriter, ABC):
@@ -48,7 +71,7 @@ class RankPickle(PickleWriter, ABC):
         self._casts = casts
         self._canonical = canonical
         self._keys: dict[int, str] = {}
-        self._records: list[tuple[Tensor | bytes, DType, Box, int]] = []
+        self._records: list[tuple[Content, DType, Box, int]] = []
 
     def tensor(self, value: Tensor) -> None:
         dtype = self._casts.get(id(value), value.dtype)
@@ -67,16 +90,16 @@ class RankPickle(PickleWriter, ABC):
         nbytes = box.numel * dtype.itemsize
         key = self._keys.get(id(tensor))
         if key is None:
-            key = self._keys[id(tensor)] = self._record(tensor, dtype, box, nbytes)
+            key = self._keys[id(tensor)] = self.record(tensor, dtype, box, nbytes)
         return StorageView(key, dtype, 0, box.size, contiguous_stride(box.size), nbytes)
 
     def literal(self, dtype: DType, data: bytes) -> StorageView:
         """A 1-D tensor of values that are known now."""
         shape = (len(data) // dtype.itemsize,)
-        key = self._record(data, dtype, whole_box(shape), len(data))
+        key = self.record(data, dtype, whole_box(shape), len(data))
         return StorageView(key, dtype, 0, shape, (1,), len(data))
 
-    def _record(self, content: Tensor | bytes, dtype: DType, box: Box, nbytes: int) -> str:
+    def record(self, content: Content, dtype: DType, box: Box, nbytes: int) -> str:
         self._records.append((content, dtype, box, nbytes))
         return str(len(self._records) - 1)
 
@@ -89,19 +112,23 @@ class RankPickle(PickleWriter, ABC):
                 archive.record(f"data/{key}", content)
                 continue
             archive.begin_data(str(key), nbytes)
-            file.slot(content, start=box.start, size=box.size, dtype=dtype)
+            if isinstance(content, Tensor):
+                file.slot(content, start=box.start, size=box.size, dtype=dtype)
+            else:
+                content.fill(file, dtype)
         archive.finish()
 
-    def wrapper(self, cls: tuple[str, str], shape: tuple[int, ...], dtype: DType) -> None:
+    def wrapper(
+        self, cls: tuple[str, str], shape: tuple[int, ...], dtype: DType, *, requires_grad: bool = False
+    ) -> None:
         """The call that rebuilds a tensor subclass, up to its state."""
         name = self.name
         self.raw(
             name("torch._tensor", "_rebuild_from_type_v2") + b"(" + name("torch._utils", "_rebuild_wrapper_subclass")
         )
         self.raw(name(*cls) + b"(" + name(*cls) + name("torch", dtype.name))
-        self.raw(
-            integers(shape) + integers(contiguous_stride(shape)) + b"K\x00" + self.layout() + self.cpu() + b"\x89t"
-        )
+        self.raw(integers(shape) + integers(contiguous_stride(shape)) + b"K\x00" + self.layout() + self.cpu())
+        self.raw(_flag(requires_grad) + b"t")
 
     def layout(self) -> bytes:
         return self.once(
@@ -176,30 +203,52 @@ class ShardedTensorPickle(RankPickle):
     """
 
     def sharded(self, tensor: Tensor, dtype: DType, box: Box) -> None:
-        text, name, raw, shape = self.text, self.name, self.raw, tensor.shape
-        self.wrapper((f"{_SHARD}.sharded_tensor.api", "ShardedTensor"), shape, dtype)
+        shape = tensor.shape
+        shards = _shards(shape, self.world_size)
+        own = (self.rank, self.stored(tensor, dtype, box)) if self.rank < len(shards.ranks) else None
+        self.sharded_tensor(shape, dtype, shards, own)
+
+    def sharded_tensor(
+        self,
+        shape: tuple[int, ...],
+        dtype: DType,
+        shards: ShardList,
+        own: tuple[int, StorageView] | None,
+        *,
+        requires_grad: bool = False,
+    ) -> None:
+        """Write a ShardedTensor of which this rank holds the shard ``own`` (index in ``shards``, view), or none."""
+        name, raw = self.name, self.raw
+        self.wrapper((f"{_SHARD}.sharded_tensor.api", "ShardedTensor"), shape, dtype, requires_grad=requires_grad)
         raw(b"(]")
-        if self.rank < self._shards(shape):
-            raw(name(f"{_SHARD}.sharded_tensor.shard", "Shard") + b")\x81N}(" + text("tensor"))
-            self.view(self.stored(tensor, dtype, box))
-            raw(text("metadata") + self._shard_metadata(shape, self.rank) + b"u\x86ba")
+        if own is not None:
+            index, view = own
+            raw(name(f"{_SHARD}.sharded_tensor.shard", "Shard") + b")\x81N}(" + self.text("tensor"))
+            self.view(view, requires_grad=requires_grad)
+            raw(self.text("metadata") + self._shard_metadata(shards.ranks[index], shards.boxes[index]) + b"u\x86ba")
         metadata = f"{_SHARD}.sharded_tensor.metadata"
-        raw(name(metadata, "ShardedTensorMetadata") + _NEW + text("shards_metadata"))
-        raw(self.once(("shards", shape), lambda: self._shard_list(shape)) + text("size") + self.size(shape))
-        raw(text("tensor_properties") + name(metadata, "TensorProperties") + b")\x81(" + name("torch", dtype.name))
-        raw(self.layout() + b"\x89" + self.once("format", self._memory_format) + b"\x89tb" + _BUILD)
-        raw(self.once("group", self._process_group) + self._spec(shape) + b"\x89ttR")
+        raw(name(metadata, "ShardedTensorMetadata") + _NEW + self.text("shards_metadata"))
+        raw(self.once(("shards", shards.key), lambda: self._shard_list(shards)) + self.text("size") + self.size(shape))
+        raw(self.text("tensor_properties") + name(metadata, "TensorProperties") + b")\x81(" + name("torch", dtype.name))
+        raw(self.layout() + _flag(requires_grad) + self.once("format", self._memory_format) + b"\x89tb" + _BUILD)
+        raw(self.once("group", self._process_group) + self._spec(shards) + b"\x89ttR")
 
-    def _shards(self, shape: tuple[int, ...]) -> int:
-        """How many ranks hold a shard."""
-        rows = -(-shape[0] // self.world_size)
-        return -(-shape[0] // rows) if rows else 1
+    def group(self) -> tuple[int, int]:
+        """This rank's place in the process group that shards, and how many ranks that has."""
+        return self.rank, self.world_size
 
-    def _shard_list(self, shape: tuple[int, ...]) -> bytes:
-        return b"](" + b"".join(self._shard_metadata(shape, rank) for rank in range(self._shards(shape))) + b"e"
+    def _shard_list(self, shards: ShardList) -> bytes:
+        found = [self._shard_metadata(shards.ranks[0], shards.boxes[0])]
+        # From here on every name is a memo reference, the same for each: lists are as long as the world is large.
+        head = self.name(f"{_SHARD}.metadata", "ShardMetadata") + b")\x81N}(" + self.text("shard_offsets")
+        sizes, placement = self.text("shard_sizes"), self.text("placement")
+        for rank, box in zip(shards.ranks[1:], shards.boxes[1:], strict=True):
+            where = self._placement(rank)
+            found.append(b"%b%b%b%b%b%bu\x86b" % (head, _list(box.start), sizes, _list(box.size), placement, where))
+        return b"](" + b"".join(found) + b"e"
 
-    def _shard_metadata(self, shape: tuple[int, ...], rank: int) -> bytes:
-        box, text = rank_box(shape, self.world_size, rank), self.text
+    def _shard_metadata(self, rank: int, box: Box) -> bytes:
+        text = self.text
         head = self.name(f"{_SHARD}.metadata", "ShardMetadata") + b")\x81N}("
         head += text("shard_offsets") + _list(box.start) + text("shard_sizes") + _list(box.size)
         return head + text("placement") + self._placement(rank) + b"u\x86b"
@@ -220,25 +269,37 @@ class ShardedTensorPickle(RankPickle):
         text = self.text
         head = self.name("builtins", "getattr") + self.name(f"{_SHARD}.sharded_tensor.api", "ShardedTensor")
         head += text("ProcessGroupState") + b"\x86R" + _NEW
-        for scope in ("local", "global"):
-            head += text(f"{scope}_rank") + integer(self.rank)
-        for scope in ("local", "global"):
-            head += text(f"{scope}_world_size") + integer(self.world_size)
+        place, ranks = self.group()
+        for scope, number in (("local", place), ("global", self.rank)):
+            head += text(f"{scope}_rank") + integer(number)
+        for scope, number in (("local", ranks), ("global", self.world_size)):
+            head += text(f"{scope}_world_size") + integer(number)
         return head + _BUILD
 
-    def _spec(self, shape: tuple[int, ...]) -> bytes:
+    def _spec(self, shards: ShardList) -> bytes:
         """``_infer_sharding_spec_from_shards_metadata``: one shard alone does not say along which dimension."""
-        count = self._shards(shape)
-        if count > 1:
-            return self.once(("spec", count), lambda: self._chunk_spec(count))
+        if len(shards.ranks) > 1:
+            return self.once(("spec", shards.ranks), lambda: self._chunk_spec(shards.ranks))
         head = self.name(f"{_SHARD}.sharding_spec.api", "EnumerableShardingSpec") + _NEW + self.text("shards")
-        return head + self._shard_list(shape) + _BUILD
+        return head + self._shard_list(shards) + _BUILD
 
-    def _chunk_spec(self, count: int) -> bytes:
+    def _chunk_spec(self, ranks: Sequence[int]) -> bytes:
         text = self.text
         spec = self.name(f"{_SHARD}.sharding_spec.chunk_sharding_spec", "ChunkShardingSpec") + _NEW + text("dim")
-        spec += b"K\x00" + text("placements") + b"](" + b"".join(self._placement(rank) for rank in range(count))
+        spec += b"K\x00" + text("placements") + b"](" + b"".join([self._placement(rank) for rank in ranks])
         return spec + b"e" + _BUILD
+
+
+@lru_cache(maxsize=4096)
+def _shards(shape: tuple[int, ...], world_size: int) -> ShardList:
+    """The shards of ranks with rows, or rank 0's when there are none."""
+    rows = -(-shape[0] // world_size)
+    filled = -(-shape[0] // rows) if rows else 1
+    return ShardList(shape, tuple(range(filled)), [rank_box(shape, world_size, rank) for rank in range(filled)])
+
+
+def _flag(value: bool) -> bytes:  # noqa: FBT001 - a pickled bool
+    return b"\x88" if value else b"\x89"
 
 
 def _list(values: tuple[int, ...]) -> bytes:

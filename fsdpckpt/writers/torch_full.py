@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from fsdpckpt.containers.pickle_write import dumps
 from fsdpckpt.containers.zip_write import TorchZip
-from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, OptimState
+from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, OptimState, stored_entry
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.ir.tensors import Tensor
@@ -50,7 +50,8 @@ def model_dict(model: ModelState) -> dict[Key, Value]:
 
 def optim_dict(optim: OptimState) -> dict[Key, Value]:
     """The dict ``Optimizer.load_state_dict`` takes, and what users added to it."""
-    root: dict[Key, Value] = {"state": optim.state}  # type: ignore[dict-item]
+    state = {key: stored_entry(states) for key, states in optim.state.items()}
+    root: dict[Key, Value] = {"state": state}  # type: ignore[dict-item]
     if optim.param_groups is not None:
         root["param_groups"] = optim.param_groups  # type: ignore[assignment]
     return {**root, **optim.extra}

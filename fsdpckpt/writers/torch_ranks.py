@@ -19,7 +19,7 @@ from fsdpckpt.writers.rank_pickle import DTensorPickle, RankPickle, ShardedTenso
 from fsdpckpt.writers.storages import ties
 from fsdpckpt.writers.torch_full import model_dict, optim_dict
 
-__all__ = ["lay_out"]
+__all__ = ["extra_notes", "lay_out"]
 
 _FORMS: Mapping[str, type[RankPickle]] = {"dtensor": DTensorPickle, "sharded-tensor": ShardedTensorPickle}
 
@@ -43,7 +43,7 @@ def lay_out(checkpoint: Checkpoint, *, world_size: int, tensor: str, dtypes: Dty
     extras: list[Value] = [extras_of_rank(checkpoint, rank) for rank in range(world_size)]
     if any(extras):
         files += _section("extra_state", extras, tensor, cut, casts, {})
-        notes += _extra_notes(checkpoint, world_size)
+        notes += extra_notes(checkpoint, world_size)
     return Target(files, notes=notes)
 
 
@@ -63,7 +63,8 @@ def _section(
     return files
 
 
-def _extra_notes(checkpoint: Checkpoint, world_size: int) -> list[Note]:
+def extra_notes(checkpoint: Checkpoint, world_size: int) -> list[Note]:
+    """What happens to ranks' own extras when the number of ranks changes."""
     own = len(checkpoint.rank_extra)
     if own in (0, world_size):
         return []

@@ -46,7 +46,8 @@ def test_options_suffix_and_source_together_say_what_is_written(
         ("out", {"to": FULL, "world_size": 4}, "--to full does not"),
         ("out", {"to": SHARDED, "container": TORCH}, "for how many ranks"),
         ("out", {"to": SHARDED, "world_size": 0}, "counts ranks"),
-        ("out", {"to": Layout.FLATTENED}, "layouts full and sharded"),
+        ("out", {"to": Layout.FLATTENED}, "for how many ranks"),
+        ("out", {"to": Layout.FLATTENED, "world_size": 2, "container": Container.DCP}, "one a rank"),
     ],
 )
 def test_contradictions_are_refused_with_what_to_type_instead(

@@ -14,6 +14,7 @@ from tests.oracle.launch import torchrun
 __all__ = ["Oracle", "shared_directory"]
 
 GENERATE_LIMIT = 120.0  # seconds; 5 to 15 on two idle cores
+FLATTENED_LIMIT = 180.0  # seconds; 5 to 20 on two idle cores
 
 
 def shared_directory(factory: pytest.TempPathFactory) -> Path:
@@ -52,6 +53,15 @@ class Oracle:
             f"oracle-{world}",
             lambda directory: void(
                 torchrun("tests.oracle.generate", str(directory), world_size=world, limit=GENERATE_LIMIT)
+            ),
+        )
+
+    def flattened(self, world: int) -> Path:
+        """The directory of ``tests.oracle.flat_generate`` at this world size: ``<scenario>-<orig|flat>/...``."""
+        return self.once(
+            f"oracle-flattened-{world}",
+            lambda directory: void(
+                torchrun("tests.oracle.flat_generate", str(directory), world_size=world, limit=FLATTENED_LIMIT)
             ),
         )
 

@@ -19,6 +19,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint._extension import StreamTransformExtension
 from torch.distributed.checkpoint.filesystem import SerializationFormat
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from fsdpckpt.errors import (
     SourceCorruptError,
@@ -28,7 +30,7 @@ from fsdpckpt.errors import (
     SourceUnsupportedError,
 )
 from fsdpckpt.ir.checkpoint import Container, Layout
-from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.tensors import ONE_SLICE, Tensor
 from fsdpckpt.ir.values import Global, Object
 from fsdpckpt.readers.dcp import UNREAD
 from tests.readers.contents import held, opened, raw, same_values
@@ -90,10 +92,53 @@ def test_the_raw_optimizer_of_fsdp1_put_through_dcp_is_told_apart_as_lost() -> N
     assert "gone" in found.problems[0].message
 
 
-def test_flat_parameters_are_told_apart() -> None:
+def test_flat_parameters_are_told_apart_and_what_stands_beside_them_is_marked() -> None:
     found = opened(GOLDEN / "torch-2.1/f1_flat_local_dcp/model")
-    assert found.layout is Layout.FLATTENED
-    assert [(problem.kind, problem.fatal) for problem in found.problems] == [("flattened", True)]
+    assert (found.layout, found.problems) == (Layout.FLATTENED, ())
+    assert found.model is not None
+    flat, buffer = found.model.params["_flat_param"], found.model.params["buf"]
+    assert isinstance(flat, Tensor) and isinstance(buffer, Tensor)
+    assert flat.pieces.start[:, 0].tolist() == [0, 162]
+    assert (buffer.placement, buffer.managed) == (ONE_SLICE, None)
+    (note,) = [note for note in found.notes if note.kind == "flattened-names"]
+    assert note.keys == ("buf",)
+
+
+def test_vectors_of_an_optimizer_beside_flat_parameters_are_not_marked(tmp_path: Path) -> None:
+    """Of a producer that nests everything under "state", which an optimizer's keys have too."""
+
+    def state_of(_rank: int) -> dict[str, Any]:
+        flat = distribute_tensor(torch.randn(9), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None)
+        optim = {"state": {"w": {"exp_avg": torch.randn(4)}}, "param_groups": [{"params": ["w"]}]}
+        return {"state": {"model": {"l._flat_param": flat, "buf": torch.randn(3)}, "optimizers": {"Adam": optim}}}
+
+    save_as_ranks(tmp_path, state_of, 2)
+    found = opened(tmp_path)
+    marked = [named.key for named in found.tensors() if named.tensor.placement == ONE_SLICE]
+    assert (found.layout, marked) == (Layout.FLATTENED, ["buf"])
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    metadata.planner_data = None
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    found = opened(tmp_path)
+    marked = [named.key for named in found.tensors() if named.tensor.placement == ONE_SLICE]
+    assert [key.rpartition(".")[2] for key in marked] == ["buf"]
+
+
+def test_slices_among_the_whole_states_of_unmanaged_parameters_are_lost_too(tmp_path: Path) -> None:
+    """A parameter outside of FSDP has whole states of two dimensions; the model beside shows what is cut."""
+
+    def state_of(rank: int) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(rank)
+        cut = distribute_tensor(torch.ones(6, 3), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None)
+        state = {0: {"exp_avg": torch.ones(4, 3)}, 1: {"exp_avg": torch.randn(11, generator=generator)}}
+        state[2] = {"exp_avg": torch.ones(5)}
+        groups = [{"lr": 0.1, "params": [0, 1, 2]}]
+        model = {"cut": cut, "whole": torch.ones(4, 3), "bias": torch.ones(5)}
+        return {"model": model, "optim": {"state": state, "param_groups": groups}}
+
+    save_as_ranks(tmp_path, state_of, 2)
+    (problem,) = [problem for problem in opened(tmp_path).problems if problem.fatal]
+    assert (problem.kind, problem.key) == ("flattened-lost", "optim.state.1.exp_avg")
 
 
 def raw_fsdp1(rank: int) -> dict[str, Any]:

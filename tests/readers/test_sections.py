@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
+from fsdpckpt.ir.checkpoint import LOOSE
 from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.invariants import state_completeness
 from fsdpckpt.ir.tensors import Pieces, Tensor
 from fsdpckpt.readers.sections import Sections, split
+from fsdpckpt.writers.torch_full import optim_dict
 
 
 def tensor(*shape: int) -> Tensor:
@@ -203,3 +206,15 @@ def test_owns_tells_whose_a_path_is() -> None:
     found = split({**MODEL, "optimizer": BY_ID, "rng": {"cpu": B}})
     assert found.owns(("l.weight",)) and found.owns(("optimizer", "param_groups", 0, "lr"))
     assert not found.owns(("rng", "cpu")) and not found.owns(("optimizer_2",))
+
+
+def test_a_users_own_value_among_the_states_stays_there_without_being_a_parameters() -> None:
+    """TorchRec's keyed optimizers allow it; a value that a group lists is a parameter's, and no dict of states."""
+    optimizer = {"state": {0: {"step": 1}, "tables": 7.5}, "param_groups": [{"params": [0]}]}
+    found = split({"optimizer": optimizer})
+    assert found.optim is not None
+    assert found.optim.state == {0: {"step": 1}, "tables": {LOOSE: 7.5}}
+    assert (found.optim.key_type, list(state_completeness(found.optim))) == ("id", [])
+    assert optim_dict(found.optim) == optimizer
+    for wrong in ({"state": {0: 7.5}, "param_groups": []}, {"state": {"w": 1}, "param_groups": [{"params": ["w"]}]}):
+        assert split({"optimizer": wrong}).optim is None

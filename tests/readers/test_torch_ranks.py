@@ -24,7 +24,7 @@ from fsdpckpt.errors import (
     SourceUnsafeError,
     SourceUnsupportedError,
 )
-from fsdpckpt.ir.checkpoint import Layout, Section
+from fsdpckpt.ir.checkpoint import Layout
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.readers.torch_ranks import read_torch_ranks
 from fsdpckpt.readers.tree import FileTable, Tree
@@ -104,35 +104,6 @@ def test_buffers_are_replicas_and_parameters_are_pieces(folder: str, world: int,
     assert weight.pieces.size[:, 0].tolist() == [9, 8] * (world // 2)
     assert weight.pieces.rank.tolist() == list(range(world))
     assert weight.pieces.file.tolist() == list(range(world))
-
-
-@pytest.mark.parametrize("folder", ["torch-2.4/f1_flat_raw", "torch-2.4/f1_orig_raw"])
-def test_the_optimizers_own_slices_are_flattened_and_no_replicas(folder: str) -> None:
-    tree, _ = read_flattened(GOLDEN / folder, "optim")
-    (problem,) = tree.problems
-    assert (problem.kind, problem.fatal, problem.section) == ("flattened", True, Section.OPTIM)
-    assert tree.rank_values == {}
-    for entry in tree.root["state"].values():  # type: ignore[index,call-overload,union-attr]
-        for state in entry.values():
-            assert len(state.pieces) == 1 or not state.shape
-
-
-@pytest.mark.parametrize("folder", ["torch-2.1/f1_flat_local", "torch-2.4/f1_orig_local"])
-def test_local_state_dicts_are_flattened(folder: str) -> None:
-    tree, _ = read_flattened(GOLDEN / folder, "model")
-    (problem,) = tree.problems
-    assert (problem.kind, problem.fatal, problem.section) == ("flattened", True, Section.MODEL)
-    assert "_flat_param" in problem.message
-    assert len(tree.root["_flat_param"].pieces) == 2  # type: ignore[index,call-overload,union-attr]
-
-
-def read_flattened(directory: Path, stem: str) -> tuple[Tree, Any]:
-    files = FileTable()
-    with Sources() as sources:
-        paths = {rank: str(directory / f"{stem}_{rank}.pt") for rank in range(2)}
-        tree = read_torch_ranks(paths, files, sources)
-    assert tree.layout is Layout.FLATTENED
-    return tree, None
 
 
 # DTensor on the fake process group
@@ -434,19 +405,6 @@ def test_full_optimizer_states_on_every_rank_are_replicas(tmp_path: Path) -> Non
     tree, found = read(tmp_path)
     assert (tree.layout, tree.problems) == (Layout.FULL, [])
     assert found == held(state, ())
-
-
-def test_one_dimensional_states_are_slices_unless_the_model_proves_their_shape(tmp_path: Path) -> None:
-    model = torch.nn.LayerNorm(5)
-    optimizer = adam_of(model).state_dict()
-    for folder, state in (("alone", optimizer), ("proved", {"model": model.state_dict(), "optimizer": optimizer})):
-        (tmp_path / folder).mkdir()
-        for rank in range(2):
-            torch.save(state, tmp_path / folder / f"model_{rank}.pt")
-    assert read(tmp_path / "alone")[0].layout is Layout.FLATTENED
-    tree, found = read(tmp_path / "proved")
-    assert (tree.layout, tree.problems) == (Layout.FULL, [])
-    assert found["optimizer"] == held(optimizer, ())
 
 
 def test_an_optimizer_without_states_is_not_flattened(tmp_path: Path) -> None:

@@ -1,0 +1,246 @@
+"""``Group``: this worker among the workers, with named collective steps. Works with no process group too.
+
+An exception of one rank inside a step is raised on every rank as the same ``WorkerError`` (rank, step, cause), within
+the limit, whatever the others wait for; see ``fsdpckpt.comm.board`` for how. A group that failed stays failed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager as Context
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from typing import NoReturn, Self
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import distributed_c10d
+
+from fsdpckpt.comm.board import Board
+from fsdpckpt.comm.devices import choose, device_of, has_own_gpu
+from fsdpckpt.comm.environment import Place, recognised
+from fsdpckpt.comm.orphans import end_with_launcher
+from fsdpckpt.comm.wire import Wire
+from fsdpckpt.errors import InternalError, UsageError, WorkerError
+
+__all__ = ["LIMIT", "PATIENCE", "Group"]
+
+LIMIT = 15.0
+"""Seconds within which a fault of one worker ends all of them."""
+
+PATIENCE = 120.0
+"""Seconds that workers may start apart: importing torch from a busy network disk takes its time."""
+
+
+class Group:
+    """``rank`` of ``world_size`` workers; ``device``: where data has to lie to cross between them.
+
+    Made by ``alone``, ``over`` (a live process group, which stays the caller's) or ``start`` (makes its own).
+    """
+
+    def __init__(
+        self,
+        *,
+        device: torch.device,
+        backend: str | None = None,
+        wire: Wire | None = None,
+        board: Board | None = None,
+        owned: bool = False,
+    ) -> None:
+        self.device = device
+        self.backend = backend
+        self.rank = 0 if board is None else board.rank
+        self.world_size = 1 if board is None else board.world_size
+        self._wire = wire
+        self._board = board
+        self._owned = owned
+        self._steps: list[str] = []
+
+    @classmethod
+    def alone(cls, device: str | torch.device = "cpu") -> Group:
+        """A group of this process only: every operation works, nothing is communicated."""
+        return cls(device=torch.device(device))
+
+    @classmethod
+    def over(
+        cls, process_group: dist.ProcessGroup | None = None, *, device: torch.device | None = None, limit: float = LIMIT
+    ) -> Group:
+        """The workers of a live process group (default: the default one; ``alone`` when none was initialised).
+
+        Every rank of it has to call this, in the same order where there are several. ``device``: default the current
+        GPU where the group has NCCL, else the CPU.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            if process_group is not None:
+                raise UsageError("a process group was given, and torch.distributed is not initialised")
+            return cls.alone("cpu" if device is None else device)
+        group = distributed_c10d._get_default_group() if process_group is None else process_group
+        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+        if rank < 0:
+            raise UsageError("this process is not in the process group", found=f"rank {dist.get_rank()} of the default")
+        nccl = "nccl" in str(dist.get_backend_config(group))
+        if device is None:
+            device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+        backend = "nccl" if nccl and device.type == "cuda" else "gloo"
+        store = _own_part(distributed_c10d._get_process_group_store(group), rank)
+        board = Board(store, rank, world_size, limit=limit)
+        return cls(device=device, backend=backend, wire=Wire(group, board, device), board=board)
+
+    @classmethod
+    def start(
+        cls,
+        *,
+        backend: str = "auto",
+        device: str = "auto",
+        limit: float = LIMIT,
+        patience: float = PATIENCE,
+        place: Place | None = None,
+    ) -> Group:
+        """Meet the other workers as the environment says (torchrun, srun), or as ``place`` does; alone without either.
+
+        ``patience``: seconds that one worker may start later than another. Initialises the default process group;
+        ``close`` destroys it. Raises WorkerError when a worker does not come.
+        """
+        here = recognised() if place is None else place
+        if here is None:
+            _, kind = choose(backend, device, all_have_gpu=lambda: has_own_gpu(1))
+            return cls.alone(device_of(kind, None))
+        end_with_launcher()
+        store = _rendezvous(here, patience)
+        store.add("fsdpckpt/own-gpu", int(has_own_gpu(here.local_world_size)))
+        with Board(PrefixStore("fsdpckpt/start", store), here.rank, here.world_size, limit=patience) as board:
+            board.arrive("start", json.dumps([backend, device]))
+            every = store.add("fsdpckpt/own-gpu", 0) == here.world_size  # all have voted: all have arrived
+            chosen, kind = choose(backend, device, all_have_gpu=lambda: every)
+            mine = device_of(kind, here)
+            if kind == "cuda":
+                torch.cuda.set_device(mine)
+            own = PrefixStore("fsdpckpt/group", store)
+            # Without limit it would wait half an hour for a worker that ended since.
+            board.attend(lambda: dist.init_process_group(chosen, store=own, rank=here.rank, world_size=here.world_size))
+        group = cls.over(device=mine, limit=limit)
+        group._owned = True
+        return group
+
+    # steps
+
+    def step(self, name: str, *, agree: str = "") -> Context[None]:
+        """``with group.step("write shards"):`` all ranks enter and leave the body together.
+
+        ``agree``: a digest of what all ranks must have alike. An exception in the body of any rank is raised as one
+        WorkerError on all. Alone, the body's own exceptions pass. Steps may be nested.
+        """
+        return nullcontext() if self._board is None else self._step(self._board, name, agree)
+
+    @contextmanager
+    def _step(self, board: Board, name: str, agree: str) -> Iterator[None]:
+        self._steps.append(name)
+        path = " / ".join(self._steps)
+        try:
+            board.arrive(path, agree)
+            yield
+            outer = " / ".join(self._steps[:-1])
+            board.arrive(f"{path} (end)", place=outer or f"what follows {path}")
+        except WorkerError as error:
+            if board.failure is None:  # not one of the board's own, which everybody knows already
+                raise board.fail_with(error) from error
+            raise
+        except Exception as error:  # the rank boundary: one of the program's two broad excepts
+            raise board.fail_with(error) from error
+        except BaseException as error:
+            board.fail_with(error)
+            raise
+        finally:
+            self._steps.pop()
+
+    def beat(self) -> None:
+        """Say that this worker moves: call it at least every few seconds in a long step, from its own loop."""
+        if self._board is not None:
+            self._board.beat()
+
+    def watch(self, *, moving: bool) -> None:
+        """Look after the other workers from a loop that waits for other threads of this one, at least every second.
+
+        ``moving``: whether those moved since the last call; a worker that does not is as lost as one that is silent.
+        Raises WorkerError when a worker failed.
+        """
+        if self._board is not None:
+            self._board.patrol(alive=moving)
+
+    @contextmanager
+    def silent_for(self, seconds: float) -> Iterator[None]:
+        """The body may take ``seconds`` more than the limit without a beat, e.g. one long call into a library."""
+        before = 0.0 if self._board is None else self._board.allow_silence(seconds)
+        try:
+            yield
+        finally:
+            if self._board is not None:
+                self._board.allow_silence(before)
+
+    @property
+    def wire(self) -> Wire:
+        """What moves bytes between the workers. Only where there are several."""
+        if self._wire is None:
+            raise InternalError("a worker without a process group was to communicate")
+        return self._wire
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None and self._board is not None and self._board.failure is None:
+            self._board.fail_with(error)
+        self.close()
+
+    def leave(self, exit_code: int) -> NoReturn:
+        """End this process now, as a worker whose group failed has to: torch may hang or abort in its destructors."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
+
+    def close(self) -> None:
+        """Leave together; destroys the process group that ``start`` made. After a failure it only lets go."""
+        if self._board is None:
+            return
+        failed = self._board.failure is not None
+        if not failed:
+            with self.step("close"):
+                pass
+        self.wire.close()
+        self._board.close()
+        if self._owned and not failed:
+            dist.destroy_process_group()
+
+
+def _own_part(store: Store, rank: int) -> Store:
+    """A part of ``store`` for one more group over the same process group: the n-th of every rank is the same."""
+    count = store.add(f"fsdpckpt/groups/{rank}", 1)
+    return PrefixStore(f"fsdpckpt/{count}", store)
+
+
+def _rendezvous(place: Place, patience: float) -> Store:
+    """The store where the workers meet: torchrun's own where it keeps one, else one that rank 0 serves."""
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serves = place.rank == 0 and not by_agent
+    try:
+        store = TCPStore(
+            place.address,
+            place.port,
+            None,
+            serves,
+            timeout=timedelta(seconds=patience),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except RuntimeError as error:
+        raise WorkerError(
+            f"worker {place.rank} cannot meet the others at {place.address}:{place.port}",
+            why=str(error).splitlines()[0],
+            rank=place.rank,
+            next_step="check that the address is reachable from every node and the port free",
+        ) from error
+    return PrefixStore(f"restart/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)

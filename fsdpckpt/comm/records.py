@@ -1,0 +1,72 @@
+"""What workers write about themselves for the others: where they are, and what failed. JSON, no objects."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import cast
+
+from fsdpckpt.errors import FsdpckptError, InternalError, WorkerError
+
+__all__ = ["Failure", "Position", "exit_code_of", "words_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where one worker is. ``sequence``: steps it has entered. ``beat`` changes as long as it lives and moves.
+
+    ``silence``: seconds for which it may stay without a change beyond the usual limit, because it said so.
+    """
+
+    sequence: int
+    step: str
+    beat: int
+    silence: float
+
+    def text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def parse(cls, text: str) -> Position:
+        return cls(**cast("dict[str, int]", json.loads(text)))  # type: ignore[arg-type]  # written by text()
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Worker ``rank`` failed in ``step``. ``exit_code``: what the cause would have ended a lone process with."""
+
+    rank: int
+    step: str
+    cause: str
+    exit_code: int
+
+    def text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def parse(cls, text: str) -> Failure:
+        return cls(**cast("dict[str, int]", json.loads(text)))  # type: ignore[arg-type]  # written by text()
+
+    def error(self) -> WorkerError:
+        """The one error that every worker raises."""
+        error = WorkerError(
+            f"worker {self.rank} failed in step '{self.step}': {self.cause}",
+            rank=self.rank,
+            next_step="run the command again; --resume continues what an interrupted conversion left",
+        )
+        error.step, error.cause, error.cause_exit_code = self.step, self.cause, self.exit_code
+        return error
+
+
+def words_of(error: BaseException) -> str:
+    """An exception as the cause in a failure: our own in full, any other with its type."""
+    if isinstance(error, FsdpckptError):
+        return str(error)
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def exit_code_of(error: BaseException) -> int:
+    if isinstance(error, FsdpckptError):
+        return error.exit_code
+    return 130 if isinstance(error, KeyboardInterrupt) else InternalError.exit_code

@@ -1,0 +1,268 @@
+"""One conversion by all workers of a group: rank 0 reads and plans, all copy, rank 0 checks, leaders commit.
+
+The protocol, by all ranks: 1. Rank 0 reads the source and plans; the others answer what it asks of their disks. 2. Each
+says which of the files that were read it sees. 3. The leader of each place makes its staging directory. 4. Rank 0
+divides the work, all get it and run it. 5. Rank 0 reads the output back; the others answer again. 6. Leaders commit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+
+from fsdpckpt.comm.group import Group
+from fsdpckpt.comm.messages import all_gather_objects, broadcast_object
+from fsdpckpt.containers.collection import set_aside
+from fsdpckpt.converters.check import check_output
+from fsdpckpt.converters.convert import Prepared, check_options, prepare, report_of
+from fsdpckpt.converters.layout import dtype_rule
+from fsdpckpt.converters.manifest import write_manifest
+from fsdpckpt.converters.options import ConvertOptions, VerifyLevel, Visibility
+from fsdpckpt.converters.report import Report
+from fsdpckpt.converters.staged import Places, lead, share_out
+from fsdpckpt.errors import WorkerError
+from fsdpckpt.executor.budget import Budget, make_budget
+from fsdpckpt.executor.carried import as_it_was, carrying
+from fsdpckpt.executor.distributed import execute_together
+from fsdpckpt.executor.pulse import pulse
+from fsdpckpt.executor.remote import everyones_files, serve
+from fsdpckpt.executor.settings import settle, threads_for
+from fsdpckpt.executor.shipping import Job, packed, unpacked
+from fsdpckpt.executor.visibility import identities, who_sees
+from fsdpckpt.progress import NoProgress, Progress
+from fsdpckpt.readers.flavors import MANIFEST
+from fsdpckpt.storage.sources import Sources
+from fsdpckpt.storage.staging import Staging, check_target
+from fsdpckpt.storage.targets import WritableFile
+
+__all__ = ["convert_together"]
+
+Visible = npt.NDArray[np.bool_]
+
+
+def convert_together(
+    group: Group,
+    source: str,
+    target: str,
+    options: ConvertOptions,
+    progress: Progress,
+    *,
+    visibility: Visibility,
+    workers_here: int,
+) -> Report:
+    """``converters.convert.convert`` by all workers of ``group``; every byte written is the same. All ranks.
+
+    ``workers_here``: how many of them share this machine's processors. The report is rank 0's, on every rank. Raises
+    WorkerError, whose cause is carried where it is an error that one process alone would end with.
+    """
+    run = _Conversion(group, source, target, options, progress if group.rank == 0 else NoProgress(), visibility)
+    try:
+        return run.run(workers_here)
+    except BaseException as error:
+        run.undo(error)
+        raise
+
+
+class _Conversion:
+    """One rank's part of one conversion."""
+
+    def __init__(
+        self,
+        group: Group,
+        source: str,
+        target: str,
+        options: ConvertOptions,
+        progress: Progress,
+        visibility: Visibility,
+    ) -> None:
+        self._group = group
+        self._source = source
+        self._target = target
+        self._options = options
+        self._progress = progress
+        self._visibility = visibility
+        self._prepared: Prepared | None = None  # on rank 0
+        self._opened: list[str] = []
+        self._staging: list[Staging] = []
+        self._met: list[Sources] = []  # which know what each file was when it was first opened
+
+    def run(self, workers_here: int) -> Report:
+        begun = time.monotonic()
+        budget = self._check_request()
+        self._plan()
+        if not self._options.dry_run:
+            with set_aside():
+                self._write(budget, workers_here)
+        return self._report(budget, begun)
+
+    def undo(self, error: BaseException) -> None:
+        """Remove what was staged, unless a worker was lost or stopped: then all of it may be used again."""
+        lost = not isinstance(error, WorkerError) or isinstance(as_it_was(error), WorkerError)
+        for staging in self._staging:
+            if not lost:
+                with contextlib.suppress(OSError):  # another worker may still be writing its last window
+                    staging.discard()
+            staging.close()
+        self._staging.clear()
+
+    def _check_request(self) -> Budget:
+        with self._group.step("check the request"), carrying():
+            if self._group.rank == 0:
+                check_options(self._options)
+                check_target(self._target, self._source, overwrite=self._options.overwrite)
+            return make_budget(max_memory=self._options.max_memory, threads=self._options.threads)
+
+    def _plan(self) -> None:
+        with self._group.step("read and plan"), carrying():
+            if self._group.rank:
+                serve(self._group)
+                return
+            with pulse(self._group), everyones_files(self._group) as files:
+                self._met.append(files)
+                self._prepared = prepare(self._source, self._target, self._options, files, self._progress)
+                self._opened = list(files.opened)
+
+    def _write(self, budget: Budget, workers_here: int) -> None:
+        group = self._group
+        told = None
+        if self._prepared is not None:
+            files = self._prepared.rewritten.checkpoint.files
+            paths = list(dict.fromkeys([*(file.path for file in files), *self._opened]))
+            told = (paths, len(files), self._prepared.goal.directory)
+        paths, count, directory = cast("tuple[list[str], int, bool]", broadcast_object(group, told, name="sources"))
+        visible = self._visible(paths)[:count]
+        places = lead(
+            group,
+            self._target,
+            self._visibility,
+            self._staging,
+            directory=directory,
+            overwrite=self._options.overwrite,
+        )
+        job = self._job(budget, places, visible)
+        with group.step("check the space"), carrying():
+            for staging in self._staging:
+                staging.require_space(_bytes_at(job, places, group.rank))
+        threads = threads_for(
+            job.settings, budget, self._options.max_memory, workers_here, chosen=self._options.threads is not None
+        )
+        crcs = execute_together(
+            group,
+            job,
+            visible,
+            locate=lambda path: places.locate(group.rank, path),
+            threads=threads,
+            progress=self._progress,
+        )
+        self._manifest(crcs, {}, directory=directory)
+        if self._options.verify is not VerifyLevel.NONE:
+            digests = self._check(places)
+            if self._options.verify is VerifyLevel.FULL:
+                self._manifest(crcs, digests, directory=directory)
+        self._commit(job, places)
+
+    def _visible(self, paths: list[str]) -> Visible:
+        """Who sees which of the files that were read."""
+        found: list[bytes] = []
+        with Sources() as sources, self._group.step("look at the sources"):
+            self._met.append(sources)
+            for path in paths:
+                found += identities([path], sources)
+                self._group.beat()
+        everyone = cast("list[list[bytes]]", all_gather_objects(self._group, found, name="who sees what"))
+        with self._group.step("compare the sources"), carrying():
+            return who_sees(paths, everyone)
+
+    def _job(self, budget: Budget, places: Places, visible: Visible) -> Job:
+        """What all do, as rank 0 has planned it."""
+        data: object = None
+        with self._group.step("divide the work"), carrying():
+            if self._prepared is not None:
+                with pulse(self._group):
+                    data = packed(self._divided(self._prepared, budget, places, visible))
+        return unpacked(broadcast_object(self._group, data, name="the plan"))
+
+    def _divided(self, prepared: Prepared, budget: Budget, places: Places, visible: Visible) -> Job:
+        segments = share_out(prepared.plan, prepared.goal, places)
+        writers = sorted({segment.owner for segment in segments})
+        exchanging = not bool(visible[:, writers].all())
+        checkpoint = prepared.rewritten.checkpoint
+        settings = settle(prepared.plan, budget, self._options.max_memory, exchanging=exchanging)
+        return Job(prepared.plan, checkpoint.files, checkpoint.checksums, tuple(segments), settings)
+
+    def _manifest(self, crcs: dict[str, int], digests: dict[str, str], *, directory: bool) -> None:
+        """``fsdpckpt.json``, at every place: rank 0 writes it, the other leaders the same."""
+        if not directory:
+            return
+        data = b""
+        with self._group.step("write fsdpckpt.json"), carrying():
+            if self._prepared is not None:
+                at, prepared = self._staging[0], self._prepared
+                write_manifest(at, prepared.output, prepared.rewritten, prepared.goal, crcs=crcs, digests=digests)
+                with open(at.locate(MANIFEST), "rb") as file:
+                    data = file.read()
+        data = cast("bytes", broadcast_object(self._group, data, name="fsdpckpt.json"))
+        with self._group.step("copy fsdpckpt.json"), carrying():
+            if self._prepared is None and self._staging:
+                path = self._staging[0].locate(MANIFEST)
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
+                copy = WritableFile(path, len(data))
+                copy.write(0, data)
+                copy.commit()
+
+    def _check(self, places: Places) -> dict[str, str]:
+        """The output read back by rank 0, be it on its own disk or on others'; empty on the other ranks."""
+        with self._group.step("check the output"), carrying():
+            own = places.place[self._group.rank]
+            if self._prepared is None:
+                root, mine = (places.paths[place][0] for place in (0, own or 0))
+                serve(self._group, roots={root: mine})
+                return {}
+            with pulse(self._group), everyones_files(self._group) as files:
+                return check_output(
+                    self._prepared.rewritten.checkpoint,
+                    self._staging[0].visible,
+                    units=self._prepared.rewritten.units,
+                    dtypes=dtype_rule(self._options),
+                    level=self._options.verify,
+                    sources=files,
+                    progress=self._progress,
+                    written_sources=files if len(places.leaders) > 1 else None,
+                )
+
+    def _commit(self, job: Job, places: Places) -> None:
+        """Every output appears under its name, or is discarded where it has no file."""
+        with self._group.step("are the sources unchanged"), carrying():
+            for sources in self._met:
+                sources.require_unchanged()
+        with self._group.step("commit"), carrying():
+            for staging in self._staging:
+                place = places.place[self._group.rank]
+                if any(segment.place == place for segment in job.segments):
+                    staging.commit()
+                else:
+                    staging.discard()
+        for staging in self._staging:
+            staging.close()
+        self._staging.clear()
+
+    def _report(self, budget: Budget, begun: float) -> Report:
+        data: object = None
+        if self._prepared is not None:
+            seconds = time.monotonic() - begun
+            workers = self._group.world_size
+            report = report_of(self._prepared, self._target, self._options, budget, seconds, workers=workers)
+            data = json.loads(json.dumps(report.to_json()))
+        return Report.from_json(cast("dict[str, object]", broadcast_object(self._group, data, name="report")))
+
+
+def _bytes_at(job: Job, places: Places, rank: int) -> int:
+    place = places.place[rank]
+    return sum(segment.end - segment.begin for segment in job.segments if segment.place == place)

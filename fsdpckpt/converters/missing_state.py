@@ -1,0 +1,22 @@
+"""``--missing-state``: the pass of the planner, with the one thing it cannot know, the values of ``step``."""
+
+from __future__ import annotations
+
+from fsdpckpt.ir.checkpoint import Checkpoint
+from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.units import Units
+from fsdpckpt.planner.missing_state import Choice, fill
+from fsdpckpt.storage.sources import Sources
+
+__all__ = ["fill_missing"]
+
+
+def fill_missing(checkpoint: Checkpoint, choice: Choice, *, units: Units | None, sources: Sources) -> Checkpoint:
+    """``planner.missing_state.fill`` of a checkpoint keyed by name, 0-dim states read from its files."""
+
+    def read(tensor: Tensor) -> bytes:
+        pieces = tensor.pieces
+        path = checkpoint.files[int(pieces.file[0])].path
+        return sources.open(path).read(int(pieces.offset[0]), tensor.dtype.itemsize)
+
+    return fill(checkpoint, choice, units=units, read=read)

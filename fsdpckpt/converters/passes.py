@@ -1,0 +1,223 @@
+"""What happens to a checkpoint between reading and writing, in the order in which a user thinks of it."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass, replace
+
+from fsdpckpt.converters.goal import Goal
+from fsdpckpt.converters.missing_state import fill_missing
+from fsdpckpt.converters.options import ConvertOptions
+from fsdpckpt.converters.rekey import apply_key_type
+from fsdpckpt.converters.scalars import require_equal_scalars
+from fsdpckpt.converters.slices import is_flattened, name_slices
+from fsdpckpt.converters.units import FoundUnits, UnitsRequest, load_units, source_units, target_units
+from fsdpckpt.errors import SourceMissingError, UsageError
+from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, Layout, Note, Section
+from fsdpckpt.ir.dtypes import DTYPES, DType
+from fsdpckpt.ir.invariants import fatal
+from fsdpckpt.ir.units import Units
+from fsdpckpt.planner.management import Evidence, decide_managed
+from fsdpckpt.planner.missing_state import require_complete
+from fsdpckpt.planner.names import normalise
+from fsdpckpt.planner.rekey import is_keyed_by_id
+from fsdpckpt.planner.selection import rename, select_keys, select_section, with_own_tensors
+from fsdpckpt.readers.detect import open_checkpoint
+from fsdpckpt.storage.sources import Sources
+
+__all__ = ["Rewritten", "rewrite", "units_request"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rewritten:
+    """What is to be written: whole tensors. ``units``: those of a flattened target, whose optimizer is keyed by name
+    until the writer gives it keys of ``key_type``."""
+
+    checkpoint: Checkpoint
+    units: Units | None = None
+    key_type: KeyType | None = None
+
+
+def rewrite(opened: Checkpoint, options: ConvertOptions, goal: Goal, sources: Sources) -> Rewritten:
+    """All passes: what to take, what it is, how it is keyed, how to name it, how it is sharded."""
+    request = units_request(options)
+    checkpoint = select_section(opened, options.only)
+    _refuse(checkpoint)
+    _refuse_unused(checkpoint, opened, request, goal, sources)
+    own_keys = checkpoint.optim.key_type if checkpoint.optim is not None else None
+    found: FoundUnits | None = None
+    flattened = goal.layout is Layout.FLATTENED
+    if is_flattened(checkpoint, sources, request):
+        found = source_units(opened, request, sources, target_flattened=flattened)
+        checkpoint = name_slices(checkpoint, found, sources)
+    checkpoint = normalise(checkpoint)
+    units = found.units if found is not None else load_units(request.file, sources) if request.file else None
+    keying = _Keying(units, request, options, sources)
+    if flattened:
+        checkpoint = _renamed(keying.to(checkpoint, "name"), options)
+        return _to_flattened(checkpoint, found, request, options, goal, own_keys, sources)
+    by_name = bool(options.include or options.exclude or options.missing_state)
+    checkpoint = keying.to(checkpoint, "name" if by_name else options.key_type)
+    checkpoint = select_keys(checkpoint, include=options.include, exclude=options.exclude)
+    if options.missing_state is not None:
+        checkpoint = fill_missing(checkpoint, options.missing_state.value, units=units, sources=sources)
+    # Names change last: what says which id is which parameter says it in the source's names.
+    checkpoint = _renamed(keying.to(checkpoint, options.key_type or own_keys), options, selected=True)
+    if goal.layout is not Layout.SHARDED:
+        return Rewritten(checkpoint)
+    return Rewritten(_to_sharded(checkpoint, options, goal, sources))
+
+
+@dataclass(frozen=True, slots=True)
+class _Keying:
+    """Brings an optimizer to ids or names, with all that says which is which."""
+
+    units: Units | None
+    request: UnitsRequest
+    options: ConvertOptions
+    sources: Sources
+
+    def to(self, checkpoint: Checkpoint, key_type: KeyType | None) -> Checkpoint:
+        optim = checkpoint.optim
+        if optim is None or key_type is None or key_type == ("id" if is_keyed_by_id(optim) else "name"):
+            return checkpoint
+        return apply_key_type(
+            checkpoint,
+            key_type,
+            units=self.units,
+            reference=_reference(self.options, self.sources),
+            parameters=self.request.parameters,
+            buffers=self.options.buffers,
+        )
+
+
+def _renamed(checkpoint: Checkpoint, options: ConvertOptions, *, selected: bool = False) -> Checkpoint:
+    if not selected:
+        checkpoint = select_keys(checkpoint, include=options.include, exclude=options.exclude)
+    checkpoint = rename(
+        checkpoint, strip_prefix=options.strip_prefix, add_prefix=options.add_prefix, pairs=options.rename
+    )
+    if options.dtype is not None or options.optim_dtype is not None:
+        checkpoint = with_own_tensors(checkpoint)
+    return checkpoint
+
+
+def units_request(options: ConvertOptions) -> UnitsRequest:
+    """What the options say about units. Raises SourceMissingError when the file of parameter names cannot be read."""
+    return UnitsRequest(
+        file=options.units,
+        globs=options.unit,
+        use_orig_params=options.use_orig_params,
+        strategy=options.strategy,
+        param_dtype=_dtype(options.param_dtype),
+        shard_size=options.shard_size,
+        reference=options.reference,
+        parameters=_names_of(options.parameters) if options.parameters is not None else None,
+    )
+
+
+def _dtype(name: str | None) -> DType | None:
+    if name is None:
+        return None
+    if name not in DTYPES or not DTYPES[name].floating:
+        raise UsageError(
+            f"--param-dtype {name} is no floating dtype",
+            found=name,
+            expected=", ".join(key for key, dtype in DTYPES.items() if dtype.floating),
+            next_step="--param-dtype bfloat16",
+        )
+    return DTYPES[name]
+
+
+def _names_of(path: str) -> tuple[str, ...]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return tuple(line.strip() for line in file if line.strip())
+    except (OSError, UnicodeDecodeError) as error:
+        raise SourceMissingError(
+            f"--parameters {path} cannot be read: {error}",
+            file=path,
+            next_step="write the names of model.parameters() into a text file, one a line",
+        ) from error
+
+
+def _refuse(checkpoint: Checkpoint) -> None:
+    """Raises a SourceError that lists every fatal problem of the sections that are taken."""
+    extra = checkpoint.extra or checkpoint.rank_extra
+    there = {Section.MODEL: checkpoint.model, Section.OPTIM: checkpoint.optim, Section.EXTRA: extra or None}
+    present = {None, *(section for section, held in there.items() if held is not None)}
+    wrong = [problem for problem in checkpoint.problems if problem.fatal and problem.section in present]
+    if wrong:
+        raise fatal(wrong, source=checkpoint.source)
+
+
+def _refuse_unused(
+    checkpoint: Checkpoint, opened: Checkpoint, request: UnitsRequest, goal: Goal, sources: Sources
+) -> None:
+    """Options about units that nothing needs were meant for another conversion."""
+    given = {
+        "--unit": bool(request.globs),
+        "--use-orig-params": request.use_orig_params is not None,
+        "--strategy": request.strategy is not None,
+        "--param-dtype": request.param_dtype is not None,
+        "--shard-size": request.shard_size is not None,
+    }
+    named = [option for option, there in given.items() if there]
+    if named and goal.layout is not Layout.FLATTENED and not is_flattened(checkpoint, sources, request):
+        raise UsageError(
+            f"{', '.join(named)} describes flat parameters, and neither {opened.source} nor the target has any",
+            next_step=f"drop {named[0]}, or add --to flattened",
+        )
+
+
+def _reference(options: ConvertOptions, sources: Sources) -> Checkpoint | None:
+    if options.reference is None:
+        return None
+    return open_checkpoint(options.reference, sources=sources, locate=False)
+
+
+def _to_flattened(
+    checkpoint: Checkpoint,
+    source: FoundUnits | None,
+    request: UnitsRequest,
+    options: ConvertOptions,
+    goal: Goal,
+    own_keys: KeyType | None,
+    sources: Sources,
+) -> Rewritten:
+    """Whole tensors by name, complete and consistent within each unit of the target."""
+    world_size = goal.world_size or 1
+    if checkpoint.model is not None or checkpoint.optim is not None:
+        cast = DTYPES[options.dtype] if options.dtype is not None else None
+        found = target_units(checkpoint, request, source, world_size, sources, dtype=cast)
+        checkpoint = replace(checkpoint, notes=(*checkpoint.notes, *(Note("units", line) for line in found.how)))
+    else:
+        raise UsageError(
+            f"{checkpoint.source} has neither a model nor an optimizer to flatten",
+            next_step=f"fsdpckpt inspect {shlex.quote(checkpoint.source)}",
+        )
+    if options.missing_state is not None:
+        checkpoint = fill_missing(checkpoint, options.missing_state.value, units=found.units, sources=sources)
+    if checkpoint.optim is not None and not found.units.use_orig_params:
+        require_complete(checkpoint, found.units)
+        require_equal_scalars(checkpoint, found.units, sources)
+    key_type = options.key_type or own_keys or "id"
+    if not found.units.use_orig_params:
+        if options.key_type == "name":
+            raise UsageError(
+                "--key-type name cannot key flat parameters: with use_orig_params=False one entry holds many names",
+                next_step="drop --key-type, or add --use-orig-params",
+            )
+        key_type = "id"
+    return Rewritten(checkpoint, found.units, key_type)
+
+
+def _to_sharded(checkpoint: Checkpoint, options: ConvertOptions, goal: Goal, sources: Sources) -> Checkpoint:
+    reference = None
+    if options.reference is not None:
+        opened = _reference(options, sources)
+        model = opened.model if opened is not None else None
+        reference = {name: getattr(leaf, "managed", None) for name, leaf in model.params.items()} if model else {}
+    evidence = Evidence(buffers=options.buffers, reference=reference)
+    # A cut that a DCP loader does not expect costs nothing; a DTensor where the model has a buffer does not load.
+    return decide_managed(checkpoint, evidence, strict=goal.container == "torch")

@@ -1,0 +1,97 @@
+"""``--key-type``: gathers whatever states the order of the parameters, and applies the first that does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fsdpckpt.errors import NeedsInformationError
+from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, OptimState
+from fsdpckpt.ir.units import Units
+from fsdpckpt.planner.parameter_order import ParameterOrder, from_list, from_model, from_param_names, from_units
+from fsdpckpt.planner.rekey import is_keyed_by_id, to_ids, to_names
+
+__all__ = ["apply_key_type", "parameter_orders", "to_name_keys"]
+
+
+def apply_key_type(
+    checkpoint: Checkpoint,
+    key_type: KeyType | None,
+    *,
+    units: Units | None,
+    reference: Checkpoint | None,
+    parameters: Sequence[str] | None,
+    buffers: Sequence[str] = (),
+) -> Checkpoint:
+    """``checkpoint`` with its optimizer keyed as ``key_type`` says; None leaves the keys as they are.
+
+    ``units``: given, or found with the source; those beside the checkpoint count when None. ``reference``: a checkpoint
+    whose model section states names, shapes and order. ``parameters``: names in the order of ``model.parameters()``.
+    ``buffers``: globs of model keys that are no parameters. Raises NeedsInformationError when nothing states the
+    order, or what does leaves several answers, and SourceCorruptError when the sources contradict the optimizer or each
+    other.
+    """
+    optim = checkpoint.optim
+    if optim is None or key_type is None or optim.key_type is None or key_type == _key_type(optim):
+        return checkpoint
+    orders = parameter_orders(
+        checkpoint, units=units, reference=reference, parameters=parameters, buffers=tuple(buffers)
+    )
+    if not orders:
+        raise NeedsInformationError(
+            f"nothing in {checkpoint.source} says which parameter each optimizer "
+            + ("id is" if key_type == "name" else "name's id is"),
+            why="it has no model section, and its param groups have no param_names",
+            next_step="add --reference PATH (a checkpoint of this model), --parameters FILE (the names of "
+            "model.parameters(), one a line) or --units FILE",
+        )
+    first, *others = orders
+    return to_names(checkpoint, first, others) if key_type == "name" else to_ids(checkpoint, first, others)
+
+
+def to_name_keys(
+    checkpoint: Checkpoint,
+    *,
+    units: Units | None,
+    reference: Checkpoint | None,
+    parameters: Sequence[str] | None,
+    buffers: Sequence[str] = (),
+) -> Checkpoint:
+    """``checkpoint`` with its optimizer keyed by name, whatever it was keyed by. As ``apply_key_type``."""
+    return apply_key_type(checkpoint, "name", units=units, reference=reference, parameters=parameters, buffers=buffers)
+
+
+def _key_type(optim: OptimState) -> KeyType:
+    return "id" if is_keyed_by_id(optim) else "name"
+
+
+def parameter_orders(
+    checkpoint: Checkpoint,
+    *,
+    units: Units | None,
+    reference: Checkpoint | None,
+    parameters: Sequence[str] | None,
+    buffers: tuple[str, ...] = (),
+) -> list[ParameterOrder]:
+    """Every source that states an order, the one to use first: those that do not keep the order come last."""
+    held = units if units is not None else checkpoint.units
+    like = _known_names(checkpoint)
+    found: list[ParameterOrder | None] = []
+    if held is not None:
+        beside = held is checkpoint.units and checkpoint.units_from
+        found.append(from_units(held, f"the units of {checkpoint.units_from}" if beside else "the units"))
+    if checkpoint.optim is not None:
+        found.append(from_param_names(checkpoint.optim, like))
+    if parameters is not None:
+        found.append(from_list(parameters, like=like))
+    if reference is not None:
+        found.append(from_model(reference, f"the reference {reference.source}", buffers, like))
+    found.append(from_model(checkpoint, "the checkpoint's own model section", buffers))
+    orders = [order for order in found if order is not None]
+    return sorted(orders, key=lambda order: not order.certain)
+
+
+def _known_names(checkpoint: Checkpoint) -> list[str]:
+    """The names that the checkpoint itself uses."""
+    if checkpoint.model is not None:
+        return list(checkpoint.model.params)
+    return [key for key in checkpoint.optim.state if isinstance(key, str)] if checkpoint.optim is not None else []

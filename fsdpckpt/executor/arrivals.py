@@ -1,0 +1,78 @@
+"""What other workers sent: the rounds of their streams that are held, read like files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from fsdpckpt.errors import InternalError
+from fsdpckpt.ir.checkpoint import SourceFile
+from fsdpckpt.ir.tensors import Int64Array
+from fsdpckpt.storage.sources import ByteSource, Sources
+
+__all__ = ["HELD", "Arrivals", "SourcesAndStreams", "stream_file"]
+
+HELD = 2  # rounds: one that arrives while another is written
+
+
+def stream_file(sender: int) -> SourceFile:
+    """The stream of a worker as a source file. No path of a file holds a NUL."""
+    return SourceFile(f"\0worker {sender}", 0)
+
+
+class Arrivals:
+    """``receives[s]``: bytes of each round from worker s."""
+
+    def __init__(self, receives: Mapping[int, Int64Array], rounds: int) -> None:
+        totals = np.zeros(rounds, np.int64)
+        self._place: dict[int, Int64Array] = {}  # where in the buffer of its round the part of a sender begins
+        self._begin: dict[int, Int64Array] = {}  # the offset in the stream of a sender at which a round begins
+        for sender, counts in sorted(receives.items()):
+            self._place[sender] = totals.copy()
+            self._begin[sender] = np.cumsum(counts) - counts
+            totals += counts
+        size = int(totals.max()) if rounds else 0
+        self._buffers = [memoryview(bytearray(size)) for _ in range(min(HELD, rounds))]
+
+    def take(self, sender: int, number: int, offset: int, data: memoryview) -> None:
+        """``data`` came from ``sender``, ``offset`` bytes after the beginning of its part of round ``number``."""
+        place = int(self._place[sender][number]) + offset
+        self._buffers[number % HELD][place : place + len(data)] = data
+
+    def read_into(self, sender: int, offset: int, buffer: memoryview) -> None:
+        """Bytes of the stream of ``sender``, of a round that is held."""
+        number = int(np.searchsorted(self._begin[sender], offset, side="right")) - 1
+        place = int(self._place[sender][number] + offset - self._begin[sender][number])
+        buffer[:] = self._buffers[number % HELD][place : place + len(buffer)]
+
+
+class _Stream:
+    """One worker's stream as a source of bytes."""
+
+    def __init__(self, arrivals: Arrivals, sender: int) -> None:
+        file = stream_file(sender)
+        self.path, self.nbytes = file.path, file.nbytes
+        self._arrivals = arrivals
+        self._sender = sender
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        raise InternalError(f"{nbytes} bytes at {offset} of a stream were to be read outside of a window")
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        self._arrivals.read_into(self._sender, offset, buffer)
+
+    def close(self) -> None:
+        return None
+
+
+class SourcesAndStreams(Sources):
+    """The files this worker sees, and the streams of the ``senders``."""
+
+    def __init__(self, arrivals: Arrivals, senders: int) -> None:
+        super().__init__()
+        self._streams = {stream_file(sender).path: _Stream(arrivals, sender) for sender in range(senders)}
+
+    def open_new(self, path: str) -> ByteSource:
+        stream = self._streams.get(path)
+        return super().open_new(path) if stream is None else stream

@@ -1,0 +1,98 @@
+"""Whether files that exist already are, byte for byte, what a plan would write. Nothing is written."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from fsdpckpt.executor.budget import Budget
+from fsdpckpt.executor.local import Output, execute
+from fsdpckpt.executor.resume import LatePlaces
+from fsdpckpt.ir.checkpoint import Checksums, SourceFile
+from fsdpckpt.planner.plan import Plan
+from fsdpckpt.progress import Progress
+from fsdpckpt.storage.sources import Sources
+from fsdpckpt.storage.targets import WritableFile, target_errors
+
+__all__ = ["is_written"]
+
+
+class _Differs(Exception):
+    """A byte is another one, or a file is missing."""
+
+
+class _ExistingFile(WritableFile):
+    """A file that is compared with what would be written to it."""
+
+    def __init__(self, path: str, nbytes: int, late: LatePlaces) -> None:
+        self.path = path
+        self.nbytes = nbytes
+        self._late = late
+        self._direct = -1
+        self._closing = threading.Lock()
+        with target_errors(path):
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            if os.fstat(self._fd).st_size != nbytes:
+                self.close()
+                raise _Differs(path)
+
+    def write(self, offset: int, data: memoryview | bytes) -> None:
+        found = memoryview(bytearray(len(data)))
+        self.read_into(offset, found)
+        self._late.clear(offset, found)
+        self.expect(found, data)
+
+    def expect(self, found: memoryview, data: memoryview | bytes) -> None:
+        if not np.array_equal(np.frombuffer(found, np.uint8), np.frombuffer(data, np.uint8)):
+            raise _Differs(self.path)
+
+    def commit(self) -> None:
+        self.close()
+
+
+class _ExistingOutput(Output):
+    def create(self) -> WritableFile:
+        if not os.path.isfile(self.path):
+            raise _Differs(self.path)
+        self._existing = _ExistingFile(self.path, self.plan.nbytes, self.late)
+        return self._existing
+
+    def complete(self) -> None:
+        for place, value in self.checks.patches():
+            found = memoryview(bytearray(len(value)))
+            self._existing.read_into(place, found)
+            self._existing.expect(found, value)
+        self._existing.commit()
+
+
+def is_written(
+    plan: Plan,
+    *,
+    files: Sequence[SourceFile],
+    checksums: Checksums,
+    sources: Sources,
+    locate: Callable[[str], str],
+    budget: Budget,
+    progress: Progress,
+) -> bool:
+    """Whether every file of ``plan`` stands where ``locate`` says, with the bytes that ``execute`` would write.
+
+    Holds half as much again as ``budget.nbytes``. Raises what reading the source raises.
+    """
+    try:
+        execute(
+            plan,
+            files=files,
+            checksums=checksums,
+            sources=sources,
+            locate=locate,
+            budget=budget,
+            progress=progress,
+            output=_ExistingOutput,
+        )
+    except _Differs:
+        return False
+    return True

@@ -1,0 +1,96 @@
+"""Cuts the copies of one target file at the boundaries of its windows, so that each part lies in one window."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from fsdpckpt.ir.tensors import Int64Array
+from fsdpckpt.planner.plan import COPY_COLUMNS, Copies, FilePlan, Plan
+
+__all__ = ["Parts", "split"]
+
+_SOURCE, _SOURCE_PITCH, _TARGET, _PITCH, _WIDTH, _ROWS = (
+    COPY_COLUMNS.index(name) for name in ("source", "source_pitch", "target", "target_pitch", "width", "rows")
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Parts:
+    """``copies``: the parts, by window and within it by copy. ``window``, ``copy``: where each lies, what it is of.
+
+    ``nbytes``: bytes each takes of its source.
+    """
+
+    copies: Copies
+    window: Int64Array
+    copy: Int64Array
+    nbytes: Int64Array
+
+
+def split(file: FilePlan, plan: Plan, wanted: npt.NDArray[np.bool_], begins: Int64Array, ends: Int64Array) -> Parts:
+    """The ``wanted`` copies of ``file``, as far as they lie in the windows ``begins[i]`` .. ``ends[i]`` (ascending)."""
+    table = np.stack([getattr(file.copies, name) for name in COPY_COLUMNS])
+    plain = _plain(table, np.flatnonzero(wanted & (file.copies.rows == 1)), plan, begins, ends)
+    pitched = _pitched(table, np.flatnonzero(wanted & (file.copies.rows > 1)), plan, begins, ends)
+    rows = np.concatenate([plain, pitched], axis=1)
+    rows = rows[:, np.lexsort((rows[2], rows[1], rows[0]))]  # by window, copy, and place in the target
+    copies = Copies(*np.ascontiguousarray(rows[3:]))
+    nbytes = copies.width * copies.rows
+    for index, (source, target) in enumerate(plan.casts):
+        of_cast = copies.cast == index
+        nbytes[of_cast] = nbytes[of_cast] // target.itemsize * source.itemsize
+    return Parts(copies, rows[0], rows[1], nbytes)
+
+
+def _source_bytes(target_bytes: Int64Array, cast: Int64Array, plan: Plan) -> Int64Array:
+    found = target_bytes.copy()
+    for index, (source, target) in enumerate(plan.casts):
+        of_cast = cast == index
+        found[of_cast] = found[of_cast] // target.itemsize * source.itemsize
+    return found
+
+
+def _plain(
+    table: Int64Array, numbers: npt.NDArray[np.intp], plan: Plan, begins: Int64Array, ends: Int64Array
+) -> Int64Array:
+    """Parts of copies of one row. Rows: window, copy, order, then the columns of a copy."""
+    target, width = table[_TARGET, numbers], table[_WIDTH, numbers]
+    first = np.searchsorted(ends, target, side="right")
+    count = np.maximum(np.searchsorted(begins, target + width, side="left") - first, 0)
+    copy = np.repeat(numbers, count)
+    window = np.repeat(first - (np.cumsum(count) - count), count) + np.arange(int(count.sum()))
+    parts = table[:, copy].copy()
+    low = np.maximum(parts[_TARGET], begins[window])
+    high = np.minimum(parts[_TARGET] + parts[_WIDTH], ends[window])
+    parts[_SOURCE] += _source_bytes(low - parts[_TARGET], parts[-1], plan)
+    parts[_TARGET] = low
+    parts[_WIDTH] = parts[_PITCH] = high - low
+    parts[_SOURCE_PITCH] = _source_bytes(parts[_WIDTH], parts[-1], plan)
+    return np.concatenate([np.stack([window, copy, low]), parts]).astype(np.int64, copy=False)
+
+
+def _pitched(
+    table: Int64Array, numbers: npt.NDArray[np.intp], plan: Plan, begins: Int64Array, ends: Int64Array
+) -> Int64Array:
+    """Parts of copies of several rows: in each window part of a row, whole rows, part of a row."""
+    found: list[tuple[int, ...]] = []
+    for number in numbers.tolist():
+        file, source, source_pitch, target, pitch, width, rows, cast = table[:, number].tolist()
+        have, want = (plan.casts[cast][0].itemsize, plan.casts[cast][1].itemsize) if cast >= 0 else (1, 1)
+        window = int(np.searchsorted(ends, target, side="right"))
+        last_window = int(np.searchsorted(begins, target + (rows - 1) * pitch + width, side="left"))
+        for index in range(window, last_window):
+            begin, end = int(begins[index]), int(ends[index])
+            row = max(0, (begin - target - width) // pitch + 1)
+            last = min(rows, -((target - end) // pitch))
+            while row < last:
+                at = target + row * pitch
+                low, high = max(at, begin), min(at + width, end)
+                whole = min(last - row, (end - at - width) // pitch + 1) if (low, high) == (at, at + width) else 1
+                place = source + row * source_pitch + (low - at) // want * have
+                found.append((index, number, low, file, place, source_pitch, low, pitch, high - low, whole, cast))
+                row += whole
+    return np.asarray(found, np.int64).reshape(len(found), 3 + len(COPY_COLUMNS)).T

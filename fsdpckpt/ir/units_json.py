@@ -1,0 +1,227 @@
+"""The units file: ``Units`` as a JSON document a person can read, and back, with everything in it checked.
+
+``{"format": "fsdpckpt-units", "version": 1, ...}``: fields that hold their default (row-major ``stride``,
+``requires_grad`` true) are left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from fsdpckpt.errors import SourceCorruptError, SourceUnrecognisedError, SourceUnsupportedError
+from fsdpckpt.ir.units import Unit, UnitParam, Units
+from fsdpckpt.ir.units_fields import Fields
+from fsdpckpt.ir.units_flaws import flaws
+from fsdpckpt.version import __version__
+
+__all__ = ["FORMAT", "UNITS_FILE", "VERSION", "Json", "decode", "encode", "loads", "render"]
+
+Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
+
+FORMAT = "fsdpckpt-units"
+VERSION = 1
+UNITS_FILE = "units.json"
+"""What ``save_units`` calls the file in a checkpoint's directory."""
+
+_AGAIN = "write it again with fsdpckpt.save_units in the training script, or with `fsdpckpt units`"
+_UNIT_FIELDS = ("prefix", "strategy", "param_dtype", "params")
+_PARAM_FIELDS = ("name", "shape", "dtype", "stride", "requires_grad")
+_FIELDS = (
+    *("format", "version", "program", "how", "use_orig_params", "world_size", "shard_size"),
+    *("units", "unmanaged", "shared", "parameters", "groups"),
+)
+
+
+def encode(units: Units, *, how: Sequence[str] = ()) -> dict[str, Json]:
+    """``units`` as the JSON document of a units file; ``decode`` gives the same units back.
+
+    ``how``: how they were found and proved, in words, for whoever reads the file; nothing reads it back.
+    """
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "program": f"fsdpckpt {__version__}",
+        **({"how": list(how)} if how else {}),
+        "use_orig_params": units.use_orig_params,
+        "world_size": units.world_size,
+        "shard_size": units.shard_size,
+        "units": [_unit(unit) for unit in units.units],
+        "unmanaged": [_param(param) for param in units.unmanaged],
+        "shared": [list(pair) for pair in units.shared],
+        "parameters": list(units.parameters),
+        "groups": None if units.groups is None else [list(group) for group in units.groups],
+    }
+
+
+def _unit(unit: Unit) -> dict[str, Json]:
+    return {
+        "prefix": unit.prefix,
+        "strategy": unit.strategy.value,
+        "param_dtype": unit.param_dtype.name if unit.param_dtype is not None else None,
+        "params": [_param(param) for param in unit.params],
+    }
+
+
+def _param(param: UnitParam) -> dict[str, Json]:
+    fields: dict[str, Json] = {"name": param.name, "shape": list(param.shape), "dtype": param.dtype.name}
+    if param.stride is not None:
+        fields["stride"] = list(param.stride)
+    if not param.requires_grad:
+        fields["requires_grad"] = False
+    return fields
+
+
+def render(document: Mapping[str, Json]) -> str:
+    """The text of a units file: indented, with one line a parameter, group and pair."""
+    lines = [f" {json.dumps(name)}: {_lines(value, 1)}" for name, value in document.items()]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _lines(value: Json, depth: int) -> str:
+    """A list one line an item, and a unit one line a field; everything smaller on one line."""
+    indent = " " * (depth + 1)
+    if isinstance(value, list) and value:
+        return "[\n" + ",\n".join(indent + _lines(item, depth + 1) for item in value) + "\n" + " " * depth + "]"
+    if isinstance(value, dict) and isinstance(value.get("params"), list):
+        fields = [f"{indent}{json.dumps(name)}: {_params(name, item, depth + 1)}" for name, item in value.items()]
+        return "{\n" + ",\n".join(fields) + "\n" + " " * depth + "}"
+    return json.dumps(value)
+
+
+def _params(name: str, value: Json, depth: int) -> str:
+    if name != "params" or not isinstance(value, list) or not value:
+        return json.dumps(value)
+    indent = " " * (depth + 1)
+    return "[\n" + ",\n".join(indent + json.dumps(item) for item in value) + "\n" + " " * depth + "]"
+
+
+def loads(data: bytes, *, source: str) -> Units:
+    """The units in the bytes of a units file; ``source`` names the file in errors. Raises SourceError."""
+    try:
+        document = json.loads(data, object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise SourceCorruptError(
+            f"{source}: no JSON document: {error}",
+            file=source,
+            why="the file was cut, or it is no units file",
+            next_step=_AGAIN,
+        ) from None
+    return decode(document, source=source)
+
+
+def _no_duplicates(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError(f"a field is given twice among {', '.join(repr(name) for name, _ in pairs[:12])}")
+    return found
+
+
+def decode(document: object, *, source: str) -> Units:
+    """The units of a parsed units file. ``source`` names the file (or what holds the document) in errors.
+
+    Raises SourceUnrecognisedError for another kind of document, SourceUnsupportedError for a later version of it and
+    SourceCorruptError, which lists every field that is wrong.
+    """
+    fields = document if isinstance(document, dict) else {}
+    _recognise(fields, source)
+    reader = Fields(source)
+    units = _decoded(fields, reader)
+    wrong = reader.wrong or flaws(units)
+    if wrong:
+        raise SourceCorruptError(
+            f"{source}: no valid units file: {len(wrong)} of its fields are wrong"
+            if len(wrong) > 1
+            else f"{source}: no valid units file: {wrong[0]}",
+            details=wrong if len(wrong) > 1 else (),
+            file=source,
+            key=reader.where or None,
+            why="it was edited by hand, or another program wrote it",
+            next_step=_AGAIN,
+        )
+    return units
+
+
+def _recognise(document: Mapping[str, object], source: str) -> None:
+    found = document.get("format")
+    if found != FORMAT:
+        raise SourceUnrecognisedError(
+            f"{source} is no units file",
+            file=source,
+            key="format",
+            expected=repr(FORMAT),
+            found=repr(found)[:80],
+            next_step=_AGAIN,
+        )
+    version = document.get("version")
+    if type(version) is not int or version < 1:
+        raise SourceCorruptError(
+            f"{source}: the units file's version is no number", file=source, key="version", next_step=_AGAIN
+        )
+    if version > VERSION:
+        raise SourceUnsupportedError(
+            f"{source}: the units file was written by a later fsdpckpt",
+            file=source,
+            key="version",
+            expected=f"at most {VERSION}",
+            found=str(version),
+            next_step="install a later fsdpckpt",
+        )
+
+
+def _decoded(document: Mapping[str, object], reader: Fields) -> Units:
+    reader.only(document, _FIELDS, "")
+    if not isinstance(document.get("program", ""), str):
+        reader.complain("program", "a string", document["program"])
+    reader.strings(document.get("how", []), "how")
+    groups = document.get("groups")
+    return Units(
+        units=tuple(
+            _decoded_unit(reader.record(item, f"units[{number}]"), f"units[{number}]", reader)
+            for number, item in enumerate(reader.items(document, "units", ""))
+        ),
+        use_orig_params=reader.flag(document, "use_orig_params", ""),
+        parameters=reader.strings(document.get("parameters"), "parameters"),
+        unmanaged=_decoded_params(document, "unmanaged", "", reader),
+        shared=tuple(
+            reader.pair(item, f"shared[{number}]") for number, item in enumerate(reader.items(document, "shared", ""))
+        ),
+        groups=None
+        if groups is None
+        else tuple(
+            reader.strings(group, f"groups[{number}]")
+            for number, group in enumerate(reader.items(document, "groups", ""))
+        ),
+        world_size=reader.count(document, "world_size"),
+        shard_size=reader.count(document, "shard_size"),
+    )
+
+
+def _decoded_unit(fields: Mapping[str, object], where: str, reader: Fields) -> Unit:
+    reader.only(fields, _UNIT_FIELDS, where)
+    return Unit(
+        prefix=reader.string(fields, "prefix", where),
+        params=_decoded_params(fields, "params", where, reader),
+        strategy=reader.strategy(fields, "strategy", where),
+        param_dtype=None if fields.get("param_dtype") is None else reader.dtype(fields, "param_dtype", where),
+    )
+
+
+def _decoded_params(fields: Mapping[str, object], name: str, where: str, reader: Fields) -> tuple[UnitParam, ...]:
+    place = f"{where}.{name}" if where else name
+    return tuple(
+        _decoded_param(reader.record(item, f"{place}[{number}]"), f"{place}[{number}]", reader)
+        for number, item in enumerate(reader.items(fields, name, where))
+    )
+
+
+def _decoded_param(fields: Mapping[str, object], where: str, reader: Fields) -> UnitParam:
+    reader.only(fields, _PARAM_FIELDS, where)
+    stride = fields.get("stride")
+    return UnitParam(
+        name=reader.string(fields, "name", where),
+        shape=reader.sizes(fields.get("shape"), f"{where}.shape"),
+        dtype=reader.dtype(fields, "dtype", where),
+        stride=None if stride is None else reader.sizes(stride, f"{where}.stride"),
+        requires_grad=reader.flag(fields, "requires_grad", where) if "requires_grad" in fields else True,
+    )

@@ -1,0 +1,211 @@
+"""Parameters without optimizer state: named, left out, or given zeros in the form of their group's other states.
+
+torch creates states at the first step that has a gradient, so a parameter may have none. FSDP1 gives zeros to those
+that share a flat parameter with others that have states, and refuses where that would need a ``step``
+(``_flatten_optim_state``, ``_flatten_zero_dim_tensor_optim_state``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
+
+from fsdpckpt.errors import NeedsInformationError, SourceIncompleteError
+from fsdpckpt.ir.checkpoint import ZEROS, Checkpoint, Note, OptimState, ParamKey, SourceFile, group_params
+from fsdpckpt.ir.tensors import Pieces, Tensor
+from fsdpckpt.ir.units import UnitParam, Units
+from fsdpckpt.ir.values import Key, Value
+from fsdpckpt.planner.state_form import Known, Read, StateForm, States, ZeroForm, state_form
+
+__all__ = ["Choice", "fill", "require_complete", "without_state"]
+
+Choice: TypeAlias = Literal["error", "zeros", "skip"]
+Made: TypeAlias = dict[ParamKey, dict[str, Tensor | Value]]
+
+SHOWN = 12  # parameters named in one message
+
+_ALIGNED = 64  # bytes between two zero tensors: each has bytes of its own, or they would be written as one
+
+
+def without_state(checkpoint: Checkpoint, units: Units | None = None) -> list[ParamKey]:
+    """Parameters that a group lists and that have no state, where others have; frozen ones as far as ``units`` tell.
+
+    Empty for an optimizer that keeps no states at all.
+    """
+    optim = checkpoint.optim
+    if optim is None or not any(optim.state.values()):
+        return []
+    told = units.params() if units is not None else {}
+    listed = [key for group in optim.param_groups or () for key in group_params(group) or ()]
+    frozen = {name for name, param in told.items() if not param.requires_grad}
+    return [key for key in listed if not optim.state.get(key) and key not in frozen]
+
+
+def fill(checkpoint: Checkpoint, choice: Choice, *, units: Units | None = None, read: Read | None = None) -> Checkpoint:
+    """What ``--missing-state`` says. ``read`` gives the bytes of a 0-dim tensor: those of a group have to be equal.
+
+    ``error`` raises SourceIncompleteError that names every parameter without state; ``skip`` leaves them without.
+    ``zeros`` makes their states: those of the parameter's shape zero, ``step`` and what is no tensor as the others of
+    the group have it. Raises NeedsInformationError where the shape of a parameter or the form of a state is not known.
+    """
+    units = units if units is not None else checkpoint.units
+    missing = without_state(checkpoint, units)
+    optim = checkpoint.optim
+    if not missing or optim is None:
+        return checkpoint
+    if choice == "error":
+        raise SourceIncompleteError(
+            f"{checkpoint.source}: {_parameters(len(missing))} no optimizer state",
+            details=_shown(missing),
+            why="they were frozen, or had no gradient yet, or their states were lost",
+            next_step="--missing-state zeros makes states for them, --missing-state skip leaves them without",
+        )
+    if choice == "skip":
+        note = Note("missing-state", f"{_parameters(len(missing))} no optimizer state", keys=tuple(map(str, missing)))
+        return replace(checkpoint, notes=(*checkpoint.notes, note))
+    unit_of: dict[ParamKey, str] = {name: unit.key for name, unit in units.unit_of().items()} if units else {}
+    return _filled(checkpoint, optim, missing, _Making(checkpoint, read, unit_of, units.params() if units else {}))
+
+
+def _parameters(count: int) -> str:
+    return f"{count} parameter{'s have' if count != 1 else ' has'}"
+
+
+def _shown(keys: list[ParamKey]) -> list[str]:
+    more = [f"... and {len(keys) - SHOWN} more"] if len(keys) > SHOWN else []
+    return [*map(str, keys[:SHOWN]), *more]
+
+
+@dataclass(slots=True)
+class _Making:
+    """Makes states; ``problems`` collects why some cannot be made, ``end`` is how far the zeros reach, in bytes."""
+
+    checkpoint: Checkpoint
+    read: Read | None
+    unit_of: Mapping[ParamKey, str]
+    told: Mapping[str, UnitParam]
+    problems: list[str] = field(default_factory=list)
+    end: int = 0
+
+    def param(self, key: ParamKey) -> Known | None:
+        """What the model section says of a parameter, or else its unit."""
+        model = self.checkpoint.model
+        leaf = model.params.get(key) if model is not None and isinstance(key, str) else None
+        if isinstance(leaf, Tensor):
+            return Known(leaf.shape, leaf.dtype, leaf.managed)
+        told = self.told.get(key) if isinstance(key, str) else None
+        return None if told is None else Known(told.shape, told.dtype, key in self.unit_of)
+
+    def group(self, keys: list[ParamKey], held: Mapping[ParamKey, States], absent: Collection[ParamKey]) -> Made:
+        """The states of those of ``keys`` that are ``absent``, in the form of those that the group does have.
+
+        Of the others those in the same flat parameter decide, which share one ``step`` with it; where it has none, all.
+        """
+        by_unit: dict[str, dict[ParamKey, States]] = {}
+        for key, states in held.items():
+            if key in self.unit_of:
+                by_unit.setdefault(self.unit_of[key], {})[key] = states
+        forms: dict[str, StateForm] = {}
+        made: Made = {}
+        for key in keys:
+            if key in absent:
+                unit = self.unit_of.get(key, "")
+                siblings = by_unit.get(unit)
+                place = unit if siblings is not None else ""
+                if place not in forms:
+                    forms[place] = state_form(held if siblings is None else siblings, self.param, self.read)
+                made[key] = self._states(key, forms[place])
+        return made
+
+    def _states(self, key: ParamKey, form: StateForm) -> dict[str, Tensor | Value]:
+        self.problems += [f"{key}: {doubt}" for doubt in form.doubts]
+        param = self.param(key)
+        if param is None and any(isinstance(one, ZeroForm) for one in form.states.values()):
+            self.problems.append(f"{key}: nothing says its shape")
+            return {}
+        return {name: self._state(one, param) for name, one in form.states.items()}
+
+    def _state(self, form: ZeroForm | Tensor | Value, param: Known | None) -> Tensor | Value:
+        if isinstance(form, Tensor):
+            return replace(form)
+        if not isinstance(form, ZeroForm) or param is None:
+            return None if isinstance(form, ZeroForm) else form
+        dtype = form.dtype or param.dtype
+        pieces = Pieces.whole(file=len(self.checkpoint.files), offset=self.end, shape=param.shape)
+        managed = form.managed if param.managed is None else param.managed
+        tensor = Tensor(dtype, param.shape, pieces, managed)
+        self.end += -(-max(tensor.nbytes, 1) // _ALIGNED) * _ALIGNED
+        return tensor
+
+
+def _filled(checkpoint: Checkpoint, optim: OptimState, missing: list[ParamKey], making: _Making) -> Checkpoint:
+    absent = set(missing)
+    made: Made = {}
+    for group in optim.param_groups or ():
+        keys = group_params(group) or []
+        held: dict[ParamKey, States] = {key: states for key in keys if (states := optim.state.get(key))}
+        made.update(making.group(keys, held, absent))
+    if making.problems:
+        raise NeedsInformationError(
+            f"{checkpoint.source}: zeros cannot be made for {len(missing)} parameters without optimizer state",
+            details=making.problems[:SHOWN],
+            why="their form is that of the other states of their group, and has to be beyond doubt",
+            next_step="--missing-state skip leaves them without state; a model section or --units FILE states shapes",
+        )
+    what = f"{len(missing)} parameter{'s' * (len(missing) > 1)} had no optimizer state, and got zeros"
+    note = Note("filled", what, keys=tuple(map(str, missing)))
+    zeros = SourceFile(ZEROS, making.end)
+    state = dict(_in_group_order(optim.state, made, optim.param_groups or []))
+    return replace(
+        checkpoint,
+        optim=OptimState(state, optim.param_groups, optim.extra),
+        files=(*checkpoint.files, zeros),
+        notes=(*checkpoint.notes, note),
+    )
+
+
+def _in_group_order(
+    state: Mapping[ParamKey, dict[str, Tensor | Value]],
+    made: Mapping[ParamKey, dict[str, Tensor | Value]],
+    groups: list[dict[Key, Value]],
+) -> Iterator[tuple[ParamKey, dict[str, Tensor | Value]]]:
+    """The states there were, in their order, with each new one behind the one that its group lists before it."""
+    behind: dict[ParamKey | None, list[ParamKey]] = {}
+    last: ParamKey | None = None
+    for group in groups:
+        for key in group_params(group) or ():
+            if key in made:
+                behind.setdefault(last, []).append(key)
+            else:
+                last = key if key in state else last
+    for key in behind.get(None, ()):
+        yield key, made[key]
+    for key, states in state.items():
+        if key not in made:
+            yield key, states
+        for new in behind.get(key, ()):
+            yield new, made[new]
+
+
+def require_complete(checkpoint: Checkpoint, units: Units) -> None:
+    """Raises NeedsInformationError where some parameters of one unit have optimizer states, and others have none.
+
+    A flat parameter has all states or none, so ``use_orig_params=False`` cannot express what is absent in part.
+    """
+    optim = checkpoint.optim
+    if optim is None or units.use_orig_params:
+        return
+    wrong = []
+    for unit in units.units:
+        bare = [param.name for param in unit.params if not optim.state.get(param.name)]
+        if bare and len(bare) < len(unit.params):
+            wrong.append(f"unit {unit.prefix or 'root'!r}: {', '.join(bare[:4])}{' ...' if len(bare) > 4 else ''}")
+    if wrong:
+        raise NeedsInformationError(
+            f"{checkpoint.source}: in {len(wrong)} units some parameters have optimizer state and others have none",
+            details=wrong[:SHOWN],
+            why="with use_orig_params=False a unit's parameters share every state",
+            next_step="add --missing-state zeros, which makes the absent states, or --use-orig-params, where they may "
+            "be absent",
+        )

@@ -1,0 +1,98 @@
+"""Decide, once the model is known, whether an optimizer that was read holds slices of flat parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fsdpckpt.ir.checkpoint import LOOSE, Container, Layout, ModelState, OptimState, Problem, Section
+from fsdpckpt.ir.tensors import SLICES, Tensor
+from fsdpckpt.ir.values import Key, Value
+from fsdpckpt.readers.flat_slices import flat_parameter_keys, in_slices, is_optimizer, mappings, why_sliced
+from fsdpckpt.readers.rank_merge import equal
+from fsdpckpt.readers.sections import Sections
+from fsdpckpt.readers.tree import Tree
+
+__all__ = ["settle_slices"]
+
+
+def settle_slices(tree: Tree, sections: Sections, model: ModelState | None, label: str) -> None:
+    """Change ``tree`` and ``sections`` of one part, when its optimizer is in slices, to say so.
+
+    ``model``: the checkpoint's, from whichever part; ``label`` names the part in messages.
+    """
+    if tree.container is not Container.TORCH:
+        return
+    optim = sections.optim
+    reason = why_sliced(optim.state, model, tree.checksums) if optim is not None else None
+    if optim is not None and reason is not None:
+        sections.optim = in_slices(optim)
+        tree.layout = Layout.FLATTENED
+        tree.evidence.append(f"{reason}: slices of flat parameters")
+        states = (*(sections.optim_path or ()), "state")
+        _forgive_absence(tree, states)
+        _take_from_holders(tree, sections.optim, states)
+    if tree.world_size > 1:
+        tree.problems.extend(_in_extras(tree, sections, label))
+
+
+def _forgive_absence(tree: Tree, states: tuple[Key, ...]) -> None:
+    """Under use_orig_params=True a rank has no entry of a parameter of which it holds no element."""
+    prefix = ".".join(map(str, (*states, "")))
+    absent = [one for one in tree.problems if one.kind == "missing-key" and (one.key or "").startswith(prefix)]
+    tree.problems = [problem for problem in tree.problems if problem not in absent]
+
+
+def _take_from_holders(tree: Tree, optim: OptimState, states: tuple[Key, ...]) -> None:
+    """Values that differ only on ranks without elements of their parameter are those of the ranks that have some.
+
+    The rule is that of ``_convert_all_state_info``: optimizers that make their states at once (Adagrad) have a step on
+    the other ranks too, and never count it.
+    """
+    depth = len(states)
+    for path, values in list(tree.rank_values.items()):
+        if path[:depth] != states or len(path) != depth + 2:
+            continue
+        key, name = path[depth:]
+        entry = optim.state.get(key) if isinstance(key, (int, str)) else None
+        if entry is None or not isinstance(name, str) or name not in entry:
+            continue
+        own = [values[rank] for rank in _holders(entry) if rank < len(values)]
+        if own and all(equal(value, own[0]) for value in own):
+            entry[name] = own[0]
+            del tree.rank_values[path]
+
+
+def _holders(entry: dict[str, Tensor | Value]) -> list[int]:
+    """The ranks that hold elements of a parameter's slices."""
+    sliced = [leaf for leaf in entry.values() if isinstance(leaf, Tensor) and leaf.placement == SLICES]
+    return sorted({int(rank) for leaf in sliced for rank in leaf.pieces.rank[leaf.pieces.size[:, 0] > 0]})
+
+
+def _in_extras(tree: Tree, sections: Sections, label: str) -> Iterator[Problem]:
+    """Fatal problems of flat parameters and their optimizers that are no section: nothing can name what is in them."""
+    for path, mapping in mappings(tree.root):
+        if sections.owns((*path, next(iter(mapping), ""))):
+            continue
+        state = mapping.get("state")
+        reason = None
+        if is_optimizer(mapping) and isinstance(state, dict):
+            entries = {key: _entry(entry) for key, entry in state.items() if isinstance(key, (int, str))}
+            reason = why_sliced(entries, None, tree.checksums)
+        elif keys := flat_parameter_keys(dict.fromkeys(mapping)):
+            reason = f"it has keys of flat parameters ({keys[0]})"
+        if reason is not None:
+            key = ".".join(map(str, path)) or "the whole file"
+            yield Problem(
+                "flattened",
+                f"{key} is in FSDP1's flattened shards ({reason}), and only one model and one optimizer can be given "
+                "their names: save it on its own, or convert the sections alone (--only)",
+                file=label,
+                key=key,
+                section=Section.EXTRA,
+            )
+
+
+def _entry(entry: Value) -> dict[str, Tensor | Value]:
+    if not isinstance(entry, dict):
+        return {LOOSE: entry}
+    return {str(name): leaf for name, leaf in entry.items()}

@@ -1,0 +1,88 @@
+"""A file of lines that are on the disk once ``append`` returns, and are believed only where their checksum holds.
+
+A line is the CRC-32 of a JSON record in eight hexadecimal digits, a space, the record, and a newline. What a crash cut
+short, and whatever stands behind it, is no record: reading ends there, and appending goes on there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+
+from fsdpckpt.storage.targets import sync_directory, target_errors
+
+__all__ = ["Journal", "Record", "read_records"]
+
+Record = dict[str, object]
+
+_SUM = 9  # bytes: the checksum and the space behind it
+
+
+class Journal:
+    """The journal at ``path``, made by the first ``append``."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._fd = -1
+
+    def append(self, records: list[Record]) -> None:
+        """Add ``records`` durably, in one write. Raises TargetUnwritableError."""
+        data = b"".join(_line(record) for record in records)
+        with target_errors(self.path):
+            new = self._fd < 0 and self._open()
+            done = 0
+            while done < len(data):
+                done += os.write(self._fd, data[done:])
+            os.fdatasync(self._fd)
+        if new:
+            sync_directory(os.path.dirname(self.path))
+
+    def _open(self) -> bool:
+        """Open behind the last whole record; returns whether the file is new."""
+        end = _scan(self.path)[1]
+        self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        os.ftruncate(self._fd, end)
+        os.lseek(self._fd, end, os.SEEK_SET)
+        return end == 0
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def read_records(path: str) -> list[Record]:
+    """The whole records of the journal at ``path``, in order; none when there is no such file."""
+    return _scan(path)[0]
+
+
+def _scan(path: str) -> tuple[list[Record], int]:
+    """The records, and where the last of them ends."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read()
+    except FileNotFoundError:
+        return [], 0
+    records: list[Record] = []
+    end = 0
+    while (stop := data.find(b"\n", end)) >= 0:
+        record = _record(data[end:stop])
+        if record is None:
+            break
+        records.append(record)
+        end = stop + 1
+    return records, end
+
+
+def _line(record: Record) -> bytes:
+    text = json.dumps(record, separators=(",", ":")).encode()
+    return b"%08x %s\n" % (zlib.crc32(text), text)
+
+
+def _record(line: bytes) -> Record | None:
+    text = line[_SUM:]
+    if line[:_SUM] != b"%08x " % zlib.crc32(text):
+        return None
+    record = json.loads(text)
+    return record if isinstance(record, dict) else None

@@ -1,0 +1,64 @@
+"""FSDP1's flattened checkpoints: ``{model,optim,extra_state}_world_size_{N}_rank_{r}.pt``, one of each a rank.
+
+On rank r the model file holds what ``LOCAL_STATE_DICT`` gives there, the optimizer file the dict that
+``optimizer.load_state_dict`` takes there: what ``FSDP.optim_state_dict_to_load`` returns. With HYBRID_SHARD rank r
+holds shard r % ``shard_size``, and its flat parameters state the shards of r's own group; PyTorch itself cannot save a
+``LOCAL_STATE_DICT`` outside of the first group, and this is the same form there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fsdpckpt.ir.checkpoint import Checkpoint, KeyType
+from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.targets import Target, TargetFile
+from fsdpckpt.ir.units import Units
+from fsdpckpt.writers.dtype_rule import DtypeRule
+from fsdpckpt.writers.extras import extras_of_rank
+from fsdpckpt.writers.flat_keys import settle_keys
+from fsdpckpt.writers.flat_model import FlatModel
+from fsdpckpt.writers.flat_optim import FlatOptimizer
+from fsdpckpt.writers.flat_pickle import FlatPickle
+from fsdpckpt.writers.flat_units import place, require_agreement
+from fsdpckpt.writers.torch_ranks import extra_notes
+
+__all__ = ["lay_out"]
+
+
+def lay_out(checkpoint: Checkpoint, *, units: Units, world_size: int, key_type: KeyType, dtypes: DtypeRule) -> Target:
+    """``world_size`` files for each section that ``checkpoint`` (whole tensors, optimizer keyed by name) has.
+
+    ``units`` describe the target. Raises SourceCorruptError when they are those of another model,
+    SourceUnsupportedError for what no flat parameter can hold, NeedsInformationError for missing optimizer states.
+    """
+    require_agreement(checkpoint, units)
+    casts, notes = dtypes.casts(checkpoint)
+    placed = place(units, world_size)
+    shard_size = units.shard_size or world_size
+    files: list[TargetFile] = []
+    if checkpoint.model is not None:
+        model = FlatModel(checkpoint, checkpoint.model, units=units, placed=placed, casts=casts)
+        files += [_file("model", model.value(rank), rank, world_size, shard_size, casts) for rank in range(world_size)]
+    if checkpoint.optim is not None:
+        keys = settle_keys(checkpoint, units, key_type)
+        notes += keys.notes
+        optim = FlatOptimizer(checkpoint, checkpoint.optim, units=units, placed=placed, keys=keys, casts=casts)
+        files += [_file("optim", optim.value(rank), rank, world_size, shard_size, casts) for rank in range(world_size)]
+    extras = [extras_of_rank(checkpoint, rank) for rank in range(world_size)]
+    if any(extras):
+        files += [_file("extra_state", extra, rank, world_size, shard_size, casts) for rank, extra in enumerate(extras)]
+        notes += extra_notes(checkpoint, world_size)
+    return Target(files, notes=notes)
+
+
+def _file(
+    section: str, value: Any, rank: int, world_size: int, shard_size: int, casts: Mapping[int, DType]
+) -> TargetFile:
+    stem = f"{section}_world_size_{world_size}_rank_{rank}"
+    file = TargetFile(f"{stem}.pt")
+    writer = FlatPickle(rank=rank, world_size=world_size, shard_size=shard_size, casts=casts)
+    writer.value(value)
+    writer.write(file, stem=stem)
+    return file

@@ -1,0 +1,470 @@
+"""What every rank of a real Gloo group does to compare ``fsdpckpt.comm`` with PyTorch.
+
+``python -m tests.comm.checks OUT`` does it for each of ``WORLD_SIZES``. Each function ``check_...`` is one situation;
+it raises on any rank where something is wrong. Rank r of N writes ``OUT/N/rank-r.json``: {situation: error text or ""}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor import Shard as LocalShard
+from torch.distributed._shard.sharded_tensor import ShardedTensor, init_from_local_shards
+from torch.distributed._state_dict_utils import _broadcast_state_dict, _distribute_state_dict, _gather_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from fsdpckpt import comm
+from fsdpckpt.comm.environment import FIRST_PORT
+from fsdpckpt.errors import StateDictMismatchError, UsageError, WorkerError
+from tests.comm.crew import crew
+
+WORLD_SIZES = (2, 3, 4)
+BUDGET = 1 << 14  # four chunks of one page: every tensor of some size crosses in pieces
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    """Random bits of ``dtype``, the same on every rank, NaNs included."""
+    generator = torch.Generator().manual_seed(seed + sum(shape) * 31)
+    count = int(np.prod(shape)) * dtype.itemsize
+    if dtype is torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).bool()
+    return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator).view(dtype).reshape(shape)
+
+
+def same(found: Any, expected: Any, where: str = "") -> None:
+    """Equal bit for bit, with the same types of containers and values."""
+    if isinstance(expected, DTensor):
+        assert isinstance(found, DTensor), where
+        assert found.placements == expected.placements and found.device_mesh == expected.device_mesh, where
+        assert found.shape == expected.shape and found.stride() == expected.stride(), where
+        same(found.to_local(), expected.to_local(), f"{where} local")
+    elif isinstance(expected, ShardedTensor):
+        assert isinstance(found, ShardedTensor) and found.metadata() == expected.metadata(), where
+        same([s.tensor for s in found.local_shards()], [s.tensor for s in expected.local_shards()], where)
+    elif isinstance(expected, torch.Tensor):
+        assert type(found) is torch.Tensor, f"{where}: {type(found)}"
+        assert (found.shape, found.dtype) == (expected.shape, expected.dtype), f"{where}: {found.shape} {found.dtype}"
+        bits = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (found, expected)]
+        assert torch.equal(*bits), f"{where}: bytes differ"
+    elif isinstance(expected, dict):
+        assert type(found) is type(expected) and list(found) == list(expected), f"{where}: {found!r:.200}"
+        if isinstance(expected, OrderedDict):
+            assert vars(found) == vars(expected), f"{where}: attributes {vars(found)}"
+        for key in expected:
+            same(found[key], expected[key], f"{where}.{key}")
+    elif isinstance(expected, (list, tuple)):
+        assert type(found) is type(expected) and len(found) == len(expected), where
+        for i, (one, other) in enumerate(zip(found, expected, strict=True)):
+            same(one, other, f"{where}[{i}]")
+    else:
+        assert type(found) is type(expected) and found == expected, f"{where}: {found!r} {expected!r}"
+
+
+def mesh_1d() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def whole() -> dict[str, Any]:
+    """A full state dict: odd sizes, fewer rows than ranks, no rows, several dtypes, scalars and other values."""
+    state: dict[str, Any] = {
+        "model": OrderedDict(
+            {
+                "large": random(1031, 17),
+                "odd": random(7, 5, 3, dtype=torch.bfloat16),
+                "few": random(1, 6, dtype=torch.float64),
+                "none": random(0, 4),
+                "transposed": random(11, 9).t(),
+                "flags": random(13, dtype=torch.bool),
+                "eight": random(9, 3, dtype=torch.float8_e4m3fn),
+                "complex": random(5, 2, dtype=torch.complex128),
+            }
+        ),
+        "optimizer": {
+            "state": {0: {"step": torch.tensor(7.0), "exp_avg": random(12, 4, seed=3), "nothing": None}},
+            "param_groups": [{"lr": 0.1, "betas": (0.9, 0.999), "params": [0], "name": "all", "fused": True}],
+        },
+        "seen": 2**70,
+        "infinite": float("-inf"),
+        "rng": b"\x00\xff state",
+    }
+    state["model"]._metadata = {"": {"version": 2}}  # as torch's own state dicts have
+    return state
+
+
+def whole_for_torch() -> dict[str, Any]:
+    """Of ``whole``'s model what PyTorch's own functions carry over Gloo, which knows neither float8 nor complex."""
+    model = whole()["model"]
+    return {key: model[key] for key in ("large", "odd", "few", "none")}
+
+
+def sharded_by_torch(state: Any, mesh: DeviceMesh, placements: list[Any]) -> Any:
+    """``state`` with every tensor of one or more dimensions distributed by torch."""
+    if isinstance(state, dict):
+        made = type(state)((key, sharded_by_torch(value, mesh, placements)) for key, value in state.items())
+        if isinstance(state, OrderedDict):
+            vars(made).update(vars(state))
+        return made
+    if isinstance(state, torch.Tensor) and state.dim() and state.is_contiguous():
+        return distribute_tensor(state, mesh, placements, src_data_rank=None)
+    return state
+
+
+def sharded_tensors() -> dict[str, Any]:
+    """FSDP1's ShardedTensors of a small model; the last rank holds no row of some."""
+    torch.manual_seed(11)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 2))
+    wrapped = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+    with FullyShardedDataParallel.state_dict_type(wrapped, StateDictType.SHARDED_STATE_DICT):
+        return dict(wrapped.state_dict())
+
+
+def check_gather_gives_every_rank_what_torch_gathers(group: comm.Group) -> None:
+    state = sharded_by_torch({**whole(), "model": whole_for_torch()}, mesh_1d(), [Shard(0)])
+    expected = _gather_state_dict({key: state[key] for key in ("model", "optimizer")})
+    found = comm.gather(group, state, budget=BUDGET)
+    same({key: found[key] for key in expected}, expected)
+    state = sharded_by_torch(whole(), mesh_1d(), [Shard(0)])
+    same(comm.gather(group, state, budget=BUDGET), whole())
+
+
+def check_gather_to_one_rank_leaves_the_others_empty(group: comm.Group) -> None:
+    state = sharded_by_torch(whole(), mesh_1d(), [Shard(0)])
+    last = group.world_size - 1
+    found = comm.gather(group, state, to=last, cpu_offload=True, budget=BUDGET)
+    same(found, whole() if group.rank == last else {})
+
+
+def check_gather_follows_every_placement_of_a_two_dimensional_mesh(group: comm.Group) -> None:
+    if group.world_size != 4:
+        return
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for placements in ([Shard(0), Shard(1)], [Shard(0), Shard(0)], [Replicate(), Shard(0)], [Shard(1), Replicate()]):
+        for shape in ((7, 5), (1, 3), (13, 2, 3)):
+            full = random(*shape, seed=len(shape))
+            tensor = distribute_tensor(full, mesh, placements, src_data_rank=None)
+            same(tensor.full_tensor(), full)
+            same(comm.gather(group, {"x": tensor}, budget=BUDGET)["x"], full, f"{placements} {shape}")
+            same(comm.gather(group, {"x": tensor}, to=2).get("x"), full if group.rank == 2 else None, "to 2")
+            same(comm.shard(group, {"x": full}, mesh=mesh, placements=placements)["x"], tensor, f"{placements} {shape}")
+
+
+def check_gather_understands_fsdp2_over_tensor_parallelism(group: comm.Group) -> None:
+    if group.world_size != 4:
+        return
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(5)
+    model = torch.nn.Linear(6, 8)
+    expected = random(8, 6, seed=9)
+    model.weight = torch.nn.Parameter(distribute_tensor(expected, mesh["tp"], [Shard(0)], src_data_rank=None))
+    model.bias = torch.nn.Parameter(
+        distribute_tensor(model.bias.detach(), mesh["tp"], [Replicate()], src_data_rank=None)
+    )
+    fully_shard(model, mesh=mesh["dp"])
+    weight = model.state_dict()["weight"]
+    assert isinstance(weight.placements[0], _StridedShard)
+    same(comm.gather(group, {"w": weight})["w"], expected)
+    same(
+        comm.scatter(group, {"w": expected} if group.rank == 0 else None, like={"w": torch.empty_like(weight)})["w"],
+        weight,
+    )
+
+
+def check_gather_takes_each_box_once_where_meshes_are_parts_of_the_group(group: comm.Group) -> None:
+    if group.world_size != 4:
+        return
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))["shard"]
+    full = random(5, 3)
+    tensor = distribute_tensor(full, mesh, [Shard(0)], src_data_rank=None)
+    same(comm.gather(group, {"x": tensor})["x"], full)
+
+
+def check_gather_gives_what_sharded_tensor_gather_gives(group: comm.Group) -> None:
+    state = sharded_tensors()
+    expected = _gather_state_dict(state)
+    same(comm.gather(group, state), dict(expected))
+    for key, value in state.items():
+        out = torch.empty(value.size()) if group.rank == 0 else None
+        value.gather(0, out)
+        found = comm.gather(group, {key: value}, to=0)
+        same(found, {key: out} if group.rank == 0 else {})
+
+
+def check_gather_takes_sharded_tensors_of_any_cut(group: comm.Group) -> None:
+    full = random(10, 6)
+    n = group.world_size
+    edges = [0, 5] + [5 + i for i in range(1, n - 1)] + [10]  # rows, in uneven pieces; rank 1 may have none
+    low, high = edges[group.rank], edges[group.rank + 1]
+    tensor = init_from_local_shards(
+        [LocalShard.from_tensor_and_offsets(full[low:high].clone(), [low, 0], group.rank)], 10, 6
+    )
+    same(comm.gather(group, {"x": tensor})["x"], full)
+
+
+def check_a_hole_between_the_shards_is_an_error_on_every_rank(group: comm.Group) -> None:
+    tensor = distribute_tensor(random(8, 2), mesh_1d(), [Shard(0)], src_data_rank=None)
+    other = DeviceMesh("cpu", list(reversed(range(group.world_size))))
+    if group.rank == 0 and group.world_size > 1:  # says that it holds what another holds
+        tensor = DTensor.from_local(
+            tensor.to_local(), other, [Shard(0)], run_check=False, shape=tensor.shape, stride=tensor.stride()
+        )
+    try:
+        comm.gather(group, {"x": tensor})
+    except StateDictMismatchError as error:
+        assert "incomplete" in str(error) and "x" in str(error), error
+    else:
+        raise AssertionError("gathered with a hole")
+
+
+def check_every_difference_between_the_ranks_is_listed_on_every_rank(group: comm.Group) -> None:
+    state: dict[str, Any] = {"a": torch.ones(2), "b": 1, "0": 2}
+    if group.rank == 1:
+        state = {"a": 3, 0: 2, "b": 1}
+    try:
+        comm.gather(group, state)
+    except StateDictMismatchError as error:
+        text = "\n".join(error.details)
+        for expected in ("a: Tensor in rank 0, int in rank 1", "'0': only in rank 0", "0: only in rank 1"):
+            assert expected in text, text
+    else:
+        raise AssertionError("gathered state dicts that differ")
+    same(comm.gather(group, {"b": group.rank}), {"b": group.rank})  # the group goes on
+
+
+def check_shard_cuts_as_torch_distributes(group: comm.Group) -> None:
+    mesh = mesh_1d()
+    full = whole_for_torch()
+    expected = sharded_by_torch(dict(full), mesh, [Shard(0)])
+    same(comm.shard(group, full, mesh=mesh, placements=[Shard(0)]), expected)
+    local = {key: torch.empty_like(value) for key, value in expected.items()}
+    _distribute_state_dict(full, local, torch.device("cpu"))
+    same(comm.shard(group, full, like={key: torch.empty_like(value) for key, value in expected.items()}), local)
+    same(comm.shard(group, full, like={key: value.to("meta") for key, value in expected.items()}), expected)
+
+
+def check_scatter_gives_each_rank_what_torch_broadcasts(group: comm.Group) -> None:
+    mesh = mesh_1d()
+    full = whole_for_torch()
+    full |= {"step": torch.tensor(3.5), "name": "x", "plain": random(6, 3, seed=8)}
+    expected = {
+        **sharded_by_torch({k: v for k, v in full.items() if k != "plain"}, mesh, [Shard(0)]),
+        "plain": full["plain"],
+    }
+
+    def empty() -> dict[str, Any]:
+        return {k: torch.empty_like(v) if isinstance(v, torch.Tensor) else v for k, v in expected.items()}
+
+    by_torch = empty()
+    _broadcast_state_dict(full if group.rank == 0 else {}, by_torch, torch.device("cpu"))
+    like = empty()
+    found = comm.scatter(group, full if group.rank == 0 else None, like=like, budget=BUDGET)
+    same(found, by_torch)
+    same(found, expected)
+    if group.rank != 0:
+        assert all(found[key] is like[key] for key in like if isinstance(like[key], torch.Tensor)), "not in place"
+    again = comm.scatter(
+        group,
+        full if group.rank == 0 else None,
+        mesh=mesh,
+        budget=BUDGET,
+        placements=lambda key, _: None if key == "plain" else [Shard(0)],
+    )
+    same(again, expected)
+
+
+def check_scatter_from_another_rank_along_another_dimension(group: comm.Group) -> None:
+    source = group.world_size - 1
+    full = {"x": random(3, 1009), "nested": [{"y": random(2, 7, dtype=torch.float16)}]}
+    found = comm.scatter(
+        group,
+        full if group.rank == source else None,
+        source=source,
+        mesh=mesh_1d(),
+        placements=[Shard(1)],
+        budget=BUDGET,
+    )
+    same(found["x"], distribute_tensor(full["x"], mesh_1d(), [Shard(1)], src_data_rank=None))
+    same(found["nested"][0]["y"], distribute_tensor(full["nested"][0]["y"], mesh_1d(), [Shard(1)], src_data_rank=None))
+
+
+def check_scatter_fills_sharded_tensors(group: comm.Group) -> None:
+    like = sharded_tensors()
+    full = {key: random(*value.size(), seed=4) for key, value in like.items()}
+    found = comm.scatter(group, full if group.rank == 0 else None, like=like)
+    same(comm.gather(group, found), full)
+
+
+def check_scatter_refuses_what_does_not_fit_with_every_difference(group: comm.Group) -> None:
+    full = {"a": random(4, 3), "b": random(5), "c": random(2), "d": random(2)}
+    like = {"a": torch.empty(4, 2), "b": torch.empty(5, dtype=torch.float64), "d": torch.empty(2), "e": torch.empty(1)}
+    if group.rank == 1:
+        like["d"] = torch.empty(3)
+    try:
+        comm.scatter(group, full if group.rank == 0 else None, like=like)
+    except StateDictMismatchError as error:
+        text = "\n".join(error.details)
+        for part in ("a: [4, 3]", "b: [5]", "c: nothing asks", "e: not in", "d: [2] torch.float32, wanted [3]"):
+            assert part in text, text
+        assert "(rank 1)" in text
+    else:
+        raise AssertionError("scattered into what does not fit")
+
+
+def check_broadcast_carries_every_kind_of_value(group: comm.Group) -> None:
+    expected = whole() | {
+        "size": torch.Size([3, 4]),
+        "dtype": torch.bfloat16,
+        "device": torch.device("cuda", 1),
+        "set": {1, "a"},
+        "array": np.arange(6, dtype=np.int16).reshape(2, 3).tolist(),
+        "complex": 1 - 2j,
+        "keys": {(1, "a"): 0, True: 1},
+    }
+    for source in {0, group.world_size - 1}:
+        found = comm.broadcast(group, expected if group.rank == source else None, source=source, budget=BUDGET)
+        same(found, expected)
+
+
+def check_an_object_that_could_run_code_is_refused_by_name(group: comm.Group) -> None:
+    apart = comm.Group.over(dist.new_group())  # it fails, and stays so
+    try:
+        comm.broadcast(apart, {"hook": {"f": print}} if group.rank == 0 else None)
+    except WorkerError as error:
+        assert error.rank == 0 and "builtin_function_or_method" in str(error), error
+        assert error.step is not None and error.step.startswith("scatter"), error.step
+        assert error.cause_exit_code == UsageError.exit_code
+    else:
+        raise AssertionError("a function crossed")
+
+
+def check_exchange_moves_any_amount_between_any_pair(group: comm.Group) -> None:
+    n, rank = group.world_size, group.rank
+
+    def data(source: int, target: int) -> torch.Tensor:
+        return random((source * 7 + target * 13) % 5 * 33331, dtype=torch.uint8, seed=source * 100 + target)
+
+    def write(peer: int, offset: int, buffer: torch.Tensor) -> None:
+        found[peer][offset : offset + len(buffer)] = buffer
+
+    out = {peer: data(rank, peer) for peer in range(n)}
+    found = {peer: torch.zeros(len(data(peer, rank)), dtype=torch.uint8) for peer in range(n)}
+    largest = 0
+
+    def read(peer: int, offset: int, buffer: torch.Tensor) -> None:
+        nonlocal largest
+        largest = max(largest, len(buffer))
+        buffer.copy_(out[peer][offset : offset + len(buffer)])
+
+    comm.exchange(
+        group,
+        sends={peer: len(tensor) for peer, tensor in out.items()},
+        receives={peer: len(tensor) for peer, tensor in found.items()},
+        read=read,
+        write=write,
+        budget=BUDGET,
+    )
+    same(found, {peer: data(peer, rank) for peer in range(n)})
+    assert largest <= BUDGET // 4
+
+
+def check_plans_that_differ_are_an_error_before_a_byte_moves(group: comm.Group) -> None:
+    written = []
+    try:
+        comm.exchange(
+            comm.Group.over(dist.new_group()),
+            sends={0: 5} if group.rank == 1 else {},
+            receives={},
+            read=lambda *_: None,
+            write=lambda *chunk: written.append(chunk),
+        )
+    except WorkerError as error:
+        assert error.rank == 0 and "5 bytes" in str(error), error
+    else:
+        raise AssertionError("plans that differ passed")
+    assert not written
+
+
+def check_ranks_that_bring_different_digests_to_a_step_fail_there(group: comm.Group) -> None:
+    apart = comm.Group.over(dist.new_group())
+    try:
+        with apart.step("plan", agree="one" if group.rank else "another"):
+            raise AssertionError("entered")
+    except WorkerError as error:
+        assert error.step == "plan" and "something else" in str(error), error
+    try:
+        with apart.step("later"):
+            raise AssertionError("a group that failed went on")
+    except WorkerError as again:
+        assert again.step == "plan", again
+
+
+def check_groups_over_parts_of_the_world_work_beside_each_other(group: comm.Group) -> None:
+    half = max(group.world_size // 2, 1)
+    parts = [dist.new_group(list(range(half))), dist.new_group(list(range(half, group.world_size)))]
+    mine = comm.Group.over(parts[0] if group.rank < half else parts[1])
+    ranks = comm.all_gather_objects(mine, group.rank)
+    assert ranks == (list(range(half)) if group.rank < half else list(range(half, group.world_size))), ranks
+    same(
+        comm.broadcast(mine, {"x": random(3, seed=group.rank)} if mine.rank == 0 else None)["x"],
+        random(3, seed=ranks[0]),
+    )
+
+
+def work(out: str) -> int:
+    """One rank: every situation in turn, then its results."""
+    dist.init_process_group("gloo")
+    results: dict[str, str] = {}
+    group = comm.Group.over(limit=20)
+    for name in SITUATIONS:
+        try:
+            globals()[name](group)
+            results[name] = ""
+        except Exception:  # noqa: BLE001 - reported as what is wrong with this situation
+            results[name] = traceback.format_exc()
+        with open(os.path.join(out, f"rank-{group.rank}.json"), "w") as file:
+            json.dump(results, file)
+        with group.step("next"):
+            pass
+    group.close()
+    return 0  # and end at once: some situations leave a process group in pieces
+
+
+def work_under_srun(rank: int, out: str) -> int:
+    """As one of two tasks of a SLURM step; writes what the group says."""
+    job = str(int(os.environ["MASTER_PORT"]) - FIRST_PORT)  # a free port, by way of the job number
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+    os.environ |= {"SLURM_JOB_ID": job, "SLURM_STEP_ID": "", "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+    os.environ |= {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    os.environ |= {"SLURM_STEP_NODELIST": "localhost"}
+    with comm.Group.start(patience=30) as group:
+        ranks = comm.all_gather_objects(group, group.rank)
+    with open(os.path.join(out, f"srun-{rank}.json"), "w") as file:
+        json.dump({"ranks": ranks, "backend": group.backend}, file)
+    return 0
+
+
+SITUATIONS = tuple(name for name in globals() if name.startswith("check_"))
+
+
+def main(out: str) -> int:
+    crew(2, lambda rank: work_under_srun(rank, out), limit=60)
+    for world_size in WORLD_SIZES:
+        directory = os.path.join(out, str(world_size))
+        os.makedirs(directory)
+        crew(world_size, lambda _, to=directory: work(to), limit=90)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,121 @@
+"""Values cross between workers by a closed encoding: equal and of the same type, or refused by name."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import struct
+from collections import OrderedDict, defaultdict
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdpckpt.comm.objects import Slot, decode, encode
+from fsdpckpt.errors import InternalError, UsageError
+from fsdpckpt.ir.values import Global, Object
+
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.binary()
+    | st.complex_numbers(allow_nan=False)
+)
+keys = st.none() | st.booleans() | st.integers() | st.text() | st.tuples(st.integers(), st.text())
+values = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(keys, inner)
+        | st.dictionaries(keys, inner).map(OrderedDict)
+    ),
+    max_leaves=20,
+)
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Equal with the same types all the way down; NaN is NaN, -0.0 is not 0.0."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, float):
+        return struct.pack(">d", one) == struct.pack(">d", other) or (math.isnan(one) and math.isnan(other))
+    if isinstance(one, dict):
+        pairs = zip(one.items(), other.items(), strict=True)
+        return len(one) == len(other) and all(alike(a, c) and alike(b, d) for (a, b), (c, d) in pairs)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(alike(a, b) for a, b in zip(one, other, strict=True))
+    return bool(one == other)
+
+
+@given(values)
+def test_plain_values_come_back_equal_and_of_the_same_types(value: Any) -> None:
+    assert alike(decode(encode(value)), value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.Size([2, 0, 3]),
+        torch.bfloat16,
+        torch.device("cuda", 3),
+        {1, 2},
+        frozenset({"a"}),
+        bytearray(b"\x00\xff"),
+        np.float32(1.5),
+        Global("torch", "float32"),
+        Object(Global("a", "b"), (1, [2]), state={"x": None}, has_state=True, entries=[("k", 1)]),
+        Slot(3),
+        {"$": 1, "v": 2},
+        2**100,
+    ],
+)
+def test_each_rare_kind_comes_back_as_itself(value: Any) -> None:
+    found = decode(encode(value))
+    assert type(found) is type(value)
+    assert found == value
+
+
+def test_arrays_and_open_byte_files_come_back_with_their_contents() -> None:
+    array = np.random.default_rng(3).integers(-9, 9, (3, 0, 2)).astype(">i2"), np.random.default_rng(4).random((5, 3))
+    for one in array:
+        found = decode(encode(one))
+        assert isinstance(found, np.ndarray)
+        assert (found.dtype, found.shape) == (one.dtype, one.shape)
+        assert found.tobytes() == one.tobytes()
+    file = decode(encode(io.BytesIO(b"state")))
+    assert isinstance(file, io.BytesIO)
+    assert file.getvalue() == b"state"
+
+
+def test_attributes_of_an_ordered_dict_travel_with_it() -> None:
+    state: OrderedDict[str, int] = OrderedDict(a=1)
+    state._metadata = {"": {"version": 2}}  # type: ignore[attr-defined]
+    assert vars(decode(encode(state))) == {"_metadata": {"": {"version": 2}}}
+
+
+class Level(IntEnum):
+    HIGH = 3
+
+
+@pytest.mark.parametrize("value", [Level.HIGH, defaultdict(list), print, torch.nn.Linear(1, 1), np.dtype("i4")])
+def test_what_could_be_more_than_its_value_is_refused_and_placed(value: Any) -> None:
+    with pytest.raises(UsageError) as refused:
+        encode({"optimizer": [0, {"hook": value}]})
+    assert refused.value.key == "optimizer[1].hook"
+    assert type(value).__qualname__ in str(refused.value)
+
+
+@pytest.mark.parametrize("tree", [{"$": "pickle", "v": 0}, {"$": "dtype", "v": "save"}, {"$": "array", "v": [1]}])
+def test_bytes_that_name_something_else_are_refused_not_looked_up(tree: Any) -> None:
+    header = json.dumps({"tree": tree, "blobs": []}).encode()
+    with pytest.raises(InternalError):
+        decode(struct.pack("<q", len(header)) + header)

@@ -1,0 +1,23 @@
+"""Gather, shard, scatter, broadcast and exchange between real Gloo workers, against PyTorch's own functions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.comm.checks import SITUATIONS, WORLD_SIZES
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_as_pytorch_on_every_rank(checks: Path, situation: str, world_size: int) -> None:
+    for rank in range(world_size):
+        results = json.loads((checks / str(world_size) / f"rank-{rank}.json").read_text())
+        assert results.get(situation, "never came so far") == "", f"rank {rank}: {results.get(situation)}"
+
+
+def test_tasks_that_srun_started_find_each_other(checks: Path) -> None:
+    for rank in range(2):
+        assert json.loads((checks / f"srun-{rank}.json").read_text()) == {"ranks": [0, 1], "backend": "gloo"}

@@ -1,0 +1,111 @@
+"""Everything works in one process that has no process group; and nothing offline pays for it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from fsdpckpt import comm
+from fsdpckpt.errors import StateDictMismatchError, UsageError
+from tests.comm.checks import random, same, whole
+
+
+@pytest.fixture
+def alone() -> comm.Group:
+    return comm.Group.over()
+
+
+def test_the_group_is_this_process(alone: comm.Group) -> None:
+    assert (alone.rank, alone.world_size, alone.backend) == (0, 1, None)
+    with alone.step("anything"), alone.silent_for(3):
+        alone.beat()
+    alone.close()
+
+
+def test_every_operation_gives_the_state_dict_back(alone: comm.Group) -> None:
+    state = whole()
+    like = comm.empty_on_cpu(state)
+    for found in (
+        comm.gather(alone, state),
+        comm.gather(alone, state, to=0, cpu_offload=True),
+        comm.broadcast(alone, state),
+        comm.scatter(alone, state, like=like),
+        comm.shard(alone, state, like=like),
+    ):
+        same(found, whole())
+    assert comm.all_gather_objects(alone, {"a": 1}) == [{"a": 1}]
+    assert comm.broadcast_object(alone, 7) == 7
+
+
+def test_an_error_in_a_step_stays_itself(alone: comm.Group) -> None:
+    with pytest.raises(KeyError), alone.step("anything"):
+        raise KeyError("x")
+
+
+def test_exchange_with_itself_goes_through_bounded_chunks(alone: comm.Group) -> None:
+    source = random(50_001, dtype=torch.uint8)
+    found = torch.empty_like(source)
+    sizes = []
+
+    def read(_: int, offset: int, buffer: torch.Tensor) -> None:
+        buffer[:] = source[offset : offset + len(buffer)]
+
+    def write(_: int, offset: int, buffer: torch.Tensor) -> None:
+        sizes.append(len(buffer))
+        found[offset : offset + len(buffer)] = buffer
+
+    comm.exchange(
+        alone,
+        sends={0: len(source)},
+        receives={0: len(source)},
+        read=read,
+        write=write,
+        budget=1 << 14,
+    )
+    assert torch.equal(found, source)
+    assert max(sizes) == 4096
+
+
+def test_copies_go_into_memory_made_once(alone: comm.Group) -> None:
+    state = whole()
+    place = comm.empty_on_cpu(state, share=True)
+    shared = place["model"]["large"]  # type: ignore[index]
+    assert shared.is_shared()
+    found = comm.copy_state_dict(state, place)
+    same(found, state)
+    assert found["model"]["large"] is shared  # type: ignore[index]
+    same(comm.offload_to_cpu(state), state)
+
+
+def test_two_state_dicts_that_differ_are_told_apart_in_every_way() -> None:
+    one: dict[str, Any] = {"a": random(2, 3), "b": random(4), "c": 1, "state": {0: 1}, "d": [1], "e": random(2)}
+    two: dict[str, Any] = {"a": random(3, 2), "b": random(4).double(), "c": "1", "state": {"0": 1}, "d": (1,)}
+    with pytest.raises(StateDictMismatchError) as raised:
+        comm.check_similar(one, two)
+    text = "\n".join(raised.value.details)
+    for part in (
+        "a: Tensor [2, 3]",
+        "b: Tensor [4] float32",
+        "c: int",
+        "state.0: only",
+        "state.'0': only",
+        "d: list",
+        "e: only",
+    ):
+        assert part in text, text
+    assert raised.value.exit_code == UsageError.exit_code
+    comm.check_similar(one, {key: one[key] for key in reversed(one)})
+    with pytest.raises(StateDictMismatchError):
+        comm.copy_state_dict(one, two)
+
+
+def test_offline_parts_import_neither_torch_nor_comm() -> None:
+    code = (
+        "import sys, fsdpckpt, fsdpckpt.cli.main, fsdpckpt.converters.convert, fsdpckpt.verify.run\n"
+        "assert 'torch' not in sys.modules and 'fsdpckpt.comm' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,309 @@
+"""Ids and names of real optimizers, against what torch.optim numbers and what FSDP's own rekeying gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
+
+from fsdpckpt.converters.rekey import apply_key_type, parameter_orders, to_name_keys
+from fsdpckpt.errors import NeedsInformationError, SourceCorruptError
+from fsdpckpt.ir.checkpoint import UNORDERED, Checkpoint
+from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.units import Unit, UnitParam, Units
+from fsdpckpt.readers.detect import open_checkpoint
+from fsdpckpt.storage.sources import Sources
+from tests.oracle import toy
+from tests.oracle.session import Oracle
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(7)
+        self.wide = nn.Linear(7, 11)
+        self.narrow = nn.Linear(11, 7, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.narrow(torch.tanh(self.wide(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, 7)
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.head = nn.Linear(7, 13)
+        self.head.weight = self.embed.weight
+        self.register_buffer("steps", torch.tensor(5))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers[1](self.layers[0](self.embed(tokens))))
+
+
+def _one_group(model: Model) -> list[Any]:
+    return list(model.parameters())
+
+
+def _by_dimension(model: Model) -> list[Any]:
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
+    return [{"params": vectors, "weight_decay": 0.0}, {"params": matrices, "weight_decay": 0.1}]
+
+
+def _named(model: Model) -> list[Any]:
+    last = [(name, parameter) for name, parameter in model.named_parameters() if "layers.1" in name]
+    rest = [(name, parameter) for name, parameter in model.named_parameters() if "layers.1" not in name]
+    return [{"params": last, "lr": 0.5}, {"params": rest}]
+
+
+def _trained(groups: Callable[[Model], list[Any]]) -> tuple[Model, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    model = Model()
+    optimizer = torch.optim.AdamW(groups(model), lr=0.01)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randint(13, (5,))).square().sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def _open(path: Path, content: object | None = None) -> Checkpoint:
+    if content is not None:
+        torch.save(content, path)
+    with Sources() as sources:
+        return open_checkpoint(str(path), sources=sources, locate=True)
+
+
+def _rekeyed(checkpoint: Checkpoint, key_type: str, **more: Any) -> Checkpoint:
+    given = {"units": None, "reference": None, "parameters": None, **more}
+    return apply_key_type(checkpoint, key_type, **given)
+
+
+def _keys(checkpoint: Checkpoint) -> dict[Any, Any]:
+    """Each key of the state with where its first tensor lies, which tells the states apart."""
+    return {
+        key: int(states["exp_avg"].pieces.offset[0]) if "exp_avg" in states else None
+        for key, states in checkpoint.optim.state.items()
+    }
+
+
+def _groups(checkpoint: Checkpoint) -> list[Any]:
+    return [group["params"] for group in checkpoint.optim.param_groups]
+
+
+@pytest.mark.parametrize("groups", [_one_group, _by_dimension, _named])
+def test_ids_become_the_names_that_fsdp_gives_them_and_ids_again(groups: Any, tmp_path: Path) -> None:
+    model, optimizer = _trained(groups)
+    source = _open(tmp_path / "a.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    expected = FullyShardedDataParallel.rekey_optim_state_dict(
+        optimizer.state_dict(), OptimStateKeyType.PARAM_NAME, model, optim=optimizer
+    )
+    named = _rekeyed(source, "name")
+    assert list(named.optim.state) == list(expected["state"])
+    # FSDP sorts each group's names, which forgets their ids; these are in the optimizer's order.
+    assert [sorted(group) for group in _groups(named)] == [group["params"] for group in expected["param_groups"]]
+    assert list(_keys(named).values()) == list(_keys(source).values())
+    again = _rekeyed(named, "id")
+    assert _keys(again) == _keys(source) and _groups(again) == _groups(source)
+
+
+def test_param_names_are_used_before_the_model_and_named_as_the_source(tmp_path: Path) -> None:
+    model, optimizer = _trained(_named)
+    source = _open(tmp_path / "a.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    assert "param_names in the groups" in _rekeyed(source, "name").notes[-1].message
+
+
+def test_an_optimizer_alone_needs_to_be_told_the_order(tmp_path: Path) -> None:
+    model, optimizer = _trained(_one_group)
+    source = _open(tmp_path / "o.pt", optimizer.state_dict())
+    with pytest.raises(NeedsInformationError) as error:
+        _rekeyed(source, "name")
+    assert error.value.exit_code == 4
+    for option in ("--reference", "--parameters", "--units"):
+        assert option in error.value.next_step
+    names = [name for name, _ in model.named_parameters()]
+    by_list = _rekeyed(source, "name", parameters=names)
+    assert list(by_list.optim.state) == names
+    reference = _open(tmp_path / "m.pt", model.state_dict())
+    by_reference = _rekeyed(source, "name", reference=reference)
+    assert list(by_reference.optim.state) == names and str(tmp_path / "m.pt") in by_reference.notes[-1].message
+
+
+def test_a_reference_of_another_model_is_refused_and_never_used(tmp_path: Path) -> None:
+    model, optimizer = _trained(_one_group)
+    source = _open(tmp_path / "o.pt", optimizer.state_dict())
+    wide = {
+        name: torch.randn(value.shape[0] + 1, *value.shape[1:])
+        for name, value in model.state_dict().items()
+        if value.ndim
+    }
+    with pytest.raises(SourceCorruptError, match="does not fit"):
+        _rekeyed(source, "name", reference=_open(tmp_path / "m.pt", wide))
+
+
+def test_a_list_in_an_order_other_than_the_models_is_refused_though_all_sizes_fit(tmp_path: Path) -> None:
+    model, optimizer = _trained(_one_group)
+    source = _open(tmp_path / "a.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    names = [name for name, _ in model.named_parameters()]
+    swapped = [name.replace("layers.0", "?").replace("layers.1", "layers.0").replace("?", "layers.1") for name in names]
+    with pytest.raises(SourceCorruptError, match="contradict"):
+        _rekeyed(source, "name", parameters=swapped)
+
+
+def test_a_tied_weight_of_a_full_file_is_one_parameter_even_as_a_copy(tmp_path: Path) -> None:
+    """FSDP1's full files hold tied weights twice, as clones; equal checksums tell which name has no id."""
+    model, optimizer = _trained(_one_group)
+    cloned = {name: value.clone() for name, value in model.state_dict().items()}
+    source = _open(tmp_path / "a.pt", {"model": cloned, "optimizer": optimizer.state_dict()})
+    assert list(_rekeyed(source, "name").optim.state) == [name for name, _ in model.named_parameters()]
+
+
+def test_copies_that_differ_are_not_taken_for_a_tied_weight(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    model = nn.Sequential(*(nn.Linear(5, 5, bias=False) for _ in range(3)))
+    model[1].weight = model[0].weight
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(4, 5)).sum().backward()
+    optimizer.step()
+    cloned = {name: value.clone() for name, value in model.state_dict().items()}
+    source = _open(tmp_path / "a.pt", {"model": cloned, "optimizer": optimizer.state_dict()})
+    assert list(_rekeyed(source, "name").optim.state) == ["0.weight", "2.weight"]
+    cloned["1.weight"] += 1
+    source = _open(tmp_path / "b.pt", {"model": cloned, "optimizer": optimizer.state_dict()})
+    with pytest.raises(NeedsInformationError):
+        _rekeyed(source, "name")
+
+
+def test_names_that_fsdp_sorted_get_the_ids_they_had(tmp_path: Path) -> None:
+    for number, groups in enumerate((_one_group, _by_dimension, _named)):
+        model, optimizer = _trained(groups)
+        by_name = FullyShardedDataParallel.rekey_optim_state_dict(
+            optimizer.state_dict(), OptimStateKeyType.PARAM_NAME, model, optim=optimizer
+        )
+        source = _open(tmp_path / f"{number}.pt", {"model": model.state_dict(), "optimizer": by_name})
+        found = _rekeyed(source, "id")
+        assert list(found.optim.state) == list(optimizer.state_dict()["state"])
+        listed = [dict(group) for group in optimizer.state_dict()["param_groups"]]
+        assert _groups(found) == [group["params"] for group in listed]
+        told = [group.get("param_names") for group in found.optim.param_groups]
+        assert told == [group.get("param_names") for group in listed]
+
+
+def test_buffers_of_a_parameters_shape_are_settled_by_the_option_only(tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(4, 5)).sum().backward()
+    optimizer.step()
+    source = _open(tmp_path / "a.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    with pytest.raises(NeedsInformationError) as error:
+        _rekeyed(source, "name")
+    assert "--buffers" in error.value.next_step and any("running_mean" in line for line in error.value.details)
+    named = _rekeyed(source, "name", buffers=("*.running_*",))
+    assert list(named.optim.state) == [name for name, _ in model.named_parameters()]
+
+
+def test_sorted_keys_of_safetensors_are_no_order(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    model, optimizer = _trained(_one_group)
+    weights = {name: value for name, value in model.state_dict().items() if name != "head.weight"}
+    save_file(weights, tmp_path / "m.safetensors")
+    source = _open(tmp_path / "o.pt", optimizer.state_dict())
+    with pytest.raises(NeedsInformationError, match="for certain"):
+        _rekeyed(source, "name", reference=_open(tmp_path / "m.safetensors"))
+
+
+def test_a_dcp_directory_without_planner_data_is_no_order(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import DefaultSavePlanner
+
+    model, _ = _trained(_one_group)
+    weights = {name: value for name, value in model.state_dict().items() if name != "head.weight"}
+    for flat, certain in ((True, True), (False, False)):
+        path = tmp_path / f"dcp{flat}"
+        planner = DefaultSavePlanner(flatten_state_dict=flat)
+        dcp.save(weights, checkpoint_id=str(path), planner=planner, no_dist=True)
+        opened = _open(path)
+        assert (UNORDERED in opened.evidence) is not certain
+        orders = parameter_orders(opened, units=None, reference=None, parameters=None)
+        assert [order.certain for order in orders] == [certain]
+
+
+def _units(model: nn.Module, *, use_orig_params: bool = True) -> Units:
+    params = tuple(UnitParam(name, tuple(p.shape), DTYPES["float32"]) for name, p in model.named_parameters())
+    inner = tuple(param for param in params if param.name.startswith("layers.0"))
+    outer = tuple(param for param in params if param not in inner)
+    names = tuple(param.name for param in params)
+    return Units(
+        (Unit("", outer), Unit("layers.0", inner)), use_orig_params, names, shared=(("head.weight", "embed.weight"),)
+    )
+
+
+def test_units_come_first_and_must_agree_with_the_model(tmp_path: Path) -> None:
+    model, optimizer = _trained(_one_group)
+    source = _open(tmp_path / "a.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    named = to_name_keys(source, units=_units(model), reference=None, parameters=None)
+    assert "the units" in named.notes[-1].message
+    assert list(named.optim.state) == [name for name, _ in model.named_parameters()]
+    other = _units(model)
+    swapped = [*other.parameters]
+    at, to = swapped.index("layers.0.norm.weight"), swapped.index("layers.1.norm.weight")
+    swapped[at], swapped[to] = swapped[to], swapped[at]
+    wrong = Units(other.units, other.use_orig_params, tuple(swapped), shared=other.shared)
+    with pytest.raises(SourceCorruptError, match="contradict"):
+        to_name_keys(source, units=wrong, reference=None, parameters=None)
+
+
+def test_groups_of_units_name_what_shapes_cannot(tmp_path: Path) -> None:
+    model, _ = _trained(_one_group)
+    first, second = list(model.layers[0].parameters()), list(model.layers[1].parameters())
+    optimizer = torch.optim.SGD([{"params": second}, {"params": first}], lr=0.1, momentum=0.9)
+    source = _open(tmp_path / "o.pt", optimizer.state_dict())
+    units = _units(model)
+    groups = tuple(tuple(n for n in units.parameters if f"layers.{index}" in n) for index in (1, 0))
+    told = Units(units.units, True, units.parameters, shared=units.shared, groups=groups)
+    with pytest.raises(NeedsInformationError):
+        to_name_keys(source, units=units, reference=None, parameters=None)
+    named = to_name_keys(source, units=told, reference=None, parameters=None)
+    assert _groups(named) == [list(group) for group in groups]
+
+
+def test_full_names_of_flat_parameters_get_the_ids_that_fsdp_gave_them(tmp_path: Path) -> None:
+    """``use_orig_params=False`` lists the root unit first; ids are in ``model.parameters()`` order all the same."""
+    directory = GOLDEN / "torch-2.1" / "f1_flat_full"
+    source, expected = _open(directory / "full_old.pt"), _open(directory / "full_old_rekeyed_ids.pt")
+    found = _rekeyed(source, "id", reference=_open(directory / "model.pt"))
+    assert list(found.optim.state) == list(expected.optim.state)
+    assert _groups(found) == _groups(expected)
+
+
+@pytest.mark.parametrize("world", [2])
+def test_every_form_of_real_fsdp_gets_the_ids_of_the_real_optimizer(world: int, oracle: Oracle) -> None:
+    model = toy.seeded_model()
+    optimizer = toy.adamw(model)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    expected = {name: number for number, name in enumerate(sorted(trained, key=lambda n: not n.startswith("blocks.")))}
+    assert len(expected) == sum(len(group["params"]) for group in optimizer.param_groups)
+    directory = oracle.checkpoints(world)
+    for form in ("f1_full.pt", "f1_flat_full.pt", "f1_ranks", "f1_flat_dcp", "f2_full.pt", "f2_ranks", "f2_dcp"):
+        source = _open(directory / form)
+        found = _rekeyed(source, "id")
+        assert dict(zip(source.optim.state, found.optim.state, strict=True)) == expected, form
+        assert _groups(found) == [list(range(18)), list(range(18, 21))], form
+    for form in ("f2_full_ids.pt", "f2_ranks_ids", "f2_dcp_ids"):
+        source = _open(directory / form)
+        with pytest.raises(NeedsInformationError):  # the frozen bias looks like the last one of the blocks
+            _rekeyed(source, "name")
+        found = _rekeyed(source, "name", parameters=trained)
+        assert {name: old for old, name in zip(source.optim.state, found.optim.state, strict=True)} == expected, form
+        again = _rekeyed(found, "id")
+        assert list(again.optim.state) == list(source.optim.state) and _groups(again) == _groups(source), form

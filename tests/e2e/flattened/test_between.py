@@ -1,0 +1,158 @@
+"""Flattened checkpoints to and from every other layout, wrapping and world size, and back to the same bytes."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fsdpckpt
+from tests.e2e.flattened.cases import Variant, files, load
+from tests.oracle.compare import differences
+from tests.oracle.session import Oracle
+
+MIX = ("nested", "transformer", "ignored", "frozen_unit", "mixed", "tiny", "same_sized")
+BOTH = [Variant(name, orig) for name, orig in itertools.product(MIX, (True, False))]
+WORLDS = [(4, 3), (3, 16), (2, 5)]
+
+
+def flattened(source: Path, target: Path, world_size: int, **options: Any) -> Path:
+    fsdpckpt.convert(source, target, to="flattened", world_size=world_size, **options)
+    return target
+
+
+def named(variant: Variant) -> pytest.ParameterSet:
+    return pytest.param(variant, id=variant.name)
+
+
+@pytest.mark.parametrize("variant", [named(variant) for variant in BOTH])
+def test_slices_become_the_dtensor_files_that_fsdp_saves_over_a_mesh(
+    oracle: Oracle, tmp_path: Path, variant: Variant
+) -> None:
+    directory = variant.directory(oracle, 3)
+    fsdpckpt.convert(
+        directory / "flat", tmp_path / "ranks", to="sharded", container="torch", world_size=3, key_type="name"
+    )
+    for section, rank in itertools.product(("model", "optim"), range(3)):
+        name = f"{section}_world_size_3_rank_{rank}.pt"
+        found, expected = (
+            torch.load(place / name, weights_only=False) for place in (tmp_path / "ranks", directory / "sharded")
+        )
+        for content in (found, expected) if section == "optim" else ():
+            for group in content["param_groups"]:
+                group.pop("param_names", None)  # names of a model wrapped in another way
+        assert differences(found, expected, f"{section} of rank {rank}") == []
+
+
+@pytest.mark.parametrize("form", ["flat", "mix", "sharded"])
+@pytest.mark.parametrize("variant", [named(variant) for variant in BOTH])
+def test_every_form_of_one_run_becomes_the_same_slices(
+    oracle: Oracle, tmp_path: Path, variant: Variant, form: str
+) -> None:
+    directory = variant.directory(oracle, 3)
+    options = {"units": directory / "units.json", "key_type": "id"}
+    one = flattened(directory / "truth.pt", tmp_path / "one", 5, **options)
+    other = flattened(directory / form, tmp_path / "other", 5, **options)
+    for rank in range(5):
+        model, optimizer = (f"{section}_world_size_5_rank_{rank}.pt" for section in ("model", "optim"))
+        assert (one / model).read_bytes() == (other / model).read_bytes()
+        assert differences(load(other / optimizer), load(one / optimizer)) == []  # states come in another order
+
+
+@pytest.mark.parametrize("container", ["dcp", "torch"])
+@pytest.mark.parametrize("variant", [named(variant) for variant in BOTH])
+def test_through_sharded_files_and_back_the_slices_are_the_same_bytes(
+    oracle: Oracle, tmp_path: Path, variant: Variant, container: str
+) -> None:
+    directory = variant.directory(oracle, 3)
+    source, options = directory / "flat", {"units": directory / "units.json", "key_type": "id"}
+    if container == "dcp":  # which keeps no ``_metadata`` of modules: away with it first
+        fsdpckpt.convert(source, tmp_path / "bare", to="full", container="dcp", key_type="name")
+        source = tmp_path / "bare"
+    before = flattened(source, tmp_path / "before", 3, **options)
+    fsdpckpt.convert(before, tmp_path / "sharded", to="sharded", container=container, world_size=4, key_type="name")
+    after = flattened(tmp_path / "sharded", tmp_path / "after", 3, **options)
+    assert files(before) == files(after)
+
+
+@pytest.mark.parametrize(("one", "other"), WORLDS)
+@pytest.mark.parametrize("variant", [named(variant) for variant in BOTH])
+def test_on_other_ranks_and_back_the_slices_are_the_same_bytes(
+    oracle: Oracle, tmp_path: Path, variant: Variant, one: int, other: int
+) -> None:
+    first = flattened(variant.directory(oracle, one) / "flat", tmp_path / "first", one)
+    there = flattened(first, tmp_path / "there", other)
+    back = flattened(there, tmp_path / "back", one)
+    assert files(first) == files(back)
+
+
+@pytest.mark.parametrize("orig", [True, False])
+@pytest.mark.parametrize("name", ["nested", "unused"])
+def test_one_rank_becomes_eight_and_eight_one(oracle: Oracle, tmp_path: Path, name: str, orig: bool) -> None:
+    directory = Variant(name, orig).directory(oracle, 1)
+    eight = flattened(directory / "flat", tmp_path / "eight", 8)
+    one = flattened(eight, tmp_path / "one", 1)
+    for section in ("model", "optim"):
+        file = f"{section}_world_size_1_rank_0.pt"
+        assert differences(load(one / file), load(directory / "flat" / file), section) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (Variant("nested", True), Variant("nested", False)),
+        (Variant("nested", False), Variant("nested", True)),
+        (Variant("nested", True), Variant("rewrapped", True)),
+        (Variant("rewrapped", False), Variant("nested", True)),
+        (Variant("nested", True), Variant("outside", False)),
+        (Variant("nested", False), Variant("no_shard", True)),
+        (Variant("mixed", True), Variant("nested", False)),
+        (Variant("transformer", False), Variant("transformer", True)),
+        (Variant("channels_last", True), Variant("channels_last", False)),
+    ],
+    ids=lambda variant: variant.name,
+)
+def test_wrapped_in_another_way_and_back_the_slices_are_the_same_bytes(
+    oracle: Oracle, tmp_path: Path, source: Variant, target: Variant
+) -> None:
+    ours, theirs = (variant.units(oracle) for variant in (source, target))
+    first = flattened(source.directory(oracle, 3) / "flat", tmp_path / "first", 3, units=ours, key_type="id")
+    there = flattened(first, tmp_path / "there", 4, units=theirs, key_type="id")
+    back = flattened(there, tmp_path / "back", 3, units=ours, key_type="id")
+    assert files(there) != {}
+    assert files(first) == files(back)
+
+
+@pytest.mark.parametrize("orig", [True, False])
+def test_no_units_file_is_needed_to_flatten_when_the_wrapped_modules_are_named(
+    oracle: Oracle, tmp_path: Path, orig: bool
+) -> None:
+    variant = Variant("nested", orig)
+    directory = variant.directory(oracle, 3)
+    one = flattened(directory / "sharded", tmp_path / "one", 4, units=variant.units(oracle), key_type="id")
+    globs = ("outer", "outer.inner")
+    other = flattened(directory / "sharded", tmp_path / "other", 4, unit=globs, use_orig_params=orig, key_type="id")
+    assert files(one) == files(other)
+
+
+@pytest.mark.parametrize("variant", [named(variant) for variant in BOTH])
+def test_slices_and_the_full_state_are_compared_as_the_same_checkpoint(
+    oracle: Oracle, tmp_path: Path, variant: Variant
+) -> None:
+    directory = variant.directory(oracle, 3)
+    other = variant.directory(oracle, 2) / "truth.pt"
+    compared = fsdpckpt.diff(directory / "flat", directory / "truth.pt")
+    # Names of the wrapped model, where an optimizer was built from them, say nothing about the full one.
+    assert [entry for entry in compared.entries if entry.sigil != "=" and "param_names" not in entry.key] == []
+    assert not fsdpckpt.diff(directory / "flat", other).same
+    assert fsdpckpt.verify(directory / "flat").whole
+
+
+def test_a_full_verification_of_slices_finds_nothing_wrong(oracle: Oracle, tmp_path: Path) -> None:
+    directory = Variant("transformer", True).directory(oracle, 3)
+    assert flattened(directory / "flat", tmp_path / "ranks", 4, verify="full").is_dir()
+    assert fsdpckpt.verify(tmp_path / "ranks").whole
+    assert fsdpckpt.diff(directory / "flat", tmp_path / "ranks").same

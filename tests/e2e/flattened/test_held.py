@@ -1,0 +1,107 @@
+"""What is written for rank r of N is what real FSDP1 holds there: on Gloo for 1 to 4 ranks, played for more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.e2e.flattened.cases import Case, Variant, held_results
+from tests.oracle.flat_scenarios import SCENARIOS
+from tests.oracle.session import Oracle
+
+EVERY = [Variant(entry.name, orig) for entry in SCENARIOS for orig in entry.orig]
+FAR = [v for v in EVERY if v.scenario in ("nested", "tiny")]
+DEEP = [v for v in EVERY if v.scenario in ("nested", "tiny", "transformer", "mixed", "channels_last", "ignored")]
+NOT_LOADED = ("odd_states", "named", "keyed", "hybrid", "adagrad", "frozen_all")  # torch.optim cannot take these
+OTHER_WRAP = [("nested", "rewrapped"), ("rewrapped", "nested"), ("nested", "outside"), ("nested", "no_shard")]
+OTHER_WRAP += [
+    ("no_shard", "nested"),
+    ("nested", "mixed"),
+    ("mixed", "nested"),
+    ("nested", "grad_op"),
+    ("grad_op", "nested"),
+]
+SOME_RANKS = {16: (0, 1, 7, 14, 15), 64: (0, 1, 30, 62, 63), 512: (0, 1, 40, 90, 510, 511)}
+
+
+def _fits(variant: Variant, world: int) -> bool:
+    return variant.entry.group is None or world % variant.entry.group == 0
+
+
+def _trained(variant: Variant, *wanted: int) -> int:
+    """The first of these world sizes it was trained at, else its last."""
+    return next((world for world in wanted if world in variant.entry.worlds), variant.entry.worlds[-1])
+
+
+def _live(onto: int) -> Iterator[Case]:
+    """Full and flattened files of other worlds, for ``onto`` real ranks."""
+    source = {1: 3, 2: 3, 3: 4, 4: 3}[onto]
+    for variant in EVERY:
+        if not _fits(variant, onto):
+            continue
+        world = _trained(variant, source)
+        load = variant.scenario not in NOT_LOADED and onto > 1
+        if onto in (1, 4):
+            yield Case(variant, world, "truth.pt", variant, onto, load=False)
+        elif variant.entry.group is None:
+            yield Case(variant, world, "flat", variant, onto, load=load)
+    for one, other in OTHER_WRAP if onto in (2, 3) else ():
+        for orig in (True, False):
+            target = Variant(other, orig)
+            yield Case(Variant(one, not orig), _trained(Variant(one, orig), 3), "flat", target, onto, load=True)
+
+
+def _played(onto: int) -> Iterator[Case]:
+    ranks = SOME_RANKS.get(onto, ())
+    for variant in EVERY if onto in (5, 8) else FAR if onto == 512 else DEEP:
+        if _fits(variant, onto):
+            form = "truth.pt" if onto in (5, 64) or variant.entry.group else "flat"
+            yield Case(variant, _trained(variant, 1 if onto == 8 else 3), form, variant, onto, ranks)
+    for one, other in OTHER_WRAP if onto == 16 else ():
+        for orig in (True, False):
+            yield Case(
+                Variant(one, not orig), _trained(Variant(one, orig), 3), "flat", Variant(other, orig), onto, ranks
+            )
+    if onto == 8:
+        for variant in EVERY:
+            if variant.entry.mix and variant.entry.group is None:
+                yield Case(variant, 3, "sharded", variant, onto)
+
+
+LIVE = {onto: list(_live(onto)) for onto in (1, 2, 3, 4)}
+PLAYED = {onto: list(_played(onto)) for onto in (5, 8, 16, 64, 512)}
+
+
+def _parameters(tables: dict[int, list[Case]]) -> list[object]:
+    return [pytest.param(onto, case, id=case.id) for onto, cases in tables.items() for case in cases]
+
+
+Results = Callable[[int], dict[str, list[str]]]
+
+
+@pytest.fixture
+def live(oracle: Oracle) -> Results:
+    return lambda onto: held_results(oracle, f"flattened-live-{onto}", LIVE[onto], live=True)
+
+
+@pytest.fixture
+def played(oracle: Oracle) -> Results:
+    return lambda onto: held_results(oracle, f"flattened-played-{onto}", PLAYED[onto])
+
+
+@pytest.mark.parametrize(("onto", "case"), _parameters(LIVE))
+def test_a_real_rank_holds_what_was_written_for_it_and_trains_on(live: Results, onto: int, case: Case) -> None:
+    assert live(onto)[case.id] == []
+
+
+@pytest.mark.parametrize(("onto", "case"), _parameters(PLAYED))
+def test_a_rank_of_a_larger_world_holds_what_was_written_for_it(played: Results, onto: int, case: Case) -> None:
+    assert played(onto)[case.id] == []
+
+
+@pytest.mark.parametrize("onto", [2, 16])
+def test_the_comparison_notices_the_weights_of_another_run(live: Results, played: Results, onto: int) -> None:
+    results = live(onto) if onto in LIVE else played(onto)
+    for section in ("model", "optim"):
+        assert any(section in problem and "differ" in problem for problem in results["control"])

@@ -1,0 +1,221 @@
+"""Units files: the round trip is the identity, and every way to be wrong is found, named and placed."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+
+from fsdpckpt.errors import SourceCorruptError, SourceError, SourceUnrecognisedError, SourceUnsupportedError
+from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.units import Strategy, Unit, UnitParam, Units
+from fsdpckpt.ir.units_flaws import flaws
+from fsdpckpt.ir.units_json import decode, encode, loads, render
+from tests.ir.units_strategy import any_units
+
+F32, BF16 = DTYPES["float32"], DTYPES["bfloat16"]
+EXAMPLE = Units(
+    units=(
+        Unit("", (UnitParam("e.weight", (17, 9), F32), UnitParam("h.bias", (3,), F32)), Strategy.FULL_SHARD, BF16),
+        Unit("l.0", (UnitParam("l.0.c.weight", (2, 4, 5, 3), F32, (60, 1, 12, 4), False),), Strategy.NO_SHARD),
+    ),
+    use_orig_params=True,
+    parameters=("e.weight", "l.0.c.weight", "free", "h.bias"),
+    unmanaged=(UnitParam("free", (7,), BF16),),
+    shared=(("h.weight", "e.weight"),),
+    groups=(("h.bias", "free"), ("e.weight",)),
+    world_size=5,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(any_units())
+def test_what_was_written_is_read_back(units: Units) -> None:
+    assert flaws(units) == []
+    assert decode(encode(units), source="units.json") == units
+    text = render(encode(units, how=["from a checkpoint"]))
+    assert loads(text.encode(), source="units.json") == units
+    assert json.loads(text) == encode(units, how=["from a checkpoint"])
+
+
+def test_a_units_file_is_for_people_too() -> None:
+    lines = render(encode(EXAMPLE)).splitlines()
+    assert '    {"name": "e.weight", "shape": [17, 9], "dtype": "float32"},' in lines
+    assert ' "format": "fsdpckpt-units",' in lines
+    stride = '{"name": "l.0.c.weight", "shape": [2, 4, 5, 3], "dtype": "float32", "stride": [60, 1, 12, 4], '
+    assert f'    {stride}"requires_grad": false}}' in lines
+    assert max(map(len, lines)) < 140
+
+
+def wrong(change: Callable[[Any], object]) -> SourceCorruptError:
+    document = copy.deepcopy(encode(EXAMPLE))
+    change(document)
+    with pytest.raises(SourceCorruptError) as error:
+        decode(document, source="runs/units.json")
+    assert error.value.exit_code == 3
+    assert error.value.file == "runs/units.json"
+    assert "runs/units.json" in error.value.what
+    return error.value
+
+
+def setting(*path: str | int, to: object) -> Callable[[Any], None]:
+    def change(document: Any) -> None:
+        for step in path[:-1]:
+            document = document[step]
+        document[path[-1]] = to
+
+    return change
+
+
+PARAM = ("units", 0, "params", 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("use_orig_params",), 1),
+        (("use_orig_params",), None),
+        (("world_size",), 0),
+        (("world_size",), True),
+        (("world_size",), 2.0),
+        (("shard_size",), "2"),
+        (("shard_size",), 10**30),
+        (("units",), {}),
+        (("units", 1), []),
+        (("units", 1, "prefix"), 3),
+        (("units", 1, "strategy"), "FULL_SHARD"),
+        (("units", 1, "param_dtype"), "torch.float32"),
+        (("units", 1, "params"), None),
+        ((*PARAM, "name"), None),
+        ((*PARAM, "shape"), [17, -9]),
+        ((*PARAM, "shape"), [17, 9.0]),
+        ((*PARAM, "shape"), [2**40, 2**40]),
+        ((*PARAM, "shape"), "17x9"),
+        ((*PARAM, "dtype"), "float33"),
+        ((*PARAM, "dtype"), ["float32"]),
+        ((*PARAM, "stride"), [True, 1]),
+        ((*PARAM, "requires_grad"), "no"),
+        (("unmanaged", 0, "dtype"), None),
+        (("shared", 0), ["h.weight"]),
+        (("shared", 0), ["h.weight", 1]),
+        (("parameters",), "e.weight"),
+        (("parameters", 1), 1),
+        (("groups", 0), {}),
+        (("groups",), 7),
+        (("program",), 0),
+        (("how",), "guessed"),
+    ],
+)
+def test_a_field_of_another_type_is_named(path: tuple[str | int, ...], value: object) -> None:
+    error = wrong(setting(*path, to=value))
+    place = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).lstrip(".")
+    assert error.key is not None
+    assert place.startswith(error.key)
+
+
+@pytest.mark.parametrize("name", ["units", "use_orig_params", "unmanaged", "shared", "parameters"])
+def test_a_field_left_out_is_named(name: str) -> None:
+    assert wrong(lambda document: document.pop(name)).key == name
+
+
+def test_a_misspelt_field_is_not_the_same_as_one_left_out() -> None:
+    assert wrong(setting("units", 0, "params", 1, "require_grad", to=False)).key == "units[0].params[1].require_grad"
+    assert wrong(setting("wolrd_size", to=4)).key == "wolrd_size"
+
+
+def test_all_wrong_fields_are_listed() -> None:
+    def change(document: Any) -> None:
+        document["units"][0]["params"][0]["shape"] = None
+        document["units"][1]["strategy"] = "none"
+        document["world_size"] = -1
+
+    error = wrong(change)
+    assert [detail.partition(":")[0] for detail in error.details] == [
+        "units[0].params[0].shape",
+        "units[1].strategy",
+        "world_size",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (setting(*PARAM, "name", to="h.bias"), "parameter h.bias is listed 2 times"),
+        (setting("parameters", 0, to="h.bias"), "parameters: e.weight is missing"),
+        (setting("parameters", 0, to="other"), "other is in no unit"),
+        (setting("units", 1, "prefix", to="l.1"), "l.0.c.weight is outside of it"),
+        (setting("units", 1, "prefix", to=""), "unit '' is listed 2 times"),
+        (setting("units", 1, "params", to=[]), "unit 'l.0' has no parameters"),
+        (setting(*PARAM, "dtype", to="bfloat16"), "one dtype"),
+        (setting("groups", 0, 0, to="l.0._flat_param"), "l.0._flat_param is no parameter"),
+        (setting("groups", 1, 0, to="free"), "free is in 2 places"),
+        (setting("shared", 0, 1, to="gone"), "gone, whose other name is h.weight"),
+        (setting("shared", 0, 0, to="h.bias"), "h.bias is another name of e.weight"),
+        (setting("shard_size", to=2), "no whole number of sharding groups"),
+        (setting("units", 1, "params", 0, "stride", to=[60, 1, 12]), "3 strides for 4 dimensions"),
+        (setting("units", 1, "params", 0, "stride", to=[60, 1, 12, 8]), "leave gaps"),
+        (setting("units", 1, "params", 0, "stride", to=[0, 0, 0, 0]), "leave gaps"),
+    ],
+)
+def test_fields_that_contradict_each_other_are_told(change: Callable[[Any], object], said: str) -> None:
+    error = wrong(change)
+    assert any(said in text for text in (error.what, *error.details))
+
+
+def test_flat_parameters_are_the_keys_of_groups_without_original_parameters() -> None:
+    document: Any = encode(EXAMPLE)
+    document["use_orig_params"] = False
+    document["groups"] = [["l.0._flat_param", "free"], ["_flat_param"]]
+    assert decode(document, source="x").groups == (("l.0._flat_param", "free"), ("_flat_param",))
+    document["groups"][0].append("e.weight")
+    with pytest.raises(SourceCorruptError, match=r"e\.weight is no flat parameter"):
+        decode(document, source="x")
+    document["groups"] = None
+    document["units"][0]["params"][0]["requires_grad"] = False
+    with pytest.raises(SourceCorruptError, match=r"only one of e\.weight and h\.bias requires gradients"):
+        decode(document, source="x")
+
+
+@pytest.mark.parametrize("document", [{}, [], None, 7, "fsdpckpt-units", {"format": "units"}, {"format": ["x"]}])
+def test_another_document_is_not_taken_for_units(document: object) -> None:
+    with pytest.raises(SourceUnrecognisedError) as error:
+        decode(document, source="config.json")
+    assert error.value.key == "format"
+
+
+def test_a_later_version_is_refused_and_no_version_is_wrong() -> None:
+    with pytest.raises(SourceUnsupportedError):
+        decode(encode(EXAMPLE) | {"version": 2}, source="x")
+    for version in (None, "1", 0, True):
+        with pytest.raises(SourceCorruptError):
+            decode(encode(EXAMPLE) | {"version": version}, source="x")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe",
+        b"\x80\x02}q\x00.",
+        b"[" * 200_000,
+        b'{"format": "fsdpckpt-units", "format": "fsdpckpt-units"}',
+        b'{"a":' * 100_000,
+        b"9" * 5000,
+        render(encode(EXAMPLE)).encode()[:-30],
+    ],
+)
+def test_bytes_that_are_no_json_are_an_error_that_names_the_file(data: bytes) -> None:
+    with pytest.raises(SourceError) as error:
+        loads(data, source="runs/units.json")
+    assert error.value.file == "runs/units.json"
+
+
+def test_not_a_number_is_no_number() -> None:
+    text = render(encode(EXAMPLE)).replace('"world_size": 5', '"world_size": NaN')
+    with pytest.raises(SourceCorruptError, match="world_size"):
+        loads(text.encode(), source="x")

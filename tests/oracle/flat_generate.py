@@ -1,0 +1,150 @@
+"""Real flattened checkpoints of every scenario at one world size: ``torchrun -m tests.oracle.flat_generate DIRECTORY``.
+
+``DIRECTORY/<scenario>-<orig|flat>/``:
+
+flat/         per-rank files: the optimizer's own state dict, the model's LOCAL_STATE_DICT (where FSDP can give one)
+raw/          only the optimizer files
+mix/          DTensor model files beside the optimizer's own state dicts and extra state, as verl saves
+sharded/      DTensor model files and DTensor optimizer files by name
+dcp_local/    the LOCAL_STATE_DICT through ``dcp.save``
+truth.pt      ``{"model", "optimizer"}``, full, by name, from the live model
+layout.json   what FSDP says about its units; ``layout_R.json``: which slices rank R holds; ``shards_R.pt``: its shards
+units.json    what ``fsdpckpt.save_units`` writes, here and in flat/
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections import OrderedDict
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardedStateDictConfig, StateDictType
+
+from fsdpckpt import save_units
+from tests.oracle.compare import differences, plain
+from tests.oracle.flat_scenarios import Scenario, variants
+from tests.oracle.flat_train import Run, flat_parameters, full, is_sharded, local, trained
+from tests.oracle.process import quiet_worker
+from tests.oracle.toy import clean
+
+LIMIT = 170.0  # seconds for all scenarios of one world size
+
+
+class Place:
+    """The directory of one scenario and this rank's files in it."""
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+
+    def path(self, *parts: str) -> str:
+        path = os.path.join(self.directory, *parts)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        return path
+
+    def save(self, form: str, **sections: Any) -> None:
+        for section, content in sections.items():
+            torch.save(content, self.path(form, f"{section}_world_size_{self.world}_rank_{self.rank}.pt"))
+
+
+def layout(run: Run) -> list[dict[str, Any]]:
+    """What FSDP says about every unit, the same on every rank."""
+    return [
+        {
+            "key": key,
+            "names": [key.removesuffix("_flat_param") + name for name in flat._fqns],
+            "shapes": [list(shape) for shape in flat._shapes],
+            "strides": [list(stride) for stride in flat._strides],
+            "total": flat._unpadded_unsharded_size.numel(),
+            "shard": flat._sharded_size.numel(),
+        }
+        for key, flat in flat_parameters(run[0]).items()
+    ]
+
+
+def ids(run: Run) -> list[str]:
+    """What the optimizer's ids stand for: original names, or keys of flat parameters."""
+    names = {parameter: clean(name) for name, parameter in run[0].named_parameters()}
+    return [names[parameter] for group in run[1].param_groups for parameter in group["params"]]
+
+
+def slices(run: Run) -> dict[str, list[list[int] | None]]:
+    """For each unit and parameter [offset in the shard, first element, last element] on this rank, None without any."""
+    return {
+        key: [
+            [info.offset_in_shard, info.intra_param_start_idx, info.intra_param_end_idx] if info.in_shard else None
+            for info in flat._shard_param_infos
+        ]
+        for key, flat in flat_parameters(run[0]).items()
+    }
+
+
+def make(place: Place, entry: Scenario, *, orig: bool) -> None:
+    run = trained(entry, orig=orig)
+    model, optimizer = run
+    gathered = full(run)
+    truth = plain(gathered)
+    truth["model"] = OrderedDict(truth["model"])
+    truth["model"]._metadata = gathered["model"]._metadata  # what ``Module.load_state_dict`` looks at
+    states = optimizer.state_dict()
+    weights = {} if entry.group is not None else {"model": local(model)}  # HYBRID_SHARD has no LOCAL form
+    place.save("flat", optim=states, **weights)
+    place.save("raw", optim=states)
+    if weights and is_sharded(entry):
+        dcp.save(weights, checkpoint_id=place.path("dcp_local", "")[:-1])
+    shards = {key: flat.detach().clone() for key, flat in flat_parameters(model).items()}
+    torch.save(shards, place.path(f"shards_{place.rank}.pt"))
+    with open(place.path(f"layout_{place.rank}.json"), "w") as file:
+        json.dump(slices(run), file)
+    if place.rank == 0:
+        torch.save(truth, place.path("truth.pt"))
+        with open(place.path("layout.json"), "w") as file:
+            about = {"units": layout(run), "ids": ids(run), "sharded": is_sharded(entry), "group": entry.group}
+            json.dump(about, file)
+    for beside in ("", "flat"):
+        save_units(*run, place.path(beside, "units.json"))
+    if entry.mix:
+        mix(place, entry, states, orig=orig)
+
+
+def mix(place: Place, entry: Scenario, states: dict[str, Any], *, orig: bool) -> None:
+    """The same training again over a device mesh, which FSDP needs to save DTensors."""
+    model, optimizer = trained(entry, orig=orig, mesh=True)
+    problems = differences(optimizer.state_dict(), states)
+    if problems:
+        raise AssertionError(f"training over a mesh gave other states: {problems[:5]}")
+    with FullyShardedDataParallel.state_dict_type(
+        model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(offload_to_cpu=False)
+    ):
+        weights = model.state_dict()
+        named = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+    place.save("sharded", model=weights, optim=named)
+    extra = {"rng": {"cpu": torch.get_rng_state()}, "lr_scheduler": {"last_epoch": 2, "base_lrs": [0.01]}}
+    place.save("mix", model=weights, optim=states, extra_state=extra)
+
+
+def main() -> None:
+    directory, *wanted = sys.argv[1:]
+    quiet_worker(limit=LIMIT)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=40))
+    for entry, orig in variants(dist.get_world_size()):
+        name = f"{entry.name}-{'orig' if orig else 'flat'}"
+        if wanted and name not in wanted:
+            continue
+        try:
+            make(Place(os.path.join(directory, name)), entry, orig=orig)
+        except Exception:  # noqa: BLE001 - said again with the scenario's name
+            raise AssertionError(f"{name}:\n{traceback.format_exc()}") from None
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

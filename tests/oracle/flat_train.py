@@ -1,0 +1,169 @@
+"""Wrap a scenario's model with real FSDP1, train it, and take its state dicts in every form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    LocalStateDictConfig,
+    MixedPrecision,
+    ShardingStrategy,
+    StateDictType,
+)
+from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.optim import Optimizer
+
+from tests.oracle.flat_models import fill
+from tests.oracle.flat_scenarios import Scenario
+
+__all__ = [
+    "Run",
+    "built",
+    "flat_parameters",
+    "full",
+    "is_sharded",
+    "local",
+    "sharding_groups",
+    "started",
+    "step",
+    "trained",
+    "wrap",
+]
+
+STEPS = 2
+Run = tuple[nn.Module, Optimizer]
+
+
+def built(entry: Scenario, seed: int = 0) -> nn.Module:
+    """The bare model, with the random weights of ``seed``, before FSDP sees it."""
+    model = entry.build()
+    fill(model, seed)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(entry.frozen is None or not entry.frozen(name))
+    return model
+
+
+def sharding_groups(size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """The (sharding, replicating) groups of this rank; every rank must make all of them."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    shards = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
+    replicas = [dist.new_group(list(range(place, world, size))) for place in range(size)]
+    return shards[rank // size], replicas[rank % size]
+
+
+def _mesh(entry: Scenario) -> DeviceMesh:
+    world = dist.get_world_size()
+    if entry.group is None:
+        return init_device_mesh("cpu", (world,))
+    return init_device_mesh("cpu", (world // entry.group, entry.group), mesh_dim_names=("ddp", "fsdp"))
+
+
+def wrap(entry: Scenario, model: nn.Module, *, orig: bool, mesh: bool = False) -> nn.Module:
+    """The model under FSDP1 as the scenario says; ``mesh`` makes it save DTensors instead of ShardedTensors."""
+    where: dict[str, Any] = {}
+    if mesh:
+        where["device_mesh"] = _mesh(entry)
+    elif entry.group is not None:
+        where["process_group"] = sharding_groups(entry.group)
+    named = dict(model.named_parameters())
+    chosen = {model.get_submodule(name) for name in entry.units if name}
+    options = {
+        **where,
+        "auto_wrap_policy": CustomPolicy(lambda module: module in chosen),
+        "sharding_strategy": entry.strategy,
+        "mixed_precision": MixedPrecision(param_dtype=entry.param_dtype, reduce_dtype=torch.float32)
+        if entry.param_dtype
+        else None,
+        "ignored_states": [named[name] for name in entry.ignored] or None,
+        "use_orig_params": orig,
+        "device_id": torch.device("cpu"),
+    }
+    if "" in entry.units:
+        return FullyShardedDataParallel(model, **options)
+    for name, child in list(model.named_children()):
+        if child in chosen:
+            setattr(model, name, FullyShardedDataParallel(child, **options))
+    return model
+
+
+def started(entry: Scenario, *, orig: bool, seed: int = 0, mesh: bool = False) -> Run:
+    """A wrapped model and an optimizer that has taken no step."""
+    model = wrap(entry, built(entry, seed), orig=orig, mesh=mesh)
+    return model, entry.optimizer(model)
+
+
+def step(run: Run, *, number: int) -> None:
+    """One step on random data of this rank; what FSDP does not manage gets the mean gradient, as under DDP."""
+    model, optimizer = run
+    generator = torch.Generator().manual_seed(100 * number + dist.get_rank())
+    # The model of a scenario computes its own loss; FSDP passes arguments on.
+    model(generator).backward()
+    managed = {id(parameter) for module in FullyShardedDataParallel.fsdp_modules(model) for parameter in _own(module)}
+    for parameter in model.parameters():
+        if id(parameter) not in managed and parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+    optimizer.step()
+    model.zero_grad(set_to_none=True)
+
+
+def _own(module: FullyShardedDataParallel) -> Iterator[nn.Parameter]:
+    if module._handle is not None:
+        yield module._handle.flat_param
+        yield from module._handle.flat_param._params or ()
+
+
+def trained(entry: Scenario, *, orig: bool, mesh: bool = False) -> Run:
+    """A run after its training steps, on whatever world size this is."""
+    run = started(entry, orig=orig, mesh=mesh)
+    for number in range(STEPS):
+        step(run, number=number)
+    if entry.name == "odd_states":
+        history = [1, 2.5] if orig else (1, 2.5)  # FSDP1 hashes values to flatten them: no lists
+        for states in run[1].state.values():
+            states.update(master=None, kind="dense", calls=3, history=history, ratio=0.25)
+    return run
+
+
+def full(run: Run) -> dict[str, Any]:
+    """The full model and optimizer by name, on every rank, as FSDP1 gives them."""
+    model, optimizer = run
+    # offload_to_cpu=True on a CPU run segfaults for models and aliases exp_avg with exp_avg_sq for optimizers.
+    with FullyShardedDataParallel.state_dict_type(
+        model,
+        StateDictType.FULL_STATE_DICT,
+        FullStateDictConfig(offload_to_cpu=False, rank0_only=False),
+        FullOptimStateDictConfig(offload_to_cpu=False, rank0_only=False),
+    ):
+        return {"model": model.state_dict(), "optimizer": FullyShardedDataParallel.optim_state_dict(model, optimizer)}
+
+
+def local(model: nn.Module) -> dict[str, Any]:
+    """This rank's ``LOCAL_STATE_DICT``."""
+    with FullyShardedDataParallel.state_dict_type(
+        model, StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig(offload_to_cpu=False)
+    ):
+        return model.state_dict()
+
+
+def flat_parameters(model: nn.Module) -> dict[str, Any]:
+    """Every unit's flat parameter by the key a ``LOCAL_STATE_DICT`` gives it, in the order of modules."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
+            path = [word for word in name.split(".") if word and word != "_fsdp_wrapped_module"]
+            found[".".join([*path, "_flat_param"])] = module._handle.flat_param
+    return found
+
+
+def is_sharded(entry: Scenario) -> bool:
+    """Whether ranks hold different shards; FSDP turns every strategy into NO_SHARD when one rank would shard alone."""
+    return entry.strategy != ShardingStrategy.NO_SHARD and (entry.group or dist.get_world_size()) > 1

@@ -1,0 +1,327 @@
+"""FSDP1's slices as they are read, before anyone knows what they are slices of."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, StateDictType
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from fsdpckpt.ir.checkpoint import LOOSE, Checkpoint, Layout, Section
+from fsdpckpt.ir.tensors import SLICES, Tensor
+from tests.readers.contents import Held, held, opened, raw
+from tests.readers.played_ranks import as_rank
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+
+
+def golden(form: str, target: Path) -> Path:
+    return Path(shutil.copytree(GOLDEN / form, target, ignore=shutil.ignore_patterns("truth")))
+
+
+def save(directory: Path, world: int, state_of: Callable[[int], Any], section: str = "optim") -> Path:
+    directory.mkdir(exist_ok=True)
+    for rank in range(world):
+        with as_rank(rank, world):
+            torch.save(state_of(rank), directory / f"{section}_world_size_{world}_rank_{rank}.pt")
+    return directory
+
+
+def randn(*shape: int, rank: int = 0, seed: int = 0) -> torch.Tensor:
+    """Of every rank and seed others."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1000 * rank + seed))
+
+
+def optimizer(state: dict[Any, Any], count: int | None = None) -> dict[str, Any]:
+    return {
+        "state": state,
+        "param_groups": [{"lr": 0.1, "params": list(range(len(state) if count is None else count))}],
+    }
+
+
+def leaf(checkpoint: Checkpoint, key: int | str, state: str) -> Tensor:
+    assert checkpoint.optim is not None
+    found = checkpoint.optim.state[key][state]
+    assert isinstance(found, Tensor)
+    return found
+
+
+def placements(checkpoint: Checkpoint) -> set[str]:
+    return {named.tensor.placement for named in checkpoint.tensors() if named.tensor.ndim}
+
+
+# Real files
+
+
+RAW = ["torch-2.4/f1_flat_raw", "torch-2.4/f1_orig_raw", "torch-2.1/f1_orig_raw", "torch-2.4/f1_orig_local"]
+RAW += ["torch-2.4/f1_tiny_f", "torch-2.4/f1_tiny_o", "torch-2.4/f1_nested_o", "torch-2.1/f1_flat_local"]
+
+
+@pytest.mark.parametrize("form", RAW)
+def test_the_slices_of_real_optimizers_are_the_ranks_tensors_one_after_the_other(form: str, tmp_path: Path) -> None:
+    directory = golden(form, tmp_path / "c")
+    ranks = [torch.load(path, weights_only=True) for path in sorted(directory.glob("optim_*.pt"))]
+    found = opened(directory)
+    assert found.optim is not None
+    assert (found.layout, found.world_size, found.problems) == (Layout.FLATTENED, len(ranks), ())
+    assert list(found.optim.state) == sorted({key for rank in ranks for key in rank["state"]})
+    for key, entry in found.optim.state.items():
+        own = [rank["state"].get(key, {}) for rank in ranks]
+        for name, tensor in entry.items():
+            assert isinstance(tensor, Tensor)
+            have = [number for number, states in enumerate(own) if name in states]
+            pieces = [own[number][name] for number in have]
+            assert tensor.pieces.rank.tolist() == have
+            if name == "step":
+                assert (tensor.placement, held(tensor, found.files)) == ("whole", raw(pieces[0]))
+                continue
+            assert (tensor.placement, tensor.managed) == (SLICES, True)
+            assert tensor.pieces.size[:, 0].tolist() == [len(piece) for piece in pieces]
+            assert held(tensor, found.files) == raw(torch.cat(pieces))
+    assert held(found.optim.param_groups, found.files) == held(ranks[0]["param_groups"], ())
+
+
+@pytest.mark.parametrize("form", ["torch-2.1/f1_flat_local", "torch-2.4/f1_orig_local"])
+def test_local_state_dicts_hold_flat_parameters_and_slices_beside_them(form: str, tmp_path: Path) -> None:
+    found = opened(golden(form, tmp_path / "c"))
+    assert found.model is not None
+    flat = {key: tensor for key, tensor in found.model.params.items() if key.endswith("_flat_param")}
+    assert set(flat) == {"_flat_param", "l.0._flat_param", "l.1._flat_param"}
+    for tensor in flat.values():
+        assert isinstance(tensor, Tensor) and tensor.placement.startswith("ShardedTensor")
+        assert tensor.pieces.rank.tolist() == [0, 1]
+        assert tensor.pieces.start[1, 0] == tensor.pieces.size[0, 0]
+        assert tensor.pieces.size.sum() == tensor.numel
+    beside = {key: tensor for key, tensor in found.model.params.items() if key not in flat}
+    assert all(isinstance(tensor, Tensor) and tensor.placement == SLICES for tensor in beside.values())
+    assert set(beside) == {"buf"} if "flat" in form else len(beside) == 14
+    if "orig" in form:
+        truth = torch.load(GOLDEN / form / "truth" / "full.pt", weights_only=False)["model"]
+        for key, tensor in beside.items():
+            whole = Held(raw(truth[key]), "float32", (truth[key].numel(),))
+            assert key == "buf" or held(tensor, found.files) == whole
+
+
+# FSDP1 of this torch, on the fake process group
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(5, 7), nn.Linear(7, 3)
+        self.register_buffer("mask", torch.arange(6.0))
+
+
+def wrapped(orig: bool, strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD, **more: Any) -> nn.Module:
+    torch.manual_seed(3)
+    model = Net()
+    options: dict[str, Any] = {
+        "use_orig_params": orig,
+        "sharding_strategy": strategy,
+        "device_id": torch.device("cpu"),
+        **more,
+    }
+    model.one = FullyShardedDataParallel(model.one, **options)  # type: ignore[assignment]
+    return FullyShardedDataParallel(model, **options)
+
+
+def stepped(model: nn.Module, rank: int) -> torch.optim.Optimizer:
+    found = torch.optim.AdamW(model.parameters(), foreach=False)
+    for number, parameter in enumerate(model.parameters()):
+        if parameter.numel():
+            parameter.grad = randn(*parameter.shape, rank=rank, seed=number)
+    found.step()
+    return found
+
+
+@pytest.mark.parametrize("orig", [False, True])
+@pytest.mark.parametrize("world", [2, 3, 7])
+def test_what_fsdp1_saves_on_any_number_of_ranks(orig: bool, world: int, tmp_path: Path) -> None:
+    states: list[Any] = []
+
+    def state_of(rank: int) -> Any:
+        states.append(stepped(wrapped(orig), rank).state_dict())
+        return states[-1]
+
+    found = opened(save(tmp_path / "c", world, state_of))
+    assert (found.layout, found.problems) == (Layout.FLATTENED, ())
+    assert found.optim is not None
+    for key, entry in found.optim.state.items():
+        pieces = [state["state"][key]["exp_avg"] for state in states if key in state["state"]]
+        assert held(entry["exp_avg"], found.files) == raw(torch.cat(pieces))
+        assert entry["exp_avg"].placement == SLICES  # type: ignore[union-attr]
+
+
+def test_hybrid_shards_are_kept_as_replicas_at_the_offsets_their_metadata_say(tmp_path: Path) -> None:
+    """The placements in ShardedTensor's metadata are ranks of a group there, and are not looked at."""
+
+    def state_of(rank: int) -> Any:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ddp", "fsdp"))
+        model = wrapped(
+            True, ShardingStrategy.HYBRID_SHARD, process_group=(mesh["fsdp"].get_group(), mesh["ddp"].get_group())
+        )
+        with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+            return model.state_dict()
+
+    found = opened(save(tmp_path / "c", 4, state_of, "model"))
+    assert found.problems == () and found.model is not None
+    weight = found.model.params["one.weight"]
+    assert isinstance(weight, Tensor)
+    assert weight.pieces.rank.tolist() == [0, 1, 2, 3]
+    assert weight.pieces.start[:, 0].tolist() == [0, 4, 0, 4]
+    assert held(weight, found.files).form == ("float32", (7, 5))
+
+
+# What proves slices, and what does not
+
+
+def test_vectors_of_one_length_are_whole_when_the_model_has_them(tmp_path: Path) -> None:
+    """All parameters are vectors: alone the optimizer could be in slices, and the model tells, in whichever file."""
+    model = nn.LayerNorm(5)
+    state = stepped(model, 0).state_dict()
+    save(tmp_path / "alone", 2, lambda _: state)
+    assert opened(tmp_path / "alone").layout is Layout.FLATTENED
+    save(tmp_path / "together", 2, lambda _: {"model": model.state_dict(), "optimizer": state})
+    save(tmp_path / "apart", 2, lambda _: state)
+    save(tmp_path / "apart", 2, lambda _: model.state_dict(), "model")
+    for form in ("together", "apart"):
+        found = opened(tmp_path / form)
+        assert (found.layout, found.problems, placements(found)) == (Layout.FULL, (), {"whole"})
+        assert found.optim is not None
+        assert held(found.optim.state, found.files) == held(state["state"], ())
+
+
+def test_a_model_of_other_shapes_beside_the_optimizer_proves_slices(tmp_path: Path) -> None:
+    """verl's form: DTensors in the model's files, flat parameters in the optimizer's."""
+
+    def model(_rank: int) -> Any:
+        mesh = init_device_mesh("cpu", (3,))
+        return {"w": distribute_tensor(randn(7, 3), mesh, [Shard(0)], src_data_rank=None), "b": randn(3)}
+
+    directory = save(tmp_path / "c", 3, model, "model")
+    save(directory, 3, lambda rank: optimizer({0: {"exp_avg": randn(8, rank=rank), "step": torch.tensor(2.0)}}))
+    found = opened(directory)
+    assert (found.layout, found.problems) == (Layout.FLATTENED, ())
+    assert held(leaf(found, 0, "exp_avg"), found.files) == raw(torch.cat([randn(8, rank=rank) for rank in range(3)]))
+
+
+def test_slices_as_long_as_a_vector_of_the_model_are_told_by_their_bytes(tmp_path: Path) -> None:
+    """A flat parameter's shard may happen to have a bias's length; replicas would be equal."""
+    weights = {"w": randn(4, 4), "b": randn(10)}
+
+    def state(rank: int) -> Any:
+        return {"model": weights, "optimizer": optimizer({0: {"exp_avg": randn(10, rank=rank)}})}
+
+    sliced = opened(save(tmp_path / "sliced", 2, state))
+    assert (sliced.layout, leaf(sliced, 0, "exp_avg").shape) == (Layout.FLATTENED, (20,))
+    whole = opened(save(tmp_path / "whole", 2, lambda _: state(0)))
+    assert (whole.layout, leaf(whole, 0, "exp_avg").shape) == (Layout.FULL, (10,))
+
+
+def test_slices_among_whole_states_of_two_dimensions(tmp_path: Path) -> None:
+    """Parameters outside of FSDP are whole: neither hides the other."""
+
+    def uneven(rank: int) -> Any:
+        state: dict[int, Any] = {0: {"exp_avg": randn(4, 3)}, 1: {"exp_avg": randn(5 + rank, rank=rank)}}
+        if rank == 1:
+            state[2] = {"exp_avg": randn(2, rank=rank), "step": torch.tensor(1.0)}
+        return optimizer(state, 3)
+
+    def absent(rank: int) -> Any:
+        state = {0: {"exp_avg": randn(4, 3)}, 1 + rank: {"exp_avg": randn(5, rank=rank)}}
+        if rank == 1:
+            state[3] = {"step": torch.tensor(1.0)}
+        return optimizer(state, 4)
+
+    def even(rank: int) -> Any:
+        return optimizer({0: {"exp_avg": randn(4, 3)}, 1: {"exp_avg": randn(6, rank=rank)}})
+
+    for form, state_of, length in (("uneven", uneven, 11), ("absent", absent, 5), ("even", even, 12)):
+        found = opened(save(tmp_path / form, 2, state_of))
+        assert (found.layout, found.problems) == (Layout.FLATTENED, ())
+        matrix, vector = leaf(found, 0, "exp_avg"), leaf(found, 1, "exp_avg")
+        assert (matrix.shape, matrix.placement, len(matrix.pieces)) == ((4, 3), "whole", 2)
+        assert (vector.shape, vector.placement) == ((length,), SLICES)
+
+
+def test_whole_states_of_two_dimensions_and_equal_vectors_are_replicas(tmp_path: Path) -> None:
+    state = stepped(nn.Linear(3, 2), 0).state_dict()
+    found = opened(save(tmp_path / "c", 2, lambda _: state))
+    assert (found.layout, placements(found)) == (Layout.FULL, {"whole"})
+
+
+def test_a_counter_counts_where_the_parameter_has_elements(tmp_path: Path) -> None:
+    """Adagrad makes all states at once; on a rank without elements nothing ever steps."""
+
+    def state_of(rank: int) -> Any:
+        entry = {"sum": randn(4 * rank, rank=rank), "step": torch.tensor(3.0 * rank), "seen": 7 * rank}
+        return optimizer({0: entry})
+
+    found = opened(save(tmp_path / "c", 2, state_of))
+    assert (found.problems, leaf(found, 0, "sum").pieces.size.tolist()) == ((), [[0], [4]])
+    step = leaf(found, 0, "step")
+    assert (step.pieces.rank.tolist(), held(step, found.files)) == ([1], raw(torch.tensor(3.0)))
+    assert found.optim is not None and found.optim.state[0]["seen"] == 7
+
+
+def test_values_that_differ_where_there_are_elements_are_reported(tmp_path: Path) -> None:
+    def state_of(rank: int) -> Any:
+        return optimizer(
+            {0: {"sum": randn(4 + rank, rank=rank), "seen": rank, "dtype": randn(3 + rank).to(FORMATS[rank])}}
+        )
+
+    found = opened(save(tmp_path / "c", 2, state_of))
+    assert {(problem.kind, problem.key, problem.fatal) for problem in found.problems} == {
+        ("replica", "state.0.seen", True),
+        ("rank-mismatch", "state.0.dtype", True),
+    }
+
+
+FORMATS = (torch.float32, torch.bfloat16)
+
+
+def test_a_keyed_optimizer_keeps_its_own_value_among_the_states(tmp_path: Path) -> None:
+    """TorchRec: names for keys, and a user's tensor where a parameter's states stand."""
+
+    def state_of(rank: int) -> Any:
+        state = {"a.w": {"exp_avg": randn(3 + rank, rank=rank)}, "tables": randn(4)}
+        return {"state": state, "param_groups": [{"lr": 0.1, "params": ["a.w"]}]}
+
+    found = opened(save(tmp_path / "c", 2, state_of))
+    assert found.optim is not None
+    assert (found.problems, found.optim.key_type) == ((), "name")
+    tables = leaf(found, "tables", LOOSE)
+    assert (tables.placement, held(tables, found.files)) == ("whole", raw(randn(4)))
+    assert [named.key for named in found.tensors()] == ["a.w.exp_avg", "tables"]
+
+
+def test_keys_of_flat_parameters_prove_slices_even_of_one_rank(tmp_path: Path) -> None:
+    state = {"state": {"l._flat_param": {"exp_avg": randn(9)}}, "param_groups": [{"params": ["l._flat_param"]}]}
+    torch.save(state, tmp_path / "optim.pt")
+    found = opened(tmp_path / "optim.pt")
+    assert (found.layout, leaf(found, "l._flat_param", "exp_avg").placement) == (Layout.FLATTENED, SLICES)
+
+
+def test_second_optimizers_and_models_in_slices_are_refused(tmp_path: Path) -> None:
+    """GAN trainers: two optimizers in one file. As extras rank 0's slices would pass for whole tensors."""
+
+    def state_of(rank: int) -> Any:
+        return {name: optimizer({0: {"exp_avg": randn(6, rank=rank)}}) for name in ("opt_d", "opt_g")}
+
+    found = opened(save(tmp_path / "c", 2, state_of))
+    assert [(problem.kind, problem.key, problem.fatal, problem.section) for problem in found.problems] == [
+        ("flattened", name, True, Section.EXTRA) for name in ("opt_d", "opt_g")
+    ]
+
+
+def test_the_file_of_one_rank_says_that_others_are_missing(tmp_path: Path) -> None:
+    directory = save(tmp_path / "c", 3, lambda rank: optimizer({0: {"exp_avg": randn(6, rank=rank)}}))
+    (problem,) = opened(directory / "optim_world_size_3_rank_1.pt").problems
+    assert (problem.kind, problem.rank, problem.fatal) == ("missing-rank", 1, True)

@@ -1,0 +1,100 @@
+"""Units that lie beside a checkpoint are found; two that differ are not chosen between."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.units import Unit, UnitParam, Units
+from fsdpckpt.ir.units_json import encode
+from tests.readers.contents import opened
+
+PARAM = UnitParam("w", (5, 3), DTYPES["float32"])
+UNITS = Units((Unit("", (PARAM,)),), False, ("w",))
+OTHER = replace(UNITS, use_orig_params=True)
+
+
+@pytest.fixture
+def step(tmp_path: Path) -> Path:
+    directory = tmp_path / "run" / "step-10"
+    directory.mkdir(parents=True)
+    for rank in range(2):
+        state = {0: {"exp_avg": torch.randn(8, generator=torch.Generator().manual_seed(rank))}}
+        groups = [{"lr": 0.1, "params": [0]}]
+        torch.save({"state": state, "param_groups": groups}, directory / f"optim_world_size_2_rank_{rank}.pt")
+    return directory
+
+
+def write(path: Path, units: Units, **more: Any) -> str:
+    path.write_text(json.dumps({**encode(units), **more}))
+    return str(path)
+
+
+@pytest.mark.parametrize("name", ["units.json", "my_model.json"])
+def test_a_units_file_in_the_directory_is_found_by_its_content(name: str, step: Path) -> None:
+    (step / "config.json").write_text(json.dumps({"units": 7}))
+    path = write(step / name, UNITS)
+    found = opened(step)
+    assert (found.units, found.units_from) == (UNITS, path)
+    assert any(path in line for line in found.evidence)
+    assert not any("units.json" in note.message for note in found.notes)
+
+
+def test_without_a_units_file_there_are_no_units(step: Path) -> None:
+    (step / "config.json").write_text(json.dumps({"format": "pt"}))
+    (step / "units.json").write_text("[1, 2")
+    found = opened(step)
+    assert (found.units, found.units_from) == (None, "")
+
+
+def test_units_lie_beside_the_steps_of_a_run_and_the_nearest_count(step: Path) -> None:
+    above = write(step.parent / "units.json", OTHER)
+    for source in (step, step.parent, str(step) + "/"):
+        assert (opened(source).units, opened(source).units_from) == (OTHER, above)
+    near = write(step / "units.json", UNITS)
+    for source in (step, step.parent):
+        assert (opened(source).units, opened(source).units_from) == (UNITS, near)
+
+
+def test_units_above_a_directory_that_is_no_step_are_another_models(step: Path) -> None:
+    write(step.parent.parent / "units.json", OTHER)
+    step.rename(step.parent / "small")
+    write(step.parent / "units.json", OTHER)
+    assert opened(step.parent / "small").units is None
+
+
+def test_two_files_that_differ_are_named_and_not_chosen_between(step: Path) -> None:
+    one, other = write(step / "a.json", UNITS), write(step / "b.json", OTHER)
+    found = opened(step)
+    assert found.units is None
+    (note,) = [note for note in found.notes if note.kind == "units-ambiguous"]
+    assert one in note.message and other in note.message and "--units" in note.message
+    assert one in found.units_from and other in found.units_from
+    write(step / "b.json", UNITS)
+    assert opened(step).units == UNITS
+
+
+def test_a_broken_units_file_is_noted_and_not_used(step: Path) -> None:
+    write(step / "units.json", UNITS, version=99)
+    found = opened(step)
+    assert found.units is None
+    assert [note.kind for note in found.notes] == ["units-unreadable"]
+
+
+def test_what_the_manifest_says_was_written_with_these_files(step: Path) -> None:
+    write(step / "units.json", OTHER)
+    (step / "fsdpckpt.json").write_text(json.dumps({"version": "1", "units": encode(UNITS)}))
+    found = opened(step)
+    assert (found.units, found.units_from) == (UNITS, str(step / "fsdpckpt.json"))
+
+
+def test_units_beside_a_single_file(tmp_path: Path) -> None:
+    torch.save({"model": {"w": torch.randn(5, 3)}}, tmp_path / "model.pt")
+    path = write(tmp_path / "units.json", UNITS)
+    assert opened(tmp_path / "model.pt").units_from == path

@@ -1,0 +1,93 @@
+"""Flattened shards whose units nobody knows: what can be checked is checked, and nothing false is said."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+import fsdpckpt
+from fsdpckpt.ir.checkpoint import Layout
+from fsdpckpt.ir.tensors import SLICES
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+FORMS = ["torch-2.4/f1_flat_raw", "torch-2.4/f1_tiny_o", "torch-2.4/f1_nested_o", "torch-2.4/f1_orig_local"]
+
+
+def copied(form: str, target: Path) -> Path:
+    return Path(shutil.copytree(GOLDEN / form, target, ignore=shutil.ignore_patterns("truth")))
+
+
+def edit(path: Path, key: int, state: str, value: torch.Tensor) -> None:
+    content = torch.load(path, weights_only=True)
+    content["state"][key][state] = value
+    torch.save(content, path)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_parameters_that_ranks_hold_nothing_of_are_no_problem(form: str, tmp_path: Path) -> None:
+    found = fsdpckpt.verify(copied(form, tmp_path / "c"), digests=True, finite=True)
+    assert found.problems == ()
+    assert found.records > 0 and all(digest.sha256 for digest in found.digests)
+
+
+def test_one_changed_byte_in_a_slice_is_found(tmp_path: Path) -> None:
+    directory = copied("torch-2.4/f1_orig_raw", tmp_path / "c")
+    located = fsdpckpt.inspect(directory, keys=["2.exp_avg"], ranks=True).tensors[0].tensor.pieces
+    path = directory / f"optim_{int(located.rank[1])}.pt"
+    data = bytearray(path.read_bytes())
+    data[int(located.offset[1]) + 1] ^= 4
+    path.write_bytes(data)
+    (problem,) = fsdpckpt.verify(directory).problems
+    assert (problem.kind, problem.file) == ("checksum", str(path))
+
+
+def test_steps_that_disagree_are_found_between_ranks_and_between_parameters(tmp_path: Path) -> None:
+    directory = copied("torch-2.4/f1_orig_raw", tmp_path / "c")
+    edit(directory / "optim_1.pt", 2, "step", torch.tensor(9.0))  # ranks 0 and 1 both hold some of it
+    edit(directory / "optim_0.pt", 0, "step", torch.tensor(5.0))
+    found = {(problem.kind, problem.key) for problem in fsdpckpt.verify(directory).problems}
+    assert found == {("replica", "2.step"), ("step", "0.step")}
+
+
+def test_inspect_shows_slices_as_they_are_and_where_each_rank_has_its_own(tmp_path: Path) -> None:
+    directory = copied("torch-2.4/f1_tiny_o", tmp_path / "c")
+    found = fsdpckpt.inspect(directory, keys=["2.exp_avg"], ranks=True)
+    assert (found.checkpoint.layout, found.checkpoint.world_size, found.key_type) == (Layout.FLATTENED, 4, "id")
+    document = found.to_json(ranks=True)
+    (row,) = cast("list[Any]", document["tensors"])
+    assert (row["shape"], row["placement"]) == ([21], SLICES)
+    pieces = [(piece["rank"], piece["box"]) for piece in row["pieces"]]
+    assert pieces == [(1, [[0, 4]]), (2, [[4, 16]]), (3, [[16, 21]])]
+    assert "unnamed" in {note.kind for note in found.checkpoint.notes}
+
+
+def test_diff_compares_slices_as_they_are(tmp_path: Path) -> None:
+    one, other = copied("torch-2.4/f1_flat_raw", tmp_path / "a"), copied("torch-2.4/f1_flat_raw", tmp_path / "b")
+    assert fsdpckpt.diff(one, other).same
+    changed = torch.load(other / "optim_1.pt", weights_only=True)["state"][1]["exp_avg"]
+    changed[7] += 1.0
+    edit(other / "optim_1.pt", 1, "exp_avg", changed)
+    (entry,) = [entry for entry in fsdpckpt.diff(one, other).entries if entry.sigil != "="]
+    assert (entry.sigil, entry.key) == ("*", "1.exp_avg")
+    assert "1 of 550 elements differ, first at [282]" in entry.detail
+
+
+def test_problems_of_slices_that_have_names_are_told_once(tmp_path: Path) -> None:
+    """A parameter without state is a problem of its id, and with units of its name, never of both."""
+    from fsdpckpt.ir.dtypes import DTYPES
+    from fsdpckpt.ir.units import Unit, UnitParam, Units
+    from fsdpckpt.ir.units_json import encode, render
+
+    params = [UnitParam(name, (8,), DTYPES["float32"]) for name in ("a", "m.b")]
+    units = Units((Unit("", (params[0],)), Unit("m", (params[1],))), False, ("a", "m.b"))
+    for rank in range(2):
+        state = {0: {"exp_avg": torch.randn(4, generator=torch.Generator().manual_seed(rank))}}
+        groups = [{"lr": 0.1, "params": [0, 1]}]
+        torch.save({"state": state, "param_groups": groups}, tmp_path / f"optim_world_size_2_rank_{rank}.pt")
+    assert [problem.key for problem in fsdpckpt.verify(tmp_path).problems] == ["1"]
+    (tmp_path / "units.json").write_text(render(encode(units)))
+    assert [problem.key for problem in fsdpckpt.verify(tmp_path).problems] == ["m.b"]
