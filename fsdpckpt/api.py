@@ -11,7 +11,16 @@ from collections.abc import Callable, Iterable
 from enum import StrEnum
 from typing import TYPE_CHECKING, TypeVar
 
-from fsdpckpt.converters.options import ConvertOptions, MissingState, TensorForm, VerifyLevel, parse_size
+from fsdpckpt.converters.options import (
+    ConvertOptions,
+    Launcher,
+    LaunchOptions,
+    MissingState,
+    TensorForm,
+    VerifyLevel,
+    Visibility,
+    parse_size,
+)
 from fsdpckpt.errors import UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, NamedTensor, Section
 from fsdpckpt.ir.invariants import problems
@@ -103,23 +112,31 @@ def convert(
     target: Path,
     options: ConvertOptions | None = None,
     *,
+    launch: LaunchOptions | None = None,
     progress: Progress | None = None,
     **named: object,
 ) -> Report:
     """Convert ``source`` to ``target``; options by the names of the command line: ``to="full"``, ``world_size=3``, ...
 
-    ``options`` is a complete ``ConvertOptions``; single options on top of it replace its fields. Raises UsageError for
-    an option that does not exist, and the errors of ``fsdpckpt convert``.
+    ``options`` is a complete ``ConvertOptions``, ``launch`` says on which processes; single options on top of them
+    (``nproc_per_node=4``) replace their fields. Started by torchrun or srun, every rank calls this, and gets the same
+    report. Raises UsageError for an option that does not exist, and the errors of ``fsdpckpt convert``.
     """
-    from fsdpckpt.converters.convert import convert as run
+    from fsdpckpt.worker import convert as run
 
-    chosen = _with_options(options if options is not None else ConvertOptions(), named)
+    where = {field.name for field in dataclasses.fields(LaunchOptions)}
+    chosen = _with_options(
+        options if options is not None else ConvertOptions(), {k: v for k, v in named.items() if k not in where}
+    )
+    launched = _with_launch(
+        launch if launch is not None else LaunchOptions(), {k: v for k, v in named.items() if k in where}
+    )
     stages = progress
     if stages is None:
         from fsdpckpt.progress import NoProgress
 
         stages = NoProgress()
-    return run(os.fspath(source), os.fspath(target), chosen, stages)
+    return run(os.fspath(source), os.fspath(target), chosen, launched, stages)
 
 
 def diff(
@@ -182,7 +199,7 @@ def verify(
     from fsdpckpt.verify.run import verify as run
 
     def name(checkpoint: Checkpoint, sources: Sources) -> Checkpoint:
-        return _named(checkpoint, sources, units)
+        return _named(checkpoint, sources, units, listing=True)
 
     return run(os.fspath(source), name=name, digests=digests, finite=finite, threads=threads, progress=progress)
 
@@ -213,13 +230,13 @@ def save_units(model: nn.Module, optimizer: Optimizer | None, path: Path) -> Non
     save(model, optimizer, path)
 
 
-def _named(checkpoint: Checkpoint, sources: Sources, units: Path | None) -> Checkpoint:
+def _named(checkpoint: Checkpoint, sources: Sources, units: Path | None, *, listing: bool = False) -> Checkpoint:
     """Flattened shards by name, as far as units are known; anything else as it is, without the cost of the import."""
     if checkpoint.layout is not Layout.FLATTENED and checkpoint.units is None and units is None:
         return checkpoint
     from fsdpckpt.converters.logical import logical
 
-    return logical(checkpoint, sources, units=os.fspath(units) if units is not None else None)
+    return logical(checkpoint, sources, units=os.fspath(units) if units is not None else None, listing=listing)
 
 
 def find_units(
@@ -233,6 +250,7 @@ def find_units(
     shard_size: int | None = None,
     reference: Path | None = None,
     parameters: Path | None = None,
+    buffers: Iterable[str] = (),
 ) -> FoundUnits:
     """The units of the checkpoint at ``source``, inferred or from ``units``, and how they were proved.
 
@@ -251,6 +269,7 @@ def find_units(
         shard_size=shard_size,
         reference=None if reference is None else os.fspath(reference),
         parameters=None if parameters is None else os.fspath(parameters),
+        buffers=tuple(buffers),
     )
     with Sources() as sources:
         checkpoint = open_checkpoint(os.fspath(source), sources=sources)
@@ -308,7 +327,15 @@ def _with_options(options: ConvertOptions, named: dict[str, object]) -> ConvertO
     return dataclasses.replace(options, **{name: _option(name, value) for name, value in named.items()})  # type: ignore[arg-type]
 
 
+def _with_launch(launch: LaunchOptions, named: dict[str, object]) -> LaunchOptions:
+    if isinstance(named.get("nproc_per_node"), int):
+        named = {**named, "nproc_per_node": str(named["nproc_per_node"])}
+    return dataclasses.replace(launch, **{name: _option(name, value) for name, value in named.items()})  # type: ignore[arg-type]
+
+
 _ENUMS: dict[str, type[StrEnum]] = {
+    "launcher": Launcher,
+    "output_visibility": Visibility,
     "to": Layout,
     "container": Container,
     "only": Section,

@@ -1,38 +1,226 @@
-"""Where a conversion runs: in this process, or as workers that torchrun, srun or this program started.
+"""Where a conversion runs: in this process, or on workers that torchrun, srun or this program started.
 
-``python -m fsdpckpt.worker REQUEST`` is one worker of a launch by this program: the request is a JSON file, the report
-(or what went wrong) lies beside it when all have ended. Workers that a user's torchrun or srun started call ``convert``
-as anybody does, and find each other by the environment. Imports torch only where there are workers.
+``python -m fsdpckpt.worker REQUEST`` is one worker of a launch by this program: the request is a JSON file, and the
+report lies beside it when all have ended. Workers that a user's torchrun or srun started call ``convert`` as anybody
+does, and find each other by the environment. Imports torch only where there are workers.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
+import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NoReturn, cast
+from types import FrameType
+from typing import TYPE_CHECKING, Any, cast
 
-from fsdpckpt.converters.options import (
-    ConvertOptions,
-    Launcher,
-    LaunchOptions,
-    MissingState,
-    TensorForm,
-    VerifyLevel,
-    Visibility,
-)
-from fsdpckpt.errors import InternalError, UsageError, WorkerError
-from fsdpckpt.ir.checkpoint import Container, Layout, Section
-from fsdpckpt.ir.units import Strategy
+from fsdpckpt.converters.options import ConvertOptions, Launcher, LaunchOptions, Visibility
+from fsdpckpt.converters.report import Report
+from fsdpckpt.errors import FsdpckptError, InterruptedRunError, UsageError, WorkerError
 from fsdpckpt.progress import Progress
+from fsdpckpt.relay import Relay, followed
+from fsdpckpt.standing import standing, started_as_worker
 
 if TYPE_CHECKING:
     from fsdpckpt.comm.group import Group
-    from fsdpckpt.converters.report import Report
 
-__all__ = ["convert", "end_process", "is_silent", "main", "started_as_worker"]
+__all__ = ["convert", "main"]
+
+REQUEST, REPORT, PROGRESS = "request.json", "report.json", "progress"
+
+
+def convert(source: str, target: str, options: ConvertOptions, launch: LaunchOptions, progress: Progress) -> Report:
+    """Convert ``source`` to ``target`` where ``launch`` says. Every byte written is the same wherever that is.
+
+    Raises what ``converters.convert.convert`` raises, and WorkerError when a worker or the process group failed.
+    """
+    if launch.launcher is not Launcher.LOCAL and started_as_worker():
+        _refuse_launch(launch, "torchrun or srun started this process as one of its workers already")
+        return _as_worker(source, target, options, launch, progress)
+    if launch.launcher is Launcher.TORCHRUN or launch.nproc_per_node is not None or launch.nnodes != 1:
+        if launch.launcher is Launcher.LOCAL:
+            _refuse_launch(launch, "--launcher local is one process")
+        return _launched(source, target, options, launch, progress)
+    if launch.output_visibility is Visibility.NODE or (launch.device, launch.backend) != ("auto", "auto"):
+        raise UsageError(
+            "--output-visibility, --device and --backend are for workers, and there are none",
+            next_step="add --nproc-per-node N, or drop them",
+        )
+    from fsdpckpt.converters.convert import convert as run
+
+    return run(source, target, options, progress)
+
+
+def _refuse_launch(launch: LaunchOptions, why: str) -> None:
+    given = {
+        "--nproc-per-node": launch.nproc_per_node is not None,
+        "--nnodes": launch.nnodes != 1,
+        "--node-rank": launch.node_rank is not None,
+        "--rdzv-endpoint": launch.rdzv_endpoint is not None,
+    }
+    for option, there in given.items():
+        if there:
+            raise UsageError(f"{option} starts workers, and {why}", next_step=f"drop {option}")
+
+
+def _as_worker(source: str, target: str, options: ConvertOptions, launch: LaunchOptions, progress: Progress) -> Report:
+    """This process's part of a run of several. Leaves in ``standing`` who speaks."""
+    from fsdpckpt.comm.environment import recognised
+    from fsdpckpt.comm.group import Group
+    from fsdpckpt.converters.distributed import convert_together
+    from fsdpckpt.executor.carried import as_it_was
+
+    standing.worker = True
+    place = recognised()
+    try:
+        with (
+            _patient(launch.fault_limit) as patience,
+            Group.start(backend=launch.backend, device=launch.device, limit=launch.fault_limit) as group,
+        ):
+            patience.append(group)
+            return convert_together(
+                group,
+                source,
+                target,
+                options,
+                progress,
+                visibility=launch.output_visibility,
+                workers_here=place.local_world_size if place is not None else 1,
+            )
+    except WorkerError as error:
+        standing.lost = True
+        if error.rank == 0 and error.cause_exit_code == WorkerError.exit_code:
+            standing.speaker = 1  # rank 0 did not say so itself: it cannot
+        raise as_it_was(error) from error
+
+
+@contextmanager
+def _patient(limit: float) -> Iterator[list[Group]]:
+    """SIGTERM finds out first whether another worker was lost: a launcher that sees one end stops the others at once,
+    before any of them could have noticed, and which one it was would never be said.
+
+    The body puts the group into the list. Once a loss is known, SIGTERM changes nothing any more.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    groups: list[Group] = []
+    known = False
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal known
+        deadline = time.monotonic() + limit
+        while not known and groups and time.monotonic() < deadline:
+            try:
+                groups[0].watch(moving=True)
+            except WorkerError:
+                known = True
+                raise
+            time.sleep(0.05)
+        if known:
+            return
+        if callable(before):
+            before(number, frame)
+        raise InterruptedRunError("by SIGTERM", next_step="run it again")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield groups
+        return
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        yield groups
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _launched(source: str, target: str, options: ConvertOptions, launch: LaunchOptions, progress: Progress) -> Report:
+    """Start workers on this node, wait for them, and take what rank 0 reports."""
+    from fsdpckpt.comm.devices import workers_here
+    from fsdpckpt.comm.launch import launch as start
+    from fsdpckpt.converters.options_json import to_json
+    from fsdpckpt.executor.carried import as_it_was, raise_carried
+
+    workers = workers_here(launch.nproc_per_node or "auto")
+    with tempfile.TemporaryDirectory(prefix="fsdpckpt-") as directory:
+        request = os.path.join(directory, REQUEST)
+        document = {
+            "source": source,
+            "target": target,
+            "options": to_json(options),
+            "launch": to_json(launch),
+        }
+        with open(request, "w", encoding="utf-8") as file:
+            json.dump(document, file)
+        try:
+            with followed(os.path.join(directory, PROGRESS), progress):
+                start(
+                    [request],
+                    workers=workers,
+                    module="fsdpckpt.worker",
+                    nodes=launch.nnodes,
+                    node_rank=launch.node_rank,
+                    endpoint=launch.rdzv_endpoint,
+                )
+        except WorkerError as error:
+            if text := _read(directory).get("error"):
+                raise_carried(text)
+            raise as_it_was(error) from error
+        found = _read(directory)
+    standing.worker, standing.speaker = True, 0 if found["speaks"] else -1  # of several nodes one says it
+    return Report.from_json(found["report"])
+
+
+def _read(directory: str) -> dict[str, Any]:
+    try:
+        with open(os.path.join(directory, REPORT), encoding="utf-8") as file:
+            found: dict[str, Any] = json.load(file)
+    except (FileNotFoundError, ValueError):  # the worker was killed before, or while, it wrote this
+        return {}
+    return found
+
+
+def main() -> None:
+    """One worker of ``_launched``. The launcher says everything; this process only works, and ends."""
+    from fsdpckpt.comm.group import Group
+    from fsdpckpt.converters.distributed import convert_together
+    from fsdpckpt.converters.options_json import convert_options, launch_options
+    from fsdpckpt.executor.carried import carried_text
+
+    (request,) = sys.argv[1:]
+    with open(request, encoding="utf-8") as file:
+        document = json.load(file)
+    directory = os.path.dirname(request)
+    launch = launch_options(document["launch"])
+    if os.environ.get("FSDPCKPT_DEBUG") != "1":
+        sys.excepthook = lambda *_: None  # the launcher says what went wrong
+    try:
+        with (
+            Group.start(backend=launch.backend, device=launch.device, limit=launch.fault_limit) as group,
+            Relay(os.path.join(directory, PROGRESS)) as progress,
+        ):
+            report = convert_together(
+                group,
+                cast("str", document["source"]),
+                cast("str", document["target"]),
+                convert_options(document["options"]),
+                progress,
+                visibility=launch.output_visibility,
+                workers_here=int(os.environ["LOCAL_WORLD_SIZE"]),
+            )
+            if os.environ["LOCAL_RANK"] == "0":
+                with open(os.path.join(directory, REPORT), "w", encoding="utf-8") as file:
+                    json.dump({"report": report.to_json(), "speaks": group.rank == 0}, file)
+    except WorkerError as error:
+        os._exit(error.exit_code)  # the destructors of a process group that failed may hang
+    except FsdpckptError as error:  # before there was a group: every worker says the same
+        if os.environ["LOCAL_RANK"] == "0":
+            with open(os.path.join(directory, REPORT), "w", encoding="utf-8") as file:
+                json.dump({"error": carried_text(error)}, file)
+        os._exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -229,6 +229,12 @@ def inspect_thousand(bench: Bench) -> Row:
     )
 
 
+def layout(bench: Bench) -> Row:
+    command = [sys.executable, os.path.join(HERE, "bench_layout.py")]
+    name = "layout of 1,000 units on 4,096 ranks"
+    return Row(name, bench.path("none"), bench.path("none"), [Contender("fsdpckpt", command)])
+
+
 def help_text(bench: Bench) -> Row:
     return Row("--help", bench.path("none"), bench.path("none"), [Contender("fsdpckpt", [PROGRAM, "--help"])])
 
@@ -259,6 +265,7 @@ ROWS: dict[str, Callable[[Bench], Row]] = {
     "flat-3": flat_three,
     "one-tensor": one_tensor,
     "inspect": inspect_thousand,
+    "layout": layout,
     "help": help_text,
     "many": hundred_thousand,
     "many-full": hundred_thousand_full,

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fsdpckpt.cli.boundary import guarded
+from fsdpckpt.cli.interruption import ignore_signals
 from fsdpckpt.cli.options import (
     AsJson,
+    BackendChoice,
     ContainerChoice,
+    DeviceChoice,
     KeyTypeChoice,
+    LauncherChoice,
     LayoutChoice,
     MissingStateChoice,
     PartChoice,
@@ -20,10 +25,12 @@ from fsdpckpt.cli.options import (
     StrategyChoice,
     TensorChoice,
     VerifyChoice,
+    VisibilityChoice,
 )
 from fsdpckpt.cli.output import Output
 from fsdpckpt.cli.render import plural, size_text
 from fsdpckpt.errors import UsageError
+from fsdpckpt.standing import standing
 
 if TYPE_CHECKING:
     from fsdpckpt.converters.report import Report
@@ -39,6 +46,9 @@ Examples:
   fsdpckpt convert flat-ranks full.pt --unit 'layers.*' --reference model.pt --key-type name
   fsdpckpt convert runs/step-1000 weights --container safetensors --only model --dtype bfloat16
   fsdpckpt convert runs/step-1000 full.pt --dry-run
+  fsdpckpt convert runs/step-1000 full.pt --resume
+  fsdpckpt convert runs/step-1000 full.pt --nproc-per-node 4
+  torchrun --nnodes 2 --nproc-per-node 8 ... -m fsdpckpt convert runs/step-1000 full.pt
 """
 
 MOST_FILES = 20
@@ -144,6 +154,33 @@ def convert_command(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing DST.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")] = False,
+    launcher: Annotated[
+        LauncherChoice, typer.Option("--launcher", help="Where it runs: auto is workers if asked for or started so.")
+    ] = LauncherChoice.auto,
+    nproc_per_node: Annotated[
+        str | None,
+        typer.Option("--nproc-per-node", metavar="N|gpu|auto", help="Start so many workers here.", show_default=False),
+    ] = None,
+    nnodes: Annotated[int, typer.Option("--nnodes", min=1, metavar="N", help="Nodes that this is run on.")] = 1,
+    node_rank: Annotated[
+        int | None, typer.Option("--node-rank", min=0, metavar="N", help="This node's number, from 0.")
+    ] = None,
+    rdzv_endpoint: Annotated[
+        str | None,
+        typer.Option("--rdzv-endpoint", metavar="HOST:PORT", help="Where the nodes meet: alike on all of them."),
+    ] = None,
+    device: Annotated[DeviceChoice, typer.Option("--device", help="What workers send from.")] = DeviceChoice.auto,
+    backend: Annotated[
+        BackendChoice, typer.Option("--backend", help="auto: nccl when every worker has a GPU of its own.")
+    ] = BackendChoice.auto,
+    output_visibility: Annotated[
+        VisibilityChoice,
+        typer.Option("--output-visibility", help="node: each node gets the files of the ranks it will load."),
+    ] = VisibilityChoice.shared,
+    fault_limit: Annotated[
+        float,
+        typer.Option("--fault-limit", min=1.0, metavar="SECONDS", help="Within which a lost worker ends all of them."),
+    ] = 15.0,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> int:
@@ -151,6 +188,8 @@ def convert_command(
 
     SRC is never written to; DST appears complete or not at all.
     """
+    if launcher is LauncherChoice.local:
+        standing.worker = False
     output = Output(as_json=as_json, quiet=quiet)
 
     def body() -> int:
@@ -182,19 +221,47 @@ def convert_command(
             "max_memory": max_memory,
             "threads": threads,
             "verify": verify,
+            "launcher": launcher,
+            "nproc_per_node": nproc_per_node,
+            "nnodes": nnodes,
+            "node_rank": node_rank,
+            "rdzv_endpoint": rdzv_endpoint,
+            "device": device,
+            "backend": backend,
+            "output_visibility": output_visibility,
+            "fault_limit": fault_limit,
         }
         named = {name: getattr(value, "value", value) for name, value in given.items() if value is not None}
         from fsdpckpt.api import convert
 
-        with output.progress() as progress:
+        with output.progress() as progress, _to_the_end():
             report = convert(
-                source, target, None, progress=progress, dry_run=dry_run, overwrite=overwrite, resume=resume, **named
+                source,
+                target,
+                None,
+                launch=None,
+                progress=progress,
+                dry_run=dry_run,
+                overwrite=overwrite,
+                resume=resume,
+                **named,
             )
         output.document(report.to_json)
         output.data(_plan(report) if dry_run else _done(report))
         return 0
 
     return guarded(output, body)
+
+
+@contextmanager
+def _to_the_end() -> Iterator[None]:
+    """When a worker was lost, the launcher tells the others to stop: what happened is said all the same."""
+    try:
+        yield
+    except BaseException:
+        if standing.lost:
+            ignore_signals()
+        raise
 
 
 def _pairs(rename: Sequence[str]) -> list[tuple[str, str]]:
@@ -225,6 +292,11 @@ def _written(report: Report) -> str:
     return f"{size_text(report.bytes_written)} in {plural(len(report.files), 'file')}"
 
 
+def _workers(report: Report) -> str:
+    threads = plural(report.threads, "thread")
+    return f"{threads}, one process" if report.workers == 1 else f"{report.workers} processes, up to {threads} each"
+
+
 def _done(report: Report) -> Iterator[str]:
     yield _heading(report)
     rate = size_text(int(report.bytes_written / report.seconds)) if report.seconds > 0 else "-"
@@ -241,7 +313,7 @@ def _plan(report: Report) -> Iterator[str]:
     yield f"  write   {_written(report)}, {plural(report.tensors, 'tensor')}"
     yield f"  disk    {size_text(report.disk_needed)} needed beside {report.target}"
     yield f"  memory  {size_text(report.peak_memory_planned)} of buffers"
-    yield f"  workers {plural(report.threads, 'thread')}, one process"
+    yield f"  workers {_workers(report)}"
     for file in report.files[:MOST_FILES]:
         yield f"  file    {file.path or report.target}  {size_text(file.nbytes)}"
     if len(report.files) > MOST_FILES:

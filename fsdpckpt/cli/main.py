@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING
 
 from fsdpckpt.cli.interruption import Interruption, catch_signals, ignore_signals
+from fsdpckpt.standing import standing, started_as_worker
 
 if TYPE_CHECKING:
     from fsdpckpt.cli.output import Output
@@ -21,12 +23,15 @@ def main() -> None:
         from fsdpckpt.cli.boundary import guarded
         from fsdpckpt.cli.output import Output
 
+        standing.worker = sys.argv[1:2] == ["convert"] and started_as_worker()
         output = Output(as_json="--json" in sys.argv[1:], quiet=False)
         code = guarded(output, lambda: _run(output))
     except Interruption:
         ignore_signals()
         sys.stderr.write("error: interrupted\n")
         code = 130
+    if standing.lost:  # the destructors of a process group that failed may hang, or abort
+        os._exit(code)  # all that was said is flushed
     sys.exit(code)
 
 

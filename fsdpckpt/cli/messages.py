@@ -117,7 +117,7 @@ def error_text(error: FsdpckptError) -> str:
             lines.append(f"  {label}: {value}")
     if error.rank is not None and str(error.rank) not in told:
         lines.append(f"  rank: {error.rank}")
-    lines.extend(f"  - {detail}" for detail in error.details[:MOST_DETAILS])
+    lines.extend("  - " + detail.replace("\n", "\\n") for detail in error.details[:MOST_DETAILS])
     if len(error.details) > MOST_DETAILS:
         lines.append(f"  - and {len(error.details) - MOST_DETAILS} more: --json lists them all")
     if error.why is not None:

@@ -9,8 +9,11 @@ import typer
 
 __all__ = [
     "AsJson",
+    "BackendChoice",
     "ContainerChoice",
+    "DeviceChoice",
     "KeyTypeChoice",
+    "LauncherChoice",
     "LayoutChoice",
     "MissingStateChoice",
     "PartChoice",
@@ -22,6 +25,7 @@ __all__ = [
     "Threads",
     "UnitsFile",
     "VerifyChoice",
+    "VisibilityChoice",
 ]
 
 
@@ -75,6 +79,29 @@ class VerifyChoice(StrEnum):
     none = "none"
     structure = "structure"
     full = "full"
+
+
+class LauncherChoice(StrEnum):
+    auto = "auto"
+    local = "local"
+    torchrun = "torchrun"
+
+
+class DeviceChoice(StrEnum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class BackendChoice(StrEnum):
+    auto = "auto"
+    nccl = "nccl"
+    gloo = "gloo"
+
+
+class VisibilityChoice(StrEnum):
+    shared = "shared"
+    node = "node"
 
 
 Source: TypeAlias = Annotated[

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, TextIO
 
+from fsdpckpt.standing import standing
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -72,7 +74,7 @@ class Output:
 
     @staticmethod
     def _write(stream: TextIO | None, text: str) -> None:
-        if stream is None:  # closed by whoever started the program
+        if stream is None or standing.silent:  # closed by whoever started the program; one worker speaks for all
             return
         if not _writable(stream, text):
             text = text.encode(stream.encoding, "backslashreplace").decode(stream.encoding)
@@ -103,7 +105,7 @@ def _writable(stream: TextIO, text: str) -> bool:
 def _progress(output: Output) -> Iterator[Progress]:
     from fsdpckpt.progress import NoProgress
 
-    if output.quiet:
+    if output.quiet or standing.silent:
         yield NoProgress()
         return
     if sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb":

@@ -58,6 +58,10 @@ def units_command(
         str | None,
         typer.Option("--parameters", metavar="FILE", help="The order of model.parameters(): one name a line."),
     ] = None,
+    buffers: Annotated[
+        Repeated,
+        typer.Option("--buffers", metavar="GLOB", help="Model keys that are no parameters; 'none': there are none."),
+    ] = None,
     unit: Annotated[
         Repeated,
         typer.Option(
@@ -111,7 +115,8 @@ def units_command(
     def body() -> int:
         target = _target(to, overwrite=overwrite)
         if model is not None:
-            _refuse({"--units": units, "--reference": reference, "--parameters": parameters, "--unit": unit}, "--from")
+            _refuse({"--units": units, "--reference": reference, "--parameters": parameters}, "--from")
+            _refuse({"--unit": unit, "--buffers": buffers}, "--from")
             found = _from_model(model, wrap or [], ignore or [], settings, source)
         elif source is not None:
             _refuse({"--wrap": wrap, "--ignore": ignore}, "--model")
@@ -127,6 +132,7 @@ def units_command(
                 shard_size=shard_size,
                 reference=reference,
                 parameters=parameters,
+                buffers=buffers or (),
             )
         else:
             raise UsageError(

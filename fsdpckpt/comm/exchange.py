@@ -17,11 +17,12 @@ from fsdpckpt.comm.staging import Staging, chunk_bytes
 from fsdpckpt.comm.wire import Flight
 from fsdpckpt.errors import InternalError
 
-__all__ = ["BUDGET", "Read", "Write", "exchange", "spread"]
+__all__ = ["BUDGET", "Exchanger", "Landing", "Read", "Write", "exchange", "spread"]
 
 BUDGET = 32 << 20
 """Bytes of buffers by default: four chunks of 8 MiB, beyond which neither Gloo nor NCCL gets faster."""
 
+BUFFERS = 4  # of an exchange: two leave, two come
 DEPTH = 4  # chunks under way in ``spread``
 
 Read: TypeAlias = Callable[[int, int, torch.Tensor], None]
@@ -29,6 +30,9 @@ Read: TypeAlias = Callable[[int, int, torch.Tensor], None]
 
 Write: TypeAlias = Callable[[int, int, torch.Tensor], None]
 """``write(peer, offset, buffer)``: take the bytes that came from ``peer`` at ``offset``; valid during the call."""
+
+Landing: TypeAlias = Callable[[int, int, int], torch.Tensor]
+"""``landing(peer, offset, count)``: a contiguous 1-D uint8 tensor of ``count`` elements, the caller's own."""
 
 
 def exchange(
@@ -49,31 +53,64 @@ def exchange(
     Raises WorkerError when a peer has other counts than this rank, before any byte is moved.
     """
     with group.step(name):
-        _check_counts(group, sends, receives)
-        size = min(chunk_bytes(budget, 4), chunk_bytes(max([*sends.values(), *receives.values(), 1]) + 4095, 1))
-        staging = Staging(group.device, count=4, size=size, on_device=on_device)
-        _to_itself(group, staging, sends.get(group.rank, 0), read, write)
-        for distance in range(1, group.world_size):
-            to, source = (group.rank + distance) % group.world_size, (group.rank - distance) % group.world_size
-            _round(group, staging, (to, sends.get(to, 0), read), (source, receives.get(source, 0), write))
+        largest = max([*sends.values(), *receives.values(), 1])
+        exchanger = Exchanger(group, budget=budget, largest=largest, on_device=on_device)
+        exchanger.check(sends, receives)
+        exchanger.run(sends, receives, read, write)
 
 
-def _check_counts(group: Group, sends: Mapping[int, int], receives: Mapping[int, int]) -> None:
-    strangers = [peer for peer in (*sends, *receives) if not 0 <= peer < group.world_size]
-    if strangers or sends.get(group.rank, 0) != receives.get(group.rank, 0):
-        raise InternalError(f"rank {group.rank} was to exchange what it cannot: {dict(sends)}, {dict(receives)}")
-    for distance in range(1, group.world_size):
-        to, source = (group.rank + distance) % group.world_size, (group.rank - distance) % group.world_size
-        mine = torch.tensor([sends.get(to, 0)], dtype=torch.int64, device=group.device)
-        found = torch.empty_like(mine)
-        group.wire.swap(send=mine, to=to, receive=found, source=source).land()
-        if int(found) != receives.get(source, 0):
-            raise InternalError(
-                f"the plans of rank {source} and rank {group.rank} differ",
-                rank=group.rank,
-                expected=f"{receives.get(source, 0)} bytes from rank {source}",
-                found=f"{int(found)} bytes that it sends",
-            )
+class Exchanger:
+    """Exchanges one after the other through the same buffers, inside a step of the caller's. All ranks do the same.
+
+    ``largest``: bytes of the largest part there will be; ``budget`` and ``on_device`` as for ``exchange``.
+    """
+
+    def __init__(self, group: Group, *, budget: int = BUDGET, largest: int, on_device: bool = False) -> None:
+        self._group = group
+        size = min(chunk_bytes(budget, BUFFERS), chunk_bytes(largest + 4095, 1))
+        self._staging = Staging(group.device, count=BUFFERS, size=size, on_device=on_device)
+
+    def check(self, sends: Mapping[int, int], receives: Mapping[int, int]) -> None:
+        """Raises WorkerError when a peer has other counts than this rank. Counts of several exchanges may be added."""
+        group = self._group
+        strangers = [peer for peer in (*sends, *receives) if not 0 <= peer < group.world_size]
+        if strangers or sends.get(group.rank, 0) != receives.get(group.rank, 0):
+            raise InternalError(f"rank {group.rank} was to exchange what it cannot: {dict(sends)}, {dict(receives)}")
+        for to, source in self._rounds():
+            mine = torch.tensor([sends.get(to, 0)], dtype=torch.int64, device=group.device)
+            found = torch.empty_like(mine)
+            group.wire.swap(send=mine, to=to, receive=found, source=source).land()
+            if int(found) != receives.get(source, 0):
+                raise InternalError(
+                    f"the plans of rank {source} and rank {group.rank} differ",
+                    rank=group.rank,
+                    expected=f"{receives.get(source, 0)} bytes from rank {source}",
+                    found=f"{int(found)} bytes that it sends",
+                )
+
+    def run(
+        self,
+        sends: Mapping[int, int],
+        receives: Mapping[int, int],
+        read: Read,
+        write: Write,
+        *,
+        landing: Landing | None = None,
+    ) -> None:
+        """One exchange. The counts of all ranks have to fit: nothing here finds out.
+
+        ``landing(peer, offset, count)``: where these bytes may arrive directly, on the group's device; ``write`` is
+        not called for them then.
+        """
+        _to_itself(self._group, self._staging, sends.get(self._group.rank, 0), read, write)
+        for to, source in self._rounds():
+            out, into = (to, sends.get(to, 0), read), (source, receives.get(source, 0), write)
+            _round(self._group, self._staging, out, into, landing)
+
+    def _rounds(self) -> list[tuple[int, int]]:
+        """Whom this rank sends to, and whom it receives from, round by round."""
+        rank, world_size = self._group.rank, self._group.world_size
+        return [((rank + distance) % world_size, (rank - distance) % world_size) for distance in range(1, world_size)]
 
 
 def _to_itself(group: Group, staging: Staging, total: int, read: Read, write: Write) -> None:
@@ -84,7 +121,13 @@ def _to_itself(group: Group, staging: Staging, total: int, read: Read, write: Wr
         group.beat()
 
 
-def _round(group: Group, staging: Staging, out: tuple[int, int, Read], into: tuple[int, int, Write]) -> None:
+def _round(
+    group: Group,
+    staging: Staging,
+    out: tuple[int, int, Read],
+    into: tuple[int, int, Write],
+    landing: Landing | None,
+) -> None:
     """One round: all chunks to one rank, all chunks from one rank, two of each under way."""
     to, leaving, read = out
     source, coming, write = into
@@ -97,16 +140,19 @@ def _round(group: Group, staging: Staging, out: tuple[int, int, Read], into: tup
         if sent:
             read(to, offset, staging.host(slot, sent))
         if sent or received:
+            place = None
+            if received:
+                place = staging.device(2 + slot, received) if landing is None else landing(source, offset, received)
             flight = group.wire.swap(
                 send=staging.to_device(slot, sent) if sent else None,
                 to=to,
-                receive=staging.device(2 + slot, received) if received else None,
+                receive=place,
                 source=source,
             )
         if before is not None:
             before.land()
             arrived = min(max(coming - offset + size, 0), size)
-            if arrived:
+            if arrived and landing is None:
                 write(source, offset - size, staging.to_host(3 - slot, arrived))
         before = flight
 

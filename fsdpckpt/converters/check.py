@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import nullcontext
 
 from fsdpckpt.converters.options import VerifyLevel
@@ -47,9 +47,10 @@ def check_output(
         if units is not None:
             written = _named(written, units, path)
         wrong = [problem.message for problem in written.problems if problem.fatal]
-        found = {(named.section, named.key): named for named in _compared(written)}
+        empty = frozenset(name for name, param in units.params().items() if not param.numel) if units else frozenset()
+        found = {(named.section, named.key): named for named in _compared(written, empty)}
         pairs = []
-        for named in _compared(expected):
+        for named in _compared(expected, empty):
             other = found.pop((named.section, named.key), None)
             dtype = dtypes.of(named.section, named.state, named.tensor)
             if other is None:
@@ -100,10 +101,14 @@ def _named(written: Checkpoint, units: Units, path: str) -> Checkpoint:
     return to_names(named, from_units(units, "the units it was written with"))  # NO_SHARD and one rank cut nothing
 
 
-def _compared(checkpoint: Checkpoint) -> Iterator[NamedTensor]:
-    """Model and optimizer states: their keys are the same in every container, those of extras follow each container."""
+def _compared(checkpoint: Checkpoint, empty: Collection[str]) -> Iterator[NamedTensor]:
+    """Model and optimizer states: their keys are the same in every container, those of extras follow each container.
+
+    States of parameters without elements, ``empty``, have no place in slices.
+    """
     for named in checkpoint.tensors():
-        if named.section is Section.MODEL or (named.section is Section.OPTIM and named.state is not None):
+        state = named.section is Section.OPTIM and named.state is not None and named.param not in empty
+        if named.section is Section.MODEL or state:
             yield named
 
 

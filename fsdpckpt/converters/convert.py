@@ -116,6 +116,7 @@ def _write(
             progress=progress,
             recorder=run.recorder,
         )
+        staging.require_files(file.path for file in plan.files)
         if goal.directory:  # before the check, which reads what the manifest adds to it
             write_manifest(staging, output, rewritten, goal, crcs=crcs, digests={})
         if options.verify is not VerifyLevel.NONE:

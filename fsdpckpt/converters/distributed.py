@@ -30,9 +30,10 @@ from fsdpckpt.errors import WorkerError
 from fsdpckpt.executor.budget import Budget, make_budget
 from fsdpckpt.executor.carried import as_it_was, carrying
 from fsdpckpt.executor.distributed import execute_together
+from fsdpckpt.executor.peers import Peer, end_stopped, this_process
 from fsdpckpt.executor.pulse import pulse
 from fsdpckpt.executor.remote import everyones_files, serve
-from fsdpckpt.executor.settings import settle, threads_for
+from fsdpckpt.executor.settings import for_worker, settle, threads_for
 from fsdpckpt.executor.shipping import Job, packed, unpacked
 from fsdpckpt.executor.visibility import identities, who_sees
 from fsdpckpt.progress import NoProgress, Progress
@@ -90,19 +91,22 @@ class _Conversion:
         self._prepared: Prepared | None = None  # on rank 0
         self._opened: list[str] = []
         self._staging: list[Staging] = []
+        self._peers: list[Peer] = []
         self._met: list[Sources] = []  # which know what each file was when it was first opened
 
     def run(self, workers_here: int) -> Report:
         begun = time.monotonic()
-        budget = self._check_request()
+        self._peers = cast("list[Peer]", all_gather_objects(self._group, this_process(), name="who is who"))
+        budget = self._check_request(workers_here)
         self._plan()
         if not self._options.dry_run:
             with set_aside():
-                self._write(budget, workers_here)
+                self._write(budget)
         return self._report(budget, begun)
 
     def undo(self, error: BaseException) -> None:
-        """Remove what was staged, unless a worker was lost or stopped: then all of it may be used again."""
+        """End workers that are stopped. Remove what was staged, unless a worker was lost: then it may be used again."""
+        end_stopped(self._peers)
         lost = not isinstance(error, WorkerError) or isinstance(as_it_was(error), WorkerError)
         for staging in self._staging:
             if not lost:
@@ -111,12 +115,14 @@ class _Conversion:
             staging.close()
         self._staging.clear()
 
-    def _check_request(self) -> Budget:
+    def _check_request(self, workers_here: int) -> Budget:
         with self._group.step("check the request"), carrying():
             if self._group.rank == 0:
                 check_options(self._options)
                 check_target(self._target, self._source, overwrite=self._options.overwrite)
-            return make_budget(max_memory=self._options.max_memory, threads=self._options.threads)
+            memory, threads = self._options.max_memory, self._options.threads
+            budget = make_budget(max_memory=memory, threads=threads)
+            return for_worker(budget, workers_here, max_memory=memory, chosen=threads is not None)
 
     def _plan(self) -> None:
         with self._group.step("read and plan"), carrying():
@@ -128,7 +134,7 @@ class _Conversion:
                 self._prepared = prepare(self._source, self._target, self._options, files, self._progress)
                 self._opened = list(files.opened)
 
-    def _write(self, budget: Budget, workers_here: int) -> None:
+    def _write(self, budget: Budget) -> None:
         group = self._group
         told = None
         if self._prepared is not None:
@@ -149,9 +155,7 @@ class _Conversion:
         with group.step("check the space"), carrying():
             for staging in self._staging:
                 staging.require_space(_bytes_at(job, places, group.rank))
-        threads = threads_for(
-            job.settings, budget, self._options.max_memory, workers_here, chosen=self._options.threads is not None
-        )
+        threads = threads_for(job.settings, budget)
         crcs = execute_together(
             group,
             job,

@@ -100,7 +100,8 @@ def _layout(container: Container, suffix: str, options: ConvertOptions, source_l
     if container is Container.SAFETENSORS:
         if options.to not in (None, Layout.FULL):
             raise UsageError(
-                f"safetensors files hold whole tensors, so --to {options.to} does not fit", next_step="add --to full"
+                f"safetensors files hold whole tensors, so --to {options.to} does not fit",
+                next_step="--to full, or a DST and a --container that are not safetensors",
             )
         return Layout.FULL
     layout = options.to

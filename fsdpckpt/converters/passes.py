@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from fsdpckpt.converters.goal import Goal
@@ -11,17 +12,18 @@ from fsdpckpt.converters.options import ConvertOptions
 from fsdpckpt.converters.rekey import apply_key_type
 from fsdpckpt.converters.scalars import require_equal_scalars
 from fsdpckpt.converters.slices import is_flattened, name_slices
-from fsdpckpt.converters.units import FoundUnits, UnitsRequest, load_units, source_units, target_units
-from fsdpckpt.errors import SourceMissingError, UsageError
-from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, Layout, Note, Section
+from fsdpckpt.converters.units import ORDER, FoundUnits, UnitsRequest, load_units, source_units, target_units
+from fsdpckpt.errors import SourceCorruptError, SourceMissingError, UsageError
+from fsdpckpt.ir.checkpoint import UNORDERED, Checkpoint, KeyType, Layout, Note, Section
 from fsdpckpt.ir.dtypes import DTYPES, DType
 from fsdpckpt.ir.invariants import fatal
 from fsdpckpt.ir.units import Units
 from fsdpckpt.planner.management import Evidence, decide_managed
-from fsdpckpt.planner.missing_state import require_complete
+from fsdpckpt.planner.missing_state import Choice, note_elementless, require_complete
 from fsdpckpt.planner.names import normalise
 from fsdpckpt.planner.rekey import is_keyed_by_id
 from fsdpckpt.planner.selection import rename, select_keys, select_section, with_own_tensors
+from fsdpckpt.planner.whole_copies import differing_copies
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
 
@@ -43,15 +45,18 @@ def rewrite(opened: Checkpoint, options: ConvertOptions, goal: Goal, sources: So
     request = units_request(options)
     checkpoint = select_section(opened, options.only)
     _refuse(checkpoint)
-    _refuse_unused(checkpoint, opened, request, goal, sources)
+    _refuse_unused(checkpoint, request, options, goal, sources)
     own_keys = checkpoint.optim.key_type if checkpoint.optim is not None else None
     found: FoundUnits | None = None
     flattened = goal.layout is Layout.FLATTENED
     if is_flattened(checkpoint, sources, request):
         found = source_units(opened, request, sources, target_flattened=flattened)
         checkpoint = name_slices(checkpoint, found, sources)
+        if ORDER in found.unsettled:
+            checkpoint = replace(checkpoint, evidence=(*checkpoint.evidence, UNORDERED))
     checkpoint = normalise(checkpoint)
-    units = found.units if found is not None else load_units(request.file, sources) if request.file else None
+    _refuse_differing(checkpoint)
+    units = _recorded(found, request, sources)
     keying = _Keying(units, request, options, sources)
     if flattened:
         checkpoint = _renamed(keying.to(checkpoint, "name"), options)
@@ -59,13 +64,25 @@ def rewrite(opened: Checkpoint, options: ConvertOptions, goal: Goal, sources: So
     by_name = bool(options.include or options.exclude or options.missing_state)
     checkpoint = keying.to(checkpoint, "name" if by_name else options.key_type)
     checkpoint = select_keys(checkpoint, include=options.include, exclude=options.exclude)
-    if options.missing_state is not None:
-        checkpoint = fill_missing(checkpoint, options.missing_state.value, units=units, sources=sources)
+    checkpoint = _filled(checkpoint, options, found.units if found is not None else units, sources)
     # Names change last: what says which id is which parameter says it in the source's names.
     checkpoint = _renamed(keying.to(checkpoint, options.key_type or own_keys), options, selected=True)
     if goal.layout is not Layout.SHARDED:
         return Rewritten(checkpoint)
     return Rewritten(_to_sharded(checkpoint, options, goal, sources))
+
+
+def _filled(checkpoint: Checkpoint, options: ConvertOptions, units: Units | None, sources: Sources) -> Checkpoint:
+    """As ``--missing-state`` says; without it nothing is made, and what has no state is noted."""
+    choice: Choice = options.missing_state.value if options.missing_state is not None else "skip"
+    return fill_missing(checkpoint, choice, units=units, sources=sources)
+
+
+def _recorded(found: FoundUnits | None, request: UnitsRequest, sources: Sources) -> Units | None:
+    """The units that say which id is which parameter: the source's, or those of ``--units``."""
+    if found is None:
+        return load_units(request.file, sources) if request.file else None
+    return None if ORDER in found.unsettled else found.units
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +130,7 @@ def units_request(options: ConvertOptions) -> UnitsRequest:
         shard_size=options.shard_size,
         reference=options.reference,
         parameters=_names_of(options.parameters) if options.parameters is not None else None,
+        buffers=options.buffers,
     )
 
 
@@ -130,15 +148,22 @@ def _dtype(name: str | None) -> DType | None:
 
 
 def _names_of(path: str) -> tuple[str, ...]:
+    next_step = "write the names of model.named_parameters() into a text file, one a line"
     try:
         with open(path, encoding="utf-8") as file:
-            return tuple(line.strip() for line in file if line.strip())
-    except (OSError, UnicodeDecodeError) as error:
-        raise SourceMissingError(
-            f"--parameters {path} cannot be read: {error}",
+            names = tuple(line.strip() for line in file if line.strip())
+    except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path, bytes that are no text
+        reason = error.strerror if isinstance(error, OSError) else "it is no text file"
+        raise SourceMissingError(f"--parameters {path}: {reason}", file=path, next_step=next_step) from error
+    twice = [name for name, times in Counter(names).items() if times > 1]
+    if twice or not names:
+        raise SourceCorruptError(
+            f"--parameters {path} " + ("names some parameters more than once" if twice else "names no parameter"),
+            details=twice,
             file=path,
-            next_step="write the names of model.parameters() into a text file, one a line",
-        ) from error
+            next_step=next_step,
+        )
+    return names
 
 
 def _refuse(checkpoint: Checkpoint) -> None:
@@ -151,11 +176,19 @@ def _refuse(checkpoint: Checkpoint) -> None:
         raise fatal(wrong, source=checkpoint.source)
 
 
+def _refuse_differing(checkpoint: Checkpoint) -> None:
+    wrong = list(differing_copies(checkpoint))
+    if wrong:
+        raise fatal(wrong, source=checkpoint.source)
+
+
 def _refuse_unused(
-    checkpoint: Checkpoint, opened: Checkpoint, request: UnitsRequest, goal: Goal, sources: Sources
+    checkpoint: Checkpoint, request: UnitsRequest, options: ConvertOptions, goal: Goal, sources: Sources
 ) -> None:
     """Options about units that nothing needs were meant for another conversion."""
+    keyed = options.key_type or options.include or options.exclude or options.missing_state
     given = {
+        "--units": request.file is not None and not keyed,  # keys and names need its order of the parameters
         "--unit": bool(request.globs),
         "--use-orig-params": request.use_orig_params is not None,
         "--strategy": request.strategy is not None,
@@ -164,9 +197,11 @@ def _refuse_unused(
     }
     named = [option for option, there in given.items() if there]
     if named and goal.layout is not Layout.FLATTENED and not is_flattened(checkpoint, sources, request):
+        one = " and ".join(named)
         raise UsageError(
-            f"{', '.join(named)} describes flat parameters, and neither {opened.source} nor the target has any",
-            next_step=f"drop {named[0]}, or add --to flattened",
+            f"{one} {'describes' if len(named) == 1 else 'describe'} flat parameters, and neither "
+            f"{checkpoint.source} nor the target has any",
+            next_step=f"drop {one}, or add --to flattened",
         )
 
 
@@ -196,9 +231,10 @@ def _to_flattened(
             f"{checkpoint.source} has neither a model nor an optimizer to flatten",
             next_step=f"fsdpckpt inspect {shlex.quote(checkpoint.source)}",
         )
-    if options.missing_state is not None:
-        checkpoint = fill_missing(checkpoint, options.missing_state.value, units=found.units, sources=sources)
-    if checkpoint.optim is not None and not found.units.use_orig_params:
+    checkpoint = _filled(checkpoint, options, found.units, sources)
+    if found.units.use_orig_params:
+        checkpoint = note_elementless(checkpoint, found.units)
+    elif checkpoint.optim is not None:
         require_complete(checkpoint, found.units)
         require_equal_scalars(checkpoint, found.units, sources)
     key_type = options.key_type or own_keys or "id"

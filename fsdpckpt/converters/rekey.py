@@ -10,7 +10,7 @@ from fsdpckpt.ir.units import Units
 from fsdpckpt.planner.parameter_order import ParameterOrder, from_list, from_model, from_param_names, from_units
 from fsdpckpt.planner.rekey import is_keyed_by_id, to_ids, to_names
 
-__all__ = ["apply_key_type", "parameter_orders", "to_name_keys"]
+__all__ = ["apply_key_type", "parameter_orders"]
 
 
 def apply_key_type(
@@ -46,18 +46,6 @@ def apply_key_type(
         )
     first, *others = orders
     return to_names(checkpoint, first, others) if key_type == "name" else to_ids(checkpoint, first, others)
-
-
-def to_name_keys(
-    checkpoint: Checkpoint,
-    *,
-    units: Units | None,
-    reference: Checkpoint | None,
-    parameters: Sequence[str] | None,
-    buffers: Sequence[str] = (),
-) -> Checkpoint:
-    """``checkpoint`` with its optimizer keyed by name, whatever it was keyed by. As ``apply_key_type``."""
-    return apply_key_type(checkpoint, "name", units=units, reference=reference, parameters=parameters, buffers=buffers)
 
 
 def _key_type(optim: OptimState) -> KeyType:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.ir.checkpoint import Checkpoint, OptimState
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.ir.units import Unit, Units
+from fsdpckpt.ir.units import Unit, UnitParam, Units
 from fsdpckpt.ir.values import Value
 from fsdpckpt.storage.sources import Sources
 
@@ -40,13 +40,18 @@ def _disagreements(unit: Unit, optim: OptimState, checkpoint: Checkpoint, source
     values: dict[str, dict[object, list[str]]] = {}
     for param in unit.params:
         for state, leaf in optim.state.get(param.name, {}).items():
-            if not isinstance(leaf, Tensor) or (leaf.numel == 1 and leaf.shape != param.shape):
+            # A parameter without elements holds nothing that took a step.
+            if param.numel and (not isinstance(leaf, Tensor) or _is_scalar(state, leaf, param)):
                 seen = values.setdefault(state, {})
                 seen.setdefault(_identity(leaf, checkpoint, sources), []).append(param.name)
     for state, seen in values.items():
         if len(seen) > 1:
             told = "; ".join(f"{_shown(value)} for {_names(names)}" for value, names in seen.items())
             yield f"unit {unit.prefix or 'root'!r}, state {state}: {told}"
+
+
+def _is_scalar(state: str, leaf: Tensor, param: UnitParam) -> bool:
+    return leaf.numel == 1 and (state == "step" or leaf.shape != param.shape)
 
 
 def _identity(leaf: Tensor | Value, checkpoint: Checkpoint, sources: Sources) -> object:

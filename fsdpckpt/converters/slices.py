@@ -52,13 +52,17 @@ def _looks_whole(
     return {leaf.ndim for leaf in leaves if leaf.ndim} == {1} and not vectors
 
 
-def name_slices(checkpoint: Checkpoint, found: FoundUnits, sources: Sources) -> Checkpoint:
-    """``checkpoint`` with the slices turned into whole tensors by units that were proved."""
+def name_slices(checkpoint: Checkpoint, found: FoundUnits, sources: Sources, *, replicas: bool = True) -> Checkpoint:
+    """``checkpoint`` with the slices turned into whole tensors by units that were proved.
+
+    ``replicas``: whether those of slices are compared here. Raises SourceCorruptError when they differ, or when what
+    the units call padding is none.
+    """
     if found.match is None:
         return checkpoint
     padding = require_padding(checkpoint, found.match, sources)
     proved = [f"{padding} elements of padding hold what FSDP1 writes there"] if padding else []
-    problems, notes = compare_replicas(checkpoint, found.match)
+    problems, notes = compare_replicas(checkpoint, found.match) if replicas else ([], [])
     if problems:
         raise fatal(problems, source=checkpoint.source)
     told = [*notes, *(Note("units", line) for line in (*found.how, *found.match.proved, *proved))]

@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fsdpckpt.converters.slices import is_flattened
-from fsdpckpt.converters.units_request import FoundUnits, UnitsRequest, load_units
+from fsdpckpt.converters.units_request import ORDER, FoundUnits, UnitsRequest, load_units, require_order
 from fsdpckpt.converters.units_source import source_units
 from fsdpckpt.converters.units_target import target_units
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.storage.sources import Sources
 
-__all__ = ["FoundUnits", "UnitsRequest", "find_units", "load_units", "source_units", "target_units"]
+__all__ = ["ORDER", "FoundUnits", "UnitsRequest", "find_units", "load_units", "source_units", "target_units"]
 
 
 def find_units(checkpoint: Checkpoint, request: UnitsRequest, sources: Sources) -> FoundUnits:
@@ -25,5 +25,7 @@ def find_units(checkpoint: Checkpoint, request: UnitsRequest, sources: Sources) 
     """
     if is_flattened(checkpoint, sources, request):
         found = source_units(checkpoint, request, sources)
+        require_order(found, checkpoint.source)
         return replace(found, how=(*found.how, *(found.match.proved if found.match is not None else ())))
-    return target_units(checkpoint, request, None, None, sources)
+    found = target_units(checkpoint, request, None, None, sources)
+    return replace(found, how=tuple(line.removeprefix("target ") for line in found.how))

@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
-from fsdpckpt.errors import SourceUnrecognisedError
+from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceMissingError, SourceUnrecognisedError
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.units import Strategy, Units
-from fsdpckpt.ir.units_json import loads
+from fsdpckpt.ir.units_json import MOST_BYTES, UNITS_FILE, loads
 from fsdpckpt.planner.flat_match import FlatMatch
 from fsdpckpt.planner.unit_build import with_settings
+from fsdpckpt.planner.unit_globs import expand, owner
 from fsdpckpt.planner.unit_names import NameList, model_names, optimizer_names
 from fsdpckpt.storage.sources import Sources
 
-__all__ = ["FoundUnits", "UnitsRequest", "against", "load_units", "overridden", "reference_names"]
+__all__ = [
+    "ORDER",
+    "FoundUnits",
+    "UnitsRequest",
+    "against",
+    "load_units",
+    "overridden",
+    "reference_names",
+    "require_agreement",
+    "require_order",
+    "settings_given",
+]
 
 _SHOWN = 12
+
+ORDER = "parameters"
+"""In ``FoundUnits.unsettled``: the order of ``model.parameters()`` is known inside of each unit only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +43,7 @@ class UnitsRequest:
 
     ``file``: a units file. ``globs``: module paths of units, ``("none",)`` for the root alone. ``shard_size``: ranks in
     one sharding group. ``reference``: a checkpoint with names and shapes. ``parameters``: names in the order of
-    ``model.parameters()``.
+    ``model.parameters()``. ``buffers``: globs of model keys that are none, ``("none",)`` when all are.
     """
 
     file: str | None = None
@@ -36,13 +54,14 @@ class UnitsRequest:
     shard_size: int | None = None
     reference: str | None = None
     parameters: tuple[str, ...] | None = None
+    buffers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FoundUnits:
     """Units, how they were found and proved in words, and for a source what each of its keys is.
 
-    ``unsettled``: settings that a source's bytes do not show, because they make no difference to them.
+    ``unsettled``: settings that a source's bytes do not show, because they make no difference to them, and ``ORDER``.
     """
 
     units: Units
@@ -51,10 +70,50 @@ class FoundUnits:
     unsettled: tuple[str, ...] = ()
 
 
+def require_order(found: FoundUnits, source: str) -> None:
+    """Raises NeedsInformationError unless ``found`` has the order of ``model.parameters()``, which units record."""
+    if ORDER in found.unsettled:
+        raise NeedsInformationError(
+            f"the order of the parameters of {source} is known inside of each unit only",
+            why="the names come from the optimizer, which lists them flat parameter by flat parameter, or as its user "
+            "did; ids count in the order of model.parameters()",
+            next_step="add --parameters FILE (the names of model.named_parameters(), one a line), --reference PATH of "
+            "a checkpoint of this model, or --units FILE",
+        )
+
+
 def load_units(path: str, sources: Sources) -> Units:
     """The units in the units file at ``path``. Raises SourceError."""
+    entry = sources.stat(path) if path else None
+    if entry is None or entry.directory:
+        raise _no_file(path, directory=entry is not None)
     file = sources.open(path)
-    return loads(file.read(0, file.nbytes), source=path)
+    return loads(file.read(0, min(file.nbytes, MOST_BYTES + 1)), source=path)
+
+
+def _no_file(path: str, *, directory: bool) -> SourceMissingError:
+    inside = os.path.join(path, UNITS_FILE)
+    there = path if directory else os.path.dirname(path) or "."
+    return SourceMissingError(
+        f"--units {path} is a directory" if directory else f"--units {path or repr(path)} does not exist",
+        file=path,
+        expected="the file that save_units or `fsdpckpt units` wrote",
+        next_step=f"--units {shlex.quote(inside)}"
+        if directory and os.path.isfile(inside)
+        else f"ls {shlex.quote(there if os.path.isdir(there) else '.')}  # shows what is there",
+    )
+
+
+def settings_given(request: UnitsRequest) -> list[str]:
+    """The options that name settings, as they were typed."""
+    flag = {True: "--use-orig-params", False: "--no-use-orig-params", None: ""}[request.use_orig_params]
+    given = [
+        flag,
+        f"--strategy {request.strategy.value}" if request.strategy is not None else "",
+        f"--param-dtype {request.param_dtype.name}" if request.param_dtype is not None else "",
+        f"--shard-size {request.shard_size}" if request.shard_size is not None else "",
+    ]
+    return [option for option in given if option]
 
 
 def overridden(units: Units, request: UnitsRequest) -> Units:
@@ -85,9 +144,25 @@ def reference_names(path: str, sources: Sources) -> NameList:
     return replace(names, foreign=True)
 
 
+def require_agreement(units: Units, request: UnitsRequest, sources: Sources, said: str) -> None:
+    """Raises SourceCorruptError when other options contradict ``units``; ``said`` is what they contradict then."""
+    wrong = against(units, request, sources)
+    if not wrong:
+        return
+    held = {"--unit": request.globs, "--parameters": request.parameters, "--reference": request.reference}
+    given = [option for option, value in held.items() if value]
+    raise SourceCorruptError(
+        f"{' and '.join(given)} {'contradicts' if len(given) == 1 else 'contradict'} {said}",
+        details=wrong,
+        why="what was given describes another model, another wrapping, or another version of this one",
+        next_step=f"drop {' and '.join(given)}, or give what belongs to this model",
+    )
+
+
 def against(units: Units, request: UnitsRequest, sources: Sources) -> list[str]:
-    """What ``--parameters`` and ``--reference`` contradict in ``units``; nothing when they agree or are not given."""
-    wrong: list[str] = []
+    """What ``--unit``, ``--parameters`` and ``--reference`` contradict in ``units``; nothing when they agree or are
+    not given."""
+    wrong = list(_wrapped(units, request.globs))
     if request.parameters is not None:
         for number, (given, own) in enumerate(zip_longest(request.parameters, units.parameters)):
             if given != own:
@@ -95,6 +170,18 @@ def against(units: Units, request: UnitsRequest, sources: Sources) -> list[str]:
     if request.reference is not None:
         wrong.extend(_reference(units, reference_names(request.reference, sources)))
     return wrong
+
+
+def _wrapped(units: Units, globs: tuple[str, ...]) -> Iterator[str]:
+    if not globs:
+        return
+    names = [param.name for param in units.params().values()]
+    prefixes = {"", *expand(globs, names)}
+    for unit in units.units:
+        astray = next((param.name for param in unit.params if owner(param.name, prefixes) != unit.prefix), None)
+        if astray is not None:
+            by_globs = owner(astray, prefixes)
+            yield f"{astray} is in unit {unit.prefix!r} by the units, in {by_globs!r} by --unit"
 
 
 def _reference(units: Units, names: NameList) -> list[str]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fsdpckpt.converters.units_request import (
+    ORDER,
     FoundUnits,
     UnitsRequest,
-    against,
     load_units,
     overridden,
     reference_names,
+    require_agreement,
+    settings_given,
 )
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint
@@ -61,25 +63,33 @@ def _given(checkpoint: Checkpoint, units: Units, label: str, request: UnitsReque
     """Units from a file, with the options' settings on top; proved or refused."""
     asked = overridden(units, request)
     found = match(checkpoint, asked)
-    wrong = [*(found.contradictions if isinstance(found, Mismatch) else ()), *against(asked, request, sources)]
-    if isinstance(found, Mismatch) or wrong:
+    settings = settings_given(request)
+    if isinstance(found, Mismatch) and settings and isinstance(match(checkpoint, units), FlatMatch):
+        raise UsageError(
+            f"{', '.join(settings)}: that is not how {checkpoint.source} was saved",
+            details=found.contradictions,
+            why=f"the units of {label} as they stand fit the lengths of all its slices",
+            next_step=f"drop {' and '.join(settings)}",
+        )
+    if isinstance(found, Mismatch):
         raise SourceCorruptError(
             f"the units of {label} are not those of {checkpoint.source}",
-            details=wrong,
+            details=found.contradictions,
             why="they belong to another model, another wrapping or another run, or rank files were mixed up",
             next_step=_SAVED,
             file=label,
         )
-    return FoundUnits(asked, found, (f"units: from {label}",))
+    require_agreement(asked, request, sources, f"the units of {label}")
+    return FoundUnits(found.units, found, (f"units: from {label}",))
 
 
 def _serving_both(checkpoint: Checkpoint, units: Units, label: str, sources: Sources) -> FoundUnits:
     """The target's file, where nothing says what the source's units are: its settings may be others, if proved."""
     if isinstance(match(checkpoint, units), FlatMatch):
         return _given(checkpoint, units, label, UnitsRequest(), sources)
-    found = infer(
-        checkpoint, [Wrapping(units, f"units: names and wrapping from {label}", strided=True)], wanted=Wanted()
-    )
+    # Its ranks are the target's; how many the source has, and how they share, its own lengths prove.
+    wrapping = Wrapping(replace(units, world_size=None), f"units: names and wrapping from {label}", strided=True)
+    found = infer(checkpoint, [wrapping], wanted=Wanted())
     if isinstance(found, Refusal):  # the file as it stands makes the better message
         return _given(checkpoint, units, label, UnitsRequest(), sources)
     return _found(found)
@@ -104,15 +114,11 @@ def _inferred(checkpoint: Checkpoint, request: UnitsRequest, sources: Sources, *
     )
     if isinstance(found, Refusal):
         raise _refused(checkpoint, names, prefixes, found)
-    wrong = against(found.units, request, sources)
-    if wrong:
-        raise SourceCorruptError(
-            f"what was given contradicts what {checkpoint.source} says of its units",
-            details=wrong,
-            why="it describes another model, or another version of this one",
-            next_step="drop --reference and --parameters, or give those of this model",
-        )
-    return _found(found)
+    # --unit was held against what the checkpoint shows, or describes the target.
+    require_agreement(found.units, replace(request, globs=()), sources, f"what {checkpoint.source} shows of its units")
+    if names.of_model or request.parameters is not None:
+        return _found(found)
+    return replace(_found(found), unsettled=(*found.unsettled, ORDER))
 
 
 def _names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sources) -> NameList:
@@ -125,14 +131,21 @@ def _names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sources) -> N
         raise NeedsInformationError(
             f"{checkpoint.source} holds flat parameters, and nothing says which parameters lie in them",
             details=lengths_said(checkpoint),
-            why="PyTorch does not save names and shapes with them, and no units file lies beside the checkpoint",
+            why="PyTorch does not save names and shapes with them, and " + _beside(checkpoint),
             next_step="add --units FILE (save_units or `fsdpckpt units` makes one), or --reference PATH of a full or "
             "sharded checkpoint of this model",
         )
-    best = next((names for names in known if names.ordered), known[0])
-    if best.ordered or request.parameters is not None:
+    best = next((names for names in known if names.ordered and names.of_model), None)
+    best = best or next((names for names in known if names.ordered), known[0])
+    if (best.ordered and best.of_model) or request.parameters is not None:
         return best
     return best.reordered(parameter_order(checkpoint), "the checkpoint's own names")
+
+
+def _beside(checkpoint: Checkpoint) -> str:
+    """What a user who knows of a units file there has to be told."""
+    unused = [note.message for note in checkpoint.notes if note.kind == "units-unreadable"]
+    return "; ".join(unused) if unused else "no units file lies beside the checkpoint"
 
 
 def _prefixes(checkpoint: Checkpoint, request: UnitsRequest, names: NameList, *, target_flattened: bool) -> Prefixes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+import numpy.typing as npt
 
 from fsdpckpt.errors import InternalError
 from fsdpckpt.ir.checkpoint import SourceFile
@@ -33,18 +34,19 @@ class Arrivals:
             self._begin[sender] = np.cumsum(counts) - counts
             totals += counts
         size = int(totals.max()) if rounds else 0
-        self._buffers = [memoryview(bytearray(size)) for _ in range(min(HELD, rounds))]
+        # numpy copies without holding up other threads, which memoryviews do not.
+        self._buffers = [np.empty(size, np.uint8) for _ in range(min(HELD, rounds))]
 
-    def take(self, sender: int, number: int, offset: int, data: memoryview) -> None:
-        """``data`` came from ``sender``, ``offset`` bytes after the beginning of its part of round ``number``."""
-        place = int(self._place[sender][number]) + offset
-        self._buffers[number % HELD][place : place + len(data)] = data
+    def place(self, sender: int, number: int, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Where ``nbytes`` from ``sender`` belong that begin ``offset`` bytes into its part of round ``number``."""
+        begin = int(self._place[sender][number]) + offset
+        return self._buffers[number % HELD][begin : begin + nbytes]
 
     def read_into(self, sender: int, offset: int, buffer: memoryview) -> None:
         """Bytes of the stream of ``sender``, of a round that is held."""
         number = int(np.searchsorted(self._begin[sender], offset, side="right")) - 1
         place = int(self._place[sender][number] + offset - self._begin[sender][number])
-        buffer[:] = self._buffers[number % HELD][place : place + len(buffer)]
+        np.frombuffer(buffer, np.uint8)[:] = self._buffers[number % HELD][place : place + len(buffer)]
 
 
 class _Stream:

@@ -71,14 +71,19 @@ class SourceCheck:
         return crc
 
     def finish(self) -> None:
-        """Compare the records that were read in parts; one of which some bytes were not needed is not judged."""
+        """Compare the records that were read in parts; one of which some bytes were not needed is not judged.
+
+        A record may have been read more than once, in other parts each time: any of them that tile it will do.
+        """
         for (file, index), parts in self._parts.items():
             records = self._records[file]
-            unique = sorted({part[0]: part for part in parts}.values())
-            ends = [records.offsets[index], *(offset + nbytes for offset, nbytes, _ in unique)]
-            tiled = all(part[0] == end for part, end in zip(unique, ends, strict=False))
-            if tiled and ends[-1] == records.offsets[index] + records.lengths[index]:
-                self._compare(file, records, index, combine(unique))
+            sums = {records.offsets[index]: 0}  # of the record's bytes up to there
+            for offset, nbytes, crc in sorted(set(parts)):
+                if offset in sums:
+                    sums.setdefault(offset + nbytes, combine([(0, 0, sums[offset]), (1, nbytes, crc)]))
+            end = records.offsets[index] + records.lengths[index]
+            if end in sums:
+                self._compare(file, records, index, sums[end])
 
     def fresh(self) -> list[tuple[int, int, int, int, int]]:
         """The parts of records seen since the last call, as ``unfinished`` gives them; none at the first call."""

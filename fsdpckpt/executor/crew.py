@@ -51,7 +51,7 @@ class Crew:
 
     def expect_silence(self, nbytes: int) -> None:
         """A thread is about to make ``nbytes`` durable, which may take a while."""
-        self._quiet_until = max(self._quiet_until, time.monotonic() + 10 + nbytes / SLOWEST_DISK)
+        self._quiet_until = max(self._quiet_until, time.monotonic() + nbytes / SLOWEST_DISK)
 
     def moved(self) -> bool:
         """Whether the threads got anywhere since the last call, or have a reason not to."""

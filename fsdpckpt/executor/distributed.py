@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fsdpckpt.comm.exchange import exchange
+from fsdpckpt.comm.exchange import BUFFERS, Exchanger
 from fsdpckpt.comm.group import Group
 from fsdpckpt.comm.messages import all_gather_objects
 from fsdpckpt.comm.staging import chunk_bytes
@@ -158,7 +158,12 @@ class _Run:
         if not self._routes.rounds:
             return
         budget = self._job.settings.exchange_bytes
-        reader = self._assembler(chunk_bytes(budget, 4))
+        reader = self._assembler(chunk_bytes(budget, BUFFERS))
+        largest = max(
+            int(column.max()) for column in (*self._routes.sends.values(), *self._routes.receives.values(), np.ones(1))
+        )
+        exchanger = Exchanger(self._group, budget=budget, largest=largest)
+        exchanger.check(_totals(self._routes.sends), _totals(self._routes.receives))
         sent = dict.fromkeys(self._routes.sends, 0)
         for number in range(self._routes.rounds):
             crew.wait(number - HELD, self._watch)
@@ -166,21 +171,17 @@ class _Run:
 
             def read(peer: int, offset: int, buffer: torch.Tensor) -> None:
                 begin = sent[peer] + offset
-                view, _ = reader.assemble(self._routes.streams[peer], begin, begin + len(buffer))
-                buffer.numpy()[:] = np.frombuffer(view, np.uint8)
+                reader.assemble(self._routes.streams[peer], begin, begin + len(buffer), into=buffer.numpy().data)
+
+            def landing(peer: int, offset: int, count: int, number: int = number) -> torch.Tensor:
+                return torch.from_numpy(self._arrivals.place(peer, number, offset, count))
 
             def write(peer: int, offset: int, buffer: torch.Tensor, number: int = number) -> None:
-                self._arrivals.take(peer, number, offset, buffer.numpy().data)
+                self._arrivals.place(peer, number, offset, len(buffer))[:] = buffer.numpy()
 
-            exchange(
-                self._group,
-                sends=sends,
-                receives=_of_round(self._routes.receives, number),
-                read=read,
-                write=write,
-                budget=budget,
-                name="exchange",
-            )
+            on_host = self._group.device.type == "cpu"
+            receives = _of_round(self._routes.receives, number)
+            exchanger.run(sends, receives, read, write, landing=landing if on_host else None)
             for peer, count in sends.items():
                 sent[peer] += count
             crew.arrived(number)
@@ -188,7 +189,7 @@ class _Run:
     def finish(self) -> dict[str, int]:
         """Files that others wrote too, and records that others read too; the CRC-32 of every target file."""
         nbytes = sum(output.plan.nbytes for output in self._outputs.values() if not output.alone)
-        with self._group.silent_for(10 + nbytes / SLOWEST_DISK):
+        with self._group.silent_for(nbytes / SLOWEST_DISK):
             mine = {number: output.share() for number, output in self._outputs.items() if not output.alone}
         found = [
             cast("tuple[FileShares, list[tuple[int, int, int, int, int]]]", told)
@@ -200,7 +201,7 @@ class _Run:
                 if rank:
                     self._check.absorb(records)
             self._check.finish()
-        with self._group.silent_for(10 + nbytes / SLOWEST_DISK):
+        with self._group.silent_for(nbytes / SLOWEST_DISK):
             self._finish_shared(shares)
         crcs = {output.plan.path: output.crc for output in self._outputs.values() if output.first}
         for theirs in all_gather_objects(self._group, crcs, name="checksums"):
@@ -219,6 +220,10 @@ class _Run:
                 and (self._job.segments[other].file, self._job.segments[other].place) == (mine.file, mine.place)
             ]
             output.finish(others)
+
+
+def _totals(counts: Mapping[int, npt.NDArray[np.int64]]) -> dict[int, int]:
+    return {peer: int(column.sum()) for peer, column in counts.items()}
 
 
 def _of_round(counts: Mapping[int, npt.NDArray[np.int64]], number: int) -> dict[int, int]:

@@ -81,9 +81,9 @@ class Recorder:
             return
         with self._lock:
             windows, self._pending = self._pending, []
-        parts = self._fresh()  # after the windows: theirs are all among these
         if not windows:
             return
+        parts = self._fresh()  # after the windows: theirs are all among these
         for file in {id(file): file for _, file, _ in windows}.values():
             self._sync(file)
         rows = [(number, begin, begin + nbytes, crc) for number, _, (begin, nbytes, crc) in windows]

@@ -76,7 +76,7 @@ def find_routes(
 ) -> Routes:
     """The routes of worker ``rank``. ``visible[file, worker]``: who sees which source file, each seen by somebody.
 
-    A window must not need more than half of ``round_bytes``.
+    A window must not need more than ``round_bytes``; rounds are fuller the less it needs.
     """
     senders = _senders(visible)
     needs = [
@@ -135,8 +135,9 @@ def _need(
     nbytes = np.concatenate([found.nbytes for _, found in parts]) if parts else np.zeros(0, np.int64)
     sender = np.concatenate([senders[found.copies.file, owner] for _, found in parts]) if parts else nbytes
     per_window = np.bincount(window_of, weights=nbytes, minlength=len(bounds)).astype(np.int64)
-    # Windows that begin within the same half take at most that half and one window's bytes, which is no more.
-    round_of = (np.cumsum(per_window) - per_window) // max(round_bytes // 2, 1)
+    # Windows that begin within the same stretch take at most that and one window's bytes more.
+    stretch = max(round_bytes - int(per_window.max(initial=0)), 1)
+    round_of = (np.cumsum(per_window) - per_window) // stretch
     _, round_of = np.unique(np.where(per_window > 0, round_of, -1), return_inverse=True)  # without empty rounds
     round_of = round_of - (1 if (per_window == 0).any() else 0)
     windows = [OwnWindow(*bound, int(when)) for bound, when in zip(bounds, round_of, strict=True)]

@@ -2,7 +2,7 @@
 
 The files a set of workers has to write are laid end to end and cut into as many parts of equal bytes as there are
 workers, so that the files of one target rank stay together. A cut moves to the nearest end of a file when that is near
-enough; inside a file it falls on a block of the disk, and never into an element that is cast.
+enough; inside a file it falls on a block of the disk, unless that lies within an element that is cast.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from fsdpckpt.planner.plan import FilePlan, Plan
-from fsdpckpt.planner.windows import CAST_GRAIN
 
 __all__ = ["Segment", "cut", "target_node"]
 
@@ -74,9 +73,11 @@ def _allowed(file: FilePlan, plan: Plan, at: int) -> int:
         return at
     offset, nbytes = file.slots[slot].tolist()
     rows = slice(int(file.first_copy[slot]), int(file.first_copy[slot + 1]))
-    if at >= offset + nbytes or (at - offset) % CAST_GRAIN == 0 or (file.copies.cast[rows] < 0).all():
+    cast = int(file.copies.cast[rows].max())  # the same for all copies of a slot
+    if at >= offset + nbytes or cast < 0:
         return at
-    return int(offset)  # two writers of one block, which only a file whose tensors are not aligned can have
+    # Not on a block where the tensor is not aligned: then two workers write that one, each its own bytes.
+    return at - (at - int(offset)) % plan.casts[cast][1].itemsize
 
 
 def target_node(target_rank: int, world_size: int, nodes: Mapping[int, int]) -> int:

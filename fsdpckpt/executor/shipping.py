@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import TypeAlias, cast
 
 import numpy as np
@@ -63,7 +63,7 @@ def packed(job: Job) -> Packed:
         "segments": np.asarray([(s.file, s.place, s.begin, s.end, s.owner) for s in job.segments], np.int64).reshape(
             -1, 5
         ),
-        "settings": [job.settings.window, job.settings.round_bytes, job.settings.exchange_bytes],
+        "settings": list(astuple(job.settings)),
         "casts": [[source.name, target.name] for source, target in job.plan.casts],
         "targets": [_packed_file(file) for file in job.plan.files],
     }

@@ -37,12 +37,14 @@ class Assembler:
         self._window = aligned_buffer(window + BLOCK)
         self._scratch = aligned_buffer(window)
 
-    def assemble(self, file: FilePlan, begin: int, end: int) -> tuple[memoryview, dict[tuple[int, int], int]]:
+    def assemble(
+        self, file: FilePlan, begin: int, end: int, *, into: memoryview | None = None
+    ) -> tuple[memoryview, dict[tuple[int, int], int]]:
         """The bytes [begin, end) of ``file``, and the CRC-32 of ranges summed on the way, by (file offset, nbytes).
 
-        The view is valid until the next call.
+        The view is valid until the next call. ``into``: a buffer of the caller's to put them into instead.
         """
-        view = self.buffer(begin, end)
+        view = self.buffer(begin, end) if into is None else into
         self._literals(file, begin, view)
         low = int(np.searchsorted(file.slots[:, 0], begin, side="right")) - 1
         high = int(np.searchsorted(file.slots[:, 0], end, side="left"))

@@ -8,10 +8,18 @@ from math import prod
 from fsdpckpt.ir.dtypes import DTYPES, DType
 from fsdpckpt.ir.units import Strategy
 
-__all__ = ["Fields"]
+__all__ = ["Fields", "TooManyWrongError"]
 
 _MOST = 2**62
 """Elements: more than any tensor has, and int64 still holds the bytes' sums that follow from half of it."""
+
+
+_MOST_WRONG = 1000
+"""Complaints: a file with more of them is no units file at all, and might go on for gigabytes."""
+
+
+class TooManyWrongError(Exception):
+    """So many fields are wrong that the rest was not looked at."""
 
 
 class Fields:
@@ -24,16 +32,20 @@ class Fields:
 
     def complain(self, where: str, expected: str, found: object) -> None:
         """Note that the field at ``where`` is wrong."""
+        self._note(where, f"{where}: expected {expected}, found {_brief(found)}")
+
+    def _note(self, where: str, text: str) -> None:
         self.where = self.where or where
-        self.wrong.append(f"{where}: expected {expected}, found {_brief(found)}")
+        self.wrong.append(text)
+        if len(self.wrong) >= _MOST_WRONG:
+            raise TooManyWrongError
 
     def only(self, fields: Mapping[str, object], known: Collection[str], where: str) -> None:
         """Complain of every field that is not ``known``: a misspelt one would otherwise count as left out."""
         for name in fields:
             if name not in known:
                 place = f"{where}.{name}" if where else name
-                self.where = self.where or place
-                self.wrong.append(f"{_brief(place)}: no such field; there are {', '.join(known)}")
+                self._note(place, f"{_brief(place)}: no such field; there are {', '.join(known)}")
 
     def record(self, value: object, where: str) -> Mapping[str, object]:
         if isinstance(value, dict):

@@ -42,11 +42,24 @@ def _orders(units: Units) -> Iterator[str]:
     listed = set(units.parameters)
     yield from (f"parameters: {name} is in no unit and not unmanaged" for name in units.parameters if name not in known)
     yield from (f"parameters: {name} is missing" for name in units.params() if name not in listed)
+    yield from _astray(units)
     unmanaged = {param.name for param in units.unmanaged}
     keys = known if units.use_orig_params else {unit.key for unit in units.units} | unmanaged
     kind = "parameter" if units.use_orig_params else "flat parameter or unmanaged parameter"
     for group in units.groups or ():
         yield from (f"groups: {key} is no {kind} of these units" for key in group if key not in keys)
+
+
+def _astray(units: Units) -> Iterator[str]:
+    """A unit has its parameters in the order of ``model.parameters()``; shared ones may be met elsewhere before."""
+    place = {name: index for index, name in enumerate(units.parameters)}
+    firsts = {first for _, first in units.shared}
+    for unit in units.units:
+        names = [param.name for param in unit.params if param.name in place and param.name not in firsts]
+        for one, other in zip(names, sorted(names, key=place.__getitem__), strict=True):
+            if one != other:
+                yield f"unit {unit.prefix!r}: {one} stands where parameters has {other}"
+                break
 
 
 def _unit_flaws(unit: Unit, *, use_orig_params: bool) -> Iterator[str]:

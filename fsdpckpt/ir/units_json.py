@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from fsdpckpt.errors import SourceCorruptError, SourceUnrecognisedError, SourceUnsupportedError
 from fsdpckpt.ir.units import Unit, UnitParam, Units
-from fsdpckpt.ir.units_fields import Fields
+from fsdpckpt.ir.units_fields import Fields, TooManyWrongError
 from fsdpckpt.ir.units_flaws import flaws
 from fsdpckpt.version import __version__
 
-__all__ = ["FORMAT", "UNITS_FILE", "VERSION", "Json", "decode", "encode", "loads", "render"]
+__all__ = ["FORMAT", "MOST_BYTES", "UNITS_FILE", "VERSION", "Json", "decode", "encode", "loads", "render"]
 
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
@@ -23,6 +24,9 @@ FORMAT = "fsdpckpt-units"
 VERSION = 1
 UNITS_FILE = "units.json"
 """What ``save_units`` calls the file in a checkpoint's directory."""
+
+MOST_BYTES = 1 << 26
+"""Of a units file: a parameter takes about 200, and the models of today have fewer than 100,000."""
 
 _AGAIN = "write it again with fsdpckpt.save_units in the training script, or with `fsdpckpt units`"
 _UNIT_FIELDS = ("prefix", "strategy", "param_dtype", "params")
@@ -98,6 +102,13 @@ def _params(name: str, value: Json, depth: int) -> str:
 
 def loads(data: bytes, *, source: str) -> Units:
     """The units in the bytes of a units file; ``source`` names the file in errors. Raises SourceError."""
+    if len(data) > MOST_BYTES:
+        raise SourceUnrecognisedError(
+            f"{source} is larger than a units file can be",
+            file=source,
+            expected=f"at most {MOST_BYTES:,} bytes",
+            next_step=_AGAIN,
+        )
     try:
         document = json.loads(data, object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:
@@ -126,11 +137,14 @@ def decode(document: object, *, source: str) -> Units:
     fields = document if isinstance(document, dict) else {}
     _recognise(fields, source)
     reader = Fields(source)
-    units = _decoded(fields, reader)
-    wrong = reader.wrong or flaws(units)
-    if wrong:
+    units: Units | None = None
+    with suppress(TooManyWrongError):
+        units = _decoded(fields, reader)
+    wrong = reader.wrong or (flaws(units) if units is not None else [])
+    if wrong or units is None:
+        many = f"{len(wrong)} of its fields are wrong" + (", and more" if units is None else "")
         raise SourceCorruptError(
-            f"{source}: no valid units file: {len(wrong)} of its fields are wrong"
+            f"{source}: no valid units file: {many}"
             if len(wrong) > 1
             else f"{source}: no valid units file: {wrong[0]}",
             details=wrong if len(wrong) > 1 else (),

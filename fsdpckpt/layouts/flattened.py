@@ -113,10 +113,6 @@ class FlatLayout:
         end = np.minimum(start[param] + numel[param], (rank + 1) * shard)
         return FlatSlices(rank, filled[param], begin - start[param], end - begin, begin - rank * shard)
 
-    def slices_of(self, rank: int) -> list[FlatPart]:
-        """The parameters of which ``rank`` holds elements, in order."""
-        return [part for part in self.parts(rank) if part.param is not None]
-
     def parts(self, rank: int) -> list[FlatPart]:
         """The whole shard of ``rank``, front to back: slices of parameters, alignment (42), right padding (0)."""
         begin, end = self.held(rank)

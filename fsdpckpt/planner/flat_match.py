@@ -6,8 +6,8 @@ what each key of the checkpoint is, or lists everything that contradicts them. I
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -16,9 +16,19 @@ from fsdpckpt.ir.tensors import ONE_SLICE, SLICES, Int64Array, Tensor
 from fsdpckpt.ir.units import FLAT_PARAM, Unit, UnitParam, Units
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.layouts.flattened import FlatLayout, layout_of
-from fsdpckpt.planner.names import clean
+from fsdpckpt.planner.names import clean, keeps_order
 
-__all__ = ["FlatMatch", "Mismatch", "carried_whole", "is_flat_key", "is_sliced", "match", "slice_lengths"]
+__all__ = [
+    "FlatMatch",
+    "Mismatch",
+    "carried_whole",
+    "is_flat_key",
+    "is_sliced",
+    "is_step",
+    "match",
+    "out_of_order",
+    "slice_lengths",
+]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,9 +51,13 @@ class FlatMatch:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Everything in the checkpoint that contradicts the units."""
+    """Everything in the checkpoint that contradicts the units.
+
+    ``unread``: optimizer entries that could not be compared, because the groups that list them are others.
+    """
 
     contradictions: tuple[str, ...]
+    unread: int = 0
 
 
 def is_flat_key(key: str) -> bool:
@@ -56,9 +70,9 @@ def match(checkpoint: Checkpoint, units: Units) -> FlatMatch | Mismatch:
     matching = _Matching(checkpoint, units)
     found = list(matching.contradictions())
     if found:
-        return Mismatch(tuple(found))
+        return Mismatch(tuple(found), matching.unread)
     return FlatMatch(
-        units,
+        replace(units, groups=matching.told) if units.groups is None else units,
         matching.keys,
         matching.layouts,
         matching.shard_size,
@@ -72,6 +86,8 @@ def slice_lengths(tensor: Tensor, world_size: int) -> Int64Array | None:
     """Elements each rank holds of a 1-D tensor, 0 where it has none; None when it is not one plain piece a rank."""
     pieces = tensor.pieces
     if tensor.ndim != 1 or len(np.unique(pieces.rank)) != len(pieces):
+        return None
+    if ((pieces.stride[:, 0] != 1) & (pieces.size[:, 0] > 1)).any():  # no slice of FSDP1's, which are dense
         return None
     lengths = np.zeros(world_size, np.int64)
     lengths[pieces.rank] = pieces.size[:, 0]
@@ -92,7 +108,9 @@ class _Matching:
         self.layouts: dict[str, FlatLayout] = {}
         self.counts: dict[str, Int64Array] = {}
         self.keys: dict[ParamKey, str] = {}
+        self.told: tuple[tuple[str, ...], ...] | None = None  # the groups, as param_names state them
         self.proved: list[str] = []
+        self.unread = 0
         self.flat_optimizer = is_sliced(checkpoint, units)
 
     def contradictions(self) -> Iterator[str]:
@@ -129,12 +147,12 @@ class _Matching:
     # The model.
 
     def _model(self, params: Mapping[str, Tensor | Value]) -> Iterator[str]:
-        flat = {key for key in params if is_flat_key(key)}
+        flat = dict.fromkeys(key for key in params if is_flat_key(key))
         if flat:
             yield from self._flat_parameters(params, flat)
         yield from self._names(params, flat)
 
-    def _flat_parameters(self, params: Mapping[str, Tensor | Value], flat: set[str]) -> Iterator[str]:
+    def _flat_parameters(self, params: Mapping[str, Tensor | Value], flat: Collection[str]) -> Iterator[str]:
         by_clean = {clean(key): key for key in flat}
         for key in by_clean:
             if key not in self.by_key:
@@ -145,7 +163,8 @@ class _Matching:
             if not isinstance(leaf, Tensor):
                 yield f"unit {unit.prefix!r}: the checkpoint has no flat parameter {unit.key}"
             elif leaf.shape != (total,):
-                yield f"{unit.key}: {total} elements by the units, {list(leaf.shape)} in the checkpoint"
+                found = leaf.numel if leaf.ndim == 1 else list(leaf.shape)
+                yield f"{unit.key}: {total} elements by the units, {found} in the checkpoint"
             else:
                 yield from self._flat_pieces(unit, leaf)
         self.proved.append(f"{len(flat)} flat parameters have the names and lengths of the units")
@@ -159,7 +178,7 @@ class _Matching:
             if size and (start, start + size) != (begin, end):
                 yield f"{unit.key}: rank {rank} holds {start}:{start + size}, by the units {begin}:{end}"
 
-    def _names(self, params: Mapping[str, Tensor | Value], flat: set[str]) -> Iterator[str]:
+    def _names(self, params: Mapping[str, Tensor | Value], flat: Collection[str]) -> Iterator[str]:
         """Names beside the flat parameters: whole parameters and buffers, or one slice a rank (use_orig_params)."""
         shared = dict(self.units.shared)
         cleaned = {clean(key): leaf for key, leaf in params.items() if key not in flat}
@@ -173,10 +192,14 @@ class _Matching:
                 compared += 1
                 yield from self._named(name, param, leaf, sliced=bool(flat))
         if flat or not cleaned:
+            # LOCAL_STATE_DICT lists the innermost units first, and inside of each the model's order.
+            slices = [name for name, leaf in cleaned.items() if isinstance(leaf, Tensor) and leaf.placement == SLICES]
+            if self.checkpoint.container is Container.TORCH:
+                yield from out_of_order(self.units, slices, across=False)
             return
         yield from (f"the units have {name}, the model has no such key" for name in self.params if name not in cleaned)
-        if self.checkpoint.container is not Container.SAFETENSORS:
-            yield from self._order(list(cleaned))
+        if keeps_order(self.checkpoint, list(cleaned)):
+            yield from out_of_order(self.units, list(cleaned))
         if compared:
             self.proved.append(f"{compared} names and shapes of the units are those of the model section")
 
@@ -188,15 +211,6 @@ class _Matching:
         elif leaf.shape != param.shape and not self._whole_vector(param, leaf):
             yield f"{name}: {list(param.shape)} by the units, {list(leaf.shape)} in the model section"
 
-    def _order(self, names: Sequence[str]) -> Iterator[str]:
-        place = {name: index for index, name in enumerate(names)}
-        for unit in self.units.units:
-            known = [param.name for param in unit.params if param.name in place]
-            ordered = sorted(known, key=place.__getitem__)
-            wrong = next((pair for pair in zip(known, ordered, strict=True) if pair[0] != pair[1]), None)
-            if wrong:
-                yield f"unit {unit.prefix!r}: {wrong[0]} stands where the model section has {wrong[1]}"
-
     # The optimizer.
 
     def _optimizer(self, optim: OptimState) -> Iterator[str]:
@@ -204,12 +218,17 @@ class _Matching:
             yield from self._whole_optimizer(optim)
             return
         yield from self._map_keys(optim)
+        groups = optim.param_groups
+        listed = {key for group in groups or () for key in group_params(group) or ()}
         compared = 0
         for key, states in optim.state.items():
             name = self.keys.get(key)
             if name is None:
-                if isinstance(key, int):
+                self.unread += key in listed  # the groups are others, which is said already
+                if isinstance(key, int) and groups is not None and key not in listed:
                     yield f"optim {key}: no param group lists it"
+                continue
+            if name not in self.by_key and name not in self.params:  # by param_names, which is said already
                 continue
             tensors = {state: leaf for state, leaf in states.items() if isinstance(leaf, Tensor) and leaf.ndim}
             wrong = {state: text for state, leaf in tensors.items() if (text := self._state(name, leaf))}
@@ -276,7 +295,8 @@ class _Matching:
             return self.units.groups
         told = [_param_names(group) for group in groups]
         if all(told):
-            return [[clean(name) for name in names] for names in told]
+            self.told = tuple(tuple(clean(name) for name in names) for names in told)
+            return self.told
         if len(lengths) > 1:
             return (
                 f"the optimizer has {len(lengths)} param groups, and the units do not say which parameters are in which"
@@ -343,6 +363,11 @@ def carried_whole(tensor: Tensor) -> bool:
     return tensor.ndim == 1 and len(tensor.pieces) > 0 and bool((tensor.pieces.size[:, 0] == 1).all())
 
 
+def is_step(state: str, tensor: Tensor) -> bool:
+    """Whether it is a step of shape (1,): never a slice, even where slices have one element too."""
+    return state == "step" and carried_whole(tensor)
+
+
 def is_sliced(checkpoint: Checkpoint, units: Units) -> bool:
     """Whether the optimizer holds slices. Of one rank they are whole 1-D tensors, and only the units tell."""
     optim = checkpoint.optim
@@ -370,6 +395,29 @@ def _chain(groups: Iterable[Iterable[str]]) -> list[str]:
 def _param_names(group: Mapping[Key, Value]) -> list[str]:
     names = group.get("param_names")
     return [str(name) for name in names] if isinstance(names, (list, tuple)) else []
+
+
+def out_of_order(units: Units, names: Iterable[str], *, across: bool = True) -> Iterator[str]:
+    """What contradicts ``names``, which are in the model's order: over all units when ``across``, else within each."""
+    place = {name: index for index, name in enumerate(names)}
+    for unit in units.units:
+        wrong = _first_astray([param.name for param in unit.params], place)
+        if wrong:
+            yield f"unit {unit.prefix!r}: {wrong[0]} stands where the model section has {wrong[1]}"
+            return
+    # Ids count over all units, and only their order tells units of one size apart.
+    managed = units.unit_of()
+    wrong = _first_astray([name for name in units.parameters if name in managed], place)
+    if wrong and across:
+        yield f"the units have {wrong[0]} where the model section has {wrong[1]}"
+
+
+def _first_astray(names: Iterable[str], place: Mapping[str, int]) -> tuple[str, str] | None:
+    """The first of ``names`` that is not where ``place`` has it, and what is there; names it lacks do not count."""
+    known = [name for name in names if name in place]
+    return next(
+        (pair for pair in zip(known, sorted(known, key=place.__getitem__), strict=True) if pair[0] != pair[1]), None
+    )
 
 
 def _lengths(lengths: Int64Array) -> str:

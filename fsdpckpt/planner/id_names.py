@@ -107,11 +107,11 @@ def _by_groups(
             f"groups of {', '.join(str(len(group)) for group in held)} ids in the optimizer",
             f"groups of {', '.join(str(len(group)) for group in groups)} parameters in {order.source}",
         ]
-        raise contradicted(f"{order.source} does not fit the optimizer of {source}", wrong)
+        raise contradicted(f"the optimizer of {source} does not fit {order.source}", wrong)
     names = tuple(chain(*groups))
     if held is None and ids.every[-1] >= len(names):
         raise contradicted(
-            f"{order.source} does not fit the optimizer of {source}",
+            f"the optimizer of {source} does not fit {order.source}",
             [f"id {ids.every[-1]} is beyond the {len(names)} parameters of the groups"],
         )
     taken = names if held is not None else tuple(names[number] for number in ids.every)
@@ -122,7 +122,7 @@ def _by_groups(
 def _require_fit(ids: Ids, names: Sequence[str], order: ParameterOrder, source: str) -> None:
     wrong = _misfits(ids, names, order)
     if wrong:
-        raise contradicted(f"{order.source} does not fit the optimizer of {source}", wrong)
+        raise contradicted(f"the optimizer of {source} does not fit {order.source}", wrong)
 
 
 def _ungrouped(ids: Ids, order: ParameterOrder, source: str) -> dict[ParamKey, ParamKey]:
@@ -131,7 +131,7 @@ def _ungrouped(ids: Ids, order: ParameterOrder, source: str) -> dict[ParamKey, P
         return _by_shapes(ids, order.names, order, source)
     if ids.every[-1] >= len(order.names):
         wrong = [f"id {ids.every[-1]} is beyond the {len(order.names)} parameters listed"]
-        raise contradicted(f"{order.source} does not fit the optimizer of {source}", wrong)
+        raise contradicted(f"the optimizer of {source} does not fit {order.source}", wrong)
     names = [order.names[number] for number in ids.every]
     _require_fit(ids, names, order, source)
     return dict(zip(ids.every, names, strict=True))
@@ -166,7 +166,7 @@ def _require_enough(ids: Ids, names: Sequence[str], order: ParameterOrder, sourc
             text = ", ".join(str(list(shape)) for shape in sorted(stated))
             wrong.append(f"id {number} has states of shape {text}, which no parameter of {order.source} has")
     if wrong:
-        raise contradicted(f"{order.source} does not fit the optimizer of {source}", list(dict.fromkeys(wrong)))
+        raise contradicted(f"the optimizer of {source} does not fit {order.source}", list(dict.fromkeys(wrong)))
 
 
 def _possible_names(ids: Ids, names: Sequence[str], possible: Callable[[int, int], bool]) -> list[str]:
@@ -196,7 +196,7 @@ def _dealt(ids: Ids, groups: Sequence[Sequence[int]], order: ParameterOrder, sou
     wrong = _misfits(ids, required if len(required) == len(ids.every) else order.names, order)
     if len(order.names) != len(ids.every):
         wrong.insert(0, f"the optimizer has {len(ids.every)} ids, {order.source} {len(order.names)} parameters")
-    raise contradicted(f"{order.source} does not fit the optimizer of {source}", wrong)
+    raise contradicted(f"the optimizer of {source} does not fit {order.source}", wrong)
 
 
 def _deal(

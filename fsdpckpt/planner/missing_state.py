@@ -18,7 +18,7 @@ from fsdpckpt.ir.units import UnitParam, Units
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.planner.state_form import Known, Read, StateForm, States, ZeroForm, state_form
 
-__all__ = ["Choice", "fill", "require_complete", "without_state"]
+__all__ = ["Choice", "fill", "note_elementless", "require_complete", "without_state"]
 
 Choice: TypeAlias = Literal["error", "zeros", "skip"]
 Made: TypeAlias = dict[ParamKey, dict[str, Tensor | Value]]
@@ -38,8 +38,8 @@ def without_state(checkpoint: Checkpoint, units: Units | None = None) -> list[Pa
         return []
     told = units.params() if units is not None else {}
     listed = [key for group in optim.param_groups or () for key in group_params(group) or ()]
-    frozen = {name for name, param in told.items() if not param.requires_grad}
-    return [key for key in listed if not optim.state.get(key) and key not in frozen]
+    stateless = {name for name, param in told.items() if not (param.requires_grad and param.numel)}
+    return [key for key in listed if not optim.state.get(key) and key not in stateless]
 
 
 def fill(checkpoint: Checkpoint, choice: Choice, *, units: Units | None = None, read: Read | None = None) -> Checkpoint:
@@ -188,6 +188,16 @@ def _in_group_order(
             yield new, made[new]
 
 
+def note_elementless(checkpoint: Checkpoint, units: Units) -> Checkpoint:
+    """With a note of the states that have no place: with ``use_orig_params=True`` they go with elements."""
+    states = checkpoint.optim.state if checkpoint.optim is not None else {}
+    names = [param.name for unit in units.units for param in unit.params if not param.numel and states.get(param.name)]
+    if not names:
+        return checkpoint
+    message = f"{_parameters(len(names))} no element, so that no rank keeps their optimizer states"
+    return replace(checkpoint, notes=(*checkpoint.notes, Note("dropped", message, keys=tuple(names))))
+
+
 def require_complete(checkpoint: Checkpoint, units: Units) -> None:
     """Raises NeedsInformationError where some parameters of one unit have optimizer states, and others have none.
 
@@ -198,8 +208,9 @@ def require_complete(checkpoint: Checkpoint, units: Units) -> None:
         return
     wrong = []
     for unit in units.units:
-        bare = [param.name for param in unit.params if not optim.state.get(param.name)]
-        if bare and len(bare) < len(unit.params):
+        filled = [param.name for param in unit.params if param.numel]
+        bare = [name for name in filled if not optim.state.get(name)]
+        if bare and len(bare) < len(filled):
             wrong.append(f"unit {unit.prefix or 'root'!r}: {', '.join(bare[:4])}{' ...' if len(bare) > 4 else ''}")
     if wrong:
         raise NeedsInformationError(

@@ -9,14 +9,23 @@ where one section has it on every key and the other has it on none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from fsdpckpt.errors import SourceUnsupportedError
-from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, OptimState, ParamKey, group_params
+from fsdpckpt.ir.checkpoint import (
+    UNORDERED,
+    Checkpoint,
+    Container,
+    ModelState,
+    Note,
+    OptimState,
+    ParamKey,
+    group_params,
+)
 from fsdpckpt.ir.values import Key, Value
 
-__all__ = ["clean", "normalise", "without_module"]
+__all__ = ["clean", "keeps_order", "normalise", "sorted_by_a_tool", "without_module"]
 
 WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "_fpw_module"})
 _DISTRIBUTED = "module."  # DistributedDataParallel, DataParallel
@@ -40,6 +49,26 @@ def without_module(names: Iterable[str], like: Collection[str]) -> tuple[str, ..
 
 def _distributed(name: str) -> bool:
     return name.startswith(_DISTRIBUTED)
+
+
+def keeps_order(checkpoint: Checkpoint, names: Sequence[str]) -> bool:
+    """Whether the model section of ``checkpoint``, whose parameters are ``names``, is in the order of a state dict."""
+    if checkpoint.container is Container.SAFETENSORS or UNORDERED in checkpoint.evidence:
+        return False
+    return not sorted_by_a_tool(names)
+
+
+def sorted_by_a_tool(names: Sequence[str]) -> bool:
+    """Whether the names are in alphabetical order where a model's own order would show: ``bias`` before its
+    ``weight``, or number 10 before number 2."""
+    if list(names) != sorted(names):
+        return False
+    place = set(names)
+    if any(name.endswith(".bias") and name[:-4] + "weight" in place for name in names):
+        return True
+    natural = [[(len(word), word) if word.isdigit() else (0, word) for word in name.split(".")] for name in names]
+    numbered = any(word.isdigit() and len(word) > 1 for name in names for word in name.split("."))
+    return numbered and natural != sorted(natural)
 
 
 def normalise(checkpoint: Checkpoint) -> Checkpoint:

@@ -9,11 +9,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-from fsdpckpt.ir.checkpoint import UNORDERED, Checkpoint, Checksums, Container, OptimState, group_params
+from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, OptimState, group_params
 from fsdpckpt.ir.tensors import SLICES, Tensor
 from fsdpckpt.ir.units import FLAT_PARAM, Units
 from fsdpckpt.ir.values import Key, Value
-from fsdpckpt.planner.names import clean, without_module
+from fsdpckpt.planner.names import clean, keeps_order, without_module
 from fsdpckpt.planner.state_shapes import Shape
 
 __all__ = ["ParameterOrder", "contradictions", "from_list", "from_model", "from_param_names", "from_units", "is_flat"]
@@ -145,12 +145,11 @@ def from_model(
     if not told and any(tensor.managed for tensor in tensors.values()):
         unsure.update(name for name in names if tensors[name].managed is not True)
     apart = told or any(tensor.managed is not None for tensor in tensors.values())
-    ordered = checkpoint.container is not Container.SAFETENSORS and UNORDERED not in checkpoint.evidence
     return ParameterOrder(
         names=names,
         shapes={name: tensors[name].shape for name in names},
         source=source,
-        certain=ordered,
+        certain=keeps_order(checkpoint, names),
         optional=frozenset(unsure),
         shared=None,
         buffers_apart=apart,

@@ -93,7 +93,7 @@ def _require_param_names(
             if clean(str(name)) not in (mine, f"module.{mine}"):
                 wrong.append(f"id {key} is {clean(str(name))} in param_names, {mine} in {order.source}")
     if wrong:
-        raise contradicted(f"{order.source} contradicts the param_names of {checkpoint.source}", wrong)
+        raise contradicted(f"the param_names of {checkpoint.source} contradict {order.source}", wrong)
 
 
 def _listed(optim: OptimState, order: ParameterOrder, source: str) -> list[list[str]]:
@@ -127,7 +127,7 @@ def _require_known(checkpoint: Checkpoint, listed: Sequence[Sequence[str]], orde
             text = ", ".join(str(list(one)) for one in sorted(stated))
             wrong.append(f"{name} has states of shape {text}, and is {list(shape or ())} in {order.source}")
     if wrong:
-        raise contradicted(f"{order.source} does not fit the optimizer of {checkpoint.source}", wrong)
+        raise contradicted(f"the optimizer of {checkpoint.source} does not fit {order.source}", wrong)
 
 
 def _sorted_group(names: Sequence[str], index: int, order: ParameterOrder, checkpoint: Checkpoint) -> list[str]:
@@ -138,7 +138,7 @@ def _sorted_group(names: Sequence[str], index: int, order: ParameterOrder, check
         stray = [name for name in names if clean(name) not in place]
         if stray:
             wrong = [f"{name} is not in group {index} of {order.source}" for name in stray]
-            raise contradicted(f"{order.source} does not fit the groups of {checkpoint.source}", wrong)
+            raise contradicted(f"the groups of {checkpoint.source} do not fit {order.source}", wrong)
         return sorted(names, key=lambda name: place[clean(name)])
     if not order.certain and len(names) > 1:
         raise NeedsInformationError(

@@ -18,7 +18,7 @@ from fsdpckpt.ir.tensors import ONE_SLICE, SLICES, Int64Array, Pieces, Tensor, c
 from fsdpckpt.ir.units import Unit, UnitParam
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.layouts.flattened import FlatLayout, flat_boxes
-from fsdpckpt.planner.flat_match import FlatMatch, carried_whole, is_flat_key, slice_lengths
+from fsdpckpt.planner.flat_match import FlatMatch, carried_whole, is_flat_key, is_step, slice_lengths
 from fsdpckpt.planner.names import clean
 
 __all__ = ["unflatten"]
@@ -91,7 +91,12 @@ def _optimizer(optim: OptimState, match: FlatMatch, world_size: int, notes: list
         elif name in by_key:
             state.update(_of_unit(by_key[name], states, match, world_size))
         else:
-            state[name] = {item: _of_param(params[name], leaf, match, world_size) for item, leaf in states.items()}
+            state[name] = {
+                item: _whole(leaf)
+                if isinstance(leaf, Tensor) and is_step(item, leaf)
+                else _of_param(params[name], leaf, match, world_size)
+                for item, leaf in states.items()
+            }
     groups = None
     if optim.param_groups is not None:
         groups = [_group(group, match, by_key) for group in optim.param_groups]
@@ -108,7 +113,8 @@ def _of_unit(
     layout = match.layouts[unit.key]
     found: dict[ParamKey, dict[str, Tensor | Value]] = {param.name: {} for param in unit.params}
     for item, leaf in states.items():
-        if isinstance(leaf, Tensor) and leaf.ndim and _fits(leaf, layout.shard, world_size):
+        cut = isinstance(leaf, Tensor) and leaf.ndim and not is_step(item, leaf)
+        if cut and isinstance(leaf, Tensor) and _fits(leaf, layout.shard, world_size):
             starts = leaf.pieces.rank % layout.shards * layout.shard
             for name, tensor in _split(unit, leaf.dtype, _runs(leaf, starts), layout).items():
                 found[name][item] = tensor

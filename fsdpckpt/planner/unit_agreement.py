@@ -9,6 +9,7 @@ from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import UnitParam, Units
 from fsdpckpt.ir.values import Value
+from fsdpckpt.planner.flat_match import out_of_order
 from fsdpckpt.planner.names import clean
 from fsdpckpt.planner.unit_build import name_groups
 from fsdpckpt.planner.unit_names import NameList, model_names
@@ -24,7 +25,7 @@ def contradictions(units: Units, checkpoint: Checkpoint, *, dtype: DType | None 
     names = model_names(checkpoint, "the model section")
     found = list(_model(units, names, dtype)) if names is not None else []
     if names is not None and names.ordered and checkpoint.layout is not Layout.FLATTENED:
-        found.extend(_order(units, names))
+        found.extend(out_of_order(units, [param.name for param in names.params]))
     if checkpoint.optim is not None and checkpoint.optim.key_type == "name":
         found.extend(_optimizer(units, checkpoint.optim))
         found.extend(_groups(units, checkpoint.optim))
@@ -41,23 +42,13 @@ def _model(units: Units, names: NameList, dtype: DType | None) -> Iterator[str]:
             yield f"the units have {name}, the model section has not"
         elif found.shape != param.shape:
             yield f"{name}: {list(param.shape)} by the units, {list(found.shape)} in the model section"
-        elif (dtype or found.dtype) != param.dtype:
-            yield f"{name}: {param.dtype.name} by the units, {(dtype or found.dtype).name} in the model section"
+        elif (written := dtype if dtype is not None and found.dtype.floating else found.dtype) != param.dtype:
+            yield f"{name}: {param.dtype.name} by the units, {written.name} in the model section"
         elif param.order != found.unit_param().order and found.stride is not None:
             yield f"{name}: strides {param.stride} by the units, {found.stride} in the model section"
     for name, found in held.items():
         if found.managed and name not in params and name not in later:
             yield f"the model section has a parameter {name}, the units have not"
-
-
-def _order(units: Units, names: NameList) -> Iterator[str]:
-    place = {param.name: index for index, param in enumerate(names.params)}
-    for unit in units.units:
-        known = [param.name for param in unit.params if param.name in place]
-        for is_there, belongs in zip(known, sorted(known, key=place.__getitem__), strict=True):
-            if is_there != belongs:
-                yield f"unit {unit.prefix!r}: {is_there} stands where the model section has {belongs}"
-                break
 
 
 def _optimizer(units: Units, optim: OptimState) -> Iterator[str]:
@@ -86,7 +77,8 @@ def _groups(units: Units, optim: OptimState) -> Iterator[str]:
     known = set(units.params())
     listed = listed_names(optim)
     unknown = [name for group in listed for name in group if name not in known]
-    yield from (f"the param groups list {name}, which the units do not have" for name in unknown)
+    stated = {clean(str(key)) for key, states in optim.state.items() if states}  # of these it is said already
+    yield from (f"the param groups list {name}, which the units do not have" for name in unknown if name not in stated)
     own = name_groups(units)
     if own is None or unknown or not listed:
         return

@@ -34,6 +34,12 @@ def expand(globs: Sequence[str], names: Iterable[str]) -> tuple[str, ...]:
     paths = module_paths(names)
     found: dict[str, None] = {}
     for glob in globs:
+        if glob == ROOT_ONLY and ROOT_ONLY not in paths:
+            raise UsageError(
+                "--unit none says that only the root is wrapped, and another --unit wraps more",
+                found=" ".join(f"--unit {one}" for one in globs),
+                next_step="drop --unit none: the root is a unit beside the others",
+            )
         pattern = _pattern(glob)
         matched = [path for path in paths if pattern.fullmatch(path)]
         if not matched:
@@ -65,7 +71,7 @@ def _pattern(glob: str) -> re.Pattern[str]:
 def _nothing(glob: str, paths: Sequence[str]) -> UsageError:
     more = [f"... and {len(paths) - _SHOWN} more"] if len(paths) > _SHOWN else []
     return UsageError(
-        f"--unit {glob} matches no module of this model",
+        f"--unit {glob or repr(glob)} matches no module of this model",
         details=[*paths[:_SHOWN], *more],
         why="a glob is matched against whole module paths, and * does not cross dots; these are the modules",
         next_step="--unit 'layers.*' for every layer, --unit '**.block' for a name anywhere, --unit none for the root",

@@ -8,13 +8,13 @@ from math import prod
 
 import numpy as np
 
-from fsdpckpt.ir.checkpoint import Checkpoint, Container, ParamKey, group_params
+from fsdpckpt.ir.checkpoint import Checkpoint, ParamKey, group_params
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.tensors import SLICES, Tensor, contiguous_stride
 from fsdpckpt.ir.units import UnitParam, Units
 from fsdpckpt.ir.values import Value
 from fsdpckpt.planner.flat_match import is_flat_key
-from fsdpckpt.planner.names import clean
+from fsdpckpt.planner.names import clean, keeps_order, sorted_by_a_tool
 
 __all__ = ["NameList", "NamedParam", "model_names", "optimizer_names", "stride_of", "units_names"]
 
@@ -51,6 +51,8 @@ class NameList:
 
     ``label`` says in words where they come from. ``shared``: (later name, first name) of tensors known to be one; the
     later names are not in ``params``. ``foreign``: they come from another checkpoint, which may have been cast.
+    ``of_model``: False when only those of one unit are in the model's order, as where an optimizer lists them: with
+    ``use_orig_params=False`` FSDP1 lists the parameters flat parameter by flat parameter, the root's first.
     """
 
     params: tuple[NamedParam, ...]
@@ -58,6 +60,7 @@ class NameList:
     label: str
     shared: tuple[tuple[str, str], ...] = ()
     foreign: bool = False
+    of_model: bool = True
 
     def reordered(self, order: Sequence[str], label: str) -> NameList:
         """The same names, those of ``order`` first and in its order, if it has every possible parameter."""
@@ -65,7 +68,8 @@ class NameList:
         if any(param.possible and param.name not in place for param in self.params):
             return self
         ranked = sorted(self.params, key=lambda param: place.get(param.name, len(place)))
-        return replace(self, params=tuple(ranked), ordered=True, label=f"{self.label}, ordered by {label}")
+        named = f"{self.label}, ordered by {label}"
+        return replace(self, params=tuple(ranked), ordered=True, of_model=True, label=named)
 
 
 def model_names(checkpoint: Checkpoint, label: str) -> NameList | None:
@@ -85,7 +89,7 @@ def model_names(checkpoint: Checkpoint, label: str) -> NameList | None:
             found.append(NamedParam(name, leaf.shape, leaf.dtype, stride_of(leaf), leaf.managed))
     if not found:
         return None
-    ordered = checkpoint.container is not Container.SAFETENSORS and not sorted_by_a_tool([p.name for p in found])
+    ordered = keeps_order(checkpoint, [param.name for param in found])
     return NameList(tuple(found), ordered, label, tuple(shared))
 
 
@@ -127,19 +131,6 @@ def _dense(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
     return tuple(by_dim[dim] for dim in range(len(shape)))
 
 
-def sorted_by_a_tool(names: Sequence[str]) -> bool:
-    """Whether the names are in alphabetical order where a model's own order would show: ``bias`` before its
-    ``weight``, or number 10 before number 2."""
-    if list(names) != sorted(names):
-        return False
-    place = set(names)
-    if any(name.endswith(".bias") and name[:-4] + "weight" in place for name in names):
-        return True
-    natural = [[(len(word), word) if word.isdigit() else (0, word) for word in name.split(".")] for name in names]
-    numbered = any(word.isdigit() and len(word) > 1 for name in names for word in name.split("."))
-    return numbered and natural != sorted(natural)
-
-
 def optimizer_names(checkpoint: Checkpoint, label: str) -> NameList | None:
     """The parameters that a name-keyed optimizer with whole states names; None when it is none.
 
@@ -158,7 +149,7 @@ def optimizer_names(checkpoint: Checkpoint, label: str) -> NameList | None:
     order = [clean(str(key)) for keys in groups for key in keys]
     ordered = len(groups) == 1 and set(found) <= set(order) and not sorted_by_a_tool(order)
     names = [name for name in order if name in found] if ordered else list(found)
-    return NameList(tuple(found[name] for name in names), ordered, label) if found else None
+    return NameList(tuple(found[name] for name in names), ordered, label, of_model=False) if found else None
 
 
 def _whole_state(states: Mapping[str, Tensor | Value]) -> Tensor | None:

@@ -93,7 +93,7 @@ class _Reading:
             if self.plain:
                 both = {param.name: param for param in (*self.possible, *self.plain)}
                 params = [both[param.name] for param in self.names.params if param.name in both]
-                said = f"{_some(self.plain)} taken for parameters that FSDP does not manage"
+                said = f"taken for parameters that FSDP does not manage: {_some(self.plain)}"
                 yield self._wrapping(params, roots, assumed=said)
             for params, said in self._without_buffers():
                 yield self._wrapping(params, roots, assumed=said)
@@ -108,7 +108,7 @@ class _Reading:
                 for later, first in self._ties(gone):
                     left_out = {later, *(param.name for param in gone)}
                     params = [param for param in self.possible if param.name not in left_out]
-                    said = f"{_some(gone)} taken for buffers, {later} for {first}, shared"
+                    said = f"taken for buffers: {_some(gone)}; {later} taken for {first}, shared"
                     yield self._wrapping(params, roots, shared=[(later, first)], assumed=said, tier=2)
 
     def _open(self) -> list[NamedParam]:
@@ -145,7 +145,7 @@ class _Reading:
                 names = {param.name for param in gone}
                 if len(names) < len(self.possible) and self._explains(gone, all_shown=False):
                     params = [param for param in self.possible if param.name not in names]
-                    yield params, f"{_some(gone)} taken for buffers"
+                    yield params, f"taken for buffers: {_some(gone)}"
 
     def _ties(self, gone: Sequence[NamedParam] = ()) -> Iterator[tuple[str, str]]:
         """Pairs that may be one parameter: of one shape, the later one not in the optimizer's list. ``gone`` are left

@@ -86,6 +86,7 @@ def infer(
     """
     survivors: list[_Survivor] = []
     nearest: Refusal | None = None
+    distance = 0
     for wrapping in wrappings:
         if survivors and wrapping.tier > survivors[-1].wrapping.tier:
             break
@@ -97,8 +98,8 @@ def infer(
                 found = match(checkpoint, units if groups is None else replace(units, groups=groups))
                 if isinstance(found, FlatMatch):
                     survivors.append(_Survivor(wrapping, found))
-                elif nearest is None or len(found.contradictions) < len(nearest.contradictions):
-                    nearest = Refusal(said, found.contradictions)
+                elif nearest is None or len(found.contradictions) + found.unread < distance:
+                    nearest, distance = Refusal(said, found.contradictions), len(found.contradictions) + found.unread
     if not survivors:
         return nearest or Refusal("no reading of the names at all", tuple(lengths_said(checkpoint)))
     return _answer(checkpoint, survivors, preferred or Wanted())

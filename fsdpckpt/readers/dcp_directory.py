@@ -124,9 +124,7 @@ def _refuse_transforms(path: str, transforms: set[str]) -> None:
         )
 
 
-def _lengths(
-    path: str, needed: dict[str, int], entries: dict[str, Entry], sources: Sources
-) -> dict[str, int]:
+def _lengths(path: str, needed: dict[str, int], entries: dict[str, Entry], sources: Sources) -> dict[str, int]:
     nbytes: dict[str, int] = {}
     missing: list[str] = []
     short: list[str] = []

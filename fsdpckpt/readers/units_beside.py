@@ -15,7 +15,6 @@ __all__ = ["BesideUnits", "units_beside", "units_in_manifest"]
 
 _MARK = b'"fsdpckpt-units"'  # the value of "format", which the program writes first
 _HEAD = 4096
-_MOST = 1 << 28  # bytes: a unit's parameter takes about 100, so this is far more than any model has
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +69,14 @@ def _unreadable(error: SourceError) -> Note:
 
 def _may_hold_units(entry: Entry, sources: Sources) -> bool:
     """Whether the file says that it is a units file: near its beginning, or anywhere when its name says so too."""
-    if entry.directory or not entry.name.endswith(".json") or entry.name == MANIFEST or entry.nbytes > _MOST:
+    if entry.directory or not entry.name.endswith(".json") or entry.name == MANIFEST:
         return False
     try:
         source = sources.open(entry.path)
         head = source.read(0, min(_HEAD, entry.nbytes))
         if _MARK in head:
             return True
-        return "units" in entry.name.lower() and _MARK in source.read(0, entry.nbytes)
+        return "units" in entry.name.lower() and _MARK in _content(entry, sources)
     except SourceError:  # a file beside the checkpoint that nobody asked for
         return False
 
@@ -85,4 +84,11 @@ def _may_hold_units(entry: Entry, sources: Sources) -> bool:
 def _read(entry: Entry, sources: Sources) -> Units:
     from fsdpckpt.ir.units_json import loads
 
-    return loads(sources.open(entry.path).read(0, entry.nbytes), source=entry.path)
+    return loads(_content(entry, sources), source=entry.path)
+
+
+def _content(entry: Entry, sources: Sources) -> bytes:
+    """The bytes of the file; of one that is too large for units, enough that ``loads`` says so."""
+    from fsdpckpt.ir.units_json import MOST_BYTES
+
+    return sources.open(entry.path).read(0, min(entry.nbytes, MOST_BYTES + 1))

@@ -18,6 +18,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+from collections.abc import Iterable
 
 from fsdpckpt.errors import TargetExistsError, TargetUnwritableError, UsageError
 from fsdpckpt.storage.sources import is_url
@@ -191,7 +192,11 @@ class Staging:
 
     def _make(self) -> None:
         os.mkdir(self.root)
-        os.mkdir(self.path)
+        try:
+            os.mkdir(self.path)
+        except OSError:
+            os.rmdir(self.root)
+            raise
 
     def restart(self) -> None:
         """Remove what an interrupted run left after all, and begin with an empty directory."""
@@ -251,6 +256,17 @@ class Staging:
                 next_step="remove some files, or choose a DST on another file system",
             )
 
+    def require_files(self, paths: Iterable[str]) -> None:
+        """Raises TargetUnwritableError when a target file that was written is not there any more."""
+        for path in map(self.locate, paths):
+            if not os.path.isfile(path):
+                raise TargetUnwritableError(
+                    f"{path} vanished while the output was written",
+                    file=path,
+                    why="another program cleans up here, or the file system was taken away",
+                    next_step="run the command again, or choose another DST",
+                )
+
     def commit(self) -> None:
         """Make the output durable and visible under DST's name. The files in it must be synced already.
 
@@ -300,7 +316,7 @@ class Staging:
 def clear_leftover(target: str) -> None:
     """Remove what a run left that ended between DST's appearance and its own."""
     parent, name = os.path.split(os.path.realpath(target))
-    if os.path.lexists(os.path.join(parent, _hidden(name, "staging"))):
+    if any(os.path.lexists(os.path.join(parent, _hidden(name, suffix))) for suffix in ("staging", "lock", "old")):
         staging = Staging(target, directory=True, overwrite=True)
         staging.discard()
         staging.close()

@@ -6,6 +6,7 @@ when both have groups of the same lengths and every state fits in shape; otherwi
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
@@ -188,10 +189,19 @@ def _match(a: Checkpoint, b: Checkpoint) -> tuple[dict[ParamKey, ParamKey], list
             f"the optimizers of {a.source} and {b.source} have different keys ({types[0]} and {types[1]}), "
             f"and cannot be matched: {problem}",
             why="ids count in the order of the param groups, and an order that does not fit proves nothing",
-            next_step="compare the models alone: add --only model",
+            next_step=_to_match(a, b, types[0]),
         )
     note = f"optimizer keys matched by the order of the param groups: {types[1]}s of B to {types[0]}s of A"
     return pairs, [note]
+
+
+def _to_match(a: Checkpoint, b: Checkpoint, key_type: str | None) -> str:
+    unnamed = [one.source for one in (a, b) if any(note.kind == "unnamed" for note in one.notes)]
+    if unnamed:
+        return f"add --units FILE: it says which parameters lie in the slices of {unnamed[0]}"
+    if a.model is not None and b.model is not None:
+        return "compare the models alone: add --only model"
+    return f"fsdpckpt convert {shlex.quote(b.source)} DST --key-type {key_type}  # then compare with DST"
 
 
 def _lengths(groups: Sequence[Sequence[ParamKey]]) -> str:

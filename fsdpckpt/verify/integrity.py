@@ -21,6 +21,9 @@ from fsdpckpt.verify.steps import check_steps
 
 __all__ = ["TensorDigest", "Verification", "verify_checkpoint"]
 
+# Notes on slices that were only looked at as slices: nothing says whether they are all of a parameter.
+_UNPROVED = frozenset({"unnamed", "units-unreadable", "units-ambiguous"})
+
 
 @dataclass(frozen=True, slots=True)
 class TensorDigest:
@@ -110,10 +113,12 @@ def verify_checkpoint(
 
 
 def _notes(checkpoint: Checkpoint, wanted: int) -> tuple[str, ...]:
+    """What could not be proved, and why."""
+    unproved = tuple(note.message for note in checkpoint.notes if note.kind in _UNPROVED)
     if wanted:
-        return ()
+        return unproved
     why = "were saved without" if len(checkpoint.checksums.crc) else "carry no"
-    return (f"the files {why} checksums, so their bytes cannot be proved unchanged",)
+    return (*unproved, f"the files {why} checksums, so their bytes cannot be proved unchanged")
 
 
 def _truncated(

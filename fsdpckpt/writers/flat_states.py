@@ -46,9 +46,10 @@ def unit_states(
     partly: list[str] = []
     for one in placed:
         unit = one.unit
-        held = [states for param in unit.params if (states := state.get(param.name)) is not None]
-        if held and len(held) < len(unit.params):
-            without = [param.name for param in unit.params if param.name not in state]
+        params = holding(unit)
+        held = [states for param in params if (states := state.get(param.name)) is not None]
+        if held and len(held) < len(params):
+            without = [param.name for param in params if param.name not in state]
             partly.append(f"{_called(unit)}: no state for {', '.join(without)}")
         elif held:
             found[unit.key] = _Merge(unit, casts, wrong).states(held)
@@ -60,6 +61,11 @@ def unit_states(
             next_step="--missing-state zeros, or --use-orig-params",
         )
     return found, wrong
+
+
+def holding(unit: Unit) -> Sequence[UnitParam]:
+    """The parameters that decide on the states of ``unit``: those with elements, as long as there are some."""
+    return [param for param in unit.params if param.numel] or unit.params
 
 
 def misshapen(param: UnitParam, item: str, leaf: Tensor) -> str:
@@ -75,8 +81,8 @@ class _Merge:
     wrong: list[str]
 
     def states(self, held: Sequence[Mapping[str, _State]]) -> UnitStates:
-        """``held``: the states of each parameter, in the unit's order."""
-        params, first = self.unit.params, held[0]
+        """``held``: the states of each parameter of ``holding``, in the unit's order."""
+        params, first = holding(self.unit), held[0]
         for param, states in zip(params, held, strict=True):
             if states.keys() != first.keys():
                 told = f"{params[0].name} has the states {', '.join(first)}, {param.name} {', '.join(states)}"
@@ -89,25 +95,26 @@ class _Merge:
             return leaves[0]
         if _kind(leaves[0]) != _TENSOR:
             return self._common(item, leaves)
+        params = holding(self.unit)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        own = [tensor.shape == param.shape for tensor, param in zip(tensors, self.unit.params, strict=True)]
-        if not all(own) and all(tensor.shape == (1,) for tensor in tensors):
+        own = [tensor.shape == param.shape for tensor, param in zip(tensors, params, strict=True)]
+        if (item == "step" or not all(own)) and all(tensor.shape == (1,) for tensor in tensors):
             return tensors[0]
         self.wrong.extend(
-            misshapen(param, item, tensor)
-            for tensor, param, fits in zip(tensors, self.unit.params, own, strict=True)
-            if not fits
+            misshapen(param, item, tensor) for tensor, param, fits in zip(tensors, params, own, strict=True) if not fits
         )
         dtypes = [self.casts.get(id(tensor), tensor.dtype) for tensor in tensors]
         self._agreed(f"{item} has several dtypes", [dtype.name for dtype in dtypes])
-        return Cut(tensors, dtypes[0])
+        by_name = {param.name: tensor for param, tensor in zip(params, tensors, strict=True)}
+        # Of a parameter without elements nothing is ever taken.
+        return Cut([by_name.get(param.name, tensors[0]) for param in self.unit.params], dtypes[0])
 
     def _agreed(self, item: str, kinds: Sequence[str]) -> bool:
         """Whether all parameters have the same of ``kinds``."""
         if len(set(kinds)) == 1:
             return True
         named: dict[str, str] = {}
-        for kind, param in zip(kinds, self.unit.params, strict=True):
+        for kind, param in zip(kinds, holding(self.unit), strict=True):
             named.setdefault(kind, param.name)
         told = ", ".join(f"{kind} for {name}" for kind, name in named.items())
         self.wrong.append(f"{_called(self.unit)}, state {item}: {told}")
@@ -115,10 +122,10 @@ class _Merge:
 
     def _common(self, item: str, leaves: Sequence[_State]) -> _State:
         """A state that a unit has once: equal values, or 0-dim tensors of equal dtype."""
-        first = leaves[0]
-        for param, leaf in zip(self.unit.params, leaves, strict=True):
+        first, params = leaves[0], holding(self.unit)
+        for param, leaf in zip(params, leaves, strict=True):
             if not _same(first, leaf):
-                told = f"{_brief(first)} for {self.unit.params[0].name}, {_brief(leaf)} for {param.name}"
+                told = f"{_brief(first)} for {params[0].name}, {_brief(leaf)} for {param.name}"
                 self.wrong.append(f"{_called(self.unit)}, state {item}: {told}")
                 break
         return first

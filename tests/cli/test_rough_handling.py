@@ -47,7 +47,9 @@ def test_a_signal_while_the_program_still_loads_is_130(number: int) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_in_the_middle_of_a_conversion_leaves_nothing(tmp_path: Path, number: int) -> None:
+def test_a_signal_in_the_middle_of_a_conversion_leaves_what_resume_needs_and_nothing_else(
+    tmp_path: Path, number: int
+) -> None:
     torch.save({f"layer{n}.weight": torch.randn(1 << 20) for n in range(4)}, tmp_path / "a.pt")
     code = (
         "import os, sys\n"
@@ -66,7 +68,8 @@ def test_a_signal_in_the_middle_of_a_conversion_leaves_nothing(tmp_path: Path, n
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 130, done.stderr
     assert "Traceback" not in done.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt"]
+    assert done.stderr.rstrip().endswith(f"{tmp_path / 'out' / 'dst'} --to sharded --resume")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [".dst.fsdpckpt-staging"]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
 
-from fsdpckpt.converters.rekey import apply_key_type, parameter_orders, to_name_keys
+from fsdpckpt.converters.rekey import apply_key_type, parameter_orders
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError
 from fsdpckpt.ir.checkpoint import UNORDERED, Checkpoint
 from fsdpckpt.ir.dtypes import DTYPES
@@ -251,7 +251,7 @@ def _units(model: nn.Module, *, use_orig_params: bool = True) -> Units:
 def test_units_come_first_and_must_agree_with_the_model(tmp_path: Path) -> None:
     model, optimizer = _trained(_one_group)
     source = _open(tmp_path / "a.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-    named = to_name_keys(source, units=_units(model), reference=None, parameters=None)
+    named = apply_key_type(source, "name", units=_units(model), reference=None, parameters=None)
     assert "the units" in named.notes[-1].message
     assert list(named.optim.state) == [name for name, _ in model.named_parameters()]
     other = _units(model)
@@ -260,7 +260,7 @@ def test_units_come_first_and_must_agree_with_the_model(tmp_path: Path) -> None:
     swapped[at], swapped[to] = swapped[to], swapped[at]
     wrong = Units(other.units, other.use_orig_params, tuple(swapped), shared=other.shared)
     with pytest.raises(SourceCorruptError, match="contradict"):
-        to_name_keys(source, units=wrong, reference=None, parameters=None)
+        apply_key_type(source, "name", units=wrong, reference=None, parameters=None)
 
 
 def test_groups_of_units_name_what_shapes_cannot(tmp_path: Path) -> None:
@@ -272,8 +272,8 @@ def test_groups_of_units_name_what_shapes_cannot(tmp_path: Path) -> None:
     groups = tuple(tuple(n for n in units.parameters if f"layers.{index}" in n) for index in (1, 0))
     told = Units(units.units, True, units.parameters, shared=units.shared, groups=groups)
     with pytest.raises(NeedsInformationError):
-        to_name_keys(source, units=units, reference=None, parameters=None)
-    named = to_name_keys(source, units=told, reference=None, parameters=None)
+        apply_key_type(source, "name", units=units, reference=None, parameters=None)
+    named = apply_key_type(source, "name", units=told, reference=None, parameters=None)
     assert _groups(named) == [list(group) for group in groups]
 
 

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from fsdpckpt.converters.units import FoundUnits, UnitsRequest, find_units, source_units, target_units
-from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, UsageError
-from fsdpckpt.ir.checkpoint import Checkpoint, Layout, ModelState, OptimState
+from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceMissingError, UsageError
+from fsdpckpt.ir.checkpoint import Checkpoint, Layout, ModelState, Note, OptimState
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.units import Strategy, Units
 from fsdpckpt.ir.units_json import encode
@@ -143,6 +143,46 @@ def test_parameters_in_another_order_than_the_units_file_says_are_refused(source
     assert "--parameters" in caught.value.details[0]
 
 
+def test_settings_that_contradict_proved_units_are_the_mistake_not_the_units(sources: Sources) -> None:
+    request = UnitsRequest(use_orig_params=True, param_dtype=BF16)
+    with pytest.raises(UsageError, match="--use-orig-params, --param-dtype bfloat16: that is not how") as caught:
+        source_units(raw(beside=units_of()), request, sources)
+    assert caught.value.next_step == "drop --use-orig-params and --param-dtype bfloat16"
+    # Lengths that are the same either way contradict nothing.
+    assert source_units(raw(beside=units_of()), UnitsRequest(param_dtype=BF16), sources).match is not None
+
+
+def test_unit_globs_that_contradict_the_units_file_are_refused(tmp_path: Path, sources: Sources) -> None:
+    assert source_units(raw(beside=units_of()), UnitsRequest(globs=("l.*",)), sources).units == units_of()
+    request = UnitsRequest(globs=("l.0",))
+    with pytest.raises(SourceCorruptError, match="--unit contradicts the units of run/step-7") as caught:
+        source_units(raw(beside=units_of()), request, sources)
+    assert caught.value.details == ("l.1.a.weight is in unit 'l.1' by the units, in '' by --unit",)
+    given = replace(request, file=saved(tmp_path, units_of()))
+    with pytest.raises(SourceCorruptError, match="--unit contradicts"):
+        target_units(full(), given, None, 4, sources)
+
+
+def test_a_directory_or_nothing_where_the_units_file_should_be_is_said(tmp_path: Path, sources: Sources) -> None:
+    with pytest.raises(SourceMissingError, match="is a directory"):
+        source_units(raw(), UnitsRequest(file=str(tmp_path)), sources)
+    (tmp_path / "units.json").write_text("{}")
+    with pytest.raises(SourceMissingError) as caught:
+        source_units(raw(), UnitsRequest(file=str(tmp_path)), sources)
+    assert caught.value.next_step == f"--units {tmp_path / 'units.json'}"
+    for path in ("", str(tmp_path / "none.json")):
+        with pytest.raises(SourceMissingError, match="does not exist"):
+            source_units(raw(), UnitsRequest(file=path), sources)
+
+
+def test_units_beside_the_source_that_cannot_be_read_are_mentioned_when_they_are_missed(sources: Sources) -> None:
+    source = replace(raw(), notes=(Note("units-unreadable", "run/units.json: cut: these units are not used"),))
+    with pytest.raises(NeedsInformationError) as caught:
+        source_units(source, UnitsRequest(), sources)
+    assert "run/units.json: cut" in str(caught.value.why)
+    assert "no units file lies beside" not in str(caught.value.why)
+
+
 @pytest.mark.parametrize("orig", [False, True])
 def test_a_reference_and_unit_globs_give_the_units(orig: bool, tmp_path: Path, sources: Sources) -> None:
     request = UnitsRequest(globs=("l.*",), reference=saved_model(tmp_path))
@@ -244,7 +284,8 @@ def test_a_target_keeps_the_wrapping_and_settings_of_its_source(sources: Sources
     source = FoundUnits(units_of(orig=True), None, ())
     found = target_units(full(), UnitsRequest(), source, 3, sources)
     assert found.units == replace(units_of(orig=True), world_size=3, groups=(tuple(param.name for param in PARAMS),))
-    assert any("--param-dtype" in line for line in found.how)
+    assert found.how[1] == "use_orig_params=True, full-shard, aligned for float32"
+    assert not any("--param-dtype" in line for line in found.how)  # the source's own slices prove the alignment
 
 
 def test_options_change_the_settings_and_the_groups_follow(sources: Sources) -> None:
@@ -322,6 +363,38 @@ def test_names_that_may_be_buffers_are_asked_about(sources: Sources) -> None:
     order = tuple(param.name for param in PARAMS)
     found = target_units(full(params, by_name()), replace(request, parameters=order), None, 4, sources)
     assert "position" not in found.units.params()
+
+
+def test_what_buffers_says_is_no_longer_asked(sources: Sources) -> None:
+    params = (*PARAMS, named("position", 64, managed=None))
+    request = UnitsRequest(globs=("l.*",), use_orig_params=True, buffers=("pos*",))
+    found = target_units(full(params, by_name()), request, None, 4, sources).units
+    assert found.parameters == tuple(param.name for param in PARAMS)
+    found = target_units(full(params, by_name()), replace(request, buffers=("none",)), None, 4, sources).units
+    assert found.parameters[-1] == "position"
+    assert not found.params()["position"].requires_grad  # it has no optimizer state
+    with pytest.raises(UsageError, match="--buffers mask matches no name"):
+        target_units(full(params, by_name()), replace(request, buffers=("pos*", "mask")), None, 4, sources)
+
+
+def test_a_list_of_parameters_that_lacks_some_with_states_is_refused(sources: Sources) -> None:
+    request = UnitsRequest(globs=("l.*",), use_orig_params=False)
+    order = tuple(param.name for param in PARAMS)
+    with pytest.raises(SourceCorruptError, match="--parameters does not list 2 of") as caught:
+        target_units(full(), replace(request, parameters=order[:-2]), None, 4, sources)
+    assert caught.value.details == order[-2:]
+    with pytest.raises(SourceCorruptError, match="do not describe") as caught:
+        target_units(full(), replace(request, parameters=order[::-1]), None, 4, sources)
+    assert "--parameters" in str(caught.value.why)
+
+
+def test_an_alignment_that_nothing_proves_is_mentioned(sources: Sources) -> None:
+    source = FoundUnits(units_of(), None, ())
+    found = target_units(full(), UnitsRequest(use_orig_params=True), source, 3, sources)
+    assert any("--param-dtype" in line for line in found.how)
+    found = target_units(full(), UnitsRequest(use_orig_params=True, param_dtype=BF16), source, 3, sources)
+    assert not any("--param-dtype" in line for line in found.how)
+    assert any("aligned for bfloat16" in line for line in found.how)
 
 
 def test_a_parameter_without_state_that_may_be_a_shared_one_is_asked_about(sources: Sources) -> None:

@@ -14,7 +14,7 @@ from fsdpckpt.errors import SourceCorruptError, SourceError, SourceUnrecognisedE
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.units import Strategy, Unit, UnitParam, Units
 from fsdpckpt.ir.units_flaws import flaws
-from fsdpckpt.ir.units_json import decode, encode, loads, render
+from fsdpckpt.ir.units_json import MOST_BYTES, decode, encode, loads, render
 from tests.ir.units_strategy import any_units
 
 F32, BF16 = DTYPES["float32"], DTYPES["bfloat16"]
@@ -219,3 +219,24 @@ def test_not_a_number_is_no_number() -> None:
     text = render(encode(EXAMPLE)).replace('"world_size": 5', '"world_size": NaN')
     with pytest.raises(SourceCorruptError, match="world_size"):
         loads(text.encode(), source="x")
+
+
+def test_a_unit_in_another_order_than_its_parameters_is_found() -> None:
+    """Two parameters of one shape: no length in any checkpoint would show that they are swapped."""
+    first, second = UnitParam("a.weight", (7, 5), F32), UnitParam("b.weight", (7, 5), F32)
+    units = Units((Unit("", (first, second)),), use_orig_params=False, parameters=("a.weight", "b.weight"))
+    assert flaws(units) == []
+    swapped = Units((Unit("", (second, first)),), use_orig_params=False, parameters=("a.weight", "b.weight"))
+    assert flaws(swapped) == ["unit '': b.weight stands where parameters has a.weight"]
+
+
+def test_a_file_larger_than_units_can_be_is_refused_before_it_is_parsed() -> None:
+    with pytest.raises(SourceUnrecognisedError, match="larger than a units file can be"):
+        loads(b"[" * (MOST_BYTES + 1), source="units.json")
+
+
+def test_a_file_in_which_all_is_wrong_is_given_up_soon() -> None:
+    document = {**encode(EXAMPLE), "units": [[]] * 100_000}
+    with pytest.raises(SourceCorruptError, match="1000 of its fields are wrong, and more") as error:
+        decode(document, source="units.json")
+    assert len(error.value.details) == 1000

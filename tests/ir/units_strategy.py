@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hypothesis import strategies as st
 
 from fsdpckpt.ir.dtypes import DTYPES
@@ -25,7 +27,7 @@ def any_units(draw: st.DrawFn) -> Units:
     ]
     unmanaged = tuple(_param(draw, f"free{n}", draw(st.sampled_from(FLOATS))) for n in range(draw(st.integers(0, 2))))
     names = [param.name for unit in units for param in unit.params] + [param.name for param in unmanaged]
-    parameters = tuple(draw(st.permutations(names)))
+    parameters = _interleaved(draw(st.permutations(names)), units)
     built = Units(
         units=tuple(units),
         use_orig_params=use_orig_params,
@@ -39,6 +41,16 @@ def any_units(draw: st.DrawFn) -> Units:
     cut = draw(st.integers(0, len(keys)))
     groups = draw(st.sampled_from([None, (), (tuple(keys[:cut]), tuple(keys[cut:])), (tuple(keys[:cut]),)]))
     return Units(**{field: getattr(built, field) for field in Units.__slots__ if field != "groups"}, groups=groups)
+
+
+def _interleaved(names: Sequence[str], units: Sequence[Unit]) -> tuple[str, ...]:
+    """The units mixed, each with its own parameters in their order."""
+    found = list(names)
+    for unit in units:
+        own = [param.name for param in unit.params]
+        for at, name in zip(sorted(map(found.index, own)), own, strict=True):
+            names = [*names[:at], name, *names[at + 1 :]]
+    return tuple(names)
 
 
 def _unit(draw: st.DrawFn, prefix: str, *, use_orig_params: bool, grouped: bool) -> Unit:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from fsdpckpt.errors import TargetExistsError, TargetUnwritableError, UsageError
-from fsdpckpt.storage.staging import Staging, check_target
+from fsdpckpt.storage.staging import Staging, check_target, clear_leftover
 from fsdpckpt.storage.targets import WritableFile, aligned_buffer
 
 
@@ -65,7 +66,7 @@ def test_a_discarded_run_leaves_nothing(tmp_path) -> None:
 
 def test_what_an_interrupted_run_left_is_cleared_and_said(tmp_path) -> None:
     first = Staging(str(tmp_path / "out"), directory=True)
-    _write(first.locate("half"), b"half")
+    _write(first.locate("half"), random.Random(1).randbytes(40))
     first.close()
     second = Staging(str(tmp_path / "out"), directory=True)
     assert second.leftover
@@ -201,3 +202,115 @@ def test_a_disk_that_refuses_direct_writes_gets_ordinary_ones_from_every_thread(
     assert (tmp_path / "out").read_bytes() == data
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(direct)
+
+
+def _interrupted(target: str, *, journal: bool = True) -> None:
+    staging = Staging(target, directory=True)
+    _write(staging.locate("half"), random.Random(1).randbytes(70_000))
+    if journal:
+        _write(staging.journal, b"journal")
+    staging.close()
+
+
+def test_staging_with_a_journal_is_kept_for_a_run_that_resumes(tmp_path) -> None:
+    _interrupted(str(tmp_path / "out"))
+    staging = Staging(str(tmp_path / "out"), directory=True, resume=True)
+    assert (staging.leftover, staging.resumed) == (True, True)
+    assert os.listdir(staging.path) == ["half"]
+    staging.commit()
+    staging.close()
+    assert sorted(os.listdir(tmp_path)) == ["out"]
+    assert sorted(os.listdir(tmp_path / "out")) == ["half"]
+
+
+@pytest.mark.parametrize(("journal", "resume"), [(False, True), (True, False)])
+def test_staging_is_emptied_for_a_run_that_does_not_or_cannot_resume(tmp_path, journal: bool, resume: bool) -> None:
+    _interrupted(str(tmp_path / "out"), journal=journal)
+    staging = Staging(str(tmp_path / "out"), directory=True, resume=resume)
+    assert (staging.leftover, staging.resumed, staging.journaled) == (True, False, journal)
+    assert os.listdir(staging.path) == []
+    assert not os.path.exists(staging.journal)
+    staging.discard()
+    staging.close()
+
+
+def test_a_resumed_run_that_starts_over_has_an_empty_directory(tmp_path) -> None:
+    _interrupted(str(tmp_path / "out"))
+    staging = Staging(str(tmp_path / "out"), directory=True, resume=True)
+    staging.restart()
+    assert os.listdir(staging.root) == ["output"]
+    assert os.listdir(staging.path) == []
+    staging.discard()
+    staging.close()
+
+
+def test_the_journal_goes_before_what_it_speaks_of(tmp_path, monkeypatch) -> None:
+    _interrupted(str(tmp_path / "out"))
+    staging = Staging(str(tmp_path / "out"), directory=True, resume=True)
+    seen = []
+    monkeypatch.setattr(shutil, "rmtree", lambda path: seen.append(os.path.exists(staging.journal)))
+    staging.discard()
+    staging.close()
+    assert seen == [False]
+
+
+def test_what_is_staged_already_counts_as_free_space(tmp_path) -> None:
+    _interrupted(str(tmp_path / "out"))
+    staging = Staging(str(tmp_path / "out"), directory=True, resume=True)
+
+    class Full:
+        f_bavail, f_frsize, f_files, f_favail = 0, 1, 0, 0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "statvfs", lambda _: Full)
+        staging.require_space(60_000)
+        with pytest.raises(TargetUnwritableError, match="not enough free space"):
+            staging.require_space(200_000)
+    staging.discard()
+    staging.close()
+
+
+def test_more_files_than_the_disk_has_inodes_are_refused(tmp_path) -> None:
+    staging = Staging(str(tmp_path / "out"), directory=True)
+    if os.statvfs(tmp_path).f_files:
+        with pytest.raises(TargetUnwritableError, match="not enough free inodes"):
+            staging.require_space(1, files=2**62)
+    staging.discard()
+    staging.close()
+
+
+def test_a_target_file_that_vanished_is_named(tmp_path) -> None:
+    staging = Staging(str(tmp_path / "out"), directory=True)
+    _write(staging.locate("there"), b"there")
+    with pytest.raises(TargetUnwritableError, match="gone vanished"):
+        staging.require_files(["there", "gone"])
+    staging.discard()
+    staging.close()
+
+
+@pytest.mark.parametrize("name", ["n" * 256, "ü" * 128, f"{'n' * 256}/out", f"out/{'n' * 256}/below"])
+def test_names_that_are_too_long_are_refused_before_anything_is_made(tmp_path, name: str) -> None:
+    with pytest.raises(TargetUnwritableError, match="too long"):
+        check_target(str(tmp_path / name), "source", overwrite=False)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("directory", [True, False])
+def test_the_longest_name_can_be_written(tmp_path, directory: bool) -> None:
+    target = tmp_path / ("n" * 255)
+    check_target(str(target), "source", overwrite=False)
+    staging = Staging(str(target), directory=directory)
+    _write(staging.locate("a" if directory else ""), b"whole")
+    staging.commit()
+    staging.close()
+    assert ((target / "a") if directory else target).read_bytes() == b"whole"
+    assert os.listdir(tmp_path) == ["n" * 255]
+
+
+def test_what_a_run_left_that_ended_just_after_its_target_appeared_can_be_cleared(tmp_path) -> None:
+    _interrupted(str(tmp_path / "out"))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_bytes(b"mine")
+    clear_leftover(str(tmp_path / "out"))
+    assert os.listdir(tmp_path) == ["out"]
+    assert os.listdir(tmp_path / "out") == ["mine"]

@@ -32,7 +32,7 @@ def _inferred_as_recorded(oracle: Oracle, variant: Variant, form: str, path: Pat
         globs=globs if form in ("raw", "mix") else (), reference=None if form == "mix" else str(reference)
     )
     with Sources() as sources:
-        source = replace(open_checkpoint(str(directory / form), sources=sources), units=None)
+        source = replace(open_checkpoint(str(directory / form), sources=sources), units=None, units_from="")
         found = source_units(source, request, sources)
         truth = match(source, recorded)
     assert isinstance(truth, FlatMatch)

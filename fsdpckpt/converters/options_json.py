@@ -1,0 +1,59 @@
+"""The options of a conversion as JSON, for workers that a launcher starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from fsdpckpt.converters.options import (
+    ConvertOptions,
+    Launcher,
+    LaunchOptions,
+    MissingState,
+    TensorForm,
+    VerifyLevel,
+    Visibility,
+)
+from fsdpckpt.ir.checkpoint import Container, Layout, Section
+from fsdpckpt.ir.units import Strategy
+
+__all__ = ["convert_options", "launch_options", "to_json"]
+
+_KINDS: dict[str, Callable[[Any], object]] = {
+    "to": Layout,
+    "container": Container,
+    "only": Section,
+    "tensor": TensorForm,
+    "verify": VerifyLevel,
+    "strategy": Strategy,
+    "missing_state": MissingState,
+    "unit": tuple,
+    "buffers": tuple,
+    "include": tuple,
+    "exclude": tuple,
+    "rename": lambda pairs: tuple((old, new) for old, new in pairs),
+    "launcher": Launcher,
+    "output_visibility": Visibility,
+}
+
+
+def to_json(options: ConvertOptions | LaunchOptions) -> dict[str, Any]:
+    """The fields by name, as JSON types."""
+    return asdict(options)
+
+
+def _fields(document: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: _KINDS[name](value) if name in _KINDS and value is not None else value for name, value in document.items()
+    }
+
+
+def convert_options(document: Mapping[str, Any]) -> ConvertOptions:
+    """The ``ConvertOptions`` that ``to_json`` made ``document`` of."""
+    return ConvertOptions(**_fields(document))
+
+
+def launch_options(document: Mapping[str, Any]) -> LaunchOptions:
+    """The ``LaunchOptions`` that ``to_json`` made ``document`` of."""
+    return LaunchOptions(**_fields(document))

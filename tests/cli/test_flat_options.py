@@ -1,0 +1,86 @@
+"""Options about flat parameters that are wrong, useless or contradictory: what is said, and that nothing is written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.units import Unit, UnitParam, Units
+from fsdpckpt.ir.units_json import encode
+from tests.cli.conftest import Run
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+OTHER = Units(
+    (Unit("", (UnitParam("other.weight", (7, 5), DTYPES["float32"]),)),),
+    use_orig_params=False,
+    parameters=("other.weight",),
+)
+
+
+@pytest.fixture
+def raw(tmp_path: Path) -> Path:
+    """The raw optimizer files of four ranks, and nothing that says what they are slices of."""
+    target = tmp_path / "raw files"
+    return Path(shutil.copytree(GOLDEN / "torch-2.4" / "f1_tiny_f", target, ignore=shutil.ignore_patterns("truth")))
+
+
+@pytest.fixture
+def units(tmp_path: Path) -> Path:
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps(encode(OTHER)))
+    return path
+
+
+def test_a_units_file_that_nothing_needs_is_refused(run: Run, saved: Path, units: Path, tmp_path: Path) -> None:
+    done = run("convert", saved, tmp_path / "out.pt", "--units", units)
+    assert done.code == 2
+    assert "--units describes flat parameters" in done.err
+    assert not (tmp_path / "out.pt").exists()
+
+
+def test_several_settings_that_nothing_needs_are_all_named(run: Run, saved: Path, tmp_path: Path) -> None:
+    done = run("convert", saved, tmp_path / "out.pt", "--strategy", "no-shard", "--use-orig-params")
+    assert done.code == 2
+    assert "--use-orig-params and --strategy describe flat parameters" in done.err
+    assert "next: drop --use-orig-params and --strategy, or add --to flattened" in done.err
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [(b"0.weight\n0.bias\n\n0.weight\n", "more than once"), (b" \n", "names no parameter"), (b"\x80", "no text")],
+    ids=["twice", "empty", "binary"],
+)
+def test_a_list_of_parameters_that_is_none_is_said(
+    run: Run, saved: Path, tmp_path: Path, text: bytes, said: str
+) -> None:
+    names = tmp_path / "names.txt"
+    names.write_bytes(text)
+    done = run("convert", saved, tmp_path / "out.pt", "--key-type", "name", "--parameters", names)
+    assert done.code == 3
+    assert f"--parameters {names}" in done.err and said in done.err
+
+
+def test_root_only_beside_other_units_is_refused(run: Run, raw: Path, saved: Path, tmp_path: Path) -> None:
+    wrapping = ("--unit", "0", "--unit", "none")
+    done = run("convert", raw, tmp_path / "out.pt", "--reference", saved, *wrapping)
+    assert done.code == 2
+    assert "--unit none says that only the root is wrapped" in done.err
+
+
+def test_verify_says_what_it_could_not_prove(run: Run, raw: Path) -> None:
+    done = run("verify", raw)
+    assert done.code == 0
+    assert "note: the slices keep their ids" in done.err
+    (raw / "units.json").write_text('{"format": "fsdpckpt-units"')
+    done = run("verify", raw, "--json")
+    assert any("these units are not used" in note for note in json.loads(done.out)["notes"])
+
+
+def test_diff_of_slices_without_names_asks_for_units(run: Run, raw: Path) -> None:
+    done = run("diff", raw, GOLDEN / "torch-2.4" / "f1_tiny_f" / "truth" / "full.pt", "--only", "optim")
+    assert done.code == 4
+    assert "next: add --units FILE" in done.err

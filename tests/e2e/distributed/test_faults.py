@@ -1,0 +1,83 @@
+"""A worker of a conversion goes wrong: all end soon, it is told once, and DST is not half-made."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.oracle.launch import ROOT
+
+LIMIT = 4.0  # seconds, so that the tests do not take 15 each
+TROUBLE = os.path.join(ROOT, "tests", "e2e", "distributed", "trouble")
+COPY, READ, CHECK = (
+    "fsdpckpt.executor.distributed:copy_window",
+    "fsdpckpt.converters.distributed:prepare",
+    "fsdpckpt.converters.distributed:check_output",
+)
+FINISH, COMMIT = "fsdpckpt.executor.shared_files:WorkerOutput.share", "fsdpckpt.storage.staging:Staging.commit"
+
+
+def _run(base: Path, tmp_path: Path, rank: int, place: str, trouble: str) -> tuple[int, dict[str, object], float]:
+    """Exit code, the error document, and seconds from the trouble to the end."""
+    when = tmp_path / "when"
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{TROUBLE}{os.pathsep}{ROOT}",
+        "TROUBLE": f"{rank},{place},{trouble},{when}",
+    }
+    command = [sys.executable, "-m", "fsdpckpt", "convert", str(base / "disk" / "ranks"), str(tmp_path / "out.pt")]
+    command += ["--nproc-per-node", "3", "--max-memory", "1MiB", "--fault-limit", str(LIMIT), "--json"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=False)
+    seconds = time.time() - float(when.read_text())
+    assert "Traceback" not in ended.stderr
+    return ended.returncode, json.loads(ended.stdout)["error"], seconds
+
+
+@pytest.mark.parametrize(
+    ("rank", "place", "trouble", "step", "cause"),
+    [
+        (1, COPY, "fail", "copy", "RuntimeError: the lights went out"),
+        (2, COPY, "kill", "copy", "killed by SIGKILL"),
+        (0, COPY, "kill", "copy", "killed by SIGKILL"),
+        (1, COPY, "stop", "copy", "no sign of life"),
+        (0, READ, "hang", "read and plan", "no sign of life"),
+        (2, FINISH, "hang", "finish", "no sign of life"),
+        (0, CHECK, "kill", "check the output", "killed by SIGKILL"),
+        (0, COMMIT, "fail", "commit", "RuntimeError: the lights went out"),
+    ],
+)
+def test_a_worker_that_is_lost_ends_all_with_one_error_that_names_it(
+    base: Path, tmp_path: Path, rank: int, place: str, trouble: str, step: str, cause: str
+) -> None:
+    code, error, seconds = _run(base, tmp_path, rank, place, trouble)
+    assert code == error["exit_code"] == 6, error
+    assert str(error["what"]).startswith(f"worker {rank} failed in step '{step}': {cause}"), error
+    assert error["rank"] == rank
+    assert seconds < LIMIT + 8, "workers ended too late"  # starting and ending processes takes its time on busy cores
+    assert not (tmp_path / "out.pt").exists()
+    staged = any(path.name.startswith(".out.pt.fsdpckpt-staging") for path in tmp_path.iterdir())
+    assert staged is (place != READ), "what was staged is kept"
+    assert _workers(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("rank", "trouble", "code", "what"), [(1, "damage", 3, "a record is damaged"), (2, "full", 5, "full.pt")]
+)
+def test_an_error_that_any_worker_meets_is_the_one_that_a_lone_process_would_end_with(
+    base: Path, tmp_path: Path, rank: int, trouble: str, code: int, what: str
+) -> None:
+    ended, error, _ = _run(base, tmp_path, rank, COPY, trouble)
+    assert ended == error["exit_code"] == code, error
+    assert what in str(error["what"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["when"], "something was left"
+
+
+def _workers(tmp_path: Path) -> list[str]:
+    listing = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    return [line for line in listing.splitlines() if str(tmp_path) in line]

@@ -1,0 +1,43 @@
+"""However many workers there are and whatever each of them sees: the files are those of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.distributed.cases import CASES, disks, unequal, write_plan
+from tests.e2e.distributed.disks import can_bind
+from tests.oracle.launch import torchrun
+
+LIMIT = 200.0  # seconds; 15 to 30 on two idle cores
+
+
+def _differences(base: Path, out: Path, names: list[str]) -> dict[str, list[str]]:
+    found = {name: unequal(base / "local" / CASES[name][1], out / CASES[name][1]) for name in names}
+    return {name: files for name, files in found.items() if files}
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+def test_workers_that_see_everything_write_what_one_process_writes(base: Path, tmp_path: Path, workers: int) -> None:
+    write_plan(tmp_path / "plan.json", base, tmp_path, [], list(CASES))
+    torchrun("tests.e2e.distributed.work", str(tmp_path / "plan.json"), world_size=workers, limit=LIMIT)
+    assert _differences(base, tmp_path, list(CASES)) == {}
+
+
+@pytest.mark.skipif(not can_bind(), reason="this machine allows no mount namespaces")
+@pytest.mark.parametrize("workers", [2, 3, 4])
+def test_workers_of_which_each_has_a_disk_of_its_own_write_what_one_process_writes(
+    base: Path, tmp_path: Path, workers: int
+) -> None:
+    (tmp_path / "disk").symlink_to(base / "disk")
+    machines = disks_of(base, tmp_path, workers)
+    write_plan(tmp_path / "plan.json", base, tmp_path, machines, list(CASES))
+    torchrun("tests.e2e.distributed.work", str(tmp_path / "plan.json"), world_size=workers, limit=LIMIT)
+    assert _differences(base, tmp_path, list(CASES)) == {}
+
+
+def disks_of(base: Path, tmp_path: Path, workers: int) -> list[dict[str, str]]:
+    """The disks in ``tmp_path``, shown at the path of the sources."""
+    found = disks(tmp_path, workers)
+    return [{str(base / "disk"): directory for directory in disk.values()} for disk in found]

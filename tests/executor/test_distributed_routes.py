@@ -1,0 +1,257 @@
+"""Several workers played in one process: whoever sees what, whoever writes what, the bytes are those of one process."""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+import zlib
+from collections import Counter
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fsdpckpt.errors import SourceMissingError
+from fsdpckpt.executor import shares
+from fsdpckpt.executor.arrivals import HELD, Arrivals, SourcesAndStreams, stream_file
+from fsdpckpt.executor.checks import SourceCheck
+from fsdpckpt.executor.local import copy_window
+from fsdpckpt.executor.routes import Routes, find_routes
+from fsdpckpt.executor.settings import Settings
+from fsdpckpt.executor.shared_files import WorkerOutput
+from fsdpckpt.executor.shares import Segment, cut, target_node
+from fsdpckpt.executor.shipping import Job, packed, unpacked
+from fsdpckpt.executor.window import Assembler
+from fsdpckpt.ir.checkpoint import Checksums, SourceFile
+from fsdpckpt.ir.dtypes import DTYPES, numpy_dtype
+from fsdpckpt.ir.targets import Target, TargetFile
+from fsdpckpt.ir.tensors import Pieces, Tensor
+from fsdpckpt.planner.copies import make_plan
+from fsdpckpt.planner.plan import Plan
+from fsdpckpt.storage.sources import ByteSource
+from tests.executor.test_local import Disk, _random_slot, _random_tensor
+
+
+class Machine(SourcesAndStreams):
+    """What one worker sees: some of the files, and what comes to it."""
+
+    def __init__(self, arrivals: Arrivals, senders: int, seen: set[str]) -> None:
+        super().__init__(arrivals, senders)
+        self._seen = seen
+
+    def open_new(self, path: str) -> ByteSource:
+        if path not in self._seen and not path.startswith("\0"):
+            raise SourceMissingError(f"{path} is on another machine", file=path)
+        return super().open_new(path)
+
+
+class Worker:
+    """One worker's routes, buffers and files."""
+
+    def __init__(self, rank: int, job: Job, visible: np.ndarray, folder: str) -> None:
+        window, round_bytes = job.settings.window, job.settings.round_bytes
+        self.routes: Routes = find_routes(
+            job.plan, job.segments, visible, rank=rank, window=window, round_bytes=round_bytes
+        )
+        self.arrivals = Arrivals(self.routes.receives, self.routes.rounds)
+        workers = visible.shape[1]
+        seen = {file.path for number, file in enumerate(job.files) if visible[number, rank]}
+        files = (*job.files, *map(stream_file, range(workers)))
+        check = SourceCheck(job.files, Checksums.of([]))
+        self.sources = Machine(self.arrivals, workers, seen)
+        self.assembler = Assembler(job.plan, files, self.sources, check, window)
+        self.reader = Assembler(job.plan, files, self.sources, check, 64)
+        count = Counter(window.segment for window in self.routes.windows)
+        self.outputs: dict[int, WorkerOutput] = {}
+        for number in count:
+            segment, file = job.segments[number], self.routes.files[number]
+            self.outputs[number] = WorkerOutput(
+                file,
+                os.path.join(folder, file.path),
+                count[number],
+                first=segment.begin == 0,
+                alone=segment.end - segment.begin == file.nbytes,
+                expect_silence=lambda _: None,
+            )
+
+    def copy(self, number: int) -> None:
+        for window in self.routes.windows:
+            if window.round == number:
+                copy_window(self.outputs[window.segment], self.assembler, window.begin, window.end)
+
+
+def run(job: Job, visible: np.ndarray, folder: str) -> None:
+    """As ``execute_together`` does, without processes."""
+    workers = [Worker(rank, job, visible, folder) for rank in range(visible.shape[1])]
+    for worker in workers:
+        for output in worker.outputs.values():
+            if output.first:
+                output.open()
+        worker.copy(-1)
+    rounds = workers[0].routes.rounds
+    sent: Counter[tuple[int, int]] = Counter()
+    for number in range(rounds + HELD):
+        for rank, worker in enumerate(workers):
+            for peer, counts in worker.routes.sends.items() if number < rounds else ():
+                assert counts[number] == workers[peer].routes.receives[rank][number]
+                for offset in range(0, int(counts[number]), 64):
+                    begin = sent[rank, peer] + offset
+                    end = sent[rank, peer] + min(offset + 64, int(counts[number]))
+                    data, _ = worker.reader.assemble(worker.routes.streams[peer], begin, end)
+                    workers[peer].arrivals.place(rank, number, offset, len(data))[:] = np.frombuffer(data, np.uint8)
+                sent[rank, peer] += int(counts[number])
+        for worker in workers if number - HELD + 1 >= 0 else ():  # as late as the buffers allow
+            worker.copy(number - HELD + 1)
+    told = {number: output.share() for w in workers for number, output in w.outputs.items() if not output.alone}
+    for worker in workers:
+        for number, output in worker.outputs.items():
+            if output.first and not output.alone:
+                file = job.segments[number].file
+                output.finish([s for other, s in told.items() if other != number and job.segments[other].file == file])
+    for worker in workers:
+        received = sum((int(counts.max()) for counts in worker.routes.receives.values() if len(counts)), 0)
+        assert received <= len(worker.routes.receives) * job.settings.round_bytes
+        totals = sum(worker.routes.receives.values(), np.zeros(rounds, np.int64))
+        assert (totals <= job.settings.round_bytes).all(), "more than a round may hold"
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.integers(0, 2**32))
+def test_any_division_of_any_plan_writes_what_one_process_would(seed: int) -> None:
+    rng = random.Random(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        disk = Disk(folder, [bytearray() for _ in range(4)], rng)
+        dtypes = [DTYPES[name] for name in ("float32", "bfloat16", "float64", "uint8", "int64", "complex128")]
+        tensors = [_random_tensor(rng, disk, rng.choice(dtypes)) for _ in range(rng.randrange(1, 6))]
+        files, wanted = [], []
+        for number in range(rng.randrange(1, 4)):
+            file, expected = TargetFile(f"out{number}"), bytearray()
+            for _ in range(rng.randrange(8)):
+                literal = bytes(4) + rng.randbytes(rng.randrange(20)) if rng.random() < 0.8 else b""
+                file.literal(literal)
+                expected += literal
+                tensor, values = rng.choice(tensors)
+                dtype = DTYPES["float16"] if tensor.dtype.name == "float32" and rng.random() < 0.5 else tensor.dtype
+                expected += _random_slot(rng, file, tensor, values, dtype)
+            for begin, end, places in file.checksums:
+                for place in places:
+                    expected[place : place + 4] = zlib.crc32(expected[begin:end]).to_bytes(4, "little")
+            files.append(file)
+            wanted.append(bytes(expected))
+        plan = make_plan(Target(files))
+        sources = disk.save()
+        count = rng.randrange(1, 5)
+        visible = np.array([[rng.random() < 0.5 for _ in range(count)] for _ in sources])
+        for row in visible:
+            row[rng.randrange(count)] = True
+        writers = sorted(rng.sample(range(count), rng.randrange(1, count + 1)))
+        window = rng.choice([16, 48, 96, 4096])
+        with patch.object(shares, "BLOCK", rng.choice([1, 16])):
+            segments = tuple(cut(plan, range(len(files)), writers))
+        job = Job(plan, sources, Checksums.of([]), segments, Settings(window, 0, 4 * window, 256))
+        again = unpacked(packed(job))
+        assert again.digest() == job.digest()
+        run(again, visible, folder)
+        for file, expected in zip(files, wanted, strict=True):
+            with open(os.path.join(folder, file.path), "rb") as stream:
+                assert stream.read() == expected
+
+
+@pytest.mark.parametrize("block", [1, 4, 16])
+@pytest.mark.parametrize("name", ["float16", "float64"])
+def test_what_is_cast_is_sent_as_it_was_and_never_cut_within_an_element(tmp_path, name: str, block: int) -> None:
+    values = np.random.default_rng(block).standard_normal(5003).astype(np.float32)
+    disk = Disk(str(tmp_path), [bytearray(values.tobytes())], random.Random(block))
+    tensor = Tensor(DTYPES["float32"], (5003,), Pieces.whole(file=0, offset=0, shape=(5003,)))
+    file = TargetFile("out")
+    file.literal(bytes(3))
+    file.slot(tensor, dtype=DTYPES[name])
+    plan = make_plan(Target([file]))
+    with patch.object(shares, "BLOCK", block):
+        segments = tuple(cut(plan, [0], [0, 1, 2]))
+    assert len(segments) == 3
+    job = Job(plan, disk.save(), Checksums.of([]), segments, Settings(96, 0, 1000, 0))
+    run(job, np.array([[False, False, False, True]]), str(tmp_path))
+    assert (tmp_path / "out").read_bytes() == bytes(3) + values.astype(numpy_dtype(DTYPES[name])).tobytes()
+
+
+def _plan_of(sizes: list[int]) -> Plan:
+    files = []
+    for number, nbytes in enumerate(sizes):
+        file = TargetFile(f"f{number}")
+        file.literal(bytes(range(1, 9)))
+        shape = (max(nbytes - 8, 0),)
+        file.slot(Tensor(DTYPES["uint8"], shape, Pieces.whole(file=0, offset=0, shape=shape)))
+        files.append(file)
+    return make_plan(Target(files))
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 7])
+def test_every_byte_of_every_file_has_one_writer_and_all_write_about_as_much(workers: int) -> None:
+    rng = random.Random(workers)
+    sizes = [rng.randrange(8, 3_000_000) for _ in range(20)]
+    plan = _plan_of(sizes)
+    segments = cut(plan, range(20), list(range(workers)))
+    for number, nbytes in enumerate(sizes):
+        own = [segment for segment in segments if segment.file == number]
+        assert own[0].begin == 0 and own[-1].end == nbytes
+        assert [segment.end for segment in own[:-1]] == [segment.begin for segment in own[1:]]
+    load = Counter()
+    for segment in segments:
+        load[segment.owner] += segment.end - segment.begin
+    assert max(load.values()) <= 1.15 * sum(sizes) / workers
+    assert [segment.owner for segment in segments] == sorted(segment.owner for segment in segments)
+
+
+def test_files_of_equal_ranks_are_not_shared_between_workers() -> None:
+    segments = cut(_plan_of([1_000_000] * 8), range(8), [0, 1, 2, 3])
+    assert [(s.file, s.owner) for s in segments] == [(number, number // 2) for number in range(8)]
+
+
+def test_one_file_is_cut_between_blocks_of_the_disk() -> None:
+    segments = cut(_plan_of([10_000_003]), [0], [0, 1, 2])
+    assert [segment.owner for segment in segments] == [0, 1, 2]
+    assert all(segment.begin % 65536 == 0 for segment in segments)
+
+
+def test_files_without_bytes_are_written_too() -> None:
+    plan = make_plan(Target([TargetFile("a"), TargetFile("b")]))
+    assert cut(plan, [0, 1], [0, 1]) == [Segment(0, 0, 0, 0, 0), Segment(1, 0, 0, 0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "nodes", "expected"),
+    [(8, {0: 0, 1: 0, 2: 1, 3: 1}, "00001111"), (5, {0: 0, 1: 0, 2: 1, 3: 1}, "00011"), (2, {0: 0, 1: 1, 2: 2}, "01")],
+)
+def test_a_target_rank_belongs_to_the_node_that_will_load_it(ranks: int, nodes: dict[int, int], expected: str) -> None:
+    assert "".join(str(target_node(rank, ranks, nodes)) for rank in range(ranks)) == expected
+
+
+def test_those_who_see_a_file_take_turns_in_sending_it() -> None:
+    shape = (1000,)
+    target, sources = [], []
+    for number in range(12):
+        sources.append(SourceFile(f"s{number}", 1000))
+        file = TargetFile(f"t{number}")
+        file.slot(Tensor(DTYPES["uint8"], shape, Pieces.whole(file=number, offset=0, shape=shape)))
+        target.append(file)
+    plan = make_plan(Target(target))
+    segments = cut(plan, range(12), [0])
+    visible = np.array([[False, True, True, True]] * 12)
+    found = find_routes(plan, segments, visible, rank=0, window=4096, round_bytes=1 << 20)
+    assert {sender: int(counts.sum()) for sender, counts in found.receives.items()} == {1: 4000, 2: 4000, 3: 4000}
+
+
+def test_the_digest_of_a_plan_changes_with_every_part_of_it() -> None:
+    def job(nbytes: int = 100, crc: int = 5, owner: int = 0, window: int = 64) -> Job:
+        files = (SourceFile("s", nbytes),)
+        plan = _plan_of([nbytes])
+        sums = Checksums.of([(0, 0, 10, crc)])
+        return Job(plan, files, sums, (Segment(0, 0, 0, nbytes, owner),), Settings(window, 0, 0, 0))
+
+    found = [job(), job(nbytes=101), job(crc=6), job(owner=1), job(window=128)]
+    assert len({each.digest() for each in found}) == len(found)
+    assert job().digest() == found[0].digest()

@@ -1,0 +1,80 @@
+"""Conversions in processes of their own, which are disturbed: by signals, by a hook at the n-th write, by the shim."""
+
+from __future__ import annotations
+
+import filecmp
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Done", "Hook", "convert", "hidden", "removing", "same"]
+
+Hook = tuple[int, str]
+"""(n, code): what the process does before its n-th write."""
+
+CODE = """
+import os, sys
+from fsdpckpt.executor import recorder
+from fsdpckpt.storage.targets import WritableFile
+recorder.SYNC_SECONDS = 0.002
+written, write = [], WritableFile.write
+def hooked(self, *arguments):
+    written.append(self.path)
+    if len(written) == int(os.environ.get("HOOK_AT", "0")):
+        exec(os.environ["HOOK"])
+    write(self, *arguments)
+if "HOOK" in os.environ:
+    WritableFile.write = hooked
+from fsdpckpt.cli.main import main
+main()
+"""
+SMALL = ["--threads", "2", "--max-memory", "1MiB"]  # many windows
+
+
+@dataclass(frozen=True)
+class Done:
+    code: int
+    out: str
+    err: str
+
+
+def convert(
+    source: Path,
+    target: Path,
+    *options: str,
+    hook: Hook | None = None,
+    limit: float = 60,
+    **environment: str,
+) -> Done:
+    """``fsdpckpt convert`` as a process, whose journal is synced all the time."""
+    if hook is not None:
+        environment |= {"HOOK_AT": str(hook[0]), "HOOK": hook[1]}
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, "convert", str(source), str(target), *SMALL, *options],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=limit,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+def removing(path: Path) -> str:
+    """Code that removes a directory, which others may be writing to."""
+    return f"import shutil; shutil.rmtree({str(path)!r}, ignore_errors=True)"
+
+
+def hidden(target: Path, suffix: str = "staging") -> Path:
+    return target.parent / f".{target.name}.fsdpckpt-{suffix}"
+
+
+def same(expected: Path, found: Path) -> bool:
+    """Whether two files, or all files of two directories, are equal byte for byte."""
+    if expected.is_file():
+        return found.is_file() and filecmp.cmp(expected, found, shallow=False)
+    names = sorted(os.listdir(expected))
+    return names == sorted(os.listdir(found)) and filecmp.cmpfiles(expected, found, names, shallow=False)[0] == names

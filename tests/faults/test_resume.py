@@ -1,0 +1,278 @@
+"""``--resume`` goes on with an interrupted run, or says why not; what it makes is what an undisturbed run makes."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.faults.conftest import DCP, FULL, state
+from tests.faults.runs import convert, hidden, same
+
+AFTER_SYNC = "import time; time.sleep(0.1); os.kill(os.getpid(), 9)"
+Whole = Callable[..., Path]
+
+
+def _interrupt(source: Path, target: Path, *options: str, at: int = 20) -> None:
+    """A run that is killed behind the first entries of its journal."""
+    assert convert(source, target, *options, hook=(at, AFTER_SYNC)).code == -signal.SIGKILL
+    assert (hidden(target) / "journal").stat().st_size > 0
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("options", [FULL, DCP], ids=["full", "dcp"])
+def test_a_killed_run_is_finished_with_the_same_bytes(
+    source: Path, tmp_path: Path, whole: Whole, options: list[str]
+) -> None:
+    target = tmp_path / "target"
+    _interrupt(source, target, *options)
+    done = convert(source, target, *options, "--resume")
+    assert done.code == 0, done.err
+    assert "bytes were there already, from an interrupted run" in done.out
+    assert same(whole(*options), target)
+    assert not hidden(target).exists()
+
+
+@pytest.mark.parametrize("options", [FULL, DCP], ids=["full", "dcp"])
+def test_a_run_killed_at_any_system_call_leaves_nothing_or_everything(
+    source: Path, tmp_path: Path, whole: Whole, shim: str, options: list[str]
+) -> None:
+    whole(*options)
+    calls = "pwrite,write,fsync,fdatasync,ftruncate,fallocate,rename,unlink,rmdir,mkdir,open"
+    faults = {"LD_PRELOAD": shim, "FAULT_CALLS": calls, "FAULT_PATH": "target", "FAULT_DO": "kill"}
+    counted = tmp_path / "count"
+    assert convert(source, tmp_path / "target0", *options, FAULT_COUNT=str(counted), **faults).code == 0
+    count = int(counted.read_text())
+    moments = sorted({1, 3, 5, count // 3, count // 2, *range(count - 6, count + 1)})
+    for moment in moments:
+        target = tmp_path / f"target{moment}"
+        killed = convert(source, target, *options, FAULT_NTH=str(moment), **faults)
+        assert killed.code in (-signal.SIGKILL, 0)  # the number of calls varies with the threads
+        assert not target.exists() or same(whole(*options), target), moment
+        done = convert(source, target, *options, "--resume")
+        assert done.code == 0, done.err
+        assert same(whole(*options), target), moment
+        assert not hidden(target).exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_stops_the_run_and_names_the_command_that_goes_on(
+    source: Path, tmp_path: Path, whole: Whole, number: int
+) -> None:
+    target = tmp_path / "target"
+    stopped = convert(source, target, *FULL, hook=(20, f"os.kill(os.getpid(), {int(number)})"))
+    assert stopped.code == 130
+    assert f"bytes are kept in {hidden(target)}" in stopped.err
+    assert not hidden(target, "lock").exists()
+    command = shlex.split(stopped.err.rsplit("next: ", 1)[1])
+    assert command[:2] == ["fsdpckpt", "convert"]
+    assert command[-1] == "--resume"
+    done = convert(source, target, *command[4:])
+    assert done.code == 0, done.err
+    assert "bytes were there already" in done.out
+    assert same(whole(*FULL), target)
+
+
+def test_a_signal_before_anything_is_on_the_disk_leaves_nothing(source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "below" / "target"
+    hook = "from fsdpckpt.cli.interruption import Interruption; raise Interruption"
+    stopped = convert(source, target, *FULL, "--threads", "1", hook=(1, hook))
+    assert stopped.code == 130
+    assert "nothing half-made was left" in stopped.err
+    assert sorted(os.listdir(tmp_path)) == ["source.pt"]
+
+
+@pytest.mark.parametrize(
+    "more", [["--threads", "1"], ["--threads", "8", "--max-memory", "64MiB"], ["--max-memory", "512KiB"]]
+)
+def test_threads_and_memory_may_differ_from_the_interrupted_run(
+    source: Path, tmp_path: Path, whole: Whole, more: list[str]
+) -> None:
+    target = tmp_path / "target"
+    _interrupt(source, target, *FULL)
+    done = convert(source, target, *FULL, *more, "--verify", "full", "--resume")
+    assert done.code == 0, done.err
+    assert "bytes were there already" in done.out
+    assert same(whole(*FULL), target)
+
+
+def test_less_memory_than_one_staged_window_starts_over(source: Path, tmp_path: Path, whole: Whole) -> None:
+    target = tmp_path / "target"
+    _interrupt(source, target, *FULL)
+    done = convert(source, target, *FULL, "--max-memory", "128KiB", "--resume")
+    assert done.code == 0, done.err
+    assert "started from the beginning" in done.out
+    assert same(whole(*FULL), target)
+
+
+def test_staged_bytes_that_changed_are_copied_again(source: Path, tmp_path: Path, whole: Whole) -> None:
+    target = tmp_path / "target"
+    _interrupt(source, target, *FULL)
+    staged = hidden(target) / "output" / target.name
+    data = bytearray(staged.read_bytes())
+    for place in range(0, len(data), 50_021):
+        data[place] ^= 1
+    staged.write_bytes(data)
+    assert convert(source, target, *FULL, "--resume").code == 0
+    assert same(whole(*FULL), target)
+
+
+@pytest.mark.parametrize("damage", ["torn", "zeros", "emptied", "staged file gone", "staged file cut"])
+def test_a_journal_or_a_staged_file_that_a_crash_damaged_costs_time_only(
+    source: Path, tmp_path: Path, whole: Whole, damage: str
+) -> None:
+    target = tmp_path / "target"
+    _interrupt(source, target, *FULL)
+    journal, staged = hidden(target) / "journal", hidden(target) / "output" / target.name
+    if damage == "torn":
+        os.truncate(journal, journal.stat().st_size - 7)
+    elif damage == "zeros":
+        journal.write_bytes(journal.read_bytes() + bytes(4096))
+    elif damage == "emptied":
+        os.truncate(journal, 0)
+    elif damage == "staged file gone":
+        staged.unlink()
+    else:
+        os.truncate(staged, staged.stat().st_size - 1)
+    done = convert(source, target, *FULL, "--resume")
+    assert done.code == 0, done.err
+    assert same(whole(*FULL), target)
+
+
+@pytest.mark.parametrize("change", ["other bytes", "replaced", "grown", "gone"])
+def test_a_source_that_changed_is_not_resumed(source: Path, tmp_path: Path, whole: Whole, change: str) -> None:
+    target = tmp_path / "target"
+    whole(*FULL)
+    _interrupt(source, target, *FULL)
+    if change == "other bytes":
+        torch.save(state(2), source)
+    elif change == "replaced":
+        status = source.stat()
+        other = tmp_path / "other"
+        other.write_bytes(source.read_bytes())
+        os.utime(other, ns=(status.st_atime_ns, status.st_mtime_ns))
+        other.replace(source)
+    elif change == "grown":
+        torch.save({**state(1), "more": torch.randn(1000)}, source)
+    else:
+        source.rename(tmp_path / "elsewhere.pt")
+    done = convert(source, target, *FULL, "--resume")
+    assert done.code == 3
+    assert str(source) in done.err
+    if change != "gone":
+        assert "the source is not what the interrupted run read" in done.err
+        assert "without --resume" in done.err
+    assert (hidden(target) / "journal").exists()
+    assert not target.exists()
+    if change == "replaced":
+        again = convert(source, target, *FULL)
+        assert again.code == 0
+        assert "was removed; --resume would have gone on with it" in again.out
+        assert same(whole(*FULL), target)
+
+
+def test_a_source_that_comes_back_as_it_was_is_resumed(source: Path, tmp_path: Path, whole: Whole) -> None:
+    target = tmp_path / "target"
+    whole(*FULL)
+    _interrupt(source, target, *FULL)
+    source.rename(tmp_path / "elsewhere.pt")
+    assert convert(source, target, *FULL, "--resume").code == 3
+    (tmp_path / "elsewhere.pt").rename(source)
+    done = convert(source, target, *FULL, "--resume")
+    assert "bytes were there already" in done.out
+    assert same(whole(*FULL), target)
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        (["--dtype", "bfloat16"], "--dtype was - and is bfloat16"),
+        (["--exclude", "bias"], "--exclude was - and is ('bias',)"),
+        (["--only", "model"], "--only was - and is model"),
+    ],
+)
+def test_other_options_are_not_resumed_and_named(source: Path, tmp_path: Path, more: list[str], named: str) -> None:
+    target = tmp_path / "target"
+    _interrupt(source, target, *FULL)
+    done = convert(source, target, *FULL, *more, "--resume")
+    assert done.code == 5
+    assert named in done.err
+    assert "without --resume" in done.err
+    assert (hidden(target) / "journal").exists()
+
+
+def test_another_program_version_is_not_resumed(source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    older = "from fsdpckpt.converters import resumption; resumption.__version__ = '0.0.9'"
+    later = f"os.environ.update(HOOK_AT='20', HOOK={AFTER_SYNC!r})"
+    assert convert(source, target, *FULL, hook=(1, f"{older}; {later}")).code == -signal.SIGKILL
+    done = convert(source, target, *FULL, "--resume")
+    assert done.code == 5
+    assert "fsdpckpt 0.0.9 began it" in done.err
+
+
+def test_nothing_to_resume_is_said_and_the_run_begins(source: Path, tmp_path: Path, whole: Whole) -> None:
+    target = tmp_path / "target"
+    done = convert(source, target, *DCP, "--resume")
+    assert done.code == 0
+    assert "there was nothing to resume: started from the beginning" in done.out
+    assert same(whole(*DCP), target)
+
+
+@pytest.mark.parametrize("options", [FULL, DCP], ids=["full", "dcp"])
+def test_a_finished_target_is_recognised_and_not_written_again(
+    source: Path, tmp_path: Path, whole: Whole, options: list[str]
+) -> None:
+    target = whole(*options)
+    before = target.stat().st_ctime_ns
+    done = convert(source, target, *options, "--resume")
+    assert done.code == 0, done.err
+    assert "was complete already" in done.out
+    assert target.stat().st_ctime_ns == before
+    assert not hidden(target).exists()
+
+
+@pytest.mark.parametrize("options", [FULL, DCP], ids=["full", "dcp"])
+def test_another_target_is_refused_with_resume_too(
+    source: Path, tmp_path: Path, whole: Whole, options: list[str]
+) -> None:
+    target = whole(*options)
+    changed = max(target.iterdir(), key=lambda path: path.stat().st_size) if target.is_dir() else target
+    data = bytearray(changed.read_bytes())
+    data[len(data) // 2] ^= 1
+    changed.write_bytes(data)
+    done = convert(source, target, *options, "--resume")
+    assert done.code == 5
+    assert "is not what this command writes" in done.err
+    assert changed.read_bytes() == data
+
+
+def test_an_interrupted_replacement_goes_on_and_the_older_target_stays_until_then(
+    source: Path, tmp_path: Path, whole: Whole
+) -> None:
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "older").write_text("older")
+    assert convert(source, target, *DCP, "--overwrite", hook=(30, AFTER_SYNC)).code == -signal.SIGKILL
+    assert (target / "older").read_text() == "older"
+    done = convert(source, target, *DCP, "--overwrite", "--resume")
+    assert "bytes were there already" in done.out
+    assert same(whole(*DCP), target)
+
+
+def test_damage_in_a_record_read_before_the_interruption_is_found_after_it(source: Path, tmp_path: Path) -> None:
+    data = bytearray(source.read_bytes())
+    data[1_000_000] ^= 1  # in a record of many windows
+    source.write_bytes(data)
+    target = tmp_path / "target"
+    _interrupt(source, target, *FULL, at=20)
+    done = convert(source, target, *FULL, "--resume")
+    assert done.code == 3
+    assert "does not match its checksum" in done.err
+    assert not hidden(target).exists()
+    assert not target.exists()

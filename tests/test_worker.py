@@ -1,0 +1,134 @@
+"""What a process is among workers, and what crosses between it and its launcher as files."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from fsdpckpt.converters.options import ConvertOptions, Launcher, LaunchOptions, MissingState, VerifyLevel, Visibility
+from fsdpckpt.converters.options_json import convert_options, launch_options, to_json
+from fsdpckpt.converters.report import PlannedFile, Report
+from fsdpckpt.ir.checkpoint import Container, Layout, Note, Section
+from fsdpckpt.ir.units import Strategy
+from fsdpckpt.relay import Relay, followed
+from fsdpckpt.standing import Standing, rank_here, started_as_worker
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "1"}
+SRUN = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_PROCID": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+}
+
+
+@pytest.mark.parametrize(
+    ("environment", "rank"),
+    [({}, None), (TORCHRUN, 3), (SRUN, 2), ({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}, None), ({"RANK": "1"}, None)],
+)
+def test_a_worker_is_recognised_as_the_communication_core_does(environment: dict[str, str], rank: int | None) -> None:
+    from fsdpckpt.comm.environment import recognised
+
+    place = recognised(environment)
+    assert started_as_worker(environment) is (place is not None) is (rank is not None)
+    assert rank_here(environment) == (place.rank if place is not None else 0) == (rank or 0)
+
+
+def test_one_of_all_workers_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    silent = []
+    for rank in range(3):
+        monkeypatch.setenv("RANK", str(rank))
+        silent.append([Standing(worker=True).silent, Standing(worker=True, speaker=1).silent, Standing().silent])
+    assert silent == [[False, True, False], [True, False, False], [True, True, False]]
+
+
+def test_options_cross_as_json_and_are_the_same() -> None:
+    given = ConvertOptions(
+        to=Layout.FLATTENED,
+        container=Container.TORCH,
+        unit=("a.*", "b"),
+        strategy=Strategy.NO_SHARD,
+        missing_state=MissingState.ZEROS,
+        only=Section.OPTIM,
+        rename=(("a", "b"), ("c", "")),
+        verify=VerifyLevel.FULL,
+        max_memory=5,
+    )
+    for options in (given, ConvertOptions()):
+        found = convert_options(_through_json(to_json(options)))
+        assert found == options
+        kinds = [type(getattr(found, field.name)) for field in dataclasses.fields(found)]
+        assert kinds == [type(getattr(options, field.name)) for field in dataclasses.fields(options)]
+    launch = LaunchOptions(launcher=Launcher.TORCHRUN, nproc_per_node="gpu", output_visibility=Visibility.NODE)
+    assert launch_options(_through_json(to_json(launch))) == launch
+
+
+def _through_json(document: dict[str, object]) -> dict[str, object]:
+    import json
+
+    found: dict[str, object] = json.loads(json.dumps(document))
+    return found
+
+
+def test_a_report_crosses_as_json_and_is_the_same() -> None:
+    report = Report(
+        source="s",
+        target="t",
+        layout="full",
+        container="torch",
+        world_size=None,
+        tensors=1,
+        parameters=2,
+        bytes_read=3,
+        bytes_written=4,
+        peak_memory_planned=5,
+        threads=6,
+        seconds=0.5,
+        dry_run=False,
+        verified="full",
+        notes=(Note("cast", "m", "k", ("a", "b")),),
+        files=(PlannedFile("p", 9),),
+        source_files=1,
+        evidence=("e",),
+        workers=4,
+    )
+    assert Report.from_json(_through_json(report.to_json())) == report
+
+
+class Heard:
+    def __init__(self) -> None:
+        self.events: list[tuple[object, ...]] = []
+
+    def begin(self, stage: str, total_bytes: int) -> None:
+        self.events.append(("begin", stage, total_bytes))
+
+    def advance(self, nbytes: int) -> None:
+        self.events.append(("advance", nbytes))
+
+    def end(self) -> None:
+        self.events.append(("end",))
+
+
+def test_progress_of_a_worker_reaches_whoever_started_it(tmp_path) -> None:
+    heard = Heard()
+    path = str(tmp_path / "progress")
+    with followed(path, heard), Relay(path) as progress:
+        progress.begin("copy \N{SNOWMAN}", 1000)
+        for _ in range(100):
+            progress.advance(10)
+        progress.end()
+    assert heard.events[0] == ("begin", "copy \N{SNOWMAN}", 1000)
+    assert heard.events[-1] == ("end",)
+    assert sum(int(event[1]) for event in heard.events if event[0] == "advance") == 1000  # type: ignore[call-overload]
+
+
+def test_nothing_is_heard_of_a_worker_that_says_nothing(tmp_path) -> None:
+    heard = Heard()
+    with followed(str(tmp_path / "progress"), heard):
+        pass
+    assert heard.events == []
