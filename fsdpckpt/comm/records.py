@@ -52,7 +52,7 @@ class Failure:
         error = WorkerError(
             f"worker {self.rank} failed in step '{self.step}': {self.cause}",
             rank=self.rank,
-            next_step="run the command again; --resume continues what an interrupted conversion left",
+            next_step="find the cause on that rank, then run the command again",
         )
         error.step, error.cause, error.cause_exit_code = self.step, self.cause, self.exit_code
         return error

@@ -36,6 +36,7 @@ from fsdpckpt.executor.remote import everyones_files, serve
 from fsdpckpt.executor.settings import for_worker, settle, threads_for
 from fsdpckpt.executor.shipping import Job, packed, unpacked
 from fsdpckpt.executor.visibility import identities, who_sees
+from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.progress import NoProgress, Progress
 from fsdpckpt.readers.flavors import MANIFEST
 from fsdpckpt.storage.sources import Sources
@@ -181,7 +182,9 @@ class _Conversion:
                 self._group.beat()
         everyone = cast("list[list[bytes]]", all_gather_objects(self._group, found, name="who sees what"))
         with self._group.step("compare the sources"), carrying():
-            return who_sees(paths, everyone)
+            if self._group.rank == 0:  # what is wrong all would find, and one says
+                who_sees(paths, everyone)
+        return who_sees(paths, everyone)
 
     def _job(self, budget: Budget, places: Places, visible: Visible) -> Job:
         """What all do, as rank 0 has planned it."""
@@ -262,6 +265,9 @@ class _Conversion:
         if self._prepared is not None:
             seconds = time.monotonic() - begun
             workers = self._group.world_size
+            if self._options.resume and not self._options.dry_run:
+                why = "workers keep no journal, so that all was written anew"
+                self._prepared.output.notes.append(Note("not-resumed", f"no interrupted run was resumed: {why}"))
             report = report_of(self._prepared, self._target, self._options, budget, seconds, workers=workers)
             data = json.loads(json.dumps(report.to_json()))
         return Report.from_json(cast("dict[str, object]", broadcast_object(self._group, data, name="report")))

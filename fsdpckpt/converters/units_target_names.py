@@ -106,7 +106,9 @@ def _explicit(names: NameList, order: tuple[str, ...], checkpoint: Checkpoint) -
                 )
             shared.append((name, first[0]))
     params = tuple(replace(held[name], managed=held[name].managed is not False) for name in order)
-    return replace(names, params=params, ordered=True, label=f"{names.label} and --parameters", shared=tuple(shared))
+    return replace(
+        names, params=params, ordered=True, of_model=True, label=f"{names.label} and --parameters", shared=tuple(shared)
+    )
 
 
 def _settled(names: NameList, checkpoint: Checkpoint) -> NameList:

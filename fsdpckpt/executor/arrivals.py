@@ -48,6 +48,10 @@ class Arrivals:
         place = int(self._place[sender][number] + offset - self._begin[sender][number])
         np.frombuffer(buffer, np.uint8)[:] = self._buffers[number % HELD][place : place + len(buffer)]
 
+    def close(self) -> None:
+        """Nothing is read any more: give the memory back."""
+        self._buffers.clear()
+
 
 class _Stream:
     """One worker's stream as a source of bytes."""

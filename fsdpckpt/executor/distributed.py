@@ -148,6 +148,8 @@ class _Run:
             crew.wait(None, self._watch)
         finally:
             crew.stop()
+            self._crew = None  # with it go the buffers, which the collector would find late
+        self._arrivals.close()
         self._progress.end()
 
     def _assembler(self, window: int) -> Assembler:

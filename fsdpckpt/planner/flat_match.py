@@ -16,6 +16,7 @@ from fsdpckpt.ir.tensors import ONE_SLICE, SLICES, Int64Array, Tensor
 from fsdpckpt.ir.units import FLAT_PARAM, Unit, UnitParam, Units
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.layouts.flattened import FlatLayout, layout_of
+from fsdpckpt.planner.flat_order import out_of_order, siblings_astray
 from fsdpckpt.planner.names import clean, keeps_order
 
 __all__ = [
@@ -26,7 +27,6 @@ __all__ = [
     "is_sliced",
     "is_step",
     "match",
-    "out_of_order",
     "slice_lengths",
 ]
 
@@ -167,6 +167,13 @@ class _Matching:
                 yield f"{unit.key}: {total} elements by the units, {found} in the checkpoint"
             else:
                 yield from self._flat_pieces(unit, leaf)
+        optim = self.checkpoint.optim
+        if optim is not None and optim.key_type == "id" and keeps_order(self.checkpoint, ()):
+            wrong = siblings_astray(
+                [unit.prefix for unit in self.units.units], [key[: -len(FLAT_PARAM) - 1] for key in by_clean]
+            )
+            if wrong:
+                yield f"the units have {wrong[0]} where the flat parameters of the model section have {wrong[1]}"
         self.proved.append(f"{len(flat)} flat parameters have the names and lengths of the units")
 
     def _flat_pieces(self, unit: Unit, leaf: Tensor) -> Iterator[str]:
@@ -395,29 +402,6 @@ def _chain(groups: Iterable[Iterable[str]]) -> list[str]:
 def _param_names(group: Mapping[Key, Value]) -> list[str]:
     names = group.get("param_names")
     return [str(name) for name in names] if isinstance(names, (list, tuple)) else []
-
-
-def out_of_order(units: Units, names: Iterable[str], *, across: bool = True) -> Iterator[str]:
-    """What contradicts ``names``, which are in the model's order: over all units when ``across``, else within each."""
-    place = {name: index for index, name in enumerate(names)}
-    for unit in units.units:
-        wrong = _first_astray([param.name for param in unit.params], place)
-        if wrong:
-            yield f"unit {unit.prefix!r}: {wrong[0]} stands where the model section has {wrong[1]}"
-            return
-    # Ids count over all units, and only their order tells units of one size apart.
-    managed = units.unit_of()
-    wrong = _first_astray([name for name in units.parameters if name in managed], place)
-    if wrong and across:
-        yield f"the units have {wrong[0]} where the model section has {wrong[1]}"
-
-
-def _first_astray(names: Iterable[str], place: Mapping[str, int]) -> tuple[str, str] | None:
-    """The first of ``names`` that is not where ``place`` has it, and what is there; names it lacks do not count."""
-    known = [name for name in names if name in place]
-    return next(
-        (pair for pair in zip(known, sorted(known, key=place.__getitem__), strict=True) if pair[0] != pair[1]), None
-    )
 
 
 def _lengths(lengths: Int64Array) -> str:

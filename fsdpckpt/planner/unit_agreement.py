@@ -9,7 +9,7 @@ from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import UnitParam, Units
 from fsdpckpt.ir.values import Value
-from fsdpckpt.planner.flat_match import out_of_order
+from fsdpckpt.planner.flat_order import out_of_order
 from fsdpckpt.planner.names import clean
 from fsdpckpt.planner.unit_build import name_groups
 from fsdpckpt.planner.unit_names import NameList, model_names

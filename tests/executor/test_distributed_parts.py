@@ -189,6 +189,7 @@ def test_a_stopped_worker_is_ended_and_a_running_one_is_not() -> None:
     try:
         peers = [__import__("json").loads(process.stdout.readline()) for process in started]
         os.kill(started[0].pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, started[0].pid, os.WSTOPPED | os.WNOWAIT)
         other_life = [peers[1][0], started[0].pid, "another start"]
         end_stopped([other_life, this_process()])
         assert started[0].poll() is None, "another process of that id was ended"

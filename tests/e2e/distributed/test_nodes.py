@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import json
 import os
 import shutil
@@ -89,6 +90,21 @@ def test_each_node_gets_the_files_of_the_ranks_that_it_will_load(base: Path, tmp
     alone = options({"to": "sharded", "container": "torch", "world_size": 5})
     convert(str(base / "disk" / "ranks"), str(tmp_path / "alone"), alone, NoProgress())
     assert unequal(tmp_path / "alone", one) == []
+
+
+def test_workers_that_do_not_see_the_output_send_what_they_see(base: Path, tmp_path: Path) -> None:
+    machines = [{str(base / "disk"): own for own in disk.values()} for disk in disks_from(base, tmp_path)]
+    for number, disk in enumerate(machines):
+        target = tmp_path / f"target-{number}"
+        target.mkdir()
+        disk[str(base / "local")] = str(target)
+    given = ["--max-memory", "1MiB", "--threads", "2"]
+    command = _torchrun("convert", str(base / "disk" / "ranks"), str(base / "local" / "out.pt"), *given, "--resume")
+    ended = _machines(command, machines)
+    assert [each.returncode for each in ended] == [0, 0], [each.stderr[-3000:] for each in ended]
+    assert "no interrupted run was resumed" in ended[0].stdout
+    assert filecmp.cmp(tmp_path / "target-0" / "out.pt", base / "local" / "gathered.pt", shallow=False)
+    assert list((tmp_path / "target-1").iterdir()) == []
 
 
 def test_files_of_one_name_that_differ_are_refused(base: Path, tmp_path: Path) -> None:

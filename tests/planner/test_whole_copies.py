@@ -1,0 +1,60 @@
+"""States that every rank has whole: copies that differ are found by their checksums, and only by these."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, OptimState
+from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.planner.whole_copies import differing_copies
+from tests.planner.flat_synthetic import checkpoint, replicas, slices
+
+RANKS = 3
+
+
+def source(state: Tensor, rows: list[tuple[int, int, int, int]]) -> Checkpoint:
+    optim = OptimState({"w": {"step": state}}, None)
+    return replace(checkpoint(RANKS, optim=optim), checksums=Checksums.of(rows))
+
+
+def records(*crcs: int, nbytes: int = 4) -> list[tuple[int, int, int, int]]:
+    """One record a file at the place of ``replicas``, between others."""
+    own = [(file, 64, nbytes, crc) for file, crc in enumerate(crcs)]
+    return [*[(file, 128, 4, 1) for file in range(RANKS)], *reversed(own), *[(file, 0, 4, 2) for file in range(RANKS)]]
+
+
+def test_the_first_rank_that_has_another_copy_is_named() -> None:
+    (found,) = differing_copies(source(replicas(RANKS), records(7, 7, 9)))
+    assert found.fatal and found.rank == 2
+    assert "rank 0 and of rank 2" in found.message
+
+
+def test_equal_copies_are_no_problem() -> None:
+    assert not list(differing_copies(source(replicas(RANKS), records(7, 7, 7))))
+
+
+def test_tensors_of_more_dimensions_are_compared_too() -> None:
+    state = replicas(RANKS, 5, 3)
+    assert len(list(differing_copies(source(state, records(7, 8, 7, nbytes=60))))) == 1
+
+
+@pytest.mark.parametrize("rows", [[], records(7, 8, 9, nbytes=8)])
+def test_what_is_no_record_of_its_own_is_not_compared(rows: list[tuple[int, int, int, int]]) -> None:
+    assert not list(differing_copies(source(replicas(RANKS), rows)))
+
+
+def test_slices_are_each_ranks_own() -> None:
+    state = slices([1] * RANKS)
+    rows = [(file, 64 * file, 4, 100 + file) for file in range(RANKS)]
+    assert not list(differing_copies(source(state, rows)))
+
+
+def test_copies_in_another_memory_order_are_not_held_against_each_other() -> None:
+    state = replicas(RANKS, 5, 3)
+    stride = state.pieces.stride.copy()
+    stride[1] = (1, 5)
+    turned = replace(state, pieces=replace(state.pieces, stride=np.asarray(stride)))
+    assert not list(differing_copies(source(turned, records(7, 8, 7, nbytes=60))))
