@@ -3,7 +3,8 @@
 train: a few steps of a small transformer under FSDP, saved to DIRECTORY/dcp, DIRECTORY/ranks and, gathered by PyTorch
 itself, DIRECTORY/truth.pt.
 check: load DIRECTORY/three into FSDP on any number of ranks; compare it, and DIRECTORY/full.pt, with truth.pt.
-train1, check1: the same with FSDP1's flat parameters: saves DIRECTORY/flat, loads DIRECTORY/flat-three.
+train1, check1: the same with FSDP1's flat parameters: saves DIRECTORY/flat; loads the weights of
+DIRECTORY/flat-full.pt and each rank's optimizer of DIRECTORY/flat-three.
 """
 
 from __future__ import annotations
@@ -120,10 +121,13 @@ def check1(directory: str) -> bool:
     model, optimizer = flat(seed=99)
     rank, world = dist.get_rank(), dist.get_world_size()
     name = f"world_size_{world}_rank_{rank}.pt"
-    with local(model):
-        model.load_state_dict(torch.load(f"{directory}/flat-three/model_{name}", weights_only=False))
+    full = torch.load(f"{directory}/flat-full.pt", weights_only=True)
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        model.load_state_dict(full["model"])
     optimizer.load_state_dict(torch.load(f"{directory}/flat-three/optim_{name}", weights_only=True))
-    say(f"loaded {directory}/flat-three into FSDP1 on {world} ranks; now gathering it again")
+    say(
+        f"loaded flat-full.pt's weights and flat-three's optimizer into FSDP1 on {world} ranks; now gathering both again"
+    )
     truth = torch.load(f"{directory}/truth1.pt", weights_only=True)
     return compare("what 3 ranks hold against what 4 ranks held", full1(model, optimizer), truth)
 
