@@ -125,9 +125,7 @@ def check1(directory: str) -> bool:
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
         model.load_state_dict(full["model"])
     optimizer.load_state_dict(torch.load(f"{directory}/flat-three/optim_{name}", weights_only=True))
-    say(
-        f"loaded flat-full.pt's weights and flat-three's optimizer into FSDP1 on {world} ranks; now gathering both again"
-    )
+    say(f"loaded flat-full.pt (weights) and flat-three (optimizer) into FSDP1 on {world} ranks; gathering both")
     truth = torch.load(f"{directory}/truth1.pt", weights_only=True)
     return compare("what 3 ranks hold against what 4 ranks held", full1(model, optimizer), truth)
 

@@ -89,8 +89,8 @@ def _first_lost(metadata: DcpMetadata, by_id: list[str], world_size: int) -> str
     """The first state by id that is one rank's slice; None when all are whole, or cut by DCP itself.
 
     They are slices when all of them are vectors in one piece although several ranks wrote, and the model is not made
-    of vectors itself. Beside a model that is cut, any such vector is one that has not the shape of a whole tensor of
-    the model: only the states of parameters outside of FSDP are whole.
+    of vectors itself. Where DCP cut the model and no state, any vector is one that has the shape of no tensor of the
+    model: only the states of parameters outside of FSDP are whole.
     """
     states = {key: metadata.tensors[key] for key in by_id if metadata.tensors[key].shape}
     vectors = [key for key, tensor in states.items() if len(tensor.shape) == 1 and len(tensor.chunks) == 1]
@@ -101,7 +101,9 @@ def _first_lost(metadata: DcpMetadata, by_id: list[str], world_size: int) -> str
         model_is_flat = bool(others) and all(len(tensor.shape) < 2 for tensor in others.values())
         has_flat_param = any(map(is_flat_key, metadata.tensors))
         return vectors[0] if has_flat_param or not model_is_flat else None
+    if any(len(tensor.chunks) > 1 for tensor in states.values()):
+        return None  # DCP cut them: they are no raw optimizer's, and a vector among them is a state of its own shape
     if not any(len(tensor.chunks) > 1 for tensor in others.values()):
         return None
-    whole = {tensor.shape for tensor in others.values() if len(tensor.chunks) == 1}
+    whole = {tensor.shape for tensor in others.values()}
     return next((key for key in vectors if states[key].shape not in whole and states[key].shape != (1,)), None)
