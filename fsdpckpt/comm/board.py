@@ -297,16 +297,24 @@ class Board:
     def close(self) -> None:
         """End the background thread. Rank 0 stays until the others have left too: it may keep the store they ask.
 
-        After a failure it stays a moment only, since not all may be there to leave.
+        After a failure all stay until all have left: a launcher that sees one end kills the others, in the middle of
+        what they tidy up. It is a moment only when a rank was lost, since not all may be there to leave.
         """
         if not self._store_is_gone:
             with suppress(WorkerError):
-                self._leave_after_others(self.limit if self.failure is None else GRACE * self.limit)
+                self._meet_at_the_end("left", wait=self.rank == 0 or self.failure is not None)
         self._control.close(0.0 if self._store_is_gone else 1.0)
 
-    def _leave_after_others(self, patience: float) -> None:
-        deadline = time.monotonic() + patience
-        left = self._call(lambda: self._store.add("left", 1))
-        while self.rank == 0 and left < self.world_size and time.monotonic() < deadline:
-            time.sleep(0.005)
-            left = self._call(lambda: self._store.add("left", 0))
+    def all_stopped(self) -> None:
+        """After a failure: wait until it stopped every rank, so that none works any more on what is tidied up now."""
+        if not self._store_is_gone:
+            with suppress(WorkerError):
+                self._meet_at_the_end("stopped", wait=True)
+
+    def _meet_at_the_end(self, key: str, *, wait: bool) -> None:
+        lost = self.failure is not None and self.failure.exit_code == WorkerError.exit_code
+        deadline = time.monotonic() + (GRACE if lost else 1.0) * self.limit
+        met = self._call(lambda: self._store.add(key, 1))
+        while wait and met < self.world_size and time.monotonic() < deadline:
+            time.sleep(self._most_interval)
+            met = self._call(lambda: self._store.add(key, 0))

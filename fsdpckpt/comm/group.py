@@ -196,6 +196,11 @@ class Group:
             self._board.fail_with(error)
         self.close()
 
+    def all_stopped(self) -> None:
+        """After a failure: wait until every rank has raised it, at most the limit; a moment only when one was lost."""
+        if self._board is not None and self._board.failure is not None:
+            self._board.all_stopped()
+
     def leave(self, exit_code: int) -> NoReturn:
         """End this process now, as a worker whose group failed has to: torch may hang or abort in its destructors."""
         sys.stdout.flush()

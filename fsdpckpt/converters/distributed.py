@@ -109,9 +109,11 @@ class _Conversion:
         """End workers that are stopped. Remove what was staged, unless a worker was lost: then it may be used again."""
         end_stopped(self._peers)
         lost = not isinstance(error, WorkerError) or isinstance(as_it_was(error), WorkerError)
+        if not lost:
+            self._group.all_stopped()
         for staging in self._staging:
             if not lost:
-                with contextlib.suppress(OSError):  # another worker may still be writing its last window
+                with contextlib.suppress(OSError):  # a disk that takes nothing any more may not delete either
                     staging.discard()
             staging.close()
         self._staging.clear()
