@@ -8,14 +8,16 @@ from fsdpckpt.version import __version__
 
 if TYPE_CHECKING:
     from fsdpckpt.api import convert, diff, inspect, open, save_units, verify  # noqa: A004
+    from fsdpckpt.loading.reader import StorageReader
 
-__all__ = ["__version__", "convert", "diff", "inspect", "open", "save_units", "verify"]
+__all__ = ["StorageReader", "__version__", "convert", "diff", "inspect", "open", "save_units", "verify"]
 
 
 def __getattr__(name: str) -> object:
     """The API, imported on first use: ``import fsdpckpt`` costs nothing."""
-    if name not in ("convert", "diff", "inspect", "open", "save_units", "verify"):
+    if name not in ("StorageReader", "convert", "diff", "inspect", "open", "save_units", "verify"):
         raise AttributeError(f"module 'fsdpckpt' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module("fsdpckpt.api"), name)
+    # The storage reader is one of torch's classes: only who asks for it pays for that import.
+    return getattr(import_module("fsdpckpt.loading.reader" if name == "StorageReader" else "fsdpckpt.api"), name)

@@ -82,7 +82,7 @@ def _measure(
 ) -> Callable[[list[NamedTensor]], list[dict[str, Json] | None]]:
     from fsdpckpt.ir.coverage import flaws
     from fsdpckpt.progress import NoProgress
-    from fsdpckpt.verify.parallel import DEFAULT_THREADS
+    from fsdpckpt.verify.parallel import threads_for
     from fsdpckpt.verify.stats import stats_of
 
     stages = progress if progress is not None else NoProgress()
@@ -95,7 +95,7 @@ def _measure(
             checkpoint,
             [tensors[number] for number in whole],
             sources=sources,
-            threads=threads if threads is not None else DEFAULT_THREADS,
+            threads=threads if threads is not None else threads_for(checkpoint),
             advance=stages.advance,
         )
         stages.end()
@@ -159,7 +159,7 @@ def diff(
     from fsdpckpt.progress import NoProgress
     from fsdpckpt.readers.detect import open_checkpoint
     from fsdpckpt.verify.compare import compare, only_section
-    from fsdpckpt.verify.parallel import DEFAULT_THREADS
+    from fsdpckpt.verify.parallel import threads_for
     from fsdpckpt.verify.tensors import Tolerance
 
     stages = progress if progress is not None else NoProgress()
@@ -175,7 +175,7 @@ def diff(
             other,
             sources=sources,
             tolerance=tolerance,
-            threads=threads if threads is not None else DEFAULT_THREADS,
+            threads=threads if threads is not None else threads_for(one, other),
             advance=stages.advance,
         )
         stages.end()
@@ -346,7 +346,7 @@ _ENUMS: dict[str, type[StrEnum]] = {
 }
 _TUPLES = frozenset({"buffers", "include", "exclude", "unit"})
 _DTYPES = frozenset({"dtype", "optim_dtype", "param_dtype"})
-_PATHS = frozenset({"reference", "units", "parameters"})
+_PATHS = frozenset({"reference", "units", "parameters", "staging"})
 _KEY_TYPES = ("name", "id")
 _SIZES = frozenset({"max_memory", "max_shard_size"})
 

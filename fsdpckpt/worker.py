@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -70,9 +70,11 @@ def _refuse_launch(launch: LaunchOptions, why: str) -> None:
 
 def _as_worker(source: str, target: str, options: ConvertOptions, launch: LaunchOptions, progress: Progress) -> Report:
     """This process's part of a run of several. Leaves in ``standing`` who speaks."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch: who was lost we say, in fewer words
     from fsdpckpt.comm.environment import recognised
     from fsdpckpt.comm.group import Group
     from fsdpckpt.converters.distributed import convert_together
+    from fsdpckpt.converters.resumption import say_staged
     from fsdpckpt.executor.carried import as_it_was
 
     standing.worker = True
@@ -96,7 +98,27 @@ def _as_worker(source: str, target: str, options: ConvertOptions, launch: Launch
         standing.lost = True
         if error.rank == 0 and error.cause_exit_code == WorkerError.exit_code:
             standing.speaker = 1  # rank 0 did not say so itself: it cannot
-        raise as_it_was(error) from error
+        original = as_it_was(error)
+        say_staged(original, target)
+        _tell_torchrun(original)
+        raise original from error
+    except BaseException as error:
+        say_staged(error, target)
+        raise
+
+
+def _tell_torchrun(error: Exception) -> None:
+    """Put ``error`` where torchrun looks for it, so that its own summary ends with the cause.
+
+    The form is that of ``torch.distributed.elastic.multiprocessing.errors.ErrorHandler``.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        return
+    what = error.what if isinstance(error, FsdpckptError) else f"{type(error).__name__}: {error}"
+    extra = {"py_callstack": what, "timestamp": str(int(time.time()))}  # the former is what is shown
+    with suppress(OSError), open(path, "w", encoding="utf-8") as file:
+        json.dump({"message": {"message": what, "extraInfo": extra}}, file)
 
 
 @contextmanager
@@ -141,6 +163,7 @@ def _launched(source: str, target: str, options: ConvertOptions, launch: LaunchO
     from fsdpckpt.comm.devices import workers_here
     from fsdpckpt.comm.launch import launch as start
     from fsdpckpt.converters.options_json import to_json
+    from fsdpckpt.converters.resumption import say_staged
     from fsdpckpt.executor.carried import as_it_was, raise_carried
 
     workers = workers_here(launch.nproc_per_node or "auto")
@@ -167,7 +190,12 @@ def _launched(source: str, target: str, options: ConvertOptions, launch: LaunchO
         except WorkerError as error:
             if text := _read(directory).get("error"):
                 raise_carried(text)
-            raise as_it_was(error) from error
+            original = as_it_was(error)
+            say_staged(original, target)
+            raise original from error
+        except InterruptedRunError as stopped:
+            say_staged(stopped, target)
+            raise
         found = _read(directory)
     standing.worker, standing.speaker = True, 0 if found["speaks"] else -1  # of several nodes one says it
     return Report.from_json(found["report"])

@@ -1,4 +1,4 @@
-"""Whole processes, timed in turn: fsdpckpt, ``cp -r`` of the source with an fsync of each file, ``format_utils``.
+"""Whole processes, timed in turn: fsdpckpt, ``cp -r`` of the source with an fsync of each file, other programs.
 
 Every run starts with nothing left to write back (``sync``) and the source in the state ``--cache`` says: ``warm`` reads
 it once before each run, ``cold`` drops it from the page cache. Outputs are deleted after each run. Memory is the
@@ -91,6 +91,15 @@ class Bench:
             python += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
         command = [*python, os.path.join(HERE, "bench_make.py"), form, path, str(amount)]
         subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL)
+        return path
+
+    def derive(self, flavor: str, source: str) -> str:
+        """``source`` as a directory of that producer, made unless an earlier bench left it."""
+        path = f"{source}-{flavor}"
+        self.made.add(path)
+        if not os.path.exists(path):
+            talk(f"making {os.path.basename(path)}")
+            subprocess.run([PROGRAM, "convert", source, path, "--quiet", "--flavor", flavor], check=True)
         return path
 
     def prepare(self, source: str, target: str) -> None:
@@ -216,6 +225,26 @@ def flat_three(bench: Bench) -> Row:
     return Row("flattened of 4 -> flattened of 3", source, target, [ours, copying(source, target)])
 
 
+def accelerate(bench: Bench) -> Row:
+    whole = bench.derive("accelerate", bench.make("dcp", bench.options.size))
+    source, target = os.path.join(whole, "pytorch_model_fsdp_0"), bench.path("out")
+    ours = converting(bench, source, target, "--flavor", "huggingface")
+    script = f'"$2" merge-weights "$0" "$1" && {SYNC}'
+    program = os.path.join(os.path.dirname(sys.executable), "accelerate")
+    theirs = Contender("accelerate merge-weights + fsync", ["sh", "-c", script, source, target, program])
+    return Row("accelerate's weights of 4 -> safetensors", source, target, [ours, copying(source, target), theirs])
+
+
+def lightning(bench: Bench) -> Row:
+    source, target = bench.derive("fabric", bench.make("dcp", bench.options.size)), bench.path("out.ckpt")
+    ours = converting(bench, source, target, "--flavor", "fabric", "--to", "full")
+    script = f'"$2" -W ignore -m lightning.fabric.utilities.consolidate_checkpoint "$0" --output_file "$1" && {SYNC}'
+    theirs = Contender(
+        "Lightning's consolidate_checkpoint + fsync", ["sh", "-c", script, source, target, sys.executable]
+    )
+    return Row("Lightning's directory of 4 -> one file", source, target, [ours, copying(source, target), theirs])
+
+
 def one_tensor(bench: Bench) -> Row:
     source, target = bench.make("one-tensor", 4 * 10**9), bench.path("out.pt")
     contenders = [converting(bench, source, target, "--to", "full"), copying(source, target)]
@@ -255,6 +284,19 @@ def hundred_thousand_full(bench: Bench) -> Row:
     return row
 
 
+def journal(bench: Bench) -> Row:
+    """What the journal costs: the same conversion with one that is synced as it is, and with one that never is."""
+    source, target = bench.make("full", bench.options.size, ".pt"), bench.path("out")
+    words = ["convert", source, target, "--quiet", "--to", "sharded", "--world-size", "4"]
+    run = "from fsdpckpt.executor import recorder; {}; from fsdpckpt.cli.main import main; main()"
+    with_it, without = (run.format(code) for code in ("recorder.SYNC_SECONDS", "recorder.SYNC_SECONDS = 1e6"))
+    contenders = [
+        Contender("fsdpckpt", [sys.executable, "-c", with_it, *words]),
+        Contender("without syncing the journal", [sys.executable, "-c", without, *words]),
+    ]
+    return Row("journal, full -> dcp of 4", source, target, contenders, note="journal")
+
+
 ROWS: dict[str, Callable[[Bench], Row]] = {
     "dcp-full": dcp_full,
     "full-dcp": full_dcp,
@@ -263,10 +305,13 @@ ROWS: dict[str, Callable[[Bench], Row]] = {
     "flat-full": flat_full,
     "full-flat": full_flat,
     "flat-3": flat_three,
+    "accelerate": accelerate,
+    "lightning": lightning,
     "one-tensor": one_tensor,
     "inspect": inspect_thousand,
     "layout": layout,
     "help": help_text,
+    "journal": journal,
     "many": hundred_thousand,
     "many-full": hundred_thousand_full,
 }
@@ -286,6 +331,8 @@ def table(rows: list[tuple[Row, int]], options: argparse.Namespace) -> str:
             rate = f"{nbytes / entry.seconds / 1e9:.2f}" if copy else ""
             if row.note == "per-tensor" and entry is row.contenders[0]:
                 ratio = f"{entry.seconds / MANY * 1e6:.0f} us a tensor"
+            if row.note == "journal" and entry is row.contenders[0]:
+                ratio = f"{entry.seconds / row.contenders[1].seconds:.3f} x without"
             lines.append(
                 f"| {row.name} | {nbytes / 1e9:.2f} GB | {entry.name} | {entry.seconds:.2f} | {ratio} | {rate} "
                 f"| {entry.cpu:.2f} | {entry.peak_bytes // MIB} MiB |"
@@ -305,7 +352,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--rows", default=",".join(ROWS), help=f"any of {','.join(ROWS)}")
     parser.add_argument("--pairs", type=int, default=3, help="how often each contender runs")
-    parser.add_argument("--tool-runs", type=int, default=1, help="how often format_utils runs, as it is slow")
+    parser.add_argument("--tool-runs", type=int, default=1, help="how often other programs run, as they are slow")
     parser.add_argument("--cache", choices=("warm", "cold"), default="warm", help="state of the source's page cache")
     parser.add_argument("--limit", type=float, default=900, help="seconds one run may take")
     parser.add_argument("--directory", default=os.path.join(os.path.dirname(HERE), "bench-run"), help="scratch space")

@@ -5,6 +5,9 @@ Each conversion is a fork of this process, which has the program loaded already,
 and not into its start; two of three fall behind the first thing that is written. The journal is synced every few
 milliseconds instead of seconds, since the checkpoints are small. Every fourth conversion replaces an older DST, which
 has to be there, whole, until the new one is.
+
+With ``--workers 2,3`` each conversion, and each that goes on with one, is by one process or by so many workers, which
+one is up to chance; of workers one is killed or all are, and the others have to end by themselves.
 """
 
 from __future__ import annotations
@@ -15,13 +18,14 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fsdpckpt.cli.main import main as fsdpckpt
 from fsdpckpt.converters import convert  # noqa: F401  # loaded before the forks
@@ -29,6 +33,8 @@ from fsdpckpt.executor import recorder
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 SYNC_SECONDS = 0.003
+LIMIT = 5.0  # seconds within which the workers notice that one was killed
+PATIENCE = 120.0  # seconds for a conversion of a few MB on a busy machine
 ORDINARY = ["--threads", "2", "--max-memory", "2MiB", "--quiet"]  # many windows
 
 
@@ -36,19 +42,21 @@ ORDINARY = ["--threads", "2", "--max-memory", "2MiB", "--quiet"]  # many windows
 class Job:
     """One target container, and what happened to it.
 
-    ``seconds``: of an undisturbed run; ``writing``: of them from the first thing written to the end.
+    ``seconds``: of an undisturbed run by so many workers (0: one process); ``writing``: of them from the first thing
+    written to the end.
     """
 
     name: str
     target: str
     options: list[str]
-    seconds: float = 0.0
-    writing: float = 0.0
+    seconds: dict[int, float] = field(default_factory=dict)
+    writing: dict[int, float] = field(default_factory=dict)
     moments: int = 0
     absent: int = 0
     complete: int = 0
     continued: int = 0
     replacing: int = 0
+    slowest: float = 0.0
 
 
 def jobs(units: str) -> list[Job]:
@@ -81,17 +89,28 @@ class Trial:
             command = [sys.executable, os.path.join(HERE, "bench_make.py"), form, path, str(size)]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
-    def start(self, job: Job, target: str, *more: str) -> int:
-        """The process id of a conversion that has just begun."""
-        process = os.fork()
-        if process == 0:
-            self._convert([self.source, target, *job.options, *ORDINARY, *more])
-        return process
+    def start(self, job: Job, target: str, *more: str, workers: int = 0) -> list[int]:
+        """The process ids of a conversion that has just begun, by one process or so many ``workers``."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        processes = []
+        for rank in range(max(workers, 1)):
+            process = os.fork()
+            if process == 0:
+                if workers:
+                    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
+                    os.environ |= {"WORLD_SIZE": str(workers), "LOCAL_WORLD_SIZE": str(workers)}
+                    os.environ["MASTER_PORT"] = str(port)
+                limit = ["--fault-limit", str(LIMIT)] if workers else []
+                self._convert([self.source, target, *job.options, *ORDINARY, *limit, *more], f"{self.log}-{rank}")
+            processes.append(process)
+        return processes
 
-    def _convert(self, arguments: Sequence[str]) -> None:
+    def _convert(self, arguments: Sequence[str], path: str) -> None:
         code = 99
         try:
-            log = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(log, 1)
             os.dup2(log, 2)
             recorder.SYNC_SECONDS = SYNC_SECONDS
@@ -106,41 +125,45 @@ class Trial:
             sys.stderr.flush()
             os._exit(code)
 
-    def finish(self, job: Job, target: str, *more: str) -> str:
+    def finish(self, job: Job, target: str, *more: str, workers: int = 0) -> str:
         """A whole conversion; returns what it said."""
-        _, status = os.waitpid(self.start(job, target, *more), 0)
-        with open(self.log) as file:
-            said = file.read()
-        if status:
-            raise Failure(f"{job.name} {' '.join(more)} ended with {os.waitstatus_to_exitcode(status)}:\n{said}")
+        codes = ends(self.start(job, target, *more, workers=workers))
+        said = ""
+        for rank in range(len(codes)):
+            with open(f"{self.log}-{rank}") as file:
+                said += file.read()
+        if any(codes):
+            raise Failure(f"{job.name} {' '.join(more)} by {workers} workers ended with {codes}:\n{said}")
         return said
 
-    def undisturbed(self, job: Job) -> None:
-        """Make what the others are compared with, twice: the second time is timed."""
+    def undisturbed(self, job: Job, kinds: Sequence[int]) -> None:
+        """Make what the others are compared with, and time it once more for each number of workers."""
         again, whole = (os.path.join(self.directory, f"{name}-{job.target}") for name in ("again", "whole"))
         self.finish(job, whole)
-        began = time.perf_counter()
-        process = self.start(job, again)
-        wrote = self.writes(process, again)
-        if not wrote:
-            job.writing = job.seconds = time.perf_counter() - began
-        else:
-            os.waitpid(process, 0)
-            job.writing, job.seconds = time.perf_counter() - wrote, time.perf_counter() - began
-        require_same(whole, again, f"{job.name}: two undisturbed runs differ")
-        remove(again)
+        for workers in kinds:
+            began = time.perf_counter()
+            processes = self.start(job, again, workers=workers)
+            wrote = self.writes(processes, again)
+            ends(processes)
+            job.seconds[workers] = time.perf_counter() - began
+            job.writing[workers] = time.perf_counter() - wrote if wrote else job.seconds[workers]
+            require_same(whole, again, f"{job.name}: two undisturbed runs differ")
+            remove(again)
 
-    def writes(self, process: int, target: str) -> float:
+    def writes(self, processes: Sequence[int], target: str) -> float:
         """When a conversion has begun to write; 0 when it ended without being seen to."""
         staging = os.path.join(os.path.dirname(target), f".{os.path.basename(target)}.fsdpckpt-staging")
         while not os.path.exists(staging):
-            if os.waitpid(process, os.WNOHANG)[0]:
+            if os.path.exists(target) and not os.path.exists(os.path.join(target, "older")):
+                return 0.0
+            if os.waitid(os.P_PID, processes[0], os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 return 0.0
             time.sleep(0.001)
         return time.perf_counter()
 
-    def moment(self, job: Job, rng: random.Random, *, replace: bool) -> None:
+    def moment(self, job: Job, rng: random.Random, kinds: Sequence[int], *, replace: bool) -> None:
         """One conversion, killed; then what is there, and what ``--resume`` makes of it."""
+        workers, others = rng.choice(kinds), rng.choice(kinds)
         folder = os.path.join(self.directory, "work")
         whole = os.path.join(self.directory, f"whole-{job.target}")
         target = os.path.join(folder, job.target)
@@ -150,16 +173,20 @@ class Trial:
             os.mkdir(target)
             with open(os.path.join(target, "older"), "w") as file:
                 file.write("older")
-        process = self.start(job, target, *more)
+        processes = self.start(job, target, *more, workers=workers)
         if rng.random() < 2 / 3:
-            ended = not self.writes(process, target)
-            time.sleep(rng.uniform(0, job.writing * 1.05))
+            self.writes(processes, target)
+            time.sleep(rng.uniform(0, job.writing[workers] * 1.05))
         else:
-            ended = False
-            time.sleep(rng.uniform(0, job.seconds * 1.05))
-        if not ended:
+            time.sleep(rng.uniform(0, job.seconds[workers] * 1.05))
+        victims = processes if rng.random() < 1 / 3 else [rng.choice(processes)]
+        for process in victims:
             os.kill(process, signal.SIGKILL)
-            os.waitpid(process, 0)
+        killed = time.perf_counter()
+        codes = ends(processes)
+        job.slowest = max(job.slowest, time.perf_counter() - killed)
+        if set(codes) - {0, 6, -signal.SIGKILL}:
+            raise Failure(f"{job.name}: workers of which one was killed ended with {codes}")
         job.moments += 1
         job.replacing += replace
         older = replace and os.path.exists(os.path.join(target, "older"))
@@ -174,13 +201,28 @@ class Trial:
                 and not os.path.exists(os.path.join(folder, f".{job.target}.fsdpckpt-old", "older"))
             ):
                 raise Failure(f"{job.name}: the older DST is lost")
-        said = self.finish(job, target, "--resume", *more)
+        said = self.finish(job, target, "--resume", *more, workers=others)
         job.continued += "bytes were there already" in said
         require_same(whole, target, f"{job.name}: what --resume made is not what an undisturbed run makes")
         left = [name for name in os.listdir(folder) if name not in (job.target, f".{job.target}.fsdpckpt-lock")]
         if left:
             raise Failure(f"{job.name}: --resume left {left}")
         shutil.rmtree(folder)
+
+
+def ends(processes: Sequence[int]) -> list[int]:
+    """The exit codes of ``processes`` once all have ended; Failure when one outlives the others for long."""
+    codes = []
+    deadline = time.monotonic() + PATIENCE
+    for process in processes:
+        while not (found := os.waitpid(process, os.WNOHANG))[0]:
+            if time.monotonic() > deadline:
+                for each in processes[len(codes) :]:
+                    os.kill(each, signal.SIGKILL)
+                raise Failure(f"worker {len(codes)} of {len(processes)} did not end within {PATIENCE:.0f} s")
+            time.sleep(0.002)
+        codes.append(os.waitstatus_to_exitcode(found[1]))
+    return codes
 
 
 def remove(path: str) -> None:
@@ -208,26 +250,36 @@ def main() -> int:
     parser.add_argument("--size", type=int, default=120_000_000, help="bytes of the source")
     parser.add_argument("--seed", type=int, default=None, help="of the moments; they also depend on the machine")
     parser.add_argument("--directory", default=None, help="where to work; default: a temporary directory")
+    parser.add_argument("--workers", default="", help="numbers of workers, as 2,3; default: one process only")
     options = parser.parse_args()
+    kinds = [0, *map(int, filter(None, options.workers.split(",")))]
+    if len(kinds) > 1:
+        from fsdpckpt.comm import group  # and torch, before the forks
+        from fsdpckpt.converters import distributed  # noqa: F401
+
+        # Workers of which one was killed before they met wait two minutes for it, unless a launcher ends them.
+        group.Group.start.__kwdefaults__["patience"] = LIMIT
     seed = options.seed if options.seed is not None else random.randrange(10**6)
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory(dir=options.directory, prefix="kill-test-") as directory:
         trial = Trial(directory, options.size)
         table = jobs(trial.units)
         for job in table:
-            trial.undisturbed(job)
+            trial.undisturbed(job, kinds)
         for number in range(options.moments):
-            trial.moment(table[number % len(table)], rng, replace=number % 4 == 3)
+            trial.moment(table[number % len(table)], rng, kinds, replace=number % 4 == 3)
             if sys.stderr.isatty():
                 print(f"\r{number + 1} of {options.moments}", end="", file=sys.stderr, flush=True)
     print(f"seed {seed}, {options.size / 1e6:.0f} MB, no promise broken")
     print(
-        "| target | undisturbed | killed | DST not there yet | DST complete | --resume went on with bytes | replacing |"
+        "| target | undisturbed | killed | DST not there yet | DST complete | --resume went on with bytes | replacing "
+        "| all ended within |"
     )
-    print("|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|")
     for job in table:
         counts = f"{job.moments} | {job.absent} | {job.complete} | {job.continued} | {job.replacing}"
-        print(f"| {job.name} | {job.seconds * 1000:.0f} ms | {counts} |")
+        seconds = ", ".join(f"{each * 1000:.0f}" for each in job.seconds.values())
+        print(f"| {job.name} | {seconds} ms | {counts} | {job.slowest:.1f} s |")
     return 0
 
 

@@ -27,16 +27,18 @@ app = typer.Typer(
     epilog=EPILOG,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    add_completion=False,
     no_args_is_help=True,
     context_settings={"help_option_names": ["--help", "-h"], "max_content_width": 100},
 )
 app.command("inspect", short_help="What a checkpoint holds, and whether it is whole.", epilog=inspect.EXAMPLES)(
     inspect.inspect_command
 )
-app.command("convert", short_help="To another layout, container or world size.", epilog=convert.EXAMPLES)(
-    convert.convert_command
-)
+app.command(
+    "convert",
+    cls=convert.ConvertCommand,
+    short_help="To another layout, container or world size.",
+    epilog=convert.EXAMPLES,
+)(convert.convert_command)
 app.command("diff", short_help="Compare two checkpoints key by key.", epilog=diff.EXAMPLES)(diff.diff_command)
 app.command("verify", short_help="Prove one checkpoint whole.", epilog=verify.EXAMPLES)(verify.verify_command)
 app.command("units", short_help="Make a units file: what flattened shards do not say.", epilog=units.EXAMPLES)(

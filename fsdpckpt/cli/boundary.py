@@ -55,7 +55,7 @@ def report(output: Output, error: BaseException) -> int:
         if os.environ.get("FSDPCKPT_DEBUG") == "1":
             output.error("".join(traceback.format_exception(error)).rstrip())
         if output.as_json:
-            output.document(lambda: error_json(ours))
+            output.document(lambda: error_json(ours), "error")
         else:
             output.error(error_text(ours))
     except OSError:  # where it should be shown is the trouble: a full disk behind stdout or stderr

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
 from fsdpckpt.cli.boundary import guarded
+from fsdpckpt.cli.groups import GroupedCommand
 from fsdpckpt.cli.interruption import ignore_signals
+from fsdpckpt.cli.nodes import naming_the_nodes_command
 from fsdpckpt.cli.options import (
     AsJson,
     BackendChoice,
@@ -35,7 +37,7 @@ from fsdpckpt.standing import standing
 if TYPE_CHECKING:
     from fsdpckpt.converters.report import Report
 
-__all__ = ["convert_command"]
+__all__ = ["ConvertCommand", "convert_command"]
 
 EXAMPLES = """\b
 Examples:
@@ -53,6 +55,38 @@ Examples:
 
 MOST_FILES = 20
 
+
+class ConvertCommand(GroupedCommand):
+    """``--help`` of ``convert``."""
+
+    groups: ClassVar = {
+        "What is written": (
+            "to",
+            "container",
+            "world_size",
+            "tensor",
+            "mesh_device",
+            "key_type",
+            "flavor",
+            "max_shard_size",
+        ),
+        "What is taken, and its names": (
+            *("only", "include", "exclude", "strip_prefix", "add_prefix", "rename", "dtype", "optim_dtype"),
+            *("missing_state", "buffers"),
+        ),
+        "Units of FSDP1's flat parameters, and the order of parameters": (
+            *("units", "unit", "use_orig_params", "strategy", "param_dtype", "shard_size", "reference", "parameters"),
+        ),
+        "Safety": ("dry_run", "verify", "overwrite", "resume"),
+        "Resources": ("max_memory", "threads", "staging"),
+        "Workers": (
+            *("launcher", "nproc_per_node", "nnodes", "node_rank", "rdzv_endpoint", "device", "backend"),
+            *("output_visibility", "fault_limit"),
+        ),
+        "Other options": ("as_json", "quiet", "help"),
+    }
+
+
 Globs = list[str] | None
 
 
@@ -63,6 +97,10 @@ def convert_command(
     ],
     *,
     to: Annotated[LayoutChoice | None, typer.Option("--to", help="Target layout; default: as the source.")] = None,
+    flavor: Annotated[
+        str | None,
+        typer.Option("--flavor", metavar="NAME", help="Whose file names and keys are written; default: plain."),
+    ] = None,
     container: Annotated[
         ContainerChoice | None,
         typer.Option("--container", help="Default: from DST's suffix, else torch for full and dcp for sharded."),
@@ -74,6 +112,10 @@ def convert_command(
     tensor: Annotated[
         TensorChoice, typer.Option("--tensor", help="What a per-rank torch file holds.")
     ] = TensorChoice.dtensor,
+    mesh_device: Annotated[
+        str | None,
+        typer.Option("--mesh-device", metavar="TYPE", help="Where DTensors say their mesh is: cuda, cpu, ..."),
+    ] = None,
     key_type: Annotated[
         KeyTypeChoice | None,
         typer.Option("--key-type", help="What keys the optimizer's states; default: as the source."),
@@ -154,6 +196,12 @@ def convert_command(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing DST.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")] = False,
+    staging: Annotated[
+        str | None,
+        typer.Option(
+            "--staging", metavar="DIR", help="Where a DST for an object store is put together; default: TMPDIR."
+        ),
+    ] = None,
     launcher: Annotated[
         LauncherChoice, typer.Option("--launcher", help="Where it runs: auto is workers if asked for or started so.")
     ] = LauncherChoice.auto,
@@ -195,9 +243,11 @@ def convert_command(
     def body() -> int:
         given = {
             "to": to,
+            "flavor": flavor,
             "container": container,
             "world_size": world_size,
             "tensor": tensor,
+            "mesh_device": mesh_device,
             "key_type": key_type,
             "reference": reference,
             "units": units,
@@ -221,6 +271,7 @@ def convert_command(
             "max_memory": max_memory,
             "threads": threads,
             "verify": verify,
+            "staging": staging,
             "launcher": launcher,
             "nproc_per_node": nproc_per_node,
             "nnodes": nnodes,
@@ -234,7 +285,9 @@ def convert_command(
         named = {name: getattr(value, "value", value) for name, value in given.items() if value is not None}
         from fsdpckpt.api import convert
 
-        with output.progress() as progress, _to_the_end():
+        alone = launcher is not LauncherChoice.local and nproc_per_node is None and nnodes == 1 and not standing.worker
+        hint = naming_the_nodes_command() if alone else nullcontext()
+        with output.progress() as progress, _to_the_end(), hint:
             report = convert(
                 source,
                 target,
@@ -246,7 +299,7 @@ def convert_command(
                 resume=resume,
                 **named,
             )
-        output.document(report.to_json)
+        output.document(report.to_json, "convert")
         output.data(_plan(report) if dry_run else _done(report))
         return 0
 
@@ -307,11 +360,18 @@ def _done(report: Report) -> Iterator[str]:
     yield from _notes(report)
 
 
+def _room(report: Report) -> str:
+    if report.disk_free is None:
+        return ""
+    return f", {size_text(report.disk_free)} free" + ("" if report.disk_suffices else ": NOT ENOUGH")
+
+
 def _plan(report: Report) -> Iterator[str]:
     yield f"plan: {report.source} -> {_heading(report)}"
     yield f"  read    {size_text(report.bytes_read)} of tensor data from {plural(report.source_files, 'file')}"
     yield f"  write   {_written(report)}, {plural(report.tensors, 'tensor')}"
-    yield f"  disk    {size_text(report.disk_needed)} needed beside {report.target}"
+    place = f"in {report.staged_in}" if report.staged_in is not None else f"beside {report.target}"
+    yield f"  disk    {size_text(report.disk_needed)} needed {place}{_room(report)}"
     yield f"  memory  {size_text(report.peak_memory_planned)} of buffers"
     yield f"  workers {_workers(report)}"
     for file in report.files[:MOST_FILES]:

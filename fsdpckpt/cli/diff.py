@@ -72,7 +72,7 @@ def diff_command(
             )
         for note in result.notes:
             output.talk(f"note: {note}")
-        output.document(lambda: _document(a, b, result))
+        output.document(lambda: _document(a, b, result), "diff")
         output.data(
             f"{entry.sigil} {entry.section} {entry.key}" + (f"  {entry.detail}" if entry.detail else "")
             for entry in result.entries

@@ -26,6 +26,7 @@ Examples:
   fsdpckpt inspect model.pt --names-only | grep embed
   fsdpckpt inspect runs/step-1000 --ranks --json > layout.json
   fsdpckpt inspect s3://bucket/runs/step-1000 --stats
+  fsdpckpt inspect runs/step-1000 --stats --report report.html
 """
 
 HYPER_PARAMETERS_SHOWN = 12
@@ -48,6 +49,15 @@ def inspect_command(
     stats: Annotated[
         bool, typer.Option("--stats", help="Read the data: min, max, mean, std, norm, NaN and Inf of each tensor.")
     ] = False,
+    report: Annotated[
+        str | None,
+        typer.Option(
+            "--report",
+            metavar="FILE.html",
+            help="Also draw it, as one self-contained page: who holds what, sizes by module, the optimizer's health.",
+            show_default=False,
+        ),
+    ] = None,
     units: UnitsFile = None,
     threads: Threads = None,
     as_json: AsJson = False,
@@ -74,7 +84,12 @@ def inspect_command(
                 threads=threads,
                 progress=progress,
             )
-        output.document(lambda: found.to_json(ranks=ranks))
+        if report is not None:
+            from fsdpckpt.report.file import write_report
+
+            nbytes = write_report(found, report)
+            output.talk(f"{report}: {size_text(nbytes)}")
+        output.document(lambda: found.to_json(ranks=ranks), "inspect")
         if names_only:
             output.data(named.key for named in found.tensors)
             return 0

@@ -70,7 +70,9 @@ def in_our_words(error: BaseException) -> FsdpckptError:
             error.next_step = _NEXT.get(type(error).__name__, _REPORT)
         return error
     if isinstance(error, OSError) and error.errno is not None:
-        return _from_system(error)
+        ours = _from_system(error)
+        ours.details = tuple(f"{note}: --resume goes on from there" for note in getattr(error, "__notes__", ()))
+        return ours
     if type(error).__module__.partition(".")[0] in _STORES:
         return SourceError(
             f"the store could not be read: {type(error).__name__}: {error}",

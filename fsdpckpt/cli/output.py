@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, TextIO
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Output", "visible"]
 
+SCHEMA_VERSION = 1  # goes up when a key goes away or changes its meaning; new keys may come at any time
 GAP = 2  # spaces between columns
 
 
@@ -50,10 +51,13 @@ class Output:
         else:
             self._write(sys.stdout, _aligned(headings, cells, widths, right))
 
-    def document(self, make: Callable[[], object]) -> None:
-        """The one JSON document; ``make`` is only called under ``--json``."""
+    def document(self, make: Callable[[], Mapping[str, object]], schema: str | None = None) -> None:
+        """The one JSON document; ``make`` is only called under ``--json``.
+
+        ``schema``: the name of what it follows, ``fsdpckpt/<name>/1``, in ``cli/schemas``; a units file says it itself.
+        """
         if self.as_json:
-            document = make()
+            document = make() if schema is None else {"schema": f"fsdpckpt/{schema}/{SCHEMA_VERSION}", **make()}
             text = json.dumps(document, ensure_ascii=False, allow_nan=False)
             if sys.stdout is not None and not _writable(sys.stdout, text):
                 text = json.dumps(document, allow_nan=False)

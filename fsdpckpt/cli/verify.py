@@ -53,7 +53,7 @@ def verify_command(
 
         with output.progress() as progress:
             result = verify(source, digests=digests, finite=finite, units=units, threads=threads, progress=progress)
-        output.document(lambda: _document(result))
+        output.document(lambda: _document(result), "verify")
         output.data(
             f"{one.sha256 or 'unreadable':64}  {one.section} {one.key} {one.dtype} {shape_text(one.shape)}"
             for one in result.digests

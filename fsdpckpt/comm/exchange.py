@@ -1,28 +1,37 @@
 """Bytes from every rank to every rank (``exchange``), or from one to all (``spread``), through bounded buffers.
 
-The caller says how many bytes go where, and reads and writes them in chunks; nothing here knows what they mean.
-``exchange`` goes in rounds, because Gloo has no all-to-all: in round k rank r sends to r + k and receives from r - k.
-A rank posts chunk i + 1 before it waits for chunk i, and no rank waits for a chunk whose sender has not posted it.
+The caller says how many bytes go where, and reads and writes them in chunks; nothing here knows what they mean. Gloo
+has no all-to-all, so an exchange is a sequence of *legs*: in leg k rank r sends to r + k and receives from r - k.
+
+All ranks order the chunks of all legs alike, and each has several under way: it posts the next ones before it waits for
+the first. Nobody deadlocks: of the chunks that have not crossed, both sides of the first one in that order have posted
+it, or wait for nothing but their own disks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from threading import Semaphore
 from typing import TypeAlias
 
 import torch
 
+from fsdpckpt.comm.ahead import Ahead
 from fsdpckpt.comm.group import Group
 from fsdpckpt.comm.staging import Staging, chunk_bytes
 from fsdpckpt.comm.wire import Flight
 from fsdpckpt.errors import InternalError
 
-__all__ = ["BUDGET", "Exchanger", "Landing", "Read", "Write", "exchange", "spread"]
+__all__ = ["BUDGET", "LEAVING", "Exchanger", "Landing", "Leg", "Read", "Write", "exchange", "spread"]
 
 BUDGET = 32 << 20
-"""Bytes of buffers by default: four chunks of 8 MiB, beyond which neither Gloo nor NCCL gets faster."""
+"""Bytes of buffers by default: chunks of some MiB, beyond which neither Gloo nor NCCL gets faster."""
 
-BUFFERS = 4  # of an exchange: two leave, two come
+UNDER_WAY = 3  # chunks: with fewer, a rank that is held up for a moment holds up the others
+LEAVING = UNDER_WAY + 1  # buffers for what leaves: one is filled while the others are under way
 DEPTH = 4  # chunks under way in ``spread``
 
 Read: TypeAlias = Callable[[int, int, torch.Tensor], None]
@@ -56,19 +65,67 @@ def exchange(
         largest = max([*sends.values(), *receives.values(), 1])
         exchanger = Exchanger(group, budget=budget, largest=largest, on_device=on_device)
         exchanger.check(sends, receives)
-        exchanger.run(sends, receives, read, write)
+        exchanger.to_itself(sends.get(group.rank, 0), read, write)
+        exchanger.run(
+            Leg(to, sends.get(to, 0), read, source, receives.get(source, 0), write=write)
+            for to, source in exchanger.pairs()
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """``leaving`` bytes to rank ``to``, while ``coming`` bytes come from rank ``source``.
+
+    ``landing``: where what comes may arrive directly, on the group's device; ``write`` is not called then.
+    ``may_begin()``: whether there is room for what comes; where it says no, ``wait()`` returns once there is.
+    ``landed()``: all of it has come, and that of the legs before.
+    """
+
+    to: int
+    leaving: int
+    read: Read
+    source: int
+    coming: int
+    write: Write | None = None
+    landing: Landing | None = None
+    may_begin: Callable[[], bool] | None = None
+    wait: Callable[[], None] | None = None
+    landed: Callable[[], None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Hop:
+    """One chunk of a leg: ``sent`` bytes from ``offset`` on, which lie in buffer ``out``; ``received`` bytes go to
+    buffer ``into``, where the leg has no landing."""
+
+    leg: Leg
+    offset: int
+    sent: int
+    received: int
+    out: int
+    into: int
+    last: bool
 
 
 class Exchanger:
-    """Exchanges one after the other through the same buffers, inside a step of the caller's. All ranks do the same.
+    """Exchanges through the same buffers, inside a step of the caller's. All ranks do the same.
 
-    ``largest``: bytes of the largest part there will be; ``budget`` and ``on_device`` as for ``exchange``.
+    ``largest``: bytes of the largest leg there will be; ``budget`` and ``on_device`` as for ``exchange``. ``landing``:
+    every leg has one, so that no buffer is needed for what comes.
     """
 
-    def __init__(self, group: Group, *, budget: int = BUDGET, largest: int, on_device: bool = False) -> None:
+    def __init__(
+        self, group: Group, *, budget: int = BUDGET, largest: int, on_device: bool = False, landing: bool = False
+    ) -> None:
         self._group = group
-        size = min(chunk_bytes(budget, BUFFERS), chunk_bytes(largest + 4095, 1))
-        self._staging = Staging(group.device, count=BUFFERS, size=size, on_device=on_device)
+        count = LEAVING if landing else LEAVING + UNDER_WAY
+        size = min(chunk_bytes(budget, count), chunk_bytes(largest + 4095, 1))
+        self._staging = Staging(group.device, count=count, size=size, on_device=on_device)
+
+    @property
+    def chunk(self) -> int:
+        """The most bytes that ``read``, ``write`` or ``landing`` are asked for."""
+        return self._staging.size
 
     def check(self, sends: Mapping[int, int], receives: Mapping[int, int]) -> None:
         """Raises WorkerError when a peer has other counts than this rank. Counts of several exchanges may be added."""
@@ -76,7 +133,7 @@ class Exchanger:
         strangers = [peer for peer in (*sends, *receives) if not 0 <= peer < group.world_size]
         if strangers or sends.get(group.rank, 0) != receives.get(group.rank, 0):
             raise InternalError(f"rank {group.rank} was to exchange what it cannot: {dict(sends)}, {dict(receives)}")
-        for to, source in self._rounds():
+        for to, source in self.pairs():
             mine = torch.tensor([sends.get(to, 0)], dtype=torch.int64, device=group.device)
             found = torch.empty_like(mine)
             group.wire.swap(send=mine, to=to, receive=found, source=source).land()
@@ -88,73 +145,79 @@ class Exchanger:
                     found=f"{int(found)} bytes that it sends",
                 )
 
-    def run(
-        self,
-        sends: Mapping[int, int],
-        receives: Mapping[int, int],
-        read: Read,
-        write: Write,
-        *,
-        landing: Landing | None = None,
-    ) -> None:
-        """One exchange. The counts of all ranks have to fit: nothing here finds out.
-
-        ``landing(peer, offset, count)``: where these bytes may arrive directly, on the group's device; ``write`` is
-        not called for them then.
-        """
-        _to_itself(self._group, self._staging, sends.get(self._group.rank, 0), read, write)
-        for to, source in self._rounds():
-            out, into = (to, sends.get(to, 0), read), (source, receives.get(source, 0), write)
-            _round(self._group, self._staging, out, into, landing)
-
-    def _rounds(self) -> list[tuple[int, int]]:
-        """Whom this rank sends to, and whom it receives from, round by round."""
+    def pairs(self) -> list[tuple[int, int]]:
+        """Whom this rank sends to, and whom it receives from meanwhile, leg by leg."""
         rank, world_size = self._group.rank, self._group.world_size
         return [((rank + distance) % world_size, (rank - distance) % world_size) for distance in range(1, world_size)]
 
+    def to_itself(self, total: int, read: Read, write: Write) -> None:
+        """What this rank sends to itself: nothing crosses."""
+        for offset in range(0, total, self.chunk):
+            buffer = self._staging.host(0, min(self.chunk, total - offset))
+            read(self._group.rank, offset, buffer)
+            write(self._group.rank, offset, buffer)
+            self._group.beat()
 
-def _to_itself(group: Group, staging: Staging, total: int, read: Read, write: Write) -> None:
-    for offset in range(0, total, staging.size):
-        buffer = staging.host(0, min(staging.size, total - offset))
-        read(group.rank, offset, buffer)
-        write(group.rank, offset, buffer)
-        group.beat()
+    def run(self, legs: Iterable[Leg], *, watch: Callable[[], None] | None = None) -> None:
+        """All ``legs``, in order and overlapping. Those of all ranks have to fit: nothing here finds out.
+
+        ``watch``: given, another thread takes the legs and calls their ``read``, ahead of the communication; this one
+        calls ``watch`` while it waits for that.
+        """
+        free = Semaphore(LEAVING)
+        hops = self._hops(legs, free)
+        under_way: deque[tuple[_Hop, Flight | None]] = deque()
+        with closing(hops if watch is None else Ahead(hops, watch, "fsdpckpt-read")) as filled:
+            try:
+                for hop in filled:
+                    while under_way and (len(under_way) == UNDER_WAY or not _may_begin(hop)):
+                        self._land(*under_way.popleft(), free)
+                    if hop.offset == 0 and hop.leg.wait is not None:
+                        hop.leg.wait()
+                    under_way.append((hop, self._post(hop)))
+                while under_way:
+                    self._land(*under_way.popleft(), free)
+            finally:
+                free.release(LEAVING)  # nobody waits for a buffer any more
+
+    def _hops(self, legs: Iterable[Leg], free: Semaphore) -> Generator[_Hop]:
+        """The chunks of ``legs`` in order, each as soon as there is a buffer for it, filled."""
+        out = into = 0
+        for leg in legs:
+            total = max(leg.leaving, leg.coming)
+            for offset in range(0, max(total, 1), self.chunk):
+                sent, received = (min(max(part - offset, 0), self.chunk) for part in (leg.leaving, leg.coming))
+                if sent:
+                    free.acquire()
+                    leg.read(leg.to, offset, self._staging.host(out, sent))
+                yield _Hop(leg, offset, sent, received, out, LEAVING + into, offset + self.chunk >= total)
+                out, into = (out + bool(sent)) % LEAVING, (into + 1) % UNDER_WAY
+
+    def _post(self, hop: _Hop) -> Flight | None:
+        leg, place = hop.leg, None
+        if not (hop.sent or hop.received):
+            return None
+        if hop.received and leg.landing is not None:
+            place = leg.landing(leg.source, hop.offset, hop.received)
+        elif hop.received:
+            place = self._staging.device(hop.into, hop.received)
+        send = self._staging.to_device(hop.out, hop.sent) if hop.sent else None
+        return self._group.wire.swap(send=send, to=leg.to, receive=place, source=leg.source)
+
+    def _land(self, hop: _Hop, flight: Flight | None, free: Semaphore) -> None:
+        leg = hop.leg
+        if flight is not None:
+            flight.land()
+        if hop.sent:
+            free.release()
+        if hop.received and leg.write is not None and leg.landing is None:
+            leg.write(leg.source, hop.offset, self._staging.to_host(hop.into, hop.received))
+        if hop.last and leg.landed is not None:
+            leg.landed()
 
 
-def _round(
-    group: Group,
-    staging: Staging,
-    out: tuple[int, int, Read],
-    into: tuple[int, int, Write],
-    landing: Landing | None,
-) -> None:
-    """One round: all chunks to one rank, all chunks from one rank, two of each under way."""
-    to, leaving, read = out
-    source, coming, write = into
-    size = staging.size
-    before: Flight | None = None
-    for offset in range(0, max(leaving, coming) + size, size):
-        flight: Flight | None = None
-        slot = offset // size % 2  # 0 and 1 leave, 2 and 3 come
-        sent, received = (min(max(total - offset, 0), size) for total in (leaving, coming))
-        if sent:
-            read(to, offset, staging.host(slot, sent))
-        if sent or received:
-            place = None
-            if received:
-                place = staging.device(2 + slot, received) if landing is None else landing(source, offset, received)
-            flight = group.wire.swap(
-                send=staging.to_device(slot, sent) if sent else None,
-                to=to,
-                receive=place,
-                source=source,
-            )
-        if before is not None:
-            before.land()
-            arrived = min(max(coming - offset + size, 0), size)
-            if arrived and landing is None:
-                write(source, offset - size, staging.to_host(3 - slot, arrived))
-        before = flight
+def _may_begin(hop: _Hop) -> bool:
+    return hop.offset > 0 or hop.leg.may_begin is None or hop.leg.may_begin()
 
 
 def spread(

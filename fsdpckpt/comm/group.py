@@ -121,7 +121,7 @@ class Group:
                 torch.cuda.set_device(mine)
             own = PrefixStore("fsdpckpt/group", store)
             # Without limit it would wait half an hour for a worker that ended since.
-            board.attend(lambda: dist.init_process_group(chosen, store=own, rank=here.rank, world_size=here.world_size))
+            board.attend(lambda: _connect(chosen, mine, own, here))
         group = cls.over(device=mine, limit=limit)
         group._owned = True
         return group
@@ -219,6 +219,19 @@ class Group:
         self._board.close()
         if self._owned and not failed:
             dist.destroy_process_group()
+
+
+def _connect(backend: str, device: torch.device, store: Store, place: Place) -> None:
+    """Initialise the default process group. For any thread.
+
+    NCCL connects here and now, to this worker's GPU, and not in the first operation: that would be a long call without
+    a sign of life.
+    """
+    if device.type == "cpu":
+        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size)
+        return
+    torch.cuda.set_device(device)  # of this thread: a new one is on the first GPU
+    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, device_id=device)
 
 
 def _own_part(store: Store, rank: int) -> Store:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -45,11 +46,11 @@ def launch(
     host listens on it. Raises WorkerError with rank, step and cause when a worker fails, InterruptedRunError when the
     launcher is told to stop; no worker is left then.
     """
-    config = _config(workers, nodes, node_rank, endpoint)
     with tempfile.TemporaryDirectory(prefix="fsdpckpt-") as status:
         variables = {STATUS_DIRECTORY: status, LAUNCHER: str(os.getpid()), "TORCH_CPP_LOG_LEVEL": "ERROR"}
         if workers > 1 and "OMP_NUM_THREADS" not in os.environ:
             variables["OMP_NUM_THREADS"] = "1"  # as torchrun: N workers with N threads each stand in each other's way
+        config = _config(workers, nodes, node_rank, endpoint, status)
         with _environment(variables), _quiet():
             try:
                 elastic_launch(config, sys.executable)("-m", module, *arguments)
@@ -62,7 +63,7 @@ def launch(
                 ) from stopped
 
 
-def _config(workers: int, nodes: int, node_rank: int | None, endpoint: str | None) -> LaunchConfig:
+def _config(workers: int, nodes: int, node_rank: int | None, endpoint: str | None, directory: str) -> LaunchConfig:
     if nodes > 1 and endpoint is None:
         raise UsageError(
             "several nodes need a place to meet", next_step="--rdzv-endpoint HOST:PORT, alike on every node"
@@ -74,6 +75,7 @@ def _config(workers: int, nodes: int, node_rank: int | None, endpoint: str | Non
         "max_restarts": 0,
         "monitor_interval": 0.1,
         "run_id": "fsdpckpt" if nodes > 1 else uuid.uuid4().hex,
+        "logs_specs": DefaultLogsSpecs(log_dir=directory),  # else it makes a directory for them that it leaves behind
     }
     if endpoint is None:
         settings |= {"rdzv_backend": "c10d", "rdzv_endpoint": "127.0.0.1:0", "local_addr": "127.0.0.1"}

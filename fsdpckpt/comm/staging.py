@@ -1,7 +1,11 @@
 """Double buffers between the caller's memory and the process group's device, of a fixed size.
 
 On the CPU both are one buffer. On CUDA the caller's side is pinned host memory, and copies run on a stream of their
-own, beside the communication of the other buffer.
+own, beside the communication of the other buffers.
+
+Who waits for what, on CUDA: what is sent waits for its copy, because the process group's stream waits for the stream
+that is current when it is posted. A buffer is filled again only once its flight has landed, for which the host waits;
+so no copy has to wait for a send or a receive.
 """
 
 from __future__ import annotations
@@ -31,8 +35,13 @@ class Staging:
             self._host = self._device
         else:
             self._host = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(count)]
-        apart = self._host is not self._device
-        self._copies = torch.cuda.Stream(device) if apart else None  # type: ignore[no-untyped-call]
+        self._copies: torch.cuda.Stream | None = None
+        if self._host is not self._device:
+            self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            # Memory that the allocator gives anew may still be written by what its last owner has queued.
+            self._copies.wait_stream(torch.cuda.current_stream(device))
+            for buffer in self._device:
+                buffer.record_stream(self._copies)  # and it must not be given on while a copy of ours is queued
 
     def host(self, slot: int, count: int) -> torch.Tensor:
         """The caller's side of buffer ``slot``: ``count`` bytes."""

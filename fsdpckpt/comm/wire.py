@@ -48,6 +48,7 @@ class Wire:
         self.device = device
         self._group = group
         self._background = Background("fsdpckpt-data")
+        self._waiting: torch.cuda.Stream | None = None
 
     def swap(
         self, *, send: torch.Tensor | None, to: int | None, receive: torch.Tensor | None, source: int | None
@@ -88,11 +89,19 @@ class Wire:
         return Flight(self, self._background.submit(lambda: self._wait(works)), peer)
 
     def _wait(self, works: Sequence[dist.Work]) -> None:
-        for work in works:
-            work.wait()
-        if self.device.type == "cuda":
-            # NCCL's wait only orders streams; the buffer may be used again once the device is through.
-            torch.cuda.current_stream(self.device).synchronize()
+        if self.device.type != "cuda":
+            for work in works:
+                work.wait()
+            return
+        # NCCL's wait only orders the stream that is current; the buffer may be used again once the device is through.
+        # On a stream of its own, since others may have any amount of work of the caller's.
+        torch.cuda.set_device(self.device)  # of this thread: a new one is on the first GPU, whichever the worker's is
+        if self._waiting is None:
+            self._waiting = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._waiting):
+            for work in works:
+                work.wait()
+        self._waiting.synchronize()
 
     def _global(self, rank: int) -> int:
         return dist.get_global_rank(self._group, rank)

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import NamedTuple, NoReturn, TypeGuard
 
+from fsdpckpt.containers.brief import brief
 from fsdpckpt.containers.dcp_pickle import Record, TorchName, load_records
+from fsdpckpt.containers.expansion import MAX_DEPTH
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError
-from fsdpckpt.ir.dtypes import DTYPES, DType
+from fsdpckpt.ir.dtypes import DTYPES, MAX_DIMENSIONS, DType
 
 __all__ = ["Chunk", "DcpMetadata", "DcpTensor", "Stored", "merge_metadata", "parse_metadata"]
 
@@ -72,7 +75,7 @@ class _Context(NamedTuple):
             file=self.file,
             key=key,
             expected=expected,
-            found=None if found is None else str(found)[:200],
+            found=None if found is None else found[:200] if isinstance(found, str) else brief(found),
             why="the metadata was damaged or edited, or a custom planner wrote it",
         )
 
@@ -133,7 +136,7 @@ def _stored_items(data: object, context: _Context) -> dict[tuple[str, _Indexes |
     if not isinstance(data, dict):
         context.refuse("there is no table of stored items", expected="storage_data")
     stored: dict[tuple[str, _Indexes | None], Stored] = {}
-    checked: set[object] = set()
+    checked: set[str] = set()
     for index, info in data.items():
         try:
             where = index.__dict__
@@ -142,11 +145,14 @@ def _stored_items(data: object, context: _Context) -> dict[tuple[str, _Indexes |
             place = (where["fqn"], where.get("offset"))  # absent for a pickled value
         except (AttributeError, KeyError, TypeError):
             context.refuse("an entry of storage_data has another form than torch writes", found=index)
-        if path not in checked:
-            _check_path(path, context)
-            checked.add(path)
+        if type(path) is not str or path not in checked:
+            checked.add(_checked_path(path, context))
+        fqn, start = place
+        if type(fqn) is not str or not (start is None or _is_shape(start)):
+            context.refuse("an entry of storage_data names no tensor", found=f"{brief(fqn)} at {brief(start)}")
         if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
-            context.refuse("an item lies at an impossible place", key=str(place[0]), found=f"{offset}, {length} bytes")
+            said = f"{brief(offset)}, {brief(length)} bytes"
+            context.refuse("an item lies at an impossible place", key=fqn, found=said)
         transforms = what.get("transform_descriptors")
         stored[place] = Stored(path, offset, length, _transforms(transforms, context) if transforms else ())
     return stored
@@ -155,14 +161,17 @@ def _stored_items(data: object, context: _Context) -> dict[tuple[str, _Indexes |
 def _transforms(value: object, context: _Context) -> tuple[str, ...]:
     if not isinstance(value, (list, tuple)):
         context.refuse("an item's transforms are no list", found=value)
-    return tuple(str(name) for name in value)
+    return tuple(name if isinstance(name, str) else brief(name) for name in value)
 
 
-def _check_path(path: object, context: _Context) -> None:
-    """A relative path may not leave the directory it is relative to."""
-    bad = type(path) is not str or not path or path.startswith(("/", "\\")) or "\0" in path or ":" in path.split("/")[0]
+def _checked_path(path: object, context: _Context) -> str:
+    """``path``; a relative path may not leave the directory it is relative to."""
+    if type(path) is not str:
+        context.refuse("an item lies outside the checkpoint directory", expected="a relative path", found=brief(path))
+    bad = not path or path.startswith(("/", "\\")) or "\0" in path or ":" in path.split("/")[0]
     if bad or ".." in str(path).replace("\\", "/").split("/"):
-        context.refuse("an item lies outside the checkpoint directory", expected="a relative path", found=repr(path))
+        context.refuse("an item lies outside the checkpoint directory", expected="a relative path", found=brief(path))
+    return path
 
 
 def _is_shape(value: object) -> TypeGuard[_Indexes]:
@@ -180,9 +189,12 @@ def _tensor(
 ) -> DcpTensor:
     fields = entry.__dict__
     shape = fields.get("size")
+    dtype = _dtype(key, fields.get("properties"), context)
     found = fields.get("chunks")
     if not _is_shape(shape) or not isinstance(found, list):
-        context.refuse("a tensor has no shape or no chunks", key=key, found=f"{key}: {shape}")
+        context.refuse("a tensor has no shape or no chunks", key=key, found=f"{key}: {brief(shape)}")
+    if len(shape) > MAX_DIMENSIONS or prod(shape) * dtype.itemsize >= 1 << 63:
+        context.refuse("a tensor is larger than any can be", key=key, found=f"{key}: {brief(shape)}")
     chunks: list[Chunk] = []
     starts: set[_Indexes] = set()
     for record in found:
@@ -197,14 +209,15 @@ def _tensor(
             missing.append(f"{key} at {start}")
         else:
             chunks.append(Chunk(start, size, item))
-    return DcpTensor(_dtype(key, fields.get("properties"), context), shape, chunks)
+    return DcpTensor(dtype, shape, chunks)
 
 
 def _box(key: str, record: object, shape: _Indexes, context: _Context) -> tuple[_Indexes, _Indexes]:
     fields = getattr(record, "__dict__", {})
     start, size = fields.get("offsets"), fields.get("sizes")
     if not _is_shape(start) or not _is_shape(size) or len(start) != len(shape) or len(size) != len(shape):
-        context.refuse("a chunk has not its tensor's dimensions", key=key, found=f"{key}: {start}, {size}")
+        said = f"{key}: {brief(start)}, {brief(size)}"
+        context.refuse("a chunk has not its tensor's dimensions", key=key, found=said)
     for begin, extent, whole in zip(start, size, shape, strict=True):
         if begin + extent > whole:
             context.refuse(
@@ -221,19 +234,19 @@ def _dtype(key: str, properties: object, context: _Context) -> DType:
     if isinstance(state, dict):
         dtype = state.get("dtype")
     if not isinstance(dtype, TorchName):
-        context.refuse("a tensor has no dtype that fsdpckpt knows", key=key, found=f"{key}: {dtype}")
+        context.refuse("a tensor has no dtype that fsdpckpt knows", key=key, found=f"{key}: {brief(dtype)}")
     return DTYPES[dtype]
 
 
 def _paths(data: object) -> dict[str, tuple[PathElement, ...]] | None:
-    """planner_data, when it is what DefaultSavePlanner writes with flatten_state_dict."""
+    """planner_data, when it is what DefaultSavePlanner writes with flatten_state_dict; another one means no nesting."""
     if not isinstance(data, dict) or not data:
         return None
     for key, path in data.items():
-        if type(key) is not str or type(path) is not tuple or not path:
+        if type(key) is not str or type(path) is not tuple or not 0 < len(path) <= MAX_DEPTH:
             return None
         for element in path:
-            if type(element) is not str and type(element) is not int:
+            if type(element) is not str and (type(element) is not int or element < 0):
                 return None
     return data
 

@@ -2,9 +2,9 @@
 
 ``.metadata`` is one plain pickle (no zip) of a closed set of dataclasses. A checkpoint of 100,000 tensors has millions
 of them, so the names resolve to empty classes made for this one load, which the C unpickler fills by itself;
-``torch.Size`` resolves to ``tuple``. A name outside the set becomes an inert placeholder too, and at the end all such
-names are reported together. The set was collected from files of torch 2.1 to 2.14 (``torch/distributed/checkpoint/
-metadata.py``, ``filesystem.py``).
+``torch.Size`` resolves to a function that makes short tuples. A name outside the set becomes an inert placeholder too,
+and at the end all such names are reported together. The set was collected from files of torch 2.1 to 2.14
+(``torch/distributed/checkpoint/metadata.py``, ``filesystem.py``).
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from typing import NoReturn
 from fsdpckpt.containers.pickle_read import buffered
 from fsdpckpt.containers.pickle_scan import check_pickle
 from fsdpckpt.errors import SourceCorruptError, SourceUnsafeError
-from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.dtypes import DTYPES, MAX_DIMENSIONS
 
 __all__ = ["Record", "TorchName", "load_records"]
 
+_INTEGERS = {int}
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 _SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.metadata"
@@ -45,6 +46,13 @@ _RECORDS = frozenset(
         ),
     }
 )
+
+
+def _size(extents: object = ()) -> tuple[int, ...]:
+    """``torch.Size``: few numbers, so that no pickle can build large tuples of sizes of sizes."""
+    if not isinstance(extents, (tuple, list)) or len(extents) > MAX_DIMENSIONS or set(map(type, extents)) - _INTEGERS:
+        raise pickle.UnpicklingError("a size that is no short list of numbers")
+    return tuple(extents)
 
 
 class Record:
@@ -86,7 +94,7 @@ class _Unpickler(pickle.Unpickler):
     def _resolve(self, module: str, name: str) -> object:
         if module == "torch":
             if name == "Size":
-                return tuple
+                return _size
             if name in DTYPES:
                 return TorchName(name)
         if (module, name) in _RECORDS:
@@ -96,7 +104,7 @@ class _Unpickler(pickle.Unpickler):
         return type("Unknown", (_Stateful,), {"kind": "Unknown"})
 
     def persistent_load(self, pid: object) -> NoReturn:
-        raise pickle.UnpicklingError(f"a persistent id {pid!r} has no place in .metadata")
+        raise pickle.UnpicklingError("a persistent id has no place in .metadata")
 
 
 def load_records(data: bytes, *, file: str) -> object:

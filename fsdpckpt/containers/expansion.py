@@ -6,17 +6,18 @@ every walk over it by path would take for ever.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
+from typing import cast
 
 from fsdpckpt.errors import SourceCorruptError
-from fsdpckpt.ir.values import Value
+from fsdpckpt.ir.values import Object, Value
 
 __all__ = ["MAX_DEPTH", "check_expansion"]
 
 MAX_DEPTH = 200  # deeper nesting than any state dict, shallow enough for Python's stack
 _SHARING = 10  # how many times larger than what is stored the expanded value may be ...
 _FREE = 1_000_000  # ... past this many entries, which every walk gets through
-_CONTAINERS = (dict, list, tuple)
+_CONTAINERS = (dict, list, tuple, set, Object)
 
 
 def check_expansion(root: Value, file: str) -> None:
@@ -41,7 +42,7 @@ class _Measure:
 
     def of(self, value: Value) -> tuple[int, int]:
         """Entries and depth of a value, all its parts expanded; a value that is no container has 1 and 0."""
-        if not isinstance(value, _CONTAINERS) or not value:
+        if not isinstance(value, _CONTAINERS) or (not isinstance(value, Object) and not value):
             return 1, 0
         if id(value) in self._known:
             known = self._known[id(value)]
@@ -49,9 +50,9 @@ class _Measure:
                 raise self._too_deep()
             return known
         self._known[id(value)] = None
-        self.stored += len(value)
-        children: Iterable[Value] = value.values() if isinstance(value, dict) else value
-        entries, depth = len(value), 0
+        children = _children(value)
+        self.stored += len(children)
+        entries, depth = len(children), 0
         for child in children:
             if isinstance(child, _CONTAINERS):
                 inner, below = self.of(child)
@@ -66,3 +67,13 @@ class _Measure:
         return SourceCorruptError(
             f"{self._file} nests values more than {MAX_DEPTH} deep, or a value contains itself", file=self._file
         )
+
+
+def _children(value: Value) -> Collection[Value]:
+    """What a container holds; a key that is a container is held too."""
+    if isinstance(value, dict):
+        keys = [key for key in value if isinstance(key, (tuple, Object))]
+        return [*value.values(), *keys, *vars(value).values()] if keys or hasattr(value, "__dict__") else value.values()
+    if isinstance(value, Object):
+        return [value.args, value.state, *value.items, *(part for entry in value.entries for part in entry)]
+    return cast("Collection[Value]", value)

@@ -19,8 +19,6 @@ from fsdpckpt.ir.values import Value
 
 __all__ = ["TensorResolver", "buffered", "load"]
 
-_LARGE = 1 << 20  # bytes; looking through this much takes some 20 ms, reading it twice that
-
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str, /) -> object:
@@ -52,18 +50,17 @@ def buffered(data: bytes) -> io.BufferedReader:
     return io.BufferedReader(cast(io.RawIOBase, io.BytesIO(data)), 1 << 17)
 
 
-def load(data: bytes, *, file: str, tensors: TensorResolver | None = None, checked: bool = False) -> Value:
+def load(data: bytes, *, file: str, tensors: TensorResolver | None = None) -> Value:
     """The value that the pickle ``data`` holds, as ir values; ``file`` names it in messages.
 
     With ``tensors``, storages and rebuild calls of ``torch`` go to that resolver and its results stand in the
     value. Raises SourceUnsafeError naming every name outside the closed set, SourceCorruptError for bytes that
-    are not a whole pickle. ``checked``: a checksum says that the bytes are those that were written; a large pickle
-    is then not looked through for damage first.
+    are not a whole pickle.
     """
-    if not (checked and len(data) > _LARGE):
-        check_pickle(data, file)
+    check_pickle(data, file)
     outer = dict(vars(RUN))
     RUN.objects, RUN.names, RUN.dicts, RUN.refused, RUN.tensors = [], [], [], {}, tensors
+    RUN.copied, RUN.most_copied = 0, 16 * len(data)
     try:
         value = cast(Value, _Unpickler(buffered(data), encoding="utf-8").load())
         if RUN.refused:

@@ -1,7 +1,8 @@
-"""Check a pickle's opcodes before the C unpickler sees them: sizes inside the data, memo numbers no larger than it.
+"""Check a pickle's opcodes before the C unpickler sees them: whole, no larger than they say, and within bounds.
 
-The C unpickler believes such numbers: a memo number of two thousand million, which a few damaged bytes make, has it
-fill a table of 32 GB. Layout of the opcodes: ``pickletools`` of the standard library.
+The C unpickler believes numbers: a memo number of two thousand million, which a few damaged bytes make, has it fill a
+table of 32 GB. It makes an object of 200 bytes for an opcode of one, and hashes nested tuples for as long as that
+takes. Layout of the opcodes: ``pickletools`` of the standard library.
 """
 
 from __future__ import annotations
@@ -9,9 +10,14 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
+from fsdpckpt.containers.pickle_tame import is_tame
+from fsdpckpt.containers.pickle_weight import weigh
 from fsdpckpt.errors import SourceCorruptError, SourceUnsafeError
 
-__all__ = ["check_pickle"]
+__all__ = ["check_pickle", "check_size"]
+
+_MAX_PICKLE_BYTES = 4 << 30
+"""More than the metadata of a million tensors on thousands of ranks: what says more is damaged, and is not read."""
 
 _COUNTED = {  # opcodes with a counted text: bytes of the count
     ord("U"): 1,
@@ -27,8 +33,33 @@ _COUNTED = {  # opcodes with a counted text: bytes of the count
     0x96: 8,
 }
 _LINES = {**dict.fromkeys(b"ILFSVgP", 1), **dict.fromkeys(b"ci", 2)}  # opcodes with text up to a newline: how many
-_PUT, _STOP = ord("p"), ord(".")
+_PUT, _STOP, _LONG4 = ord("p"), ord("."), 0x8B
 _EXTENSIONS = (0x82, 0x83, 0x84)
+_MAX_NUMBER = 1785  # bytes of an integer: Python refuses to write one of more than 4300 digits as text
+_MAX_NUMBER_TEXT = 4096
+_NUMBERS = b"IL"
+
+# What takes the place of opcodes with texts in what ``is_tame`` looks at.
+_STAND_INS = {**dict.fromkeys(b"ILFSVP", b"S"), ord("c"): b"c"}
+
+# Bytes that an opcode of one byte makes the unpickler allocate (CPython 3.11, rounded up).
+_ALLOCATED = (
+    (b"]", 64),
+    (b"}", 72),
+    (b"\x8f", 224),
+    (b"\x91", 224),
+    (b"t", 64),
+    (b"l", 64),
+    (b"d", 72),
+    (b"\x85", 64),
+    (b"\x86", 64),
+    (b"\x87", 72),
+    (b"R", 240),
+    (b"\x81", 240),
+)
+_FREE_BYTES = 256 << 20  # allocated by a pickle of any size ...
+_PER_BYTE = 32  # ... and by each of its bytes; honest ones need 6 to 10
+_MOST_ALLOCATED = max(nbytes for _, nbytes in _ALLOCATED)
 
 
 @lru_cache(maxsize=64)
@@ -45,28 +76,59 @@ def _run_of_fixed(limit: bytes) -> re.Pattern[bytes]:
     )
 
 
+def check_size(nbytes: int, file: str) -> None:
+    """Raises SourceCorruptError when ``nbytes`` is more than a pickle in ``file`` can have: it is not read then."""
+    if nbytes > _MAX_PICKLE_BYTES:
+        raise _corrupt(
+            f"{file} holds an impossibly large pickle", file, f"up to {_MAX_PICKLE_BYTES}", f"{nbytes} bytes"
+        )
+
+
 def check_pickle(data: bytes, file: str, what: str = "holds a pickle that cannot be read") -> None:
     """Check that the pickle ``data`` is made of whole opcodes up to a STOP, its counts and numbers no larger than it.
 
-    Raises SourceCorruptError when it is not (``file`` and ``what`` make its sentence), SourceUnsafeError for extension
-    codes, which stand for any object.
+    What loading it allocates is then at most 256 MiB and some 50 bytes for each of its bytes, and the time it takes is
+    in proportion to its length. Raises SourceCorruptError when it is not so (``file`` and ``what`` make its sentence),
+    SourceUnsafeError for extension codes, which stand for any object.
     """
+    runs = _fixed_opcodes(data, file, what)
+    joined = b"".join(runs)
+    limit = _FREE_BYTES + _PER_BYTE * len(data)
+    if len(data) * _MOST_ALLOCATED > limit:
+        allocated = sum(joined.count(opcode) * nbytes for opcode, nbytes in _ALLOCATED)
+        if allocated > limit:
+            raise _corrupt(f"{file} {what}", file, f"values that fit into {limit} bytes", f"{allocated} bytes of them")
+    trouble = None if is_tame(joined) else weigh(data)
+    if trouble is not None:
+        raise _corrupt(f"{file} {what}", file, "values that end", trouble)
+
+
+def _fixed_opcodes(data: bytes, file: str, what: str) -> list[bytes]:
+    """The opcodes of fixed size, run by run; between the runs what stands for those with texts."""
     run = _run_of_fixed(len(data).to_bytes(4, "big") if len(data) < 1 << 32 else b"\xff" * 4).match
     at, end = 0, len(data)
+    runs: list[bytes] = []
     while at < end:
         found = run(data, at)
-        at = found.end() if found is not None else at
+        if found is not None:
+            runs.append(found[0])
+            at = found.end()
         if at == end:
             break
         opcode = data[at]
         width = _COUNTED.get(opcode)
         if width is not None:
             at += 1 + width
-            at += int.from_bytes(data[at - width : at], "little")
+            nbytes = int.from_bytes(data[at - width : at], "little")
+            if opcode == _LONG4 and nbytes > _MAX_NUMBER:
+                raise _corrupt(f"{file} {what}", file, f"integers of up to {_MAX_NUMBER} bytes", f"{nbytes} bytes")
+            at += nbytes
+            runs.append(b"S")
         elif opcode == _STOP:
-            return
+            return runs
         else:
             at = _after_line(data, at, opcode, file, what)
+            runs.append(_STAND_INS.get(opcode, b"?"))
     raise _corrupt(f"{file} {what}", file, "an end", "none")
 
 
@@ -89,6 +151,8 @@ def _after_line(data: bytes, at: int, opcode: int, file: str, what: str) -> int:
             raise _corrupt(f"{file} {what}", file, "a line", f"none after byte {at}")
     if opcode == _PUT and not (data[at + 1 : after].isdigit() and int(data[at + 1 : after][:20]) <= len(data)):
         raise _corrupt(f"{file} {what}", file, "a memo number", repr(data[at + 1 : after][:20]))
+    if opcode in _NUMBERS and after - at > _MAX_NUMBER_TEXT:
+        raise _corrupt(f"{file} {what}", file, "a number", f"{after - at} digits")
     return after + 1
 
 
@@ -98,6 +162,6 @@ def _corrupt(message: str, file: str, expected: str, found: str) -> SourceCorrup
         file=file,
         expected=expected,
         found=found,
-        why="the file is damaged or truncated, or PyTorch did not write it",
+        why="the file is damaged or truncated, PyTorch did not write it, or it was made to keep a reader busy",
         next_step="save or copy the checkpoint again",
     )

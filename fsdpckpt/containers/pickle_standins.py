@@ -10,11 +10,12 @@ from __future__ import annotations
 import pickle
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from functools import cache
 from typing import Protocol, cast
 
 from fsdpckpt.containers.allowlist import NESTED_CLASSES, Kind, canonical, kind_of
+from fsdpckpt.containers.brief import brief
 from fsdpckpt.ir.values import Global, Key, Object, Value
 
 __all__ = ["RUN", "Part", "TensorResolver", "as_object", "finish", "resolve"]
@@ -39,6 +40,8 @@ class _Running(threading.local):
     names: list[Global]
     dicts: list[OrderedDict[object, object]]
     refused: dict[str, None]
+    copied: int  # items and bytes that calls took over from their arguments
+    most_copied: int
     tensors: TensorResolver | None
 
 
@@ -130,7 +133,7 @@ class _Getattr(_Name):
             # Python 3.11.0 to 3.11.3 wrote an enum member as getattr(class, name).
             if isinstance(owner, _StandIn) and owner.function.name.endswith("MEM_FORMAT_ENCODING"):
                 return _record(self, (owner.function, attribute), new=False)
-        return _refuse("builtins.getattr" + repr(tuple(map(str, arguments))))
+        return _refuse(f"builtins.getattr({', '.join(map(_named, arguments))})")
 
 
 class _Python(_Name):
@@ -139,10 +142,18 @@ class _Python(_Name):
     __slots__ = ()
 
     def __call__(self, *arguments: object) -> object:
+        for argument in arguments:
+            RUN.copied += len(argument) if isinstance(argument, Sized) else 0
+        if RUN.copied > RUN.most_copied:
+            raise pickle.UnpicklingError("the same data is copied again and again")
         made = _PYTHON[self.name](*arguments)
         if isinstance(made, OrderedDict):
             RUN.dicts.append(made)
         return made
+
+
+def _named(argument: object) -> str:
+    return str(argument) if isinstance(argument, (str, Global)) else brief(argument)
 
 
 def _encode(text: object = "", encoding: object = "latin1") -> bytes:
@@ -161,9 +172,24 @@ def _bytearray(data: object = b"", encoding: object = "latin1") -> bytearray:
     return bytearray(_encode(data, encoding) if isinstance(data, str) else _bytes(data))
 
 
+def _ordered_dict() -> OrderedDict[object, object]:
+    return OrderedDict()
+
+
+def _set(items: object = ()) -> set[object]:
+    if not isinstance(items, (list, tuple)):
+        raise pickle.UnpicklingError("a set of something that is no list")
+    RUN.copied += sum(len(item) for item in items if isinstance(item, tuple))
+    if any(isinstance(part, tuple) for item in items if isinstance(item, tuple) for part in item):
+        raise pickle.UnpicklingError("a set of nested tuples")  # each could take for ever to hash
+    if RUN.copied > RUN.most_copied:
+        raise pickle.UnpicklingError("the same data is copied again and again")
+    return set(items)
+
+
 _PYTHON: dict[str, Callable[..., object]] = {
-    "OrderedDict": OrderedDict,
-    "set": set,
+    "OrderedDict": _ordered_dict,
+    "set": _set,
     "complex": complex,
     "bytes": _bytes,
     "bytearray": _bytearray,

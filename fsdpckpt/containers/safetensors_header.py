@@ -8,18 +8,23 @@ cover the data without overlap and without holes. ``__metadata__`` maps strings 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
+from fsdpckpt.containers.brief import brief
 from fsdpckpt.errors import SourceCorruptError, SourceError, SourceUnsupportedError
-from fsdpckpt.ir.dtypes import DTYPES, SAFETENSORS_DTYPES, DType
+from fsdpckpt.ir.dtypes import DTYPES, MAX_DIMENSIONS, SAFETENSORS_DTYPES, DType
 from fsdpckpt.storage.sources import ByteSource
 
 __all__ = ["Header", "HeaderTensor", "looks_like_safetensors", "read_header"]
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
+
+_LONG = 1 << 20  # bytes of a header that is looked at before it is parsed
+_STRINGS = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 
 # Codes newer libraries write that the safetensors version this program writes for cannot read back.
 _READ_ONLY_CODES = {"F8_E8M0": DTYPES["float8_e8m0fnu"]}
@@ -119,6 +124,8 @@ class _Parser:
     def parse(self, text: bytes) -> dict[str, object]:
         if not text.startswith(b"{"):
             self.refuse("the header does not begin with '{'", found=repr(text[:8]))
+        if len(text) > _LONG:
+            self._check_punctuation(text)
         try:
             table = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
         except _DuplicateKey as error:
@@ -129,9 +136,20 @@ class _Parser:
             self.refuse("the header is no JSON object", found=type(table).__name__)
         return table
 
+    def _check_punctuation(self, text: bytes) -> None:
+        """JSON of three bytes makes a list of sixty: what no header has so many of is refused before it is parsed."""
+        plain = _STRINGS.sub(b"", text)
+        objects, lists, pairs, items = (plain.count(mark) for mark in (b"{", b"[", b":", b","))
+        if objects > 2 + pairs // 3 or lists > 2 * objects or items > pairs + MAX_DIMENSIONS * objects:
+            self.refuse(
+                "the header is no valid JSON of tensors",
+                expected="dtype, shape and data_offsets of each",
+                found=f"{objects} objects, {lists} lists",
+            )
+
     def metadata(self, data: object) -> dict[str, str]:
         if not isinstance(data, dict) or not all(isinstance(value, str) for value in data.values()):
-            self.refuse("__metadata__ is no map of strings to strings", key="__metadata__", found=repr(data)[:200])
+            self.refuse("__metadata__ is no map of strings to strings", key="__metadata__", found=brief(data))
         return {str(key): str(value) for key, value in data.items()}
 
     def tensors(self, table: Mapping[str, object], data_begin: int, end: int) -> dict[str, HeaderTensor]:
@@ -163,14 +181,16 @@ class _Parser:
 
     def _entry(self, key: str, entry: object) -> tuple[str, tuple[int, ...], int, int]:
         if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-            self.refuse(f"{key} has not dtype, shape and data_offsets", key=key, found=repr(entry)[:200])
+            self.refuse(f"{key} has not dtype, shape and data_offsets", key=key, found=brief(entry))
         code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
         if type(code) is not str:
-            self.refuse(f"the dtype of {key} is no string", key=key, found=repr(code)[:200])
+            self.refuse(f"the dtype of {key} is no string", key=key, found=brief(code))
         if not _is_counts(shape):
-            self.refuse(f"the shape of {key} is no list of counts", key=key, found=repr(shape)[:200])
+            self.refuse(f"the shape of {key} is no list of counts", key=key, found=brief(shape))
+        if len(shape) > MAX_DIMENSIONS or any(extent >= 1 << 63 for extent in shape):
+            self.refuse(f"the shape of {key} is larger than any can be", key=key, found=brief(shape))
         if not _is_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-            self.refuse(f"the data_offsets of {key} are no range", key=key, found=repr(offsets)[:200])
+            self.refuse(f"the data_offsets of {key} are no range", key=key, found=brief(offsets))
         return code, tuple(shape), offsets[0], offsets[1]
 
     def _unknown_dtypes(self, unknown: list[str]) -> SourceError:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple, NoReturn, TypeAlias
 
+from fsdpckpt.containers.brief import brief
 from fsdpckpt.containers.pickle_standins import Part
 from fsdpckpt.containers.torch_mesh import MAX_RANKS, Mesh, MeshParser, contradiction, fields, integers, merged
 from fsdpckpt.containers.torch_storages import StoredTensor, Wrapped, size_of
@@ -50,7 +51,8 @@ class Distributed:
     """What one rank's file holds of a tensor that is spread over ranks.
 
     ``form``: ``DTensor`` or ``ShardedTensor``. ``rank``: the rank that saved it, as the file says (None: not said).
-    ``holders``: the ranks that together hold it; ``world``: all ranks of the job as far as the file knows.
+    ``holders``: the ranks that together hold it; ``world``: all ranks of the job as far as the file knows. ``device``:
+    the device type of a DTensor's mesh, "" when not said.
     """
 
     form: str
@@ -61,6 +63,7 @@ class Distributed:
     holders: tuple[int, ...]
     world: tuple[int, ...]
     boxes: tuple[BoxInFile, ...]
+    device: str = ""
 
 
 class DistributedParser:
@@ -107,7 +110,9 @@ class DistributedParser:
         places, text = self._places(wrapped.shape, mesh, placements, order, local, key)
         first, itemsize, stride = local.offset, local.dtype.itemsize, local.stride
         found = tuple([BoxInFile(start, size, first + at * itemsize, stride) for start, size, at in places])
-        return Distributed("DTensor", local.dtype, wrapped.shape, text, mesh.rank, mesh.ranks, mesh.world, found)
+        return Distributed(
+            "DTensor", local.dtype, wrapped.shape, text, mesh.rank, mesh.ranks, mesh.world, found, mesh.device
+        )
 
     def _places(
         self,
@@ -196,10 +201,10 @@ class DistributedParser:
         for entry in pickled:
             values = fields(entry).get("") if isinstance(entry, Part) else entry
             if not (isinstance(values, tuple) and len(values) == 2 and type(values[0]) is int):
-                self._corrupt(key, "an unknown shard order", "(dimension, mesh dimensions)", repr(entry)[:80])
+                self._corrupt(key, "an unknown shard order", "(dimension, mesh dimensions)", brief(entry))
             mesh_dims = integers(values[1])
             if mesh_dims is None:
-                self._corrupt(key, "an unknown shard order", "(dimension, mesh dimensions)", repr(entry)[:80])
+                self._corrupt(key, "an unknown shard order", "(dimension, mesh dimensions)", brief(entry))
             order[values[0]] = mesh_dims
         said = {(dim, mesh_dim) for dim, mesh_dims in order.items() for mesh_dim in mesh_dims}
         cuts = {(p.dim, mesh_dim) for mesh_dim, p in enumerate(placements) if not isinstance(p, Replicate)}
@@ -217,7 +222,7 @@ class DistributedParser:
         shape = size_of(metadata.get("size"))
         rank, world_size = group.get("global_rank"), group.get("global_world_size")
         if shape is None or type(rank) is not int or type(world_size) is not int or not 0 < world_size <= MAX_RANKS:
-            self._corrupt(key, "an unknown form of ShardedTensor", "a size and a group", repr(group)[:80])
+            self._corrupt(key, "an unknown form of ShardedTensor", "a size and a group", brief(group))
         boxes = tuple(self._shard(shard, shape, key) for shard in state[0])
         world = self._worlds.get(world_size)
         if world is None:
@@ -230,7 +235,7 @@ class DistributedParser:
         local, metadata = attributes.get("tensor"), fields(attributes.get("metadata"))
         start, size = size_of(metadata.get("shard_offsets")), size_of(metadata.get("shard_sizes"))
         if not isinstance(local, StoredTensor) or start is None or size is None or len(start) != len(size):
-            self._corrupt(key, "a shard without tensor or place", "both", repr(metadata)[:80])
+            self._corrupt(key, "a shard without tensor or place", "both", brief(metadata))
         if local.shape != size:
             self._corrupt(key, "a shard's tensor is not of the size its metadata says", f"{size}", f"{local.shape}")
         if len(size) != len(shape) or any(s + n > whole for s, n, whole in zip(start, size, shape, strict=False)):

@@ -8,7 +8,7 @@ follow from it, so the structure of one, once parsed, is only compared for the n
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple, TypeAlias
 
 from fsdpckpt.containers.pickle_read import load
@@ -17,13 +17,14 @@ from fsdpckpt.containers.torch_values import check_byteorder, read_pickle
 from fsdpckpt.containers.zip_read import ZipRecord, read_directory
 from fsdpckpt.errors import SourceCorruptError, SourceUnsupportedError
 from fsdpckpt.ir.dtypes import DType
-from fsdpckpt.storage.sources import ByteSource, MemoryFile
+from fsdpckpt.storage.sources import ByteSource, MemoryFile, prefetch
 
 __all__ = ["ItemReader", "ItemTensor"]
 
 _SMALL = 1 << 15  # items up to this many bytes are read whole, many at once
 _WINDOW = 1 << 18  # bytes read at once while items are small
 _END = 1 << 12  # bytes read at each end of a larger item: all its structure, unless its names are very long
+_ANNOUNCED = 4 << 20  # bytes that a remote file is told of at a time
 _MAX_TEMPLATES = 1 << 14  # different item structures remembered; a model has far fewer different shapes
 _MAX_ALIKE = 16  # structures of one length remembered: comparing with more would cost as much as parsing
 _CENTRAL = struct.Struct("<4s24xHHH12x")  # signature, then the lengths of name, extra field and comment
@@ -88,6 +89,12 @@ class ItemReader:
         self._templates: dict[int, list[_Template]] = {}
         self._count = 0
         self._pickles: dict[bytes, _Described] = {}
+        self._coming: list[tuple[int, int]] = []
+        self._brought = False
+
+    def announce(self, items: Iterable[tuple[int, int]]) -> None:
+        """The items [begin, end) that will be asked for, in order: a remote file is told of them in time."""
+        self._coming = list(items)[::-1]
 
     def tensor(self, begin: int, end: int) -> ItemTensor:
         """The tensor in the item at bytes [begin, end).
@@ -106,12 +113,24 @@ class ItemReader:
         return self._parse(begin, end, ends)
 
     def _ends(self, begin: int, end: int, length: int) -> _Ends:
+        if self._coming and self._coming[-1][0] <= begin:
+            self._bring()
         if length > _SMALL:
             return _Ends(self._source.read(begin, _END), 0, self._source.read(end - _END, _END), _END - length)
         if not self._at <= begin <= end <= self._at + len(self._window):
-            size = min(max(_WINDOW, length), self._source.nbytes - begin)
+            size = length if self._brought else min(max(_WINDOW, length), self._source.nbytes - begin)
             self._window, self._at = self._source.read(begin, size), begin
         return _Ends(self._window, begin - self._at, self._window, begin - self._at)
+
+    def _bring(self) -> None:
+        """Tell a remote file of the next items."""
+        ahead: list[tuple[int, int]] = []
+        nbytes = 0
+        while self._coming and nbytes < _ANNOUNCED:
+            begin, end = self._coming.pop()
+            ahead += [(begin, end - begin)] if end - begin <= _SMALL else [(begin, _END), (end - _END, _END)]
+            nbytes += min(end - begin, 2 * _END)
+        self._brought = prefetch(self._source, ahead)
 
     def _parse(self, begin: int, end: int, ends: _Ends) -> ItemTensor:
         """The long way: the item's zip directory and pickle."""
@@ -119,7 +138,7 @@ class ItemReader:
         pickled = records.get("data.pkl")
         if pickled is None:
             raise self._no_tensor(begin, "no data.pkl")
-        data, _ = read_pickle(self._source, records, pickled)
+        data = read_pickle(self._source, records, pickled)
         described = self._pickles.get(data)
         if described is None or described.record not in records or records[described.record].nbytes < described.last:
             described = self._pickles[data] = self._describe(data, records, begin)
@@ -210,6 +229,10 @@ def _template(made: ItemTensor, record: bytes, begin: int, length: int, ends: _E
     end_record = ends.tail_at + length - _END_RECORD.size
     signature, _, size, start, comment = _END_RECORD.unpack_from(ends.tail, end_record)
     if len(head) < data_at or signature != b"PK\5\6" or comment or ends.tail_at + start < 0:
+        return None
+    if start + size > length - _END_RECORD.size:  # these are the 32-bit fields, and the zip64 ones were believed
+        return None
+    if start + size > length - _END_RECORD.size:  # a zip64 record says otherwise, and was believed
         return None
     # Two checksums follow from the data: its own, and that of the id which torch computes from the checksums.
     runs: list[tuple[int, bytes]] = []

@@ -14,6 +14,7 @@ from typing import NoReturn, cast
 
 import numpy as np
 
+from fsdpckpt.containers.brief import brief
 from fsdpckpt.containers.pickle_standins import Part
 from fsdpckpt.containers.torch_storages import StoredTensor
 from fsdpckpt.errors import SourceCorruptError
@@ -29,7 +30,8 @@ class Mesh:
     """A device mesh as one rank saw it. ``ranks``: all it spans, row-major, empty when the file does not say.
 
     ``coordinate`` is the saving rank's place, None when it was outside. ``rank``: the saving rank, None when not
-    recorded. ``world``: the ranks of the mesh this one was cut from (itself when it was not).
+    recorded. ``world``: the ranks of the mesh this one was cut from (itself when it was not). ``device``: the type of
+    its devices, "" when the file does not say.
     """
 
     shape: tuple[int, ...]
@@ -37,6 +39,7 @@ class Mesh:
     coordinate: tuple[int, ...] | None
     rank: int | None
     world: tuple[int, ...]
+    device: str
 
 
 def fields(value: object) -> Mapping[object, object]:
@@ -102,7 +105,8 @@ class MeshParser:
         root = attributes.get("_root_mesh", attributes.get("_parent_mesh"))
         if isinstance(root, Part):
             world = self.mesh(root, key).world
-        return Mesh(shape, ranks, place, rank, world)
+        device = attributes.get("_device_type", attributes.get("device_type"))
+        return Mesh(shape, ranks, place, rank, world, device if isinstance(device, str) else "")
 
     def _layout_ranks(
         self, attributes: Mapping[object, object], place: tuple[int, ...] | None, rank: int | None, key: str
@@ -145,7 +149,7 @@ class MeshParser:
         for size, step in pairs:
             counts, strides = integers(size), integers(step)
             if counts is None or strides is None or len(counts) != len(strides):
-                self._corrupt(key, "an unknown mesh layout", "sizes and strides", f"{size!r:.40}, {step!r:.40}")
+                self._corrupt(key, "an unknown mesh layout", "sizes and strides", f"{brief(size)}, {brief(step)}")
             total *= prod(counts)
             if not 0 < total <= MAX_RANKS:
                 self._corrupt(key, "an impossible mesh", f"up to {MAX_RANKS} ranks", f"{counts}")

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import cast
 
+from fsdpckpt.containers.brief import brief
 from fsdpckpt.containers.expansion import MAX_DEPTH
 from fsdpckpt.containers.pickle_standins import Part, as_object
 from fsdpckpt.containers.torch_distributed import Distributed, DistributedParser
@@ -35,12 +36,14 @@ class TreeWalk:
         self._leaf: Callable[[StoredTensor], object] = leaf if leaf is not None else lambda stored: stored
         self._path: list[Key] = []
         self._seen: set[int] = set()
+        self._tuples: dict[int, tuple[tuple[Value, ...], Value]] = {}  # old and new, kept: ids stay theirs
         self._dicts: dict[int, tuple[Object, dict[Key, Value]]] = {}  # of defaultdicts, kept: ids stay theirs
         self._refused: list[str] = []
         self._inside: str | None = None
         self.ranks: set[int] = set()
         self.worlds: dict[int, tuple[int, ...]] = {}
         self.forms: set[str] = set()
+        self.devices: set[str] = set()
 
     def value(self, value: object) -> Value:
         """The ir value of ``value``; containers are changed in place."""
@@ -115,12 +118,15 @@ class TreeWalk:
     def _tuple(self, items: tuple[Value, ...]) -> Value:
         if all(type(item) in _PLAIN for item in items):
             return items
-        made = []
-        for index, item in enumerate(items):
-            self._enter(index)
-            made.append(self.value(item))
-            self._path.pop()
-        return tuple(made)
+        known = self._tuples.get(id(items))
+        if known is None:
+            made = []
+            for index, item in enumerate(items):
+                self._enter(index)
+                made.append(self.value(item))
+                self._path.pop()
+            known = self._tuples[id(items)] = items, tuple(made)
+        return known[1]
 
     def _stored(self, stored: StoredTensor) -> Value:
         if self._inside is not None:
@@ -137,7 +143,7 @@ class TreeWalk:
         if isinstance(value, Object):
             return self._object(value)
         if isinstance(value, frozenset):
-            return Object(Global("builtins", "frozenset"), (cast("list[Value]", sorted(value, key=repr)),))
+            return Object(Global("builtins", "frozenset"), (cast("list[Value]", sorted(value, key=_order)),))
         if isinstance(value, set):
             return cast(Value, value)
         return self._refuse_kind(value)
@@ -150,6 +156,8 @@ class TreeWalk:
             self.ranks.add(found.rank)
         self.worlds[id(found.world)] = found.world  # one object for all tensors of a mesh: hashing it would be slow
         self.forms.add(found.form)
+        if found.device:
+            self.devices.add(found.device)
         return cast(Value, found)
 
     def _refuse_kind(self, value: object) -> Value:
@@ -171,6 +179,7 @@ class TreeWalk:
             return value
         self._seen.add(id(value))
         outer, self._inside = self._inside, str(value.function)
+        self._enter(value.function.name)
         value.args = cast("tuple[Value, ...]", self.value(value.args))
         if value.has_state:
             value.state = self.value(value.state)
@@ -178,6 +187,7 @@ class TreeWalk:
             self.value(value.items)
         if value.entries:
             value.entries = cast("list[tuple[Key, Value]]", self.value(value.entries))
+        self._path.pop()
         self._inside = outer
         return value
 
@@ -207,3 +217,8 @@ class TreeWalk:
             return []
         names = ", ".join(sorted(self._builder.dropped))
         return [Note("dropped", f"Python attributes of tensors in {self._source.path} are not carried: {names}")]
+
+
+def _order(item: object) -> str:
+    """What the items of a set are sorted by: ``repr`` of scalars."""
+    return repr(item) if isinstance(item, (str, int, float, bytes)) else brief(item)

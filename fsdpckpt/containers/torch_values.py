@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 from fsdpckpt.containers.expansion import check_expansion
 from fsdpckpt.containers.pickle_read import load
+from fsdpckpt.containers.pickle_scan import check_size
 from fsdpckpt.containers.torch_storages import StoredTensor, TensorBuilder
 from fsdpckpt.containers.torch_tree import TreeWalk
 from fsdpckpt.containers.zip_read import ZipRecord, read_directory
@@ -40,7 +41,8 @@ ChecksumRow: TypeAlias = tuple[int, int, int, int]  # file, offset, nbytes, crc
 class TorchArchive:
     """One archive, read. ``root``'s leaves are ``StoredTensor`` (or what ``leaf`` made of them), ``Distributed`` or ir
     values. ``ranks``: the ranks that its distributed tensors say saved them; ``worlds``: the ranks that they say there
-    are; ``forms``: ``DTensor``, ``ShardedTensor``. All empty when it holds none."""
+    are; ``forms``: ``DTensor``, ``ShardedTensor``; ``devices``: the device types of DTensors' meshes. All empty when it
+    holds none."""
 
     root: Value
     checksums: list[ChecksumRow]
@@ -48,6 +50,7 @@ class TorchArchive:
     ranks: frozenset[int]
     worlds: tuple[tuple[int, ...], ...]
     forms: frozenset[str]
+    devices: frozenset[str]
 
 
 def load_torch(
@@ -97,14 +100,20 @@ def read_archive(
     check_byteorder(source, records)
     builder = TensorBuilder(records, source.path)
     walk = TreeWalk(source, builder, leaf)
-    data, checked = read_pickle(source, records, pickled)
-    root = load(data, file=source.path, tensors=builder, checked=checked)
+    data = read_pickle(source, records, pickled)
+    root = load(data, file=source.path, tensors=builder)
     root = walk.value(root)
     walk.finish()
     check_expansion(root, source.path)
     rows = checksum_rows(records, file_id)
     return TorchArchive(
-        root, rows, walk.notes(), frozenset(walk.ranks), tuple(walk.worlds.values()), frozenset(walk.forms)
+        root,
+        rows,
+        walk.notes(),
+        frozenset(walk.ranks),
+        tuple(walk.worlds.values()),
+        frozenset(walk.forms),
+        frozenset(walk.devices),
     )
 
 
@@ -115,14 +124,12 @@ def checksum_rows(records: Mapping[str, ZipRecord], file_id: int) -> list[Checks
     return [(file_id, record.offset, record.nbytes, record.crc) for record in records.values()]
 
 
-def read_pickle(source: ByteSource, records: Mapping[str, ZipRecord], record: ZipRecord) -> tuple[bytes, bool]:
-    """The bytes of the record, and whether the archive has checksums, of which this one is right.
-
-    Raises SourceCorruptError when it is wrong. torch.load checks none.
-    """
+def read_pickle(source: ByteSource, records: Mapping[str, ZipRecord], record: ZipRecord) -> bytes:
+    """The bytes of the record. Raises SourceCorruptError when its checksum is wrong; torch.load checks none."""
+    check_size(record.nbytes, source.path)
     data = source.read(record.offset, record.nbytes)
     if not any(entry.crc for entry in records.values()):
-        return data, False
+        return data
     found = zlib.crc32(data)
     if found != record.crc:
         raise SourceCorruptError(
@@ -133,7 +140,7 @@ def read_pickle(source: ByteSource, records: Mapping[str, ZipRecord], record: Zi
             why="bytes of the file were changed after it was saved",
             next_step="copy or save the checkpoint again, then run the command again",
         )
-    return data, True
+    return data
 
 
 def check_byteorder(source: ByteSource, records: Mapping[str, ZipRecord]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
 from fsdpckpt.errors import SourceCorruptError, SourceUnrecognisedError, SourceUnsupportedError
-from fsdpckpt.storage.sources import ByteSource
+from fsdpckpt.storage.sources import ByteSource, prefetch
 
 __all__ = ["ZipRecord", "read_directory", "top_folder"]
 
@@ -25,8 +25,12 @@ _LOCAL_SIZE, _CENTRAL_SIZE = 30, 46
 _ENCRYPTED = 0x1
 _MAX_COMMENT = 65535
 _MOST_NAME = 512  # of a record: file systems allow 255 bytes for the folder, and data.pkl is the first record
-_BLOCK = 1 << 20  # local headers are fetched in blocks of this many bytes ...
+_FIRST_BLOCK = 1 << 15  # local headers are fetched in blocks of this many bytes, of ever more ...
+_MAX_DIRECTORY_BYTES = 1 << 30  # ten million records
+_BLOCK = 1 << 20  # ... up to this, while there are more of them: most archives of one tensor need no second block ...
 _NEAR = 1 << 14  # ... when the next one is nearer than this: reading on is then cheaper than another request
+
+_ANNOUNCED = 1024  # local headers that a remote file is told of at a time
 
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _RESAVE = "in Python, with a torch that reads it: torch.save(torch.load(path), new_path)"
@@ -118,6 +122,8 @@ def _find_directory(source: ByteSource, begin: int, stop: int) -> tuple[bytes, i
         signature, _, _, _, _, _, _, count, size, start = _END64.unpack(raw)
         if signature != b"PK\6\6":
             _corrupt(source, "the zip64 end record is not where it should be", "PK\\6\\6", repr(signature))
+    if size > _MAX_DIRECTORY_BYTES:
+        _corrupt(source, "the zip's directory is impossibly large", f"up to {_MAX_DIRECTORY_BYTES}", f"{size} bytes")
     if begin + start + size > base + at:
         _corrupt(source, "the zip's directory lies outside the archive", f"{start + size} bytes", f"{stop - begin}")
     if begin + start >= base:
@@ -189,15 +195,23 @@ def _data_offsets(source: ByteSource, entries: Sequence[_Entry], begin: int, dir
     offsets = [0] * len(entries)
     block, block_at = b"", 0
     unpack = _LOCAL.unpack_from
+    grown = _FIRST_BLOCK
+    apart = False
     for position, i in enumerate(order):
         entry = entries[i]
         header = begin + entry.header
-        limit = begin + entries[order[position + 1]].header if position + 1 < len(order) else directory
+        if position % _ANNOUNCED == 0:
+            ahead = [(begin + entries[k].header, _LOCAL_SIZE) for k in order[position : position + _ANNOUNCED]]
+            apart = prefetch(source, ahead)
+        limit = directory
+        if position + 1 < len(order):
+            limit = min(limit, begin + entries[order[position + 1]].header)
         inside = header - block_at
         if inside < 0 or inside + _LOCAL_SIZE > len(block):
             if header + _LOCAL_SIZE > limit:
                 _corrupt(source, f"record {entry.name!r} overlaps the next", f"room before {limit}", str(header))
-            wanted = _BLOCK if limit - header < _NEAR else _LOCAL_SIZE
+            wanted = grown if limit - header < _NEAR and not apart else _LOCAL_SIZE
+            grown = min(max(grown, 2 * wanted), _BLOCK)
             block, block_at = source.read(header, min(wanted, directory - header)), header
             inside = 0
         signature, n_name, n_extra = unpack(block, inside)

@@ -33,13 +33,14 @@ def check_output(
     sources: Sources,
     progress: Progress,
     written_sources: Sources | None = None,
+    max_memory: int | None = None,
 ) -> dict[str, str]:
     """Every tensor of ``expected`` must be in the output at ``path`` with its shape, dtype and bytes in its file.
 
     With level ``full`` every element is read from both sides and compared, casts applied; returns the SHA-256 of each
     tensor by ``<section> <key>``, empty with any other level. ``written_sources``: what opens the output, where it does
-    not lie on this machine alone. Raises InternalError: an output that fails is discarded,
-    never committed.
+    not lie on this machine alone. ``max_memory``: bytes of buffers to read with. Raises InternalError: an output that
+    fails is discarded, never committed.
     """
     sums: dict[str, str] = {}
     with nullcontext(written_sources) if written_sources is not None else Sources() as opener:
@@ -65,7 +66,10 @@ def check_output(
             for named, other in pairs:
                 total = hashlib.sha256()
                 at = first_difference(
-                    (named.tensor, expected.files, sources), (other.tensor, written.files, opener), total
+                    (named.tensor, expected.files, sources),
+                    (other.tensor, written.files, opener),
+                    total,
+                    max_memory=max_memory,
                 )
                 progress.advance(other.tensor.nbytes)
                 if at is not None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from fsdpckpt.containers.collection import set_aside, without_collection
 from fsdpckpt.converters.check import check_output
+from fsdpckpt.converters.delivery import deliver
+from fsdpckpt.converters.exported import for_export
+from fsdpckpt.converters.flavored import for_flavor
 from fsdpckpt.converters.goal import Goal, settle_goal
 from fsdpckpt.converters.layout import dtype_rule, lay_out
 from fsdpckpt.converters.manifest import write_manifest
@@ -16,19 +20,20 @@ from fsdpckpt.converters.passes import Rewritten, rewrite
 from fsdpckpt.converters.report import PlannedFile, Report
 from fsdpckpt.converters.resumption import StagedRun
 from fsdpckpt.errors import TargetExistsError, UsageError
-from fsdpckpt.executor.budget import Budget, make_budget
+from fsdpckpt.executor.budget import MOST_THREADS, Budget, make_budget
 from fsdpckpt.executor.compare import is_written
 from fsdpckpt.executor.local import execute
 from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.targets import Target
+from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.planner.copies import make_plan
 from fsdpckpt.planner.plan import Plan
 from fsdpckpt.progress import Progress
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.flavors import MANIFEST
-from fsdpckpt.storage.sources import Sources
-from fsdpckpt.storage.staging import check_target, clear_leftover
+from fsdpckpt.storage.sources import Sources, is_url
+from fsdpckpt.storage.staging import check_target, clear_leftover, free_bytes
 
 __all__ = ["Prepared", "check_options", "convert", "prepare", "report_of"]
 
@@ -45,14 +50,22 @@ def convert(source: str, target: str, options: ConvertOptions, progress: Progres
     """
     begun = time.monotonic()
     check_options(options)
+    if is_url(target):
+        return deliver(source, target, options, progress, convert=convert)
     check_target(target, source, overwrite=options.overwrite, resume=options.resume)
-    budget = make_budget(max_memory=options.max_memory, threads=options.threads)
+    threads = _threads(source) if options.threads is None else options.threads
+    budget = make_budget(max_memory=options.max_memory, threads=threads)
     with Sources() as sources:
         prepared = prepare(source, target, options, sources, progress)
         if not options.dry_run:
             with set_aside():
                 _write(prepared, target, options, budget, sources, progress)
     return report_of(prepared, target, options, budget, time.monotonic() - begun)
+
+
+def _threads(source: str) -> int | None:
+    """A store answers late and serves many at once, so that threads there wait, not work."""
+    return MOST_THREADS if is_url(source) else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,8 +84,14 @@ def prepare(source: str, target: str, options: ConvertOptions, sources: Sources,
     with without_collection():
         opened = open_checkpoint(source, sources=sources, locate=True)
         goal = settle_goal(target, options, opened.layout)
+        beside: Mapping[str, Tensor] = {}
+        if goal.flavor is not None and goal.form is not None:
+            opened, beside = for_flavor(opened, goal.flavor, goal.form, world_size=goal.world_size, sources=sources)
+            options = replace(options, key_type=goal.form.key_type if opened.optim is not None else None)
         rewritten = rewrite(opened, options, goal, sources)
-        output = lay_out(rewritten, goal, options)
+        if goal.form is not None and goal.form.weights:
+            rewritten = replace(rewritten, checkpoint=for_export(rewritten.checkpoint, sources))
+        output = lay_out(rewritten, goal, options, beside)
         plan = make_plan(output)
     progress.end()
     return Prepared(rewritten, goal, output, plan)
@@ -112,7 +131,7 @@ def _write(
             checksums=checkpoint.checksums,
             sources=sources,
             locate=staging.locate,
-            budget=run.budget,
+            budget=budget,
             progress=progress,
             recorder=run.recorder,
         )
@@ -128,6 +147,7 @@ def _write(
                 level=options.verify,
                 sources=sources,
                 progress=progress,
+                max_memory=options.max_memory,
             )
             if goal.directory and digests:
                 write_manifest(staging, output, rewritten, goal, crcs=crcs, digests=digests)
@@ -192,4 +212,5 @@ def report_of(
         files=tuple(PlannedFile(file.path, file.nbytes) for file in output.files),
         source_files=len(checkpoint.files),
         evidence=checkpoint.evidence,
+        disk_free=free_bytes(target) if options.dry_run else None,
     )

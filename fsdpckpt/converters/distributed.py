@@ -1,8 +1,9 @@
 """One conversion by all workers of a group: rank 0 reads and plans, all copy, rank 0 checks, leaders commit.
 
 The protocol, by all ranks: 1. Rank 0 reads the source and plans; the others answer what it asks of their disks. 2. Each
-says which of the files that were read it sees. 3. The leader of each place makes its staging directory. 4. Rank 0
-divides the work, all get it and run it. 5. Rank 0 reads the output back; the others answer again. 6. Leaders commit.
+says which of the files that were read it sees. 3. The leader of each place makes its staging directory, or says what an
+interrupted run left in it. 4. Rank 0 divides the work, all get it and run it. 5. Rank 0 reads the output back; the
+others answer again. 6. Leaders commit.
 """
 
 from __future__ import annotations
@@ -21,26 +22,36 @@ from fsdpckpt.comm.messages import all_gather_objects, broadcast_object
 from fsdpckpt.containers.collection import set_aside
 from fsdpckpt.converters.check import check_output
 from fsdpckpt.converters.convert import Prepared, check_options, prepare, report_of
+from fsdpckpt.converters.division import bytes_at, divide, note_of
 from fsdpckpt.converters.layout import dtype_rule
 from fsdpckpt.converters.manifest import write_manifest
 from fsdpckpt.converters.options import ConvertOptions, VerifyLevel, Visibility
 from fsdpckpt.converters.report import Report
-from fsdpckpt.converters.staged import Places, lead, share_out
-from fsdpckpt.errors import WorkerError
+from fsdpckpt.converters.resumption import is_resumable, run_identity
+from fsdpckpt.converters.staged import Places, lead
+from fsdpckpt.converters.taken_up import copies_known, journals_read
+from fsdpckpt.errors import InternalError, WorkerError
 from fsdpckpt.executor.budget import Budget, make_budget
 from fsdpckpt.executor.carried import as_it_was, carrying
+from fsdpckpt.executor.compare import not_this
 from fsdpckpt.executor.distributed import execute_together
 from fsdpckpt.executor.peers import Peer, end_stopped, this_process
 from fsdpckpt.executor.pulse import pulse
+from fsdpckpt.executor.recorder import Recorder
 from fsdpckpt.executor.remote import everyones_files, serve
-from fsdpckpt.executor.settings import for_worker, settle, threads_for
+from fsdpckpt.executor.resume import Finished, first_record, run_of
+from fsdpckpt.executor.settings import for_worker, threads_for
+from fsdpckpt.executor.shared_files import ComparedWorkerOutput, WorkerOutput
 from fsdpckpt.executor.shipping import Job, packed, unpacked
 from fsdpckpt.executor.visibility import identities, who_sees
-from fsdpckpt.ir.checkpoint import Note
+from fsdpckpt.ir.checkpoint import Note, SourceFile
 from fsdpckpt.progress import NoProgress, Progress
 from fsdpckpt.readers.flavors import MANIFEST
+from fsdpckpt.storage.identity import FileIdentity
+from fsdpckpt.storage.journal import Record
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.storage.staging import Staging, check_target
+from fsdpckpt.storage.staging import Staging, check_target, clear_leftover
+from fsdpckpt.storage.staging_names import hold, journal_of, journals_at
 from fsdpckpt.storage.targets import WritableFile
 
 __all__ = ["convert_together"]
@@ -94,6 +105,9 @@ class _Conversion:
         self._staging: list[Staging] = []
         self._peers: list[Peer] = []
         self._met: list[Sources] = []  # which know what each file was when it was first opened
+        self._settled = False  # what was staged is this run's
+        self._holds: list[int] = []  # locks
+        self._note: Note | None = None
 
     def run(self, workers_here: int) -> Report:
         begun = time.monotonic()
@@ -106,23 +120,33 @@ class _Conversion:
         return self._report(budget, begun)
 
     def undo(self, error: BaseException) -> None:
-        """End workers that are stopped. Remove what was staged, unless a worker was lost: then it may be used again."""
+        """End workers that are stopped. Remove what was staged, unless this or another run may go on with it."""
         end_stopped(self._peers)
-        lost = not isinstance(error, WorkerError) or isinstance(as_it_was(error), WorkerError)
+        original = as_it_was(error) if isinstance(error, WorkerError) else error
+        lost = isinstance(original, WorkerError) or not isinstance(error, WorkerError)
         if not lost:
             self._group.all_stopped()
         for staging in self._staging:
-            if not lost:
+            others = staging.resumed and not self._settled
+            if not (lost or others or (is_resumable(original) and journals_at(staging.root))):
                 with contextlib.suppress(OSError):  # a disk that takes nothing any more may not delete either
                     staging.discard()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        for staging in self._staging:
             staging.close()
         self._staging.clear()
+        for lock in self._holds:
+            os.close(lock)
+        self._holds.clear()
 
     def _check_request(self, workers_here: int) -> Budget:
         with self._group.step("check the request"), carrying():
             if self._group.rank == 0:
                 check_options(self._options)
-                check_target(self._target, self._source, overwrite=self._options.overwrite)
+                options = self._options
+                check_target(self._target, self._source, overwrite=options.overwrite, resume=options.resume)
             memory, threads = self._options.max_memory, self._options.threads
             budget = make_budget(max_memory=memory, threads=threads)
             return for_worker(budget, workers_here, max_memory=memory, chosen=threads is not None)
@@ -143,9 +167,12 @@ class _Conversion:
         if self._prepared is not None:
             files = self._prepared.rewritten.checkpoint.files
             paths = list(dict.fromkeys([*(file.path for file in files), *self._opened]))
-            told = (paths, len(files), self._prepared.goal.directory)
-        paths, count, directory = cast("tuple[list[str], int, bool]", broadcast_object(group, told, name="sources"))
-        visible = self._visible(paths)[:count]
+            told = (paths, [file.nbytes for file in files], self._prepared.goal.directory)
+        found = broadcast_object(group, told, name="sources")
+        paths, lengths, directory = cast("tuple[list[str], list[int], bool]", found)
+        visible = self._visible(paths)[: len(lengths)]
+        data = [SourceFile(*each) for each in zip(paths, lengths, strict=False)]
+        copies = copies_known(group, data, self._met[-1], visible[:, group.rank].tolist())
         places = lead(
             group,
             self._target,
@@ -153,11 +180,15 @@ class _Conversion:
             self._staging,
             directory=directory,
             overwrite=self._options.overwrite,
+            resume=self._options.resume,
         )
-        job = self._job(budget, places, visible)
-        with group.step("check the space"), carrying():
-            for staging in self._staging:
-                staging.require_space(_bytes_at(job, places, group.rank))
+        journals = journals_read(group, self._staging)
+        job, recorder, finished = self._job(budget, places, visible, copies, journals)
+        with group.step("take up staging"), carrying():
+            self._take_up(job, places)
+        with group.step("hold staging"), carrying():
+            if recorder is not None:
+                self._holds.append(hold(places.roots[places.place[group.rank] or 0], group.rank))
         threads = threads_for(job.settings, budget)
         crcs = execute_together(
             group,
@@ -166,9 +197,12 @@ class _Conversion:
             locate=lambda path: places.locate(group.rank, path),
             threads=threads,
             progress=self._progress,
+            recorder=recorder,
+            finished=finished,
+            output=ComparedWorkerOutput if places.there[places.place[group.rank] or 0] else WorkerOutput,
         )
         self._manifest(crcs, {}, directory=directory)
-        if self._options.verify is not VerifyLevel.NONE:
+        if self._options.verify is not VerifyLevel.NONE and not all(places.there):
             digests = self._check(places)
             if self._options.verify is VerifyLevel.FULL:
                 self._manifest(crcs, digests, directory=directory)
@@ -188,22 +222,47 @@ class _Conversion:
                 who_sees(paths, everyone)
         return who_sees(paths, everyone)
 
-    def _job(self, budget: Budget, places: Places, visible: Visible) -> Job:
-        """What all do, as rank 0 has planned it."""
+    def _job(
+        self,
+        budget: Budget,
+        places: Places,
+        visible: Visible,
+        copies: list[list[FileIdentity]],
+        journals: list[list[list[Record]]],
+    ) -> tuple[Job, Recorder | None, Finished]:
+        """What all do, as rank 0 has planned it; what keeps the journal of this one, if it writes; on rank 0 what was
+        finished already.
+        """
         data: object = None
+        finished = Finished()
         with self._group.step("divide the work"), carrying():
             if self._prepared is not None:
                 with pulse(self._group):
-                    data = packed(self._divided(self._prepared, budget, places, visible))
-        return unpacked(broadcast_object(self._group, data, name="the plan"))
+                    now = run_identity(self._prepared.plan, self._options, copies)
+                    job, finished = divide(self._prepared, self._options, budget, places, visible, now, journals)
+                    self._note = note_of(job, self._target, self._staging, asked=self._options.resume)
+                    data = [packed(job), first_record(now)]
+        plan, first = cast("tuple[object, Record]", broadcast_object(self._group, data, name="the plan"))
+        job, rank = unpacked(plan), self._group.rank
+        own = places.place[rank]
+        if own is None or places.there[own]:
+            return job, None, finished
+        identity = run_of([first])
+        if identity is None:
+            raise InternalError("a run's identity does not read back")
+        return job, Recorder(journal_of(places.roots[own], rank), lambda: identity[0], Finished()), finished
 
-    def _divided(self, prepared: Prepared, budget: Budget, places: Places, visible: Visible) -> Job:
-        segments = share_out(prepared.plan, prepared.goal, places)
-        writers = sorted({segment.owner for segment in segments})
-        exchanging = not bool(visible[:, writers].all())
-        checkpoint = prepared.rewritten.checkpoint
-        settings = settle(prepared.plan, budget, self._options.max_memory, exchanging=exchanging)
-        return Job(prepared.plan, checkpoint.files, checkpoint.checksums, tuple(segments), settings)
+    def _take_up(self, job: Job, places: Places) -> None:
+        """Staging as this run needs it: without what nobody goes on with."""
+        for staging in self._staging:
+            place = places.place[self._group.rank]
+            if staging.resumed and not (job.claims[:, 0] == place).any():
+                staging.restart()
+            elif staging.resumed:
+                files = {segment.file for segment in job.segments if segment.place == place}
+                staging.keep_only(job.plan.files[number].path for number in files)
+            staging.require_space(bytes_at(job, places, self._group.rank))
+        self._settled = True
 
     def _manifest(self, crcs: dict[str, int], digests: dict[str, str], *, directory: bool) -> None:
         """``fsdpckpt.json``, at every place: rank 0 writes it, the other leaders the same."""
@@ -212,9 +271,20 @@ class _Conversion:
         data = b""
         with self._group.step("write fsdpckpt.json"), carrying():
             if self._prepared is not None:
-                at, prepared = self._staging[0], self._prepared
-                write_manifest(at, prepared.output, prepared.rewritten, prepared.goal, crcs=crcs, digests=digests)
-                with open(at.locate(MANIFEST), "rb") as file:
+                at = os.path.join(os.path.realpath(self._target), MANIFEST)  # where DST is there already
+                if self._staging:
+                    at, prepared = self._staging[0].locate(MANIFEST), self._prepared
+                    write_manifest(
+                        self._staging[0],
+                        prepared.output,
+                        prepared.rewritten,
+                        prepared.goal,
+                        crcs=crcs,
+                        digests=digests,
+                    )
+                if not os.path.isfile(at):
+                    raise not_this(self._target)
+                with open(at, "rb") as file:
                     data = file.read()
         data = cast("bytes", broadcast_object(self._group, data, name="fsdpckpt.json"))
         with self._group.step("copy fsdpckpt.json"), carrying():
@@ -237,13 +307,14 @@ class _Conversion:
             with pulse(self._group), everyones_files(self._group) as files:
                 return check_output(
                     self._prepared.rewritten.checkpoint,
-                    self._staging[0].visible,
+                    self._staging[0].visible if self._staging else os.path.realpath(self._target),
                     units=self._prepared.rewritten.units,
                     dtypes=dtype_rule(self._options),
                     level=self._options.verify,
                     sources=files,
                     progress=self._progress,
                     written_sources=files if len(places.leaders) > 1 else None,
+                    max_memory=self._options.max_memory,
                 )
 
     def _commit(self, job: Job, places: Places) -> None:
@@ -258,23 +329,17 @@ class _Conversion:
                     staging.commit()
                 else:
                     staging.discard()
-        for staging in self._staging:
-            staging.close()
-        self._staging.clear()
+            if self._group.rank in places.leaders and not self._staging:
+                clear_leftover(self._target)
+        self._let_go()
 
     def _report(self, budget: Budget, begun: float) -> Report:
         data: object = None
         if self._prepared is not None:
             seconds = time.monotonic() - begun
             workers = self._group.world_size
-            if self._options.resume and not self._options.dry_run:
-                why = "workers keep no journal, so that all was written anew"
-                self._prepared.output.notes.append(Note("not-resumed", f"no interrupted run was resumed: {why}"))
+            if self._note is not None:
+                self._prepared.output.notes.append(self._note)
             report = report_of(self._prepared, self._target, self._options, budget, seconds, workers=workers)
             data = json.loads(json.dumps(report.to_json()))
         return Report.from_json(cast("dict[str, object]", broadcast_object(self._group, data, name="report")))
-
-
-def _bytes_at(job: Job, places: Places, rank: int) -> int:
-    place = places.place[rank]
-    return sum(segment.end - segment.begin for segment in job.segments if segment.place == place)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from fsdpckpt.converters.options import DEFAULT_MAX_SHARD_SIZE, ConvertOptions, TensorForm
 from fsdpckpt.errors import UsageError
+from fsdpckpt.flavors.forms import PLAIN, Flavor, Form
+from fsdpckpt.flavors.table import WRITABLE, flavor_named
 from fsdpckpt.ir.checkpoint import Container, Layout
 
 __all__ = ["Goal", "settle_goal"]
@@ -19,7 +21,7 @@ SAFETENSORS_SUFFIX = ".safetensors"
 class Goal:
     """What is written. ``world_size``: ranks of the target, None to keep the source's cuts (DCP) or for one file.
 
-    ``directory``: whether DST is a directory.
+    ``directory``: whether DST is a directory. ``flavor``, ``form``: the producer whose names it gets; None is plain.
     """
 
     layout: Layout
@@ -27,11 +29,15 @@ class Goal:
     world_size: int | None
     tensor: TensorForm
     directory: bool
+    flavor: Flavor | None = None
+    form: Form | None = None
 
 
 def settle_goal(target: str, options: ConvertOptions, source_layout: Layout) -> Goal:
     """The goal of one conversion. Raises UsageError when the options contradict each other or DST's suffix."""
     suffix = os.path.splitext(target.rstrip("/"))[1]
+    if options.flavor is not None and options.flavor != PLAIN:
+        return _flavored_goal(suffix, options, source_layout)
     container = _container(suffix, options, source_layout)
     layout = _layout(container, suffix, options, source_layout)
     if options.world_size is not None and options.world_size < 1:
@@ -58,6 +64,7 @@ def _refuse_unused(layout: Layout, container: Container, options: ConvertOptions
     named = flat or options.key_type is not None
     for option, given, fits, use in (
         ("--tensor", options.tensor is not TensorForm.DTENSOR, ranks, "--to sharded --container torch"),
+        ("--mesh-device", options.mesh_device is not None, flat or ranks, "--to sharded --container torch"),
         ("--reference", options.reference is not None, layout is Layout.SHARDED or named, "--to sharded or --key-type"),
         ("--parameters", options.parameters is not None, named, "--key-type name"),
         (
@@ -113,3 +120,60 @@ def _layout(container: Container, suffix: str, options: ConvertOptions, source_l
             next_step="give DST a name without suffix",
         )
     return layout
+
+
+def _flavored_goal(suffix: str, options: ConvertOptions, source_layout: Layout) -> Goal:
+    """The goal of a conversion with ``--flavor``: the producer's first form that fits what is asked for."""
+    flavor = flavor_named(options.flavor or "")
+    if flavor is None or not flavor.forms:
+        raise UsageError(
+            f"--flavor {options.flavor} is no producer whose form is written",
+            expected=", ".join(WRITABLE),
+            found=options.flavor,
+            next_step="--flavor accelerate",
+        )
+    form = _form(flavor, suffix, options, source_layout)
+    ranks = form.layout is Layout.FLATTENED or (form.layout is Layout.SHARDED and form.container is Container.TORCH)
+    if ranks and options.world_size is None:
+        raise UsageError("per-rank files need to know for how many ranks", next_step="add --world-size N")
+    if options.key_type not in (None, form.key_type):
+        raise UsageError(
+            f"--key-type {options.key_type} does not fit {flavor.title}, which keys its optimizer by {form.key_type}",
+            next_step="drop --key-type",
+        )
+    _refuse_unused(form.layout, form.container, options, source_layout)
+    return Goal(
+        form.layout, form.container, options.world_size, options.tensor, form.directory, flavor=flavor, form=form
+    )
+
+
+def _form(flavor: Flavor, suffix: str, options: ConvertOptions, source_layout: Layout) -> Form:
+    one_file = suffix in (*TORCH_SUFFIXES, SAFETENSORS_SUFFIX)
+    fitting = [
+        form
+        for form in flavor.forms
+        if options.to in (None, form.layout)
+        and options.container in (None, form.container)
+        and not (one_file and form.directory)
+        and not (options.world_size is not None and form.layout is Layout.FULL)
+    ]
+    if not fitting:
+        forms = "; ".join(_words(form) for form in flavor.forms)
+        raise UsageError(
+            f"{flavor.title} does not save what is asked for",
+            expected=forms,
+            found=_words_of(suffix if one_file else "", options),
+            next_step=f"--flavor {flavor.name} --to {flavor.forms[0].layout}",
+        )
+    return next((form for form in fitting if form.layout is source_layout), fitting[0])
+
+
+def _words(form: Form) -> str:
+    return f"--to {form.layout} --container {form.container}" + ("" if form.directory else ", one file")
+
+
+def _words_of(suffix: str, options: ConvertOptions) -> str:
+    given = [f"--to {options.to}"] if options.to is not None else []
+    given += [f"--container {options.container}"] if options.container is not None else []
+    given += [f"--world-size {options.world_size}"] if options.world_size is not None else []
+    return ", ".join([*given, *([f"a DST ending in {suffix}"] if suffix else [])]) or "nothing in particular"

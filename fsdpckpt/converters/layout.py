@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from fsdpckpt.converters.flavored import lay_out_flavor
 from fsdpckpt.converters.goal import Goal
 from fsdpckpt.converters.options import ConvertOptions
 from fsdpckpt.converters.passes import Rewritten
+from fsdpckpt.converters.rank_files import lay_out_ranks
+from fsdpckpt.flavors.forms import PLAIN_MESH
 from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.targets import Target
-from fsdpckpt.writers import dcp, safetensors, torch_flat, torch_full, torch_ranks
+from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.writers import dcp, safetensors, torch_flat, torch_full
 from fsdpckpt.writers.dtype_rule import DtypeRule
 
 __all__ = ["dtype_rule", "lay_out"]
@@ -22,10 +28,19 @@ def dtype_rule(options: ConvertOptions) -> DtypeRule:
     )
 
 
-def lay_out(rewritten: Rewritten, goal: Goal, options: ConvertOptions) -> Target:
-    """The target files of ``rewritten``, laid out by the writer of ``goal.container`` and ``goal.layout``."""
+def lay_out(
+    rewritten: Rewritten, goal: Goal, options: ConvertOptions, beside: Mapping[str, Tensor] | None = None
+) -> Target:
+    """The target files of ``rewritten``, laid out by the writer of ``goal.container`` and ``goal.layout``.
+
+    ``beside``: the files beside it that go along, by target name, where the goal is a producer's form.
+    """
     dtypes = dtype_rule(options)
     checkpoint = rewritten.checkpoint
+    if goal.form is not None:
+        return lay_out_flavor(
+            rewritten, goal.form, beside or {}, world_size=goal.world_size, options=options, dtypes=dtypes
+        )
     if rewritten.units is not None:
         return torch_flat.lay_out(
             checkpoint,
@@ -39,9 +54,8 @@ def lay_out(rewritten: Rewritten, goal: Goal, options: ConvertOptions) -> Target
             checkpoint, max_shard_size=options.max_shard_size, single_file=not goal.directory, dtypes=dtypes
         )
     if goal.container is Container.DCP:
-        if goal.layout is Layout.FULL:
-            return dcp.lay_out(checkpoint, world_size=1, dtypes=dtypes)
-        return dcp.lay_out(checkpoint, world_size=goal.world_size, dtypes=dtypes)
+        ranks = 1 if goal.layout is Layout.FULL else goal.world_size
+        return dcp.lay_out(checkpoint, world_size=ranks, dtypes=dtypes)
     if goal.layout is Layout.FULL:
         return torch_full.lay_out(checkpoint, dtypes=dtypes, bare=options.only is not None)
-    return torch_ranks.lay_out(checkpoint, world_size=goal.world_size or 1, tensor=goal.tensor, dtypes=dtypes)
+    return lay_out_ranks(checkpoint, world_size=goal.world_size or 1, options=options, dtypes=dtypes, mesh=PLAIN_MESH)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import zlib
 from collections.abc import Mapping
 
 from fsdpckpt.converters.goal import Goal
 from fsdpckpt.converters.passes import Rewritten
+from fsdpckpt.flavors.forms import PLAIN
 from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.ir.targets import Target
 from fsdpckpt.ir.units_json import encode
 from fsdpckpt.readers.flavors import MANIFEST
+from fsdpckpt.readers.manifest import SEAL
 from fsdpckpt.storage.staging import Staging
 from fsdpckpt.storage.targets import WritableFile
 from fsdpckpt.version import __version__
@@ -45,6 +48,7 @@ def write_manifest(
         "source_layout": checkpoint.layout,
         "source_container": checkpoint.container,
         "source_world_size": checkpoint.world_size,
+        "flavor": goal.flavor.name if goal.flavor is not None else PLAIN,
         "layout": goal.layout,
         "container": goal.container,
         "world_size": goal.world_size,
@@ -55,7 +59,8 @@ def write_manifest(
         "files": {file.path: {"nbytes": file.nbytes, "crc32": f"{crcs[file.path]:08x}"} for file in target.files},
         "digests": dict(digests),
     }
-    data = (json.dumps(document, indent=1) + "\n").encode()
+    body = json.dumps(document, indent=1).removesuffix("\n}")
+    data = f'{body}{SEAL}{zlib.crc32(body.encode()):08x}"\n}}\n'.encode()
     path = staging.locate(MANIFEST)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)

@@ -49,19 +49,24 @@ class MissingState(StrEnum):
 class ConvertOptions:
     """Options of one conversion; None means "as the contract's default says". Sizes are bytes.
 
+    ``flavor``: the producer whose file names and nesting are written.
+    ``mesh_device``: the device type of the mesh that DTensors say they are on; None: the source's, else the flavor's.
     ``buffers``: globs of model keys that every rank holds whole; the single word ``none`` says there are none.
     ``rename``: (old, new) pairs, applied to whole keys or to dotted prefixes, in order.
     ``dtype``, ``optim_dtype`` and ``param_dtype`` (``MixedPrecision.param_dtype``) are torch dtype names.
     ``units``: a units file; ``unit``: globs of module paths, or the single word ``none`` for the root alone.
     ``shard_size``: ranks in one sharding group. ``parameters``: a file of the names in ``model.parameters()`` order.
+    ``staging``: a local directory where the output for an object store is put together; default: the system's.
     ``resume``: go on with what an interrupted run of the same conversion left beside the target.
     What describes units describes the target when that is flattened, otherwise the source.
     """
 
     to: Layout | None = None
+    flavor: str | None = None
     container: Container | None = None
     world_size: int | None = None
     tensor: TensorForm = TensorForm.DTENSOR
+    mesh_device: str | None = None
     key_type: KeyType | None = None
     units: str | None = None
     unit: tuple[str, ...] = ()
@@ -88,6 +93,7 @@ class ConvertOptions:
     dry_run: bool = False
     overwrite: bool = False
     resume: bool = False
+    staging: str | None = None
 
 
 class Launcher(StrEnum):

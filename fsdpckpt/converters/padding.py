@@ -20,13 +20,11 @@ from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.dtypes import numpy_dtype
 from fsdpckpt.ir.tensors import SLICES, Tensor
 from fsdpckpt.layouts.flattened import FILLER, FlatLayout
-from fsdpckpt.planner.flat_match import FlatMatch, is_flat_key
+from fsdpckpt.planner.flat_match import FlatMatch
 from fsdpckpt.planner.names import clean
 from fsdpckpt.storage.sources import Sources
 
 __all__ = ["require_padding"]
-
-SHOWN = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +63,9 @@ def require_padding(checkpoint: Checkpoint, match: FlatMatch, sources: Sources) 
                 f"{where} {state}: what the units call padding holds values of a parameter" for where in uneven
             )
     if wrong:
-        more = [f"... and {len(wrong) - SHOWN} more"] if len(wrong) > SHOWN else []
         raise SourceCorruptError(
             f"the units do not fit {checkpoint.source}: its padding lies elsewhere",
-            details=[*wrong[:SHOWN], *more],
+            details=wrong,
             file=checkpoint.source,
             why="the units are those of another model, or of another wrapping of it: the lengths agree by chance",
             next_step="give the units of this very model: --units FILE written by fsdpckpt.save_units in its training",
@@ -107,21 +104,19 @@ def _tails(checkpoint: Checkpoint, match: FlatMatch) -> Iterator[tuple[str, _Pad
 def _gaps(checkpoint: Checkpoint, match: FlatMatch) -> Iterator[_Padding]:
     """The alignment between the parameters of the model's flat parameters."""
     for key, leaf in checkpoint.model.params.items() if checkpoint.model is not None else ():
-        layout = match.layouts.get(clean(key)) if is_flat_key(key) else None
+        layout = match.layouts.get(clean(key))
         if layout is None or not isinstance(leaf, Tensor) or leaf.dtype.numpy is None:
             continue
-        for row, rank, size in _rows(leaf):
-            yield from (
-                _Padding(f"model {key}, rank {rank}", leaf, row, first, min(count, size - first))
-                for first, count in _alignment(layout, rank % layout.shards)
-                if first < size
-            )
+        for row, rank, _ in _rows(leaf):
+            where = f"model {key}, rank {rank}"
+            gaps = _alignment(layout, rank % layout.shards)
+            yield from (_Padding(where, leaf, row, first, count) for first, count in gaps)
 
 
 def _alignment(layout: FlatLayout, rank: int) -> Iterator[tuple[int, int]]:
     at = 0
     for part in layout.parts(rank):
-        if part.param is None and part.filler == FILLER:
+        if part.filler == FILLER:
             yield at, part.count
         at += part.count
 

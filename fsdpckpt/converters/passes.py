@@ -234,7 +234,7 @@ def _to_flattened(
     checkpoint = _filled(checkpoint, options, found.units, sources)
     if found.units.use_orig_params:
         checkpoint = note_elementless(checkpoint, found.units)
-    elif checkpoint.optim is not None:
+    else:
         require_complete(checkpoint, found.units)
         require_equal_scalars(checkpoint, found.units, sources)
     key_type = options.key_type or own_keys or "id"
@@ -245,6 +245,9 @@ def _to_flattened(
                 next_step="drop --key-type, or add --use-orig-params",
             )
         key_type = "id"
+    if goal.form is not None:  # which may shard one section where it flattens the other
+        of_units = {name: name in found.units.params() for name in checkpoint.model.params} if checkpoint.model else {}
+        checkpoint = decide_managed(checkpoint, Evidence(reference=of_units), strict=True)
     return Rewritten(checkpoint, found.units, key_type)
 
 

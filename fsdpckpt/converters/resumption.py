@@ -7,33 +7,46 @@ staged would be wrong, or no command could finish it.
 
 from __future__ import annotations
 
-import os
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from types import TracebackType
 from typing import Self
 
 from fsdpckpt.converters.options import ConvertOptions
 from fsdpckpt.errors import (
     FsdpckptError,
+    InterruptedRunError,
     SourceError,
     SourceMissingError,
     TargetError,
     TargetUnwritableError,
     WorkerError,
 )
-from fsdpckpt.executor.budget import BUFFERS_PER_THREAD, Budget
+from fsdpckpt.executor.budget import Budget
 from fsdpckpt.executor.recorder import Recorder
-from fsdpckpt.executor.resume import Finished, RunIdentity, plan_digest, read_run
+from fsdpckpt.executor.resume import Finished, RunIdentity, joined, plan_digest, read_run
 from fsdpckpt.ir.checkpoint import ZEROS, Note, SourceFile
 from fsdpckpt.planner.plan import Plan
 from fsdpckpt.storage.identity import FileIdentity, changed_error
 from fsdpckpt.storage.sources import Sources, is_url
 from fsdpckpt.storage.staging import Staging
+from fsdpckpt.storage.staging_names import journals_at, staging_root
 from fsdpckpt.version import __version__
 
-__all__ = ["StagedRun"]
+__all__ = [
+    "StagedRun",
+    "data_files",
+    "fresh_note",
+    "is_resumable",
+    "resumed_note",
+    "run_identity",
+    "same_run",
+    "say_kept",
+    "say_staged",
+    "started_over_note",
+]
 
 # How it is written, not what: these may differ between the runs.
 _FREE = frozenset({"max_memory", "threads", "verify", "dry_run", "overwrite", "resume", "launch"})
@@ -41,30 +54,21 @@ _LOOKUPS = 16  # at a time: a store answers in tens of milliseconds
 _START_OVER = "run the command without --resume: what was staged is removed, and it starts over"
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """What identifies a run, looked up when it is needed."""
-
-    plan: Plan
-    options: ConvertOptions
-    files: Sequence[SourceFile]
-    sources: Sources
-
-    def identity(self) -> RunIdentity:
-        names = [field.name for field in fields(self.options) if field.name not in _FREE]
-        values = {name: getattr(self.options, name) for name in names}
-        options = {name: str(value) for name, value in values.items() if value not in (None, ())}
-        with ThreadPoolExecutor(_LOOKUPS) as pool:
-            found = list(pool.map(self.sources.identity, _paths(self.files)))
-        return RunIdentity(__version__, plan_digest(self.plan), options, found)
+def run_identity(plan: Plan, options: ConvertOptions, sources: Sequence[Sequence[FileIdentity]]) -> RunIdentity:
+    """What a later run has to be to go on with this one. ``sources``: the copies of each of ``data_files``."""
+    names = [field.name for field in fields(options) if field.name not in _FREE]
+    values = {name: getattr(options, name) for name in names}
+    texts = {name: str(value) for name, value in values.items() if value not in (None, ())}
+    return RunIdentity(__version__, plan_digest(plan), texts, sources)
 
 
-def _paths(files: Sequence[SourceFile]) -> list[str]:
+def data_files(files: Sequence[SourceFile]) -> list[str]:
+    """The paths of ``files`` that a run must find unchanged."""
     return [file.path for file in files if file.path != ZEROS]
 
 
 class StagedRun:
-    """``staging`` to write to, ``recorder`` to tell of it, ``budget`` for it; as a context, what becomes of it.
+    """``staging`` to write to, ``recorder`` to tell of it; as a context, what becomes of it.
 
     ``note``: what to say of an interrupted run's remains. Raises TargetError or SourceError when those are not this
     run's, and leaves them.
@@ -82,7 +86,10 @@ class StagedRun:
         sources: Sources,
     ) -> None:
         _require_lengths(files, sources)
-        self._run = _Run(plan, options, files, sources)
+        self._plan = plan
+        self._options = options
+        self._files = data_files(files)
+        self._sources = sources
         self._total = plan.bytes_written
         self.note: Note | None = None
         self.staging = Staging(target, directory=directory, overwrite=options.overwrite, resume=options.resume)
@@ -91,27 +98,28 @@ class StagedRun:
         except BaseException:
             self.staging.close()
             raise
-        self.budget = budget
-        if finished.crcs:
-            self.budget = Budget(min(budget.threads, _threads(budget, finished.window)), finished.window)
-        self.recorder = Recorder(self.staging.journal, self._run.identity, finished)
+        self.recorder = Recorder(self.staging.journal, self._identity, finished)
+
+    def _identity(self) -> RunIdentity:
+        with ThreadPoolExecutor(_LOOKUPS) as pool:
+            found = list(pool.map(self._sources.identity, self._files))
+        return run_identity(self._plan, self._options, [[copy] for copy in found])
 
     def _take_up(self, budget: Budget) -> Finished:
         """What is done already; staging is empty when that is nothing."""
-        nothing = Finished(budget.window)
+        nothing = Finished()
         if not self.staging.resumed:
-            self.note = _note_of(self.staging, asked=self._run.options.resume)
+            self.note = fresh_note(self.staging, asked=self._options.resume)
             return nothing
-        found = read_run(self.staging.journal)
-        if found is not None:
-            before, finished = found
-            _refuse_changes(before, self._run.identity(), self.staging.root)
-            if finished.crcs and _threads(budget, finished.window) > 0:
-                share = f"{finished.nbytes} of {self._total} bytes"
-                self.note = Note("resumed", f"{share} were there already, from an interrupted run")
+        runs = [run for path in journals_at(self.staging.root) if (run := read_run(path)) is not None]
+        if runs:
+            finished = same_run(runs, self._identity(), self.staging.root)
+            if 0 < finished.longest <= budget.nbytes:
+                self.staging.keep_only(file.path for file in self._plan.files)
+                self.note = resumed_note(finished.nbytes, self._total)
                 return finished
         self.staging.restart()
-        self.note = Note("cleared", f"{self.staging.root} held nothing to go on with: started from the beginning")
+        self.note = started_over_note(self.staging.root)
         return nothing
 
     def __enter__(self) -> Self:
@@ -121,20 +129,23 @@ class StagedRun:
         self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
     ) -> None:
         try:
-            if error is not None and not self.staging.committed and self._resumable(error):
-                _say(error, f"{self.recorder.nbytes} of {self._total} bytes are kept in {self.staging.root}")
+            if error is not None and not self.staging.committed and self._is_kept(error):
+                say_kept(error, f"{self.recorder.nbytes} of {self._total} bytes are kept in {self.staging.root}")
             else:
                 self.staging.discard()
         finally:
             self.staging.close()
 
-    def _resumable(self, error: BaseException) -> bool:
-        if not self.recorder.nbytes or not os.path.isfile(self.staging.journal):
-            return False
-        if not isinstance(error, FsdpckptError):
-            return isinstance(error, (OSError, MemoryError)) or not isinstance(error, Exception)
-        passing = type(error) is SourceError or isinstance(error, (SourceMissingError, TargetUnwritableError))
-        return passing or isinstance(error, WorkerError)
+    def _is_kept(self, error: BaseException) -> bool:
+        return bool(self.recorder.nbytes and journals_at(self.staging.root)) and is_resumable(error)
+
+
+def is_resumable(error: BaseException) -> bool:
+    """Whether the same command may get to its end after ``error``."""
+    if not isinstance(error, FsdpckptError):
+        return isinstance(error, (OSError, MemoryError)) or not isinstance(error, Exception)
+    passing = type(error) is SourceError or isinstance(error, (SourceMissingError, TargetUnwritableError))
+    return passing or isinstance(error, (WorkerError, InterruptedRunError))
 
 
 def _require_lengths(files: Sequence[SourceFile], sources: Sources) -> None:
@@ -147,18 +158,29 @@ def _require_lengths(files: Sequence[SourceFile], sources: Sources) -> None:
             raise changed_error(file.path, f"went from {file.nbytes} to {now.nbytes} bytes")
 
 
-def _threads(budget: Budget, window: int) -> int:
-    """How many threads with buffers of ``window`` bytes fit the budget."""
-    return budget.nbytes // (BUFFERS_PER_THREAD * window) if window > 0 else 0
-
-
-def _note_of(staging: Staging, *, asked: bool) -> Note | None:
+def fresh_note(staging: Staging, *, asked: bool) -> Note | None:
+    """What to say of a run that found nothing to resume, or was not ``asked`` to."""
     if asked:
         return Note("cleared", "there was nothing to resume: started from the beginning")
     if not staging.leftover:
         return None
     hint = "; --resume would have gone on with it" if staging.journaled else ""
     return Note("cleared", f"what an interrupted run had left in {staging.root} was removed{hint}")
+
+
+def resumed_note(nbytes: int, total: int) -> Note:
+    return Note("resumed", f"{nbytes} of {total} bytes were there already, from an interrupted run")
+
+
+def started_over_note(root: str) -> Note:
+    return Note("cleared", f"{root} held nothing to go on with: started from the beginning")
+
+
+def same_run(runs: Sequence[tuple[RunIdentity, Finished]], now: RunIdentity, root: str) -> Finished:
+    """What ``runs``, from the journals in ``root``, have finished. Raises SourceError, TargetError: not ``now``'s."""
+    for before, _ in runs:
+        _refuse_changes(before, now, root)
+    return joined([finished for _, finished in runs])
 
 
 def _refuse_changes(before: RunIdentity, now: RunIdentity, root: str) -> None:
@@ -179,11 +201,23 @@ def _refuse_changes(before: RunIdentity, now: RunIdentity, root: str) -> None:
         )
 
 
-def _say(error: BaseException, kept: str) -> None:
+def say_staged(error: BaseException, target: str) -> None:
+    """Tell whoever shows ``error`` of what workers left for ``target`` to resume, as far as it is seen from here."""
+    if isinstance(error, FsdpckptError) and (error.next_step or "").endswith(_START_OVER):
+        return
+    root = staging_root(target)
+    found = [run[1] for path in journals_at(root) if (run := read_run(path)) is not None]
+    nbytes = joined(found).nbytes
+    if nbytes and is_resumable(error):
+        say_kept(error, f"{nbytes} bytes are kept in {root}")
+
+
+def say_kept(error: BaseException, kept: str) -> None:
     """Tell whoever shows ``error`` what is left to resume."""
     if isinstance(error, FsdpckptError):
         error.details = (*error.details, kept)
-        first = f"{error.next_step}; then " if error.next_step else ""
-        error.next_step = f"{first}the same command with --resume goes on from there"
+        first = re.sub(r"(, then| and)? ?run the command again$", "", error.next_step or "")
+        then = f"{first}; then " if first else ""
+        error.next_step = f"{then}the same command with --resume goes on from there"
     else:
         error.add_note(kept)

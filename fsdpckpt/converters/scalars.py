@@ -37,7 +37,7 @@ def require_equal_scalars(checkpoint: Checkpoint, units: Units, sources: Sources
 
 
 def _disagreements(unit: Unit, optim: OptimState, checkpoint: Checkpoint, sources: Sources) -> Iterator[str]:
-    values: dict[str, dict[object, list[str]]] = {}
+    values: dict[str, dict[tuple[str, object], list[str]]] = {}
     for param in unit.params:
         for state, leaf in optim.state.get(param.name, {}).items():
             # A parameter without elements holds nothing that took a step.
@@ -54,8 +54,8 @@ def _is_scalar(state: str, leaf: Tensor, param: UnitParam) -> bool:
     return leaf.numel == 1 and (state == "step" or leaf.shape != param.shape)
 
 
-def _identity(leaf: Tensor | Value, checkpoint: Checkpoint, sources: Sources) -> object:
-    """Something hashable that is equal for equal values of equal type."""
+def _identity(leaf: Tensor | Value, checkpoint: Checkpoint, sources: Sources) -> tuple[str, object]:
+    """Type and content, hashable: equal for equal values of equal type."""
     if not isinstance(leaf, Tensor):
         return type(leaf).__name__, repr(leaf)
     row = 0
@@ -64,8 +64,8 @@ def _identity(leaf: Tensor | Value, checkpoint: Checkpoint, sources: Sources) ->
     return leaf.dtype.name, bytes(data)
 
 
-def _shown(value: object) -> str:
-    kind, content = value if isinstance(value, tuple) else ("", value)
+def _shown(value: tuple[str, object]) -> str:
+    kind, content = value
     return f"{kind} 0x{content.hex()}" if isinstance(content, bytes) else str(content)
 
 

@@ -10,8 +10,9 @@ from fsdpckpt.converters.units_request import FoundUnits, UnitsRequest, load_uni
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout, Note
 from fsdpckpt.ir.invariants import fatal
 from fsdpckpt.ir.tensors import SLICES, Tensor
-from fsdpckpt.planner.flat_match import FlatMatch, is_flat_key, is_sliced, match
+from fsdpckpt.planner.flat_match import FlatMatch, match
 from fsdpckpt.planner.flat_replicas import compare_replicas
+from fsdpckpt.planner.flat_slices import is_flat_key, is_sliced
 from fsdpckpt.planner.unflatten import unflatten
 from fsdpckpt.storage.sources import Sources
 

@@ -19,6 +19,7 @@ from fsdpckpt.converters.goal import Goal
 from fsdpckpt.converters.options import Visibility
 from fsdpckpt.errors import UsageError
 from fsdpckpt.executor.carried import carrying
+from fsdpckpt.executor.resume import Finished
 from fsdpckpt.executor.shares import Segment, cut, target_node
 from fsdpckpt.ir.checkpoint import Layout
 from fsdpckpt.planner.plan import Plan
@@ -26,21 +27,28 @@ from fsdpckpt.storage.staging import Staging
 
 __all__ = ["Places", "lead", "node_label", "share_out"]
 
-_RANK_FILE = re.compile(r"(?:.*_rank_(\d+)\.pt|__(\d+)_\d+\.distcp)")
-_SIGN = ".fsdpckpt-worker"
+_RANK_FILE = re.compile(r"(?:.*_rank_?(\d+)\.(?:pt|bin)|(?:.*/)?__(\d+)_\d+\.distcp)")
+_SIGN = "sign"
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
     """``place[worker]``: whose output it writes, None for one that writes none. ``leaders[place]``.
 
-    ``paths[place]``: the staging directory, and the path in it of a target that is one file. ``nodes[worker]``.
+    ``paths[place]``: where its target files go, and the path of a target that is one file. ``nodes[worker]``.
+    ``there[place]``: DST itself is there already, and to be compared with what would be written.
     """
 
     nodes: tuple[int, ...]
     leaders: tuple[int, ...]
     place: tuple[int | None, ...]
     paths: tuple[tuple[str, str], ...]
+    there: tuple[bool, ...]
+
+    @property
+    def roots(self) -> tuple[str, ...]:
+        """``roots[place]``: the staging directory, where the journals are."""
+        return tuple(os.path.dirname(directory) for directory, _ in self.paths)
 
     def workers(self, place: int) -> list[int]:
         return [worker for worker, own in enumerate(self.place) if own == place]
@@ -59,10 +67,18 @@ def node_label(environment: Mapping[str, str] | None = None) -> str:
 
 
 def lead(
-    group: Group, target: str, visibility: Visibility, staging: list[Staging], *, directory: bool, overwrite: bool
+    group: Group,
+    target: str,
+    visibility: Visibility,
+    staging: list[Staging],
+    *,
+    directory: bool,
+    overwrite: bool,
+    resume: bool,
 ) -> Places:
     """Make the staging directories, and find out who sees which. All ranks. A leader's own is added to ``staging``.
 
+    ``resume``: one that an interrupted run left with a journal stays as it is, and where DST is there none is made.
     ``directory``: whether the target is one. Raises UsageError when a node's workers do not see their leader's.
     """
     labels = [str(label) for label in all_gather_objects(group, node_label(), name="nodes")]
@@ -71,18 +87,28 @@ def lead(
     by_place = nodes if visibility is Visibility.NODE else (0,) * group.world_size
     leaders = tuple(by_place.index(place) for place in range(max(by_place) + 1))
     told = ("", "", "")
+    there = False
     with group.step("make staging"), carrying():
         if group.rank in leaders:
-            staging.append(Staging(target, directory=directory, overwrite=overwrite))
-            told = (staging[0].path, staging[0].locate(""), uuid.uuid4().hex)
-            with open(os.path.join(staging[0].path, _SIGN), "w", encoding="utf-8") as file:
-                file.write(told[2])
+            real = os.path.realpath(target)
+            there = resume and not overwrite and os.path.lexists(real)
+            if there:
+                told = (real, real, _state(real))
+            else:
+                staging.append(Staging(target, directory=directory, overwrite=overwrite, resume=resume))
+                told = (staging[0].path, staging[0].locate(""), uuid.uuid4().hex)
+                with open(os.path.join(staging[0].root, _SIGN), "w", encoding="utf-8") as file:
+                    file.write(told[2])
+    existing = cast("list[bool]", all_gather_objects(group, there, name="where DST is there"))
     found = cast("list[tuple[str, str, str]]", all_gather_objects(group, told, name="staging"))
     own = found[leaders[by_place[group.rank]]]
-    sees = cast("list[bool]", all_gather_objects(group, _sees(own), name="who sees staging"))
+    sees = cast(
+        "list[bool]",
+        all_gather_objects(group, _sees(own, there=existing[leaders[by_place[group.rank]]]), name="who sees staging"),
+    )
     with group.step("staging is seen"), carrying():
         if staging:
-            os.unlink(os.path.join(staging[0].path, _SIGN))
+            os.unlink(os.path.join(staging[0].root, _SIGN))
         blind = [worker for worker, seen in enumerate(sees) if not seen]
         if blind and visibility is Visibility.NODE and group.rank == 0:
             raise UsageError(
@@ -92,19 +118,26 @@ def lead(
             )
     place = tuple(place if seen else None for place, seen in zip(by_place, sees, strict=True))
     paths = tuple((found[leader][0], found[leader][1]) for leader in leaders)
-    return Places(nodes, leaders, place, paths)
+    return Places(nodes, leaders, place, paths, tuple(existing[leader] for leader in leaders))
 
 
-def _sees(told: tuple[str, str, str]) -> bool:
+def _state(path: str) -> str:
+    status = os.stat(path)
+    return f"{status.st_ino} {status.st_mtime_ns} {status.st_size}"
+
+
+def _sees(told: tuple[str, str, str], *, there: bool) -> bool:
     try:
-        with open(os.path.join(told[0], _SIGN), encoding="utf-8") as file:
+        if there:
+            return _state(told[0]) == told[2]
+        with open(os.path.join(os.path.dirname(told[0]), _SIGN), encoding="utf-8") as file:
             return file.read() == told[2]
     except OSError:
         return False
 
 
-def share_out(plan: Plan, goal: Goal, places: Places) -> list[Segment]:
-    """Who writes which bytes of which file, at which place.
+def share_out(plan: Plan, goal: Goal, places: Places, found: Mapping[int, Finished] | None = None) -> list[Segment]:
+    """Who writes which bytes of which file, at which place. ``found``: by place what an interrupted run has written.
 
     With one place all goes there. With one a node, the files of target rank r go to the node of worker
     ``r * workers // ranks``, which will load them; files of no rank (metadata) to every node that has files of some;
@@ -123,7 +156,12 @@ def share_out(plan: Plan, goal: Goal, places: Places) -> list[Segment]:
     for place, own in files.items():
         if own or place == 0:
             own[:] = sorted({*own, *common})
-    return [segment for place, own in files.items() for segment in cut(plan, own, places.workers(place), place=place)]
+    done = {place: finished.claims() for place, finished in (found or {}).items()}
+    return [
+        segment
+        for place, own in files.items()
+        for segment in cut(plan, own, places.workers(place), place=place, done=done.get(place))
+    ]
 
 
 def _rank_of(path: str) -> int | None:

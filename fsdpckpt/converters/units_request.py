@@ -31,7 +31,6 @@ __all__ = [
     "settings_given",
 ]
 
-_SHOWN = 12
 
 ORDER = "parameters"
 """In ``FoundUnits.unsettled``: the order of ``model.parameters()`` is known inside of each unit only."""
@@ -198,5 +197,5 @@ def _reference(units: Units, names: NameList) -> list[str]:
         known = [param.name for param in names.params if param.name in set(units.parameters)]
         own = [name for name in units.parameters if name in set(known)]
         pairs = [(a, b) for a, b in zip(own, known, strict=True) if a != b]
-        wrong.extend(f"{a} stands where {names.label} has {b}" for a, b in pairs[:_SHOWN])
+        wrong.extend(f"{a} stands where {names.label} has {b}" for a, b in pairs)
     return wrong

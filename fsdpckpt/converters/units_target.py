@@ -29,8 +29,6 @@ from fsdpckpt.storage.sources import Sources
 
 __all__ = ["target_units"]
 
-_SHOWN = 12
-
 
 def target_units(
     checkpoint: Checkpoint,

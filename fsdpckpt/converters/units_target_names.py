@@ -19,8 +19,6 @@ __all__ = ["require_known_order", "target_names"]
 NO_BUFFERS = ("none",)
 """What ``--buffers`` says when every model key that may be a parameter is one."""
 
-_SHOWN = 12
-
 
 def target_names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sources) -> NameList:
     """The parameters in the order of ``model.parameters()``. Raises NeedsInformationError when they are not certain."""
@@ -82,7 +80,7 @@ def _explicit(names: NameList, order: tuple[str, ...], checkpoint: Checkpoint) -
     if absent:
         raise SourceCorruptError(
             f"--parameters lists names that {checkpoint.source} does not have",
-            details=absent[:_SHOWN],
+            details=absent,
             next_step="--parameters FILE with the names of model.named_parameters(), one a line",
         )
     optim = checkpoint.optim
@@ -91,7 +89,7 @@ def _explicit(names: NameList, order: tuple[str, ...], checkpoint: Checkpoint) -
     if absent:
         raise SourceCorruptError(
             f"--parameters does not list {len(absent)} of the parameters that the optimizer has states of",
-            details=[*absent[:_SHOWN], *([f"... and {len(absent) - _SHOWN} more"] if len(absent) > _SHOWN else [])],
+            details=absent,
             next_step="--parameters FILE with the names of model.named_parameters(), one a line",
         )
     listed, shared = set(order), list(names.shared)
@@ -101,7 +99,7 @@ def _explicit(names: NameList, order: tuple[str, ...], checkpoint: Checkpoint) -
             if len(first) != 1:
                 raise NeedsInformationError(
                     f"{name} is a parameter that --parameters does not list, so it is a shared one",
-                    details=[f"it may be {one}" for one in first[:_SHOWN]],
+                    details=[f"it may be {one}" for one in first],
                     next_step="add --units FILE, which says what is shared",
                 )
             shared.append((name, first[0]))
@@ -135,7 +133,7 @@ def _settled(names: NameList, checkpoint: Checkpoint) -> NameList:
     if open_:
         raise NeedsInformationError(
             f"{checkpoint.source} does not say enough of {len(open_)} of its names to make units of them",
-            details=[*open_[:_SHOWN], *([f"... and {len(open_) - _SHOWN} more"] if len(open_) > _SHOWN else [])],
+            details=open_,
             why="a flat parameter holds every parameter once, frozen ones too, and no buffer",
             next_step="add --buffers GLOB for the buffers (--buffers none when there are none), --parameters FILE (the "
             "names of model.named_parameters(), one a line), or --units FILE",
@@ -151,7 +149,7 @@ def require_known_order(units: Units, names: NameList, checkpoint: Checkpoint) -
         return
     raise NeedsInformationError(
         f"the order of the parameters is not known: {names.label} has them in no order of the model's",
-        details=[f"unit {unit.prefix!r} has {len(unit.params)} parameters" for unit in crowded[:_SHOWN]],
+        details=[f"unit {unit.prefix!r} has {len(unit.params)} parameters" for unit in crowded],
         why="safetensors files and some DCP directories sort their keys, FSDP1 lists an optimizer's parameters unit by "
         "unit, and in a flat parameter and in ids the order is all there is",
         next_step="add --parameters FILE (the names of model.named_parameters(), one a line), --reference PATH of a "

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fsdpckpt.errors import UsageError
 
-__all__ = ["Budget", "make_budget"]
+__all__ = ["MOST_THREADS", "Budget", "make_budget"]
 
 LARGEST_WINDOW = 8 * 1024 * 1024  # bytes: past this a request's cost is lost in its transfer on every disk measured
 MOST_THREADS = 8  # by default: a disk is busy long before

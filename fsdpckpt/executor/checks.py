@@ -11,9 +11,13 @@ import numpy as np
 from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.executor.crc import Part, combine, crc32
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
+from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.planner.plan import FilePlan
 
-__all__ = ["SourceCheck", "TargetChecks"]
+__all__ = ["SourceCheck", "SourceRecord", "TargetChecks", "require_sum"]
+
+SourceRecord = tuple[int, int, int, int]
+"""(source file, offset, nbytes, crc) of a record that carries a checksum."""
 
 
 class _Records:
@@ -71,19 +75,40 @@ class SourceCheck:
         return crc
 
     def finish(self) -> None:
-        """Compare the records that were read in parts; one of which some bytes were not needed is not judged.
+        """Compare the records that were read in parts; one of which some bytes were not needed is not judged."""
+        for file, index in self._parts:
+            crc = self._sum(file, index)
+            if crc is not None:
+                self._compare(file, self._records[file], index, crc)
 
-        A record may have been read more than once, in other parts each time: any of them that tile it will do.
+    def _sum(self, file: int, index: int) -> int | None:
+        """The CRC-32 of a record by its parts; None when they are not all there.
+
+        It may have been read more than once, in other parts each time: any of them that tile it will do.
         """
-        for (file, index), parts in self._parts.items():
-            records = self._records[file]
-            sums = {records.offsets[index]: 0}  # of the record's bytes up to there
-            for offset, nbytes, crc in sorted(set(parts)):
-                if offset in sums:
-                    sums.setdefault(offset + nbytes, combine([(0, 0, sums[offset]), (1, nbytes, crc)]))
-            end = records.offsets[index] + records.lengths[index]
-            if end in sums:
-                self._compare(file, records, index, sums[end])
+        records = self._records[file]
+        sums = {records.offsets[index]: 0}  # of the record's bytes up to there
+        for offset, nbytes, crc in sorted(set(self._parts.get((file, index), ()))):
+            if offset in sums:
+                sums.setdefault(offset + nbytes, combine([(0, 0, sums[offset]), (1, nbytes, crc)]))
+        return sums.get(records.offsets[index] + records.lengths[index])
+
+    def unjudged(self, file: int, begins: Int64Array, ends: Int64Array) -> list[SourceRecord]:
+        """The records of ``file`` that have bytes in ``begins[i]`` .. ``ends[i]``, and of which parts are missing."""
+        records = self._records.get(file)
+        if records is None:
+            return []
+        offsets = np.asarray(records.offsets, np.int64)
+        lengths = np.asarray(records.lengths, np.int64)
+        change = np.zeros(len(offsets) + 1, np.int64)
+        np.add.at(change, np.searchsorted(offsets + lengths, begins, side="right"), 1)
+        np.add.at(change, np.searchsorted(offsets, ends, side="left"), -1)
+        touched = np.flatnonzero(np.cumsum(change[:-1]) > 0).tolist()
+        return [
+            (file, records.offsets[index], records.lengths[index], records.crcs[index])
+            for index in touched
+            if self._sum(file, index) is None
+        ]
 
     def fresh(self) -> list[tuple[int, int, int, int, int]]:
         """The parts of records seen since the last call, as ``unfinished`` gives them; none at the first call."""
@@ -97,23 +122,26 @@ class SourceCheck:
         return [(file, index, *part) for (file, index), parts in self._parts.items() for part in parts]
 
     def absorb(self, rows: Iterable[tuple[int, int, int, int, int]]) -> None:
-        """Take what another worker's ``unfinished`` says, which read other parts of the same records."""
+        """Take what another worker's ``unfinished`` says, or a journal, which read other parts of the same records."""
         for file, index, offset, nbytes, crc in rows:
             self._parts.setdefault((file, index), []).append((offset, nbytes, crc))
 
     def _compare(self, file: int, records: _Records, index: int, crc: int) -> None:
-        if crc == records.crcs[index]:
-            return
-        path = self._files[file].path
-        raise SourceCorruptError(
-            f"{path} is damaged: the record of {records.lengths[index]} bytes at offset {records.offsets[index]} "
-            "does not match its checksum",
-            file=path,
-            expected=f"CRC-32 {records.crcs[index]:08x}",
-            found=f"{crc:08x}",
-            why="bytes changed after the checkpoint was saved (disk, copy or transfer)",
-            next_step=f"run `fsdpckpt verify {path}` to list all damage, then fetch the file again",
-        )
+        require_sum(self._files[file].path, records.offsets[index], records.lengths[index], records.crcs[index], crc)
+
+
+def require_sum(path: str, offset: int, nbytes: int, expected: int, found: int) -> None:
+    """Raises SourceCorruptError when the record at ``offset`` of ``path`` sums to ``found``, not to ``expected``."""
+    if found == expected:
+        return
+    raise SourceCorruptError(
+        f"{path} is damaged: the record of {nbytes} bytes at offset {offset} does not match its checksum",
+        file=path,
+        expected=f"CRC-32 {expected:08x}",
+        found=f"{found:08x}",
+        why="bytes changed after the checkpoint was saved (disk, copy or transfer)",
+        next_step=f"run `fsdpckpt verify {path}` to list all damage, then fetch the file again",
+    )
 
 
 class TargetChecks:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from fsdpckpt.errors import TargetExistsError
 from fsdpckpt.executor.budget import Budget
 from fsdpckpt.executor.local import Output, execute
 from fsdpckpt.executor.resume import LatePlaces
@@ -17,11 +18,17 @@ from fsdpckpt.progress import Progress
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.storage.targets import WritableFile, target_errors
 
-__all__ = ["is_written"]
+__all__ = ["Compared", "is_written", "not_this"]
 
 
-class _Differs(Exception):
-    """A byte is another one, or a file is missing."""
+def not_this(path: str) -> TargetExistsError:
+    """The error for a file that is there and should not be, or be another one."""
+    return TargetExistsError(
+        f"{path} exists, and is not what this command writes",
+        file=path,
+        why="--resume goes on with an interrupted run, and leaves what another one made alone",
+        next_step="give another DST, or add --overwrite to replace it once the new one is complete",
+    )
 
 
 class _ExistingFile(WritableFile):
@@ -37,7 +44,7 @@ class _ExistingFile(WritableFile):
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             if os.fstat(self._fd).st_size != nbytes:
                 self.close()
-                raise _Differs(path)
+                raise not_this(path)
 
     def write(self, offset: int, data: memoryview | bytes) -> None:
         found = memoryview(bytearray(len(data)))
@@ -47,25 +54,28 @@ class _ExistingFile(WritableFile):
 
     def expect(self, found: memoryview, data: memoryview | bytes) -> None:
         if not np.array_equal(np.frombuffer(found, np.uint8), np.frombuffer(data, np.uint8)):
-            raise _Differs(self.path)
+            raise not_this(self.path)
 
     def commit(self) -> None:
         self.close()
 
 
-class _ExistingOutput(Output):
+class Compared(Output):
+    """A target file that exists: nothing is written, and a byte that is another one is a TargetExistsError.
+
+    To be mixed into an ``Output``, in front of it.
+    """
+
     def create(self) -> WritableFile:
         if not os.path.isfile(self.path):
-            raise _Differs(self.path)
-        self._existing = _ExistingFile(self.path, self.plan.nbytes, self.late)
-        return self._existing
+            raise not_this(self.path)
+        return _ExistingFile(self.path, self.plan.nbytes, LatePlaces(self.plan))
 
-    def complete(self) -> None:
-        for place, value in self.checks.patches():
-            found = memoryview(bytearray(len(value)))
-            self._existing.read_into(place, found)
-            self._existing.expect(found, value)
-        self._existing.commit()
+    def patch(self, file: WritableFile, place: int, value: bytes) -> None:
+        found = memoryview(bytearray(len(value)))
+        file.read_into(place, found)
+        if found != value:
+            raise not_this(self.path)
 
 
 def is_written(
@@ -91,8 +101,8 @@ def is_written(
             locate=locate,
             budget=budget,
             progress=progress,
-            output=_ExistingOutput,
+            output=Compared,
         )
-    except _Differs:
+    except TargetExistsError:
         return False
     return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from fsdpckpt.executor.routes import OwnWindow
@@ -31,7 +31,7 @@ class Crew:
         for window in windows:
             if window.round >= 0:
                 self._waiting.setdefault(window.round, []).append(window)
-        self._left = Counter(window.round for window in windows)
+        self._left = len(windows)
         self._error: BaseException | None = None
         self._stopped = False
         self._moves = self._seen = 0
@@ -58,13 +58,13 @@ class Crew:
         before, self._seen = self._seen, self._moves
         return before != self._seen or time.monotonic() < self._quiet_until
 
-    def wait(self, number: int | None, watch: Callable[[], None]) -> None:
-        """Until the windows of round ``number`` are written, or (None) all; calls ``watch`` meanwhile.
+    def wait(self, watch: Callable[[], None], until: Callable[[], bool] | None = None) -> None:
+        """Until all windows are written, or ``until()``, which windows change; calls ``watch`` meanwhile.
 
         Raises what a thread raised.
         """
         with self._changed:
-            while self._error is None and (self._left.total() if number is None else self._left[number]):
+            while self._error is None and (self._left if until is None else not until()):
                 self._changed.wait(LOOK)
                 self._changed.release()
                 try:
@@ -101,7 +101,7 @@ class Crew:
                 self._copy(number, window)
                 with self._changed:
                     self._moves += 1
-                    self._left[window.round] -= 1
+                    self._left -= 1
                     self._changed.notify_all()
         except BaseException as error:  # noqa: BLE001  # raised by the main thread, in ``wait``
             with self._changed:

@@ -14,18 +14,21 @@ from typing import cast
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from fsdpckpt.comm.exchange import BUFFERS, Exchanger
+from fsdpckpt.comm.exchange import Exchanger
 from fsdpckpt.comm.group import Group
 from fsdpckpt.comm.messages import all_gather_objects
-from fsdpckpt.comm.staging import chunk_bytes
-from fsdpckpt.executor.arrivals import HELD, Arrivals, SourcesAndStreams, stream_file
+from fsdpckpt.executor.arrivals import Arrivals, SourcesAndStreams, stream_file
 from fsdpckpt.executor.carried import carrying
 from fsdpckpt.executor.checks import SourceCheck
-from fsdpckpt.executor.crew import SLOWEST_DISK, Crew
+from fsdpckpt.executor.crew import PATIENCE, SLOWEST_DISK, Crew
+from fsdpckpt.executor.kept import Kept
+from fsdpckpt.executor.kept_together import Done, judge_again, keep_together
+from fsdpckpt.executor.legs import Legs
 from fsdpckpt.executor.local import copy_window
 from fsdpckpt.executor.pulse import pulse
+from fsdpckpt.executor.recorder import Recorder
+from fsdpckpt.executor.resume import Finished
 from fsdpckpt.executor.routes import OwnWindow, find_routes
 from fsdpckpt.executor.shared_files import Share, WorkerOutput
 from fsdpckpt.executor.shipping import Job
@@ -47,16 +50,23 @@ def execute_together(
     locate: Callable[[str], str],
     threads: int,
     progress: Progress,
+    recorder: Recorder | None = None,
+    finished: Finished | None = None,
+    output: type[WorkerOutput] = WorkerOutput,
 ) -> dict[str, int]:
     """Write every file of ``job`` where ``locate`` says on the worker that writes it, durably. All ranks.
 
-    ``visible[file, worker]``: who sees which source. Returns the CRC-32 of each target file by its path, on every rank.
+    ``visible[file, worker]``: who sees which source. ``recorder`` keeps this worker's journal, where it writes.
+    ``finished``, on rank 0: what the journals of an interrupted run say, of which ``job.claims`` are read back.
+
+    Returns the CRC-32 of each target file by its path, on every rank.
     Raises WorkerError on all ranks for an error on any; its cause is carried (``executor.carried``).
     """
     with group.step("agree on the plan", agree=job.digest()):
         pass
+    kept, done = keep_together(group, job, locate, threads)
     with group.step("find routes"), carrying(), pulse(group):
-        run = _Run(group, job, visible, locate, threads, progress)
+        run = _Run(group, job, visible, locate, threads, progress, recorder, finished or Finished(), kept, done, output)
     try:
         with run.sources:
             with group.step("make shared files"), carrying():
@@ -81,11 +91,21 @@ class _Run:
         locate: Callable[[str], str],
         threads: int,
         progress: Progress,
+        recorder: Recorder | None,
+        finished: Finished,
+        kept: Mapping[int, Kept],
+        done: Done,
+        output: type[WorkerOutput],
     ) -> None:
         self._group = group
         self._job = job
         self._threads = threads
         self._progress = progress
+        self._visible = visible
+        self._recorder = recorder
+        self._finished = finished
+        self._kept = kept
+        self._kind = output
         self._routes = find_routes(
             job.plan,
             job.segments,
@@ -93,8 +113,10 @@ class _Run:
             rank=group.rank,
             window=job.settings.window,
             round_bytes=job.settings.round_bytes,
+            done=done,
         )
-        self._arrivals = Arrivals(self._routes.receives, self._routes.rounds)
+        arriving = Counter(window.round for window in self._routes.windows if window.round >= 0)
+        self._arrivals = Arrivals(self._routes.receives, arriving, self._routes.rounds, job.settings.rounds)
         self._check = SourceCheck(job.files, job.checksums)
         self._files = (*job.files, *map(stream_file, range(group.world_size)))
         self._crew: Crew | None = None
@@ -105,13 +127,14 @@ class _Run:
     def _output(self, number: int, windows: int, locate: Callable[[str], str]) -> WorkerOutput:
         segment = self._job.segments[number]
         file = self._routes.files[number]
-        return WorkerOutput(
+        return self._kind(
             file,
             locate(file.path),
             windows,
             first=segment.begin == 0,
             alone=(segment.begin, segment.end) == (0, file.nbytes),
             expect_silence=self._expect_silence,
+            kept=self._kept.get(number),
         )
 
     def _expect_silence(self, nbytes: int) -> None:
@@ -128,7 +151,9 @@ class _Run:
                 output.open()
 
     def abandon(self) -> None:
-        """The run failed: let go of what is open."""
+        """The run failed: name what is written in the journal, and let go of what is open."""
+        if self._recorder is not None:
+            self._recorder.close(complete=False, patience=PATIENCE)
         for output in self._outputs.values():
             output.abandon()
 
@@ -138,14 +163,23 @@ class _Run:
         assemblers = [self._assembler(settings.window) for _ in range(self._threads)]
 
         def copy(thread: int, window: OwnWindow) -> None:
-            copy_window(self._outputs[window.segment], assemblers[thread], window.begin, window.end)
+            output = self._outputs[window.segment]
+            part = copy_window(output, assemblers[thread], window.begin, window.end)
+            if self._recorder is not None:
+                number = self._job.segments[window.segment].file
+                self._recorder.wrote(number, output.open(), part, received=window.round >= 0)
+            if window.round >= 0:
+                self._arrivals.written(window.round)
             self._progress.advance(window.end - window.begin)
 
+        if self._recorder is not None:
+            self._check.fresh()
+            self._recorder.start(self._check.fresh)
         self._progress.begin("copy", sum(window.end - window.begin for window in self._routes.windows))
         crew = self._crew = Crew(self._routes.windows, self._threads, copy)
         try:
             self._receive(crew)
-            crew.wait(None, self._watch)
+            crew.wait(self._watch)
         finally:
             crew.stop()
             self._crew = None  # with it go the buffers, which the collector would find late
@@ -157,36 +191,19 @@ class _Run:
 
     def _receive(self, crew: Crew) -> None:
         """All rounds: sends and receives, while the threads of ``crew`` write what has arrived."""
-        if not self._routes.rounds:
-            return
-        budget = self._job.settings.exchange_bytes
-        reader = self._assembler(chunk_bytes(budget, BUFFERS))
-        largest = max(
-            int(column.max()) for column in (*self._routes.sends.values(), *self._routes.receives.values(), np.ones(1))
+        if not self._job.settings.exchange_bytes:
+            return  # the same on all workers, unlike the number of rounds
+        on_host = self._group.device.type == "cpu"
+        columns = (*self._routes.sends.values(), *self._routes.receives.values(), np.ones(1))
+        exchanger = Exchanger(
+            self._group,
+            budget=self._job.settings.exchange_bytes,
+            largest=max(int(column.max()) for column in columns),
+            landing=on_host,
         )
-        exchanger = Exchanger(self._group, budget=budget, largest=largest)
         exchanger.check(_totals(self._routes.sends), _totals(self._routes.receives))
-        sent = dict.fromkeys(self._routes.sends, 0)
-        for number in range(self._routes.rounds):
-            crew.wait(number - HELD, self._watch)
-            sends = _of_round(self._routes.sends, number)
-
-            def read(peer: int, offset: int, buffer: torch.Tensor) -> None:
-                begin = sent[peer] + offset
-                reader.assemble(self._routes.streams[peer], begin, begin + len(buffer), into=buffer.numpy().data)
-
-            def landing(peer: int, offset: int, count: int, number: int = number) -> torch.Tensor:
-                return torch.from_numpy(self._arrivals.place(peer, number, offset, count))
-
-            def write(peer: int, offset: int, buffer: torch.Tensor, number: int = number) -> None:
-                self._arrivals.place(peer, number, offset, len(buffer))[:] = buffer.numpy()
-
-            on_host = self._group.device.type == "cpu"
-            receives = _of_round(self._routes.receives, number)
-            exchanger.run(sends, receives, read, write, landing=landing if on_host else None)
-            for peer, count in sends.items():
-                sent[peer] += count
-            crew.arrived(number)
+        legs = Legs(self._routes, self._arrivals, self._assembler(exchanger.chunk), crew, self._watch, on_host=on_host)
+        exchanger.run(legs.of(exchanger.pairs()), watch=self._watch)
 
     def finish(self) -> dict[str, int]:
         """Files that others wrote too, and records that others read too; the CRC-32 of every target file."""
@@ -202,12 +219,16 @@ class _Run:
             for rank, (_, records) in enumerate(found):
                 if rank:
                     self._check.absorb(records)
+            self._check.absorb(self._finished.parts)
             self._check.finish()
+        judge_again(self._group, self._job, self._check, self._finished, self._visible)
         with self._group.silent_for(nbytes / SLOWEST_DISK):
             self._finish_shared(shares)
         crcs = {output.plan.path: output.crc for output in self._outputs.values() if output.first}
         for theirs in all_gather_objects(self._group, crcs, name="checksums"):
             crcs.update(cast("dict[str, int]", theirs))
+        if self._recorder is not None:
+            self._recorder.close(complete=True)
         return crcs
 
     def _finish_shared(self, shares: Mapping[int, Share]) -> None:
@@ -226,7 +247,3 @@ class _Run:
 
 def _totals(counts: Mapping[int, npt.NDArray[np.int64]]) -> dict[int, int]:
     return {peer: int(column.sum()) for peer, column in counts.items()}
-
-
-def _of_round(counts: Mapping[int, npt.NDArray[np.int64]], number: int) -> dict[int, int]:
-    return {peer: int(column[number]) for peer, column in counts.items() if column[number]}

@@ -7,17 +7,18 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import pairwise
 
 from fsdpckpt.executor.budget import Budget
 from fsdpckpt.executor.checks import SourceCheck, TargetChecks
-from fsdpckpt.executor.crc import Part, combine, crc32, patch_effect, window_crc
+from fsdpckpt.executor.crc import Part, combine, patch_effect, window_crc
+from fsdpckpt.executor.kept import Kept, ReadBack, read_back
 from fsdpckpt.executor.recorder import Recorder
-from fsdpckpt.executor.resume import LatePlaces
+from fsdpckpt.executor.reread import read_again, unjudged
+from fsdpckpt.executor.resume import Finished
 from fsdpckpt.executor.window import Assembler
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.planner.plan import FilePlan, Plan
-from fsdpckpt.planner.windows import window_bounds
+from fsdpckpt.planner.windows import Range, open_windows
 from fsdpckpt.progress import Progress
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.storage.targets import WritableFile
@@ -37,18 +38,20 @@ class Window:
 class Output:
     """One target file while its windows arrive, in any order: created by the first, committed by the last."""
 
-    def __init__(self, file: FilePlan, path: str, windows: int, *, resumed: bool = False) -> None:
-        """``resumed``: an interrupted run may have left the file."""
+    def __init__(self, file: FilePlan, path: str, windows: int, *, kept: Kept | None = None) -> None:
+        """``windows``: how many will arrive. ``kept``: what an interrupted run left of the file; None of a new one."""
         self.plan = file
         self.checks = TargetChecks(file)
-        self.late = LatePlaces(file)
         self.path = path
-        self._resumed = resumed
         self.parts: list[Part] = []
+        self._resumed = kept is not None
         self._left = windows
         self._lock = threading.Lock()
         self._file: WritableFile | None = None
         self._patched = 0
+        if kept is not None:
+            self.parts += kept.parts
+            self.checks.absorb(kept.rows, kept.late)
 
     @property
     def crc(self) -> int:
@@ -84,9 +87,13 @@ class Output:
         if self._file is None:
             return
         for place, value in self.checks.patches():
-            self._file.write(place, value)
+            self.patch(self._file, place, value)
             self._patched ^= patch_effect(value, self.plan.nbytes - place - len(value))
         self._file.commit()
+
+    def patch(self, file: WritableFile, place: int, value: bytes) -> None:
+        """Put a checksum where the file wants it."""
+        file.write(place, value)
 
     def abandon(self) -> None:
         if self._file is not None:
@@ -108,23 +115,23 @@ def execute(
     """Write every file of ``plan`` where ``locate`` says, and make it durable; returns the CRC-32 of each by its path.
 
     ``recorder`` keeps the journal, and knows which windows an interrupted run has finished: those are read back, and
-    copied again only where they are not what the journal says. ``budget.window`` has to be that run's then.
+    copied again only where they are not what the journal says. None is longer than ``budget.nbytes``.
     Holds at most ``budget.nbytes`` of buffers. Raises SourceCorruptError when a record does not match its checksum or a
     file ended early, TargetUnwritableError when the file system refuses; the first error stops all threads.
     """
     check = SourceCheck(files, checksums)
-    bounds = [window_bounds(file, plan, budget.window).tolist() for file in plan.files]
-    resumed = recorder is not None and bool(recorder.finished.crcs)
+    progress.begin("copy", plan.bytes_written)
+    kept = _read_back(plan, recorder.finished, locate, budget, progress) if recorder is not None else {}
+    windows = [_windows(file, plan, budget.window, kept.get(number)) for number, file in enumerate(plan.files)]
     outputs = [
-        output(file, locate(file.path), max(len(bound) - 1, 1), resumed=resumed)
-        for file, bound in zip(plan.files, bounds, strict=True)
+        output(file, locate(file.path), len(windows[number]), kept=kept.get(number))
+        for number, file in enumerate(plan.files)
     ]
-    work = _Work(_windows(bounds))
+    work = _Work(Window(number, *each) for number, found in enumerate(windows) for each in found)
     if recorder is not None:
         check.absorb(recorder.finished.parts)
         check.fresh()
         recorder.start(check.fresh)
-    progress.begin("copy", plan.bytes_written)
     complete = False
     try:
         with ThreadPoolExecutor(budget.threads, thread_name_prefix="fsdpckpt-copy") as pool:
@@ -142,15 +149,31 @@ def execute(
         for each in outputs:
             each.abandon()
     check.finish()
+    if recorder is not None and recorder.finished.received:
+        received = recorder.finished.received_ranges()
+        read_again(unjudged(check, plan, received), files, sources, moved=lambda: None)
     progress.end()
     return {each.plan.path: each.crc for each in outputs}
 
 
-def _windows(bounds: Sequence[Sequence[int]]) -> Iterator[Window]:
-    for file, bound in enumerate(bounds):
-        pairs = list(pairwise(bound)) or [(0, 0)]
-        for begin, end in pairs:
-            yield Window(file, begin, end)
+def _read_back(
+    plan: Plan, finished: Finished, locate: Callable[[str], str], budget: Budget, progress: Progress
+) -> dict[int, Kept]:
+    """By file what is kept of it; every file has an entry when there is anything to go on with."""
+    claims = finished.claims()
+    if not claims:
+        return {}
+    backs = [ReadBack(file, locate(file.path), claims.get(number, ())) for number, file in enumerate(plan.files)]
+    read_back(backs, budget.threads, budget.nbytes)
+    kept = {number: back.close() for number, back in enumerate(backs)}
+    progress.advance(sum(nbytes for each in kept.values() for _, nbytes, _ in each.parts))
+    return kept
+
+
+def _windows(file: FilePlan, plan: Plan, window: int, kept: Kept | None) -> list[Range]:
+    """What is to be copied; a file of which nothing is gets an empty window, by which it is finished."""
+    done = kept.ranges if kept is not None else ()
+    return open_windows(file, plan, window, done=done) or [(file.nbytes, file.nbytes)]
 
 
 class _Work:
@@ -176,14 +199,7 @@ def _copy(
     try:
         while (window := work.next()) is not None:
             output = outputs[window.file]
-            crc = None
-            if recorder is not None:
-                crc = recorder.finished.crcs.get((window.file, window.begin, window.end))
-            part = None
-            if crc is not None:
-                part = _keep_window(output, assembler.buffer(window.begin, window.end), window.begin, crc)
-            if part is None:
-                part = copy_window(output, assembler, window.begin, window.end)
+            part = copy_window(output, assembler, window.begin, window.end)
             if recorder is not None:
                 recorder.wrote(window.file, output.open(), part)
             progress.advance(window.end - window.begin)
@@ -193,23 +209,13 @@ def _copy(
 
 
 def copy_window(output: Output, assembler: Assembler, begin: int, end: int) -> Part:
-    """Assemble, sum and write the bytes [begin, end) of one target file."""
+    """Assemble, sum and write the bytes [begin, end) of one target file. None to write: it is opened all the same."""
     target = output.open()
-    view, known = assembler.assemble(output.plan, begin, end)
-    output.checks.window(begin, view, known)
-    part = (begin, len(view), window_crc(begin, view, known))
-    target.write(begin, view)
-    output.finished(part)
-    return part
-
-
-def _keep_window(output: Output, view: memoryview, begin: int, crc: int) -> Part | None:
-    """Take the window that an interrupted run wrote, read into ``view``; None when it does not sum to ``crc``."""
-    output.open().read_into(begin, view)
-    output.late.clear(begin, view)
-    if crc32(view) != crc:
-        return None
-    output.checks.window(begin, view, {})
-    part = (begin, len(view), crc)
+    part = (begin, 0, 0)
+    if begin < end:
+        view, known = assembler.assemble(output.plan, begin, end)
+        output.checks.window(begin, view, known)
+        part = (begin, len(view), window_crc(begin, view, known))
+        target.write(begin, view)
     output.finished(part)
     return part

@@ -6,7 +6,6 @@ import os
 import threading
 from collections.abc import Callable
 
-from fsdpckpt.errors import FsdpckptError
 from fsdpckpt.executor.crc import Part
 from fsdpckpt.executor.resume import Finished, RunIdentity, SourcePart, first_record, windows_record
 from fsdpckpt.storage.journal import Journal
@@ -20,23 +19,24 @@ SYNC_SECONDS = 2.0  # between two syncs: what a kill may cost; a run that is sho
 class Recorder:
     """Collects the windows that are written; a thread of its own syncs their files and then names them in the journal.
 
-    ``path``: of the journal. ``identity`` is asked for once, at the first entry. ``finished``: what an earlier run has
-    left there. ``nbytes``: how many bytes the journal names.
+    ``path``: of the journal. ``identity`` is asked for once, when the journal begins. ``finished``: what earlier runs
+    have left, in this journal or others. ``nbytes``: how many bytes are on the disk and named by some journal.
     """
 
     def __init__(self, path: str, identity: Callable[[], RunIdentity], finished: Finished) -> None:
         self.finished = finished
         self.nbytes = finished.nbytes
-        self._identity = identity
-        self._journal = Journal(path)
+        self._journal = Journal(path, lambda: first_record(identity()))
         self._begun = bool(finished.crcs)
-        self._pending: list[tuple[int, WritableFile, Part]] = []
+        self._pending: list[tuple[int, WritableFile, Part, bool]] = []
         self._fresh: Callable[[], list[SourcePart]] = list
         self._directories: set[str] = set()
         self._lock = threading.Lock()
         self._stop = threading.Event()
+        self._ended = threading.Event()
+        self._complete = False
         self._thread: threading.Thread | None = None
-        self._failure: FsdpckptError | OSError | None = None
+        self._failure: BaseException | None = None
 
     def start(self, fresh: Callable[[], list[SourcePart]]) -> None:
         """Begin. ``fresh`` returns the parts of source records that were summed since it was last asked."""
@@ -44,51 +44,61 @@ class Recorder:
         self._thread = threading.Thread(target=self._run, name="fsdpckpt-journal", daemon=True)
         self._thread.start()
 
-    def wrote(self, number: int, file: WritableFile, part: Part) -> None:
-        """``part`` of target file ``number`` is written. Raises what went wrong when others were synced."""
+    def wrote(self, number: int, file: WritableFile, part: Part, *, received: bool = False) -> None:
+        """``part`` of target file ``number`` is written. Raises what went wrong when others were synced.
+
+        ``received``: bytes of it came from another worker.
+        """
         if self._failure is not None:
             raise self._failure
-        if (number, part[0], part[0] + part[1]) not in self.finished.crcs:
+        if part[1]:
             with self._lock:
-                self._pending.append((number, file, part))
+                self._pending.append((number, file, part, received))
 
-    def close(self, *, complete: bool) -> None:
-        """End. Unless all is ``complete`` and was quick, the journal names all that was written when this returns."""
+    def close(self, *, complete: bool, patience: float | None = None) -> None:
+        """End. Unless all is ``complete`` and was quick, the journal names all that was written when this returns.
+
+        After ``patience`` seconds it returns all the same: a disk that hangs holds nobody up.
+        """
+        self._complete = complete
         self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
-        try:
-            if not complete or self._begun:
-                self._record()
-        except (FsdpckptError, OSError) as error:
-            self._failure = self._failure or error
-        finally:
-            self._journal.close()
+        if self._thread is None:
+            self._end()
+        else:
+            self._ended.wait(patience)
         if complete and self._failure is not None:  # a disk tells of a lost write once, and it has told us
             raise self._failure
 
     def _run(self) -> None:
-        while not self._stop.wait(SYNC_SECONDS):
-            try:
-                self._record()
-            except (FsdpckptError, OSError) as error:
-                self._failure = error
-                return
+        while self._failure is None and not self._stop.wait(SYNC_SECONDS):
+            self._attempt()
+        self._stop.wait()
+        self._end()
+
+    def _end(self) -> None:
+        if self._failure is None and (not self._complete or self._begun):
+            self._attempt()
+        self._journal.close()
+        self._ended.set()
+
+    def _attempt(self) -> None:
+        try:
+            self._record()
+        except BaseException as error:  # noqa: BLE001  # raised by whoever writes, or closes
+            self._failure = error
 
     def _record(self) -> None:
         """Sync what was written, then say so."""
-        if self._failure is not None:
-            return
         with self._lock:
             windows, self._pending = self._pending, []
-        if not windows:
-            return
         parts = self._fresh()  # after the windows: theirs are all among these
-        for file in {id(file): file for _, file, _ in windows}.values():
+        if not windows and not parts:
+            return
+        for file in {id(file): file for _, file, _, _ in windows}.values():
             self._sync(file)
-        rows = [(number, begin, begin + nbytes, crc) for number, _, (begin, nbytes, crc) in windows]
-        records = [] if self._begun else [first_record(self._identity(), self.finished.window)]
-        self._journal.append([*records, windows_record(rows, parts)])
+        rows = [(number, begin, begin + nbytes, crc) for number, _, (begin, nbytes, crc), _ in windows]
+        received = [row[:3] for row, (_, _, _, came) in zip(rows, windows, strict=True) if came]
+        self._journal.append([windows_record(rows, parts, received)])
         self._begun = True
         self.nbytes += sum(end - begin for _, begin, end, _ in rows)
 

@@ -1,7 +1,8 @@
-"""What an interrupted run left in its journal, and whether it is this run's: same plan, same source, same program.
+"""What an interrupted run left in its journals, and whether it is this run's: same plan, same source, same program.
 
-The journal's first record is the run's identity. The others say which windows of which target files are on the disk
-with which CRC-32, and the checksums of the parts of source records that were read for them.
+A journal's first record is the run's identity. The others say which windows of which target files are on the disk
+with which CRC-32, and the checksums of the parts of source records that were read for them. Who wrote a window, this
+process or another one, alone or as one of several, does not count: how later runs cut the rest is up to them.
 """
 
 from __future__ import annotations
@@ -18,33 +19,52 @@ from fsdpckpt.planner.plan import COPY_COLUMNS, FilePlan, Plan
 from fsdpckpt.storage.identity import FileIdentity, change_between
 from fsdpckpt.storage.journal import Record, read_records
 
-__all__ = ["Finished", "LatePlaces", "RunIdentity", "SourcePart", "plan_digest", "read_run"]
+__all__ = [
+    "Claim",
+    "Finished",
+    "LatePlaces",
+    "RunIdentity",
+    "SourcePart",
+    "first_record",
+    "joined",
+    "plan_digest",
+    "read_run",
+    "run_of",
+    "windows_record",
+]
+
+Claim = tuple[int, int, int]
+"""(begin, end, crc) of a window of a target file."""
 
 SourcePart = tuple[int, int, int, int, int]
 """(source file, record, offset, nbytes, crc), as ``SourceCheck`` keeps them."""
 
-FORMAT = 1  # of the journal: another one belongs to another program version
+FORMAT = 2  # of the journal: another one belongs to another program version
 
 
 @dataclass(frozen=True, slots=True)
 class RunIdentity:
     """``plan``: ``plan_digest``. ``options``: those that decide what is written, as text, to say what changed.
 
-    ``sources``: the files that tensor data comes from, in the checkpoint's order.
+    ``sources``: the files that tensor data comes from, in the checkpoint's order; each is one copy of the file, or
+    several where workers see different disks.
     """
 
     version: str
     plan: str
     options: Mapping[str, str]
-    sources: Sequence[FileIdentity]
+    sources: Sequence[Sequence[FileIdentity]]
 
     def source_changes(self, now: RunIdentity) -> list[str]:
-        """What happened to the source's files since this run, one line each."""
+        """What happened to the source's files since this run, one line each: every copy has to be one known then."""
         if len(self.sources) != len(now.sources):
             return [f"the source had {len(self.sources)} files and has {len(now.sources)} now"]
-        pairs = zip(self.sources, now.sources, strict=True)
-        changes = [(after.path, change_between(before, after)) for before, after in pairs]
-        return [f"{path} {change}" for path, change in changes if change is not None]
+        return [
+            f"{copy.path} {changes[0]}"
+            for before, after in zip(self.sources, now.sources, strict=True)
+            for copy in after
+            if None not in (changes := [change_between(each, copy) for each in before])
+        ]
 
     def other_changes(self, now: RunIdentity) -> list[str]:
         """What else is not as it was: program version, options, or the plan for a reason these do not tell."""
@@ -65,42 +85,84 @@ class RunIdentity:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Windows of at most ``window`` bytes that are on the disk: (file, begin, end) to CRC-32."""
+    """Windows that are on the disk: (file, begin, end) to CRC-32. ``parts``: of the source records read for them.
 
-    window: int
+    ``received``: those of the windows for which bytes came from other workers: the parts of these may be in none of
+    the journals.
+    """
+
     crcs: Mapping[tuple[int, int, int], int] = field(default_factory=dict)
     parts: Sequence[SourcePart] = ()
+    received: frozenset[tuple[int, int, int]] = frozenset()
 
     @property
     def nbytes(self) -> int:
-        return sum(end - begin for _, begin, end in self.crcs)
+        return sum(end - begin for claims in self.claims().values() for begin, end, _ in claims)
+
+    @property
+    def longest(self) -> int:
+        """Bytes of the longest window: what a buffer to read it back needs."""
+        return max((end - begin for _, begin, end in self.crcs), default=0)
+
+    def received_ranges(self) -> dict[int, list[tuple[int, int]]]:
+        """By file, in order, what ``received`` holds of ``claims``."""
+        return {
+            file: ranges
+            for file, claims in self.claims().items()
+            if (ranges := [(begin, end) for begin, end, _ in claims if (file, begin, end) in self.received])
+        }
+
+    def claims(self) -> dict[int, list[Claim]]:
+        """By file the windows in order, disjoint: of two that overlap, one that was written anew, either will do."""
+        found: dict[int, list[Claim]] = {}
+        for (file, begin, end), crc in sorted(self.crcs.items(), key=lambda item: (*item[0][:2], -item[0][2])):
+            own = found.setdefault(file, [])
+            if begin < end and (not own or own[-1][1] <= begin):
+                own.append((begin, end, crc))
+        return found
 
 
-def first_record(identity: RunIdentity, window: int) -> Record:
-    return {"format": FORMAT, "window": window, **asdict(identity)}
+def joined(several: Sequence[Finished]) -> Finished:
+    """What the journals of several processes say together."""
+    crcs = {window: crc for each in several for window, crc in each.crcs.items()}
+    parts = [part for each in several for part in each.parts]
+    return Finished(crcs, parts, frozenset().union(*(each.received for each in several)))
 
 
-def windows_record(windows: Sequence[tuple[int, int, int, int]], parts: Sequence[SourcePart]) -> Record:
+def first_record(identity: RunIdentity) -> Record:
+    return {"format": FORMAT, **asdict(identity)}
+
+
+def windows_record(
+    windows: Sequence[tuple[int, int, int, int]],
+    parts: Sequence[SourcePart],
+    received: Sequence[tuple[int, int, int]] = (),
+) -> Record:
     """``windows``: (file, begin, end, crc)."""
-    return {"windows": windows, "parts": parts}
+    return {"windows": windows, "parts": parts, "received": received}
 
 
 def read_run(path: str) -> tuple[RunIdentity, Finished] | None:
     """The run that left the journal at ``path``; None when it holds none that this program can read."""
-    records = read_records(path)
+    return run_of(read_records(path))
+
+
+def run_of(records: Sequence[Record]) -> tuple[RunIdentity, Finished] | None:
+    """As ``read_run``, from the journal's records."""
     if not records or records[0].get("format") != FORMAT:
         return None
     first = records[0]
-    sources = [_file_identity(each) for each in _dicts(first["sources"])]
+    sources = [[_file_identity(copy) for copy in copies] for copies in _copies(first["sources"])]
     options = first["options"] if isinstance(first["options"], dict) else {}
     identity = RunIdentity(str(first["version"]), str(first["plan"]), options, sources)
     crcs: dict[tuple[int, int, int], int] = {}
     parts: list[SourcePart] = []
+    received: list[tuple[int, int, int]] = []
     for record in records[1:]:
         crcs |= {(file, begin, end): crc for file, begin, end, crc in _rows(record["windows"])}
         parts += [(file, index, offset, nbytes, crc) for file, index, offset, nbytes, crc in _rows(record["parts"])]
-    window = first["window"]
-    return identity, Finished(window if isinstance(window, int) else 0, crcs, parts)
+        received += [(file, begin, end) for file, begin, end in _rows(record["received"])]
+    return identity, Finished(crcs, parts, frozenset(received))
 
 
 def _file_identity(record: Mapping[str, object]) -> FileIdentity:
@@ -112,7 +174,7 @@ def _rows(value: object) -> list[list[int]]:
     return value if isinstance(value, list) else []
 
 
-def _dicts(value: object) -> list[dict[str, object]]:
+def _copies(value: object) -> list[list[dict[str, object]]]:
     return value if isinstance(value, list) else []
 
 

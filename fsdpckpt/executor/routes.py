@@ -7,9 +7,8 @@ receives more than ``round_bytes`` in one. All workers derive all of it from the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +17,7 @@ from fsdpckpt.executor.shares import Segment
 from fsdpckpt.executor.splitting import Parts, split
 from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.planner.plan import Copies, FilePlan, Plan
-from fsdpckpt.planner.windows import window_bounds
+from fsdpckpt.planner.windows import Range, open_windows
 
 __all__ = ["OwnWindow", "Routes", "find_routes"]
 
@@ -41,7 +40,7 @@ class Routes:
     file ``first_stream + s`` is the stream of worker s.
 
     ``streams[o]``: the stream to worker o as a plan: a file of its bytes, made of this worker's sources.
-    ``sends[o]``, ``receives[s]``: bytes of each round.
+    ``sends[o]``, ``receives[s]``: bytes of each round. ``rounds``: of those in which this worker has a part.
     """
 
     windows: tuple[OwnWindow, ...]
@@ -73,15 +72,23 @@ def find_routes(
     rank: int,
     window: int,
     round_bytes: int,
+    done: Mapping[int, Sequence[Range]] | None = None,
 ) -> Routes:
     """The routes of worker ``rank``. ``visible[file, worker]``: who sees which source file, each seen by somebody.
 
-    A window must not need more than ``round_bytes``; rounds are fuller the less it needs.
+    ``done``: by segment, in order, what an interrupted run has written of it; a segment of which that is all has an
+    empty window. A window must not need more than ``round_bytes``; rounds are fuller the less it needs.
     """
     senders = _senders(visible)
+    own: dict[int, list[int]] = {}
+    for number, segment in enumerate(segments):
+        own.setdefault(segment.owner, []).append(number)
+    served = (~visible & (senders == rank)).any(axis=0)
+    served[rank] = True
     needs = [
-        _need(plan, segments, visible, senders, owner, window, round_bytes)
-        for owner in sorted({segment.owner for segment in segments})
+        _need(plan, segments, own[owner], visible, senders, owner, window, round_bytes, done or {})
+        for owner in sorted(own)
+        if served[owner]
     ]
     rounds = max((int(need.round.max()) + 1 for need in needs if len(need.round)), default=0)
     mine = next((need for need in needs if need.owner == rank), None)
@@ -98,36 +105,38 @@ def find_routes(
 
 
 def _senders(visible: Visible) -> Int64Array:
-    """Who sends file f to worker o, as [f, o]: those who see f take turns."""
-    files, workers = visible.shape
-    first = np.argsort(~visible, axis=1, kind="stable")  # those who see it, ascending, then the others
-    turn = np.add.outer(np.arange(files), np.arange(workers)) % np.maximum(visible.sum(axis=1), 1)[:, None]
-    found: Int64Array = np.take_along_axis(first, turn, axis=1).astype(np.int64)
+    """Who sends file f to worker o, as [f, o], where anybody has to: those who see f take turns."""
+    found = np.zeros(visible.shape, np.int64)
+    for file in np.flatnonzero(~visible.all(axis=1)).tolist():
+        sees = np.flatnonzero(visible[file])
+        found[file] = sees[(file + np.arange(visible.shape[1])) % len(sees)]
     return found
 
 
 def _need(
     plan: Plan,
     segments: Sequence[Segment],
+    own: Sequence[int],
     visible: Visible,
     senders: Int64Array,
     owner: int,
     window: int,
     round_bytes: int,
+    done: Mapping[int, Sequence[Range]],
 ) -> _Need:
     bounds: list[tuple[int, int, int]] = []
     parts: list[tuple[int, Parts]] = []
     needing: list[Int64Array] = []
-    for number, segment in enumerate(segments):
-        if segment.owner != owner:
-            continue
+    for number in own:
+        segment = segments[number]
         file = plan.files[segment.file]
-        cuts = window_bounds(file, plan, window, begin=segment.begin, end=segment.end).tolist()
+        windows = open_windows(file, plan, window, begin=segment.begin, end=segment.end, done=done.get(number, ()))
         first = len(bounds)
-        bounds += [(number, begin, end) for begin, end in pairwise(cuts)] or [(number, segment.begin, segment.end)]
+        bounds += [(number, begin, end) for begin, end in windows] or [(number, segment.end, segment.end)]
+        begins, ends = np.asarray(windows, np.int64).reshape(-1, 2).T
         foreign = ~visible[file.copies.file, owner]
         if foreign.any():
-            found = split(file, plan, foreign, np.asarray(cuts[:-1], np.int64), np.asarray(cuts[1:], np.int64))
+            found = split(file, plan, foreign, begins, ends)
             if len(found.copies):
                 parts.append((number, found))
                 needing.append(found.window + first)
@@ -140,8 +149,8 @@ def _need(
     round_of = (np.cumsum(per_window) - per_window) // stretch
     _, round_of = np.unique(np.where(per_window > 0, round_of, -1), return_inverse=True)  # without empty rounds
     round_of = round_of - (1 if (per_window == 0).any() else 0)
-    windows = [OwnWindow(*bound, int(when)) for bound, when in zip(bounds, round_of, strict=True)]
-    return _Need(owner, windows, parts, sender, round_of[window_of], nbytes)
+    found_windows = [OwnWindow(*bound, int(when)) for bound, when in zip(bounds, round_of, strict=True)]
+    return _Need(owner, found_windows, parts, sender, round_of[window_of], nbytes)
 
 
 def _by_round(need: _Need, sender: int, rounds: int) -> Int64Array:

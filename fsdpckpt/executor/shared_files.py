@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeAlias, cast
 
+from fsdpckpt.executor.compare import Compared
 from fsdpckpt.executor.crc import Part
+from fsdpckpt.executor.kept import Kept
 from fsdpckpt.executor.local import Output
 from fsdpckpt.planner.plan import FilePlan
 from fsdpckpt.storage.targets import WritableFile
 
-__all__ = ["Share", "WorkerOutput"]
+__all__ = ["ComparedWorkerOutput", "Share", "WorkerOutput"]
 
 Share: TypeAlias = "list[object]"
 """What one worker knows of its part of a file, as plain values: see ``WorkerOutput.share``."""
@@ -31,8 +33,9 @@ class WorkerOutput(Output):
         first: bool,
         alone: bool,
         expect_silence: Callable[[int], None],
+        kept: Kept | None = None,
     ) -> None:
-        super().__init__(file, path, windows)
+        super().__init__(file, path, windows, kept=kept)
         self.first = first
         self.alone = alone
         self._expect_silence = expect_silence
@@ -61,3 +64,7 @@ class WorkerOutput(Output):
             self.parts.extend(cast("list[Part]", parts))
             self.checks.absorb(cast("list[tuple[int, int, int, int]]", rows), cast("list[tuple[int, bytes]]", late))
         super().complete()
+
+
+class ComparedWorkerOutput(Compared, WorkerOutput):
+    """One worker's part of a target file that exists, be it the first or not: compared, not written."""

@@ -2,16 +2,19 @@
 
 The files a set of workers has to write are laid end to end and cut into as many parts of equal bytes as there are
 workers, so that the files of one target rank stay together. A cut moves to the nearest end of a file when that is near
-enough; inside a file it falls on a block of the disk, unless that lies within an element that is cast.
+enough; inside a file it falls on a block of the disk, unless that lies within an element that is cast, or within a
+window of an interrupted run, which stays whole.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from fsdpckpt.executor.resume import Claim
 from fsdpckpt.planner.plan import FilePlan, Plan
 
 __all__ = ["Segment", "cut", "target_node"]
@@ -34,8 +37,18 @@ class Segment:
     owner: int
 
 
-def cut(plan: Plan, files: Sequence[int], workers: Sequence[int], *, place: int = 0) -> list[Segment]:
-    """``files`` (their numbers in ``plan``) cut over ``workers``. Every file has a segment, an empty one too."""
+def cut(
+    plan: Plan,
+    files: Sequence[int],
+    workers: Sequence[int],
+    *,
+    place: int = 0,
+    done: Mapping[int, Sequence[Claim]] | None = None,
+) -> list[Segment]:
+    """``files`` (their numbers in ``plan``) cut over ``workers``. Every file has a segment, an empty one too.
+
+    ``done``: by file, in order, what an interrupted run has written of it.
+    """
     ends = np.cumsum([plan.files[number].nbytes for number in files], dtype=np.int64)
     total = int(ends[-1]) if len(ends) else 0
     marks = [_snapped(total * part // len(workers), ends, total // len(workers)) for part in range(1, len(workers))]
@@ -46,7 +59,7 @@ def cut(plan: Plan, files: Sequence[int], workers: Sequence[int], *, place: int 
         file = plan.files[number]
         at = 0
         while worker < len(marks) and marks[worker] < end:
-            stop = _allowed(file, plan, marks[worker] - begin)
+            stop = _outside(_allowed(file, plan, marks[worker] - begin), (done or {}).get(number, ()))
             if stop > at:
                 segments.append(Segment(number, place, at, stop, workers[worker]))
                 at = stop
@@ -78,6 +91,12 @@ def _allowed(file: FilePlan, plan: Plan, at: int) -> int:
         return at
     # Not on a block where the tensor is not aligned: then two workers write that one, each its own bytes.
     return at - (at - int(offset)) % plan.casts[cast][1].itemsize
+
+
+def _outside(at: int, done: Sequence[Claim]) -> int:
+    """``at``, or where the window in ``done`` begins that it lies in."""
+    index = bisect_left(done, at, key=lambda claim: claim[0]) - 1  # the last that begins before it
+    return done[index][0] if index >= 0 and done[index][1] > at else at
 
 
 def target_node(target_rank: int, world_size: int, nodes: Mapping[int, int]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from typing import TypeAlias, cast
 
 import numpy as np
@@ -23,13 +23,17 @@ Packed: TypeAlias = dict[str, object]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
-    """What all workers do together. ``segments``: who writes what."""
+    """What all workers do together. ``segments``: who writes what.
+
+    ``claims``: rows of (place, file, begin, end, crc), the windows that an interrupted run has written, in order.
+    """
 
     plan: Plan
     files: tuple[SourceFile, ...]
     checksums: Checksums
     segments: tuple[Segment, ...]
     settings: Settings
+    claims: Int64Array = field(default_factory=lambda: np.zeros((0, 5), np.int64))
 
     def digest(self) -> str:
         """SHA-256 over every column of it."""
@@ -64,6 +68,7 @@ def packed(job: Job) -> Packed:
             -1, 5
         ),
         "settings": list(astuple(job.settings)),
+        "claims": job.claims,
         "casts": [[source.name, target.name] for source, target in job.plan.casts],
         "targets": [_packed_file(file) for file in job.plan.files],
     }
@@ -99,6 +104,7 @@ def unpacked(value: object) -> Job:
         checksums=Checksums(*cast("Int64Array", fields["checksums"])),
         segments=tuple(Segment(*row) for row in cast("Int64Array", fields["segments"]).tolist()),
         settings=Settings(*cast("list[int]", fields["settings"])),
+        claims=cast("Int64Array", fields["claims"]),
     )
 
 

@@ -11,7 +11,7 @@ from fsdpckpt.executor.checks import SourceCheck
 from fsdpckpt.ir.checkpoint import SourceFile
 from fsdpckpt.ir.dtypes import DType, cast, numpy_dtype
 from fsdpckpt.planner.plan import FilePlan, Plan
-from fsdpckpt.storage.sources import Sources
+from fsdpckpt.storage.sources import Sources, is_url, request_cost
 from fsdpckpt.storage.targets import BLOCK, aligned_buffer
 
 __all__ = ["Assembler"]
@@ -19,6 +19,8 @@ __all__ = ["Assembler"]
 DIRECT = 128 * 1024  # bytes: from here on a range is read straight into place, below it neighbours share a request
 GAP = 32 * 1024  # bytes: unwanted bytes between two small ranges that are cheaper to read than to skip
 WIDE_ROW = 16 * 1024  # bytes: rows at least this wide get a request each, narrower ones are cut out of one span
+
+CAST_AT_ONCE = 1 << 16  # elements: their copies stay in a processor's cache
 
 Segment = tuple[int, int, int, int]
 """(source file, source offset, window offset, nbytes)"""
@@ -34,6 +36,7 @@ class Assembler:
         self._files = files
         self._sources = sources
         self._check = check
+        self._remote = any(is_url(file.path) for file in files)
         self._window = aligned_buffer(window + BLOCK)
         self._scratch = aligned_buffer(window)
 
@@ -97,7 +100,7 @@ class Assembler:
         group: list[Segment] = []
         for number, at, place, length in table[:, order].T.tolist():
             segment: Segment = (number, at, place, length)
-            if length >= DIRECT:
+            if length >= max(DIRECT, self._cost(number)):
                 part = view[place : place + length]
                 self._read(number, at, part)
                 known[begin + place, length] = self._check.saw(number, at, part)
@@ -109,10 +112,13 @@ class Assembler:
         if group:
             self._deal(group, begin, view, known)
 
+    def _cost(self, file: int) -> int:
+        return request_cost(self._sources.open(self._files[file].path)) if self._remote else 0
+
     def _joins(self, group: list[Segment], segment: Segment) -> bool:
         number, at, _, length = segment
         last = group[-1]
-        near = 0 <= at - (last[1] + last[3]) <= GAP
+        near = 0 <= at - (last[1] + last[3]) <= max(GAP, self._cost(number))
         return number == last[0] and near and at + length - group[0][1] <= len(self._scratch)
 
     def _deal(self, group: list[Segment], begin: int, view: memoryview, known: dict[tuple[int, int], int]) -> None:
@@ -185,7 +191,8 @@ class Assembler:
                 self._wide_row(number, source + done * source_pitch, view[done * pitch :], width, (have, want))
                 done += 1
                 continue
-            count = 1 if source_width >= WIDE_ROW and source_pitch != source_width else limit // max(source_pitch, 1)
+            apart = source_pitch - source_width > self._cost(number) and source_width >= WIDE_ROW
+            count = 1 if apart else limit // max(source_pitch, 1)
             count = min(rows - done, max(count, 1))
             span = self._scratch[: (count - 1) * source_pitch + source_width]
             at = source + done * source_pitch
@@ -229,4 +236,14 @@ def _item_types(casting: tuple[DType, DType] | None) -> tuple[np.dtype[np.generi
 
 
 def _store(taken: npt.NDArray[np.generic], placed: npt.NDArray[np.generic]) -> None:
-    placed[...] = cast(taken, placed.dtype)
+    """Cast rows of elements from ``taken`` to ``placed``, few at a time: a cast makes copies that no budget counts."""
+    if taken.dtype == placed.dtype:
+        placed[...] = taken
+        return
+    source, target = np.atleast_2d(taken), np.atleast_2d(placed)
+    rows, width = source.shape
+    step = max(CAST_AT_ONCE // max(width, 1), 1)
+    for row in range(0, rows, step):
+        for column in range(0, width, CAST_AT_ONCE):
+            box = (slice(row, row + step), slice(column, column + CAST_AT_ONCE))
+            target[box] = cast(source[box], target.dtype)

@@ -20,6 +20,7 @@ __all__ = [
     "KeyType",
     "LOOSE",
     "Layout",
+    "Manifest",
     "ModelState",
     "NamedTensor",
     "Note",
@@ -27,7 +28,9 @@ __all__ = [
     "ParamKey",
     "Problem",
     "Section",
+    "STRAY",
     "SourceFile",
+    "StatedFile",
     "UNORDERED",
     "ZEROS",
     "group_params",
@@ -36,6 +39,9 @@ __all__ = [
 
 UNORDERED = "keys are not in the order of the state dict they were saved from"
 """The line of ``Checkpoint.evidence`` that keeps anyone from taking the order of keys for that of the parameters."""
+
+STRAY = "stray"
+"""The kind of notes on files of another save that lie among those of a checkpoint."""
 
 ZEROS = "zeros:"
 """The path of a source file that is no file: it reads as zeros everywhere (``storage.sources.ZeroFile``)."""
@@ -123,6 +129,27 @@ class Checksums:
         return cls(table[:, 0], table[:, 1], table[:, 2], table[:, 3])
 
 
+@dataclass(frozen=True, slots=True)
+class StatedFile:
+    """Length and CRC-32 of a whole file."""
+
+    nbytes: int
+    crc: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What the ``fsdpckpt.json`` at ``path`` says: ``files`` in ``directory`` by name, and ``digests``.
+
+    A digest is the SHA-256 of one tensor's row-major bytes, by ``<section> <key>``; most conversions record none.
+    """
+
+    path: str
+    directory: str
+    files: Mapping[str, StatedFile]
+    digests: Mapping[str, str]
+
+
 @dataclass(slots=True)
 class ModelState:
     """``params``: FQN (exactly as the source wrote it) to tensor, in the source's order; buffers included.
@@ -194,7 +221,11 @@ class Checkpoint:
     ``files`` is what ``Pieces.file`` indexes. ``extra`` holds what is neither model nor optimizer, under the
     source's own keys (nesting kept). ``rank_extra``: the extras of each rank, when ranks saved different ones
     (RNG states), index = rank; empty otherwise. ``evidence`` says in words what was recognised and why.
-    ``units``: those that lie beside the checkpoint, and ``units_from`` the file that says so.
+    ``units``: those that lie beside the checkpoint, and ``units_from`` the file that says so. ``directory``: where it
+    was found, at ``source`` or below; "" for one file.
+    ``mesh_devices``: the device types of the meshes that its DTensors are on.
+    ``manifest``: that of the directory, when this program wrote it. ``nesting``: the path of keys under which a DCP
+    checkpoint has each section.
     """
 
     source: str
@@ -213,6 +244,10 @@ class Checkpoint:
     notes: tuple[Note, ...] = ()
     units: Units | None = None
     units_from: str = ""
+    directory: str = ""
+    manifest: Manifest | None = None
+    nesting: Mapping[Section, tuple[Key, ...]] = field(default_factory=dict)
+    mesh_devices: frozenset[str] = frozenset()
 
     def tensors(self) -> Iterator[NamedTensor]:
         """Every tensor of every section: model, then optimizer (its user-added entries last), then extra."""

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     NumpyDType = np.dtype[np.generic]
     NumpyArray = npt.NDArray[np.generic]
 
-__all__ = ["DTYPES", "SAFETENSORS_DTYPES", "STORAGE_DTYPES", "DType", "cast", "numpy_dtype"]
+__all__ = ["DTYPES", "MAX_DIMENSIONS", "SAFETENSORS_DTYPES", "STORAGE_DTYPES", "DType", "cast", "numpy_dtype"]
+
+MAX_DIMENSIONS = 64  # of a tensor: torch itself refuses more
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,8 @@ class Pieces:
     ``rank`` (n,): the rank that held or wrote the piece. ``file`` (n,): index into ``Checkpoint.files``.
     ``offset`` (n,): byte offset in that file of the piece's first element, -1 while the reader has not
     located it (``locate=False``). ``start``, ``size`` (n, d): the box, in elements of the global tensor.
-    ``stride`` (n, d): elements between neighbours in the file, as ``torch.Tensor.stride``.
+    ``stride`` (n, d): elements between neighbours in the file, as ``torch.Tensor.stride``. ``item`` (n, 2), of pieces
+    that are not located: the first byte of the archive in that file which holds the piece, and its length.
     """
 
     rank: Int64Array
@@ -54,6 +55,7 @@ class Pieces:
     start: Int64Array
     size: Int64Array
     stride: Int64Array
+    item: Int64Array | None = None
 
     def __len__(self) -> int:
         return len(self.file)
@@ -104,6 +106,7 @@ class Pieces:
             self.start[index],
             self.size[index],
             self.stride[index],
+            self.item[index] if self.item is not None else None,
         )
 
 

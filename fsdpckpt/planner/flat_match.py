@@ -6,7 +6,7 @@ what each key of the checkpoint is, or lists everything that contradicts them. I
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,21 +14,21 @@ import numpy as np
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, OptimState, ParamKey, group_params
 from fsdpckpt.ir.tensors import ONE_SLICE, SLICES, Int64Array, Tensor
 from fsdpckpt.ir.units import FLAT_PARAM, Unit, UnitParam, Units
-from fsdpckpt.ir.values import Key, Value
+from fsdpckpt.ir.values import Value
 from fsdpckpt.layouts.flattened import FlatLayout, layout_of
+from fsdpckpt.planner.flat_keys import KeyMatching
 from fsdpckpt.planner.flat_order import out_of_order, siblings_astray
+from fsdpckpt.planner.flat_slices import (
+    carried_whole,
+    is_flat_key,
+    is_sliced,
+    lengths_found,
+    lengths_shown,
+    slice_lengths,
+)
 from fsdpckpt.planner.names import clean, keeps_order
 
-__all__ = [
-    "FlatMatch",
-    "Mismatch",
-    "carried_whole",
-    "is_flat_key",
-    "is_sliced",
-    "is_step",
-    "match",
-    "slice_lengths",
-]
+__all__ = ["FlatMatch", "Mismatch", "match"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,11 +60,6 @@ class Mismatch:
     unread: int = 0
 
 
-def is_flat_key(key: str) -> bool:
-    """Whether a model key names a flat parameter."""
-    return key == FLAT_PARAM or key.endswith(f".{FLAT_PARAM}")
-
-
 def match(checkpoint: Checkpoint, units: Units) -> FlatMatch | Mismatch:
     """What every key of ``checkpoint`` is under ``units``, or all that contradicts them."""
     matching = _Matching(checkpoint, units)
@@ -82,18 +77,6 @@ def match(checkpoint: Checkpoint, units: Units) -> FlatMatch | Mismatch:
     )
 
 
-def slice_lengths(tensor: Tensor, world_size: int) -> Int64Array | None:
-    """Elements each rank holds of a 1-D tensor, 0 where it has none; None when it is not one plain piece a rank."""
-    pieces = tensor.pieces
-    if tensor.ndim != 1 or len(np.unique(pieces.rank)) != len(pieces):
-        return None
-    if ((pieces.stride[:, 0] != 1) & (pieces.size[:, 0] > 1)).any():  # no slice of FSDP1's, which are dense
-        return None
-    lengths = np.zeros(world_size, np.int64)
-    lengths[pieces.rank] = pieces.size[:, 0]
-    return lengths
-
-
 class _Matching:
     """One attempt; ``contradictions`` fills the attributes that ``FlatMatch`` takes."""
 
@@ -108,7 +91,7 @@ class _Matching:
         self.layouts: dict[str, FlatLayout] = {}
         self.counts: dict[str, Int64Array] = {}
         self.keys: dict[ParamKey, str] = {}
-        self.told: tuple[tuple[str, ...], ...] | None = None  # the groups, as param_names state them
+        self.told: tuple[tuple[str, ...], ...] | None = None
         self.proved: list[str] = []
         self.unread = 0
         self.flat_optimizer = is_sliced(checkpoint, units)
@@ -224,7 +207,10 @@ class _Matching:
         if not self.flat_optimizer:
             yield from self._whole_optimizer(optim)
             return
-        yield from self._map_keys(optim)
+        matching = KeyMatching(optim, self.units)
+        yield from matching.contradictions()
+        self.keys, self.told = matching.keys, matching.told
+        self.proved += matching.proved
         groups = optim.param_groups
         listed = {key for group in groups or () for key in group_params(group) or ()}
         compared = 0
@@ -260,86 +246,18 @@ class _Matching:
         if self.keys:
             self.proved.append(f"{len(self.keys)} optimizer entries have the names and shapes of the units")
 
-    def _map_keys(self, optim: OptimState) -> Iterator[str]:
-        known = [*self.by_key, *(param.name for param in self.units.unmanaged)]
-        possible = dict.fromkeys(self.params if self.units.use_orig_params else known)
-        groups = optim.param_groups
-        if optim.key_type == "name":
-            listed = [key for group in groups or () for key in group_params(group) or ()]
-            for key in dict.fromkeys([*optim.state, *listed]):
-                if clean(str(key)) in possible:
-                    self.keys[key] = clean(str(key))
-                elif key in listed:
-                    yield f"optim: the groups list {key}, which the units do not have"
-            return
-        if groups is None:
-            order = self.units.optimizer_keys() if self.units.groups is None else _chain(self.units.groups)
-            self.keys.update({key: order[key] for key in optim.state if isinstance(key, int) and key < len(order)})
-            yield from (
-                f"optim {key}: the units have {len(order)} parameters" for key in optim.state if key not in self.keys
-            )
-            return
-        yield from self._map_ids(groups)
-
-    def _map_ids(self, groups: Sequence[Mapping[Key, Value]]) -> Iterator[str]:
-        ids = [group_params(group) or [] for group in groups]
-        names = self._groups([len(listed) for listed in ids], groups)
-        if isinstance(names, str):
-            yield names
-            return
-        for number, (listed, own) in enumerate(zip(ids, names, strict=True)):
-            if len(listed) != len(own):
-                yield f"param group {number} lists {len(listed)} parameters, by the units it has {len(own)}"
-                return
-            self.keys.update(zip(listed, own, strict=True))
-        yield from self._compare_param_names(groups)
-
-    def _groups(self, lengths: Sequence[int], groups: Sequence[Mapping[Key, Value]]) -> Sequence[Sequence[str]] | str:
-        """The keys of each param group, or why they are not known."""
-        if self.units.groups is not None:
-            if len(self.units.groups) != len(lengths):
-                return f"the optimizer has {len(lengths)} param groups, by the units {len(self.units.groups)}"
-            return self.units.groups
-        told = [_param_names(group) for group in groups]
-        if all(told):
-            self.told = tuple(tuple(clean(name) for name in names) for names in told)
-            return self.told
-        if len(lengths) > 1:
-            return (
-                f"the optimizer has {len(lengths)} param groups, and the units do not say which parameters are in which"
-            )
-        order = self.units.optimizer_keys()
-        trained = tuple(key for key in order if self._requires_grad(key))
-        return [order if lengths[0] == len(order) else trained]
-
-    def _requires_grad(self, key: str) -> bool:
-        return self.by_key[key].requires_grad if key in self.by_key else self.params[key].requires_grad
-
-    def _compare_param_names(self, groups: Sequence[Mapping[Key, Value]]) -> Iterator[str]:
-        known = {*self.by_key, *self.params}
-        compared = 0
-        for group in groups:
-            for key, name in zip(group_params(group) or (), _param_names(group), strict=False):
-                compared += 1
-                if clean(name) not in known:
-                    yield f"param_names: {clean(name)} is not among the units' parameters"
-                elif self.keys[key] != clean(name):
-                    yield f"optim {key} is {clean(name)} by param_names, {self.keys[key]} by the units"
-        if compared:
-            self.proved.append(f"{compared} param_names of the groups agree with the units")
-
     def _state(self, name: str, leaf: Tensor) -> str | None:
         """What is wrong with one state's lengths."""
         if name in self.by_key:
             shard = self.layouts[name].shard
             lengths = slice_lengths(leaf, self.world_size)
             if lengths is None or (lengths != shard).any():
-                return f"{shard} elements on every rank by the units, found {_found(leaf, self.world_size)}"
+                return f"{shard} elements on every rank by the units, found {lengths_found(leaf, self.world_size)}"
             return None
         if name in self.managed:
             return self._check_slices(self.params[name], leaf)
         if leaf.shape != self.params[name].shape and not self._whole_vector(self.params[name], leaf):
-            return f"{list(self.params[name].shape)} by the units, found {_found(leaf, self.world_size)}"
+            return f"{list(self.params[name].shape)} by the units, found {lengths_found(leaf, self.world_size)}"
         return None
 
     def _check_slices(self, param: UnitParam, leaf: Tensor) -> str | None:
@@ -350,10 +268,12 @@ class _Matching:
         expected = self._spread(self.counts[param.name])
         if leaf.placement == ONE_SLICE:  # DCP kept that of one rank, and does not say of which
             if leaf.shape[0] not in expected:
-                return f"{_lengths(expected)} elements by rank by the units, found a slice of {leaf.shape[0]}"
+                return f"{lengths_shown(expected)} elements by rank by the units, found a slice of {leaf.shape[0]}"
             return None
         if lengths is None or not np.array_equal(lengths, expected):
-            return f"{_lengths(expected)} elements by rank by the units, found {_found(leaf, self.world_size)}"
+            return (
+                f"{lengths_shown(expected)} elements by rank by the units, found {lengths_found(leaf, self.world_size)}"
+            )
         return None
 
     def _whole_vector(self, param: UnitParam, leaf: Tensor) -> bool:
@@ -363,54 +283,3 @@ class _Matching:
             and len(param.shape) == 1
             and bool((leaf.pieces.size[:, 0] == param.shape[0]).all())
         )
-
-
-def carried_whole(tensor: Tensor) -> bool:
-    """Whether it is one number a rank, in a tensor of shape (1,): no slice then, but like a 0-dim state."""
-    return tensor.ndim == 1 and len(tensor.pieces) > 0 and bool((tensor.pieces.size[:, 0] == 1).all())
-
-
-def is_step(state: str, tensor: Tensor) -> bool:
-    """Whether it is a step of shape (1,): never a slice, even where slices have one element too."""
-    return state == "step" and carried_whole(tensor)
-
-
-def is_sliced(checkpoint: Checkpoint, units: Units) -> bool:
-    """Whether the optimizer holds slices. Of one rank they are whole 1-D tensors, and only the units tell."""
-    optim = checkpoint.optim
-    if optim is None:
-        return False
-    leaves = [
-        leaf for states in optim.state.values() for leaf in states.values() if isinstance(leaf, Tensor) and leaf.ndim
-    ]
-    if any(leaf.placement == SLICES for leaf in leaves):
-        return True
-    if not leaves:  # SGD without momentum: only the ids are there, and they are ids of what the units say
-        return optim.key_type == "id"
-    if optim.key_type != "id" or units.use_orig_params:
-        return False
-    order = units.optimizer_keys() if units.groups is None else _chain(units.groups)
-    keys = {unit.key for unit in units.units}
-    states = [leaf for number, key in enumerate(order) if key in keys for leaf in optim.state.get(number, {}).values()]
-    return all(leaf.ndim < 2 and leaf.managed is not True for leaf in states if isinstance(leaf, Tensor))
-
-
-def _chain(groups: Iterable[Iterable[str]]) -> list[str]:
-    return [name for group in groups for name in group]
-
-
-def _param_names(group: Mapping[Key, Value]) -> list[str]:
-    names = group.get("param_names")
-    return [str(name) for name in names] if isinstance(names, (list, tuple)) else []
-
-
-def _lengths(lengths: Int64Array) -> str:
-    values: list[int] = lengths.tolist()
-    if len(set(values)) == 1 and len(values) > 1:
-        return f"{values[0]} (each of {len(values)})"
-    return ", ".join(map(str, values[:12])) + (", ..." if len(values) > 12 else "")
-
-
-def _found(tensor: Tensor, world_size: int) -> str:
-    lengths = slice_lengths(tensor, world_size)
-    return f"shape {list(tensor.shape)}" if lengths is None else _lengths(lengths)

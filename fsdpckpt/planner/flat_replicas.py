@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 
 from fsdpckpt.ir.checkpoint import Checkpoint, Note, Problem, Section
 from fsdpckpt.ir.tensors import SLICES, Tensor
-from fsdpckpt.planner.flat_match import FlatMatch, is_flat_key
+from fsdpckpt.planner.flat_match import FlatMatch
+from fsdpckpt.planner.flat_slices import is_flat_key
 
 __all__ = ["compare_replicas"]
 

@@ -14,7 +14,7 @@ from fsdpckpt.planner.state_shapes import StatedShapes, fits, stated_shapes
 
 __all__ = ["Ids", "contradicted", "name_ids", "repeated"]
 
-SHOWN = 12  # candidates or contradictions in one message; the rest is counted
+_CANDIDATES = 48  # ids whose candidates are listed: each is compared with every name
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,36 +49,26 @@ def repeated(keys: Sequence[ParamKey]) -> list[ParamKey]:
     return list(dict.fromkeys(key for key in keys if key in seen or seen.add(key)))  # type: ignore[func-returns-value]
 
 
-def contradicted(what: str, details: Sequence[str], next_step: str | None = None) -> SourceCorruptError:
+def contradicted(what: str, details: Sequence[str]) -> SourceCorruptError:
     return SourceCorruptError(
         what,
-        details=shown(details),
+        details=details,
         why="it belongs to another model, or to another version of this one",
-        next_step=next_step or "give the units, the reference or the parameters of the model that was saved",
+        next_step="give the units, the reference or the parameters of the model that was saved",
     )
 
 
-def shown(details: Sequence[str]) -> list[str]:
-    return [*details[:SHOWN], *([f"... and {len(details) - SHOWN} more"] if len(details) > SHOWN else [])]
-
-
 def name_ids(ids: Ids, order: ParameterOrder, source: str) -> dict[ParamKey, ParamKey]:
-    """The name of each id. ``source`` names the checkpoint in errors.
+    """The name of each id, of which there is one at least. ``source`` names the checkpoint in errors.
 
     Raises SourceCorruptError for an order that does not fit, NeedsInformationError for one that fits in several ways.
     """
-    if not ids.every:
-        return {}
     if order.groups is not None:
         return _by_groups(ids, order, order.groups, source)
     if ids.groups is None:
         return _ungrouped(ids, order, source)
     if not order.certain:
         return _by_shapes(ids, order.names, order, source)
-    if len(ids.groups) == 1:
-        for candidates in (_required(order), order.names):
-            if len(candidates) == len(ids.every) and not _misfits(ids, candidates, order):
-                return dict(zip(ids.every, candidates, strict=True))
     return _dealt(ids, ids.groups, order, source)
 
 
@@ -172,7 +162,7 @@ def _require_enough(ids: Ids, names: Sequence[str], order: ParameterOrder, sourc
 def _possible_names(ids: Ids, names: Sequence[str], possible: Callable[[int, int], bool]) -> list[str]:
     """What each of the first ids may be, in words."""
     lines = []
-    for at, number in enumerate(ids.every[: SHOWN * 4]):
+    for at, number in enumerate(ids.every[:_CANDIDATES]):
         found = [names[name] for name in range(len(names)) if possible(at, name)]
         if len(found) > 1:
             lines.append(f"id {number} may be {', '.join(found[:4])}{' ...' if len(found) > 4 else ''}")
@@ -230,7 +220,7 @@ def _ambiguous(
     options.append("--units FILE, which also says the parameters of every group")
     return NeedsInformationError(
         f"{order.source} cannot name the {len(ids.every)} optimizer ids of {source} for certain",
-        details=shown(candidates),
+        details=candidates,
         why=why,
         next_step=f"add {', or '.join(options)}",
     )

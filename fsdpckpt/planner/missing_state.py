@@ -23,8 +23,6 @@ __all__ = ["Choice", "fill", "note_elementless", "require_complete", "without_st
 Choice: TypeAlias = Literal["error", "zeros", "skip"]
 Made: TypeAlias = dict[ParamKey, dict[str, Tensor | Value]]
 
-SHOWN = 12  # parameters named in one message
-
 _ALIGNED = 64  # bytes between two zero tensors: each has bytes of its own, or they would be written as one
 
 
@@ -57,7 +55,7 @@ def fill(checkpoint: Checkpoint, choice: Choice, *, units: Units | None = None, 
     if choice == "error":
         raise SourceIncompleteError(
             f"{checkpoint.source}: {_parameters(len(missing))} no optimizer state",
-            details=_shown(missing),
+            details=[*map(str, missing)],
             why="they were frozen, or had no gradient yet, or their states were lost",
             next_step="--missing-state zeros makes states for them, --missing-state skip leaves them without",
         )
@@ -70,11 +68,6 @@ def fill(checkpoint: Checkpoint, choice: Choice, *, units: Units | None = None, 
 
 def _parameters(count: int) -> str:
     return f"{count} parameter{'s have' if count != 1 else ' has'}"
-
-
-def _shown(keys: list[ParamKey]) -> list[str]:
-    more = [f"... and {len(keys) - SHOWN} more"] if len(keys) > SHOWN else []
-    return [*map(str, keys[:SHOWN]), *more]
 
 
 @dataclass(slots=True)
@@ -149,7 +142,7 @@ def _filled(checkpoint: Checkpoint, optim: OptimState, missing: list[ParamKey], 
     if making.problems:
         raise NeedsInformationError(
             f"{checkpoint.source}: zeros cannot be made for {len(missing)} parameters without optimizer state",
-            details=making.problems[:SHOWN],
+            details=making.problems,
             why="their form is that of the other states of their group, and has to be beyond doubt",
             next_step="--missing-state skip leaves them without state; a model section or --units FILE states shapes",
         )
@@ -215,7 +208,7 @@ def require_complete(checkpoint: Checkpoint, units: Units) -> None:
     if wrong:
         raise NeedsInformationError(
             f"{checkpoint.source}: in {len(wrong)} units some parameters have optimizer state and others have none",
-            details=wrong[:SHOWN],
+            details=wrong,
             why="with use_orig_params=False a unit's parameters share every state",
             next_step="add --missing-state zeros, which makes the absent states, or --use-orig-params, where they may "
             "be absent",

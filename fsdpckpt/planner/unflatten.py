@@ -18,7 +18,8 @@ from fsdpckpt.ir.tensors import ONE_SLICE, SLICES, Int64Array, Pieces, Tensor, c
 from fsdpckpt.ir.units import Unit, UnitParam
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.layouts.flattened import FlatLayout, flat_boxes
-from fsdpckpt.planner.flat_match import FlatMatch, carried_whole, is_flat_key, is_step, slice_lengths
+from fsdpckpt.planner.flat_match import FlatMatch
+from fsdpckpt.planner.flat_slices import carried_whole, is_flat_key, is_step, slice_lengths
 from fsdpckpt.planner.names import clean
 
 __all__ = ["unflatten"]

@@ -12,8 +12,6 @@ __all__ = ["ROOT_ONLY", "expand", "module_paths", "owner"]
 ROOT_ONLY = "none"
 """What ``--unit`` says when no module but the root is wrapped."""
 
-_SHOWN = 24
-
 
 def module_paths(names: Iterable[str]) -> list[str]:
     """Every module on the way to a parameter, the root left out, in the order of the names."""
@@ -69,10 +67,9 @@ def _pattern(glob: str) -> re.Pattern[str]:
 
 
 def _nothing(glob: str, paths: Sequence[str]) -> UsageError:
-    more = [f"... and {len(paths) - _SHOWN} more"] if len(paths) > _SHOWN else []
     return UsageError(
         f"--unit {glob or repr(glob)} matches no module of this model",
-        details=[*paths[:_SHOWN], *more],
+        details=paths,
         why="a glob is matched against whole module paths, and * does not cross dots; these are the modules",
         next_step="--unit 'layers.*' for every layer, --unit '**.block' for a name anywhere, --unit none for the root",
     )

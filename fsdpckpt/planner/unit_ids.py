@@ -17,7 +17,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint, OptimState, group_params
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.layouts.flattened import layout_of
-from fsdpckpt.planner.flat_match import carried_whole, is_sliced, slice_lengths
+from fsdpckpt.planner.flat_slices import carried_whole, is_sliced, slice_lengths
 
 __all__ = ["group_candidates"]
 

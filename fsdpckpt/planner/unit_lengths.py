@@ -10,11 +10,9 @@ import numpy as np
 from fsdpckpt.ir.checkpoint import Checkpoint, OptimState, ParamKey
 from fsdpckpt.ir.tensors import SLICES, Int64Array, Tensor
 from fsdpckpt.ir.values import Value
-from fsdpckpt.planner.flat_match import carried_whole, is_flat_key, slice_lengths
+from fsdpckpt.planner.flat_slices import carried_whole, is_flat_key, slice_lengths
 
 __all__ = ["elements", "key_lengths", "lengths_said", "possible_groups", "uneven"]
-
-_SHOWN = 12
 
 
 def key_lengths(optim: OptimState, world_size: int) -> dict[ParamKey, Int64Array]:
@@ -99,7 +97,7 @@ def lengths_said(checkpoint: Checkpoint) -> list[str]:
         rows = key_lengths(checkpoint.optim, checkpoint.world_size)
         same = Counter(tuple(row.tolist()) for row in rows.values())
         for row, times in same.items():
-            text = f"{row[0]:,}" if len(set(row)) == 1 else ", ".join(f"{n:,}" for n in row[:_SHOWN])
+            text = f"{row[0]:,}" if len(set(row)) == 1 else ", ".join(f"{n:,}" for n in row)
             where = "on every rank" if len(set(row)) == 1 else "by rank"
             said.append(f"{times} optimizer {'key' if times == 1 else 'keys'} with slices of {text} elements {where}")
-    return [*said[:_SHOWN], *([f"... and {len(said) - _SHOWN} more"] if len(said) > _SHOWN else [])]
+    return said

@@ -13,7 +13,7 @@ from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.tensors import SLICES, Tensor, contiguous_stride
 from fsdpckpt.ir.units import UnitParam, Units
 from fsdpckpt.ir.values import Value
-from fsdpckpt.planner.flat_match import is_flat_key
+from fsdpckpt.planner.flat_slices import is_flat_key
 from fsdpckpt.planner.names import clean, keeps_order, sorted_by_a_tool
 
 __all__ = ["NameList", "NamedParam", "model_names", "optimizer_names", "stride_of", "units_names"]

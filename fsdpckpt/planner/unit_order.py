@@ -7,7 +7,8 @@ from math import prod
 
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.units import Units
-from fsdpckpt.planner.flat_match import FlatMatch, is_flat_key
+from fsdpckpt.planner.flat_match import FlatMatch
+from fsdpckpt.planner.flat_slices import is_flat_key
 from fsdpckpt.planner.unit_lengths import key_lengths
 
 __all__ = ["memory_doubt", "order_doubt"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fsdpckpt.ir.checkpoint import Checkpoint, Container
 from fsdpckpt.ir.tensors import SLICES, Tensor
 from fsdpckpt.ir.units import FLAT_PARAM
-from fsdpckpt.planner.flat_match import is_flat_key
+from fsdpckpt.planner.flat_slices import is_flat_key
 from fsdpckpt.planner.names import WRAPPERS, clean
 
 __all__ = ["Prefixes", "parameter_order", "prefixes_of", "raw_names"]

@@ -8,7 +8,8 @@ import numpy as np
 
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.units import Strategy, Unit, UnitParam, Units
-from fsdpckpt.planner.flat_match import FlatMatch, is_flat_key
+from fsdpckpt.planner.flat_match import FlatMatch
+from fsdpckpt.planner.flat_slices import is_flat_key
 from fsdpckpt.planner.names import clean
 
 __all__ = ["reads", "settings_said"]

@@ -14,7 +14,8 @@ from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.dtypes import DTYPES, DType
 from fsdpckpt.ir.units import Strategy, Units
-from fsdpckpt.planner.flat_match import FlatMatch, is_flat_key, match
+from fsdpckpt.planner.flat_match import FlatMatch, match
+from fsdpckpt.planner.flat_slices import is_flat_key
 from fsdpckpt.planner.unit_build import with_settings
 from fsdpckpt.planner.unit_ids import group_candidates
 from fsdpckpt.planner.unit_lengths import lengths_said, possible_groups, uneven
@@ -23,8 +24,6 @@ from fsdpckpt.planner.unit_reading import reads, settings_said
 from fsdpckpt.planner.unit_wrappings import Wrapping
 
 __all__ = ["Inferred", "Refusal", "Wanted", "infer"]
-
-_SHOWN = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,10 +178,9 @@ def _splits(checkpoint: Checkpoint) -> bool:
 
 
 def _unstrided(checkpoint: Checkpoint, kernels: list[str]) -> NeedsInformationError:
-    more = [f"... and {len(kernels) - _SHOWN} more"] if len(kernels) > _SHOWN else []
     return NeedsInformationError(
         f"whether {checkpoint.source} is of a channels_last model is not known",
-        details=[*kernels[:_SHOWN], *more],
+        details=kernels,
         why="FSDP1 flattens the kernels of convolutions in memory order, and neither lengths nor shapes show it",
         next_step="add --units FILE: save_units and `fsdpckpt units --model` record the strides",
     )
@@ -212,10 +210,9 @@ def _ambiguous(checkpoint: Checkpoint, several: list[_Survivor]) -> NeedsInforma
     if len({(one.wrapping.assumed, one.match.units.groups) for one in several}) > 1:
         options.append("--parameters FILE (the names of model.named_parameters(), one a line)")
     said = list(dict.fromkeys(one.said + _first_difference(one, several) for one in several))
-    more = [f"... and {len(said) - _SHOWN} more"] if len(said) > _SHOWN else []
     return NeedsInformationError(
         f"the units of {checkpoint.source} are not certain: {len(several)} readings fit the lengths of all slices",
-        details=[*said[:_SHOWN], *more],
+        details=said,
         why="slices of flat parameters carry no names, and these readings would give different parameters",
         next_step="add " + ", or ".join([*options, "--units FILE"]),
     )

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Problem, Section
-from fsdpckpt.ir.tensors import SLICES, Int64Array, Tensor
+from fsdpckpt.ir.tensors import Int64Array, Tensor
 
 __all__ = ["differing_copies"]
 
@@ -24,13 +24,11 @@ def differing_copies(checkpoint: Checkpoint) -> Iterator[Problem]:
     seen: set[tuple[bytes, bytes]] = set()
     for named in checkpoint.tensors():
         tensor = named.tensor
-        if named.section is not Section.OPTIM or tensor.placement == SLICES:
-            continue
-        rows = _whole_copies(tensor)
         place = tensor.pieces.file.tobytes(), tensor.pieces.offset.tobytes()
-        if len(rows) < 2 or place in seen:  # the parameters of one flat parameter share its ``step``
+        if named.section is not Section.OPTIM or place in seen:  # the parameters of one unit share its ``step``
             continue
         seen.add(place)
+        rows = _whole_copies(tensor)
         sums = records.of(tensor, rows)
         known = np.flatnonzero(sums >= 0)
         other = known[sums[known] != sums[known[0]]] if len(known) else known
@@ -43,7 +41,7 @@ def differing_copies(checkpoint: Checkpoint) -> Iterator[Problem]:
 def _whole_copies(tensor: Tensor) -> Int64Array:
     """The rows of the pieces that are the whole tensor, laid out like the first one."""
     pieces = tensor.pieces
-    if len(pieces) < 2 or not tensor.numel:
+    if not len(pieces):
         return np.empty(0, np.int64)
     alike = (pieces.size == np.asarray(tensor.shape, np.int64)).all(axis=1)
     return np.flatnonzero(alike & (pieces.stride == pieces.stride[0]).all(axis=1)).astype(np.int64)

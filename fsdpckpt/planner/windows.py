@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 import numpy as np
 
 from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.planner.plan import FilePlan, Plan
 
-__all__ = ["window_bounds"]
+__all__ = ["Range", "open_windows", "window_bounds"]
+
+Range = tuple[int, int]
+"""The bytes [begin, end) of a target file."""
 
 CAST_GRAIN = 16  # bytes: the largest element; a cast element must not be split between two windows
 
@@ -23,6 +29,22 @@ def window_bounds(file: FilePlan, plan: Plan, window: int, *, begin: int = 0, en
     while bounds[-1] < last:
         bounds.append(min(_next_bound(file, plan, bounds[-1], window), last))
     return np.asarray(bounds, np.int64)
+
+
+def open_windows(
+    file: FilePlan, plan: Plan, window: int, *, begin: int = 0, end: int | None = None, done: Sequence[Range] = ()
+) -> list[Range]:
+    """The windows between ``begin`` and ``end`` (the whole file by default) without what is ``done``, in order.
+
+    ``done``: disjoint windows of an earlier run between ``begin`` and ``end``, in order. Empty when they are all.
+    """
+    last = file.nbytes if end is None else end
+    found: list[Range] = []
+    at = begin
+    for low, high in (*done, (last, last)):
+        found += pairwise(window_bounds(file, plan, window, begin=at, end=low).tolist())
+        at = high
+    return found
 
 
 def _next_bound(file: FilePlan, plan: Plan, begin: int, window: int) -> int:

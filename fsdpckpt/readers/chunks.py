@@ -17,7 +17,10 @@ __all__ = ["Box", "ChunkedTensor", "build_tensors"]
 
 
 class Box(NamedTuple):
-    """One chunk: elements ``start`` .. ``start + size``, at byte ``offset`` of ``file`` (-1: not located)."""
+    """One chunk: elements ``start`` .. ``start + size``, at byte ``offset`` of ``file`` (-1: not located).
+
+    ``item``: the first byte and the length of the archive that holds a chunk which is not located.
+    """
 
     rank: int
     file: int
@@ -25,6 +28,7 @@ class Box(NamedTuple):
     start: tuple[int, ...]
     size: tuple[int, ...]
     stride: tuple[int, ...] | None = None
+    item: tuple[int, int] | None = None
 
 
 class ChunkedTensor(NamedTuple):
@@ -83,6 +87,9 @@ class _Columns:
     def __init__(self, tensors: Sequence[ChunkedTensor]) -> None:
         rows = [box for tensor in tensors for box in tensor.boxes]
         self._scalars = np.array([box[:3] for box in rows], np.int64).reshape(len(rows), 3).T.copy()
+        self._items: Int64Array | None = None
+        if any(box.item is not None for box in rows):
+            self._items = np.array([box.item or (-1, -1) for box in rows], np.int64)
         self._row = 0
         self._boxes: dict[int, Int64Array] = {}
         self._position: dict[int, int] = {}
@@ -118,4 +125,5 @@ class _Columns:
             start[at:stop],
             size[at:stop],
             stride[at:stop],
+            self._items[row:end] if self._items is not None else None,
         )

@@ -89,7 +89,20 @@ def join(source: str, parts: Sequence[ReadPart], files: FileTable, *, flavor: st
         evidence=_evidence(parts),
         problems=tuple(problem for part in parts for problem in _problems(part)),
         notes=(*notes, *(note for part in parts for note in _notes(part))),
+        nesting=_nesting(parts),
+        mesh_devices=frozenset(device for part in parts for device in part.tree.devices),
     )
+
+
+def _nesting(parts: Sequence[ReadPart]) -> dict[Section, tuple[Key, ...]]:
+    """Where the sections of DCP parts stand: by these keys they were saved, and are loaded."""
+    found: dict[Section, tuple[Key, ...]] = {}
+    for part in parts:
+        sections = part.sections
+        for section, path in ((Section.MODEL, sections.model_path), (Section.OPTIM, sections.optim_path)):
+            if path is not None and part.tree.container is Container.DCP:
+                found[section] = path
+    return found
 
 
 def _require_one_each(source: str, parts: Sequence[ReadPart]) -> None:

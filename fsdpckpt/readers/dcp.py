@@ -17,7 +17,7 @@ from fsdpckpt.readers.chunks import Box, ChunkedTensor, build_tensors
 from fsdpckpt.readers.dcp_directory import DcpDirectory, open_directory
 from fsdpckpt.readers.dcp_flat import find_flattened
 from fsdpckpt.readers.dcp_items import locate_chunks, read_values
-from fsdpckpt.readers.dcp_nesting import nest
+from fsdpckpt.readers.dcp_nesting import misnamed, nest
 from fsdpckpt.readers.dcp_settings import settings_of, share_equal_settings
 from fsdpckpt.readers.tree import FileTable, Tree
 from fsdpckpt.storage.sources import Sources
@@ -61,6 +61,7 @@ def read_dcp(directory: str, files: FileTable, sources: Sources, *, locate: bool
     for key in flattened.beside:
         tensors[key] = replace(tensors[key], managed=None, placement=ONE_SLICE)
     tree.problems.extend(flattened.problems)
+    tree.problems.extend(misnamed(found.metadata.order, found.metadata.paths))
     tree.notes.extend(flattened.notes)
     leaves: Iterator[tuple[str, Value]] = (
         (key, tensors[key] if key in tensors else values[key]) for key in found.metadata.order
@@ -81,7 +82,14 @@ def _declared(found: DcpDirectory, numbers: dict[str, int]) -> Iterator[ChunkedT
     """The chunks as the metadata declares them."""
     for key, tensor in found.metadata.tensors.items():
         boxes = [
-            Box(found.ranks[stored.relative_path], numbers[stored.relative_path], -1, start, size)
+            Box(
+                found.ranks[stored.relative_path],
+                numbers[stored.relative_path],
+                -1,
+                start,
+                size,
+                item=(stored.offset, stored.length),
+            )
             for start, size, stored in tensor.chunks
         ]
         yield ChunkedTensor(key, tensor.dtype, tensor.shape, boxes)

@@ -11,9 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from fsdpckpt.containers.dcp_metadata import DcpMetadata, Stored, merge_metadata, parse_metadata
+from fsdpckpt.containers.pickle_scan import check_size
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnrecognisedError, SourceUnsupportedError
-from fsdpckpt.ir.checkpoint import Note
-from fsdpckpt.storage.sources import Entry, Sources
+from fsdpckpt.ir.checkpoint import STRAY, Note
+from fsdpckpt.storage.sources import Entry, Sources, is_url
 
 __all__ = ["DcpDirectory", "is_dcp", "open_directory"]
 
@@ -109,6 +110,7 @@ def _metadata(path: str, entries: dict[str, Entry], sources: Sources) -> tuple[D
 
 def _parse(entry: Entry, sources: Sources) -> DcpMetadata:
     source = sources.open(entry.path)
+    check_size(source.nbytes, entry.path)
     return parse_metadata(source.read(0, source.nbytes), file=entry.path)
 
 
@@ -128,8 +130,11 @@ def _lengths(path: str, needed: dict[str, int], entries: dict[str, Entry], sourc
     nbytes: dict[str, int] = {}
     missing: list[str] = []
     short: list[str] = []
+    elsewhere = [name for name in needed if name not in entries and ("/" in name or is_url(path))]
+    asked = sources.stat_all([f"{path.rstrip('/')}/{name}" for name in elsewhere])  # a web server lists no hidden files
+    found = {**entries, **dict(zip(elsewhere, asked, strict=True))}
     for name, end in needed.items():
-        entry = entries.get(name) if "/" not in name else sources.stat(f"{path.rstrip('/')}/{name}")
+        entry = found.get(name)
         if entry is None or entry.directory:
             missing.append(name)
             continue
@@ -180,5 +185,5 @@ def _note_strangers(directory: DcpDirectory, entries: dict[str, Entry]) -> None:
     ]
     if strangers:
         directory.notes.append(
-            Note("not-carried", f"{len(strangers)} data files belong to another save: {', '.join(strangers[:5])}")
+            Note(STRAY, f"{len(strangers)} data files belong to another save: {', '.join(strangers[:5])}")
         )

@@ -81,11 +81,15 @@ def _locate_archives(
     wrong: list[str] = []
     tensors = found.metadata.tensors
     checksums = tree.checksums
+    items: dict[str, list[tuple[int, int]]] = {}
+    for job in jobs:
+        items.setdefault(job.path, []).append((job.offset, job.offset + job.length))
     opened = ""
     for path, offset, length, key, place, chunk in jobs:
         if path != opened:
             reader = ItemReader(sources.open(found.file(path)))
             number, rank, opened = numbers[path], found.ranks[path], path
+            reader.announce(items[path])
         try:
             item = reader.tensor(offset, offset + length)
         except SourceUnrecognisedError:

@@ -6,14 +6,17 @@ positions ints, empty dicts and lists vanished.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from fsdpckpt.containers.dcp_metadata import PathElement
 from fsdpckpt.errors import SourceCorruptError
-from fsdpckpt.ir.checkpoint import Note
+from fsdpckpt.ir.checkpoint import Note, Problem
 from fsdpckpt.ir.values import Key, Value
 
-__all__ = ["nest"]
+__all__ = ["misnamed", "nest"]
+
+
+_MOST_POSITIONS = 1 << 20  # of lists whose entries are mostly empty
 
 
 class _Node(dict[PathElement, Value]):
@@ -43,8 +46,29 @@ def nest(
         if path[-1] in parent:
             raise _clash(key, file)
         parent[path[-1]] = value
+    _require_positions(root, file)
     finished = _finish(root, (), notes)
     return finished if isinstance(finished, dict) else {"": finished}
+
+
+def misnamed(keys: Collection[str], paths: Mapping[str, tuple[PathElement, ...]] | None) -> list[Problem]:
+    """Keys that are not their path joined by dots, and keys that have a path alone or none.
+
+    ``flatten_state_dict`` makes none of these; damage and mixtures do.
+    """
+    if paths is None:
+        return []
+    joined = {key: ".".join(map(str, paths[key])) if key in paths else None for key in keys}
+    told = {key: _elsewhere(place) for key, place in joined.items() if key != place}
+    told |= {key: "holds nothing under that key" for key in paths if key not in joined}
+    return [
+        Problem("names", f"the metadata calls one entry {key}, and {what}", fatal=False, key=key)
+        for key, what in told.items()
+    ]
+
+
+def _elsewhere(place: str | None) -> str:
+    return f"says that it lies at {place}" if place is not None else "does not say where in the state dict it lies"
 
 
 def _descend(root: _Node, path: tuple[PathElement, ...], key: str, file: str) -> _Node:
@@ -68,6 +92,23 @@ def _clash(key: str, file: str) -> SourceCorruptError:
     )
 
 
+def _require_positions(root: _Node, file: str) -> None:
+    """Refuse list positions that the entries cannot have: a list is as long as its highest position."""
+    nodes, length = [root], 0
+    for node in nodes:
+        nodes.extend(child for child in node.values() if type(child) is _Node)
+        if all(type(key) is int for key in node):
+            length += max((key for key in node if isinstance(key, int)), default=0)
+        if length > _MOST_POSITIONS + len(nodes):
+            raise SourceCorruptError(
+                f"{file}: the planner data names list positions beyond {length}",
+                file=file,
+                expected=f"at most {_MOST_POSITIONS} positions",
+                found=str(length),
+                why="the metadata was damaged or edited",
+            )
+
+
 def _finish(node: _Node, path: tuple[PathElement, ...], notes: list[Note]) -> Value:
     """Plain dicts and lists. A node with int keys was a list."""
     for key, child in node.items():
@@ -79,7 +120,8 @@ def _finish(node: _Node, path: tuple[PathElement, ...], notes: list[Note]) -> Va
     missing = [index for index in range(highest + 1) if index not in node]
     if missing:
         dotted = ".".join(map(str, path))
+        shown = str(missing) if len(missing) <= 20 else f"{str(missing[:20])[:-1]}, ...]"
         notes.append(
-            Note("empty-entries", f"{dotted}: entries {missing} were empty when saved, DCP keeps no empty dict", dotted)
+            Note("empty-entries", f"{dotted}: entries {shown} were empty when saved, DCP keeps no empty dict", dotted)
         )
     return [node.get(index, {}) for index in range(highest + 1)]

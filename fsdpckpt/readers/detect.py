@@ -6,12 +6,11 @@ parent of exactly one. Two answers are never chosen between: they are listed.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from fsdpckpt.containers.collection import without_collection
 from fsdpckpt.errors import (
@@ -24,23 +23,24 @@ from fsdpckpt.errors import (
     SourceUnsafeError,
     SourceUnsupportedError,
 )
-from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Container, Note, OptimState
+from fsdpckpt.flavors.forms import PLAIN
+from fsdpckpt.flavors.table import EXPORT_DIRECTORIES, flavor_named, recognise
+from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.ir.invariants import problems
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.readers.composite import ReadPart, join, read_part
-from fsdpckpt.readers.flavors import MANIFEST, flavor_of
+from fsdpckpt.readers.flavors import flavor_of
+from fsdpckpt.readers.manifest import with_manifest, with_units
 from fsdpckpt.readers.parts import Listing, Part, file_part, list_parts
 from fsdpckpt.readers.rank_names import slices_of_one_rank
 from fsdpckpt.readers.tree import FileTable, Tree
-from fsdpckpt.readers.units_beside import BesideUnits, units_beside, units_in_manifest
+from fsdpckpt.readers.units_beside import units_beside
 from fsdpckpt.storage.sources import Entry, Sources, is_url
 
 __all__ = ["open_checkpoint"]
 
 # Sub-directories named like this are checkpoints of their own, not parts of one.
 _NUMBERED = re.compile(r"(?:^|[_-])(?:checkpoint|ckpt|step|global_step|epoch|ep|iter|iteration)[-_]?\d+", re.IGNORECASE)
-# Exported weights and tokenizer that verl keeps beside the rank files.
-_EXPORTS = frozenset({"huggingface"})
 # A checkpoint in parts has a directory for the model, for the optimizer, for data loaders, samplers; hardly more.
 _MOST_DIRECTORIES = 6
 _DEPTH = 3  # levels below SRC that are searched for the one checkpoint: run / step / role
@@ -107,7 +107,7 @@ class _Opening:
             error.why = "each rank writes its own file, and this is one of them"
             error.next_step = f"give the directory with all of them: {_parent_quoted(self.source)}"
             raise
-        checkpoint = join(self.source, [read], self.files, flavor=flavor_of([entry.name], ""), notes=[])
+        checkpoint = _with_flavor(join(self.source, [read], self.files, flavor=PLAIN, notes=[]), [entry.name], "")
         checkpoint.problems = (*checkpoint.problems, *slices_of_one_rank(checkpoint, part.stem))
         if not is_url(self.source):
             _add_units(checkpoint, [os.path.dirname(self.source) or "."], self.sources)
@@ -126,10 +126,10 @@ class _Opening:
                 read.append(self._read_one_of(part, found))
         if refused and all(part.auxiliary for part in read):
             raise refused[0]
-        flavor = flavor_of(found.names, found.path)
-        checkpoint = join(self.source, read, self.files, flavor=flavor, notes=found.notes)
+        checkpoint = join(self.source, read, self.files, flavor=PLAIN, notes=found.notes)
+        checkpoint = _with_flavor(checkpoint, found.names, found.path)
         _add_units(checkpoint, self._directories_above(found.path), self.sources)
-        return _with_manifest(checkpoint, found, self.sources)
+        return with_manifest(checkpoint, found.path, found.names, self.sources)
 
     def _directories_above(self, path: str) -> list[str]:
         """Where units of a checkpoint in ``path`` may lie, nearest first: up to SRC, and above a step's directory."""
@@ -193,7 +193,7 @@ class _Opening:
         numbered = [entry for entry in listing.directories if _NUMBERED.search(entry.name)]
         others = [entry for entry in listing.directories if entry not in numbered]
         if listing.parts:
-            apart = [*numbered, *(entry for entry in others if entry.name in _EXPORTS)]
+            apart = [*numbered, *(entry for entry in others if entry.name in EXPORT_DIRECTORIES)]
             joined = self._with_neighbours(listing, [entry for entry in others if entry not in apart], depth)
             if apart:
                 names = ", ".join(entry.name for entry in apart)
@@ -202,9 +202,10 @@ class _Opening:
         below = [found for entry in (*numbered, *others) if depth and (found := self._search(entry.path, depth - 1))]
         if not below:
             return None
-        if len(below) == 1:
+        if len(below) == 1 and recognise(listing.names) is None:
             only = below[0]
-            only.notes.insert(0, Note("found-below", f"the checkpoint was found in {only.path}"))
+            if all(note.kind != "found-below" for note in only.notes):  # a level further down may have said it
+                only.notes.insert(0, Note("found-below", f"the checkpoint was found in {only.path}"))
             return only
         if sum(1 for entry in numbered if any(found.path.startswith(entry.path) for found in below)) > 1:
             raise _several(path, [found.path for found in below])
@@ -243,6 +244,16 @@ class _Opening:
             found=seen or "an empty directory",
             next_step=f"ls -l {shlex.quote(self.source)}  # and name the directory of one checkpoint",
         )
+
+
+def _with_flavor(checkpoint: Checkpoint, names: Sequence[str], directory: str) -> Checkpoint:
+    """``checkpoint``, found in ``directory`` ("": it is one file), with its producer's name."""
+    checkpoint.directory = directory
+    checkpoint.flavor = flavor_of(names, directory, checkpoint.extra)
+    flavor = flavor_named(checkpoint.flavor)
+    if flavor is not None:
+        checkpoint.evidence = (*checkpoint.evidence, f"flavor {flavor.name}: names of {flavor.title}")
+    return checkpoint
 
 
 def _parent(path: str) -> str:
@@ -301,64 +312,5 @@ def _add_units(checkpoint: Checkpoint, places: Sequence[str], sources: Sources) 
     for place in places:
         found = units_beside(sources.list_directory(place), sources)
         if found is not None:
-            _take_units(checkpoint, found)
+            with_units(checkpoint, found)
             return
-
-
-def _take_units(checkpoint: Checkpoint, found: BesideUnits) -> None:
-    checkpoint.units, checkpoint.units_from = found.units, found.path
-    checkpoint.notes = (*checkpoint.notes, *found.notes)
-    if found.units is not None:
-        checkpoint.evidence = (*checkpoint.evidence, f"{found.path} says what lies in flat parameters")
-
-
-def _with_manifest(checkpoint: Checkpoint, found: _Found, sources: Sources) -> Checkpoint:
-    """What ``fsdpckpt.json`` adds when this program wrote the directory: key types, and what it did not know itself."""
-    if MANIFEST not in found.names:
-        return checkpoint
-    path = f"{found.path.rstrip('/')}/{MANIFEST}"
-    source = sources.open(path)
-    try:
-        document = json.loads(source.read(0, source.nbytes))
-    except (ValueError, RecursionError):
-        document = None
-    if not isinstance(document, dict):
-        note = Note("manifest", f"{path} cannot be read and was ignored")
-        return replace(checkpoint, notes=(*checkpoint.notes, note))
-    listed = units_in_manifest(document, path)
-    if listed is not None:  # it was written with these very files
-        _take_units(checkpoint, listed)
-    optim = checkpoint.optim
-    if document.get("key_type") == "id" and optim is not None:
-        checkpoint.optim = _with_ids(optim)
-    undetermined = document.get("undetermined")
-    if isinstance(undetermined, list) and checkpoint.model is not None:
-        params = checkpoint.model.params
-        for key in undetermined:
-            leaf = params.get(key) if isinstance(key, str) else None
-            if isinstance(leaf, Tensor):
-                params[key] = replace(leaf, managed=None)
-    if checkpoint.container is Container.SAFETENSORS:
-        checkpoint.checksums = _file_checksums(document.get("files"), checkpoint)
-    version = document.get("version")
-    checkpoint.evidence = (*checkpoint.evidence, f"{MANIFEST}: written by fsdpckpt {version}")
-    return checkpoint
-
-
-def _file_checksums(listed: object, checkpoint: Checkpoint) -> Checksums:
-    """CRC-32 of whole files, for a container that carries none of its own."""
-    rows = []
-    entries = listed if isinstance(listed, dict) else {}
-    for number, file in enumerate(checkpoint.files):
-        entry = entries.get(file.path.replace("\\", "/").rpartition("/")[2])
-        crc = entry.get("crc32") if isinstance(entry, dict) else None
-        if isinstance(crc, str) and re.fullmatch(r"[0-9a-f]{8}", crc):
-            rows.append((number, 0, file.nbytes, int(crc, 16)))
-    return Checksums.of(rows)
-
-
-def _with_ids(optim: OptimState) -> OptimState:
-    """Ids that a container wrote as strings and no param group tells of."""
-    if optim.param_groups or not all(isinstance(key, int) or key.isdecimal() for key in optim.state):
-        return optim
-    return OptimState({int(key): states for key, states in optim.state.items()}, optim.param_groups, optim.extra)

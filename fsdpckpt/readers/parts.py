@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 
 from fsdpckpt.containers.safetensors_header import looks_like_safetensors
 from fsdpckpt.errors import SourceIncompleteError
+from fsdpckpt.flavors.table import export_files
 from fsdpckpt.readers.flavors import EXTRA_STEM, MANIFEST, UNITS, auxiliary
 from fsdpckpt.readers.rank_sets import RankSet, group_ranks
 from fsdpckpt.readers.tree import FileTable, Tree
+from fsdpckpt.storage.protocol import UPLOADING
 from fsdpckpt.storage.sources import Entry, Sources
 
 __all__ = ["Listing", "Part", "file_part", "list_parts"]
@@ -22,6 +24,7 @@ ZIP_MAGIC = b"PK\x03\x04"
 LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"  # protocol 2, then torch's magic number as a long
 _SECTION = re.compile(r"model|optim|extra_state|state_dict|weights|params", re.IGNORECASE)
 _INDEX = ".safetensors.index.json"
+_TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 _SHARD = re.compile(r"^(?:shard-\d+-)?(?P<stem>.*?)-\d+-of-\d+\.safetensors$")
 
 Reader = Callable[[FileTable, Sources], Tree]
@@ -75,14 +78,27 @@ def list_parts(path: str, sources: Sources, *, locate: bool) -> Listing:
     from fsdpckpt.readers.dcp_directory import is_dcp
 
     entries = sources.list_directory(path)
-    files = {entry.name: entry for entry in entries if not entry.directory}
-    listing = Listing(path, [entry.name for entry in entries])
+    _refuse_uploads(path, entries)
+    names = [entry.name for entry in entries]
+    exports = export_files(names)
+    files = {entry.name: entry for entry in entries if not entry.directory and entry.name not in exports}
+    listing = Listing(path, names, not_carried=sorted(exports))
     listing.directories = [entry for entry in entries if entry.directory and not entry.name.startswith(".")]
     if is_dcp(files):
         listing.parts.append(_dcp_part(path, locate=locate))
-    rest = _safetensors_parts(path, files, listing)
+    rest = _safetensors_parts(path, files, listing, sources)
     _torch_parts([files[name] for name in rest], listing, sources)
     return listing
+
+
+def _refuse_uploads(path: str, entries: Iterable[Entry]) -> None:
+    if any(entry.name == UPLOADING for entry in entries):
+        raise SourceIncompleteError(
+            f"{path} is not complete: it is still being uploaded, or the upload was interrupted",
+            file=f"{path.rstrip('/')}/{UPLOADING}",
+            why=f"fsdpckpt deletes {UPLOADING} once everything is there",
+            next_step="wait for the upload to end, or run the command that began it again with --resume",
+        )
 
 
 def _stem(name: str) -> str:
@@ -123,7 +139,7 @@ def _safetensors_part(paths: list[str], label: str) -> Part:
     return Part(label, _stem(label.replace("\\", "/").rpartition("/")[2]), read)
 
 
-def _safetensors_parts(path: str, files: Mapping[str, Entry], listing: Listing) -> list[str]:
+def _safetensors_parts(path: str, files: Mapping[str, Entry], listing: Listing, sources: Sources) -> list[str]:
     """Add the safetensors parts of a directory; returns the names of all other files."""
     rest: list[str] = []
     groups: dict[str, list[str]] = {}
@@ -140,6 +156,7 @@ def _safetensors_parts(path: str, files: Mapping[str, Entry], listing: Listing) 
         stem = shard["stem"] if shard else _stem(name)
         if shard is None or stem not in indexed or name.startswith("shard-"):
             groups.setdefault(stem, []).append(name)
+    sources.warm([files[name].path for names in groups.values() for name in names], tails=False)
     for stem, names in sorted(groups.items()):
         label = files[names[0]].path if len(names) == 1 else f"{path.rstrip('/')}/{stem}-*.safetensors"
         listing.parts.append(_safetensors_part([files[name].path for name in names], label))
@@ -149,6 +166,7 @@ def _safetensors_parts(path: str, files: Mapping[str, Entry], listing: Listing) 
 def _torch_parts(entries: Iterable[Entry], listing: Listing, sources: Sources) -> None:
     """Add rank sets and single torch files; everything else is listed as not carried."""
     torch: dict[str, Entry] = {}
+    sources.warm([entry.path for entry in entries if entry.name.endswith(_TORCH_SUFFIXES)])
     for entry in entries:
         if entry.name in (MANIFEST, UNITS, ".metadata") or entry.name.endswith((".distcp", ".metadata")):
             continue

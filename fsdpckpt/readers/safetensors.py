@@ -22,6 +22,7 @@ from fsdpckpt.storage.sources import Sources
 
 __all__ = ["read_safetensors", "read_safetensors_index", "sharding_info"]
 
+_MAX_INDEX_BYTES = 1 << 28  # of a million tensors
 _SHARDING_KEY = "DCP_SHARDING_INFO"
 _RANK_SHARD = re.compile(r"shard-(\d+)-")
 _PART = re.compile(r"^(?:shard-\d+-)?(?P<stem>.*?)-(?P<number>\d+)-of-(?P<total>\d+)\.safetensors$")
@@ -71,6 +72,8 @@ def _base(path: str) -> str:
 def _weight_map(path: str, sources: Sources) -> dict[str, str]:
     source = sources.open(path)
     try:
+        if source.nbytes > _MAX_INDEX_BYTES:
+            raise ValueError("too long")
         document = json.loads(source.read(0, source.nbytes))
         weight_map = document["weight_map"]
         good = isinstance(weight_map, dict) and all(isinstance(shard, str) for shard in weight_map.values())

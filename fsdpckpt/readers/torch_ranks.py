@@ -54,6 +54,7 @@ def read_torch_ranks(paths: Mapping[int, str], files: FileTable, sources: Source
     for archive in archives:
         tree.checksums.extend(archive.checksums)
         tree.notes.extend(archive.notes)
+        tree.devices |= archive.devices
     _separate_extras(tree, files, sources, extras=extras)
     tree.evidence.append(_evidence(paths, ranks, forms))
     return tree

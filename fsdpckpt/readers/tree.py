@@ -37,6 +37,7 @@ class Tree:
     ``rank_values``: for per-rank files, the non-tensor leaves (and plain tensors of extras) that differ between ranks:
     path -> value of each rank, index = rank (None where that rank has no such key). ``root`` has rank 0's.
     ``checksums``: rows (file, offset, nbytes, crc). ``world_size``: how many ranks wrote it, from the metadata.
+    ``devices``: the device types of the meshes of DTensors.
     """
 
     root: Value
@@ -48,3 +49,4 @@ class Tree:
     evidence: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
+    devices: set[str] = field(default_factory=set)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
+from collections.abc import Callable
 
 from fsdpckpt.storage.targets import sync_directory, target_errors
 
@@ -20,17 +21,20 @@ _SUM = 9  # bytes: the checksum and the space behind it
 
 
 class Journal:
-    """The journal at ``path``, made by the first ``append``."""
+    """The journal at ``path``, made by the first ``append``. One that is new begins with what ``first`` returns."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, first: Callable[[], Record] | None = None) -> None:
         self.path = path
+        self._first = first
         self._fd = -1
 
     def append(self, records: list[Record]) -> None:
         """Add ``records`` durably, in one write. Raises TargetUnwritableError."""
-        data = b"".join(_line(record) for record in records)
         with target_errors(self.path):
             new = self._fd < 0 and self._open()
+            if new and self._first is not None:
+                records = [self._first(), *records]
+            data = b"".join(_line(record) for record in records)
             done = 0
             while done < len(data):
                 done += os.write(self._fd, data[done:])

@@ -7,146 +7,43 @@ after it DST is complete. An existing DST that is to be replaced is first rename
 one is in place; a run that is killed between the two renames leaves ``.<name>.fsdpckpt-old``, which the next run moves
 back.
 
-The journal says which bytes of ``output`` are on the disk. It goes first whenever staging is removed, so that it never
-speaks of files that are gone.
+A journal says which bytes of ``output`` are on the disk. It goes first whenever staging is removed, so that it never
+speaks of files that are gone. Each of several processes that write to ``output`` has a journal of its own, and holds a
+lock in the directory for as long as it writes (``hold``): nobody else begins while one of them lives.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import os
 import shutil
 from collections.abc import Iterable
 
-from fsdpckpt.errors import TargetExistsError, TargetUnwritableError, UsageError
-from fsdpckpt.storage.sources import is_url
+from fsdpckpt.errors import TargetExistsError, TargetUnwritableError
+from fsdpckpt.storage.staging_names import (
+    has_writers,
+    hidden_name,
+    journal_of,
+    journals_at,
+    staging_root,
+)
+from fsdpckpt.storage.target_checks import check_target
 from fsdpckpt.storage.targets import sync_directory, target_errors
 
-__all__ = ["Staging", "check_target", "clear_leftover"]
-
-NAME_LIMIT = 255  # bytes of one file name on every file system in use; some allow fewer
-
-
-def check_target(target: str, source: str, *, overwrite: bool, resume: bool = False) -> None:
-    """Refuse a DST that exists, lies in SRC, or cannot be created. Nothing is written.
-
-    With ``resume`` a DST may exist: whether it is what is asked for is seen when the plan is known.
-
-    Raises UsageError, TargetExistsError or TargetUnwritableError.
-    """
-    if not target:
-        raise UsageError("DST is empty", why="a shell variable without a value, most likely", next_step="name a DST")
-    if is_url(target):
-        raise TargetUnwritableError(
-            f"{target} is a URL: this version writes to local paths only",
-            file=target,
-            next_step="give a local DST, then copy it to the store",
-        )
-    if "\0" in target:
-        raise UsageError("DST holds a NUL byte", file=target, next_step="give another DST")
-    with target_errors(target):
-        real = os.path.realpath(target)
-        if not is_url(source):
-            _refuse_source(target, real, os.path.realpath(source), overwrite=overwrite)
-        if (os.path.lexists(target) or os.path.lexists(real)) and not (resume and not overwrite):
-            _refuse_existing(target, real, overwrite=overwrite)
-        _require_parent(target, os.path.dirname(real), [os.path.basename(real)])
-
-
-def _refuse_source(target: str, real: str, source: str, *, overwrite: bool) -> None:
-    if _within(real, source):
-        inside = "is the source" if real == source else "lies inside the source"
-        raise UsageError(
-            f"{target} {inside}, which is never written to", file=target, next_step="give a DST outside of SRC"
-        )
-    if overwrite and _within(source, real):
-        raise UsageError(
-            f"replacing {target} would delete the source, which lies inside it",
-            file=target,
-            next_step="give a DST of its own, one that does not exist yet",
-        )
-
-
-def _refuse_existing(target: str, real: str, *, overwrite: bool) -> None:
-    if not overwrite:
-        raise TargetExistsError(
-            f"{target} exists",
-            file=target,
-            why="fsdpckpt never replaces anything unasked",
-            next_step="give another DST, or add --overwrite to replace it once the new one is complete",
-        )
-    kind = None
-    if _within(os.getcwd(), real):
-        kind = "the current directory, or holds it"
-    elif _within(os.path.expanduser("~"), real):
-        kind = "the home directory, or holds it"
-    elif os.path.ismount(real):
-        kind = "a mount point"
-    elif os.path.exists(real) and not os.path.isdir(real) and not os.path.isfile(real):
-        kind = "neither a file nor a directory"
-    if kind is not None:
-        raise TargetExistsError(
-            f"{target} is {kind}: --overwrite does not replace that",
-            file=target,
-            why="everything in it would be deleted",
-            next_step="give a DST of its own, one that does not exist yet",
-        )
-
-
-def _require_parent(target: str, parent: str, names: list[str]) -> None:
-    """``names``: what is to be made below ``parent``; grows by the directories that do not exist."""
-    while not os.path.lexists(parent):
-        names.append(os.path.basename(parent))
-        parent = os.path.dirname(parent)
-    if not os.path.isdir(parent):
-        raise TargetUnwritableError(
-            f"{target} cannot be created: {parent} is no directory", file=target, next_step="choose another DST"
-        )
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise TargetUnwritableError(
-            f"{target} cannot be created: no permission to write in {parent}",
-            file=target,
-            why="it belongs to another user, or the file system is mounted read-only",
-            next_step="choose another DST",
-        )
-    limit = _name_limit(parent)
-    longest = max(len(os.fsencode(name)) for name in names)
-    if longest > limit:
-        raise TargetUnwritableError(
-            f"{target} cannot be created: a name in it is too long for the file system",
-            file=target,
-            expected=f"at most {limit} bytes a name",
-            found=f"{longest}",
-            next_step="choose a shorter DST",
-        )
-
-
-def _name_limit(directory: str) -> int:
-    try:
-        return os.pathconf(directory, "PC_NAME_MAX")
-    except (OSError, ValueError):  # a file system that does not say
-        return NAME_LIMIT
-
-
-def _hidden(name: str, suffix: str) -> str:
-    """A name beside DST's, its own where that fits."""
-    found = f".{name}.fsdpckpt-{suffix}"
-    if len(os.fsencode(found)) <= NAME_LIMIT:
-        return found
-    return f".{hashlib.sha256(os.fsencode(name)).hexdigest()[:32]}.fsdpckpt-{suffix}"
-
-
-def _within(path: str, directory: str) -> bool:
-    """Whether ``path`` is ``directory`` or lies below it; both are absolute."""
-    return os.path.commonpath([path, directory]) == directory
+__all__ = [
+    "Staging",
+    "check_target",
+    "clear_leftover",
+    "free_bytes",
+]
 
 
 class Staging:
     """The staging directory of one DST, locked while it is in use.
 
-    ``root``: the directory itself. ``path``: the directory in it to write into. ``journal``: where the journal goes.
+    ``root``: the directory itself. ``path``: the directory in it to write into. ``journal``: where the one of this
+    process goes; ``journals_at(root)`` are all.
     ``leftover``: True when an interrupted run had left one; ``resumed``: True when it had a journal and was kept, as
     ``resume`` asks, else it was removed. ``journaled``: True when what was removed had a journal.
     ``overwrite``: whether ``commit`` may replace what is at DST by then. ``committed``: DST is complete.
@@ -157,11 +54,11 @@ class Staging:
         self._directory = directory
         self._overwrite = overwrite
         parent, name = os.path.split(self._target)
-        self.root = os.path.join(parent, _hidden(name, "staging"))
+        self.root = staging_root(target)
         self.path = os.path.join(self.root, "output")
-        self.journal = os.path.join(self.root, "journal")
-        self._aside = os.path.join(parent, _hidden(name, "old"))
-        self._lock_path = os.path.join(parent, _hidden(name, "lock"))
+        self.journal = journal_of(self.root)
+        self._aside = os.path.join(parent, hidden_name(name, "old"))
+        self._lock_path = os.path.join(parent, hidden_name(name, "lock"))
         self.committed = False
         self._made = _missing_directories(parent)
         with target_errors(self._target):
@@ -182,13 +79,26 @@ class Staging:
                 else:
                     os.rename(self._aside, self._target)
             self.leftover = os.path.lexists(self.root)
-            self.journaled = os.path.isfile(self.journal)
+            self._refuse_writers()
+            self.journaled = bool(journals_at(self.root))
             self.resumed = resume and self.journaled and os.path.isdir(self.path)
             if self.leftover and not self.resumed:
                 self.discard()
             self._refuse_to_replace()
             if not self.resumed:
                 self._make()
+
+    def _refuse_writers(self) -> None:
+        """Workers whose leader was killed live a few seconds longer, and write meanwhile."""
+        if has_writers(self.root):
+            raise self._busy()
+
+    def _busy(self) -> TargetExistsError:
+        return TargetExistsError(
+            f"another fsdpckpt is writing {self._target}",
+            file=self._target,
+            next_step="wait for it to end, or give another DST",
+        )
 
     def _make(self) -> None:
         os.mkdir(self.root)
@@ -211,11 +121,7 @@ class Staging:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 os.close(lock)
-                raise TargetExistsError(
-                    f"another fsdpckpt is writing {self._target}",
-                    file=self._target,
-                    next_step="wait for it to end, or give another DST",
-                ) from None
+                raise self._busy() from None
             # Its last owner may have removed the name between our open and our lock: then the lock guards nothing.
             with contextlib.suppress(FileNotFoundError):
                 if os.stat(self._lock_path).st_ino == os.fstat(lock).st_ino:
@@ -267,6 +173,15 @@ class Staging:
                     next_step="run the command again, or choose another DST",
                 )
 
+    def keep_only(self, paths: Iterable[str]) -> None:
+        """Remove every staged file but the target files ``paths``: an earlier run may have had others to write here."""
+        kept = set(map(self.locate, paths))
+        with target_errors(self._target):
+            for folder, _, names in os.walk(self.path):
+                for path in (os.path.join(folder, name) for name in names):
+                    if path not in kept:
+                        os.unlink(path)
+
     def commit(self) -> None:
         """Make the output durable and visible under DST's name. The files in it must be synced already.
 
@@ -297,9 +212,10 @@ class Staging:
             )
 
     def discard(self) -> None:
-        """Remove what was staged, if it is still there: the journal first."""
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            os.unlink(self.journal)
+        """Remove what was staged, if it is still there: the journals first."""
+        for journal in journals_at(self.root):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(journal)
         with contextlib.suppress(FileNotFoundError):
             _remove(self.root)
 
@@ -316,10 +232,21 @@ class Staging:
 def clear_leftover(target: str) -> None:
     """Remove what a run left that ended between DST's appearance and its own."""
     parent, name = os.path.split(os.path.realpath(target))
-    if any(os.path.lexists(os.path.join(parent, _hidden(name, suffix))) for suffix in ("staging", "lock", "old")):
+    if any(os.path.lexists(os.path.join(parent, hidden_name(name, suffix))) for suffix in ("staging", "lock", "old")):
         staging = Staging(target, directory=True, overwrite=True)
         staging.discard()
         staging.close()
+
+
+def free_bytes(target: str) -> int:
+    """What is free where ``target`` would be written, with what an interrupted run has staged there."""
+    parent, name = os.path.split(os.path.realpath(target))
+    staged = os.path.join(parent, hidden_name(name, "staging"))
+    while not os.path.lexists(parent):
+        parent = os.path.dirname(parent)
+    with target_errors(target):
+        system = os.statvfs(parent)
+    return system.f_bavail * system.f_frsize + _allocated(staged)
 
 
 def _missing_directories(path: str) -> list[str]:

@@ -18,8 +18,9 @@ from fsdpckpt.ir.checkpoint import SourceFile
 from fsdpckpt.ir.coverage import box_text, flaws
 from fsdpckpt.ir.tensors import Pieces, Tensor, contiguous_stride
 from fsdpckpt.storage.sources import ByteSource, Sources
+from fsdpckpt.verify.parallel import go_on
 
-__all__ = ["BLOCK_BYTES", "BlockReader", "Bytes", "chosen"]
+__all__ = ["BLOCK_BYTES", "BlockReader", "Boxes", "Bytes", "chosen", "slabs"]
 
 BLOCK_BYTES = 8 * 1024 * 1024  # past this a request's cost is lost in its transfer
 READ_THROUGH = 64 * 1024  # bytes: a gap this small costs less to read than another request
@@ -88,11 +89,12 @@ class BlockReader:
         if len(rows) == 1 and _row_major(tensor.pieces, rows[0]):
             yield from self._straight(tensor, rows[0])
             return
-        pieces = _Pieces(tensor, rows)
-        for start, size in _slabs(tensor.shape, tensor.dtype.itemsize, self._limit):
+        pieces = Boxes(tensor, rows)
+        for start, size in slabs(tensor.shape, tensor.dtype.itemsize, self._limit):
             block = self._buffer(prod(size) * tensor.dtype.itemsize)
             pieces.fill(self, start, size, block)
             yield block
+            go_on()
 
     def _straight(self, tensor: Tensor, row: int) -> Iterator[Bytes]:
         """One row-major piece that is the whole tensor: its bytes as they lie in the file."""
@@ -103,6 +105,7 @@ class BlockReader:
             block = self._buffer(min(step, left))
             source.read_into(offset, block.data)
             yield block
+            go_on()
             offset += len(block)
             left -= len(block)
 
@@ -130,7 +133,7 @@ def _row_major(pieces: Pieces, row: int) -> bool:
     return all(n == 1 or have == want for n, have, want in zip(size, stride, expected, strict=True))
 
 
-def _slabs(shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def slabs(shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Boxes (start, size) that follow each other in row-major order, each contiguous and at most ``limit`` bytes."""
     cut = 0
     row = prod(shape[1:]) * itemsize
@@ -148,7 +151,7 @@ def _slabs(shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[tuple[
             yield (*prefix, begin, *(0 for _ in rest)), (*(1 for _ in prefix), count, *rest)
 
 
-class _Pieces:
+class Boxes:
     """The pieces of one tensor, in columns, asked which of them meet a box."""
 
     def __init__(self, tensor: Tensor, rows: list[int]) -> None:

@@ -1,75 +1,173 @@
-"""Recomputes the CRC-32 of every record that carries one: ``torch.load`` does not look at them.
+"""Recomputes every CRC-32 that a checkpoint carries: of its containers' records, of whole files by ``fsdpckpt.json``.
 
-A file whose records all say 0 was saved without (``torch.serialization.set_crc32_options``) and is not judged.
+``torch.load`` looks at none of them. A file whose records all say 0 was saved without
+(``torch.serialization.set_crc32_options``) and is not judged by them. Every byte is read once, in the order of the
+files: what lies in a record and in a file with a checksum of its own is summed in parts, which are put together.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
-from fsdpckpt.errors import SourceError
+from fsdpckpt.errors import SourceCorruptError, SourceError
 from fsdpckpt.ir.checkpoint import Checkpoint, Problem
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.parallel import DEFAULT_THREADS, Advance, for_each
 
-__all__ = ["Record", "check_records", "records"]
+__all__ = ["Record", "bytes_to_read", "check_records", "records"]
 
 READ_BYTES = 4 * 1024 * 1024  # at once: large enough for a disk, small enough to stay in a processor's cache
+READ_THROUGH = 64 * 1024  # bytes between two parts: a gap this small costs less to read than another request
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """``nbytes`` from ``offset`` of file number ``file``, whose CRC-32 should be ``crc``."""
+    """``nbytes`` from ``offset`` of the file at ``path``, whose CRC-32 should be ``crc``. ``stated_by``: whose word."""
 
-    file: int
+    path: str
     offset: int
     nbytes: int
     crc: int
+    stated_by: str = ""
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Neighbouring parts of one file, read together: from ``cuts[i]`` to ``cuts[i + 1]``."""
+
+    path: str
+    cuts: list[int]
 
 
 def records(checkpoint: Checkpoint) -> list[Record]:
-    """Every record to check, in file order; those of files without checksums left out."""
+    """Every record to check that the containers themselves state, in file order."""
     sums = checkpoint.checksums
     having = set(np.unique(sums.file[sums.crc != 0]).tolist())
     rows = zip(sums.file.tolist(), sums.offset.tolist(), sums.nbytes.tolist(), sums.crc.tolist(), strict=True)
-    return [Record(*row) for row in sorted(set(rows)) if row[0] in having]
+    paths = [file.path for file in checkpoint.files]
+    return [Record(paths[row[0]], *row[1:]) for row in sorted(set(rows)) if row[0] in having]
+
+
+def bytes_to_read(wanted: Iterable[Record]) -> int:
+    """How many bytes ``check_records`` advances by."""
+    return sum(run.cuts[-1] - run.cuts[0] for run in _runs(wanted))
 
 
 def check_records(
-    checkpoint: Checkpoint,
-    wanted: list[Record],
-    *,
-    sources: Sources,
-    threads: int = DEFAULT_THREADS,
-    advance: Advance | None = None,
+    wanted: Sequence[Record], *, sources: Sources, threads: int = DEFAULT_THREADS, advance: Advance | None = None
 ) -> list[Problem]:
     """A problem for each record whose bytes do not sum to its checksum or cannot be read."""
     from isal.isal_zlib import crc32
 
-    def work(buffer: bytearray, record: Record) -> Problem | None:
-        path = checkpoint.files[record.file].path
-        crc, done = 0, 0
+    def work(buffer: memoryview, run: _Run) -> list[int] | Problem:
+        begin = run.cuts[0]
+        view = buffer[: run.cuts[-1] - begin]
         try:
-            source = sources.open(path)
-            while done < record.nbytes:
-                view = memoryview(buffer)[: min(READ_BYTES, record.nbytes - done)]
-                source.read_into(record.offset + done, view)
-                crc = crc32(view, crc)
-                done += len(view)
-                if advance is not None:
-                    advance(len(view))
+            sources.open(run.path).read_into(begin, view)
         except SourceError as error:
-            return Problem("truncated", str(error.what), file=path)
-        if crc == record.crc:
-            return None
-        return Problem(
-            "checksum",
-            f"{path}: the record of {record.nbytes} bytes at offset {record.offset} has CRC-32 {crc:08x}, "
-            f"and the file says {record.crc:08x}",
-            file=path,
-        )
+            kind = "truncated" if isinstance(error, SourceCorruptError) else "unreadable"
+            return Problem(kind, str(error.what), file=run.path)
+        finally:
+            if advance is not None:
+                advance(len(view))
+        return [crc32(view[low - begin : high - begin]) for low, high in pairwise(run.cuts)]
 
-    found = for_each(wanted, work, reader=lambda: bytearray(READ_BYTES), threads=threads)
-    return [problem for problem in found if problem is not None]
+    runs = list(_runs(wanted))
+    found = for_each(runs, work, reader=lambda: memoryview(bytearray(READ_BYTES)), threads=threads)
+    sums = _Sums()
+    unreadable: list[Problem] = []
+    for run, result in zip(runs, found, strict=True):
+        if isinstance(result, Problem):
+            unreadable.append(result)
+        else:
+            sums.add(run, result)
+    return [*unreadable, *(problem for record in wanted if (problem := sums.judge(record)) is not None)]
+
+
+class _Sums:
+    """The CRC-32 of every part that was read, by file."""
+
+    def __init__(self) -> None:
+        self._begins: dict[str, list[int]] = {}
+        self._parts: dict[str, list[tuple[int, int]]] = {}
+
+    def add(self, run: _Run, crcs: list[int]) -> None:
+        """Take the next run; those of one file come in their order."""
+        parts = self._parts.setdefault(run.path, [])
+        self._begins.setdefault(run.path, []).extend(run.cuts[:-1])
+        parts.extend((high - low, crc) for (low, high), crc in zip(pairwise(run.cuts), crcs, strict=True))
+
+    def judge(self, record: Record) -> Problem | None:
+        """None when the record's bytes are as stated, or could not all be read, which has been said."""
+        from isal.isal_zlib import crc32_combine
+
+        begins, parts = self._begins.get(record.path, []), self._parts.get(record.path, [])
+        total, at = 0, record.offset
+        for number in range(bisect_left(begins, record.offset), len(begins)):
+            if at >= record.end or begins[number] != at:
+                break
+            nbytes, crc = parts[number]
+            total = crc32_combine(total, crc, nbytes)
+            at += nbytes
+        if at != record.end or total == record.crc:
+            return None
+        if record.stated_by:
+            what = f"{record.path} ({record.nbytes} bytes) has CRC-32 {total:08x}, and {record.stated_by}"
+        else:
+            what = (
+                f"{record.path}: the record of {record.nbytes} bytes at offset {record.offset} has CRC-32 "
+                f"{total:08x}, and the file"
+            )
+        return Problem("checksum", f"{what} says {record.crc:08x}", file=record.path)
+
+
+def _runs(wanted: Iterable[Record]) -> Iterator[_Run]:
+    """What has to be read, file by file, in runs of at most ``READ_BYTES``, cut wherever a record begins or ends."""
+    by_path: dict[str, list[Record]] = {}
+    for record in wanted:
+        if record.nbytes:
+            by_path.setdefault(record.path, []).append(record)
+    for path, found in by_path.items():
+        cuts: list[int] = []
+        for cut, covered in _cuts(found):
+            if cuts and (cut - cuts[0] > READ_BYTES or (not covered and cut - cuts[-1] > READ_THROUGH)):
+                yield from _closed(path, cuts)
+                cuts = cuts[-1:] if covered else []
+            cuts.append(cut)
+        yield from _closed(path, cuts)
+
+
+def _closed(path: str, cuts: list[int]) -> Iterator[_Run]:
+    if len(cuts) > 1:
+        yield _Run(path, list(cuts))
+
+
+def _cuts(found: list[Record]) -> Iterator[tuple[int, bool]]:
+    """Where parts begin and end, ascending and at most ``READ_BYTES`` apart inside records.
+
+    With each, whether the bytes before it, back to the last, belong to a record.
+    """
+    edges = sorted({edge for record in found for edge in (record.offset, record.end)})
+    reach = 0  # the farthest end of a record that began already
+    begins = sorted((record.offset, record.end) for record in found)
+    number = 0
+    last: int | None = None
+    for edge in edges:
+        covered = last is not None and reach >= edge
+        while last is not None and covered and edge - last > READ_BYTES:
+            last += READ_BYTES
+            yield last, True
+        yield edge, covered
+        last = edge
+        while number < len(begins) and begins[number][0] <= edge:
+            reach = max(reach, begins[number][1])
+            number += 1

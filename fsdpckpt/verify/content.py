@@ -17,19 +17,26 @@ from fsdpckpt.verify.tensors import lockstep
 
 __all__ = ["Located", "first_difference"]
 
+_BUFFERS = 8  # a block, what it is gathered from, and a block cast to a wider dtype, on either side
+_LEAST = 16 * 1024  # bytes: the widest element there is fits many times
+
 Located: TypeAlias = tuple[Tensor, Sequence[SourceFile], Sources]
 """A tensor, the files its pieces index, and what opens them."""
 
 
-def first_difference(source: Located, written: Located, total: hashlib._Hash | None = None) -> int | None:
+def first_difference(
+    source: Located, written: Located, total: hashlib._Hash | None = None, *, max_memory: int | None = None
+) -> int | None:
     """The row-major index of the first element where ``written`` is not ``source`` cast to its dtype; None when equal.
 
     Elements are compared as bytes, so NaN equals the same NaN and 0.0 differs from -0.0. ``total`` is fed with what
-    ``written`` holds, in the same pass: when all is equal it has the tensor's digest (``verify.digests``).
+    ``written`` holds, in the same pass: when all is equal it has the tensor's digest (``verify.digests``). Of
+    ``max_memory`` bytes all buffers together take no more.
     """
     have, want = source[0].dtype, written[0].dtype
     done = 0
-    for expected, found in lockstep(_cast(_blocks(source), have, want), _blocks(written)):
+    limit = BLOCK_BYTES if max_memory is None else min(max(max_memory // _BUFFERS, _LEAST), BLOCK_BYTES)
+    for expected, found in lockstep(_cast(_blocks(source, limit), have, want), _blocks(written, limit)):
         if not np.array_equal(found, expected):
             return (done + int(np.flatnonzero(found != expected)[0])) // want.itemsize
         if total is not None:
@@ -38,9 +45,9 @@ def first_difference(source: Located, written: Located, total: hashlib._Hash | N
     return None
 
 
-def _blocks(located: Located) -> Iterator[Bytes]:
+def _blocks(located: Located, limit: int) -> Iterator[Bytes]:
     tensor, files, sources = located
-    return BlockReader(files, sources, BLOCK_BYTES).blocks(tensor)
+    return BlockReader(files, sources, limit).blocks(tensor)
 
 
 def _cast(blocks: Iterator[Bytes], have: DType, want: DType) -> Iterator[Bytes]:

@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdpckpt.errors import SourceError
-from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Problem
+from fsdpckpt.ir.checkpoint import STRAY, Checkpoint, NamedTensor, Problem
 from fsdpckpt.ir.coverage import flaws
 from fsdpckpt.ir.invariants import problems
 from fsdpckpt.progress import NoProgress, Progress
+from fsdpckpt.readers.flavors import MANIFEST
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.blocks import BlockReader
-from fsdpckpt.verify.checksums import check_records, records
+from fsdpckpt.verify.checksums import bytes_to_read, check_records, records
 from fsdpckpt.verify.digests import digest
+from fsdpckpt.verify.manifest import check_listing, stated_records
 from fsdpckpt.verify.parallel import DEFAULT_THREADS, for_each, in_file_order
 from fsdpckpt.verify.replicas import check_replicas, replica_bytes, replica_sets
 from fsdpckpt.verify.stats import count_not_finite
@@ -91,8 +93,11 @@ def verify_checkpoint(
     found += short
     unreadable |= {number for number, one in enumerate(named) if flaws(one.tensor)}
     wanted = records(checkpoint)
-    stages.begin("checksums", sum(record.nbytes for record in wanted))
-    found += check_records(checkpoint, wanted, sources=sources, threads=threads, advance=stages.advance)
+    if checkpoint.manifest is not None:
+        found += check_listing(checkpoint.manifest, sources)
+        wanted += stated_records(checkpoint.manifest, sources)
+    stages.begin("checksums", bytes_to_read(wanted))
+    found += check_records(wanted, sources=sources, threads=threads, advance=stages.advance)
     stages.end()
     jobs = [_Job(one, replica_sets(one.tensor) if n not in unreadable else []) for n, one in enumerate(named)]
     outcome = _read(checkpoint, jobs, unreadable, sources, stages, threads, digests=digests, finite=finite)
@@ -100,10 +105,13 @@ def verify_checkpoint(
     if checkpoint.optim is not None:
         skipped = frozenset(named[number].key for number in unreadable)
         found += _steps(checkpoint, sources, skipped)
+    found += _strays(checkpoint)
+    summed = tuple(_digest(one, result) for one, result in zip(named, outcome, strict=True)) if digests else ()
+    found += _changed(checkpoint, summed)
     return Verification(
         source=checkpoint.source,
         problems=tuple(dict.fromkeys(found)),
-        digests=tuple(_digest(one, result) for one, result in zip(named, outcome, strict=True)) if digests else (),
+        digests=summed,
         tensors=len(named),
         nbytes=sum(one.tensor.nbytes for one in named),
         records=len(wanted),
@@ -213,6 +221,23 @@ def _steps(checkpoint: Checkpoint, sources: Sources, unreadable: frozenset[str])
         return check_steps(BlockReader(checkpoint.files, sources), checkpoint.optim, unreadable)
     except SourceError as error:
         return [Problem("unreadable", f"optim steps: {error.what}", file=error.file)]
+
+
+def _strays(checkpoint: Checkpoint) -> list[Problem]:
+    """Files of another save: no loss to a conversion, which leaves them alone, but nobody's whole checkpoint."""
+    return [Problem("stray", note.message, fatal=False) for note in checkpoint.notes if note.kind == STRAY]
+
+
+def _changed(checkpoint: Checkpoint, summed: Sequence[TensorDigest]) -> list[Problem]:
+    """Tensors that are not those whose digests ``fsdpckpt.json`` recorded."""
+    recorded = checkpoint.manifest.digests if checkpoint.manifest is not None else {}
+    found = []
+    for one in summed:
+        stated = recorded.get(f"{one.section} {one.key}")
+        if stated is not None and one.sha256 is not None and stated != one.sha256:
+            message = f"{one.section} {one.key} has SHA-256 {one.sha256}, and {MANIFEST} recorded {stated}"
+            found.append(Problem("digest", message, key=one.key))
+    return found
 
 
 def _digest(named: NamedTensor, found: _Found | None) -> TensorDigest:

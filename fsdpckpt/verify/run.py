@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from fsdpckpt.errors import SourceError
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.progress import Progress
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.integrity import Verification, verify_checkpoint
-from fsdpckpt.verify.parallel import DEFAULT_THREADS
+from fsdpckpt.verify.manifest import damaged_files
+from fsdpckpt.verify.parallel import threads_for
 
 __all__ = ["verify"]
 
@@ -30,10 +32,14 @@ def verify(
     into named tensors.
     """
     with Sources() as sources:
-        checkpoint = open_checkpoint(source, sources=sources, locate=True)
+        try:
+            checkpoint = open_checkpoint(source, sources=sources, locate=True)
+        except SourceError as error:  # that is one thing which is wrong: say all that can be known
+            error.details = tuple(dict.fromkeys((*error.details, *damaged_files(source, sources))))
+            raise
         if name is not None:
             checkpoint = name(checkpoint, sources)
-        count = threads if threads is not None else DEFAULT_THREADS
+        count = threads if threads is not None else threads_for(checkpoint)
         return verify_checkpoint(
             checkpoint, sources=sources, digests=digests, finite=finite, threads=count, progress=progress
         )

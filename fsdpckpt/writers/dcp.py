@@ -17,6 +17,7 @@ from fsdpckpt.containers.dcp_metadata_write import DcpEntry, StoredChunk, metada
 from fsdpckpt.containers.pickle_opcodes import PickleOpcodes, StorageView
 from fsdpckpt.containers.pickle_write import dumps
 from fsdpckpt.containers.zip_write import ALIGNMENT, TorchZip
+from fsdpckpt.flavors.forms import PLAIN_NESTING, Nesting
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import Slot, Target, TargetFile
@@ -33,14 +34,16 @@ _STEM = "archive"  # the folder torch.save uses for a file object
 _METADATA = ".metadata"
 
 
-def lay_out(checkpoint: Checkpoint, *, world_size: int | None, dtypes: DtypeRule) -> Target:
+def lay_out(
+    checkpoint: Checkpoint, *, world_size: int | None, dtypes: DtypeRule, nesting: Nesting = PLAIN_NESTING
+) -> Target:
     """One data file for each rank that has an item, ``.metadata`` last.
 
     ``world_size`` ranks share the tensors whose ``managed`` is True (0-dim ones are never cut). None keeps the
     source's own chunks and ranks, replicas written once. Raises SourceUnsupportedError when two keys flatten to one.
     """
     casts, notes = dtypes.casts(checkpoint)
-    leaves, flattening = flatten(checkpoint)
+    leaves, flattening = flatten(checkpoint, nesting)
     notes += flattening
     writer = _DataFiles(casts)
     entries = []

@@ -6,11 +6,13 @@ tuples never. An empty mapping leaves no trace, which is why it is noted.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from fsdpckpt.errors import SourceUnsupportedError
-from fsdpckpt.ir.checkpoint import Checkpoint, Note
+from fsdpckpt.flavors.forms import PLAIN_NESTING, Nesting
+from fsdpckpt.ir.checkpoint import LOOSE, Checkpoint, Note, OptimState, group_params
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.writers.extras import extras_of_one
@@ -19,8 +21,6 @@ from fsdpckpt.writers.torch_full import optim_dict
 __all__ = ["Leaf", "flatten"]
 
 Path: TypeAlias = tuple[str | int, ...]
-
-_STATE = ("optimizer", "state")
 
 
 class Leaf(NamedTuple):
@@ -33,11 +33,11 @@ class Leaf(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Walk:
-    """Collects the leaves of one section. ``ids``: the outermost keys may be parameter ids, which a reader restores."""
+    """Collects the leaves of one section. ``ids``: the dict whose keys may be parameter ids, which readers restore."""
 
     leaves: list[Leaf]
     notes: list[Note]
-    ids: bool = False
+    ids: Path = ()
 
     def enter(self, path: Path, prefix: str, value: Value) -> None:
         if isinstance(value, dict):
@@ -49,7 +49,7 @@ class _Walk:
             self.leaves.append(Leaf(prefix, path, value))
 
     def mapping(self, path: Path, prefix: str, value: dict[Key, Value]) -> None:
-        if not value and path != _STATE:
+        if not value and path != self.ids:
             self.notes.append(
                 Note("dropped", f"{prefix} is an empty dict: a DCP directory has no place for it", prefix)
             )
@@ -62,7 +62,7 @@ class _Walk:
                 self.enter((*path, part), inner, item)
 
     def renamed(self, prefix: str, key: Key) -> str:
-        if not (self.ids and prefix == ".".join(_STATE)):
+        if not (self.ids and prefix == _dotted(self.ids)):
             where = prefix or "the extras"
             self.notes.append(
                 Note("renamed", f"key {key!r} of {where} becomes text, it was {type(key).__name__}", str(key))
@@ -70,12 +70,16 @@ class _Walk:
         return str(key)
 
 
+def _dotted(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
 def _plain(values: list[Value]) -> bool:
     """Whether DCP keeps a list as one value: no tensor, mapping or entered list in it."""
     return not any(isinstance(item, (Tensor, dict)) or (isinstance(item, list) and not _plain(item)) for item in values)
 
 
-def flatten(checkpoint: Checkpoint) -> tuple[list[Leaf], list[Note]]:
+def flatten(checkpoint: Checkpoint, nesting: Nesting = PLAIN_NESTING) -> tuple[list[Leaf], list[Note]]:
     """All leaves in ``dcp.save``'s order, with notes on what the flat form cannot hold.
 
     Raises SourceUnsupportedError when several entries get the same flat key.
@@ -85,20 +89,52 @@ def flatten(checkpoint: Checkpoint) -> tuple[list[Leaf], list[Note]]:
     walk = _Walk(leaves, notes)
     if checkpoint.model is not None:
         model: dict[Key, Value] = dict(checkpoint.model.params.items())
-        walk.mapping(("model",), "model", model)
+        walk.mapping(nesting.model, _dotted(nesting.model), model)
         if checkpoint.model.metadata is not None:
             what = "the model state dict's _metadata (module versions)"
             notes.append(Note("dropped", f"{what} has no place in a DCP directory"))
     if checkpoint.optim is not None:
-        root = optim_dict(checkpoint.optim)
-        _Walk(leaves, notes, ids=True).enter(_STATE, ".".join(_STATE), root.pop("state"))
-        if root:
-            walk.mapping(("optimizer",), "optimizer", root)
+        if nesting.flattened:
+            leaves.extend(_flat_optimizer(checkpoint.optim, nesting.optim, notes))
+        else:
+            root, state = optim_dict(checkpoint.optim), (*nesting.optim, "state")
+            _Walk(leaves, notes, ids=state).enter(state, _dotted(state), root.pop("state"))
+            if root:
+                walk.mapping(nesting.optim, _dotted(nesting.optim), root)
     extra, dropped = extras_of_one(checkpoint)
     if extra:
         walk.mapping((), "", extra)
     _refuse_duplicates(leaves)
     return leaves, notes + dropped
+
+
+def _flat_optimizer(optim: OptimState, at: Path, notes: list[Note]) -> Iterator[Leaf]:
+    """What ``StateDictOptions(flatten_optimizer_state_dict=True)`` makes of an optimizer keyed by name.
+
+    Raises SourceUnsupportedError for ids, which have no place in that form.
+    """
+    if optim.key_type == "id":
+        raise SourceUnsupportedError(
+            "flattened optimizer keys begin with parameter names, and this optimizer is keyed by id",
+            next_step="--key-type name",
+        )
+    entries: list[tuple[str, Value]] = []
+    for param, states in optim.state.items():
+        for name, value in states.items():
+            entries.append((f"state.{param}.{name}" if name != LOOSE else f"state.{param}", value))
+    for group in optim.param_groups or []:
+        for param in group_params(group) or ():
+            for setting, value in group.items():
+                if setting != "params":
+                    entries.append((f"param_groups.{param}.{setting!s}", value))
+    for key, value in entries:
+        yield Leaf(_dotted((*at, key)), (*at, key), value)
+    if len(optim.param_groups or []) > 1:
+        notes.append(
+            Note("groups-flattened", "each parameter has its own settings: the order of the groups is not kept")
+        )
+    for extra in optim.extra:
+        notes.append(Note("dropped", f"{extra!s} of the optimizer has no place among flattened keys", str(extra)))
 
 
 def _refuse_duplicates(leaves: list[Leaf]) -> None:

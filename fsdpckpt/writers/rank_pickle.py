@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 from fsdpckpt.containers.pickle_opcodes import StorageView, integer, integers
 from fsdpckpt.containers.pickle_write import PickleWriter
 from fsdpckpt.containers.zip_write import TorchZip
+from fsdpckpt.flavors.forms import PLAIN_MESH, MeshForm
 from fsdpckpt.ir.dtypes import DTYPES, DType
 from fsdpckpt.ir.targets import TargetFile
 from fsdpckpt.ir.tensors import Tensor, contiguous_stride
@@ -62,11 +63,12 @@ class RankPickle(PickleWriter, ABC):
 
     def __init__(
         self, *, rank: int, world_size: int, managed: frozenset[int], casts: Mapping[int, DType],
-        canonical: Mapping[int, Tensor],
+        canonical: Mapping[int, Tensor], mesh: MeshForm = PLAIN_MESH,
     ) -> None:  # fmt: skip
         super().__init__()
         self.rank = rank
         self.world_size = world_size
+        self.mesh = mesh
         self._managed = managed
         self._casts = casts
         self._canonical = canonical
@@ -176,19 +178,21 @@ class DTensorPickle(RankPickle):
         return shard + self.text("dim") + b"K\x00" + _BUILD + b"\x85"
 
     def _mesh(self) -> None:
-        """The mesh ``init_device_mesh("cpu", (world_size,))`` makes: unnamed, over the default process group."""
+        """The mesh ``init_device_mesh(device, (world_size,))`` makes: over the default process group."""
         known = self._once.get("mesh")
         if known is not None:
             self.raw(known)
             return
         text, raw, world = self.text, self.raw, self.world_size
-        raw(self.name("torch.distributed.device_mesh", "DeviceMesh") + _NEW + text("_device_type") + text("cpu"))
+        raw(self.name("torch.distributed.device_mesh", "DeviceMesh") + _NEW + text("_device_type"))
+        raw(text(self.mesh.device))
         raw(text("_layout") + self.name(_LAYOUT, "_MeshLayout") + _NEW + text("axes"))
         axis, step = ((world,), (1,)) if world > 1 else ((), ())  # torch drops an axis of one rank from its layout
         raw(self.name(_LAYOUT, "_FlatLayout") + _NEW + text("shape") + integers(axis))
         raw(text("stride") + integers(step) + _BUILD + b"\x85" + _BUILD + text("_rank_map"))
         self.view(self.literal(DTYPES["int32"], struct.pack(f"<{world}i", *range(world))))
-        raw(text("_mesh_dim_names") + b"N" + text("_root_mesh") + b"N")
+        names = b"N" if self.mesh.names is None else b"(" + b"".join(map(text, self.mesh.names)) + b"t"
+        raw(text("_mesh_dim_names") + names + text("_root_mesh") + b"N")
         raw(text("_flatten_rank_map") + integers(range(world)) + text("_thread_id") + b"N")
         raw(text("_flatten_mapping") + b"}" + text("_dim_group_names") + b"](" + text(_WORLD_GROUP) + b"e")
         raw(text("_rank") + integer(self.rank) + text("_coordinate_on_dim") + integers((self.rank,)))

@@ -41,9 +41,12 @@ class _Group:
         self.tensors[key] = (tensor, dtype)
 
 
-def lay_out(checkpoint: Checkpoint, *, max_shard_size: int, single_file: bool, dtypes: DtypeRule) -> Target:
+def lay_out(
+    checkpoint: Checkpoint, *, max_shard_size: int, single_file: bool, dtypes: DtypeRule, bare: bool = False
+) -> Target:
     """One file (``path`` ""), or a directory with shards of at most ``max_shard_size`` bytes of data each.
 
+    ``bare``: a model's tensors and ``{"format": "pt"}``, as Hugging Face's libraries write.
     A tensor longer than that has a shard of its own. Raises SourceUnsupportedError, naming all keys, when the format
     has no code for a dtype.
     """
@@ -60,6 +63,8 @@ def lay_out(checkpoint: Checkpoint, *, max_shard_size: int, single_file: bool, d
         home.document["extra"] = _encode(extra, home, "extra")
     if sections:
         model.document["sections"] = True
+    if bare:
+        model.document.clear()
     groups = [group for group in ([model] if single_file else [model, optim]) if group.tensors or group.document]
     _refuse(groups)
     if single_file:
@@ -195,7 +200,7 @@ def _shards(group: _Group, limit: int) -> list[TargetFile]:
 def _file(path: str, keys: list[str], group: _Group, *, first: bool) -> TargetFile:
     """One file of the tensors ``keys``; the group's first carries the document."""
     metadata = {"format": "pt"}
-    if first:
+    if first and group.document:
         metadata[METADATA_KEY] = json.dumps({"version": VERSION, **group.document}, separators=(",", ":"))
     header: dict[str, object] = {"__metadata__": metadata}
     at = 0

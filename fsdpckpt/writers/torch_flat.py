@@ -8,9 +8,11 @@ holds shard r % ``shard_size``, and its flat parameters state the shards of r's 
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Mapping
 from typing import Any
 
+from fsdpckpt.flavors.forms import PLAIN_NAMES, RankNames
 from fsdpckpt.ir.checkpoint import Checkpoint, KeyType
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import Target, TargetFile
@@ -27,7 +29,15 @@ from fsdpckpt.writers.torch_ranks import extra_notes
 __all__ = ["lay_out"]
 
 
-def lay_out(checkpoint: Checkpoint, *, units: Units, world_size: int, key_type: KeyType, dtypes: DtypeRule) -> Target:
+def lay_out(
+    checkpoint: Checkpoint,
+    *,
+    units: Units,
+    world_size: int,
+    key_type: KeyType,
+    dtypes: DtypeRule,
+    names: RankNames = PLAIN_NAMES,
+) -> Target:
     """``world_size`` files for each section that ``checkpoint`` (whole tensors, optimizer keyed by name) has.
 
     ``units`` describe the target. Raises SourceCorruptError when they are those of another model,
@@ -40,24 +50,26 @@ def lay_out(checkpoint: Checkpoint, *, units: Units, world_size: int, key_type: 
     files: list[TargetFile] = []
     if checkpoint.model is not None:
         model = FlatModel(checkpoint, checkpoint.model, units=units, placed=placed, casts=casts)
-        files += [_file("model", model.value(rank), rank, world_size, shard_size, casts) for rank in range(world_size)]
+        files += [
+            _file(names.model, model.value(rank), rank, world_size, shard_size, casts) for rank in range(world_size)
+        ]
     if checkpoint.optim is not None:
         keys = settle_keys(checkpoint, units, key_type)
         notes += keys.notes
         optim = FlatOptimizer(checkpoint, checkpoint.optim, units=units, placed=placed, keys=keys, casts=casts)
-        files += [_file("optim", optim.value(rank), rank, world_size, shard_size, casts) for rank in range(world_size)]
+        files += [
+            _file(names.optim, optim.value(rank), rank, world_size, shard_size, casts) for rank in range(world_size)
+        ]
     extras = [extras_of_rank(checkpoint, rank) for rank in range(world_size)]
     if any(extras):
-        files += [_file("extra_state", extra, rank, world_size, shard_size, casts) for rank, extra in enumerate(extras)]
+        files += [_file(names.extra, extra, rank, world_size, shard_size, casts) for rank, extra in enumerate(extras)]
         notes += extra_notes(checkpoint, world_size)
     return Target(files, notes=notes)
 
 
-def _file(
-    section: str, value: Any, rank: int, world_size: int, shard_size: int, casts: Mapping[int, DType]
-) -> TargetFile:
-    stem = f"{section}_world_size_{world_size}_rank_{rank}"
-    file = TargetFile(f"{stem}.pt")
+def _file(name: str, value: Any, rank: int, world_size: int, shard_size: int, casts: Mapping[int, DType]) -> TargetFile:
+    file = TargetFile(name.format(rank=rank, world_size=world_size))
+    stem = posixpath.splitext(posixpath.basename(file.path))[0]
     writer = FlatPickle(rank=rank, world_size=world_size, shard_size=shard_size, casts=casts)
     writer.value(value)
     writer.write(file, stem=stem)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import posixpath
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from fsdpckpt.containers.pickle_write import dumps
 from fsdpckpt.containers.zip_write import TorchZip
+from fsdpckpt.flavors.forms import PLAIN_NESTING, Nesting, Step
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, OptimState, stored_entry
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import Target, TargetFile
@@ -20,7 +21,9 @@ from fsdpckpt.writers.storages import Storages, sharing
 __all__ = ["lay_out", "lay_out_file", "model_dict", "optim_dict"]
 
 
-def lay_out(checkpoint: Checkpoint, *, dtypes: DtypeRule, path: str = "", bare: bool = False) -> Target:
+def lay_out(
+    checkpoint: Checkpoint, *, dtypes: DtypeRule, path: str = "", bare: bool = False, nesting: Nesting = PLAIN_NESTING
+) -> Target:
     """One file at ``path`` (relative to the target; "" when the target itself is the file).
 
     With ``bare`` a checkpoint of one section and no extras becomes that section's dict itself. Tensors that share
@@ -28,15 +31,32 @@ def lay_out(checkpoint: Checkpoint, *, dtypes: DtypeRule, path: str = "", bare: 
     """
     casts, notes = dtypes.casts(checkpoint)
     extra, dropped = extras_of_one(checkpoint)
-    root: dict[Key, Value] = {}
+    sections: list[tuple[tuple[Step, ...], Value]] = []
     if checkpoint.model is not None:
-        root["model"] = model_dict(checkpoint.model)
+        sections.append((nesting.model, model_dict(checkpoint.model)))
     if checkpoint.optim is not None:
-        root["optimizer"] = optim_dict(checkpoint.optim)
-    value: Value = next(iter(root.values())) if bare and len(root) == 1 and not extra else {**root, **extra}
+        sections.append((nesting.optim, optim_dict(checkpoint.optim)))
+    if len(sections) == 1 and not extra and (bare or not sections[0][0]):
+        value = sections[0][1]
+    else:
+        value = nested([*sections, ((), extra)])
     file = TargetFile(path)
     notes += dropped + lay_out_file(file, value, casts=casts, sharers=_sharers(checkpoint, extra))
     return Target([file], notes=notes)
+
+
+def nested(sections: Sequence[tuple[tuple[Step, ...], Value]]) -> Value:
+    """One dict of ``sections``, each below its path; a position in a path makes a list of the one section."""
+    root: dict[Key, Value] = {}
+    for path, section in sections:
+        if not path:
+            root.update(section if isinstance(section, dict) else {})
+            continue
+        value = section
+        for step in reversed(path[1:]):
+            value = {step: value} if isinstance(step, str) else [value]
+        root[path[0]] = value
+    return root
 
 
 def model_dict(model: ModelState) -> dict[Key, Value]:

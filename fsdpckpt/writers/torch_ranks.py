@@ -6,8 +6,10 @@ everything else is whole in every rank's file.
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Mapping
 
+from fsdpckpt.flavors.forms import PLAIN_MESH, PLAIN_NAMES, MeshForm, RankNames
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import Target, TargetFile
@@ -24,11 +26,20 @@ __all__ = ["extra_notes", "lay_out"]
 _FORMS: Mapping[str, type[RankPickle]] = {"dtensor": DTensorPickle, "sharded-tensor": ShardedTensorPickle}
 
 
-def lay_out(checkpoint: Checkpoint, *, world_size: int, tensor: str, dtypes: DtypeRule) -> Target:
+def lay_out(
+    checkpoint: Checkpoint,
+    *,
+    world_size: int,
+    tensor: str,
+    dtypes: DtypeRule,
+    names: RankNames = PLAIN_NAMES,
+    mesh: MeshForm = PLAIN_MESH,
+) -> Target:
     """``world_size`` files for each section that the checkpoint has.
 
     ``tensor`` is ``"dtensor"`` or ``"sharded-tensor"``: what a tensor whose ``managed`` is True becomes (0-dim ones
-    stay whole). Target rank r gets the extras of source rank r modulo the source's ranks.
+    stay whole). ``mesh``: what DTensors say of theirs. Target rank r gets the extras of source rank r modulo the
+    source's ranks.
     """
     casts, notes = dtypes.casts(checkpoint)
     cut = frozenset(id(named.tensor) for named in checkpoint.tensors() if named.tensor.managed and named.tensor.shape)
@@ -37,26 +48,26 @@ def lay_out(checkpoint: Checkpoint, *, world_size: int, tensor: str, dtypes: Dty
         model = model_dict(checkpoint.model)
         tied = ties([leaf for leaf in checkpoint.model.params.values() if isinstance(leaf, Tensor)])
         tied = {key: first for key, first in tied.items() if (key in cut) == (id(first) in cut)}
-        files += _section("model", [model] * world_size, tensor, cut, casts, tied)
+        files += _section(names.model, [model] * world_size, tensor, cut, casts, tied, mesh)
     if checkpoint.optim is not None:
-        files += _section("optim", [optim_dict(checkpoint.optim)] * world_size, tensor, cut, casts, {})
+        files += _section(names.optim, [optim_dict(checkpoint.optim)] * world_size, tensor, cut, casts, {}, mesh)
     extras: list[Value] = [extras_of_rank(checkpoint, rank) for rank in range(world_size)]
     if any(extras):
-        files += _section("extra_state", extras, tensor, cut, casts, {})
+        files += _section(names.extra, extras, tensor, cut, casts, {}, mesh)
         notes += extra_notes(checkpoint, world_size)
     return Target(files, notes=notes)
 
 
 def _section(
     name: str, values: list[Value], form: str, cut: frozenset[int], casts: Mapping[int, DType],
-    tied: Mapping[int, Tensor],
+    tied: Mapping[int, Tensor], mesh: MeshForm,
 ) -> list[TargetFile]:  # fmt: skip
-    """One file for each rank; ``values`` by rank."""
+    """One file for each rank, called ``name``; ``values`` by rank."""
     files = []
     for rank, value in enumerate(values):
-        stem = f"{name}_world_size_{len(values)}_rank_{rank}"
-        file = TargetFile(f"{stem}.pt")
-        writer = _FORMS[form](rank=rank, world_size=len(values), managed=cut, casts=casts, canonical=tied)
+        file = TargetFile(name.format(rank=rank, world_size=len(values)))
+        stem = posixpath.splitext(posixpath.basename(file.path))[0]
+        writer = _FORMS[form](rank=rank, world_size=len(values), managed=cut, casts=casts, canonical=tied, mesh=mesh)
         writer.value(value)
         writer.write(file, stem=stem)
         files.append(file)

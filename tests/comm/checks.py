@@ -9,8 +9,12 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
+import time
 import traceback
 from collections import OrderedDict
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,6 +30,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdpckpt import comm
 from fsdpckpt.comm.environment import FIRST_PORT
+from fsdpckpt.comm.exchange import Exchanger, Leg
 from fsdpckpt.errors import StateDictMismatchError, UsageError, WorkerError
 from tests.comm.crew import crew
 
@@ -375,6 +380,85 @@ def check_exchange_moves_any_amount_between_any_pair(group: comm.Group) -> None:
     )
     same(found, {peer: data(peer, rank) for peer in range(n)})
     assert largest <= BUDGET // 4
+
+
+def check_legs_of_any_size_cross_while_there_is_room_for_two_rounds(group: comm.Group) -> None:
+    """Read by another thread, received where they are wanted."""
+    rank, rounds = group.rank, 13
+
+    def data(source: int, target: int, number: int) -> torch.Tensor:
+        count = (
+            (source * 5 + target * 11 + number * 7) % 4 * (3001 if number < 6 else 99)
+        )  # of several chunks, and of one
+        return random(count, dtype=torch.uint8, seed=source * 1000 + target * 100 + number)
+
+    exchanger = Exchanger(group, budget=BUDGET, largest=9003, landing=True)
+    pairs = exchanger.pairs()
+    found = [{source: torch.zeros_like(data(source, rank, number)) for _, source in pairs} for number in range(rounds)]
+    threads: set[str] = set()
+    room, claimed, landed = threading.Semaphore(2), [0], []
+
+    def may_begin(number: int) -> bool:
+        claimed[0] += claimed[0] == number and room.acquire(blocking=False)
+        return claimed[0] > number
+
+    def wait(number: int) -> None:
+        while not may_begin(number):
+            assert len(landed) >= number - 1, "it waits for room that only what is under way can give"
+            time.sleep(0.001)
+
+    def read(number: int, peer: int, offset: int, buffer: torch.Tensor) -> None:
+        threads.add(threading.current_thread().name)
+        buffer.copy_(data(rank, peer, number)[offset : offset + len(buffer)])
+
+    def landing(number: int, peer: int, offset: int, count: int) -> torch.Tensor:
+        assert len(landed) + 2 > number, "a round began without room"
+        return found[number][peer][offset : offset + count]
+
+    def done(number: int) -> None:
+        landed.append(number)
+        threading.Timer(0.003 * rank, room.release).start()
+
+    def legs() -> Iterator[Leg]:
+        for number in range(rounds):
+            for index, (to, source) in enumerate(pairs):
+                yield Leg(
+                    to,
+                    len(data(rank, to, number)),
+                    partial(read, number),
+                    source,
+                    len(found[number][source]),
+                    landing=partial(landing, number),
+                    may_begin=None if index else partial(may_begin, number),
+                    wait=None if index else partial(wait, number),
+                    landed=partial(done, number) if index == len(pairs) - 1 else None,
+                )
+
+    with group.step("legs"):
+        exchanger.run(legs(), watch=lambda: group.watch(moving=False))
+    assert landed == list(range(rounds))
+    assert threads == {"fsdpckpt-read"}
+    for number, each in enumerate(found):
+        same(each, {source: data(source, rank, number) for _, source in pairs}, f"round {number}")
+
+
+def check_what_a_reading_thread_raises_fails_the_step_on_all(group: comm.Group) -> None:
+    apart = comm.Group.over(dist.new_group())
+
+    def read(peer: int, offset: int, buffer: torch.Tensor) -> None:
+        if apart.rank == 1 and offset:
+            raise UsageError("this disk is gone")
+
+    try:
+        with apart.step("copy"):
+            exchanger = Exchanger(apart, budget=BUDGET, largest=1 << 20)
+            legs = (Leg(to, 99_999, read, source, 99_999, write=lambda *_: None) for to, source in exchanger.pairs())
+            exchanger.run(legs, watch=lambda: apart.watch(moving=False))
+    except WorkerError as error:
+        assert error.rank == 1 and "this disk is gone" in str(error), error
+        assert error.cause_exit_code == UsageError.exit_code
+    else:
+        raise AssertionError("nobody noticed")
 
 
 def check_plans_that_differ_are_an_error_before_a_byte_moves(group: comm.Group) -> None:

@@ -13,7 +13,9 @@ import time
 import numpy as np
 import pytest
 
+from fsdpckpt.comm.exchange import LEAVING
 from fsdpckpt.errors import SourceCorruptError, UsageError, WorkerError
+from fsdpckpt.executor.arrivals import Arrivals
 from fsdpckpt.executor.budget import make_budget
 from fsdpckpt.executor.carried import Carried, as_it_was, carried_text, carrying
 from fsdpckpt.executor.crew import Crew
@@ -120,8 +122,9 @@ def test_all_buffers_of_a_worker_fit_its_memory(mebibytes: int, threads: int, ca
     for exchanging in (False, True):
         settings = settle(plan, budget, memory, exchanging=exchanging)
         count = threads_for(settings, budget)
-        chunk = settings.exchange_bytes // 4
-        used = count * 2 * settings.window + 2 * settings.round_bytes + settings.exchange_bytes + 2 * chunk
+        chunk = settings.exchange_bytes // LEAVING
+        rounds = settings.rounds * settings.round_bytes
+        used = count * 2 * settings.window + rounds + settings.exchange_bytes + 2 * chunk
         assert used <= memory
         growth = 8 if casts else 1
         assert not exchanging or settings.window * growth <= settings.round_bytes
@@ -133,6 +136,57 @@ def test_workers_that_share_a_machine_share_its_threads() -> None:
     assert for_worker(budget, 4, max_memory=1 << 27, chosen=True).threads == 8
 
 
+# what has arrived
+
+
+def arrivals(rounds: int, held: int) -> Arrivals:
+    """Rounds of 100 + n bytes from worker 0 and 7 from worker 3, for two windows each but the last, which has none."""
+    receives = {0: 100 + np.arange(rounds), 3: np.full(rounds, 7)}
+    for column in receives.values():
+        column[-1] = 0
+    return Arrivals(receives, dict.fromkeys(range(rounds - 1), 2), rounds, held)
+
+
+def test_a_round_has_room_once_both_windows_of_an_earlier_one_are_written() -> None:
+    found = arrivals(6, 2)
+    assert [found.claim(number) for number in (0, 1, 0, 2)] == [True, True, True, False]
+    found.written(1)
+    assert not found.claim(2)
+    found.written(1)
+    assert found.claim(2)
+    assert not found.claim(3)
+    assert found.claim(5), "a round that brings this worker nothing needs no room"
+
+
+def test_the_room_that_was_given_back_last_is_taken_first() -> None:
+    found = arrivals(9, 4)
+    for number in range(3):
+        assert found.claim(number)
+    rooms = [found.place(0, number, 0, 1).ctypes.data for number in range(3)]
+    for number in (0, 0, 2, 2):
+        found.written(number)
+    assert found.claim(3)
+    assert found.claim(4)
+    assert [found.place(0, number, 0, 1).ctypes.data for number in (3, 4)] == [rooms[2], rooms[0]]
+
+
+def test_a_stream_is_read_from_the_round_it_came_in(tmp_path) -> None:
+    found, data = arrivals(5, 3), {0: random.Random(1).randbytes(1000), 3: random.Random(2).randbytes(1000)}
+    begins = {0: [0, 100, 201, 303], 3: [0, 7, 14, 21]}
+    for number in (0, 1, 2):
+        assert found.claim(number)
+        for sender, count in ((0, 100 + number), (3, 7)):
+            begin = begins[sender][number]
+            for part in range(2):  # in two chunks
+                at, end = (count * each // 2 for each in (part, part + 1))
+                place = found.place(sender, number, at, end - at)
+                place[:] = np.frombuffer(data[sender][begin + at : begin + end], np.uint8)
+    for sender, offset, nbytes in ((0, 3, 90), (0, 100, 101), (0, 250, 53), (3, 0, 7), (3, 15, 6)):
+        into = bytearray(nbytes)
+        found.read_into(sender, offset, memoryview(into))
+        assert into == data[sender][offset : offset + nbytes]
+
+
 # threads
 
 
@@ -140,13 +194,13 @@ def test_windows_of_a_round_wait_until_it_has_arrived() -> None:
     windows = [OwnWindow(0, number, number + 1, number % 3 - 1) for number in range(30)]
     done: list[int] = []
     crew = Crew(windows, 2, lambda _, window: done.append(window.round))
-    crew.wait(-1, lambda: None)
+    crew.wait(lambda: None, lambda: len(done) == 10)
     assert set(done) == {-1}
     crew.arrived(0)
-    crew.wait(0, lambda: None)
+    crew.wait(lambda: None, lambda: len(done) == 20)
     assert set(done) == {-1, 0}
     crew.arrived(1)
-    crew.wait(None, lambda: None)
+    crew.wait(lambda: None)
     assert len(done) == 30
     crew.stop()
 
@@ -157,7 +211,7 @@ def test_what_a_thread_raises_the_main_thread_raises() -> None:
 
     crew = Crew([OwnWindow(0, 5, 6, -1)], 2, copy)
     with pytest.raises(UsageError, match="window 5"):
-        crew.wait(None, lambda: None)
+        crew.wait(lambda: None)
     crew.stop()
 
 
@@ -168,7 +222,7 @@ def test_a_crew_moves_when_a_window_is_written_and_while_it_said_it_would_be_sil
     crew.expect_silence(10_000_000)
     assert crew.moved()
     go.set()
-    crew.wait(None, lambda: None)
+    crew.wait(lambda: None)
     crew.stop()
     time.sleep(0.6)
     assert crew.moved()

@@ -70,7 +70,7 @@ class Scene:
         return os.path.join(self.folder, "out", path)
 
     def identity(self) -> RunIdentity:
-        return RunIdentity("1", plan_digest(self.plan), {"to": "full"}, [FileIdentity(self.files[0].path, 1, 2, 3)])
+        return RunIdentity("1", plan_digest(self.plan), {"to": "full"}, [[FileIdentity(self.files[0].path, 1, 2, 3)]])
 
     def run(self, finished: Finished, progress: NoProgress | None = None) -> dict[str, int]:
         with Sources() as sources:
@@ -88,7 +88,7 @@ class Scene:
     def stopped(self, windows: int) -> Finished:
         """Run until ``windows`` are done; what the journal says then."""
         with pytest.raises(Stop):
-            self.run(Finished(self.budget.window), Stopping(windows))
+            self.run(Finished(), Stopping(windows))
         found = read_run(self.journal)
         assert found is not None
         assert found[0] == self.identity()
@@ -161,7 +161,7 @@ def test_a_run_stopped_many_times_comes_to_its_end(tmp_path: Path, seed: int) ->
     counts = [finished.nbytes]
     while True:
         try:
-            crcs = made.run(finished, Stopping(len(finished.crcs) + 4))
+            crcs = made.run(finished, Stopping(5))  # the first advance is what was there
             break
         except Stop:
             found = read_run(made.journal)
@@ -176,7 +176,7 @@ def test_a_run_stopped_many_times_comes_to_its_end(tmp_path: Path, seed: int) ->
 def test_a_file_of_which_all_is_written_but_the_late_checksums_is_finished(tmp_path: Path, seed: int) -> None:
     """Also when some of them are written already: a kill may come between."""
     made = scene(str(tmp_path), seed)
-    made.run(Finished(made.budget.window))
+    made.run(Finished())
     crcs: dict[tuple[int, int, int], int] = {}
     for number, file in enumerate(made.plan.files):
         data, late = bytearray(made.expected[file.path]), LatePlaces(file)
@@ -185,7 +185,7 @@ def test_a_file_of_which_all_is_written_but_the_late_checksums_is_finished(tmp_p
             late.clear(begin, view)
             crcs[number, begin, begin + len(view)] = zlib.crc32(view)
     before = {path: Path(made.locate(path)).stat().st_ino for path in made.expected}
-    made.require_expected(made.run(Finished(made.budget.window, crcs)))
+    made.require_expected(made.run(Finished(crcs)))
     assert before == {path: Path(made.locate(path)).stat().st_ino for path in made.expected}
 
 
@@ -233,10 +233,10 @@ def test_nothing_is_in_the_journal_before_its_file_and_its_name_are_synced(
         "fsdpckpt.storage.journal.Journal.append", lambda self, records: events.append(f"journal {len(records)}")
     )
     identity = RunIdentity("1", "plan", {}, [])
-    recorder = Recorder(str(tmp_path / "journal"), lambda: identity, Finished(100))
+    recorder = Recorder(str(tmp_path / "journal"), lambda: identity, Finished())
     recorder.wrote(0, file, (0, 10, 123))
     recorder.close(complete=False)
-    assert events == ["data out", f"names {tmp_path}", "journal 2"]
+    assert events == ["data out", f"names {tmp_path}", "journal 1"]
     file.close()
 
 
@@ -251,7 +251,7 @@ def test_a_failed_sync_ends_the_run_even_when_all_windows_are_written(
         raise TargetUnwritableError("lost", file=self.path)
 
     monkeypatch.setattr(WritableFile, "sync", lost)
-    recorder = Recorder(made.journal, made.identity, Finished(made.budget.window))
+    recorder = Recorder(made.journal, made.identity, Finished())
     recorder.start(list)
     recorder.wrote(0, WritableFile(str(tmp_path / "one"), 5), (0, 5, 1))
     with pytest.raises(TargetUnwritableError, match="lost"):
@@ -263,14 +263,14 @@ def test_a_failed_sync_ends_the_run_even_when_all_windows_are_written(
 
 def test_a_quick_run_leaves_no_journal(tmp_path: Path) -> None:
     made = scene(str(tmp_path), 2)
-    made.require_expected(made.run(Finished(made.budget.window)))
+    made.require_expected(made.run(Finished()))
     assert not os.path.exists(made.journal)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_finished_files_are_told_from_others_by_every_byte(tmp_path: Path, seed: int) -> None:
     made = scene(str(tmp_path), seed, threads=2)
-    made.run(Finished(made.budget.window))
+    made.run(Finished())
 
     def written() -> bool:
         with Sources() as sources:
@@ -317,15 +317,15 @@ def test_every_column_of_a_plan_is_in_its_digest(tmp_path: Path) -> None:
 
 def test_changes_are_told_one_by_one() -> None:
     a, b = FileIdentity("a", 1, 2, 3), FileIdentity("b", 5, 6, 7)
-    before = RunIdentity("1", "plan", {"to": "full"}, [a, b])
-    now = RunIdentity("2", "other", {"to": "full", "dtype": "bfloat16"}, [a, FileIdentity("b", 5, 6, 8)])
+    before = RunIdentity("1", "plan", {"to": "full"}, [[a], [b]])
+    now = RunIdentity("2", "other", {"to": "full", "dtype": "bfloat16"}, [[a], [FileIdentity("b", 5, 6, 8)]])
     assert before.source_changes(now) == ["b was replaced by another file"]
     assert before.other_changes(now) == [
         "fsdpckpt 1 began it, this is fsdpckpt 2",
         "--dtype was - and is bfloat16",
     ]
-    assert before.source_changes(RunIdentity("1", "plan", {}, [a])) == ["the source had 2 files and has 1 now"]
-    same_options = RunIdentity("1", "other", {"to": "full"}, [a, b])
+    assert before.source_changes(RunIdentity("1", "plan", {}, [[a]])) == ["the source had 2 files and has 1 now"]
+    same_options = RunIdentity("1", "other", {"to": "full"}, [[a], [b]])
     assert before.other_changes(same_options) == [
         "what would be written is not what was begun (its units or reference changed)"
     ]

@@ -111,7 +111,7 @@ def test_a_lost_write_that_only_the_journal_s_sync_is_told_of_ends_the_run(
 
 
 IN_NAMESPACE = """
-import os, subprocess, sys
+import json, os, subprocess, sys
 from pathlib import Path
 from tests.faults.runs import convert, same
 source, whole, mount, what = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
@@ -125,6 +125,12 @@ if what == "too small":
     assert done.code == 5, done
     assert "not enough free space" in done.err
     assert os.listdir(mount) == []
+    planned = convert(source, target, *options, "--dry-run")
+    assert planned.code == 0, planned
+    assert "free: NOT ENOUGH" in planned.out + planned.err
+    stated = json.loads(convert(source, target, *options, "--dry-run", "--json").out)
+    assert stated["disk_suffices"] is False
+    assert stated["disk_needed"] > stated["disk_free"] > 2_000_000
 elif what == "read-only":
     sh("mount", "-o", "remount,ro", str(mount))
     done = convert(source, target, *options)

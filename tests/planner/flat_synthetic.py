@@ -13,7 +13,7 @@ from fsdpckpt.ir.dtypes import DTYPES, DType
 from fsdpckpt.ir.tensors import SLICES, Pieces, Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.values import Key, Value
-from fsdpckpt.planner.flat_match import layout_of
+from fsdpckpt.layouts.flattened import layout_of
 from fsdpckpt.planner.unit_names import NamedParam, NameList
 
 FLOAT = DTYPES["float32"]

@@ -83,3 +83,27 @@ def test_own_parameters_may_be_listed_before_or_behind_those_of_children() -> No
     units = build_units(params, ("", "b"), Settings(use_orig_params=True))
     assert list(out_of_order(units, ["a", "c", "b.w"])) == []
     assert list(out_of_order(units, ["c", "b.w", "a"])) == ["unit '': a stands where the model section has c"]
+
+
+def test_units_that_are_wrong_inside_and_among_each_other_are_told_once() -> None:
+    units = of("103254", orig=True)
+    assert len(list(out_of_order(units, [f"{SAME[int(number)].name}" for number in "230145"]))) == 1
+
+
+def test_across_units_nothing_is_said_where_only_the_order_within_them_is_known() -> None:
+    units = of("012345", orig=True)
+    other = [SAME[int(number)].name for number in "230145"]
+    assert len(list(out_of_order(units, other))) == 1
+    assert list(out_of_order(units, other, across=False)) == []
+
+
+def test_parameters_beside_the_units_may_stand_anywhere() -> None:
+    """FSDP1 registers the parameters it manages again, behind those that it ignores."""
+    units = build_units(SAME, PREFIXES, Settings(use_orig_params=True), unmanaged=["b.0.up", "b.0.down"])
+    names = [SAME[int(number)].name for number in "014523"]
+    assert list(out_of_order(units, names)) == []
+    later = build_units(
+        [SAME[int(number)] for number in "014523"], PREFIXES, Settings(use_orig_params=True),
+        unmanaged=["b.0.up", "b.0.down"],
+    )  # fmt: skip
+    assert list(out_of_order(later, [one.name for one in SAME])) == []

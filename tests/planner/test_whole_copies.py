@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, OptimState
+from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, ModelState, OptimState
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.planner.whole_copies import differing_copies
 from tests.planner.flat_synthetic import checkpoint, replicas, slices
@@ -44,6 +44,30 @@ def test_tensors_of_more_dimensions_are_compared_too() -> None:
 @pytest.mark.parametrize("rows", [[], records(7, 8, 9, nbytes=8)])
 def test_what_is_no_record_of_its_own_is_not_compared(rows: list[tuple[int, int, int, int]]) -> None:
     assert not list(differing_copies(source(replicas(RANKS), rows)))
+
+
+def test_a_checksum_of_zero_is_one_like_any_other() -> None:
+    (found,) = differing_copies(source(replicas(RANKS), records(0, 7, 0)))
+    assert found.rank == 1
+
+
+def test_what_several_parameters_share_is_named_once() -> None:
+    step = replicas(RANKS)
+    optim = OptimState({"w": {"step": step}, "b": {"step": step}, "c": {"step": replicas(RANKS, 2)}}, None)
+    held = replace(source(step, records(7, 7, 9)), optim=optim)
+    assert [problem.key for problem in differing_copies(held)] == ["w.step"]
+
+
+def test_the_models_buffers_may_differ_from_rank_to_rank() -> None:
+    """Running statistics of BatchNorm do: only FSDP's own replicas have to be equal."""
+    held = source(replicas(RANKS), records(7, 7, 9))
+    assert not list(differing_copies(replace(held, optim=None, model=ModelState({"count": replicas(RANKS)}))))
+
+
+def test_a_tensor_that_lies_nowhere_has_no_copies() -> None:
+    nowhere = replicas(RANKS)
+    gone = replace(nowhere, pieces=nowhere.pieces.take(np.zeros(RANKS, bool)))
+    assert not list(differing_copies(source(gone, records(7, 7, 9))))
 
 
 def test_slices_are_each_ranks_own() -> None:

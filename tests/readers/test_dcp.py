@@ -395,7 +395,7 @@ def test_data_files_of_another_save_are_noted(tmp_path: Path) -> None:
     shutil.copy(tmp_path / "__0_0.distcp", tmp_path / "__5_0.distcp")
     found = opened(tmp_path)
     assert found.world_size == 2
-    assert any("__5_0.distcp" in note.message for note in found.notes if note.kind == "not-carried")
+    assert any("__5_0.distcp" in note.message for note in found.notes if note.kind == "stray")
 
 
 def test_data_files_that_another_save_overwrote_are_refused(tmp_path: Path) -> None:

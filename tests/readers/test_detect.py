@@ -381,7 +381,7 @@ def test_a_manifest_that_was_damaged_is_noted(tmp_path: Path) -> None:
     [
         ([".metadata", "__0_0.distcp"], "/a/step-10", "torchtitan"),
         ([".metadata", "__0_0.distcp", "fsdpckpt.json"], "/a/step-10", "plain"),
-        ([".metadata", "meta.pt"], "/a/x", "lightning"),
+        ([".metadata", "meta.pt"], "/a/x", "fabric"),
         (["model_world_size_2_rank_0.pt"], "/a", "plain"),
         (["model_world_size_2_rank_0.pt", "fsdp_config.json"], "/a/actor", "verl"),
         (["pytorch_model_fsdp_0", "optimizer_0"], "/a", "accelerate"),

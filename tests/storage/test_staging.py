@@ -12,6 +12,7 @@ import pytest
 
 from fsdpckpt.errors import TargetExistsError, TargetUnwritableError, UsageError
 from fsdpckpt.storage.staging import Staging, check_target, clear_leftover
+from fsdpckpt.storage.staging_names import hold, journal_of, journals_at, staging_root
 from fsdpckpt.storage.targets import WritableFile, aligned_buffer
 
 
@@ -113,7 +114,7 @@ def test_overwriting_a_folder_that_holds_the_source_is_refused(tmp_path) -> None
 
 
 def test_a_url_target_is_refused_with_the_reason(tmp_path) -> None:
-    with pytest.raises(TargetUnwritableError, match="local paths only"):
+    with pytest.raises(TargetUnwritableError, match="paths only"):
         check_target("memory://bucket/out", str(tmp_path), overwrite=False)
 
 
@@ -252,6 +253,45 @@ def test_the_journal_goes_before_what_it_speaks_of(tmp_path, monkeypatch) -> Non
     staging.discard()
     staging.close()
     assert seen == [False]
+
+
+def test_the_journals_of_several_writers_count_and_go_with_the_rest(tmp_path) -> None:
+    _interrupted(str(tmp_path / "out"), journal=False)
+    root = staging_root(str(tmp_path / "out"))
+    for writer in (0, 3):
+        _write(journal_of(root, writer), b"journal")
+    staging = Staging(str(tmp_path / "out"), directory=True, resume=True)
+    assert staging.resumed
+    assert [os.path.basename(path) for path in journals_at(root)] == ["journal-0", "journal-3"]
+    staging.discard()
+    staging.close()
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_nobody_begins_while_a_worker_whose_leader_is_gone_still_writes(tmp_path, resume: bool) -> None:
+    _interrupted(str(tmp_path / "out"))
+    held = hold(staging_root(str(tmp_path / "out")), 2)
+    with pytest.raises(TargetExistsError, match="another fsdpckpt is writing"):
+        Staging(str(tmp_path / "out"), directory=True, resume=resume)
+    assert journals_at(staging_root(str(tmp_path / "out")))
+    os.close(held)
+    staging = Staging(str(tmp_path / "out"), directory=True, resume=resume)
+    assert staging.resumed is resume
+    staging.discard()
+    staging.close()
+
+
+def test_staged_files_that_others_shall_write_now_are_removed(tmp_path) -> None:
+    _interrupted(str(tmp_path / "out"))
+    staging = Staging(str(tmp_path / "out"), directory=True, resume=True)
+    for name in ("one", "two", "fsdpckpt.json"):
+        _write(staging.locate(name), b"staged")
+    staging.keep_only(["one", "three"])
+    assert os.listdir(staging.path) == ["one"]
+    assert journals_at(staging.root)
+    staging.discard()
+    staging.close()
 
 
 def test_what_is_staged_already_counts_as_free_space(tmp_path) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,13 +24,15 @@ COPY, READ, CHECK = (
 FINISH, COMMIT = "fsdpckpt.executor.shared_files:WorkerOutput.share", "fsdpckpt.storage.staging:Staging.commit"
 
 
-def _run(base: Path, tmp_path: Path, rank: int, place: str, trouble: str) -> tuple[int, dict[str, object], float]:
+def _run(
+    base: Path, tmp_path: Path, rank: int, place: str, trouble: str, call: int = 1
+) -> tuple[int, dict[str, Any], float]:
     """Exit code, the error document, and seconds from the trouble to the end."""
     when = tmp_path / "when"
     environment = {
         **os.environ,
         "PYTHONPATH": f"{TROUBLE}{os.pathsep}{ROOT}",
-        "TROUBLE": f"{rank},{place},{trouble},{when}",
+        "TROUBLE": f"{rank},{place},{trouble},{when},{call}",
     }
     command = [sys.executable, "-m", "fsdpckpt", "convert", str(base / "disk" / "ranks"), str(tmp_path / "out.pt")]
     command += ["--nproc-per-node", "3", "--max-memory", "1MiB", "--fault-limit", str(LIMIT), "--json"]
@@ -66,16 +69,22 @@ def test_a_worker_that_is_lost_ends_all_with_one_error_that_names_it(
     assert _workers(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    ("rank", "trouble", "code", "what"), [(1, "damage", 3, "a record is damaged"), (2, "full", 5, "full.pt")]
-)
 def test_an_error_that_any_worker_meets_is_the_one_that_a_lone_process_would_end_with(
-    base: Path, tmp_path: Path, rank: int, trouble: str, code: int, what: str
+    base: Path, tmp_path: Path
 ) -> None:
-    ended, error, _ = _run(base, tmp_path, rank, COPY, trouble)
-    assert ended == error["exit_code"] == code, error
-    assert what in str(error["what"])
+    ended, error, _ = _run(base, tmp_path, 1, COPY, "damage")
+    assert ended == error["exit_code"] == 3, error
+    assert "a record is damaged" in str(error["what"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["when"], "something was left"
+
+
+def test_a_full_disk_leaves_what_was_written_and_says_how_to_go_on(base: Path, tmp_path: Path) -> None:
+    ended, error, _ = _run(base, tmp_path, 2, COPY, "full", 3)
+    assert ended == error["exit_code"] == 5, error
+    assert "full.pt" in str(error["what"])
+    root = str(tmp_path / ".out.pt.fsdpckpt-staging")
+    assert str(error["details"][0]).endswith(f"bytes are kept in {root}: --resume goes on from there"), error
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".out.pt.fsdpckpt-staging", "when"]
 
 
 def _workers(tmp_path: Path) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import filecmp
 import json
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -102,7 +103,7 @@ def test_workers_that_do_not_see_the_output_send_what_they_see(base: Path, tmp_p
     command = _torchrun("convert", str(base / "disk" / "ranks"), str(base / "local" / "out.pt"), *given, "--resume")
     ended = _machines(command, machines)
     assert [each.returncode for each in ended] == [0, 0], [each.stderr[-3000:] for each in ended]
-    assert "no interrupted run was resumed" in ended[0].stdout
+    assert "there was nothing to resume: started from the beginning" in ended[0].stdout
     assert filecmp.cmp(tmp_path / "target-0" / "out.pt", base / "local" / "gathered.pt", shallow=False)
     assert list((tmp_path / "target-1").iterdir()) == []
 
@@ -117,6 +118,25 @@ def test_files_of_one_name_that_differ_are_refused(base: Path, tmp_path: Path) -
     assert (error["exit_code"], error["what"]) == (3, "the workers do not see the same source"), error
     assert error["details"] == [f"{base / 'disk' / 'full.pt'}: workers 0, 1 and workers 2, 3 see different files"]
     assert not (tmp_path / "out.pt").exists()
+
+
+def test_where_files_lie_on_another_node_the_error_names_them_and_the_command_that_finds_them(
+    base: Path, tmp_path: Path
+) -> None:
+    machines = [{str(base / "disk"): own for own in disk.values()} for disk in disks_from(base, tmp_path)]
+    arguments = ["convert", str(base / "disk" / "ranks"), str(tmp_path / "out.pt"), "--max-memory", "1MiB"]
+    (alone,) = _machines([[sys.executable, "-m", "fsdpckpt", *arguments, "--json"]], machines[:1])
+    error = json.loads(alone.stdout)["error"]
+    assert (alone.returncode, error["type"]) == (3, "SourceIncompleteError"), error
+    here = {path.name for path in Path(machines[0][str(base / "disk")], "ranks").iterdir()}
+    files = {path.name for path in (base / "disk" / "ranks").glob("*.pt")}
+    assert set(error["details"]) == files - here
+    command = shlex.split(error["next_step"].rsplit("NODES: ", 1)[1].replace("NODES", "2"))
+    assert command[:3] == ["torchrun", "--nnodes", "2"]
+    command[command.index("--rdzv-endpoint") + 1] = f"127.0.0.1:{_free_port()}"
+    together = _machines([[sys.executable, "-m", "torch.distributed.run", *command[1:]]] * 2, machines)
+    assert [each.returncode for each in together] == [0, 0], [each.stderr[-3000:] for each in together]
+    assert filecmp.cmp(tmp_path / "out.pt", base / "local" / "gathered.pt", shallow=False)
 
 
 def disks_from(base: Path, tmp_path: Path) -> list[dict[str, str]]:

@@ -1,7 +1,8 @@
 """One of several workers that run a list of conversions in one process group: ``python -m ... CASES``.
 
 CASES is a JSON file: ``{"disks": [{path: directory}, ...], "cases": [{"source", "target", "options"}, ...]}``, disks
-by rank.
+by rank. With ``"reports": path``, rank 0 writes there what each conversion reported. With ``"nodes": true`` each
+worker is a node of its own, and keeps the files of the ranks that it will load.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ def main(path: str) -> None:
     if plan["disks"]:
         own_namespace()
         bind(plan["disks"][rank])
+    apart = plan.get("nodes", False)
+    if apart:
+        os.environ["GROUP_RANK"] = str(rank)
 
     from fsdpckpt.comm.group import Group
     from fsdpckpt.converters.distributed import convert_together
@@ -29,17 +33,22 @@ def main(path: str) -> None:
     from tests.oracle.process import quiet_worker
 
     quiet_worker(limit=plan.get("limit", 240))
+    reports = []
     with Group.start(device="cpu", limit=30) as group:
         for case in plan["cases"]:
-            convert_together(
+            report = convert_together(
                 group,
                 case["source"],
                 case["target"],
                 convert_options(case["options"]),
                 NoProgress(),
-                visibility=Visibility.SHARED,
+                visibility=Visibility.NODE if apart else Visibility.SHARED,
                 workers_here=group.world_size,
             )
+            reports.append(report.to_json())
+    if rank == 0 and "reports" in plan:
+        with open(plan["reports"], "w") as file:
+            json.dump(reports, file)
 
 
 if __name__ == "__main__":

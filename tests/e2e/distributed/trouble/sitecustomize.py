@@ -1,10 +1,12 @@
 """Python imports this at its start when its directory is on PYTHONPATH: makes one worker go wrong at one place.
 
-TROUBLE is ``rank,module:function,trouble,file``: when that worker calls that function for the second time (or the
-first, where it is called once), it gets into trouble. The file then says when, in seconds since the epoch.
+TROUBLE is ``rank,module:function,trouble,file``: when that worker calls that function, it gets into trouble; with
+``,number`` behind it, when it does so for that time. The file then says when, in seconds since the epoch.
+SYNC_SECONDS: how often every worker says in its journal what it has written.
 """
 
 import importlib
+import itertools
 import os
 import signal
 import time
@@ -30,21 +32,25 @@ TROUBLES = {
     "fail": _fail,
     "damage": _damage,
     "full": _full,
+    "kill soon": lambda: (time.sleep(0.5), os.kill(os.getpid(), signal.SIGKILL)),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "hang": lambda: time.sleep(600),
 }
 
 
-def _arrange(place: str, trouble: str, path: str) -> None:
+def _arrange(place: str, trouble: str, path: str, number: str = "1") -> None:
     module_name, _, dotted = place.partition(":")
     holder = importlib.import_module(module_name)
     *above, name = dotted.split(".")
     for part in above:
         holder = getattr(holder, part)
     original = getattr(holder, name)
+    calls = itertools.count(1)
 
     def troubled(*arguments: object, **named: object) -> object:
+        if next(calls) < int(number):
+            return original(*arguments, **named)
         with open(path, "w") as file:
             file.write(str(time.time()))
         TROUBLES[trouble]()
@@ -53,7 +59,10 @@ def _arrange(place: str, trouble: str, path: str) -> None:
     setattr(holder, name, troubled)
 
 
-if "TROUBLE" in os.environ and "RANK" in os.environ:
-    _rank, _place, _trouble, _path = os.environ["TROUBLE"].split(",")
-    if os.environ["RANK"] == _rank:
-        _arrange(_place, _trouble, _path)
+_HERE = os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
+if "TROUBLE" in os.environ and _HERE is not None:
+    _rank, *_more = os.environ["TROUBLE"].split(",")
+    if _rank == _HERE:
+        _arrange(*_more)
+if "SYNC_SECONDS" in os.environ and _HERE is not None:
+    importlib.import_module("fsdpckpt.executor.recorder").SYNC_SECONDS = float(os.environ["SYNC_SECONDS"])

@@ -1,0 +1,1 @@
+"""What the producers of checkpoints call their files and keys: tables, one module a producer, no code that branches."""

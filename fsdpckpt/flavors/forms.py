@@ -1,0 +1,147 @@
+"""The columns of the tables: where a producer puts which section, in which layout and container."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fsdpckpt.ir.checkpoint import Container, KeyType, Layout
+
+__all__ = [
+    "PLAIN",
+    "PLAIN_MESH",
+    "PLAIN_NAMES",
+    "PLAIN_NESTING",
+    "Flavor",
+    "Form",
+    "MeshForm",
+    "Nesting",
+    "Place",
+    "RankFile",
+    "RankNames",
+    "Sign",
+    "Step",
+]
+
+PLAIN = "plain"
+Step = str | int  # a key of a dict, or a position in a list
+
+
+@dataclass(frozen=True, slots=True)
+class Nesting:
+    """Below which keys the sections stand in one state dict; () is the top, where the keys are the section's own.
+
+    ``flattened``: the optimizer's keys are ``state.<name>.<state>`` and ``param_groups.<name>.<setting>``, what
+    ``StateDictOptions(flatten_optimizer_state_dict=True)`` gives.
+    """
+
+    model: tuple[Step, ...] = ("model",)
+    optim: tuple[Step, ...] = ("optimizer",)
+    flattened: bool = False
+
+
+PLAIN_NESTING = Nesting()
+
+
+@dataclass(frozen=True, slots=True)
+class RankNames:
+    """Files of sections, one a rank, named with ``{rank}`` and ``{world_size}``."""
+
+    model: str = "model_world_size_{world_size}_rank_{rank}.pt"
+    optim: str = "optim_world_size_{world_size}_rank_{rank}.pt"
+    extra: str = "extra_state_world_size_{world_size}_rank_{rank}.pt"
+
+
+PLAIN_NAMES = RankNames()
+
+
+@dataclass(frozen=True, slots=True)
+class MeshForm:
+    """The mesh that DTensors say they are on: a live model takes them only when its own has the same.
+
+    ``device``: the device type, as ``init_device_mesh`` takes it. ``names``: ``mesh_dim_names``, None without any.
+    """
+
+    device: str = "cpu"
+    names: tuple[str, ...] | None = None
+
+
+PLAIN_MESH = MeshForm()
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one section goes: ``file`` below DST and the keys ``at`` in it. Sections of one file share its dict.
+
+    ``file``: "" is DST itself, a trailing ``/`` makes a DCP directory; ``{rank}`` and ``{world_size}`` are filled in.
+    ``container``, ``layout``: where they differ from the form's.
+    """
+
+    file: str
+    at: tuple[Step, ...] = ()
+    container: Container | None = None
+    layout: Layout | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """One way in which a producer saves. ``optim``, ``extra`` None: it has no place for that section.
+
+    ``key_type``: what its loader takes, None for either. ``flattened``: the optimizer's keys, see ``Nesting``.
+    ``mesh``: that of its DTensors. ``weights``: tensors alone, tied ones once. ``texts``: small files it needs, (name,
+    content with ``{world_size}``). ``defaults``: extras without which its loader stops; () is an empty list.
+    ``directory``: whether DST is one.
+    """
+
+    layout: Layout
+    container: Container
+    model: Place
+    optim: Place | None
+    extra: Place | None = None
+    key_type: KeyType | None = None
+    flattened: bool = False
+    mesh: MeshForm = PLAIN_MESH
+    weights: bool = False
+    texts: tuple[tuple[str, str], ...] = ()
+    defaults: tuple[tuple[str, str | int | tuple[()]], ...] = ()
+    directory: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RankFile:
+    """A file that every rank has of its own, named with ``{rank}``; ``single`` is its name in a world of one."""
+
+    name: str
+    single: str | None = None
+
+    def of(self, rank: int, world_size: int) -> str:
+        return self.single if self.single is not None and world_size == 1 else self.name.format(rank=rank)
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """What tells a producer: every pattern of ``files`` fits a name in the directory, every one of ``keys`` is a key
+    at the top of what is neither model nor optimizer."""
+
+    files: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Flavor:
+    """One producer. ``forms``: the first that fits what is asked for is written; () is read only.
+
+    ``signs``: any one tells it. ``state``: the names of the files and directories that hold what is converted; what
+    lies beside them are side files, carried as they are. ``rank_files``: those of them that each rank has.
+    ``exports``: patterns of files that hold the model once more, ``export_directories``: directories that do.
+    ``model_files``: where Hugging Face's configuration and tokenizer lie, None when the producer keeps none.
+    """
+
+    name: str
+    title: str
+    signs: tuple[Sign, ...]
+    forms: tuple[Form, ...] = ()
+    state: str = r"^(\.metadata|.*\.distcp)$"
+    rank_files: tuple[RankFile, ...] = ()
+    exports: tuple[str, ...] = ()
+    export_directories: tuple[str, ...] = ()
+    model_files: str | None = None

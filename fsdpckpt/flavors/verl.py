@@ -1,0 +1,45 @@
+"""verl's ``FSDPCheckpointManager``: ``global_step_N/actor`` with three files a rank."""
+
+from __future__ import annotations
+
+from fsdpckpt.flavors.forms import Flavor, Form, MeshForm, Place, Sign
+from fsdpckpt.ir.checkpoint import Container, Layout
+
+__all__ = ["VERL"]
+
+_MODEL, _OPTIM, _EXTRA = (
+    f"{section}_world_size_{{world_size}}_rank_{{rank}}.pt" for section in ("model", "optim", "extra_state")
+)
+_MESH = MeshForm("cuda", ("fsdp",))
+_CONFIG = '{{\n    "FSDP_version": {version},\n    "world_size": {{world_size}}\n}}'
+
+VERL = Flavor(
+    name="verl",
+    title="verl's FSDP checkpoint manager",
+    signs=(Sign((r"^model_world_size_\d+_rank_\d+\.pt$", r"^(fsdp_config\.json|huggingface)$")),),
+    forms=(
+        Form(
+            Layout.SHARDED,
+            Container.TORCH,
+            Place(_MODEL),
+            Place(_OPTIM),
+            Place(_EXTRA),
+            key_type="id",
+            mesh=_MESH,
+            texts=(("fsdp_config.json", _CONFIG.format(version=2)),),
+        ),
+        Form(  # FSDP1: DTensors in the model's files, flat parameters in the optimizer's
+            Layout.FLATTENED,
+            Container.TORCH,
+            Place(_MODEL, layout=Layout.SHARDED),
+            Place(_OPTIM),
+            Place(_EXTRA, layout=Layout.SHARDED),
+            key_type="id",
+            mesh=_MESH,
+            texts=(("fsdp_config.json", _CONFIG.format(version=1)),),
+        ),
+    ),
+    state=r"^((model|optim|extra_state)_world_size_\d+_rank_\d+\.pt|fsdp_config\.json)$",
+    export_directories=("huggingface",),
+    model_files="huggingface/",
+)

@@ -1,0 +1,284 @@
+"""``dcp.load`` from any source: full or per-rank torch files, flat shards, safetensors, DCP, local or behind a URL.
+
+Follows the steps of ``torch.distributed.checkpoint.StorageReader``. The metadata says of every tensor that it is one
+chunk, so that a rank's plan has one item for each of its shards, with the place of the shard in the tensor. Which bytes
+of which files these are is worked out from the source's own pieces when they are read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from enum import StrEnum
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader as TorchStorageReader
+from torch.futures import Future
+
+from fsdpckpt.converters.options import ConvertOptions, MissingState
+from fsdpckpt.errors import SourceUnsupportedError, StateDictMismatchError, UsageError
+from fsdpckpt.ir.checkpoint import Checkpoint, KeyType
+from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.units import Strategy
+from fsdpckpt.loading.boxes import Box, read_boxes, saved
+from fsdpckpt.loading.entries import Entries, Names, entries_of
+from fsdpckpt.loading.opening import open_to_load
+from fsdpckpt.readers.dcp import UNREAD
+from fsdpckpt.storage.sources import Sources
+from fsdpckpt.verify.blocks import Bytes
+from fsdpckpt.verify.parallel import DEFAULT_THREADS
+
+__all__ = ["StorageReader"]
+
+Path = str | os.PathLike[str]
+E = TypeVar("E", bound=StrEnum)
+
+
+class StorageReader(TorchStorageReader):
+    """Lets ``dcp.load(state_dict, storage_reader=StorageReader(path))`` fill a state dict from any source.
+
+    ``model`` and ``optimizer``: the dotted keys under which ``state_dict`` has the two, "" when its top level is the
+    section itself; by default those of a DCP source, else ``"model"`` and ``"optimizer"``.
+    ``flatten_optimizer_state_dict``: the optimizer's part comes from ``get_optimizer_state_dict`` with the option of
+    that name. ``key_type``: how the optimizer's part is keyed; ``"name"`` is what ``get_optimizer_state_dict`` and
+    ``FSDP.optim_state_dict`` give, ``"id"`` the optimizer's own ``state_dict()``. All other options are those of
+    ``fsdpckpt convert``. Each rank opens the source by itself and reads only its shards; no dtype is cast. Raises
+    SourceError, NeedsInformationError, UsageError.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        model: str | None = None,
+        optimizer: str | None = None,
+        flatten_optimizer_state_dict: bool = False,
+        key_type: KeyType = "name",
+        units: Path | None = None,
+        unit: Iterable[str] = (),
+        use_orig_params: bool | None = None,
+        strategy: str | None = None,
+        param_dtype: str | torch.dtype | None = None,
+        shard_size: int | None = None,
+        reference: Path | None = None,
+        parameters: Path | None = None,
+        buffers: Iterable[str] = (),
+        missing_state: str | None = None,
+        strip_prefix: str | None = None,
+        add_prefix: str | None = None,
+        rename: dict[str, str] | None = None,
+        threads: int | None = None,
+    ) -> None:
+        super().__init__()
+        if key_type not in ("name", "id"):
+            raise UsageError(f"key_type cannot be {key_type!r}", expected="name, id", found=str(key_type))
+        self._names = Names(model, optimizer, flatten_optimizer_state_dict)
+        self._options = ConvertOptions(
+            key_type=key_type,
+            units=_text(units),
+            unit=_texts(unit),
+            use_orig_params=use_orig_params,
+            strategy=_choice(Strategy, strategy, "strategy"),
+            param_dtype=None if param_dtype is None else str(param_dtype).removeprefix("torch."),
+            shard_size=shard_size,
+            reference=_text(reference),
+            parameters=_text(parameters),
+            buffers=_texts(buffers),
+            missing_state=_choice(MissingState, missing_state, "missing_state"),
+            strip_prefix=strip_prefix,
+            add_prefix=add_prefix,
+            rename=tuple((rename or {}).items()),
+        )
+        self._threads = threads if threads is not None else DEFAULT_THREADS
+        self._open(os.fspath(path), locate=False)
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The path or URL."""
+        return self._path
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """What was recognised at the path, keyed and named as it will be loaded; ``notes`` say what was inferred."""
+        return self._checkpoint
+
+    def reset(self, checkpoint_id: Path | None = None) -> None:
+        """Step 0: another source under the same options, when ``dcp.load`` is given a ``checkpoint_id``."""
+        if checkpoint_id is not None:
+            self._open(os.fspath(checkpoint_id), locate=False)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Step 1: every key that can be loaded, with dtype and shape."""
+        entries = self._found()
+        listed = {key: _storage_metadata(key, value, self._path) for key, value in entries.values.items()}
+        return Metadata(
+            state_dict_metadata=listed,
+            planner_data=dict(entries.paths),
+            storage_data={},
+            storage_meta=StorageMeta(checkpoint_id=self._path),
+        )
+
+    def set_up_storage_reader(
+        self,
+        metadata: Metadata,
+        is_coordinator: bool,  # noqa: FBT001 - torch's signature
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Step 2: nothing is left to do."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Step 3: the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Step 4: the plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Step 5: fill this rank's shards. Raises StateDictMismatchError that names all that do not fit."""
+        values = [item for item in plan.items if item.type is LoadItemType.BYTE_IO]
+        shards = [item for item in plan.items if item.type is not LoadItemType.BYTE_IO]
+        targets = [planner.resolve_tensor(item).detach() for item in shards]
+        entries = self._found()
+        self._require_alike(shards, targets, planner, entries)
+        if any(entries.values[item.storage_index.fqn] is UNREAD for item in values):
+            entries = self._reopened()
+        boxes = _boxes(shards, targets, entries)
+        if not read_boxes(boxes, self._checkpoint, self._sources, threads=self._threads):
+            boxes = _boxes(shards, targets, self._reopened())
+            read_boxes(boxes, self._checkpoint, self._sources, threads=self._threads)
+        for item, target in zip(shards, targets, strict=True):
+            planner.commit_tensor(item, target)
+        entries = self._found()
+        for item in values:
+            value = entries.values[item.storage_index.fqn]
+            planner.load_bytes(item, saved(value, self._checkpoint, self._sources))
+        self._sources.__exit__()  # files are closed; another load opens them again
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Path) -> bool:
+        """Whether something is there. ``dcp.load`` asks this of its own readers only."""
+        with Sources() as sources:
+            return sources.stat(os.fspath(checkpoint_id)) is not None
+
+    def _open(self, path: str, *, locate: bool) -> None:
+        self._sources = Sources()
+        self._path = path
+        self._checkpoint = open_to_load(path, self._options, self._sources, locate=locate)
+        self._entries: Entries | None = None
+        self._rank = -1
+        self._found()  # now, as dcp.load would wrap what is wrong with it in errors of its own
+
+    def _found(self) -> Entries:
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        if self._entries is None or self._rank != rank:
+            self._entries, self._rank = entries_of(self._checkpoint, self._names, rank), rank
+        return self._entries
+
+    def _reopened(self) -> Entries:
+        """The same entries with every item of the source opened."""
+        self._open(self._path, locate=True)
+        return self._found()
+
+    def _require_alike(
+        self, items: list[ReadItem], targets: list[torch.Tensor], planner: LoadPlanner, entries: Entries
+    ) -> None:
+        """Raises when a tensor has another dtype, or another shape, which older torch does not look at."""
+        whole = getattr(planner, "state_dict", {})
+        wrong: dict[str, str] = {}
+        for item, target in zip(items, targets, strict=True):
+            key = item.storage_index.fqn
+            tensor = _tensor(entries, key)
+            stored, wanted = tensor.dtype.name, str(target.dtype).removeprefix("torch.")
+            if stored != wanted:
+                wrong[key] = f"{key}: {stored} in the checkpoint, {wanted} in the state dict"
+            shape = tuple(getattr(whole.get(item.dest_index.fqn), "shape", tensor.shape))
+            if shape != tensor.shape:
+                wrong[key] = f"{key}: {list(tensor.shape)} in the checkpoint, {list(shape)} in the state dict"
+        if wrong:
+            raise StateDictMismatchError(
+                f"{self._path} holds {len(wrong)} tensors in another dtype or shape than the state dict to be filled",
+                details=list(wrong.values()),
+                why="loading casts nothing: which rounding is wanted is not its to decide",
+                next_step="make the state dict like the checkpoint, or cast the checkpoint first: "
+                f"fsdpckpt convert {self._path} DST --dtype DTYPE",
+                key=next(iter(wrong)),
+            )
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else os.fspath(path)
+
+
+def _texts(words: Iterable[str]) -> tuple[str, ...]:
+    return (words,) if isinstance(words, str) else tuple(words)
+
+
+def _choice(kind: type[E], value: str | None, name: str) -> E | None:
+    if value is None:
+        return None
+    try:
+        return kind(value)
+    except ValueError:
+        raise UsageError(f"{name} cannot be {value!r}", expected=", ".join(kind), found=value) from None
+
+
+def _storage_metadata(key: str, value: object, path: str) -> TensorStorageMetadata | BytesStorageMetadata:
+    if not isinstance(value, Tensor):
+        return BytesStorageMetadata()
+    dtype = getattr(torch, value.dtype.name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise SourceUnsupportedError(
+            f"{path}: {key} is {value.dtype.name}, a dtype that torch {torch.__version__} does not have",
+            key=key,
+            next_step="load it with a newer torch",
+        )
+    shape = torch.Size(value.shape)
+    whole = ChunkStorageMetadata(offsets=torch.Size([0] * len(shape)), sizes=shape)
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), shape, [whole])
+
+
+def _tensor(entries: Entries, key: str) -> Tensor:
+    value = entries.values[key]
+    if not isinstance(value, Tensor):
+        raise StateDictMismatchError(f"{key} is no tensor in the checkpoint", key=key)
+    return value
+
+
+def _boxes(items: list[ReadItem], targets: list[torch.Tensor], entries: Entries) -> list[Box]:
+    return [
+        _box(_tensor(entries, item.storage_index.fqn), item, target)
+        for item, target in zip(items, targets, strict=True)
+        if target.numel()
+    ]
+
+
+def _box(tensor: Tensor, item: ReadItem, target: torch.Tensor) -> Box:
+    def put(start: tuple[int, ...], size: tuple[int, ...], block: Bytes) -> None:
+        part = torch.from_numpy(block).view(target.dtype).reshape(size)
+        target[tuple(slice(at, at + n) for at, n in zip(start, size, strict=True))].copy_(part)
+
+    return Box(tensor, tuple(item.storage_offsets), tuple(item.lengths), _memory(target), put)
+
+
+def _memory(target: torch.Tensor) -> Bytes | None:
+    """The bytes of a tensor in this process's memory, None for any other."""
+    if target.device.type != "cpu" or not target.is_contiguous():
+        return None
+    memory: Bytes = target.reshape(-1).view(torch.uint8).numpy()
+    return memory

@@ -1,0 +1,1 @@
+"""``inspect --report``: one self-contained HTML page that shows a checkpoint."""

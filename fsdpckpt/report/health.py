@@ -1,0 +1,119 @@
+"""How an optimizer is doing, as far as its state tells: steps that agree, missing states, norms, NaN and Inf."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from fsdpckpt.describe import Description, Json
+from fsdpckpt.ir.checkpoint import LOOSE, NamedTensor, OptimState, Section, group_params
+from fsdpckpt.ir.tensors import Tensor
+
+__all__ = ["Health", "Spread", "health", "not_finite", "spreads"]
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """The root mean squares of many tensors: ``bins`` counts them by decimal exponent, ``zeros`` those that are all 0.
+
+    ``smallest``, ``largest``: (root mean square, key).
+    """
+
+    title: str
+    bins: Mapping[int, int]
+    zeros: int
+    smallest: tuple[float, str] | None
+    largest: tuple[float, str] | None
+
+
+@dataclass(slots=True)
+class Health:
+    """``states``: state name -> (parameters that have it, its dtypes). ``steps``: value -> number of parameters.
+
+    ``unread``: steps that are tensors, whose values take ``--stats``. ``without``: listed parameters without state.
+    """
+
+    parameters: int
+    states: dict[str, tuple[int, Counter[str]]] = field(default_factory=dict)
+    steps: Counter[float] = field(default_factory=Counter)
+    unread: int = 0
+    without: list[str] = field(default_factory=list)
+
+
+def health(optim: OptimState, described: Description) -> Health:
+    """What the states of ``optim`` say; the steps' values come from the description's statistics."""
+    listed = [key for group in optim.param_groups or () for key in group_params(group) or ()]
+    found = Health(len(dict.fromkeys([*listed, *optim.state])))
+    found.without = [str(key) for key in listed if not optim.state.get(key)]
+    measured = _measured_steps(described)
+    for key, states in optim.state.items():
+        for state, leaf in states.items():
+            if state == LOOSE:
+                continue
+            number, dtypes = found.states.setdefault(state, (0, Counter()))
+            dtypes[leaf.dtype.name if isinstance(leaf, Tensor) else type(leaf).__name__] += 1
+            found.states[state] = number + 1, dtypes
+            if state != "step":
+                continue
+            if isinstance(leaf, (int, float)):
+                found.steps[float(leaf)] += 1
+            elif (value := measured.get(str(key))) is not None:
+                found.steps[value] += 1
+            else:
+                found.unread += 1
+    return found
+
+
+def _measured_steps(described: Description) -> dict[str, float]:
+    """The values of steps that are tensors of one element."""
+    steps: dict[str, float] = {}
+    for named, stats in zip(described.tensors, described.stats or (), strict=False):
+        if named.section is Section.OPTIM and named.state == "step" and named.tensor.numel == 1 and stats is not None:
+            value = stats["min"]
+            if isinstance(value, (int, float)):
+                steps[named.param] = float(value)
+    return steps
+
+
+def not_finite(
+    tensors: Sequence[NamedTensor], stats: Sequence[dict[str, Json] | None], *, buffers: bool = False
+) -> list[str]:
+    """A line for each tensor with NaN or Inf in it; of ``buffers``, where a mask of -Inf is as it should be, apart.
+
+    A buffer is what every rank has whole while others are sharded.
+    """
+    lines = []
+    for named, found in zip(tensors, stats, strict=True):
+        nan, inf = (_integer(found, name) for name in ("nan", "inf"))
+        whole = named.section is Section.MODEL and named.tensor.managed is False and not nan
+        if (nan or inf) and whole is buffers:
+            lines.append(f"{named.section} {named.key}: {nan:,} NaN and {inf:,} Inf of {named.tensor.numel:,} elements")
+    return lines
+
+
+def _integer(found: dict[str, Json] | None, name: str) -> int:
+    value = found.get(name) if found is not None else 0
+    return value if isinstance(value, int) else 0
+
+
+def spreads(tensors: Sequence[NamedTensor], stats: Sequence[dict[str, Json] | None]) -> list[Spread]:
+    """One for the model's weights, and one for each state of the optimizer that has the shape of its parameter."""
+    groups: dict[str, list[tuple[float, str]]] = {}
+    for named, found in zip(tensors, stats, strict=True):
+        norm = found.get("norm") if found is not None else None
+        if named.section is Section.EXTRA or not named.tensor.numel or not isinstance(norm, (int, float)):
+            continue
+        if named.section is Section.OPTIM and (named.state is None or not named.tensor.shape):
+            continue
+        title = "weights" if named.section is Section.MODEL else str(named.state)
+        groups.setdefault(title, []).append((float(norm) / math.sqrt(named.tensor.numel), named.key))
+    return [_spread(title, values) for title, values in groups.items()]
+
+
+def _spread(title: str, values: list[tuple[float, str]]) -> Spread:
+    some = [(value, key) for value, key in values if value > 0]
+    bins = Counter(math.floor(math.log10(value)) for value, _ in some)
+    zeros = len(values) - len(some)
+    return Spread(title, bins, zeros, min(some, default=None), max(some, default=None))

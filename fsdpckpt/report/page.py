@@ -1,0 +1,190 @@
+"""The page: one file of HTML and SVG, no script, nothing from the network; what is wrong stands on top."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from fsdpckpt.describe import Description
+from fsdpckpt.ir.checkpoint import Checkpoint, Section
+from fsdpckpt.report.figures import figure
+from fsdpckpt.report.health import health, not_finite
+from fsdpckpt.report.holdings import Holdings, holdings
+from fsdpckpt.report.modules import Module, module_tree
+from fsdpckpt.report.optimizer import groups_part, norms_part, optimizer_part, steps_text
+from fsdpckpt.report.style import STYLE
+from fsdpckpt.report.text import MOST_ROWS, clipped, count, escaped, percent, plural, size, table
+from fsdpckpt.version import __version__
+
+__all__ = ["MARK", "page"]
+
+MARK = "<!doctype html>\n<!-- fsdpckpt inspect --report -->\n"
+"""How every page begins: a file that begins otherwise is not ours to replace."""
+
+MOST_PROBLEMS = 200
+LONGEST_LINE = 600  # characters of a problem or a note
+
+# No script at all runs, and nothing is fetched: a key of the checkpoint cannot change that.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+
+_TITLES = {Section.MODEL: "model", Section.OPTIM: "optimizer state"}
+
+
+def page(described: Description) -> str:
+    """The whole page for what ``inspect`` found; with its statistics when they were computed."""
+    checkpoint = described.checkpoint
+    name = escaped(clipped(checkpoint.source))
+    body = [
+        f"<h1>{name}</h1>",
+        _summary(described),
+        *_problems(described),
+        *(part for section in _TITLES for part in _section(described, section)),
+        *_dtypes(described),
+        *optimizer_part(described),
+        *norms_part(described),
+        *groups_part(checkpoint),
+        *_notes(checkpoint),
+        f'<p class="quiet">Made by fsdpckpt {escaped(__version__)} inspect --report, from headers and metadata'
+        f"{' and, for statistics, the data' if described.stats is not None else ' alone'}.</p>",
+    ]
+    head = (
+        f'{MARK}<html lang="en"><head><meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{name}</title>\n<style>{STYLE}</style></head>\n<body>\n"
+    )
+    return head + "\n".join(body) + "\n</body></html>\n"
+
+
+def _summary(described: Description) -> str:
+    checkpoint = described.checkpoint
+    tiles = [
+        (str(checkpoint.layout), "layout"),
+        (str(checkpoint.container), "container" if checkpoint.flavor == "plain" else checkpoint.flavor),
+        (count(checkpoint.world_size), "rank" if checkpoint.world_size == 1 else "ranks"),
+        (count(len(checkpoint.files)), "file" if len(checkpoint.files) == 1 else "files"),
+    ]
+    for section, sums in described.sections.items():
+        told = f"{section}: {plural(sums.tensors, 'tensor')}, {count(sums.elements)} elements"
+        tiles.append((size(sums.nbytes), told))
+    if described.key_type is not None:
+        tiles.append((str(described.key_type), "optimizer keys"))
+    items = "".join(f"<li><b>{escaped(value)}</b>{escaped(told)}</li>" for value, told in tiles)
+    return f'<ul class="tiles">{items}</ul>'
+
+
+def _problems(described: Description) -> Iterator[str]:
+    checkpoint = described.checkpoint
+    found = [problem.message for problem in checkpoint.problems]
+    if described.stats is not None:
+        found += not_finite(described.tensors, described.stats)
+    if checkpoint.optim is not None:
+        steps = health(checkpoint.optim, described).steps
+        if len(steps) > 1:
+            found.append(f"optimizer: the steps disagree: {steps_text(steps)}")
+    if not found:
+        read = "the data" if described.stats is not None else "headers and metadata"
+        yield f'<p class="whole">No problems show in {read}. <code>fsdpckpt verify</code> proves more.</p>'
+        return
+    yield f'<div class="problems"><h2>{plural(len(found), "problem")}</h2><ul>'
+    yield from (f"<li>{escaped(clipped(line, LONGEST_LINE))}</li>" for line in found[:MOST_PROBLEMS])
+    yield "</ul>" + (f"<p>and {count(len(found) - MOST_PROBLEMS)} more</p>" if len(found) > MOST_PROBLEMS else "")
+    yield "</div>"
+
+
+def _section(described: Description, section: Section) -> Iterator[str]:
+    root = module_tree((named.key, named.tensor) for named in described.tensors if named.section is section)
+    if not root.tensors:
+        return
+    title = _TITLES[section]
+    held = holdings(root, described.checkpoint.world_size)
+    yield f"<h2>Who holds what: {title}</h2>"
+    yield (
+        '<p class="quiet">Left to right: all bytes of this section, its modules on top. Below, one row '
+        f"{'for each rank' if held.ranks_in_row == 1 else f'for {held.ranks_in_row} ranks'}: where it is filled, the "
+        "rank holds that stretch of the tensor, from its first to its last row"
+        f"{'' if held.ranks_in_row == 1 else ' (together)'}. On the right, bytes of each rank. "
+        'Shade: part of the stretch that is held <span class="key s1"></span>little<span class="key s5"></span>all.</p>'
+    )
+    yield figure(root, held, f"who holds what of the {title}")
+    yield f"<details><summary>{plural(len(held.nbytes), 'rank')} as a table</summary>"
+    yield _rank_table(held, root)
+    yield "</details>"
+    yield f"<details open><summary>Size by module: {title}</summary>"
+    yield _module_table(root)
+    yield "</details>"
+
+
+def _rank_table(held: Holdings, root: Module) -> str:
+    """Every rank, or of very many those with the most and the fewest bytes."""
+    order = list(range(len(held.nbytes)))
+    more = ""
+    if len(order) > MOST_ROWS:
+        by_size = np.argsort(held.nbytes, kind="stable").tolist()
+        order = sorted(by_size[: MOST_ROWS // 2] + by_size[-MOST_ROWS // 2 :])
+        left = len(held.nbytes) - len(order)
+        more = f'<p class="quiet">{plural(left, "rank")} between the largest and the smallest are left out</p>'
+    rows = [
+        (
+            rank,
+            size(int(held.nbytes[rank])),
+            percent(int(held.nbytes[rank]), root.nbytes),
+            count(int(held.pieces[rank])),
+        )
+        for rank in order
+    ]
+    return table(["rank", "holds", "of the section", "pieces"], rows, right=frozenset({0, 1, 2, 3})) + more
+
+
+def _module_table(root: Module) -> str:
+    """Modules down to two levels, in the model's order; of very many the largest."""
+    rows: list[Module] = []
+    for child in root.children.values():
+        rows += [child, *child.children.values()]
+    left = len(rows) - MOST_ROWS
+    if left > 0:
+        kept = set(map(id, sorted(rows, key=lambda node: -node.nbytes)[:MOST_ROWS]))
+        rows = [node for node in rows if id(node) in kept]
+    told = [
+        (
+            node.path,
+            size(node.nbytes),
+            percent(node.nbytes, root.nbytes),
+            count(node.elements),
+            count(node.tensors),
+            f"{node.tensor.dtype.name} {list(node.tensor.shape)} {node.tensor.placement}" if node.tensor else "",
+        )
+        for node in rows
+    ]
+    more = f'<p class="quiet">and {plural(left, "smaller module")}</p>' if left > 0 else ""
+    headings = ["module", "bytes", "share", "elements", "tensors", "tensor"]
+    return table(headings, told, right=frozenset({1, 2, 3, 4}), label="size by module") + more
+
+
+def _dtypes(described: Description) -> Iterator[str]:
+    sums: dict[tuple[str, str], list[int]] = {}
+    for named in described.tensors:
+        row = sums.setdefault((str(named.section), named.tensor.dtype.name), [0, 0, 0])
+        for at, value in enumerate((1, named.tensor.numel, named.tensor.nbytes)):
+            row[at] += value
+    if not sums:
+        return
+    whole = sum(row[2] for row in sums.values())
+    rows = [
+        (section, dtype, count(number), count(elements), size(nbytes), percent(nbytes, whole))
+        for (section, dtype), (number, elements, nbytes) in sums.items()
+    ]
+    yield "<h2>Dtypes</h2>"
+    yield table(["section", "dtype", "tensors", "elements", "bytes", "share"], rows, right=frozenset({2, 3, 4, 5}))
+
+
+def _notes(checkpoint: Checkpoint) -> Iterator[str]:
+    lines = [*checkpoint.evidence, *(f"{note.kind}: {note.message}" for note in checkpoint.notes)]
+    if lines:
+        told = "".join(f"<li>{escaped(clipped(line, LONGEST_LINE))}</li>" for line in lines[:MOST_ROWS])
+        yield f"<h2>How it was recognised</h2><ul>{told}</ul>"
+    files = [(file.path, size(file.nbytes)) for file in checkpoint.files[:MOST_ROWS]]
+    yield f"<details><summary>{plural(len(checkpoint.files), 'file')}</summary>"
+    yield table(["file", "bytes"], files, right=frozenset({1}))
+    yield "</details>"

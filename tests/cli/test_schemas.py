@@ -1,0 +1,81 @@
+"""Every JSON document a command prints follows the schema that it names."""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run
+
+jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed: the schemas were not tested")
+
+SCHEMAS = resources.files("fsdpckpt.cli") / "schemas"
+
+
+def checked(text: str) -> dict[str, object]:
+    """The document, which names its schema and follows it."""
+    document: dict[str, object] = json.loads(text)
+    named = document.get("schema")
+    if named is None:
+        assert (document["format"], document["version"]) == ("fsdpckpt-units", 1)
+        named = "fsdpckpt/units/1"
+    schema = json.loads((SCHEMAS / f"{str(named).split('/')[1]}.json").read_text())
+    assert named == "fsdpckpt/units/1" or schema["title"] == named
+    jsonschema.Draft202012Validator(schema).validate(document)
+    return document
+
+
+def test_the_schemas_are_schemas() -> None:
+    names = sorted(path.name for path in SCHEMAS.iterdir())
+    assert names == ["convert.json", "diff.json", "error.json", "inspect.json", "units.json", "verify.json"]
+    for name in names:
+        jsonschema.Draft202012Validator.check_schema(json.loads((SCHEMAS / name).read_text()))
+
+
+@pytest.mark.parametrize("form", ["full.pt", "dcp", "ranks", "flat", "weights"])
+def test_the_documents_of_every_command_follow_their_schemas(form: str, run: Run, saved: Path, tmp_path: Path) -> None:
+    more = {
+        "full.pt": (),
+        "dcp": ("--to", "sharded", "--world-size", "2", "--key-type", "name"),
+        "ranks": ("--to", "sharded", "--world-size", "2", "--container", "torch", "--buffers", "none"),
+        "flat": ("--to", "flattened", "--world-size", "2", "--unit", "none", "--use-orig-params", "--buffers", "none"),
+        "weights": ("--container", "safetensors", "--only", "model"),
+    }
+    target = tmp_path / form
+    for last in (("--dry-run",), ()):
+        done = run("convert", saved, target, *more[form], *last, "--json", "-q")
+        assert done.code == 0, done.err + done.out
+        assert checked(done.out)["dry_run"] is bool(last)
+    assert checked(run("inspect", target, "--json", "--ranks", "--stats").out)["source"] == str(target)
+    assert checked(run("verify", target, "--json", "--digests", "--finite").out)["whole"] is True
+    assert "counts" in checked(run("diff", saved, target, "--json", "--only", "model").out)
+
+
+def test_documents_of_what_went_wrong_follow_their_schemas(run: Run, saved: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged.pt"
+    data = bytearray(saved.read_bytes())
+    data[len(data) // 2] ^= 255
+    damaged.write_bytes(data)
+    assert checked(run("diff", saved, damaged, "--json").out)
+    assert checked(run("verify", damaged, "--json").out)
+    for arguments, code in (
+        (("inspect", tmp_path / "nothing"), 3),
+        (("convert", saved, saved), 2),
+        (("convert", saved, tmp_path / "flat", "--to", "flattened", "--world-size", "2"), 4),
+        (("convert", saved, damaged), 5),
+        (("inspect", "--no-such-option"), 2),
+    ):
+        done = run(*arguments, "--json")
+        assert done.code == code
+        error = checked(done.out)["error"]
+        assert isinstance(error, dict)
+        assert error["exit_code"] == code
+
+
+def test_a_units_file_follows_its_schema(run: Run, saved: Path) -> None:
+    done = run("units", "--from", saved, "--unit", "none", "--use-orig-params", "--buffers", "none", "--json")
+    assert done.code == 0, done.err
+    assert checked(done.out)["units"]

@@ -1,0 +1,130 @@
+"""What the CUDA paths ask of torch, and in which order, played on a machine without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from fsdpckpt.comm import group, staging, wire
+from fsdpckpt.comm.environment import Place
+
+GPU = torch.device("cuda", 3)
+
+
+class Recorder:
+    """Stands in for ``torch.cuda`` and for what it makes: every call is an event, with the stream that is current."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.current = "caller's"
+        self.made = 0
+
+    def say(self, event: str) -> None:
+        self.events.append(f"{event} on {self.current}")
+
+    def set_device(self, device: torch.device) -> None:
+        self.events.append(f"device {device}")
+
+    def current_stream(self, device: torch.device) -> PlayedStream:
+        assert device == GPU
+        return PlayedStream(self, self.current)
+
+    def Stream(self, device: torch.device) -> PlayedStream:  # noqa: N802  # torch's name
+        assert device == GPU
+        self.made += 1
+        return PlayedStream(self, f"own {self.made}")
+
+    @contextmanager
+    def stream(self, stream: PlayedStream) -> Iterator[None]:
+        before, self.current = self.current, stream.name
+        yield
+        self.current = before
+
+
+class PlayedStream:
+    def __init__(self, recorder: Recorder, name: str) -> None:
+        self.recorder, self.name = recorder, name
+
+    def wait_stream(self, other: PlayedStream) -> None:
+        self.recorder.events.append(f"{self.name} waits for {other.name}")
+
+    def synchronize(self) -> None:
+        self.recorder.events.append(f"host waits for {self.name}")
+
+
+class PlayedTensor:
+    def __init__(self, recorder: Recorder, where: str) -> None:
+        self.recorder, self.where = recorder, where
+        self.device = GPU
+
+    def __getitem__(self, part: slice) -> PlayedTensor:
+        return PlayedTensor(self.recorder, f"{self.where}[{part.stop}]")
+
+    def copy_(self, other: PlayedTensor, *, non_blocking: bool) -> None:
+        self.recorder.say(f"{other.where} -> {self.where}{' async' if non_blocking else ''}")
+
+    def record_stream(self, stream: PlayedStream) -> None:
+        self.recorder.events.append(f"{self.where} used by {stream.name}")
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    found = Recorder()
+    for name in ("set_device", "current_stream", "Stream", "stream"):
+        monkeypatch.setattr(torch.cuda, name, getattr(found, name))
+    return found
+
+
+def played_empty(recorder: Recorder) -> Any:
+    def empty(size: int, *, dtype: torch.dtype, device: Any = None, pin_memory: bool = False) -> PlayedTensor:
+        assert dtype is torch.uint8 and pin_memory is (device is None)
+        return PlayedTensor(recorder, "pinned" if pin_memory else "device")
+
+    return empty
+
+
+def test_what_is_sent_waits_for_its_copy_and_what_came_is_read_after_its_copy(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging.torch, "empty", played_empty(recorder))
+    made = staging.Staging(GPU, count=1, size=4096)
+    assert recorder.events == ["own 1 waits for caller's", "device used by own 1"]
+    recorder.events.clear()
+    made.to_device(0, 100)
+    assert recorder.events == ["pinned[100] -> device[100] async on own 1", "caller's waits for own 1"]
+    recorder.events.clear()
+    made.to_host(0, 50)
+    assert recorder.events == ["device[50] -> pinned[50] async on own 1", "host waits for own 1"]
+
+
+def test_data_that_lies_on_the_device_is_not_copied(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging.torch, "empty", played_empty(recorder))
+    made = staging.Staging(GPU, count=2, size=4096, on_device=True)
+    assert made.to_host(1, 7).where == made.to_device(1, 7).where == made.host(1, 7).where == "device[7]"  # type: ignore[attr-defined]
+    assert recorder.events == []
+
+
+def test_a_flight_lands_once_the_device_is_through_on_the_thread_and_stream_that_wait(recorder: Recorder) -> None:
+    class Work:
+        def wait(self) -> None:
+            recorder.say("the stream waits for the work")
+
+    flying = wire.Wire(None, None, GPU)  # type: ignore[arg-type]
+    flying._wait([Work(), Work()])  # type: ignore[list-item]
+    waited = "the stream waits for the work on own 1"
+    assert recorder.events == [f"device {GPU}", waited, waited, "host waits for own 1"]
+
+
+def test_nccl_connects_at_once_to_the_gpu_of_this_worker(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(backend: str, **given: Any) -> None:
+        recorder.events.append(f"{backend} {given['rank']} of {given['world_size']} device {given.get('device_id')}")
+
+    monkeypatch.setattr(group.dist, "init_process_group", init)
+    place = Place(7, 8, 3, 4, "127.0.0.1", 1, "torchrun")
+    group._connect("nccl", GPU, None, place)  # type: ignore[arg-type]
+    group._connect("gloo", torch.device("cpu"), None, place)  # type: ignore[arg-type]
+    assert recorder.events == [f"device {GPU}", f"nccl 7 of 8 device {GPU}", "gloo 7 of 8 device None"]

@@ -1,0 +1,166 @@
+"""Workers that were killed: others, as many or not, or one process go on from there, to the same bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fsdpckpt.converters.convert import convert
+from fsdpckpt.converters.options import ConvertOptions
+from fsdpckpt.converters.options_json import to_json
+from fsdpckpt.errors import SourceError, TargetError
+from fsdpckpt.progress import NoProgress
+from fsdpckpt.storage.staging_names import journals_at, staging_root
+from tests.e2e.distributed.cases import CASES, disks, options, unequal, write_plan
+from tests.e2e.distributed.disks import can_bind
+from tests.oracle.launch import ROOT, ProcessFailed, run, torchrun
+
+TROUBLE = os.path.join(ROOT, "tests", "e2e", "distributed", "trouble")
+COPY, COMMIT = "fsdpckpt.executor.distributed:copy_window", "fsdpckpt.storage.staging:Staging.commit"
+LIMIT = 200.0  # seconds; 10 on two idle cores
+RANKS, FULL = "all to all", "gather"
+
+
+class Stop(BaseException):
+    """As a signal."""
+
+
+class Stopping(NoProgress):
+    """Stops one process after some windows."""
+
+    def __init__(self, windows: int) -> None:
+        self.left = windows
+
+    def advance(self, nbytes: int) -> None:
+        self.left -= 1
+        if self.left <= 0 and nbytes:
+            raise Stop
+
+
+def _kill(plan: Path, workers: int, where: str) -> None:
+    """Workers that do what ``plan`` says, of which the last is killed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
+    command += ["-m", "tests.e2e.distributed.work", str(plan)]
+    place, number = where.split(" ")
+    variables = {
+        "PYTHONPATH": f"{TROUBLE}{os.pathsep}{ROOT}",
+        "TROUBLE": f"{workers - 1},{place},kill soon,{plan.parent / 'when'},{number}",
+        "SYNC_SECONDS": "0.02",
+    }
+    with pytest.raises(ProcessFailed):
+        run(command, limit=LIMIT, environment=variables)
+
+
+def _killed(base: Path, folder: Path, name: str, workers: int, machines: list[dict[str, str]]) -> Path:
+    """The target of a run by ``workers`` of which the last was killed in the middle of its copying."""
+    write_plan(folder / "plan.json", base, folder, machines, [name])
+    _kill(folder / "plan.json", workers, f"{COPY} 4")
+    target = folder / CASES[name][1]
+    assert not target.exists()
+    assert len(journals_at(staging_root(str(target)))) == workers, "each keeps one"
+    return target
+
+
+def _copy(target: Path, folder: Path) -> Path:
+    """The same interrupted run, once more in ``folder``."""
+    copy = folder / target.name
+    folder.mkdir()
+    shutil.copytree(staging_root(str(target)), staging_root(str(copy)))
+    return copy
+
+
+def _resumed(base: Path, folder: Path, name: str, targets: list[Path], workers: int, machines: list[dict[str, str]]):
+    """What ``workers`` report that go on with each of ``targets``."""
+    given = to_json(replace(options(CASES[name][2]), resume=True))
+    source = str(base / "disk" / CASES[name][0])
+    cases = [{"source": source, "target": str(target), "options": given} for target in targets]
+    plan = {"disks": machines, "cases": cases, "reports": str(folder / "reports.json")}
+    (folder / "again.json").write_text(json.dumps(plan))
+    torchrun("tests.e2e.distributed.work", str(folder / "again.json"), world_size=workers, limit=LIMIT)
+    return json.loads((folder / "reports.json").read_text())
+
+
+def _there(notes: list[dict[str, str]]) -> int:
+    """How many bytes were taken over."""
+    (note,) = (each["message"] for each in notes if each["kind"] == "resumed")
+    found, _, rest = note.partition(" of ")
+    assert int(found) < int(rest.split()[0])
+    return int(found)
+
+
+def _alone(base: Path, name: str, target: Path, progress: NoProgress | None = None, **changed: object) -> list[str]:
+    given: ConvertOptions = replace(options(CASES[name][2]), **changed)  # type: ignore[arg-type]
+    report = convert(str(base / "disk" / CASES[name][0]), str(target), given, progress or NoProgress())
+    return [note.message for note in report.notes if note.kind == "resumed"]
+
+
+def test_what_workers_left_others_finish_and_what_one_process_left_workers_do(base: Path, tmp_path: Path) -> None:
+    left = _killed(base, tmp_path, RANKS, 3, [])
+    other, local = _copy(left, tmp_path / "other"), _copy(left, tmp_path / "local")
+    alone = tmp_path / "alone" / left.name
+    with pytest.raises(Stop):
+        _alone(base, RANKS, alone, Stopping(6))
+    reports = _resumed(base, tmp_path, RANKS, [left, alone], 2, [])
+    assert [_there(report["notes"]) > 0 for report in reports] == [True, True]
+    assert len(_alone(base, RANKS, local, resume=True)) == 1
+    with pytest.raises(TargetError, match="not the command that was interrupted"):
+        _alone(base, RANKS, other, resume=True, dtype="bfloat16")
+    for target in (left, alone, local):
+        assert unequal(base / "local" / left.name, target) == []
+        assert not os.path.exists(staging_root(str(target)))
+    assert journals_at(staging_root(str(other))), "what is refused stays"
+
+
+@pytest.mark.skipif(not can_bind(), reason="this machine allows no mount namespaces")
+def test_what_was_sent_between_disks_is_taken_up_by_more_workers_and_refused_of_another_copy(
+    base: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "disk").symlink_to(base / "disk")
+    machines = [{str(base / "disk"): own for own in disk.values()} for disk in disks(tmp_path, 3)]
+    left = _killed(base, tmp_path, FULL, 3, machines)
+    other = _copy(left, tmp_path / "other")
+    (report,) = _resumed(base, tmp_path, FULL, [left], 4, [*machines, machines[0]])
+    assert _there(report["notes"]) > 0
+    assert unequal(base / "local" / left.name, left) == []
+    with pytest.raises(SourceError, match="the source is not what the interrupted run read"):
+        _alone(base, FULL, other, resume=True)
+
+
+@pytest.mark.skipif(not can_bind(), reason="this machine allows no mount namespaces")
+def test_where_one_node_had_its_files_already_they_are_compared_and_the_other_goes_on(
+    base: Path, tmp_path: Path
+) -> None:
+    machines = [{str(tmp_path / "out"): str(tmp_path / f"node-{number}")} for number in range(2)]
+    for folder in ("out", "node-0", "node-1"):
+        (tmp_path / folder).mkdir()
+    name = CASES[RANKS][1]
+    plan = {
+        "disks": machines,
+        "nodes": True,
+        "reports": str(tmp_path / "reports.json"),
+        "cases": [
+            {
+                "source": str(base / "disk" / CASES[RANKS][0]),
+                "target": str(tmp_path / "out" / name),
+                "options": to_json(options(CASES[RANKS][2])),
+            }
+        ],
+    }
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    _kill(tmp_path / "plan.json", 2, f"{COMMIT} 1")
+    one, other = tmp_path / "node-0" / name, tmp_path / "node-1" / name
+    assert (one.exists(), other.exists()) == (True, False)
+    before = {path.name: path.stat().st_ctime_ns for path in one.iterdir()}
+    plan["cases"][0]["options"]["resume"] = True  # type: ignore[index]
+    (tmp_path / "again.json").write_text(json.dumps(plan))
+    torchrun("tests.e2e.distributed.work", str(tmp_path / "again.json"), world_size=2, limit=LIMIT)
+    assert {path.name: path.stat().st_ctime_ns for path in one.iterdir()} == before, "written again"
+    assert [path.name for path in (tmp_path / "node-1").iterdir() if path.name != name] == []
+    shutil.copytree(other, one, dirs_exist_ok=True)
+    assert unequal(base / "local" / name, one) == []

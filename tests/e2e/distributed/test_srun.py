@@ -1,0 +1,81 @@
+"""Tasks that srun would have started: its variables, no launcher, nobody who ends the others when one is lost."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.oracle.launch import ROOT
+
+LIMIT = 4.0  # seconds until a lost worker is noticed
+TASKS = 3
+TROUBLE = os.path.join(ROOT, "tests", "e2e", "distributed", "trouble")
+
+
+def _srun(*arguments: str, **variables: str) -> list[subprocess.CompletedProcess[str]]:
+    """``fsdpckpt convert`` as the tasks of one step on this machine."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    step = {
+        "SLURM_JOB_ID": "4711",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": str(TASKS),
+        "SLURM_STEP_TASKS_PER_NODE": str(TASKS),
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NODEID": "0",
+        "MASTER_PORT": port,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": ROOT,
+        **variables,
+    }
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "fsdpckpt", "convert", *arguments],
+            env={**os.environ, **step, "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for task in range(TASKS)
+    ]
+    try:
+        said = [process.communicate(timeout=150) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return [
+        subprocess.CompletedProcess(process.args, process.returncode, *text)
+        for process, text in zip(started, said, strict=True)
+    ]
+
+
+def test_tasks_of_srun_write_what_one_process_writes_and_report_once(base: Path, tmp_path: Path) -> None:
+    ended = _srun(str(base / "disk" / "ranks"), str(tmp_path / "out.pt"), "--max-memory", "1MiB", "--json")
+    assert [each.returncode for each in ended] == [0] * TASKS, [each.stderr[-3000:] for each in ended]
+    assert json.loads(ended[0].stdout)["workers"] == TASKS
+    assert [each.stdout + each.stderr for each in ended[1:]] == [""] * (TASKS - 1)
+    assert filecmp.cmp(tmp_path / "out.pt", base / "local" / "gathered.pt", shallow=False)
+
+
+def test_a_task_that_is_lost_ends_the_others_without_help_and_one_says_which(base: Path, tmp_path: Path) -> None:
+    when = tmp_path / "when"
+    ended = _srun(
+        *(str(base / "disk" / "ranks"), str(tmp_path / "out.pt")),
+        *("--max-memory", "1MiB", "--fault-limit", str(LIMIT), "--json"),
+        PYTHONPATH=f"{TROUBLE}{os.pathsep}{ROOT}",
+        TROUBLE=f"1,fsdpckpt.executor.distributed:copy_window,kill,{when}",
+    )
+    seconds = time.time() - float(when.read_text())
+    assert [each.returncode for each in ended] == [6, -9, 6], [each.stderr[-3000:] for each in ended]
+    error = json.loads(ended[0].stdout)["error"]
+    assert error["what"].startswith("worker 1 failed in step 'copy': "), error
+    assert ended[2].stdout + ended[2].stderr == ""
+    assert seconds < LIMIT + 8, "they ended too late"
+    assert not (tmp_path / "out.pt").exists()

@@ -1,0 +1,67 @@
+"""What the producers' own libraries saved, once per session, and what they make of our output."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from fsdpckpt.converters.convert import convert
+from fsdpckpt.converters.options import ConvertOptions
+from fsdpckpt.converters.report import Report
+from fsdpckpt.progress import NoProgress
+from tests.oracle.launch import torchrun
+from tests.oracle.session import Oracle, void
+
+SAVED_BY, LOADED_BY = 3, 2  # ranks
+LIMIT = 280.0  # seconds; 8 to 20 on two idle cores
+
+
+@dataclass(frozen=True)
+class Job:
+    """One checkpoint to be loaded by a producer, in its form ``form``."""
+
+    id: str
+    form: str
+    path: Path
+
+
+@dataclass(frozen=True)
+class Library:
+    """Checkpoints that a library saved, below ``saved``."""
+
+    module: str
+    saved: Path
+
+    def losses(self, jobs: list[Job], scratch: Path) -> dict[str, list[list[str]]]:
+        """Let it load each of ``jobs`` on 2 ranks; what every rank says of the steps after that, exactly."""
+        listed = [{"id": job.id, "form": job.form, "path": str(job.path)} for job in jobs]
+        (scratch / "jobs.json").write_text(json.dumps(listed))
+        torchrun(self.module, "load", str(scratch), world_size=LOADED_BY, limit=LIMIT)
+        found: dict[str, list[list[str]]] = json.loads((scratch / "losses.json").read_text())
+        return found
+
+
+@pytest.fixture(scope="session")
+def library(oracle: Oracle) -> Callable[..., Library]:
+    """``library("accelerate")``: what it saved on so many ranks. Skips the test where it is not installed."""
+
+    def made(name: str, ranks: int = SAVED_BY) -> Library:
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed: pip install -e .[dev]")
+        module = f"tests.e2e.flavors.with_{name}"
+        saved = oracle.once(
+            f"flavors-{name}",
+            lambda directory: void(torchrun(module, "save", str(directory), world_size=ranks, limit=LIMIT)),
+        )
+        return Library(module, saved)
+
+    return made
+
+
+def written(source: Path, target: Path, **options: object) -> Report:
+    return convert(str(source), str(target), ConvertOptions(**options), NoProgress())  # type: ignore[arg-type]

@@ -1,0 +1,91 @@
+"""Weights exported for Hugging Face: the files that transformers itself writes, and it loads them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from tests.e2e.flavors.conftest import written
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed: pip install -e .[dev]"
+)
+SIZE = 3000  # bytes of a shard
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
+    """A small Llama with tied words and random weights, as the Trainer leaves it: each name with its own bytes."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(11)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=31, hidden_size=12, intermediate_size=20, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, tie_word_embeddings=True,
+        )
+    )  # fmt: skip
+    run = tmp_path_factory.mktemp("run")
+    path = run / "checkpoint-7"
+    path.mkdir()
+    own = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    dcp.save({"model": own}, checkpoint_id=str(path / "pytorch_model_fsdp_0"))
+    model.config.save_pretrained(path)
+    for name in ("trainer_state.json", "tokenizer.json", "README.md"):
+        (path / name).write_text(json.dumps({"of": name}))
+    return model, run
+
+
+def contents(directory: Path) -> tuple[list[dict[str, str]], dict[str, Tensor]]:
+    """The metadata of each safetensors file, and all their tensors."""
+    metadata, tensors = [], {}
+    for path in sorted(directory.glob("*.safetensors")):
+        metadata.append(safe_open(path, "pt").metadata())
+        tensors.update(load_file(path))
+    return metadata, tensors
+
+
+def test_the_export_has_what_transformers_writes_and_loads(trained: tuple[nn.Module, Path], tmp_path: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    model, run = trained
+    target, theirs = tmp_path / "ours", tmp_path / "theirs"
+    report = written(run, target, flavor="huggingface", max_shard_size=SIZE)
+    model.save_pretrained(theirs, max_shard_size=SIZE)  # type: ignore[operator]
+    (metadata, ours), (_, expected) = contents(target), contents(theirs)
+    assert len(metadata) > 2 and all(one == {"format": "pt"} for one in metadata)
+    assert ours.keys() == expected.keys() and "lm_head.weight" not in ours
+    assert all(torch.equal(ours[key], expected[key]) for key in ours)
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    reference = json.loads((theirs / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == reference["metadata"]["total_size"]
+    assert index["weight_map"].keys() == reference["weight_map"].keys()
+    assert any(note.kind == "tied" and note.key == "lm_head.weight" for note in report.notes)
+    assert (target / "tokenizer.json").is_file() and not (target / "trainer_state.json").exists()
+
+    loaded = LlamaForCausalLM.from_pretrained(target)
+    tokens = torch.arange(9).reshape(1, 9)
+    model.eval()
+    assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+
+
+def test_tied_copies_that_differ_both_stay(trained: tuple[nn.Module, Path], tmp_path: Path) -> None:
+    model, _ = trained
+    path = tmp_path / "checkpoint-1"
+    path.mkdir()
+    own = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    own["lm_head.weight"][30, 11] += 1
+    torch.save(own, path / "pytorch_model_fsdp.bin")
+    model.config.save_pretrained(path)  # type: ignore[operator,union-attr]
+    (path / "trainer_state.json").write_text("{}")
+    report = written(path, tmp_path / "out", flavor="huggingface")
+    assert torch.equal(contents(tmp_path / "out")[1]["lm_head.weight"], own["lm_head.weight"])
+    assert any("differ" in note.message for note in report.notes if note.kind == "tied")

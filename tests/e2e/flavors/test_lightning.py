@@ -1,0 +1,54 @@
+"""Lightning trains on 3 ranks, we convert, Lightning goes on with 2: the same losses as by PyTorch's resharding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fsdpckpt.api import inspect
+from fsdpckpt.ir.checkpoint import Layout
+from tests.e2e.flavors.conftest import Job, Library, written
+
+FULL: dict[str, object] = {"to": Layout.FULL}
+SHARDED: dict[str, object] = {"to": Layout.SHARDED, "world_size": 2}
+# What was saved, what Lightning loads, and the conversion between them.
+PATHS = (
+    ("fabric-full", "fabric-sharded", {"flavor": "fabric", **SHARDED}),
+    ("fabric-sharded", "fabric-full", {"flavor": "fabric", **FULL}),
+    ("trainer-full", "trainer-sharded", {"flavor": "lightning", "buffers": ("inner.scale",), **SHARDED}),
+    ("trainer-sharded", "trainer-full", {"flavor": "lightning", **FULL}),
+    ("parallel-sharded", "parallel-sharded", {"flavor": "lightning-model-parallel", **SHARDED}),
+)
+
+
+@pytest.fixture(scope="module")
+def lightning(library: Callable[..., Library]) -> Library:
+    return library("lightning")
+
+
+def test_training_goes_on_from_every_form_as_from_pytorchs_own_resharding(lightning: Library, tmp_path: Path) -> None:
+    jobs = []
+    told = {"fabric-full": "plain", "fabric-sharded": "fabric"}  # one file of Fabric's is as anyone saves it
+    for source, form, options in PATHS:
+        assert inspect(lightning.saved / named(source)).checkpoint.flavor == told.get(source, "lightning")
+        target = tmp_path / named(form, f"{source}-")
+        written(lightning.saved / named(source), target, **options)
+        jobs.append(Job(f"{source} to {form}", form, target))
+    foreign = tmp_path / "from-fabric"
+    written(lightning.saved / "fabric-full.ckpt", foreign, flavor="lightning", add_prefix="inner.", **SHARDED)
+    jobs.append(Job("from fabric", "trainer-sharded", foreign))
+    for form in ("fabric-sharded", "trainer-sharded", "parallel-sharded"):
+        jobs.append(Job(form, form, lightning.saved / form))
+    losses = lightning.losses(jobs, tmp_path)
+    for source, form, _ in PATHS:
+        found, expected = losses[f"{source} to {form}"], losses[form.partition("-")[0] + "-sharded"]
+        assert len(expected[0]) == 4, expected
+        assert found == expected, (source, form)
+    found = [rank[:2] for rank in losses["from fabric"]]
+    assert found == [rank[:2] for rank in losses["fabric-sharded"]], "the Trainer goes on where Fabric stopped"
+
+
+def named(form: str, prefix: str = "") -> str:
+    return prefix + form + (".ckpt" if form.endswith("full") else "")

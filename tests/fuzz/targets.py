@@ -1,0 +1,78 @@
+"""Every parser of untrusted bytes as a function of bytes: it may raise errors of ``fsdpckpt.errors``, nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from fsdpckpt.containers.dcp_metadata import parse_metadata
+from fsdpckpt.containers.pickle_read import load
+from fsdpckpt.containers.safetensors_header import read_header
+from fsdpckpt.containers.torch_items import ItemReader
+from fsdpckpt.containers.torch_storages import TensorBuilder
+from fsdpckpt.containers.torch_values import read_archive
+from fsdpckpt.containers.values_json import decode
+from fsdpckpt.containers.zip_read import ZipRecord, read_directory, top_folder
+from fsdpckpt.errors import FsdpckptError, InternalError
+from fsdpckpt.ir.units_json import loads
+from fsdpckpt.readers.safetensors import read_safetensors, read_safetensors_index
+from fsdpckpt.readers.tree import FileTable
+from fsdpckpt.storage.sources import Entry, MemoryFile, Sources
+
+__all__ = ["TARGETS", "Target", "harmless"]
+
+Target = Callable[[bytes], object]
+
+
+class _Memory(Sources):
+    """One file under any name, alone in its directory."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(opener=lambda path: MemoryFile(data, path))
+
+    def list_directory(self, path: str) -> list[Entry]:
+        return [Entry("model.safetensors", f"{path}/model.safetensors", 1, directory=False)]
+
+
+def _pickle(data: bytes) -> object:
+    records = {f"data/{number}": ZipRecord(f"data/{number}", 64 * number, 4096, 0) for number in range(64)}
+    return load(data, file="it.pt", tensors=TensorBuilder(records, "it.pt"))
+
+
+def _zip(data: bytes) -> object:
+    source = MemoryFile(data, "it.pt")
+    return top_folder(source), read_directory(source)
+
+
+def _values(data: bytes) -> object:
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    return decode(document)
+
+
+TARGETS: dict[str, Target] = {
+    "pickle": _pickle,
+    "plain-pickle": lambda data: load(data, file="it.pkl"),
+    "dcp-metadata": lambda data: parse_metadata(data, file="d/.metadata"),
+    "zip": _zip,
+    "torch": lambda data: read_archive(MemoryFile(data, "it.pt"), 0),
+    "dcp-item": lambda data: ItemReader(MemoryFile(data, "__0_0.distcp")).tensor(0, len(data)),
+    "safetensors-header": lambda data: read_header(MemoryFile(data, "it.safetensors")),
+    "safetensors": lambda data: read_safetensors(["d/it.safetensors"], FileTable(), _Memory(data)),
+    "safetensors-index": lambda data: read_safetensors_index("d/it.safetensors.index.json", FileTable(), _Memory(data)),
+    "units": lambda data: loads(data, source="units.json"),
+    "values-json": _values,
+}
+
+
+def harmless(target: Target, data: bytes) -> bool:
+    """Run ``target`` on ``data``: True when it was parsed, False when it was refused. Anything else is raised."""
+    try:
+        target(data)
+    except InternalError:
+        raise
+    except FsdpckptError:
+        return False
+    return True

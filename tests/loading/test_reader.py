@@ -1,0 +1,396 @@
+"""``fsdpckpt.StorageReader`` in one process: keys, values, errors, and which bytes are read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import fsdpckpt
+from fsdpckpt.errors import (
+    NeedsInformationError,
+    SourceCorruptError,
+    SourceIncompleteError,
+    SourceMissingError,
+    SourceUnsafeError,
+    StateDictMismatchError,
+    UsageError,
+)
+from fsdpckpt.storage.sources import LocalFile
+from tests.oracle.compare import differences
+from tests.readers.played_ranks import save_as_ranks, shard_rows_twice
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+ROWS, WIDTH = 4021, 129
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed + 31 * sum(shape))
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+def content() -> dict[str, Any]:
+    """A full checkpoint with values of every kind a state dict has."""
+    return {
+        "model": {"up.weight": random(19, 7), "up.bias": random(19, seed=1, dtype=torch.bfloat16)},
+        "optimizer": {
+            "state": {
+                "up.weight": {"step": torch.tensor(3.0), "exp_avg": random(19, 7, seed=2), "master": None},
+                "up.bias": {"step": torch.tensor(3.0), "exp_avg": random(19, seed=3), "calls": 5},
+            },
+            "param_groups": [
+                {"lr": torch.tensor(0.125), "betas": (0.9, 0.95), "label": "a", "params": ["up.weight"]},
+                {"lr": 0.25, "betas": (0.8, 0.999), "label": None, "params": ["up.bias"]},
+            ],
+        },
+        "progress": {"epoch": 7, "pair": (random(3, seed=4), "x")},
+    }
+
+
+def blank(value: Any) -> Any:
+    """The same nesting with other values, as a state dict to be filled."""
+    if isinstance(value, torch.Tensor):
+        return torch.full_like(value, 77)
+    if isinstance(value, dict):
+        return {key: blank(child) for key, child in value.items()}
+    if isinstance(value, list):
+        return [blank(child) for child in value]
+    return "not loaded"
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> Path:
+    path = tmp_path / "full.pt"
+    torch.save(content(), path)
+    return path
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    path = tmp_path / "dcp"
+    dcp.save(content(), checkpoint_id=path, no_dist=True)
+    return path
+
+
+def filled(path: Path, state: dict[str, Any], **options: Any) -> dict[str, Any]:
+    planner = options.pop("planner", None)
+    dcp.load(state, storage_reader=fsdpckpt.StorageReader(path, **options), planner=planner)
+    return state
+
+
+@pytest.mark.parametrize("source", ["full", "directory"])
+def test_every_kind_of_value_arrives_as_it_was_saved(source: str, request: pytest.FixtureRequest) -> None:
+    found = filled(request.getfixturevalue(source), blank(content()))
+    assert differences(found, content()) == []
+
+
+def test_a_state_dict_may_have_the_sections_under_other_keys(full: Path) -> None:
+    expected = content()
+    state = {"app": {"weights": blank(expected["model"]), "opt": blank(expected["optimizer"])}}
+    found = filled(full, state, model="app.weights", optimizer="app.opt")
+    assert differences(found, {"app": {"weights": expected["model"], "opt": expected["optimizer"]}}) == []
+
+
+@pytest.mark.parametrize(
+    "nest", [lambda c: {"state": {"net": c["model"], "opt": c["optimizer"]}}, lambda c: c["model"]]
+)
+def test_a_dcp_source_is_loaded_by_its_own_keys_as_pytorch_does(nest: Any, tmp_path: Path) -> None:
+    saved = nest(content())
+    dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
+    for reader in (FileSystemReader(tmp_path), fsdpckpt.StorageReader(tmp_path)):
+        state = blank(saved)
+        dcp.load(state, storage_reader=reader)
+        assert differences(state, saved) == []
+
+
+def test_a_bare_model_state_dict_is_filled_at_its_top_level(full: Path) -> None:
+    assert differences(filled(full, blank(content()["model"]), model=""), content()["model"]) == []
+
+
+def test_an_entry_that_nobody_asks_for_is_not_read(full: Path) -> None:
+    found = filled(full, {"model": {"up.bias": torch.empty(19, dtype=torch.bfloat16)}})
+    assert differences(found, {"model": {"up.bias": content()["model"]["up.bias"]}}) == []
+
+
+def test_sections_that_would_get_the_same_keys_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "full.pt"
+    torch.save({**content(), "up.weight": 4}, path)
+    with pytest.raises(UsageError, match=r"up\.weight"):
+        fsdpckpt.StorageReader(path, model="")
+
+
+def test_a_tensor_of_another_dtype_is_an_error_that_names_it_and_nothing_is_cast(full: Path) -> None:
+    state = blank(content())
+    state["model"]["up.bias"] = state["model"]["up.bias"].float()
+    with pytest.raises((StateDictMismatchError, CheckpointException)) as caught:
+        filled(full, state)
+    assert "up.bias: bfloat16 in the checkpoint, float32 in the state dict" in str(caught.value)
+    assert (state["model"]["up.weight"] == 77).all()
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "a key that is not there": {"model": {"up.other": torch.empty(3)}},
+    "another shape": {"model": {"up.weight": torch.empty(19, 8)}},
+    "a value where a tensor is stored": {"model": {"up.weight": "text"}},
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_state_dict_that_does_not_fit_is_refused_as_pytorch_refuses_it(
+    what: str, full: Path, directory: Path
+) -> None:
+    told = []
+    for reader in (FileSystemReader(directory), fsdpckpt.StorageReader(full)):
+        with pytest.raises(CheckpointException) as caught:
+            dcp.load(dict(WRONG[what]), storage_reader=reader)
+        told.append(str(caught.value).strip().splitlines()[-1])
+    # What the metadata calls the stored thing is PyTorch's own class in both.
+    assert told[0] == told[1]
+
+
+def test_a_partial_load_leaves_what_the_source_does_not_have(full: Path) -> None:
+    kept = random(3, seed=9)
+    state = {"model": {"up.weight": torch.empty(19, 7), "up.new": kept.clone()}}
+    found = filled(full, state, planner=DefaultLoadPlanner(allow_partial_load=True))
+    assert differences(found, {"model": {"up.weight": content()["model"]["up.weight"], "up.new": kept}}) == []
+
+
+@pytest.mark.parametrize("at_once", [8, 60, 1 << 20])
+def test_a_target_that_is_not_contiguous_is_filled_in_its_own_strides(
+    at_once: int, full: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fsdpckpt.loading.boxes.BLOCK_BYTES", at_once)
+    target = torch.full((7, 19), 77.0).t()
+    filled(full, {"model": {"up.weight": target}})
+    assert torch.equal(target, content()["model"]["up.weight"])
+    assert not target.is_contiguous()
+
+
+def test_each_rank_gets_the_extras_of_its_own(tmp_path: Path) -> None:
+    for rank in range(2):
+        torch.save({"up.weight": random(5, 3)}, tmp_path / f"model_world_size_2_rank_{rank}.pt")
+        torch.save({"rng": random(4, seed=rank)}, tmp_path / f"extra_state_world_size_2_rank_{rank}.pt")
+    for rank in (0, 1, 2):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=3)
+        try:
+            state = {"rng": torch.empty(4)}
+            dcp.load(state, storage_reader=fsdpckpt.StorageReader(tmp_path), no_dist=True)
+        finally:
+            dist.destroy_process_group()
+        assert torch.equal(state["rng"], random(4, seed=rank % 2))
+
+
+def test_an_optimizer_that_is_keyed_by_id_asks_for_what_would_name_it(tmp_path: Path) -> None:
+    optimizer = {"state": {0: {"exp_avg": random(4, 3)}}, "param_groups": [{"lr": 0.5, "params": [0]}]}
+    torch.save({"optimizer": optimizer}, tmp_path / "ids.pt")
+    with pytest.raises(NeedsInformationError, match=r"reference=.*key_type='id'"):
+        fsdpckpt.StorageReader(tmp_path / "ids.pt")
+    state = {"optimizer": blank(optimizer)}
+    assert differences(filled(tmp_path / "ids.pt", state, key_type="id"), {"optimizer": optimizer}) == []
+    torch.save({"up.weight": random(4, 3, seed=8)}, tmp_path / "names.pt")
+    named = {"state": {"up.weight": optimizer["state"][0]}, "param_groups": [{"lr": 0.5, "params": ["up.weight"]}]}
+    found = filled(tmp_path / "ids.pt", {"optimizer": blank(named)}, reference=tmp_path / "names.pt", buffers="none")
+    assert differences(found, {"optimizer": named}) == []
+
+
+def test_another_source_can_be_named_when_loading(full: Path, tmp_path: Path) -> None:
+    other = {"model": {"up.weight": random(19, 7, seed=50)}}
+    torch.save(other, tmp_path / "other.pt")
+    reader = fsdpckpt.StorageReader(full)
+    state = blank(other)
+    dcp.load(state, checkpoint_id=str(tmp_path / "other.pt"), storage_reader=reader)
+    assert differences(state, other) == []
+    assert reader.checkpoint_id == str(tmp_path / "other.pt")
+    assert fsdpckpt.StorageReader.validate_checkpoint_id(full)
+    assert not fsdpckpt.StorageReader.validate_checkpoint_id(tmp_path / "nothing")
+
+
+def test_the_steps_can_be_called_as_older_torch_calls_them(full: Path) -> None:
+    reader = fsdpckpt.StorageReader(full)
+    metadata = reader.read_metadata()
+    reader.set_up_storage_reader(metadata, True)
+    state = {"model": blank(content()["model"])}
+    planner = DefaultLoadPlanner()
+    planner.set_up_planner(state, metadata, True)
+    (plan,) = reader.prepare_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
+    reader.read_data(planner.finish_plan(plan), planner).wait()
+    assert differences(state["model"], content()["model"]) == []
+
+
+def test_a_tensor_of_another_shape_is_refused_although_the_planner_let_it_pass(full: Path) -> None:
+    """As the planner of torch 2.4 does, which fills what overlaps."""
+    reader = fsdpckpt.StorageReader(full)
+    metadata = reader.read_metadata()
+    metadata.state_dict_metadata["model.up.weight"].size = torch.Size((19, 8))
+    planner = DefaultLoadPlanner()
+    planner.set_up_planner({"model": {"up.weight": torch.empty(19, 8)}}, metadata, True)
+    with pytest.raises(StateDictMismatchError, match=r"\[19, 7\] in the checkpoint, \[19, 8\] in the state dict"):
+        reader.read_data(planner.create_local_plan(), planner)
+
+
+def test_one_reader_can_load_twice(full: Path) -> None:
+    reader = fsdpckpt.StorageReader(full)
+    for _ in range(2):
+        state = {"model": blank(content()["model"])}
+        dcp.load(state, storage_reader=reader)
+        assert differences(state["model"], content()["model"]) == []
+
+
+def test_a_source_behind_a_url_is_read_by_ranges() -> None:
+    fsspec = pytest.importorskip("fsspec")
+    with fsspec.open("memory://loading/full.pt", "wb") as file:
+        torch.save(content(), file)
+    state = blank(content())
+    dcp.load(state, storage_reader=fsdpckpt.StorageReader("memory://loading/full.pt"))
+    assert differences(state, content()) == []
+
+
+def test_values_too_many_to_read_beforehand_are_read_when_asked_for(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fsdpckpt.readers.dcp.FEW_VALUES", 0)
+    assert differences(filled(directory, blank(content())), content()) == []
+
+
+def test_items_that_are_no_archives_of_their_own_are_found_by_opening_all_of_them(tmp_path: Path) -> None:
+    filesystem = pytest.importorskip("torch.distributed.checkpoint.filesystem")
+    if not hasattr(filesystem, "SerializationFormat"):
+        pytest.skip("this torch has no serialization formats")
+    saved = {"model": {"a": random(7, 5), "b": random(11, seed=1)}}
+    writer = filesystem.FileSystemWriter(tmp_path, serialization_format=filesystem.SerializationFormat.SAFETENSORS)
+    dcp.save(saved, storage_writer=writer, no_dist=True)
+    assert differences(filled(tmp_path, blank(saved)), saved) == []
+
+
+def test_chunks_that_pytorch_declared_wrongly_are_read_from_where_they_are(tmp_path: Path) -> None:
+    """FSDP2 x tensor parallel with uneven rows: ``dcp.load`` itself fails on these, or fills in other rows."""
+    weights = {"r9": random(9, 3), "r12": random(12, 3, seed=1)}
+    save_as_ranks(tmp_path, lambda _: {"model": shard_rows_twice(weights, 4, 2)}, 8)
+    saved = {f"{name}.weight": value for name, value in weights.items()}
+    with pytest.raises(CheckpointException):
+        dcp.load({"model": blank(saved)}, storage_reader=FileSystemReader(tmp_path))
+    assert differences(filled(tmp_path, {"model": blank(saved)})["model"], saved) == []
+
+
+def test_what_cannot_be_loaded_is_said_before_anything_is(tmp_path: Path, directory: Path) -> None:
+    with pytest.raises(SourceMissingError):
+        fsdpckpt.StorageReader(tmp_path / "nothing")
+    for rank in (0, 2):
+        torch.save({"a": random(3)}, tmp_path / f"model_world_size_3_rank_{rank}.pt")
+    os.rename(directory, tmp_path.parent / "moved-away")
+    with pytest.raises(SourceIncompleteError, match="rank"):
+        fsdpckpt.StorageReader(tmp_path)
+
+
+class Harmful:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch harmed",)
+
+
+def test_a_pickle_that_would_run_something_is_refused_on_opening(tmp_path: Path) -> None:
+    torch.save({"model": {"a": random(3)}, "x": Harmful()}, tmp_path / "bad.pt")
+    with pytest.raises(SourceUnsafeError, match="system"):
+        fsdpckpt.StorageReader(tmp_path / "bad.pt")
+
+
+def test_a_file_that_lost_its_end_after_opening_is_an_error(directory: Path) -> None:
+    reader = fsdpckpt.StorageReader(directory)
+    reader._sources.__exit__()
+    data = directory / "__0_0.distcp"
+    data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
+    with pytest.raises((SourceCorruptError, CheckpointException)) as caught:
+        dcp.load(blank(content()), storage_reader=reader)
+    assert "__0_0.distcp" in str(caught.value)
+
+
+@contextmanager
+def rank_of_four(rank: int) -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def sharded(*shape: int) -> DTensor:
+    rows = torch.empty(shape).chunk(4)[dist.get_rank()]
+    mesh = init_device_mesh("cpu", (4,))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(rows.contiguous(), mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The length of every read of a local file."""
+    found: list[int] = []
+    one, other = LocalFile.read, LocalFile.read_into
+
+    def counted(self: LocalFile, offset: int, nbytes: int) -> bytes:
+        found.append(nbytes)
+        return one(self, offset, nbytes)
+
+    def counted_into(self: LocalFile, offset: int, buffer: memoryview) -> None:
+        found.append(len(buffer))
+        other(self, offset, buffer)
+
+    monkeypatch.setattr(LocalFile, "read", counted)
+    monkeypatch.setattr(LocalFile, "read_into", counted_into)
+    return found
+
+
+@pytest.mark.parametrize("container", ["torch", "dcp"])
+def test_a_rank_reads_its_shard_of_a_large_file_and_little_else(
+    container: str, tmp_path: Path, read: list[int]
+) -> None:
+    weights = {"a": random(ROWS, WIDTH), "b": random(WIDTH, ROWS, seed=1)}
+    total = sum(tensor.nbytes for tensor in weights.values())
+    path = tmp_path / container
+    if container == "dcp":
+        dcp.save({"model": weights}, checkpoint_id=path, no_dist=True)
+    else:
+        torch.save({"model": weights}, path)
+    for rank in range(4):
+        read.clear()
+        with rank_of_four(rank):
+            state = {"model": {name: sharded(*tensor.shape) for name, tensor in weights.items()}}
+            dcp.load(state, storage_reader=fsdpckpt.StorageReader(path), no_dist=True)
+            for name, tensor in weights.items():
+                assert torch.equal(state["model"][name].to_local(), tensor.chunk(4)[rank])
+        own = sum(tensor.chunk(4)[rank].nbytes for tensor in weights.values())
+        assert own <= sum(read) <= own + total // 10
+
+
+def test_items_that_a_rank_does_not_need_are_not_even_opened(tmp_path: Path, read: list[int]) -> None:
+    weights = {f"w{number}": random(103, 101, seed=number) for number in range(60)}
+    dcp.save({"model": weights}, checkpoint_id=tmp_path, no_dist=True)
+    state = {"model": {"w41": torch.empty(103, 101)}}
+    filled(tmp_path, state)
+    assert torch.equal(state["model"]["w41"], weights["w41"])
+    assert sum(read) < 4 * weights["w41"].nbytes  # a look at all of them would be 60 times 8 KiB
+
+
+def test_a_shard_in_other_strides_is_filled_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsdpckpt.loading.boxes.BLOCK_BYTES", 100)
+    weight = random(22, 7)
+    torch.save({"model": {"w": weight}}, tmp_path / "full.pt")
+    with rank_of_four(2):
+        mesh = init_device_mesh("cpu", (4,))
+        local = torch.full((7, 6), 77.0).t()
+        target = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=(22, 7), stride=(7, 1))
+        dcp.load({"model": {"w": target}}, storage_reader=fsdpckpt.StorageReader(tmp_path / "full.pt"), no_dist=True)
+        assert not target.to_local().is_contiguous()
+        assert torch.equal(target.to_local(), weight[12:18])

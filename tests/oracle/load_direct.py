@@ -1,0 +1,174 @@
+"""Fill real FSDP models by ``dcp.load`` through ``fsdpckpt.StorageReader`` and compare what every rank then holds.
+
+``torchrun -m tests.oracle.load_direct JOBS RESULTS``: JOBS is a JSON list of ``{"id", "form", "path", "truth", "wrap",
+"options"}``, RESULTS becomes ``{id: [what is wrong, on which rank]}``. As in ``tests.oracle.load``, a model with other
+weights is filled and compared bit for bit, now and after one more step, with one that PyTorch gave the truth.
+
+form        the state dict that is filled
+sharded     what FSDP1's SHARDED_STATE_DICT, or FSDP2's get_state_dict, gives on this rank
+full        the same, full: plain tensors on every rank
+flattened   FSDP2's, with flatten_optimizer_state_dict
+ids         FSDP2's model.state_dict() and optimizer.state_dict()
+app         one Stateful that holds both, as PyTorch's own tutorials do
+flat        FSDP1's SHARDED_STATE_DICT of the scenario that ``wrap`` names (``tests.oracle.flat_scenarios``)
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import traceback
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.checkpoint.stateful import Stateful
+
+from fsdpckpt import StorageReader
+from tests.oracle.compare import differences, plain
+from tests.oracle.flat_scenarios import scenario
+from tests.oracle.flat_train import full, started
+from tests.oracle.flat_train import step as train
+from tests.oracle.generate import full1, full2, sharded1
+from tests.oracle.load import (
+    Loaded,
+    gathered,
+    held_now_and_after_a_step,
+    initialised,
+    load_full1,
+    load_full2,
+    load_sharded1,
+    load_sharded2,
+    read_truth,
+    with_truth,
+)
+from tests.oracle.process import quiet_worker
+
+FLATTENED = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+class App(Stateful):
+    def __init__(self, loaded: Loaded) -> None:
+        self.loaded = loaded
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(*self.loaded)
+        return {"model": model, "optim": optimizer}
+
+    def load_state_dict(self, content: dict[str, Any]) -> None:
+        set_state_dict(*self.loaded, model_state_dict=content["model"], optim_state_dict=content["optim"])
+
+
+def fill(content: dict[str, Any], reader: StorageReader) -> None:
+    # By default the planner drops ShardedTensors without a local shard, then takes this for a checkpoint of torch 2.3.
+    dcp.load(content, storage_reader=reader, planner=DefaultLoadPlanner(flatten_sharded_tensors=False))
+
+
+def load(form: str, wrap: str, reader: StorageReader) -> Loaded:
+    model, optimizer = loaded = initialised(wrap)
+    if form == "app":
+        fill({"app": App(loaded)}, reader)
+        return loaded
+    if form == "ids":
+        content = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        fill(content, reader)
+        model.load_state_dict(content["model"])
+        optimizer.load_state_dict(content["optimizer"])
+        return loaded
+    if form == "flattened":
+        content = {
+            "model": get_model_state_dict(model),
+            "optimizer": get_optimizer_state_dict(model, optimizer, options=FLATTENED),
+        }
+        fill(content, reader)
+        set_model_state_dict(model, content["model"])
+        set_optimizer_state_dict(model, optimizer, content["optimizer"], options=FLATTENED)
+        return loaded
+    if form == "full":
+        weights, states = (full2 if wrap == "f2" else full1)(model, optimizer)
+        put = load_full2 if wrap == "f2" else load_full1
+    else:
+        sharded = (get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)) if wrap == "f2" else None
+        weights, states = sharded or sharded1(model, optimizer)
+        put = load_sharded2 if wrap == "f2" else load_sharded1
+    content = {"model": weights, "optimizer": states}
+    fill(content, reader)
+    put(loaded, content)
+    return loaded
+
+
+def full_now_and_after_a_step(run: Loaded) -> tuple[dict[str, Any], dict[str, Any]]:
+    before = plain(full(run))
+    train(run, number=77)
+    return before, plain(full(run))
+
+
+def check_flat(job: dict[str, Any]) -> list[str]:
+    """The scenario's model filled from flat shards, against the same model with the truth that PyTorch gathered."""
+    name, _, kind = job["wrap"].rpartition("-")
+    entry, orig = scenario(name), kind == "orig"
+    run, reference = (started(entry, orig=orig, seed=seed) for seed in (8, 9))
+    for pair in (run, reference):
+        train(pair, number=5)
+    weights, states = sharded1(*run)
+    content = {"model": weights, "optimizer": states}
+    fill(content, StorageReader(job["path"], **job["options"]))
+    load_sharded1(run, content)
+    truth = read_truth(job["truth"])
+    load_full1(reference, copy.deepcopy(truth))
+    found_before, found_after = full_now_and_after_a_step(run)
+    before, after = full_now_and_after_a_step(reference)
+    return [
+        *differences(found_before["model"], plain(truth["model"]), "loaded model: "),
+        *differences(found_before["optimizer"]["state"], plain(truth["optimizer"]["state"]), "loaded states: "),
+        *differences(found_before, before, "loaded: "),
+        *differences(found_after, after, "one step after loading: "),
+    ]
+
+
+def check(job: dict[str, Any]) -> list[str]:
+    if job["form"] == "flat":
+        return check_flat(job)
+    before, after = with_truth(job["truth"], job["wrap"])
+    reader = StorageReader(job["path"], **job["options"])
+    found_before, found_after = held_now_and_after_a_step(load(job["form"], job["wrap"], reader))
+    return [
+        *differences(found_before, before, "loaded: "),
+        *differences(found_after, after, "one step after loading: "),
+    ]
+
+
+def main() -> None:
+    jobs_file, results_file = sys.argv[1:]
+    quiet_worker(limit=240)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    with open(jobs_file) as file:
+        jobs = json.load(file)
+    results: dict[str, list[str]] = {}
+    for job in jobs:
+        try:
+            problems = check(job)
+        except (Exception, CheckpointException):  # noqa: BLE001 - reported; CheckpointException is no Exception
+            problems = [traceback.format_exc()]
+        results[job["id"]] = gathered(problems)
+        if dist.get_rank() == 0:  # after every job, so that a hang later still tells how far it came
+            with open(results_file, "w") as file:
+                json.dump(results, file)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""Files beside a checkpoint: carried as they are by the same producer, Hugging Face's by those that keep them."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdpckpt.converters.convert import convert
+from fsdpckpt.converters.options import ConvertOptions
+from fsdpckpt.converters.report import Report
+from fsdpckpt.flavors.table import flavor_named
+from fsdpckpt.ir.checkpoint import Layout
+from fsdpckpt.progress import NoProgress
+from fsdpckpt.readers.detect import open_checkpoint
+from fsdpckpt.readers.side_files import side_files
+from fsdpckpt.storage.sources import Sources
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Path:
+    """A Trainer's directory of 3 ranks, with files that this program must not open, and one of no bytes."""
+    path = tmp_path / "checkpoint-9"
+    path.mkdir()
+    torch.save({"w": torch.randn(5, 3)}, path / "pytorch_model_fsdp.bin")
+    torch.save({"w": torch.randn(5, 3)}, path / "pytorch_model.bin")
+    torch.save(
+        {"state": {"w": {"exp_avg": torch.randn(5, 3)}}, "param_groups": [{"lr": 0.1, "params": ["w"]}]},
+        path / "optimizer.bin",
+    )
+    torch.save({"last_epoch": 4}, path / "scheduler.pt")
+    generator = random.Random(5)
+    for name in ("training_args.bin", "trainer_state.json", "config.json", "tokenizer.json", "vocab.txt", "notes.xyz"):
+        (path / name).write_bytes(generator.randbytes(101))
+    (path / "empty.txt").write_bytes(b"")
+    for rank in range(3):
+        (path / f"rng_state_{rank}.pth").write_bytes(generator.randbytes(77 + rank))
+    return path
+
+
+def to(source: Path, target: Path, **options: object) -> Report:
+    return convert(str(source), str(target), ConvertOptions(**options), NoProgress())  # type: ignore[arg-type]
+
+
+def names(path: Path) -> set[str]:
+    return {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()} - {"fsdpckpt.json"}
+
+
+def test_the_same_producers_files_arrive_byte_for_byte(trainer: Path, tmp_path: Path) -> None:
+    report = to(trainer, tmp_path / "out", flavor="trainer", to=Layout.SHARDED, world_size=2)
+    state = {name for name in names(tmp_path / "out") if "/" in name}
+    carried = names(trainer) - {"pytorch_model_fsdp.bin", "pytorch_model.bin", "optimizer.bin", "rng_state_2.pth"}
+    assert names(tmp_path / "out") - state == carried
+    for name in carried:
+        assert (tmp_path / "out" / name).read_bytes() == (trainer / name).read_bytes()
+    left = [note.message for note in report.notes if note.kind == "not-carried"]
+    assert len(left) == 1 and "pytorch_model.bin" in left[0] and "rng_state_2.pth" in left[0]
+
+
+@pytest.mark.parametrize(("world", "given"), [(1, [0]), (3, [0, 1, 2]), (5, [0, 1, 2, 0, 1])])
+def test_rank_r_gets_the_random_states_of_rank_r_modulo_the_sources(
+    trainer: Path, tmp_path: Path, world: int, given: list[int]
+) -> None:
+    to(trainer, tmp_path / "out", flavor="trainer", to=Layout.SHARDED, world_size=world)
+    own = sorted(name for name in names(tmp_path / "out") if name.startswith("rng_state"))
+    assert own == (["rng_state.pth"] if world == 1 else [f"rng_state_{rank}.pth" for rank in range(world)])
+    for name, source in zip(own, given, strict=True):
+        assert (tmp_path / "out" / name).read_bytes() == (trainer / f"rng_state_{source}.pth").read_bytes()
+
+
+def test_a_full_target_keeps_the_random_states_of_all_ranks(trainer: Path, tmp_path: Path) -> None:
+    to(trainer, tmp_path / "out", flavor="trainer", to=Layout.FULL)
+    assert {f"rng_state_{rank}.pth" for rank in range(3)} <= names(tmp_path / "out")
+
+
+def test_another_producer_gets_what_hugging_face_keeps_beside_a_model(trainer: Path, tmp_path: Path) -> None:
+    (trainer / "config.json").write_text("{}")
+    report = to(trainer, tmp_path / "out", flavor="huggingface")
+    assert names(tmp_path / "out") == {"model.safetensors", "config.json", "tokenizer.json", "vocab.txt"}
+    said = [note for note in report.notes if note.kind == "not-carried"]
+    named = {key for note in said for key in note.keys}
+    assert {"scheduler", "training_args.bin", "trainer_state.json", "notes.xyz", "rng_state_2.pth"} <= named
+    assert any("optimizer" in note.message for note in said)
+
+
+def test_what_was_written_is_known_as_the_producers_and_goes_on_with_its_files(trainer: Path, tmp_path: Path) -> None:
+    to(trainer, tmp_path / "two", flavor="trainer", to=Layout.SHARDED, world_size=2)
+    to(tmp_path / "two", tmp_path / "again", flavor="trainer", to=Layout.FULL)
+    for name in ("training_args.bin", "notes.xyz", "rng_state_1.pth"):
+        assert (tmp_path / "again" / name).read_bytes() == (trainer / name).read_bytes()
+    saved = torch.load(trainer / "pytorch_model_fsdp.bin", weights_only=True)
+    assert torch.equal(torch.load(tmp_path / "again" / "pytorch_model_fsdp.bin", weights_only=True)["w"], saved["w"])
+
+
+def test_without_a_flavor_nothing_is_copied(trainer: Path, tmp_path: Path) -> None:
+    to(trainer, tmp_path / "out", to=Layout.SHARDED, world_size=2)
+    assert "training_args.bin" not in names(tmp_path / "out")
+
+
+def test_a_file_that_was_read_for_its_extras_is_listed_once(trainer: Path) -> None:
+    flavor = flavor_named("trainer")
+    assert flavor is not None
+    with Sources() as sources:
+        checkpoint = open_checkpoint(str(trainer), sources=sources)
+        beside = side_files(checkpoint, flavor, 2, sources)
+        paths = [file.path for file in (*checkpoint.files, *beside.sources)]
+        assert len(set(paths)) == len(paths) and any(path.endswith("scheduler.pt") for path in paths)
+        for name, tensor in beside.files.items():
+            assert paths[int(tensor.pieces.file[0])] == str(trainer / name), name

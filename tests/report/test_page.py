@@ -1,0 +1,241 @@
+"""The page of ``inspect --report``: what it shows, that it stays small, and that no key can do anything in it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fsdpckpt
+from fsdpckpt.describe import describe
+from fsdpckpt.errors import TargetExistsError, TargetUnwritableError
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, OptimState, SourceFile
+from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.invariants import problems
+from fsdpckpt.ir.tensors import Pieces, Tensor
+from fsdpckpt.report.file import write_report
+from fsdpckpt.report.holdings import COLUMNS, holdings
+from fsdpckpt.report.modules import module_tree
+from fsdpckpt.report.page import MARK, page
+from fsdpckpt.writers.chunks import chunk_boxes
+
+torch = pytest.importorskip("torch")
+
+HOSTILE = (
+    "<script>document.title='owned'</script>",
+    '"><img src=x onerror="document.title=\'owned\'">',
+    "</style></title><svg onload=\"document.title='owned'\">",
+    "a\x00b\x1b[31m\u202e\ud800",
+    "&lt;b&gt;" + "x" * 5000,
+    "." * 3000,
+)
+
+
+def sharded(shape: tuple[int, ...], ranks: int, skip: frozenset[int] = frozenset()) -> Tensor:
+    """A tensor of which every rank but those of ``skip`` holds its rows."""
+    boxes = [(rank, box) for rank, box in chunk_boxes(shape, ranks) if rank not in skip]
+    pieces = Pieces.rows(
+        ndim=len(shape),
+        rank=[rank for rank, _ in boxes],
+        file=[0] * len(boxes),
+        offset=[0] * len(boxes),
+        start=[box.start for _, box in boxes],
+        size=[box.size for _, box in boxes],
+    )
+    return Tensor(DTYPES["float32"], shape, pieces, True, "[Shard(0)]")
+
+
+def checkpoint(params: dict[str, Tensor], *, ranks: int = 4, optim: OptimState | None = None) -> Checkpoint:
+    files = (SourceFile("somewhere/__0_0.distcp", 1),)
+    found = Checkpoint(
+        "somewhere", Layout.SHARDED, Container.DCP, "plain", ranks, files, ModelState(dict(params)), optim, {}
+    )
+    found.problems = tuple(problems(found))
+    return found
+
+
+class Elements(HTMLParser):
+    """Every element with its attributes, and all text."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def hostile_page() -> str:
+    params = {f"{key}.{number}": sharded((9, 3), 2) for number, key in enumerate(HOSTILE)}
+    params |= {key: sharded((5, 7), 2) for key in HOSTILE}
+    groups = [{"lr": 0.5, HOSTILE[0]: HOSTILE[1], "params": list(HOSTILE)}]
+    optim = OptimState({key: {HOSTILE[0]: sharded((5, 7), 2), "step": 3} for key in HOSTILE}, groups)
+    found = checkpoint(params, ranks=2, optim=optim)
+    found.source, found.evidence = HOSTILE[2], HOSTILE
+    return page(describe(found))
+
+
+def test_keys_that_look_like_html_stay_text() -> None:
+    elements = Elements(hostile_page())
+    tags = {tag for tag, _ in elements.found}
+    assert not tags & {"script", "img", "iframe", "object", "embed", "link", "base", "a", "form"}
+    for tag, attributes in elements.found:
+        assert not [name for name in attributes if name.startswith("on") or name in ("src", "href")], tag
+    assert HOSTILE[0] in elements.text
+
+
+def test_the_page_forbids_scripts_and_fetches_nothing() -> None:
+    html = hostile_page()
+    policies = [a["content"] for t, a in Elements(html).found if a.get("http-equiv") == "Content-Security-Policy"]
+    assert len(policies) == 1
+    assert policies[0] is not None
+    assert policies[0].startswith("default-src 'none';")
+    assert "script-src" not in policies[0]
+    assert not re.search(r"url\(|@import|https?://", html)
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium here")
+def test_a_browser_runs_nothing_that_a_key_says(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    path.write_bytes(hostile_page().encode("utf-8", "backslashreplace"))
+    command = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile"]
+    shown = subprocess.run(
+        [*command, "--dump-dom", path.as_uri()], check=True, capture_output=True, text=True, timeout=120
+    ).stdout
+    titles = re.findall(r"<title>(.*?)</title>", shown)
+    assert titles
+    assert titles[0] != "owned"
+    assert "<svg onload" not in shown
+    assert shown.count("<svg") == 2
+
+
+def test_every_byte_of_every_rank_is_counted() -> None:
+    params = {f"layers.{n}.weight": sharded((17 + n, 9), 4) for n in range(700)}
+    params["one.weight"] = sharded((40_003, 31), 4)
+    root = module_tree(params.items())
+    held = holdings(root, 4)
+    for rank in range(4):
+        expected = sum(
+            int(tensor.pieces.size[tensor.pieces.rank == rank].prod(axis=1).sum()) * 4 for tensor in params.values()
+        )
+        assert held.nbytes[rank] == expected
+    assert held.nbytes.sum() == root.nbytes
+    assert np.allclose(held.together, 1.0)
+    # What all ranks hold of each column, drawn on the grid, is the column.
+    assert np.allclose(held.share.sum(axis=0), 1.0)
+
+
+def test_ranks_of_one_tensor_are_drawn_one_behind_the_other() -> None:
+    held = holdings(module_tree([("w", sharded((10, 3), 4))]), 4)  # 3, 3, 3 and 1 rows
+    for rank, (begin, end) in enumerate(((0, 0.3), (0.3, 0.6), (0.6, 0.9), (0.9, 1.0))):
+        filled = np.flatnonzero(held.share[rank] > 0.5)
+        assert (filled[0], filled[-1] + 1) == (begin * COLUMNS, end * COLUMNS)
+
+
+def test_a_replica_fills_the_row_of_every_rank_that_has_it() -> None:
+    whole = Pieces.rows(ndim=2, rank=[0, 1, 2], file=[0] * 3, offset=[0] * 3, start=[(0, 0)] * 3, size=[(6, 5)] * 3)
+    held = holdings(module_tree([("w", Tensor(DTYPES["float32"], (6, 5), whole))]), 3)
+    assert (held.share == 1.0).all()
+    assert held.nbytes.tolist() == [120.0] * 3
+
+
+def test_columns_of_a_matrix_are_drawn_as_part_of_every_row() -> None:
+    halves = Pieces.rows(ndim=2, rank=[0, 1], file=[0, 0], offset=[0, 0], start=[(0, 0), (0, 4)], size=[(6, 4), (6, 4)])
+    held = holdings(module_tree([("w", Tensor(DTYPES["float32"], (6, 8), halves))]), 2)
+    assert held.nbytes.tolist() == [96.0, 96.0]
+    assert np.allclose(held.share.sum(axis=1), COLUMNS / 2)
+
+
+def test_what_no_rank_holds_is_marked_and_stands_on_top() -> None:
+    html = page(describe(checkpoint({"up.weight": sharded((16, 5), 4, frozenset({2}))})))
+    assert "held by no rank" in html
+    assert html.index("1 problem") < html.index("Who holds what")
+    assert "held by no rank" not in page(describe(checkpoint({"up.weight": sharded((16, 5), 4)})))
+
+
+def test_a_page_of_very_many_tensors_and_ranks_stays_small() -> None:
+    shapes = {n: sharded((64 * n + 3, 8), 1024) for n in range(1, 8)}
+    params = {f"layers.{n // 10}.w{n}.weight": shapes[1 + n % 7] for n in range(1500)}
+    many = {f"layers.{n // 10}.w{n}.weight": sharded((5, 3), 1) for n in range(20_000)}
+    odd = OptimState({"w": {f"state{n}": sharded((5, 3), 1) for n in range(3000)}}, None)
+    for found in (
+        checkpoint(params, ranks=1024),
+        checkpoint(many, ranks=1),
+        checkpoint({"w": sharded((5, 3), 1)}, ranks=1, optim=odd),
+    ):
+        assert len(page(describe(found))) < 1_000_000
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    generator = torch.Generator().manual_seed(4)
+    weights = {name: torch.randn(6, 5, generator=generator) for name in ("a.weight", "b.weight", "c.weight")}
+    state = {
+        name: {"step": torch.tensor(9.0), "exp_avg": torch.randn(6, 5, generator=generator) * 1e-3} for name in weights
+    }
+    state["b.weight"]["step"] = torch.tensor(7.0)
+    state["c.weight"]["exp_avg"].zero_()
+    weights["a.weight"][2, 3] = float("nan")
+    groups = [{"lr": 0.1, "betas": (0.9, 0.95), "params": list(weights)}]
+    torch.save({"model": weights, "optimizer": {"state": state, "param_groups": groups}}, tmp_path / "full.pt")
+    return tmp_path / "full.pt"
+
+
+def test_statistics_show_steps_that_disagree_nan_and_states_that_are_all_zero(trained: Path) -> None:
+    text = Elements(page(fsdpckpt.inspect(trained, stats=True))).text
+    assert "optimizer: the steps disagree: 9 for 2 parameters, 7 for 1 parameter" in text
+    assert "model a.weight: 1 NaN and 0 Inf of 30 elements" in text
+    assert "1 tensor all zero" in text
+    assert "betas=(0.9, 0.95)" in text
+
+
+def test_a_mask_of_minus_infinity_is_no_problem_and_a_weight_is(tmp_path: Path) -> None:
+    for rank in range(2):
+        whole = torch.full((4, 4), float("-inf")).triu(1)
+        shards = {"w": torch.full((3, 2), float("inf")), "v": torch.rand(3, 2)}
+        torch.save({"mask": whole, **shards}, tmp_path / f"model_world_size_2_rank_{rank}.pt")
+    described = fsdpckpt.inspect(tmp_path, stats=True)
+    tensors = [(named, named.tensor) for named in described.tensors]
+    marked = [
+        replace(named, tensor=replace(tensor, managed=named.key != "mask")) for named, tensor in tensors
+    ]  # as a sharded checkpoint says it
+    html = page(replace(described, tensors=tuple(marked)))
+    top, rest = html.split("Who holds what", 1)
+    assert "model w: 0 NaN and 6 Inf of 6 elements" in top
+    assert "model mask" not in top
+    assert "model mask: 0 NaN and 6 Inf of 16 elements" in rest
+
+
+def test_without_statistics_the_page_says_what_was_not_read(trained: Path) -> None:
+    text = Elements(page(fsdpckpt.inspect(trained))).text
+    assert "the values of step were not read (--stats reads them)" in text
+    assert "Norms" not in text
+    assert "No problems show in headers and metadata" in text
+
+
+def test_an_earlier_report_is_replaced_and_anything_else_is_left_alone(trained: Path, tmp_path: Path) -> None:
+    described = fsdpckpt.inspect(trained)
+    path = tmp_path / "report.html"
+    for _ in range(2):
+        write_report(described, str(path))
+    assert path.read_text().startswith(MARK)
+    other = tmp_path / "notes.html"
+    other.write_text("<p>mine")
+    for taken in (other, tmp_path):
+        with pytest.raises(TargetExistsError):
+            write_report(described, str(taken))
+    assert other.read_text() == "<p>mine"
+    with pytest.raises(TargetUnwritableError):
+        write_report(described, str(tmp_path / "nowhere" / "report.html"))
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["full.pt", "notes.html", "report.html"]

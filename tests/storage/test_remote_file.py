@@ -1,0 +1,161 @@
+"""A remote file gives the bytes it was asked for, in as few requests as that takes, each tried again when it fails."""
+
+from __future__ import annotations
+
+import errno
+import random
+
+import pytest
+
+from fsdpckpt.errors import SourceCorruptError, SourceError, SourceMissingError, TargetUnwritableError
+from fsdpckpt.storage import remote_errors
+from fsdpckpt.storage.extents import Extents
+from fsdpckpt.storage.identity import FileIdentity
+from fsdpckpt.storage.remote_errors import ShortAnswerError, Unavailable, target_error, tried
+from fsdpckpt.storage.remote_file import AHEAD, RemoteFile
+
+CONTENT = random.Random(7).randbytes(3 * AHEAD + 1234)
+
+
+class Fetcher:
+    """``asked``: every range that was fetched."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int]] = []
+
+    def __call__(self, offset: int, buffer: memoryview) -> None:
+        self.asked.append((offset, len(buffer)))
+        buffer[:] = CONTENT[offset : offset + len(buffer)]
+
+
+@pytest.fixture
+def fetcher() -> Fetcher:
+    return Fetcher()
+
+
+@pytest.fixture
+def file(fetcher: Fetcher) -> RemoteFile:
+    return RemoteFile(FileIdentity("s3://b/k", len(CONTENT)), fetcher, Extents())
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_errors, "FIRST_PAUSE", 0.0)
+
+
+def test_any_range_is_what_lies_there(file: RemoteFile) -> None:
+    chance = random.Random(1)
+    for _ in range(300):
+        begin = chance.randrange(len(CONTENT))
+        nbytes = chance.choice([0, 1, 30, 4096, 70_000, 200_000])
+        nbytes = min(nbytes, len(CONTENT) - begin)
+        assert file.read(begin, nbytes) == CONTENT[begin : begin + nbytes]
+        buffer = bytearray(nbytes)
+        file.read_into(begin, memoryview(buffer))
+        assert bytes(buffer) == CONTENT[begin : begin + nbytes]
+
+
+def test_small_reads_near_each_other_are_one_request(file: RemoteFile, fetcher: Fetcher) -> None:
+    for begin in range(1000, 1000 + AHEAD - 64, 4096):
+        file.read(begin, 64)
+    assert fetcher.asked == [(1000, AHEAD)]
+
+
+def test_a_read_at_the_end_brings_what_lies_before_it(file: RemoteFile, fetcher: Fetcher) -> None:
+    file.read(len(CONTENT) - 22, 22)
+    file.read(len(CONTENT) - 60_000, 50_000)
+    assert fetcher.asked == [(len(CONTENT) - AHEAD, AHEAD)]
+
+
+def test_announced_ranges_are_fetched_exactly_and_neighbours_together(file: RemoteFile, fetcher: Fetcher) -> None:
+    ranges = [(10, 30), (5000, 30), (200_000, 30), (300_000, 30)]
+    file.prefetch(ranges)
+    assert sorted(fetcher.asked) == [(10, 5020), (200_000, 30), (300_000, 30)]
+    for begin, nbytes in ranges:
+        assert file.read(begin, nbytes) == CONTENT[begin : begin + nbytes]
+    assert len(fetcher.asked) == 3
+
+
+def test_data_is_fetched_as_it_is_asked_for(file: RemoteFile, fetcher: Fetcher) -> None:
+    buffer = bytearray(150_000)
+    file.read_into(77, memoryview(buffer))
+    file.read_into(77, memoryview(buffer)[:9])
+    assert fetcher.asked == [(77, 150_000), (77, 9)]
+
+
+def test_reading_behind_the_end_asks_nobody(file: RemoteFile, fetcher: Fetcher) -> None:
+    for begin, nbytes in ((len(CONTENT) - 5, 6), (len(CONTENT), 1), (-1, 2), (0, len(CONTENT) + 1)):
+        with pytest.raises(SourceCorruptError, match="ends too early"):
+            file.read(begin, nbytes)
+    assert fetcher.asked == []
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConnectionResetError("reset"),
+        TimeoutError(),
+        ShortAnswerError("3 of 4 bytes came"),
+        Unavailable(503, "Slow Down"),
+        Unavailable(429, ""),
+        OSError(errno.EBUSY, "SlowDown"),
+    ],
+)
+def test_what_passes_is_tried_again_until_it_is_too_often(error: OSError) -> None:
+    failures = [error] * (remote_errors.ATTEMPTS - 1)
+
+    def work() -> str:
+        if failures:
+            raise failures.pop()
+        return "done"
+
+    assert tried(work, url="s3://b/k", doing="reading") == "done"
+    failures[:] = [error] * remote_errors.ATTEMPTS
+    with pytest.raises(SourceError, match=f"reading failed {remote_errors.ATTEMPTS} times") as caught:
+        tried(work, url="s3://b/k", doing="reading")
+    assert caught.value.exit_code == 3
+    assert failures == []
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (FileNotFoundError("k"), SourceMissingError),
+        (PermissionError("k"), SourceError),
+        (Unavailable(403, "Forbidden"), SourceError),
+        (OSError(errno.EINVAL, "bad request"), SourceError),
+    ],
+)
+def test_what_stays_is_not_tried_again(error: OSError, kind: type[SourceError]) -> None:
+    asked = []
+
+    def work() -> None:
+        asked.append(1)
+        raise error
+
+    with pytest.raises(kind):
+        tried(work, url="s3://b/k", doing="reading")
+    assert len(asked) == 1
+    with pytest.raises(TargetUnwritableError):
+        tried(work, url="s3://b/k", doing="writing", words=target_error)
+
+
+def test_trying_ends_after_a_while_however_few_attempts_were_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_errors, "MOST_SECONDS", -1.0)
+    asked = []
+
+    def work() -> None:
+        asked.append(1)
+        raise TimeoutError
+
+    with pytest.raises(SourceError):
+        tried(work, url="s3://b/k", doing="reading")
+    assert len(asked) == 1
+
+
+def test_a_mistake_of_this_program_is_not_taken_for_a_failing_store() -> None:
+    def work() -> None:
+        raise KeyError("k")
+
+    with pytest.raises(KeyError):
+        tried(work, url="s3://b/k", doing="reading")
