@@ -43,7 +43,7 @@ def _run(output: Output) -> int:
     from fsdpckpt.errors import InterruptedRunError, UsageError
 
     try:
-        code = app(standalone_mode=False)
+        code = app(prog_name="fsdpckpt", standalone_mode=False)  # also for python -m: completion is by name
     except typer.Abort:
         return report(output, InterruptedRunError("while reading the command line"))
     except USAGE_ERRORS as error:

@@ -27,7 +27,7 @@ PROGRAM = [sys.executable, "-m", "fsdpckpt"]
         ["convert", "a.pt", "b.pt", "--to", "flat"],
         ["convert", "a.pt", "b.pt", "--key-type", "number"],
         ["convert", "a.pt", "b.pt", "--strategy", "zero3"],
-        ["convert", "a.pt", "b.pt", "--flavor", "verl"],
+        ["convert", "a.pt", "b.pt", "--flavor", "fairscale"],
         ["convert", "a.pt"],
         ["convert", "a.pt", "b.pt", "--world-size", "0"],
         ["convert", "a.pt", "b.pt", "--rename", "no-equals-sign"],
