@@ -12,7 +12,7 @@ from fsdpckpt.converters.check import check_output
 from fsdpckpt.converters.delivery import deliver
 from fsdpckpt.converters.exported import for_export
 from fsdpckpt.converters.flavored import for_flavor
-from fsdpckpt.converters.goal import Goal, settle_goal
+from fsdpckpt.converters.goal import Goal, settle_goal, written_flavor
 from fsdpckpt.converters.layout import dtype_rule, lay_out
 from fsdpckpt.converters.manifest import write_manifest
 from fsdpckpt.converters.options import ConvertOptions, VerifyLevel
@@ -23,6 +23,7 @@ from fsdpckpt.errors import TargetExistsError, UsageError
 from fsdpckpt.executor.budget import MOST_THREADS, Budget, make_budget
 from fsdpckpt.executor.compare import is_written
 from fsdpckpt.executor.local import execute
+from fsdpckpt.flavors.forms import PLAIN
 from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.targets import Target
@@ -98,6 +99,8 @@ def prepare(source: str, target: str, options: ConvertOptions, sources: Sources,
 
 
 def check_options(options: ConvertOptions) -> None:
+    if options.flavor is not None and options.flavor != PLAIN:
+        written_flavor(options.flavor)
     # float8_e8m0fnu has neither sign nor zero: it holds the scales of other tensors, never values.
     known = [name for name, dtype in DTYPES.items() if dtype.floating and dtype.numpy and name != "float8_e8m0fnu"]
     for option, name in (("--dtype", options.dtype), ("--optim-dtype", options.optim_dtype)):

@@ -11,7 +11,7 @@ from fsdpckpt.flavors.forms import PLAIN, Flavor, Form
 from fsdpckpt.flavors.table import WRITABLE, flavor_named
 from fsdpckpt.ir.checkpoint import Container, Layout
 
-__all__ = ["Goal", "settle_goal"]
+__all__ = ["Goal", "settle_goal", "written_flavor"]
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 SAFETENSORS_SUFFIX = ".safetensors"
@@ -122,16 +122,22 @@ def _layout(container: Container, suffix: str, options: ConvertOptions, source_l
     return layout
 
 
-def _flavored_goal(suffix: str, options: ConvertOptions, source_layout: Layout) -> Goal:
-    """The goal of a conversion with ``--flavor``: the producer's first form that fits what is asked for."""
-    flavor = flavor_named(options.flavor or "")
+def written_flavor(name: str) -> Flavor:
+    """The flavor of that name. Raises UsageError when none is written under it."""
+    flavor = flavor_named(name)
     if flavor is None or not flavor.forms:
         raise UsageError(
-            f"--flavor {options.flavor} is no producer whose form is written",
+            f"--flavor {name} is no producer whose form is written",
             expected=", ".join(WRITABLE),
-            found=options.flavor,
+            found=name,
             next_step="--flavor accelerate",
         )
+    return flavor
+
+
+def _flavored_goal(suffix: str, options: ConvertOptions, source_layout: Layout) -> Goal:
+    """The goal of a conversion with ``--flavor``: the producer's first form that fits what is asked for."""
+    flavor = written_flavor(options.flavor or "")
     form = _form(flavor, suffix, options, source_layout)
     ranks = form.layout is Layout.FLATTENED or (form.layout is Layout.SHARDED and form.container is Container.TORCH)
     if ranks and options.world_size is None:
