@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from threading import Semaphore
+from threading import Event, Semaphore
 from typing import TypeAlias
 
 import torch
@@ -164,8 +164,8 @@ class Exchanger:
         ``watch``: given, another thread takes the legs and calls their ``read``, ahead of the communication; this one
         calls ``watch`` while it waits for that.
         """
-        free = Semaphore(LEAVING)
-        hops = self._hops(legs, free)
+        free, ended = Semaphore(LEAVING), Event()
+        hops = self._hops(legs, free, ended)
         under_way: deque[tuple[_Hop, Flight | None]] = deque()
         with closing(hops if watch is None else Ahead(hops, watch, "fsdpckpt-read")) as filled:
             try:
@@ -178,9 +178,10 @@ class Exchanger:
                 while under_way:
                     self._land(*under_way.popleft(), free)
             finally:
+                ended.set()
                 free.release(LEAVING)  # nobody waits for a buffer any more
 
-    def _hops(self, legs: Iterable[Leg], free: Semaphore) -> Generator[_Hop]:
+    def _hops(self, legs: Iterable[Leg], free: Semaphore, ended: Event) -> Generator[_Hop]:
         """The chunks of ``legs`` in order, each as soon as there is a buffer for it, filled."""
         out = into = 0
         for leg in legs:
@@ -189,6 +190,8 @@ class Exchanger:
                 sent, received = (min(max(part - offset, 0), self.chunk) for part in (leg.leaving, leg.coming))
                 if sent:
                     free.acquire()
+                    if ended.is_set():  # after a failure: what is in the buffers may still be under way
+                        return
                     leg.read(leg.to, offset, self._staging.host(out, sent))
                 yield _Hop(leg, offset, sent, received, out, LEAVING + into, offset + self.chunk >= total)
                 out, into = (out + bool(sent)) % LEAVING, (into + 1) % UNDER_WAY

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import posixpath
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -37,11 +38,20 @@ def for_flavor(
         optim = None
     extra, rank_extra = checkpoint.extra, checkpoint.rank_extra
     if form.extra is None:
-        if extra and checkpoint.flavor != flavor.name:
-            names = tuple(map(str, extra))
+        same = checkpoint.flavor == flavor.name  # then extras that were read from files beside it go along as files
+        files = {re.sub(r"(_\d+)?\.[^.]*$", "", name) for name in beside.files} if same else set()
+        names = tuple(str(key) for key in extra if key not in files)
+        if names:
             message = f"not carried, for the form of {flavor.title} has no place for them: {', '.join(names)}"
             notes.append(Note("not-carried", message, keys=names))
         extra, rank_extra = {}, ()
+    elif form.model.at == () and form.extra.container is None:  # a tensor there would be one of the model's names
+        names = tuple(str(key) for key, value in extra.items() if isinstance(value, Tensor))
+        if names:
+            message = f"not carried, as a tensor at the top of {flavor.title} is part of the model: {', '.join(names)}"
+            notes.append(Note("not-carried", message, keys=names))
+            extra = {key: value for key, value in extra.items() if not isinstance(value, Tensor)}
+            rank_extra = tuple({key: value for key, value in each.items() if key not in names} for each in rank_extra)
     absent: list[tuple[str, Value]] = [
         (key, [] if value == () else value) for key, value in form.defaults if key not in extra
     ]

@@ -63,7 +63,7 @@ class RunIdentity:
             f"{copy.path} {changes[0]}"
             for before, after in zip(self.sources, now.sources, strict=True)
             for copy in after
-            if None not in (changes := [change_between(each, copy) for each in before])
+            if None not in (changes := [_change(each, copy) for each in before])
         ]
 
     def other_changes(self, now: RunIdentity) -> list[str]:
@@ -81,6 +81,12 @@ class RunIdentity:
             ]
             changes.extend(changed or ["what would be written is not what was begun (its units or reference changed)"])
         return changes
+
+
+def _change(before: FileIdentity, now: FileIdentity) -> str | None:
+    if not (now.tag or now.inode):
+        return "may be another file: its server says neither ETag nor Last-Modified"
+    return change_between(before, now)
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,8 @@ def read_part(label: str, stem: str, tree: Tree) -> ReadPart:
 
 def join(source: str, parts: Sequence[ReadPart], files: FileTable, *, flavor: str, notes: Sequence[Note]) -> Checkpoint:
     """One checkpoint of all ``parts``. Raises NeedsInformationError when two of them give the same section."""
+    if len(parts) > 1:
+        parts = [_settled(part) for part in parts]
     _require_one_each(source, parts)
     main = next((part for part in parts if part.sections.model is not None), None)
     main = main or next((part for part in parts if part.sections.optim is not None), parts[0])
@@ -92,6 +94,13 @@ def join(source: str, parts: Sequence[ReadPart], files: FileTable, *, flavor: st
         nesting=_nesting(parts),
         mesh_devices=frozenset(device for part in parts for device in part.tree.devices),
     )
+
+
+def _settled(part: ReadPart) -> ReadPart:
+    """Lightning's ``meta.pt`` beside the shards: extras, also where they are a dict of tensors like a model."""
+    if part.stem != "meta" or not isinstance(part.tree.root, dict):
+        return part
+    return ReadPart(part.label, part.stem, part.tree, Sections(None, None, dict(part.tree.root)))
 
 
 def _nesting(parts: Sequence[ReadPart]) -> dict[Section, tuple[Key, ...]]:

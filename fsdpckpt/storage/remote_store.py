@@ -57,6 +57,10 @@ def filesystem_of(url: str) -> tuple[AbstractFileSystem, str]:
             file=url,
             next_step="give a path, or a URL that fsspec knows: s3://, gs://, https://, ...",
         ) from None
+    if "file" in (filesystem.protocol if isinstance(filesystem.protocol, tuple) else (filesystem.protocol,)):
+        raise SourceUnrecognisedError(
+            f"{url} is a file of this machine, which is named by its path", file=url, next_step=f"give {name} instead"
+        )
     return filesystem, name
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdpckpt.errors import TargetExistsError, TargetUnwritableError, UsageError
-from fsdpckpt.storage.protocol import UPLOADING
+from fsdpckpt.storage.protocol import UPLOADING, is_url
 from fsdpckpt.storage.remote_errors import target_error, tried
 from fsdpckpt.storage.remote_store import filesystem_of, is_http
 from fsdpckpt.storage.uploads import COPIES, MOST_UPLOADS, PART, Uploader, abort_leftovers
@@ -144,6 +144,13 @@ def open_target(url: str, source: str, *, overwrite: bool, resume: bool) -> Remo
         raise UsageError(f"{url} and the source lie within each other", file=url, next_step="give a DST outside of SRC")
     filesystem, root = filesystem_of(target)
     root = root.rstrip("/")
+    if is_url(source):  # s3:// and s3a:// name one object
+        other, name = filesystem_of(source)
+        above, below = name.rstrip("/") + "/", root + "/"
+        if type(other) is type(filesystem) and (above.startswith(below) or below.startswith(above)):
+            raise UsageError(
+                f"{url} and the source lie within each other", file=url, next_step="give a DST outside of SRC"
+            )
     filesystem.invalidate_cache()
     found = tried(lambda: list(filesystem.find(root)), url=url, doing="listing it", words=target_error)
     names = tuple(str(name).rstrip("/")[len(root) :].lstrip("/") for name in found)

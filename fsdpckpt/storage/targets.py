@@ -65,6 +65,8 @@ class WritableFile:
         self.nbytes = nbytes
         self._direct = -1
         self._aligned = True
+        self._durable = False  # committed
+        self._lost = False  # a sync failed: the system tells of a lost write once, and every later sync succeeds
         self._closing = threading.Lock()
         with target_errors(path):
             self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (0 if there else os.O_CREAT | os.O_EXCL), 0o644)
@@ -115,10 +117,15 @@ class WritableFile:
         with target_errors(self.path):
             with self._closing:  # the number of a closed descriptor may be another file's by now
                 descriptor = os.dup(self._fd) if self._fd >= 0 else -1
-            if descriptor < 0:  # committed, so synced
+            if descriptor < 0 and self._durable:
                 return
+            if descriptor < 0 or self._lost:
+                raise OSError(errno.EIO, "what was written is not known to be on the disk")
             try:
                 os.fdatasync(descriptor)
+            except OSError:
+                self._lost = True
+                raise
             finally:
                 os.close(descriptor)
 
@@ -133,7 +140,14 @@ class WritableFile:
                     expected=f"{self.nbytes} bytes",
                     found=f"{length}",
                 )
-            os.fsync(self._fd)
+            if self._lost:
+                raise OSError(errno.EIO, "what was written is not known to be on the disk")
+            try:
+                os.fsync(self._fd)
+            except OSError:
+                self._lost = True
+                raise
+            self._durable = True
             self.close()
 
     def close(self) -> None:

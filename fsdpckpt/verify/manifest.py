@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import posixpath
 
 from fsdpckpt.ir.checkpoint import Manifest, Problem
 from fsdpckpt.readers.flavors import MANIFEST
@@ -15,7 +16,7 @@ __all__ = ["check_listing", "damaged_files", "stated_records"]
 
 def check_listing(manifest: Manifest, sources: Sources) -> list[Problem]:
     """Problems of files that are missing, of another length, or among the listed without being one of them."""
-    there = {entry.name: entry for entry in sources.list_directory(manifest.directory) if not entry.directory}
+    there = _listed(manifest, sources)
     found: list[Problem] = []
     for name, stated in manifest.files.items():
         path = f"{manifest.directory}/{name}"
@@ -26,6 +27,19 @@ def check_listing(manifest: Manifest, sources: Sources) -> list[Problem]:
             message = f"{path} has {entry.nbytes} bytes, and {MANIFEST} says {stated.nbytes}"
             found.append(Problem("truncated" if entry.nbytes < stated.nbytes else "length", message, file=path))
     return [*found, *_strays(manifest, there)]
+
+
+def _listed(manifest: Manifest, sources: Sources) -> dict[str, Entry]:
+    """The files of every directory that the manifest names one in, by their path below its own."""
+    found: dict[str, Entry] = {}
+    for folder in sorted({"", *(posixpath.dirname(name) for name in manifest.files)}):
+        path = posixpath.join(manifest.directory, folder).rstrip("/")
+        entry = sources.stat(path)
+        if entry is not None and entry.directory:
+            for inner in sources.list_directory(path):
+                if not inner.directory:
+                    found[posixpath.join(folder, inner.name)] = inner
+    return found
 
 
 def _strays(manifest: Manifest, there: dict[str, Entry]) -> list[Problem]:
@@ -46,7 +60,7 @@ def _strays(manifest: Manifest, there: dict[str, Entry]) -> list[Problem]:
 
 def stated_records(manifest: Manifest, sources: Sources) -> list[Record]:
     """The whole files to sum: those that are there in the length that is stated."""
-    there = {entry.name: entry.nbytes for entry in sources.list_directory(manifest.directory) if not entry.directory}
+    there = {name: entry.nbytes for name, entry in _listed(manifest, sources).items()}
     return [
         Record(f"{manifest.directory}/{name}", 0, stated.nbytes, stated.crc, MANIFEST)
         for name, stated in manifest.files.items()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import tempfile
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -259,6 +261,25 @@ def test_a_failed_sync_ends_the_run_even_when_all_windows_are_written(
             recorder.wrote(0, WritableFile(str(tmp_path / f"{random.random()}"), 5), (0, 5, 1))
     with pytest.raises(TargetUnwritableError, match="lost"):
         recorder.close(complete=True)
+
+
+def test_a_file_whose_sync_failed_once_is_not_in_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system tells of a lost write once: a second sync of the same file succeeds, and means nothing."""
+    made = scene(str(tmp_path), 3)
+    failed: list[str] = []
+
+    def fsync(descriptor: int, real: Callable[[int], None] = os.fsync) -> None:
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        if "/out/" in name and os.path.isfile(name) and not failed:
+            failed.append(os.path.basename(name))
+            raise OSError(errno.EIO, "Input/output error")
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(TargetUnwritableError):
+        made.run(Finished())
+    assert failed
+    assert not os.path.exists(made.journal) or read_run(made.journal)[1].nbytes == 0
 
 
 def test_a_quick_run_leaves_no_journal(tmp_path: Path) -> None:

@@ -144,6 +144,8 @@ def main() -> None:
         save(directory)
     else:
         load(directory, losses)
+    dist.barrier()
+    os._exit(0)  # threads that the library leaves behind can abort an orderly end, now and then
 
 
 if __name__ == "__main__":

@@ -1,0 +1,104 @@
+"""Three workers: the last one's disk fills up while the first has chunks under way to the second, which is held up.
+
+What the second then takes must be what was meant for it, for it may keep what has arrived and be resumed.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from fsdpckpt.comm.exchange import Exchanger, Leg
+from fsdpckpt.comm.group import Group
+from tests.comm.crew import crew
+
+CHUNK = 1 << 20  # bytes
+ROUND = 3  # chunks of one leg: as many as are under way at once
+LEGS = 2
+
+
+def work(rank: int, out: str) -> None:
+    """Every chunk holds its number, from 1 on. The second worker notes the chunks of each leg that has arrived."""
+    into = np.zeros(LEGS * ROUND * CHUNK, np.uint8)
+
+    def read(leg: int) -> Callable[[int, int, torch.Tensor], None]:
+        return lambda to, offset, buffer: _fill(buffer, leg * ROUND + offset // CHUNK + 1)
+
+    def landing(leg: int) -> Callable[[int, int, int], torch.Tensor]:
+        def place(source: int, offset: int, nbytes: int) -> torch.Tensor:
+            begin = leg * ROUND * CHUNK + offset
+            if begin == 0:
+                time.sleep(1.0)  # as the main thread of a busy machine
+            return torch.from_numpy(into[begin : begin + nbytes])
+
+        return place
+
+    def landed(leg: int) -> Callable[[], None]:
+        def note() -> None:
+            begin = leg * ROUND * CHUNK
+            held = into[begin : begin + ROUND * CHUNK : CHUNK].tolist()
+            with open(out, "a", encoding="utf-8") as file:
+                file.write(json.dumps(held) + "\n")
+
+        return note
+
+    with Group.start(backend="gloo", device="cpu") as group:
+        try:
+            with group.step("copy"):
+                _move(group, rank, read, landing, landed)
+        except Exception:  # noqa: BLE001  # each of them ends so: the last one's disk is full
+            time.sleep(1.5)  # until nobody can take anything any more
+            os._exit(6)
+
+
+def _move(
+    group: Group,
+    rank: int,
+    read: Callable[[int], Callable[[int, int, torch.Tensor], None]],
+    landing: Callable[[int], Callable[[int, int, int], torch.Tensor]],
+    landed: Callable[[int], Callable[[], None]],
+) -> None:
+    exchanger = Exchanger(group, budget=4 * CHUNK, largest=LEGS * ROUND * CHUNK, landing=True)
+    size = LEGS * ROUND * CHUNK
+    exchanger.check({1: size} if rank == 0 else {}, {0: size} if rank == 1 else {})
+    if rank == 2:
+        time.sleep(0.4)
+        raise OSError(errno.ENOSPC, "No space left on device")
+    leaving, coming = (ROUND * CHUNK if rank == each else 0 for each in (0, 1))
+    legs = [
+        Leg(
+            1 if rank == 0 else 2,
+            leaving,
+            read(leg),
+            2 if rank == 0 else 0,
+            coming,
+            landing=landing(leg),
+            landed=landed(leg) if rank == 1 else None,
+        )
+        for leg in range(LEGS)
+    ]
+    exchanger.run(iter(legs), watch=lambda: group.watch(moving=True))
+
+
+def _fill(buffer: torch.Tensor, number: int) -> None:
+    buffer.fill_(number)
+
+
+def main(out: str) -> None:
+    def body(rank: int) -> int:
+        work(rank, out)
+        return 0
+
+    codes = crew(3, body, limit=60)
+    print(json.dumps(codes))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
