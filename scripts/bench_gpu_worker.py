@@ -242,6 +242,8 @@ def main() -> None:
             about["devices"] = ", ".join(f"{count} x {name}" for name, count in counted.items())
             with open(result, "w", encoding="utf-8") as file:
                 json.dump({"about": about, "rows": bench.rows}, file)
+    sys.stdout.flush()
+    os._exit(0)  # torch's threads can abort an orderly end, now and then
 
 
 if __name__ == "__main__":
