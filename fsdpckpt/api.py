@@ -8,25 +8,15 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Iterable
-from enum import StrEnum
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from fsdpckpt.converters.options import (
-    ConvertOptions,
-    Launcher,
-    LaunchOptions,
-    MissingState,
-    TensorForm,
-    VerifyLevel,
-    Visibility,
-    parse_size,
-)
-from fsdpckpt.errors import UsageError
-from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, NamedTensor, Section
+from fsdpckpt.converters.option_values import enum_of, with_launch, with_options
+from fsdpckpt.converters.options import ConvertOptions, LaunchOptions
+from fsdpckpt.ir.checkpoint import Checkpoint, Layout, NamedTensor, Section
 from fsdpckpt.ir.invariants import problems
 from fsdpckpt.ir.units import Strategy
 from fsdpckpt.progress import Progress
-from fsdpckpt.storage.sources import Sources, is_url
+from fsdpckpt.storage.sources import Sources
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,7 +31,6 @@ if TYPE_CHECKING:
 
 __all__ = ["convert", "diff", "find_units", "inspect", "model_units", "open", "save_units", "verify"]
 
-E = TypeVar("E", bound=StrEnum)
 Path = str | os.PathLike[str]
 
 
@@ -65,7 +54,7 @@ def inspect(
     from fsdpckpt.describe import Selection, describe
     from fsdpckpt.readers.detect import open_checkpoint
 
-    wanted = Selection(tuple(keys), _enum(Section, section, "section"))
+    wanted = Selection(tuple(keys), enum_of(Section, section, "section"))
     with Sources() as sources:
         opened = open_checkpoint(os.fspath(source), sources=sources, locate=ranks or stats)
         checkpoint = _named(opened, sources, units)
@@ -125,10 +114,10 @@ def convert(
     from fsdpckpt.worker import convert as run
 
     where = {field.name for field in dataclasses.fields(LaunchOptions)}
-    chosen = _with_options(
+    chosen = with_options(
         options if options is not None else ConvertOptions(), {k: v for k, v in named.items() if k not in where}
     )
-    launched = _with_launch(
+    launched = with_launch(
         launch if launch is not None else LaunchOptions(), {k: v for k, v in named.items() if k in where}
     )
     stages = progress
@@ -163,7 +152,7 @@ def diff(
     from fsdpckpt.verify.tensors import Tolerance
 
     stages = progress if progress is not None else NoProgress()
-    section = _enum(Section, only, "only")
+    section = enum_of(Section, only, "only")
     tolerance = None if rtol is None and atol is None else Tolerance(rtol or 0.0, atol or 0.0)
     with Sources() as sources:
         opened = [open_checkpoint(os.fspath(one), sources=sources, locate=True) for one in (a, b)]
@@ -264,7 +253,7 @@ def find_units(
         units=None if units is None else os.fspath(units),
         unit=tuple(unit),
         use_orig_params=use_orig_params,
-        strategy=_enum(Strategy, strategy, "strategy"),
+        strategy=enum_of(Strategy, strategy, "strategy"),
         param_dtype=param_dtype,
         shard_size=shard_size,
         reference=None if reference is None else os.fspath(reference),
@@ -304,7 +293,7 @@ def model_units(
         classes,
         use_orig_params=use_orig_params,
         param_dtype=request.param_dtype,
-        strategy=_enum(Strategy, strategy, "strategy") or Strategy.FULL_SHARD,
+        strategy=enum_of(Strategy, strategy, "strategy") or Strategy.FULL_SHARD,
         shard_size=request.shard_size,
         ignored=ignored,
     )
@@ -317,70 +306,3 @@ def model_units(
         with Sources() as sources:
             how += prove(units, os.fspath(prove_by), sources)
     return FoundUnits(units, None, tuple(how))
-
-
-def _with_options(options: ConvertOptions, named: dict[str, object]) -> ConvertOptions:
-    known = {field.name for field in dataclasses.fields(ConvertOptions)}
-    for name in named:
-        if name not in known:
-            raise UsageError(f"convert has no option {name!r}", expected=", ".join(sorted(known)), found=name)
-    return dataclasses.replace(options, **{name: _option(name, value) for name, value in named.items()})  # type: ignore[arg-type]
-
-
-def _with_launch(launch: LaunchOptions, named: dict[str, object]) -> LaunchOptions:
-    if isinstance(named.get("nproc_per_node"), int):
-        named = {**named, "nproc_per_node": str(named["nproc_per_node"])}
-    return dataclasses.replace(launch, **{name: _option(name, value) for name, value in named.items()})  # type: ignore[arg-type]
-
-
-_ENUMS: dict[str, type[StrEnum]] = {
-    "launcher": Launcher,
-    "output_visibility": Visibility,
-    "to": Layout,
-    "container": Container,
-    "only": Section,
-    "tensor": TensorForm,
-    "verify": VerifyLevel,
-    "strategy": Strategy,
-    "missing_state": MissingState,
-}
-_TUPLES = frozenset({"buffers", "include", "exclude", "unit"})
-_DTYPES = frozenset({"dtype", "optim_dtype", "param_dtype"})
-_PATHS = frozenset({"reference", "units", "parameters", "staging"})
-_KEY_TYPES = ("name", "id")
-_SIZES = frozenset({"max_memory", "max_shard_size"})
-
-
-def _option(name: str, value: object) -> object:
-    """A value as ``ConvertOptions`` holds it: strings become enums and byte counts, lists tuples."""
-    if name in _ENUMS and isinstance(value, str):
-        return _enum(_ENUMS[name], value, name)
-    if name in _TUPLES:
-        return (value,) if isinstance(value, str) else tuple(value)  # type: ignore[arg-type]
-    if name == "rename":
-        pairs = value.items() if isinstance(value, dict) else value
-        return tuple((str(old), str(new)) for old, new in pairs)  # type: ignore[attr-defined]
-    if name in _SIZES and isinstance(value, str):
-        try:
-            return parse_size(value)
-        except (ValueError, OverflowError):
-            option = "--" + name.replace("_", "-")
-            raise UsageError(
-                f"{option} takes a size, and {value!r} is none", next_step=f"{option} 128MiB, or 5GB, or 1000 (bytes)"
-            ) from None
-    if name == "key_type" and value not in (None, *_KEY_TYPES):
-        raise UsageError(f"key_type cannot be {value!r}", expected=", ".join(_KEY_TYPES), found=str(value))
-    if name in _PATHS and value is not None and not (isinstance(value, str) and is_url(value)):
-        return os.fspath(value)  # type: ignore[call-overload]
-    # torch.bfloat16 itself, without an import of torch
-    return str(value).removeprefix("torch.") if name in _DTYPES and not isinstance(value, str | None) else value
-
-
-def _enum(kind: type[E], value: str | None, name: str) -> E | None:
-    if value is None:
-        return None
-    try:
-        return kind(value)
-    except ValueError:
-        choices = ", ".join(kind)
-        raise UsageError(f"{name} cannot be {value!r}", expected=choices, found=value) from None

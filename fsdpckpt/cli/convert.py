@@ -30,9 +30,9 @@ from fsdpckpt.cli.options import (
     VisibilityChoice,
 )
 from fsdpckpt.cli.output import Output
-from fsdpckpt.cli.render import plural, size_text
 from fsdpckpt.errors import UsageError
 from fsdpckpt.standing import standing
+from fsdpckpt.wording import plural, size_text
 
 if TYPE_CHECKING:
     from fsdpckpt.converters.report import Report

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from fsdpckpt.cli.render import size_text
 from fsdpckpt.progress import Progress
+from fsdpckpt.wording import size_text
 
 __all__ = ["Lines", "bar"]
 

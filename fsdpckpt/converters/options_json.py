@@ -6,35 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from fsdpckpt.converters.options import (
-    ConvertOptions,
-    Launcher,
-    LaunchOptions,
-    MissingState,
-    TensorForm,
-    VerifyLevel,
-    Visibility,
-)
-from fsdpckpt.ir.checkpoint import Container, Layout, Section
-from fsdpckpt.ir.units import Strategy
+from fsdpckpt.converters.option_values import ENUMS, TUPLES
+from fsdpckpt.converters.options import ConvertOptions, LaunchOptions
 
 __all__ = ["convert_options", "launch_options", "to_json"]
 
 _KINDS: dict[str, Callable[[Any], object]] = {
-    "to": Layout,
-    "container": Container,
-    "only": Section,
-    "tensor": TensorForm,
-    "verify": VerifyLevel,
-    "strategy": Strategy,
-    "missing_state": MissingState,
-    "unit": tuple,
-    "buffers": tuple,
-    "include": tuple,
-    "exclude": tuple,
+    **ENUMS,
+    **dict.fromkeys(TUPLES, tuple),
     "rename": lambda pairs: tuple((old, new) for old, new in pairs),
-    "launcher": Launcher,
-    "output_visibility": Visibility,
 }
 
 

@@ -58,8 +58,12 @@ class ReadPart:
 def read_part(label: str, stem: str, tree: Tree) -> ReadPart:
     """Tell the sections of ``tree`` apart; a part named for its extras has no others, whatever they look like."""
     if stem == EXTRA_STEM and isinstance(tree.root, dict):
-        return ReadPart(label, stem, tree, Sections(None, None, dict(tree.root)))
+        return _of_extras(label, stem, tree, tree.root)
     return ReadPart(label, stem, tree, split(tree.root))
+
+
+def _of_extras(label: str, stem: str, tree: Tree, root: dict[Key, Value]) -> ReadPart:
+    return ReadPart(label, stem, tree, Sections(None, None, dict(root)))
 
 
 def join(source: str, parts: Sequence[ReadPart], files: FileTable, *, flavor: str, notes: Sequence[Note]) -> Checkpoint:
@@ -98,9 +102,9 @@ def join(source: str, parts: Sequence[ReadPart], files: FileTable, *, flavor: st
 
 def _settled(part: ReadPart) -> ReadPart:
     """Lightning's ``meta.pt`` beside the shards: extras, also where they are a dict of tensors like a model."""
-    if part.stem != "meta" or not isinstance(part.tree.root, dict):
-        return part
-    return ReadPart(part.label, part.stem, part.tree, Sections(None, None, dict(part.tree.root)))
+    if part.stem == "meta" and isinstance(part.tree.root, dict):
+        return _of_extras(part.label, part.stem, part.tree, part.tree.root)
+    return part
 
 
 def _nesting(parts: Sequence[ReadPart]) -> dict[Section, tuple[Key, ...]]:

@@ -10,7 +10,8 @@ import numpy.typing as npt
 from fsdpckpt.report.health import Spread
 from fsdpckpt.report.holdings import COLUMNS, Holdings
 from fsdpckpt.report.modules import Module
-from fsdpckpt.report.text import clipped, count, escaped, percent, plural, size
+from fsdpckpt.report.text import clipped, escaped, percent
+from fsdpckpt.wording import count_text, plural, size_text
 
 __all__ = ["figure", "histogram"]
 
@@ -67,9 +68,8 @@ def _block(node: Module, level: int, number: int, scale: float) -> list[str]:
     if width < NARROWEST:
         return []
     x, y = node.begin * scale, level * LEVEL_HEIGHT
-    told = (
-        f"{clipped(node.path)}: {size(node.nbytes)}, {count(node.elements)} elements, {plural(node.tensors, 'tensor')}"
-    )
+    size, elements = size_text(node.nbytes), count_text(node.elements)
+    told = f"{clipped(node.path)}: {size}, {elements} elements, {plural(node.tensors, 'tensor')}"
     kind = "tensor" if node.tensor is not None and not node.children else f"module{number % 2}"
     parts = [
         f'<rect class="{kind}" x="{x:.1f}" y="{y}" width="{max(width - 0.6, 0.6):.1f}" height="{LEVEL_HEIGHT - 1}">'
@@ -125,7 +125,7 @@ def _ranks(held: Holdings, pitch: int) -> list[str]:
         if row % every == 0:
             parts.append(f'<text x="{LABELS - 8}" y="{row * pitch + min(pitch, 15)}" class="end">{label}</text>')
         mean = float(held.nbytes[first : last + 1].mean())
-        told = f"{label}: {size(int(mean))}{' each' if in_row > 1 else ''}"
+        told = f"{label}: {size_text(int(mean))}{' each' if in_row > 1 else ''}"
         width = mean / most * (BARS - 20)
         parts.append(
             f'<rect class="bar" x="{LABELS + WIDTH + 10}" y="{row * pitch}" width="{width:.1f}" height="{pitch - 1}">'

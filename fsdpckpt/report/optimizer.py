@@ -8,8 +8,9 @@ from fsdpckpt.describe import Description, Json
 from fsdpckpt.ir.checkpoint import Checkpoint, group_params
 from fsdpckpt.report.figures import histogram
 from fsdpckpt.report.health import Health, Spread, health, not_finite, spreads
-from fsdpckpt.report.text import MOST_ROWS, clipped, count, escaped, plural, table
+from fsdpckpt.report.text import MOST_ROWS, clipped, escaped, table
 from fsdpckpt.verify.values import value_text
+from fsdpckpt.wording import count_text, plural
 
 __all__ = ["groups_part", "norms_part", "optimizer_part", "steps_text"]
 
@@ -27,8 +28,8 @@ def optimizer_part(described: Description) -> Iterator[str]:
     rows = [
         (
             state,
-            count(number),
-            "all" if number == found.parameters else f"{count(found.parameters - number)} without",
+            count_text(number),
+            "all" if number == found.parameters else f"{count_text(found.parameters - number)} without",
             ", ".join(f"{dtype} {times:,}" for dtype, times in dtypes.items()),
         )
         for state, (number, dtypes) in found.states.items()
@@ -36,7 +37,7 @@ def optimizer_part(described: Description) -> Iterator[str]:
     yield table(["state", "parameters", "of all", "dtypes"], rows[:MOST_ROWS], right=frozenset({1}))
     if found.without:
         shown = ", ".join(map(clipped, found.without[:50]))
-        more = f" and {count(len(found.without) - 50)} more" if len(found.without) > 50 else ""
+        more = f" and {count_text(len(found.without) - 50)} more" if len(found.without) > 50 else ""
         yield f"<p>Without state: {escaped(shown)}{more}</p>"
 
 
@@ -81,7 +82,8 @@ def norms_part(described: Description) -> Iterator[str]:
     headings = ["section", "key", "min", "max", "mean", "std", "norm"]
     yield table(headings, rows[:MOST_ROWS], right=frozenset(range(2, 7)))
     if len(rows) > MOST_ROWS:
-        yield f'<p class="quiet">and {count(len(rows) - MOST_ROWS)} more: inspect --stats --json lists them all</p>'
+        more = count_text(len(rows) - MOST_ROWS)
+        yield f'<p class="quiet">and {more} more: inspect --stats --json lists them all</p>'
     yield "</details>"
 
 
@@ -108,6 +110,6 @@ def groups_part(checkpoint: Checkpoint) -> Iterator[str]:
     rows = []
     for number, group in enumerate(groups[:MOST_ROWS]):
         hyper = [f"{key!s}={value_text(value)}" for key, value in group.items() if key not in ("params", "param_names")]
-        rows.append((number, count(len(group_params(group) or ())), ", ".join(hyper)))
+        rows.append((number, count_text(len(group_params(group) or ())), ", ".join(hyper)))
     yield f"<h2>{plural(len(groups), 'param group')}</h2>"
     yield table(["group", "parameters", "settings"], rows, right=frozenset({0, 1}), longest=2000)

@@ -14,8 +14,9 @@ from fsdpckpt.report.holdings import Holdings, holdings
 from fsdpckpt.report.modules import Module, module_tree
 from fsdpckpt.report.optimizer import groups_part, norms_part, optimizer_part, steps_text
 from fsdpckpt.report.style import STYLE
-from fsdpckpt.report.text import MOST_ROWS, clipped, count, escaped, percent, plural, size, table
+from fsdpckpt.report.text import MOST_ROWS, clipped, escaped, percent, table
 from fsdpckpt.version import __version__
+from fsdpckpt.wording import count_text, plural, size_text
 
 __all__ = ["MARK", "page"]
 
@@ -62,12 +63,12 @@ def _summary(described: Description) -> str:
     tiles = [
         (str(checkpoint.layout), "layout"),
         (str(checkpoint.container), "container" if checkpoint.flavor == "plain" else checkpoint.flavor),
-        (count(checkpoint.world_size), "rank" if checkpoint.world_size == 1 else "ranks"),
-        (count(len(checkpoint.files)), "file" if len(checkpoint.files) == 1 else "files"),
+        (count_text(checkpoint.world_size), "rank" if checkpoint.world_size == 1 else "ranks"),
+        (count_text(len(checkpoint.files)), "file" if len(checkpoint.files) == 1 else "files"),
     ]
     for section, sums in described.sections.items():
-        told = f"{section}: {plural(sums.tensors, 'tensor')}, {count(sums.elements)} elements"
-        tiles.append((size(sums.nbytes), told))
+        told = f"{section}: {plural(sums.tensors, 'tensor')}, {count_text(sums.elements)} elements"
+        tiles.append((size_text(sums.nbytes), told))
     if described.key_type is not None:
         tiles.append((str(described.key_type), "optimizer keys"))
     items = "".join(f"<li><b>{escaped(value)}</b>{escaped(told)}</li>" for value, told in tiles)
@@ -89,7 +90,7 @@ def _problems(described: Description) -> Iterator[str]:
         return
     yield f'<div class="problems"><h2>{plural(len(found), "problem")}</h2><ul>'
     yield from (f"<li>{escaped(clipped(line, LONGEST_LINE))}</li>" for line in found[:MOST_PROBLEMS])
-    yield "</ul>" + (f"<p>and {count(len(found) - MOST_PROBLEMS)} more</p>" if len(found) > MOST_PROBLEMS else "")
+    yield "</ul>" + (f"<p>and {count_text(len(found) - MOST_PROBLEMS)} more</p>" if len(found) > MOST_PROBLEMS else "")
     yield "</div>"
 
 
@@ -128,9 +129,9 @@ def _rank_table(held: Holdings, root: Module) -> str:
     rows = [
         (
             rank,
-            size(int(held.nbytes[rank])),
+            size_text(int(held.nbytes[rank])),
             percent(int(held.nbytes[rank]), root.nbytes),
-            count(int(held.pieces[rank])),
+            count_text(int(held.pieces[rank])),
         )
         for rank in order
     ]
@@ -149,10 +150,10 @@ def _module_table(root: Module) -> str:
     told = [
         (
             node.path,
-            size(node.nbytes),
+            size_text(node.nbytes),
             percent(node.nbytes, root.nbytes),
-            count(node.elements),
-            count(node.tensors),
+            count_text(node.elements),
+            count_text(node.tensors),
             f"{node.tensor.dtype.name} {list(node.tensor.shape)} {node.tensor.placement}" if node.tensor else "",
         )
         for node in rows
@@ -172,7 +173,7 @@ def _dtypes(described: Description) -> Iterator[str]:
         return
     whole = sum(row[2] for row in sums.values())
     rows = [
-        (section, dtype, count(number), count(elements), size(nbytes), percent(nbytes, whole))
+        (section, dtype, count_text(number), count_text(elements), size_text(nbytes), percent(nbytes, whole))
         for (section, dtype), (number, elements, nbytes) in sums.items()
     ]
     yield "<h2>Dtypes</h2>"
@@ -184,7 +185,7 @@ def _notes(checkpoint: Checkpoint) -> Iterator[str]:
     if lines:
         told = "".join(f"<li>{escaped(clipped(line, LONGEST_LINE))}</li>" for line in lines[:MOST_ROWS])
         yield f"<h2>How it was recognised</h2><ul>{told}</ul>"
-    files = [(file.path, size(file.nbytes)) for file in checkpoint.files[:MOST_ROWS]]
+    files = [(file.path, size_text(file.nbytes)) for file in checkpoint.files[:MOST_ROWS]]
     yield f"<details><summary>{plural(len(checkpoint.files), 'file')}</summary>"
     yield table(["file", "bytes"], files, right=frozenset({1}))
     yield "</details>"

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-__all__ = ["MOST_ROWS", "clipped", "count", "escaped", "percent", "plural", "size", "table"]
+__all__ = ["MOST_ROWS", "clipped", "escaped", "percent", "table"]
 
-_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 MOST_ROWS = 300  # of a table; the page says how many more there are
 LONGEST = 160  # characters of one cell: a key of a megabyte must not become the page
 
@@ -26,26 +25,6 @@ def clipped(text: object, longest: int = LONGEST) -> str:
     if len(shown) <= longest:
         return shown
     return f"{shown[: longest // 2]} … {shown[-longest // 2 + 3 :]}"
-
-
-def size(nbytes: int) -> str:
-    """``1536`` -> ``1.5 KiB``."""
-    if nbytes < 1024:
-        return f"{nbytes} B"
-    value = float(nbytes)
-    for unit in _UNITS:
-        value /= 1024
-        if value < 1023.95 or unit == _UNITS[-1]:
-            break
-    return f"{value:.1f} {unit}"
-
-
-def count(number: int) -> str:
-    return f"{number:,}"
-
-
-def plural(number: int, word: str) -> str:
-    return f"{number:,} {word}{'' if number == 1 else 's'}"
 
 
 def percent(part: int, whole: int) -> str:

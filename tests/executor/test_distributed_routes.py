@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import tempfile
-import zlib
 from collections import Counter
 from unittest.mock import patch
 
@@ -32,7 +31,7 @@ from fsdpckpt.ir.tensors import Pieces, Tensor
 from fsdpckpt.planner.copies import make_plan
 from fsdpckpt.planner.plan import Plan
 from fsdpckpt.storage.sources import ByteSource
-from tests.executor.test_local import Disk, _random_slot, _random_tensor
+from tests.executor.random_files import Disk, random_files
 
 
 class Machine(SourcesAndStreams):
@@ -134,23 +133,7 @@ def test_any_division_of_any_plan_writes_what_one_process_would(seed: int) -> No
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
         disk = Disk(folder, [bytearray() for _ in range(4)], rng)
-        dtypes = [DTYPES[name] for name in ("float32", "bfloat16", "float64", "uint8", "int64", "complex128")]
-        tensors = [_random_tensor(rng, disk, rng.choice(dtypes)) for _ in range(rng.randrange(1, 6))]
-        files, wanted = [], []
-        for number in range(rng.randrange(1, 4)):
-            file, expected = TargetFile(f"out{number}"), bytearray()
-            for _ in range(rng.randrange(8)):
-                literal = bytes(4) + rng.randbytes(rng.randrange(20)) if rng.random() < 0.8 else b""
-                file.literal(literal)
-                expected += literal
-                tensor, values = rng.choice(tensors)
-                dtype = DTYPES["float16"] if tensor.dtype.name == "float32" and rng.random() < 0.5 else tensor.dtype
-                expected += _random_slot(rng, file, tensor, values, dtype)
-            for begin, end, places in file.checksums:
-                for place in places:
-                    expected[place : place + 4] = zlib.crc32(expected[begin:end]).to_bytes(4, "little")
-            files.append(file)
-            wanted.append(bytes(expected))
+        files, wanted = random_files(rng, disk, 3, 0)
         plan = make_plan(Target(files))
         sources = disk.save()
         count = rng.randrange(1, 5)

@@ -40,6 +40,7 @@ from tests.oracle.compare import differences, plain
 from tests.oracle.flat_generate import ids
 from tests.oracle.flat_scenarios import Scenario, scenario
 from tests.oracle.flat_train import Run, built, full, local, sharding_groups, started, step, wrap
+from tests.oracle.jobs import by_rank
 from tests.oracle.process import quiet_worker
 from tests.oracle.toy import clean
 
@@ -191,12 +192,6 @@ def played(job: dict[str, Any]) -> Iterator[str]:
             dist.destroy_process_group()
 
 
-def gathered(problems: list[str]) -> list[str]:
-    everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, problems[:20])
-    return [f"rank {rank}: {problem}" for rank, mine in enumerate(everyone) for problem in mine]
-
-
 def main() -> None:
     jobs_file, results_file, *live = sys.argv[1:]
     quiet_worker(limit=LIMIT)
@@ -206,7 +201,7 @@ def main() -> None:
         dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     results: dict[str, list[str]] = {}
     for job in jobs:
-        results[job["id"]] = gathered(list(check(job, dist.get_rank(), live=True))) if live else list(played(job))
+        results[job["id"]] = by_rank(list(check(job, dist.get_rank(), live=True))) if live else list(played(job))
         if not live or dist.get_rank() == 0:  # after every job, so that a hang later still tells how far it came
             with open(results_file, "w") as file:
                 json.dump(results, file)

@@ -19,10 +19,8 @@ Files by rank are also compared, value by value, with the state dicts PyTorch it
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import cache
@@ -32,7 +30,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -55,6 +52,7 @@ from torch.optim import Optimizer
 
 from tests.oracle.compare import differences, optimizer_by_id
 from tests.oracle.generate import sharded1
+from tests.oracle.jobs import by_rank, play_jobs
 from tests.oracle.process import quiet_worker
 from tests.oracle.toy import BUFFERS, adamw, seeded_model, shard1, shard2, step
 
@@ -257,28 +255,14 @@ def check_job(kind: str, path: str, truth: str, wraps: list[str]) -> Iterator[st
         yield from differences(found_after, after, f"one step after loading into {wrap}: ")
 
 
-def gathered(problems: list[str]) -> list[str]:
-    everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, problems)
-    return [f"rank {rank}: {problem}" for rank, mine in enumerate(everyone) for problem in mine[:20]]
-
-
 def main() -> None:
-    jobs_file, results_file = sys.argv[1:]
     quiet_worker(limit=150)
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
-    with open(jobs_file) as file:
-        jobs = json.load(file)
-    results: dict[str, list[str]] = {}
-    for job in jobs:
-        try:
-            problems = list(check_job(job["kind"], job["path"], job["truth"], job["wraps"]))
-        except (Exception, CheckpointException):  # noqa: BLE001 - reported; CheckpointException is no Exception
-            problems = [traceback.format_exc()]
-        results[job["id"]] = gathered(problems)
-        if dist.get_rank() == 0:  # after every job, so that a hang later still tells how far it came
-            with open(results_file, "w") as file:
-                json.dump(results, file)
+    play_jobs(
+        *sys.argv[1:],
+        lambda job: list(check_job(job["kind"], job["path"], job["truth"], job["wraps"])),
+        by_rank,
+    )
     dist.destroy_process_group()
 
 

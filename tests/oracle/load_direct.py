@@ -16,15 +16,12 @@ flat        FSDP1's SHARDED_STATE_DICT of the scenario that ``wrap`` names (``te
 from __future__ import annotations
 
 import copy
-import json
 import sys
-import traceback
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -43,9 +40,9 @@ from tests.oracle.flat_scenarios import scenario
 from tests.oracle.flat_train import full, started
 from tests.oracle.flat_train import step as train
 from tests.oracle.generate import full1, full2, sharded1
+from tests.oracle.jobs import by_rank, play_jobs
 from tests.oracle.load import (
     Loaded,
-    gathered,
     held_now_and_after_a_step,
     initialised,
     load_full1,
@@ -152,21 +149,9 @@ def check(job: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    jobs_file, results_file = sys.argv[1:]
     quiet_worker(limit=240)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    with open(jobs_file) as file:
-        jobs = json.load(file)
-    results: dict[str, list[str]] = {}
-    for job in jobs:
-        try:
-            problems = check(job)
-        except (Exception, CheckpointException):  # noqa: BLE001 - reported; CheckpointException is no Exception
-            problems = [traceback.format_exc()]
-        results[job["id"]] = gathered(problems)
-        if dist.get_rank() == 0:  # after every job, so that a hang later still tells how far it came
-            with open(results_file, "w") as file:
-                json.dump(results, file)
+    play_jobs(*sys.argv[1:], check, by_rank)
     dist.destroy_process_group()
 
 

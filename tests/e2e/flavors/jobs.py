@@ -1,34 +1,30 @@
-"""The part that all workers share: load every job's checkpoint, say what came of it on every rank."""
+"""The part that all workers share: save every form, or load every job's checkpoint and say what came of it."""
 
 from __future__ import annotations
 
-import json
 import os
-import traceback
+import sys
 from collections.abc import Callable
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
-__all__ = ["load"]
+from tests.oracle.jobs import of_all_ranks, play_jobs
+
+__all__ = ["work"]
 
 
-def load(directory: str, losses: Callable[[str, str], list[str]]) -> None:
-    """For each {"id", "form", "path"} of DIRECTORY/jobs.json what ``losses(form, path)`` gives on every rank.
+def work(save: Callable[[str], None], losses: Callable[[str, str], list[str]]) -> None:
+    """``... save DIRECTORY`` or ``... load DIRECTORY``: the whole of a worker, once its process group is there.
 
-    Written to DIRECTORY/losses.json after every job; a job that fails has its traceback there.
+    Loading writes, for each {"id", "form", "path"} of DIRECTORY/jobs.json, what ``losses(form, path)`` gives on every
+    rank to DIRECTORY/losses.json. Does not return.
     """
-    with open(os.path.join(directory, "jobs.json")) as file:
-        jobs = json.load(file)
-    results = {}
-    for job in jobs:
-        try:
-            found = losses(job["form"], job["path"])
-        except (Exception, CheckpointException):  # noqa: BLE001 - reported; CheckpointException is no Exception
-            found = [traceback.format_exc()]
-        everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, found)
-        results[job["id"]] = everyone
-        if dist.get_rank() == 0:
-            with open(os.path.join(directory, "losses.json"), "w") as file:
-                json.dump(results, file)
+    what, directory = sys.argv[1:]
+    if what == "save":
+        save(directory)
+    else:
+        jobs, results = (os.path.join(directory, name) for name in ("jobs.json", "losses.json"))
+        play_jobs(jobs, results, lambda job: losses(job["form"], job["path"]), of_all_ranks)
+    if dist.is_initialized():
+        dist.barrier()
+    os._exit(0)  # threads that a library leaves behind can abort an orderly end, now and then

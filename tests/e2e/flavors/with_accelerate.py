@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import random
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -25,7 +24,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
 from torch import nn
 
-from tests.e2e.flavors.jobs import load
+from tests.e2e.flavors.jobs import work
 from tests.e2e.flavors.offloading import without_offloading
 from tests.e2e.flavors.small import filled, loss_of
 from tests.oracle.process import quiet_worker
@@ -119,13 +118,7 @@ def losses(form: str, path: str) -> list[str]:
 def main() -> None:
     quiet_worker(limit=270)
     without_offloading()
-    what, directory = sys.argv[1:]
-    if what == "save":
-        save(directory)
-    else:
-        load(directory, losses)
-    dist.barrier()
-    os._exit(0)  # threads that the library leaves behind can abort an orderly end, now and then
+    work(save, losses)
 
 
 if __name__ == "__main__":

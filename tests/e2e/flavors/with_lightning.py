@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from typing import Any
 
 import lightning
@@ -18,7 +17,7 @@ from lightning.fabric.strategies import FSDPStrategy as FabricFSDP
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 
-from tests.e2e.flavors.jobs import load
+from tests.e2e.flavors.jobs import work
 from tests.e2e.flavors.offloading import on_cpus, without_offloading
 from tests.e2e.flavors.small import Block, filled, loss_of
 from tests.oracle.process import quiet_worker
@@ -139,13 +138,7 @@ def main() -> None:
     without_offloading()
     on_cpus()
     dist.init_process_group("gloo")
-    what, directory = sys.argv[1:]
-    if what == "save":
-        save(directory)
-    else:
-        load(directory, losses)
-    dist.barrier()
-    os._exit(0)  # threads that the library leaves behind can abort an orderly end, now and then
+    work(save, losses)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import sys
 from datetime import timedelta
 from typing import Any
 
@@ -31,7 +30,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from tests.e2e.flavors.jobs import load
+from tests.e2e.flavors.jobs import work
 from tests.e2e.flavors.small import Block, filled, loss_of
 from tests.oracle.process import quiet_worker
 
@@ -168,12 +167,7 @@ def losses(form: str, path: str) -> list[str]:
 def main() -> None:
     quiet_worker(limit=270)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    what, directory = sys.argv[1:]
-    if what == "save":
-        save(directory)
-    else:
-        load(directory, losses)
-    dist.destroy_process_group()
+    work(save, losses)
 
 
 if __name__ == "__main__":
