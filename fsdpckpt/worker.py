@@ -17,14 +17,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-from fsdpckpt.converters.options import ConvertOptions, Launcher, LaunchOptions, Visibility
+from fsdpckpt.converters.options import ConvertOptions, Launcher, LaunchOptions
 from fsdpckpt.converters.report import Report
 from fsdpckpt.errors import FsdpckptError, InterruptedRunError, UsageError, WorkerError
 from fsdpckpt.progress import Progress
 from fsdpckpt.relay import Relay, followed
 from fsdpckpt.standing import standing, started_as_worker
+from fsdpckpt.storage.protocol import is_url
 
 if TYPE_CHECKING:
     from fsdpckpt.comm.group import Group
@@ -46,14 +47,23 @@ def convert(source: str, target: str, options: ConvertOptions, launch: LaunchOpt
         if launch.launcher is Launcher.LOCAL:
             _refuse_launch(launch, "--launcher local is one process")
         return _launched(source, target, options, launch, progress)
-    if launch.output_visibility is Visibility.NODE or (launch.device, launch.backend) != ("auto", "auto"):
-        raise UsageError(
-            "--output-visibility, --device and --backend are for workers, and there are none",
-            next_step="add --nproc-per-node N, or drop them",
-        )
+    _refuse_for_workers(launch)
     from fsdpckpt.converters.convert import convert as run
 
     return run(source, target, options, progress)
+
+
+def _refuse_for_workers(launch: LaunchOptions) -> None:
+    """Options that say how workers meet and send: one process has none."""
+    usual = LaunchOptions()
+    about = ("node_rank", "rdzv_endpoint", "device", "backend", "output_visibility", "fault_limit")
+    given = ["--" + name.replace("_", "-") for name in about if getattr(launch, name) != getattr(usual, name)]
+    if given:
+        are = f"{given[0]} is" if len(given) == 1 else f"{', '.join(given[:-1])} and {given[-1]} are"
+        raise UsageError(
+            f"{are} for workers, and there are none",
+            next_step=f"add --nproc-per-node N, or drop {' and '.join(given)}",
+        )
 
 
 def _refuse_launch(launch: LaunchOptions, why: str) -> None:
@@ -74,7 +84,6 @@ def _as_worker(source: str, target: str, options: ConvertOptions, launch: Launch
     from fsdpckpt.comm.environment import recognised
     from fsdpckpt.comm.group import Group
     from fsdpckpt.converters.distributed import convert_together
-    from fsdpckpt.converters.resumption import say_staged
     from fsdpckpt.executor.carried import as_it_was
 
     standing.worker = True
@@ -99,12 +108,23 @@ def _as_worker(source: str, target: str, options: ConvertOptions, launch: Launch
         if error.rank == 0 and error.cause_exit_code == WorkerError.exit_code:
             standing.speaker = 1  # rank 0 did not say so itself: it cannot
         original = as_it_was(error)
-        say_staged(original, target)
+        _say_kept(original, target, options)
         _tell_torchrun(original)
         raise original from error
     except BaseException as error:
-        say_staged(error, target)
+        _say_kept(error, target, options)
         raise
+
+
+def _say_kept(error: BaseException, target: str, options: ConvertOptions) -> None:
+    """Tell whoever shows ``error`` of what is left to go on with, as far as it is seen from here."""
+    from fsdpckpt.converters.delivery import say_converted
+    from fsdpckpt.converters.resumption import say_staged
+
+    if is_url(target):
+        say_converted(error, target, options)
+    else:
+        say_staged(error, target)
 
 
 def _tell_torchrun(error: Exception) -> None:
@@ -163,7 +183,6 @@ def _launched(source: str, target: str, options: ConvertOptions, launch: LaunchO
     from fsdpckpt.comm.devices import workers_here
     from fsdpckpt.comm.launch import launch as start
     from fsdpckpt.converters.options_json import to_json
-    from fsdpckpt.converters.resumption import say_staged
     from fsdpckpt.executor.carried import as_it_was, raise_carried
 
     workers = workers_here(launch.nproc_per_node or "auto")
@@ -191,10 +210,10 @@ def _launched(source: str, target: str, options: ConvertOptions, launch: LaunchO
             if text := _read(directory).get("error"):
                 raise_carried(text)
             original = as_it_was(error)
-            say_staged(original, target)
+            _say_kept(original, target, options)
             raise original from error
         except InterruptedRunError as stopped:
-            say_staged(stopped, target)
+            _say_kept(stopped, target, options)
             raise
         found = _read(directory)
     standing.worker, standing.speaker = True, 0 if found["speaks"] else -1  # of several nodes one says it
@@ -242,12 +261,24 @@ def main() -> None:
                 with open(os.path.join(directory, REPORT), "w", encoding="utf-8") as file:
                     json.dump({"report": report.to_json(), "speaks": group.rank == 0}, file)
     except WorkerError as error:
-        os._exit(error.exit_code)  # the destructors of a process group that failed may hang
+        _end(error.exit_code)
     except FsdpckptError as error:  # before there was a group: every worker says the same
         if os.environ["LOCAL_RANK"] == "0":
             with open(os.path.join(directory, REPORT), "w", encoding="utf-8") as file:
                 json.dump({"error": carried_text(error)}, file)
-        os._exit(error.exit_code)
+        _end(error.exit_code)
+    _end(0)
+
+
+def _end(code: int) -> NoReturn:
+    """End now: torch's threads can abort an orderly end, and the destructors of a process group that failed hang.
+
+    What this worker has written is closed by now, and the launcher looks at nothing but the exit code.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # nobody listens any more
+            stream.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -1,67 +1,119 @@
-"""Coverage-guided fuzzing of one parser with atheris (libFuzzer): damaged files until ``--inputs`` were tried.
+"""Feed damaged files to the parsers, guided by coverage (atheris, libFuzzer), until each has had ``--inputs`` of them.
 
 An input is a finding when anything but an error of ``fsdpckpt.errors`` leaves the parser, when it takes longer than
-5 seconds or more than 512 MB. A finding is written to ``fuzz-run/TARGET/``, and ends the run with exit code 77 or 70.
+5 seconds or more than 512 MB. A finding is written to ``fuzz-run/TARGET/``, and ends the rounds of that target. A
+target is run round by round, each with another seed on what the ones before have found; a command that is given again
+goes on from there. At the end stands a table; exit code 1 says that something was found.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
+import json
 import os
+import re
+import subprocess
 import sys
 import time
 
-SECONDS = 5  # of processor time
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
+_STATE = re.compile(r"^#(\d+)\s.*?cov: (\d+) ft: (\d+)")
+_EXECUTED = re.compile(r"^stat::number_of_executed_units: (\d+)")
+_FINDINGS = ("crash-", "timeout-", "oom-", "leak-", "slow-unit-")
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
-    parser.add_argument("target", help="a name of tests/fuzz/targets.py")
-    parser.add_argument("--inputs", type=int, default=1_000_000)
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("targets", nargs="*", help="names of tests/fuzz/targets.py, or all; none: the table alone")
+    parser.add_argument("--inputs", type=int, default=1_000_000, help="of each target, earlier rounds included")
+    parser.add_argument("--round", type=int, default=100_000, help="inputs of one round")
     parser.add_argument("--output", default=os.path.join(ROOT, "fuzz-run"))
     return parser.parse_args()
 
 
+def rounds_of(place: str) -> list[dict[str, float]]:
+    try:
+        with open(os.path.join(place, "rounds.jsonl"), encoding="utf-8") as file:
+            return [json.loads(line) for line in file]
+    except FileNotFoundError:
+        return []
+
+
+def findings(place: str) -> list[str]:
+    return sorted(name for name in os.listdir(place) if name.startswith(_FINDINGS)) if os.path.isdir(place) else []
+
+
+def run_round(target: str, place: str, inputs: int, seed: int, output: str) -> bool:
+    """One round; returns whether it came to its end. What it tried is noted either way."""
+    begin = time.monotonic()
+    before = os.times()
+    found = {"seed": seed, "inputs": 0, "cov": 0, "features": 0}
+    os.makedirs(place, exist_ok=True)
+    command = [sys.executable, os.path.join(ROOT, "scripts", "fuzz_one.py"), target]
+    command += [f"--inputs={inputs}", f"--seed={seed}", f"--output={output}"]
+    with (
+        open(os.path.join(place, "log"), "a", encoding="utf-8") as log,
+        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as child,
+    ):
+        assert child.stdout is not None
+        for raw in child.stdout:
+            line = raw.decode(errors="replace")
+            if not line.startswith("#") or " DONE " in line or " INITED " in line:
+                log.write(line)
+            if state := _STATE.match(line):
+                found |= {"inputs": int(state[1]), "cov": int(state[2]), "features": int(state[3])}
+            elif executed := _EXECUTED.match(line):
+                found["inputs"] = int(executed[1])
+    after = os.times()
+    used = after.children_user + after.children_system - before.children_user - before.children_system
+    found |= {"seconds": round(time.monotonic() - begin, 1), "processor": round(used, 1)}
+    with open(os.path.join(place, "rounds.jsonl"), "a", encoding="utf-8") as file:
+        file.write(json.dumps(found) + "\n")
+    return child.returncode == 0
+
+
+def fuzz(target: str, options: argparse.Namespace) -> None:
+    place = os.path.join(options.output, target)
+    while True:
+        done = rounds_of(place)
+        missing = options.inputs - sum(int(each["inputs"]) for each in done)
+        if missing <= 0:
+            return
+        if not run_round(target, place, min(missing, options.round), len(done) + 1, options.output):
+            print(f"{target}: ended early, see {place}/log", file=sys.stderr)
+            return
+
+
+def table(targets: list[str], output: str) -> int:
+    """Print what all rounds came to; returns the number of findings."""
+    print("| target | inputs | processor seconds | inputs/s | edges | features | findings |")
+    print("|---|---|---|---|---|---|---|")
+    total = 0
+    for target in targets:
+        place = os.path.join(output, target)
+        done = rounds_of(place)
+        if not done:
+            continue
+        inputs, used = sum(int(each["inputs"]) for each in done), sum(each["processor"] for each in done)
+        edges, features = (int(max(each[name] for each in done)) for name in ("cov", "features"))
+        total += (count := len(findings(place)))
+        rate = inputs / max(used, 0.1)
+        print(f"| {target} | {inputs:,} | {used:,.0f} | {rate:,.0f} | {edges:,} | {features:,} | {count} |")
+    return total
+
+
 def main() -> None:
     options = arguments()
-    import atheris
+    from tests.fuzz.targets import TARGETS
 
-    with atheris.instrument_imports(include=["fsdpckpt.containers", "fsdpckpt.ir", "fsdpckpt.readers"]):
-        from tests.fuzz.targets import TARGETS, harmless
-    from tests.fuzz.corpus import seeds
-
-    if options.target not in TARGETS:
-        sys.exit(f"no target {options.target}: there are {', '.join(TARGETS)}")
-    target = TARGETS[options.target]
-    place = os.path.join(options.output, options.target)
-    corpus = os.path.join(place, "corpus")
-    os.makedirs(corpus, exist_ok=True)
-    for data in seeds(options.target):
-        with open(os.path.join(corpus, hashlib.sha256(data).hexdigest()[:16]), "wb") as file:
-            file.write(data)
-
-    def one(data: bytes) -> None:
-        begin = time.process_time()
-        harmless(target, data)
-        if time.process_time() - begin > SECONDS:
-            raise TimeoutError(f"more than {SECONDS} seconds for {len(data)} bytes")
-
-    flags = [
-        f"-runs={options.inputs}",
-        f"-seed={options.seed}",
-        f"-artifact_prefix={place}/",
-        f"-timeout={12 * SECONDS}",  # by the clock, which runs faster than we do on a busy machine
-        "-rss_limit_mb=512",
-        "-malloc_limit_mb=512",
-        "-max_len=16384",
-        "-print_final_stats=1",
-    ]
-    atheris.Setup([sys.argv[0], corpus, *flags], one, enable_python_coverage=True)
-    atheris.Fuzz()
+    chosen = list(TARGETS) if options.targets == ["all"] else options.targets
+    unknown = [name for name in chosen if name not in TARGETS]
+    if unknown:
+        sys.exit(f"no target {', '.join(unknown)}: there are {', '.join(TARGETS)}")
+    for target in chosen:
+        fuzz(target, options)
+    sys.exit(1 if table(chosen or list(TARGETS), options.output) else 0)
 
 
 if __name__ == "__main__":

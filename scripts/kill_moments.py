@@ -31,10 +31,15 @@ from fsdpckpt.cli.main import main as fsdpckpt
 from fsdpckpt.converters import convert  # noqa: F401  # loaded before the forks
 from fsdpckpt.executor import recorder
 
+OLDER = "older.safetensors"  # what --overwrite is to replace: a checkpoint of one tensor
+_HEADER = b'{"older":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
+OLDER_CHECKPOINT = len(_HEADER).to_bytes(8, "little") + _HEADER + b"two f32s"
+
 HERE = os.path.dirname(os.path.abspath(__file__))
 SYNC_SECONDS = 0.003
 LIMIT = 5.0  # seconds within which the workers notice that one was killed
 PATIENCE = 120.0  # seconds for a conversion of a few MB on a busy machine
+PER_RANK = ["--to", "sharded", "--world-size", "3", "--buffers", "none"]
 ORDINARY = ["--threads", "2", "--max-memory", "2MiB", "--quiet"]  # many windows
 
 
@@ -62,14 +67,14 @@ class Job:
 def jobs(units: str) -> list[Job]:
     return [
         Job("full torch", "full.pt", ["--to", "full"]),
-        Job(
-            "per-rank torch",
-            "ranks",
-            ["--to", "sharded", "--container", "torch", "--world-size", "3", "--buffers", "none"],
-        ),
+        Job("per-rank DTensor", "ranks", [*PER_RANK, "--container", "torch", "--tensor", "dtensor"]),
+        Job("per-rank ShardedTensor", "ranks1", [*PER_RANK, "--container", "torch", "--tensor", "sharded-tensor"]),
         Job("flattened", "flat", ["--to", "flattened", "--world-size", "3", "--units", units]),
         Job("dcp", "dcp", ["--to", "sharded", "--world-size", "3"]),
         Job("safetensors", "safetensors", ["--to", "full", "--container", "safetensors", "--max-shard-size", "9MB"]),
+        Job("accelerate's directories", "accelerate", [*PER_RANK, "--flavor", "accelerate"]),
+        Job("verl's side files", "verl", [*PER_RANK, "--flavor", "verl"]),
+        Job("Lightning's, with meta.pt", "lightning", [*PER_RANK, "--flavor", "lightning"]),
     ]
 
 
@@ -154,7 +159,7 @@ class Trial:
         """When a conversion has begun to write; 0 when it ended without being seen to."""
         staging = os.path.join(os.path.dirname(target), f".{os.path.basename(target)}.fsdpckpt-staging")
         while not os.path.exists(staging):
-            if os.path.exists(target) and not os.path.exists(os.path.join(target, "older")):
+            if os.path.exists(target) and not os.path.exists(os.path.join(target, OLDER)):
                 return 0.0
             if os.waitid(os.P_PID, processes[0], os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 return 0.0
@@ -171,8 +176,8 @@ class Trial:
         more = ["--overwrite"] if replace else []
         if replace:
             os.mkdir(target)
-            with open(os.path.join(target, "older"), "w") as file:
-                file.write("older")
+            with open(os.path.join(target, OLDER), "wb") as file:
+                file.write(OLDER_CHECKPOINT)
         processes = self.start(job, target, *more, workers=workers)
         if rng.random() < 2 / 3:
             self.writes(processes, target)
@@ -189,17 +194,13 @@ class Trial:
             raise Failure(f"{job.name}: workers of which one was killed ended with {codes}")
         job.moments += 1
         job.replacing += replace
-        older = replace and os.path.exists(os.path.join(target, "older"))
+        older = replace and os.path.exists(os.path.join(target, OLDER))
         if os.path.lexists(target) and not older:
             require_same(whole, target, f"{job.name}: a DST that is there is not complete")
             job.complete += 1
         else:
             job.absent += 1
-            if (
-                replace
-                and not older
-                and not os.path.exists(os.path.join(folder, f".{job.target}.fsdpckpt-old", "older"))
-            ):
+            if replace and not older and not os.path.exists(os.path.join(folder, f".{job.target}.fsdpckpt-old", OLDER)):
                 raise Failure(f"{job.name}: the older DST is lost")
         said = self.finish(job, target, "--resume", *more, workers=others)
         job.continued += "bytes were there already" in said
@@ -232,13 +233,19 @@ def remove(path: str) -> None:
         os.unlink(path)
 
 
+def files_below(directory: str) -> list[str]:
+    """The paths of all files below ``directory``, relative to it; none of what is no directory."""
+    found = [os.path.join(folder, name) for folder, _, names in os.walk(directory) for name in names]
+    return sorted(os.path.relpath(path, directory) for path in found)
+
+
 def require_same(expected: str, found: str, otherwise: str) -> None:
     """Raises Failure unless the two files, or all files of two directories, are equal byte for byte."""
     if os.path.isfile(expected):
         same = os.path.isfile(found) and filecmp.cmp(expected, found, shallow=False)
     else:
-        names = sorted(os.listdir(expected))
-        same = os.path.isdir(found) and names == sorted(os.listdir(found))
+        names = files_below(expected)
+        same = names == files_below(found)
         same = same and filecmp.cmpfiles(expected, found, names, shallow=False)[0] == names
     if not same:
         raise Failure(f"{otherwise}: {expected} and {found}")

@@ -1,6 +1,7 @@
 """Peak memory of whole conversions, as the kernel reports it, against ``--max-memory``: every layout and container,
 1, 4 and 16 threads, one large tensor, a transposed one, a cast, many tiny tensors; and whether the number of threads
-changed a byte.
+changed a byte. With ``--cgroup`` all of them run once more in a control group, which counts the page cache too, and
+which has what is promised and not a byte more.
 
 A conversion's memory is at most ``--max-memory``, what the program takes to do anything at all (the first row), and
 what the names of its tensors take; 16 MiB more and the script ends with 1. This process imports nothing large, since a
@@ -21,8 +22,11 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from memory_groups import Group, NoGroup, group_of
+
 MIB = 1 << 20
 PROGRAM = [sys.executable, "-m", "fsdpckpt"]
+BUFFERED = [sys.executable, "-c", "import os; del os.O_DIRECT; from fsdpckpt.cli.main import main; main()"]
 SHARDED = ["--to", "sharded", "--buffers", "none", "--world-size"]
 FLATTENED = ["--to", "flattened", "--world-size", "3", "--unit", "none", "--buffers", "none", "--use-orig-params"]
 ROW = 1024  # elements
@@ -118,9 +122,16 @@ def safetensors(path: str, shapes: dict[str, tuple[int, ...]]) -> str:
     return path
 
 
-def convert(source: str, target: str, options: Sequence[str], *, address_space: int = 0) -> int:
-    """Peak bytes of one conversion. ``address_space``: of ulimit -v, in KiB. Raises SystemExit when it fails."""
-    command = [*PROGRAM, "convert", source, target, "--quiet", *options]
+def convert(
+    source: str, target: str, options: Sequence[str], *, address_space: int = 0, group: Group | None = None
+) -> int:
+    """Peak bytes of one conversion. ``address_space``: of ulimit -v, in KiB. Raises SystemExit when it fails.
+
+    In a ``group`` all that is written goes through the page cache, as on file systems without direct writes.
+    """
+    command = [*(PROGRAM if group is None else BUFFERED), "convert", source, target, "--quiet", *options]
+    if group is not None:
+        command = group.entering(command)
     if address_space:
         command = ["sh", "-c", f'ulimit -v {address_space} && exec "$@"', "sh", *command]
     with tempfile.TemporaryFile() as log, open(os.devnull) as nothing:
@@ -131,6 +142,14 @@ def convert(source: str, target: str, options: Sequence[str], *, address_space: 
             log.seek(0)
             raise SystemExit(f"{source} {' '.join(options)}: ended with {process.returncode}\n{log.read().decode()}")
     return usage.ru_maxrss * 1024
+
+
+def forget(path: str) -> None:
+    """Drop the files at ``path`` from the page cache, where they would be counted as this process's."""
+    for name in [path] if os.path.isfile(path) else [entry.path for entry in os.scandir(path)]:
+        with open(name, "rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def remove(path: str) -> None:
@@ -159,6 +178,25 @@ def run(bench: Bench, case: Case, memory: int) -> tuple[list[int], bool]:
     return peaks, alike
 
 
+def run_in_group(bench: Bench, case: Case, memory: int, limit: int) -> str:
+    """What a control group of ``limit`` bytes makes of a conversion, which has to write the same bytes in it."""
+    suffix = ".safetensors" if "safetensors" in case.options else ""
+    free, limited = (os.path.join(bench.directory, f"out-{name}{suffix}") for name in ("free", "limited"))
+    options = [*case.options, "--threads", str(case.threads[-1]), "--max-memory", str(memory)]
+    source = bench.source(case.source)
+    convert(source, free, options)
+    forget(source)
+    with group_of(limit) as group:
+        convert(source, limited, options, group=group)
+        used = group.peak
+    alike = same(free, limited)
+    remove(free)
+    remove(limited)
+    if not alike:
+        raise SystemExit(f"{case.name}: other bytes in a control group")
+    return "" if used is None else f", {used // MIB} MiB used with the page cache"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/memory_test", description=__doc__)
     parser.add_argument("--size", type=int, default=2000, help="MB of the one tensor; default 2000")
@@ -169,6 +207,7 @@ def main() -> int:
     )
     parser.add_argument("--a-tensor", type=int, default=16, help="KiB more that each of many tensors may take")
     parser.add_argument("--address-space", type=int, default=0, help="MiB of ulimit -v to run one conversion under")
+    parser.add_argument("--cgroup", action="store_true", help="run all conversions in a control group too")
     parser.add_argument("--cases", default="", help="only those whose names hold this")
     parser.add_argument("--directory", default=None, help="where to work; default: a temporary directory")
     options = parser.parse_args()
@@ -185,8 +224,12 @@ def main() -> int:
             shown = " / ".join(f"{peak // MIB}" for peak in peaks)
             print(f"| {case.name} | {shown} MiB | {'yes' if alike else 'NO'} |", flush=True)
             names = options.many * options.a_tensor * 1024 if case.source == "many" else 0
-            if not alike or max(peaks) > least + memory + options.constant * MIB + names:
+            limit = least + memory + options.constant * MIB + names
+            if not alike or max(peaks) > limit:
                 missed.append(case.name)
+            if options.cgroup:
+                used = run_in_group(bench, case, memory, limit)
+                print(f"| {case.name} in a cgroup of {limit // MIB} MiB | done{used} | yes |", flush=True)
         if options.address_space:
             target = os.path.join(directory, "limited")
             convert(bench.source("one"), target, ["--to", "full"], address_space=options.address_space * 1024)
@@ -197,4 +240,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except NoGroup as error:
+        print(f"no control group can be made here: {error}", file=sys.stderr)
+        sys.exit(3)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from fsdpckpt.cli import convert, diff, inspect, units, verify
+from fsdpckpt.cli import convert, convert_help, diff, inspect, units, verify
 from fsdpckpt.cli.output import Output
 from fsdpckpt.version import __version__
 
@@ -35,9 +35,9 @@ app.command("inspect", short_help="What a checkpoint holds, and whether it is wh
 )
 app.command(
     "convert",
-    cls=convert.ConvertCommand,
+    cls=convert_help.ConvertCommand,
     short_help="To another layout, container or world size.",
-    epilog=convert.EXAMPLES,
+    epilog=convert_help.EXAMPLES,
 )(convert.convert_command)
 app.command("diff", short_help="Compare two checkpoints key by key.", epilog=diff.EXAMPLES)(diff.diff_command)
 app.command("verify", short_help="Prove one checkpoint whole.", epilog=verify.EXAMPLES)(verify.verify_command)

@@ -7,26 +7,19 @@ import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import TextIO
 
 from fsdpckpt.cli.interruption import Interruption, ignore_signals
 from fsdpckpt.cli.messages import error_json, error_text, in_our_words
-from fsdpckpt.cli.output import Output
+from fsdpckpt.cli.output import Output, abandon
 from fsdpckpt.errors import FsdpckptError, InterruptedRunError
 
 __all__ = ["guarded", "report"]
 
 
 def guarded(output: Output, body: Callable[[], int]) -> int:
-    """The exit code of ``body``, or that of the error it raised, which has then been shown.
-
-    A closed pipe (``fsdpckpt inspect SRC | head``) is quiet: the reader has what it wanted.
-    """
+    """The exit code of ``body``, or that of the error it raised, which has then been shown."""
     try:
         return body()
-    except BrokenPipeError:
-        _abandon(sys.stdout)
-        return 0
     except (KeyboardInterrupt, Interruption) as error:
         ignore_signals()
         return report(output, _interrupted(getattr(error, "__notes__", [])))
@@ -59,16 +52,9 @@ def report(output: Output, error: BaseException) -> int:
         else:
             output.error(error_text(ours))
     except OSError:  # where it should be shown is the trouble: a full disk behind stdout or stderr
-        _abandon(sys.stdout)
+        abandon(sys.stdout)
         try:
             output.error(error_text(ours))
         except OSError:
-            _abandon(sys.stderr)
+            abandon(sys.stderr)
     return ours.exit_code
-
-
-def _abandon(stream: TextIO) -> None:
-    """The interpreter flushes its streams at exit, and would complain of this one: give it somewhere to flush to."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, stream.fileno())
-    os.close(null)

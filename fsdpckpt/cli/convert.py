@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated
 
 import typer
 
 from fsdpckpt.cli.boundary import guarded
-from fsdpckpt.cli.groups import GroupedCommand
+from fsdpckpt.cli.convert_text import done_lines, plan_lines
 from fsdpckpt.cli.interruption import ignore_signals
 from fsdpckpt.cli.nodes import naming_the_nodes_command
 from fsdpckpt.cli.options import (
@@ -30,76 +30,30 @@ from fsdpckpt.cli.options import (
     VisibilityChoice,
 )
 from fsdpckpt.cli.output import Output
-from fsdpckpt.errors import UsageError
+from fsdpckpt.errors import TargetUnwritableError, UsageError
 from fsdpckpt.standing import standing
-from fsdpckpt.wording import plural, size_text
 
-if TYPE_CHECKING:
-    from fsdpckpt.converters.report import Report
-
-__all__ = ["ConvertCommand", "convert_command"]
-
-EXAMPLES = """\b
-Examples:
-  fsdpckpt convert runs/step-1000 full.pt
-  fsdpckpt convert full.pt runs/resharded --to sharded --world-size 8
-  fsdpckpt convert runs/step-1000 ranks --to sharded --container torch --world-size 3
-  fsdpckpt convert runs/step-1000 ranks --to flattened --world-size 8 --units units.json
-  fsdpckpt convert flat-ranks full.pt --unit 'layers.*' --reference model.pt --key-type name
-  fsdpckpt convert runs/step-1000 weights --container safetensors --only model --dtype bfloat16
-  fsdpckpt convert runs/step-1000 full.pt --dry-run
-  fsdpckpt convert runs/step-1000 full.pt --resume
-  fsdpckpt convert runs/step-1000 full.pt --nproc-per-node 4
-  torchrun --nnodes 2 --nproc-per-node 8 ... -m fsdpckpt convert runs/step-1000 full.pt
-"""
-
-MOST_FILES = 20
-
-
-class ConvertCommand(GroupedCommand):
-    """``--help`` of ``convert``."""
-
-    groups: ClassVar = {
-        "What is written": (
-            "to",
-            "container",
-            "world_size",
-            "tensor",
-            "mesh_device",
-            "key_type",
-            "flavor",
-            "max_shard_size",
-        ),
-        "What is taken, and its names": (
-            *("only", "include", "exclude", "strip_prefix", "add_prefix", "rename", "dtype", "optim_dtype"),
-            *("missing_state", "buffers"),
-        ),
-        "Units of FSDP1's flat parameters, and the order of parameters": (
-            *("units", "unit", "use_orig_params", "strategy", "param_dtype", "shard_size", "reference", "parameters"),
-        ),
-        "Safety": ("dry_run", "verify", "overwrite", "resume"),
-        "Resources": ("max_memory", "threads", "staging"),
-        "Workers": (
-            *("launcher", "nproc_per_node", "nnodes", "node_rank", "rdzv_endpoint", "device", "backend"),
-            *("output_visibility", "fault_limit"),
-        ),
-        "Other options": ("as_json", "quiet", "help"),
-    }
-
+__all__ = ["convert_command"]
 
 Globs = list[str] | None
+# Named here, as --help imports nothing; a test compares it with the table of flavors.
+FLAVORS = (
+    "plain (default), accelerate, fabric, huggingface, lightning, lightning-model-parallel, torchtitan, "
+    "torchtitan-old, trainer, verl"
+)
 
 
 def convert_command(
     source: Source,
     target: Annotated[
-        str, typer.Argument(metavar="DST", help="What to write; must not exist yet.", show_default=False)
+        str,
+        typer.Argument(metavar="DST", help="A path or an object store's URL; must not exist yet.", show_default=False),
     ],
     *,
     to: Annotated[LayoutChoice | None, typer.Option("--to", help="Target layout; default: as the source.")] = None,
     flavor: Annotated[
         str | None,
-        typer.Option("--flavor", metavar="NAME", help="Whose file names and keys are written; default: plain."),
+        typer.Option("--flavor", metavar="NAME", help=f"Whose file names and keys are written: {FLAVORS}."),
     ] = None,
     container: Annotated[
         ContainerChoice | None,
@@ -154,7 +108,7 @@ def convert_command(
     ] = None,
     missing_state: Annotated[
         MissingStateChoice | None,
-        typer.Option("--missing-state", help="For parameters that have no optimizer state."),
+        typer.Option("--missing-state", help="For parameters without optimizer state: refuse, write zeros, leave out."),
     ] = None,
     buffers: Annotated[
         Globs,
@@ -194,7 +148,7 @@ def convert_command(
         VerifyChoice, typer.Option("--verify", help="How the output is checked before it appears.")
     ] = VerifyChoice.structure,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing DST.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a DST that is a checkpoint.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")] = False,
     staging: Annotated[
         str | None,
@@ -241,6 +195,7 @@ def convert_command(
     output = Output(as_json=as_json, quiet=quiet)
 
     def body() -> int:
+        _refuse_memory(target)
         given = {
             "to": to,
             "flavor": flavor,
@@ -300,10 +255,19 @@ def convert_command(
                 **named,
             )
         output.document(report.to_json, "convert")
-        output.data(_plan(report) if dry_run else _done(report))
+        output.data(plan_lines(report) if dry_run else done_lines(report))
         return 0
 
     return guarded(output, body)
+
+
+def _refuse_memory(target: str) -> None:
+    if target.startswith("memory://"):
+        raise TargetUnwritableError(
+            f"{target} is the memory of this program: what is written there is gone when it ends",
+            file=target,
+            next_step="give a path, or the URL of an object store (s3://, gs://, abfs://)",
+        )
 
 
 @contextmanager
@@ -330,53 +294,3 @@ def _pairs(rename: Sequence[str]) -> list[tuple[str, str]]:
             )
         pairs.append((old, new))
     return pairs
-
-
-def _heading(report: Report) -> str:
-    ranks = f", {plural(report.world_size, 'rank')}" if report.world_size else ""
-    return f"{report.target}: {report.layout}, {report.container}{ranks}"
-
-
-def _notes(report: Report) -> Iterator[str]:
-    return (f"note: {note.message}" for note in report.notes)
-
-
-def _written(report: Report) -> str:
-    return f"{size_text(report.bytes_written)} in {plural(len(report.files), 'file')}"
-
-
-def _workers(report: Report) -> str:
-    threads = plural(report.threads, "thread")
-    return f"{threads}, one process" if report.workers == 1 else f"{report.workers} processes, up to {threads} each"
-
-
-def _done(report: Report) -> Iterator[str]:
-    yield _heading(report)
-    rate = size_text(int(report.bytes_written / report.seconds)) if report.seconds > 0 else "-"
-    yield (
-        f"  {plural(report.tensors, 'tensor')}, {_written(report)}, "
-        f"{report.seconds:.1f} s ({rate}/s), verified: {report.verified}"
-    )
-    yield from _notes(report)
-
-
-def _room(report: Report) -> str:
-    if report.disk_free is None:
-        return ""
-    return f", {size_text(report.disk_free)} free" + ("" if report.disk_suffices else ": NOT ENOUGH")
-
-
-def _plan(report: Report) -> Iterator[str]:
-    yield f"plan: {report.source} -> {_heading(report)}"
-    yield f"  read    {size_text(report.bytes_read)} of tensor data from {plural(report.source_files, 'file')}"
-    yield f"  write   {_written(report)}, {plural(report.tensors, 'tensor')}"
-    place = f"in {report.staged_in}" if report.staged_in is not None else f"beside {report.target}"
-    yield f"  disk    {size_text(report.disk_needed)} needed {place}{_room(report)}"
-    yield f"  memory  {size_text(report.peak_memory_planned)} of buffers"
-    yield f"  workers {_workers(report)}"
-    for file in report.files[:MOST_FILES]:
-        yield f"  file    {file.path or report.target}  {size_text(file.nbytes)}"
-    if len(report.files) > MOST_FILES:
-        yield f"  and {len(report.files) - MOST_FILES} more files: --json lists them all"
-    yield from _notes(report)
-    yield "nothing was written (--dry-run)"

@@ -72,6 +72,10 @@ def inspect_command(
     def body() -> int:
         from fsdpckpt.api import inspect
 
+        if report is not None:  # before an hour of --stats, not after it
+            from fsdpckpt.report.file import check_report
+
+            check_report(report, source)
         # Without --stats there is nothing to wait for, and a bar costs its import.
         with output.progress() if stats else nullcontext() as progress:
             found = inspect(

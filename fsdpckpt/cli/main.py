@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from fsdpckpt.cli.interruption import Interruption, catch_signals, ignore_signals
@@ -17,21 +18,25 @@ __all__ = ["main"]
 
 def main() -> None:
     """Run the command line and exit with the contract's code."""
+    worker = False
     try:
         catch_signals()
         # Imported only now: a Ctrl-C while the program still loads ends it as tidily as one while it works.
         from fsdpckpt.cli.boundary import guarded
         from fsdpckpt.cli.output import Output
 
-        standing.worker = sys.argv[1:2] == ["convert"] and started_as_worker()
+        worker = standing.worker = sys.argv[1:2] == ["convert"] and started_as_worker()
         output = Output(as_json="--json" in sys.argv[1:], quiet=False)
         code = guarded(output, lambda: _run(output))
     except Interruption:
         ignore_signals()
         sys.stderr.write("error: interrupted\n")
         code = 130
-    if standing.lost:  # the destructors of a process group that failed may hang, or abort
-        os._exit(code)  # all that was said is flushed
+    if worker or standing.lost:  # torch's threads may abort an orderly end, or hang when their group failed
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):  # nobody listens any more
+                stream.flush()
+        os._exit(code)
     sys.exit(code)
 
 

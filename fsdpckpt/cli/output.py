@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from fsdpckpt.progress import Progress
 
-__all__ = ["Output", "visible"]
+__all__ = ["Output", "abandon", "visible"]
 
 SCHEMA_VERSION = 1  # goes up when a key goes away or changes its meaning; new keys may come at any time
 GAP = 2  # spaces between columns
@@ -82,8 +82,18 @@ class Output:
             return
         if not _writable(stream, text):
             text = text.encode(stream.encoding, "backslashreplace").decode(stream.encoding)
-        stream.write(text)
-        stream.flush()
+        try:
+            stream.write(text)
+            stream.flush()
+        except BrokenPipeError:  # who read has seen enough, or is gone: the work goes on, and its exit code is true
+            abandon(stream)
+
+
+def abandon(stream: TextIO) -> None:
+    """The interpreter flushes its streams at exit, and would complain of this one: give it somewhere to flush to."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
 
 
 def visible(text: str) -> str:

@@ -38,6 +38,7 @@ In a training script, fsdpckpt.save_units(model, optimizer, "units.json") writes
 
 Repeated = list[str] | None
 NO_CLASSES = ["none"]
+_MARK, _HEAD = b'"fsdpckpt-units"', 4096  # what every units file has near its beginning
 UNITS_FILE = "units.json"  # in a directory given to --output, where it is found beside a checkpoint
 
 
@@ -211,7 +212,25 @@ def _target(given: str | None, *, overwrite: bool) -> str | None:
             why="a units file is never replaced unasked",
             next_step=f"add --overwrite, or give another file than {shlex.quote(path)}",
         )
+    if os.path.lexists(path):
+        _require_units_file(path)
     return path
+
+
+def _require_units_file(path: str) -> None:
+    """Raises TargetExistsError for what ``--overwrite`` does not replace: all but an empty file and a units file."""
+    try:
+        with open(path, "rb") as file:
+            head = file.read(_HEAD)
+    except OSError:  # a directory, a dangling link, a file of somebody else's
+        head = b"?"
+    if head and _MARK not in head:
+        raise TargetExistsError(
+            f"{path} is no units file: --overwrite does not replace that",
+            file=path,
+            why="what is in it would be lost",
+            next_step=f"give another file; or, when it is not needed, remove it yourself: rm {shlex.quote(path)}",
+        )
 
 
 def _show(output: Output, found: FoundUnits) -> None:

@@ -253,6 +253,7 @@ class Board:
     def _look_for_failure(self) -> None:
         if text := self._call(self._pinned_failure):
             self.failure = Failure.parse(text)
+            self._leave_failure()  # the launcher of this node may have no worker that failed itself
             raise self.failure.error()
 
     def _pinned_failure(self) -> str:

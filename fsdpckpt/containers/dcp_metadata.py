@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
+from operator import add, le
 from typing import NamedTuple, NoReturn, TypeGuard
 
 from fsdpckpt.containers.brief import brief
@@ -177,7 +178,7 @@ def _checked_path(path: object, context: _Context) -> str:
 def _is_shape(value: object) -> TypeGuard[_Indexes]:
     if type(value) is not tuple:
         return False
-    return not value or (set(map(type, value)) == _INTEGERS and min(value) >= 0)  # a bool is no extent
+    return not value or (_INTEGERS.issuperset(map(type, value)) and min(value) >= 0)  # a bool is no extent
 
 
 def _tensor(
@@ -218,11 +219,10 @@ def _box(key: str, record: object, shape: _Indexes, context: _Context) -> tuple[
     if not _is_shape(start) or not _is_shape(size) or len(start) != len(shape) or len(size) != len(shape):
         said = f"{key}: {brief(start)}, {brief(size)}"
         context.refuse("a chunk has not its tensor's dimensions", key=key, found=said)
-    for begin, extent, whole in zip(start, size, shape, strict=True):
-        if begin + extent > whole:
-            context.refuse(
-                "a chunk lies outside its tensor", key=key, expected=f"inside {shape}", found=f"{start} + {size}"
-            )
+    if not all(map(le, map(add, start, size), shape)):
+        context.refuse(
+            "a chunk lies outside its tensor", key=key, expected=f"inside {shape}", found=f"{start} + {size}"
+        )
     return start, size
 
 

@@ -122,10 +122,11 @@ def _storage_data(writer: PickleOpcodes, entries: Sequence[DcpEntry]) -> Iterato
     first = True
     for entry in entries:
         fqn = text(entry.key)
+        tensor = entry.dtype is not None
         for number, (start, _, file, at, nbytes) in enumerate(entry.chunks):
             head, index, offset, info, begin, length = parts
-            hint, place = b"N", b"N"
-            if entry.dtype is not None:
+            hint = place = b"N"
+            if tensor:
                 hint, place = integer(number), writer.constant(start, partial(_size, writer, start))
             yield b"%b%b%b%b%b%b%b%b%b%b%b%bub" % (
                 head, fqn, index, hint, offset, place, info, text(file), begin, integer(at), length, integer(nbytes)

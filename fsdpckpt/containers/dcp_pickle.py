@@ -50,9 +50,10 @@ _RECORDS = frozenset(
 
 def _size(extents: object = ()) -> tuple[int, ...]:
     """``torch.Size``: few numbers, so that no pickle can build large tuples of sizes of sizes."""
-    if not isinstance(extents, (tuple, list)) or len(extents) > MAX_DIMENSIONS or set(map(type, extents)) - _INTEGERS:
+    few = type(extents) in (tuple, list) and len(extents) <= MAX_DIMENSIONS  # type: ignore[arg-type]
+    if not (few and _INTEGERS.issuperset(map(type, extents))):  # type: ignore[call-overload]
         raise pickle.UnpicklingError("a size that is no short list of numbers")
-    return tuple(extents)
+    return tuple(extents)  # type: ignore[arg-type]
 
 
 class Record:

@@ -73,7 +73,8 @@ def _children(value: Value) -> Collection[Value]:
     """What a container holds; a key that is a container is held too."""
     if isinstance(value, dict):
         keys = [key for key in value if isinstance(key, (tuple, Object))]
-        return [*value.values(), *keys, *vars(value).values()] if keys or hasattr(value, "__dict__") else value.values()
+        attributes = getattr(value, "__dict__", None)  # an OrderedDict has some
+        return [*value.values(), *keys, *(attributes or {}).values()] if keys or attributes else value.values()
     if isinstance(value, Object):
         return [value.args, value.state, *value.items, *(part for entry in value.entries for part in entry)]
     return cast("Collection[Value]", value)

@@ -232,8 +232,6 @@ def _template(made: ItemTensor, record: bytes, begin: int, length: int, ends: _E
         return None
     if start + size > length - _END_RECORD.size:  # these are the 32-bit fields, and the zip64 ones were believed
         return None
-    if start + size > length - _END_RECORD.size:  # a zip64 record says otherwise, and was believed
-        return None
     # Two checksums follow from the data: its own, and that of the id which torch computes from the checksums.
     runs: list[tuple[int, bytes]] = []
     at, kept, crc_at, local = start, start, -1, -1

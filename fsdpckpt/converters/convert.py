@@ -17,8 +17,10 @@ from fsdpckpt.converters.layout import dtype_rule, lay_out
 from fsdpckpt.converters.manifest import write_manifest
 from fsdpckpt.converters.options import ConvertOptions, VerifyLevel
 from fsdpckpt.converters.passes import Rewritten, rewrite
+from fsdpckpt.converters.replaceable import require_replaceable
 from fsdpckpt.converters.report import PlannedFile, Report
 from fsdpckpt.converters.resumption import StagedRun
+from fsdpckpt.converters.without_subject import refuse_without_sections, refuse_without_store
 from fsdpckpt.errors import TargetExistsError, UsageError
 from fsdpckpt.executor.budget import MOST_THREADS, Budget, make_budget
 from fsdpckpt.executor.compare import is_written
@@ -53,7 +55,10 @@ def convert(source: str, target: str, options: ConvertOptions, progress: Progres
     check_options(options)
     if is_url(target):
         return deliver(source, target, options, progress, convert=convert)
+    refuse_without_store(options)
     check_target(target, source, overwrite=options.overwrite, resume=options.resume)
+    if options.overwrite:
+        require_replaceable(target)
     threads = _threads(source) if options.threads is None else options.threads
     budget = make_budget(max_memory=options.max_memory, threads=threads)
     with Sources() as sources:
@@ -83,8 +88,9 @@ def prepare(source: str, target: str, options: ConvertOptions, sources: Sources,
     """Read ``source``, rewrite it, lay ``target`` out and plan the copies."""
     progress.begin("read", 0)
     with without_collection():
-        opened = open_checkpoint(source, sources=sources, locate=True)
+        opened = open_checkpoint(source, sources=sources, locate=True, only=options.only)
         goal = settle_goal(target, options, opened.layout)
+        refuse_without_sections(opened, options, goal)
         beside: Mapping[str, Tensor] = {}
         if goal.flavor is not None and goal.form is not None:
             opened, beside = for_flavor(opened, goal.flavor, goal.form, world_size=goal.world_size, sources=sources)
@@ -155,6 +161,8 @@ def _write(
             if goal.directory and digests:
                 write_manifest(staging, output, rewritten, goal, crcs=crcs, digests=digests)
         sources.require_unchanged()
+        if options.overwrite:  # what came there while this ran is nobody's to delete
+            require_replaceable(target)
         staging.commit()
     if run.note is not None:  # not earlier: a resumed run's fsdpckpt.json is an undisturbed one's
         output.notes.append(run.note)

@@ -6,31 +6,29 @@ output at hand, and a zip file's checksums stand before the data that they are o
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import hashlib
-import json
 import os
-import shutil
-import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
+from fsdpckpt.converters.delivery_stage import Stage, is_there
 from fsdpckpt.converters.options import ConvertOptions, VerifyLevel
+from fsdpckpt.converters.replaceable import require_replaceable
 from fsdpckpt.converters.report import Report
-from fsdpckpt.errors import FsdpckptError, TargetExistsError, TargetUnwritableError
+from fsdpckpt.converters.resumption import is_resumable, say_staged
+from fsdpckpt.errors import FsdpckptError, TargetUnwritableError
 from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.progress import Progress
-from fsdpckpt.storage.identity import remote_identity
+from fsdpckpt.storage.protocol import is_url
 from fsdpckpt.storage.remote_store import RemoteStore
-from fsdpckpt.storage.remote_target import RemoteTarget, open_target
-from fsdpckpt.storage.targets import target_errors
+from fsdpckpt.storage.remote_target import RemoteTarget, Sending, open_target
 
-__all__ = ["deliver"]
+__all__ = ["compare", "deliver", "delivered", "for_staging", "open_for", "say_converted"]
 
 BLOCK = 4 << 20  # bytes compared at once
+_MAKE_ROOM = "make room there, or name a local directory that has it: --staging DIR"
 
 
 class Convert(Protocol):
@@ -46,120 +44,58 @@ def deliver(source: str, target: str, options: ConvertOptions, progress: Progres
     ``--resume``, and readers refuse what was uploaded so far.
     """
     begun = time.monotonic()
-    remote = open_target(target, source, overwrite=options.overwrite, resume=options.resume)
-    stage = _Stage.of(remote.url, options)
-    local = replace(options, staging=None, overwrite=not options.resume)
+    remote = open_for(target, source, options)
+    stage = Stage.of(remote.url, options.staging)
+    local = for_staging(options)
     if options.dry_run:
-        return _report(convert(source, stage.path, local, progress), target, stage, begun)
-    with stage.locked():
-        if not options.resume:
-            stage.forget()
+        return delivered(convert(source, stage.path, local, progress), target, stage, begun)
+    with stage.locked(resume=options.resume) as upload:
         try:
             report = convert(source, stage.path, local, progress)
         except TargetUnwritableError as error:
-            error.next_step = "make room there, or name a local directory that has it: --staging DIR"
+            error.next_step = _MAKE_ROOM
             raise
         try:
-            _upload(stage, remote, options, progress)
+            _upload(stage, upload, remote, options, progress)
         except BaseException as error:
-            _say(error, f"the converted checkpoint is kept in {stage.path}")
+            _say(error, stage)
             raise
         stage.remove()
-    return _report(report, target, stage, begun)
+    return delivered(report, target, stage, begun)
 
 
-@dataclass(frozen=True, slots=True)
-class _Stage:
-    """``root``: a directory for one DST alone, the same in every run. ``path``: where the output is put together."""
-
-    root: str
-    path: str
-
-    @classmethod
-    def of(cls, url: str, options: ConvertOptions) -> _Stage:
-        above = options.staging or tempfile.gettempdir()
-        root = os.path.join(above, f"fsdpckpt-{os.getuid()}-{hashlib.sha256(url.encode()).hexdigest()[:16]}")
-        return cls(root, os.path.join(root, url.rpartition("/")[2]))
-
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """One run at a time on this machine. Raises TargetExistsError."""
-        with target_errors(self.root):
-            os.makedirs(self.root, mode=0o700, exist_ok=True)
-            if os.stat(self.root).st_uid != os.getuid():  # anybody may make directories in /tmp
-                raise TargetUnwritableError(
-                    f"{self.root} belongs to somebody else", file=self.root, next_step="add --staging DIR"
-                )
-            lock = os.open(self.root, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            yield
-        except BlockingIOError:
-            raise TargetExistsError(
-                f"another fsdpckpt is writing from {self.root}", file=self.root, next_step="wait for it to end"
-            ) from None
-        finally:
-            os.close(lock)
-            with contextlib.suppress(OSError):  # not empty: it is kept for --resume
-                os.rmdir(self.root)
-
-    @property
-    def _record(self) -> str:
-        return os.path.join(self.root, "uploaded.jsonl")
-
-    def arrived(self, name: str, info: Mapping[str, object]) -> None:
-        """Note that the store has the file ``name``, in the state that ``info`` tells."""
-        with open(self._record, "a", encoding="utf-8") as file:
-            file.write(json.dumps([name, remote_identity(name, info).tag]) + "\n")
-
-    def arrivals(self) -> dict[str, str]:
-        """What ``arrived`` was told by earlier runs: tag by name."""
-        found: dict[str, str] = {}
-        with contextlib.suppress(FileNotFoundError), open(self._record, encoding="utf-8") as file:
-            for line in file:
-                with contextlib.suppress(ValueError):  # the last one, cut short by a kill
-                    name, tag = json.loads(line)
-                    found[name] = tag
-        return found
-
-    def forget(self) -> None:
-        """What was uploaded before is not to be gone on with."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._record)
-
-    def files(self) -> dict[str, str]:
-        """The output: relative name to path; "" is the name of a DST that is one file."""
-        if os.path.isfile(self.path):
-            return {"": self.path}
-        found = {}
-        for folder, _, names in os.walk(self.path):
-            for name in names:
-                path = os.path.join(folder, name)
-                found[os.path.relpath(path, self.path)] = path
-        return dict(sorted(found.items()))
-
-    def remove(self) -> None:
-        shutil.rmtree(self.root, ignore_errors=True)
+def open_for(target: str, source: str, options: ConvertOptions) -> RemoteTarget:
+    """``target``, if it may be written as ``options`` ask. Raises what ``open_target`` does, TargetExistsError."""
+    remote = open_target(target, source, overwrite=options.overwrite, resume=options.resume)
+    if options.overwrite and not remote.interrupted:
+        require_replaceable(remote.url)
+    return remote
 
 
-def _upload(stage: _Stage, remote: RemoteTarget, options: ConvertOptions, progress: Progress) -> None:
+def for_staging(options: ConvertOptions) -> ConvertOptions:
+    """``options`` of the conversion to a local directory, which is this program's own."""
+    return replace(options, staging=None, overwrite=not options.resume)
+
+
+def _upload(stage: Stage, upload: str, remote: RemoteTarget, options: ConvertOptions, progress: Progress) -> None:
     files = stage.files()
-    before = stage.arrivals() if options.resume else {}
-
-    def there(name: str, info: Mapping[str, object]) -> bool:
-        tag = remote_identity(name, info).tag
-        return bool(tag) and before.get(name) == tag
-
     progress.begin("upload", sum(os.path.getsize(path) for path in files.values()))
     remote.upload(
         files,
-        memory=options.max_memory,
-        sent=progress.advance,
-        there=there,
-        arrived=stage.arrived,
-        check=_compare if options.verify is VerifyLevel.FULL else None,
+        Sending(
+            memory=options.max_memory,
+            sent=progress.advance,
+            there=partial(is_there, stage.arrivals(upload)),
+            arrived=partial(stage.arrived, upload, 0),
+            check=compare(options),
+        ),
     )
     progress.end()
+
+
+def compare(options: ConvertOptions) -> Callable[[str, str], None] | None:
+    """What compares an object with its file, where ``options`` want it read back."""
+    return _compare if options.verify is VerifyLevel.FULL else None
 
 
 def _compare(url: str, path: str) -> None:
@@ -179,15 +115,29 @@ def _compare(url: str, path: str) -> None:
             offset += len(data)
 
 
-def _say(error: BaseException, kept: str) -> None:
+def say_converted(error: BaseException, url: str, options: ConvertOptions) -> None:
+    """Tell whoever shows ``error`` of what workers left for the DST at ``url``, as far as it is seen from here."""
+    stage = Stage.of(url.rstrip("/"), options.staging)
+    if isinstance(error, TargetUnwritableError) and not is_url(error.file or url):
+        error.next_step = _MAKE_ROOM
+    if not os.path.lexists(stage.path):
+        say_staged(error, stage.path)
+    elif is_resumable(error):
+        _say(error, stage)
+
+
+def _say(error: BaseException, stage: Stage) -> None:
+    kept = f"the converted checkpoint is kept in {stage.path}"
     if isinstance(error, FsdpckptError):
         error.details = (*error.details, kept)
-        error.next_step = f"{error.next_step}; then the same command with --resume uploads what is missing"
+        first = f"{error.next_step}; then " if error.next_step else ""
+        error.next_step = f"{first}the same command with --resume uploads what is missing"
     else:
         error.add_note(kept)
 
 
-def _report(report: Report, target: str, stage: _Stage, begun: float) -> Report:
+def delivered(report: Report, target: str, stage: Stage, begun: float) -> Report:
+    """``report`` of the conversion to ``stage`` as that of the whole run, which began at ``begun``."""
     note = Note("staged", f"converted in {os.path.dirname(stage.root)}, then uploaded")
     seconds = time.monotonic() - begun
     return replace(

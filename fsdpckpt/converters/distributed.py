@@ -1,9 +1,9 @@
-"""One conversion by all workers of a group: rank 0 reads and plans, all copy, rank 0 checks, leaders commit.
+"""One conversion by all workers of a group: rank 0 reads and plans, all copy and check, leaders commit.
 
 The protocol, by all ranks: 1. Rank 0 reads the source and plans; the others answer what it asks of their disks. 2. Each
 says which of the files that were read it sees. 3. The leader of each place makes its staging directory, or says what an
-interrupted run left in it. 4. Rank 0 divides the work, all get it and run it. 5. Rank 0 reads the output back; the
-others answer again. 6. Leaders commit.
+interrupted run left in it. 4. Rank 0 divides the work, all get it and run it. 5. The output is read back
+(``checked_together``). 6. Leaders commit. A DST in an object store is then uploaded (``delivered_together``).
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ import numpy.typing as npt
 from fsdpckpt.comm.group import Group
 from fsdpckpt.comm.messages import all_gather_objects, broadcast_object
 from fsdpckpt.containers.collection import set_aside
-from fsdpckpt.converters.check import check_output
+from fsdpckpt.converters.checked_together import CheckTogether
 from fsdpckpt.converters.convert import Prepared, check_options, prepare, report_of
-from fsdpckpt.converters.division import bytes_at, divide, note_of
-from fsdpckpt.converters.layout import dtype_rule
-from fsdpckpt.converters.manifest import write_manifest
+from fsdpckpt.converters.delivered_together import Holders, deliver_together
+from fsdpckpt.converters.division import bytes_at, divide, holders_of, note_of
+from fsdpckpt.converters.manifest_together import manifest_together
 from fsdpckpt.converters.options import ConvertOptions, VerifyLevel, Visibility
+from fsdpckpt.converters.replaceable import require_replaceable
 from fsdpckpt.converters.report import Report
 from fsdpckpt.converters.resumption import is_resumable, run_identity
 from fsdpckpt.converters.staged import Places, lead
 from fsdpckpt.converters.taken_up import copies_known, journals_read
+from fsdpckpt.converters.without_subject import refuse_without_store
 from fsdpckpt.errors import InternalError, WorkerError
 from fsdpckpt.executor.budget import Budget, make_budget
 from fsdpckpt.executor.carried import as_it_was, carrying
-from fsdpckpt.executor.compare import not_this
 from fsdpckpt.executor.distributed import execute_together
 from fsdpckpt.executor.peers import Peer, end_stopped, this_process
 from fsdpckpt.executor.pulse import pulse
@@ -46,13 +47,11 @@ from fsdpckpt.executor.shipping import Job, packed, unpacked
 from fsdpckpt.executor.visibility import identities, who_sees
 from fsdpckpt.ir.checkpoint import Note, SourceFile
 from fsdpckpt.progress import NoProgress, Progress
-from fsdpckpt.readers.flavors import MANIFEST
 from fsdpckpt.storage.identity import FileIdentity
 from fsdpckpt.storage.journal import Record
-from fsdpckpt.storage.sources import Sources
+from fsdpckpt.storage.sources import Sources, is_url
 from fsdpckpt.storage.staging import Staging, check_target, clear_leftover
 from fsdpckpt.storage.staging_names import hold, journal_of, journals_at
-from fsdpckpt.storage.targets import WritableFile
 
 __all__ = ["convert_together"]
 
@@ -74,9 +73,35 @@ def convert_together(
     ``workers_here``: how many of them share this machine's processors. The report is rank 0's, on every rank. Raises
     WorkerError, whose cause is carried where it is an error that one process alone would end with.
     """
+    if is_url(target):
+        return deliver_together(
+            group,
+            source,
+            target,
+            options,
+            progress,
+            visibility=visibility,
+            workers_here=workers_here,
+            convert=_convert,
+        )
+    found = _convert(group, source, target, options, progress, visibility=visibility, workers_here=workers_here)
+    return found[0]
+
+
+def _convert(
+    group: Group,
+    source: str,
+    target: str,
+    options: ConvertOptions,
+    progress: Progress,
+    *,
+    visibility: Visibility,
+    workers_here: int,
+) -> tuple[Report, Holders]:
+    """The same for a DST on disks; and which workers see what of it."""
     run = _Conversion(group, source, target, options, progress if group.rank == 0 else NoProgress(), visibility)
     try:
-        return run.run(workers_here)
+        return run.run(workers_here), run.holders
     except BaseException as error:
         run.undo(error)
         raise
@@ -108,6 +133,7 @@ class _Conversion:
         self._settled = False  # what was staged is this run's
         self._holds: list[int] = []  # locks
         self._note: Note | None = None
+        self.holders: Holders = {}
 
     def run(self, workers_here: int) -> Report:
         begun = time.monotonic()
@@ -146,7 +172,10 @@ class _Conversion:
             if self._group.rank == 0:
                 check_options(self._options)
                 options = self._options
+                refuse_without_store(options)
                 check_target(self._target, self._source, overwrite=options.overwrite, resume=options.resume)
+                if options.overwrite:
+                    require_replaceable(self._target)
             memory, threads = self._options.max_memory, self._options.threads
             budget = make_budget(max_memory=memory, threads=threads)
             return for_worker(budget, workers_here, max_memory=memory, chosen=threads is not None)
@@ -189,6 +218,7 @@ class _Conversion:
         with group.step("hold staging"), carrying():
             if recorder is not None:
                 self._holds.append(hold(places.roots[places.place[group.rank] or 0], group.rank))
+        self.holders = holders_of(job, places, directory=directory)
         threads = threads_for(job.settings, budget)
         crcs = execute_together(
             group,
@@ -201,11 +231,13 @@ class _Conversion:
             finished=finished,
             output=ComparedWorkerOutput if places.there[places.place[group.rank] or 0] else WorkerOutput,
         )
-        self._manifest(crcs, {}, directory=directory)
+        at = self._staging[0] if self._staging else None
+        if directory:
+            manifest_together(group, self._prepared, self._target, at, crcs=crcs, digests={})
         if self._options.verify is not VerifyLevel.NONE and not all(places.there):
-            digests = self._check(places)
-            if self._options.verify is VerifyLevel.FULL:
-                self._manifest(crcs, digests, directory=directory)
+            digests = self._check(job, places, visible)
+            if directory and self._options.verify is VerifyLevel.FULL:
+                manifest_together(group, self._prepared, self._target, at, crcs=crcs, digests=digests)
         self._commit(job, places)
 
     def _visible(self, paths: list[str]) -> Visible:
@@ -264,58 +296,20 @@ class _Conversion:
             staging.require_space(bytes_at(job, places, self._group.rank))
         self._settled = True
 
-    def _manifest(self, crcs: dict[str, int], digests: dict[str, str], *, directory: bool) -> None:
-        """``fsdpckpt.json``, at every place: rank 0 writes it, the other leaders the same."""
-        if not directory:
-            return
-        data = b""
-        with self._group.step("write fsdpckpt.json"), carrying():
-            if self._prepared is not None:
-                at = os.path.join(os.path.realpath(self._target), MANIFEST)  # where DST is there already
-                if self._staging:
-                    at, prepared = self._staging[0].locate(MANIFEST), self._prepared
-                    write_manifest(
-                        self._staging[0],
-                        prepared.output,
-                        prepared.rewritten,
-                        prepared.goal,
-                        crcs=crcs,
-                        digests=digests,
-                    )
-                if not os.path.isfile(at):
-                    raise not_this(self._target)
-                with open(at, "rb") as file:
-                    data = file.read()
-        data = cast("bytes", broadcast_object(self._group, data, name="fsdpckpt.json"))
-        with self._group.step("copy fsdpckpt.json"), carrying():
-            if self._prepared is None and self._staging:
-                path = self._staging[0].locate(MANIFEST)
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
-                copy = WritableFile(path, len(data))
-                copy.write(0, data)
-                copy.commit()
-
-    def _check(self, places: Places) -> dict[str, str]:
-        """The output read back by rank 0, be it on its own disk or on others'; empty on the other ranks."""
-        with self._group.step("check the output"), carrying():
-            own = places.place[self._group.rank]
-            if self._prepared is None:
-                root, mine = (places.paths[place][0] for place in (0, own or 0))
-                serve(self._group, roots={root: mine})
-                return {}
-            with pulse(self._group), everyones_files(self._group) as files:
-                return check_output(
-                    self._prepared.rewritten.checkpoint,
-                    self._staging[0].visible if self._staging else os.path.realpath(self._target),
-                    units=self._prepared.rewritten.units,
-                    dtypes=dtype_rule(self._options),
-                    level=self._options.verify,
-                    sources=files,
-                    progress=self._progress,
-                    written_sources=files if len(places.leaders) > 1 else None,
-                    max_memory=self._options.max_memory,
-                )
+    def _check(self, job: Job, places: Places, visible: Visible) -> dict[str, str]:
+        """The output read back; on rank 0 the digests of its tensors."""
+        check = CheckTogether(
+            self._group,
+            self._prepared,
+            self._options,
+            self._progress,
+            places=places,
+            files=job.files,
+            visible=visible,
+            holders=self.holders,
+            written=self._staging[0].visible if self._staging else os.path.realpath(self._target),
+        )
+        return check.run()
 
     def _commit(self, job: Job, places: Places) -> None:
         """Every output appears under its name, or is discarded where it has no file."""
@@ -326,6 +320,8 @@ class _Conversion:
             for staging in self._staging:
                 place = places.place[self._group.rank]
                 if any(segment.place == place for segment in job.segments):
+                    if self._options.overwrite:
+                        require_replaceable(self._target)
                     staging.commit()
                 else:
                     staging.discard()

@@ -17,10 +17,11 @@ from fsdpckpt.executor.resume import Finished, RunIdentity, joined
 from fsdpckpt.executor.settings import settle
 from fsdpckpt.executor.shipping import Job
 from fsdpckpt.ir.checkpoint import Note
+from fsdpckpt.readers.flavors import MANIFEST
 from fsdpckpt.storage.journal import Record
 from fsdpckpt.storage.staging import Staging
 
-__all__ = ["bytes_at", "divide", "note_of"]
+__all__ = ["bytes_at", "divide", "holders_of", "note_of"]
 
 
 def divide(
@@ -63,3 +64,13 @@ def bytes_at(job: Job, places: Places, rank: int) -> int:
     """How many bytes are written where worker ``rank`` writes."""
     place = places.place[rank]
     return sum(segment.end - segment.begin for segment in job.segments if segment.place == place)
+
+
+def holders_of(job: Job, places: Places, *, directory: bool) -> dict[str, list[int]]:
+    """By target file the workers that see it where it was written. ``directory``: with ``fsdpckpt.json`` in it."""
+    found: dict[str, set[int]] = {}
+    for segment in job.segments:
+        workers = places.workers(segment.place)
+        for path in (job.plan.files[segment.file].path, *([MANIFEST] if directory else [])):
+            found.setdefault(path, set()).update(workers)
+    return {path: sorted(workers) for path, workers in found.items()}

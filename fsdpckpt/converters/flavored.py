@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from fsdpckpt.converters.flavored_extras import with_extras_for
 from fsdpckpt.converters.options import ConvertOptions
 from fsdpckpt.converters.passes import Rewritten
 from fsdpckpt.converters.rank_files import lay_out_ranks
@@ -15,7 +16,6 @@ from fsdpckpt.flavors.forms import Flavor, Form, Nesting, Place, RankNames
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, Note
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.ir.values import Value
 from fsdpckpt.readers.side_files import side_files
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.writers import dcp, safetensors, torch_flat, torch_full
@@ -52,13 +52,6 @@ def for_flavor(
             notes.append(Note("not-carried", message, keys=names))
             extra = {key: value for key, value in extra.items() if not isinstance(value, Tensor)}
             rank_extra = tuple({key: value for key, value in each.items() if key not in names} for each in rank_extra)
-    absent: list[tuple[str, Value]] = [
-        (key, [] if value == () else value) for key, value in form.defaults if key not in extra
-    ]
-    if absent:
-        said = ", ".join(f"{key} = {value!r}" for key, value in absent)
-        notes.append(Note("inferred", f"what {flavor.title} needs and the source does not have was added: {said}"))
-        extra = {**extra, **dict(absent)}
     taken = replace(
         checkpoint,
         optim=optim,
@@ -67,7 +60,7 @@ def for_flavor(
         files=(*checkpoint.files, *beside.sources),
         notes=(*notes, *beside.notes),
     )
-    return taken, beside.files
+    return with_extras_for(taken, flavor, form), beside.files
 
 
 @dataclass(slots=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
 
 from fsdpckpt.converters.options import DEFAULT_MAX_SHARD_SIZE, ConvertOptions, TensorForm
 from fsdpckpt.errors import UsageError
@@ -43,7 +44,15 @@ def settle_goal(target: str, options: ConvertOptions, source_layout: Layout) -> 
     if options.world_size is not None and options.world_size < 1:
         raise UsageError("--world-size counts ranks", expected="1 or more", found=str(options.world_size))
     if layout is Layout.FULL and options.world_size is not None:
-        raise UsageError("--world-size says how to shard, and --to full does not", next_step="drop --world-size")
+        if options.to is None and container is not Container.SAFETENSORS and suffix not in TORCH_SUFFIXES:
+            raise UsageError(
+                "--world-size says how to shard, and the source is full, so that the target will be full too",
+                next_step=f"add --to sharded, or drop --world-size {options.world_size}",
+            )
+        raise UsageError(
+            f"--world-size says for how many ranks to shard, and {_why_full(container, suffix)} is not sharded",
+            next_step="drop --world-size",
+        )
     ranks = layout is Layout.FLATTENED or (layout is Layout.SHARDED and container is Container.TORCH)
     if ranks and options.world_size is None:
         raise UsageError("per-rank files need to know for how many ranks", next_step="add --world-size N")
@@ -57,6 +66,12 @@ def settle_goal(target: str, options: ConvertOptions, source_layout: Layout) -> 
     return Goal(layout, container, options.world_size, options.tensor, directory=not one_file)
 
 
+def _why_full(container: Container, suffix: str) -> str:
+    if container is Container.SAFETENSORS:
+        return "a safetensors target"
+    return f"one file ({suffix})" if suffix in TORCH_SUFFIXES else "--to full"
+
+
 def _refuse_unused(layout: Layout, container: Container, options: ConvertOptions, source_layout: Layout) -> None:
     """An option that this target has no use for was meant for another one: better asked than ignored."""
     ranks = layout is Layout.SHARDED and container is Container.TORCH
@@ -67,6 +82,7 @@ def _refuse_unused(layout: Layout, container: Container, options: ConvertOptions
         ("--mesh-device", options.mesh_device is not None, flat or ranks, "--to sharded --container torch"),
         ("--reference", options.reference is not None, layout is Layout.SHARDED or named, "--to sharded or --key-type"),
         ("--parameters", options.parameters is not None, named, "--key-type name"),
+        ("--buffers", bool(options.buffers), layout is Layout.SHARDED or named, "--to sharded"),
         (
             "--max-shard-size",
             options.max_shard_size != DEFAULT_MAX_SHARD_SIZE,
@@ -126,11 +142,12 @@ def written_flavor(name: str) -> Flavor:
     """The flavor of that name. Raises UsageError when none is written under it."""
     flavor = flavor_named(name)
     if flavor is None or not flavor.forms:
+        meant = get_close_matches(name, WRITABLE, n=1, cutoff=0.3)
         raise UsageError(
-            f"--flavor {name} is no producer whose form is written",
+            f"--flavor {name} is " + ("read, and not written" if flavor is not None else "no producer that is known"),
             expected=", ".join(WRITABLE),
             found=name,
-            next_step="--flavor accelerate",
+            next_step=f"--flavor {meant[0]}" if meant and flavor is None else "choose one of these",
         )
     return flavor
 
@@ -155,7 +172,20 @@ def _flavored_goal(suffix: str, options: ConvertOptions, source_layout: Layout) 
 
 def _form(flavor: Flavor, suffix: str, options: ConvertOptions, source_layout: Layout) -> Form:
     one_file = suffix in (*TORCH_SUFFIXES, SAFETENSORS_SUFFIX)
-    fitting = [
+    fitting = _fitting(flavor, one_file, options)
+    if not fitting:
+        forms = "; ".join(_words(form) for form in flavor.forms)
+        raise UsageError(
+            f"{flavor.title} does not save what is asked for",
+            expected=forms,
+            found=_words_of(suffix if one_file else "", options),
+            next_step=_what_to_drop(flavor, one_file, options),
+        )
+    return next((form for form in fitting if form.layout is source_layout), fitting[0])
+
+
+def _fitting(flavor: Flavor, one_file: bool, options: ConvertOptions) -> list[Form]:  # noqa: FBT001  # of DST's name
+    return [
         form
         for form in flavor.forms
         if options.to in (None, form.layout)
@@ -163,15 +193,23 @@ def _form(flavor: Flavor, suffix: str, options: ConvertOptions, source_layout: L
         and not (one_file and form.directory)
         and not (options.world_size is not None and form.layout is Layout.FULL)
     ]
-    if not fitting:
-        forms = "; ".join(_words(form) for form in flavor.forms)
-        raise UsageError(
-            f"{flavor.title} does not save what is asked for",
-            expected=forms,
-            found=_words_of(suffix if one_file else "", options),
-            next_step=f"--flavor {flavor.name} --to {flavor.forms[0].layout}",
-        )
-    return next((form for form in fitting if form.layout is source_layout), fitting[0])
+
+
+def _what_to_drop(flavor: Flavor, one_file: bool, options: ConvertOptions) -> str:  # noqa: FBT001
+    """The least change after which one of the forms fits."""
+    without = {
+        "drop --container": (one_file, replace(options, container=None)),
+        "drop --to": (one_file, replace(options, to=None)),
+        "drop --world-size": (one_file, replace(options, world_size=None)),
+        "give DST a name without suffix": (False, options),
+        "drop --to and --container": (one_file, replace(options, to=None, container=None)),
+        "drop --to, --container and --world-size": (
+            one_file,
+            replace(options, to=None, container=None, world_size=None),
+        ),
+    }
+    fits = [what for what, (file, changed) in without.items() if _fitting(flavor, file, changed)]
+    return fits[0] if fits else "drop --to, --container and --world-size, and give DST a name without suffix"
 
 
 def _words(form: Form) -> str:

@@ -44,7 +44,7 @@ def rewrite(opened: Checkpoint, options: ConvertOptions, goal: Goal, sources: So
     """All passes: what to take, what it is, how it is keyed, how to name it, how it is sharded."""
     request = units_request(options)
     checkpoint = select_section(opened, options.only)
-    _refuse(checkpoint)
+    _refuse(checkpoint, options.only)
     _refuse_unused(checkpoint, request, options, goal, sources)
     own_keys = checkpoint.optim.key_type if checkpoint.optim is not None else None
     found: FoundUnits | None = None
@@ -166,12 +166,10 @@ def _names_of(path: str) -> tuple[str, ...]:
     return names
 
 
-def _refuse(checkpoint: Checkpoint) -> None:
-    """Raises a SourceError that lists every fatal problem of the sections that are taken."""
-    extra = checkpoint.extra or checkpoint.rank_extra
-    there = {Section.MODEL: checkpoint.model, Section.OPTIM: checkpoint.optim, Section.EXTRA: extra or None}
-    present = {None, *(section for section, held in there.items() if held is not None)}
-    wrong = [problem for problem in checkpoint.problems if problem.fatal and problem.section in present]
+def _refuse(checkpoint: Checkpoint, only: Section | None) -> None:
+    """Raises a SourceError that lists every fatal problem of the sections that are asked for, there or not."""
+    wanted = {None, only} if only is not None else {None, *Section}
+    wrong = [problem for problem in checkpoint.problems if problem.fatal and problem.section in wanted]
     if wrong:
         raise fatal(wrong, source=checkpoint.source)
 

@@ -17,6 +17,7 @@ from fsdpckpt.comm.group import Group
 from fsdpckpt.comm.messages import all_gather_objects
 from fsdpckpt.converters.goal import Goal
 from fsdpckpt.converters.options import Visibility
+from fsdpckpt.converters.replaceable import require_replaceable
 from fsdpckpt.errors import UsageError
 from fsdpckpt.executor.carried import carrying
 from fsdpckpt.executor.resume import Finished
@@ -95,6 +96,8 @@ def lead(
             if there:
                 told = (real, real, _state(real))
             else:
+                if overwrite:
+                    require_replaceable(target)
                 staging.append(Staging(target, directory=directory, overwrite=overwrite, resume=resume))
                 told = (staging[0].path, staging[0].locate(""), uuid.uuid4().hex)
                 with open(os.path.join(staging[0].root, _SIGN), "w", encoding="utf-8") as file:

@@ -43,6 +43,7 @@ class SourceCheck:
         self._fresh: list[tuple[int, int, int, int, int]] = []
         self._keep_fresh = False
         self._lock = threading.Lock()
+        _require_one_sum(files, checksums)
         order = np.lexsort((checksums.offset, checksums.file))
         numbers = checksums.file[order]
         for number in np.unique(numbers).tolist():
@@ -84,14 +85,22 @@ class SourceCheck:
     def _sum(self, file: int, index: int) -> int | None:
         """The CRC-32 of a record by its parts; None when they are not all there.
 
-        It may have been read more than once, in other parts each time: any of them that tile it will do.
+        It may have been read more than once, in other parts each time: any of them that tile it will do. Raises
+        SourceCorruptError when the same bytes were not the same each time: then one of the reads was wrong.
         """
         records = self._records[file]
-        sums = {records.offsets[index]: 0}  # of the record's bytes up to there
+        begin = records.offsets[index]
+        sums = {begin: 0}  # of the record's bytes up to there
+        read: dict[tuple[int, int], int] = {}
         for offset, nbytes, crc in sorted(set(self._parts.get((file, index), ()))):
-            if offset in sums:
-                sums.setdefault(offset + nbytes, combine([(0, 0, sums[offset]), (1, nbytes, crc)]))
-        return sums.get(records.offsets[index] + records.lengths[index])
+            if read.setdefault((offset, nbytes), crc) != crc:
+                raise _read_differently(self._files[file].path, offset, nbytes, read[offset, nbytes], crc)
+            if offset not in sums:
+                continue
+            total, end = combine([(0, 0, sums[offset]), (1, nbytes, crc)]), offset + nbytes
+            if sums.setdefault(end, total) != total:
+                raise _read_differently(self._files[file].path, begin, end - begin, sums[end], total)
+        return sums.get(begin + records.lengths[index])
 
     def unjudged(self, file: int, begins: Int64Array, ends: Int64Array) -> list[SourceRecord]:
         """The records of ``file`` that have bytes in ``begins[i]`` .. ``ends[i]``, and of which parts are missing."""
@@ -130,6 +139,23 @@ class SourceCheck:
         require_sum(self._files[file].path, records.offsets[index], records.lengths[index], records.crcs[index], crc)
 
 
+def _require_one_sum(files: Sequence[SourceFile], checksums: Checksums) -> None:
+    """Raises SourceCorruptError when two sums are stated for the same bytes: whichever is right, the file is not."""
+    table = np.stack([checksums.file, checksums.offset, checksums.nbytes, checksums.crc])
+    table = table[:, np.lexsort(table[::-1])]
+    same = (table[:3, 1:] == table[:3, :-1]).all(axis=0) & (table[3, 1:] != table[3, :-1])
+    for file, offset, nbytes, second in table[:, 1:][:, same].T.tolist():
+        first = int(table[3, :-1][same][0])
+        raise SourceCorruptError(
+            f"{files[file].path} contradicts itself: it states two checksums for {nbytes} bytes at offset {offset}",
+            file=files[file].path,
+            expected=f"CRC-32 {first:08x}",
+            found=f"{second:08x}",
+            why="its directory of records was damaged, or made by a program that is wrong",
+            next_step="save or fetch the checkpoint again",
+        )
+
+
 def require_sum(path: str, offset: int, nbytes: int, expected: int, found: int) -> None:
     """Raises SourceCorruptError when the record at ``offset`` of ``path`` sums to ``found``, not to ``expected``."""
     if found == expected:
@@ -141,6 +167,17 @@ def require_sum(path: str, offset: int, nbytes: int, expected: int, found: int) 
         found=f"{found:08x}",
         why="bytes changed after the checkpoint was saved (disk, copy or transfer)",
         next_step=f"run `fsdpckpt verify {path}` to list all damage, then fetch the file again",
+    )
+
+
+def _read_differently(path: str, offset: int, nbytes: int, first: int, second: int) -> SourceCorruptError:
+    return SourceCorruptError(
+        f"{path} is damaged, or changed: {nbytes} bytes at offset {offset} were not the same each time they were read",
+        file=path,
+        expected=f"CRC-32 {first:08x}",
+        found=f"{second:08x}",
+        why="a disk or a network that returns wrong bytes now and then, or another program writes there",
+        next_step=f"run `fsdpckpt verify {path}` on each machine that read it, then fetch the file again",
     )
 
 

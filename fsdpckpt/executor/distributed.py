@@ -9,7 +9,7 @@ files and of records that were read in parts, is brought together; files are fin
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import numpy as np
@@ -18,9 +18,9 @@ import numpy.typing as npt
 from fsdpckpt.comm.exchange import Exchanger
 from fsdpckpt.comm.group import Group
 from fsdpckpt.comm.messages import all_gather_objects
+from fsdpckpt.errors import WorkerError
 from fsdpckpt.executor.arrivals import Arrivals, SourcesAndStreams, stream_file
 from fsdpckpt.executor.carried import carrying
-from fsdpckpt.executor.checks import SourceCheck
 from fsdpckpt.executor.crew import PATIENCE, SLOWEST_DISK, Crew
 from fsdpckpt.executor.kept import Kept
 from fsdpckpt.executor.kept_together import Done, judge_again, keep_together
@@ -32,6 +32,7 @@ from fsdpckpt.executor.resume import Finished
 from fsdpckpt.executor.routes import OwnWindow, find_routes
 from fsdpckpt.executor.shared_files import Share, WorkerOutput
 from fsdpckpt.executor.shipping import Job
+from fsdpckpt.executor.transit import Sent, StreamCheck
 from fsdpckpt.executor.window import Assembler
 from fsdpckpt.progress import Progress
 
@@ -117,7 +118,8 @@ class _Run:
         )
         arriving = Counter(window.round for window in self._routes.windows if window.round >= 0)
         self._arrivals = Arrivals(self._routes.receives, arriving, self._routes.rounds, job.settings.rounds)
-        self._check = SourceCheck(job.files, job.checksums)
+        self._check = StreamCheck(job.files, job.checksums)
+        self._sent = Sent()
         self._files = (*job.files, *map(stream_file, range(group.world_size)))
         self._crew: Crew | None = None
         self.sources = SourcesAndStreams(self._arrivals, group.world_size)
@@ -202,7 +204,8 @@ class _Run:
             landing=on_host,
         )
         exchanger.check(_totals(self._routes.sends), _totals(self._routes.receives))
-        legs = Legs(self._routes, self._arrivals, self._assembler(exchanger.chunk), crew, self._watch, on_host=on_host)
+        reader = self._assembler(exchanger.chunk)
+        legs = Legs(self._routes, self._arrivals, reader, crew, self._watch, self._sent, on_host=on_host)
         exchanger.run(legs.of(exchanger.pairs()), watch=self._watch)
 
     def finish(self) -> dict[str, int]:
@@ -211,12 +214,13 @@ class _Run:
         with self._group.silent_for(nbytes / SLOWEST_DISK):
             mine = {number: output.share() for number, output in self._outputs.items() if not output.alone}
         found = [
-            cast("tuple[FileShares, list[tuple[int, int, int, int, int]]]", told)
-            for told in all_gather_objects(self._group, (mine, self._check.unfinished()), name="join")
+            cast("tuple[FileShares, list[tuple[int, int, int, int, int]], dict[int, int]]", told)
+            for told in all_gather_objects(self._group, (mine, self._check.unfinished(), self._sent.sums), name="join")
         ]
-        shares = {number: share for told, _ in found for number, share in told.items()}
+        self._judge_streams([sums for _, _, sums in found])
+        shares = {number: share for told, _, _ in found for number, share in told.items()}
         if self._group.rank == 0:  # one judge is enough
-            for rank, (_, records) in enumerate(found):
+            for rank, (_, records, _) in enumerate(found):
                 if rank:
                     self._check.absorb(records)
             self._check.absorb(self._finished.parts)
@@ -230,6 +234,16 @@ class _Run:
         if self._recorder is not None:
             self._recorder.close(complete=True)
         return crcs
+
+    def _judge_streams(self, sums: Sequence[Mapping[int, int]]) -> None:
+        """``sums[s]``: those of what worker s has sent, by receiver. What was written of damaged bytes is disowned."""
+        rank = self._group.rank
+        try:
+            self._check.require_what_was_sent({s: theirs[rank] for s, theirs in enumerate(sums) if rank in theirs})
+        except WorkerError:
+            if self._recorder is not None:
+                self._recorder.retract()
+            raise
 
     def _finish_shared(self, shares: Mapping[int, Share]) -> None:
         for number, output in self._outputs.items():

@@ -14,7 +14,7 @@ from fsdpckpt.executor.checks import SourceCheck, SourceRecord
 from fsdpckpt.executor.crew import Crew
 from fsdpckpt.executor.kept import Kept, ReadBack, buffer_for, longest_claim, threads_for_claims
 from fsdpckpt.executor.pulse import pulse
-from fsdpckpt.executor.reread import read_again, unjudged
+from fsdpckpt.executor.reread import has_gaps, read_again, unjudged
 from fsdpckpt.executor.resume import Claim, Finished
 from fsdpckpt.executor.routes import OwnWindow, Visible
 from fsdpckpt.executor.shares import Segment
@@ -84,7 +84,7 @@ def judge_again(group: Group, job: Job, check: SourceCheck, finished: Finished, 
 
     ``finished``, on rank 0: what the journals say. Raises SourceCorruptError.
     """
-    if not len(job.claims):
+    if not len(job.claims) and not has_gaps(job.plan):
         return
     found: object = None
     if group.rank == 0:
@@ -97,5 +97,5 @@ def judge_again(group: Group, job: Job, check: SourceCheck, finished: Finished, 
         for number, (record, seers) in enumerate(zip(records, readers, strict=True))
         if seers[number % len(seers)] == group.rank
     ]
-    with group.step("read again what no journal proves"), carrying(), Sources() as sources:
+    with group.step("read again what no sum proves"), carrying(), Sources() as sources:
         read_again(mine, job.files, sources, group.beat)

@@ -12,6 +12,7 @@ from fsdpckpt.comm.exchange import Leg
 from fsdpckpt.executor.arrivals import Arrivals
 from fsdpckpt.executor.crew import Crew
 from fsdpckpt.executor.routes import Routes
+from fsdpckpt.executor.transit import Sent
 from fsdpckpt.executor.window import Assembler
 from fsdpckpt.ir.tensors import Int64Array
 
@@ -19,7 +20,10 @@ __all__ = ["Legs"]
 
 
 class Legs:
-    """``reader`` assembles what is sent. ``on_host``: what comes can arrive where it is kept."""
+    """``reader`` assembles what is sent, of which ``sent`` keeps the sums.
+
+    ``on_host``: what comes can arrive where it is kept.
+    """
 
     def __init__(
         self,
@@ -28,6 +32,7 @@ class Legs:
         reader: Assembler,
         crew: Crew,
         watch: Callable[[], None],
+        sent: Sent,
         *,
         on_host: bool,
     ) -> None:
@@ -36,6 +41,7 @@ class Legs:
         self._reader = reader
         self._crew = crew
         self._watch = watch
+        self._sent = sent
         self._on_host = on_host
         self._begins = {peer: np.cumsum(column) - column for peer, column in routes.sends.items()}
 
@@ -63,7 +69,9 @@ class Legs:
 
     def _read(self, number: int, peer: int, offset: int, buffer: torch.Tensor) -> None:
         begin = int(self._begins[peer][number]) + offset
-        self._reader.assemble(self._routes.streams[peer], begin, begin + len(buffer), into=buffer.numpy().data)
+        stream, view = self._routes.streams[peer], buffer.numpy().data
+        _, known = self._reader.assemble(stream, begin, begin + len(buffer), into=view)
+        self._sent.add(peer, begin, view, known)
 
     def _landing(self, number: int, peer: int, offset: int, count: int) -> torch.Tensor:
         return torch.from_numpy(self._arrivals.place(peer, number, offset, count))

@@ -149,9 +149,8 @@ def execute(
         for each in outputs:
             each.abandon()
     check.finish()
-    if recorder is not None and recorder.finished.received:
-        received = recorder.finished.received_ranges()
-        read_again(unjudged(check, plan, received), files, sources, moved=lambda: None)
+    received = recorder.finished.received_ranges() if recorder is not None else {}
+    read_again(unjudged(check, plan, received), files, sources, moved=lambda: None)
     progress.end()
     return {each.plan.path: each.crc for each in outputs}
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 from fsdpckpt.executor.crc import Part
 from fsdpckpt.executor.resume import Finished, RunIdentity, SourcePart, first_record, windows_record
 from fsdpckpt.storage.journal import Journal
-from fsdpckpt.storage.targets import WritableFile, sync_directory
+from fsdpckpt.storage.targets import WritableFile, sync_directory, target_errors
 
 __all__ = ["Recorder"]
 
@@ -35,6 +36,7 @@ class Recorder:
         self._stop = threading.Event()
         self._ended = threading.Event()
         self._complete = False
+        self._retracted = False
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
@@ -54,6 +56,15 @@ class Recorder:
         if part[1]:
             with self._lock:
                 self._pending.append((number, file, part, received))
+
+    def retract(self) -> None:
+        """What was written is not to be trusted: the journal goes, and ``close`` adds nothing."""
+        self._retracted = True
+        self._stop.set()
+        if self._thread is not None:
+            self._ended.wait()
+        with target_errors(self._journal.path), suppress(FileNotFoundError):
+            os.unlink(self._journal.path)
 
     def close(self, *, complete: bool, patience: float | None = None) -> None:
         """End. Unless all is ``complete`` and was quick, the journal names all that was written when this returns.
@@ -76,7 +87,7 @@ class Recorder:
         self._end()
 
     def _end(self) -> None:
-        if self._failure is None and (not self._complete or self._begun):
+        if self._failure is None and not self._retracted and (not self._complete or self._begun):
             self._attempt()
         self._journal.close()
         self._ended.set()

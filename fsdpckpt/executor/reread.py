@@ -1,7 +1,9 @@
-"""Proves source records again that an interrupted run of workers read, and of which no journal has all parts.
+"""Proves source records by reading them once more: those of which the sums of what was read do not make the whole.
 
-A worker sums what it reads, and names the sums in its journal with the windows that it writes itself. What it sent to
-another worker may be in a window on the disk while its sums were lost: those records are read once more.
+Rows that lie apart in the source, as those of a transposed tensor or of a tensor cut by columns do, are read with the
+gaps between them, in spans that overlap or leave some out. And of what an interrupted run of workers read no journal
+may have all parts: a worker sums what it reads, and names the sums in its journal with the windows that it writes
+itself, so that those of what it sent to another worker may be lost while that window is on the disk.
 """
 
 from __future__ import annotations
@@ -9,35 +11,59 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from fsdpckpt.executor.checks import SourceCheck, SourceRecord, require_sum
 from fsdpckpt.executor.crc import crc32
 from fsdpckpt.executor.splitting import split
 from fsdpckpt.ir.checkpoint import SourceFile
-from fsdpckpt.planner.plan import Plan
+from fsdpckpt.ir.tensors import Int64Array
+from fsdpckpt.planner.plan import Copies, Plan
 from fsdpckpt.planner.windows import Range
 from fsdpckpt.storage.sources import Sources
 
-__all__ = ["read_again", "unjudged"]
+__all__ = ["has_gaps", "read_again", "unjudged"]
 
 CHUNK = 1 << 20  # bytes read at a time
 
 
+def has_gaps(plan: Plan) -> bool:
+    """Whether any rows of ``plan`` lie apart in their source."""
+    return any(_gapped(plan, file.copies).any() for file in plan.files)
+
+
 def unjudged(check: SourceCheck, plan: Plan, received: Mapping[int, Sequence[Range]]) -> list[SourceRecord]:
-    """The records with bytes in the ranges ``received[file]`` of target files that ``check`` has not all parts of."""
-    spans: dict[int, list[np.ndarray[tuple[int, int], np.dtype[np.int64]]]] = {}
+    """The records that ``check`` has not all parts of, among those whose rows lie apart, and those of ``received``.
+
+    ``received[file]``: ranges of target files, of which other workers read the sources.
+    """
+    spans: dict[int, list[Int64Array]] = {}
     for number, ranges in received.items():
         file = plan.files[number]
         begins, ends = np.asarray(ranges, np.int64).reshape(-1, 2).T
         parts = split(file, plan, np.ones(len(file.copies.rows), bool), begins, ends)
-        copies = parts.copies
-        last = copies.source + (copies.rows - 1) * copies.source_pitch + parts.nbytes // copies.rows
-        for source in np.unique(copies.file).tolist():
-            chosen = copies.file == source
-            spans.setdefault(source, []).append(np.stack([copies.source[chosen], last[chosen]]))
+        _add(spans, parts.copies, parts.nbytes // parts.copies.rows, np.ones(len(parts.copies), bool))
+    for file in plan.files:
+        copies = file.copies
+        _add(spans, copies, plan.source_bytes(copies.width, copies.cast), _gapped(plan, copies))
     found: list[SourceRecord] = []
     for source, several in sorted(spans.items()):
         found += check.unjudged(source, *np.concatenate(several, axis=1))
+    return found
+
+
+def _add(spans: dict[int, list[Int64Array]], copies: Copies, width: Int64Array, wanted: npt.NDArray[np.bool_]) -> None:
+    """Add where the ``wanted`` of ``copies`` begin and end, by their source file. Their rows are of ``width`` bytes."""
+    ends = copies.source + (copies.rows - 1) * copies.source_pitch + width
+    for source in np.unique(copies.file[wanted]).tolist():
+        chosen = wanted & (copies.file == source)
+        spans.setdefault(source, []).append(np.stack([copies.source[chosen], ends[chosen]]))
+
+
+def _gapped(plan: Plan, copies: Copies) -> npt.NDArray[np.bool_]:
+    found: npt.NDArray[np.bool_] = (copies.rows > 1) & (
+        copies.source_pitch != plan.source_bytes(copies.width, copies.cast)
+    )
     return found
 
 

@@ -155,6 +155,13 @@ def read_run(path: str) -> tuple[RunIdentity, Finished] | None:
 
 def run_of(records: Sequence[Record]) -> tuple[RunIdentity, Finished] | None:
     """As ``read_run``, from the journal's records."""
+    try:
+        return _run(records)
+    except (LookupError, TypeError, ValueError, AttributeError):  # whole records, but of another program
+        return None
+
+
+def _run(records: Sequence[Record]) -> tuple[RunIdentity, Finished] | None:
     if not records or records[0].get("format") != FORMAT:
         return None
     first = records[0]
@@ -165,9 +172,9 @@ def run_of(records: Sequence[Record]) -> tuple[RunIdentity, Finished] | None:
     parts: list[SourcePart] = []
     received: list[tuple[int, int, int]] = []
     for record in records[1:]:
-        crcs |= {(file, begin, end): crc for file, begin, end, crc in _rows(record["windows"])}
-        parts += [(file, index, offset, nbytes, crc) for file, index, offset, nbytes, crc in _rows(record["parts"])]
-        received += [(file, begin, end) for file, begin, end in _rows(record["received"])]
+        crcs |= {(file, begin, end): crc for file, begin, end, crc in _rows(record["windows"], 4)}
+        parts += [(file, index, offset, nbytes, crc) for file, index, offset, nbytes, crc in _rows(record["parts"], 5)]
+        received += [(file, begin, end) for file, begin, end in _rows(record["received"], 3)]
     return identity, Finished(crcs, parts, frozenset(received))
 
 
@@ -176,8 +183,11 @@ def _file_identity(record: Mapping[str, object]) -> FileIdentity:
     return FileIdentity(str(record["path"]), nbytes, mtime_ns, inode, str(record["tag"]))
 
 
-def _rows(value: object) -> list[list[int]]:
-    return value if isinstance(value, list) else []
+def _rows(value: object, width: int) -> list[list[int]]:
+    rows = value if isinstance(value, list) else []
+    if any(len(row) != width or any(type(number) is not int for number in row) for row in rows):
+        raise ValueError("rows of numbers were expected")
+    return rows
 
 
 def _copies(value: object) -> list[list[dict[str, object]]]:

@@ -38,19 +38,7 @@ def split(file: FilePlan, plan: Plan, wanted: npt.NDArray[np.bool_], begins: Int
     rows = np.concatenate([plain, pitched], axis=1)
     rows = rows[:, np.lexsort((rows[2], rows[1], rows[0]))]  # by window, copy, and place in the target
     copies = Copies(*np.ascontiguousarray(rows[3:]))
-    nbytes = copies.width * copies.rows
-    for index, (source, target) in enumerate(plan.casts):
-        of_cast = copies.cast == index
-        nbytes[of_cast] = nbytes[of_cast] // target.itemsize * source.itemsize
-    return Parts(copies, rows[0], rows[1], nbytes)
-
-
-def _source_bytes(target_bytes: Int64Array, cast: Int64Array, plan: Plan) -> Int64Array:
-    found = target_bytes.copy()
-    for index, (source, target) in enumerate(plan.casts):
-        of_cast = cast == index
-        found[of_cast] = found[of_cast] // target.itemsize * source.itemsize
-    return found
+    return Parts(copies, rows[0], rows[1], plan.source_bytes(copies.width * copies.rows, copies.cast))
 
 
 def _plain(
@@ -65,10 +53,10 @@ def _plain(
     parts = table[:, copy].copy()
     low = np.maximum(parts[_TARGET], begins[window])
     high = np.minimum(parts[_TARGET] + parts[_WIDTH], ends[window])
-    parts[_SOURCE] += _source_bytes(low - parts[_TARGET], parts[-1], plan)
+    parts[_SOURCE] += plan.source_bytes(low - parts[_TARGET], parts[-1])
     parts[_TARGET] = low
     parts[_WIDTH] = parts[_PITCH] = high - low
-    parts[_SOURCE_PITCH] = _source_bytes(parts[_WIDTH], parts[-1], plan)
+    parts[_SOURCE_PITCH] = plan.source_bytes(parts[_WIDTH], parts[-1])
     return np.concatenate([np.stack([window, copy, low]), parts]).astype(np.int64, copy=False)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fsdpckpt.executor.checks import SourceCheck
+from fsdpckpt.executor.sheets import Sheet, sheets
 from fsdpckpt.ir.checkpoint import SourceFile
 from fsdpckpt.ir.dtypes import DType, cast, numpy_dtype
 from fsdpckpt.planner.plan import FilePlan, Plan
@@ -56,8 +57,10 @@ class Assembler:
         known: dict[tuple[int, int], int] = {}
         self._plain(file, rows, plain, begin, view, known)
         if not plain.all():
-            for index in (np.flatnonzero(~plain) + rows.start).tolist():
-                self._pitched(file, index, begin, view)
+            numbers = np.flatnonzero(~plain) + rows.start
+            widths = self._plan.source_bytes(file.copies.width[numbers], file.copies.cast[numbers])
+            for sheet in sheets(file.copies, numbers, widths, begin, end, len(self._scratch)):
+                self._pitched(file, sheet, begin, view)
         return view, known
 
     def buffer(self, begin: int, end: int) -> memoryview:
@@ -98,14 +101,16 @@ class Assembler:
         table = np.stack([copies.file[rows][plain], source, first - begin, nbytes])[:, inside]
         order = np.lexsort((table[1], table[0]))
         group: list[Segment] = []
+        costs = {number: self._cost(number) for number in set(table[0].tolist())}
         for number, at, place, length in table[:, order].T.tolist():
             segment: Segment = (number, at, place, length)
-            if length >= max(DIRECT, self._cost(number)):
+            cost = costs[number]
+            if length >= DIRECT and length >= cost:
                 part = view[place : place + length]
                 self._read(number, at, part)
                 known[begin + place, length] = self._check.saw(number, at, part)
                 continue
-            if group and not self._joins(group, segment):
+            if group and not self._joins(group, segment, cost):
                 self._deal(group, begin, view, known)
                 group = []
             group.append(segment)
@@ -115,10 +120,11 @@ class Assembler:
     def _cost(self, file: int) -> int:
         return request_cost(self._sources.open(self._files[file].path)) if self._remote else 0
 
-    def _joins(self, group: list[Segment], segment: Segment) -> bool:
+    def _joins(self, group: list[Segment], segment: Segment, cost: int) -> bool:
         number, at, _, length = segment
         last = group[-1]
-        near = 0 <= at - (last[1] + last[3]) <= max(GAP, self._cost(number))
+        apart = at - (last[1] + last[3])
+        near = apart >= 0 and (apart <= GAP or apart <= cost)
         return number == last[0] and near and at + length - group[0][1] <= len(self._scratch)
 
     def _deal(self, group: list[Segment], begin: int, view: memoryview, known: dict[tuple[int, int], int]) -> None:
@@ -135,9 +141,9 @@ class Assembler:
             view[place : place + length] = part
             known[begin + place, length] = self._check.saw(number, at, part)
 
-    def _pitched(self, file: FilePlan, index: int, begin: int, view: memoryview) -> None:
-        """One row-by-row or casting copy, clipped to the window: part of a row, whole rows, part of a row."""
-        copies = file.copies
+    def _pitched(self, file: FilePlan, sheet: Sheet, begin: int, view: memoryview) -> None:
+        """Copies by rows, or with a cast. One alone is clipped to the window: part of a row, whole rows, a part."""
+        copies, index = file.copies, sheet.first
         number, source, source_pitch = (
             int(copies.file[index]),
             int(copies.source[index]),
@@ -167,6 +173,7 @@ class Assembler:
                 high - low,
                 whole,
                 casting,
+                sheet,
             )
             first += whole
 
@@ -180,10 +187,15 @@ class Assembler:
         width: int,
         rows: int,
         casting: tuple[DType, DType] | None,
+        sheet: Sheet,
     ) -> None:
-        """``rows`` whole rows of ``width`` target bytes, through scratch, as many a request as fit there."""
-        have, want = _item_types(casting)
+        """``rows`` whole rows of ``width`` target bytes, through scratch, as many a request as fit there.
+
+        Of every row the copies of ``sheet`` are read together, ``stretch`` bytes.
+        """
+        have, want = _item_types(casting, width)
         source_width = width // want.itemsize * have.itemsize
+        stretch = (sheet.count - 1) * sheet.source_step + source_width
         limit = len(self._scratch)
         done = 0
         while done < rows:
@@ -191,19 +203,21 @@ class Assembler:
                 self._wide_row(number, source + done * source_pitch, view[done * pitch :], width, (have, want))
                 done += 1
                 continue
-            apart = source_pitch - source_width > self._cost(number) and source_width >= WIDE_ROW
+            gap = source_pitch - stretch
+            apart = gap > self._cost(number) and (stretch >= WIDE_ROW or gap > GAP)
             count = 1 if apart else limit // max(source_pitch, 1)
             count = min(rows - done, max(count, 1))
-            span = self._scratch[: (count - 1) * source_pitch + source_width]
+            span = self._scratch[: (count - 1) * source_pitch + stretch]
             at = source + done * source_pitch
             self._read(number, at, span)
-            if count == 1 or source_pitch == source_width:
+            if count == 1 or source_pitch == stretch:
                 self._check.saw(number, at, span)
+            shape = (sheet.count, count, source_width // have.itemsize)
             taken: npt.NDArray[np.generic] = np.ndarray(
-                (count, source_width // have.itemsize), have, span, 0, (source_pitch, have.itemsize)
+                shape, have, span, 0, (sheet.source_step, source_pitch, have.itemsize)
             )
             placed: npt.NDArray[np.generic] = np.ndarray(
-                (count, width // want.itemsize), want, view, done * pitch, (pitch, want.itemsize)
+                shape, want, view, done * pitch, (sheet.target_step, pitch, want.itemsize)
             )
             _store(taken, placed)
             done += count
@@ -226,12 +240,13 @@ class Assembler:
             self._check.saw(number, source + element * have.itemsize, span)
             taken: npt.NDArray[np.generic] = np.frombuffer(span, have)
             placed: npt.NDArray[np.generic] = np.ndarray((count,), want, view, element * want.itemsize)
-            _store(taken, placed)
+            _store(taken[None, None], placed[None, None])
 
 
-def _item_types(casting: tuple[DType, DType] | None) -> tuple[np.dtype[np.generic], np.dtype[np.generic]]:
+def _item_types(casting: tuple[DType, DType] | None, width: int) -> tuple[np.dtype[np.generic], np.dtype[np.generic]]:
     if casting is None:
-        return np.dtype(np.uint8), np.dtype(np.uint8)
+        whole = np.dtype(f"u{width if width in (1, 2, 4, 8) else 1}")  # rows of one element move as one
+        return whole, whole
     return numpy_dtype(casting[0]), numpy_dtype(casting[1])
 
 
@@ -240,10 +255,11 @@ def _store(taken: npt.NDArray[np.generic], placed: npt.NDArray[np.generic]) -> N
     if taken.dtype == placed.dtype:
         placed[...] = taken
         return
-    source, target = np.atleast_2d(taken), np.atleast_2d(placed)
-    rows, width = source.shape
-    step = max(CAST_AT_ONCE // max(width, 1), 1)
-    for row in range(0, rows, step):
-        for column in range(0, width, CAST_AT_ONCE):
-            box = (slice(row, row + step), slice(column, column + CAST_AT_ONCE))
-            target[box] = cast(source[box], target.dtype)
+    shorter = 0 if taken.shape[0] < taken.shape[1] else 1
+    for source, target in zip(np.moveaxis(taken, shorter, 0), np.moveaxis(placed, shorter, 0), strict=True):
+        rows, width = source.shape
+        step = max(CAST_AT_ONCE // max(width, 1), 1)
+        for row in range(0, rows, step):
+            for column in range(0, width, CAST_AT_ONCE):
+                box = (slice(row, row + step), slice(column, column + CAST_AT_ONCE))
+                target[box] = cast(source[box], target.dtype)

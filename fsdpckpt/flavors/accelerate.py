@@ -44,6 +44,7 @@ ACCELERATE = Flavor(
     state=rf"^({_MODEL}|{_OPTIM})(_\d+)?(_rank\d+)?(\.bin)?$",
     rank_files=(RankFile("random_states_{rank}.pkl"),),
     model_files="",
+    schedule=("scheduler",),
 )
 
 TRAINER = replace(

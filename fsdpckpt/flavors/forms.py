@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from fsdpckpt.ir.checkpoint import Container, KeyType, Layout
@@ -89,6 +90,8 @@ class Form:
     ``key_type``: what its loader takes, None for either. ``flattened``: the optimizer's keys, see ``Nesting``.
     ``mesh``: that of its DTensors. ``weights``: tensors alone, tied ones once. ``texts``: small files it needs, (name,
     content with ``{world_size}``). ``defaults``: extras without which its loader stops; () is an empty list.
+    ``opened``: extras that its loader opens, with keys that each must have: others' of that name are left out.
+    ``schedule``: the extra that takes the state dict of another producer's LR scheduler, and the keys it must have.
     ``directory``: whether DST is one.
     """
 
@@ -102,7 +105,9 @@ class Form:
     mesh: MeshForm = PLAIN_MESH
     weights: bool = False
     texts: tuple[tuple[str, str], ...] = ()
-    defaults: tuple[tuple[str, str | int | tuple[()]], ...] = ()
+    defaults: tuple[tuple[str, str | int | tuple[()] | None], ...] = ()
+    opened: tuple[tuple[str, frozenset[str]], ...] = ()
+    schedule: tuple[str, frozenset[str]] | None = None
     directory: bool = True
 
 
@@ -115,6 +120,12 @@ class RankFile:
 
     def of(self, rank: int, world_size: int) -> str:
         return self.single if self.single is not None and world_size == 1 else self.name.format(rank=rank)
+
+    def rank_of(self, name: str) -> int | None:
+        """The rank whose file ``name`` is, None when it is no such file. ``single`` names no rank."""
+        before, _, after = self.name.partition("{rank}")
+        found = re.fullmatch(rf"{re.escape(before)}(\d+){re.escape(after)}", name)
+        return int(found[1]) if found is not None else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +145,7 @@ class Flavor:
     lies beside them are side files, carried as they are. ``rank_files``: those of them that each rank has.
     ``exports``: patterns of files that hold the model once more, ``export_directories``: directories that do.
     ``model_files``: where Hugging Face's configuration and tokenizer lie, None when the producer keeps none.
+    ``schedule``: where among its extras the state dict of the one LR scheduler is, () when it keeps none as torch's is.
     """
 
     name: str
@@ -145,3 +157,4 @@ class Flavor:
     exports: tuple[str, ...] = ()
     export_directories: tuple[str, ...] = ()
     model_files: str | None = None
+    schedule: tuple[Step, ...] = ()

@@ -7,7 +7,7 @@ from fsdpckpt.ir.checkpoint import Container, Layout
 
 __all__ = ["FABRIC", "LIGHTNING", "LIGHTNING_MODEL_PARALLEL"]
 
-_Defaults = tuple[tuple[str, str | int | tuple[()]], ...]
+_Defaults = tuple[tuple[str, str | int | tuple[()] | None], ...]
 _META = Place("meta.pt", container=Container.TORCH, layout=Layout.FULL)
 _FILES = (r"^meta\.pt$", r"^\.metadata$")
 _STATE = r"^(meta\.pt|\.metadata|.*\.distcp)$"
@@ -40,6 +40,7 @@ LIGHTNING = Flavor(
     signs=(Sign(keys=(_VERSION,)), Sign(_FILES, ("loops",))),
     forms=(_sharded("model", "optimizer_0", _DEFAULTS), _TRAINER_FULL),
     state=_STATE,
+    schedule=("lr_schedulers", 0),
 )
 
 LIGHTNING_MODEL_PARALLEL = Flavor(  # ModelParallelStrategy: FSDP2

@@ -15,5 +15,5 @@ COMPOSER = Flavor(
 TORCHTUNE = Flavor(
     name="torchtune",
     title="torchtune",
-    signs=(Sign((r"^recipe_state\.pt$",)), Sign((r"^\.metadata$", r"^\.\./epoch_\d+$"))),
+    signs=(Sign((r"^recipe_state\.pt$",)), Sign((r"^\.metadata$", r"^\.\./(dist_)?epoch_\d+$"))),
 )

@@ -10,14 +10,15 @@ from fsdpckpt.flavors.forms import PLAIN, Flavor, Sign
 from fsdpckpt.flavors.huggingface import HUGGINGFACE
 from fsdpckpt.flavors.lightning import FABRIC, LIGHTNING, LIGHTNING_MODEL_PARALLEL
 from fsdpckpt.flavors.reading import COMPOSER, TORCHTUNE
+from fsdpckpt.flavors.shards import FAIRSCALE, TORCH_XLA
 from fsdpckpt.flavors.torchtitan import TORCHTITAN, TORCHTITAN_OLD
 from fsdpckpt.flavors.verl import VERL
 
-__all__ = ["EXPORT_DIRECTORIES", "FLAVORS", "WRITABLE", "export_files", "flavor_named", "recognise"]
+__all__ = ["EXPORT_DIRECTORIES", "FLAVORS", "WRITABLE", "copied_by_rank", "export_files", "flavor_named", "recognise"]
 
 FLAVORS: tuple[Flavor, ...] = (  # the first whose sign is there is meant
     TRAINER, ACCELERATE, VERL, LIGHTNING, LIGHTNING_MODEL_PARALLEL, FABRIC, COMPOSER, TORCHTUNE, TORCHTITAN,
-    TORCHTITAN_OLD, HUGGINGFACE,
+    TORCHTITAN_OLD, TORCH_XLA, FAIRSCALE, HUGGINGFACE,
 )  # fmt: skip
 
 WRITABLE = (PLAIN, *sorted(flavor.name for flavor in FLAVORS if flavor.forms))
@@ -41,6 +42,11 @@ def _shows(sign: Sign, entries: list[str], keys: set[object]) -> bool:
     return all(any(re.search(pattern, name) for name in entries) for pattern in sign.files) and keys.issuperset(
         sign.keys
     )
+
+
+def copied_by_rank(name: str) -> bool:
+    """Whether a producer's file of this name is each rank's own and no state: other ranks get copies of it."""
+    return any(kind.rank_of(name) is not None for flavor in FLAVORS for kind in flavor.rank_files)
 
 
 def export_files(names: Iterable[str]) -> set[str]:

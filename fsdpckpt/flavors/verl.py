@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fsdpckpt.flavors.forms import Flavor, Form, MeshForm, Place, Sign
+from fsdpckpt.flavors.forms import Flavor, Form, MeshForm, Place, RankFile, Sign
 from fsdpckpt.ir.checkpoint import Container, Layout
 
 __all__ = ["VERL"]
@@ -11,6 +11,9 @@ _MODEL, _OPTIM, _EXTRA = (
     f"{section}_world_size_{{world_size}}_rank_{{rank}}.pt" for section in ("model", "optim", "extra_state")
 )
 _MESH = MeshForm("cuda", ("fsdp",))
+_SCHEDULE = "lr_scheduler"  # its loader opens it in any case, and "rng" where it is
+_OPENED = ((_SCHEDULE, frozenset({"last_epoch", "_last_lr"})), ("rng", frozenset({"cpu", "numpy", "random"})))
+_LAMBDAS = (_SCHEDULE, frozenset({"last_epoch", "_last_lr", "lr_lambdas"}))  # all of verl's schedules are LambdaLR
 _CONFIG = '{{\n    "FSDP_version": {version},\n    "world_size": {{world_size}}\n}}'
 
 VERL = Flavor(
@@ -27,6 +30,9 @@ VERL = Flavor(
             key_type="id",
             mesh=_MESH,
             texts=(("fsdp_config.json", _CONFIG.format(version=2)),),
+            defaults=((_SCHEDULE, None),),
+            opened=_OPENED,
+            schedule=_LAMBDAS,
         ),
         Form(  # FSDP1: DTensors in the model's files, flat parameters in the optimizer's
             Layout.FLATTENED,
@@ -37,9 +43,14 @@ VERL = Flavor(
             key_type="id",
             mesh=_MESH,
             texts=(("fsdp_config.json", _CONFIG.format(version=1)),),
+            defaults=((_SCHEDULE, None),),
+            opened=_OPENED,
+            schedule=_LAMBDAS,
         ),
     ),
     state=r"^((model|optim|extra_state)_world_size_\d+_rank_\d+\.pt|fsdp_config\.json)$",
+    rank_files=(RankFile("data_{rank}.pt"),),  # its supervised training's data loaders
     export_directories=("huggingface",),
     model_files="huggingface/",
+    schedule=(_SCHEDULE,),
 )

@@ -268,7 +268,7 @@ def _class_of(kinds: set[str], source: str) -> tuple[type[SourceError], str, str
         why = "a rank's file was not copied, or the save did not finish"
         return SourceIncompleteError, f"{source} is not whole", why, verify
     if kinds <= {"flattened"}:
-        what = f"{source} holds FSDP1's flattened shards, which this version does not convert"
+        what = f"{source} holds shards of which nothing says for certain what is in them"
         return SourceUnsupportedError, what, None, None
     if "aliased-states" in kinds and kinds <= UNSUPPORTED:
         what = f"{source} has lost optimizer states"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
+from itertools import chain, product
 from typing import TypeAlias
 
 import numpy as np
@@ -49,7 +49,8 @@ class _Layout:
 
     def __init__(self, tensor: Tensor) -> None:
         pieces = tensor.pieces
-        self.single: tuple[int, int] | None = None  # the common case: one row-major piece that is the whole tensor
+        # The common case, one row-major piece that is the whole tensor: its file, its offset, bytes from row to row.
+        self.single: tuple[int, int, int] | None = None
         self._boxes: list[Box] | None = None
         self._pieces = pieces
         self._reach: Int64Array | None = None
@@ -63,7 +64,7 @@ class _Layout:
         if len(self._boxes) == 1:
             _, size, stride, file, offset = self._boxes[0]
             if tuple(size) == tensor.shape and tuple(stride) == contiguous_stride(size):
-                self.single = (file, offset)
+                self.single = (file, offset, stride[0] * tensor.dtype.itemsize if stride else 0)
 
     def near(self, begin: int, end: int) -> list[Box]:
         """The pieces whose first dimension may meet [begin, end)."""
@@ -77,10 +78,10 @@ class _Layout:
 
 
 def _boxes(pieces: Pieces) -> list[Box]:
-    columns = (pieces.start, pieces.size, pieces.stride, pieces.file, pieces.offset)
-    rows: list[Box] = list(zip(*(column.tolist() for column in columns), strict=True))
+    start, size, stride = pieces.start.tolist(), pieces.size.tolist(), pieces.stride.tolist()
+    rows: list[Box] = list(zip(start, size, stride, pieces.file.tolist(), pieces.offset.tolist(), strict=True))
     if len(rows) < 2:
-        return [row for row in rows if 0 not in row[1]]
+        return [] if not rows or 0 in size[0] else rows
     best: dict[tuple[int, ...], tuple[int, Box]] = {}
     for rank, row in zip(pieces.rank.tolist(), rows, strict=True):
         box = (*row[0], *row[1])
@@ -114,13 +115,16 @@ def _plan_file(file: TargetFile, layouts: dict[int, _Layout], casts: _Casts) -> 
     rows: list[Row] = []
     first_copy = [0]
     for slot in file.slots:
-        layout = layouts.get(id(slot.tensor))
+        offset, nbytes, tensor, start, size, dtype, order = slot
+        layout = layouts.get(id(tensor))
         if layout is None:
-            layout = layouts[id(slot.tensor)] = _Layout(slot.tensor)
-        cast = casts.number(slot.tensor.dtype, slot.dtype)
-        if layout.single is not None and slot.size == slot.tensor.shape and slot.order is None:
-            number, offset = layout.single
-            rows.append((number, offset, slot.nbytes, slot.offset, slot.nbytes, slot.nbytes, 1, cast))
+            layout = layouts[id(tensor)] = _Layout(tensor)
+        cast = -1 if tensor.dtype is dtype else casts.number(tensor.dtype, dtype)
+        if layout.single is not None and order is None and size[1:] == tensor.shape[1:]:
+            number, source, row = layout.single
+            if start:
+                source += start[0] * row
+            rows.append((number, source, nbytes, offset, nbytes, nbytes, 1, cast))
         else:
             _fill(slot, layout, cast, rows)
         first_copy.append(len(rows))
@@ -132,13 +136,17 @@ def _plan_file(file: TargetFile, layouts: dict[int, _Layout], casts: _Casts) -> 
         path=file.path,
         nbytes=file.nbytes,
         blob=file.blob,
-        literals=np.asarray(file.literals, np.int64).reshape(len(file.literals), 3),
-        slots=np.asarray([(slot.offset, slot.nbytes) for slot in file.slots], np.int64).reshape(len(file.slots), 2),
+        literals=_table(file.literals, 3),
+        slots=_table([slot[:2] for slot in file.slots], 2),
         first_copy=np.asarray(first_copy, np.int64),
         copies=copies,
-        checksums=np.asarray([row[:2] for row in checksums], np.int64).reshape(len(checksums), 2),
+        checksums=_table([row[:2] for row in checksums], 2),
         places=tuple(row[2] for row in checksums),
     )
+
+
+def _table(rows: Sequence[tuple[int, ...]], columns: int) -> Int64Array:
+    return np.fromiter(chain.from_iterable(rows), np.int64, len(rows) * columns).reshape(len(rows), columns)
 
 
 def _fill(slot: Slot, layout: _Layout, cast: int, rows: list[Row]) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import chain
 
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError
+from fsdpckpt.ir.assignment import Answer, in_any_order, in_order
 from fsdpckpt.ir.checkpoint import OptimState, ParamKey, group_params
-from fsdpckpt.planner.assignment import Answer, in_any_order, in_order
 from fsdpckpt.planner.parameter_order import ParameterOrder
 from fsdpckpt.planner.state_shapes import StatedShapes, fits, stated_shapes
 

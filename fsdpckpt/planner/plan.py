@@ -7,6 +7,7 @@ A copy is two-dimensional, like a pitched memory copy: ``rows`` rows of ``width`
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -40,8 +41,8 @@ class Copies:
     @classmethod
     def of(cls, rows: list[tuple[int, int, int, int, int, int, int, int]]) -> Copies:
         """From rows in the order of ``COPY_COLUMNS``."""
-        table = np.ascontiguousarray(np.asarray(rows, np.int64).reshape(len(rows), len(COPY_COLUMNS)).T)
-        return cls(*table)
+        flat = np.fromiter(chain.from_iterable(rows), np.int64, len(rows) * len(COPY_COLUMNS))
+        return cls(*np.ascontiguousarray(flat.reshape(len(rows), len(COPY_COLUMNS)).T))
 
     def __len__(self) -> int:
         return len(self.file)
@@ -81,14 +82,16 @@ class Plan:
     @property
     def bytes_read(self) -> int:
         """Bytes of tensor data the copies take from the sources."""
-        total = 0
-        for file in self.files:
-            nbytes = file.copies.width * file.copies.rows
-            for index, (source, target) in enumerate(self.casts):
-                of_cast = file.copies.cast == index
-                nbytes[of_cast] = nbytes[of_cast] // target.itemsize * source.itemsize
-            total += int(nbytes.sum())
-        return total
+        each = (self.source_bytes(file.copies.width * file.copies.rows, file.copies.cast) for file in self.files)
+        return sum(int(nbytes.sum()) for nbytes in each)
+
+    def source_bytes(self, target_bytes: Int64Array, cast: Int64Array) -> Int64Array:
+        """What ``target_bytes`` of copies with those casts take of their sources."""
+        found = target_bytes.copy()
+        for index, (source, target) in enumerate(self.casts):
+            of_cast = cast == index
+            found[of_cast] = found[of_cast] // target.itemsize * source.itemsize
+        return found
 
     def check(self) -> None:
         """Every target byte is written exactly once. Raises InternalError: a plan that fails must never run."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import TypeVar
@@ -84,6 +85,7 @@ def select_keys(checkpoint: Checkpoint, *, include: Sequence[str], exclude: Sequ
         if not any(fnmatchcase(name, glob) for name in names):
             raise UsageError(
                 f"the glob {glob!r} matches no key of {checkpoint.source}",
+                details=_closest(glob, names),
                 next_step=_list_keys(checkpoint),
             )
 
@@ -113,9 +115,9 @@ def rename(
         return checkpoint
     names = {name: name for name in _names(checkpoint)}
     if strip_prefix is not None:
-        _apply(names, f"--strip-prefix {strip_prefix}", partial(_without, prefix=strip_prefix), checkpoint)
+        _apply(names, "--strip-prefix", strip_prefix, partial(_without, prefix=strip_prefix), checkpoint)
     for old, new in pairs:
-        _apply(names, f"--rename {old}={new}", partial(_renamed, old=old, new=new), checkpoint)
+        _apply(names, "--rename", old, partial(_renamed, old=old, new=new), checkpoint)
     if add_prefix is not None:
         names = {source: add_prefix + name for source, name in names.items()}
     _refuse_collisions(names)
@@ -123,6 +125,15 @@ def rename(
     some = f": {_some(changed)}" if changed else ""
     note = Note("renamed", f"{len(changed)} of {len(names)} keys were renamed{some}", keys=tuple(changed))
     return _rekey(checkpoint, names, note)
+
+
+def _closest(given: str, names: Sequence[str]) -> list[str]:
+    """What may have been meant by ``given``: names, and the dotted prefixes that they share."""
+    prefixes = (name.rpartition(".")[0] for name in names)
+    known = dict.fromkeys((*(prefix for prefix in prefixes if prefix), *names))
+    bare = given.strip("*.")
+    found = get_close_matches(bare, known, n=3, cutoff=0.6) or [name for name in known if bare and bare in name][:3]
+    return [f"{name} is there" for name in found]
 
 
 def _list_keys(checkpoint: Checkpoint) -> str:
@@ -158,15 +169,21 @@ def _renamed(name: str, old: str, new: str) -> str | None:
     return None
 
 
-def _apply(names: dict[str, str], rule: str, change: Callable[[str], str | None], checkpoint: Checkpoint) -> None:
-    hits = 0
+def _apply(
+    names: dict[str, str], option: str, old: str, change: Callable[[str], str | None], checkpoint: Checkpoint
+) -> None:
+    hits, before = 0, list(names.values())
     for source, name in names.items():
         changed = change(name)
         if changed is not None:
             names[source] = changed
             hits += 1
     if hits == 0:
-        raise UsageError(f"{rule} applies to no key of {checkpoint.source}", next_step=_list_keys(checkpoint))
+        raise UsageError(
+            f"{option} {old} applies to no key of {checkpoint.source}",
+            details=_closest(old, before),
+            next_step=_list_keys(checkpoint),
+        )
 
 
 def _refuse_collisions(names: Mapping[str, str]) -> None:
@@ -185,7 +202,8 @@ def _rekey(checkpoint: Checkpoint, names: Mapping[str, str], note: Note) -> Chec
         params = {names[name]: leaf for name, leaf in model.params.items() if name in names}
         same = list(params) == list(model.params)
         if not same and model.metadata is not None:
-            notes.append(Note("dropped", "the module versions in the model's _metadata, whose keys no longer fit"))
+            message = "the module versions in the model's _metadata were left out: their keys no longer fit"
+            notes.append(Note("dropped", message))
         model = ModelState(params, model.metadata if same else None)
     optim = checkpoint.optim
     if optim is not None and optim.key_type == "name":

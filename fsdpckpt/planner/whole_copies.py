@@ -24,8 +24,10 @@ def differing_copies(checkpoint: Checkpoint) -> Iterator[Problem]:
     seen: set[tuple[bytes, bytes]] = set()
     for named in checkpoint.tensors():
         tensor = named.tensor
+        if named.section is not Section.OPTIM or len(tensor.pieces) < 2:
+            continue
         place = tensor.pieces.file.tobytes(), tensor.pieces.offset.tobytes()
-        if named.section is not Section.OPTIM or place in seen:  # the parameters of one unit share its ``step``
+        if place in seen:  # the parameters of one unit share its ``step``
             continue
         seen.add(place)
         rows = _whole_copies(tensor)

@@ -5,7 +5,8 @@ Also decides, from the chunks alone, whether FSDP manages a tensor and how it wa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -86,10 +87,10 @@ class _Columns:
 
     def __init__(self, tensors: Sequence[ChunkedTensor]) -> None:
         rows = [box for tensor in tensors for box in tensor.boxes]
-        self._scalars = np.array([box[:3] for box in rows], np.int64).reshape(len(rows), 3).T.copy()
+        self._scalars = _array([box[:3] for box in rows], len(rows), 3).T.copy()
         self._items: Int64Array | None = None
         if any(box.item is not None for box in rows):
-            self._items = np.array([box.item or (-1, -1) for box in rows], np.int64)
+            self._items = _array([box.item or (-1, -1) for box in rows], len(rows), 2)
         self._row = 0
         self._boxes: dict[int, Int64Array] = {}
         self._position: dict[int, int] = {}
@@ -105,7 +106,7 @@ class _Columns:
                         stride = strides[box.size] = contiguous_stride(box.size)
                 boxes.append((box.start, box.size, stride))
         for ndim, boxes in by_ndim.items():
-            table = np.array(boxes, np.int64).reshape(len(boxes), 3, ndim)
+            table = _array(chain.from_iterable(boxes), len(boxes), 3 * ndim).reshape(len(boxes), 3, ndim)
             self._boxes[ndim] = np.ascontiguousarray(table.transpose(1, 0, 2))
             self._position[ndim] = 0
 
@@ -127,3 +128,8 @@ class _Columns:
             stride[at:stop],
             self._items[row:end] if self._items is not None else None,
         )
+
+
+def _array(rows: Iterable[tuple[int, ...]], count: int, width: int) -> Int64Array:
+    """``count`` rows, whose numbers all lie in ``rows`` in order: several times quicker than ``np.array``."""
+    return np.fromiter(chain.from_iterable(rows), np.int64, count * width).reshape(count, width)

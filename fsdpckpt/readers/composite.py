@@ -20,7 +20,7 @@ from fsdpckpt.ir.checkpoint import (
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.readers.flat_slices import why_sliced
 from fsdpckpt.readers.flavors import EXTRA_STEM
-from fsdpckpt.readers.sections import Sections, replaced, split
+from fsdpckpt.readers.sections import Sections, replaced, split, without
 from fsdpckpt.readers.settle_slices import settle_slices
 from fsdpckpt.readers.tree import FileTable, Tree
 
@@ -31,6 +31,7 @@ _EXTRA_STEMS = frozenset({EXTRA_STEM, "extra", "meta"})
 
 
 _Change: TypeAlias = tuple[tuple[Key, ...], tuple[Value, ...]]
+_Absence: TypeAlias = tuple[tuple[Key, ...], frozenset[int]]
 
 
 @dataclass(slots=True)
@@ -79,18 +80,18 @@ def join(source: str, parts: Sequence[ReadPart], files: FileTable, *, flavor: st
         settle_slices(part.tree, part.sections, model, part.label)
     optim = next((part.sections.optim for part in parts if part.sections.optim is not None), None)
     extra, prefixes = _extras(parts)
-    changes = _changes(parts, prefixes)
+    changes, absences = _changes(parts, prefixes), _absences(parts, prefixes)
     return Checkpoint(
         source=source,
         layout=_layout(parts),
         container=main.tree.container,
-        flavor=flavor,
+        flavor=next((part.tree.flavor for part in parts if part.tree.flavor), flavor),
         world_size=world_size,
         files=files.files(),
         model=model,
         optim=optim,
-        extra=_first_rank(extra, changes),
-        rank_extra=_rank_extras(extra, changes),
+        extra=_common(extra, changes, absences),
+        rank_extra=_rank_extras(extra, changes, absences, world_size),
         checksums=Checksums.of([row for part in parts for row in part.tree.checksums]),
         evidence=_evidence(parts),
         problems=tuple(problem for part in parts for problem in _problems(part)),
@@ -218,24 +219,40 @@ def _changes(parts: Sequence[ReadPart], prefixes: Sequence[tuple[Key, ...]]) -> 
     return changes
 
 
-def _first_rank(extra: dict[Key, Value], changes: Sequence[_Change]) -> dict[Key, Value]:
-    """``extra`` with rank 0's values where ranks differ."""
+def _absences(parts: Sequence[ReadPart], prefixes: Sequence[tuple[Key, ...]]) -> list[_Absence]:
+    """Which of the joined extras' keys some ranks lack."""
+    return [
+        ((*prefix, *_keys(path)), ranks)
+        for part, prefix in zip(parts, prefixes, strict=True)
+        for path, ranks in part.tree.absences.items()
+        if not part.sections.owns(_keys(path))
+    ]
+
+
+def _common(extra: dict[Key, Value], changes: Sequence[_Change], absences: Sequence[_Absence]) -> dict[Key, Value]:
+    """What every rank has of ``extra``, with rank 0's values where ranks differ."""
     own: Value = extra
     for path, values in changes:
         if values and values[0] is not None:
             own = replaced(own, path, values[0])
+    for path, _ in absences:
+        own = without(own, path)
     return own if isinstance(own, dict) else extra
 
 
-def _rank_extras(extra: dict[Key, Value], changes: Sequence[_Change]) -> tuple[dict[Key, Value], ...]:
-    """``extra`` as each rank saved it; empty when all saved the same."""
-    if not changes:
+def _rank_extras(
+    extra: dict[Key, Value], changes: Sequence[_Change], absences: Sequence[_Absence], world_size: int
+) -> tuple[dict[Key, Value], ...]:
+    """``extra`` as each rank saved it; empty when all saved the same. A key that a rank lacks is not in its own."""
+    if not changes and not absences:
         return ()
-    ranks = max(len(values) for _, values in changes)
+    ranks = max((len(values) for _, values in changes), default=world_size)
     result: list[dict[Key, Value]] = []
     for rank in range(ranks):
         own: Value = extra
         for path, values in changes:
-            own = replaced(own, path, values[rank] if rank < len(values) else None)
+            own = replaced(own, path, values[rank]) if rank < len(values) else without(own, path)
+        for path, lacking in absences:
+            own = without(own, path) if rank in lacking else own
         result.append(own if isinstance(own, dict) else {})
     return tuple(result)

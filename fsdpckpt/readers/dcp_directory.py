@@ -18,8 +18,8 @@ from fsdpckpt.storage.sources import Entry, Sources, is_url
 
 __all__ = ["DcpDirectory", "is_dcp", "open_directory"]
 
-_DATA_FILE = re.compile(r"^__(\d+)_\d+\.distcp$")
-_RANK_METADATA = re.compile(r"^__(\d+)\.metadata$")
+_DATA_FILE = re.compile(r"^__(\d{1,6})_\d+\.distcp$")
+_RANK_METADATA = re.compile(r"^__(\d{1,6})\.metadata$")
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ rows over the tensor-parallel ranks, then ``torch.chunk`` of that piece over the
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 __all__ = ["Mesh", "StoredRows", "fitting_meshes", "true_starts"]
@@ -44,10 +45,10 @@ def _true_box(rows: int, mesh: Mesh, rank: int) -> tuple[int, int]:
     return begin + inner, count
 
 
-def _meshes(world_size: int) -> Iterable[Mesh]:
-    for tensor in range(2, world_size // 2 + 1):
-        if world_size % tensor == 0:
-            yield Mesh(world_size // tensor, tensor)
+@lru_cache(maxsize=8)
+def _meshes(world_size: int) -> tuple[Mesh, ...]:
+    sizes = (tensor for tensor in range(2, world_size // 2 + 1) if world_size % tensor == 0)
+    return tuple(Mesh(world_size // tensor, tensor) for tensor in sizes)
 
 
 def fitting_meshes(rows: int, items: Sequence[StoredRows], *, world_size: int) -> set[Mesh]:

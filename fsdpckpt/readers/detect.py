@@ -18,19 +18,19 @@ from fsdpckpt.errors import (
     NeedsInformationError,
     SourceError,
     SourceIncompleteError,
-    SourceMissingError,
     SourceUnrecognisedError,
     SourceUnsafeError,
     SourceUnsupportedError,
 )
 from fsdpckpt.flavors.forms import PLAIN
 from fsdpckpt.flavors.table import EXPORT_DIRECTORIES, flavor_named, recognise
-from fsdpckpt.ir.checkpoint import Checkpoint, Note
+from fsdpckpt.ir.checkpoint import Checkpoint, Note, Section
 from fsdpckpt.ir.invariants import problems
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.readers.composite import ReadPart, join, read_part
 from fsdpckpt.readers.flavors import flavor_of
 from fsdpckpt.readers.manifest import with_manifest, with_units
+from fsdpckpt.readers.missing import missing
 from fsdpckpt.readers.parts import Listing, Part, file_part, list_parts
 from fsdpckpt.readers.rank_names import slices_of_one_rank
 from fsdpckpt.readers.tree import FileTable, Tree
@@ -46,17 +46,18 @@ _MOST_DIRECTORIES = 6
 _DEPTH = 3  # levels below SRC that are searched for the one checkpoint: run / step / role
 
 
-def open_checkpoint(source: str, *, sources: Sources, locate: bool = True) -> Checkpoint:
+def open_checkpoint(source: str, *, sources: Sources, locate: bool = True, only: Section | None = None) -> Checkpoint:
     """Everything about the checkpoint at ``source`` (file, directory or URL) but its tensor data.
 
-    ``locate=False`` does not open the data files of DCP directories: their pieces have offset -1. Raises
+    ``locate=False`` does not open the data files of DCP directories: their pieces have offset -1. ``only``: the section
+    that is wanted, so that missing rank files of another one do not matter. Raises
     SourceMissingError, SourceUnrecognisedError, SourceIncompleteError, NeedsInformationError (several candidates), and
     what the readers raise. Problems that do not stop reading are in ``Checkpoint.problems``.
     """
     entry = sources.stat(source)
     if entry is None:
-        raise _missing(source)
-    opening = _Opening(source, sources, locate=locate)
+        raise missing(source)
+    opening = _Opening(source, sources, locate=locate, only=only)
     with without_collection():
         checkpoint = opening.directory() if entry.directory else opening.file(entry)
         checkpoint.problems = (*checkpoint.problems, *problems(checkpoint))
@@ -75,10 +76,11 @@ class _Found:
 
 
 class _Opening:
-    def __init__(self, source: str, sources: Sources, *, locate: bool) -> None:
+    def __init__(self, source: str, sources: Sources, *, locate: bool, only: Section | None) -> None:
         self.source = source
         self.sources = sources
         self.locate = locate
+        self.only = only
         self.files = FileTable()
 
     def file(self, entry: Entry) -> Checkpoint:
@@ -114,6 +116,12 @@ class _Opening:
         return checkpoint
 
     def directory(self) -> Checkpoint:
+        if os.path.realpath(self.source) == "/" and not is_url(self.source):
+            raise SourceUnrecognisedError(
+                f"{self.source} is the root of the file system, and not a checkpoint",
+                file=self.source,
+                next_step="name the directory of one checkpoint",
+            )
         found = self._search(self.source, _DEPTH)
         if found is None:
             raise self._nothing()
@@ -189,9 +197,13 @@ class _Opening:
 
     def _search(self, path: str, depth: int) -> _Found | None:
         """The parts at ``path``: of the directory itself, of it and its sub-directories, or of the only one below."""
-        listing = list_parts(path, self.sources, locate=self.locate)
+        listing = list_parts(path, self.sources, locate=self.locate, only=self.only)
         numbered = [entry for entry in listing.directories if _NUMBERED.search(entry.name)]
         others = [entry for entry in listing.directories if entry not in numbered]
+        if listing.parts and all(part.neighbour for part in listing.parts):
+            only = self._producer_below(listing, others if depth else [])
+            if only is not None:
+                return only
         if listing.parts:
             apart = [*numbered, *(entry for entry in others if entry.name in EXPORT_DIRECTORIES)]
             joined = self._with_neighbours(listing, [entry for entry in others if entry not in apart], depth)
@@ -211,15 +223,28 @@ class _Opening:
             raise _several(path, [found.path for found in below])
         return self._join_directories(listing, below)
 
+    def _producer_below(self, listing: Listing, directories: list[Entry]) -> _Found | None:
+        """The one sub-directory that has all that a producer saves, where no other file is a model or an optimizer."""
+        below = [found for entry in directories if (found := self._search_flat(entry.path)) and _resumed(found.names)]
+        if len(below) > 1:
+            raise _several(listing.path, [found.path for found in below])
+        for found in below:
+            left = ", ".join([*(part.label.rpartition("/")[2] for part in listing.parts), *listing.not_carried])
+            said = f"the checkpoint was found in {found.path}; not carried from {listing.path}: {left}"
+            found.notes.insert(0, Note("found-below", said))
+        return below[0] if below else None
+
     def _with_neighbours(self, listing: Listing, directories: list[Entry], depth: int) -> _Found:
         """The parts of a directory and of those of its sub-directories that hold parts themselves."""
         below = [found for entry in directories if depth and (found := self._search_flat(entry.path))]
+        parts = {found.path for found in below}
+        listing.not_carried += [f"{entry.name}/" for entry in directories if entry.path not in parts]
         found = self._join_directories(listing, below)
         found.parts = [*listing.parts, *found.parts]
         return found
 
     def _search_flat(self, path: str) -> _Found | None:
-        listing = list_parts(path, self.sources, locate=self.locate)
+        listing = list_parts(path, self.sources, locate=self.locate, only=self.only)
         if not listing.parts:
             return None
         return _Found(path, listing.names, listing.parts, _not_carried(listing))
@@ -234,7 +259,7 @@ class _Opening:
         return joined
 
     def _nothing(self) -> SourceUnrecognisedError:
-        listing = list_parts(self.source, self.sources, locate=False)
+        listing = list_parts(self.source, self.sources, locate=False, only=self.only)
         seen = ", ".join(listing.names[:8]) + (", ..." if len(listing.names) > 8 else "")
         return SourceUnrecognisedError(
             f"no checkpoint was found in {self.source}",
@@ -249,11 +274,18 @@ class _Opening:
 def _with_flavor(checkpoint: Checkpoint, names: Sequence[str], directory: str) -> Checkpoint:
     """``checkpoint``, found in ``directory`` ("": it is one file), with its producer's name."""
     checkpoint.directory = directory
-    checkpoint.flavor = flavor_of(names, directory, checkpoint.extra)
+    if checkpoint.flavor == PLAIN:
+        checkpoint.flavor = flavor_of(names, directory, checkpoint.extra)
     flavor = flavor_named(checkpoint.flavor)
     if flavor is not None:
         checkpoint.evidence = (*checkpoint.evidence, f"flavor {flavor.name}: names of {flavor.title}")
     return checkpoint
+
+
+def _resumed(names: Sequence[str]) -> bool:
+    """Whether these are the names of a producer that goes on training from its files."""
+    flavor = recognise(names)
+    return flavor is not None and any(form.optim is not None for form in flavor.forms)
 
 
 def _parent(path: str) -> str:
@@ -264,28 +296,6 @@ def _parent_quoted(path: str) -> str:
     return shlex.quote(_parent(path))
 
 
-def _missing(source: str) -> SourceMissingError:
-    """Where the path stops to exist, for most misspellings are in one word of it."""
-    if not source:
-        why, next_step = "SRC is empty: a shell variable without a value, most likely", "name a file or a directory"
-    elif is_url(source):
-        why, next_step = "the URL is misspelt, or this account may not see it", "check the URL and the credentials"
-    elif source.startswith("~"):
-        why, next_step = "the shell replaces ~ only where it is not quoted", "write the path without quotes around ~"
-    else:
-        above, file = source.rstrip("/"), False
-        while above and not (file := os.path.isfile(above)) and not os.path.isdir(above):
-            above = os.path.dirname(above.rstrip("/"))
-        if file:
-            why, next_step = f"{above} is a file: nothing lies below it", f"give {shlex.quote(above)} itself"
-        else:
-            why = "the path is misspelt, or the disk is not mounted here"
-            next_step = f"ls {shlex.quote(above or ('/' if source.startswith('/') else '.'))}  # shows what is there"
-    return SourceMissingError(
-        f"{source} does not exist" if source else "no source was named", file=source, why=why, next_step=next_step
-    )
-
-
 def _kind(tree: Tree) -> str:
     return "tensor" if isinstance(tree.root, Tensor) else type(tree.root).__name__
 
@@ -294,7 +304,7 @@ def _not_carried(listing: Listing) -> list[Note]:
     if not listing.not_carried:
         return []
     shown = ", ".join(listing.not_carried[:6]) + (", ..." if len(listing.not_carried) > 6 else "")
-    return [Note("not-carried", f"not carried from {listing.path}: {shown}")]
+    return [Note("not-carried", f"not carried from {listing.path}: {shown}", keys=tuple(listing.not_carried))]
 
 
 def _several(path: str, candidates: list[str]) -> NeedsInformationError:

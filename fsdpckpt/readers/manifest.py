@@ -13,9 +13,10 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from fsdpckpt.flavors.table import flavor_named
-from fsdpckpt.ir.checkpoint import Checkpoint, Manifest, Note, OptimState, Problem, StatedFile
+from fsdpckpt.ir.checkpoint import Checkpoint, Layout, Manifest, Note, OptimState, Problem, StatedFile
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.readers.flavors import MANIFEST
+from fsdpckpt.readers.manifest_listing import check_listing, listed
 from fsdpckpt.readers.units_beside import BesideUnits, units_in_manifest
 from fsdpckpt.storage.sources import Sources
 
@@ -26,6 +27,7 @@ SEAL = ',\n "crc32": "'
 
 _SEAL_END = b'"\n}\n'
 _CRC_DIGITS = 8
+_MOST_DIGITS = 20  # of an id: Python refuses to read a number of thousands of them
 _SMALL = (".metadata", ".json")  # files that are read anyway, whose bytes decide what the others mean
 _CRC = re.compile("[0-9a-f]{8}")
 
@@ -45,12 +47,14 @@ def with_manifest(checkpoint: Checkpoint, directory: str, names: Collection[str]
         notes = (Note("manifest", problem.message) for problem in problems)  # a conversion tells of these
         return replace(checkpoint, problems=(*checkpoint.problems, *problems), notes=(*checkpoint.notes, *notes))
     manifest = _manifest(directory, document)
-    contradictions = _contradictions(manifest, names, sources)
+    there = listed(manifest, sources)
+    checkpoint.problems = (*checkpoint.problems, *check_listing(manifest, there))
+    contradictions = _contradictions(manifest, there, sources)
     if contradictions:
         return replace(checkpoint, manifest=manifest, problems=(*checkpoint.problems, *contradictions))
-    listed = units_in_manifest(document, manifest.path)
-    if listed is not None:  # it was written with these very files
-        with_units(checkpoint, listed)
+    units = units_in_manifest(document, manifest.path)
+    if units is not None:  # it was written with these very files
+        with_units(checkpoint, units)
     optim = checkpoint.optim
     if document.get("key_type") == "id" and optim is not None:
         checkpoint.optim = _with_ids(optim)
@@ -65,7 +69,8 @@ def with_manifest(checkpoint: Checkpoint, directory: str, names: Collection[str]
 def with_units(checkpoint: Checkpoint, found: BesideUnits) -> None:
     """Give ``checkpoint`` the units that were found."""
     checkpoint.units, checkpoint.units_from = found.units, found.path
-    checkpoint.notes = (*checkpoint.notes, *found.notes)
+    if checkpoint.layout is Layout.FLATTENED or (checkpoint.optim is not None and checkpoint.optim.key_type == "id"):
+        checkpoint.notes = (*checkpoint.notes, *found.notes)  # where nothing is flat nobody needs to choose
     if found.units is not None:
         checkpoint.evidence = (*checkpoint.evidence, f"{found.path} says what lies in flat parameters")
 
@@ -116,9 +121,20 @@ def _files(listed: object) -> dict[str, StatedFile]:
     found: dict[str, StatedFile] = {}
     for name, entry in listed.items() if isinstance(listed, dict) else ():
         nbytes, crc = (entry.get("nbytes"), entry.get("crc32")) if isinstance(entry, dict) else (None, None)
-        if isinstance(name, str) and isinstance(nbytes, int) and isinstance(crc, str) and _CRC.fullmatch(crc):
+        if (
+            isinstance(name, str)
+            and _inside(name)
+            and isinstance(nbytes, int)
+            and isinstance(crc, str)
+            and _CRC.fullmatch(crc)
+        ):
             found[name] = StatedFile(nbytes, int(crc, 16))
     return found
+
+
+def _inside(name: str) -> bool:
+    """Whether a file of this name lies in the directory: no other one is looked at."""
+    return "\0" not in name and not name.startswith("/") and not {"", ".", ".."} & set(name.split("/"))
 
 
 def _digests(listed: object) -> dict[str, str]:
@@ -154,6 +170,8 @@ def _forget_management(checkpoint: Checkpoint, undetermined: object) -> None:
 
 def _with_ids(optim: OptimState) -> OptimState:
     """Ids that a container wrote as strings and no param group tells of."""
-    if optim.param_groups or not all(isinstance(key, int) or key.isdecimal() for key in optim.state):
+    if optim.param_groups or not all(
+        isinstance(key, int) or (key.isdecimal() and len(key) < _MOST_DIGITS) for key in optim.state
+    ):
         return optim
     return OptimState({int(key): states for key, states in optim.state.items()}, optim.param_groups, optim.extra)

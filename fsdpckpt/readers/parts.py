@@ -8,12 +8,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 
 from fsdpckpt.containers.safetensors_header import looks_like_safetensors
 from fsdpckpt.errors import SourceIncompleteError
 from fsdpckpt.flavors.table import export_files
+from fsdpckpt.ir.checkpoint import Section
 from fsdpckpt.readers.flavors import EXTRA_STEM, MANIFEST, UNITS, auxiliary
-from fsdpckpt.readers.rank_sets import RankSet, group_ranks
+from fsdpckpt.readers.rank_sets import MOST_NAMED, RankSet, group_ranks
 from fsdpckpt.readers.tree import FileTable, Tree
 from fsdpckpt.storage.protocol import UPLOADING
 from fsdpckpt.storage.sources import Entry, Sources
@@ -70,10 +72,11 @@ def file_part(path: str, nbytes: int, sources: Sources) -> Part | None:
     return None
 
 
-def list_parts(path: str, sources: Sources, *, locate: bool) -> Listing:
+def list_parts(path: str, sources: Sources, *, locate: bool, only: Section | None = None) -> Listing:
     """What lies directly in the directory ``path``.
 
-    Raises SourceIncompleteError naming every rank file that a set of rank files lacks.
+    Raises SourceIncompleteError naming every rank file that a set of rank files lacks; with ``only``, of other sections
+    than that one sets that lack files are left out.
     """
     from fsdpckpt.readers.dcp_directory import is_dcp
 
@@ -84,10 +87,11 @@ def list_parts(path: str, sources: Sources, *, locate: bool) -> Listing:
     files = {entry.name: entry for entry in entries if not entry.directory and entry.name not in exports}
     listing = Listing(path, names, not_carried=sorted(exports))
     listing.directories = [entry for entry in entries if entry.directory and not entry.name.startswith(".")]
+    listing.not_carried += [f"{entry.name}/" for entry in entries if entry.directory and entry.name.startswith(".")]
     if is_dcp(files):
         listing.parts.append(_dcp_part(path, locate=locate))
     rest = _safetensors_parts(path, files, listing, sources)
-    _torch_parts([files[name] for name in rest], listing, sources)
+    _torch_parts([files[name] for name in rest], listing, sources, only)
     return listing
 
 
@@ -163,7 +167,7 @@ def _safetensors_parts(path: str, files: Mapping[str, Entry], listing: Listing, 
     return rest
 
 
-def _torch_parts(entries: Iterable[Entry], listing: Listing, sources: Sources) -> None:
+def _torch_parts(entries: Iterable[Entry], listing: Listing, sources: Sources, only: Section | None) -> None:
     """Add rank sets and single torch files; everything else is listed as not carried."""
     torch: dict[str, Entry] = {}
     sources.warm([entry.path for entry in entries if entry.name.endswith(_TORCH_SUFFIXES)])
@@ -175,6 +179,11 @@ def _torch_parts(entries: Iterable[Entry], listing: Listing, sources: Sources) -
         else:
             torch[entry.name] = entry
     sets, single = group_ranks(torch)
+    _share_world_size(sets)
+    if only is not None:
+        unwanted = [found for found in sets if found.absent and _section_of(found.stem) not in (None, only)]
+        sets = [found for found in sets if found not in unwanted]
+        listing.not_carried += [name for found in unwanted for name in found.files.values()]
     _require_all_ranks(sets, listing.path, {entry.name: entry.nbytes for entry in entries})
     for found in sets:
         listing.parts.append(_ranks_part(found, torch, listing.path))
@@ -209,19 +218,29 @@ def _ranks_part(found: RankSet, torch: Mapping[str, Entry], directory: str) -> P
     return Part(label, found.stem, read, found.bare, neighbour=not _SECTION.search(found.stem))
 
 
-def _require_all_ranks(sets: list[RankSet], directory: str, sizes: Mapping[str, int]) -> None:
-    """Every set has ranks 0 .. W-1; sets whose names say ``rank`` but not how many share the largest W found."""
+def _section_of(stem: str) -> Section | None:
+    """The section that rank files of this stem hold, where it says so."""
+    words = {Section.OPTIM: "optim", Section.EXTRA: EXTRA_STEM, Section.MODEL: "model"}
+    return next((section for section, word in words.items() if word in stem), None)
+
+
+def _share_world_size(sets: list[RankSet]) -> None:
+    """Sets whose names say ``rank`` but not how many share the largest world size found."""
     shared = max((found.world_size for found in sets if found.world is None and not found.bare), default=0)
-    missing: list[str] = []
     for found in sets:
         if found.world is None and not found.bare:
             found.world = shared
-        missing.extend(found.missing())
+
+
+def _require_all_ranks(sets: list[RankSet], directory: str, sizes: Mapping[str, int]) -> None:
+    """Every set has ranks 0 .. W-1."""
+    count = sum(found.absent for found in sets)
+    missing = list(islice((name for found in sets for name in found.missing()), MOST_NAMED))
     if missing:
         damaged = sum(name in sizes for name in missing)
         raise SourceIncompleteError(
-            f"{directory}: {len(missing)} rank {'file is' if len(missing) == 1 else 'files are'} "
-            + ("missing" if not damaged else "damaged" if damaged == len(missing) else "missing or damaged"),
+            f"{directory}: {count} rank {'file is' if count == 1 else 'files are'} "
+            + ("missing" if not damaged else "damaged" if damaged == count else "missing or damaged"),
             details=[
                 name if name not in sizes else f"{name} is no torch.save file ({sizes[name]} bytes)" for name in missing
             ],

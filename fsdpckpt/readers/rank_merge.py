@@ -49,8 +49,8 @@ class _Place(Enum):
 class Merge:
     """One merge of the state dicts of ``ranks``, whose values lie in ``files`` (numbers, same order).
 
-    ``sharded``: some value is distributed, so plain tensors are whole on every rank. After ``value``: ``problems`` and
-    ``rank_values`` (as in ``Tree``), ``slices``: how many tensors are certain to be slices.
+    ``sharded``: some value is distributed, so plain tensors are whole on every rank. After ``value``: ``problems``,
+    ``rank_values`` and ``absences`` (as in ``Tree``), ``slices``: how many tensors are certain to be slices.
     """
 
     def __init__(self, ranks: Sequence[int], files: Sequence[int], *, sharded: bool) -> None:
@@ -60,6 +60,7 @@ class Merge:
         self.slices = 0
         self.problems: list[Problem] = []
         self.rank_values: dict[tuple[Value, ...], tuple[Value, ...]] = {}
+        self.absences: dict[tuple[Value, ...], frozenset[int]] = {}
 
     def value(self, values: Sequence[object], path: _Path = (), place: _Place = _Place.ANYWHERE) -> Value:
         """The merged value of what each rank has at ``path``, in the order of the ranks."""
@@ -105,6 +106,8 @@ class Merge:
         holders: set[int] = set()
         for value in column:
             _collect_holders(value, holders)
+        if not holders:
+            self.absences[cast("tuple[Value, ...]", path)] = frozenset(absent)
         absent = [rank for rank in absent if not holders or rank in holders]
         if not absent:
             return

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from fsdpckpt.containers.zip_read import top_folder
 from fsdpckpt.errors import SourceCorruptError
+from fsdpckpt.flavors.table import copied_by_rank
 from fsdpckpt.ir.checkpoint import Checkpoint, Problem, Section
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.readers.rank_sets import named_rank
@@ -20,12 +21,16 @@ __all__ = ["check_names", "slices_of_one_rank"]
 
 def check_names(paths: Mapping[int, str], sources: Sources) -> None:
     """Raises SourceCorruptError listing the files among ``paths`` (rank to path) that another rank, or a run of
-    another number of ranks, saved. A file saved under a name of another pattern, or without one, says nothing."""
+    another number of ranks, saved. A file saved under a name of another pattern, or without one, says nothing; nor do
+    files that a conversion to more ranks copies (random states)."""
     swapped: list[str] = []
     stale: list[str] = []
     first: str | None = None
     for rank, path in sorted(paths.items()):
-        stem = path.replace("\\", "/").rpartition("/")[2].rpartition(".")[0]
+        name = path.replace("\\", "/").rpartition("/")[2]
+        stem = name.rpartition(".")[0]
+        if copied_by_rank(name):
+            continue
         was = top_folder(sources.open(path))
         named, saved = named_rank(stem), named_rank(was)
         if was == stem or named is None or saved is None or named[:2] != saved[:2]:

@@ -1,7 +1,8 @@
 """Group file names that differ only in a rank number: one set is one checkpoint, a rank a file.
 
 Patterns: ``model_world_size_4_rank_0.pt`` (verl, and what this program writes), ``pytorch_model_fsdp_0_rank3.bin``
-(accelerate), ``model_0.pt``. The number of a step or an epoch is no rank.
+(accelerate), ``rank0-of-4-optimizer.pt`` and ``run_rank-00000000-of-00000004.pth`` (torch_xla), ``last-shard0.pt``
+(fairscale), ``model_0.pt``. The number of a step or an epoch is no rank.
 """
 
 from __future__ import annotations
@@ -9,11 +10,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
-__all__ = ["NamedRank", "RankSet", "group_ranks", "named_rank"]
+from fsdpckpt.containers.torch_mesh import MAX_RANKS
+
+__all__ = ["MOST_NAMED", "NamedRank", "RankSet", "group_ranks", "named_rank"]
+
+MOST_NAMED = 1 << 16  # missing files that are named: one number in a file name can ask for a million
 
 _WITH_WORLD = re.compile(r"^(?P<stem>.+?)[_-]world_size_(?P<world>\d+)_rank_(?P<rank>\d+)(?P<suffix>\.[^.]+)$")
+_OF_WORLD = re.compile(
+    r"^(?P<head>|.*?[_.-])rank-?(?P<rank>\d+)-of-(?P<world>\d+)(?P<tail>(?:[_.-].*?)?)(?P<suffix>\.[^.]+)$"
+)
+_SHARD = re.compile(r"^(?P<stem>.+?[_.-]shard)[_-]?(?P<rank>\d+)(?P<suffix>\.[^.]+)$")
 _WITH_WORD = re.compile(r"^(?P<stem>.+?)[_.-]?rank[_-]?(?P<rank>\d+)(?P<suffix>\.[^.]+)$")
 _BARE = re.compile(r"^(?P<stem>.+)[_.-](?P<rank>\d+)(?P<suffix>\.[^.]+)$")
 _NO_RANK = re.compile(
@@ -40,15 +50,22 @@ class RankSet:
 
     def name(self, rank: int) -> str:
         """The file name that ``rank`` has or would have."""
-        known_rank, known = next(iter(self.files.items()))
+        known = next(iter(self.files.values()))
         if rank in self.files:
             return self.files[rank]
-        head, _, tail = known.rpartition(str(known_rank))
-        return f"{head}{rank}{tail}"
+        begin, end = _rank_in(known)
+        digits = end - begin if known[begin] == "0" else 0
+        return f"{known[:begin]}{rank:0{digits}}{known[end:]}"
+
+    @property
+    def absent(self) -> int:
+        """How many of the ranks 0 .. world_size - 1 have no file."""
+        return self.world_size - len(self.files)
 
     def missing(self) -> list[str]:
-        """Names of the files that ranks 0 .. world_size - 1 should have."""
-        return [self.name(rank) for rank in range(self.world_size) if rank not in self.files]
+        """Names of the files that these should have, at most ``MOST_NAMED``."""
+        absent = (rank for rank in range(self.world_size) if rank not in self.files)
+        return [self.name(rank) for rank in islice(absent, MOST_NAMED)]
 
 
 class NamedRank(NamedTuple):
@@ -87,19 +104,37 @@ def group_ranks(names: Iterable[str]) -> tuple[list[RankSet], list[str]]:
     return accepted, sorted(single)
 
 
-def _parse(name: str) -> tuple[tuple[str, str, int | None, bool] | None, int]:
-    found = _WITH_WORLD.match(name)
-    if found:
-        return (found["stem"], found["suffix"], int(found["world"]), False), int(found["rank"])
-    found = _WITH_WORD.match(name)
-    if found:
-        return (found["stem"], found["suffix"], None, False), int(found["rank"])
+def _match(name: str) -> re.Match[str] | None:
+    for pattern in (_WITH_WORLD, _OF_WORLD, _WITH_WORD, _SHARD):
+        found = pattern.match(name)
+        if found and _possible(found):
+            return found
     found = _BARE.match(name)
-    if found and not _NO_RANK.search(found["stem"]):
-        return (found["stem"], found["suffix"], None, True), int(found["rank"])
-    return None, 0
+    return found if found and _possible(found) and not _NO_RANK.search(found["stem"]) else None
+
+
+def _possible(found: re.Match[str]) -> bool:
+    """Whether there can be so many ranks; a larger number in a name is something else."""
+    return all(int(number) < MAX_RANKS for name, number in found.groupdict().items() if name in ("rank", "world"))
+
+
+def _rank_in(name: str) -> tuple[int, int]:
+    """Where the rank stands in a name that follows a pattern."""
+    found = _match(name)
+    return found.span("rank") if found else (len(name), len(name))
+
+
+def _parse(name: str) -> tuple[tuple[str, str, int | None, bool] | None, int]:
+    found = _match(name)
+    if found is None:
+        return None, 0
+    words = found.groupdict()
+    stem = words["stem"] if "stem" in words else f"{words['head']}{words['tail']}".strip("_.-") or "rank"
+    world = int(words["world"]) if "world" in words else None
+    bare = found.re in (_SHARD, _BARE)
+    return (stem, words["suffix"], world, bare), int(words["rank"])
 
 
 def _plausible(found: RankSet) -> bool:
     """Bare numbers are ranks when several count from 0 with few holes: 0, 1, 3 do; 0, 1000, 2000 are steps."""
-    return len(found.files) > 1 and 0 in found.files and len(found.missing()) < len(found.files)
+    return len(found.files) > 1 and 0 in found.files and found.absent < len(found.files)

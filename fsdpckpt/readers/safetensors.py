@@ -10,7 +10,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from itertools import chain, islice
+from math import prod
 
+from fsdpckpt.containers.brief import brief
 from fsdpckpt.containers.safetensors_header import Header, HeaderTensor, read_header
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError
 from fsdpckpt.ir.checkpoint import Container, Layout, Note
@@ -24,8 +27,9 @@ __all__ = ["read_safetensors", "read_safetensors_index", "sharding_info"]
 
 _MAX_INDEX_BYTES = 1 << 28  # of a million tensors
 _SHARDING_KEY = "DCP_SHARDING_INFO"
-_RANK_SHARD = re.compile(r"shard-(\d+)-")
-_PART = re.compile(r"^(?:shard-\d+-)?(?P<stem>.*?)-(?P<number>\d+)-of-(?P<total>\d+)\.safetensors$")
+_RANK_SHARD = re.compile(r"shard-(\d{1,6})-")
+_PART = re.compile(r"^(?:shard-\d+-)?(?P<stem>.*?)-(?P<number>\d{1,6})-of-(?P<total>\d{1,6})\.safetensors$")
+_MOST_NAMED = 1 << 16  # missing shards that are named: one number in a file name can ask for a million
 
 
 def read_safetensors(paths: Sequence[str], files: FileTable, sources: Sources) -> Tree:
@@ -131,17 +135,19 @@ def _require_all_parts(paths: Sequence[str]) -> None:
         shard = _RANK_SHARD.match(name)
         if shard is not None:
             ranks.add(int(shard[1]))
-    missing = [
+    missing = (
         f"{stem}-{number:05d}-of-{total:05d}.safetensors"
         for (stem, total), numbers in sorted(parts.items())
         for number in range(1, total + 1)
         if number not in numbers
-    ]
-    missing += [f"shard-{rank:05d}-*.safetensors" for rank in range(1, max(ranks, default=0)) if rank not in ranks]
-    if missing:
+    )
+    below = (f"shard-{rank:05d}-*.safetensors" for rank in range(1, max(ranks, default=0)) if rank not in ranks)
+    named = list(islice(chain(missing, below), _MOST_NAMED))
+    if named:
+        more = " or more" if len(named) == _MOST_NAMED else ""
         raise SourceIncompleteError(
-            f"{len(missing)} safetensors shards are missing",
-            details=missing,
+            f"{len(named)}{more} safetensors shards are missing",
+            details=named,
             why="the download or the save did not finish, or a rank's files lie on another machine",
             next_step="copy all shards into one directory",
             file=paths[0],
@@ -199,7 +205,7 @@ def _tree(headers: Sequence[tuple[str, Header]], files: FileTable, sources: Sour
             if offsets is None or len(box.start) != len(known.shape) or tensor.dtype is not known.dtype:
                 raise _contradiction(known, tensor, (holders[key], path))
             known.boxes.append(box)
-    tensors = build_tensors([_whole(tensor) for tensor in chunked.values()], world_size=ranks)
+    tensors = build_tensors([_whole(tensor, holders[tensor.key]) for tensor in chunked.values()], world_size=ranks)
     tree = Tree({}, _layout(tensors, ranks), Container.SAFETENSORS, ranks)
     tree.root = assemble(tensors, documents, tree)
     tree.evidence.append(f"{len(headers)} safetensors file(s) with {len(tensors)} tensors")
@@ -221,12 +227,23 @@ def _contradiction(known: ChunkedTensor, other: HeaderTensor, paths: tuple[str, 
     )
 
 
-def _whole(tensor: ChunkedTensor) -> ChunkedTensor:
-    """With the global shape: as far as the farthest chunk reaches (``hf_storage.py`` reads it the same way)."""
+def _whole(tensor: ChunkedTensor, file: str) -> ChunkedTensor:
+    """With the global shape: as far as the farthest chunk reaches (``hf_storage.py`` reads it the same way).
+
+    Raises SourceCorruptError, naming ``file``, when no tensor can be that large.
+    """
     boxes = tensor.boxes
     if len(boxes) == 1 and not any(boxes[0].start):
         return tensor
     shape = tuple(max(box.start[dim] + box.size[dim] for box in boxes) for dim in range(len(tensor.shape)))
+    if prod(filter(None, shape)) * tensor.dtype.itemsize >= 1 << 63:
+        raise SourceCorruptError(
+            f"{file}: {_SHARDING_KEY} places {tensor.key} where no tensor reaches",
+            file=file,
+            key=tensor.key,
+            found=brief(shape),
+            why="the file was edited or damaged",
+        )
     return tensor._replace(shape=shape)
 
 

@@ -291,6 +291,18 @@ def _without(value: Value, path: _Path) -> Value:
     return value
 
 
+def without(value: Value, path: tuple[Key, ...]) -> Value:
+    """A copy of ``value`` without the key at ``path``, ``value`` itself where there is none."""
+    if not isinstance(value, dict) or path[0] not in value:
+        return value
+    copy = type(value)(value)
+    if len(path) == 1:
+        del copy[path[0]]
+    else:
+        copy[path[0]] = without(value[path[0]], path[1:])
+    return copy
+
+
 def replaced(value: Value, path: tuple[Key, ...], new: Value) -> Value:
     """A copy of ``value`` with ``new`` at ``path``; only the containers on the way are copied."""
     if not path:

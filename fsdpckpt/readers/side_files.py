@@ -68,7 +68,8 @@ def side_files(checkpoint: Checkpoint, target: Flavor, world_size: int | None, s
     if chosen:
         taken.notes.append(_note("carried", "copied as they are", list(chosen)))
     used = {name.partition("/")[0] for name in chosen.values()}
-    left = [name for name in beside if name not in used]
+    hidden = [name for name in sorted(entries) if name.startswith(".") and not _is_state(entries[name], source, set())]
+    left = [*(name for name in beside if name not in used), *hidden]
     if left:
         taken.notes.append(_note("not-carried", f"not carried from {checkpoint.directory}", left))
     return taken
@@ -80,16 +81,19 @@ def _note(kind: str, what: str, names: list[str]) -> Note:
 
 
 def _beside(entries: Mapping[str, Entry], flavor: Flavor | None, read: set[str]) -> dict[str, Entry]:
-    """What lies beside the state itself: by the producer's names, without one what was not ``read``."""
-    state = re.compile(flavor.state) if flavor is not None else None
-    own = (MANIFEST, UNITS)
+    """What is to be seen beside the state itself."""
     return {
         name: entry
         for name, entry in sorted(entries.items())
-        if name not in own
-        and not name.startswith(".")
-        and not (state.search(name) if state is not None else entry.path in read)
+        if not name.startswith(".") and not _is_state(entry, flavor, read)
     }
+
+
+def _is_state(entry: Entry, flavor: Flavor | None, read: set[str]) -> bool:
+    """By the producer's names; without a producer what was ``read``."""
+    if entry.name in (MANIFEST, UNITS, ".metadata"):
+        return True
+    return entry.path in read if flavor is None else re.search(flavor.state, entry.name) is not None
 
 
 def _below(directory: Entry, name: str, sources: Sources) -> dict[str, Entry]:
@@ -117,8 +121,7 @@ def _by_rank(
 ) -> dict[str, str]:
     """``chosen`` with the files of ranks for ``world_size`` ranks."""
     for kind in rank_files:
-        pattern = re.compile(re.escape(kind.name).replace(re.escape("{rank}"), r"(\d+)") + "$")
-        own = {int(found[1]): name for name in chosen if (found := pattern.match(name))}
+        own = {rank: name for name in chosen if (rank := kind.rank_of(name)) is not None}
         if kind.single in chosen and not own:
             own = {0: str(kind.single)}
         if not own or world_size is None or sorted(own) == list(range(world_size)):

@@ -16,6 +16,7 @@ from fsdpckpt.ir.values import Value, walk
 from fsdpckpt.readers.flat_slices import flat_parameter_keys
 from fsdpckpt.readers.rank_merge import Merge
 from fsdpckpt.readers.rank_names import check_names
+from fsdpckpt.readers.recorded import recorded
 from fsdpckpt.readers.sections import split
 from fsdpckpt.readers.tree import FileTable, Tree
 from fsdpckpt.storage.sources import Sources
@@ -41,22 +42,28 @@ def read_torch_ranks(paths: Mapping[int, str], files: FileTable, sources: Source
         source = sources.open(paths[rank])
         numbers.append(files.add(paths[rank], source.nbytes))
         archives.append(read_archive(source, numbers[-1]))
+    named = recorded(archives, ranks, paths)
+    archives = named.archives
     _check_ranks(paths, ranks, archives)
     silent = [rank for rank, archive in zip(ranks, archives, strict=True) if not archive.ranks]
     check_names({rank: paths[rank] for rank in silent}, sources)
     forms = sorted({form for archive in archives for form in archive.forms})
-    tree = Tree(None, Layout.SHARDED if forms else Layout.FULL, Container.TORCH, len(ranks))
+    tree = Tree(None, Layout.SHARDED if forms else Layout.FULL, Container.TORCH, len(ranks), flavor=named.library)
     merge = Merge(ranks, numbers, sharded=bool(forms))
     tree.root = merge.value([archive.root for archive in archives])
     _recognise_slices(tree, merge)
     tree.problems.extend(merge.problems)
     tree.rank_values.update(merge.rank_values)
+    tree.absences.update(merge.absences)
     for archive in archives:
         tree.checksums.extend(archive.checksums)
         tree.notes.extend(archive.notes)
         tree.devices |= archive.devices
     _separate_extras(tree, files, sources, extras=extras)
     tree.evidence.append(_evidence(paths, ranks, forms))
+    tree.evidence.extend(named.evidence)
+    tree.problems.extend(named.problems)
+    tree.notes.extend(named.notes)
     return tree
 
 

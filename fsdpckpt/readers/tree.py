@@ -36,8 +36,9 @@ class Tree:
 
     ``rank_values``: for per-rank files, the non-tensor leaves (and plain tensors of extras) that differ between ranks:
     path -> value of each rank, index = rank (None where that rank has no such key). ``root`` has rank 0's.
+    ``absences``: the same files' keys that some ranks lack: path -> those ranks.
     ``checksums``: rows (file, offset, nbytes, crc). ``world_size``: how many ranks wrote it, from the metadata.
-    ``devices``: the device types of the meshes of DTensors.
+    ``devices``: the device types of the meshes of DTensors. ``flavor``: the producer where the content says it, or "".
     """
 
     root: Value
@@ -45,8 +46,10 @@ class Tree:
     container: Container
     world_size: int
     rank_values: dict[tuple[Value, ...], tuple[Value, ...]] = field(default_factory=dict)
+    absences: dict[tuple[Value, ...], frozenset[int]] = field(default_factory=dict)
     checksums: list[tuple[int, int, int, int]] = field(default_factory=list)
     evidence: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
     devices: set[str] = field(default_factory=set)
+    flavor: str = ""

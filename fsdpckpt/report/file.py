@@ -6,18 +6,27 @@ import os
 import shlex
 
 from fsdpckpt.describe import Description
-from fsdpckpt.errors import TargetExistsError, TargetUnwritableError
+from fsdpckpt.errors import TargetExistsError, TargetUnwritableError, UsageError
 from fsdpckpt.report.page import MARK, page
+from fsdpckpt.storage.protocol import is_url
 
-__all__ = ["write_report"]
+__all__ = ["check_report", "write_report"]
+
+
+def check_report(path: str, source: str) -> None:
+    """Raises UsageError for a path in the checkpoint at ``source``, TargetExistsError when something else is there,
+    TargetUnwritableError for what cannot be a file.
+    """
+    _refuse_source(path, source)
+    _require_free(path)
 
 
 def write_report(described: Description, path: str) -> int:
     """Write the page for ``described`` to ``path``; returns its length in bytes.
 
-    Raises TargetExistsError when something else is there, TargetUnwritableError.
+    Raises what ``check_report`` does.
     """
-    _require_free(path)
+    check_report(path, described.checkpoint.source)
     content = page(described).encode("utf-8", "backslashreplace")
     beside = f"{path}.{os.getpid()}.tmp"
     try:
@@ -35,15 +44,41 @@ def write_report(described: Description, path: str) -> int:
     return len(content)
 
 
+def _refuse_source(path: str, source: str) -> None:
+    """Nothing is ever written into a checkpoint; ``-`` is no file, and stdout has the summary."""
+    if path in ("", "-"):
+        raise UsageError("--report takes the name of a file", found=repr(path), next_step="--report report.html")
+    if is_url(path):
+        raise UsageError(f"--report {path}: a report is a file of this machine", next_step="--report report.html")
+    if not is_url(source) and os.path.isdir(source):
+        real, inside = os.path.realpath(path), os.path.realpath(source)
+        if os.path.commonpath([real, inside]) == inside:
+            raise UsageError(
+                f"--report {path} lies inside the source, which is never written to",
+                file=path,
+                next_step="give --report a file outside of SRC",
+            )
+
+
 def _require_free(path: str) -> None:
     """Raises when ``path`` is there and is not an earlier report."""
+    if os.path.isdir(path):
+        raise TargetExistsError(
+            f"{path} is a directory, and the report is one file",
+            file=path,
+            next_step=f"--report {shlex.quote(os.path.join(path, 'report.html'))}",
+        )
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise TargetUnwritableError(
+            f"{path} is a pipe or a device, and the report is a file", file=path, next_step="--report report.html"
+        )
     try:
         with open(path, "rb") as file:
             if file.read(len(MARK)) == MARK.encode():
                 return
     except FileNotFoundError:
         return
-    except OSError:  # a directory, or a file of somebody else's: neither is ours to replace
+    except OSError:  # a file of somebody else's: not ours to replace
         pass
     raise TargetExistsError(
         f"{path} is there, and is no report that inspect --report made",

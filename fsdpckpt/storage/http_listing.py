@@ -14,11 +14,20 @@ from urllib.parse import quote, unquote, urlsplit
 
 from fsdpckpt.errors import SourceMissingError, SourceUnrecognisedError
 from fsdpckpt.storage.extents import Extents
+from fsdpckpt.storage.http_page import fetch_links
 from fsdpckpt.storage.identity import FileIdentity
 from fsdpckpt.storage.protocol import UPLOADING
 from fsdpckpt.storage.remote_errors import Unavailable, store_errors, tried
 from fsdpckpt.storage.remote_file import REQUESTS, RemoteFile
-from fsdpckpt.storage.remote_ranges import fetcher, http_headers, http_tag, http_timeout, no_ranges
+from fsdpckpt.storage.remote_ranges import (
+    MOST_DIGITS,
+    fetcher,
+    http_headers,
+    http_tag,
+    http_timeout,
+    no_ranges,
+    require_plain,
+)
 
 __all__ = ["look", "names"]
 
@@ -85,8 +94,9 @@ def _first_byte(url: str) -> FileIdentity | bool:
         session = await filesystem.set_session()
         options = {"timeout": http_timeout(), **filesystem.kwargs, "headers": http_headers(filesystem, 0, 1)}
         async with session.get(filesystem.encode_url(url), **options) as answer:
+            require_plain(url, answer.headers)
             total = answer.headers.get("Content-Range", "").rpartition("/")[2]
-            if answer.status in (206, 416) and total.isdecimal():
+            if answer.status in (206, 416) and total.isdecimal() and len(total) < MOST_DIGITS:
                 return FileIdentity(url, int(total), tag=http_tag(answer.headers))
             if answer.status in _NOT_HERE:
                 return bool(answer.url.path.endswith("/"))
@@ -114,18 +124,18 @@ def _links(directory: str) -> list[str]:
 
     def links() -> list[str]:
         try:
-            return list(filesystem.ls(f"{directory}/", detail=False))
+            return fetch_links(filesystem, f"{directory}/")
         except store_errors() as error:
             if isinstance(error, FileNotFoundError) or getattr(error, "status", None) in _NOT_HERE:
                 return []  # no page: then what lies there is looked for by its names
             raise
 
     found = tried(links, url=directory, doing="listing it")
-    base = urlsplit(directory).path.rstrip("/") + "/"
+    base = unquote(urlsplit(directory).path).rstrip("/") + "/"  # servers and users escape differently
     names = []
     for link in found:
-        path = urlsplit(link).path
-        name = unquote(path[len(base) :]) if path.startswith(base) else ""
+        path = unquote(urlsplit(link).path)
+        name = path[len(base) :] if path.startswith(base) else ""
         if name.strip("/") and "/" not in name.rstrip("/"):
             names.append(_join(directory, name))
     return sorted(set(names))

@@ -17,6 +17,17 @@ from fsdpckpt.storage.protocol import ends_too_early
 __all__ = ["LocalFile", "MemoryFile", "ZeroFile"]
 
 
+def _absent(path: str) -> SourceMissingError:
+    if os.path.islink(path):
+        return SourceMissingError(
+            f"{path} is a link to {os.readlink(path)}, which does not exist",
+            file=path,
+            why="a download into a cache did not finish, or what the link names was moved or not copied along",
+            next_step="download or copy it again (cp -L, rsync -L), or remove the link",
+        )
+    return SourceMissingError(f"{path} does not exist", file=path, next_step="copy the file to where it is looked for")
+
+
 def _unreadable(path: str, offset: int, error: OSError) -> SourceError:
     return SourceError(
         f"{path} cannot be read at offset {offset}: {error.strerror}",
@@ -35,9 +46,7 @@ class LocalFile:
             # Without O_NONBLOCK opening a pipe would wait for a writer, maybe for ever; files and disks do not mind it.
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError:
-            raise SourceMissingError(
-                f"{path} does not exist", file=path, next_step="copy the file to where it is looked for"
-            ) from None
+            raise _absent(path) from None
         except OSError as error:
             raise SourceError(
                 f"{path} cannot be opened: {error.strerror}",

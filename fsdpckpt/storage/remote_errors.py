@@ -30,15 +30,29 @@ _CLASSES = (
     ("botocore.exceptions", "ClientError"),
     ("requests.exceptions", "RequestException"),
     ("gcsfs.retry", "HttpError"),
+    ("gcsfs.retry", "ChecksumError"),
+    ("google.api_core.exceptions", "GoogleAPIError"),
     ("google.auth.exceptions", "GoogleAuthError"),
     ("azure.core.exceptions", "AzureError"),
 )
 _FINAL_NUMBERS = frozenset(
-    {errno.EINVAL, errno.EPERM, errno.EACCES, errno.ENOENT, errno.ENOSYS, errno.EISDIR, errno.ENOTDIR, errno.EEXIST}
+    {
+        errno.EINVAL,
+        errno.EPERM,
+        errno.EACCES,
+        errno.ENOENT,
+        errno.ENOSYS,
+        errno.EISDIR,
+        errno.ENOTDIR,
+        errno.EEXIST,
+        errno.EREMCHG,
+    }
 )
 _FINAL_NAMES = ("Credential", "ParamValidation", "Auth", "InvalidURL", "NonHttpUrl", "Certificate")
 _FINAL_STATUS = range(400, 500)
 _PASSING_STATUS = frozenset({408, 425, 429})  # timed out, too early, too many requests
+_STATUS_NAMES = ("status", "status_code", "code")  # what aiohttp, azure and gcsfs call it
+_STATUS_WORDS = (("Forbidden: ", 403), ("Bad Request: ", 400))  # where gcsfs raises no class of its own
 
 
 class ShortAnswerError(OSError):
@@ -65,8 +79,8 @@ def store_errors() -> tuple[type[BaseException], ...]:
 
 def final(error: BaseException) -> bool:
     """Whether the same request would get the same answer again."""
-    status = getattr(error, "status", None)
-    if isinstance(status, int):
+    status = _status(error)
+    if status is not None:
         return status in _FINAL_STATUS and status not in _PASSING_STATUS
     if any(part in type(error).__name__ for part in _FINAL_NAMES):
         return True
@@ -89,13 +103,16 @@ def tried(work: Callable[[], T], *, url: str, doing: str, words: Words | None = 
     with the last answer when all attempts failed or another one would be in vain; what ``words`` makes, if given.
     """
     kinds = store_errors()
+    caught: tuple[type[BaseException], ...] = (*kinds, ValueError)
     begun = time.monotonic()
     for attempt in count(1):
         try:
             return work()
         except FsdpckptError:
             raise
-        except kinds as error:
+        except caught as error:
+            if not isinstance(error, kinds) and _status(error) is None:  # no answer of a store's
+                raise
             if attempt == ATTEMPTS or final(error) or time.monotonic() - begun > MOST_SECONDS:
                 raise (words or _source_error)(error, url, doing, attempt) from error
         time.sleep(FIRST_PAUSE * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))  # noqa: S311  # no secret
@@ -103,7 +120,7 @@ def tried(work: Callable[[], T], *, url: str, doing: str, words: Words | None = 
 
 
 def _source_error(error: BaseException, url: str, doing: str, attempts: int) -> SourceError:
-    if isinstance(error, FileNotFoundError):
+    if _missing(error):
         return SourceMissingError(
             f"{url} does not exist",
             file=url,
@@ -116,6 +133,13 @@ def _source_error(error: BaseException, url: str, doing: str, attempts: int) -> 
             file=url,
             why="the credentials are missing or expired, or do not allow it",
             next_step="check the credentials of this store, then run the command again",
+        )
+    if _elsewhere(error):
+        return SourceError(
+            f"{url} cannot be read here: its bucket is in another region",
+            file=url,
+            found=described(error),
+            next_step="set AWS_DEFAULT_REGION to the bucket's region, and AWS_ENDPOINT_URL if it has one of its own",
         )
     tries = f" {attempts} times" if attempts > 1 else ""
     return SourceError(
@@ -131,17 +155,22 @@ def target_error(error: BaseException, url: str, doing: str, attempts: int) -> F
     """As one about a target: what could not be written, and why."""
     denied = _not_allowed(error)
     tries = f" {attempts} times" if attempts > 1 else ""
-    why = "the store or the network between is failing" if attempts > 1 else "the store refused the request"
+    why, next_step = "the store refused the request", "run it again"
     if denied:
         why = "the credentials are missing or expired, or do not allow it"
-    elif isinstance(error, FileNotFoundError):
-        why = "there is no such bucket"
+        next_step = "check the credentials of this store, then run the command again"
+    elif _missing(error):
+        why, next_step = "there is no such bucket or container", "create it or correct its name, then run it again"
+    elif attempts > 1:
+        why = "the store or the network between is failing"
+    elif _elsewhere(error):
+        why = "the bucket is in another region: set AWS_DEFAULT_REGION, and AWS_ENDPOINT_URL if it has one of its own"
     return TargetUnwritableError(
         f"cannot write {url}: {doing} failed{tries}",
         file=url,
         found=described(error),
         why=why,
-        next_step="check the credentials of this store, then run the command again" if denied else "run it again",
+        next_step=next_step,
     )
 
 
@@ -149,6 +178,18 @@ def _not_allowed(error: BaseException) -> bool:
     return isinstance(error, PermissionError) or "Credential" in type(error).__name__ or _status(error) in (401, 403)
 
 
+def _elsewhere(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno == errno.EREMCHG  # how s3fs says "moved permanently"
+
+
+def _missing(error: BaseException) -> bool:
+    return isinstance(error, FileNotFoundError) or _status(error) == 404
+
+
 def _status(error: BaseException) -> int | None:
-    status = getattr(error, "status", None)
-    return status if isinstance(status, int) else None
+    """The HTTP status that a store answered with, None where its package does not tell it."""
+    for name in _STATUS_NAMES:
+        status = getattr(error, name, None)
+        if isinstance(status, int):
+            return status
+    return next((status for words, status in _STATUS_WORDS if str(error).startswith(words)), None)

@@ -16,12 +16,13 @@ from fsdpckpt.storage.remote_errors import ShortAnswerError, Unavailable
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-__all__ = ["Fetch", "fetcher", "http_headers", "http_timeout", "no_ranges"]
+__all__ = ["Fetch", "fetcher", "http_headers", "http_timeout", "no_ranges", "require_plain"]
 
 Fetch = Callable[[int, memoryview], None]
 """(offset, buffer): one attempt to fill the buffer. Raises what the store's package raises, or ShortAnswerError."""
 
 STEP = 4 << 20  # bytes of one request to a store whose answers cannot be streamed into a buffer
+MOST_DIGITS = 20  # of a length: Python refuses to read a number of thousands of them
 STALLED = 30.0  # seconds without a byte after which a server is asked again
 
 
@@ -71,8 +72,10 @@ class _S3:
         )
         body = answer["Body"]
         try:
-            total = str(answer.get("ContentRange", "")).rpartition("/")[2]
-            _require_same(self._identity, f"ETag={answer.get('ETag')}", total)
+            there = str(answer.get("ContentRange", ""))
+            _require_same(self._identity, f"ETag={answer.get('ETag')}", there.rpartition("/")[2])
+            if there or len(buffer) != self._identity.nbytes:  # a server may answer with all of it, where that is asked
+                _require_range(there, offset, len(buffer))
             await _pour(lambda: body.read(1 << 18), buffer)
         finally:
             body.close()
@@ -103,8 +106,11 @@ class _Http:
                 if answer.status == 404:
                     raise FileNotFoundError(self._url)
                 raise Unavailable(answer.status, answer.reason or "")
-            total = answer.headers.get("Content-Range", "").rpartition("/")[2]
-            _require_same(self._identity, http_tag(answer.headers), total)
+            require_plain(self._url, answer.headers)
+            there = answer.headers.get("Content-Range", "")
+            _require_same(self._identity, http_tag(answer.headers), there.rpartition("/")[2])
+            if answer.status == 206:
+                _require_range(there, offset, len(buffer))
             await _pour(answer.content.readany, buffer)
 
 
@@ -120,12 +126,31 @@ async def _pour(more: Callable[[], Awaitable[bytes]], buffer: memoryview) -> Non
 
 
 def _require_same(identity: FileIdentity, tag: str, total: str) -> None:
-    nbytes = int(total) if total.isdecimal() else identity.nbytes
+    nbytes = int(total) if total.isdecimal() and len(total) < MOST_DIGITS else identity.nbytes
     same_kind = tag.partition("=")[0] == identity.tag.partition("=")[0]
     now = FileIdentity(identity.path, nbytes, tag=tag if same_kind else identity.tag)
     change = change_between(identity, now)
     if change is not None:
         raise changed_error(identity.path, change)
+
+
+def _require_range(there: str, offset: int, nbytes: int) -> None:
+    """Raises ShortAnswerError unless ``there``, the Content-Range of an answer, is what was asked for."""
+    wanted = f"bytes {offset}-{offset + nbytes - 1}"
+    if there.partition("/")[0].strip() != wanted:
+        raise ShortAnswerError(f"{there or 'bytes of no stated range'} came, not {wanted}")
+
+
+def require_plain(url: str, headers: Any) -> None:
+    """Raises SourceUnsupportedError when the body of an answer is a compressed form of the file."""
+    encoding = headers.get("Content-Encoding", "identity")
+    if encoding.strip().lower() not in ("", "identity"):
+        raise SourceUnsupportedError(
+            f"{url}: this server compresses what it sends ({encoding}), although it was asked not to",
+            file=url,
+            why="positions in a compressed file are none of the checkpoint's",
+            next_step=f"switch compression off for these files, or download it first (curl -O --compressed {url})",
+        )
 
 
 def http_tag(headers: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from fsdpckpt.errors import SourceError, SourceMissingError, SourceUnrecognisedError
@@ -28,6 +29,7 @@ _PACKAGES = {
     "http": "aiohttp requests",
     "https": "aiohttp requests",
     "abfs": "adlfs",
+    "abfss": "adlfs",
     "az": "adlfs",
     "hf": "huggingface_hub",
 }
@@ -44,24 +46,37 @@ def filesystem_of(url: str) -> tuple[AbstractFileSystem, str]:
 
     try:
         filesystem, name = url_to_fs(url)
-    except ImportError as error:  # fsspec says which package to install
-        raise SourceError(
-            f"{url} cannot be opened: {error}",
-            file=url,
-            why="fsspec opens this kind of URL with a package that is not installed",
-            next_step=f"pip install {_PACKAGES.get(url.partition(':')[0], 'the package named above')}",
-        ) from None
-    except ValueError as error:
-        raise SourceUnrecognisedError(
-            f"{url} cannot be opened: {error}",
-            file=url,
-            next_step="give a path, or a URL that fsspec knows: s3://, gs://, https://, ...",
-        ) from None
+    except (ImportError, ValueError) as error:
+        raise _not_opened(url, error) from None
     if "file" in (filesystem.protocol if isinstance(filesystem.protocol, tuple) else (filesystem.protocol,)):
         raise SourceUnrecognisedError(
             f"{url} is a file of this machine, which is named by its path", file=url, next_step=f"give {name} instead"
         )
     return filesystem, name
+
+
+def _not_opened(url: str, error: ImportError | ValueError) -> SourceError:
+    package = _PACKAGES.get(url.partition(":")[0])
+    absent = package is not None and find_spec(package.partition(" ")[0]) is None
+    if absent or isinstance(error, ImportError):  # fsspec says which package to install
+        return SourceError(
+            f"{url} cannot be opened: {error}",
+            file=url,
+            why="fsspec opens this kind of URL with a package that is not installed",
+            next_step=f"pip install {package or 'the package named above'}",
+        )
+    if package is not None:
+        return SourceError(
+            f"{url} cannot be opened: {error}",
+            file=url,
+            why=f"{package} takes credentials and endpoints from its own environment variables and files",
+            next_step="check the URL, and the credentials of this store",
+        )
+    return SourceUnrecognisedError(
+        f"{url} cannot be opened: {error}",
+        file=url,
+        next_step="give a path, or a URL that fsspec knows: s3://, gs://, https://, ...",
+    )
 
 
 class RemoteStore:

@@ -3,9 +3,9 @@
 Protocol: 1. ``Staging`` locks DST's name and creates ``.<name>.fsdpckpt-staging`` beside it, with ``output`` and maybe
 a ``journal`` in it. 2. The caller writes and syncs the files in ``output``. 3. ``commit`` syncs the directories,
 renames ``output`` (or its one file) to DST, syncs the parent, and removes the rest. Until the rename DST is untouched;
-after it DST is complete. An existing DST that is to be replaced is first renamed aside, and removed only once the new
-one is in place; a run that is killed between the two renames leaves ``.<name>.fsdpckpt-old``, which the next run moves
-back.
+after it DST is complete. An existing DST that is to be replaced changes places with the new one, in one step, and is
+removed then. Where the file system cannot do that, it is first renamed aside; a run that is killed between the two
+renames leaves ``.<name>.fsdpckpt-old``, which the next run moves back.
 
 A journal says which bytes of ``output`` are on the disk. It goes first whenever staging is removed, so that it never
 speaks of files that are gone. Each of several processes that write to ``output`` has a journal of its own, and holds a
@@ -21,6 +21,7 @@ import shutil
 from collections.abc import Iterable
 
 from fsdpckpt.errors import TargetExistsError, TargetUnwritableError
+from fsdpckpt.storage.exchange import exchange
 from fsdpckpt.storage.staging_names import (
     has_writers,
     hidden_name,
@@ -174,12 +175,16 @@ class Staging:
                 )
 
     def keep_only(self, paths: Iterable[str]) -> None:
-        """Remove every staged file but the target files ``paths``: an earlier run may have had others to write here."""
+        """Remove every staged file but the target files ``paths``: an earlier run may have had others to write here.
+
+        Links too: after a kill right behind an exchange it is the older DST that lies here, and a link in it leads out.
+        """
         kept = set(map(self.locate, paths))
         with target_errors(self._target):
-            for folder, _, names in os.walk(self.path):
-                for path in (os.path.join(folder, name) for name in names):
-                    if path not in kept:
+            for folder, folders, names in os.walk(self.path):
+                links = [os.path.join(folder, name) for name in folders if os.path.islink(os.path.join(folder, name))]
+                for path in (*links, *(os.path.join(folder, name) for name in names)):
+                    if path not in kept or os.path.islink(path):
                         os.unlink(path)
 
     def commit(self) -> None:
@@ -193,12 +198,13 @@ class Staging:
             self._refuse_to_replace()
             # A file over a file needs no detour: there, rename replaces at once.
             detour = os.path.lexists(self._target) and (self._directory or os.path.isdir(self._target))
-            if detour:
-                os.rename(self._target, self._aside)
-            os.rename(self.visible, self._target)
+            if not detour or not exchange(self.visible, self._target):
+                if detour:
+                    os.rename(self._target, self._aside)
+                os.rename(self.visible, self._target)
             sync_directory(os.path.dirname(self._target))
             self.committed = True
-            if detour:
+            if os.path.lexists(self._aside):
                 _remove(self._aside)
             self.discard()
 

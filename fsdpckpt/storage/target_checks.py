@@ -21,17 +21,11 @@ def check_target(target: str, source: str, *, overwrite: bool, resume: bool = Fa
     """
     if not target:
         raise UsageError("DST is empty", why="a shell variable without a value, most likely", next_step="name a DST")
-    if is_url(target):
-        raise TargetUnwritableError(
-            f"{target} is a URL: workers write to paths only",
-            file=target,
-            next_step="add --launcher local, or give a path that all workers see, then copy it to the store",
-        )
     if "\0" in target:
         raise UsageError("DST holds a NUL byte", file=target, next_step="give another DST")
     with target_errors(target):
         real = os.path.realpath(target)
-        if not is_url(source):
+        if source and not is_url(source):  # an empty one is told of when it is opened
             _refuse_source(target, real, os.path.realpath(source), overwrite=overwrite)
         if (os.path.lexists(target) or os.path.lexists(real)) and not (resume and not overwrite):
             _refuse_existing(target, real, overwrite=overwrite)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import threading
+import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from fsdpckpt.errors import TargetUnwritableError
 from fsdpckpt.storage.remote_errors import target_error, tried
 
 __all__ = ["COPIES", "MOST_UPLOADS", "PART", "Uploader", "abort_leftovers"]
+
+T = TypeVar("T")
 
 PART = 8 << 20  # bytes held of each running request; every store takes parts of this size
 MOST_PARTS = 10_000  # of one S3 object
@@ -36,6 +39,8 @@ class Uploader:
             tried(lambda: self._whole(path, name, nbytes), url=url, doing="uploading it", words=target_error)
         elif type(self.filesystem).__module__.startswith("s3fs"):
             self._in_parts(path, name, url, nbytes, part)
+        elif type(self.filesystem).__module__.startswith("adlfs"):
+            self._in_blocks(path, name, url, nbytes, part)
         else:
             tried(lambda: self._streamed(path, name, part), url=url, doing="uploading it", words=target_error)
             self.sent(nbytes)
@@ -81,7 +86,6 @@ class Uploader:
     def _in_parts(self, path: str, name: str, url: str, nbytes: int, part: int) -> None:
         bucket, key, _ = self.filesystem.split_path(name)
         place = {"Bucket": bucket, "Key": key}
-        stop = threading.Event()
 
         def ask(method: str, doing: str, **options: Any) -> Any:
             return tried(
@@ -90,28 +94,66 @@ class Uploader:
 
         upload = ask("create_multipart_upload", "beginning the upload")["UploadId"]
 
-        def send(number: int) -> dict[str, object] | None:
-            if stop.is_set():
-                return None
-            data = _slice(path, number * part, min(part, nbytes - number * part))
+        def send(number: int, data: bytes) -> dict[str, object]:
             answer = ask(
                 "upload_part", f"uploading part {number + 1}", UploadId=upload, PartNumber=number + 1, Body=data
             )
-            self.sent(len(data))
             return {"PartNumber": number + 1, "ETag": answer["ETag"]}
 
         try:
-            with ThreadPoolExecutor(max(min(MOST_UPLOADS, self.memory // (COPIES * part)), 1)) as pool:
-                try:
-                    futures = [pool.submit(send, number) for number in range(-(-nbytes // part))]
-                    parts = [future.result() for future in futures]
-                finally:  # also after a signal: the pool waits for its threads
-                    stop.set()
+            parts = self._side_by_side(path, nbytes, part, send)
             ask("complete_multipart_upload", "ending the upload", UploadId=upload, MultipartUpload={"Parts": parts})
         except BaseException:
             ask("abort_multipart_upload", "removing the parts of a failed upload", UploadId=upload)
             raise
         self.filesystem.invalidate_cache(self.filesystem._parent(name))
+
+    def _in_blocks(self, path: str, name: str, url: str, nbytes: int, part: int) -> None:
+        """Azure's way: blocks that nobody sees until they are committed; what never is goes away by itself in a week.
+
+        Not by adlfs's own file: that one turns every failure of a block into a RuntimeError.
+        """
+        from azure.storage.blob import BlobBlock
+        from fsspec.asyn import sync
+
+        container, blob, _ = self.filesystem.split_path(name)
+
+        def ask(method: str, doing: str, *arguments: object, **options: object) -> None:
+            async def call() -> None:
+                async with self.filesystem.service_client.get_blob_client(container, blob) as client:
+                    await getattr(client, method)(*arguments, **options)
+
+            tried(lambda: sync(self.filesystem.loop, call), url=url, doing=doing, words=target_error)
+
+        run = uuid.uuid4().hex  # blocks of another upload of this object are none of this one
+
+        def send(number: int, data: bytes) -> str:
+            block = f"{run}-{number:06}"  # all of one length, as Azure wants them
+            ask("stage_block", f"uploading part {number + 1}", block, data, length=len(data))
+            return block
+
+        blocks = [BlobBlock(block) for block in self._side_by_side(path, nbytes, part, send)]
+        ask("commit_block_list", "ending the upload", blocks, metadata={"is_directory": "false"})  # as adlfs notes it
+        self.filesystem.invalidate_cache(self.filesystem._parent(name))
+
+    def _side_by_side(self, path: str, nbytes: int, part: int, send: Callable[[int, bytes], T]) -> list[T]:
+        """What ``send`` returns for each part (number, bytes), in order. After a failure none is begun any more."""
+        stop = threading.Event()
+
+        def one(number: int) -> T | None:
+            if stop.is_set():
+                return None
+            data = _slice(path, number * part, min(part, nbytes - number * part))
+            answer = send(number, data)
+            self.sent(len(data))
+            return answer
+
+        with ThreadPoolExecutor(max(min(MOST_UPLOADS, self.memory // (COPIES * part)), 1)) as pool:
+            try:
+                futures = [pool.submit(one, number) for number in range(-(-nbytes // part))]
+                return [answer for future in futures if (answer := future.result()) is not None]
+            finally:  # also after a signal: the pool waits for its threads
+                stop.set()
 
 
 def abort_leftovers(filesystem: Any, name: str, url: str) -> None:

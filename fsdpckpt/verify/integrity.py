@@ -15,7 +15,7 @@ from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.blocks import BlockReader
 from fsdpckpt.verify.checksums import bytes_to_read, check_records, records
 from fsdpckpt.verify.digests import digest
-from fsdpckpt.verify.manifest import check_listing, stated_records
+from fsdpckpt.verify.manifest import stated_records
 from fsdpckpt.verify.parallel import DEFAULT_THREADS, for_each, in_file_order
 from fsdpckpt.verify.replicas import check_replicas, replica_bytes, replica_sets
 from fsdpckpt.verify.stats import count_not_finite
@@ -94,7 +94,6 @@ def verify_checkpoint(
     unreadable |= {number for number, one in enumerate(named) if flaws(one.tensor)}
     wanted = records(checkpoint)
     if checkpoint.manifest is not None:
-        found += check_listing(checkpoint.manifest, sources)
         wanted += stated_records(checkpoint.manifest, sources)
     stages.begin("checksums", bytes_to_read(wanted))
     found += check_records(wanted, sources=sources, threads=threads, advance=stages.advance)

@@ -26,17 +26,18 @@ def extras_of_one(checkpoint: Checkpoint) -> tuple[dict[Key, Value], list[Note]]
             if all(key in extra and _alike(extra[key], first.get(key)) for extra in checkpoint.rank_extra):
                 continue
             name = str(key)
-            notes.append(Note("dropped", f"{name} differs between the {ranks} ranks: only rank 0's is kept", name))
+            what = f"differs between the {ranks} ranks" if key in first else f"is not on rank 0 of {ranks}"
+            notes.append(Note("dropped", f"{name} {what}: only what rank 0 has is kept", name))
     return extras_of_rank(checkpoint, 0), notes
 
 
 def _merged(common: dict[Key, Value], own: dict[Key, Value]) -> dict[Key, Value]:
-    merged = dict(common)
+    """All of both, ``own`` first: its order is that of the file."""
+    merged: dict[Key, Value] = {}
     for key, value in own.items():
-        known = merged.get(key)
-        nested = isinstance(known, dict) and isinstance(value, dict)
-        merged[key] = _merged(known, value) if nested else value  # type: ignore[arg-type]  # both are dicts
-    return merged
+        known = common.get(key)
+        merged[key] = _merged(known, value) if isinstance(known, dict) and isinstance(value, dict) else value
+    return {**merged, **{key: value for key, value in common.items() if key not in merged}}
 
 
 def _alike(one: Value, other: Value) -> bool:

@@ -190,10 +190,11 @@ class DTensorPickle(RankPickle):
         axis, step = ((world,), (1,)) if world > 1 else ((), ())  # torch drops an axis of one rank from its layout
         raw(self.name(_LAYOUT, "_FlatLayout") + _NEW + text("shape") + integers(axis))
         raw(text("stride") + integers(step) + _BUILD + b"\x85" + _BUILD + text("_rank_map"))
-        self.view(self.literal(DTYPES["int32"], struct.pack(f"<{world}i", *range(world))))
+        packed, ranks = _all_ranks(world)
+        self.view(self.literal(DTYPES["int32"], packed))
         names = b"N" if self.mesh.names is None else b"(" + b"".join(map(text, self.mesh.names)) + b"t"
         raw(text("_mesh_dim_names") + names + text("_root_mesh") + b"N")
-        raw(text("_flatten_rank_map") + integers(range(world)) + text("_thread_id") + b"N")
+        raw(text("_flatten_rank_map") + ranks + text("_thread_id") + b"N")
         raw(text("_flatten_mapping") + b"}" + text("_dim_group_names") + b"](" + text(_WORLD_GROUP) + b"e")
         raw(text("_rank") + integer(self.rank) + text("_coordinate_on_dim") + integers((self.rank,)))
         # The cached hash is of the process that saved: None makes the next one compute its own.
@@ -300,6 +301,12 @@ def _shards(shape: tuple[int, ...], world_size: int) -> ShardList:
     rows = -(-shape[0] // world_size)
     filled = -(-shape[0] // rows) if rows else 1
     return ShardList(shape, tuple(range(filled)), [rank_box(shape, world_size, rank) for rank in range(filled)])
+
+
+@lru_cache(maxsize=4)
+def _all_ranks(world_size: int) -> tuple[bytes, bytes]:
+    """0 .. world_size - 1 as int32 and as the opcodes of a tuple: every rank's file holds both, for each mesh."""
+    return struct.pack(f"<{world_size}i", *range(world_size)), integers(range(world_size))
 
 
 def _flag(value: bool) -> bytes:  # noqa: FBT001 - a pickled bool

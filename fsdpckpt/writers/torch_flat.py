@@ -24,7 +24,7 @@ from fsdpckpt.writers.flat_model import FlatModel
 from fsdpckpt.writers.flat_optim import FlatOptimizer
 from fsdpckpt.writers.flat_pickle import FlatPickle
 from fsdpckpt.writers.flat_units import place, require_agreement
-from fsdpckpt.writers.torch_ranks import extra_notes
+from fsdpckpt.writers.torch_ranks import extra_notes, require_memory
 
 __all__ = ["lay_out"]
 
@@ -73,4 +73,6 @@ def _file(name: str, value: Any, rank: int, world_size: int, shard_size: int, ca
     writer = FlatPickle(rank=rank, world_size=world_size, shard_size=shard_size, casts=casts)
     writer.value(value)
     writer.write(file, stem=stem)
+    if not rank:
+        require_memory(len(file.blob), world_size)
     return file

@@ -6,22 +6,25 @@ everything else is whole in every rank's file.
 
 from __future__ import annotations
 
+import os
 import posixpath
 from collections.abc import Mapping
 
+from fsdpckpt.errors import UsageError
 from fsdpckpt.flavors.forms import PLAIN_MESH, PLAIN_NAMES, MeshForm, RankNames
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Value
+from fsdpckpt.wording import size_text
 from fsdpckpt.writers.dtype_rule import DtypeRule
 from fsdpckpt.writers.extras import extras_of_rank
 from fsdpckpt.writers.rank_pickle import DTensorPickle, RankPickle, ShardedTensorPickle
 from fsdpckpt.writers.storages import ties
 from fsdpckpt.writers.torch_full import model_dict, optim_dict
 
-__all__ = ["extra_notes", "lay_out"]
+__all__ = ["extra_notes", "lay_out", "memory_bytes", "require_memory"]
 
 _FORMS: Mapping[str, type[RankPickle]] = {"dtensor": DTensorPickle, "sharded-tensor": ShardedTensorPickle}
 
@@ -71,7 +74,30 @@ def _section(
         writer.value(value)
         writer.write(file, stem=stem)
         files.append(file)
+        if not rank:
+            require_memory(len(file.blob), len(values))
     return files
+
+
+def require_memory(nbytes: int, world_size: int) -> None:
+    """Raises UsageError when what surrounds the tensors in each file, ``nbytes``, does not fit into memory for all.
+
+    Each names every rank, once or for every tensor, so that twice as many ranks make four times as much of it.
+    """
+    needed, there = nbytes * world_size, memory_bytes()
+    if needed > there:
+        raise UsageError(
+            f"--world-size {world_size} with files for each rank is more than this machine can lay out",
+            expected=f"up to {size_text(there)} of memory",
+            found=f"{size_text(nbytes)} around the tensors of each of {world_size} files",
+            why="every such file names every rank, and all are planned before the first is written",
+            next_step="--container dcp, whose files do not, or a smaller --world-size",
+        )
+
+
+def memory_bytes() -> int:
+    """The machine's memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def extra_notes(checkpoint: Checkpoint, world_size: int) -> list[Note]:

@@ -10,7 +10,9 @@ import sys
 
 import pytest
 
-from fsdpckpt.cli.convert import ConvertCommand, convert_command
+from fsdpckpt.cli.convert import FLAVORS, convert_command
+from fsdpckpt.cli.convert_help import ConvertCommand
+from fsdpckpt.flavors.table import WRITABLE
 from tests.cli.conftest import Run
 
 
@@ -18,6 +20,10 @@ def test_every_option_of_convert_stands_under_one_heading() -> None:
     listed = [name for names in ConvertCommand.groups.values() for name in names]
     given = set(inspect.signature(convert_command).parameters) - {"source", "target"}
     assert sorted(listed) == sorted(given | {"help"})
+
+
+def test_every_flavor_that_is_written_is_named() -> None:
+    assert sorted(re.split(r"[, ]+", FLAVORS.replace(" (default)", ""))) == sorted(WRITABLE)
 
 
 def test_the_headings_of_convert_are_shown_with_their_options(run: Run) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.cli.conftest import Run
 
 
@@ -39,3 +41,35 @@ def test_an_empty_selection_still_is_a_page(run: Run, saved: Path, tmp_path: Pat
     assert done.code == 0
     assert json.loads(done.out)["tensors"] == []
     assert "Who holds what" not in page.read_text()
+
+
+def test_a_report_never_goes_into_the_checkpoint(run: Run, saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    saved.rename(tmp_path / "run" / saved.name)
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    for path in (tmp_path / "run" / "report.html", tmp_path / "link" / "report.html"):
+        done = run("inspect", tmp_path / "run", "--report", path)
+        assert (done.code, done.out) == (2, "")
+        assert "never written to" in done.err
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [saved.name]
+
+
+@pytest.mark.parametrize(
+    ("path", "code", "said"),
+    [
+        ("-", 2, "takes the name of a file"),
+        ("", 2, "takes the name of a file"),
+        ("s3://bucket/report.html", 2, "a file of this machine"),
+        ("/dev/full", 5, "pipe or a device"),
+        (".", 5, "one file"),
+    ],
+)
+def test_what_cannot_be_a_report_is_told_before_anything_is_read(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, code: int, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = run("inspect", tmp_path / "nowhere.pt", "--report", path)
+    assert done.code == code
+    assert said in done.err
+    assert "rm " not in done.err
+    assert list(tmp_path.iterdir()) == []

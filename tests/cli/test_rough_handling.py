@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fsspec.registry import _registry, known_implementations
 
 from fsdpckpt.cli.interruption import Interruption
 from tests.cli.conftest import Run
@@ -122,11 +123,22 @@ def test_a_pipe_is_refused_and_never_waited_for(tmp_path: Path) -> None:
     assert "is a pipe or a device" in done.stderr
 
 
-def test_a_store_whose_package_is_missing_is_3_and_names_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "s3fs", None)
-    done = run("inspect", "s3://bucket/step-1")
+@pytest.mark.parametrize(("scheme", "package"), [("s3", "s3fs"), ("gs", "gcsfs"), ("abfs", "adlfs")])
+def test_a_store_whose_package_is_missing_is_3_and_names_it(
+    scheme: str, package: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(_registry, scheme, raising=False)  # what it imported for an earlier test
+    monkeypatch.setitem(sys.modules, package, None)
+    done = run("inspect", f"{scheme}://bucket/step-1")
     assert done.code == 3
-    assert "next: pip install s3fs" in done.err
+    assert f"next: pip install {package}" in done.err
+
+
+def test_a_store_that_fsspec_knows_by_its_package_alone_names_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(_registry, "abfss", raising=False)
+    monkeypatch.delitem(known_implementations, "abfss", raising=False)
+    monkeypatch.setitem(sys.modules, "adlfs", None)
+    assert "next: pip install adlfs" in run("inspect", "abfss://runs@account.dfs.core.windows.net/step-1").err
 
 
 def test_one_rank_file_sends_to_its_directory_and_a_damaged_one_is_not_called_missing(
@@ -207,3 +219,52 @@ def test_a_directory_of_many_checkpoints_lists_them(run: Run, tmp_path: Path) ->
     done = run("inspect", tmp_path)
     assert done.code == 4
     assert f"{tmp_path} holds 8 checkpoints" in done.err
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "code", "said"),
+    [
+        ("", "out.pt", 3, "SRC is empty"),
+        ("saved", "", 2, "DST is empty"),
+        ("saved", "memory://somewhere/out.pt", 5, "gone when it ends"),
+        ("saved", "foo://somewhere/out.pt", 5, "Protocol not known"),
+        ("saved", "http://127.0.0.1:9/out.pt", 5, "read from only"),
+        ("/dev/null", "out.pt", 3, "pipe or a device"),
+    ],
+)
+def test_sources_and_targets_that_cannot_be_have_the_right_code(
+    run: Run,
+    saved: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    source: str,
+    target: str,
+    code: int,
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = set(tmp_path.iterdir())
+    done = run("convert", saved if source == "saved" else source, target)
+    assert done.code == code
+    assert said in done.err
+    assert set(tmp_path.iterdir()) == before
+
+
+def test_the_root_of_the_file_system_is_not_searched(run: Run) -> None:
+    done = run("inspect", "/")
+    assert done.code == 3
+    assert "root of the file system" in done.err
+
+
+def test_a_directory_that_may_not_be_read_is_3_and_says_whose_it_is(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "theirs").mkdir()
+
+    def refused(path: str) -> object:
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(os, "scandir", refused)  # the mode of a directory does not keep root out
+    done = run("inspect", tmp_path / "theirs")
+    assert done.code == 3
+    assert f"ls -ld {tmp_path / 'theirs'}" in done.err

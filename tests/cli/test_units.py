@@ -130,6 +130,14 @@ def test_an_existing_file_is_replaced_only_when_told(run: Run, tmp_path: Path) -
     assert (tmp_path / "units.json").read_bytes() != before
 
 
+def test_a_file_that_is_no_units_file_is_never_replaced(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"hidden_size": 5}')
+    done = run("units", *MODEL, *WRAP, "--use-orig-params", "-o", tmp_path / "config.json", "--overwrite")
+    assert done.code == 5
+    assert "is no units file" in done.err
+    assert (tmp_path / "config.json").read_text() == '{"hidden_size": 5}'
+
+
 def test_a_checkpoint_proves_the_models_units(run: Run, trained: tuple[bool, Path, Path]) -> None:
     use_orig_params, ranks, _ = trained
     done = run("units", *MODEL, *WRAP, flag(use_orig_params), "--from", ranks, "--json")

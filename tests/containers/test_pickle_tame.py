@@ -57,6 +57,73 @@ def test_tuples_nested_more_than_a_stack_bears_are_looked_at_closely(deep: bytes
     assert not is_tame(b"\x80\x02S" + deep)
 
 
+EVIDENT = b"\x80\x02cq\x00)\x81}(Sq\x01h\x00K\x05K\x03\x86\x85Rq\x02Sq\x03(h\x01Sq\x04h\x02tub"
+
+
+@pytest.mark.parametrize("put", [b"q\x05", b"r\x05\x00\x00\x00"])
+@pytest.mark.parametrize("made", [b"K\x01K\x02\x86", b"(K\x01K\x02K\x03K\x04t", b"]", b"}", b")R"])
+def test_a_container_in_a_pickle_without_any_other_may_be_stored_but_not_referred_to(made: bytes, put: bytes) -> None:
+    assert is_tame(EVIDENT)
+    assert is_tame(EVIDENT + made + put)
+    assert not is_tame(EVIDENT + made + put + b"h\x05")
+    assert not is_tame(EVIDENT + made + put + b"j\x05\x00\x00\x00")
+    assert is_tame(EVIDENT + made + put + b"j\x05\x01\x00\x00")
+
+
+@pytest.mark.parametrize("numbers", [b"q\x01", b"r\x01\x00\x00\x00"])
+def test_a_pickle_that_both_counts_and_numbers_what_it_memoises_is_looked_at_closely(numbers: bytes) -> None:
+    assert is_tame(b"\x80\x04S\x94Sh\x01")
+    assert not is_tame(b"\x80\x04S\x94S" + numbers + b"h\x01")
+    assert not is_tame(b"\x80\x02Sq\x00S\x94h\x00")
+
+
+def test_the_quick_look_says_what_a_slow_one_says_of_opcodes_in_any_order() -> None:
+    generator = random.Random(11)
+    one = [bytes([opcode]) for opcode in b"ScNR)]}(tbuQ20?\x81\x85\x86\x87\x94"]
+    more = [b")R", b"K\x01", b"M\x01\x02", b"q\x01", b"q\x02", b"r\x03\0\0\0", b"h\x00", b"h\x01", b"h\x02"]
+    pieces = [*one, *more, b"j\x03\0\0\0", b"Sq\x01", b"h\x03R", b"(K\x01h\x02t"]
+    told = {True: 0, False: 0}
+    for _ in range(8_000):
+        opcodes = b"".join(generator.choices(pieces, k=generator.randint(1, 9)))
+        for protocol in (b"\x80\x02", b"\x80\x04"):
+            expected = tame_by_steps(protocol + opcodes)
+            assert is_tame(protocol + opcodes) == expected, opcodes
+            told[expected] += 1
+    assert min(told.values()) > 500
+
+
+def tame_by_steps(opcodes: bytes) -> bool:
+    """``is_tame`` opcode by opcode, for pickles of few tuples."""
+    counted = opcodes[1] >= 4
+    sizes = {**dict.fromkeys(b"Kh\x80q", 2), ord("M"): 3, **dict.fromkeys(b"Jjr", 5), **dict.fromkeys(b"G\x95", 9)}
+    referred, containers, memoised = set(), set(), 0
+    at = 0
+    storable = empty_call = False  # whether the last opcode's result may be referred to, or is that of ``)R``
+    before = b""
+    while at < len(opcodes):
+        opcode, operand = opcodes[at : at + 1], opcodes[at + 1 : at + sizes.get(opcodes[at], 1)]
+        after = opcodes[at + len(operand) + 1 :]
+        if opcode in b"20?" or (opcode == b"(" and after[:1] == b"t"):
+            return False
+        if opcode in b"qr\x94":
+            if (opcode == b"\x94") != counted or before in (b"", b"put", b"("):
+                return False
+            if before in (b"K", b"M", b"h", b"j", b"\x80") or (before == b")"):
+                return False
+            if not storable or empty_call:
+                containers.add(memoised if counted else int.from_bytes(operand, "little"))
+            memoised += 1
+            before = b"put"
+        else:
+            if opcode in b"hj":
+                referred.add(int.from_bytes(operand, "little"))
+            storable = opcode in b"ScR\x81"
+            empty_call = opcode == b"R" and before == b")"
+            before = opcode
+        at += 1 + len(operand)
+    return referred.isdisjoint(containers)
+
+
 def test_many_tuples_that_are_not_nested_are_tame() -> None:
     assert is_tame(
         b"\x80\x04}\x94(" + b"S\x94S\x94S\x86\x94S\x94(K\x01K\x02K\x03K\x04t\x94\x85\x94R\x94" * 30_000 + b"u"

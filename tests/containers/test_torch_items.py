@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import struct
 import zlib
 from pathlib import Path
 
@@ -132,3 +133,28 @@ def test_a_tensor_that_is_not_strided_is_refused() -> None:
     data, places = batch([torch.eye(3).to_sparse()])
     with pytest.raises(SourceUnsupportedError, match="sparse"):
         ItemReader(MemoryFile(data)).tensor(*places[0])
+
+
+def with_zip64_end(item: bytes) -> bytes:
+    """The same archive, its directory's place told by a zip64 end record alone."""
+    signature, disk, disk_too, here, count, size, start, comment = struct.unpack("<4sHHHHIIH", item[-22:])
+    assert signature == b"PK\5\6"
+    end64 = struct.pack("<4sQHHIIQQQQ", b"PK\6\6", 44, 45, 45, 0, 0, here, count, size, start)
+    locator = struct.pack("<4sIQI", b"PK\6\7", 0, len(item) - 22, 1)
+    end = struct.pack("<4sHHHHIIH", signature, disk, disk_too, here, count, 0xFFFFFFFF, 0xFFFFFFFF, comment)
+    return item[:-22] + end64 + locator + end
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (200, 100)], ids=["small", "large"])
+def test_items_whose_directory_is_told_by_a_zip64_record_are_read_like_any_other(shape: tuple[int, ...]) -> None:
+    items = [saved(any_values(shape, torch.float32, seed)) for seed in range(3)]
+    plain = ItemReader(MemoryFile(items[0])).tensor(0, len(items[0]))
+    wide = [with_zip64_end(item) for item in items]
+    reader = ItemReader(MemoryFile(b"".join(wide)))
+    begin = 0
+    for item in wide:
+        found = reader.tensor(begin, begin + len(item))
+        assert found._replace(crc=plain.crc) == plain._replace(
+            offset=plain.offset + begin, record_offset=plain.record_offset + begin
+        )
+        begin += len(item)

@@ -43,7 +43,10 @@ def test_options_suffix_and_source_together_say_what_is_written(
         ("out.pt", {"to": SHARDED}, "ends in .pt"),
         ("out.pt", {"container": DCP}, "--container says dcp"),
         ("out.safetensors", {"to": SHARDED}, "whole tensors"),
-        ("out", {"to": FULL, "world_size": 4}, "--to full does not"),
+        ("out", {"to": FULL, "world_size": 4}, "--to full is not"),
+        ("out.pt", {"world_size": 4}, "one file .* is not sharded"),
+        ("out", {"container": Container.SAFETENSORS, "world_size": 4}, "safetensors target is not sharded"),
+        ("out", {"to": FULL, "buffers": ("x",)}, "--buffers has no effect"),
         ("out", {"to": SHARDED, "container": TORCH}, "for how many ranks"),
         ("out", {"to": SHARDED, "world_size": 0}, "counts ranks"),
         ("out", {"to": Layout.FLATTENED}, "for how many ranks"),
@@ -56,3 +59,27 @@ def test_contradictions_are_refused_with_what_to_type_instead(
     with pytest.raises(UsageError, match=words) as caught:
         settle_goal(target, ConvertOptions(**options), SHARDED)
     assert caught.value.next_step or caught.value.expected
+
+
+def test_a_world_size_for_a_full_source_says_what_to_add() -> None:
+    with pytest.raises(UsageError, match="the source is full") as caught:
+        settle_goal("out", ConvertOptions(world_size=4), FULL)
+    assert str(caught.value.next_step).startswith("add --to sharded")
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "next_step"),
+    [
+        ("out", {"flavor": "verl", "container": DCP}, "drop --container"),
+        ("out", {"flavor": "verl", "to": FULL}, "drop --to"),
+        ("out", {"flavor": "verl", "to": FULL, "container": Container.SAFETENSORS}, "drop --to and --container"),
+        ("out", {"flavor": "huggingface", "world_size": 4}, "drop --world-size"),
+        ("out.pt", {"flavor": "torchtitan"}, "give DST a name without suffix"),
+    ],
+)
+def test_a_form_that_a_producer_does_not_have_names_the_option_to_drop(
+    target: str, options: dict[str, object], next_step: str
+) -> None:
+    with pytest.raises(UsageError, match="does not save what is asked for") as caught:
+        settle_goal(target, ConvertOptions(**options), SHARDED)
+    assert caught.value.next_step == next_step

@@ -75,7 +75,7 @@ def units_file(tmp_path: Path) -> str:
 # What is refused.
 
 
-def test_problems_count_in_the_sections_that_are_taken() -> None:
+def test_problems_count_in_the_sections_that_are_asked_for_also_where_nothing_of_them_is_left() -> None:
     problem = Problem("gap", "optim 0.exp_avg lacks elements", section=Section.OPTIM)
     held = replace(full(), problems=(problem,))
     with pytest.raises(SourceCorruptError):
@@ -85,11 +85,12 @@ def test_problems_count_in_the_sections_that_are_taken() -> None:
     with pytest.raises(SourceCorruptError):
         rewritten(anywhere, only=Section.MODEL)
     extra = replace(held, problems=(replace(problem, section=Section.EXTRA),))
-    rewritten(extra)
+    for there in (extra, replace(extra, extra={"epoch": 3}), replace(extra, rank_extra=({"epoch": 3},))):
+        with pytest.raises(SourceCorruptError):
+            rewritten(there)
+        rewritten(there, only=Section.MODEL)
     with pytest.raises(SourceCorruptError):
-        rewritten(replace(extra, extra={"epoch": 3}))
-    with pytest.raises(SourceCorruptError):
-        rewritten(replace(extra, rank_extra=({"epoch": 3},)))
+        rewritten(replace(held, optim=None))
     rewritten(replace(held, problems=(replace(problem, fatal=False),)))
 
 

@@ -89,6 +89,7 @@ def test_an_existing_target_is_refused_unless_it_may_be_overwritten(oracle: Orac
     refused = fsdpckpt("convert", source, tmp_path / "full.pt", "--to", "full")
     assert refused.returncode == 5
     assert (tmp_path / "full.pt").read_bytes() == b"mine"
+    (tmp_path / "full.pt").write_bytes((oracle.checkpoints(4) / "f1_full.pt").read_bytes())
     assert fsdpckpt("convert", source, tmp_path / "full.pt", "--to", "full", "--overwrite").returncode == 0
     assert same_as_truth(load_full(tmp_path / "full.pt"), expected(oracle, form("f2_full.pt"), 4)) == []
 

@@ -153,7 +153,8 @@ def test_every_dtype_that_adam_and_buffers_use_arrives_unchanged(tmp_path: Path)
     at = tmp_path / "full.pt"
     torch.save({"model": model}, at)
     chain = [
-        replace(options, buffers=("none",)) for options in CHAINS["full, 5 ranks of DTensor files, DCP of 2, full"]
+        replace(options, buffers=("none",)) if options.to is Layout.SHARDED else options
+        for options in CHAINS["full, 5 ranks of DTensor files, DCP of 2, full"]
     ]
     for number, options in enumerate(chain[1:]):
         at = again(at, tmp_path / f"step-{number}{'.pt' if options.to is Layout.FULL else ''}", options)

@@ -13,16 +13,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fsdpckpt.errors import SourceMissingError
+from fsdpckpt.errors import SourceMissingError, WorkerError
 from fsdpckpt.executor import shares
 from fsdpckpt.executor.arrivals import Arrivals, SourcesAndStreams, stream_file
-from fsdpckpt.executor.checks import SourceCheck
 from fsdpckpt.executor.local import copy_window
 from fsdpckpt.executor.routes import Routes, find_routes
 from fsdpckpt.executor.settings import Settings
 from fsdpckpt.executor.shared_files import WorkerOutput
 from fsdpckpt.executor.shares import Segment, cut, target_node
 from fsdpckpt.executor.shipping import Job, packed, unpacked
+from fsdpckpt.executor.transit import Sent, StreamCheck
 from fsdpckpt.executor.window import Assembler
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES, numpy_dtype
@@ -60,7 +60,8 @@ class Worker:
         workers = visible.shape[1]
         seen = {file.path for number, file in enumerate(job.files) if visible[number, rank]}
         files = (*job.files, *map(stream_file, range(workers)))
-        check = SourceCheck(job.files, Checksums.of([]))
+        check = self.check = StreamCheck(job.files, Checksums.of([]))
+        self.sent = Sent()
         self.sources = Machine(self.arrivals, workers, seen)
         self.assembler = Assembler(job.plan, files, self.sources, check, window)
         self.reader = Assembler(job.plan, files, self.sources, check, 64)
@@ -85,8 +86,12 @@ class Worker:
                     self.arrivals.written(number)
 
 
-def run(job: Job, visible: np.ndarray, folder: str) -> None:
-    """As ``execute_together`` does, without processes."""
+def run(job: Job, visible: np.ndarray, folder: str, *, flip: int | None = None) -> list[int]:
+    """As ``execute_together`` does, without processes. In the byte number ``flip`` that crosses one bit changes.
+
+    Returns the workers that find what came to them changed.
+    """
+    crossed = 0
     workers = [Worker(rank, job, visible, folder) for rank in range(visible.shape[1])]
     for worker in workers:
         for output in worker.outputs.values():
@@ -109,8 +114,13 @@ def run(job: Job, visible: np.ndarray, folder: str) -> None:
                 for offset in range(0, int(counts[number]), 64):
                     begin = sent[rank, peer] + offset
                     end = sent[rank, peer] + min(offset + 64, int(counts[number]))
-                    data, _ = worker.reader.assemble(worker.routes.streams[peer], begin, end)
-                    workers[peer].arrivals.place(rank, number, offset, len(data))[:] = np.frombuffer(data, np.uint8)
+                    data, known = worker.reader.assemble(worker.routes.streams[peer], begin, end)
+                    worker.sent.add(peer, begin, data, known)
+                    place = workers[peer].arrivals.place(rank, number, offset, len(data))
+                    place[:] = np.frombuffer(data, np.uint8)
+                    if flip is not None and crossed <= flip < crossed + len(data):
+                        place[flip - crossed] ^= 1
+                    crossed += len(data)
                 sent[rank, peer] += int(counts[number])
         for worker in workers if number - held + 1 >= 0 else ():  # as late as the buffers allow
             worker.copy(number - held + 1)
@@ -125,6 +135,16 @@ def run(job: Job, visible: np.ndarray, folder: str) -> None:
         assert received <= len(worker.routes.receives) * job.settings.round_bytes
         totals = sum(worker.routes.receives.values(), np.zeros(worker.routes.rounds, np.int64))
         assert (totals <= job.settings.round_bytes).all(), "more than a round may hold"
+    return [rank for rank in range(len(workers)) if changed(workers, rank)]
+
+
+def changed(workers: list[Worker], rank: int) -> bool:
+    told = {s: worker.sent.sums[rank] for s, worker in enumerate(workers) if rank in worker.sent.sums}
+    try:
+        workers[rank].check.require_what_was_sent(told)
+    except WorkerError:
+        return True
+    return False
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
@@ -147,7 +167,7 @@ def test_any_division_of_any_plan_writes_what_one_process_would(seed: int) -> No
         job = Job(plan, sources, Checksums.of([]), segments, Settings(window, 0, 4 * window, rng.randrange(1, 5), 256))
         again = unpacked(packed(job))
         assert again.digest() == job.digest()
-        run(again, visible, folder)
+        assert run(again, visible, folder) == []
         for file, expected in zip(files, wanted, strict=True):
             with open(os.path.join(folder, file.path), "rb") as stream:
                 assert stream.read() == expected
@@ -167,8 +187,33 @@ def test_what_is_cast_is_sent_as_it_was_and_never_cut_within_an_element(tmp_path
         segments = tuple(cut(plan, [0], [0, 1, 2]))
     assert len(segments) == 3
     job = Job(plan, disk.save(), Checksums.of([]), segments, Settings(96, 0, 1000, 2, 0))
-    run(job, np.array([[False, False, False, True]]), str(tmp_path))
+    apart = np.array([[False, False, False, True]])
+    assert run(job, apart, str(tmp_path)) == []
     assert (tmp_path / "out").read_bytes() == bytes(3) + values.astype(numpy_dtype(DTYPES[name])).tobytes()
+    (tmp_path / "out").unlink()
+    assert len(run(job, apart, str(tmp_path), flip=random.Random(block).randrange(values.nbytes))) == 1
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.integers(0, 2**32), st.integers(0, 2**32))
+def test_one_bit_that_changes_on_its_way_is_found_by_whoever_it_came_to(seed: int, where: int) -> None:
+    rng = random.Random(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        disk = Disk(folder, [bytearray() for _ in range(4)], rng)
+        files, _ = random_files(rng, disk, 3, 0)
+        plan = make_plan(Target(files))
+        sources = disk.save()
+        visible = np.array([[number % 2 == 0, number % 2 == 1] for number in range(len(sources))])
+        with patch.object(shares, "BLOCK", 16):
+            segments = tuple(cut(plan, range(len(files)), [0, 1]))
+        window = rng.choice([48, 96, 4096])
+        job = Job(plan, sources, Checksums.of([]), segments, Settings(window, 0, 4 * window, 2, 256))
+        routes = [find_routes(plan, segments, visible, rank=r, window=window, round_bytes=4 * window) for r in (0, 1)]
+        crossing = [sum(int(counts.sum()) for counts in each.receives.values()) for each in routes]
+        if not sum(crossing):
+            return
+        (found,) = run(job, visible, folder, flip=where % sum(crossing))
+        assert crossing[found]
 
 
 def _plan_of(sizes: list[int]) -> Plan:

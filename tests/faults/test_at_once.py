@@ -50,7 +50,7 @@ def test_a_run_that_is_going_on_is_not_resumed_by_another(source: Path, tmp_path
 
 
 def test_kill_9_at_random_moments_over_all_containers(tmp_path: Path) -> None:
-    command = [sys.executable, str(KILL_TEST), "--moments", "12", "--size", "25000000", "--directory", str(tmp_path)]
+    command = [sys.executable, str(KILL_TEST), "--moments", "12", "--size", "12000000", "--directory", str(tmp_path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -257,12 +257,46 @@ def test_an_interrupted_replacement_goes_on_and_the_older_target_stays_until_the
 ) -> None:
     target = tmp_path / "target"
     target.mkdir()
-    (target / "older").write_text("older")
+    torch.save({"model": {"w": torch.randn(3)}}, target / "older.pt")
+    older = (target / "older.pt").read_bytes()
     assert convert(source, target, *DCP, "--overwrite", hook=(30, AFTER_SYNC)).code == -signal.SIGKILL
-    assert (target / "older").read_text() == "older"
+    assert (target / "older.pt").read_bytes() == older
     done = convert(source, target, *DCP, "--overwrite", "--resume")
     assert "bytes were there already" in done.out
     assert same(whole(*DCP), target)
+
+
+KILLED_BY_THE_SWAP = """
+from fsdpckpt.storage import staging
+def killed(one, other, exchange=staging.exchange, system=os):
+    if {exchanged}:
+        exchange(one, other)
+    system.kill(system.getpid(), 9)
+staging.exchange = killed
+"""
+
+
+@pytest.mark.parametrize("exchanged", [True, False])
+def test_a_kill_at_either_side_of_the_swap_leaves_a_target_that_is_whole(
+    source: Path, tmp_path: Path, whole: Whole, exchanged: bool
+) -> None:
+    target = tmp_path / "target"
+    assert convert(source, target, "--to", "sharded", "--world-size", "2").code == 0
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    older = max(target.glob("*.distcp"))
+    assert older.name in os.listdir(whole(*DCP))
+    older.unlink()
+    older.symlink_to(mine)
+    before = sorted(os.listdir(target))
+    swap = KILLED_BY_THE_SWAP.format(exchanged=exchanged)
+    assert convert(source, target, *DCP, "--overwrite", hook=(1, swap)).code == -signal.SIGKILL
+    assert same(whole(*DCP), target) if exchanged else sorted(os.listdir(target)) == before
+    done = convert(source, target, *DCP, "--overwrite", "--resume")
+    assert done.code == 0, done.err
+    assert same(whole(*DCP), target)
+    assert mine.read_text() == "mine"
+    assert not hidden(target).exists()
 
 
 def test_damage_in_a_record_read_before_the_interruption_is_found_after_it(source: Path, tmp_path: Path) -> None:

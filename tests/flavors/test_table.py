@@ -27,6 +27,7 @@ META, DCP = "meta.pt", ".metadata"
         ([DCP, "__0_0.distcp"], "/run/step-20/", [], "torchtitan"),
         ([DCP, "__0_0.distcp"], "/run/latest", ["train_state", "dataloader"], "torchtitan"),
         ([DCP, "__0_0.distcp"], "/run/ep1-ba20", [], "composer"),
+        ([DCP, "__0_0.distcp"], "/run/dist_epoch_2", [], "torchtune"),
         (["recipe_state.pt", "model-00001-of-00002.safetensors"], "/epoch_1", [], "torchtune"),
         (["model-00001-of-00002.safetensors", "config.json"], "/a", [], "huggingface"),
     ],
@@ -78,7 +79,7 @@ def test_the_sources_layout_decides_where_nothing_else_does(layout: Layout) -> N
     ("target", "options", "what"),
     [
         ("out", {"flavor": "acelerate"}, "no producer"),
-        ("out", {"flavor": "composer"}, "no producer"),
+        ("out", {"flavor": "composer"}, "read, and not written"),
         ("out", {"flavor": "huggingface", "to": Layout.SHARDED}, "does not save"),
         ("out.ckpt", {"flavor": "torchtitan"}, "does not save"),
         ("out", {"flavor": "torchtitan", "world_size": 2, "key_type": "id"}, "keys its optimizer by name"),

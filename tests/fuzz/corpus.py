@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 GOLDEN = Path(__file__).parent.parent / "golden"
+TINY = Path(__file__).parent / "tiny.zip"
 _MOST = 60_000  # bytes of a file worth mutating
 
 __all__ = ["seeds"]
@@ -46,6 +47,47 @@ _VALUES = {
 _VALUES_2 = {"a": [{"$ordered": [["x", {"$set": [1, 2]}]], "attributes": {"m": 1}}, {"$complex": [1.0, 2.0]}]}
 _VALUES_3 = {"$object": {"function": ["torch", "device"], "args": ["cpu"], "state": {"$global": ["torch", "float32"]}}}
 
+_DOCUMENTS: tuple[object, ...] = (
+    {"version": 1, "model_order": ["b", "a"], "model_values": {"v": 1}, "model_aliases": {"c": "a"}},
+    {
+        "version": 1,
+        "extra": {"s": {"$tensor": "b"}},
+        "raw": {"b": ["int32", [1]]},
+        "model_metadata": {"": {"version": 1}},
+    },
+    {
+        "version": 1,
+        "optim": {
+            "order": [["a", ["v"]]],
+            "state_values": {"a": {"v": 2}},
+            "param_groups": [{"lr": 0.5, "params": ["a"], "betas": {"$tuple": [0.5, 0.75]}}],
+            "extra": {"k": None},
+        },
+    },
+    {"version": 1, "sections": True},
+)
+_MANIFEST = {
+    "version": "0.1.0",
+    "flavor": "verl",
+    "files": {"model.safetensors": {"nbytes": 9, "crc32": "00000000"}, "x.json": {"nbytes": 1, "crc32": "0000000a"}},
+    "digests": {"model a": "00"},
+}
+_PAGES = (
+    '<html><a href="../">up</a><a href="model.pt">m</a> <A class="x" HREF=\'/run/optim.pt\'>o</A></html>',
+    '<a href="http://host/run/a%20b/"><a href=https://other/run/x><a href="?C=N"><a name="q"><a\thref="//h/x&amp;y#f">',
+)
+_NAMES = (
+    "model_world_size_2_rank_0.pt\nmodel_world_size_2_rank_1.pt\noptim_world_size_2_rank_0.pt",
+    "pytorch_model_fsdp_0/.metadata\npytorch_model_fsdp_0/__0_0.distcp\noptimizer_0/.metadata\nrandom_states_0.pkl",
+    "model-00001-of-00002.safetensors\nmodel-00002-of-00002.safetensors\nmodel.safetensors.index.json",
+    "shard-00001-model-00001-of-00001.safetensors\nshard-00002-model-00001-of-00001.safetensors",
+    ".metadata\n__0_0.distcp\nmeta.pt",
+    "__0.metadata\n__1.metadata\n__0_0.distcp",
+    "global_step_2/actor/model_world_size_1_rank_0.pt\nglobal_step_2/data.pt",
+    "checkpoint-1/model.safetensors\ncheckpoint-2/model.safetensors",
+    "model_0.pt\nmodel_1.pt\noptim_0.pt\noptim_1.pt",
+)
+
 
 def seeds(target: str) -> list[bytes]:
     """What ``target`` begins with, smallest first."""
@@ -60,9 +102,23 @@ def seeds(target: str) -> list[bytes]:
         "safetensors": _safetensors,
         "safetensors-index": _indexes,
         "units": lambda: iter([json.dumps(_UNITS).encode()]),
+        "safetensors-document": lambda: _texts(*_DOCUMENTS),
+        "sharding-info": lambda: _texts({"a": {"saved_offsets": [2, 0]}, "b": {"saved_offsets": [0]}}),
+        "manifest": lambda: _texts(_MANIFEST, {**_MANIFEST, "units": _UNITS, "key_type": "id", "undetermined": ["a"]}),
+        "journal": _journals,
+        "index-page": lambda: iter([page.encode() for page in _PAGES]),
+        "file-names": lambda: iter([name.encode() for name in _NAMES]),
+        "torch-checkpoint": lambda: iter(tiny("pickle")),
+        "dcp-checkpoint": lambda: iter([*tiny("directory/.metadata"), *tiny("dcp-metadata")]),
         "values-json": lambda: (json.dumps(value).encode() for value in (_VALUES, _VALUES_2, _VALUES_3)),
     }[target]()
-    return sorted({data for data in made if len(data) <= _MOST}, key=len)
+    return sorted({*tiny(target), *(data for data in made if len(data) <= _MOST)}, key=lambda data: (len(data), data))
+
+
+def tiny(target: str) -> list[bytes]:
+    """The files for ``target`` that ``tests.fuzz.tiny`` has made."""
+    with zipfile.ZipFile(TINY) as archive:
+        return [archive.read(name) for name in archive.namelist() if name == target or name.startswith(f"{target}/")]
 
 
 def _golden(pattern: str) -> Iterator[bytes]:
@@ -114,4 +170,16 @@ def _safetensors() -> Iterator[bytes]:
 
 def _indexes() -> Iterator[bytes]:
     yield json.dumps({"metadata": {"total_size": 9}, "weight_map": {"a": "model.safetensors"}}).encode()
+    yield json.dumps({"weight_map": {"a": "model.safetensors", "b": "model.safetensors"}}).encode()
     yield json.dumps({"weight_map": {"a": "../x", "b": "/etc/passwd"}}).encode()
+
+
+def _texts(*documents: object) -> Iterator[bytes]:
+    yield from (json.dumps(document).encode() for document in documents)
+
+
+def _journals() -> Iterator[bytes]:
+    first = {"format": 2, "version": "1", "plan": "ab", "options": {"to": "full"}}
+    source = {"path": "a.pt", "nbytes": 9, "mtime_ns": 5, "inode": 3, "tag": ""}
+    windows = {"windows": [[0, 0, 8, 77], [0, 4, 9, 78]], "parts": [[0, 1, 2, 3, 4]], "received": [[0, 0, 8]]}
+    yield b"\n".join(_texts({**first, "sources": [[source]]}, windows, windows))

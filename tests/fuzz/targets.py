@@ -15,33 +15,31 @@ from fsdpckpt.containers.values_json import decode
 from fsdpckpt.containers.zip_read import ZipRecord, read_directory, top_folder
 from fsdpckpt.errors import FsdpckptError, InternalError
 from fsdpckpt.ir.units_json import loads
-from fsdpckpt.readers.safetensors import read_safetensors, read_safetensors_index
+from fsdpckpt.readers.safetensors import read_safetensors
 from fsdpckpt.readers.tree import FileTable
-from fsdpckpt.storage.sources import Entry, MemoryFile, Sources
+from fsdpckpt.storage.sources import MemoryFile, Sources
+from tests.fuzz import checkpoints
 
 __all__ = ["TARGETS", "Target", "harmless"]
 
 Target = Callable[[bytes], object]
 
 
-class _Memory(Sources):
-    """One file under any name, alone in its directory."""
-
-    def __init__(self, data: bytes) -> None:
-        super().__init__(opener=lambda path: MemoryFile(data, path))
-
-    def list_directory(self, path: str) -> list[Entry]:
-        return [Entry("model.safetensors", f"{path}/model.safetensors", 1, directory=False)]
+_RECORDS = {f"data/{number}": ZipRecord(f"data/{number}", 64 * number, 4096, 0) for number in range(64)}
 
 
 def _pickle(data: bytes) -> object:
-    records = {f"data/{number}": ZipRecord(f"data/{number}", 64 * number, 4096, 0) for number in range(64)}
-    return load(data, file="it.pt", tensors=TensorBuilder(records, "it.pt"))
+    return load(data, file="it.pt", tensors=TensorBuilder(_RECORDS, "it.pt"))
 
 
 def _zip(data: bytes) -> object:
     source = MemoryFile(data, "it.pt")
     return top_folder(source), read_directory(source)
+
+
+def _safetensors(data: bytes) -> object:
+    sources = Sources(opener=lambda path: MemoryFile(data, path))
+    return read_safetensors(["d/it.safetensors"], FileTable(), sources)
 
 
 def _values(data: bytes) -> object:
@@ -60,10 +58,18 @@ TARGETS: dict[str, Target] = {
     "torch": lambda data: read_archive(MemoryFile(data, "it.pt"), 0),
     "dcp-item": lambda data: ItemReader(MemoryFile(data, "__0_0.distcp")).tensor(0, len(data)),
     "safetensors-header": lambda data: read_header(MemoryFile(data, "it.safetensors")),
-    "safetensors": lambda data: read_safetensors(["d/it.safetensors"], FileTable(), _Memory(data)),
-    "safetensors-index": lambda data: read_safetensors_index("d/it.safetensors.index.json", FileTable(), _Memory(data)),
+    "safetensors": _safetensors,
+    "safetensors-index": checkpoints.safetensors_index,
+    "safetensors-document": checkpoints.safetensors_document,
+    "sharding-info": checkpoints.sharding_info,
     "units": lambda data: loads(data, source="units.json"),
     "values-json": _values,
+    "manifest": checkpoints.manifest,
+    "journal": checkpoints.journal,
+    "index-page": checkpoints.index_page,
+    "file-names": checkpoints.file_names,
+    "torch-checkpoint": checkpoints.torch_checkpoint,
+    "dcp-checkpoint": checkpoints.dcp_checkpoint,
 }
 
 

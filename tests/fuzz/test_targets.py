@@ -1,4 +1,7 @@
-"""Each parser on damaged files, the same ones at each run; ``scripts/fuzz`` goes on for as long as one likes."""
+"""Each parser on damaged files, the same ones at each run; ``scripts/fuzz`` goes on for as long as one likes.
+
+What it found before is in ``found.tar.xz``: one that comes to another end is a change of the parser to be looked at.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,19 @@ import random
 import pytest
 
 from tests.fuzz.corpus import seeds
+from tests.fuzz.found import found
 from tests.fuzz.mutations import mutated
 from tests.fuzz.targets import TARGETS, harmless
 
-INPUTS = {"torch": 400, "safetensors-index": 400, "dcp-metadata": 400}  # the slower ones
+INPUTS = {"torch": 400, "dcp-metadata": 400, "file-names": 400, "dcp-checkpoint": 400, "torch-checkpoint": 600}
+LENIENT = frozenset({"manifest", "journal", "index-page"})  # what is damaged there says nothing
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_the_files_that_damage_begins_with_are_understood(name: str) -> None:
     corpus = seeds(name)
     parsed = [harmless(TARGETS[name], data) for data in corpus]
-    assert any(parsed) or name == "safetensors-index"  # its shard would have to be the same bytes
+    assert any(parsed)
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -28,4 +33,10 @@ def test_damage_is_refused_in_our_words_or_not_noticed(name: str) -> None:
     for _ in range(INPUTS.get(name, 1500)):
         data = mutated(generator, corpus[:40])
         refused += not harmless(TARGETS[name], data)
-    assert refused or name == "values-json"
+    assert (refused == 0) == (name in LENIENT)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_what_fuzzing_has_found_comes_to_the_same_end_as_then(name: str) -> None:
+    changed = [each for each, data, parsed in found(name) if harmless(TARGETS[name], data) != parsed]
+    assert not changed

@@ -2,8 +2,9 @@
 
     python -m tests.hostile.sentry WARM... < PATHS
 
-Each ``WARM`` is opened first, whatever comes of it, so that all modules are there before the watch begins. The address
-space is limited, so that memory beyond the bound is an error and not a slow machine.
+A file that takes too long ends the process, and is the first one without a line. Each ``WARM`` is opened first,
+whatever comes of it, so that all modules are there before the watch begins. The address space is limited, so that
+memory beyond the bound is an error and not a slow machine.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 LIMIT = 1 << 30  # bytes of address space beyond what is used when the watch begins
+SECONDS = 20  # of processor time for one file: then the system ends this process, also inside of C code
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_TRUNC
 _FORBIDDEN = (
@@ -40,6 +42,7 @@ def main(warm: list[str]) -> None:
     sys.addaudithook(lambda event, given: seen.append(f"{event} {given[:1]}") if _is_act(event, given) else None)
     for path in _lines():
         begin = time.process_time()
+        resource.setrlimit(resource.RLIMIT_CPU, (int(begin) + SECONDS, resource.RLIM_INFINITY))
         found: dict[str, object] = {"path": path, "code": 0}
         try:
             api.inspect(path).to_json(ranks=True)

@@ -53,7 +53,8 @@ def _watched(directory: Path, pickles: dict[str, bytes]) -> dict[str, list[dict[
         env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
         check=False,
     )
-    assert done.returncode == 0, (done.stdout[-300:], done.stderr[-2000:])
+    last = next(iter(list(paths.values())[len(done.stdout.splitlines()) :]), None)
+    assert done.returncode == 0, (f"ended with {done.returncode} at: {last}", done.stderr[-2000:])
     found: dict[str, list[dict[str, Any]]] = {title: [] for title in pickles}
     for line in done.stdout.splitlines():
         seen = json.loads(line)

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError
+from fsdpckpt.ir.assignment import in_any_order, in_order
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, Note, OptimState
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import SLICES, Pieces, Tensor
-from fsdpckpt.planner.assignment import in_any_order, in_order
 from fsdpckpt.planner.parameter_order import ParameterOrder, from_list
 from fsdpckpt.planner.rekey import to_ids, to_names
 from fsdpckpt.planner.state_shapes import fits, stated_shapes

@@ -11,6 +11,8 @@ import torch
 
 from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.ir.checkpoint import Layout
+from fsdpckpt.readers.rank_names import check_names
+from fsdpckpt.storage.sources import Sources
 from tests.readers.contents import opened
 
 
@@ -52,6 +54,14 @@ def test_a_file_of_a_run_with_another_number_of_ranks_is_stale(tmp_path: Path) -
     with pytest.raises(SourceCorruptError, match="stale rank files: 1 files") as error:
         opened(tmp_path / "new")
     assert "expected 3 ranks, saved as optim_world_size_4_rank_1, by one of 4" in error.value.details[0]
+
+
+@pytest.mark.parametrize("name", ["random_states_{r}.pkl", "rng_state_{r}.pth"])
+def test_random_states_that_more_ranks_share_are_not_called_swapped(name: str, tmp_path: Path) -> None:
+    paths = save(tmp_path, 3, name)
+    paths[2].write_bytes(paths[0].read_bytes())
+    with Sources() as sources:
+        check_names({rank: str(path) for rank, path in enumerate(paths)}, sources)
 
 
 def test_names_of_another_pattern_and_file_objects_say_nothing(tmp_path: Path) -> None:

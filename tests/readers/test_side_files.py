@@ -59,6 +59,21 @@ def test_the_same_producers_files_arrive_byte_for_byte(trainer: Path, tmp_path: 
     assert len(left) == 1 and "pytorch_model.bin" in left[0] and "rng_state_2.pth" in left[0]
 
 
+@pytest.mark.parametrize("flavor", ["trainer", "torchtitan", "plain"])
+def test_hidden_files_are_not_copied_and_named(trainer: Path, tmp_path: Path, flavor: str) -> None:
+    (trainer / ".gitattributes").write_text("*.bin filter=lfs")
+    (trainer / ".cache").mkdir()
+    (trainer / ".cache" / "state").write_bytes(b"1234")
+    (trainer / "logs").mkdir()
+    (trainer / "logs" / "events").write_bytes(b"1234")
+    report = to(trainer, tmp_path / "out", flavor=flavor, to=Layout.SHARDED, world_size=2)
+    left = "\n".join(note.message for note in report.notes if note.kind == "not-carried")
+    named = [*(key for note in report.notes for key in note.keys), left]
+    for name in (".gitattributes", ".cache", "logs"):
+        assert any(name in each for each in named), name
+    assert not any(name.startswith((".git", ".cache")) for name in names(tmp_path / "out"))
+
+
 @pytest.mark.parametrize(("world", "given"), [(1, [0]), (3, [0, 1, 2]), (5, [0, 1, 2, 0, 1])])
 def test_rank_r_gets_the_random_states_of_rank_r_modulo_the_sources(
     trainer: Path, tmp_path: Path, world: int, given: list[int]

@@ -115,3 +115,11 @@ def test_a_single_rank_of_a_world_of_one_is_whole(tmp_path: Path) -> None:
     assert (tree.layout, tree.world_size) == (Layout.SHARDED, 1)
     assert found == held({"w": whole}, ())
     assert isinstance(tree.root["w"], Tensor)  # type: ignore[index,call-overload]
+
+
+def test_keys_of_a_table_may_be_tuples(tmp_path: Path) -> None:
+    torch.save({"w": torch.arange(5.0), "table": {("a", 1): torch.ones(3), ("b", (2, None)): 4}}, tmp_path / "m.pt")
+    with Sources() as sources:
+        root = read_torch_file(str(tmp_path / "m.pt"), FileTable(), sources).root
+    assert isinstance(root, dict) and isinstance(root["table"], dict)
+    assert list(root["table"]) == [("a", 1), ("b", (2, None))] and root["table"]["b", (2, None)] == 4

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+import fsdpckpt
 from fsdpckpt.errors import (
     SourceCorruptError,
     SourceError,
@@ -370,6 +371,33 @@ def test_values_of_the_ranks_own_are_kept_for_each(tmp_path: Path) -> None:
         assert held(state, files.files()) == held(torch.Generator().manual_seed(rank).get_state(), ())
     assert tree.root["epoch"] == 7  # type: ignore[index,call-overload]
     assert len(tree.root["same"].pieces) == 3  # type: ignore[index,call-overload,union-attr,arg-type]
+
+
+def test_what_a_rank_lacks_is_absent_there_and_not_none(tmp_path: Path) -> None:
+    states: list[dict[str, Any]] = [
+        {"epoch": 7, "seed": None},
+        {"epoch": 7, "loader": {"at": 11}, "noise": torch.randn(3), "seed": 5, "rng": {"cuda": 1, "cpu": 2}},
+        {"epoch": 7, "loader": {"at": 13}, "seed": 5, "rng": {"cpu": 2}},
+    ]
+    source = tmp_path / "ranks"
+    source.mkdir()
+    weight = torch.randn(7, 3)
+    for rank, state in enumerate(states):
+        torch.save({"w": weight}, source / f"model_world_size_3_rank_{rank}.pt")
+        torch.save(state, source / f"extra_state_world_size_3_rank_{rank}.pt")
+    report = fsdpckpt.convert(source, tmp_path / "full.pt", to="full")
+    full = torch.load(tmp_path / "full.pt")
+    assert {key: value for key, value in full.items() if key != "model"} == states[0]
+    told = "\n".join(note.message for note in report.notes)
+    for key in ("loader", "noise", "rng"):
+        assert f"{key} is not on rank 0 of 3" in told
+    fsdpckpt.convert(source, tmp_path / "five", to="sharded", container="torch", world_size=5, buffers=["none"])
+    for rank in range(5):
+        found = torch.load(tmp_path / "five" / f"extra_state_world_size_5_rank_{rank}.pt")
+        expected = states[rank % 3]
+        assert set(found) == set(expected)
+        for key, value in expected.items():
+            assert torch.equal(found[key], value) if key == "noise" else found[key] == value
 
 
 def test_equal_looking_replicas_are_decided_by_kind_and_not_by_value(tmp_path: Path) -> None:

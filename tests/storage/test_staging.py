@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from fsdpckpt.errors import TargetExistsError, TargetUnwritableError, UsageError
+from fsdpckpt.storage.exchange import exchange
 from fsdpckpt.storage.staging import Staging, check_target, clear_leftover
 from fsdpckpt.storage.staging_names import hold, journal_of, journals_at, staging_root
 from fsdpckpt.storage.targets import WritableFile, aligned_buffer
@@ -43,8 +44,11 @@ def test_a_single_file_appears_under_its_name_and_the_staging_directory_goes(tmp
     assert sorted(os.listdir(tmp_path)) == ["full.pt"]
 
 
+@pytest.mark.parametrize("exchanges", [True, False])
 @pytest.mark.parametrize("directory", [True, False])
-def test_replacing_leaves_only_the_new_output(tmp_path, directory: bool) -> None:
+def test_replacing_leaves_only_the_new_output(tmp_path, monkeypatch, directory: bool, exchanges: bool) -> None:
+    if not exchanges:
+        monkeypatch.setattr("fsdpckpt.storage.staging.exchange", lambda *_: False)
     target = tmp_path / "out"
     target.mkdir()
     (target / "old").write_bytes(b"old")
@@ -55,6 +59,44 @@ def test_replacing_leaves_only_the_new_output(tmp_path, directory: bool) -> None
     staging.close()
     assert (target.read_bytes() if not directory else (target / "new").read_bytes()) == b"new"
     assert sorted(os.listdir(tmp_path)) == ["out"]
+
+
+@pytest.mark.parametrize("directory", [True, False])
+def test_where_two_names_can_change_places_there_is_no_moment_without_a_target(
+    tmp_path, monkeypatch, directory: bool
+) -> None:
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+    if not exchange(str(tmp_path / "one"), str(tmp_path / "other")):
+        pytest.skip("this file system cannot exchange two names: a target that is replaced is moved aside")
+    target = tmp_path / "out"
+    target.mkdir()
+    staging = Staging(str(target), directory=directory, overwrite=True)
+    _write(staging.locate("" if not directory else "new"), b"new")
+    with monkeypatch.context() as refused:
+        refused.setattr(os, "rename", lambda *_: pytest.fail("the older target was moved away"))
+        staging.commit()
+    staging.close()
+    assert target.is_file() != directory
+
+
+def test_names_that_cannot_be_exchanged_because_one_is_gone_are_an_error(tmp_path) -> None:
+    (tmp_path / "one").mkdir()
+    with pytest.raises(FileNotFoundError):
+        exchange(str(tmp_path / "one"), str(tmp_path / "other"))
+
+
+def test_links_among_what_was_staged_are_removed_and_never_followed(tmp_path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "one").write_bytes(b"mine")
+    staging = Staging(str(tmp_path / "out"), directory=True)
+    os.symlink(tmp_path / "elsewhere", staging.locate("folder"))
+    os.symlink(tmp_path / "elsewhere" / "one", staging.locate("one"))
+    staging.keep_only(["one", "folder/one"])
+    assert os.listdir(staging.path) == []
+    assert (tmp_path / "elsewhere" / "one").read_bytes() == b"mine"
+    staging.discard()
+    staging.close()
 
 
 def test_a_discarded_run_leaves_nothing(tmp_path) -> None:
@@ -111,11 +153,6 @@ def test_overwriting_a_folder_that_holds_the_source_is_refused(tmp_path) -> None
     (tmp_path / "all" / "in").mkdir(parents=True)
     with pytest.raises(UsageError, match="would delete the source"):
         check_target(str(tmp_path / "all"), str(tmp_path / "all" / "in"), overwrite=True)
-
-
-def test_a_url_target_is_refused_with_the_reason(tmp_path) -> None:
-    with pytest.raises(TargetUnwritableError, match="paths only"):
-        check_target("memory://bucket/out", str(tmp_path), overwrite=False)
 
 
 def test_the_empty_name_is_no_target(tmp_path, monkeypatch) -> None:

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._shard_utils import _create_chunk_sharded_tensor
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from fsdpckpt.errors import UsageError
 from fsdpckpt.ir.checkpoint import OptimState
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.writers.dtype_rule import DtypeRule
@@ -190,3 +191,16 @@ def test_a_rank_file_does_not_grow_with_the_world(form):
         return len(target.files[0].blob)
 
     assert nbytes(64) < nbytes(2) * 1.25
+
+
+@pytest.mark.parametrize("form", ["dtensor", "sharded-tensor"])
+def test_more_ranks_than_the_memory_has_room_for_are_refused_after_the_first_file(monkeypatch, form):
+    source = Trained(seed=3, key_type="id")
+    most = sum(
+        len(file.blob) for file in lay_out(source.checkpoint, world_size=9, tensor=form, dtypes=DtypeRule()).files
+    )
+    monkeypatch.setattr("fsdpckpt.writers.torch_ranks.memory_bytes", lambda: most)
+    lay_out(source.checkpoint, world_size=9, tensor=form, dtypes=DtypeRule())
+    with pytest.raises(UsageError, match="--world-size 5000 ") as error:
+        lay_out(source.checkpoint, world_size=5000, tensor=form, dtypes=DtypeRule())
+    assert "--container dcp" in error.value.next_step

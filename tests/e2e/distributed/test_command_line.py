@@ -62,7 +62,7 @@ def test_errors_are_those_of_one_process(
         (["--launcher", "local", "--nproc-per-node", "2"], "--nproc-per-node starts workers"),
         (["--nproc-per-node", "none"], "takes a number"),
         (["--nproc-per-node", "1", "--nnodes", "2"], "several nodes need a place to meet"),
-        (["--backend", "gloo"], "are for workers, and there are none"),
+        (["--backend", "gloo"], "--backend is for workers, and there are none"),
         (["--nproc-per-node", "1", "--backend", "nccl", "--device", "cpu"], "NCCL moves data between GPUs only"),
     ],
 )

@@ -48,11 +48,11 @@ class Library:
 
 @pytest.fixture(scope="session")
 def library(oracle: Oracle) -> Callable[..., Library]:
-    """``library("accelerate")``: what it saved on so many ranks. Skips the test where it is not installed."""
+    """``library("lightning")``: what it saved on so many ranks. Skips the test where it is not installed."""
 
     def made(name: str, ranks: int = SAVED_BY) -> Library:
         if importlib.util.find_spec(name) is None:
-            pytest.skip(f"{name} is not installed: pip install -e .[dev]")
+            pytest.skip(f"{name} is not installed: scripts/env installs it")
         module = f"tests.e2e.flavors.with_{name}"
         saved = oracle.once(
             f"flavors-{name}",

@@ -1,14 +1,18 @@
-"""accelerate trains on 3 ranks, we convert, accelerate goes on with 2: the same losses as by PyTorch's resharding."""
+"""accelerate and the Trainer of transformers train on 3 ranks, we convert, they go on with 2.
+
+The same losses as by PyTorch's resharding. Both in one start: the Trainer saves by accelerate.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from fsdpckpt.api import inspect
+from fsdpckpt.api import inspect, verify
 from fsdpckpt.ir.checkpoint import Container, Layout
 from tests.e2e.flavors.conftest import Job, Library, written
 from tests.oracle.compare import differences
@@ -24,13 +28,6 @@ FORMS = {
         "mesh_device": "cpu",
     },
 }
-
-
-@pytest.fixture(scope="module")
-def accelerate(library: Callable[..., Library]) -> Library:
-    return library("accelerate")
-
-
 # LOCAL_STATE_DICT is no target here: accelerate does not load its own (torch.load refuses ShardedTensor).
 # What was saved, what accelerate loads: within FSDP1 and FSDP2, and from one to the other.
 PATHS = (
@@ -40,34 +37,114 @@ PATHS = (
     ("ranks2", "sharded2"),
     ("sharded2", "full2"),
 )
+TRAINER_PATHS = (("sharded1", "full2"), ("full2", "sharded1"), ("sharded2", "full2"), ("full1", "sharded2"))
+STEP = "checkpoint-3"
 
 
-def test_training_goes_on_from_every_form_as_from_pytorchs_own_resharding(accelerate: Library, tmp_path: Path) -> None:
-    jobs = []
+@pytest.fixture(scope="module")
+def saved(library: Callable[..., Library]) -> Library:
+    return library("transformers")
+
+
+@pytest.fixture(scope="module")
+def converted(saved: Library, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
+    """What is loaded on 2 ranks, by its id: the conversions, and PyTorch's own resharding of what was saved."""
+    below, jobs = tmp_path_factory.mktemp("converted"), []
     for source, form in PATHS:
-        target = tmp_path / f"{source}-{form}"
-        assert inspect(accelerate.saved / f"accelerate-{source}").checkpoint.flavor == "accelerate"
-        written(accelerate.saved / f"accelerate-{source}", target, flavor="accelerate", **FORMS[form[:-1]])
+        target = below / f"{source}-{form}"
+        written(saved.saved / f"accelerate-{source}", target, flavor="accelerate", **FORMS[form[:-1]])
         jobs.append(Job(f"{source} to {form}", form, target))
-    references = {source[-1] + form[-1] for source, form in PATHS}
-    jobs += [
-        Job(trained + loaded, f"sharded{loaded}", accelerate.saved / f"accelerate-sharded{trained}")
-        for trained, loaded in sorted(references)
-    ]
-    losses = accelerate.losses(jobs, tmp_path)
+    for source, form in TRAINER_PATHS:
+        target = below / f"trainer-{source}-{form}" / STEP
+        target.parent.mkdir()
+        written(saved.saved / f"trainer-{source}", target, flavor="trainer", **FORMS[form[:-1]])
+        jobs.append(Job(f"trainer: {source} to {form}", f"trainer-{form}", target))
+    for trained, loaded in sorted({source[-1] + form[-1] for source, form in PATHS}):
+        jobs.append(Job(trained + loaded, f"sharded{loaded}", saved.saved / f"accelerate-sharded{trained}"))
+    for trained, loaded in sorted({source[-1] + form[-1] for source, form in TRAINER_PATHS}):
+        path = saved.saved / f"trainer-sharded{trained}" / STEP
+        jobs.append(Job(f"trainer: {trained}{loaded}", f"trainer-sharded{loaded}", path))
+    return {job.id: job for job in jobs}
+
+
+@pytest.fixture(scope="module")
+def losses(
+    saved: Library, converted: dict[str, Job], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[list[str]]]:
+    return saved.losses(list(converted.values()), tmp_path_factory.mktemp("losses"))
+
+
+def test_accelerate_goes_on_from_every_form_as_from_pytorchs_own_resharding(
+    saved: Library, losses: dict[str, list[list[str]]]
+) -> None:
     for source, form in PATHS:
+        assert inspect(saved.saved / f"accelerate-{source}").checkpoint.flavor == "accelerate"
         found, expected = losses[f"{source} to {form}"], losses[source[-1] + form[-1]]
         assert len(expected[0]) == 5, expected
         assert found == expected, (source, form)
 
 
-def test_local_state_dicts_for_other_ranks_hold_the_same_training(accelerate: Library, tmp_path: Path) -> None:
+def test_the_trainer_resumes_from_every_form_as_from_pytorchs_own_resharding(
+    losses: dict[str, list[list[str]]],
+) -> None:
+    for source, form in TRAINER_PATHS:
+        found, expected = losses[f"trainer: {source} to {form}"], losses[f"trainer: {source[-1]}{form[-1]}"]
+        assert len(expected[0]) == 4, expected
+        assert expected[0][0] != expected[1][0], "each rank has its own data, and dropout by its own random state"
+        assert found == expected, (source, form)
+        steps = [step for step, _ in json.loads(found[0][-1])]
+        assert steps == [1, 2, 3, 4, 5], "the history of the three steps before came along"
+
+
+def test_every_file_beside_a_checkpoint_of_the_trainer_arrives(saved: Library, converted: dict[str, Job]) -> None:
+    for source, form in TRAINER_PATHS:
+        run, target = saved.saved / f"trainer-{source}", converted[f"trainer: {source} to {form}"].path
+        assert inspect(run).checkpoint.flavor == "trainer"
+        beside = {path.name for path in (run / STEP).iterdir() if path.suffix in (".pt", ".pth", ".json")}
+        assert {"scheduler.pt", "trainer_state.json", "rng_state_0.pth", "rng_state_2.pth"} <= beside
+        if form.startswith("sharded"):
+            beside.remove("rng_state_2.pth")
+            assert not (target / "rng_state_2.pth").exists()
+        for name in beside:
+            assert (target / name).read_bytes() == (run / STEP / name).read_bytes(), name
+
+
+@pytest.mark.parametrize(
+    ("producer", "source", "name"),
+    [
+        ("accelerate", "accelerate-sharded2", "random_states_{}.pkl"),
+        ("accelerate", "accelerate-full1", "random_states_{}.pkl"),
+        ("trainer", f"trainer-sharded2/{STEP}", "rng_state_{}.pth"),
+    ],
+)
+def test_more_ranks_than_saved_share_the_random_states(
+    producer: str, source: str, name: str, saved: Library, tmp_path: Path
+) -> None:
+    written(saved.saved / source, tmp_path / "five", flavor=producer, to=Layout.SHARDED, world_size=5)
+    for rank in range(5):
+        expected = (saved.saved / source / name.format(rank % 3)).read_bytes()
+        assert (tmp_path / "five" / name.format(rank)).read_bytes() == expected
+    assert verify(tmp_path / "five").whole
+
+
+@pytest.mark.parametrize("source", ["sharded1", "ranks2", "sharded2"])
+def test_every_form_of_one_training_becomes_the_full_checkpoint_that_accelerate_saves(
+    source: str, saved: Library, tmp_path: Path
+) -> None:
+    written(saved.saved / f"accelerate-{source}", tmp_path / "full", flavor="accelerate", to=Layout.FULL)
+    assert_full(tmp_path / "full", saved.saved / f"accelerate-full{source[-1]}")
+
+
+def test_local_state_dicts_for_other_ranks_hold_the_same_training(saved: Library, tmp_path: Path) -> None:
     flattened = {"flavor": "accelerate", "to": Layout.FLATTENED, "world_size": 2}
-    written(accelerate.saved / "accelerate-local1", tmp_path / "two", **flattened)
+    written(saved.saved / "accelerate-local1", tmp_path / "two", **flattened)
     names = {path.relative_to(tmp_path / "two").as_posix() for path in (tmp_path / "two").rglob("*") if path.is_file()}
     assert {"pytorch_model_fsdp_rank0.bin", "pytorch_model_fsdp_rank1.bin", "optimizer_0/.metadata"} <= names
     written(tmp_path / "two", tmp_path / "full", flavor="accelerate", to=Layout.FULL)
+    assert_full(tmp_path / "full", saved.saved / "accelerate-full1")
+
+
+def assert_full(found: Path, expected: Path) -> None:
     for name in ("pytorch_model_fsdp.bin", "optimizer.bin"):
-        found = torch.load(tmp_path / "full" / name, weights_only=True)
-        expected = torch.load(accelerate.saved / "accelerate-full1" / name, weights_only=True)
-        assert list(differences(found, expected, f"{name}: ")) == []
+        ours, theirs = (torch.load(path / name, weights_only=True) for path in (found, expected))
+        assert list(differences(ours, theirs, f"{name}: ")) == []

@@ -20,6 +20,7 @@ PATHS = (
     ("trainer-full", "trainer-sharded", {"flavor": "lightning", "buffers": ("inner.scale",), **SHARDED}),
     ("trainer-sharded", "trainer-full", {"flavor": "lightning", **FULL}),
     ("parallel-sharded", "parallel-sharded", {"flavor": "lightning-model-parallel", **SHARDED}),
+    ("parallel-sharded", "parallel-full", {"flavor": "lightning-model-parallel", **FULL}),
 )
 
 

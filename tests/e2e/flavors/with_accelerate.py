@@ -1,4 +1,4 @@
-"""accelerate saves and loads: ``torchrun -m tests.e2e.flavors.with_accelerate save|load DIRECTORY``.
+"""accelerate saves and loads, started by with_transformers: ``save|load DIRECTORY``.
 
 ``save`` trains one model under FSDP1 and FSDP2 and writes ``accelerate-<form>`` for every form. ``load`` reads
 DIRECTORY/jobs.json, a list of {"id", "form", "path"}, lets accelerate load each and take two steps, and writes the
@@ -24,10 +24,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
 from torch import nn
 
-from tests.e2e.flavors.jobs import work
-from tests.e2e.flavors.offloading import without_offloading
 from tests.e2e.flavors.small import filled, loss_of
-from tests.oracle.process import quiet_worker
 
 FORMS = ("full1", "sharded1", "local1", "full2", "sharded2", "ranks2")
 _TYPES = {
@@ -113,13 +110,3 @@ def losses(form: str, path: str) -> list[str]:
         accelerator.load_state(path)
     drawn = [torch.rand(()).item().hex(), random.random().hex(), float(np.random.rand()).hex()]
     return [*(step(accelerator, *training, number) for number in (60, 61)), *drawn]
-
-
-def main() -> None:
-    quiet_worker(limit=270)
-    without_offloading()
-    work(save, losses)
-
-
-if __name__ == "__main__":
-    main()

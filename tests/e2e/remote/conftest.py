@@ -105,7 +105,8 @@ def s3(s3_server: Proxy, files: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     _fill(s3_server, files)
     s3_server.seen.clear()
     yield s3_server
-    s3_server.fault = None
+    s3_server.fault, s3_server.query = None, ""
+    s3_server.headers.clear()
 
 
 def _fill(s3: Proxy, files: Path) -> None:

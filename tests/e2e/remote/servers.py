@@ -112,13 +112,16 @@ class Seen:
 
 
 Fault = Callable[[str, str, int | None], str | None]
-"""(method, path, begin of the range) to "500", "503", "reset", "short", "stall", "flip" (one bit of what is sent), or
-None for a proper answer."""
+"""(method, path, begin of the range) to "500", "503" or another status, with S3's code behind it ("403 AccessDenied"),
+"reset", "short", "stall", "flip" (one bit of what is sent), or None for a proper answer."""
 
 
 @dataclass
 class Proxy:
-    """``url``: what stands for the server behind. ``fault`` decides what becomes of each request."""
+    """``url``: what stands for the server behind. ``fault`` decides what becomes of each request.
+
+    ``headers`` are added to what is asked, ``answer_headers`` to what is answered, ``query`` to every list of S3.
+    """
 
     url: str
     backend: str
@@ -126,6 +129,8 @@ class Proxy:
     seen: list[Seen] = field(default_factory=list)
     released: threading.Event = field(default_factory=threading.Event)
     headers: dict[str, str] = field(default_factory=dict)
+    answer_headers: dict[str, str] = field(default_factory=dict)
+    query: str = ""
 
     def count(self, method: str = "GET", *, part: str = "") -> int:
         return sum(1 for each in self.seen if each.method == method and part in each.path)
@@ -163,10 +168,17 @@ def proxy(backend: str) -> Iterator[Proxy]:
             begin = int(asked[0]) if asked[0] else None
             nbytes = int(asked[2]) - int(asked[0]) + 1 if asked[0] and asked[2] else None
             kind = state.fault(self.command, path, begin) if state.fault is not None else None
-            if kind in ("500", "503"):
-                self.send_response(int(kind))
-                self.send_header("Content-Length", "0")
+            if kind is not None and kind[:3].isdecimal():
+                status, _, code = kind.partition(" ")
+                text = f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode() if code else b""
+                self.send_response(int(status))
+                self.send_header("Content-Length", str(len(text)))
+                if status == "307":
+                    self.send_header("Location", state.backend + self.path)
+                if code == "PermanentRedirect":
+                    self.send_header("x-amz-bucket-region", "eu-north-1")
                 self.end_headers()
+                self.wfile.write(text if self.command != "HEAD" else b"")
                 state.seen.append(Seen(self.command, path, split.query, begin, nbytes, 0))
                 return
             if kind == "stall":
@@ -182,13 +194,16 @@ def proxy(backend: str) -> Iterator[Proxy]:
             headers = {k: v for k, v in self.headers.items() if k.lower() not in ("transfer-encoding", "connection")}
             if body or self.command in ("PUT", "POST"):
                 headers["Content-Length"] = str(len(body))
-            link.request(self.command, self.path, body, {**headers, **state.headers})
+            asking = self.path + (state.query if "list-type" in split.query else "")
+            link.request(self.command, asking, body, {**headers, **state.headers})
             answer = link.getresponse()
             data = answer.read()
             self.send_response(answer.status, answer.reason)
             for name, value in answer.getheaders():
-                if name.lower() not in ("transfer-encoding", "connection", "content-length"):
+                if name.lower() not in ("transfer-encoding", "connection", "content-length", *state.answer_headers):
                     self.send_header(name, value)
+            for name, value in state.answer_headers.items():
+                self.send_header(name, value)
             length = answer.getheader("Content-Length") if self.command == "HEAD" else str(len(data))
             if answer.status not in (204, 304) and length is not None:
                 self.send_header("Content-Length", length)

@@ -108,13 +108,14 @@ def test_stores_of_another_kind_are_streamed_to(large: Path) -> None:
 def test_an_upload_that_breaks_leaves_the_older_object_and_no_parts(
     s3: Proxy, large: Path, files: Path, run: Run
 ) -> None:
-    client(s3).put_object(Bucket="runs", Key="large.pt", Body=b"older")
+    older = (files / "twin.pt").read_bytes()
+    client(s3).put_object(Bucket="runs", Key="large.pt", Body=older)
     s3.fault = lambda method, path, begin: "500" if method == "PUT" and "large.pt" in path else None
     done = run("convert", large, "s3://runs/large.pt", "--overwrite")
     assert done.code == 5, done.err
     assert "s3://runs/large.pt" in done.err
     assert "--resume" in done.err
-    assert content(s3, "large.pt") == b"older"
+    assert content(s3, "large.pt") == older
     assert parts_left(s3) == []
 
 

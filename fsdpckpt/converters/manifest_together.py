@@ -1,0 +1,62 @@
+"""``fsdpckpt.json`` where workers write: at every place, with the same bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from typing import cast
+
+from fsdpckpt.comm.group import Group
+from fsdpckpt.comm.messages import broadcast_object
+from fsdpckpt.converters.convert import Prepared
+from fsdpckpt.converters.manifest import write_manifest
+from fsdpckpt.executor.carried import carrying
+from fsdpckpt.executor.compare import not_this
+from fsdpckpt.readers.flavors import MANIFEST
+from fsdpckpt.storage.staging import Staging
+from fsdpckpt.storage.targets import WritableFile
+
+__all__ = ["manifest_together"]
+
+
+def manifest_together(
+    group: Group,
+    prepared: Prepared | None,
+    target: str,
+    staging: Staging | None,
+    *,
+    crcs: Mapping[str, int],
+    digests: Mapping[str, str],
+) -> None:
+    """Rank 0, which has ``prepared``, writes it, the other leaders the same. All ranks.
+
+    ``staging``: a leader's; None where DST is there already, and for all others. ``crcs``, ``digests``: as for
+    ``write_manifest``.
+    """
+    data = b""
+    with group.step("write fsdpckpt.json"), carrying():
+        if prepared is not None:
+            data = _write(prepared, target, staging, crcs, digests)
+    data = cast("bytes", broadcast_object(group, data, name="fsdpckpt.json"))
+    with group.step("copy fsdpckpt.json"), carrying():
+        if prepared is None and staging is not None:
+            path = staging.locate(MANIFEST)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            copy = WritableFile(path, len(data))
+            copy.write(0, data)
+            copy.commit()
+
+
+def _write(
+    prepared: Prepared, target: str, staging: Staging | None, crcs: Mapping[str, int], digests: Mapping[str, str]
+) -> bytes:
+    at = os.path.join(os.path.realpath(target), MANIFEST)  # where DST is there already
+    if staging is not None:
+        at = staging.locate(MANIFEST)
+        write_manifest(staging, prepared.output, prepared.rewritten, prepared.goal, crcs=crcs, digests=digests)
+    if not os.path.isfile(at):
+        raise not_this(target)
+    with open(at, "rb") as file:
+        return file.read()

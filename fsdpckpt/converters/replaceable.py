@@ -1,0 +1,118 @@
+"""What ``--overwrite`` may delete, wherever DST is: one checkpoint that this program recognises, or nothing at all."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import shlex
+from collections.abc import Iterator
+from itertools import islice
+
+from fsdpckpt.errors import FsdpckptError, NeedsInformationError, TargetExistsError
+from fsdpckpt.ir.checkpoint import Checkpoint
+from fsdpckpt.readers.detect import open_checkpoint
+from fsdpckpt.readers.flavors import MANIFEST, UNITS
+from fsdpckpt.readers.manifest import read_manifest
+from fsdpckpt.storage.sources import Sources, is_url
+from fsdpckpt.storage.targets import target_errors
+
+__all__ = ["require_replaceable"]
+
+_SHOWN = 5  # files that are named in a refusal
+# What describes the data of a checkpoint, in whichever of its directories: read, but no data file itself.
+_DESCRIPTIONS = (MANIFEST, UNITS, ".metadata")
+_DESCRIBING = (".safetensors.index.json", ".distcp")
+
+
+def require_replaceable(target: str) -> None:
+    """Raises TargetExistsError unless what is at ``target``, a path or a URL, is one checkpoint and nothing besides.
+
+    Nothing there, an empty file and a directory without files may be replaced too. A directory is a checkpoint when
+    its ``fsdpckpt.json`` lists every file in it, or when it is read as one and every file in it belongs to that.
+    """
+    with Sources() as sources, target_errors(target):
+        where = target.rstrip("/") if is_url(target) else os.path.realpath(target)
+        entry = sources.stat(where)
+        if entry is None or (not entry.directory and not entry.nbytes):
+            return
+        if not entry.directory:
+            _opened(where, target, sources)
+            return
+        if next(_files(where, sources), None) is None:
+            return
+        known = _listed(where, sources)
+        if known is None:
+            known = _parts(where, _opened(where, target, sources))
+        strangers = list(islice(_strangers(where, known, sources), _SHOWN + 1))
+    if strangers:
+        raise _refused(
+            f"{target} holds more than a checkpoint: --overwrite does not replace that",
+            target,
+            [f"no part of the checkpoint: {path}" for path in strangers[:_SHOWN]]
+            + (["and more"] if len(strangers) > _SHOWN else []),
+        )
+
+
+def _opened(where: str, target: str, sources: Sources) -> Checkpoint:
+    """The checkpoint there, by its metadata alone."""
+    try:
+        found = open_checkpoint(where, sources=sources, locate=False)
+    except NeedsInformationError as error:
+        what = f"{target} is not one checkpoint: --overwrite does not replace that"
+        raise _refused(what, target, error.details) from error
+    except FsdpckptError as error:
+        what = f"{target} is no checkpoint that can be read: --overwrite does not replace that"
+        raise _refused(what, target, [error.what]) from error
+    if found.directory and found.directory.rstrip("/") != where.rstrip("/"):
+        what = f"{target} is no checkpoint, one lies below it: --overwrite does not replace that"
+        raise _refused(what, target, [found.directory])
+    return found
+
+
+def _refused(what: str, target: str, details: list[str] | tuple[str, ...]) -> TargetExistsError:
+    remove = "remove it with the store's own tools" if is_url(target) else f"rm -r {shlex.quote(target)}"
+    return TargetExistsError(
+        what,
+        details=details,
+        file=target,
+        why="everything there would be deleted",
+        next_step=f"give a DST that does not exist yet; or, when nothing there is needed, remove it yourself: {remove}",
+    )
+
+
+def _listed(directory: str, sources: Sources) -> set[str] | None:
+    """The files that ``fsdpckpt.json`` says were written with it, by their paths below ``directory``."""
+    names = [entry.name for entry in sources.list_directory(directory)]
+    manifest, _ = read_manifest(directory, names, sources)
+    return {MANIFEST, *manifest.files} if manifest is not None and manifest.files else None
+
+
+def _parts(directory: str, checkpoint: Checkpoint) -> set[str]:
+    return {posixpath.relpath(file.path, directory) for file in checkpoint.files}
+
+
+def _strangers(directory: str, known: set[str], sources: Sources) -> Iterator[str]:
+    """Files below ``directory`` that are neither ``known`` nor describe what is known beside them."""
+    folders = {posixpath.dirname(path) for path in known}
+    for path in _files(directory, sources):
+        folder, name = posixpath.split(path)
+        describes = folder in folders and (name in _DESCRIPTIONS or name.endswith(_DESCRIBING))
+        if path not in known and not describes:
+            yield path
+
+
+def _files(directory: str, sources: Sources) -> Iterator[str]:
+    """Everything below ``directory`` but real directories, by relative path: a link counts as what it is."""
+    if is_url(directory):
+        for entry in sources.list_directory(directory):
+            below = (f"{entry.name}/{path}" for path in _files(entry.path, sources))
+            yield from below if entry.directory else [entry.name]
+        return
+    for folder, directories, names in os.walk(directory, onerror=_raise):
+        links = [name for name in directories if os.path.islink(os.path.join(folder, name))]
+        for name in (*names, *links):
+            yield posixpath.relpath(os.path.join(folder, name), directory)
+
+
+def _raise(error: OSError) -> None:
+    raise error

@@ -1,0 +1,48 @@
+"""Options that nothing is there for. The rule: what is asked for is done, or it is an error (exit code 2).
+
+An option whose subject is absent (a dtype for an optimizer that is not taken, a staging directory for a DST that needs
+none) was meant for another checkpoint or another target. A glob or a name that matches nothing is misspelt.
+"""
+
+from __future__ import annotations
+
+from fsdpckpt.converters.goal import Goal
+from fsdpckpt.converters.options import ConvertOptions
+from fsdpckpt.errors import UsageError
+from fsdpckpt.ir.checkpoint import Checkpoint, Section
+
+__all__ = ["refuse_without_sections", "refuse_without_store"]
+
+
+def refuse_without_sections(opened: Checkpoint, options: ConvertOptions, goal: Goal) -> None:
+    """Raises UsageError for an option about a section that is not there, not taken, or not written."""
+    about: dict[Section, dict[str, object]] = {
+        Section.MODEL: {"--dtype": options.dtype, "--buffers": options.buffers},
+        Section.OPTIM: {
+            "--optim-dtype": options.optim_dtype,
+            "--key-type": options.key_type,
+            "--missing-state": options.missing_state,
+        },
+    }
+    there = {Section.MODEL: opened.model is not None, Section.OPTIM: opened.optim is not None}
+    for section, given in about.items():
+        named = " and ".join(option for option, value in given.items() if value)
+        why = None
+        if options.only not in (None, section):
+            why = f"--only {options.only} leaves it out"
+        elif not there[section]:
+            why = f"{opened.source} has none"
+        elif section is Section.OPTIM and goal.form is not None and goal.form.optim is None and goal.flavor is not None:
+            why = f"the form of {goal.flavor.title} has no place for it"
+        if named and why is not None:
+            words = "model" if section is Section.MODEL else "optimizer"
+            raise UsageError(f"{named} would do nothing: it is about the {words}, and {why}", next_step=f"drop {named}")
+
+
+def refuse_without_store(options: ConvertOptions) -> None:
+    """Raises UsageError for an option about the upload to a store, where DST is a path."""
+    if options.staging is not None:
+        raise UsageError(
+            "--staging would do nothing: DST is a path, and what is written grows beside it",
+            next_step="drop --staging",
+        )

@@ -1,0 +1,163 @@
+"""The jobs that ``scripts/bench`` times: what is converted to what, and which programs do it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+
+from bench_measure import HERE, PROGRAM, Bench, Contender, Row
+
+SYNC = 'find "$1" -type f -exec sync {} +'
+MANY = 100_000  # tensors
+
+
+def copying(source: str, target: str) -> Contender:
+    return Contender("cp -r + fsync", ["sh", "-c", f'cp -r "$0" "$1" && {SYNC}', source, target])
+
+
+def tool(direction: str, source: str, target: str) -> Contender:
+    script = f'"$2" -W ignore -m torch.distributed.checkpoint.format_utils {direction} "$0" "$1" && {SYNC}'
+    return Contender("format_utils + fsync", ["sh", "-c", script, source, target, sys.executable])
+
+
+def converting(bench: Bench, source: str, target: str, *arguments: str) -> Contender:
+    extra = bench.options.convert_options.split()
+    return Contender("fsdpckpt", [PROGRAM, "convert", source, target, "--quiet", *arguments, *extra])
+
+
+def dcp_full(bench: Bench) -> Row:
+    source, target = bench.make("dcp", bench.options.size), bench.path("out.pt")
+    contenders = [converting(bench, source, target, "--to", "full"), copying(source, target)]
+    return Row("dcp -> full", source, target, [*contenders, tool("dcp_to_torch", source, target)])
+
+
+def full_dcp(bench: Bench) -> Row:
+    source, target = bench.make("full", bench.options.size, ".pt"), bench.path("out")
+    ours = converting(bench, source, target, "--to", "sharded", "--world-size", "4")
+    return Row(
+        "full -> dcp of 4", source, target, [ours, copying(source, target), tool("torch_to_dcp", source, target)]
+    )
+
+
+def ranks_dcp(bench: Bench) -> Row:
+    source, target = bench.make("ranks", bench.options.size), bench.path("out")
+    ours = converting(bench, source, target, "--to", "sharded", "--world-size", "4")
+    return Row("4 rank files -> dcp of 4", source, target, [ours, copying(source, target)])
+
+
+def dcp_three(bench: Bench) -> Row:
+    source, target = bench.make("dcp", bench.options.size), bench.path("out")
+    ours = converting(bench, source, target, "--to", "sharded", "--world-size", "3")
+    return Row("dcp of 4 -> dcp of 3", source, target, [ours, copying(source, target)])
+
+
+def flat_full(bench: Bench) -> Row:
+    source, target = bench.make("flat", bench.options.size), bench.path("out.pt")
+    ours = converting(bench, source, target, "--to", "full")
+    return Row("flattened of 4 -> full", source, target, [ours, copying(source, target)])
+
+
+def full_flat(bench: Bench) -> Row:
+    source, target = bench.make("full", bench.options.size, ".pt"), bench.path("out")
+    units = bench.make("units", bench.options.size, ".json")
+    ours = converting(bench, source, target, "--to", "flattened", "--world-size", "4", "--units", units)
+    return Row("full -> flattened of 4", source, target, [ours, copying(source, target)])
+
+
+def flat_three(bench: Bench) -> Row:
+    source, target = bench.make("flat", bench.options.size), bench.path("out")
+    ours = converting(bench, source, target, "--to", "flattened", "--world-size", "3")
+    return Row("flattened of 4 -> flattened of 3", source, target, [ours, copying(source, target)])
+
+
+def accelerate(bench: Bench) -> Row:
+    whole = bench.derive("accelerate", bench.make("dcp", bench.options.size))
+    source, target = os.path.join(whole, "pytorch_model_fsdp_0"), bench.path("out")
+    ours = converting(bench, source, target, "--flavor", "huggingface")
+    script = f'"$2" merge-weights "$0" "$1" && {SYNC}'
+    program = os.path.join(os.path.dirname(sys.executable), "accelerate")
+    theirs = Contender("accelerate merge-weights + fsync", ["sh", "-c", script, source, target, program])
+    return Row("accelerate's weights of 4 -> safetensors", source, target, [ours, copying(source, target), theirs])
+
+
+def lightning(bench: Bench) -> Row:
+    source, target = bench.derive("fabric", bench.make("dcp", bench.options.size)), bench.path("out.ckpt")
+    ours = converting(bench, source, target, "--flavor", "fabric", "--to", "full")
+    script = f'"$2" -W ignore -m lightning.fabric.utilities.consolidate_checkpoint "$0" --output_file "$1" && {SYNC}'
+    theirs = Contender(
+        "Lightning's consolidate_checkpoint + fsync", ["sh", "-c", script, source, target, sys.executable]
+    )
+    return Row("Lightning's directory of 4 -> one file", source, target, [ours, copying(source, target), theirs])
+
+
+def one_tensor(bench: Bench) -> Row:
+    source, target = bench.make("one-tensor", 4 * 10**9), bench.path("out.pt")
+    contenders = [converting(bench, source, target, "--to", "full"), copying(source, target)]
+    return Row("dcp -> full, one tensor of 4 GB", source, target, contenders)
+
+
+def inspect_thousand(bench: Bench) -> Row:
+    source = bench.make("many", 1000, ".pt")
+    return Row(
+        "inspect of 1,000 tensors", source, bench.path("none"), [Contender("fsdpckpt", [PROGRAM, "inspect", source])]
+    )
+
+
+def layout(bench: Bench) -> Row:
+    command = [sys.executable, os.path.join(HERE, "bench_layout.py")]
+    name = "layout of 1,000 units on 4,096 ranks"
+    return Row(name, bench.path("none"), bench.path("none"), [Contender("fsdpckpt", command)])
+
+
+def help_text(bench: Bench) -> Row:
+    return Row("--help", bench.path("none"), bench.path("none"), [Contender("fsdpckpt", [PROGRAM, "--help"])])
+
+
+def hundred_thousand(bench: Bench) -> Row:
+    source, target = bench.make("many", MANY, ".pt"), bench.path("out")
+    ours = converting(bench, source, target, "--to", "sharded", "--container", "dcp", "--world-size", "4")
+    row = Row("100,000 tensors, full -> dcp", source, target, [ours, copying(source, target)])
+    row.note = "per-tensor"
+    return row
+
+
+def hundred_thousand_full(bench: Bench) -> Row:
+    source, target = bench.make("many", MANY, ".pt"), bench.path("out.pt")
+    row = Row("100,000 tensors, full -> full", source, target, [converting(bench, source, target, "--to", "full")])
+    row.contenders.append(copying(source, target))
+    row.note = "per-tensor"
+    return row
+
+
+def journal(bench: Bench) -> Row:
+    """What the journal costs: the same conversion with one that is synced as it is, and with one that never is."""
+    source, target = bench.make("full", bench.options.size, ".pt"), bench.path("out")
+    words = ["convert", source, target, "--quiet", "--to", "sharded", "--world-size", "4"]
+    run = "from fsdpckpt.executor import recorder; {}; from fsdpckpt.cli.main import main; main()"
+    with_it, without = (run.format(code) for code in ("recorder.SYNC_SECONDS", "recorder.SYNC_SECONDS = 1e6"))
+    contenders = [
+        Contender("fsdpckpt", [sys.executable, "-c", with_it, *words]),
+        Contender("without syncing the journal", [sys.executable, "-c", without, *words]),
+    ]
+    return Row("journal, full -> dcp of 4", source, target, contenders, note="journal")
+
+
+ROWS: dict[str, Callable[[Bench], Row]] = {
+    "dcp-full": dcp_full,
+    "full-dcp": full_dcp,
+    "ranks-dcp": ranks_dcp,
+    "dcp-3": dcp_three,
+    "flat-full": flat_full,
+    "full-flat": full_flat,
+    "flat-3": flat_three,
+    "accelerate": accelerate,
+    "lightning": lightning,
+    "one-tensor": one_tensor,
+    "inspect": inspect_thousand,
+    "layout": layout,
+    "help": help_text,
+    "journal": journal,
+    "many": hundred_thousand,
+    "many-full": hundred_thousand_full,
+}

@@ -1,0 +1,159 @@
+"""Times whole processes, one at a time: their seconds, processor time and peak memory.
+
+This imports nothing large, since a child begins with its parent's peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+PROGRAM = os.path.join(os.path.dirname(sys.executable), "fsdpckpt")
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """``cpu``: seconds of processor time, all threads and child processes together; ``seconds``: by the clock."""
+
+    seconds: float
+    cpu: float
+    peak_bytes: int
+
+
+@dataclass
+class Contender:
+    name: str
+    command: list[str]
+    runs: list[Measurement] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        return statistics.median(run.seconds for run in self.runs)
+
+    @property
+    def cpu(self) -> float:
+        return statistics.median(run.cpu for run in self.runs)
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(run.peak_bytes for run in self.runs)
+
+
+@dataclass
+class Row:
+    """One job: its contenders, ours first."""
+
+    name: str
+    source: str
+    target: str
+    contenders: list[Contender]
+    note: str = ""
+
+
+class Bench:
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.directory = os.path.abspath(options.directory)
+        self.made: set[str] = set()
+        os.makedirs(self.directory, exist_ok=True)
+
+    def path(self, name: str) -> str:
+        """Where a target goes; no two benches share one."""
+        return os.path.join(self.directory, f"{os.getpid()}-{name}")
+
+    def make(self, form: str, amount: int, suffix: str = "") -> str:
+        """A source of that form and size, made unless an earlier bench left it."""
+        name = f"{form}-{amount}{suffix}"
+        path = os.path.join(self.directory, name)
+        self.made |= {path, os.path.join(self.directory, "random.bin")}
+        if os.path.exists(path):
+            return path
+        talk(f"making {name}")
+        python = [sys.executable]
+        if form in ("dcp", "one-tensor"):
+            python += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+        command = [*python, os.path.join(HERE, "bench_make.py"), form, path, str(amount)]
+        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL)
+        return path
+
+    def derive(self, flavor: str, source: str) -> str:
+        """``source`` as a directory of that producer, made unless an earlier bench left it."""
+        path = f"{source}-{flavor}"
+        self.made.add(path)
+        if not os.path.exists(path):
+            talk(f"making {os.path.basename(path)}")
+            subprocess.run([PROGRAM, "convert", source, path, "--quiet", "--flavor", flavor], check=True)
+        return path
+
+    def prepare(self, source: str, target: str) -> None:
+        remove(target)
+        subprocess.run(["sync"], check=True)
+        for path in files(source):
+            with open(path, "rb", buffering=0) as file:
+                if self.options.cache == "cold":
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                else:
+                    buffer = bytearray(8 * MIB)
+                    while file.readinto(buffer):
+                        pass
+
+    def run(self, row: Row) -> Row:
+        """Run the row's contenders in turn, ``--pairs`` times; those that never ran are dropped."""
+        for number in range(self.options.pairs):
+            for place, contender in enumerate(row.contenders):
+                if place > 1 and number >= self.options.tool_runs:
+                    continue
+                self.prepare(row.source, row.target)
+                measured = measure(contender.command, self.options.limit)
+                contender.runs.append(measured)
+                talk(f"{row.name}: {contender.name} {measured.seconds:.2f} s, {measured.peak_bytes // MIB} MiB")
+                remove(row.target)
+        row.contenders = [contender for contender in row.contenders if contender.runs]
+        return row
+
+
+def talk(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def remove(path: str) -> None:
+    if os.path.isdir(path):
+        shutil.rmtree(path)
+    elif os.path.exists(path):
+        os.remove(path)
+
+
+def files(path: str) -> list[str]:
+    if os.path.isfile(path):
+        return [path]
+    return [os.path.join(where, name) for where, _, names in os.walk(path) for name in names]
+
+
+def size_of(path: str) -> int:
+    return sum(os.path.getsize(name) for name in files(path))
+
+
+def measure(command: Sequence[str], limit: float) -> Measurement:
+    """Run one process to its end. Raises SystemExit with its output when it fails or takes over ``limit`` seconds."""
+    with open(os.devnull) as nothing, tempfile.TemporaryFile() as log:
+        began = time.perf_counter()
+        process = subprocess.Popen(
+            ["timeout", "--kill-after=5", str(limit), *command], stdin=nothing, stdout=log, stderr=log
+        )
+        _, status, usage = os.wait4(process.pid, 0)
+        seconds = time.perf_counter() - began
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            log.seek(0)
+            raise SystemExit(f"{' '.join(command)}\nended with {process.returncode}:\n{log.read().decode()[-4000:]}")
+    return Measurement(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)

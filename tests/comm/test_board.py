@@ -1,0 +1,30 @@
+"""What a worker leaves for its launcher, which may be on another machine than the worker that failed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch.distributed import HashStore
+
+from fsdpckpt.comm.board import STATUS_DIRECTORY, Board
+from fsdpckpt.comm.records import Failure
+from fsdpckpt.errors import TargetUnwritableError, WorkerError
+
+
+def test_a_failure_on_another_node_is_left_for_the_launcher_of_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = HashStore()
+    here, there = tmp_path / "here", tmp_path / "there"
+    for directory in (here, there):
+        directory.mkdir()
+    with Board(store, 0, 2, limit=1) as failed, Board(store, 1, 2, limit=1) as other:
+        monkeypatch.setenv(STATUS_DIRECTORY, str(there))
+        said = failed.fail_with(TargetUnwritableError("the disk is full"))
+        monkeypatch.setenv(STATUS_DIRECTORY, str(here))
+        with pytest.raises(WorkerError, match="worker 0 failed"):
+            other.patrol()
+    found = Failure.parse((here / "failure-1.json").read_text())
+    assert (found.rank, found.exit_code) == (0, 5)
+    assert found.error().what == said.what

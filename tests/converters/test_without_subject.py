@@ -1,0 +1,51 @@
+"""An option whose subject is absent is an error, and nothing is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import fsdpckpt
+from fsdpckpt.errors import UsageError
+
+
+def saved(path: Path, *sections: str) -> Path:
+    weight = torch.randn(7, 3)
+    states = {"state": {0: {"exp_avg": torch.randn(7, 3)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    whole = {"model": {"w": weight}, "optimizer": states}
+    torch.save({section: whole[section] for section in sections}, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("sections", "options", "said"),
+    [
+        (("model", "optimizer"), {"only": "model", "optim_dtype": "bfloat16"}, "--optim-dtype .* --only model"),
+        (("model", "optimizer"), {"only": "model", "key_type": "name"}, "--key-type .* --only model"),
+        (("model", "optimizer"), {"only": "model", "missing_state": "skip"}, "--missing-state .* --only model"),
+        (("model", "optimizer"), {"only": "optim", "dtype": "bfloat16"}, "--dtype .* --only optim"),
+        (("model",), {"optim_dtype": "bfloat16"}, "--optim-dtype .* has none"),
+        (("model",), {"key_type": "name"}, "--key-type .* has none"),
+        (("optimizer",), {"dtype": "bfloat16"}, "--dtype .* has none"),
+        (("model", "optimizer"), {"staging": "elsewhere"}, "--staging"),
+        (("model", "optimizer"), {"only": "model", "exclude": ["v.*"]}, "matches no key"),
+        (("model", "optimizer"), {"only": "model", "rename": [("v", "u")]}, "applies to no key"),
+        (("model", "optimizer"), {"node_rank": 1}, "--node-rank is for workers"),
+        (("model", "optimizer"), {"rdzv_endpoint": "host:1", "fault_limit": 3.0}, "--rdzv-endpoint and --fault-limit"),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused(
+    tmp_path: Path, sections: tuple[str, ...], options: dict[str, object], said: str
+) -> None:
+    source = saved(tmp_path / "source.pt", *sections)
+    with pytest.raises(UsageError, match=said):
+        fsdpckpt.convert(source, tmp_path / "out.pt", to="full", **options)
+    assert not (tmp_path / "out.pt").exists()
+
+
+def test_an_option_about_an_optimizer_that_the_producer_does_not_keep_is_refused(tmp_path: Path) -> None:
+    source = saved(tmp_path / "source.pt", "model", "optimizer")
+    with pytest.raises(UsageError, match=r"--optim-dtype .* has no place for it"):
+        fsdpckpt.convert(source, tmp_path / "out", flavor="huggingface", optim_dtype="bfloat16")

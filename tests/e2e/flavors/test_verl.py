@@ -1,0 +1,163 @@
+"""verl saves on 4 ranks, we convert, verl goes on with 2: losses as by PyTorch's resharding; its merger agrees."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fsdpckpt.api import inspect
+from fsdpckpt.errors import NeedsInformationError
+from fsdpckpt.ir.checkpoint import Layout
+from tests.e2e.flavors.conftest import Job, Library, written
+from tests.e2e.flavors.truth import differences, of_reference
+
+UNITS: dict[str, object] = {"unit": ("model.layers.*",)}
+SHARDED: dict[str, object] = {"to": Layout.SHARDED, "world_size": 2}
+FLATTENED: dict[str, object] = {"to": Layout.FLATTENED, "world_size": 2, **UNITS}
+VERL: dict[str, object] = {"flavor": "verl", "mesh_device": "cpu"}
+# What was saved, what is loaded (1 and 2 are FSDP1 and FSDP2, h a mesh of replicas), and the conversion between them.
+PATHS: tuple[tuple[str, str, dict[str, object]], ...] = (
+    ("2", "2", SHARDED),
+    ("1", "1", FLATTENED),
+    ("1", "2", {**SHARDED, **UNITS}),
+    ("2", "1", {**FLATTENED, "use_orig_params": False}),
+    ("1h", "2", {**SHARDED, **UNITS}),
+    ("1h", "1", FLATTENED),
+    ("2h", "2", SHARDED),
+)
+
+
+@pytest.fixture(scope="module")
+def verl(library: Callable[..., Library]) -> Library:
+    return library("verl", ranks=4)
+
+
+@pytest.fixture(scope="module")
+def loaded(verl: Library, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[list[str]]]]:
+    """Every conversion, and what verl's ranks say of them; two of them merged by verl as well."""
+    scratch = tmp_path_factory.mktemp("verl")
+    jobs = []
+    for saved, goes_on, options in PATHS:
+        target = scratch / f"{saved}-{goes_on}"
+        written(verl.saved / f"verl{saved}", target, **VERL, **options)
+        jobs.append(Job(target.name, f"verl{goes_on}", target))
+    bare = of_reference(verl.saved / "reference2" / "step-3", scratch / "bare.pt")
+    torch.save({section: bare[section] for section in ("model", "optimizer")}, scratch / "bare.pt")
+    written(scratch / "bare.pt", scratch / "bare", **VERL, **SHARDED, buffers=("none",))
+    jobs.append(Job("bare", "verl2", scratch / "bare"))
+    for saved, goes_on in sorted({(saved, goes_on) for saved, goes_on, _ in PATHS}):
+        path = verl.saved / f"reference{saved}" / "step-3"
+        jobs.append(Job(f"reference {saved}-{goes_on}", f"reference{goes_on}", path))
+    for name in ("2-2", "1-1"):
+        jobs.append(Job(f"merged {name}", "merged", scratch / name))
+    for kind in ("2", "1", "2h"):  # below a name of its own, beside which its merger writes
+        source = scratch / f"source{kind}"
+        source.symlink_to(verl.saved / f"verl{kind}" / "global_step_3" / "actor")
+        jobs.append(Job(f"merged source{kind}", "merged", source))
+    return scratch, verl.losses(jobs, scratch)
+
+
+def test_verl_goes_on_from_every_form_as_from_pytorchs_own_resharding(
+    loaded: tuple[Path, dict[str, list[list[str]]]],
+) -> None:
+    _, losses = loaded
+    for saved, goes_on, _ in PATHS:
+        expected = losses[f"reference {saved}-{goes_on}"]
+        assert [len(rank) for rank in expected] == [4, 4]
+        assert [rank[:4] for rank in losses[f"{saved}-{goes_on}"]] == expected, (saved, goes_on)
+        drawn = [rank[4:] for rank in losses[f"{saved}-{goes_on}"]]
+        assert len(drawn[0]) == 3 and drawn[0] != drawn[1], "each rank has random states of its own"
+
+
+def test_verl_goes_on_from_a_file_that_has_neither_schedule_nor_random_states(
+    loaded: tuple[Path, dict[str, list[list[str]]]],
+) -> None:
+    _, losses = loaded
+    assert [rank[:2] for rank in losses["bare"]] == [rank[:2] for rank in losses["reference 2-2"]]
+    assert [rank[3] for rank in losses["bare"]] == ["2", "2"], "the schedule began anew, two steps ago"
+
+
+@pytest.mark.parametrize("name", ["2-2", "1-1", "source2", "source1", "source2h"])
+def test_verls_merger_makes_the_same_of_our_files_as_we_of_verls(
+    loaded: tuple[Path, dict[str, list[list[str]]]], verl: Library, tmp_path: Path, name: str
+) -> None:
+    assert loaded[1][f"merged {name}"] == [[], []]
+    kind = name.removeprefix("source").partition("-")[0]
+    source = verl.saved / f"verl{kind}"
+    written(source, tmp_path / "hf", flavor="huggingface", dtype="bfloat16")
+    ours, theirs = (load_file(directory / "model.safetensors") for directory in (tmp_path / "hf", merged(loaded, name)))
+    assert ours.keys() == theirs.keys() and len(ours) == 21
+    assert all(ours[key].dtype == torch.bfloat16 and torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def merged(loaded: tuple[Path, dict[str, list[list[str]]]], name: str) -> Path:
+    return loaded[0] / f"{name}-merged"
+
+
+@pytest.mark.parametrize("kind", ["1", "2", "1h", "2h"])
+def test_one_file_of_verls_checkpoint_is_what_pytorch_says_of_the_training(
+    verl: Library, tmp_path: Path, kind: str
+) -> None:
+    source = verl.saved / f"verl{kind}"
+    assert inspect(source).checkpoint.flavor == "verl"
+    units = UNITS if kind.startswith("1") else {}
+    written(source, tmp_path / "full.pt", to=Layout.FULL, key_type="name", **units)
+    found = torch.load(tmp_path / "full.pt", weights_only=False)
+    expected = of_reference(verl.saved / f"reference{kind}" / "step-3", tmp_path / "truth.pt")
+    assert len(found["model"]) == 21 and len(found["optimizer"]["state"]) == 21
+    assert differences(found, expected) == []
+
+
+def test_verls_configuration_and_tokenizer_arrive(
+    loaded: tuple[Path, dict[str, list[list[str]]]], verl: Library
+) -> None:
+    for name, version in (("2-2", 2), ("1-1", 1)):
+        target = loaded[0] / name
+        assert json.loads((target / "fsdp_config.json").read_text()) == {"FSDP_version": version, "world_size": 2}
+        source = verl.saved / f"verl{version}" / "global_step_3" / "actor" / "huggingface"
+        names = {path.name for path in source.iterdir()}
+        assert names == {path.name for path in (target / "huggingface").iterdir()} >= {"config.json", "tokenizer.json"}
+        assert all((target / "huggingface" / one).read_bytes() == (source / one).read_bytes() for one in names)
+
+
+def test_verls_weights_become_a_directory_of_hugging_face(verl: Library, tmp_path: Path) -> None:
+    report = written(verl.saved / "verl2", tmp_path / "hf", flavor="huggingface")
+    found = {path.name for path in (tmp_path / "hf").iterdir()}
+    assert found == {"model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json", "fsdpckpt.json"}
+    said = [note.message for note in report.notes if note.kind == "not-carried"]
+    assert any("optimizer" in line for line in said) and any("lr_scheduler, rng" in line for line in said)
+
+
+def test_a_step_of_reinforcement_learning_is_its_actor_and_of_two_roles_neither_is_chosen(
+    verl: Library, tmp_path: Path
+) -> None:
+    step = tmp_path / "run" / "global_step_3"
+    shutil.copytree(verl.saved / "verl2" / "global_step_3" / "actor", step / "actor")
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("3")
+    torch.save({"_snapshot": {"_snapshot_step": 41}}, step / "data.pt")
+    report = written(tmp_path / "run", tmp_path / "out", **VERL, **SHARDED)
+    assert (tmp_path / "out" / "huggingface" / "config.json").is_file()
+    assert any("not carried from" in note.message and "data.pt" in note.message for note in report.notes)
+    shutil.copytree(step / "actor", step / "critic")
+    with pytest.raises(NeedsInformationError, match="2 checkpoints"):
+        inspect(tmp_path / "run")
+
+
+def test_data_loaders_of_supervised_training_go_to_the_ranks_of_their_number(verl: Library, tmp_path: Path) -> None:
+    step = tmp_path / "run" / "global_step_3"
+    shutil.copytree(verl.saved / "verl2" / "global_step_3" / "actor", step)
+    for rank in range(4):
+        torch.save({"_snapshot": {"_snapshot_step": 41 + rank}}, step / f"data_{rank}.pt")
+    report = written(tmp_path / "run", tmp_path / "out", **VERL, **SHARDED)
+    assert [path.name for path in sorted((tmp_path / "out").glob("data_*"))] == ["data_0.pt", "data_1.pt"]
+    assert all(
+        (tmp_path / "out" / f"data_{rank}.pt").read_bytes() == (step / f"data_{rank}.pt").read_bytes()
+        for rank in range(2)
+    )
+    assert any("data_2.pt, data_3.pt" in note.message for note in report.notes if note.kind == "not-carried")

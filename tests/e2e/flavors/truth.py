@@ -1,0 +1,48 @@
+"""What PyTorch says of a checkpoint: its own DCP of the same training, as one file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+__all__ = ["differences", "of_reference"]
+
+
+def of_reference(directory: Path, scratch: Path) -> dict[str, Any]:
+    """``{"model": ..., "optimizer": ...}`` of a DCP directory, read by PyTorch."""
+    dcp_to_torch_save(directory, scratch)
+    content: dict[str, Any] = torch.load(scratch, weights_only=False)
+    return content
+
+
+def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    """The keys of model and optimizer under which two checkpoints keyed by name do not hold the very same."""
+    ours, theirs = leaves(found), leaves(expected)
+    return [
+        key
+        for key in sorted(ours.keys() | theirs.keys())
+        if key not in ours or key not in theirs or not same(ours[key], theirs[key])
+    ]
+
+
+def leaves(content: dict[str, Any]) -> dict[str, Any]:
+    optimizer = content["optimizer"]
+    states = {f"{name} {key}": value for name, state in optimizer["state"].items() for key, value in state.items()}
+    settings = {
+        f"{name} setting {key}": value
+        for group in optimizer["param_groups"]
+        for name in group["params"]
+        for key, value in group.items()
+        if key not in ("params", "param_names")
+    }
+    return {**content["model"], **states, **settings}
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return type(one) is type(other) and one == other

@@ -1,0 +1,104 @@
+"""The Trainer of transformers saves and loads: ``torchrun -m tests.e2e.flavors.with_transformers save|load DIRECTORY``.
+
+As with_accelerate, whose forms it plays too (one start for both: they import the same), by ``Trainer.train`` alone:
+forms ``trainer-full1``, ``trainer-sharded1`` (FSDP1), ``trainer-full2``, ``trainer-sharded2`` (FSDP2), each a run with
+one ``checkpoint-3``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from tests.e2e.flavors import with_accelerate
+from tests.e2e.flavors.jobs import work
+from tests.e2e.flavors.offloading import without_offloading
+from tests.oracle.process import quiet_worker
+
+FORMS = ("trainer-full1", "trainer-sharded1", "trainer-full2", "trainer-sharded2")
+SAVED_AFTER, ENDS_AFTER = 3, 5  # steps
+WORDS = 31
+
+
+class Watched(Trainer):
+    """Remembers its losses exactly: what it logs is rounded."""
+
+    def compute_loss(self, *arguments: Any, **named: Any) -> Any:
+        loss = super().compute_loss(*arguments, **named)
+        self.seen.append(loss.item().hex())
+        return loss
+
+
+def trainer(form: str, directory: str, *, seed: int, steps: int) -> Watched:
+    for state in (AcceleratorState, GradientState):
+        state._reset_state()
+    kind, version = form.removeprefix("trainer-")[:-1], int(form[-1])
+    arguments = TrainingArguments(
+        output_dir=directory, use_cpu=True, max_steps=steps, save_strategy="steps" if steps == SAVED_AFTER else "no",
+        save_steps=SAVED_AFTER, per_device_train_batch_size=2,
+        learning_rate=0.02, adam_beta1=0.85, weight_decay=0.1, logging_steps=1, seed=seed, data_seed=5,
+        report_to="none", disable_tqdm=True, optim="adamw_torch", fsdp=True,
+        fsdp_config={
+            "version": version, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+            "state_dict_type": f"{kind.upper()}_STATE_DICT", "sync_module_states": False,
+        },
+    )  # fmt: skip
+    assert arguments.device.type == "cpu"
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU  # it offers FSDP nowhere else
+    PartialState._shared_state["device"] = torch.device("cpu")
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=WORDS, hidden_size=14, intermediate_size=19, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=6, tie_word_embeddings=False, attention_dropout=0.25,
+        )
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    made = Watched(model=model, args=arguments, train_dataset=texts())
+    made.seen: list[str] = []
+    assert made.is_fsdp_enabled
+    return made
+
+
+def texts() -> list[dict[str, torch.Tensor]]:
+    tokens = torch.randint(WORDS, (60, 5), generator=torch.Generator().manual_seed(500))
+    return [{"input_ids": each, "labels": each} for each in tokens]
+
+
+def save(directory: str) -> None:
+    with_accelerate.save(directory)
+    for form in FORMS:
+        made = trainer(form, os.path.join(directory, form), seed=3, steps=SAVED_AFTER)
+        torch.manual_seed(70 + dist.get_rank())  # else all ranks have the same random state
+        made.train()
+
+
+def losses(form: str, path: str) -> list[str]:
+    """Let the Trainer go on from ``path`` over other weights; its losses, and what else it says of the whole run."""
+    if form not in FORMS:
+        return with_accelerate.losses(form, path)
+    resumed = trainer(form, os.path.dirname(path), seed=99, steps=ENDS_AFTER)
+    resumed.train(resume_from_checkpoint=path)
+    history = [(each["step"], each["learning_rate"]) for each in resumed.state.log_history if "learning_rate" in each]
+    return [*resumed.seen, str(resumed.state.global_step), json.dumps(history)]
+
+
+def main() -> None:
+    quiet_worker(limit=270)
+    transformers.logging.set_verbosity_error()
+    without_offloading()
+    work(save, losses)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""Words that a parser looks for, for ``-dict`` of libFuzzer: by chance it would find few of them."""
+
+from __future__ import annotations
+
+__all__ = ["MOST_BYTES", "dictionary"]
+
+MOST_BYTES = {
+    "pickle": 1536,
+    "plain-pickle": 512,
+    "dcp-metadata": 1536,
+    "zip": 2048,
+    "torch": 2048,
+    "dcp-item": 1600,
+    "torch-checkpoint": 1536,
+    "dcp-checkpoint": 1536,
+    "file-names": 256,
+}
+"""Bytes of an input, 1024 where nothing else is said: real ones of the kind fit, and most of the damage counts."""
+
+_JSON = [
+    b"null",
+    b"true",
+    b"[]",
+    b"{}",
+    b'""',
+    b"-1",
+    b"1e999",
+    b"NaN",
+    b"9223372036854775808",
+    b'"\\ud800"',
+    b'":',
+    b"[[",
+]
+_OPCODES = [
+    b"\x80\x02",
+    b"\x80\x04",
+    b"}(",
+    b"](",
+    b"(t",
+    b")R",
+    b"\x86R",
+    b"\x87R",
+    b"u.",
+    b"sb.",
+    b"\x8c\x01a",
+    b"X\1\0\0\0a",
+]
+_OPCODES += [
+    b"q\0",
+    b"h\0",
+    b"\x94",
+    b"\x93",
+    b"Q",
+    b"\x81",
+    b"\x82\1",
+    b"K\1",
+    b"\x8a\x08",
+    b"\x8f",
+    b"\x90",
+    b"\x91",
+    b"N.",
+]
+_ZIP = [
+    b"PK\1\2",
+    b"PK\3\4",
+    b"PK\5\6",
+    b"PK\6\6",
+    b"PK\6\7",
+    b"\1\0\x10\0",
+    b"\xff\xff\xff\xff",
+    b"a/data.pkl",
+    b"a/byteorder",
+]
+_TORCH = ["_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter", "_rebuild_from_type_v2", "_rebuild_tensor"]
+_GLOBALS = [b"ctorch._utils\n%s\n" % name.encode() for name in _TORCH]
+_GLOBALS += [
+    b"ccollections\nOrderedDict\n",
+    b"c__builtin__\nset\n",
+    b"ctorch\nSize\n",
+    b"ctorch\nfloat16\n",
+    b"storage",
+]
+_GLOBALS += [b"ctorch\nFloatStorage\n", b"c_codecs\nencode\n", b"cbuiltins\ngetattr\n", b"c__builtin__\nbytearray\n"]
+_KEYS = [
+    "state",
+    "param_groups",
+    "params",
+    "model",
+    "optimizer",
+    "step",
+    "exp_avg",
+    "_flat_param",
+    "_metadata",
+    "names",
+]
+_DCP = [
+    "state_dict_metadata",
+    "storage_data",
+    "planner_data",
+    "offsets",
+    "sizes",
+    "chunks",
+    "fqn",
+    "relative_path",
+    "../x",
+]
+_NAMES = [
+    "model",
+    "optim",
+    "_world_size_",
+    "_rank_",
+    "rank",
+    "-of-",
+    "shard-",
+    ".safetensors",
+    ".pt",
+    ".bin",
+    ".distcp",
+]
+_NAMES += [
+    "__0_0",
+    ".metadata",
+    "__1.metadata",
+    "fsdpckpt.json",
+    "units.json",
+    ".safetensors.index.json",
+    "99999999999",
+]
+_NAMES += [
+    "checkpoint-1/",
+    "pytorch_model_fsdp_0/",
+    "optimizer_0/",
+    "global_step1/",
+    "actor/",
+    "random_states_0.pkl",
+    "\n",
+]
+_HEADER = [
+    "dtype",
+    "shape",
+    "data_offsets",
+    "__metadata__",
+    "DCP_SHARDING_INFO",
+    "saved_offsets",
+    "F32",
+    "BF16",
+    "fsdpckpt",
+]
+_DOCUMENT = [
+    "version",
+    "sections",
+    "optim",
+    "order",
+    "state_values",
+    "param_groups",
+    "extra",
+    "model_values",
+    "raw",
+    "$tensor",
+]
+_DOCUMENT += [
+    "model_order",
+    "model_aliases",
+    "model_metadata",
+    "$tuple",
+    "$float",
+    "$dict",
+    "$ordered",
+    "attributes",
+    "$set",
+]
+_MANIFEST = ["files", "nbytes", "crc32", "digests", "key_type", "undetermined", "flavor", "units", "version", "id"]
+_JOURNAL = [
+    "format",
+    "sources",
+    "options",
+    "plan",
+    "windows",
+    "parts",
+    "received",
+    "path",
+    "nbytes",
+    "mtime_ns",
+    "inode",
+    "tag",
+]
+_PAGE = ['<a href="', '">', "http://", "https://host/run/", "../", "?C=N", "%2F", "%00", "//", "[", "]", "\u212a", "#"]
+
+
+def _quoted(*words: str) -> list[bytes]:
+    return [f'"{word}"'.encode() for word in words]
+
+
+_WORDS = {
+    "pickle": [*_OPCODES, *_GLOBALS],
+    "plain-pickle": [*_OPCODES, *_GLOBALS],
+    "dcp-metadata": [*_OPCODES, *map(str.encode, _DCP)],
+    "zip": _ZIP,
+    "torch": [*_ZIP, *_OPCODES, *_GLOBALS],
+    "dcp-item": [*_ZIP, *_OPCODES, *_GLOBALS],
+    "torch-checkpoint": [*_OPCODES, *_GLOBALS, *map(str.encode, _KEYS)],
+    "dcp-checkpoint": [*_OPCODES, *map(str.encode, [*_DCP, *_KEYS])],
+    "safetensors-header": [*_JSON, *_quoted(*_HEADER)],
+    "safetensors": [*_JSON, *_quoted(*_HEADER)],
+    "safetensors-index": [*_JSON, *_quoted("weight_map", "metadata", "model.safetensors", "a", "b")],
+    "safetensors-document": [*_JSON, *_quoted(*_DOCUMENT, *_KEYS, "a", "b")],
+    "sharding-info": [*_JSON, *_quoted("saved_offsets", "a", "b")],
+    "units": [*_JSON, *_quoted("units", "prefix", "params", "name", "shape", "shared", "groups", "strategy")],
+    "values-json": [*_JSON, *_quoted(*_DOCUMENT)],
+    "manifest": [*_JSON, *_quoted(*_MANIFEST)],
+    "journal": [*_JSON, *_quoted(*_JOURNAL), b"\n"],
+    "file-names": [name.encode() for name in _NAMES],
+    "index-page": [mark.encode() for mark in _PAGE],
+}
+
+
+def dictionary(target: str) -> str:
+    """The words for ``target`` as libFuzzer reads them."""
+    lines = ("".join(f"\\x{byte:02x}" for byte in word) for word in _WORDS[target])
+    return "".join(f'"{line}"\n' for line in lines)

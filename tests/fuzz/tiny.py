@@ -1,0 +1,159 @@
+"""Write tiny files of real PyTorch, one of each kind: ``python -m tests.fuzz.tiny ARCHIVE.zip`` makes ``tiny.zip``.
+
+Damage spreads over all of a file: in one of 500 bytes nearly each change hits what a parser decides by, and a parser
+reads thousands of those in a second. The archives are packed without alignment, with checksums and without any (as
+after ``torch.serialization.set_crc32_options(False)``): behind a checksum no damage would reach the pickle.
+"""
+
+from __future__ import annotations
+
+import collections
+import io
+import os
+import pickle
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import Shard as LocalShard
+from torch.distributed._shard.sharded_tensor import init_from_local_shards
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+_EXTRAS = ("version", ".data/", ".format_version", ".storage_alignment")
+
+
+def _values() -> Iterator[object]:
+    row = torch.arange(6, dtype=torch.float32).reshape(2, 3)
+    yield {"w": row}
+    yield {"w": row.t(), "b": torch.tensor(2.5, dtype=torch.bfloat16)}
+    yield torch.nn.Linear(3, 2, bias=False).state_dict()
+    yield {"p": torch.nn.Parameter(row), "n": [1, None, (2.5, "x")], "o": collections.OrderedDict(k=True)}
+    model = torch.nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    yield optimizer.state_dict()
+    yield {
+        "model": {"w": row},
+        "optimizer": {"state": {0: {"step": 1.0}}, "param_groups": [{"lr": 0.1, "params": [0]}]},
+    }
+    yield {"s": torch.zeros(2, 2).to_sparse(), "d": torch.device("cpu"), "t": torch.float16, "z": torch.Size([1, 2])}
+    yield {"flat": {"_flat_param": row.reshape(-1)}, "conj": torch.tensor([1j]).conj()}
+
+
+def _distributed() -> Iterator[object]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    local = torch.arange(3, dtype=torch.float32).reshape(1, 3)
+    yield {"d": DTensor.from_local(local, mesh, [Shard(0)], run_check=False)}
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    shard = LocalShard(local, ShardMetadata([0, 0], [1, 3], "rank:0/cpu"))
+    yield {"s": init_from_local_shards([shard], 1, 3)}
+
+
+def _saved(value: object) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def packed(archive: bytes, *, checked: bool) -> bytes:
+    """The records of ``archive`` that count, packed tightly; all checksums zero unless ``checked``."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(archive)) as old, zipfile.ZipFile(stream, "w") as new:
+        for name in old.namelist():
+            stem, _, record = name.partition("/")
+            if not record.startswith(_EXTRAS):
+                new.writestr(zipfile.ZipInfo(f"{stem[:1]}/{record}"), old.read(name))
+        rows = [(info.header_offset + 14, info.CRC) for info in new.infolist()]
+    data = bytearray(stream.getvalue())
+    if not checked:
+        for at, _ in rows:
+            data[at : at + 4] = bytes(4)
+        at = data.find(b"PK\1\2")
+        while at >= 0:
+            data[at + 16 : at + 20] = bytes(4)
+            at = data.find(b"PK\1\2", at + 4)
+    return bytes(data)
+
+
+def _pickle_of(archive: bytes) -> bytes:
+    with zipfile.ZipFile(io.BytesIO(archive)) as file:
+        return next(file.read(name) for name in file.namelist() if name.endswith("data.pkl"))
+
+
+def _metadata() -> Iterator[bytes]:
+    properties = TensorProperties(dtype=torch.float32)
+    halves = [ChunkStorageMetadata(torch.Size([at, 0]), torch.Size([1, 3])) for at in (0, 1)]
+    whole = [ChunkStorageMetadata(torch.Size([]), torch.Size([]))]
+    entries = {"model.w": TensorStorageMetadata(properties, torch.Size([2, 3]), halves)}
+    stored = {
+        MetadataIndex("model.w", torch.Size([at, 0]), at): _StorageInfo(f"__{at}_0.distcp", 0, 500) for at in (0, 1)
+    }
+    nesting = {"model.w": ("model", "w")}
+    yield pickle.dumps(Metadata(entries, nesting, stored))
+    entries["optimizer.step"] = TensorStorageMetadata(properties, torch.Size([]), whole)
+    entries["lr"] = BytesStorageMetadata()
+    stored[MetadataIndex("optimizer.step", torch.Size([]), 0)] = _StorageInfo("__0_0.distcp", 500, 400)
+    stored[MetadataIndex("lr")] = _StorageInfo("__0_0.distcp", 900, 300)
+    nesting |= {"optimizer.step": ("optimizer", 0, "step"), "lr": ("lr",)}
+    yield pickle.dumps(Metadata(entries, nesting, stored))
+    yield pickle.dumps(
+        Metadata({"lr": BytesStorageMetadata()}, None, {MetadataIndex("lr"): stored[MetadataIndex("lr")]})
+    )
+
+
+def _directory() -> Iterator[tuple[str, bytes]]:
+    """What ``dcp.save`` writes from one rank."""
+    value = {
+        "model": {"w": torch.arange(6, dtype=torch.float32).reshape(2, 3), "b": torch.tensor([1.5])},
+        "optimizer": {"state": {"w": {"step": torch.tensor(1.0)}}, "param_groups": [{"lr": 0.1, "params": ["w"]}]},
+    }
+    with tempfile.TemporaryDirectory() as directory:
+        dcp.save(value, checkpoint_id=directory, no_dist=True)
+        for name in sorted(os.listdir(directory)):
+            with open(os.path.join(directory, name), "rb") as file:
+                yield name, file.read()
+
+
+def main(target: str) -> None:
+    torch.manual_seed(5)
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as out:
+
+        def add(name: str, data: bytes) -> None:
+            out.writestr(zipfile.ZipInfo(name), data, compress_type=zipfile.ZIP_DEFLATED)
+
+        tensors = [torch.arange(4.0), torch.tensor(3), torch.ones(2, 2, dtype=torch.bfloat16).t()]
+        for number, value in enumerate([*_values(), *_distributed()]):
+            saved = _saved(value)
+            add(f"pickle/{number}", _pickle_of(saved))
+            add(f"torch/{number}", packed(saved, checked=False))
+            add(f"torch/{number}-checked", packed(saved, checked=True))
+        for number, tensor in enumerate(tensors):
+            add(f"dcp-item/{number}", packed(_saved(tensor), checked=False))
+            add(f"dcp-item/{number}-checked", packed(_saved(tensor), checked=True))
+            add(f"dcp-item/{number}-whole", _saved(tensor))
+        for number, data in enumerate(_metadata()):
+            add(f"dcp-metadata/{number}", data)
+        for name, data in _directory():
+            add(f"directory/{name}", data)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,42 @@
+"""File names that differ in a rank: which belong together, and what the missing ones are called."""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdpckpt.readers.rank_sets import group_ranks
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "bare"),
+    [
+        ("model_world_size_3_rank_{}.pt", 3, False),
+        ("rank{}-of-3-optimizer.pt", 3, False),
+        ("run_rank-{:08d}-of-00000003.pth", 3, False),
+        ("step-20-rank-{:08d}-of-00000003.pt", 3, False),
+        ("rank{}-of-3.pth", 3, False),
+        ("pytorch_model_fsdp_0_rank{}.bin", None, False),
+        ("last-model_part-0-shard{}.pt", None, True),
+        ("model_{}.pt", None, True),
+    ],
+)
+def test_the_name_of_a_missing_rank_is_made_from_the_others(name: str, world: int | None, bare: bool) -> None:
+    names = [name.format(rank) for rank in (0, 2)]
+    (found,), single = group_ranks([*names, "vocab.pt"])
+    assert (found.world, found.bare, found.files, single) == (world, bare, {0: names[0], 2: names[1]}, ["vocab.pt"])
+    assert found.missing() == [name.format(1)]
+
+
+def test_files_of_other_worlds_and_other_parts_are_other_sets() -> None:
+    names = [f"rank{rank}-of-{world}-{part}.pt" for world in (1, 2) for rank in range(world) for part in ("a", "b")]
+    found, single = group_ranks(names)
+    assert sorted((one.stem, one.world, len(one.files)) for one in found) == [
+        ("a", 1, 1), ("a", 2, 2), ("b", 1, 1), ("b", 2, 2),
+    ]  # fmt: skip
+    assert not single
+
+
+@pytest.mark.parametrize("name", ["model-{:05d}-of-00003.bin", "checkpoint-{}000.pt", "step_{}.pt", "shard-{}.pt"])
+def test_numbers_of_parts_and_of_steps_are_no_ranks(name: str) -> None:
+    names = sorted(name.format(number) for number in (1, 2, 3))
+    assert group_ranks(names) == ([], names)
