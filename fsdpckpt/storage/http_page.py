@@ -57,9 +57,9 @@ def links_of(url: str, text: str) -> list[str]:
         if target is None:
             continue
         try:
-            link = urljoin(url, unescape(next(filter(None, target.groups()), "")))
-            if urlsplit(link)[:2] in (("http", server), ("https", server)):
-                found.add(link)
+            link = urlsplit(urljoin(url, unescape(next(filter(None, target.groups()), ""))))
+            if link[:2] in (("http", server), ("https", server)):
+                found.add(link.geturl())
         except ValueError:  # no URL
             continue
     return sorted(found)

@@ -60,7 +60,12 @@ def test_only_the_trainer_exports_the_model_beside_its_state() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flavor", "form"), [(flavor.name, form) for flavor in FLAVORS for form in flavor.forms], ids=str
+    ("flavor", "form"),
+    [
+        pytest.param(flavor.name, form, id=f"{flavor.name}-{form.layout}-{form.container}-{number}")
+        for flavor in FLAVORS
+        for number, form in enumerate(flavor.forms)
+    ],
 )
 def test_every_form_is_reached_by_layout_and_container(flavor: str, form: Form) -> None:
     world_size = None if form.layout is Layout.FULL else 2

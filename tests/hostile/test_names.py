@@ -137,12 +137,14 @@ def test_a_page_made_to_keep_a_reader_busy_is_searched_in_passing(page: str) -> 
 
 def test_links_of_a_page_are_those_to_its_own_server() -> None:
     page = """<a href="../">up</a> <A class="q" HREF='m.pt'>m</A> <a\nhref=a%20b.pt>u</a> <a href="http://other/run/x">o</a>
-    <a href="/run/y&amp;z.pt"> <a href="file://host/etc/passwd"> <a name="here"> <abbr href="no"> <a href="http://[bad/x">"""
+    <a href="/run/y&amp;z.pt"> <a href="file://host/etc/passwd"> <a name="here"> <abbr href="no"> <a href="http://[bad/x">
+    <a href="\0http://host/run/n.pt">"""
     found = links_of("http://host/run/", page)
     assert found == [
         "http://host/",
         "http://host/run/a%20b.pt",
         "http://host/run/m.pt",
+        "http://host/run/n.pt",
         "http://host/run/y&z.pt",
     ]
 
