@@ -194,7 +194,7 @@ def _tensor(
     found = fields.get("chunks")
     if not _is_shape(shape) or not isinstance(found, list):
         context.refuse("a tensor has no shape or no chunks", key=key, found=f"{key}: {brief(shape)}")
-    if len(shape) > MAX_DIMENSIONS or prod(shape) * dtype.itemsize >= 1 << 63:
+    if len(shape) > MAX_DIMENSIONS or prod(filter(None, shape)) * dtype.itemsize >= 1 << 63:
         context.refuse("a tensor is larger than any can be", key=key, found=f"{key}: {brief(shape)}")
     chunks: list[Chunk] = []
     starts: set[_Indexes] = set()

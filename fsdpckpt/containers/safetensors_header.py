@@ -8,6 +8,7 @@ cover the data without overlap and without holes. ``__metadata__`` maps strings 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -187,7 +188,8 @@ class _Parser:
             self.refuse(f"the dtype of {key} is no string", key=key, found=brief(code))
         if not _is_counts(shape):
             self.refuse(f"the shape of {key} is no list of counts", key=key, found=brief(shape))
-        if len(shape) > MAX_DIMENSIONS or any(extent >= 1 << 63 for extent in shape):
+        # Strides go on over dimensions without elements; torch too says "Stride calculation overflowed".
+        if len(shape) > MAX_DIMENSIONS or math.prod(filter(None, shape)) >= 1 << 59:
             self.refuse(f"the shape of {key} is larger than any can be", key=key, found=brief(shape))
         if not _is_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
             self.refuse(f"the data_offsets of {key} are no range", key=key, found=brief(offsets))

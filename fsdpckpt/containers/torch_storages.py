@@ -180,7 +180,7 @@ class TensorBuilder:
         shape, strides = size_of(size), size_of(stride)
         if shape is None or strides is None or len(shape) != len(strides):
             self._corrupt("a tensor has no valid shape", "sizes and strides", f"{brief(size)}, {brief(stride)}")
-        if len(shape) > MAX_DIMENSIONS or prod(shape) >= 1 << 59:  # times the largest element: 2**63 bytes
+        if len(shape) > MAX_DIMENSIONS or prod(filter(None, shape)) >= 1 << 59:  # times the largest element: 2**63
             self._corrupt("a tensor is larger than any can be", f"{MAX_DIMENSIONS} dimensions", brief(shape))
         extent = 0 if 0 in shape else 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
         return shape, strides, extent

@@ -159,9 +159,10 @@ def _flavored_goal(suffix: str, options: ConvertOptions, source_layout: Layout) 
     ranks = form.layout is Layout.FLATTENED or (form.layout is Layout.SHARDED and form.container is Container.TORCH)
     if ranks and options.world_size is None:
         raise UsageError("per-rank files need to know for how many ranks", next_step="add --world-size N")
-    if options.key_type not in (None, form.key_type):
+    if form.optim is not None and options.key_type not in (None, form.key_type):
+        keys = f"keys its optimizer by {form.key_type}" if form.key_type else "has keys of its own in this form"
         raise UsageError(
-            f"--key-type {options.key_type} does not fit {flavor.title}, which keys its optimizer by {form.key_type}",
+            f"--key-type {options.key_type} does not fit {flavor.title}, which {keys}",
             next_step="drop --key-type",
         )
     _refuse_unused(form.layout, form.container, options, source_layout)

@@ -18,10 +18,10 @@ import numpy.typing as npt
 from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.dtypes import numpy_dtype
+from fsdpckpt.ir.fqn import clean
 from fsdpckpt.ir.tensors import SLICES, Tensor
 from fsdpckpt.layouts.flattened import FILLER, FlatLayout
 from fsdpckpt.planner.flat_match import FlatMatch
-from fsdpckpt.planner.names import clean
 from fsdpckpt.storage.sources import Sources
 
 __all__ = ["require_padding"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fsdpckpt.errors import NeedsInformationError
-from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, OptimState
+from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, OptimState, group_params
+from fsdpckpt.ir.fqn import clean
 from fsdpckpt.ir.units import Units
 from fsdpckpt.planner.parameter_order import ParameterOrder, from_list, from_model, from_param_names, from_units
 from fsdpckpt.planner.rekey import is_keyed_by_id, to_ids, to_names
@@ -71,9 +72,10 @@ def parameter_orders(
         found.append(from_param_names(checkpoint.optim, like))
     if parameters is not None:
         found.append(from_list(parameters, like=like))
+    keyed = _keyed_names(checkpoint).union(*(order.names for order in found if order is not None))
     if reference is not None:
-        found.append(from_model(reference, f"the reference {reference.source}", buffers, like))
-    found.append(from_model(checkpoint, "the checkpoint's own model section", buffers))
+        found.append(from_model(reference, f"the reference {reference.source}", buffers, like, keyed))
+    found.append(from_model(checkpoint, "the checkpoint's own model section", buffers, keyed=keyed))
     orders = [order for order in found if order is not None]
     return sorted(orders, key=lambda order: not order.certain)
 
@@ -83,3 +85,11 @@ def _known_names(checkpoint: Checkpoint) -> list[str]:
     if checkpoint.model is not None:
         return list(checkpoint.model.params)
     return [key for key in checkpoint.optim.state if isinstance(key, str)] if checkpoint.optim is not None else []
+
+
+def _keyed_names(checkpoint: Checkpoint) -> set[str]:
+    """The names that the optimizer has states or groups for."""
+    if checkpoint.optim is None:
+        return set()
+    listed = [key for group in checkpoint.optim.param_groups or () for key in group_params(group) or ()]
+    return {clean(key) for key in (*checkpoint.optim.state, *listed) if isinstance(key, str)}

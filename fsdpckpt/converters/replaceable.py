@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import posixpath
+import re
 import shlex
 from collections.abc import Iterator
 from itertools import islice
@@ -22,6 +23,8 @@ _SHOWN = 5  # files that are named in a refusal
 # What describes the data of a checkpoint, in whichever of its directories: read, but no data file itself.
 _DESCRIPTIONS = (MANIFEST, UNITS, ".metadata")
 _DESCRIBING = (".safetensors.index.json", ".distcp")
+# What NFS (a file that was deleted while somebody had it open) and macOS leave in any directory: nobody's data.
+_LEFT_BEHIND = re.compile(r"\.nfs[0-9a-f]{16,}|\.DS_Store")
 
 
 def require_replaceable(target: str) -> None:
@@ -102,10 +105,17 @@ def _strangers(directory: str, known: set[str], sources: Sources) -> Iterator[st
 
 
 def _files(directory: str, sources: Sources) -> Iterator[str]:
-    """Everything below ``directory`` but real directories, by relative path: a link counts as what it is."""
+    """What somebody may miss below ``directory``, by relative path: no directory of its own, and a link as one file."""
+    for path in _everything(directory, sources):
+        if not _LEFT_BEHIND.fullmatch(posixpath.basename(path)):
+            yield path
+
+
+def _everything(directory: str, sources: Sources) -> Iterator[str]:
+    """All but real directories."""
     if is_url(directory):
         for entry in sources.list_directory(directory):
-            below = (f"{entry.name}/{path}" for path in _files(entry.path, sources))
+            below = (f"{entry.name}/{path}" for path in _everything(entry.path, sources))
             yield from below if entry.directory else [entry.name]
         return
     for folder, directories, names in os.walk(directory, onerror=_raise):

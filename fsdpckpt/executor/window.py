@@ -205,8 +205,9 @@ class Assembler:
                 continue
             gap = source_pitch - stretch
             apart = gap > self._cost(number) and (stretch >= WIDE_ROW or gap > GAP)
-            count = 1 if apart else limit // max(source_pitch, 1)
-            count = min(rows - done, max(count, 1))
+            # rows may overlap in the source, and then the last of a span ends behind its pitch
+            count = 1 if apart else (limit - stretch) // max(source_pitch, 1) + 1
+            count = min(rows - done, count)
             span = self._scratch[: (count - 1) * source_pitch + stretch]
             at = source + done * source_pitch
             self._read(number, at, span)

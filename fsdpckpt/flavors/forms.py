@@ -87,7 +87,7 @@ class Place:
 class Form:
     """One way in which a producer saves. ``optim``, ``extra`` None: it has no place for that section.
 
-    ``key_type``: what its loader takes, None for either. ``flattened``: the optimizer's keys, see ``Nesting``.
+    ``key_type``: what its loader takes, None where the form settles the keys itself. ``flattened``: see ``Nesting``.
     ``mesh``: that of its DTensors. ``weights``: tensors alone, tied ones once. ``texts``: small files it needs, (name,
     content with ``{world_size}``). ``defaults``: extras without which its loader stops; () is an empty list.
     ``opened``: extras that its loader opens, with keys that each must have: others' of that name are left out.

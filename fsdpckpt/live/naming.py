@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from fsdpckpt.errors import UsageError
+from fsdpckpt.ir.fqn import clean, joined
 from fsdpckpt.ir.units import UnitParam
 from fsdpckpt.live.order import module_parameters
 from fsdpckpt.live.states import Managed
 from fsdpckpt.live.strides import dtype_of, flattens_in_memory_order, stride_of
-from fsdpckpt.live.wrappers import clean, joined
 
 __all__ = ["Names", "groups", "names_of", "parameter_order", "shared", "unmanaged"]
 

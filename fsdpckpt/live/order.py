@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from fsdpckpt.ir.fqn import clean, joined
 from fsdpckpt.ir.units import FLAT_PARAM
 from fsdpckpt.live.states import Managed
-from fsdpckpt.live.wrappers import clean, joined
 
 __all__ = ["module_parameters"]
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdpckpt.ir.fqn import clean, joined
 from fsdpckpt.ir.units import FLAT_PARAM
-from fsdpckpt.live.wrappers import clean, joined
 
 __all__ = ["Managed", "managed_modules"]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from fsdpckpt.live.wrappers import joined
+from fsdpckpt.ir.fqn import joined
 
 __all__ = ["Flattened", "Wrapping"]
 

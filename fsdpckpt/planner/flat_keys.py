@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from fsdpckpt.ir.checkpoint import OptimState, ParamKey, group_params
+from fsdpckpt.ir.fqn import clean
 from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.values import Key, Value
-from fsdpckpt.planner.names import clean
 
 __all__ = ["KeyMatching", "order_of_ids"]
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, OptimState, ParamKey, group_params
+from fsdpckpt.ir.fqn import clean
 from fsdpckpt.ir.tensors import ONE_SLICE, SLICES, Int64Array, Tensor
 from fsdpckpt.ir.units import FLAT_PARAM, Unit, UnitParam, Units
 from fsdpckpt.ir.values import Value
@@ -26,7 +27,7 @@ from fsdpckpt.planner.flat_slices import (
     lengths_shown,
     slice_lengths,
 )
-from fsdpckpt.planner.names import clean, keeps_order
+from fsdpckpt.planner.names import keeps_order
 
 __all__ = ["FlatMatch", "Mismatch", "match"]
 

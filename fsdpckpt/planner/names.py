@@ -23,20 +23,13 @@ from fsdpckpt.ir.checkpoint import (
     ParamKey,
     group_params,
 )
+from fsdpckpt.ir.fqn import clean
 from fsdpckpt.ir.values import Key, Value
 
-__all__ = ["clean", "keeps_order", "normalise", "sorted_by_a_tool", "without_module"]
+__all__ = ["keeps_order", "normalise", "sorted_by_a_tool", "without_module"]
 
-WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "_fpw_module"})
 _DISTRIBUTED = "module."  # DistributedDataParallel, DataParallel
 _SHOWN = 5  # keys in a note's message; its ``keys`` has them all
-
-
-def clean(name: str) -> str:
-    """``name`` of a parameter or a module without the path segments that wrappers add."""
-    if not any(wrapper in name for wrapper in WRAPPERS):
-        return name
-    return ".".join(word for word in name.split(".") if word not in WRAPPERS)
 
 
 def without_module(names: Iterable[str], like: Collection[str]) -> tuple[str, ...]:

@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, OptimState, group_params
+from fsdpckpt.ir.fqn import clean
 from fsdpckpt.ir.tensors import SLICES, Tensor
 from fsdpckpt.ir.units import FLAT_PARAM, Units
 from fsdpckpt.ir.values import Key, Value
-from fsdpckpt.planner.names import clean, keeps_order, without_module
+from fsdpckpt.planner.names import keeps_order, without_module
 from fsdpckpt.planner.state_shapes import Shape
 
 __all__ = ["ParameterOrder", "contradictions", "from_list", "from_model", "from_param_names", "from_units", "is_flat"]
@@ -119,11 +120,16 @@ def from_list(names: Sequence[str], source: str = "--parameters", like: Collecti
 
 
 def from_model(
-    checkpoint: Checkpoint, source: str, buffers: Sequence[str] = (), like: Collection[str] | None = None
+    checkpoint: Checkpoint,
+    source: str,
+    buffers: Sequence[str] = (),
+    like: Collection[str] | None = None,
+    keyed: Collection[str] = (),
 ) -> ParameterOrder | None:
     """The model section of a checkpoint: its ``state_dict`` has parameters in order, and buffers among them.
 
-    ``buffers``: globs of keys that are none. ``like`` as above. What lies on the same bytes as an earlier key is the
+    ``buffers``: globs of keys that are none. ``like`` as above. ``keyed``: the names an optimizer has states or groups
+    for, which are parameters also where they have no dimensions. What lies on the same bytes as an earlier key is the
     same parameter under another name, and what has the same shape and checksums may be. None without a model section
     that has whole tensors.
     """
@@ -135,7 +141,7 @@ def from_model(
     tensors = {
         name: leaf
         for name, leaf in zip(renamed, checkpoint.model.params.values(), strict=True)
-        if isinstance(leaf, Tensor) and _may_be_parameter(name, leaf, buffers)
+        if isinstance(leaf, Tensor) and _may_be_parameter(name, leaf, buffers, keyed)
     }
     if not tensors:
         return None
@@ -156,9 +162,9 @@ def from_model(
     )
 
 
-def _may_be_parameter(name: str, tensor: Tensor, buffers: Sequence[str]) -> bool:
+def _may_be_parameter(name: str, tensor: Tensor, buffers: Sequence[str], keyed: Collection[str]) -> bool:
     """An optimizer's parameter: floating or complex, and of one dimension or more, as FSDP wants them."""
-    if not tensor.ndim or tensor.placement == SLICES or is_flat(name):
+    if (not tensor.ndim and name not in keyed) or tensor.placement == SLICES or is_flat(name):
         return False
     if any(fnmatchcase(name, glob) for glob in buffers if buffers != ("none",)):
         return False

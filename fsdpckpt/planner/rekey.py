@@ -14,9 +14,9 @@ from itertools import chain
 
 from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.ir.checkpoint import Checkpoint, Note, OptimState, ParamKey, group_params
+from fsdpckpt.ir.fqn import clean
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.planner.id_names import Ids, contradicted, name_ids, repeated
-from fsdpckpt.planner.names import clean
 from fsdpckpt.planner.parameter_order import ParameterOrder, contradictions, is_flat
 from fsdpckpt.planner.state_shapes import fits, stated_shapes
 

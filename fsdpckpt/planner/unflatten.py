@@ -14,13 +14,13 @@ import numpy as np
 
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, OptimState, ParamKey, group_params
 from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.fqn import clean
 from fsdpckpt.ir.tensors import ONE_SLICE, SLICES, Int64Array, Pieces, Tensor, contiguous_stride
 from fsdpckpt.ir.units import Unit, UnitParam
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.layouts.flattened import FlatLayout, flat_boxes
 from fsdpckpt.planner.flat_match import FlatMatch
 from fsdpckpt.planner.flat_slices import carried_whole, is_flat_key, is_step, slice_lengths
-from fsdpckpt.planner.names import clean
 
 __all__ = ["unflatten"]
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout, OptimState, group_params
 from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.fqn import clean
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import UnitParam, Units
 from fsdpckpt.ir.values import Value
 from fsdpckpt.planner.flat_order import out_of_order
-from fsdpckpt.planner.names import clean
 from fsdpckpt.planner.unit_build import name_groups
 from fsdpckpt.planner.unit_names import NameList, model_names
 

@@ -10,11 +10,12 @@ import numpy as np
 
 from fsdpckpt.ir.checkpoint import Checkpoint, ParamKey, group_params
 from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.fqn import clean
 from fsdpckpt.ir.tensors import SLICES, Tensor, contiguous_stride
 from fsdpckpt.ir.units import UnitParam, Units
 from fsdpckpt.ir.values import Value
 from fsdpckpt.planner.flat_slices import is_flat_key
-from fsdpckpt.planner.names import clean, keeps_order, sorted_by_a_tool
+from fsdpckpt.planner.names import keeps_order, sorted_by_a_tool
 
 __all__ = ["NameList", "NamedParam", "model_names", "optimizer_names", "stride_of", "units_names"]
 

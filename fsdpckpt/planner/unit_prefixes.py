@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fsdpckpt.ir.checkpoint import Checkpoint, Container
+from fsdpckpt.ir.fqn import WRAPPERS, clean
 from fsdpckpt.ir.tensors import SLICES, Tensor
 from fsdpckpt.ir.units import FLAT_PARAM
 from fsdpckpt.planner.flat_slices import is_flat_key
-from fsdpckpt.planner.names import WRAPPERS, clean
 
 __all__ = ["Prefixes", "parameter_order", "prefixes_of", "raw_names"]
 

@@ -7,10 +7,10 @@ from typing import TypeAlias
 import numpy as np
 
 from fsdpckpt.ir.checkpoint import Checkpoint
+from fsdpckpt.ir.fqn import clean
 from fsdpckpt.ir.units import Strategy, Unit, UnitParam, Units
 from fsdpckpt.planner.flat_match import FlatMatch
 from fsdpckpt.planner.flat_slices import is_flat_key
-from fsdpckpt.planner.names import clean
 
 __all__ = ["reads", "settings_said"]
 

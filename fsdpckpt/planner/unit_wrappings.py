@@ -12,10 +12,10 @@ from itertools import combinations
 
 from fsdpckpt.ir.checkpoint import Checkpoint, group_params
 from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.fqn import clean
 from fsdpckpt.ir.tensors import SLICES, Tensor
 from fsdpckpt.ir.units import FLAT_PARAM, Units
 from fsdpckpt.planner.flat_slices import is_flat_key, slice_lengths
-from fsdpckpt.planner.names import clean
 from fsdpckpt.planner.unit_build import Settings, build_units
 from fsdpckpt.planner.unit_globs import owner
 from fsdpckpt.planner.unit_lengths import elements

@@ -1,6 +1,9 @@
 """Whole tensors that every rank has of its own, ``step`` above all: converting takes one of them, so all must be equal.
 
 ``_convert_all_state_info`` in ``torch/distributed/fsdp/_optim_utils.py`` refuses ranks that disagree on a state.
+
+Buffers of the model may differ, as running statistics do. But where no rank's file says that it holds a part, matrices
+that differ are parts all the same, of tensor parallelism that is recorded nowhere, or of several models.
 """
 
 from __future__ import annotations
@@ -9,14 +12,15 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Problem, Section
+from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Layout, Problem, Section
 from fsdpckpt.ir.tensors import Int64Array, Tensor
 
 __all__ = ["differing_copies"]
 
 
 def differing_copies(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """A fatal problem for each optimizer state of which two ranks have different copies.
+    """A fatal problem for each optimizer state of which two ranks have different copies, and for each matrix of a model
+    of which nothing is sharded.
 
     Told by the CRC-32 that the source's files carry; what has none is left to ``fsdpckpt verify``, which reads it.
     """
@@ -24,7 +28,8 @@ def differing_copies(checkpoint: Checkpoint) -> Iterator[Problem]:
     seen: set[tuple[bytes, bytes]] = set()
     for named in checkpoint.tensors():
         tensor = named.tensor
-        if named.section is not Section.OPTIM or len(tensor.pieces) < 2:
+        matrix = named.section is Section.MODEL and checkpoint.layout is Layout.FULL and tensor.ndim > 1
+        if len(tensor.pieces) < 2 or not (matrix or named.section is Section.OPTIM):
             continue
         place = tensor.pieces.file.tobytes(), tensor.pieces.offset.tobytes()
         if place in seen:  # the parameters of one unit share its ``step``
@@ -36,8 +41,13 @@ def differing_copies(checkpoint: Checkpoint) -> Iterator[Problem]:
         other = known[sums[known] != sums[known[0]]] if len(known) else known
         if len(other):
             one, two = (int(tensor.pieces.rank[rows[index]]) for index in (known[0], other[0]))
-            message = f"optim {named.key}: the copies of rank {one} and of rank {two} differ, and they are replicas"
-            yield Problem("replica", message, key=named.key, rank=two, section=Section.OPTIM)
+            what = (
+                "nothing says whether they are parts (name one of the files to take it)"
+                if matrix
+                else "they are replicas"
+            )
+            message = f"{named.section} {named.key}: the copies of rank {one} and of rank {two} differ, and {what}"
+            yield Problem("replica", message, key=named.key, rank=two, section=named.section)
 
 
 def _whole_copies(tensor: Tensor) -> Int64Array:

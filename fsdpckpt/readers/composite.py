@@ -20,6 +20,7 @@ from fsdpckpt.ir.checkpoint import (
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.readers.flat_slices import why_sliced
 from fsdpckpt.readers.flavors import EXTRA_STEM
+from fsdpckpt.readers.one_model import strange_names
 from fsdpckpt.readers.sections import Sections, replaced, split, without
 from fsdpckpt.readers.settle_slices import settle_slices
 from fsdpckpt.readers.tree import FileTable, Tree
@@ -68,10 +69,12 @@ def _of_extras(label: str, stem: str, tree: Tree, root: dict[Key, Value]) -> Rea
 
 
 def join(source: str, parts: Sequence[ReadPart], files: FileTable, *, flavor: str, notes: Sequence[Note]) -> Checkpoint:
-    """One checkpoint of all ``parts``. Raises NeedsInformationError when two of them give the same section."""
+    """One checkpoint of all ``parts``. Raises NeedsInformationError when two of them give the same section, or when
+    the model of one and the optimizer of another have nothing in common."""
     if len(parts) > 1:
         parts = [_settled(part) for part in parts]
     _require_one_each(source, parts)
+    notes = [*notes, *_strange_names(source, parts)]
     main = next((part for part in parts if part.sections.model is not None), None)
     main = main or next((part for part in parts if part.sections.optim is not None), parts[0])
     world_size = max(part.tree.world_size for part in parts if not part.auxiliary or part is main)
@@ -129,15 +132,36 @@ def _require_one_each(source: str, parts: Sequence[ReadPart]) -> None:
                 details=labels,
                 why="several checkpoints lie in one directory, or the same weights in several forms (files that a tool "
                 "consolidated may hold zeros where the shards hold values)",
-                next_step=f"name the one to read, for example {shlex.quote(_readable(labels[0]))}",
+                next_step=f"name the one to read, for example {shlex.quote(_readable(labels, parts))}",
                 file=source,
             )
 
 
-def _readable(label: str) -> str:
-    """What can be given as SRC for a part: the directory of a set of files, otherwise the path itself."""
-    first, several, _ = label.partition(" .. ")
-    return first.rpartition("/")[0] if several or "*" in first else first
+def _readable(labels: Sequence[str], parts: Sequence[ReadPart]) -> str:
+    """What can be given as SRC for the first of ``labels``: its directory where that has no other one of them, and
+    holds more than this part; the directory of a set of files; otherwise the path itself."""
+    first, several, _ = labels[0].partition(" .. ")
+    folder = _folder(first)
+    alone = folder and all(_folder(label) != folder for label in labels[1:])
+    if several or "*" in first or (alone and sum(_folder(part.label) == folder for part in parts) > 1):
+        return folder
+    return first
+
+
+def _folder(label: str) -> str:
+    return label.partition(" .. ")[0].rpartition("/")[0]
+
+
+def _strange_names(source: str, parts: Sequence[ReadPart]) -> list[Note]:
+    """What the names say against the model of one part and the optimizer of another being one checkpoint's."""
+    model = next((part for part in parts if part.sections.model is not None), None)
+    optim = next((part for part in parts if part.sections.optim is not None), None)
+    if model is None or optim is None or model is optim:
+        return []
+    names, state = model.sections.model, optim.sections.optim
+    if names is None or state is None:
+        return []
+    return strange_names(source, (model.label, names.params), (optim.label, state))
 
 
 def _layout(parts: Sequence[ReadPart]) -> Layout:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
+from fsdpckpt.ir.fqn import joined
 from fsdpckpt.readers.flat_records import Backing, Original, Record, recorded_size
 
 __all__ = ["FAIRSCALE", "fairscale_record", "is_fairscale", "is_flat"]
@@ -64,7 +65,7 @@ def _of_module(module: object) -> Iterator[Backing | None]:
             yield None
             continue
         own = bool(module.get("no_broadcast_optim_state"))
-        key = _joined(module["fsdp_path"], name)
+        key = joined(module["fsdp_path"], name)
         yield Backing(key, module["fsdp_path"], params, is_flat(name), entry["padding"], own)
 
 
@@ -79,7 +80,7 @@ def _params(path: str, entry: object) -> tuple[Original, ...] | None:
         size = recorded_size(shape)
         if size is None or not isinstance(name, str) or prod(size) != numel:
             return None
-        found.append(Original(_joined(path, name), size))
+        found.append(Original(joined(path, name), size))
     return tuple(found)
 
 
@@ -97,7 +98,7 @@ def _shared(module: object, names: Sequence[str]) -> list[tuple[str, str]] | Non
     for pair in pairs:
         if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not all(isinstance(name, str) for name in pair):
             return None
-        first, later = (_joined(path, name) for name in pair)
+        first, later = (joined(path, name) for name in pair)
         possible = {(later, first), (_with_last_word(later, first), _with_last_word(first, later))}
         settled = [one for one in possible if one[1] in names and one[0] not in names]
         if len(settled) != 1:
@@ -108,8 +109,4 @@ def _shared(module: object, names: Sequence[str]) -> list[tuple[str, str]] | Non
 
 def _with_last_word(name: str, other: str) -> str:
     """``name`` with the last word of ``other``."""
-    return _joined(name.rpartition(".")[0], other.rpartition(".")[2])
-
-
-def _joined(module: str, name: str) -> str:
-    return f"{module}.{name}" if module else name
+    return joined(name.rpartition(".")[0], other.rpartition(".")[2])

@@ -14,6 +14,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from fsdpckpt.containers.torch_mesh import MAX_RANKS
+from fsdpckpt.errors import NeedsInformationError
 
 __all__ = ["MOST_NAMED", "NamedRank", "RankSet", "group_ranks", "named_rank"]
 
@@ -84,8 +85,12 @@ def named_rank(stem: str) -> NamedRank | None:
 
 
 def group_ranks(names: Iterable[str]) -> tuple[list[RankSet], list[str]]:
-    """The rank sets among ``names``, and the names that belong to none. Both in sorted order."""
+    """The rank sets among ``names``, and the names that belong to none. Both in sorted order.
+
+    Raises NeedsInformationError for two names of one rank: of which save each is, nothing says.
+    """
     sets: dict[tuple[str, str, int | None, bool], RankSet] = {}
+    again: dict[tuple[str, str, int | None, bool], list[str]] = {}
     single: list[str] = []
     for name in sorted(names):
         key, rank = _parse(name)
@@ -94,14 +99,27 @@ def group_ranks(names: Iterable[str]) -> tuple[list[RankSet], list[str]]:
             continue
         stem, suffix, world, bare = key
         found = sets.setdefault(key, RankSet(stem, suffix, {}, world, bare))
-        found.files[rank] = name
+        if found.files.setdefault(rank, name) != name:
+            again.setdefault(key, []).append(name)
     accepted: list[RankSet] = []
-    for found in sets.values():
+    for key, found in sets.items():
+        others = again.get(key, [])
         if found.bare and not _plausible(found):
-            single.extend(found.files.values())
-        else:
-            accepted.append(found)
+            single.extend([*found.files.values(), *others])
+            continue
+        if others:
+            raise _two_saves(found, others)
+        accepted.append(found)
     return accepted, sorted(single)
+
+
+def _two_saves(found: RankSet, others: list[str]) -> NeedsInformationError:
+    return NeedsInformationError(
+        f"{len(others)} ranks have two files each",
+        details=[f"{found.files[_parse(name)[1]]} and {name}" for name in others],
+        why="these are of two saves, and may not be mixed",
+        next_step="move the files of one save into a directory of their own, and give that directory",
+    )
 
 
 def _match(name: str) -> re.Match[str] | None:

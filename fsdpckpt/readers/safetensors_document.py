@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
@@ -208,6 +209,8 @@ def _retyped(file: str, raw: Json, tensors: dict[str, Tensor]) -> dict[str, Tens
         shape = tuple(extent for extent in entry[1] if type(extent) is int and extent >= 0)
         if dtype is None or len(shape) != len(entry[1]) or len(stored.pieces) != 1:
             raise _corrupt(file, f"describes {key!r} wrongly")
+        if math.prod(shape) * dtype.itemsize != stored.nbytes or math.prod(filter(None, shape)) >= 1 << 59:
+            raise _corrupt(file, f"gives {key!r} another size than its bytes")
         piece = Pieces.whole(
             file=int(stored.pieces.file[0]),
             offset=int(stored.pieces.offset[0]),
@@ -215,6 +218,4 @@ def _retyped(file: str, raw: Json, tensors: dict[str, Tensor]) -> dict[str, Tens
             stride=contiguous_stride(shape),
         )
         typed[key] = Tensor(dtype, shape, piece, stored.managed, stored.placement)
-        if typed[key].nbytes != stored.nbytes:
-            raise _corrupt(file, f"gives {key!r} another size than its bytes")
     return typed

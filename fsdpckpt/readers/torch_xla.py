@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from math import prod
 
 from fsdpckpt.containers.torch_mesh import MAX_RANKS
+from fsdpckpt.ir.fqn import joined
 from fsdpckpt.readers.flat_records import Backing, Original, Record, recorded_size, without_wrappers
 
 __all__ = ["TORCH_XLA", "is_shard", "is_torch_xla", "torch_xla_record"]
@@ -61,7 +62,7 @@ def _backing(module: str, name: object, entry: object, flattened: Mapping[object
     shape, original = recorded_size(entry.get("_orig_size")), entry.get("_orig_name")
     if shape is None or not isinstance(original, str):
         return None
-    whole = _joined(module, original)
+    whole = joined(module, original)
     params: tuple[Original, ...] | None = (Original(without_wrappers(whole), shape),)
     if _FLAT in whole:
         params = _flat(whole, flattened.get(whole))
@@ -69,7 +70,7 @@ def _backing(module: str, name: object, entry: object, flattened: Mapping[object
         return None
     # Trainable and frozen parameters are flattened apart, and the trainable ones first.
     frozen = _FLAT in whole and not whole.endswith(f"{_FLAT}0")
-    return Backing(_joined(module, name), without_wrappers(module), params, _FLAT in whole, frozen=frozen)
+    return Backing(joined(module, name), without_wrappers(module), params, _FLAT in whole, frozen=frozen)
 
 
 def _flat(name: str, entry: object) -> tuple[Original, ...] | None:
@@ -84,7 +85,7 @@ def _flat(name: str, entry: object) -> tuple[Original, ...] | None:
         return None
     prefix = name.rpartition(".")[0]
     return tuple(
-        Original(without_wrappers(_joined(prefix, str(own))), size)
+        Original(without_wrappers(joined(prefix, str(own))), size)
         for own, size in zip(names, sizes, strict=True)
         if size is not None
     )
@@ -95,7 +96,3 @@ def _buffer_types(info: object) -> Iterator[tuple[str, str]]:
     for name, entry in info.items() if isinstance(info, dict) else ():
         if isinstance(name, str) and isinstance(entry, dict) and "_orig_dtype" in entry:
             yield without_wrappers(name), str(entry["_orig_dtype"]).rpartition(".")[2]
-
-
-def _joined(module: str, name: str) -> str:
-    return f"{module}.{name}" if module else name

@@ -177,14 +177,15 @@ class Staging:
     def keep_only(self, paths: Iterable[str]) -> None:
         """Remove every staged file but the target files ``paths``: an earlier run may have had others to write here.
 
-        Links too: after a kill right behind an exchange it is the older DST that lies here, and a link in it leads out.
+        Links too, hard ones as well: after a kill right behind an exchange it is the older DST that lies here, and a
+        link in it leads out.
         """
         kept = set(map(self.locate, paths))
         with target_errors(self._target):
             for folder, folders, names in os.walk(self.path):
                 links = [os.path.join(folder, name) for name in folders if os.path.islink(os.path.join(folder, name))]
                 for path in (*links, *(os.path.join(folder, name) for name in names)):
-                    if path not in kept or os.path.islink(path):
+                    if path not in kept or os.path.islink(path) or os.lstat(path).st_nlink > 1:
                         os.unlink(path)
 
     def commit(self) -> None:

@@ -12,7 +12,7 @@ from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, OptimState, ParamKey
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units
-from fsdpckpt.ir.values import Value
+from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.planner.unit_build import Settings, build_units
 from tests.planner.flat_synthetic import checkpoint, named, sharded_model, whole
 
@@ -103,3 +103,27 @@ def test_without_any_source_the_question_is_asked_in_the_direction_that_was_want
     with pytest.raises(NeedsInformationError) as caught:
         rekeyed(held, key_type, units=None)
     assert caught.value.what.endswith(told)
+
+
+@pytest.mark.parametrize("told", ["keys", "param_names", "parameters", "reference"])
+def test_a_parameter_without_dimensions_that_something_names_is_one(told: str) -> None:
+    params = (*PARAMS, named("temperature"))
+    names = [param.name for param in params]
+    state: dict[ParamKey, dict[str, Tensor | Value]] = {
+        name if told in ("keys", "reference") else index: {"exp_avg": whole(*params[index].shape)}
+        for index, name in enumerate(names)
+    }
+    group: dict[Key, Value] = {"lr": 0.1, "params": list(state)}
+    if told == "param_names":
+        group["param_names"] = list(names)
+    model = sharded_model(params)
+    held = checkpoint(1, model=None if told == "reference" else model, optim=OptimState(state, [group]))
+    found = apply_key_type(
+        held,
+        "id" if told in ("keys", "reference") else "name",
+        units=None,
+        reference=checkpoint(1, model=model) if told == "reference" else None,
+        parameters=names if told == "parameters" else None,
+    )
+    assert found.optim is not None
+    assert list(found.optim.state) == ([0, 1, 2, 3] if told in ("keys", "reference") else names)

@@ -133,6 +133,23 @@ def test_a_checkpoint_or_nothing_is_replaced(source: Path, tmp_path: Path, kind:
     assert fsdpckpt.diff(source, target).same
 
 
+@pytest.mark.parametrize("name", [".DS_Store", ".nfs00000000a1b2c3d400000001"])
+@pytest.mark.parametrize("kind", ["dcp", "ours", "nothing"])
+def test_what_nfs_and_macos_leave_in_a_checkpoint_is_replaced_with_it(
+    source: Path, tmp_path: Path, kind: str, name: str
+) -> None:
+    target = tmp_path / "out"
+    if kind == "dcp":
+        dcp.save(state(2), checkpoint_id=target, no_dist=True)
+    elif kind == "ours":
+        fsdpckpt.convert(source, target, to="sharded")
+    else:
+        target.mkdir()
+    (target / name).write_bytes(b"left behind")
+    fsdpckpt.convert(source, target, to="sharded", overwrite=True)
+    assert fsdpckpt.diff(source, target).same and not (target / name).exists()
+
+
 def test_what_comes_to_dst_while_it_is_written_is_not_deleted(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,3 +49,17 @@ def test_an_option_about_an_optimizer_that_the_producer_does_not_keep_is_refused
     source = saved(tmp_path / "source.pt", "model", "optimizer")
     with pytest.raises(UsageError, match=r"--optim-dtype .* has no place for it"):
         fsdpckpt.convert(source, tmp_path / "out", flavor="huggingface", optim_dtype="bfloat16")
+
+
+def test_a_key_type_for_a_producer_that_keeps_no_optimizer_is_not_said_to_contradict_its_own(tmp_path: Path) -> None:
+    source = saved(tmp_path / "source.pt", "model", "optimizer")
+    with pytest.raises(UsageError, match=r"--key-type .* has no place for it"):
+        fsdpckpt.convert(source, tmp_path / "out", flavor="huggingface", key_type="name")
+
+
+@pytest.mark.parametrize("key_type", ["id", "name"])
+def test_a_form_that_settles_its_keys_itself_takes_no_key_type(tmp_path: Path, key_type: str) -> None:
+    source = saved(tmp_path / "source.pt", "model", "optimizer")
+    options = {"flavor": "accelerate", "to": "flattened", "world_size": 2, "unit": ["none"], "use_orig_params": True}
+    with pytest.raises(UsageError, match=r"--key-type .* keys of its own in this form"):
+        fsdpckpt.convert(source, tmp_path / "out", key_type=key_type, **options)

@@ -127,3 +127,13 @@ def test_a_flipped_bit_is_found_where_elements_are_read_with_gaps(
     source(tmp_path, order, bytes(data))
     with pytest.raises(SourceCorruptError, match="does not match its checksum"):
         copied(tmp_path, tensor, part=part, window=nbytes, crc=crc)
+
+
+def test_rows_that_overlap_in_the_source_and_are_nearly_as_long_as_a_buffer_fit_into_it(tmp_path: Path) -> None:
+    stored = np.random.default_rng(3).random(700, np.float32)
+    (tmp_path / "source").write_bytes(stored.tobytes())
+    one = Pieces.whole(file=0, offset=0, shape=(9, 240))
+    pieces = Pieces(one.rank, one.file, one.offset, one.start, one.size, np.asarray([[50, 1]], np.int64))
+    expected = np.lib.stride_tricks.sliding_window_view(stored, 240)[:401:50]
+    tensor = Tensor(DTYPES["float32"], (9, 240), pieces)
+    assert copied(tmp_path, tensor, dtype="float16", window=1000) == expected.astype("float16").tobytes()

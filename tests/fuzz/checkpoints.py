@@ -160,7 +160,7 @@ def index_page(data: bytes) -> object:
     """``data``: the page of a directory."""
     url = "http://host/run/"
     links = links_of(url, data.decode(errors="ignore"))
-    if not all(link.startswith(("http://host/", "https://host/")) for link in links):
+    if not all(f"{link}/".startswith(("http://host/", "https://host/")) for link in links):
         raise AssertionError(f"a link leads to another server: {links}")
     return links or None
 

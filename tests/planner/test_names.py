@@ -9,8 +9,9 @@ import pytest
 from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, OptimState
 from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.fqn import clean
 from fsdpckpt.ir.tensors import Pieces, Tensor
-from fsdpckpt.planner.names import clean, normalise
+from fsdpckpt.planner.names import normalise
 
 
 def _tensor(*shape: int) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, ModelState, OptimState
+from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Layout, ModelState, OptimState, Section
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.planner.whole_copies import differing_copies
 from tests.planner.flat_synthetic import checkpoint, replicas, slices
@@ -62,6 +62,20 @@ def test_the_models_buffers_may_differ_from_rank_to_rank() -> None:
     """Running statistics of BatchNorm do: only FSDP's own replicas have to be equal."""
     held = source(replicas(RANKS), records(7, 7, 9))
     assert not list(differing_copies(replace(held, optim=None, model=ModelState({"count": replicas(RANKS)}))))
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape", "found"), [("full", (5, 3), 1), ("full", (15,), 0), ("sharded", (5, 3), 0)]
+)
+def test_matrices_of_a_model_of_which_nothing_is_sharded_may_not_differ(
+    layout: str, shape: tuple[int, ...], found: int
+) -> None:
+    """Parts of a model that was cut by something else look like whole ones; the sums tell them from replicas."""
+    model = ModelState({"w": replicas(RANKS, *shape)})
+    held = replace(checkpoint(RANKS, model=model), layout=Layout(layout), optim=None)
+    assert not list(differing_copies(replace(held, checksums=Checksums.of(records(7, 7, 7, nbytes=60)))))
+    differing = list(differing_copies(replace(held, checksums=Checksums.of(records(7, 7, 8, nbytes=60)))))
+    assert [(one.key, one.rank, one.section) for one in differing] == [("w", 2, Section.MODEL)] * found
 
 
 def test_a_tensor_that_lies_nowhere_has_no_copies() -> None:

@@ -328,6 +328,16 @@ def test_the_checkpoints_of_two_roles_are_listed(tmp_path: Path) -> None:
     with pytest.raises(NeedsInformationError) as error:
         opened(tmp_path)
     assert len(error.value.details) == 2
+    assert error.value.next_step.endswith("model.pt")
+
+
+def test_of_two_roles_with_several_files_each_the_directory_is_named(tmp_path: Path) -> None:
+    for role in ("actor", "critic"):
+        for section, value in (("model", MODEL), ("optim", OPTIM)):
+            save(value, tmp_path / role / f"{section}_world_size_1_rank_0.pt")
+    with pytest.raises(NeedsInformationError) as error:
+        opened(tmp_path)
+    assert error.value.next_step.endswith(str(tmp_path / "actor"))
 
 
 def test_older_checkpoints_below_a_whole_one_are_no_parts(tmp_path: Path) -> None:

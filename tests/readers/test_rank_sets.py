@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.readers.rank_sets import group_ranks
 
 
@@ -39,4 +40,25 @@ def test_files_of_other_worlds_and_other_parts_are_other_sets() -> None:
 @pytest.mark.parametrize("name", ["model-{:05d}-of-00003.bin", "checkpoint-{}000.pt", "step_{}.pt", "shard-{}.pt"])
 def test_numbers_of_parts_and_of_steps_are_no_ranks(name: str) -> None:
     names = sorted(name.format(number) for number in (1, 2, 3))
+    assert group_ranks(names) == ([], names)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("m_rank_{}.pt", "m-rank{}.pt"),
+        ("m_rank_{}.pt", "m_rank_{:02d}.pt"),
+        ("rank{}-of-2-m.pt", "m-rank{}-of-2.pt"),
+        ("model_{}.pt", "model-{}.pt"),
+    ],
+)
+def test_files_of_two_saves_that_would_be_the_same_ranks_are_refused(one: str, other: str) -> None:
+    both = sorted([one.format(1), other.format(1)])
+    with pytest.raises(NeedsInformationError) as refused:
+        group_ranks([one.format(0), *both])
+    assert list(refused.value.details) == [" and ".join(both)]
+
+
+def test_numbers_that_are_no_ranks_may_come_twice() -> None:
+    names = ["ab-7.pt", "ab_7.pt", "ab_9.pt"]
     assert group_ranks(names) == ([], names)

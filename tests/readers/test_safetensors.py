@@ -241,10 +241,11 @@ def test_every_tensor_the_document_promises_and_nobody_has_is_named(tmp_path: Pa
 @pytest.mark.parametrize(
     "document",
     ["[]", "{", '{"version":1,"optim":[]}', '{"version":1,"optim":{"order":[[1]]}}', '{"version":1,"extra":[1]}',
-     '{"version":1,"raw":{"w":["complex128",[9]]}}', '{"version":1,"extra":{"model":1}}'],
+     '{"version":1,"raw":{"w":["complex128",[9]]}}', '{"version":1,"raw":{"w":["uint8",[12' + "1" * 40 + ']]}}',
+     '{"version":1,"raw":{"e":["uint8",[0,1099511627776,1099511627776]]}}', '{"version":1,"extra":{"model":1}}'],
 )  # fmt: skip
 def test_a_document_that_was_damaged_is_refused(tmp_path: Path, document: str) -> None:
-    save_file({"w": torch.ones(3)}, tmp_path / "w.safetensors", {METADATA_KEY: document})
+    save_file({"w": torch.ones(3), "e": torch.ones(0)}, tmp_path / "w.safetensors", {METADATA_KEY: document})
     with pytest.raises(SourceCorruptError):
         opened(tmp_path / "w.safetensors")
 

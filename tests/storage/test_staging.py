@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import random
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
@@ -86,13 +88,32 @@ def test_names_that_cannot_be_exchanged_because_one_is_gone_are_an_error(tmp_pat
         exchange(str(tmp_path / "one"), str(tmp_path / "other"))
 
 
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM])
+def test_where_names_cannot_be_exchanged_the_target_is_replaced_all_the_same(tmp_path, monkeypatch, number) -> None:
+    """EPERM is what a sandbox says of a system call that it does not know."""
+
+    def refused(*_: object) -> int:
+        ctypes.set_errno(number)
+        return -1
+
+    monkeypatch.setattr("ctypes.CDLL", lambda *_, **__: SimpleNamespace(renameat2=refused))
+    (tmp_path / "out").mkdir()
+    staging = Staging(str(tmp_path / "out"), directory=True, overwrite=True)
+    _write(staging.locate("a"), b"new")
+    staging.commit()
+    staging.close()
+    assert (tmp_path / "out" / "a").read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["out"]
+
+
 def test_links_among_what_was_staged_are_removed_and_never_followed(tmp_path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "one").write_bytes(b"mine")
     staging = Staging(str(tmp_path / "out"), directory=True)
     os.symlink(tmp_path / "elsewhere", staging.locate("folder"))
     os.symlink(tmp_path / "elsewhere" / "one", staging.locate("one"))
-    staging.keep_only(["one", "folder/one"])
+    os.link(tmp_path / "elsewhere" / "one", staging.locate("two"))
+    staging.keep_only(["one", "two", "folder/one"])
     assert os.listdir(staging.path) == []
     assert (tmp_path / "elsewhere" / "one").read_bytes() == b"mine"
     staging.discard()

@@ -1,0 +1,66 @@
+"""A model and an optimizer in files of their own: of one model, or not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fsdpckpt.errors import NeedsInformationError
+from tests.readers.contents import opened
+
+HUGGING_FACE = ("model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", "model.norm.weight")
+TORCHTUNE = ("tok_embeddings.weight", "layers.0.attn.q_proj.weight", "norm.scale")
+
+
+def saved(path: Path, model: tuple[str, ...], optim: tuple[str | int, ...], *, stated: bool = True) -> Path:
+    """torchtune's output: weights in ``epoch_0``, the optimizer in ``recipe_state``."""
+    for directory in ("epoch_0", "recipe_state"):
+        (path / directory).mkdir()
+    save_file({name: torch.randn(5, 3) for name in model}, path / "epoch_0" / "model.safetensors")
+    state: dict[Any, Any] = {name: {"exp_avg": torch.randn(5, 3)} for name in optim if stated}
+    groups = [{"lr": 0.1, "params": list(optim)}]
+    torch.save({"optimizer": {"state": state, "param_groups": groups}, "seed": 3}, path / "recipe_state" / "r.pt")
+    return path
+
+
+@pytest.mark.parametrize("stated", [True, False])
+def test_torchtunes_optimizer_is_not_joined_to_weights_under_other_names(tmp_path: Path, stated: bool) -> None:
+    with pytest.raises(NeedsInformationError, match="no parameter name in common") as refused:
+        opened(saved(tmp_path, HUGGING_FACE, TORCHTUNE, stated=stated))
+    one, other = refused.value.details
+    assert HUGGING_FACE[0] in one and TORCHTUNE[0] in other
+    assert opened(tmp_path / "epoch_0").optim is None
+    assert opened(tmp_path / "recipe_state").model is None
+
+
+@pytest.mark.parametrize(
+    "optim",
+    [
+        TORCHTUNE,
+        tuple(f"module.{name}" for name in TORCHTUNE),
+        tuple(f"_orig_mod.{name}" for name in TORCHTUNE),
+        ("layers.0._fsdp_wrapped_module.attn.q_proj.weight",),
+        (0, 1, 2),
+        ("layers.0._flat_param",),
+    ],
+)
+def test_names_that_are_alike_but_for_wrappers_and_ids_are_of_one_model(
+    tmp_path: Path, optim: tuple[str | int, ...]
+) -> None:
+    found = opened(saved(tmp_path, TORCHTUNE, optim))
+    assert found.model is not None and found.optim is not None
+    assert [note for note in found.notes if note.kind == "unmatched"] == []
+
+
+def test_a_prefix_on_the_models_names_alone_is_none_of_the_optimizers_business(tmp_path: Path) -> None:
+    found = opened(saved(tmp_path, tuple(f"model.{name}" for name in TORCHTUNE), TORCHTUNE))
+    assert found.optim is not None and "unmatched" not in [note.kind for note in found.notes]
+
+
+def test_some_names_that_the_model_lacks_are_told(tmp_path: Path) -> None:
+    found = opened(saved(tmp_path, TORCHTUNE, (*TORCHTUNE, "output.weight")))
+    assert [note.keys for note in found.notes if note.kind == "unmatched"] == [("output.weight",)]
