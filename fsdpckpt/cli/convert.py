@@ -153,7 +153,9 @@ def convert_command(
     staging: Annotated[
         str | None,
         typer.Option(
-            "--staging", metavar="DIR", help="Where a DST for an object store is put together; default: TMPDIR."
+            "--staging",
+            metavar="DIR",
+            help="Where a DST for an object store is put together (default: TMPDIR); a path needs none.",
         ),
     ] = None,
     launcher: Annotated[

@@ -20,7 +20,7 @@ from fsdpckpt.converters.passes import Rewritten, rewrite
 from fsdpckpt.converters.replaceable import require_replaceable
 from fsdpckpt.converters.report import PlannedFile, Report
 from fsdpckpt.converters.resumption import StagedRun
-from fsdpckpt.converters.without_subject import refuse_without_sections, refuse_without_store
+from fsdpckpt.converters.without_subject import refuse_without_sections
 from fsdpckpt.errors import TargetExistsError, UsageError
 from fsdpckpt.executor.budget import MOST_THREADS, Budget, make_budget
 from fsdpckpt.executor.compare import is_written
@@ -55,7 +55,6 @@ def convert(source: str, target: str, options: ConvertOptions, progress: Progres
     check_options(options)
     if is_url(target):
         return deliver(source, target, options, progress, convert=convert)
-    refuse_without_store(options)
     check_target(target, source, overwrite=options.overwrite, resume=options.resume)
     if options.overwrite:
         require_replaceable(target)

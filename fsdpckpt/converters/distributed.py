@@ -31,7 +31,6 @@ from fsdpckpt.converters.report import Report
 from fsdpckpt.converters.resumption import is_resumable, run_identity
 from fsdpckpt.converters.staged import Places, lead
 from fsdpckpt.converters.taken_up import copies_known, journals_read
-from fsdpckpt.converters.without_subject import refuse_without_store
 from fsdpckpt.errors import InternalError, WorkerError
 from fsdpckpt.executor.budget import Budget, make_budget
 from fsdpckpt.executor.carried import as_it_was, carrying
@@ -172,7 +171,6 @@ class _Conversion:
             if self._group.rank == 0:
                 check_options(self._options)
                 options = self._options
-                refuse_without_store(options)
                 check_target(self._target, self._source, overwrite=options.overwrite, resume=options.resume)
                 if options.overwrite:
                     require_replaceable(self._target)

@@ -1,7 +1,8 @@
 """Options that nothing is there for. The rule: what is asked for is done, or it is an error (exit code 2).
 
-An option whose subject is absent (a dtype for an optimizer that is not taken, a staging directory for a DST that needs
-none) was meant for another checkpoint or another target. A glob or a name that matches nothing is misspelt.
+An option whose subject is absent (a dtype for an optimizer that is not taken) was meant for another checkpoint or
+another target. A glob or a name that matches nothing is misspelt. ``--staging`` is no such option: it says where a DST
+for a store is put together, should it be one, so that one command line serves paths and stores.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from fsdpckpt.converters.options import ConvertOptions
 from fsdpckpt.errors import UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint, Section
 
-__all__ = ["refuse_without_sections", "refuse_without_store"]
+__all__ = ["refuse_without_sections"]
 
 
 def refuse_without_sections(opened: Checkpoint, options: ConvertOptions, goal: Goal) -> None:
@@ -37,12 +38,3 @@ def refuse_without_sections(opened: Checkpoint, options: ConvertOptions, goal: G
         if named and why is not None:
             words = "model" if section is Section.MODEL else "optimizer"
             raise UsageError(f"{named} would do nothing: it is about the {words}, and {why}", next_step=f"drop {named}")
-
-
-def refuse_without_store(options: ConvertOptions) -> None:
-    """Raises UsageError for an option about the upload to a store, where DST is a path."""
-    if options.staging is not None:
-        raise UsageError(
-            "--staging would do nothing: DST is a path, and what is written grows beside it",
-            next_step="drop --staging",
-        )

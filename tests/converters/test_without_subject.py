@@ -29,7 +29,6 @@ def saved(path: Path, *sections: str) -> Path:
         (("model",), {"optim_dtype": "bfloat16"}, "--optim-dtype .* has none"),
         (("model",), {"key_type": "name"}, "--key-type .* has none"),
         (("optimizer",), {"dtype": "bfloat16"}, "--dtype .* has none"),
-        (("model", "optimizer"), {"staging": "elsewhere"}, "--staging"),
         (("model", "optimizer"), {"only": "model", "exclude": ["v.*"]}, "matches no key"),
         (("model", "optimizer"), {"only": "model", "rename": [("v", "u")]}, "applies to no key"),
         (("model", "optimizer"), {"node_rank": 1}, "--node-rank is for workers"),

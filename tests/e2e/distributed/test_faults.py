@@ -60,7 +60,7 @@ def test_a_worker_that_is_lost_ends_all_with_one_error_that_names_it(
     assert code == error["exit_code"] == 6, error
     assert str(error["what"]).startswith(f"worker {rank} failed in step '{step}': {cause}"), error
     assert error["rank"] == rank
-    assert seconds < LIMIT + 8, "workers ended too late"  # starting and ending processes takes its time on busy cores
+    assert seconds < LIMIT + 20, "workers ended too late"  # starting and ending processes takes its time on busy cores
     assert not (tmp_path / "out.pt").exists()
     staged = any(path.name.startswith(".out.pt.fsdpckpt-staging") for path in tmp_path.iterdir())
     assert staged is (place != READ), "what was staged is kept"
