@@ -148,7 +148,7 @@ def convert_command(
         VerifyChoice, typer.Option("--verify", help="How the output is checked before it appears.")
     ] = VerifyChoice.structure,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a DST that is a checkpoint.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing DST.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")] = False,
     staging: Annotated[
         str | None,

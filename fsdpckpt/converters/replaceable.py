@@ -1,4 +1,8 @@
-"""What ``--overwrite`` may delete, wherever DST is: one checkpoint that this program recognises, or nothing at all."""
+"""What ``--overwrite`` may delete, wherever DST is: a file, or a directory of one checkpoint and files beside it.
+
+Who names a file, or the directory that files lie in, means them. Who names the directory above (``runs`` for
+``runs/step-1000``, a project, a home) has mistyped: that, and a directory of several checkpoints, is refused.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,6 @@ from collections.abc import Iterator
 from itertools import islice
 
 from fsdpckpt.errors import FsdpckptError, NeedsInformationError, TargetExistsError
-from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.flavors import MANIFEST, UNITS
 from fsdpckpt.readers.manifest import read_manifest
@@ -28,24 +31,19 @@ _LEFT_BEHIND = re.compile(r"\.nfs[0-9a-f]{16,}|\.DS_Store")
 
 
 def require_replaceable(target: str) -> None:
-    """Raises TargetExistsError unless what is at ``target``, a path or a URL, is one checkpoint and nothing besides.
+    """Raises TargetExistsError when deleting ``target``, a path or a URL, would delete more than one checkpoint.
 
-    Nothing there, an empty file and a directory without files may be replaced too. A directory is a checkpoint when
-    its ``fsdpckpt.json`` lists every file in it, or when it is read as one and every file in it belongs to that.
+    In a directory, that is a directory below it that is no part of the checkpoint there (by its ``fsdpckpt.json``, or
+    as it is read), or a second checkpoint. Files right in it go with it.
     """
     with Sources() as sources, target_errors(target):
         where = target.rstrip("/") if is_url(target) else os.path.realpath(target)
         entry = sources.stat(where)
-        if entry is None or (not entry.directory and not entry.nbytes):
-            return
-        if not entry.directory:
-            _opened(where, target, sources)
-            return
-        if next(_files(where, sources), None) is None:
+        if entry is None or not entry.directory:
             return
         known = _listed(where, sources)
         if known is None:
-            known = _parts(where, _opened(where, target, sources))
+            known = _parts(where, target, sources)
         strangers = list(islice(_strangers(where, known, sources), _SHOWN + 1))
     if strangers:
         raise _refused(
@@ -56,20 +54,19 @@ def require_replaceable(target: str) -> None:
         )
 
 
-def _opened(where: str, target: str, sources: Sources) -> Checkpoint:
-    """The checkpoint there, by its metadata alone."""
+def _parts(directory: str, target: str, sources: Sources) -> set[str]:
+    """The files of the checkpoint in ``directory``, by its metadata alone; none where none can be read."""
     try:
-        found = open_checkpoint(where, sources=sources, locate=False)
+        found = open_checkpoint(directory, sources=sources, locate=False)
     except NeedsInformationError as error:
         what = f"{target} is not one checkpoint: --overwrite does not replace that"
         raise _refused(what, target, error.details) from error
-    except FsdpckptError as error:
-        what = f"{target} is no checkpoint that can be read: --overwrite does not replace that"
-        raise _refused(what, target, [error.what]) from error
-    if found.directory and found.directory.rstrip("/") != where.rstrip("/"):
+    except FsdpckptError:
+        return set()
+    if found.directory and found.directory.rstrip("/") != directory.rstrip("/"):
         what = f"{target} is no checkpoint, one lies below it: --overwrite does not replace that"
         raise _refused(what, target, [found.directory])
-    return found
+    return {posixpath.relpath(file.path, directory) for file in found.files}
 
 
 def _refused(what: str, target: str, details: list[str] | tuple[str, ...]) -> TargetExistsError:
@@ -90,17 +87,13 @@ def _listed(directory: str, sources: Sources) -> set[str] | None:
     return {MANIFEST, *manifest.files} if manifest is not None and manifest.files else None
 
 
-def _parts(directory: str, checkpoint: Checkpoint) -> set[str]:
-    return {posixpath.relpath(file.path, directory) for file in checkpoint.files}
-
-
 def _strangers(directory: str, known: set[str], sources: Sources) -> Iterator[str]:
-    """Files below ``directory`` that are neither ``known`` nor describe what is known beside them."""
+    """Files in directories below ``directory`` that are neither ``known`` nor describe what is known beside them."""
     folders = {posixpath.dirname(path) for path in known}
     for path in _files(directory, sources):
         folder, name = posixpath.split(path)
         describes = folder in folders and (name in _DESCRIPTIONS or name.endswith(_DESCRIBING))
-        if path not in known and not describes:
+        if folder and path not in known and not describes:
             yield path
 
 

@@ -1,8 +1,7 @@
-"""What ``--overwrite`` may delete: one checkpoint and nothing besides."""
+"""What ``--overwrite`` may delete: a file, or the files of one directory with at most one checkpoint in it."""
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -52,12 +51,12 @@ def test_a_directory_of_somebody_is_never_replaced(source: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("kind", "stranger"),
     [
-        *(("dcp", name) for name in ("data/train.bin", ".git/HEAD", "other-run/model.pt", "copy.pt.bak")),
-        ("file", "notes.txt"),
-        ("ours", "notes.txt"),
+        *(("dcp", name) for name in ("data/train.bin", ".git/HEAD", "other-run/model.pt")),
+        ("file", "notes/one.txt"),
+        ("ours", "step-1000/__0_0.distcp"),
     ],
 )
-def test_a_checkpoint_with_something_else_beside_it_is_not_replaced(
+def test_a_checkpoint_with_a_directory_of_something_else_beside_it_is_not_replaced(
     source: Path, tmp_path: Path, kind: str, stranger: str
 ) -> None:
     target = tmp_path / "runs"
@@ -76,17 +75,12 @@ def test_a_checkpoint_with_something_else_beside_it_is_not_replaced(
     assert (target / stranger).read_text() == "mine"
 
 
-@pytest.mark.parametrize("content", [b"mine", b"PK\x03\x04 a zip of somebody's", b"\x80\x02}q\x00."])
-def test_a_file_that_is_no_checkpoint_is_not_replaced(source: Path, tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "file.pt").write_bytes(content)
-    assert not replaced(source, tmp_path / "file.pt")
-
-
-def test_an_archive_that_is_a_zip_file_like_a_checkpoint_is_not_replaced(source: Path, tmp_path: Path) -> None:
-    (tmp_path / "letters").mkdir()
-    (tmp_path / "letters" / "one.txt").write_text("dear")
-    shutil.make_archive(str(tmp_path / "letters"), "zip", tmp_path / "letters")
-    assert not replaced(source, tmp_path / "letters.zip")
+@pytest.mark.parametrize("name", ["old.pt", "old", "old/notes.txt"])
+def test_a_file_or_files_in_the_directory_that_was_named_are_replaced(source: Path, tmp_path: Path, name: str) -> None:
+    target = tmp_path / Path(name).parts[0]
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("an older one")
+    assert replaced(source, target)
 
 
 def test_a_folder_that_holds_a_run_is_not_taken_for_its_checkpoint(source: Path, tmp_path: Path) -> None:
@@ -102,12 +96,14 @@ def test_two_checkpoints_in_one_folder_are_not_replaced(source: Path, tmp_path: 
     assert not replaced(source, tmp_path / "zoo")
 
 
-def test_a_link_out_of_the_directory_counts_as_something_else(source: Path, tmp_path: Path) -> None:
+def test_what_a_link_in_the_directory_leads_to_stays(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "dcp"
     dcp.save(state(2), checkpoint_id=target, no_dist=True)
     (tmp_path / "dataset").mkdir()
+    (tmp_path / "dataset" / "train.bin").write_bytes(b"train")
     (target / "data").symlink_to(tmp_path / "dataset")
-    assert not replaced(source, target)
+    assert replaced(source, target)
+    assert (tmp_path / "dataset" / "train.bin").read_bytes() == b"train"
 
 
 @pytest.mark.parametrize(
@@ -160,13 +156,14 @@ def test_what_comes_to_dst_while_it_is_written_is_not_deleted(
     execute = recipe.execute
 
     def and_somebody_writes(*args: object, **named: object) -> object:
-        (target / "results.csv").write_text("42")
+        (target / "results").mkdir()
+        (target / "results" / "all.csv").write_text("42")
         return execute(*args, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(recipe, "execute", and_somebody_writes)
     with pytest.raises(TargetExistsError, match="more than a checkpoint"):
         fsdpckpt.convert(source, target, to="sharded", world_size=3, overwrite=True)
-    assert (target / "results.csv").read_text() == "42"
+    assert (target / "results" / "all.csv").read_text() == "42"
 
 
 def test_nothing_at_all_is_replaceable(tmp_path: Path) -> None:
