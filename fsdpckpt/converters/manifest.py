@@ -20,7 +20,7 @@ from fsdpckpt.storage.staging import Staging
 from fsdpckpt.storage.targets import WritableFile
 from fsdpckpt.version import __version__
 
-__all__ = ["write_manifest"]
+__all__ = ["put_manifest", "write_manifest"]
 
 
 def write_manifest(
@@ -31,8 +31,8 @@ def write_manifest(
     *,
     crcs: Mapping[str, int],
     digests: Mapping[str, str],
-) -> None:
-    """Write ``fsdpckpt.json`` into the staged output, replacing an earlier one.
+) -> bytes:
+    """Write ``fsdpckpt.json`` into the staged output, replacing an earlier one. Returns its content.
 
     ``crcs``: CRC-32 of each file, by which ``verify`` finds damage in containers that carry no checksums of their own.
     ``digests``: SHA-256 of each tensor's row-major bytes, where ``--verify full`` computed them.
@@ -61,6 +61,12 @@ def write_manifest(
     }
     body = json.dumps(document, indent=1).removesuffix("\n}")
     data = f'{body}{SEAL}{zlib.crc32(body.encode()):08x}"\n}}\n'.encode()
+    put_manifest(staging, data)
+    return data
+
+
+def put_manifest(staging: Staging, data: bytes) -> None:
+    """Make ``data`` the ``fsdpckpt.json`` of the staged output, in place of an earlier one."""
     path = staging.locate(MANIFEST)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)

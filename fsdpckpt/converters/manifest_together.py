@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Mapping
 from typing import cast
@@ -10,12 +9,11 @@ from typing import cast
 from fsdpckpt.comm.group import Group
 from fsdpckpt.comm.messages import broadcast_object
 from fsdpckpt.converters.convert import Prepared
-from fsdpckpt.converters.manifest import write_manifest
+from fsdpckpt.converters.manifest import put_manifest, write_manifest
 from fsdpckpt.executor.carried import carrying
 from fsdpckpt.executor.compare import not_this
 from fsdpckpt.readers.flavors import MANIFEST
 from fsdpckpt.storage.staging import Staging
-from fsdpckpt.storage.targets import WritableFile
 
 __all__ = ["manifest_together"]
 
@@ -41,21 +39,15 @@ def manifest_together(
     data = cast("bytes", broadcast_object(group, data, name="fsdpckpt.json"))
     with group.step("copy fsdpckpt.json"), carrying():
         if prepared is None and staging is not None:
-            path = staging.locate(MANIFEST)
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
-            copy = WritableFile(path, len(data))
-            copy.write(0, data)
-            copy.commit()
+            put_manifest(staging, data)
 
 
 def _write(
     prepared: Prepared, target: str, staging: Staging | None, crcs: Mapping[str, int], digests: Mapping[str, str]
 ) -> bytes:
-    at = os.path.join(os.path.realpath(target), MANIFEST)  # where DST is there already
     if staging is not None:
-        at = staging.locate(MANIFEST)
-        write_manifest(staging, prepared.output, prepared.rewritten, prepared.goal, crcs=crcs, digests=digests)
+        return write_manifest(staging, prepared.output, prepared.rewritten, prepared.goal, crcs=crcs, digests=digests)
+    at = os.path.join(os.path.realpath(target), MANIFEST)  # where DST is there already
     if not os.path.isfile(at):
         raise not_this(target)
     with open(at, "rb") as file:

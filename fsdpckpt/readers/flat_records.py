@@ -79,7 +79,7 @@ class Backing:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The record in one rank's file. ``library``: whose, by the name of its flavor.
+    """The record in one rank's file. ``producer``: whose, by the name of its flavor.
 
     ``backings``: in the order recorded. ``listed``: whether that is the order of the wrapped ``model.parameters()``.
     ``shared``: (name, name of the parameter that it shares). ``rank``, ``world_size``: None where they are not
@@ -87,7 +87,7 @@ class Record:
     names of all buffers, None where they are not recorded. ``buffer_types``: (name, type) of buffers that were cast.
     """
 
-    library: str
+    producer: str
     backings: tuple[Backing, ...]
     listed: bool
     shared: tuple[tuple[str, str], ...] = ()
@@ -121,7 +121,7 @@ class Record:
     def same_model(self, other: Record) -> bool:
         """Whether two ranks' records tell of one model."""
         return (
-            (self.library, self.shared, self.world_size) == (other.library, other.shared, other.world_size)
+            (self.producer, self.shared, self.world_size) == (other.producer, other.shared, other.world_size)
             and [(one.key, one.params, one.own) for one in self.backings]
             == [(one.key, one.params, one.own) for one in other.backings]
         )  # fmt: skip
@@ -180,14 +180,14 @@ def _divisors(number: int) -> Iterator[int]:
 
 
 def originals_in(
-    backing: Backing, stored: StoredTensor, *, rank: int, world_size: int, library: str
+    backing: Backing, stored: StoredTensor, *, rank: int, world_size: int, producer: str
 ) -> dict[str, Distributed]:
     """What ``rank``'s piece of ``backing`` holds of each parameter in it; ``stored`` has a shape that fits."""
     if by_rows(backing, stored.shape):
-        return {backing.params[0].name: _rows(backing.params[0], stored, rank, world_size, library)}
+        return {backing.params[0].name: _rows(backing.params[0], stored, rank, world_size, producer)}
     if not stored.shape:
         found = (BoxInFile((), (), stored.offset, ()),)
-        return {backing.params[0].name: _distributed(backing.params[0], stored, found, rank, world_size, library)}
+        return {backing.params[0].name: _distributed(backing.params[0], stored, found, rank, world_size, producer)}
     (length,), (step,) = stored.shape, stored.stride
     begin = rank * length
     result = {}
@@ -196,7 +196,7 @@ def originals_in(
         low = max(begin - start, 0)
         high = min(begin + length - start, param.numel)
         boxes = tuple(_boxes(param, low, high, start - begin, stored, step)) if low < high else ()
-        result[param.name] = _distributed(param, stored, boxes, rank, world_size, library)
+        result[param.name] = _distributed(param, stored, boxes, rank, world_size, producer)
         start += param.numel
     return result
 
@@ -210,20 +210,20 @@ def _boxes(param: Original, low: int, high: int, place: int, stored: StoredTenso
         at += prod(size)
 
 
-def _rows(param: Original, stored: StoredTensor, rank: int, world_size: int, library: str) -> Distributed:
+def _rows(param: Original, stored: StoredTensor, rank: int, world_size: int, producer: str) -> Distributed:
     """Rows of ``param``, those that are padding left out."""
     begin = min(rank * stored.shape[0], param.shape[0])
     count = min(stored.shape[0], param.shape[0] - begin)
     start, size = (begin, *(0,) * (len(param.shape) - 1)), (count, *param.shape[1:])
     boxes = (BoxInFile(start, size, stored.offset, stored.stride),) if prod(size) else ()
-    return _distributed(param, stored, boxes, rank, world_size, library)
+    return _distributed(param, stored, boxes, rank, world_size, producer)
 
 
 def _distributed(
-    param: Original, stored: StoredTensor, boxes: tuple[BoxInFile, ...], rank: int, world_size: int, library: str
+    param: Original, stored: StoredTensor, boxes: tuple[BoxInFile, ...], rank: int, world_size: int, producer: str
 ) -> Distributed:
     world = ranks_of(world_size)
-    return Distributed(f"{library} shard", stored.dtype, param.shape, PLACEMENT, rank, world, world, boxes)
+    return Distributed(f"{producer} shard", stored.dtype, param.shape, PLACEMENT, rank, world, world, boxes)
 
 
 @cache

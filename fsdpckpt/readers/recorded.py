@@ -36,10 +36,10 @@ _SHOWN = 5
 
 @dataclass(slots=True)
 class Recorded:
-    """The archives of all ranks, rewritten, and what there is to say about them. ``library``: the flavor's name."""
+    """The archives of all ranks, rewritten, and what there is to say about them. ``producer``: the flavor's name."""
 
     archives: list[TorchArchive]
-    library: str = ""
+    producer: str = ""
     evidence: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
@@ -63,14 +63,14 @@ def recorded(archives: Sequence[TorchArchive], ranks: Sequence[int], paths: Mapp
                   for one in shards_without_record(archive.root, paths[rank]))  # fmt: skip
         return Recorded(list(archives), problems=[one for one in [next(strays, None)] if one is not None])
     _require_one_model(found, ranks, paths)
-    result = Recorded([], known[0][1].library)
+    result = Recorded([], known[0][1].producer)
     for rank, archive, (path, record) in zip(ranks, archives, known, strict=True):
         result.archives.append(_OneRank(archive, path, record, rank, len(ranks), paths[rank]).rewritten(result))
     return result
 
 
 def shards_without_record(root: Value, file: str) -> Iterator[Problem]:
-    """A fatal problem for each dict in ``root`` that has shards of either library, where nothing says what they are."""
+    """A fatal problem for each dict in ``root`` with shards of either producer, where nothing says what they are."""
     for path, mapping in mappings(root):
         found = [key for key in mapping if isinstance(key, str) and is_shard(key)]
         if found and torch_xla.is_shard(found[0]):
@@ -141,16 +141,16 @@ class _OneRank:
             root=_without(root, self.path),
             ranks=frozenset({self.rank}) if self.record.rank is not None else frozenset(),
             worlds=(ranks_of(self.world_size),),
-            forms=frozenset({f"{self.record.library} FSDP shard"}),
+            forms=frozenset({f"{self.record.producer} FSDP shard"}),
         )
 
     def _optimizer(self, optimizer: dict[Key, object], at: _Path, said: Recorded) -> dict[Key, object]:
-        library = self.record.library
+        producer = self.record.producer
         try:
             ids = names_of_ids(optimizer, self.models.order(), self.world_size, self.models.padded_to)
         except Unnamed as error:
             said.problems.append(unnamed_ids(_dotted(at), str(error), self.file))
-            return unnamed_optimizer(optimizer, rank=self.rank, world_size=self.world_size, library=library)
+            return unnamed_optimizer(optimizer, rank=self.rank, world_size=self.world_size, producer=producer)
         names = sum(len(backing.params) for backing in ids.values())
         message = f"{_dotted(at)}: {len(ids)} ids are {names} parameters, by the lengths of the recorded shards"
         said.notes.append(Note("unflattened", message))
@@ -160,7 +160,7 @@ class _OneRank:
         at, record = _dotted(self.path), self.record
         count = sum(len(backing.params) for backing in record.backings)
         said.evidence.append(
-            f"{at} is {record.library}'s record of {count} parameters in {len(record.backings)} tensors"
+            f"{at} is {record.producer}'s record of {count} parameters in {len(record.backings)} tensors"
         )
         if not record.in_model_order:
             said.evidence.append(UNORDERED)

@@ -155,11 +155,11 @@ def unrecorded_tensors(keys: Sequence[str], file: str) -> Problem:
     )
 
 
-def without_record(at: str, keys: Sequence[str], library: str, call: str, file: str) -> Problem:
+def without_record(at: str, keys: Sequence[str], producer: str, call: str, file: str) -> Problem:
     """A fatal problem of shards in the dict ``at`` that nothing describes."""
     return Problem(
         "flattened",
-        f"{at} has {len(keys)} shards of {library}'s FSDP, first {keys[0]}, and no record of what is in them: save "
+        f"{at} has {len(keys)} shards of {producer}'s FSDP, first {keys[0]}, and no record of what is in them: save "
         f"model.{call} in the same file",
         file=file or None,
         key=keys[0],

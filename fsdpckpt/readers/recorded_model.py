@@ -132,8 +132,8 @@ class RecordedModels:
             backing = self._by_key.get(str(key)) or same.get(str(key))
             found: dict[Key, object] = {without_wrappers(key) if isinstance(key, str) else key: value}
             if backing is not None and isinstance(value, StoredTensor):
-                library, world_size = self.record.library, self.world_size
-                pieces = originals_in(backing, value, rank=self.rank, world_size=world_size, library=library)
+                producer, world_size = self.record.producer, self.world_size
+                pieces = originals_in(backing, value, rank=self.rank, world_size=world_size, producer=producer)
                 found = cast("dict[Key, object]", pieces)
                 if str(key) not in self._by_key:
                     found = {key: next(iter(pieces.values()))}

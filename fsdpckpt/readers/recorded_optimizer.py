@@ -112,7 +112,7 @@ def _entries(
         pieces: Mapping[str, object] = dict.fromkeys((param.name for param in backing.params), leaf)
         if _is_cut(name, leaf):
             stored = cast(StoredTensor, leaf)
-            pieces = originals_in(backing, stored, rank=rank, world_size=world_size, library=record.library)
+            pieces = originals_in(backing, stored, rank=rank, world_size=world_size, producer=record.producer)
         for param, piece in pieces.items():
             found[param][name] = piece
     return found
@@ -126,11 +126,11 @@ def _group(group: Mapping[Key, object], ids: _Ids) -> dict[Key, object]:
     return changed
 
 
-def unnamed_optimizer(optimizer: dict[Key, object], *, rank: int, world_size: int, library: str) -> dict[Key, object]:
+def unnamed_optimizer(optimizer: dict[Key, object], *, rank: int, world_size: int, producer: str) -> dict[Key, object]:
     """``optimizer`` by its ids, with every state as the rank's slice of nobody knows what."""
     states = cast("dict[Key, dict[Key, object]]", optimizer["state"])
     made = {
-        key: {name: _slice(name, leaf, rank, world_size, library) for name, leaf in entry.items()}
+        key: {name: _slice(name, leaf, rank, world_size, producer) for name, leaf in entry.items()}
         if isinstance(entry, dict)
         else entry
         for key, entry in states.items()
@@ -138,7 +138,7 @@ def unnamed_optimizer(optimizer: dict[Key, object], *, rank: int, world_size: in
     return {**optimizer, "state": made}
 
 
-def _slice(name: object, leaf: object, rank: int, world_size: int, library: str) -> object:
+def _slice(name: object, leaf: object, rank: int, world_size: int, producer: str) -> object:
     if not _is_cut(name, leaf) or not isinstance(leaf, StoredTensor):
         return leaf
     rows, *rest = leaf.shape
@@ -146,4 +146,4 @@ def _slice(name: object, leaf: object, rank: int, world_size: int, library: str)
     boxes = (BoxInFile(start, leaf.shape, leaf.offset, leaf.stride),)
     world = ranks_of(world_size)
     shape = (world_size * rows, *rest)
-    return Distributed(f"{library} shard", leaf.dtype, shape, SLICES, rank, world, world, boxes)
+    return Distributed(f"{producer} shard", leaf.dtype, shape, SLICES, rank, world, world, boxes)

@@ -48,7 +48,7 @@ def read_torch_ranks(paths: Mapping[int, str], files: FileTable, sources: Source
     silent = [rank for rank, archive in zip(ranks, archives, strict=True) if not archive.ranks]
     check_names({rank: paths[rank] for rank in silent}, sources)
     forms = sorted({form for archive in archives for form in archive.forms})
-    tree = Tree(None, Layout.SHARDED if forms else Layout.FULL, Container.TORCH, len(ranks), flavor=named.library)
+    tree = Tree(None, Layout.SHARDED if forms else Layout.FULL, Container.TORCH, len(ranks), flavor=named.producer)
     merge = Merge(ranks, numbers, sharded=bool(forms))
     tree.root = merge.value([archive.root for archive in archives])
     _recognise_slices(tree, merge)

@@ -16,6 +16,7 @@ import pytest
 
 from tests.e2e.distributed.cases import disks, options, unequal
 from tests.e2e.distributed.disks import can_bind
+from tests.e2e.distributed.processes import all_ended
 from tests.oracle.launch import ROOT
 
 pytestmark = pytest.mark.skipif(not can_bind(), reason="this machine allows no mount namespaces")
@@ -43,15 +44,7 @@ def _machines(commands: list[list[str]], machines: list[dict[str, str]]) -> list
         )
         for command, disk in zip(commands, machines, strict=True)
     ]
-    try:
-        said = [process.communicate(timeout=LIMIT) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    return [
-        subprocess.CompletedProcess(process.args, process.returncode, *text)
-        for process, text in zip(started, said, strict=True)
-    ]
+    return all_ended(started, seconds=LIMIT)
 
 
 def _torchrun(*arguments: str) -> list[list[str]]:

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+from tests.e2e.distributed.processes import all_ended
 from tests.oracle.launch import ROOT
 
 LIMIT = 4.0  # seconds until a lost worker is noticed
@@ -45,15 +46,7 @@ def _srun(*arguments: str, **variables: str) -> list[subprocess.CompletedProcess
         )
         for task in range(TASKS)
     ]
-    try:
-        said = [process.communicate(timeout=150) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    return [
-        subprocess.CompletedProcess(process.args, process.returncode, *text)
-        for process, text in zip(started, said, strict=True)
-    ]
+    return all_ended(started, seconds=150)
 
 
 def test_tasks_of_srun_write_what_one_process_writes_and_report_once(base: Path, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from fsdpckpt.errors import (
 )
 from fsdpckpt.progress import NoProgress
 from tests.e2e.remote.servers import Proxy, proxy
+from tests.e2e.remote.stopping import StoppedUpload
 from tests.e2e.remote.stores import azurite, azurite_program, connection, google
 from tests.e2e.remote.test_reading import assert_the_same
 
@@ -179,16 +180,8 @@ def test_a_large_file_goes_up_in_parts_and_an_attempt_that_broke_shows_nothing(
 
 
 def test_an_upload_that_is_stopped_shows_nothing(store: Store, large: Path) -> None:
-    class Stopped(NoProgress):
-        def begin(self, stage: str, total: int) -> None:
-            self.stage = stage
-
-        def advance(self, nbytes: int) -> None:
-            if self.stage == "upload":
-                raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        fsdpckpt.convert(large, store.url("large.pt"), progress=Stopped())
+        fsdpckpt.convert(large, store.url("large.pt"), progress=StoppedUpload())
     if store.scheme == "abfs":  # where what is told of an upload are its parts
         assert store.names("large") == set()
 

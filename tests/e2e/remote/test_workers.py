@@ -14,6 +14,7 @@ import pytest
 import fsdpckpt
 from fsdpckpt.errors import SourceIncompleteError
 from tests.e2e.distributed.disks import can_bind
+from tests.e2e.distributed.processes import all_ended
 from tests.e2e.remote.servers import Proxy, free_port
 from tests.oracle.launch import ROOT
 
@@ -176,12 +177,4 @@ def _on(machines: list[dict[str, str]], *arguments: object) -> list[subprocess.C
                 text=True,
             )
         )
-    try:
-        said = [process.communicate(timeout=LIMIT) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    return [
-        subprocess.CompletedProcess(process.args, process.returncode, *text)
-        for process, text in zip(started, said, strict=True)
-    ]
+    return all_ended(started, seconds=LIMIT)

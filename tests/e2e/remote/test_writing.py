@@ -17,9 +17,9 @@ from fsdpckpt.errors import (
     TargetUnwritableError,
     UsageError,
 )
-from fsdpckpt.progress import NoProgress
 from tests.cli.conftest import Run, run
 from tests.e2e.remote.servers import Proxy
+from tests.e2e.remote.stopping import StoppedUpload
 
 __all__ = ["run"]
 
@@ -120,16 +120,8 @@ def test_an_upload_that_breaks_leaves_the_older_object_and_no_parts(
 
 
 def test_an_upload_that_is_stopped_leaves_no_parts(s3: Proxy, large: Path) -> None:
-    class Stopped(NoProgress):
-        def begin(self, stage: str, total: int) -> None:
-            self.stage = stage
-
-        def advance(self, nbytes: int) -> None:
-            if self.stage == "upload":
-                raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        fsdpckpt.convert(large, "s3://runs/large.pt", progress=Stopped())
+        fsdpckpt.convert(large, "s3://runs/large.pt", progress=StoppedUpload())
     assert keys(s3, "large.pt") == set()
     assert parts_left(s3) == []
 
