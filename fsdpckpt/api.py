@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from fsdpckpt.converters.report import Report
-    from fsdpckpt.converters.units import FoundUnits
     from fsdpckpt.describe import Description, Json
+    from fsdpckpt.flat.units.find import FoundUnits
     from fsdpckpt.lazy import LazyCheckpoint
     from fsdpckpt.verify.compare import Difference
     from fsdpckpt.verify.integrity import Verification
@@ -214,7 +214,7 @@ def save_units(model: nn.Module, optimizer: Optimizer | None, path: Path) -> Non
     or a directory for its ``units.json``. Beside the checkpoints ``fsdpckpt`` finds it there. Raises UsageError for a
     model without FSDP1 modules: FSDP2 needs no units file.
     """
-    from fsdpckpt.live.units import save_units as save
+    from fsdpckpt.flat.live.units import save_units as save
 
     save(model, optimizer, path)
 
@@ -223,7 +223,7 @@ def _named(checkpoint: Checkpoint, sources: Sources, units: Path | None, *, list
     """Flattened shards by name, as far as units are known; anything else as it is, without the cost of the import."""
     if checkpoint.layout is not Layout.FLATTENED and checkpoint.units is None and units is None:
         return checkpoint
-    from fsdpckpt.converters.logical import logical
+    from fsdpckpt.flat.logical import logical
 
     return logical(checkpoint, sources, units=os.fspath(units) if units is not None else None, listing=listing)
 
@@ -246,7 +246,7 @@ def find_units(
     The options are those of ``fsdpckpt convert``. Raises NeedsInformationError when several units fit, SourceError.
     """
     from fsdpckpt.converters.passes import units_request
-    from fsdpckpt.converters.units import find_units as find
+    from fsdpckpt.flat.units.find import find_units as find
     from fsdpckpt.readers.detect import open_checkpoint
 
     options = ConvertOptions(
@@ -282,9 +282,9 @@ def model_units(
     FSDP was told to ignore. ``prove_by``: a checkpoint of the model. Raises UsageError, SourceError.
     """
     from fsdpckpt.converters.passes import units_request
-    from fsdpckpt.converters.units import FoundUnits
-    from fsdpckpt.converters.units_model import prove
-    from fsdpckpt.live.meta import units_from_model
+    from fsdpckpt.flat.live.meta import units_from_model
+    from fsdpckpt.flat.units.find import FoundUnits
+    from fsdpckpt.flat.units.model import prove
 
     request = units_request(ConvertOptions(param_dtype=param_dtype, shard_size=shard_size))
     classes, ignored = list(wrap), list(ignore)

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 from fsdpckpt.converters.options import ConvertOptions, Launcher, LaunchOptions
 from fsdpckpt.converters.report import Report
 from fsdpckpt.errors import FsdpckptError, InterruptedRunError, UsageError, WorkerError
+from fsdpckpt.process_role import standing, started_as_worker
 from fsdpckpt.progress import Progress
-from fsdpckpt.relay import Relay, followed
-from fsdpckpt.standing import standing, started_as_worker
+from fsdpckpt.progress_pipe import Relay, followed
 from fsdpckpt.storage.protocol import is_url
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def _as_worker(source: str, target: str, options: ConvertOptions, launch: Launch
     from fsdpckpt.comm.environment import recognised
     from fsdpckpt.comm.group import Group
     from fsdpckpt.converters.distributed import convert_together
-    from fsdpckpt.executor.carried import as_it_was
+    from fsdpckpt.execute.wire_errors import as_it_was
 
     standing.worker = True
     place = recognised()
@@ -183,7 +183,7 @@ def _launched(source: str, target: str, options: ConvertOptions, launch: LaunchO
     from fsdpckpt.comm.devices import workers_here
     from fsdpckpt.comm.launch import launch as start
     from fsdpckpt.converters.options_json import to_json
-    from fsdpckpt.executor.carried import as_it_was, raise_carried
+    from fsdpckpt.execute.wire_errors import as_it_was, raise_carried
 
     workers = workers_here(launch.nproc_per_node or "auto")
     with tempfile.TemporaryDirectory(prefix="fsdpckpt-") as directory:
@@ -234,7 +234,7 @@ def main() -> None:
     from fsdpckpt.comm.group import Group
     from fsdpckpt.converters.distributed import convert_together
     from fsdpckpt.converters.options_json import convert_options, launch_options
-    from fsdpckpt.executor.carried import carried_text
+    from fsdpckpt.execute.wire_errors import carried_text
 
     (request,) = sys.argv[1:]
     with open(request, encoding="utf-8") as file:

@@ -11,8 +11,8 @@ import os
 import sys
 import time
 
-INSTRUMENTED = ["fsdpckpt.containers", "fsdpckpt.ir", "fsdpckpt.readers", "fsdpckpt.executor.resume"]
-INSTRUMENTED += ["fsdpckpt.storage.http_page"]
+INSTRUMENTED = ["fsdpckpt.formats", "fsdpckpt.ir", "fsdpckpt.readers", "fsdpckpt.execute.resume"]
+INSTRUMENTED += ["fsdpckpt.storage.remote.http"]
 READERS = ["fsdpckpt.readers"]  # of whole checkpoints: containers have targets of their own
 SECONDS = 5  # of processor time
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

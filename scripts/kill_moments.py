@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 
 from fsdpckpt.cli.main import main as fsdpckpt
 from fsdpckpt.converters import convert  # noqa: F401  # loaded before the forks
-from fsdpckpt.executor import recorder
+from fsdpckpt.execute import recorder
 
 OLDER = "older.safetensors"  # what --overwrite is to replace: a checkpoint of one tensor
 _HEADER = b'{"older":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'

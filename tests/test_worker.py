@@ -11,8 +11,8 @@ from fsdpckpt.converters.options_json import convert_options, launch_options, to
 from fsdpckpt.converters.report import PlannedFile, Report
 from fsdpckpt.ir.checkpoint import Container, Layout, Note, Section
 from fsdpckpt.ir.units import Strategy
-from fsdpckpt.relay import Relay, followed
-from fsdpckpt.standing import Standing, rank_here, started_as_worker
+from fsdpckpt.process_role import Standing, rank_here, started_as_worker
+from fsdpckpt.progress_pipe import Relay, followed
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "1"}
 SRUN = {

@@ -31,7 +31,7 @@ from fsdpckpt.cli.options import (
 )
 from fsdpckpt.cli.output import Output
 from fsdpckpt.errors import TargetUnwritableError, UsageError
-from fsdpckpt.standing import standing
+from fsdpckpt.process_role import standing
 
 __all__ = ["convert_command"]
 

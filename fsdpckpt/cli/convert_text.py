@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from fsdpckpt.wording import plural, size_text
+from fsdpckpt.text import plural, size_text
 
 if TYPE_CHECKING:
     from fsdpckpt.converters.report import Report

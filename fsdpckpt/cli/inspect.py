@@ -11,7 +11,7 @@ import typer
 from fsdpckpt.cli.boundary import guarded
 from fsdpckpt.cli.options import AsJson, Quiet, SectionChoice, Source, Threads, UnitsFile
 from fsdpckpt.cli.output import Output
-from fsdpckpt.wording import count_text, dtypes_text, plural, shape_text, size_text
+from fsdpckpt.text import count_text, dtypes_text, plural, shape_text, size_text
 
 if TYPE_CHECKING:
     from fsdpckpt.describe import Description, Json

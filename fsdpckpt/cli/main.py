@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from fsdpckpt.cli.interruption import Interruption, catch_signals, ignore_signals
-from fsdpckpt.standing import standing, started_as_worker
+from fsdpckpt.process_role import standing, started_as_worker
 
 if TYPE_CHECKING:
     from fsdpckpt.cli.output import Output

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, TextIO
 
-from fsdpckpt.standing import standing
+from fsdpckpt.process_role import standing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from fsdpckpt.progress import Progress
-from fsdpckpt.wording import size_text
+from fsdpckpt.text import size_text
 
 __all__ = ["Lines", "bar"]
 

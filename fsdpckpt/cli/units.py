@@ -18,7 +18,7 @@ from fsdpckpt.cli.units_text import HEADINGS, NUMERIC, rest, row, summary
 from fsdpckpt.errors import NeedsInformationError, TargetExistsError, UsageError
 
 if TYPE_CHECKING:
-    from fsdpckpt.converters.units import FoundUnits
+    from fsdpckpt.flat.units.find import FoundUnits
 
 __all__ = ["units_command"]
 
@@ -142,7 +142,7 @@ def units_command(
                 next_step="fsdpckpt units --help  # the options, with examples",
             )
         if target is not None:
-            from fsdpckpt.live.file import write_units
+            from fsdpckpt.flat.live.file import write_units
 
             write_units(found.units, target, how=found.how)
         _show(output, found)

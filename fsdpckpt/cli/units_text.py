@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from fsdpckpt.wording import count_text, plural, shape_text
+from fsdpckpt.text import count_text, plural, shape_text
 
 if TYPE_CHECKING:
     from fsdpckpt.ir.units import Unit, Units

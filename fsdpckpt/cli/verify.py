@@ -10,7 +10,7 @@ import typer
 from fsdpckpt.cli.boundary import guarded
 from fsdpckpt.cli.options import AsJson, Quiet, Source, Threads, UnitsFile
 from fsdpckpt.cli.output import Output
-from fsdpckpt.wording import plural, shape_text, size_text
+from fsdpckpt.text import plural, shape_text, size_text
 
 if TYPE_CHECKING:
     from fsdpckpt.verify.integrity import Verification

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from queue import Empty, SimpleQueue
 from typing import Generic, Self, TypeVar
 
-from fsdpckpt.comm.board import LOOK
+from fsdpckpt.comm.store_monitor import LOOK
 
 __all__ = ["Ahead"]
 

@@ -1,7 +1,7 @@
 """``Group``: this worker among the workers, with named collective steps. Works with no process group too.
 
 An exception of one rank inside a step is raised on every rank as the same ``WorkerError`` (rank, step, cause), within
-the limit, whatever the others wait for; see ``fsdpckpt.comm.board`` for how. A group that failed stays failed.
+the limit, whatever the others wait for; see ``fsdpckpt.comm.store_monitor`` for how. A group that failed stays failed.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
 
-from fsdpckpt.comm.board import Board
 from fsdpckpt.comm.devices import choose, device_of, has_own_gpu
 from fsdpckpt.comm.environment import Place, recognised
 from fsdpckpt.comm.orphans import end_with_launcher
+from fsdpckpt.comm.store_monitor import Board
 from fsdpckpt.comm.wire import Wire
 from fsdpckpt.errors import InternalError, UsageError, WorkerError
 

@@ -21,9 +21,9 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from fsdpckpt.comm.board import STATUS_DIRECTORY
 from fsdpckpt.comm.orphans import LAUNCHER
 from fsdpckpt.comm.records import Failure, Position
+from fsdpckpt.comm.store_monitor import STATUS_DIRECTORY
 from fsdpckpt.errors import InterruptedRunError, UsageError, WorkerError
 
 __all__ = ["launch"]

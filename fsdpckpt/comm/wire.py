@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fsdpckpt.comm.background import Background, Job
-from fsdpckpt.comm.board import LOOK, Board
+from fsdpckpt.comm.store_monitor import LOOK, Board
 
 __all__ = ["Flight", "Wire"]
 

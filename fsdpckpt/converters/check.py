@@ -9,16 +9,16 @@ from typing import TypeAlias
 
 from fsdpckpt.converters.options import VerifyLevel
 from fsdpckpt.errors import FsdpckptError, InternalError
+from fsdpckpt.flat.match import Mismatch, match
+from fsdpckpt.flat.unflatten import unflatten
 from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Section, SourceFile
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units
-from fsdpckpt.planner.flat_match import Mismatch, match
-from fsdpckpt.planner.parameter_order import from_units
-from fsdpckpt.planner.rekey import to_names
-from fsdpckpt.planner.unflatten import unflatten
 from fsdpckpt.progress import Progress
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
+from fsdpckpt.transform.parameter_order import from_units
+from fsdpckpt.transform.rekey import to_names
 from fsdpckpt.verify.content import first_difference
 from fsdpckpt.writers.dtype_rule import DtypeRule
 

@@ -22,9 +22,9 @@ from fsdpckpt.converters.layout import dtype_rule
 from fsdpckpt.converters.options import ConvertOptions, VerifyLevel
 from fsdpckpt.converters.pairs_shipped import packed_pairs, unpacked_pairs
 from fsdpckpt.converters.staged import Places
-from fsdpckpt.executor.carried import carrying
-from fsdpckpt.executor.pulse import pulse
-from fsdpckpt.executor.remote import everyones_files, serve
+from fsdpckpt.execute.heartbeat import pulse
+from fsdpckpt.execute.remote import everyones_files, serve
+from fsdpckpt.execute.wire_errors import carrying
 from fsdpckpt.ir.checkpoint import SourceFile
 from fsdpckpt.progress import Progress
 from fsdpckpt.storage.sources import Sources

@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from fsdpckpt.containers.collection import set_aside, without_collection
 from fsdpckpt.converters.check import check_output
 from fsdpckpt.converters.delivery import deliver
 from fsdpckpt.converters.exported import for_export
@@ -22,19 +21,20 @@ from fsdpckpt.converters.report import PlannedFile, Report
 from fsdpckpt.converters.resumption import StagedRun
 from fsdpckpt.converters.without_subject import refuse_without_sections
 from fsdpckpt.errors import TargetExistsError, UsageError
-from fsdpckpt.executor.budget import MOST_THREADS, Budget, make_budget
-from fsdpckpt.executor.compare import is_written
-from fsdpckpt.executor.local import execute
-from fsdpckpt.flavors.forms import PLAIN
+from fsdpckpt.execute.budget import MOST_THREADS, Budget, make_budget
+from fsdpckpt.execute.compare import is_written
+from fsdpckpt.execute.local import execute
+from fsdpckpt.garbage import set_aside, without_collection
 from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.targets import Target
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.planner.copies import make_plan
-from fsdpckpt.planner.plan import Plan
+from fsdpckpt.plan.copies import make_plan
+from fsdpckpt.plan.plan import Plan
+from fsdpckpt.producers.forms import PLAIN
 from fsdpckpt.progress import Progress
 from fsdpckpt.readers.detect import open_checkpoint
-from fsdpckpt.readers.flavors import MANIFEST
+from fsdpckpt.readers.side_files import MANIFEST
 from fsdpckpt.storage.sources import Sources, is_url
 from fsdpckpt.storage.staging import check_target, clear_leftover, free_bytes
 

@@ -25,11 +25,11 @@ from fsdpckpt.converters.options import ConvertOptions, Visibility
 from fsdpckpt.converters.report import Report
 from fsdpckpt.converters.staged import node_label
 from fsdpckpt.errors import InternalError, UsageError
-from fsdpckpt.executor.carried import carrying
-from fsdpckpt.executor.peers import Peer, end_stopped, this_process
+from fsdpckpt.execute.peers import Peer, end_stopped, this_process
+from fsdpckpt.execute.wire_errors import carrying
 from fsdpckpt.progress import NoProgress, Progress
-from fsdpckpt.storage.remote_store import filesystem_of
-from fsdpckpt.storage.remote_target import RemoteTarget, Sending
+from fsdpckpt.storage.remote.store import filesystem_of
+from fsdpckpt.storage.remote.target import RemoteTarget, Sending
 
 __all__ = ["ConvertTogether", "Holders", "deliver_together", "sharing"]
 

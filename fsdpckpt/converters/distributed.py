@@ -19,7 +19,6 @@ import numpy.typing as npt
 
 from fsdpckpt.comm.group import Group
 from fsdpckpt.comm.messages import all_gather_objects, broadcast_object
-from fsdpckpt.containers.collection import set_aside
 from fsdpckpt.converters.checked_together import CheckTogether
 from fsdpckpt.converters.convert import Prepared, check_options, prepare, report_of
 from fsdpckpt.converters.delivered_together import Holders, deliver_together
@@ -32,25 +31,26 @@ from fsdpckpt.converters.resumption import is_resumable, run_identity
 from fsdpckpt.converters.staged import Places, lead
 from fsdpckpt.converters.taken_up import copies_known, journals_read
 from fsdpckpt.errors import InternalError, WorkerError
-from fsdpckpt.executor.budget import Budget, make_budget
-from fsdpckpt.executor.carried import as_it_was, carrying
-from fsdpckpt.executor.distributed import execute_together
-from fsdpckpt.executor.peers import Peer, end_stopped, this_process
-from fsdpckpt.executor.pulse import pulse
-from fsdpckpt.executor.recorder import Recorder
-from fsdpckpt.executor.remote import everyones_files, serve
-from fsdpckpt.executor.resume import Finished, first_record, run_of
-from fsdpckpt.executor.settings import for_worker, threads_for
-from fsdpckpt.executor.shared_files import ComparedWorkerOutput, WorkerOutput
-from fsdpckpt.executor.shipping import Job, packed, unpacked
-from fsdpckpt.executor.visibility import identities, who_sees
+from fsdpckpt.execute.budget import Budget, make_budget
+from fsdpckpt.execute.distributed import execute_together
+from fsdpckpt.execute.heartbeat import pulse
+from fsdpckpt.execute.peers import Peer, end_stopped, this_process
+from fsdpckpt.execute.recorder import Recorder
+from fsdpckpt.execute.remote import everyones_files, serve
+from fsdpckpt.execute.resume import Finished, first_record, run_of
+from fsdpckpt.execute.settings import for_worker, threads_for
+from fsdpckpt.execute.shared_files import ComparedWorkerOutput, WorkerOutput
+from fsdpckpt.execute.shipping import Job, packed, unpacked
+from fsdpckpt.execute.visibility import identities, who_sees
+from fsdpckpt.execute.wire_errors import as_it_was, carrying
+from fsdpckpt.garbage import set_aside
 from fsdpckpt.ir.checkpoint import Note, SourceFile
 from fsdpckpt.progress import NoProgress, Progress
 from fsdpckpt.storage.identity import FileIdentity
 from fsdpckpt.storage.journal import Record
 from fsdpckpt.storage.sources import Sources, is_url
 from fsdpckpt.storage.staging import Staging, check_target, clear_leftover
-from fsdpckpt.storage.staging_names import hold, journal_of, journals_at
+from fsdpckpt.storage.staging_paths import hold, journal_of, journals_at
 
 __all__ = ["convert_together"]
 

@@ -12,12 +12,12 @@ from fsdpckpt.converters.options import ConvertOptions
 from fsdpckpt.converters.resumption import fresh_note, resumed_note, started_over_note
 from fsdpckpt.converters.staged import Places, share_out
 from fsdpckpt.converters.taken_up import claims_of, taken_up
-from fsdpckpt.executor.budget import Budget
-from fsdpckpt.executor.resume import Finished, RunIdentity, joined
-from fsdpckpt.executor.settings import settle
-from fsdpckpt.executor.shipping import Job
+from fsdpckpt.execute.budget import Budget
+from fsdpckpt.execute.resume import Finished, RunIdentity, joined
+from fsdpckpt.execute.settings import settle
+from fsdpckpt.execute.shipping import Job
 from fsdpckpt.ir.checkpoint import Note
-from fsdpckpt.readers.flavors import MANIFEST
+from fsdpckpt.readers.side_files import MANIFEST
 from fsdpckpt.storage.journal import Record
 from fsdpckpt.storage.staging import Staging
 

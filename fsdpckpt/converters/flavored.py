@@ -12,13 +12,14 @@ from fsdpckpt.converters.options import ConvertOptions
 from fsdpckpt.converters.passes import Rewritten
 from fsdpckpt.converters.rank_files import lay_out_ranks
 from fsdpckpt.errors import InternalError
-from fsdpckpt.flavors.forms import Flavor, Form, Nesting, Place, RankNames
+from fsdpckpt.flat.flatten import write as torch_flat
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, Note
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.producers.forms import Flavor, Form, Nesting, Place, RankNames
 from fsdpckpt.readers.side_files import side_files
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.writers import dcp, safetensors, torch_flat, torch_full
+from fsdpckpt.writers import dcp, safetensors, torch_full
 from fsdpckpt.writers.dtype_rule import DtypeRule
 
 __all__ = ["for_flavor", "lay_out_flavor"]

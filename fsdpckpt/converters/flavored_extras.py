@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fsdpckpt.flavors.forms import Flavor, Form
-from fsdpckpt.flavors.table import flavor_named
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.ir.values import Value
+from fsdpckpt.producers.forms import Flavor, Form
+from fsdpckpt.producers.table import flavor_named
 
 __all__ = ["with_extras_for"]
 

@@ -8,9 +8,9 @@ from difflib import get_close_matches
 
 from fsdpckpt.converters.options import DEFAULT_MAX_SHARD_SIZE, ConvertOptions, TensorForm
 from fsdpckpt.errors import UsageError
-from fsdpckpt.flavors.forms import PLAIN, Flavor, Form
-from fsdpckpt.flavors.table import WRITABLE, flavor_named
 from fsdpckpt.ir.checkpoint import Container, Layout
+from fsdpckpt.producers.forms import PLAIN, Flavor, Form
+from fsdpckpt.producers.table import WRITABLE, flavor_named
 
 __all__ = ["Goal", "settle_goal", "written_flavor"]
 

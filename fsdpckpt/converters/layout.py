@@ -9,12 +9,13 @@ from fsdpckpt.converters.goal import Goal
 from fsdpckpt.converters.options import ConvertOptions
 from fsdpckpt.converters.passes import Rewritten
 from fsdpckpt.converters.rank_files import lay_out_ranks
-from fsdpckpt.flavors.forms import PLAIN_MESH
+from fsdpckpt.flat.flatten import write as torch_flat
 from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.targets import Target
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.writers import dcp, safetensors, torch_flat, torch_full
+from fsdpckpt.producers.forms import PLAIN_MESH
+from fsdpckpt.writers import dcp, safetensors, torch_full
 from fsdpckpt.writers.dtype_rule import DtypeRule
 
 __all__ = ["dtype_rule", "lay_out"]

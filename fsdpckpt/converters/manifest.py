@@ -10,12 +10,12 @@ from collections.abc import Mapping
 
 from fsdpckpt.converters.goal import Goal
 from fsdpckpt.converters.passes import Rewritten
-from fsdpckpt.flavors.forms import PLAIN
 from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.ir.targets import Target
 from fsdpckpt.ir.units_json import encode
-from fsdpckpt.readers.flavors import MANIFEST
+from fsdpckpt.producers.forms import PLAIN
 from fsdpckpt.readers.manifest import SEAL
+from fsdpckpt.readers.side_files import MANIFEST
 from fsdpckpt.storage.staging import Staging
 from fsdpckpt.storage.targets import WritableFile
 from fsdpckpt.version import __version__

@@ -10,9 +10,9 @@ from fsdpckpt.comm.group import Group
 from fsdpckpt.comm.messages import broadcast_object
 from fsdpckpt.converters.convert import Prepared
 from fsdpckpt.converters.manifest import put_manifest, write_manifest
-from fsdpckpt.executor.carried import carrying
-from fsdpckpt.executor.compare import not_this
-from fsdpckpt.readers.flavors import MANIFEST
+from fsdpckpt.execute.compare import not_this
+from fsdpckpt.execute.wire_errors import carrying
+from fsdpckpt.readers.side_files import MANIFEST
 from fsdpckpt.storage.staging import Staging
 
 __all__ = ["manifest_together"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units
-from fsdpckpt.planner.missing_state import Choice, fill
 from fsdpckpt.storage.sources import Sources
+from fsdpckpt.transform.missing_state import Choice, fill
 
 __all__ = ["fill_missing"]
 

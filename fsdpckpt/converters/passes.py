@@ -10,22 +10,22 @@ from fsdpckpt.converters.goal import Goal
 from fsdpckpt.converters.missing_state import fill_missing
 from fsdpckpt.converters.options import ConvertOptions
 from fsdpckpt.converters.rekey import apply_key_type
-from fsdpckpt.converters.scalars import require_equal_scalars
-from fsdpckpt.converters.slices import is_flattened, name_slices
-from fsdpckpt.converters.units import ORDER, FoundUnits, UnitsRequest, load_units, source_units, target_units
 from fsdpckpt.errors import SourceCorruptError, SourceMissingError, UsageError
+from fsdpckpt.flat.name_slices import is_flattened, name_slices
+from fsdpckpt.flat.scalars import require_equal_scalars
+from fsdpckpt.flat.units.find import ORDER, FoundUnits, UnitsRequest, load_units, source_units, target_units
 from fsdpckpt.ir.checkpoint import UNORDERED, Checkpoint, KeyType, Layout, Note, Section
 from fsdpckpt.ir.dtypes import DTYPES, DType
 from fsdpckpt.ir.invariants import fatal
+from fsdpckpt.ir.names import normalise
 from fsdpckpt.ir.units import Units
-from fsdpckpt.planner.management import Evidence, decide_managed
-from fsdpckpt.planner.missing_state import Choice, note_elementless, require_complete
-from fsdpckpt.planner.names import normalise
-from fsdpckpt.planner.rekey import is_keyed_by_id
-from fsdpckpt.planner.selection import rename, select_keys, select_section, with_own_tensors
-from fsdpckpt.planner.whole_copies import differing_copies
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
+from fsdpckpt.transform.management import Evidence, decide_managed
+from fsdpckpt.transform.missing_state import Choice, note_elementless, require_complete
+from fsdpckpt.transform.rekey import is_keyed_by_id
+from fsdpckpt.transform.selection import rename, select_keys, select_section, with_own_tensors
+from fsdpckpt.transform.whole_copies import differing_copies
 
 __all__ = ["Rewritten", "rewrite", "units_request"]
 

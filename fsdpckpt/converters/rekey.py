@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, OptimState, group_params
-from fsdpckpt.ir.fqn import clean
+from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.units import Units
-from fsdpckpt.planner.parameter_order import ParameterOrder, from_list, from_model, from_param_names, from_units
-from fsdpckpt.planner.rekey import is_keyed_by_id, to_ids, to_names
+from fsdpckpt.transform.parameter_order import ParameterOrder, from_list, from_model, from_param_names, from_units
+from fsdpckpt.transform.rekey import is_keyed_by_id, to_ids, to_names
 
 __all__ = ["apply_key_type", "parameter_orders"]
 

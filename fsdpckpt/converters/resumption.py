@@ -24,15 +24,15 @@ from fsdpckpt.errors import (
     TargetUnwritableError,
     WorkerError,
 )
-from fsdpckpt.executor.budget import Budget
-from fsdpckpt.executor.recorder import Recorder
-from fsdpckpt.executor.resume import Finished, RunIdentity, joined, plan_digest, read_run
+from fsdpckpt.execute.budget import Budget
+from fsdpckpt.execute.recorder import Recorder
+from fsdpckpt.execute.resume import Finished, RunIdentity, joined, plan_digest, read_run
 from fsdpckpt.ir.checkpoint import ZEROS, Note, SourceFile
-from fsdpckpt.planner.plan import Plan
+from fsdpckpt.plan.plan import Plan
 from fsdpckpt.storage.identity import FileIdentity, changed_error
 from fsdpckpt.storage.sources import Sources, is_url
 from fsdpckpt.storage.staging import Staging
-from fsdpckpt.storage.staging_names import journals_at, staging_root
+from fsdpckpt.storage.staging_paths import journals_at, staging_root
 from fsdpckpt.version import __version__
 
 __all__ = [

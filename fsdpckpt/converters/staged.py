@@ -19,11 +19,11 @@ from fsdpckpt.converters.goal import Goal
 from fsdpckpt.converters.options import Visibility
 from fsdpckpt.converters.replaceable import require_replaceable
 from fsdpckpt.errors import UsageError
-from fsdpckpt.executor.carried import carrying
-from fsdpckpt.executor.resume import Finished
-from fsdpckpt.executor.shares import Segment, cut, target_node
+from fsdpckpt.execute.resume import Finished
+from fsdpckpt.execute.wire_errors import carrying
 from fsdpckpt.ir.checkpoint import Layout
-from fsdpckpt.planner.plan import Plan
+from fsdpckpt.plan.partition import Segment, cut, target_node
+from fsdpckpt.plan.plan import Plan
 from fsdpckpt.storage.staging import Staging
 
 __all__ = ["Places", "lead", "node_label", "share_out"]

@@ -11,15 +11,15 @@ from fsdpckpt.comm.group import Group
 from fsdpckpt.comm.messages import all_gather_objects
 from fsdpckpt.converters.resumption import data_files, same_run
 from fsdpckpt.converters.staged import Places
-from fsdpckpt.executor.resume import Finished, RunIdentity, run_of
-from fsdpckpt.executor.shares import Segment
+from fsdpckpt.execute.resume import Finished, RunIdentity, run_of
 from fsdpckpt.ir.checkpoint import SourceFile
 from fsdpckpt.ir.tensors import Int64Array
+from fsdpckpt.plan.partition import Segment
 from fsdpckpt.storage.identity import FileIdentity
 from fsdpckpt.storage.journal import Record, read_records
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.storage.staging import Staging
-from fsdpckpt.storage.staging_names import journals_at
+from fsdpckpt.storage.staging_paths import journals_at
 
 __all__ = ["claims_of", "copies_known", "journals_read", "taken_up"]
 

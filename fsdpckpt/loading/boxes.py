@@ -14,7 +14,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.targets import TargetFile
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Value
-from fsdpckpt.readers.dcp_locate import locate_rows
+from fsdpckpt.readers.dcp.items import locate_rows
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.blocks import BLOCK_BYTES, BlockReader, Boxes, Bytes, chosen, slabs
 from fsdpckpt.verify.parallel import for_each, in_file_order

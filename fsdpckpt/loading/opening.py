@@ -5,10 +5,10 @@ from __future__ import annotations
 from fsdpckpt.converters.goal import Goal
 from fsdpckpt.converters.options import ConvertOptions, TensorForm
 from fsdpckpt.converters.passes import rewrite, units_request
-from fsdpckpt.converters.slices import is_flattened
 from fsdpckpt.errors import NeedsInformationError
+from fsdpckpt.flat.name_slices import is_flattened
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout
-from fsdpckpt.readers.dcp_locate import is_located
+from fsdpckpt.readers.dcp.items import is_located
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
 

@@ -34,7 +34,7 @@ from fsdpckpt.ir.units import Strategy
 from fsdpckpt.loading.boxes import Box, read_boxes, saved
 from fsdpckpt.loading.entries import Entries, Names, entries_of
 from fsdpckpt.loading.opening import open_to_load
-from fsdpckpt.readers.dcp import UNREAD
+from fsdpckpt.readers.dcp.read import UNREAD
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.blocks import Bytes
 from fsdpckpt.verify.parallel import DEFAULT_THREADS

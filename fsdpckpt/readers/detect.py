@@ -11,33 +11,34 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 
-from fsdpckpt.containers.collection import without_collection
 from fsdpckpt.errors import (
     FsdpckptError,
     NeedsInformationError,
     SourceError,
     SourceIncompleteError,
+    SourceMissingError,
     SourceUnrecognisedError,
     SourceUnsafeError,
     SourceUnsupportedError,
 )
-from fsdpckpt.flavors.forms import PLAIN
-from fsdpckpt.flavors.table import EXPORT_DIRECTORIES, flavor_named, recognise
+from fsdpckpt.garbage import without_collection
 from fsdpckpt.ir.checkpoint import Checkpoint, Note, Section
 from fsdpckpt.ir.invariants import problems
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.readers.composite import ReadPart, join, read_part
-from fsdpckpt.readers.flavors import flavor_of
+from fsdpckpt.producers.forms import PLAIN
+from fsdpckpt.producers.table import EXPORT_DIRECTORIES, flavor_named, recognise
+from fsdpckpt.readers.assembly import ReadPart, join, read_part
 from fsdpckpt.readers.manifest import with_manifest, with_units
-from fsdpckpt.readers.missing import missing
 from fsdpckpt.readers.parts import Listing, Part, file_part, list_parts
-from fsdpckpt.readers.rank_names import slices_of_one_rank
+from fsdpckpt.readers.side_files import flavor_of
+from fsdpckpt.readers.torch_ranks.names import slices_of_one_rank
 from fsdpckpt.readers.tree import FileTable, Tree
 from fsdpckpt.readers.units_beside import units_beside
 from fsdpckpt.storage.sources import Entry, Sources, is_url
 
-__all__ = ["open_checkpoint"]
+__all__ = ["missing", "open_checkpoint"]
 
 # Sub-directories named like this are checkpoints of their own, not parts of one.
 _NUMBERED = re.compile(r"(?:^|[_-])(?:checkpoint|ckpt|step|global_step|epoch|ep|iter|iteration)[-_]?\d+", re.IGNORECASE)
@@ -324,3 +325,29 @@ def _add_units(checkpoint: Checkpoint, places: Sequence[str], sources: Sources) 
         if found is not None:
             with_units(checkpoint, found)
             return
+
+
+def missing(source: str) -> SourceMissingError:
+    """Where the path stops to exist, for most misspellings are in one word of it."""
+    if not source:
+        why, next_step = "SRC is empty: a shell variable without a value, most likely", "name a file or a directory"
+    elif is_url(source):
+        why, next_step = "the URL is misspelt, or this account may not see it", "check the URL and the credentials"
+    elif source.startswith("~"):
+        why, next_step = "the shell replaces ~ only where it is not quoted", "write the path without quotes around ~"
+    else:
+        above, file = source.rstrip("/"), False
+        while above and not (file := os.path.isfile(above)) and not os.path.isdir(above):
+            above = os.path.dirname(above.rstrip("/"))
+        if file:
+            why, next_step = f"{above} is a file: nothing lies below it", f"give {shlex.quote(above)} itself"
+        else:
+            why = "the path is misspelt, or the disk is not mounted here"
+            above = above or ("/" if source.startswith("/") else ".")
+            next_step = f"ls {shlex.quote(above)}  # shows what is there"
+            names = os.listdir(above) if os.access(above, os.R_OK) else []
+            meant = get_close_matches(source.removeprefix(above).strip("/").partition("/")[0], names, n=1)
+            why += f"; {os.path.normpath(os.path.join(above, meant[0]))} is there" if meant else ""
+    return SourceMissingError(
+        f"{source} does not exist" if source else "no source was named", file=source, why=why, next_step=next_step
+    )

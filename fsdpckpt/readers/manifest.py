@@ -7,20 +7,21 @@ that these are damaged, or that another program has written there since: which o
 from __future__ import annotations
 
 import json
+import os
+import posixpath
 import re
 import zlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
-from fsdpckpt.flavors.table import flavor_named
-from fsdpckpt.ir.checkpoint import Checkpoint, Layout, Manifest, Note, OptimState, Problem, StatedFile
+from fsdpckpt.ir.checkpoint import Checkpoint, Layout, Manifest, Note, OptimState, Problem, Section, StatedFile
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.readers.flavors import MANIFEST
-from fsdpckpt.readers.manifest_listing import check_listing, listed
+from fsdpckpt.producers.table import flavor_named
+from fsdpckpt.readers.side_files import MANIFEST, auxiliary
 from fsdpckpt.readers.units_beside import BesideUnits, units_in_manifest
-from fsdpckpt.storage.sources import Sources
+from fsdpckpt.storage.sources import Entry, Sources
 
-__all__ = ["SEAL", "read_manifest", "with_manifest", "with_units"]
+__all__ = ["SEAL", "check_listing", "listed", "read_manifest", "with_manifest", "with_units"]
 
 SEAL = ',\n "crc32": "'
 """Stands before the CRC-32 of all that precedes it; the manifest ends behind that."""
@@ -175,3 +176,61 @@ def _with_ids(optim: OptimState) -> OptimState:
     ):
         return optim
     return OptimState({int(key): states for key, states in optim.state.items()}, optim.param_groups, optim.extra)
+
+
+_DECIDING = (".metadata", ".index.json")  # small, and without them the others mean nothing
+_SECTIONS = ((Section.OPTIM, "optim"), (Section.EXTRA, "extra_state"), (Section.MODEL, "model"))
+
+
+def check_listing(manifest: Manifest, there: dict[str, Entry]) -> list[Problem]:
+    """Problems of files that are missing, of another length, or among the listed without being one of them.
+
+    ``there``: what ``listed`` found. A missing file that describes a model without being part of it is not fatal.
+    """
+    found: list[Problem] = []
+    for name, stated in manifest.files.items():
+        path = f"{manifest.directory}/{name}"
+        entry = there.get(name)
+        if entry is None:
+            message = f"{path} is missing, and {MANIFEST} lists it (if that is meant, remove {MANIFEST} too)"
+            fatal = name.endswith(_DECIDING) or not auxiliary(posixpath.basename(name))
+            found.append(Problem("missing-file", message, fatal=fatal, file=path, section=_section(name)))
+        elif entry.nbytes != stated.nbytes:
+            message = f"{path} has {entry.nbytes} bytes, and {MANIFEST} says {stated.nbytes}"
+            kind = "truncated" if entry.nbytes < stated.nbytes else "length"
+            found.append(Problem(kind, message, file=path, section=_section(name)))
+    return [*found, *_strays(manifest, there)]
+
+
+def listed(manifest: Manifest, sources: Sources) -> dict[str, Entry]:
+    """The files of every directory that the manifest names one in, by their path below its own."""
+    found: dict[str, Entry] = {}
+    for folder in sorted({"", *(posixpath.dirname(name) for name in manifest.files)}):
+        path = posixpath.join(manifest.directory, folder).rstrip("/")
+        entry = sources.stat(path)
+        if entry is not None and entry.directory:
+            for inner in sources.list_directory(path):
+                if not inner.directory:
+                    found[posixpath.join(folder, inner.name)] = inner
+    return found
+
+
+def _section(name: str) -> Section | None:
+    """The one section that a file of this name holds; None where it may hold several."""
+    return next((section for section, word in _SECTIONS if re.search(word, name)), None)
+
+
+def _strays(manifest: Manifest, there: dict[str, Entry]) -> list[Problem]:
+    """Files of the same kind as those of the checkpoint that were not written with it."""
+    kinds = {os.path.splitext(name)[1] for name in manifest.files} - {"", ".json"}
+    strays = [name for name in there if os.path.splitext(name)[1] in kinds and name not in manifest.files]
+    return [
+        Problem(
+            "stray",
+            f"{manifest.directory}/{name} is not among the files that {MANIFEST} lists: another save left it, or it "
+            "was put there since",
+            fatal=False,
+            file=f"{manifest.directory}/{name}",
+        )
+        for name in sorted(strays)
+    ]

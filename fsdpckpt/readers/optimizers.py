@@ -11,9 +11,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 
-from fsdpckpt.containers.values_json import encode
 from fsdpckpt.ir.checkpoint import LOOSE, Note, OptimState, ParamKey
 from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.value_json import encode
 from fsdpckpt.ir.values import Key, Value
 
 __all__ = ["is_flattened", "is_nested", "is_state_only", "optimizer_of"]

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
-from fsdpckpt.containers.safetensors_header import looks_like_safetensors
 from fsdpckpt.errors import SourceIncompleteError
-from fsdpckpt.flavors.table import export_files
+from fsdpckpt.formats.safetensors import looks_like_safetensors
 from fsdpckpt.ir.checkpoint import Section
-from fsdpckpt.readers.flavors import EXTRA_STEM, MANIFEST, UNITS, auxiliary
-from fsdpckpt.readers.rank_sets import MOST_NAMED, RankSet, group_ranks
+from fsdpckpt.producers.table import export_files
+from fsdpckpt.readers.side_files import EXTRA_STEM, MANIFEST, UNITS, auxiliary
+from fsdpckpt.readers.torch_ranks.names import MOST_NAMED, RankSet, group_ranks
 from fsdpckpt.readers.tree import FileTable, Tree
 from fsdpckpt.storage.protocol import UPLOADING
 from fsdpckpt.storage.sources import Entry, Sources
@@ -78,7 +78,7 @@ def list_parts(path: str, sources: Sources, *, locate: bool, only: Section | Non
     Raises SourceIncompleteError naming every rank file that a set of rank files lacks; with ``only``, of other sections
     than that one sets that lack files are left out.
     """
-    from fsdpckpt.readers.dcp_directory import is_dcp
+    from fsdpckpt.readers.dcp.directory import is_dcp
 
     entries = sources.list_directory(path)
     _refuse_uploads(path, entries)
@@ -110,14 +110,14 @@ def _stem(name: str) -> str:
 
 
 def _read_torch_file(path: str, files: FileTable, sources: Sources) -> Tree:
-    from fsdpckpt.readers.torch_file import read_torch_file
+    from fsdpckpt.readers.torch_ranks.read import read_torch_file
 
     return read_torch_file(path, files, sources)
 
 
 def _dcp_part(path: str, *, locate: bool) -> Part:
     def read(files: FileTable, sources: Sources) -> Tree:
-        from fsdpckpt.readers.dcp import read_dcp
+        from fsdpckpt.readers.dcp.read import read_dcp
 
         return read_dcp(path, files, sources, locate=locate)
 
@@ -126,7 +126,7 @@ def _dcp_part(path: str, *, locate: bool) -> Part:
 
 def _index_part(path: str) -> Part:
     def read(files: FileTable, sources: Sources) -> Tree:
-        from fsdpckpt.readers.safetensors import read_safetensors_index
+        from fsdpckpt.readers.safetensors.read import read_safetensors_index
 
         return read_safetensors_index(path, files, sources)
 
@@ -136,7 +136,7 @@ def _index_part(path: str) -> Part:
 
 def _safetensors_part(paths: list[str], label: str) -> Part:
     def read(files: FileTable, sources: Sources) -> Tree:
-        from fsdpckpt.readers.safetensors import read_safetensors
+        from fsdpckpt.readers.safetensors.read import read_safetensors
 
         return read_safetensors(paths, files, sources)
 
@@ -209,7 +209,7 @@ def _ranks_part(found: RankSet, torch: Mapping[str, Entry], directory: str) -> P
     paths = {rank: torch[name].path for rank, name in sorted(found.files.items())}
 
     def read(files: FileTable, sources: Sources) -> Tree:
-        from fsdpckpt.readers.torch_ranks import read_torch_ranks
+        from fsdpckpt.readers.torch_ranks.read import read_torch_ranks
 
         return read_torch_ranks(paths, files, sources, extras=found.stem == EXTRA_STEM)
 

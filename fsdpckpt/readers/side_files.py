@@ -6,15 +6,14 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from fsdpckpt.flavors.forms import Flavor, RankFile
-from fsdpckpt.flavors.table import export_files, flavor_named
 from fsdpckpt.ir.checkpoint import Checkpoint, Note, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Pieces, Tensor
-from fsdpckpt.readers.flavors import MANIFEST, UNITS
+from fsdpckpt.producers.forms import PLAIN, Flavor, RankFile
+from fsdpckpt.producers.table import export_files, flavor_named, recognise
 from fsdpckpt.storage.sources import Entry, Sources
 
-__all__ = ["SideFiles", "side_files"]
+__all__ = ["EXTRA_STEM", "MANIFEST", "SideFiles", "UNITS", "auxiliary", "flavor_of", "side_files"]
 
 # What the libraries of Hugging Face keep beside weights: every program that loads a model by its directory wants them.
 _OF_THE_MODEL = re.compile(
@@ -133,3 +132,29 @@ def _by_rank(
         message = f"{kind.name}: rank r of {world_size} has that of rank r modulo {len(ranks)}"
         taken.notes.append(Note("inferred", message))
     return chosen
+
+
+MANIFEST = "fsdpckpt.json"
+UNITS = "units.json"  # what save_units calls its file in a directory
+EXTRA_STEM = "extra_state"  # of the rank files, verl's and this program's, that hold extras and nothing else
+
+# Files beside a checkpoint that describe it or belong to other tools: they hold no state that a training job saves.
+_NOT_STATE = re.compile(
+    r"^(training_args\.bin|.*\.(json|txt|md|yaml|yml|py|model|jinja|log|csv|tiktoken|sh|html|toml|cfg|lock))$"
+    r"|^(README|LICENSE|\..*)$",
+    re.IGNORECASE,
+)
+
+
+def flavor_of(names: Iterable[str], directory: str, keys: Iterable[object] = ()) -> str:
+    """The producer whose file names these clearly are, or whose ``keys`` beside model and optimizer; else ``plain``."""
+    known = list(names)
+    if MANIFEST in known:  # which says it itself
+        return PLAIN
+    flavor = recognise(known, directory=directory, keys=keys)
+    return flavor.name if flavor is not None else PLAIN
+
+
+def auxiliary(name: str) -> bool:
+    """Whether a file of this name is no part of a checkpoint (configuration, tokenizer, log)."""
+    return _NOT_STATE.match(name) is not None

@@ -11,7 +11,7 @@ from fsdpckpt.report.health import Spread
 from fsdpckpt.report.holdings import COLUMNS, Holdings
 from fsdpckpt.report.modules import Module
 from fsdpckpt.report.text import clipped, escaped, percent
-from fsdpckpt.wording import count_text, plural, size_text
+from fsdpckpt.text import count_text, plural, size_text
 
 __all__ = ["figure", "histogram"]
 

@@ -9,8 +9,8 @@ from fsdpckpt.ir.checkpoint import Checkpoint, group_params
 from fsdpckpt.report.figures import histogram
 from fsdpckpt.report.health import Health, Spread, health, not_finite, spreads
 from fsdpckpt.report.text import MOST_ROWS, clipped, escaped, table
+from fsdpckpt.text import count_text, plural
 from fsdpckpt.verify.values import value_text
-from fsdpckpt.wording import count_text, plural
 
 __all__ = ["groups_part", "norms_part", "optimizer_part", "steps_text"]
 

@@ -15,8 +15,8 @@ from fsdpckpt.report.modules import Module, module_tree
 from fsdpckpt.report.optimizer import groups_part, norms_part, optimizer_part, steps_text
 from fsdpckpt.report.style import STYLE
 from fsdpckpt.report.text import MOST_ROWS, clipped, escaped, percent, table
+from fsdpckpt.text import count_text, plural, size_text
 from fsdpckpt.version import __version__
-from fsdpckpt.wording import count_text, plural, size_text
 
 __all__ = ["MARK", "page"]
 

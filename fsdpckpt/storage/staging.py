@@ -15,29 +15,25 @@ lock in the directory for as long as it writes (``hold``): nobody else begins wh
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import fcntl
 import os
 import shutil
 from collections.abc import Iterable
 
 from fsdpckpt.errors import TargetExistsError, TargetUnwritableError
-from fsdpckpt.storage.exchange import exchange
-from fsdpckpt.storage.staging_names import (
+from fsdpckpt.storage.staging_paths import (
+    check_target,
     has_writers,
     hidden_name,
     journal_of,
     journals_at,
     staging_root,
 )
-from fsdpckpt.storage.target_checks import check_target
 from fsdpckpt.storage.targets import sync_directory, target_errors
 
-__all__ = [
-    "Staging",
-    "check_target",
-    "clear_leftover",
-    "free_bytes",
-]
+__all__ = ["Staging", "check_target", "clear_leftover", "exchange", "free_bytes"]
 
 
 class Staging:
@@ -279,3 +275,26 @@ def _remove(path: str) -> None:
         shutil.rmtree(path)
     else:
         os.unlink(path)
+
+
+_AT_FDCWD = -100
+_EXCHANGE = 2  # RENAME_EXCHANGE of linux/fs.h
+# Old kernels; NFS and some network file systems; sandboxes that refuse a call they do not know. Where it is permission
+# that lacks, the renames that are then tried lack it too.
+_LACKING = frozenset({errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM})
+
+
+def exchange(one: str, other: str) -> bool:
+    """Whether ``one`` and ``other``, which both exist, have changed places: then there was no moment without either.
+
+    False, with nothing done, where that is not possible. Raises OSError for what would stop any rename.
+    """
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), ctypes.c_uint(_EXCHANGE)) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in _LACKING:
+        return False
+    raise OSError(number, os.strerror(number), one)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from fsdpckpt.ir.checkpoint import Manifest
-from fsdpckpt.readers.flavors import MANIFEST
-from fsdpckpt.readers.manifest import read_manifest
-from fsdpckpt.readers.manifest_listing import check_listing, listed
+from fsdpckpt.readers.manifest import check_listing, listed, read_manifest
+from fsdpckpt.readers.side_files import MANIFEST
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.checksums import Record, check_records
 

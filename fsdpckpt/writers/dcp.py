@@ -13,17 +13,17 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
-from fsdpckpt.containers.dcp_metadata_write import DcpEntry, StoredChunk, metadata_pickle
-from fsdpckpt.containers.pickle_opcodes import PickleOpcodes, StorageView
-from fsdpckpt.containers.pickle_write import dumps
-from fsdpckpt.containers.zip_write import ALIGNMENT, TorchZip
-from fsdpckpt.flavors.forms import PLAIN_NESTING, Nesting
+from fsdpckpt.formats.dcp.metadata_write import DcpEntry, StoredChunk, metadata_pickle
+from fsdpckpt.formats.pickle.opcodes import PickleOpcodes, StorageView
+from fsdpckpt.formats.pickle.write import dumps
+from fsdpckpt.formats.zip import ALIGNMENT, TorchZip
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import Slot, Target, TargetFile
 from fsdpckpt.ir.tensors import Tensor, contiguous_stride
 from fsdpckpt.ir.values import Value, leaf_tensors
-from fsdpckpt.writers.chunks import Box, RankBoxes, chunk_boxes, source_boxes, whole_box
+from fsdpckpt.layouts.chunks import Box, RankBoxes, chunk_boxes, source_boxes, whole_box
+from fsdpckpt.producers.forms import PLAIN_NESTING, Nesting
 from fsdpckpt.writers.dcp_flatten import Leaf, flatten
 from fsdpckpt.writers.dtype_rule import DtypeRule
 from fsdpckpt.writers.torch_full import lay_out_file

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from fsdpckpt.errors import SourceUnsupportedError
-from fsdpckpt.flavors.forms import PLAIN_NESTING, Nesting
 from fsdpckpt.ir.checkpoint import LOOSE, Checkpoint, Note, OptimState, group_params
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value
+from fsdpckpt.producers.forms import PLAIN_NESTING, Nesting
 from fsdpckpt.writers.extras import extras_of_one
 from fsdpckpt.writers.torch_full import optim_dict
 

@@ -14,14 +14,14 @@ from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple, Protocol, TypeAlias
 
-from fsdpckpt.containers.pickle_opcodes import StorageView, integer, integers
-from fsdpckpt.containers.pickle_write import PickleWriter
-from fsdpckpt.containers.zip_write import TorchZip
-from fsdpckpt.flavors.forms import PLAIN_MESH, MeshForm
+from fsdpckpt.formats.pickle.opcodes import StorageView, integer, integers
+from fsdpckpt.formats.pickle.write import PickleWriter
+from fsdpckpt.formats.zip import TorchZip
 from fsdpckpt.ir.dtypes import DTYPES, DType
 from fsdpckpt.ir.targets import TargetFile
 from fsdpckpt.ir.tensors import Tensor, contiguous_stride
-from fsdpckpt.writers.chunks import Box, rank_box, whole_box
+from fsdpckpt.layouts.chunks import Box, rank_box, whole_box
+from fsdpckpt.producers.forms import PLAIN_MESH, MeshForm
 
 __all__ = ["DTensorPickle", "Filling", "RankPickle", "ShardList", "ShardedTensorPickle"]
 

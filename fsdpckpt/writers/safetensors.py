@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 
-from fsdpckpt.containers.safetensors_scheme import METADATA_KEY, VERSION, model_key, state_key
-from fsdpckpt.containers.values_json import Json, encode
 from fsdpckpt.errors import SourceUnsupportedError
+from fsdpckpt.formats.safetensors import METADATA_KEY, VERSION, model_key, state_key
 from fsdpckpt.ir.checkpoint import Checkpoint, Note, Section
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.value_json import Json, encode
 from fsdpckpt.ir.values import Key, Value, leaf_tensors
 from fsdpckpt.writers.dtype_rule import DtypeRule
 from fsdpckpt.writers.extras import extras_of_one

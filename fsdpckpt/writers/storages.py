@@ -13,8 +13,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from fsdpckpt.containers.pickle_opcodes import StorageView
-from fsdpckpt.containers.zip_write import TorchZip
+from fsdpckpt.formats.pickle.opcodes import StorageView
+from fsdpckpt.formats.zip import TorchZip
 from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import TargetFile

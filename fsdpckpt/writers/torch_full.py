@@ -6,14 +6,14 @@ import posixpath
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
-from fsdpckpt.containers.pickle_write import dumps
-from fsdpckpt.containers.zip_write import TorchZip
-from fsdpckpt.flavors.forms import PLAIN_NESTING, Nesting, Step
+from fsdpckpt.formats.pickle.write import dumps
+from fsdpckpt.formats.zip import TorchZip
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, OptimState, stored_entry
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value, leaf_tensors
+from fsdpckpt.producers.forms import PLAIN_NESTING, Nesting, Step
 from fsdpckpt.writers.dtype_rule import DtypeRule
 from fsdpckpt.writers.extras import extras_of_one
 from fsdpckpt.writers.storages import Storages, sharing

@@ -11,13 +11,13 @@ import posixpath
 from collections.abc import Mapping
 
 from fsdpckpt.errors import UsageError
-from fsdpckpt.flavors.forms import PLAIN_MESH, PLAIN_NAMES, MeshForm, RankNames
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Value
-from fsdpckpt.wording import size_text
+from fsdpckpt.producers.forms import PLAIN_MESH, PLAIN_NAMES, MeshForm, RankNames
+from fsdpckpt.text import size_text
 from fsdpckpt.writers.dtype_rule import DtypeRule
 from fsdpckpt.writers.extras import extras_of_rank
 from fsdpckpt.writers.rank_pickle import DTensorPickle, RankPickle, ShardedTensorPickle

@@ -12,7 +12,7 @@ import pytest
 
 from fsdpckpt.cli.convert import FLAVORS, convert_command
 from fsdpckpt.cli.convert_help import ConvertCommand
-from fsdpckpt.flavors.table import WRITABLE
+from fsdpckpt.producers.table import WRITABLE
 from tests.cli.conftest import Run
 
 

@@ -17,7 +17,7 @@ import torch
 from fsdpckpt.cli import progress
 from fsdpckpt.cli.output import Output
 from fsdpckpt.cli.progress import Lines
-from fsdpckpt.wording import plural, size_text
+from fsdpckpt.text import plural, size_text
 
 
 def at_a_terminal(*arguments: str | Path, columns: int = 120) -> str:

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from fsdpckpt.flat.live.units import units_of
 from fsdpckpt.ir.units_json import loads
-from fsdpckpt.live.units import units_of
 from tests.cli.conftest import Run
 from tests.oracle.flat_models import Nested, Outer, Perceptron
 

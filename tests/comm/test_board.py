@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
-from fsdpckpt.comm.board import STATUS_DIRECTORY, Board
 from fsdpckpt.comm.records import Failure
+from fsdpckpt.comm.store_monitor import STATUS_DIRECTORY, Board
 from fsdpckpt.errors import TargetUnwritableError, WorkerError
 
 

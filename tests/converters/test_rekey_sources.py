@@ -9,12 +9,12 @@ import pytest
 
 from fsdpckpt.converters.rekey import apply_key_type, parameter_orders
 from fsdpckpt.errors import NeedsInformationError
+from fsdpckpt.flat.units.build import Settings, build_units
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, OptimState, ParamKey
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.values import Key, Value
-from fsdpckpt.planner.unit_build import Settings, build_units
-from tests.planner.flat_synthetic import checkpoint, named, sharded_model, whole
+from tests.flat.flat_synthetic import checkpoint, named, sharded_model, whole
 
 PARAMS = (named("w", 5, 3), named("b", 5), named("v", 2, 5))
 NAMES = tuple(param.name for param in PARAMS)

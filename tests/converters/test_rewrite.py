@@ -19,6 +19,7 @@ from fsdpckpt.errors import (
     SourceUnsupportedError,
     UsageError,
 )
+from fsdpckpt.flat.units.build import Settings, build_units
 from fsdpckpt.ir.checkpoint import (
     UNORDERED,
     Checkpoint,
@@ -35,9 +36,8 @@ from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Strategy
 from fsdpckpt.ir.units_json import encode, render
 from fsdpckpt.ir.values import Value
-from fsdpckpt.planner.unit_build import Settings, build_units
 from fsdpckpt.storage.sources import Sources
-from tests.planner.flat_synthetic import checkpoint, named, replicas, sharded_model, whole
+from tests.flat.flat_synthetic import checkpoint, named, replicas, sharded_model, whole
 
 PARAMS = (named("a.w", 5, 3), named("a.b", 5), named("b.w", 2, 5), named("b.b", 2))
 NAMES = tuple(param.name for param in PARAMS)

@@ -16,7 +16,7 @@ Hook = tuple[int, str]
 
 CODE = """
 import os, sys
-from fsdpckpt.executor import recorder
+from fsdpckpt.execute import recorder
 from fsdpckpt.storage.targets import WritableFile
 recorder.SYNC_SECONDS = 0.002
 written, write = [], WritableFile.write

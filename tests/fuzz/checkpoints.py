@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from fsdpckpt.errors import SourceMissingError
-from fsdpckpt.executor.resume import joined, run_of
+from fsdpckpt.execute.resume import joined, run_of
 from fsdpckpt.ir.checkpoint import Checkpoint, OptimState
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.manifest import with_manifest
-from fsdpckpt.readers.safetensors import read_safetensors, read_safetensors_index
+from fsdpckpt.readers.safetensors.read import read_safetensors, read_safetensors_index
 from fsdpckpt.readers.tree import FileTable
-from fsdpckpt.storage.http_page import links_of
 from fsdpckpt.storage.journal import Record
+from fsdpckpt.storage.remote.http import links_of
 from fsdpckpt.storage.sources import Entry, MemoryFile, Sources
 from tests.fuzz.corpus import TINY
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-from fsdpckpt.containers.dcp_metadata import parse_metadata
-from fsdpckpt.containers.pickle_read import load
-from fsdpckpt.containers.safetensors_header import read_header
-from fsdpckpt.containers.torch_items import ItemReader
-from fsdpckpt.containers.torch_storages import TensorBuilder
-from fsdpckpt.containers.torch_values import read_archive
-from fsdpckpt.containers.values_json import decode
-from fsdpckpt.containers.zip_read import ZipRecord, read_directory, top_folder
 from fsdpckpt.errors import FsdpckptError, InternalError
+from fsdpckpt.formats.dcp.items import ItemReader
+from fsdpckpt.formats.dcp.metadata import parse_metadata
+from fsdpckpt.formats.pickle.read import load
+from fsdpckpt.formats.safetensors import read_header
+from fsdpckpt.formats.torch.archive import read_archive
+from fsdpckpt.formats.torch.tensors import TensorBuilder
+from fsdpckpt.formats.zip import ZipRecord, read_directory, top_folder
 from fsdpckpt.ir.units_json import loads
-from fsdpckpt.readers.safetensors import read_safetensors
+from fsdpckpt.ir.value_json import decode
+from fsdpckpt.readers.safetensors.read import read_safetensors
 from fsdpckpt.readers.tree import FileTable
 from fsdpckpt.storage.sources import MemoryFile, Sources
 from tests.fuzz import checkpoints

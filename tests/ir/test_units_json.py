@@ -12,8 +12,7 @@ from hypothesis import given, settings
 
 from fsdpckpt.errors import SourceCorruptError, SourceError, SourceUnrecognisedError, SourceUnsupportedError
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.units import Strategy, Unit, UnitParam, Units
-from fsdpckpt.ir.units_flaws import flaws
+from fsdpckpt.ir.units import Strategy, Unit, UnitParam, Units, flaws
 from fsdpckpt.ir.units_json import MOST_BYTES, decode, encode, loads, render
 from tests.ir.units_strategy import any_units
 

@@ -17,8 +17,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Sha
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from fsdpckpt.flat.live.strides import flattens_in_memory_order
 from fsdpckpt.layouts.flattened import FILLER, FlatLayout, alignment, flat_boxes
-from fsdpckpt.live.strides import flattens_in_memory_order
 
 WORLDS = (1, 2, 3, 5, 8, 16, 64, 512)
 SHAPES = ((17, 9), (1,), (5, 3, 2), (28,), (3, 1), (7, 11), (2,))  # of one unit, in order

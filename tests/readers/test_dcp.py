@@ -32,7 +32,7 @@ from fsdpckpt.errors import (
 from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.ir.tensors import ONE_SLICE, Tensor
 from fsdpckpt.ir.values import Global, Object
-from fsdpckpt.readers.dcp import UNREAD
+from fsdpckpt.readers.dcp.read import UNREAD
 from tests.readers.contents import held, opened, raw, same_values
 from tests.readers.played_ranks import as_rank, save_as_ranks, shard, shard_rows_twice
 
@@ -333,7 +333,7 @@ def test_very_many_pickled_values_are_unread_without_locating(tmp_path: Path, mo
     found = opened(tmp_path, locate=False)
     assert found.optim is not None and found.optim.param_groups is not None
     assert found.optim.param_groups[0]["betas"] == (0.9, 0.95)
-    monkeypatch.setattr("fsdpckpt.readers.dcp.FEW_VALUES", 3)
+    monkeypatch.setattr("fsdpckpt.readers.dcp.read.FEW_VALUES", 3)
     found = opened(tmp_path, locate=False)
     assert found.optim is not None and found.optim.param_groups is not None
     assert found.optim.param_groups[0]["betas"] is UNREAD and found.extra["nan"] is UNREAD

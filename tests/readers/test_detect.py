@@ -24,8 +24,8 @@ from fsdpckpt.errors import (
 )
 from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.readers.flavors import flavor_of
-from fsdpckpt.readers.rank_sets import group_ranks
+from fsdpckpt.readers.side_files import flavor_of
+from fsdpckpt.readers.torch_ranks.names import group_ranks
 from tests.readers.contents import held, opened, raw, same_values
 
 GOLDEN = Path(__file__).parent.parent / "golden"

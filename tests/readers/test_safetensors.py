@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
-from fsdpckpt.containers.safetensors_scheme import METADATA_KEY
-from fsdpckpt.containers.values_json import encode
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsupportedError
+from fsdpckpt.formats.safetensors import METADATA_KEY
 from fsdpckpt.ir.checkpoint import Container, Layout
+from fsdpckpt.ir.value_json import encode
 from tests.readers.contents import held, opened, same_values
 from tests.readers.played_ranks import save_as_ranks, shard
 

@@ -11,8 +11,8 @@ import torch
 from fsdpckpt.converters.convert import convert
 from fsdpckpt.converters.options import ConvertOptions
 from fsdpckpt.converters.report import Report
-from fsdpckpt.flavors.table import flavor_named
 from fsdpckpt.ir.checkpoint import Layout
+from fsdpckpt.producers.table import flavor_named
 from fsdpckpt.progress import NoProgress
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.side_files import side_files

@@ -27,7 +27,7 @@ from fsdpckpt.errors import (
 )
 from fsdpckpt.ir.checkpoint import Layout
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.readers.torch_ranks import read_torch_ranks
+from fsdpckpt.readers.torch_ranks.read import read_torch_ranks
 from fsdpckpt.readers.tree import FileTable, Tree
 from fsdpckpt.storage.sources import Sources
 from tests.readers.contents import held
@@ -463,9 +463,9 @@ def test_random_damage_to_the_metadata_is_never_another_kind_of_error(name: str,
     import io
     import zipfile
 
-    from fsdpckpt.containers.torch_values import load_torch
+    from fsdpckpt.formats.torch.archive import load_torch
     from fsdpckpt.storage.sources import MemoryFile
-    from tests.containers.torch_saves import rewritten
+    from tests.formats.torch_saves import rewritten
 
     data = (GOLDEN / name).read_bytes()
     with zipfile.ZipFile(io.BytesIO(data)) as archive:

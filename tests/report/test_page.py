@@ -19,11 +19,11 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, Op
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.invariants import problems
 from fsdpckpt.ir.tensors import Pieces, Tensor
+from fsdpckpt.layouts.chunks import chunk_boxes
 from fsdpckpt.report.file import write_report
 from fsdpckpt.report.holdings import COLUMNS, holdings
 from fsdpckpt.report.modules import module_tree
 from fsdpckpt.report.page import MARK, page
-from fsdpckpt.writers.chunks import chunk_boxes
 
 torch = pytest.importorskip("torch")
 

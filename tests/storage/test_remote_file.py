@@ -8,11 +8,10 @@ import random
 import pytest
 
 from fsdpckpt.errors import SourceCorruptError, SourceError, SourceMissingError, TargetUnwritableError
-from fsdpckpt.storage import remote_errors
-from fsdpckpt.storage.extents import Extents
 from fsdpckpt.storage.identity import FileIdentity
-from fsdpckpt.storage.remote_errors import ShortAnswerError, Unavailable, target_error, tried
-from fsdpckpt.storage.remote_file import AHEAD, RemoteFile
+from fsdpckpt.storage.remote import errors as remote_errors
+from fsdpckpt.storage.remote.errors import ShortAnswerError, Unavailable, target_error, tried
+from fsdpckpt.storage.remote.file import AHEAD, Extents, RemoteFile
 
 CONTENT = random.Random(7).randbytes(3 * AHEAD + 1234)
 

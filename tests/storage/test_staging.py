@@ -13,9 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 from fsdpckpt.errors import TargetExistsError, TargetUnwritableError, UsageError
-from fsdpckpt.storage.exchange import exchange
-from fsdpckpt.storage.staging import Staging, check_target, clear_leftover
-from fsdpckpt.storage.staging_names import hold, journal_of, journals_at, staging_root
+from fsdpckpt.storage.staging import Staging, check_target, clear_leftover, exchange
+from fsdpckpt.storage.staging_paths import hold, journal_of, journals_at, staging_root
 from fsdpckpt.storage.targets import WritableFile, aligned_buffer
 
 

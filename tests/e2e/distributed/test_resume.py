@@ -16,13 +16,13 @@ from fsdpckpt.converters.options import ConvertOptions
 from fsdpckpt.converters.options_json import to_json
 from fsdpckpt.errors import SourceError, TargetError
 from fsdpckpt.progress import NoProgress
-from fsdpckpt.storage.staging_names import journals_at, staging_root
+from fsdpckpt.storage.staging_paths import journals_at, staging_root
 from tests.e2e.distributed.cases import CASES, disks, options, unequal, write_plan
 from tests.e2e.distributed.disks import can_bind
 from tests.oracle.launch import ROOT, ProcessFailed, run, torchrun
 
 TROUBLE = os.path.join(ROOT, "tests", "e2e", "distributed", "trouble")
-COPY, COMMIT = "fsdpckpt.executor.distributed:copy_window", "fsdpckpt.storage.staging:Staging.commit"
+COPY, COMMIT = "fsdpckpt.execute.distributed:copy_window", "fsdpckpt.storage.staging:Staging.commit"
 LIMIT = 200.0  # seconds; 10 on two idle cores
 RANKS, FULL = "all to all", "gather"
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdpckpt.converters.units import UnitsRequest, source_units
 from fsdpckpt.errors import NeedsInformationError
+from fsdpckpt.flat.match import FlatMatch, match
+from fsdpckpt.flat.units.find import UnitsRequest, source_units
+from fsdpckpt.flat.units.readings import reads
 from fsdpckpt.ir.units_json import loads
-from fsdpckpt.planner.flat_match import FlatMatch, match
-from fsdpckpt.planner.unit_reading import reads
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
 from tests.e2e.flattened.cases import Variant

@@ -1,0 +1,110 @@
+"""The threads of one worker, which take windows as their bytes arrive; the main thread communicates meanwhile."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from fsdpckpt.plan.transfer import OwnWindow
+
+__all__ = ["Crew"]
+
+SLOWEST_DISK = 20e6  # bytes a second: slower than that, a disk that makes files durable counts as one that hangs
+LOOK = 0.05  # seconds
+PATIENCE = 2.0  # seconds for threads to stop once the run failed
+
+
+class Crew:
+    """``copy(thread, window)`` copies one window, on any of ``threads`` threads.
+
+    Threads are daemons: one that hangs in a system call holds nobody up when the run ends.
+    """
+
+    def __init__(self, windows: Sequence[OwnWindow], threads: int, copy: Callable[[int, OwnWindow], None]) -> None:
+        self._copy = copy
+        self._changed = threading.Condition()
+        self._ready = deque(window for window in windows if window.round < 0)
+        self._arrived: deque[OwnWindow] = deque()
+        self._waiting: dict[int, list[OwnWindow]] = {}
+        for window in windows:
+            if window.round >= 0:
+                self._waiting.setdefault(window.round, []).append(window)
+        self._left = len(windows)
+        self._error: BaseException | None = None
+        self._stopped = False
+        self._moves = self._seen = 0
+        self._quiet_until = 0.0
+        self._threads = [
+            threading.Thread(target=self._work, args=(number,), name=f"fsdpckpt-copy-{number}", daemon=True)
+            for number in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def arrived(self, number: int) -> None:
+        """All bytes for the windows of round ``number`` are there."""
+        with self._changed:
+            self._arrived.extend(self._waiting.pop(number, ()))
+            self._changed.notify_all()
+
+    def expect_silence(self, nbytes: int) -> None:
+        """A thread is about to make ``nbytes`` durable, which may take a while."""
+        self._quiet_until = max(self._quiet_until, time.monotonic() + nbytes / SLOWEST_DISK)
+
+    def moved(self) -> bool:
+        """Whether the threads got anywhere since the last call, or have a reason not to."""
+        before, self._seen = self._seen, self._moves
+        return before != self._seen or time.monotonic() < self._quiet_until
+
+    def wait(self, watch: Callable[[], None], until: Callable[[], bool] | None = None) -> None:
+        """Until all windows are written, or ``until()``, which windows change; calls ``watch`` meanwhile.
+
+        Raises what a thread raised.
+        """
+        with self._changed:
+            while self._error is None and (self._left if until is None else not until()):
+                self._changed.wait(LOOK)
+                self._changed.release()
+                try:
+                    watch()
+                finally:
+                    self._changed.acquire()
+            if self._error is not None:
+                raise self._error
+
+    def stop(self) -> None:
+        """No thread takes another window; waits a little for those that are at work."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        deadline = time.monotonic() + PATIENCE
+        for thread in self._threads:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+
+    def _next(self) -> OwnWindow | None:
+        with self._changed:
+            while not self._stopped:
+                if self._arrived:  # first what holds memory
+                    return self._arrived.popleft()
+                if self._ready:
+                    return self._ready.popleft()
+                if not self._waiting:
+                    return None
+                self._changed.wait()
+            return None
+
+    def _work(self, number: int) -> None:
+        try:
+            while (window := self._next()) is not None:
+                self._copy(number, window)
+                with self._changed:
+                    self._moves += 1
+                    self._left -= 1
+                    self._changed.notify_all()
+        except BaseException as error:  # noqa: BLE001  # raised by the main thread, in ``wait``
+            with self._changed:
+                self._stopped = True
+                self._error = self._error or error
+                self._changed.notify_all()

@@ -1,0 +1,182 @@
+"""What all workers see, as one: rank 0 lists and reads the files of every worker's disks while it plans.
+
+While rank 0 is in ``everyones_files``, the other ranks are in ``serve``. Rank 0 asks one worker, or all one after the
+other; each answers until rank 0 says that it is done. A file that rank 0 sees itself is never asked for; any other is
+read from the lowest rank that has it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import cast
+
+import torch
+
+from fsdpckpt.comm.group import Group
+from fsdpckpt.comm.objects import decode, encode
+from fsdpckpt.errors import FsdpckptError, InternalError, SourceMissingError
+from fsdpckpt.execute.wire_errors import carried_text, raise_carried
+from fsdpckpt.storage.sources import ByteSource, Entry, Sources, is_url
+
+__all__ = ["EveryonesFiles", "everyones_files", "serve"]
+
+PAGE = 256 * 1024  # bytes: metadata is read in small pieces that lie near each other, and a question costs more
+PAGES = 16  # of each file kept: its head, its tail, and where its metadata is
+
+Question = tuple[str, str, int, int]
+"""(what, path, offset, nbytes): ``list``, ``stat``, ``read`` or ``done``."""
+
+
+def _send(group: Group, to: int, value: object) -> None:
+    data = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8).to(group.device)
+    count = torch.tensor([len(data)], dtype=torch.int64, device=group.device)
+    for part in (count, data):
+        group.wire.swap(send=part, to=to, receive=None, source=None).land()
+
+
+def _receive(group: Group, source: int) -> object:
+    count = torch.zeros(1, dtype=torch.int64, device=group.device)
+    group.wire.swap(send=None, to=None, receive=count, source=source).land()
+    data = torch.empty(int(count), dtype=torch.uint8, device=group.device)
+    group.wire.swap(send=None, to=None, receive=data, source=source).land()
+    return decode(data.cpu().numpy().tobytes())
+
+
+def serve(group: Group, *, roots: Mapping[str, str] | None = None) -> None:
+    """Answer rank 0 until it is done. All ranks but 0. ``roots``: rank 0's name of a directory -> this worker's own."""
+    with Sources() as sources:
+        while True:
+            what, path, offset, nbytes = cast("Question", _receive(group, 0))
+            if what == "done":
+                return
+            for root, own in (roots or {}).items():
+                if path == root or path.startswith(f"{root}/"):
+                    path = own + path[len(root) :]
+            try:
+                answer: object = _answer(sources, what, path, offset, nbytes)
+            except (FsdpckptError, OSError) as error:  # rank 0's to tell, as if its own disk had said so
+                answer = carried_text(error)
+            _send(group, 0, answer)
+
+
+def _answer(sources: Sources, what: str, path: str, offset: int, nbytes: int) -> object:
+    if what == "read":
+        return sources.open(path).read(offset, nbytes)
+    if what == "list":
+        entries = sources.list_directory(path) if os.path.isdir(path) or is_url(path) else []
+        return [[entry.name, entry.nbytes, entry.directory] for entry in entries]
+    entry = sources.stat(path)
+    return [] if entry is None else [[entry.name, entry.nbytes, entry.directory]]
+
+
+@contextmanager
+def everyones_files(group: Group) -> Iterator[EveryonesFiles]:
+    """The union of what the workers see, for rank 0, while the others ``serve``."""
+    files = EveryonesFiles(group)
+    with files:
+        yield files
+        for rank in range(1, group.world_size):
+            _send(group, rank, ("done", "", 0, 0))
+
+
+class EveryonesFiles(Sources):
+    """``Sources`` that also hold what only other workers see. ``opened``: every path that was read, in order."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self.opened: dict[str, None] = {}
+        self._group = group
+        self._asking = threading.Lock()
+        self._holders: dict[str, int] = {}
+
+    def ask(self, rank: int, what: str, path: str, offset: int = 0, nbytes: int = 0) -> object:
+        """The answer of worker ``rank``. Raises the error that it met instead."""
+        with self._asking:
+            _send(self._group, rank, (what, path, offset, nbytes))
+            answer = _receive(self._group, rank)
+        if isinstance(answer, str):
+            raise_carried(answer)
+        return answer
+
+    def _union(self, what: str, path: str, own: list[Entry], join: str) -> list[Entry]:
+        found = {entry.name: entry for entry in own}
+        for rank in range(1, self._group.world_size):
+            for name, nbytes, directory in cast("list[tuple[str, int, bool]]", self.ask(rank, what, path)):
+                if name not in found:
+                    found[name] = Entry(name, f"{join}{name}" if join else path, nbytes, directory)
+                    self._holders[found[name].path] = rank
+        return [found[name] for name in sorted(found)]
+
+    def stat(self, path: str) -> Entry | None:
+        own = super().stat(path)
+        if own is not None or self._group.world_size == 1:
+            return own
+        return next(iter(self._union("stat", path, [], "")), None)
+
+    def list_directory(self, path: str) -> list[Entry]:
+        own = super().list_directory(path) if os.path.isdir(path) or is_url(path) else []
+        if self._group.world_size == 1 or is_url(path):
+            return own
+        return self._union("list", path, own, os.path.join(path, ""))
+
+    def open(self, path: str) -> ByteSource:
+        self.opened.setdefault(path)
+        return super().open(path)
+
+    def open_new(self, path: str) -> ByteSource:
+        try:
+            return super().open_new(path)
+        except SourceMissingError:
+            entry = None if self._group.world_size == 1 else self.stat(path)
+            if entry is None or entry.directory or path not in self._holders:
+                raise
+        return _Elsewhere(self, self._holders[path], path, entry.nbytes)
+
+
+class _Elsewhere:
+    """A file on another worker's disk, read in pages that are kept."""
+
+    def __init__(self, files: EveryonesFiles, rank: int, path: str, nbytes: int) -> None:
+        self.path = path
+        self.nbytes = nbytes
+        self._files = files
+        self._rank = rank
+        self._pages: OrderedDict[int, bytes] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        if nbytes > PAGE or offset + nbytes > self.nbytes:  # past its end the worker says what is wrong with that
+            return self._fetch(offset, nbytes)
+        pages = range(offset // PAGE, -(-(offset + nbytes) // PAGE))
+        data = b"".join(self._page(page) for page in pages)
+        begin = offset % PAGE
+        return data[begin : begin + nbytes]
+
+    def _page(self, page: int) -> bytes:
+        with self._lock:
+            data = self._pages.pop(page, None)
+            if data is None:
+                data = self._fetch(page * PAGE, min(PAGE, self.nbytes - page * PAGE))
+            self._pages[page] = data
+            if len(self._pages) > PAGES:
+                self._pages.popitem(last=False)
+            return data
+
+    def _fetch(self, offset: int, nbytes: int) -> bytes:
+        data = self._files.ask(self._rank, "read", self.path, offset, nbytes)
+        if not isinstance(data, bytes) or len(data) != nbytes:
+            raise InternalError(f"worker {self._rank} answered a read of {self.path} with something else")
+        return data
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        step = 4 << 20  # bytes: a bound on what either side holds
+        for begin in range(0, len(buffer), step):
+            count = min(step, len(buffer) - begin)
+            buffer[begin : begin + count] = self.read(offset + begin, count)
+
+    def close(self) -> None:
+        return None

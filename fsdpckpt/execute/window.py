@@ -1,0 +1,266 @@
+"""Assembles one window of a target file in memory: literals, and tensor bytes read, gathered or cast."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from fsdpckpt.execute.checks import SourceCheck
+from fsdpckpt.ir.checkpoint import SourceFile
+from fsdpckpt.ir.dtypes import DType, cast, numpy_dtype
+from fsdpckpt.plan.plan import FilePlan, Plan
+from fsdpckpt.plan.strided_batches import Sheet, sheets
+from fsdpckpt.storage.sources import Sources, is_url, request_cost
+from fsdpckpt.storage.targets import BLOCK, aligned_buffer
+
+__all__ = ["Assembler"]
+
+DIRECT = 128 * 1024  # bytes: from here on a range is read straight into place, below it neighbours share a request
+GAP = 32 * 1024  # bytes: unwanted bytes between two small ranges that are cheaper to read than to skip
+WIDE_ROW = 16 * 1024  # bytes: rows at least this wide get a request each, narrower ones are cut out of one span
+
+CAST_AT_ONCE = 1 << 16  # elements: their copies stay in a processor's cache
+
+Segment = tuple[int, int, int, int]
+"""(source file, source offset, window offset, nbytes)"""
+
+
+class Assembler:
+    """One thread's buffers. ``window`` bytes for the result and as many for scratch, allocated once."""
+
+    def __init__(
+        self, plan: Plan, files: Sequence[SourceFile], sources: Sources, check: SourceCheck, window: int
+    ) -> None:
+        self._plan = plan
+        self._files = files
+        self._sources = sources
+        self._check = check
+        self._remote = any(is_url(file.path) for file in files)
+        self._window = aligned_buffer(window + BLOCK)
+        self._scratch = aligned_buffer(window)
+
+    def assemble(
+        self, file: FilePlan, begin: int, end: int, *, into: memoryview | None = None
+    ) -> tuple[memoryview, dict[tuple[int, int], int]]:
+        """The bytes [begin, end) of ``file``, and the CRC-32 of ranges summed on the way, by (file offset, nbytes).
+
+        The view is valid until the next call. ``into``: a buffer of the caller's to put them into instead.
+        """
+        view = self.buffer(begin, end) if into is None else into
+        self._literals(file, begin, view)
+        low = int(np.searchsorted(file.slots[:, 0], begin, side="right")) - 1
+        high = int(np.searchsorted(file.slots[:, 0], end, side="left"))
+        rows = slice(int(file.first_copy[max(low, 0)]), int(file.first_copy[high]))
+        plain = (file.copies.rows[rows] == 1) & (file.copies.cast[rows] < 0)
+        known: dict[tuple[int, int], int] = {}
+        self._plain(file, rows, plain, begin, view, known)
+        if not plain.all():
+            numbers = np.flatnonzero(~plain) + rows.start
+            widths = self._plan.source_bytes(file.copies.width[numbers], file.copies.cast[numbers])
+            for sheet in sheets(file.copies, numbers, widths, begin, end, len(self._scratch)):
+                self._pitched(file, sheet, begin, view)
+        return view, known
+
+    def buffer(self, begin: int, end: int) -> memoryview:
+        """Where the bytes [begin, end) of a file are put together; valid until the next call."""
+        shift = begin % BLOCK  # the same alignment in memory as in the file, so that it can be written directly
+        return self._window[shift : shift + end - begin]
+
+    def _literals(self, file: FilePlan, begin: int, view: memoryview) -> None:
+        literals = file.literals
+        end = begin + len(view)
+        low = max(int(np.searchsorted(literals[:, 0], begin, side="right")) - 1, 0)
+        high = int(np.searchsorted(literals[:, 0], end, side="left"))
+        blob = memoryview(file.blob)
+        for at, start, nbytes in literals[low:high].tolist():
+            first, last = max(at, begin), min(at + nbytes, end)
+            if first < last:
+                view[first - begin : last - begin] = blob[start + first - at : start + last - at]
+
+    def _read(self, file: int, offset: int, view: memoryview) -> None:
+        self._sources.open(self._files[file].path).read_into(offset, view)
+
+    def _plain(
+        self,
+        file: FilePlan,
+        rows: slice,
+        plain: npt.NDArray[np.bool_],
+        begin: int,
+        view: memoryview,
+        known: dict[tuple[int, int], int],
+    ) -> None:
+        """Contiguous copies: large ones read in place, small neighbours read together and dealt out."""
+        copies = file.copies
+        target = copies.target[rows][plain]
+        first = np.maximum(target, begin)
+        nbytes = np.minimum(target + copies.width[rows][plain], begin + len(view)) - first
+        inside = nbytes > 0
+        source = copies.source[rows][plain] + first - target
+        table = np.stack([copies.file[rows][plain], source, first - begin, nbytes])[:, inside]
+        order = np.lexsort((table[1], table[0]))
+        group: list[Segment] = []
+        costs = {number: self._cost(number) for number in set(table[0].tolist())}
+        for number, at, place, length in table[:, order].T.tolist():
+            segment: Segment = (number, at, place, length)
+            cost = costs[number]
+            if length >= DIRECT and length >= cost:
+                part = view[place : place + length]
+                self._read(number, at, part)
+                known[begin + place, length] = self._check.saw(number, at, part)
+                continue
+            if group and not self._joins(group, segment, cost):
+                self._deal(group, begin, view, known)
+                group = []
+            group.append(segment)
+        if group:
+            self._deal(group, begin, view, known)
+
+    def _cost(self, file: int) -> int:
+        return request_cost(self._sources.open(self._files[file].path)) if self._remote else 0
+
+    def _joins(self, group: list[Segment], segment: Segment, cost: int) -> bool:
+        number, at, _, length = segment
+        last = group[-1]
+        apart = at - (last[1] + last[3])
+        near = apart >= 0 and (apart <= GAP or apart <= cost)
+        return number == last[0] and near and at + length - group[0][1] <= len(self._scratch)
+
+    def _deal(self, group: list[Segment], begin: int, view: memoryview, known: dict[tuple[int, int], int]) -> None:
+        number, origin, place, length = group[0]
+        if len(group) == 1:
+            span = view[place : place + length]
+            self._read(number, origin, span)
+            known[begin + place, length] = self._check.saw(number, origin, span)
+            return
+        span = self._scratch[: group[-1][1] + group[-1][3] - origin]
+        self._read(number, origin, span)
+        for _, at, place, length in group:
+            part = span[at - origin : at - origin + length]
+            view[place : place + length] = part
+            known[begin + place, length] = self._check.saw(number, at, part)
+
+    def _pitched(self, file: FilePlan, sheet: Sheet, begin: int, view: memoryview) -> None:
+        """Copies by rows, or with a cast. One alone is clipped to the window: part of a row, whole rows, a part."""
+        copies, index = file.copies, sheet.first
+        number, source, source_pitch = (
+            int(copies.file[index]),
+            int(copies.source[index]),
+            int(copies.source_pitch[index]),
+        )
+        target, pitch, width = int(copies.target[index]), int(copies.target_pitch[index]), int(copies.width[index])
+        cast = int(copies.cast[index])
+        casting = self._plan.casts[cast] if cast >= 0 else None
+        end = begin + len(view)
+        first = max(0, (begin - target - width) // pitch + 1)
+        last = min(int(copies.rows[index]), -((target - end) // pitch))
+        while first < last:
+            at = target + first * pitch
+            low, high = max(at, begin), min(at + width, end)
+            whole = 1
+            if (low, high) == (at, at + width):
+                whole = min(last - first, (end - at - width) // pitch + 1)
+            skipped = low - at
+            if casting is not None:
+                skipped = skipped // casting[1].itemsize * casting[0].itemsize
+            self._rows(
+                number,
+                source + first * source_pitch + skipped,
+                source_pitch,
+                view[low - begin :],
+                pitch,
+                high - low,
+                whole,
+                casting,
+                sheet,
+            )
+            first += whole
+
+    def _rows(
+        self,
+        number: int,
+        source: int,
+        source_pitch: int,
+        view: memoryview,
+        pitch: int,
+        width: int,
+        rows: int,
+        casting: tuple[DType, DType] | None,
+        sheet: Sheet,
+    ) -> None:
+        """``rows`` whole rows of ``width`` target bytes, through scratch, as many a request as fit there.
+
+        Of every row the copies of ``sheet`` are read together, ``stretch`` bytes.
+        """
+        have, want = _item_types(casting, width)
+        source_width = width // want.itemsize * have.itemsize
+        stretch = (sheet.count - 1) * sheet.source_step + source_width
+        limit = len(self._scratch)
+        done = 0
+        while done < rows:
+            if source_width > limit:
+                self._wide_row(number, source + done * source_pitch, view[done * pitch :], width, (have, want))
+                done += 1
+                continue
+            gap = source_pitch - stretch
+            apart = gap > self._cost(number) and (stretch >= WIDE_ROW or gap > GAP)
+            # rows may overlap in the source, and then the last of a span ends behind its pitch
+            count = 1 if apart else (limit - stretch) // max(source_pitch, 1) + 1
+            count = min(rows - done, count)
+            span = self._scratch[: (count - 1) * source_pitch + stretch]
+            at = source + done * source_pitch
+            self._read(number, at, span)
+            if count == 1 or source_pitch == stretch:
+                self._check.saw(number, at, span)
+            shape = (sheet.count, count, source_width // have.itemsize)
+            taken: npt.NDArray[np.generic] = np.ndarray(
+                shape, have, span, 0, (sheet.source_step, source_pitch, have.itemsize)
+            )
+            placed: npt.NDArray[np.generic] = np.ndarray(
+                shape, want, view, done * pitch, (sheet.target_step, pitch, want.itemsize)
+            )
+            _store(taken, placed)
+            done += count
+
+    def _wide_row(
+        self,
+        number: int,
+        source: int,
+        view: memoryview,
+        width: int,
+        types: tuple[np.dtype[np.generic], np.dtype[np.generic]],
+    ) -> None:
+        """One row longer than scratch, in parts."""
+        have, want = types
+        step = len(self._scratch) // have.itemsize
+        for element in range(0, width // want.itemsize, step):
+            count = min(step, width // want.itemsize - element)
+            span = self._scratch[: count * have.itemsize]
+            self._read(number, source + element * have.itemsize, span)
+            self._check.saw(number, source + element * have.itemsize, span)
+            taken: npt.NDArray[np.generic] = np.frombuffer(span, have)
+            placed: npt.NDArray[np.generic] = np.ndarray((count,), want, view, element * want.itemsize)
+            _store(taken[None, None], placed[None, None])
+
+
+def _item_types(casting: tuple[DType, DType] | None, width: int) -> tuple[np.dtype[np.generic], np.dtype[np.generic]]:
+    if casting is None:
+        whole = np.dtype(f"u{width if width in (1, 2, 4, 8) else 1}")  # rows of one element move as one
+        return whole, whole
+    return numpy_dtype(casting[0]), numpy_dtype(casting[1])
+
+
+def _store(taken: npt.NDArray[np.generic], placed: npt.NDArray[np.generic]) -> None:
+    """Cast rows of elements from ``taken`` to ``placed``, few at a time: a cast makes copies that no budget counts."""
+    if taken.dtype == placed.dtype:
+        placed[...] = taken
+        return
+    shorter = 0 if taken.shape[0] < taken.shape[1] else 1
+    for source, target in zip(np.moveaxis(taken, shorter, 0), np.moveaxis(placed, shorter, 0), strict=True):
+        rows, width = source.shape
+        step = max(CAST_AT_ONCE // max(width, 1), 1)
+        for row in range(0, rows, step):
+            for column in range(0, width, CAST_AT_ONCE):
+                box = (slice(row, row + step), slice(column, column + CAST_AT_ONCE))
+                target[box] = cast(source[box], target.dtype)

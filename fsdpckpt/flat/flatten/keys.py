@@ -1,0 +1,151 @@
+"""Keys and param groups of a flattened optimizer: what ``torch.optim`` gives the wrapped model's parameters.
+
+Ids count group by group, and inside a group in the order of the wrapped model's ``parameters()``; ``params`` lists have
+this order, in which ``_rekey_sharded_optim_state_dict`` sorts ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from fsdpckpt.errors import SourceCorruptError, SourceUnsupportedError, UsageError
+from fsdpckpt.flat.flatten.names import wrapped_name
+from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, Note, ParamKey, group_params
+from fsdpckpt.ir.units import Unit, Units
+from fsdpckpt.ir.values import Key, Value
+
+__all__ = ["FlatKeys", "settle_keys"]
+
+_SHOWN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class FlatKeys:
+    """``keys``: each parameter name, or unit key, that the optimizer holds to its key in the target.
+
+    ``groups``: the param groups as they are written, None when the source has none.
+    """
+
+    keys: Mapping[str, ParamKey]
+    groups: list[dict[Key, Value]] | None
+    notes: tuple[Note, ...]
+
+
+def settle_keys(checkpoint: Checkpoint, units: Units, key_type: KeyType) -> FlatKeys:
+    """The keys of ``checkpoint``'s optimizer (keyed by name) in a flattened target of ``units``.
+
+    Raises SourceUnsupportedError for units that lie in several groups, or only partly in the optimizer, where a flat
+    parameter is in one group; SourceCorruptError when the groups are not those of the units; UsageError for names of
+    flat parameters, which have none.
+    """
+    if key_type == "name" and not units.use_orig_params:
+        raise UsageError(
+            "a flat parameter has no name: with use_orig_params=False its optimizer is keyed by id",
+            next_step="--key-type id, or --use-orig-params",
+        )
+    groups = checkpoint.optim.param_groups if checkpoint.optim is not None else None
+    if groups is None:
+        known = units.groups if units.groups is not None else (units.optimizer_keys(),)
+        return FlatKeys(_numbered(known, key_type), None, ())
+    listed = [_names(group, units) for group in groups]
+    members = listed if units.use_orig_params else _of_units(listed, units)
+    order, notes = _ordered(checkpoint, members, units)
+    keys = _numbered(order, key_type)
+    prefixes = frozenset(unit.prefix for unit in units.units)
+    written = [_group(group, names, keys, prefixes) for group, names in zip(groups, order, strict=True)]
+    return FlatKeys(keys, written, notes)
+
+
+def _numbered(order: Iterable[Sequence[str]], key_type: KeyType) -> dict[str, ParamKey]:
+    names = [name for group in order for name in group]
+    if key_type == "name":
+        return {name: name for name in names}
+    return {name: number for number, name in enumerate(names)}
+
+
+def _names(group: Mapping[Key, Value], units: Units) -> list[str]:
+    """What a group lists, a shared parameter once and by its first name."""
+    shared = dict(units.shared)
+    return list(dict.fromkeys(shared.get(str(key), str(key)) for key in group_params(group) or ()))
+
+
+def _of_units(listed: Sequence[Sequence[str]], units: Units) -> list[list[str]]:
+    """The unit keys and unmanaged names of each group. Raises SourceUnsupportedError as ``settle_keys``."""
+    places: dict[str, int] = {name: number for number, names in enumerate(listed) for name in names}
+    wrong = [text for unit in units.units if (text := _divided(unit, places))]
+    if wrong:
+        raise SourceUnsupportedError(
+            "a flat parameter lies in one param group as a whole, and these units do not",
+            details=wrong,
+            why="use_orig_params=False gives the optimizer one parameter a unit",
+            next_step="add --use-orig-params, or wrap so that the parameters of a unit are in one group",
+        )
+    holders = units.unit_of()
+    return [list(dict.fromkeys(holders[n].key if n in holders else n for n in names)) for names in listed]
+
+
+def _divided(unit: Unit, places: Mapping[str, int]) -> str | None:
+    """How the parameters of ``unit`` are spread over several groups, or over a group and none."""
+    by_group: dict[int | None, list[str]] = {}
+    for param in unit.params:
+        by_group.setdefault(places.get(param.name), []).append(param.name)
+    if len(by_group) < 2:
+        return None
+    told = []
+    for number, names in by_group.items():
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        place = "in no group" if number is None else f"in group {number}"
+        told.append(f"{', '.join(names[:_SHOWN])}{more} {place}")
+    return f"unit {unit.prefix or 'root'!r}: {'; '.join(told)}"
+
+
+def _ordered(
+    checkpoint: Checkpoint, members: Sequence[Sequence[str]], units: Units
+) -> tuple[Sequence[Sequence[str]], tuple[Note, ...]]:
+    """The members of each group in the order of their ids."""
+    if units.groups is not None:
+        wrong = _other_groups(members, units.groups)
+        if wrong:
+            raise SourceCorruptError(
+                f"the param groups of {checkpoint.source} are not those of the units",
+                details=wrong,
+                why="the units record another optimizer, and its ids would mean other parameters",
+                next_step="give the units file of the optimizer that will load it: --units FILE",
+            )
+        return units.groups, ()
+    place = {key: number for number, key in enumerate(units.optimizer_keys())}
+    order = [sorted(names, key=place.__getitem__) for names in members]
+    moved = [number for number, names in enumerate(members) if list(names) != order[number]]
+    if not moved:
+        return order, ()
+    message = "ids follow model.parameters() inside a group; the source lists another order in group "
+    return order, (Note("inferred", message + ", ".join(map(str, moved))),)
+
+
+def _other_groups(found: Sequence[Sequence[str]], expected: Sequence[Sequence[str]]) -> list[str]:
+    if len(found) != len(expected):
+        return [f"the checkpoint has {len(found)} param groups, the units have {len(expected)}"]
+    wrong = []
+    for number, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+        only = [key for key in mine if key not in set(theirs)]
+        missing = [key for key in theirs if key not in set(mine)]
+        wrong += [f"group {number}: {key} is not in it by the units" for key in only]
+        wrong += [f"group {number}: {key} is in it by the units, and not in the checkpoint" for key in missing]
+    return wrong
+
+
+def _group(
+    group: Mapping[Key, Value], names: Sequence[str], keys: Mapping[str, ParamKey], prefixes: frozenset[str]
+) -> dict[Key, Value]:
+    written = dict(group)
+    if "params" not in group:
+        return written
+    # In the order of the ids also where names are listed: ``Optimizer.load_state_dict`` goes by position.
+    params: list[Value] = [keys[name] for name in names]
+    written["params"] = params
+    if "param_names" in group:
+        # What the wrapped model's named_parameters() gives, as ``Optimizer.load_state_dict`` takes them over unseen.
+        names_there: list[Value] = [wrapped_name(name, prefixes) for name in names]
+        written["param_names"] = names_there
+    return written

@@ -1,0 +1,182 @@
+"""The pickle of one rank's flattened file: flat parameters, their shards, and slices of single parameters.
+
+What FSDP1's ``LOCAL_STATE_DICT`` and the optimizer's own state dict hold on that rank (torch 2.13,
+``torch/distributed/fsdp/_state_dict_utils.py`` and ``_optim_utils.py``), on a CPU device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from fsdpckpt.errors import SourceUnsupportedError
+from fsdpckpt.flat.flatten.units import PlacedUnit
+from fsdpckpt.formats.pickle.opcodes import StorageView
+from fsdpckpt.ir.dtypes import DType, numpy_dtype
+from fsdpckpt.ir.targets import TargetFile
+from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.units import UnitParam
+from fsdpckpt.layouts.chunks import whole_box
+from fsdpckpt.layouts.flattened import FlatPart, flat_boxes
+from fsdpckpt.writers.rank_pickle import ShardedTensorPickle, ShardList
+
+__all__ = ["FlatParameter", "FlatPickle", "FlatShard", "FlatView", "ParamSlice", "WholeParam"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FlatShard:
+    """A 1-D tensor of ``numel`` elements made of ``parts``, front to back.
+
+    ``params`` and ``tensors``: what ``FlatPart.param`` indexes.
+    """
+
+    params: Sequence[UnitParam]
+    tensors: Sequence[Tensor]
+    parts: Sequence[FlatPart]
+    dtype: DType
+    numel: int
+
+    def fill(self, file: TargetFile, dtype: DType) -> None:
+        for part in self.parts:
+            if part.param is None:
+                # Never large: padding is at most 16 bytes a parameter and one element a rank.
+                file.literal(_element(part.filler, dtype) * part.count)
+            else:
+                _slot(file, self.tensors[part.param], self.params[part.param], part.begin, part.count, dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ParamSlice:
+    """Elements [begin, begin + count) of one flattened parameter, as a 1-D tensor."""
+
+    param: UnitParam
+    tensor: Tensor
+    begin: int
+    count: int
+    dtype: DType
+
+    def fill(self, file: TargetFile, dtype: DType) -> None:
+        _slot(file, self.tensor, self.param, self.begin, self.count, dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WholeParam:
+    """A tensor in its parameter's shape and memory order."""
+
+    param: UnitParam
+    tensor: Tensor
+    dtype: DType
+
+    def fill(self, file: TargetFile, dtype: DType) -> None:
+        file.slot(self.tensor, dtype=dtype, order=self.param.order)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FlatParameter:
+    """A flat parameter of ``total`` elements as a ShardedTensor; ``shard`` is None on a rank without elements."""
+
+    placed: PlacedUnit
+    shard: FlatShard | None
+    dtype: DType
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FlatView:
+    """``count`` elements of a shard from element ``offset``, on the shard's own memory; of nothing when None."""
+
+    shard: FlatShard | None
+    offset: int
+    count: int
+    dtype: DType
+
+
+class FlatPickle(ShardedTensorPickle):
+    """Writes a flattened section's dict for ``rank`` of ``world_size``, in sharding groups of ``shard_size`` ranks."""
+
+    def __init__(self, *, rank: int, world_size: int, shard_size: int, casts: Mapping[int, DType]) -> None:
+        super().__init__(rank=rank, world_size=world_size, managed=frozenset(), casts=casts, canonical={})
+        self._shard_size = shard_size
+        self._writers.update(
+            {
+                FlatShard: self._flat_shard,
+                FlatView: self._flat_view,
+                FlatParameter: self._flat_parameter,
+                ParamSlice: self._param_slice,
+                WholeParam: self._whole_param,
+            }
+        )
+
+    def group(self) -> tuple[int, int]:
+        return self.rank % self._shard_size, self._shard_size
+
+    def _flat_shard(self, value: FlatShard) -> None:
+        self.view(self._view(value, 0, value.numel))
+
+    def _flat_view(self, value: FlatView) -> None:
+        if value.shard is None:
+            self.view(self._empty(value.dtype))
+        else:
+            self.view(self._view(value.shard, value.offset, value.count))
+
+    def _view(self, shard: FlatShard, offset: int, count: int) -> StorageView:
+        nbytes = shard.numel * shard.dtype.itemsize
+        key = self._keys.get(id(shard))
+        if key is None:
+            key = self._keys[id(shard)] = self.record(shard, shard.dtype, whole_box((shard.numel,)), nbytes)
+        return StorageView(key, shard.dtype, offset, (count,), (1,), nbytes)
+
+    def _empty(self, dtype: DType) -> StorageView:
+        """What FSDP1 puts in place of a parameter without elements here: one empty tensor for all of them."""
+        key = self._keys.get(id(dtype))
+        if key is None:
+            key = self._keys[id(dtype)] = self.record(b"", dtype, whole_box((0,)), 0)
+        return StorageView(key, dtype, 0, (0,), (1,), 0)
+
+    def _param_slice(self, value: ParamSlice) -> None:
+        nbytes = value.count * value.dtype.itemsize
+        key = self.record(value, value.dtype, whole_box((value.count,)), nbytes)
+        self.view(StorageView(key, value.dtype, 0, (value.count,), (1,), nbytes))
+
+    def _whole_param(self, value: WholeParam) -> None:
+        param, shape = value.param, value.param.shape
+        if param.stride is None:
+            self.view(self.stored(value.tensor, value.dtype, whole_box(shape)))
+            return
+        nbytes = param.numel * value.dtype.itemsize
+        key = self.record(value, value.dtype, whole_box(shape), nbytes)
+        self.view(StorageView(key, value.dtype, 0, shape, param.stride, nbytes))
+
+    def _flat_parameter(self, value: FlatParameter) -> None:
+        layout = value.placed.layout
+        index, _ = self.group()
+        first = self.rank - index
+        own = None if value.shard is None else (index, self._view(value.shard, 0, value.shard.numel))
+        boxes = value.placed.boxes
+        shards = ShardList((layout.total, layout.shard), tuple(range(first, first + len(boxes))), boxes)
+        self.sharded_tensor((layout.total,), value.dtype, shards, own, requires_grad=value.placed.unit.requires_grad)
+
+
+def _slot(file: TargetFile, tensor: Tensor, param: UnitParam, begin: int, count: int, dtype: DType) -> None:
+    """Slots for a range of a flattened parameter, one box after the other."""
+    if count == param.numel:
+        file.slot(tensor, dtype=dtype, order=param.order)
+        return
+    for start, size in _boxes(param.shape, begin, count, param.order):
+        file.slot(tensor, start=start, size=size, dtype=dtype, order=param.order)
+
+
+# The states of one parameter are cut alike.
+_boxes = lru_cache(maxsize=4096)(flat_boxes)
+
+
+def _element(value: int, dtype: DType) -> bytes:
+    if not value:
+        return bytes(dtype.itemsize)
+    if dtype.numpy is None:
+        raise SourceUnsupportedError(
+            f"a flat parameter of {dtype.name} cannot be padded: the number {value} is unknown"
+        )
+    return np.array(value, numpy_dtype(dtype)).tobytes()

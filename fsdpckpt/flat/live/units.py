@@ -1,0 +1,163 @@
+"""``save_units``: what FSDP1 knows of a live model and never saves, written down for later conversions.
+
+Attributes are those of ``torch/distributed/fsdp/_flat_param.py`` and ``_common_utils.py``, torch 2.4 to 2.13.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdpckpt.errors import InternalError, SourceUnsupportedError, UsageError
+from fsdpckpt.flat.live.file import units_path, write_units
+from fsdpckpt.flat.live.naming import groups, names_of, parameter_order, shared, unmanaged
+from fsdpckpt.flat.live.proof import aligning_dtype, contradictions
+from fsdpckpt.flat.live.states import Managed, managed_modules
+from fsdpckpt.flat.live.strides import dtype_of, stride_of
+from fsdpckpt.ir.units import Strategy, Unit, UnitParam, Units, flaws
+
+__all__ = ["save_units", "units_of"]
+
+_STRATEGIES = {
+    "FULL_SHARD": Strategy.FULL_SHARD,
+    "SHARD_GRAD_OP": Strategy.SHARD_GRAD_OP,
+    "HYBRID_SHARD": Strategy.HYBRID_SHARD,
+    "_HYBRID_SHARD_ZERO2": Strategy.HYBRID_SHARD,
+    "NO_SHARD": Strategy.NO_SHARD,
+}
+
+
+def save_units(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: str | os.PathLike[str]) -> None:
+    """Write the units file of a live FSDP1 model to ``path``: a ``.json`` file, or a directory for its ``units.json``.
+
+    Every rank may call it; no rank waits for another, and rank 0 of the model's process group writes. ``optimizer``
+    tells the order of ids in its state; None means one group in ``model.parameters()`` order. Call it outside of
+    forward and backward. Raises UsageError for a model without FSDP1 modules (FSDP2 needs no units file).
+    """
+    units = units_of(model, optimizer)
+    if _writes(model):
+        write_units(units, units_path(os.fspath(path)))
+
+
+def units_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Units:
+    """The units of a live FSDP1 model, the same on every rank.
+
+    What is returned has been proved against the numbers of the model's own flat parameters. Raises UsageError for a
+    model without FSDP1 modules or an optimizer of another model, SourceUnsupportedError for FSDP1 on top of tensor
+    parallelism.
+    """
+    managed = managed_modules(model)
+    if not managed:
+        raise UsageError(
+            "this model has no FSDP1 module",
+            why="save_units is for FullyShardedDataParallel, whose flat parameters say nothing of what they hold; "
+            "checkpoints of FSDP2 (fully_shard) carry all names and shapes and need no units file",
+            next_step="save_units(model, optimizer, path) after the model is wrapped, with the wrapped model",
+        )
+    use_orig_params = _agreed(managed)
+    units = tuple(_unit(one) for one in managed)
+    names = names_of(managed, model)
+    outside = tuple(unmanaged(model, names))
+    world_size, shard_size = _ranks(managed)
+    found = Units(
+        units=units,
+        use_orig_params=use_orig_params,
+        parameters=tuple(parameter_order(model, managed, names, use_orig_params=use_orig_params)),
+        unmanaged=outside,
+        shared=tuple(shared(model, managed, names, {param.name for param in outside})),
+        groups=None if optimizer is None else groups(optimizer, names.keys),
+        world_size=world_size,
+        shard_size=shard_size,
+    )
+    _prove(found, managed)
+    return found
+
+
+def _writes(model: nn.Module) -> bool:
+    """Whether this rank is the first of the model's process groups: stages of a pipeline each have their own."""
+    first = managed_modules(model)[0]
+    return all(group.rank() == 0 for group in first.groups)
+
+
+def _agreed(managed: list[Managed]) -> bool:
+    found = {one.use_orig_params for one in managed}
+    if len(found) > 1:
+        raise SourceUnsupportedError(
+            "some FSDP modules of this model have use_orig_params=True and some False",
+            why="FSDP itself refuses such a model in its first forward",
+            next_step="wrap all modules with the same use_orig_params",
+        )
+    return found.pop()
+
+
+def _ranks(managed: list[Managed]) -> tuple[int, int | None]:
+    """(ranks of the model, ranks of a sharding group when those are fewer)."""
+    sizes = {tuple(group.size() for group in one.groups) for one in managed}
+    if len(sizes) > 1:
+        raise SourceUnsupportedError(
+            "the units of this model are sharded over process groups of different sizes",
+            expected="one size",
+            found=", ".join(str(size[0]) for size in sorted(sizes)),
+            next_step="wrap all units with the same process_group",
+        )
+    shard, *replicas = sizes.pop()
+    world = shard * (replicas[0] if replicas else 1)
+    return world, shard if shard != world else None
+
+
+def _unit(one: Managed) -> Unit:
+    flat = one.flat_param
+    if any(extension is not None for extension in getattr(flat, "_param_extensions", ())):
+        raise SourceUnsupportedError(
+            f"the parameters of unit {one.prefix!r} are DTensors",
+            why="FSDP1 on top of tensor parallelism flattens each rank's part of a parameter",
+            next_step="save such a model as SHARDED_STATE_DICT, which fsdpckpt reads without a units file",
+        )
+    params = tuple(
+        UnitParam(
+            name=name,
+            shape=tuple(flat._shapes[number]),
+            dtype=dtype_of(one.orig_dtype),
+            stride=_stride(flat, number),
+            requires_grad=_requires_grad(one, number),
+        )
+        for number, name in enumerate(one.names)
+    )
+    mixed = one.param_dtype
+    unit = Unit(one.prefix, params, _strategy(one.state), None if mixed is None else dtype_of(mixed))
+    return aligning_dtype(unit, one)
+
+
+def _stride(flat: Any, number: int) -> tuple[int, ...] | None:
+    # torch 2.4 has neither attribute: it flattens every parameter row-major.
+    strides, contiguities = getattr(flat, "_strides", None), getattr(flat, "_contiguities", None)
+    if strides is None or contiguities is None or contiguities[number]:
+        return None
+    return stride_of(tuple(flat._shapes[number]), tuple(strides[number]))
+
+
+def _requires_grad(one: Managed, number: int) -> bool:
+    params = one.flat_param._params
+    return bool(one.flat_param.requires_grad if params is None else params[number].requires_grad)
+
+
+def _strategy(state: Any) -> Strategy:
+    return _STRATEGIES[state.sharding_strategy.name]
+
+
+def _prove(units: Units, managed: list[Managed]) -> None:
+    """The flat parameters of ``units`` are those of the model, number by number, and ``units`` are consistent."""
+    shard_size = units.shard_size or units.world_size or 1
+    wrong = flaws(units)
+    for unit, one in zip(units.units, managed, strict=True):
+        wrong += contradictions(unit, one, shard_size=shard_size, use_orig_params=units.use_orig_params)
+    if wrong:
+        raise InternalError(
+            "the units of this model are not as this version of fsdpckpt understands FSDP1's",
+            details=wrong,
+            why=f"torch {torch.__version__} lays out flat parameters in another way, or the model was changed after "
+            "it was wrapped",
+        )

@@ -1,0 +1,285 @@
+"""Proves units against a flattened checkpoint: every slice of every rank must have the length that they say.
+
+``match`` takes the units as fully given (``use_orig_params``, strategy, alignment, sharding group) and either finds
+what each key of the checkpoint is, or lists everything that contradicts them. It searches and guesses nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from fsdpckpt.flat.keys import KeyMatching
+from fsdpckpt.flat.order import out_of_order, siblings_astray
+from fsdpckpt.flat.slice_lengths import (
+    carried_whole,
+    is_flat_key,
+    is_sliced,
+    lengths_found,
+    lengths_shown,
+    slice_lengths,
+)
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, OptimState, ParamKey, group_params
+from fsdpckpt.ir.names import clean, keeps_order
+from fsdpckpt.ir.tensors import ONE_SLICE, SLICES, Int64Array, Tensor
+from fsdpckpt.ir.units import FLAT_PARAM, Unit, UnitParam, Units
+from fsdpckpt.ir.values import Value
+from fsdpckpt.layouts.flattened import FlatLayout, layout_of
+
+__all__ = ["FlatMatch", "Mismatch", "match"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FlatMatch:
+    """Units that fit. ``keys``: each optimizer key of the checkpoint to an original name or a unit's key.
+
+    ``layouts``: each unit's key to its layout. ``shard_size``: ranks in one sharding group; rank r holds shard
+    r % ``shard_size``. ``counts``: for each managed parameter, the elements each shard holds of it.
+    ``flat_optimizer``: whether the optimizer holds slices at all. ``proved``: what was compared, in words.
+    """
+
+    units: Units
+    keys: Mapping[ParamKey, str]
+    layouts: Mapping[str, FlatLayout]
+    shard_size: int
+    counts: Mapping[str, Int64Array]
+    flat_optimizer: bool
+    proved: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """Everything in the checkpoint that contradicts the units.
+
+    ``unread``: optimizer entries that could not be compared, because the groups that list them are others.
+    """
+
+    contradictions: tuple[str, ...]
+    unread: int = 0
+
+
+def match(checkpoint: Checkpoint, units: Units) -> FlatMatch | Mismatch:
+    """What every key of ``checkpoint`` is under ``units``, or all that contradicts them."""
+    matching = _Matching(checkpoint, units)
+    found = list(matching.contradictions())
+    if found:
+        return Mismatch(tuple(found), matching.unread)
+    return FlatMatch(
+        replace(units, groups=matching.told) if units.groups is None else units,
+        matching.keys,
+        matching.layouts,
+        matching.shard_size,
+        matching.counts,
+        matching.flat_optimizer,
+        tuple(matching.proved),
+    )
+
+
+class _Matching:
+    """One attempt; ``contradictions`` fills the attributes that ``FlatMatch`` takes."""
+
+    def __init__(self, checkpoint: Checkpoint, units: Units) -> None:
+        self.checkpoint = checkpoint
+        self.units = units
+        self.world_size = checkpoint.world_size
+        self.shard_size = units.shard_size or self.world_size
+        self.params = units.params()
+        self.managed = units.unit_of()
+        self.by_key = {unit.key: unit for unit in units.units}
+        self.layouts: dict[str, FlatLayout] = {}
+        self.counts: dict[str, Int64Array] = {}
+        self.keys: dict[ParamKey, str] = {}
+        self.told: tuple[tuple[str, ...], ...] | None = None
+        self.proved: list[str] = []
+        self.unread = 0
+        self.flat_optimizer = is_sliced(checkpoint, units)
+
+    def contradictions(self) -> Iterator[str]:
+        recorded = self.units.world_size
+        if recorded is not None and recorded != self.world_size:
+            yield f"the units were recorded on {recorded} ranks, the checkpoint has {self.world_size}"
+        if self.world_size % self.shard_size:
+            yield f"sharding groups of {self.shard_size} ranks do not divide {self.world_size} ranks"
+            return
+        self._lay_out()
+        if self.checkpoint.model is not None:
+            yield from self._model(self.checkpoint.model.params)
+        if self.checkpoint.optim is not None:
+            yield from self._optimizer(self.checkpoint.optim)
+
+    def _lay_out(self) -> None:
+        for unit in self.units.units:
+            layout = layout_of(
+                unit,
+                use_orig_params=self.units.use_orig_params,
+                world_size=self.world_size,
+                shard_size=self.shard_size,
+            )
+            self.layouts[unit.key] = layout
+            slices = layout.slices()
+            table = np.zeros((len(unit.params), layout.shards), np.int64)
+            table[slices.param, slices.rank] = slices.count
+            self.counts.update({param.name: table[index] for index, param in enumerate(unit.params)})
+
+    def _spread(self, counts: Int64Array) -> Int64Array:
+        """What each rank holds, from what each shard holds."""
+        return np.resize(counts, self.world_size)
+
+    # The model.
+
+    def _model(self, params: Mapping[str, Tensor | Value]) -> Iterator[str]:
+        flat = dict.fromkeys(key for key in params if is_flat_key(key))
+        if flat:
+            yield from self._flat_parameters(params, flat)
+        yield from self._names(params, flat)
+
+    def _flat_parameters(self, params: Mapping[str, Tensor | Value], flat: Collection[str]) -> Iterator[str]:
+        by_clean = {clean(key): key for key in flat}
+        for key in by_clean:
+            if key not in self.by_key:
+                yield f"the checkpoint has a flat parameter {key}, the units have no such unit"
+        for unit in self.units.units:
+            leaf = params.get(by_clean.get(unit.key, unit.key))
+            total = self.layouts[unit.key].total
+            if not isinstance(leaf, Tensor):
+                yield f"unit {unit.prefix!r}: the checkpoint has no flat parameter {unit.key}"
+            elif leaf.shape != (total,):
+                found = leaf.numel if leaf.ndim == 1 else list(leaf.shape)
+                yield f"{unit.key}: {total} elements by the units, {found} in the checkpoint"
+            else:
+                yield from self._flat_pieces(unit, leaf)
+        optim = self.checkpoint.optim
+        if optim is not None and optim.key_type == "id" and keeps_order(self.checkpoint, ()):
+            wrong = siblings_astray(
+                [unit.prefix for unit in self.units.units], [key[: -len(FLAT_PARAM) - 1] for key in by_clean]
+            )
+            if wrong:
+                yield f"the units have {wrong[0]} where the flat parameters of the model section have {wrong[1]}"
+        self.proved.append(f"{len(flat)} flat parameters have the names and lengths of the units")
+
+    def _flat_pieces(self, unit: Unit, leaf: Tensor) -> Iterator[str]:
+        layout = self.layouts[unit.key]
+        for rank, start, size in zip(
+            leaf.pieces.rank.tolist(), leaf.pieces.start[:, 0].tolist(), leaf.pieces.size[:, 0].tolist(), strict=True
+        ):
+            begin, end = layout.held(rank % self.shard_size if layout.shards > 1 else 0)
+            if size and (start, start + size) != (begin, end):
+                yield f"{unit.key}: rank {rank} holds {start}:{start + size}, by the units {begin}:{end}"
+
+    def _names(self, params: Mapping[str, Tensor | Value], flat: Collection[str]) -> Iterator[str]:
+        """Names beside the flat parameters: whole parameters and buffers, or one slice a rank (use_orig_params)."""
+        shared = dict(self.units.shared)
+        cleaned = {clean(key): leaf for key, leaf in params.items() if key not in flat}
+        compared = 0
+        for name, leaf in cleaned.items():
+            param = self.params.get(shared.get(name, name))
+            if param is None:
+                if isinstance(leaf, Tensor) and leaf.managed and leaf.placement != SLICES:
+                    yield f"the model has a parameter {name}, which the units do not have"
+            elif isinstance(leaf, Tensor):
+                compared += 1
+                yield from self._named(name, param, leaf, sliced=bool(flat))
+        if flat or not cleaned:
+            # LOCAL_STATE_DICT lists the innermost units first, and inside of each the model's order.
+            slices = [name for name, leaf in cleaned.items() if isinstance(leaf, Tensor) and leaf.placement == SLICES]
+            if self.checkpoint.container is Container.TORCH:
+                yield from out_of_order(self.units, slices, across=False)
+            return
+        yield from (f"the units have {name}, the model has no such key" for name in self.params if name not in cleaned)
+        if keeps_order(self.checkpoint, list(cleaned)):
+            yield from out_of_order(self.units, list(cleaned))
+        if compared:
+            self.proved.append(f"{compared} names and shapes of the units are those of the model section")
+
+    def _named(self, name: str, param: UnitParam, leaf: Tensor, *, sliced: bool) -> Iterator[str]:
+        if sliced and param.name in self.managed:
+            wrong = self._check_slices(param, leaf)
+            if wrong:
+                yield f"model {name}: {wrong}"
+        elif leaf.shape != param.shape and not self._whole_vector(param, leaf):
+            yield f"{name}: {list(param.shape)} by the units, {list(leaf.shape)} in the model section"
+
+    # The optimizer.
+
+    def _optimizer(self, optim: OptimState) -> Iterator[str]:
+        if not self.flat_optimizer:
+            yield from self._whole_optimizer(optim)
+            return
+        matching = KeyMatching(optim, self.units)
+        yield from matching.contradictions()
+        self.keys, self.told = matching.keys, matching.told
+        self.proved += matching.proved
+        groups = optim.param_groups
+        listed = {key for group in groups or () for key in group_params(group) or ()}
+        compared = 0
+        for key, states in optim.state.items():
+            name = self.keys.get(key)
+            if name is None:
+                self.unread += key in listed  # the groups are others, which is said already
+                if isinstance(key, int) and groups is not None and key not in listed:
+                    yield f"optim {key}: no param group lists it"
+                continue
+            if name not in self.by_key and name not in self.params:  # by param_names, which is said already
+                continue
+            tensors = {state: leaf for state, leaf in states.items() if isinstance(leaf, Tensor) and leaf.ndim}
+            wrong = {state: text for state, leaf in tensors.items() if (text := self._state(name, leaf))}
+            compared += len(tensors)
+            for state, text in wrong.items():
+                # One number a rank beside states that do fit is a counter of shape (1,); alone it would prove nothing.
+                if len(wrong) == len(tensors) or not carried_whole(tensors[state]):
+                    yield f"optim {key} ({name}) {state}: {text}"
+        if compared:
+            self.proved.append(f"{compared} optimizer states have the units' number of elements on every rank")
+
+    def _whole_optimizer(self, optim: OptimState) -> Iterator[str]:
+        """An optimizer by name beside flattened model files (accelerate's LOCAL_STATE_DICT)."""
+        for key, states in optim.state.items():
+            param = self.params.get(clean(str(key)))
+            if param is None:
+                continue
+            self.keys[key] = param.name
+            shapes = {leaf.shape for leaf in states.values() if isinstance(leaf, Tensor) and leaf.ndim}
+            if shapes and param.shape not in shapes:
+                yield f"optim {key}: {list(param.shape)} by the units, {list(next(iter(shapes)))} in the checkpoint"
+        if self.keys:
+            self.proved.append(f"{len(self.keys)} optimizer entries have the names and shapes of the units")
+
+    def _state(self, name: str, leaf: Tensor) -> str | None:
+        """What is wrong with one state's lengths."""
+        if name in self.by_key:
+            shard = self.layouts[name].shard
+            lengths = slice_lengths(leaf, self.world_size)
+            if lengths is None or (lengths != shard).any():
+                return f"{shard} elements on every rank by the units, found {lengths_found(leaf, self.world_size)}"
+            return None
+        if name in self.managed:
+            return self._check_slices(self.params[name], leaf)
+        if leaf.shape != self.params[name].shape and not self._whole_vector(self.params[name], leaf):
+            return f"{list(self.params[name].shape)} by the units, found {lengths_found(leaf, self.world_size)}"
+        return None
+
+    def _check_slices(self, param: UnitParam, leaf: Tensor) -> str | None:
+        layout = self.layouts[self.managed[param.name].key]
+        if layout.shards == 1 and leaf.shape == param.shape and leaf.placement != SLICES:
+            return None
+        lengths = slice_lengths(leaf, self.world_size)
+        expected = self._spread(self.counts[param.name])
+        if leaf.placement == ONE_SLICE:  # DCP kept that of one rank, and does not say of which
+            if leaf.shape[0] not in expected:
+                return f"{lengths_shown(expected)} elements by rank by the units, found a slice of {leaf.shape[0]}"
+            return None
+        if lengths is None or not np.array_equal(lengths, expected):
+            return (
+                f"{lengths_shown(expected)} elements by rank by the units, found {lengths_found(leaf, self.world_size)}"
+            )
+        return None
+
+    def _whole_vector(self, param: UnitParam, leaf: Tensor) -> bool:
+        """Whether a slices tensor is a 1-D tensor that every rank which has it holds whole."""
+        return (
+            leaf.placement == SLICES
+            and len(param.shape) == 1
+            and bool((leaf.pieces.size[:, 0] == param.shape[0]).all())
+        )

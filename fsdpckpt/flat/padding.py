@@ -1,0 +1,134 @@
+"""Padding as proof: what units call padding must hold what FSDP1 has there.
+
+Lengths alone leave room: with ``use_orig_params=False`` a flat parameter that is a few elements longer has shards of
+the same length. But its right padding (``FlatParamHandle._get_shard``) never sees a gradient, so each state keeps there
+what the optimizer began with: zero, or one constant (Adagrad's ``initial_accumulator_value``). And the gaps of a saved
+flat parameter under ``use_orig_params=True`` hold 42 (``_construct_padding_tensor``). Units of another model have
+parameters in these places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from fsdpckpt.errors import SourceCorruptError
+from fsdpckpt.flat.match import FlatMatch
+from fsdpckpt.ir.checkpoint import Checkpoint
+from fsdpckpt.ir.dtypes import numpy_dtype
+from fsdpckpt.ir.names import clean
+from fsdpckpt.ir.tensors import SLICES, Tensor
+from fsdpckpt.layouts.flattened import FILLER, FlatLayout
+from fsdpckpt.storage.sources import Sources
+
+__all__ = ["require_padding"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Padding:
+    """``count`` elements from element ``first`` of one piece of ``tensor``. ``where`` names them in messages."""
+
+    where: str
+    tensor: Tensor
+    row: int
+    first: int
+    count: int
+
+
+def require_padding(checkpoint: Checkpoint, match: FlatMatch, sources: Sources) -> int:
+    """How many elements of padding were read and hold what they should.
+
+    Raises SourceCorruptError when some do not: the units are not those of this checkpoint.
+    """
+    wrong: list[str] = []
+    checked = 0
+    for gap in _gaps(checkpoint, match):
+        found = _read(checkpoint, sources, gap)
+        checked += len(found)
+        if (found != np.asarray(FILLER, found.dtype)).any():
+            wrong.append(f"{gap.where}: {gap.count} elements of alignment should hold {FILLER}, and do not")
+    tails: dict[str, list[_Padding]] = {}
+    for state, tail in _tails(checkpoint, match):
+        tails.setdefault(state, []).append(tail)
+    constants = _hyper_parameters(checkpoint)
+    for state, places in tails.items():
+        values = [_read(checkpoint, sources, place) for place in places]
+        checked += sum(map(len, values))
+        if not _untouched(np.concatenate(values), constants):
+            uneven = [place.where for place, found in zip(places, values, strict=True) if found.any()]
+            wrong.extend(
+                f"{where} {state}: what the units call padding holds values of a parameter" for where in uneven
+            )
+    if wrong:
+        raise SourceCorruptError(
+            f"the units do not fit {checkpoint.source}: its padding lies elsewhere",
+            details=wrong,
+            file=checkpoint.source,
+            why="the units are those of another model, or of another wrapping of it: the lengths agree by chance",
+            next_step="give the units of this very model: --units FILE written by fsdpckpt.save_units in its training",
+        )
+    return checked
+
+
+def _untouched(values: npt.NDArray[np.generic], constants: set[float]) -> bool:
+    """Whether these are what an optimizer begins with: zeros, or one constant that is no accident."""
+    if not values.any():
+        return True
+    first = values[:1]
+    return bool((values == first).all()) and (len(values) > 1 or float(first.astype(np.float64)[0]) in constants)
+
+
+def _hyper_parameters(checkpoint: Checkpoint) -> set[float]:
+    """The numbers in the param groups, as the states' own dtype would round them."""
+    groups = (checkpoint.optim.param_groups if checkpoint.optim is not None else None) or []
+    numbers = {float(value) for group in groups for value in group.values() if isinstance(value, (int, float))}
+    return numbers | {float(np.float32(value)) for value in numbers}
+
+
+def _tails(checkpoint: Checkpoint, match: FlatMatch) -> Iterator[tuple[str, _Padding]]:
+    """The right padding of the optimizer's shards, with the name of the state."""
+    for param, states in checkpoint.optim.state.items() if checkpoint.optim is not None else ():
+        layout = match.layouts.get(match.keys.get(param, ""))
+        for state, leaf in states.items():
+            if layout is None or not isinstance(leaf, Tensor) or leaf.placement != SLICES or leaf.dtype.numpy is None:
+                continue
+            for row, rank, size in _rows(leaf):
+                begin, end = layout.held(rank % layout.shards)
+                if size == layout.shard and end - begin < size:
+                    yield state, _Padding(f"optim {param}, rank {rank},", leaf, row, end - begin, size - (end - begin))
+
+
+def _gaps(checkpoint: Checkpoint, match: FlatMatch) -> Iterator[_Padding]:
+    """The alignment between the parameters of the model's flat parameters."""
+    for key, leaf in checkpoint.model.params.items() if checkpoint.model is not None else ():
+        layout = match.layouts.get(clean(key))
+        if layout is None or not isinstance(leaf, Tensor) or leaf.dtype.numpy is None:
+            continue
+        for row, rank, _ in _rows(leaf):
+            where = f"model {key}, rank {rank}"
+            gaps = _alignment(layout, rank % layout.shards)
+            yield from (_Padding(where, leaf, row, first, count) for first, count in gaps)
+
+
+def _alignment(layout: FlatLayout, rank: int) -> Iterator[tuple[int, int]]:
+    at = 0
+    for part in layout.parts(rank):
+        if part.filler == FILLER:
+            yield at, part.count
+        at += part.count
+
+
+def _rows(tensor: Tensor) -> Iterator[tuple[int, int, int]]:
+    ranks, sizes = tensor.pieces.rank.tolist(), tensor.pieces.size[:, 0].tolist()
+    return ((row, rank, size) for row, (rank, size) in enumerate(zip(ranks, sizes, strict=True)))
+
+
+def _read(checkpoint: Checkpoint, sources: Sources, padding: _Padding) -> npt.NDArray[np.generic]:
+    tensor = padding.tensor
+    offset = int(tensor.pieces.offset[padding.row]) + padding.first * tensor.dtype.itemsize
+    file = checkpoint.files[int(tensor.pieces.file[padding.row])]
+    data = sources.open(file.path).read(offset, padding.count * tensor.dtype.itemsize)
+    return np.frombuffer(data, numpy_dtype(tensor.dtype))

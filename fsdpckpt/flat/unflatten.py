@@ -1,0 +1,235 @@
+"""Turns the slices of a flattened checkpoint into the tensors they are slices of, once units are proved.
+
+The counterparts in PyTorch, ``_unflatten_optim_state`` and ``_convert_state_with_orig_params``, gather first; here
+nothing moves: each slice becomes boxes of its parameter, lying where the slice lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+import numpy as np
+
+from fsdpckpt.flat.match import FlatMatch
+from fsdpckpt.flat.slice_lengths import carried_whole, is_flat_key, is_step, slice_lengths
+from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, OptimState, ParamKey, group_params
+from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.names import clean
+from fsdpckpt.ir.tensors import ONE_SLICE, SLICES, Int64Array, Pieces, Tensor, contiguous_stride
+from fsdpckpt.ir.units import Unit, UnitParam
+from fsdpckpt.ir.values import Key, Value
+from fsdpckpt.layouts.flattened import FlatLayout, flat_boxes
+
+__all__ = ["unflatten"]
+
+PLACEMENT = "flattened"
+
+_Run: TypeAlias = tuple[int, int, int, int, int]
+"""A slice: rank, file, byte offset, and the range [begin, begin + count) of the flat tensor it holds."""
+
+
+def unflatten(checkpoint: Checkpoint, match: FlatMatch) -> Checkpoint:
+    """The same checkpoint with whole tensors under original names; an optimizer in slices is keyed by name then."""
+    notes = list(checkpoint.notes)
+    model = checkpoint.model
+    if model is not None and any(is_flat_key(key) for key in model.params):
+        model = _model(model, match, notes)
+    optim = checkpoint.optim
+    if optim is not None and match.flat_optimizer:
+        optim = _optimizer(optim, match, checkpoint.world_size, notes)
+    return replace(checkpoint, model=model, optim=optim, notes=tuple(notes))
+
+
+# The model.
+
+
+def _model(model: ModelState, match: FlatMatch, notes: list[Note]) -> ModelState:
+    by_key = {unit.key: unit for unit in match.units.units}
+    managed = match.units.unit_of()
+    params: dict[str, Tensor | Value] = {}
+    for key, leaf in model.params.items():
+        unit = by_key.get(clean(key)) if is_flat_key(key) else None
+        if unit is not None and isinstance(leaf, Tensor):
+            params.update(_split(unit, leaf.dtype, _runs(leaf), match.layouts[unit.key]))
+        elif clean(key) not in managed:
+            params[clean(key)] = _whole(leaf)
+    for later, first in match.units.shared:
+        if first in params:
+            params[later] = params[first]
+    # LOCAL_STATE_DICT has the innermost units first: the order of model.parameters() is what others rely on.
+    params = {name: params[name] for name in dict.fromkeys([*match.units.parameters, *params]) if name in params}
+    flat = len(by_key)
+    notes.append(Note("unflattened", f"model: {len(managed)} parameters were found in {flat} flat parameters"))
+    return ModelState(params, model.metadata)
+
+
+def _whole(leaf: Tensor | Value) -> Tensor | Value:
+    """A 1-D tensor that every rank holds whole, read as slices because nothing said that it is a buffer."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if leaf.placement == ONE_SLICE:
+        return replace(leaf, managed=False, placement="whole")
+    if leaf.placement != SLICES:
+        return replace(leaf, managed=False)
+    pieces = leaf.pieces
+    length = int(pieces.size[0, 0])
+    return Tensor(leaf.dtype, (length,), replace(pieces, start=np.zeros_like(pieces.start)), managed=False)
+
+
+# The optimizer.
+
+
+def _optimizer(optim: OptimState, match: FlatMatch, world_size: int, notes: list[Note]) -> OptimState:
+    by_key = {unit.key: unit for unit in match.units.units}
+    params = match.units.params()
+    state: dict[ParamKey, dict[str, Tensor | Value]] = {}
+    for key, states in optim.state.items():
+        name = match.keys.get(key)
+        if name is None:
+            state[key] = states
+        elif name in by_key:
+            state.update(_of_unit(by_key[name], states, match, world_size))
+        else:
+            state[name] = {
+                item: _whole(leaf)
+                if isinstance(leaf, Tensor) and is_step(item, leaf)
+                else _of_param(params[name], leaf, match, world_size)
+                for item, leaf in states.items()
+            }
+    groups = None
+    if optim.param_groups is not None:
+        groups = [_group(group, match, by_key) for group in optim.param_groups]
+    notes.append(
+        Note("unflattened", f"optimizer: {len(state)} parameters' states were found in {len(optim.state)} entries")
+    )
+    return OptimState(state, groups, optim.extra)
+
+
+def _of_unit(
+    unit: Unit, states: Mapping[str, Tensor | Value], match: FlatMatch, world_size: int
+) -> dict[ParamKey, dict[str, Tensor | Value]]:
+    """The states of each parameter of a flat parameter; what is no slice belongs to all of them."""
+    layout = match.layouts[unit.key]
+    found: dict[ParamKey, dict[str, Tensor | Value]] = {param.name: {} for param in unit.params}
+    for item, leaf in states.items():
+        cut = isinstance(leaf, Tensor) and leaf.ndim and not is_step(item, leaf)
+        if cut and isinstance(leaf, Tensor) and _fits(leaf, layout.shard, world_size):
+            starts = leaf.pieces.rank % layout.shards * layout.shard
+            for name, tensor in _split(unit, leaf.dtype, _runs(leaf, starts), layout).items():
+                found[name][item] = tensor
+        else:
+            for entry in found.values():
+                entry[item] = _own(leaf)
+    return found
+
+
+def _fits(leaf: Tensor, shard: int, world_size: int) -> bool:
+    lengths = slice_lengths(leaf, world_size)
+    return lengths is not None and bool((lengths == shard).all())
+
+
+def _own(leaf: Tensor | Value) -> Tensor | Value:
+    return (
+        _whole(leaf) if isinstance(leaf, Tensor) and leaf.ndim else replace(leaf) if isinstance(leaf, Tensor) else leaf
+    )
+
+
+def _of_param(param: UnitParam, leaf: Tensor | Value, match: FlatMatch, world_size: int) -> Tensor | Value:
+    counts = match.counts.get(param.name)
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if not leaf.ndim:
+        return _of_holders(leaf, counts, world_size)
+    lengths = slice_lengths(leaf, world_size)
+    if counts is None or lengths is None:
+        return _whole(leaf) if counts is None else replace(leaf, managed=True, placement=PLACEMENT)
+    if not np.array_equal(lengths, np.resize(counts, world_size)):
+        return _whole(leaf) if carried_whole(leaf) else replace(leaf, managed=True, placement=PLACEMENT)
+    starts = np.resize(np.cumsum(counts) - counts, world_size)[leaf.pieces.rank]
+    return _tensor(param, leaf.dtype, _runs(leaf, starts), 0)
+
+
+def _of_holders(leaf: Tensor, counts: Int64Array | None, world_size: int) -> Tensor:
+    """A 0-dim state as the ranks that hold elements of the parameter have it.
+
+    Optimizers that make states at once (Adagrad) have one on the others too, which never counts a step.
+    """
+    if counts is None or not counts.any():
+        return leaf
+    holding = np.resize(counts, world_size)[leaf.pieces.rank] > 0
+    return replace(leaf, pieces=leaf.pieces.take(holding)) if holding.any() else leaf
+
+
+def _group(group: Mapping[Key, Value], match: FlatMatch, by_key: Mapping[str, Unit]) -> dict[Key, Value]:
+    """As ``_unflatten_param_groups``: a flat parameter stands for all the names in it."""
+    names: list[Value] = []
+    for key in group_params(group) or ():
+        name = match.keys[key]
+        names.extend([param.name for param in by_key[name].params] if name in by_key else [name])
+    changed = {**group, "params": names}
+    if "param_names" in group:
+        changed["param_names"] = list(names)
+    return changed
+
+
+# Slices to boxes.
+
+
+def _runs(tensor: Tensor, starts: Int64Array | None = None) -> list[_Run]:
+    """The pieces of a 1-D tensor that are not empty, ``starts`` in place of their own places, by place."""
+    pieces = tensor.pieces
+    begin = pieces.start[:, 0] if starts is None else starts
+    rows = zip(
+        pieces.rank.tolist(),
+        pieces.file.tolist(),
+        pieces.offset.tolist(),
+        begin.tolist(),
+        pieces.size[:, 0].tolist(),
+        strict=True,
+    )
+    return sorted((row for row in rows if row[4]), key=lambda row: (row[3], row[0]))
+
+
+def _split(unit: Unit, dtype: DType, runs: Sequence[_Run], layout: FlatLayout) -> dict[str, Tensor]:
+    """Every parameter of a flat parameter whose slices are ``runs``, sorted by where they begin."""
+    ends = np.maximum.accumulate(np.asarray([run[3] + run[4] for run in runs], np.int64)) if runs else np.empty(0)
+    begins = [run[3] for run in runs]
+    found = {}
+    for param, start, numel in zip(unit.params, layout.start.tolist(), layout.numel.tolist(), strict=True):
+        low = int(np.searchsorted(ends, start, side="right"))
+        high = int(np.searchsorted(begins, start + numel, side="left"))
+        found[param.name] = _tensor(param, dtype, runs[low:high], start)
+    return found
+
+
+def _tensor(param: UnitParam, dtype: DType, runs: Sequence[_Run], start: int) -> Tensor:
+    """One parameter's tensor: of each run what lies in the parameter, which begins at ``start``, as boxes."""
+    order = param.order
+    dims = range(len(param.shape)) if order is None else order
+    columns: tuple[list[int], list[int], list[int]] = ([], [], [])
+    boxes: tuple[list[tuple[int, ...]], list[tuple[int, ...]], list[tuple[int, ...]]] = ([], [], [])
+    for rank, file, offset, begin, count in runs:
+        low = max(begin - start, 0)
+        at = offset + (low + start - begin) * dtype.itemsize
+        end = min(begin + count - start, param.numel)
+        for place, size in flat_boxes(param.shape, low, end - low, order):
+            stride = [1] * len(size)
+            for dim, step in zip(dims, contiguous_stride([size[dim] for dim in dims]), strict=True):
+                stride[dim] = step
+            for column, value in zip(columns, (rank, file, at), strict=True):
+                column.append(value)
+            for box, row in zip(boxes, (place, size, tuple(stride)), strict=True):
+                box.append(row)
+            elements = 1
+            for extent in size:
+                elements *= extent
+            at += elements * dtype.itemsize
+    pieces = Pieces.rows(
+        ndim=len(param.shape), rank=columns[0], file=columns[1], offset=columns[2],
+        start=boxes[0], size=boxes[1], stride=boxes[2],
+    )  # fmt: skip
+    if not param.numel:
+        pieces = Pieces.whole(file=0, offset=0, shape=param.shape)
+    return Tensor(dtype, param.shape, pieces, managed=True, placement=PLACEMENT)

@@ -1,0 +1,282 @@
+"""A DCP ``.metadata`` file as a typed, validated description: which tensors, in which chunks, in which files.
+
+Written by ``torch.distributed.checkpoint`` (``metadata.py``, ``planner_helpers.py``, ``filesystem.py``) of torch 2.1 to
+2.14. Everything is checked before it is believed: chunks lie inside their tensor and are unique, every chunk has one
+stored item, relative paths stay inside the directory, offsets and lengths are counts of bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from operator import add, le
+from typing import NamedTuple, NoReturn, TypeGuard
+
+from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError
+from fsdpckpt.formats.dcp.records import Record, TorchName, load_records
+from fsdpckpt.formats.pickle.cost import MAX_DEPTH
+from fsdpckpt.ir.dtypes import DTYPES, MAX_DIMENSIONS, DType
+from fsdpckpt.text import brief
+
+__all__ = ["Chunk", "DcpMetadata", "DcpTensor", "Stored", "merge_metadata", "parse_metadata"]
+
+PathElement = int | str
+_Indexes = tuple[int, ...]
+_INTEGERS = {int}
+
+
+class Stored(NamedTuple):
+    """Where one item lies: ``length`` bytes from ``offset`` of ``relative_path``, encoded by ``transforms``."""
+
+    relative_path: str
+    offset: int
+    length: int
+    transforms: tuple[str, ...] = ()
+
+
+class Chunk(NamedTuple):
+    """One box of a tensor, ``start`` .. ``start + size`` in elements, and the item that holds it."""
+
+    start: _Indexes
+    size: _Indexes
+    stored: Stored
+
+
+@dataclass(slots=True)
+class DcpTensor:
+    """One tensor: ``shape`` is global, ``chunks`` in the file's order, each offset once."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    chunks: list[Chunk]
+
+
+@dataclass(slots=True)
+class DcpMetadata:
+    """``tensors`` and ``items`` (pickled values) by flat key. ``paths``: flat key to its nesting, dict keys as str and
+    list positions as int; None when the save did not flatten. ``version``: None before torch wrote one.
+    """
+
+    tensors: dict[str, DcpTensor]
+    items: dict[str, Stored]
+    paths: dict[str, tuple[PathElement, ...]] | None
+    version: str | None = None
+    order: list[str] = field(default_factory=list)
+
+
+class _Context(NamedTuple):
+    file: str
+
+    def refuse(
+        self, what: str, *, key: str | None = None, expected: str | None = None, found: object = None
+    ) -> NoReturn:
+        raise SourceCorruptError(
+            f"{self.file}: {what}",
+            file=self.file,
+            key=key,
+            expected=expected,
+            found=None if found is None else found[:200] if isinstance(found, str) else brief(found),
+            why="the metadata was damaged or edited, or a custom planner wrote it",
+        )
+
+
+def parse_metadata(data: bytes, *, file: str) -> DcpMetadata:
+    """Parse and validate the bytes of ``.metadata``; ``file`` names it in messages.
+
+    Raises SourceUnsafeError (unknown globals), SourceCorruptError (contradictions), SourceIncompleteError (entries
+    without a stored item, all named).
+    """
+    context = _Context(file)
+    root = load_records(data, file=file)
+    if not isinstance(root, Record) or root.kind != "Metadata":
+        context.refuse("this is a pickle, but not DCP metadata", expected="Metadata", found=type(root).__name__)
+    fields = vars(root)
+    entries = fields.get("state_dict_metadata")
+    if not isinstance(entries, dict):
+        context.refuse("there is no table of entries", expected="state_dict_metadata")
+    stored = _stored_items(fields.get("storage_data"), context)
+    tensors: dict[str, DcpTensor] = {}
+    items: dict[str, Stored] = {}
+    missing: list[str] = []
+    for key, entry in entries.items():
+        if type(key) is not str or not isinstance(entry, Record):
+            context.refuse("an entry is neither a tensor nor a value", found=key)
+        if entry.kind == "TensorStorageMetadata":
+            tensors[key] = _tensor(key, entry, stored, missing, context)
+        elif entry.kind == "BytesStorageMetadata":
+            item = stored.get((key, None))
+            if item is None:
+                missing.append(key)
+            else:
+                items[key] = item
+        else:
+            context.refuse("an entry is neither a tensor nor a value", key=key, found=entry.kind)
+    _require_all(missing, context)
+    version = fields.get("version")
+    paths = _paths(fields.get("planner_data"))
+    order = list(entries)
+    if paths is not None:  # planner_data keeps the state dict's own order, the table of entries does not
+        order = list(dict.fromkeys([*(key for key in paths if key in entries), *order]))
+    return DcpMetadata(tensors, items, paths, version if isinstance(version, str) else None, order)
+
+
+def _require_all(missing: list[str], context: _Context) -> None:
+    if missing:
+        raise SourceIncompleteError(
+            f"{context.file}: {len(missing)} entries have no stored data",
+            details=missing[:50],
+            why="the save did not finish, or the metadata was damaged",
+            next_step="save the checkpoint again",
+            file=context.file,
+            key=missing[0],
+        )
+
+
+def _stored_items(data: object, context: _Context) -> dict[tuple[str, _Indexes | None], Stored]:
+    if not isinstance(data, dict):
+        context.refuse("there is no table of stored items", expected="storage_data")
+    stored: dict[tuple[str, _Indexes | None], Stored] = {}
+    checked: set[str] = set()
+    for index, info in data.items():
+        try:
+            where = index.__dict__
+            what = info.__dict__
+            path, offset, length = what["relative_path"], what["offset"], what["length"]
+            place = (where["fqn"], where.get("offset"))  # absent for a pickled value
+        except (AttributeError, KeyError, TypeError):
+            context.refuse("an entry of storage_data has another form than torch writes", found=index)
+        if type(path) is not str or path not in checked:
+            checked.add(_checked_path(path, context))
+        fqn, start = place
+        if type(fqn) is not str or not (start is None or _is_shape(start)):
+            context.refuse("an entry of storage_data names no tensor", found=f"{brief(fqn)} at {brief(start)}")
+        if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
+            said = f"{brief(offset)}, {brief(length)} bytes"
+            context.refuse("an item lies at an impossible place", key=fqn, found=said)
+        transforms = what.get("transform_descriptors")
+        stored[place] = Stored(path, offset, length, _transforms(transforms, context) if transforms else ())
+    return stored
+
+
+def _transforms(value: object, context: _Context) -> tuple[str, ...]:
+    if not isinstance(value, (list, tuple)):
+        context.refuse("an item's transforms are no list", found=value)
+    return tuple(name if isinstance(name, str) else brief(name) for name in value)
+
+
+def _checked_path(path: object, context: _Context) -> str:
+    """``path``; a relative path may not leave the directory it is relative to."""
+    if type(path) is not str:
+        context.refuse("an item lies outside the checkpoint directory", expected="a relative path", found=brief(path))
+    bad = not path or path.startswith(("/", "\\")) or "\0" in path or ":" in path.split("/")[0]
+    if bad or ".." in str(path).replace("\\", "/").split("/"):
+        context.refuse("an item lies outside the checkpoint directory", expected="a relative path", found=brief(path))
+    return path
+
+
+def _is_shape(value: object) -> TypeGuard[_Indexes]:
+    if type(value) is not tuple:
+        return False
+    return not value or (_INTEGERS.issuperset(map(type, value)) and min(value) >= 0)  # a bool is no extent
+
+
+def _tensor(
+    key: str,
+    entry: Record,
+    stored: Mapping[tuple[str, _Indexes | None], Stored],
+    missing: list[str],
+    context: _Context,
+) -> DcpTensor:
+    fields = entry.__dict__
+    shape = fields.get("size")
+    dtype = _dtype(key, fields.get("properties"), context)
+    found = fields.get("chunks")
+    if not _is_shape(shape) or not isinstance(found, list):
+        context.refuse("a tensor has no shape or no chunks", key=key, found=f"{key}: {brief(shape)}")
+    if len(shape) > MAX_DIMENSIONS or prod(filter(None, shape)) * dtype.itemsize >= 1 << 63:
+        context.refuse("a tensor is larger than any can be", key=key, found=f"{key}: {brief(shape)}")
+    chunks: list[Chunk] = []
+    starts: set[_Indexes] = set()
+    for record in found:
+        start, size = _box(key, record, shape, context)
+        if start in starts:
+            if 0 in size:  # ranks beyond the last row all write the same empty chunk
+                continue
+            context.refuse("two chunks of one tensor start at the same place", key=key, found=f"{key} at {start}")
+        starts.add(start)
+        item = stored.get((key, start))
+        if item is None:
+            missing.append(f"{key} at {start}")
+        else:
+            chunks.append(Chunk(start, size, item))
+    return DcpTensor(dtype, shape, chunks)
+
+
+def _box(key: str, record: object, shape: _Indexes, context: _Context) -> tuple[_Indexes, _Indexes]:
+    fields = getattr(record, "__dict__", {})
+    start, size = fields.get("offsets"), fields.get("sizes")
+    if not _is_shape(start) or not _is_shape(size) or len(start) != len(shape) or len(size) != len(shape):
+        said = f"{key}: {brief(start)}, {brief(size)}"
+        context.refuse("a chunk has not its tensor's dimensions", key=key, found=said)
+    if not all(map(le, map(add, start, size), shape)):
+        context.refuse(
+            "a chunk lies outside its tensor", key=key, expected=f"inside {shape}", found=f"{start} + {size}"
+        )
+    return start, size
+
+
+def _dtype(key: str, properties: object, context: _Context) -> DType:
+    fields = getattr(properties, "__dict__", {})
+    state = fields.get("state")
+    # (dtype, layout, requires_grad, memory_format, pin_memory): TensorProperties.__getstate__
+    dtype = state[0] if isinstance(state, tuple) and state else fields.get("dtype")
+    if isinstance(state, dict):
+        dtype = state.get("dtype")
+    if not isinstance(dtype, TorchName):
+        context.refuse("a tensor has no dtype that fsdpckpt knows", key=key, found=f"{key}: {brief(dtype)}")
+    return DTYPES[dtype]
+
+
+def _paths(data: object) -> dict[str, tuple[PathElement, ...]] | None:
+    """planner_data, when it is what DefaultSavePlanner writes with flatten_state_dict; another one means no nesting."""
+    if not isinstance(data, dict) or not data:
+        return None
+    for key, path in data.items():
+        if type(key) is not str or type(path) is not tuple or not 0 < len(path) <= MAX_DEPTH:
+            return None
+        for element in path:
+            if type(element) is not str and (type(element) is not int or element < 0):
+                return None
+    return data
+
+
+def merge_metadata(parts: Iterable[tuple[str, DcpMetadata]]) -> DcpMetadata:
+    """One description of what several ranks wrote with rank-local metadata (``__<rank>.metadata``).
+
+    Each rank describes its own chunks and does not drop what others hold too: boxes that repeat are kept, they are
+    replicas. Raises SourceCorruptError when two ranks disagree on a shape or dtype.
+    """
+    merged = DcpMetadata({}, {}, None)
+    for file, part in parts:
+        for key, tensor in part.tensors.items():
+            known = merged.tensors.get(key)
+            if known is None:
+                merged.tensors[key] = DcpTensor(tensor.dtype, tensor.shape, list(tensor.chunks))
+            elif (known.dtype, known.shape) != (tensor.dtype, tensor.shape):
+                _Context(file).refuse(
+                    "two ranks disagree on a tensor",
+                    key=key,
+                    expected=f"{known.dtype.name} {known.shape}",
+                    found=f"{tensor.dtype.name} {tensor.shape}",
+                )
+            else:
+                known.chunks.extend(tensor.chunks)
+        for key, item in part.items.items():
+            merged.items.setdefault(key, item)
+        if part.paths is not None:
+            merged.paths = {**(merged.paths or {}), **part.paths}
+        merged.version = merged.version or part.version
+        merged.order.extend(part.order)
+    merged.order = list(dict.fromkeys(merged.order))
+    return merged

@@ -1,0 +1,151 @@
+"""Unpickle a DCP ``.metadata`` file into inert records, at C speed: nothing named in it is ever imported.
+
+``.metadata`` is one plain pickle (no zip) of a closed set of dataclasses. A checkpoint of 100,000 tensors has millions
+of them, so the names resolve to empty classes made for this one load, which the C unpickler fills by itself;
+``torch.Size`` resolves to a function that makes short tuples. A name outside the set becomes an inert placeholder too,
+and at the end all such names are reported together. The set was collected from files of torch 2.1 to 2.14
+(``torch/distributed/checkpoint/metadata.py``, ``filesystem.py``).
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import NoReturn
+
+from fsdpckpt.errors import SourceCorruptError, SourceUnsafeError
+from fsdpckpt.formats.pickle.check import check_pickle
+from fsdpckpt.formats.pickle.read import buffered
+from fsdpckpt.ir.dtypes import DTYPES, MAX_DIMENSIONS
+
+__all__ = ["Record", "TorchName", "load_records"]
+
+_INTEGERS = {int}
+_METADATA = "torch.distributed.checkpoint.metadata"
+_FILESYSTEM = "torch.distributed.checkpoint.filesystem"
+_SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.metadata"
+
+_RECORDS = frozenset(
+    {
+        (_METADATA, "Metadata"),
+        (_METADATA, "MetadataIndex"),
+        (_METADATA, "StorageMeta"),
+        (_METADATA, "TensorProperties"),
+        (_METADATA, "TensorStorageMetadata"),
+        (_METADATA, "BytesStorageMetadata"),
+        (_METADATA, "ChunkStorageMetadata"),
+        (_METADATA, "_MEM_FORMAT_ENCODING"),
+        (_FILESYSTEM, "_StorageInfo"),
+        (_SHARDED_TENSOR, "TensorProperties"),
+        (_SHARDED_TENSOR, "MEM_FORMAT_ENCODING"),
+        ("torch.serialization", "_get_layout"),
+        *(
+            (module, f"{pure}{system}Path")
+            for module in ("pathlib", "pathlib._local")
+            for pure in ("", "Pure")
+            for system in ("", "Posix", "Windows")
+        ),
+    }
+)
+
+
+def _size(extents: object = ()) -> tuple[int, ...]:
+    """``torch.Size``: few numbers, so that no pickle can build large tuples of sizes of sizes."""
+    few = type(extents) in (tuple, list) and len(extents) <= MAX_DIMENSIONS  # type: ignore[arg-type]
+    if not (few and _INTEGERS.issuperset(map(type, extents))):  # type: ignore[call-overload]
+        raise pickle.UnpicklingError("a size that is no short list of numbers")
+    return tuple(extents)  # type: ignore[arg-type]
+
+
+class Record:
+    """One call or instance of the file: ``vars(record)`` are its attributes, ``args`` what it was called with."""
+
+    kind = ""
+
+    def __init__(self, *args: object) -> None:
+        self.args = args
+
+
+class TorchName(str):
+    """``torch.<name>``, a dtype. A name and not the dtype itself: a pickle may set the state of whatever it names."""
+
+    __slots__ = ()
+
+
+class _Stateful(Record):
+    """A record whose state is no dict: TensorProperties pickles its five fields as one tuple."""
+
+    def __setstate__(self, state: object) -> None:
+        self.state = state
+
+
+class _Unpickler(pickle.Unpickler):
+    """Gives every name an inert class of this load's own, so that no file can leave traces for the next one."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(buffered(data))
+        self.unknown: dict[str, None] = {}
+        self._classes: dict[tuple[str, str], object] = {}
+
+    def find_class(self, module: str, name: str) -> object:
+        known = self._classes.get((module, name))
+        if known is None:
+            known = self._classes[(module, name)] = self._resolve(module, name)
+        return known
+
+    def _resolve(self, module: str, name: str) -> object:
+        if module == "torch":
+            if name == "Size":
+                return _size
+            if name in DTYPES:
+                return TorchName(name)
+        if (module, name) in _RECORDS:
+            base = _Stateful if name == "TensorProperties" else Record
+            return type(name, (base,), {"kind": name})
+        self.unknown[f"{module}.{name}"] = None
+        return type("Unknown", (_Stateful,), {"kind": "Unknown"})
+
+    def persistent_load(self, pid: object) -> NoReturn:
+        raise pickle.UnpicklingError("a persistent id has no place in .metadata")
+
+
+def load_records(data: bytes, *, file: str) -> object:
+    """The object in ``data``: records, tuples, dicts, scalars and ``TorchName``.
+
+    Raises SourceUnsafeError naming every global outside the closed set, SourceCorruptError when it is no pickle.
+    """
+    check_pickle(data, file, "is not a readable DCP metadata file")
+    unpickler = _Unpickler(data)
+    failure: Exception | None = None
+    loaded: object = None
+    try:
+        loaded = unpickler.load()
+    except (
+        pickle.UnpicklingError,
+        EOFError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        IndexError,
+        KeyError,
+        OverflowError,
+        MemoryError,
+        RecursionError,
+    ) as error:
+        failure = error
+    if unpickler.unknown:
+        raise SourceUnsafeError(
+            f"{file} names {len(unpickler.unknown)} globals that fsdpckpt does not know",
+            details=list(unpickler.unknown),
+            why="a custom save planner or storage writer added them, or somebody tampered with the file",
+            next_step="save again with the planner and writer of torch.distributed.checkpoint",
+            file=file,
+        )
+    if failure is not None:
+        raise SourceCorruptError(
+            f"{file} is not a readable DCP metadata file",
+            found=f"{type(failure).__name__}: {failure}",
+            why="the file was truncated or is still being written",
+            next_step="copy or save the checkpoint again",
+            file=file,
+        )
+    return loaded

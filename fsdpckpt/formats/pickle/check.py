@@ -1,0 +1,273 @@
+"""Check a pickle's opcodes before the C unpickler sees them: whole, no larger than they say, and within bounds.
+
+The C unpickler believes numbers: a memo number of two thousand million, which a few damaged bytes make, has it fill a
+table of 32 GB. It makes an object of 200 bytes for an opcode of one, and hashes nested tuples for as long as that
+takes. Layout of the opcodes: ``pickletools`` of the standard library.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+from fsdpckpt.errors import SourceCorruptError, SourceUnsafeError
+from fsdpckpt.formats.pickle.cost import weigh
+
+__all__ = ["check_pickle", "check_size", "is_tame"]
+
+_MAX_PICKLE_BYTES = 4 << 30
+"""More than the metadata of a million tensors on thousands of ranks: what says more is damaged, and is not read."""
+
+_COUNTED = {  # opcodes with a counted text: bytes of the count
+    ord("U"): 1,
+    ord("C"): 1,
+    0x8A: 1,
+    0x8C: 1,
+    ord("X"): 4,
+    ord("B"): 4,
+    ord("T"): 4,
+    0x8B: 4,
+    0x8D: 8,
+    0x8E: 8,
+    0x96: 8,
+}
+_LINES = {**dict.fromkeys(b"ILFSVgP", 1), **dict.fromkeys(b"ci", 2)}  # opcodes with text up to a newline: how many
+_PUT, _STOP, _LONG4 = ord("p"), ord("."), 0x8B
+_EXTENSIONS = (0x82, 0x83, 0x84)
+_MAX_NUMBER = 1785  # bytes of an integer: Python refuses to write one of more than 4300 digits as text
+_MAX_NUMBER_TEXT = 4096
+_NUMBERS = b"IL"
+
+# What takes the place of opcodes with texts in what ``is_tame`` looks at.
+_STAND_INS = {**dict.fromkeys(b"ILFSVP", b"S"), ord("c"): b"c"}
+
+# Bytes that an opcode of one byte makes the unpickler allocate (CPython 3.11, rounded up).
+_ALLOCATED = (
+    (b"]", 64),
+    (b"}", 72),
+    (b"\x8f", 224),
+    (b"\x91", 224),
+    (b"t", 64),
+    (b"l", 64),
+    (b"d", 72),
+    (b"\x85", 64),
+    (b"\x86", 64),
+    (b"\x87", 72),
+    (b"R", 240),
+    (b"\x81", 240),
+)
+_FREE_BYTES = 256 << 20  # allocated by a pickle of any size ...
+_PER_BYTE = 32  # ... and by each of its bytes; honest ones need 6 to 10
+_MOST_ALLOCATED = max(nbytes for _, nbytes in _ALLOCATED)
+
+
+@lru_cache(maxsize=64)
+def _run_of_fixed(limit: bytes) -> re.Pattern[bytes]:
+    """A run of opcodes of fixed size, of which LONG_BINPUT's number is at most about ``limit`` (4 bytes)."""
+    zeros = len(limit) - len(limit.lstrip(b"\0"))
+    highest = b"[\\x00-\\x%02x]" % limit[zeros] if zeros < 4 else b"\\x00"
+    number = b"." * (3 - zeros) + highest + b"\\x00" * zeros
+    return re.compile(
+        rb"(?:[(012NRQabde\]}l)ostu\x81\x85-\x89\x8f-\x94\x97\x98]++|[Khq\x80].|M..|[Jj]....|[G\x95].{8}|r"
+        + number
+        + rb")*+",
+        re.DOTALL,
+    )
+
+
+def check_size(nbytes: int, file: str) -> None:
+    """Raises SourceCorruptError when ``nbytes`` is more than a pickle in ``file`` can have: it is not read then."""
+    if nbytes > _MAX_PICKLE_BYTES:
+        raise _corrupt(
+            f"{file} holds an impossibly large pickle", file, f"up to {_MAX_PICKLE_BYTES}", f"{nbytes} bytes"
+        )
+
+
+def check_pickle(data: bytes, file: str, what: str = "holds a pickle that cannot be read") -> None:
+    """Check that the pickle ``data`` is made of whole opcodes up to a STOP, its counts and numbers no larger than it.
+
+    What loading it allocates is then at most 256 MiB and some 50 bytes for each of its bytes, and the time it takes is
+    in proportion to its length. Raises SourceCorruptError when it is not so (``file`` and ``what`` make its sentence),
+    SourceUnsafeError for extension codes, which stand for any object.
+    """
+    runs = _fixed_opcodes(data, file, what)
+    joined = b"".join(runs)
+    limit = _FREE_BYTES + _PER_BYTE * len(data)
+    if len(data) * _MOST_ALLOCATED > limit:
+        allocated = sum(joined.count(opcode) * nbytes for opcode, nbytes in _ALLOCATED)
+        if allocated > limit:
+            raise _corrupt(f"{file} {what}", file, f"values that fit into {limit} bytes", f"{allocated} bytes of them")
+    trouble = None if is_tame(joined) else weigh(data)
+    if trouble is not None:
+        raise _corrupt(f"{file} {what}", file, "values that end", trouble)
+
+
+def _fixed_opcodes(data: bytes, file: str, what: str) -> list[bytes]:
+    """The opcodes of fixed size, run by run; between the runs what stands for those with texts."""
+    run = _run_of_fixed(len(data).to_bytes(4, "big") if len(data) < 1 << 32 else b"\xff" * 4).match
+    at, end = 0, len(data)
+    runs: list[bytes] = []
+    while at < end:
+        found = run(data, at)
+        if found is not None:
+            runs.append(found[0])
+            at = found.end()
+        if at == end:
+            break
+        opcode = data[at]
+        width = _COUNTED.get(opcode)
+        if width is not None:
+            at += 1 + width
+            nbytes = int.from_bytes(data[at - width : at], "little")
+            if opcode == _LONG4 and nbytes > _MAX_NUMBER:
+                raise _corrupt(f"{file} {what}", file, f"integers of up to {_MAX_NUMBER} bytes", f"{nbytes} bytes")
+            at += nbytes
+            runs.append(b"S")
+        elif opcode == _STOP:
+            return runs
+        else:
+            at = _after_line(data, at, opcode, file, what)
+            runs.append(_STAND_INS.get(opcode, b"?"))
+    raise _corrupt(f"{file} {what}", file, "an end", "none")
+
+
+def _after_line(data: bytes, at: int, opcode: int, file: str, what: str) -> int:
+    """The place after an opcode with text up to a newline; any other opcode is refused."""
+    if opcode in _EXTENSIONS:
+        raise SourceUnsafeError(
+            f"{file} uses pickle extension codes",
+            file=file,
+            found=f"opcode {opcode:#04x} at byte {at}",
+            why="an extension code stands for any object that some library registered",
+        )
+    lines = 1 if opcode == _PUT else _LINES.get(opcode)
+    if lines is None:
+        raise _corrupt(f"{file} {what}", file, "an opcode", f"byte {opcode:#04x} at {at}")
+    after = at
+    for _ in range(lines):
+        after = data.find(b"\n", after + 1)
+        if after < 0:
+            raise _corrupt(f"{file} {what}", file, "a line", f"none after byte {at}")
+    if opcode == _PUT and not (data[at + 1 : after].isdigit() and int(data[at + 1 : after][:20]) <= len(data)):
+        raise _corrupt(f"{file} {what}", file, "a memo number", repr(data[at + 1 : after][:20]))
+    if opcode in _NUMBERS and after - at > _MAX_NUMBER_TEXT:
+        raise _corrupt(f"{file} {what}", file, "a number", f"{after - at} digits")
+    return after + 1
+
+
+def _corrupt(message: str, file: str, expected: str, found: str) -> SourceCorruptError:
+    return SourceCorruptError(
+        message,
+        file=file,
+        expected=expected,
+        found=found,
+        why="the file is damaged or truncated, PyTorch did not write it, or it was made to keep a reader busy",
+        next_step="save or copy the checkpoint again",
+    )
+
+
+_MAX_NESTED = 20_000  # tuples within each other that no stack of 8 MiB is too small for
+
+_PUT_pickle_tame = rb"(?:q.|r.{4})"
+_MEMOISED = rb"(?:q.|r.{4}|\x94)"
+_PLAIN = rb"[K\x80].|M..|J.{4}|[G\x95].{8}"
+_SINGLE = rb"ScNRQabe\]}stu\x81\x85-\x89\x8f\x90\x91\x93"
+_ITEM = rb"(?:S" + _MEMOISED + rb"?+|[Kh].|M..|[Jj].{4})"  # of a tuple that holds no other: a number, a text
+
+
+def _finding(found: bytes, *, skipped: bytes) -> re.Pattern[bytes]:
+    """Finds ``found`` among opcodes of which nothing is memoised but ``skipped``; one match more at the end."""
+    return re.compile(
+        rb"(?:"
+        + skipped
+        + _PLAIN
+        + rb"|["
+        + _SINGLE
+        + rb"](?![qr\x94])|\)R?+(?![qr\x94])|\((?!t))*+(?:"
+        + found
+        + rb")",
+        re.DOTALL,
+    )
+
+
+# Numbers of the memo are written by protocols up to 3, and counted since: a pickle that mixes them is not tame.
+# What is found is a reference, what memoises something, or any byte that makes the pickle not tame.
+_COUNTED_pickle_tame = _finding(rb"(h.|j.{4}|\)R\x94|[" + _SINGLE + rb"]\x94|\Z|.)", skipped=b"")
+_NUMBERED = _finding(
+    rb"(h.|j.{4}|\Z|.)", skipped=rb"\)R" + _PUT_pickle_tame + rb"|[" + _SINGLE + rb"]" + _PUT_pickle_tame + b"|"
+)
+# Where a tuple, a list, a dict or what a call without arguments made is put; of a pickle that is otherwise tame.
+_PUTS = _finding(
+    rb"(?:\)R|[" + _SINGLE + rb"])(" + _PUT_pickle_tame + rb")|\Z",
+    skipped=rb"h.|j.{4}|[Sc\x93R\x81]" + _PUT_pickle_tame + rb"|",
+)
+# A tuple of numbers and texts holds no tuple; one that a call, a state or a persistent id takes is in no tuple.
+_NESTING = re.compile(
+    rb"(?:" + _ITEM + rb"(?:\x85|" + _ITEM + rb"(?:\x86|" + _ITEM + rb"\x87))|\(" + _ITEM + rb"*+t"
+    rb"|[t\x85-\x87](?="
+    + _MEMOISED
+    + rb"?[RbQ\x81])|[ScNRQabe\]}()su\x81\x88\x89\x8f\x90\x91\x93]|h.|j.{4}|"
+    + _PLAIN
+    + rb"|"
+    + _MEMOISED
+    + rb")*+([t\x85-\x87]|\Z|.)",
+    re.DOTALL,
+)
+_REFERABLE = b"Sc\x93R\x81"  # a text, a name, the result of a call
+_REFERENCES = (b"h", b"j")
+
+
+def _evident(put: bytes) -> re.Pattern[bytes]:
+    """A pickle that memoises nothing but what may be referred to, and of which every tuple is of numbers and texts or
+    taken at once: what this program's DCP metadata is. Quicker than looking at each reference."""
+    item = rb"(?:[hK].|S" + put + rb"?+|[Jj].{4}|M..)"
+    few = item + rb"(?:" + item + rb"(?:" + item + rb"++[\x85-\x87]?+|[\x85\x86]?+)|\x85?+)"
+    return re.compile(
+        rb"(?:" + few + rb"|\)R?+|[\x81R]" + put + rb"?+|[NQabe\]}su\x88\x89\x8f\x90\x91]++|\(" + item + rb"++t"
+        rb"|\((?!t)|[t\x85-\x87](?=[RbQ\x81])|[c\x93]" + put + rb"?+|[G\x95].{8}|\x80.)*+",
+        re.DOTALL,
+    )
+
+
+_EVIDENT_COUNTED, _EVIDENT_NUMBERED = _evident(rb"\x94"), _evident(_PUT_pickle_tame)
+
+
+def is_tame(opcodes: bytes) -> bool:
+    """Whether nothing but texts, names and results of calls is referred back to, and tuples nest little.
+
+    ``opcodes``: with their operands, but S for one with a text, c for a name, ? for what needs a closer look. A call
+    without arguments makes a container, and is no such result. False when in doubt.
+    """
+    counted = opcodes[:1] == b"\x80" and opcodes[1:2] >= b"\x04"
+    if (_EVIDENT_COUNTED if counted else _EVIDENT_NUMBERED).fullmatch(opcodes):
+        return True
+    clean = _counted_are_clean if counted else _numbered_are_clean
+    return clean(opcodes) and _nests_little(opcodes)
+
+
+def _numbered_are_clean(opcodes: bytes) -> bool:
+    """Whether no number that is referred to is that of a tuple, a list or a dict."""
+    found = set(_NUMBERED.findall(opcodes))  # few: the same places are referred to again and again
+    if any(len(match) == 1 for match in found):
+        return False
+    numbers = {match[1:].ljust(4, b"\0") for match in found if match}
+    puts = {b"r" + number for number in numbers}
+    puts |= {b"q" + number[:1] for number in numbers if number.endswith(b"\0\0\0")}
+    return puts.isdisjoint(_PUTS.findall(opcodes))
+
+
+def _counted_are_clean(opcodes: bytes) -> bool:
+    """The same where what is memoised has no numbers, but is counted."""
+    found = _COUNTED_pickle_tame.findall(opcodes)
+    kinds = set(found)
+    if any(len(match) == 1 for match in kinds):
+        return False
+    references = {int.from_bytes(match[1:], "little") for match in kinds if match[:1] in _REFERENCES}
+    memoised = [match[0] in _REFERABLE for match in found if match and match[:1] not in _REFERENCES]
+    return all(memoised[number] for number in references if number < len(memoised))
+
+
+def _nests_little(opcodes: bytes) -> bool:
+    if sum(opcodes.count(opcode) for opcode in (b"t", b"\x85", b"\x86", b"\x87")) <= _MAX_NESTED:
+        return True
+    return len(_NESTING.findall(opcodes)) <= _MAX_NESTED

@@ -1,0 +1,334 @@
+"""Refuse pickles whose values would be hashed or copied for ever: small to read, endless to use.
+
+CPython hashes a tuple by hashing its items, each time anew, in C, without looking at the clock or at the stack: forty
+tuples, each of which holds the one before twice, are a dict key that takes a year, and a million nested ones overrun
+the stack. BUILD copies a state each time it is used. So the opcodes are gone through once before the C unpickler sees
+them, with a number in place of each value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import cast
+
+from fsdpckpt.errors import SourceCorruptError
+from fsdpckpt.ir.values import Object, Value
+
+__all__ = ["MAX_DEPTH", "check_expansion", "weigh"]
+
+MAX_DEPTH = 200  # deeper nesting than any state dict, shallow enough for Python's stack
+_FREE = 1_000_000  # items hashed or copied that take no time worth speaking of ...
+_PER_BYTE = 20  # ... and for each byte of the pickle
+
+# What is known of a value is one number: how many items it has, all references followed, plus these. A call's result
+# is an object unless the call had no arguments, as that of a container.
+_LEAF, _OBJECT, _CONTAINER = 1, 2, 3
+_DEPTH = 1 << 40  # for each level of nested tuples
+_SHARED = 1 << 56  # it is, or holds, a container that was referred back to
+_ITEMS = _DEPTH - 1
+
+# Kinds of opcodes, the most frequent ones first, as they are asked for in this order.
+_PUSH, _GET, _PUT, _TEXT, _MEMOIZE, _MARK, _TUPLE_N, _NEW, _TUPLE, _CALL, _UPDATE, _BUILD = range(1, 13)
+_LONG_PUT, _LONG_GET, _SKIP, _OTHER = range(13, 17)
+
+
+def _table() -> tuple[bytes, bytes]:
+    """Kind by opcode, and the bytes of one of fixed size (of its count where a counted text follows)."""
+    kinds, sizes = bytearray(256), bytearray(b"\1" * 256)
+    for opcodes, kind, size in (
+        (b"N)\x88\x89", _PUSH, 1),
+        (b"K", _PUSH, 2),
+        (b"M", _PUSH, 3),
+        (b"J", _PUSH, 5),
+        (b"G", _PUSH, 9),
+        (b"h", _GET, 2),
+        (b"q", _PUT, 2),
+        (b"UC\x8a\x8c", _TEXT, 1),
+        (b"XBT\x8b", _TEXT, 4),
+        (b"\x8d\x8e\x96", _TEXT, 8),
+        (b"\x94", _MEMOIZE, 1),
+        (b"(", _MARK, 1),
+        (b"\x85\x86\x87", _TUPLE_N, 1),
+        (b"]}\x8f", _NEW, 1),
+        (b"t", _TUPLE, 1),
+        (b"R\x81", _CALL, 1),
+        (b"u", _UPDATE, 1),
+        (b"b", _BUILD, 1),
+        (b"r", _LONG_PUT, 5),
+        (b"j", _LONG_GET, 5),
+        (b"\x80", _SKIP, 2),
+        (b"\x95", _SKIP, 9),
+        (b"\x98", _SKIP, 1),
+    ):
+        for opcode in opcodes:
+            kinds[opcode], sizes[opcode] = kind, size
+    for opcode in b"ILFSVPgpciae01246dlosQ\x90\x91\x92\x93\x97":
+        kinds[opcode] = kinds[opcode] or _OTHER
+    return bytes(kinds), bytes(sizes)
+
+
+_KINDS, _SIZES = _table()
+_LINES = {**dict.fromkeys(b"ILFSVPgp", 1), **dict.fromkeys(b"ci", 2)}  # opcodes with text up to a newline: how many
+
+
+class _TooHeavyError(Exception):
+    pass
+
+
+def weigh(data: bytes) -> str | None:
+    """What makes the pickle ``data`` (of whole opcodes up to a STOP) endless, None when nothing does."""
+    try:
+        _walk(data, _Budget(len(data)))
+    except _TooHeavyError as error:
+        return str(error)
+    except LookupError:
+        return None  # something is taken from where nothing is: the unpickler says so
+    return None
+
+
+class _Budget:
+    """Counts what is hashed and what may be copied; raises _TooHeavyError when it is too much."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.limit = _FREE + _PER_BYTE * nbytes
+        self._spent = 0
+        self._largest = 1 + nbytes // 8  # items that a container in this pickle may have
+
+    def tuple_of(self, items: Sequence[int]) -> int:
+        """The number of the tuple of ``items``, of which one is a tuple, shared, or large."""
+        depth = max(((item >> 40) & 0xFFFF for item in items), default=0) + 1
+        if depth > MAX_DEPTH:
+            raise _TooHeavyError(f"tuples more than {MAX_DEPTH} deep")
+        total = sum(item & _ITEMS for item in items) + 1
+        if total > self.limit:
+            raise _TooHeavyError(f"a tuple of {total:.3g} items")
+        return total + depth * _DEPTH + (_SHARED if any(item >= _SHARED for item in items) else 0)
+
+    def hashed(self, items: Sequence[int]) -> None:
+        self._spent += sum(item & _ITEMS for item in items)
+        self._check()
+
+    def used(self, item: int) -> None:
+        """``item`` is an argument or a state."""
+        self._spent += item & _ITEMS
+        if item >= _SHARED:
+            self._spent += self._largest
+        self._check()
+
+    def _check(self) -> None:
+        if self._spent > self.limit:
+            raise _TooHeavyError("values that are hashed or copied again and again")
+
+
+def _walk(data: bytes, budget: _Budget) -> None:  # noqa: PLR0912, PLR0915 (one loop: it runs for every opcode)
+    """The unpickler's stack and memo with numbers for values. Raises _TooHeavyError, LookupError."""
+    kinds, sizes, number = _KINDS, _SIZES, int.from_bytes
+    stack: list[int] = []
+    push, pop = stack.append, stack.pop
+    marks: list[int] = []
+    memo: dict[int, int] = {}  # what is not in it is a leaf
+    memoised = at = 0
+    used, limit = budget.used, budget.limit
+    while True:
+        opcode = data[at]
+        kind = kinds[opcode]
+        if kind == _PUSH:
+            push(_LEAF)
+            at += sizes[opcode]
+        elif kind == _GET:
+            push(memo.get(data[at + 1], _LEAF))
+            at += 2
+        elif kind == _TEXT:
+            width = sizes[opcode]
+            at += 1 + width
+            at += data[at - 1] if width == 1 else number(data[at - width : at], "little")
+            push(_LEAF)
+        elif kind == _PUT:
+            value = stack[-1]
+            memo[data[at + 1]] = value if value <= _OBJECT else value | _SHARED
+            memoised += 1
+            at += 2
+        elif kind == _LONG_PUT:
+            value = stack[-1]
+            memo[number(data[at + 1 : at + 5], "little")] = value if value <= _OBJECT else value | _SHARED
+            memoised += 1
+            at += 5
+        elif kind == _MEMOIZE:
+            if stack[-1] != _LEAF:
+                _remember(memo, memoised, stack[-1])
+            memoised += 1
+            at += 1
+        elif kind == _MARK:
+            marks.append(len(stack))
+            at += 1
+        elif kind in (_TUPLE_N, _TUPLE):
+            begin = marks.pop() if kind == _TUPLE else len(stack) + 0x84 - opcode
+            items = stack[begin:]
+            total = sum(items) + 1
+            del stack[begin:]
+            push(total + _DEPTH if total < limit else budget.tuple_of(items))
+            at += 1
+        elif kind == _NEW:
+            push(_CONTAINER)
+            at += 1
+        elif kind == _CALL:
+            arguments = pop()
+            if arguments > _DEPTH + 64:
+                used(arguments)
+            stack[-1] = _OBJECT if arguments != _LEAF else _CONTAINER
+            at += 1
+        elif kind == _UPDATE:
+            begin = marks.pop()
+            keys = stack[begin::2]
+            if sum(keys) != len(keys):
+                budget.hashed(keys)
+            del stack[begin:]
+            at += 1
+        elif kind == _BUILD:
+            state = pop()
+            if state > _CONTAINER:
+                used(state)
+            at += 1
+        elif kind == _LONG_GET:
+            push(memo.get(number(data[at + 1 : at + 5], "little"), _LEAF))
+            at += 5
+        elif kind == _SKIP:
+            at += sizes[opcode]
+        elif kind == _OTHER:
+            at = _rare(data, at, stack, marks, memo, budget)
+        else:  # STOP
+            return
+
+
+def _remember(memo: dict[int, int], number: int, value: int) -> None:
+    memo[number] = value | _SHARED if value > _OBJECT else value
+
+
+def _rare(  # noqa: PLR0912 (a case for each)
+    data: bytes, at: int, stack: list[int], marks: list[int], memo: dict[int, int], budget: _Budget
+) -> int:
+    """The effect of an opcode that is seldom seen; returns the place after it."""
+    opcode = data[at : at + 1]
+    after = at + 1
+    begin = at
+    for _ in range(_LINES.get(data[at], 0)):
+        begin = after
+        after = data.index(b"\n", after) + 1
+    if opcode in b"ILFSVPc":
+        stack.append(_LEAF)
+    elif opcode == b"g":
+        stack.append(memo.get(_index(data[begin:after]), _LEAF))
+    elif opcode == b"p":
+        _remember(memo, _index(data[begin:after]), stack[-1])
+    elif opcode == b"\x97":
+        stack.append(_CONTAINER)
+    elif opcode == b"a":
+        stack.pop()
+    elif opcode == b"0":
+        if marks and marks[-1] == len(stack):
+            marks.pop()
+        else:
+            stack.pop()
+    elif opcode == b"2":
+        stack.append(stack[-1] | _SHARED if stack[-1] > _OBJECT else stack[-1])
+    elif opcode == b"s":
+        stack.pop()
+        budget.hashed([stack.pop()])
+    elif opcode == b"Q":
+        budget.used(stack.pop())
+        stack.append(_OBJECT)
+    elif opcode == b"\x93":
+        stack.pop()
+        stack[-1] = _LEAF
+    elif opcode == b"\x92":
+        budget.used(stack.pop())
+        budget.used(stack.pop())
+        stack[-1] = _OBJECT
+    else:
+        _to_the_mark(opcode, stack, marks, budget)
+    return after
+
+
+def _to_the_mark(opcode: bytes, stack: list[int], marks: list[int], budget: _Budget) -> None:
+    """The opcodes that take what is above the topmost mark."""
+    begin = marks.pop()
+    items = stack[begin:]
+    del stack[begin:]
+    if opcode in b"\x90\x91":
+        budget.hashed(items)
+    elif opcode == b"d":
+        budget.hashed(items[::2])
+    elif opcode in b"io":
+        for item in items:
+            budget.used(item)
+    if opcode in b"dlio\x91":
+        stack.append(_CONTAINER)
+
+
+def _index(text: bytes) -> int:
+    return int(text) if text.strip().isdigit() else -1
+
+
+_SHARING = 10  # how many times larger than what is stored the expanded value may be ...
+_FREE_expansion = 1_000_000  # ... past this many entries, which every walk gets through
+_CONTAINERS = (dict, list, tuple, set, Object)
+
+
+def check_expansion(root: Value, file: str) -> None:
+    """Raises SourceCorruptError when ``root``, its shared parts counted wherever they are, is too deep or too big."""
+    measure = _Measure(file)
+    entries, _ = measure.of(root)
+    if entries > _FREE_expansion + _SHARING * measure.stored:
+        raise SourceCorruptError(
+            f"{file} shares values so often that they never end",
+            file=file,
+            expected=f"at most {_FREE + _SHARING * measure.stored} entries",
+            found=f"{entries:.3g}" if entries < 1e300 else "more than a number can say",
+            why="the file was made to keep a reader busy; training code does not do this",
+        )
+
+
+class _Measure:
+    def __init__(self, file: str) -> None:
+        self._file = file
+        self._known: dict[int, tuple[int, int] | None] = {}  # None: being measured right now
+        self.stored = 0
+
+    def of(self, value: Value) -> tuple[int, int]:
+        """Entries and depth of a value, all its parts expanded; a value that is no container has 1 and 0."""
+        if not isinstance(value, _CONTAINERS) or (not isinstance(value, Object) and not value):
+            return 1, 0
+        if id(value) in self._known:
+            known = self._known[id(value)]
+            if known is None:
+                raise self._too_deep()
+            return known
+        self._known[id(value)] = None
+        children = _children(value)
+        self.stored += len(children)
+        entries, depth = len(children), 0
+        for child in children:
+            if isinstance(child, _CONTAINERS):
+                inner, below = self.of(child)
+                entries += inner
+                depth = max(depth, below)
+        if depth >= MAX_DEPTH:
+            raise self._too_deep()
+        self._known[id(value)] = entries, depth + 1
+        return entries, depth + 1
+
+    def _too_deep(self) -> SourceCorruptError:
+        return SourceCorruptError(
+            f"{self._file} nests values more than {MAX_DEPTH} deep, or a value contains itself", file=self._file
+        )
+
+
+def _children(value: Value) -> Collection[Value]:
+    """What a container holds; a key that is a container is held too."""
+    if isinstance(value, dict):
+        keys = [key for key in value if isinstance(key, (tuple, Object))]
+        attributes = getattr(value, "__dict__", None)  # an OrderedDict has some
+        return [*value.values(), *keys, *(attributes or {}).values()] if keys or attributes else value.values()
+    if isinstance(value, Object):
+        return [value.args, value.state, *value.items, *(part for entry in value.entries for part in entry)]
+    return cast("Collection[Value]", value)

@@ -1,0 +1,245 @@
+"""The header of a safetensors file: parsed strictly, and only then believed.
+
+Format (safetensors README, "Format"): 8 bytes little-endian header length, a JSON object of that length (padded with
+spaces), then the data. Each tensor names its dtype, shape and ``data_offsets`` [begin, end) in the data; together they
+cover the data without overlap and without holes. ``__metadata__`` maps strings to strings.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, NoReturn
+
+from fsdpckpt.errors import SourceCorruptError, SourceError, SourceUnsupportedError
+from fsdpckpt.ir.dtypes import DTYPES, MAX_DIMENSIONS, SAFETENSORS_DTYPES, DType
+from fsdpckpt.storage.sources import ByteSource
+from fsdpckpt.text import brief
+
+__all__ = [
+    "Header",
+    "HeaderTensor",
+    "METADATA_KEY",
+    "VERSION",
+    "looks_like_safetensors",
+    "model_key",
+    "read_header",
+    "state_key",
+]
+
+LENGTH_BYTES = 8
+MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
+
+_LONG = 1 << 20  # bytes of a header that is looked at before it is parsed
+_STRINGS = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+
+# Codes newer libraries write that the safetensors version this program writes for cannot read back.
+_READ_ONLY_CODES = {"F8_E8M0": DTYPES["float8_e8m0fnu"]}
+
+
+class HeaderTensor(NamedTuple):
+    """One tensor: row-major elements, ``nbytes`` from byte ``offset`` of the file."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """``tensors`` in the header's own order; ``begin`` and ``end`` are the bytes of the whole blob in the file."""
+
+    tensors: dict[str, HeaderTensor]
+    metadata: dict[str, str]
+    begin: int
+    end: int
+
+
+def looks_like_safetensors(head: bytes, nbytes: int) -> bool:
+    """Whether ``head`` (the first 9 bytes or more of ``nbytes``) can begin a safetensors blob."""
+    if len(head) <= LENGTH_BYTES:
+        return False
+    length = int.from_bytes(head[:LENGTH_BYTES], "little")
+    return 2 <= length <= min(MAX_HEADER_BYTES, nbytes - LENGTH_BYTES) and head[LENGTH_BYTES : LENGTH_BYTES + 1] == b"{"
+
+
+def read_header(source: ByteSource, *, begin: int = 0, end: int | None = None) -> Header:
+    """The header of the blob that lies in [begin, end) of ``source``, by default all of it.
+
+    Raises SourceCorruptError for anything the format forbids, SourceUnsupportedError for dtypes without a torch
+    counterpart, naming every tensor of such a dtype.
+    """
+    end = source.nbytes if end is None else end
+    parser = _Parser(source.path)
+    if end - begin < LENGTH_BYTES:
+        parser.refuse("the file is too short for a safetensors header", found=f"{end - begin} bytes")
+    length = int.from_bytes(source.read(begin, LENGTH_BYTES), "little")
+    if length > MAX_HEADER_BYTES:
+        parser.refuse("the header is impossibly long", expected=f"at most {MAX_HEADER_BYTES} bytes", found=str(length))
+    data_begin = begin + LENGTH_BYTES + length
+    if data_begin > end:
+        parser.refuse(
+            "the header ends after the file",
+            expected=f"at least {data_begin - begin} bytes",
+            found=str(end - begin),
+        )
+    table = parser.parse(source.read(begin + LENGTH_BYTES, length))
+    metadata = parser.metadata(table.pop("__metadata__", {}))
+    tensors = parser.tensors(table, data_begin, end)
+    return Header(tensors, metadata, begin, end)
+
+
+class _DuplicateKey(ValueError):
+    pass
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise _DuplicateKey(key)
+            seen.add(key)
+    return table
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no JSON")
+
+
+class _Parser:
+    """Carries the file name into every refusal."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+
+    def refuse(
+        self, what: str, *, key: str | None = None, expected: str | None = None, found: str | None = None
+    ) -> NoReturn:
+        raise SourceCorruptError(
+            f"{self.file}: {what}",
+            file=self.file,
+            key=key,
+            expected=expected,
+            found=found,
+            why="the file was truncated, is still being written, or is no safetensors file",
+            next_step="copy or save the checkpoint again",
+        )
+
+    def parse(self, text: bytes) -> dict[str, object]:
+        if not text.startswith(b"{"):
+            self.refuse("the header does not begin with '{'", found=repr(text[:8]))
+        if len(text) > _LONG:
+            self._check_punctuation(text)
+        try:
+            table = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+        except _DuplicateKey as error:
+            self.refuse("a key stands twice in the header", key=str(error), found=str(error))
+        except (UnicodeDecodeError, ValueError, RecursionError) as error:
+            self.refuse("the header is no valid JSON", found=f"{type(error).__name__}: {error}"[:200])
+        if not isinstance(table, dict):
+            self.refuse("the header is no JSON object", found=type(table).__name__)
+        return table
+
+    def _check_punctuation(self, text: bytes) -> None:
+        """JSON of three bytes makes a list of sixty: what no header has so many of is refused before it is parsed."""
+        plain = _STRINGS.sub(b"", text)
+        objects, lists, pairs, items = (plain.count(mark) for mark in (b"{", b"[", b":", b","))
+        if objects > 2 + pairs // 3 or lists > 2 * objects or items > pairs + MAX_DIMENSIONS * objects:
+            self.refuse(
+                "the header is no valid JSON of tensors",
+                expected="dtype, shape and data_offsets of each",
+                found=f"{objects} objects, {lists} lists",
+            )
+
+    def metadata(self, data: object) -> dict[str, str]:
+        if not isinstance(data, dict) or not all(isinstance(value, str) for value in data.values()):
+            self.refuse("__metadata__ is no map of strings to strings", key="__metadata__", found=brief(data))
+        return {str(key): str(value) for key, value in data.items()}
+
+    def tensors(self, table: Mapping[str, object], data_begin: int, end: int) -> dict[str, HeaderTensor]:
+        tensors: dict[str, HeaderTensor] = {}
+        unknown: list[str] = []
+        spans: list[tuple[int, int, str]] = []
+        for key, entry in table.items():
+            code, shape, begin, stop = self._entry(key, entry)
+            dtype = SAFETENSORS_DTYPES.get(code) or _READ_ONLY_CODES.get(code)
+            if dtype is None:
+                unknown.append(f"{key}: {code}")
+                continue
+            nbytes = dtype.itemsize
+            for extent in shape:
+                nbytes *= extent
+            if nbytes != stop - begin:
+                self.refuse(
+                    f"{key} has not the bytes of its shape",
+                    key=key,
+                    expected=f"{nbytes} bytes for {code} {list(shape)}",
+                    found=str(stop - begin),
+                )
+            spans.append((begin, stop, key))
+            tensors[key] = HeaderTensor(dtype, shape, data_begin + begin, nbytes)
+        if unknown:
+            raise self._unknown_dtypes(unknown)
+        self._check_cover(spans, end - data_begin)
+        return tensors
+
+    def _entry(self, key: str, entry: object) -> tuple[str, tuple[int, ...], int, int]:
+        if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+            self.refuse(f"{key} has not dtype, shape and data_offsets", key=key, found=brief(entry))
+        code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+        if type(code) is not str:
+            self.refuse(f"the dtype of {key} is no string", key=key, found=brief(code))
+        if not _is_counts(shape):
+            self.refuse(f"the shape of {key} is no list of counts", key=key, found=brief(shape))
+        # Strides go on over dimensions without elements; torch too says "Stride calculation overflowed".
+        if len(shape) > MAX_DIMENSIONS or math.prod(filter(None, shape)) >= 1 << 59:
+            self.refuse(f"the shape of {key} is larger than any can be", key=key, found=brief(shape))
+        if not _is_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+            self.refuse(f"the data_offsets of {key} are no range", key=key, found=brief(offsets))
+        return code, tuple(shape), offsets[0], offsets[1]
+
+    def _unknown_dtypes(self, unknown: list[str]) -> SourceError:
+        return SourceUnsupportedError(
+            f"{self.file}: {len(unknown)} tensors have a dtype that has no whole-byte torch counterpart",
+            details=unknown[:50],
+            why="a newer library wrote the file, or it holds packed sub-byte numbers",
+            next_step="save these tensors in another dtype",
+            file=self.file,
+            key=unknown[0].partition(":")[0],
+        )
+
+    def _check_cover(self, spans: list[tuple[int, int, str]], nbytes: int) -> None:
+        """Neither overlap nor hole, and nothing after the last tensor."""
+        position = 0
+        for begin, stop, key in sorted(spans):
+            if begin < position:
+                self.refuse(f"{key} overlaps the tensor before it", key=key, found=f"byte {begin} before {position}")
+            if begin > position:
+                self.refuse(f"bytes before {key} belong to no tensor", key=key, found=f"{position} to {begin}")
+            position = stop
+        if position != nbytes:
+            self.refuse("the data has not the length the header says", expected=f"{position} bytes", found=str(nbytes))
+
+
+def _is_counts(value: object) -> bool:
+    return type(value) is list and all(type(item) is int and item >= 0 for item in value)
+
+
+METADATA_KEY = "fsdpckpt"
+VERSION = 1
+
+
+def model_key(fqn: str, *, sections: bool) -> str:
+    """The safetensors key of a model entry."""
+    return f"model.{fqn}" if sections else fqn
+
+
+def state_key(param: int | str, state: str, *, sections: bool) -> str:
+    """The safetensors key of one optimizer state of one parameter."""
+    return f"optimizer.state.{param}.{state}" if sections else f"state.{param}.{state}"

@@ -1,0 +1,255 @@
+"""DTensor and ShardedTensor as one rank's file describes them: which boxes of the global tensor lie where.
+
+Follows the pickled forms of ``torch.distributed.tensor`` (``DTensorSpec``, ``DeviceMesh`` of torch 2.4 to 2.14) and of
+``torch.distributed._shard.sharded_tensor`` (2.1 to 2.14). Shard offsets are trusted, placements of ShardedTensor never
+are (HYBRID_SHARD writes the group's rank there).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple, NoReturn, TypeAlias
+
+from fsdpckpt.errors import SourceUnsupportedError
+from fsdpckpt.formats.pickle.stubs import Part
+from fsdpckpt.formats.torch.mesh import MAX_RANKS, Mesh, MeshParser, contradiction, fields, integers, merged
+from fsdpckpt.formats.torch.tensors import StoredTensor, Wrapped, size_of
+from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.layouts.sharded import (
+    LocalBox,
+    Placement,
+    Replicate,
+    Shard,
+    StridedShard,
+    in_placement_order,
+    local_boxes,
+    local_shape,
+    placements_text,
+)
+from fsdpckpt.storage.sources import ByteSource
+from fsdpckpt.text import brief
+
+__all__ = ["BoxInFile", "Distributed", "DistributedParser"]
+
+
+_Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]  # start, size, elements into the local tensor
+
+
+class BoxInFile(NamedTuple):
+    """A box of the global tensor: ``start``, ``size`` in elements, ``offset`` in bytes, ``stride`` in elements."""
+
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    offset: int
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Distributed:
+    """What one rank's file holds of a tensor that is spread over ranks.
+
+    ``form``: ``DTensor`` or ``ShardedTensor``. ``rank``: the rank that saved it, as the file says (None: not said).
+    ``holders``: the ranks that together hold it; ``world``: all ranks of the job as far as the file knows. ``device``:
+    the device type of a DTensor's mesh, "" when not said.
+    """
+
+    form: str
+    dtype: DType
+    shape: tuple[int, ...]
+    placement: str
+    rank: int | None
+    holders: tuple[int, ...]
+    world: tuple[int, ...]
+    boxes: tuple[BoxInFile, ...]
+    device: str = ""
+
+
+class DistributedParser:
+    """Parses the wrapped tensors of one file; meshes and boxes are worked out once and reused."""
+
+    def __init__(self, source: ByteSource) -> None:
+        self._source = source
+        self._meshes = MeshParser(source)
+        self._placed: dict[object, tuple[Placement, ...]] = {}
+        self._boxes: dict[object, tuple[tuple[_Place, ...], str]] = {}
+        self._worlds: dict[int, tuple[int, ...]] = {}
+
+    def parse(self, wrapped: Wrapped, key: str) -> Distributed:
+        """What the file holds of ``wrapped``; ``key`` names it in messages.
+
+        Raises SourceUnsupportedError for placements that cannot be put together (Partial), SourceCorruptError where
+        the local tensor contradicts its placement.
+        """
+        if wrapped.kind.name == "DTensor":
+            return self._dtensor(wrapped, key)
+        if wrapped.kind.name == "ShardedTensor":
+            return self._sharded_tensor(wrapped, key)
+        raise SourceUnsupportedError(
+            f"{key} is a {wrapped.kind}, a tensor type that fsdpckpt does not read",
+            key=key,
+            file=self._source.path,
+        )
+
+    # DTensor
+
+    def _dtensor(self, wrapped: Wrapped, key: str) -> Distributed:
+        attributes = merged(wrapped.state)
+        local = attributes.get("_local_tensor")
+        spec = fields(attributes.get("_spec"))
+        if not isinstance(local, StoredTensor) or not spec:
+            self._corrupt(key, "a DTensor without local tensor or spec", "both", type(local).__name__)
+        mesh = self._meshes.mesh(spec.get("mesh"), key)
+        placements = self._placements(spec.get("placements"), key)
+        if len(placements) != len(mesh.shape):
+            self._corrupt(key, "placements do not fit the mesh", f"{len(mesh.shape)}", f"{len(placements)}")
+        if any(not isinstance(p, Replicate) and not 0 <= p.dim < len(wrapped.shape) for p in placements):
+            self._corrupt(key, f"placements do not fit shape {wrapped.shape}", "dimensions", str(placements))
+        order = self._shard_order(spec.get("shard_order"), placements, key) if len(placements) > 1 else None
+        places, text = self._places(wrapped.shape, mesh, placements, order, local, key)
+        first, itemsize, stride = local.offset, local.dtype.itemsize, local.stride
+        found = tuple([BoxInFile(start, size, first + at * itemsize, stride) for start, size, at in places])
+        return Distributed(
+            "DTensor", local.dtype, wrapped.shape, text, mesh.rank, mesh.ranks, mesh.world, found, mesh.device
+        )
+
+    def _places(
+        self,
+        shape: tuple[int, ...],
+        mesh: Mesh,
+        placements: tuple[Placement, ...],
+        order: Mapping[int, tuple[int, ...]] | None,
+        local: StoredTensor,
+        key: str,
+    ) -> tuple[tuple[_Place, ...], str]:
+        """The boxes that ``local`` holds, and the placements in words."""
+        if mesh.coordinate is None:
+            return (), placements_text(placements)
+        # Placements are one object for equal ones (see _placements): their id stands for them.
+        memo = (
+            shape,
+            mesh.shape,
+            mesh.coordinate,
+            id(placements),
+            order and tuple(order.items()),
+            local.shape,
+            local.stride,
+        )
+        known = self._boxes.get(memo)
+        if known is not None:
+            return known
+        boxes = local_boxes(shape, mesh.shape, placements, mesh.coordinate, order)
+        # distribute_tensor itself and fully_shard over a cut tensor differ for uneven sizes, with the same placements.
+        if not _fits(boxes, shape, local.shape) and any(isinstance(p, StridedShard) for p in placements):
+            boxes = in_placement_order(shape, mesh.shape, placements, mesh.coordinate)
+        if not _fits(boxes, shape, local.shape):
+            self._corrupt(
+                key,
+                f"the local tensor is not what {placements_text(placements)} on a mesh of {mesh.shape} gives the rank "
+                f"at {mesh.coordinate}",
+                f"{local_shape(boxes, shape) or 'no elements'}",
+                f"{local.shape}",
+            )
+        places = [
+            (box.start, box.size, sum(i * step for i, step in zip(box.local, local.stride, strict=True)))
+            for box in boxes
+        ]
+        known = self._boxes[memo] = (tuple(places), placements_text(placements))
+        return known
+
+    def _placements(self, pickled: object, key: str) -> tuple[Placement, ...]:
+        if not isinstance(pickled, (tuple, list)):
+            self._corrupt(key, "a DTensor without placements", "a tuple", type(pickled).__name__)
+        said: list[tuple[str, object, object]] = []
+        for item in pickled:
+            name = type(item).__name__
+            attributes = fields(item)
+            dim, factor = attributes.get("dim"), attributes.get("split_factor")
+            said.append((name, dim if type(dim) is int else None, factor if type(factor) is int else None))
+        known = self._placed.get(tuple(said))
+        if known is None:
+            known = self._placed[tuple(said)] = self._parse_placements(said, key)
+        return known
+
+    def _parse_placements(self, said: Sequence[tuple[str, object, object]], key: str) -> tuple[Placement, ...]:
+        found: list[Placement] = []
+        for name, dim, factor in said:
+            if name == "Replicate":
+                found.append(Replicate())
+            elif name == "Shard" and type(dim) is int:
+                found.append(Shard(dim))
+            elif name == "_StridedShard" and type(dim) is int and type(factor) is int and 0 < factor <= MAX_RANKS:
+                found.append(StridedShard(dim, factor))
+            else:
+                raise SourceUnsupportedError(
+                    f"{key} is placed as {name}, which is not a cut or a copy",
+                    key=key,
+                    file=self._source.path,
+                    why="partial sums are values in the middle of a computation, not a checkpoint's state",
+                    next_step="redistribute the tensor to Shard or Replicate before saving",
+                )
+        return tuple(found)
+
+    def _shard_order(
+        self, pickled: object, placements: Sequence[Placement], key: str
+    ) -> Mapping[int, tuple[int, ...]] | None:
+        """``DTensorSpec.shard_order`` (torch 2.10+): the mesh dimensions that cut each tensor dimension, in order."""
+        if not isinstance(pickled, (tuple, list)) or not pickled:
+            return None
+        order: dict[int, tuple[int, ...]] = {}
+        for entry in pickled:
+            values = fields(entry).get("") if isinstance(entry, Part) else entry
+            if not (isinstance(values, tuple) and len(values) == 2 and type(values[0]) is int):
+                self._corrupt(key, "an unknown shard order", "(dimension, mesh dimensions)", brief(entry))
+            mesh_dims = integers(values[1])
+            if mesh_dims is None:
+                self._corrupt(key, "an unknown shard order", "(dimension, mesh dimensions)", brief(entry))
+            order[values[0]] = mesh_dims
+        said = {(dim, mesh_dim) for dim, mesh_dims in order.items() for mesh_dim in mesh_dims}
+        cuts = {(p.dim, mesh_dim) for mesh_dim, p in enumerate(placements) if not isinstance(p, Replicate)}
+        if said != cuts:
+            self._corrupt(key, "the shard order contradicts the placements", str(sorted(cuts)), str(sorted(said)))
+        return order
+
+    # ShardedTensor
+
+    def _sharded_tensor(self, wrapped: Wrapped, key: str) -> Distributed:
+        state = wrapped.state
+        if not (isinstance(state, tuple) and len(state) >= 3 and isinstance(state[0], list)):
+            self._corrupt(key, "an unknown form of ShardedTensor", "shards, metadata, group", type(state).__name__)
+        metadata, group = fields(state[1]), fields(state[2])
+        shape = size_of(metadata.get("size"))
+        rank, world_size = group.get("global_rank"), group.get("global_world_size")
+        if shape is None or type(rank) is not int or type(world_size) is not int or not 0 < world_size <= MAX_RANKS:
+            self._corrupt(key, "an unknown form of ShardedTensor", "a size and a group", brief(group))
+        boxes = tuple(self._shard(shard, shape, key) for shard in state[0])
+        world = self._worlds.get(world_size)
+        if world is None:
+            world = self._worlds[world_size] = tuple(range(world_size))
+        text = f"ShardedTensor({self._cut(state[3] if len(state) > 3 else None)})"
+        return Distributed("ShardedTensor", wrapped.dtype, shape, text, rank, world, world, boxes)
+
+    def _shard(self, pickled: object, shape: tuple[int, ...], key: str) -> BoxInFile:
+        attributes = fields(pickled)
+        local, metadata = attributes.get("tensor"), fields(attributes.get("metadata"))
+        start, size = size_of(metadata.get("shard_offsets")), size_of(metadata.get("shard_sizes"))
+        if not isinstance(local, StoredTensor) or start is None or size is None or len(start) != len(size):
+            self._corrupt(key, "a shard without tensor or place", "both", brief(metadata))
+        if local.shape != size:
+            self._corrupt(key, "a shard's tensor is not of the size its metadata says", f"{size}", f"{local.shape}")
+        if len(size) != len(shape) or any(s + n > whole for s, n, whole in zip(start, size, shape, strict=False)):
+            self._corrupt(key, "a shard lies outside its tensor", f"inside {shape}", f"{start} + {size}")
+        return BoxInFile(start, size, local.offset, local.stride)
+
+    def _cut(self, spec: object) -> str:
+        dim = fields(spec).get("dim")
+        return f"Shard({dim})" if type(dim) is int else "shards"
+
+    def _corrupt(self, key: str, what: str, expected: str, found: str) -> NoReturn:
+        raise contradiction(self._source.path, key, what, expected, found)
+
+
+def _fits(boxes: Sequence[LocalBox], shape: Sequence[int], local: Sequence[int]) -> bool:
+    wanted = local_shape(boxes, shape)
+    return prod(local) == 0 if wanted is None else wanted == tuple(local)

@@ -1,0 +1,195 @@
+"""Device meshes as a rank's file describes them: which ranks a mesh spans, and where in it the saving rank stood.
+
+Follows ``torch.distributed.device_mesh.DeviceMesh`` as torch 2.4 to 2.14 pickle it: up to 2.9 with a tensor of ranks,
+later with a rank map and a layout of strides into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import NoReturn, cast
+
+import numpy as np
+
+from fsdpckpt.errors import SourceCorruptError
+from fsdpckpt.formats.pickle.stubs import Part
+from fsdpckpt.formats.torch.tensors import StoredTensor
+from fsdpckpt.storage.sources import ByteSource
+from fsdpckpt.text import brief
+
+__all__ = ["MAX_RANKS", "Mesh", "MeshParser", "contradiction", "fields", "integers", "merged"]
+
+MAX_RANKS = 1 << 20  # more than any job has: a mesh that says more is damaged, and is not worked out
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """A device mesh as one rank saw it. ``ranks``: all it spans, row-major, empty when the file does not say.
+
+    ``coordinate`` is the saving rank's place, None when it was outside. ``rank``: the saving rank, None when not
+    recorded. ``world``: the ranks of the mesh this one was cut from (itself when it was not). ``device``: the type of
+    its devices, "" when the file does not say.
+    """
+
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+    coordinate: tuple[int, ...] | None
+    rank: int | None
+    world: tuple[int, ...]
+    device: str
+
+
+def fields(value: object) -> Mapping[object, object]:
+    """The attributes of a part of a distributed tensor."""
+    return cast("Mapping[object, object]", vars(value)) if isinstance(value, Part) else {}
+
+
+def merged(pickled: object) -> Mapping[object, object]:
+    """A pickled state: a dict, or a tuple of the dict of attributes and the dict of slots."""
+    if isinstance(pickled, dict):
+        return pickled
+    states = pickled if isinstance(pickled, tuple) else ()
+    merged: dict[object, object] = {}
+    for state in states:
+        if isinstance(state, dict):
+            merged.update(state)
+    return merged
+
+
+def integers(value: object) -> tuple[int, ...] | None:
+    """A list or tuple of ints as a tuple, an int as a tuple of one; None for anything else."""
+    if type(value) is int:
+        return (value,)
+    if isinstance(value, (tuple, list)) and all(type(n) is int for n in value):
+        return tuple(value)
+    return None
+
+
+class MeshParser:
+    """Parses the meshes of one file, each once."""
+
+    def __init__(self, source: ByteSource) -> None:
+        self._source = source
+        self._meshes: dict[int, tuple[object, Mesh]] = {}
+
+    def mesh(self, pickled: object, key: str) -> Mesh:
+        """The mesh that ``pickled`` describes; ``key`` names the tensor in messages."""
+        known = self._meshes.get(id(pickled))
+        if known is None:
+            known = self._meshes[id(pickled)] = (pickled, self._parse(pickled, key))
+        return known[1]
+
+    def _parse(self, pickled: object, key: str) -> Mesh:
+        attributes = fields(pickled)
+        coordinate = attributes.get("_coordinate_on_dim")
+        place = integers(coordinate) if coordinate is not None else None
+        rank = attributes.get("_rank")
+        rank = rank if type(rank) is int else None
+        if "mesh" in attributes:  # torch 2.4 to 2.9: the mesh's own ranks
+            shape, ranks = self._tensor_ranks(attributes["mesh"], key)
+            world = ranks
+        else:
+            shape, ranks, world = self._layout_ranks(attributes, place, rank, key)
+        if place is not None and not (
+            len(place) == len(shape) and all(0 <= c < n for c, n in zip(place, shape, strict=True))
+        ):
+            self._corrupt(key, "a coordinate outside its mesh", f"a place in {shape}", f"{place}")
+        if place is not None and ranks:
+            placed = ranks[_position(place, shape)]
+            if rank is not None and rank != placed:
+                self._corrupt(key, f"the mesh has another rank at {place}", f"rank {rank}", f"rank {placed}")
+            rank = placed
+        root = attributes.get("_root_mesh", attributes.get("_parent_mesh"))
+        if isinstance(root, Part):
+            world = self.mesh(root, key).world
+        device = attributes.get("_device_type", attributes.get("device_type"))
+        return Mesh(shape, ranks, place, rank, world, device if isinstance(device, str) else "")
+
+    def _layout_ranks(
+        self, attributes: Mapping[object, object], place: tuple[int, ...] | None, rank: int | None, key: str
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """(shape, ranks, world) of a mesh of torch 2.10+: a rank map, and axes with strides into it."""
+        world = integers(attributes.get("_flatten_rank_map"))
+        if world is None:
+            world = self._tensor_ranks(attributes.get("_rank_map"), key)[1]
+        axes = self._axes(attributes.get("_layout"), key)
+        shape = tuple(len(axis) for axis in axes)
+        whole = prod(shape) == len(world)
+        base = 0
+        if not whole:
+            if rank not in world or place is None:
+                return shape, (), world
+            base = world.index(rank) - sum(axis[c] for axis, c in zip(axes, place, strict=True))
+        positions = [base + sum(steps) for steps in product(*axes)]
+        if any(not 0 <= p < len(world) for p in positions):
+            self._corrupt(key, "a mesh reaches outside its rank map", f"below {len(world)}", str(max(positions)))
+        return shape, tuple(world[p] for p in positions), world
+
+    def _axes(self, layout: object, key: str) -> list[list[int]]:
+        """For each mesh dimension, the steps into the rank map of its indexes."""
+        attributes = fields(layout)
+        made_of = attributes.get("")
+        if isinstance(made_of, tuple) and len(made_of) == 2:
+            attributes = {"shape": made_of[0], "stride": made_of[1]}
+        pairs: list[tuple[object, object]] = []
+        flat = attributes.get("axes")
+        if isinstance(flat, (tuple, list)):
+            pairs = [(fields(axis).get("shape"), fields(axis).get("stride")) for axis in flat]
+        else:
+            sizes, steps = attributes.get("shape"), attributes.get("stride")
+            if isinstance(sizes, (tuple, list)) and isinstance(steps, (tuple, list)):
+                pairs = list(zip(sizes, steps, strict=False))
+            else:
+                pairs = [(sizes, steps)]
+        axes: list[list[int]] = []
+        total = 1
+        for size, step in pairs:
+            counts, strides = integers(size), integers(step)
+            if counts is None or strides is None or len(counts) != len(strides):
+                self._corrupt(key, "an unknown mesh layout", "sizes and strides", f"{brief(size)}, {brief(step)}")
+            total *= prod(counts)
+            if not 0 < total <= MAX_RANKS:
+                self._corrupt(key, "an impossible mesh", f"up to {MAX_RANKS} ranks", f"{counts}")
+            axes.append(
+                [sum(i * s for i, s in zip(index, strides, strict=True)) for index in product(*map(range, counts))]
+            )
+        return axes
+
+    def _tensor_ranks(self, pickled: object, key: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(shape, values) of the small integer tensor that lists a mesh's ranks."""
+        if not isinstance(pickled, StoredTensor) or pickled.dtype.name not in ("int32", "int64"):
+            self._corrupt(key, "a mesh without ranks", "an integer tensor", type(pickled).__name__)
+        count = prod(pickled.shape)
+        if not 0 < count <= MAX_RANKS:
+            self._corrupt(key, "an impossible mesh", f"up to {MAX_RANKS} ranks", f"{pickled.shape}")
+        extent = 1 + sum((n - 1) * step for n, step in zip(pickled.shape, pickled.stride, strict=True))
+        raw = np.frombuffer(self._source.read(pickled.offset, extent * pickled.dtype.itemsize), pickled.dtype.name)
+        strides = [step * raw.itemsize for step in pickled.stride]
+        values = np.lib.stride_tricks.as_strided(raw, pickled.shape, strides)
+        return pickled.shape, tuple(int(n) for n in values.reshape(-1))
+
+    def _corrupt(self, key: str, what: str, expected: str, found: str) -> NoReturn:
+        raise contradiction(self._source.path, key, what, expected, found)
+
+
+def _position(place: Sequence[int], shape: Sequence[int]) -> int:
+    """The row-major index of ``place`` in ``shape``."""
+    at = 0
+    for c, n in zip(place, shape, strict=True):
+        at = at * n + c
+    return at
+
+
+def contradiction(file: str, key: str, what: str, expected: str, found: str) -> SourceCorruptError:
+    """The error of a distributed tensor whose parts do not fit each other."""
+    return SourceCorruptError(
+        f"{file}: {key}: {what}",
+        file=file,
+        key=key,
+        expected=expected,
+        found=found,
+        why="the file is damaged, or a torch version wrote it that fsdpckpt does not know",
+    )

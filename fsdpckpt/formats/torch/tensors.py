@@ -1,0 +1,246 @@
+"""Storages and tensors as a torch pickle describes them: each tensor located in its file, validated, not loaded.
+
+Follows ``torch.serialization``'s ``persistent_load`` (a storage is the record ``data/<key>``) and the rebuild functions
+of ``torch._utils`` and ``torch._tensor``. A tensor that is not plain strided data becomes a ``Refused`` mark, so that
+whoever walks the tree can name its key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import NoReturn, cast
+
+from fsdpckpt.errors import SourceCorruptError
+from fsdpckpt.formats.zip import ZipRecord
+from fsdpckpt.ir.dtypes import DTYPES, MAX_DIMENSIONS, STORAGE_DTYPES, DType
+from fsdpckpt.ir.values import Global, Object
+from fsdpckpt.text import brief
+
+__all__ = ["Refused", "StoredTensor", "TensorBuilder", "Wrapped", "size_of"]
+
+_CLONED = "_has_been_cloned"  # FSDP1 marks what it gathered into a full state dict
+_HARMLESS_ATTRIBUTES = frozenset({_CLONED, "_is_param", "_is_buffer", "persistent"})
+
+# Rebuild functions whose result is not one strided tensor, and what that is.
+_NOT_STRIDED = {
+    "_rebuild_sparse_tensor": "a sparse tensor",
+    "_rebuild_sparse_csr_tensor": "a sparse tensor",
+    "_rebuild_nested_tensor": "a nested tensor",
+    "_rebuild_qtensor": "a quantized tensor",
+    "_rebuild_meta_tensor_no_storage": "a meta tensor, which has no data",
+    "_rebuild_device_tensor_from_numpy": "a tensor of another device, saved as a numpy array",
+}
+
+
+class _Storage:
+    """One storage: ``dtype`` None when untyped; ``offset`` and ``nbytes`` of its bytes in the file."""
+
+    __slots__ = ("dtype", "nbytes", "offset")
+
+    def __init__(self, dtype: DType | None, offset: int, nbytes: int) -> None:
+        self.dtype = dtype
+        self.offset = offset
+        self.nbytes = nbytes
+
+    def __setstate__(self, _state: object) -> None:
+        raise TypeError("a storage has no state")
+
+
+class StoredTensor:
+    """One strided tensor. ``offset``: byte offset of its first element in the file; ``stride`` in elements.
+
+    ``managed`` as in ``ir.tensors.Tensor``; ``cloned``: it carries the mark of an FSDP1 full state dict.
+    """
+
+    __slots__ = ("cloned", "dtype", "managed", "offset", "shape", "stride")
+
+    def __init__(self, dtype: DType, shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> None:
+        self.dtype = dtype
+        self.shape = shape
+        self.stride = stride
+        self.offset = offset
+        self.managed: bool | None = None
+        self.cloned = False
+
+    def __setstate__(self, _state: object) -> None:
+        raise TypeError("a tensor has no state")
+
+
+class Wrapped:
+    """A tensor subclass that wraps others (DTensor, ShardedTensor): its class, dtype, global shape and state."""
+
+    __slots__ = ("dtype", "kind", "shape", "state")
+
+    def __init__(self, kind: Global, dtype: DType, shape: tuple[int, ...], state: object) -> None:
+        self.kind = kind
+        self.dtype = dtype
+        self.shape = shape
+        self.state = state
+
+    def __setstate__(self, _state: object) -> None:
+        raise TypeError("a tensor has no state")
+
+
+class Refused:
+    """A value this program does not convert, and what it is."""
+
+    __slots__ = ("what",)
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def __setstate__(self, _state: object) -> None:
+        raise TypeError("a tensor has no state")
+
+
+def size_of(value: object) -> tuple[int, ...] | None:
+    """A tuple of sizes, written plainly or as ``torch.Size``; None when it is neither."""
+    if isinstance(value, Object) and value.function.name == "Size" and len(value.args) == 1:
+        value = value.args[0]
+    if isinstance(value, (tuple, list)) and all(type(n) is int and n >= 0 for n in value):
+        return cast("tuple[int, ...]", tuple(value))
+    return None
+
+
+class TensorBuilder:
+    """The ``TensorResolver`` of one archive: ``records`` are the zip's, ``file`` names it in messages."""
+
+    def __init__(self, records: Mapping[str, ZipRecord], file: str) -> None:
+        self._records = records
+        self._file = file
+        self._storages: dict[tuple[str, str, int], _Storage | Refused] = {}
+        self._shapes: dict[tuple[object, object], tuple[tuple[int, ...], tuple[int, ...], int]] = {}
+        self.any_cloned = False
+        self.dropped: set[str] = set()
+
+    def storage(self, persistent_id: object) -> object:
+        """The storage of ``("storage", type, key, location, number of elements)``."""
+        if not (isinstance(persistent_id, tuple) and len(persistent_id) == 5 and persistent_id[0] == "storage"):
+            self._corrupt("a storage is named in an unknown way", "('storage', ...)", brief(persistent_id))
+        _, kind, key, _, numel = persistent_id
+        if not (isinstance(kind, Global) and isinstance(key, str) and type(numel) is int and numel >= 0):
+            self._corrupt("a storage is named in an unknown way", "('storage', ...)", brief(persistent_id))
+        known = self._storages.get((kind.name, key, numel))
+        if known is None:
+            known = self._storages[kind.name, key, numel] = self._locate(kind, key, numel)
+        return known
+
+    def _locate(self, kind: Global, key: str, numel: int) -> _Storage | Refused:
+        dtype = STORAGE_DTYPES.get(kind.name)
+        if dtype is None and kind.name != "UntypedStorage":
+            return Refused(f"a tensor on torch.{kind.name}, a quantized type")
+        record = self._records.get(f"data/{key}")
+        if record is None:
+            self._corrupt(f"the record data/{key} is missing", "one record for each storage", "none")
+        nbytes = numel * (dtype.itemsize if dtype is not None else 1)
+        if nbytes > record.nbytes:
+            self._corrupt(f"the record data/{key} is too short", f"{nbytes} bytes", f"{record.nbytes}")
+        return _Storage(dtype, record.offset, nbytes)
+
+    def rebuild(self, function: str, arguments: tuple[object, ...]) -> object:
+        """What the rebuild function ``function`` of torch makes of ``arguments``."""
+        if function == "_rebuild_tensor_v2":
+            return self._tensor(arguments, None, arguments[6] if len(arguments) > 6 else None)
+        rule = _RULES.get(function)
+        if rule is None:
+            return Refused(_NOT_STRIDED.get(function, f"a tensor made by {function}"))
+        return rule(self, arguments)
+
+    def _tensor(self, arguments: tuple[object, ...], named: object, flags: object) -> object:
+        storage, first, size, stride = arguments[:4]
+        if isinstance(storage, Refused):
+            return storage
+        if not isinstance(storage, _Storage):
+            self._corrupt("a tensor has no storage", "a storage", type(storage).__name__)
+        if flags:
+            return Refused("a lazily conjugated or negated tensor (call resolve_conj() or resolve_neg() before saving)")
+        dtype = DTYPES.get(named.name) if isinstance(named, Global) else storage.dtype
+        if dtype is None:
+            if named is None:
+                dtype = DTYPES["uint8"]
+            else:
+                return Refused(f"a tensor of type {named}")
+        known = self._shapes.get((size, stride))
+        if known is None:
+            known = self._shapes[size, stride] = self._shape(size, stride)
+        shape, strides, extent = known
+        if type(first) is not int or first < 0:
+            self._corrupt("a tensor has no valid storage offset", "a number", brief(first))
+        if extent and (first + extent) * dtype.itemsize > storage.nbytes:
+            self._corrupt(
+                f"a tensor of shape {shape} and stride {strides} does not fit its storage",
+                f"{(first + extent) * dtype.itemsize} bytes",
+                f"{storage.nbytes}",
+            )
+        return StoredTensor(dtype, shape, strides, storage.offset + first * dtype.itemsize)
+
+    def _shape(self, size: object, stride: object) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+        """(shape, stride, elements from the first to the last one's end), validated."""
+        shape, strides = size_of(size), size_of(stride)
+        if shape is None or strides is None or len(shape) != len(strides):
+            self._corrupt("a tensor has no valid shape", "sizes and strides", f"{brief(size)}, {brief(stride)}")
+        if len(shape) > MAX_DIMENSIONS or prod(filter(None, shape)) >= 1 << 59:  # times the largest element: 2**63
+            self._corrupt("a tensor is larger than any can be", f"{MAX_DIMENSIONS} dimensions", brief(shape))
+        extent = 0 if 0 in shape else 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+        return shape, strides, extent
+
+    def _parameter(self, arguments: tuple[object, ...]) -> object:
+        made = arguments[0]
+        if isinstance(made, StoredTensor):
+            made.managed = True
+        if len(arguments) > 3 and isinstance(arguments[3], dict):
+            self.dropped.update(map(str, arguments[3]))
+        return made
+
+    def _typed(self, arguments: tuple[object, ...]) -> object:
+        function, kind, inner, state = arguments
+        if not (isinstance(function, Global) and isinstance(kind, Global) and isinstance(inner, tuple)):
+            self._corrupt("a tensor is rebuilt in an unknown way", "a function and a type", brief(function))
+        if function.name == "_rebuild_wrapper_subclass":
+            dtype = DTYPES.get(inner[1].name) if isinstance(inner[1], Global) else None
+            shape = size_of(inner[2])
+            if dtype is None or shape is None:
+                return Refused(f"a {kind.name} of type {inner[1]!s:.60}")
+            return Wrapped(kind, dtype, shape, state)
+        made = self.rebuild(function.name, inner)
+        if isinstance(made, StoredTensor):
+            self._mark(made, kind, state)
+        return made
+
+    def _mark(self, made: StoredTensor, kind: Global, state: object) -> None:
+        """Take from a tensor's Python attributes what says whether FSDP manages it; remember the rest's names."""
+        if isinstance(state, tuple) and state:
+            state = state[0]
+        attributes = state if isinstance(state, dict) else {}
+        if attributes.get(_CLONED) is True:
+            made.cloned = made.managed = self.any_cloned = True
+        elif kind.name == "Parameter" or attributes.get("_is_param") is True:
+            made.managed = True
+        elif kind.name == "Buffer" or attributes.get("_is_buffer") is True:
+            made.managed = False
+        self.dropped.update(str(name) for name in attributes if name not in _HARMLESS_ATTRIBUTES)
+
+    def _corrupt(self, what: str, expected: str, found: str) -> NoReturn:
+        raise SourceCorruptError(
+            f"{self._file}: {what}",
+            file=self._file,
+            expected=expected,
+            found=found,
+            why="the file is damaged, or was changed after it was saved",
+            next_step="copy or save the checkpoint again, then run the command again",
+        )
+
+
+# What ``rebuild`` does for functions other than ``_rebuild_tensor_v2``, which nearly every tensor has.
+_RULES: Mapping[str, Callable[[TensorBuilder, tuple[object, ...]], object]] = {
+    "_rebuild_tensor": lambda builder, arguments: builder._tensor(arguments, None, None),
+    "_rebuild_tensor_v3": lambda builder, arguments: builder._tensor(
+        arguments, arguments[6], arguments[7] if len(arguments) > 7 else None
+    ),
+    "_rebuild_parameter": TensorBuilder._parameter,
+    "_rebuild_parameter_with_state": TensorBuilder._parameter,
+    "_rebuild_from_type": TensorBuilder._typed,
+    "_rebuild_from_type_v2": TensorBuilder._typed,
+    "_rebuild_device_tensor_from_cpu_tensor": lambda _, arguments: arguments[0],
+}

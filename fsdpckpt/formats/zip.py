@@ -1,0 +1,363 @@
+"""Where each record of a torch zip file lies, from the zip's own structure (no offset is computed by rule).
+
+``torch.save`` writes stored (never compressed) records. The true start of a record's bytes is in its LOCAL header
+(alignment lives in an extra field there), its true size and CRC-32 in the central directory. PKWARE's APPNOTE is the
+format's source; the zip64 forms are 4.3.14, 4.3.15 and 4.5.3 there.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple, NoReturn
+
+from isal import isal_zlib
+
+from fsdpckpt.errors import SourceCorruptError, SourceUnrecognisedError, SourceUnsupportedError
+from fsdpckpt.ir.targets import TargetFile
+from fsdpckpt.storage.sources import ByteSource, prefetch
+
+__all__ = ["ALIGNMENT", "TorchZip", "ZipRecord", "read_directory", "top_folder"]
+
+_LOCAL = struct.Struct("<4s22xHH")  # signature, name length, extra length
+_CENTRAL = struct.Struct("<4s4xHH4xIIIHHH8xI")  # signature, flags, method, crc, csize, size, name, extra, comment, at
+_END = struct.Struct("<4sHHHHIIH")
+_END64_LOCATOR = struct.Struct("<4sIQI")
+_END64 = struct.Struct("<4sQHHIIQQQQ")
+_LOCAL_SIZE, _CENTRAL_SIZE = 30, 46
+_ENCRYPTED = 0x1
+_MAX_COMMENT = 65535
+_MOST_NAME = 512  # of a record: file systems allow 255 bytes for the folder, and data.pkl is the first record
+_FIRST_BLOCK = 1 << 15  # local headers are fetched in blocks of this many bytes, of ever more ...
+_MAX_DIRECTORY_BYTES = 1 << 30  # ten million records
+_BLOCK = 1 << 20  # ... up to this, while there are more of them: most archives of one tensor need no second block ...
+_NEAR = 1 << 14  # ... when the next one is nearer than this: reading on is then cheaper than another request
+
+_ANNOUNCED = 1024  # local headers that a remote file is told of at a time
+
+_LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+_RESAVE = "in Python, with a torch that reads it: torch.save(torch.load(path), new_path)"
+
+
+class ZipRecord(NamedTuple):
+    """One stored record. ``offset`` is the absolute byte offset of its data in the source, ``nbytes`` its size."""
+
+    name: str
+    offset: int
+    nbytes: int
+    crc: int
+
+
+class _Entry(NamedTuple):
+    name: str
+    header: int  # of the local header, relative to the archive's begin
+    nbytes: int
+    crc: int
+
+
+def read_directory(source: ByteSource, *, begin: int = 0, end: int | None = None) -> dict[str, ZipRecord]:
+    """The records of the zip in bytes [begin, end) of ``source``, by name without the archive's own folder.
+
+    Raises SourceCorruptError (truncated, overlapping, contradicting), SourceUnsupportedError (compressed or
+    encrypted records, torch's formats before zip) and SourceUnrecognisedError (no zip at all).
+    """
+    stop = source.nbytes if end is None else end
+    if not 0 <= begin <= stop <= source.nbytes:
+        _corrupt(source, "an archive is said to lie outside the file", f"[{begin}, {stop})", f"{source.nbytes} bytes")
+    directory, count, start = _find_directory(source, begin, stop)
+    entries = _parse_directory(source, directory, count)
+    offsets = _data_offsets(source, entries, begin, begin + start)
+    stem = entries[0].name.partition("/")[0] + "/" if entries else ""
+    records: dict[str, ZipRecord] = {}
+    for entry, offset in zip(entries, offsets, strict=True):
+        name = entry.name[len(stem) :] if entry.name.startswith(stem) else entry.name
+        if name in records:
+            _corrupt(source, f"two records are named {name!r}", "one", "two")
+        records[name] = ZipRecord(name, offset, entry.nbytes, entry.crc)
+    return records
+
+
+def top_folder(source: ByteSource) -> str:
+    """The folder that all records of the zip lie in: of a ``torch.save`` file its name at that time, without suffix.
+
+    "archive" was written to a file object; "" when the zip does not begin with a record.
+    """
+    head = source.read(0, min(source.nbytes, _LOCAL_SIZE + _MOST_NAME))
+    if len(head) < _LOCAL_SIZE or not head.startswith(b"PK\3\4"):
+        return ""
+    _, n_name, _ = _LOCAL.unpack_from(head)
+    return head[_LOCAL_SIZE : _LOCAL_SIZE + n_name].decode(errors="replace").partition("/")[0]
+
+
+def _corrupt(source: ByteSource, what: str, expected: str, found: str) -> NoReturn:
+    raise SourceCorruptError(
+        f"{source.path}: {what}",
+        file=source.path,
+        expected=expected,
+        found=found,
+        why="the file is damaged or truncated, or is still being written",
+        next_step="copy or save the checkpoint again, then run the command again",
+    )
+
+
+def _find_directory(source: ByteSource, begin: int, stop: int) -> tuple[bytes, int, int]:
+    """The central directory's bytes, its number of entries, and its offset from ``begin``."""
+    tail_size = min(stop - begin, _END.size + _END64_LOCATOR.size + _END64.size + 1024)
+    tail = source.read(stop - tail_size, tail_size)
+    at = tail.rfind(b"PK\5\6")
+    if at < 0 and stop - begin > tail_size:
+        tail_size = min(stop - begin, _MAX_COMMENT + _END.size + _END64_LOCATOR.size + _END64.size)
+        tail = source.read(stop - tail_size, tail_size)
+        at = tail.rfind(b"PK\5\6")
+    if at < 0 or len(tail) - at < _END.size:
+        _explain_no_zip(source, begin, stop)
+    _, _, _, _, count, size, start, comment = _END.unpack_from(tail, at)
+    if len(tail) - at - _END.size < comment:
+        _corrupt(source, "the zip's end record is cut off", f"a comment of {comment} bytes", "fewer")
+    base = stop - tail_size
+    locator = at - _END64_LOCATOR.size
+    if locator >= 0 and tail[locator : locator + 4] == b"PK\6\7":
+        _, _, where, _ = _END64_LOCATOR.unpack_from(tail, locator)
+        if begin + where + _END64.size > stop:
+            _corrupt(source, "the zip64 end record lies outside the archive", f"below {stop - begin}", str(where))
+        found = begin + where - base
+        raw = tail[found : found + _END64.size] if found >= 0 else source.read(begin + where, _END64.size)
+        signature, _, _, _, _, _, _, count, size, start = _END64.unpack(raw)
+        if signature != b"PK\6\6":
+            _corrupt(source, "the zip64 end record is not where it should be", "PK\\6\\6", repr(signature))
+    if size > _MAX_DIRECTORY_BYTES:
+        _corrupt(source, "the zip's directory is impossibly large", f"up to {_MAX_DIRECTORY_BYTES}", f"{size} bytes")
+    if begin + start + size > base + at:
+        _corrupt(source, "the zip's directory lies outside the archive", f"{start + size} bytes", f"{stop - begin}")
+    if begin + start >= base:
+        return tail[begin + start - base : begin + start - base + size], count, start
+    return source.read(begin + start, size), count, start
+
+
+def _parse_directory(source: ByteSource, directory: bytes, count: int) -> list[_Entry]:
+    entries: list[_Entry] = []
+    refused: list[str] = []
+    at, limit, unpack = 0, len(directory), _CENTRAL.unpack_from
+    for _ in range(count):
+        if at + _CENTRAL_SIZE > limit:
+            _corrupt(source, "the zip's directory is cut off", f"{count} records", f"{len(entries)}")
+        signature, flags, method, crc, packed, nbytes, n_name, n_extra, n_comment, header = unpack(directory, at)
+        if signature != b"PK\1\2":
+            _corrupt(source, f"record {len(entries)} of the zip's directory is damaged", "PK\\1\\2", repr(signature))
+        after = at + _CENTRAL_SIZE + n_name
+        try:
+            name = directory[at + _CENTRAL_SIZE : after].decode()
+        except UnicodeDecodeError:
+            _corrupt(source, "a record's name is not UTF-8", "text", repr(directory[at + _CENTRAL_SIZE : after]))
+        if nbytes == 0xFFFFFFFF or packed == 0xFFFFFFFF or header == 0xFFFFFFFF:
+            nbytes, packed, header = _zip64(source, directory[after : after + n_extra], nbytes, packed, header)
+        if method != 0 or flags & _ENCRYPTED or packed != nbytes:
+            refused.append(f"{name}: " + ("encrypted" if flags & _ENCRYPTED else f"compression method {method}"))
+        entries.append(_Entry(name, header, nbytes, crc))
+        at = after + n_extra + n_comment
+    if at != limit:
+        _corrupt(source, "the zip's directory does not end where it should", f"{limit} bytes", f"{at}")
+    if refused and any(entry.name.endswith("/constants.pkl") for entry in entries):
+        raise SourceUnrecognisedError(
+            f"{source.path} is a TorchScript module, not a checkpoint",
+            file=source.path,
+            next_step="in Python: torch.save(torch.jit.load(path).state_dict(), new_path)",
+        )
+    if refused:
+        raise SourceUnsupportedError(
+            f"{source.path} holds compressed or encrypted records",
+            details=refused,
+            file=source.path,
+            why="torch.save stores records as they are; another program packed this file",
+            next_step=_RESAVE,
+        )
+    return entries
+
+
+def _zip64(source: ByteSource, extra: bytes, nbytes: int, packed: int, header: int) -> tuple[int, int, int]:
+    """The sizes and offset that did not fit into 32 bits, from the zip64 extra field (id 1)."""
+    at = 0
+    while at + 4 <= len(extra):
+        kind, size = struct.unpack_from("<HH", extra, at)
+        if kind == 1:
+            numbers = iter(struct.unpack_from(f"<{min(size, len(extra) - at - 4) // 8}Q", extra, at + 4))
+            try:
+                nbytes = next(numbers) if nbytes == 0xFFFFFFFF else nbytes
+                packed = next(numbers) if packed == 0xFFFFFFFF else packed
+                header = next(numbers) if header == 0xFFFFFFFF else header
+            except StopIteration:
+                break
+            return nbytes, packed, header
+        at += 4 + size
+    _corrupt(source, "a record larger than 4 GiB has no zip64 sizes", "an extra field", "none")
+
+
+def _data_offsets(source: ByteSource, entries: Sequence[_Entry], begin: int, directory: int) -> list[int]:
+    """The absolute offset of each record's data, read from the local headers, which must not overlap."""
+    order = sorted(range(len(entries)), key=lambda i: entries[i].header)
+    offsets = [0] * len(entries)
+    block, block_at = b"", 0
+    unpack = _LOCAL.unpack_from
+    grown = _FIRST_BLOCK
+    apart = False
+    for position, i in enumerate(order):
+        entry = entries[i]
+        header = begin + entry.header
+        if position % _ANNOUNCED == 0:
+            ahead = [(begin + entries[k].header, _LOCAL_SIZE) for k in order[position : position + _ANNOUNCED]]
+            apart = prefetch(source, ahead)
+        limit = directory
+        if position + 1 < len(order):
+            limit = min(limit, begin + entries[order[position + 1]].header)
+        inside = header - block_at
+        if inside < 0 or inside + _LOCAL_SIZE > len(block):
+            if header + _LOCAL_SIZE > limit:
+                _corrupt(source, f"record {entry.name!r} overlaps the next", f"room before {limit}", str(header))
+            wanted = grown if limit - header < _NEAR and not apart else _LOCAL_SIZE
+            grown = min(max(grown, 2 * wanted), _BLOCK)
+            block, block_at = source.read(header, min(wanted, directory - header)), header
+            inside = 0
+        signature, n_name, n_extra = unpack(block, inside)
+        if signature != b"PK\3\4":
+            _corrupt(source, f"record {entry.name!r} has no header where it should", "PK\\3\\4", repr(signature))
+        offset = header + _LOCAL_SIZE + n_name + n_extra
+        if offset + entry.nbytes > limit:
+            _corrupt(
+                source,
+                f"record {entry.name!r} is larger than its place in the file",
+                f"{entry.nbytes} bytes",
+                f"{limit - offset}",
+            )
+        offsets[i] = offset
+    return offsets
+
+
+def _explain_no_zip(source: ByteSource, begin: int, stop: int) -> NoReturn:
+    """Say what a file without a zip end record is: older torch formats, a truncated zip, or something else."""
+    head = source.read(begin, min(stop - begin, 512))
+    if head.startswith(_LEGACY_MAGIC[:14]):
+        raise SourceUnsupportedError(
+            f"{source.path} is in torch's format from before version 1.6, which is not a zip file",
+            file=source.path,
+            why="that format has no offsets and no checksums, and is read by running it",
+            next_step=_RESAVE,
+        )
+    if head[257:262] == b"ustar":
+        raise SourceUnsupportedError(
+            f"{source.path} is a tar file",
+            file=source.path,
+            why="torch wrote tar files before version 0.1.10; some trainers pack checkpoints into tar themselves",
+            next_step="unpack it first: tar -xf PATH; or, if torch wrote it, " + _RESAVE,
+        )
+    if not head or head.startswith(b"PK\3\4"):
+        _corrupt(source, "the zip file has no end" if head else "the file is empty", "an end record", "none")
+    raise SourceUnrecognisedError(
+        f"{source.path} is not a file that torch.save writes",
+        file=source.path,
+        expected="a zip file",
+        found=f"bytes {head[:8].hex(' ')}",
+        next_step="give the checkpoint file or directory itself",
+    )
+
+
+ALIGNMENT = 64  # bytes; torch.serialization's storage alignment, what mmap=True loads rely on
+_UTF8 = 0x0800
+_DATE = 0x0021  # 1980-01-01, the earliest a zip can say: output does not depend on the clock
+_LIMIT_32 = 0xFFFFFFFF
+_LIMIT_16 = 0xFFFF
+_LOCAL_zip_write = struct.Struct("<IHHHHHIIIHH")
+_CENTRAL_zip_write = struct.Struct("<IHHHHHHIIIHHHHHII")
+_END_zip_write = struct.Struct("<IHHHHIIH")
+_END_64 = struct.Struct("<IQHHIIQQQQ")
+_LOCATOR_64 = struct.Struct("<IIQI")
+_PADDING = b"Z" * (ALIGNMENT + 4)
+
+
+class _Record(NamedTuple):
+    name: bytes
+    header: int
+    data: int
+    nbytes: int
+    crc: int | None
+
+
+class TorchZip:
+    """One archive, written front to back into ``file`` from where it stands now.
+
+    ``stem`` is the folder every record lies in: the file's stem, or ``archive`` for DCP items.
+    """
+
+    def __init__(self, file: TargetFile, *, stem: str) -> None:
+        self._file = file
+        self._begin = file.nbytes
+        self._stem = stem.encode()
+        self._records: list[_Record] = []
+
+    def pickle(self, data: bytes) -> None:
+        """The first records: ``data.pkl`` and ``byteorder``."""
+        self.record("data.pkl", data)
+        self.record("byteorder", b"little")
+        self._identity = f"{isal_zlib.crc32(data):040d}".encode()
+
+    def record(self, name: str, data: bytes) -> None:
+        """A record whose bytes are known now."""
+        self._header(name.encode(), len(data), isal_zlib.crc32(data))
+        self._file.literal(data)
+
+    def begin_data(self, key: str, nbytes: int) -> None:
+        """The header of ``data/<key>``: the caller appends exactly ``nbytes`` to the file next."""
+        self._header(b"data/" + key.encode(), nbytes, None if nbytes else 0)
+
+    def _header(self, name: bytes, nbytes: int, crc: int | None) -> None:
+        file = self._file
+        name = b"%b/%b" % (self._stem, name)
+        header = file.nbytes
+        big = nbytes >= _LIMIT_32
+        extra = struct.pack("<HHQQ", 1, 16, nbytes, nbytes) if big else b""
+        padding = -(header - self._begin + 34 + len(name) + len(extra)) % ALIGNMENT
+        extra += b"FB%b%b" % (padding.to_bytes(2, "little"), _PADDING[:padding])
+        size = _LIMIT_32 if big else nbytes
+        packed = _LOCAL_zip_write.pack(
+            0x04034B50, 45 if big else 20, _UTF8, 0, 0, _DATE, crc or 0, size, size, len(name), len(extra)
+        )
+        file.literal(b"%b%b%b" % (packed, name, extra))
+        self._records.append(_Record(name, header, file.nbytes, nbytes, crc))
+
+    def finish(self) -> int:
+        """The last records and the directory; returns the archive's length in bytes."""
+        self.record("version", b"3\n")
+        self.record(".data/serialization_id", self._identity)
+        file, begin = self._file, self._begin
+        directory = bytearray()
+        at = file.nbytes
+        for record in self._records:
+            if record.crc is None:
+                end = record.data + record.nbytes
+                file.checksum(record.data, end, (record.header + 14, at + len(directory) + 16))
+            directory += _central(record, record.header - begin)
+        file.literal(directory)
+        file.literal(_end(len(self._records), len(directory), at - begin))
+        return file.nbytes - begin
+
+
+def _central(record: _Record, header: int) -> bytes:
+    nbytes = record.nbytes
+    wide = [value for value in (nbytes, nbytes, header) if value >= _LIMIT_32]
+    extra = struct.pack(f"<HH{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
+    version = 45 if wide else 20
+    size = min(nbytes, _LIMIT_32)
+    packed = _CENTRAL_zip_write.pack(
+        0x02014B50, version, version, _UTF8, 0, 0, _DATE, record.crc or 0, size, size,
+        len(record.name), len(extra), 0, 0, 0, 0, min(header, _LIMIT_32),
+    )  # fmt: skip
+    return b"%b%b%b" % (packed, record.name, extra)
+
+
+def _end(records: int, nbytes: int, offset: int) -> bytes:
+    """The end of the directory, in its 64-bit form too where a number needs it."""
+    wide = b""
+    if records >= _LIMIT_16 or nbytes >= _LIMIT_32 or offset >= _LIMIT_32:
+        wide = _END_64.pack(0x06064B50, 44, 45, 45, 0, 0, records, records, nbytes, offset)
+        wide += _LOCATOR_64.pack(0x07064B50, 0, offset + nbytes, 1)
+    records, nbytes, offset = min(records, _LIMIT_16), min(nbytes, _LIMIT_32), min(offset, _LIMIT_32)
+    return wide + _END_zip_write.pack(0x06054B50, 0, 0, records, records, nbytes, offset, 0)

@@ -1,0 +1,159 @@
+"""Fully qualified names of parameters and modules, as ``state_dict`` keys have them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from fsdpckpt.errors import SourceUnsupportedError
+from fsdpckpt.ir.checkpoint import (
+    UNORDERED,
+    Checkpoint,
+    Container,
+    ModelState,
+    Note,
+    OptimState,
+    ParamKey,
+    group_params,
+)
+from fsdpckpt.ir.values import Key, Value
+
+__all__ = ["WRAPPERS", "clean", "joined", "keeps_order", "normalise", "sorted_by_a_tool", "without_module"]
+
+# FSDP1, checkpoint_wrapper and offload_wrapper, torch.compile, FSDP of torch 1.11 and of fairscale
+WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "_fpw_module"})
+
+
+def clean(name: str) -> str:
+    """``name`` without wrapper segments: ``_fsdp_wrapped_module.l.0._orig_mod.weight`` is ``l.0.weight``."""
+    if not any(wrapper in name for wrapper in WRAPPERS):
+        return name
+    return ".".join(segment for segment in name.split(".") if segment not in WRAPPERS)
+
+
+def joined(prefix: str, name: str) -> str:
+    """The FQN of ``name`` in the module ``prefix``, "" for the root."""
+    return f"{prefix}.{name}" if prefix else name
+
+
+_DISTRIBUTED = "module."  # DistributedDataParallel, DataParallel
+_SHOWN = 5  # keys in a note's message; its ``keys`` has them all
+
+
+def without_module(names: Iterable[str], like: Collection[str]) -> tuple[str, ...]:
+    """``names`` without a leading ``module.`` when every one has it and none of ``like`` has."""
+    taken = tuple(names)
+    if taken and all(map(_distributed, taken)) and not any(map(_distributed, like)):
+        return tuple(name.removeprefix(_DISTRIBUTED) for name in taken)
+    return taken
+
+
+def _distributed(name: str) -> bool:
+    return name.startswith(_DISTRIBUTED)
+
+
+def keeps_order(checkpoint: Checkpoint, names: Sequence[str]) -> bool:
+    """Whether the model section of ``checkpoint``, whose parameters are ``names``, is in the order of a state dict."""
+    if checkpoint.container is Container.SAFETENSORS or UNORDERED in checkpoint.evidence:
+        return False
+    return not sorted_by_a_tool(names)
+
+
+def sorted_by_a_tool(names: Sequence[str]) -> bool:
+    """Whether the names are in alphabetical order where a model's own order would show: ``bias`` before its
+    ``weight``, or number 10 before number 2."""
+    if list(names) != sorted(names):
+        return False
+    place = set(names)
+    if any(name.endswith(".bias") and name[:-4] + "weight" in place for name in names):
+        return True
+    natural = [[(len(word), word) if word.isdigit() else (0, word) for word in name.split(".")] for name in names]
+    numbered = any(word.isdigit() and len(word) > 1 for name in names for word in name.split("."))
+    return numbered and natural != sorted(natural)
+
+
+def normalise(checkpoint: Checkpoint) -> Checkpoint:
+    """The same with wrappers' prefixes taken off model and optimizer keys, and a note that lists those.
+
+    ``param_names`` in groups stay as they are: they are no keys, and whoever matches them cleans them. Raises
+    SourceUnsupportedError when two keys of one section would become one.
+    """
+    model, optim = checkpoint.model, checkpoint.optim
+    in_model = {name: clean(name) for name in model.params} if model is not None else {}
+    in_optim = {name: clean(name) for name in _names(optim)}
+    if in_model and in_optim:
+        by_section = in_model, in_optim
+        in_model = _bare(in_model, by_section[1].values())
+        in_optim = _bare(in_optim, by_section[0].values())
+    changed = {old: new for names in (in_model, in_optim) for old, new in names.items() if old != new}
+    if not changed:
+        return checkpoint
+    _refuse_collisions(checkpoint, in_model, "model")
+    _refuse_collisions(checkpoint, in_optim, "optim")
+    if model is not None and any(old != new for old, new in in_model.items()):
+        params = {in_model[name]: leaf for name, leaf in model.params.items()}
+        model = ModelState(params, _metadata(model.metadata))
+    if optim is not None:
+        optim = _renamed(optim, in_optim)
+    listed = [f"{old} -> {new}" for old, new in changed.items()]
+    more = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
+    message = f"{len(listed)} keys lost the prefixes of wrappers: {', '.join(listed[:_SHOWN])}{more}"
+    note = Note("normalised", message, keys=tuple(listed))
+    return replace(checkpoint, model=model, optim=optim, notes=(*checkpoint.notes, note))
+
+
+def _names(optim: OptimState | None) -> list[str]:
+    """Every string key of the optimizer, once, in order."""
+    if optim is None:
+        return []
+    listed = [key for group in optim.param_groups or () for key in group_params(group) or ()]
+    return list(dict.fromkeys(key for key in (*optim.state, *listed) if isinstance(key, str)))
+
+
+def _bare(names: Mapping[str, str], like: Iterable[str]) -> dict[str, str]:
+    """``names`` (old to new) as ``without_module`` says of the new ones."""
+    return dict(zip(names, without_module(names.values(), tuple(like)), strict=True))
+
+
+def _refuse_collisions(checkpoint: Checkpoint, names: Mapping[str, str], section: str) -> None:
+    holders: dict[str, list[str]] = {}
+    for old, new in names.items():
+        holders.setdefault(new, []).append(old)
+    double = {new: olds for new, olds in holders.items() if len(olds) > 1}
+    if double:
+        first = next(iter(double.values()))
+        raise SourceUnsupportedError(
+            f"{checkpoint.source}: {section} keys that differ by wrappers' prefixes only would become one",
+            details=[f"{' and '.join(olds)} -> {new}" for new, olds in double.items()],
+            why="the checkpoint holds a model and a compiled or wrapped copy of it",
+            next_step="save one of the two, or give --only the section that is wanted",
+            key=first[0],
+        )
+
+
+def _metadata(metadata: Value) -> Value:
+    """``_metadata`` maps module paths to versions, and follows. Of a wrapper and what it wraps, the latter stays."""
+    if not isinstance(metadata, dict):
+        return metadata
+    cleaned = {clean(key) if isinstance(key, str) else key: value for key, value in metadata.items()}
+    changed: dict[Key, Value] = type(metadata)(cleaned)
+    if type(metadata) is not dict:
+        vars(changed).update(vars(metadata))
+    return changed
+
+
+def _renamed(optim: OptimState, names: Mapping[str, str]) -> OptimState:
+    def new(key: ParamKey) -> ParamKey:
+        return names.get(key, key) if isinstance(key, str) else key
+
+    groups = optim.param_groups
+    return OptimState(
+        {new(key): entry for key, entry in optim.state.items()},
+        None if groups is None else [_with_params(group, new) for group in groups],
+        optim.extra,
+    )
+
+
+def _with_params(group: dict[Key, Value], new: Callable[[ParamKey], ParamKey]) -> dict[Key, Value]:
+    params = group_params(group)
+    return group if params is None else {**group, "params": [new(key) for key in params]}

@@ -1,0 +1,121 @@
+"""The plan: every byte of every target file, as literals and as copies from source files. Columns, not objects.
+
+A copy is two-dimensional, like a pitched memory copy: ``rows`` rows of ``width`` bytes, ``source_pitch`` and
+``target_pitch`` bytes apart. A contiguous copy has one row. A box of a tensor is one or more such copies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+
+from fsdpckpt.errors import InternalError
+from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.tensors import Int64Array
+
+__all__ = ["Claim", "COPY_COLUMNS", "Copies", "FilePlan", "Plan"]
+
+Claim = tuple[int, int, int]
+"""(begin, end, crc) of a window of a target file."""
+
+COPY_COLUMNS = ("file", "source", "source_pitch", "target", "target_pitch", "width", "rows", "cast")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copies:
+    """One row a copy, all int64. ``file``: index of the source file.
+
+    ``source``, ``target``: byte offsets of the first row.
+    ``width``: bytes of one row in the target. ``cast``: index into ``Plan.casts``, -1 for a plain copy; a cast row
+    takes ``width // target itemsize * source itemsize`` bytes of the source.
+    """
+
+    file: Int64Array
+    source: Int64Array
+    source_pitch: Int64Array
+    target: Int64Array
+    target_pitch: Int64Array
+    width: Int64Array
+    rows: Int64Array
+    cast: Int64Array
+
+    @classmethod
+    def of(cls, rows: list[tuple[int, int, int, int, int, int, int, int]]) -> Copies:
+        """From rows in the order of ``COPY_COLUMNS``."""
+        flat = np.fromiter(chain.from_iterable(rows), np.int64, len(rows) * len(COPY_COLUMNS))
+        return cls(*np.ascontiguousarray(flat.reshape(len(rows), len(COPY_COLUMNS)).T))
+
+    def __len__(self) -> int:
+        return len(self.file)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FilePlan:
+    """One target file, in columns.
+
+    ``literals`` (n, 3): file offset, start in ``blob``, bytes. ``slots`` (m, 2): file offset, bytes.
+    ``first_copy`` (m + 1,): the copies of slot i are rows ``first_copy[i]`` to ``first_copy[i + 1]`` of ``copies``.
+    ``checksums`` (k, 2): begin and end of each range whose CRC-32 goes to ``places[i]``, sorted by begin.
+    """
+
+    path: str
+    nbytes: int
+    blob: bytes | bytearray
+    literals: Int64Array
+    slots: Int64Array
+    first_copy: Int64Array
+    copies: Copies
+    checksums: Int64Array
+    places: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """All target files in the order they are written. ``casts``: (source dtype, target dtype) pairs."""
+
+    files: tuple[FilePlan, ...]
+    casts: tuple[tuple[DType, DType], ...]
+
+    @property
+    def bytes_written(self) -> int:
+        return sum(file.nbytes for file in self.files)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of tensor data the copies take from the sources."""
+        each = (self.source_bytes(file.copies.width * file.copies.rows, file.copies.cast) for file in self.files)
+        return sum(int(nbytes.sum()) for nbytes in each)
+
+    def source_bytes(self, target_bytes: Int64Array, cast: Int64Array) -> Int64Array:
+        """What ``target_bytes`` of copies with those casts take of their sources."""
+        found = target_bytes.copy()
+        for index, (source, target) in enumerate(self.casts):
+            of_cast = cast == index
+            found[of_cast] = found[of_cast] // target.itemsize * source.itemsize
+        return found
+
+    def check(self) -> None:
+        """Every target byte is written exactly once. Raises InternalError: a plan that fails must never run."""
+        for file in self.files:
+            _check_file(file)
+
+
+def _check_file(file: FilePlan) -> None:
+    extents = np.concatenate([file.literals[:, [0, 2]], file.slots])
+    extents = extents[np.argsort(extents[:, 0], kind="stable")]
+    ends = extents[:, 0] + extents[:, 1]
+    starts = np.append(extents[:, 0], file.nbytes)
+    if (starts[0] if len(starts) else 0) != 0 or not np.array_equal(starts[1:], ends):
+        raise InternalError(f"the plan of {file.path or 'the target file'} leaves a gap or writes bytes twice")
+    filled = np.zeros(len(file.copies) + 1, np.int64)
+    np.cumsum(file.copies.width * file.copies.rows, out=filled[1:])
+    per_slot = filled[file.first_copy[1:]] - filled[file.first_copy[:-1]]
+    if not np.array_equal(per_slot, file.slots[:, 1]):
+        slot = int(np.flatnonzero(per_slot != file.slots[:, 1])[0])
+        raise InternalError(
+            f"the plan of {file.path or 'the target file'} does not fill the slot at offset {int(file.slots[slot, 0])}",
+            expected=f"{int(file.slots[slot, 1])} bytes",
+            found=f"{int(per_slot[slot])}",
+        )

@@ -1,0 +1,144 @@
+"""Cuts a target file into windows: the unit that one thread assembles in memory and writes with one request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from fsdpckpt.ir.tensors import Int64Array
+from fsdpckpt.plan.plan import COPY_COLUMNS, Copies, FilePlan, Plan
+
+__all__ = ["Parts", "Range", "open_windows", "split", "window_bounds"]
+
+Range = tuple[int, int]
+"""The bytes [begin, end) of a target file."""
+
+CAST_GRAIN = 16  # bytes: the largest element; a cast element must not be split between two windows
+
+
+def window_bounds(file: FilePlan, plan: Plan, window: int, *, begin: int = 0, end: int | None = None) -> Int64Array:
+    """Boundaries ``begin`` .. ``end`` (the whole file by default) with at most ``window`` bytes between neighbours.
+
+    A boundary inside a slot that is cast falls between two elements, and inside a slot filled row by row between two
+    rows where a row is shorter than a window; elsewhere any byte will do.
+    """
+    last = file.nbytes if end is None else end
+    bounds = [begin]
+    while bounds[-1] < last:
+        bounds.append(min(_next_bound(file, plan, bounds[-1], window), last))
+    return np.asarray(bounds, np.int64)
+
+
+def open_windows(
+    file: FilePlan, plan: Plan, window: int, *, begin: int = 0, end: int | None = None, done: Sequence[Range] = ()
+) -> list[Range]:
+    """The windows between ``begin`` and ``end`` (the whole file by default) without what is ``done``, in order.
+
+    ``done``: disjoint windows of an earlier run between ``begin`` and ``end``, in order. Empty when they are all.
+    """
+    last = file.nbytes if end is None else end
+    found: list[Range] = []
+    at = begin
+    for low, high in (*done, (last, last)):
+        found += pairwise(window_bounds(file, plan, window, begin=at, end=low).tolist())
+        at = high
+    return found
+
+
+def _next_bound(file: FilePlan, plan: Plan, begin: int, window: int) -> int:
+    limit = begin + window
+    if limit >= file.nbytes:
+        return file.nbytes
+    slot = int(np.searchsorted(file.slots[:, 0], limit, side="right")) - 1
+    if slot < 0:
+        return limit
+    offset, nbytes = file.slots[slot].tolist()
+    if limit >= offset + nbytes:
+        return limit
+    grain = _grain(file, plan, slot)
+    cut: int = offset + (limit - offset) // grain * grain
+    return cut if cut > begin else offset + (limit - offset) // CAST_GRAIN * CAST_GRAIN
+
+
+def _grain(file: FilePlan, plan: Plan, slot: int) -> int:
+    rows = slice(int(file.first_copy[slot]), int(file.first_copy[slot + 1]))
+    several = file.copies.rows[rows] > 1
+    if several.any():
+        return max(int(file.copies.target_pitch[rows][several].max()), CAST_GRAIN)
+    return CAST_GRAIN if plan.casts and (file.copies.cast[rows] >= 0).any() else 1
+
+
+_SOURCE, _SOURCE_PITCH, _TARGET, _PITCH, _WIDTH, _ROWS = (
+    COPY_COLUMNS.index(name) for name in ("source", "source_pitch", "target", "target_pitch", "width", "rows")
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Parts:
+    """``copies``: the parts, by window and within it by copy. ``window``, ``copy``: where each lies, what it is of.
+
+    ``nbytes``: bytes each takes of its source.
+    """
+
+    copies: Copies
+    window: Int64Array
+    copy: Int64Array
+    nbytes: Int64Array
+
+
+def split(file: FilePlan, plan: Plan, wanted: npt.NDArray[np.bool_], begins: Int64Array, ends: Int64Array) -> Parts:
+    """The ``wanted`` copies of ``file``, as far as they lie in the windows ``begins[i]`` .. ``ends[i]`` (ascending)."""
+    table = np.stack([getattr(file.copies, name) for name in COPY_COLUMNS])
+    plain = _plain(table, np.flatnonzero(wanted & (file.copies.rows == 1)), plan, begins, ends)
+    pitched = _pitched(table, np.flatnonzero(wanted & (file.copies.rows > 1)), plan, begins, ends)
+    rows = np.concatenate([plain, pitched], axis=1)
+    rows = rows[:, np.lexsort((rows[2], rows[1], rows[0]))]  # by window, copy, and place in the target
+    copies = Copies(*np.ascontiguousarray(rows[3:]))
+    return Parts(copies, rows[0], rows[1], plan.source_bytes(copies.width * copies.rows, copies.cast))
+
+
+def _plain(
+    table: Int64Array, numbers: npt.NDArray[np.intp], plan: Plan, begins: Int64Array, ends: Int64Array
+) -> Int64Array:
+    """Parts of copies of one row. Rows: window, copy, order, then the columns of a copy."""
+    target, width = table[_TARGET, numbers], table[_WIDTH, numbers]
+    first = np.searchsorted(ends, target, side="right")
+    count = np.maximum(np.searchsorted(begins, target + width, side="left") - first, 0)
+    copy = np.repeat(numbers, count)
+    window = np.repeat(first - (np.cumsum(count) - count), count) + np.arange(int(count.sum()))
+    parts = table[:, copy].copy()
+    low = np.maximum(parts[_TARGET], begins[window])
+    high = np.minimum(parts[_TARGET] + parts[_WIDTH], ends[window])
+    parts[_SOURCE] += plan.source_bytes(low - parts[_TARGET], parts[-1])
+    parts[_TARGET] = low
+    parts[_WIDTH] = parts[_PITCH] = high - low
+    parts[_SOURCE_PITCH] = plan.source_bytes(parts[_WIDTH], parts[-1])
+    return np.concatenate([np.stack([window, copy, low]), parts]).astype(np.int64, copy=False)
+
+
+def _pitched(
+    table: Int64Array, numbers: npt.NDArray[np.intp], plan: Plan, begins: Int64Array, ends: Int64Array
+) -> Int64Array:
+    """Parts of copies of several rows: in each window part of a row, whole rows, part of a row."""
+    found: list[tuple[int, ...]] = []
+    for number in numbers.tolist():
+        file, source, source_pitch, target, pitch, width, rows, cast = table[:, number].tolist()
+        have, want = (plan.casts[cast][0].itemsize, plan.casts[cast][1].itemsize) if cast >= 0 else (1, 1)
+        window = int(np.searchsorted(ends, target, side="right"))
+        last_window = int(np.searchsorted(begins, target + (rows - 1) * pitch + width, side="left"))
+        for index in range(window, last_window):
+            begin, end = int(begins[index]), int(ends[index])
+            row = max(0, (begin - target - width) // pitch + 1)
+            last = min(rows, -((target - end) // pitch))
+            while row < last:
+                at = target + row * pitch
+                low, high = max(at, begin), min(at + width, end)
+                whole = min(last - row, (end - at - width) // pitch + 1) if (low, high) == (at, at + width) else 1
+                place = source + row * source_pitch + (low - at) // want * have
+                found.append((index, number, low, file, place, source_pitch, low, pitch, high - low, whole, cast))
+                row += whole
+    return np.asarray(found, np.int64).reshape(len(found), 3 + len(COPY_COLUMNS)).T

@@ -1,0 +1,71 @@
+"""Lightning: the Trainer's checkpoints and Fabric's (``lightning/{fabric,pytorch}/strategies/fsdp.py``)."""
+
+from __future__ import annotations
+
+from fsdpckpt.ir.checkpoint import Container, Layout
+from fsdpckpt.producers.forms import Flavor, Form, Place, Sign
+
+__all__ = ["FABRIC", "LIGHTNING", "LIGHTNING_MODEL_PARALLEL"]
+
+_Defaults = tuple[tuple[str, str | int | tuple[()] | None], ...]
+_META = Place("meta.pt", container=Container.TORCH, layout=Layout.FULL)
+_FILES = (r"^meta\.pt$", r"^\.metadata$")
+_STATE = r"^(meta\.pt|\.metadata|.*\.distcp)$"
+_VERSION = "pytorch-lightning_version"
+
+
+# The oldest version that saves what is written here: a Trainer brings what is older up to its own.
+_DEFAULTS: _Defaults = ((_VERSION, "2.0.0"), ("epoch", 0), ("global_step", 0), ("lr_schedulers", ()))
+
+
+def _sharded(model: str, optim: str, defaults: _Defaults = ()) -> Form:
+    places = (Place("", (model,)), Place("", (optim,)), _META)
+    return Form(Layout.SHARDED, Container.DCP, *places, key_type="name", defaults=defaults)
+
+
+_TRAINER_FULL = Form(
+    Layout.FULL,
+    Container.TORCH,
+    Place("", ("state_dict",)),
+    Place("", ("optimizer_states", 0)),
+    Place(""),
+    key_type="id",
+    defaults=_DEFAULTS,
+    directory=False,
+)
+
+LIGHTNING = Flavor(
+    name="lightning",
+    title="Lightning's Trainer",
+    signs=(Sign(keys=(_VERSION,)), Sign(_FILES, ("loops",))),
+    forms=(_sharded("model", "optimizer_0", _DEFAULTS), _TRAINER_FULL),
+    state=_STATE,
+    schedule=("lr_schedulers", 0),
+)
+
+LIGHTNING_MODEL_PARALLEL = Flavor(  # ModelParallelStrategy: FSDP2
+    name="lightning-model-parallel",
+    title="Lightning's Trainer with ModelParallelStrategy",
+    signs=(),
+    forms=(_sharded("state_dict", "optimizer_0", _DEFAULTS), _TRAINER_FULL),
+    state=_STATE,
+)
+
+FABRIC = Flavor(
+    name="fabric",
+    title="Lightning Fabric",
+    signs=(Sign(_FILES),),
+    state=_STATE,
+    forms=(
+        _sharded("model", "optimizer"),
+        Form(
+            Layout.FULL,
+            Container.TORCH,
+            Place("", ("model",)),
+            Place("", ("optimizer",)),
+            Place(""),
+            key_type="name",
+            directory=False,
+        ),
+    ),
+)

@@ -1,0 +1,56 @@
+"""All producers, and how one is recognised."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from fsdpckpt.producers.accelerate import ACCELERATE, TRAINER
+from fsdpckpt.producers.forms import PLAIN, Flavor, Sign
+from fsdpckpt.producers.huggingface import HUGGINGFACE
+from fsdpckpt.producers.lightning import FABRIC, LIGHTNING, LIGHTNING_MODEL_PARALLEL
+from fsdpckpt.producers.read_only import COMPOSER, FAIRSCALE, TORCH_XLA, TORCHTUNE
+from fsdpckpt.producers.torchtitan import TORCHTITAN, TORCHTITAN_OLD
+from fsdpckpt.producers.verl import VERL
+
+__all__ = ["EXPORT_DIRECTORIES", "FLAVORS", "WRITABLE", "copied_by_rank", "export_files", "flavor_named", "recognise"]
+
+FLAVORS: tuple[Flavor, ...] = (  # the first whose sign is there is meant
+    TRAINER, ACCELERATE, VERL, LIGHTNING, LIGHTNING_MODEL_PARALLEL, FABRIC, COMPOSER, TORCHTUNE, TORCHTITAN,
+    TORCHTITAN_OLD, TORCH_XLA, FAIRSCALE, HUGGINGFACE,
+)  # fmt: skip
+
+WRITABLE = (PLAIN, *sorted(flavor.name for flavor in FLAVORS if flavor.forms))
+
+EXPORT_DIRECTORIES = frozenset(name for flavor in FLAVORS for name in flavor.export_directories)
+
+
+def flavor_named(name: str) -> Flavor | None:
+    """The producer of this name; None for ``plain`` and names that are none."""
+    return next((flavor for flavor in FLAVORS if flavor.name == name), None)
+
+
+def recognise(names: Iterable[str], *, directory: str = "", keys: Iterable[object] = ()) -> Flavor | None:
+    """The producer whose sign is among the file ``names`` of ``directory`` and the top ``keys``, None without any."""
+    base = directory.rstrip("/").rpartition("/")[2]
+    entries, top = [*names, f"../{base}"], set(keys)
+    return next((flavor for flavor in FLAVORS if any(_shows(sign, entries, top) for sign in flavor.signs)), None)
+
+
+def _shows(sign: Sign, entries: list[str], keys: set[object]) -> bool:
+    return all(any(re.search(pattern, name) for name in entries) for pattern in sign.files) and keys.issuperset(
+        sign.keys
+    )
+
+
+def copied_by_rank(name: str) -> bool:
+    """Whether a producer's file of this name is each rank's own and no state: other ranks get copies of it."""
+    return any(kind.rank_of(name) is not None for flavor in FLAVORS for kind in flavor.rank_files)
+
+
+def export_files(names: Iterable[str]) -> set[str]:
+    """Those of the files of one directory that hold the model a second time, for other programs."""
+    known = list(names)
+    flavor = recognise(known)
+    patterns = flavor.exports if flavor is not None else ()
+    return {name for name in known if any(re.search(pattern, name) for pattern in patterns)}

@@ -1,0 +1,337 @@
+"""Join the parts that were read into one Checkpoint: at most one model and one optimizer, extras side by side."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from fsdpckpt.errors import NeedsInformationError
+from fsdpckpt.ir.checkpoint import (
+    LOOSE,
+    Checkpoint,
+    Checksums,
+    Container,
+    Layout,
+    Note,
+    OptimState,
+    Problem,
+    Section,
+    group_params,
+)
+from fsdpckpt.ir.names import clean
+from fsdpckpt.ir.values import Key, Value
+from fsdpckpt.readers.flat_slices import why_sliced
+from fsdpckpt.readers.sections import Sections, replaced, split, without
+from fsdpckpt.readers.settle_slices import settle_slices
+from fsdpckpt.readers.side_files import EXTRA_STEM
+from fsdpckpt.readers.tree import FileTable, Tree
+
+__all__ = ["ReadPart", "join", "read_part", "strange_names"]
+
+# A part of this name is a dict of extras itself; any other part's extras stand under the part's own name.
+_EXTRA_STEMS = frozenset({EXTRA_STEM, "extra", "meta"})
+
+
+_Change: TypeAlias = tuple[tuple[Key, ...], tuple[Value, ...]]
+_Absence: TypeAlias = tuple[tuple[Key, ...], frozenset[int]]
+
+
+@dataclass(slots=True)
+class ReadPart:
+    """One part after reading: its tree and its sections. ``label`` names it in messages."""
+
+    label: str
+    stem: str
+    tree: Tree
+    sections: Sections
+
+    @property
+    def auxiliary(self) -> bool:
+        """Holds neither a model nor an optimizer."""
+        return self.sections.model is None and self.sections.optim is None
+
+    def whole(self) -> bool:
+        """Whether every rank's file holds all of it, as far as the part itself tells."""
+        optim = self.sections.optim
+        if self.tree.layout is not Layout.FULL:
+            return False
+        return optim is None or why_sliced(optim.state, self.sections.model, self.tree.checksums) is None
+
+
+def read_part(label: str, stem: str, tree: Tree) -> ReadPart:
+    """Tell the sections of ``tree`` apart; a part named for its extras has no others, whatever they look like."""
+    if stem == EXTRA_STEM and isinstance(tree.root, dict):
+        return _of_extras(label, stem, tree, tree.root)
+    return ReadPart(label, stem, tree, split(tree.root))
+
+
+def _of_extras(label: str, stem: str, tree: Tree, root: dict[Key, Value]) -> ReadPart:
+    return ReadPart(label, stem, tree, Sections(None, None, dict(root)))
+
+
+def join(source: str, parts: Sequence[ReadPart], files: FileTable, *, flavor: str, notes: Sequence[Note]) -> Checkpoint:
+    """One checkpoint of all ``parts``. Raises NeedsInformationError when two of them give the same section, or when
+    the model of one and the optimizer of another have nothing in common."""
+    if len(parts) > 1:
+        parts = [_settled(part) for part in parts]
+    _require_one_each(source, parts)
+    notes = [*notes, *_strange_names(source, parts)]
+    main = next((part for part in parts if part.sections.model is not None), None)
+    main = main or next((part for part in parts if part.sections.optim is not None), parts[0])
+    world_size = max(part.tree.world_size for part in parts if not part.auxiliary or part is main)
+    model = next((part.sections.model for part in parts if part.sections.model is not None), None)
+    for part in parts:
+        settle_slices(part.tree, part.sections, model, part.label)
+    optim = next((part.sections.optim for part in parts if part.sections.optim is not None), None)
+    extra, prefixes = _extras(parts)
+    changes, absences = _changes(parts, prefixes), _absences(parts, prefixes)
+    return Checkpoint(
+        source=source,
+        layout=_layout(parts),
+        container=main.tree.container,
+        flavor=next((part.tree.flavor for part in parts if part.tree.flavor), flavor),
+        world_size=world_size,
+        files=files.files(),
+        model=model,
+        optim=optim,
+        extra=_common(extra, changes, absences),
+        rank_extra=_rank_extras(extra, changes, absences, world_size),
+        checksums=Checksums.of([row for part in parts for row in part.tree.checksums]),
+        evidence=_evidence(parts),
+        problems=tuple(problem for part in parts for problem in _problems(part)),
+        notes=(*notes, *(note for part in parts for note in _notes(part))),
+        nesting=_nesting(parts),
+        mesh_devices=frozenset(device for part in parts for device in part.tree.devices),
+    )
+
+
+def _settled(part: ReadPart) -> ReadPart:
+    """Lightning's ``meta.pt`` beside the shards: extras, also where they are a dict of tensors like a model."""
+    if part.stem == "meta" and isinstance(part.tree.root, dict):
+        return _of_extras(part.label, part.stem, part.tree, part.tree.root)
+    return part
+
+
+def _nesting(parts: Sequence[ReadPart]) -> dict[Section, tuple[Key, ...]]:
+    """Where the sections of DCP parts stand: by these keys they were saved, and are loaded."""
+    found: dict[Section, tuple[Key, ...]] = {}
+    for part in parts:
+        sections = part.sections
+        for section, path in ((Section.MODEL, sections.model_path), (Section.OPTIM, sections.optim_path)):
+            if path is not None and part.tree.container is Container.DCP:
+                found[section] = path
+    return found
+
+
+def _require_one_each(source: str, parts: Sequence[ReadPart]) -> None:
+    models = [part.label for part in parts if part.sections.model is not None]
+    optims = [part.label for part in parts if part.sections.optim is not None]
+    for what, labels in (("model", models), ("optimizer", optims)):
+        if len(labels) > 1:
+            raise NeedsInformationError(
+                f"{source} holds {len(labels)} candidates for the {what}",
+                details=labels,
+                why="several checkpoints lie in one directory, or the same weights in several forms (files that a tool "
+                "consolidated may hold zeros where the shards hold values)",
+                next_step=f"name the one to read, for example {shlex.quote(_readable(labels, parts))}",
+                file=source,
+            )
+
+
+def _readable(labels: Sequence[str], parts: Sequence[ReadPart]) -> str:
+    """What can be given as SRC for the first of ``labels``: its directory where that has no other one of them, and
+    holds more than this part; the directory of a set of files; otherwise the path itself."""
+    first, several, _ = labels[0].partition(" .. ")
+    folder = _folder(first)
+    alone = folder and all(_folder(label) != folder for label in labels[1:])
+    if several or "*" in first or (alone and sum(_folder(part.label) == folder for part in parts) > 1):
+        return folder
+    return first
+
+
+def _folder(label: str) -> str:
+    return label.partition(" .. ")[0].rpartition("/")[0]
+
+
+def _strange_names(source: str, parts: Sequence[ReadPart]) -> list[Note]:
+    """What the names say against the model of one part and the optimizer of another being one checkpoint's."""
+    model = next((part for part in parts if part.sections.model is not None), None)
+    optim = next((part for part in parts if part.sections.optim is not None), None)
+    if model is None or optim is None or model is optim:
+        return []
+    names, state = model.sections.model, optim.sections.optim
+    if names is None or state is None:
+        return []
+    return strange_names(source, (model.label, names.params), (optim.label, state))
+
+
+def _layout(parts: Sequence[ReadPart]) -> Layout:
+    layouts = {part.tree.layout for part in parts if not part.auxiliary} or {part.tree.layout for part in parts}
+    for layout in (Layout.FLATTENED, Layout.SHARDED):
+        if layout in layouts:
+            return layout
+    return Layout.FULL
+
+
+def _evidence(parts: Sequence[ReadPart]) -> tuple[str, ...]:
+    lines: list[str] = []
+    for part in parts:
+        found = [
+            name
+            for name, section in (("model", part.sections.model), ("optimizer", part.sections.optim))
+            if section is not None
+        ]
+        lines.append(f"{part.label}: {' and '.join(found) or 'extra entries'}")
+        lines.extend(part.tree.evidence)
+    return tuple(lines)
+
+
+def _notes(part: ReadPart) -> list[Note]:
+    notes = [*part.tree.notes, *part.sections.notes]
+    if part.tree.container is Container.DCP:  # DCP always writes ids as strings: reading them back repairs no damage
+        notes = [note for note in notes if note.kind != "ids-repaired"]
+    return notes
+
+
+def _problems(part: ReadPart) -> list[Problem]:
+    """Those of the tree, and values of the model or the optimizer that are not the same on every rank."""
+    found = list(part.tree.problems)
+    for path in part.tree.rank_values:
+        if part.sections.owns(_keys(path)):
+            key = ".".join(map(str, path))
+            section = Section.OPTIM if _under(path, part.sections.optim_path) else Section.MODEL
+            found.append(
+                Problem("replica", f"{key} is not the same on every rank", file=part.label, key=key, section=section)
+            )
+    return found
+
+
+def _keys(path: tuple[Value, ...]) -> tuple[Key, ...]:
+    return path  # type: ignore[return-value]  # paths are made of dict keys and list positions
+
+
+def _under(path: tuple[Value, ...], prefix: tuple[Key, ...] | None) -> bool:
+    return prefix is not None and path[: len(prefix)] == prefix
+
+
+def _extras(parts: Sequence[ReadPart]) -> tuple[dict[Key, Value], list[tuple[Key, ...]]]:
+    """All extras, and for each part the path below which its own stand."""
+    extra: dict[Key, Value] = {}
+    prefixes: list[tuple[Key, ...]] = []
+    for part in parts:
+        own = part.sections.extra
+        top = len(parts) == 1 or not part.auxiliary or part.stem in _EXTRA_STEMS
+        if top and not own.keys() & extra.keys():
+            extra.update(own)
+            prefixes.append(())
+            continue
+        stem = part.stem
+        while stem in extra:
+            stem += "_"
+        if own or part.auxiliary:
+            extra[stem] = part.tree.root if part.auxiliary else dict(own)
+        prefixes.append((stem,))
+    return extra, prefixes
+
+
+def _changes(parts: Sequence[ReadPart], prefixes: Sequence[tuple[Key, ...]]) -> list[_Change]:
+    """Where the extras differ between ranks: the path in the joined extras, and each rank's value."""
+    changes: list[_Change] = []
+    for part, prefix in zip(parts, prefixes, strict=True):
+        for path, values in part.tree.rank_values.items():
+            if not part.sections.owns(_keys(path)):
+                changes.append(((*prefix, *_keys(path)), values))
+    return changes
+
+
+def _absences(parts: Sequence[ReadPart], prefixes: Sequence[tuple[Key, ...]]) -> list[_Absence]:
+    """Which of the joined extras' keys some ranks lack."""
+    return [
+        ((*prefix, *_keys(path)), ranks)
+        for part, prefix in zip(parts, prefixes, strict=True)
+        for path, ranks in part.tree.absences.items()
+        if not part.sections.owns(_keys(path))
+    ]
+
+
+def _common(extra: dict[Key, Value], changes: Sequence[_Change], absences: Sequence[_Absence]) -> dict[Key, Value]:
+    """What every rank has of ``extra``, with rank 0's values where ranks differ."""
+    own: Value = extra
+    for path, values in changes:
+        if values and values[0] is not None:
+            own = replaced(own, path, values[0])
+    for path, _ in absences:
+        own = without(own, path)
+    return own if isinstance(own, dict) else extra
+
+
+def _rank_extras(
+    extra: dict[Key, Value], changes: Sequence[_Change], absences: Sequence[_Absence], world_size: int
+) -> tuple[dict[Key, Value], ...]:
+    """``extra`` as each rank saved it; empty when all saved the same. A key that a rank lacks is not in its own."""
+    if not changes and not absences:
+        return ()
+    ranks = max((len(values) for _, values in changes), default=world_size)
+    result: list[dict[Key, Value]] = []
+    for rank in range(ranks):
+        own: Value = extra
+        for path, values in changes:
+            own = replaced(own, path, values[rank]) if rank < len(values) else without(own, path)
+        for path, lacking in absences:
+            own = without(own, path) if rank in lacking else own
+        result.append(own if isinstance(own, dict) else {})
+    return tuple(result)
+
+
+_SHOWN = 3  # names in a message
+_FLAT = "flat_param"  # in the names of flat parameters, of every version of FSDP1
+
+
+def strange_names(source: str, model: tuple[str, Collection[str]], optim: tuple[str, OptimState]) -> list[Note]:
+    """A note of the optimizer's names that the model lacks. ``model``, ``optim``: their labels, and what they hold.
+
+    Names that differ by a prefix only are alike, and those of flat parameters say nothing. Raises
+    NeedsInformationError when the two have no name in common: torchtune keeps its own names for the optimizer, and
+    saves the weights under those of Hugging Face.
+    """
+    (where, names), (other, state) = model, optim
+    named = _named(state) if state.key_type == "name" else []
+    missing = [name for name in named if name not in names]
+    if not missing or any(_FLAT in name for name in (*names, *named)):
+        return []
+    held = {clean(name) for name in names}
+    ends = {end for name in held for end in _ends(name)}
+    missing = [name for name in missing if clean(name) not in ends and held.isdisjoint(_ends(clean(name)))]
+    if not missing:
+        return []
+    shown = _first(missing)
+    if len(missing) < len(named):
+        keys = "1 optimizer key is" if len(missing) == 1 else f"{len(missing)} optimizer keys are"
+        return [Note("unmatched", f"{keys} none of the model's: {shown}", keys=tuple(missing))]
+    raise NeedsInformationError(
+        f"{source} holds a model and an optimizer that have no parameter name in common",
+        details=[f"{where}: {_first(list(names))}", f"{other}: {shown}"],
+        why="they are of different models, or a tool renamed the parameters of one of them (torchtune saves weights "
+        "under Hugging Face's names, and its optimizer under its own)",
+        next_step=f"name the one to read, for example {shlex.quote(where)}",
+        file=source,
+    )
+
+
+def _named(optim: OptimState) -> list[str]:
+    """The parameters' names among the optimizer's keys, each once."""
+    stated = [key for key, states in optim.state.items() if LOOSE not in states]
+    listed = [key for group in optim.param_groups or () for key in group_params(group) or ()]
+    return list(dict.fromkeys(key for key in (*stated, *listed) if isinstance(key, str)))
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+
+
+def _ends(name: str) -> list[str]:
+    """``a.b.c``: itself, ``b.c`` and ``c``."""
+    words = name.split(".")
+    return [".".join(words[at:]) for at in range(len(words))]

@@ -1,0 +1,328 @@
+"""Put the state dicts of several ranks together: pieces of one tensor, replicas, and values that differ.
+
+Whether a tensor is cut or whole is decided from what kind of value it is (DTensor, ShardedTensor, plain tensor), never
+from values. Every rank's keys count. Plain vectors are the exception: in an optimizer, or beside flat parameters, they
+may be slices of FSDP1's flat parameters, and are that for certain when ranks hold different lengths of them or none.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from enum import Enum, auto
+from math import isnan, prod
+from typing import TypeAlias, cast
+
+import numpy as np
+
+from fsdpckpt.formats.torch.archive import local_tensor
+from fsdpckpt.formats.torch.distributed import Distributed
+from fsdpckpt.formats.torch.tensors import StoredTensor
+from fsdpckpt.ir.checkpoint import Problem
+from fsdpckpt.ir.tensors import SLICES, Pieces, Tensor
+from fsdpckpt.ir.values import Key, Value, leaf_tensors
+from fsdpckpt.readers.flat_slices import is_flat_key, is_optimizer
+
+__all__ = ["Merge", "equal"]
+
+_Path: TypeAlias = tuple[Key, ...]
+
+
+class _Absent:
+    """What stands for a key that a rank does not have."""
+
+
+_ABSENT = _Absent()
+
+
+class _Place(Enum):
+    """Where in a state dict a value stands: in a plain tensor's place vectors may be slices."""
+
+    ANYWHERE = auto()
+    STATES = auto()  # an optimizer's "state"
+    ENTRY = auto()  # the states of one parameter
+    STATE = auto()  # one state
+    BESIDE_FLAT = auto()  # in one dict with flat parameters
+    INSIDE = auto()  # inside of a state that is a container itself
+
+
+class Merge:
+    """One merge of the state dicts of ``ranks``, whose values lie in ``files`` (numbers, same order).
+
+    ``sharded``: some value is distributed, so plain tensors are whole on every rank. After ``value``: ``problems``,
+    ``rank_values`` and ``absences`` (as in ``Tree``), ``slices``: how many tensors are certain to be slices.
+    """
+
+    def __init__(self, ranks: Sequence[int], files: Sequence[int], *, sharded: bool) -> None:
+        self._ranks = ranks
+        self._files = files
+        self._managed = False if sharded else None
+        self.slices = 0
+        self.problems: list[Problem] = []
+        self.rank_values: dict[tuple[Value, ...], tuple[Value, ...]] = {}
+        self.absences: dict[tuple[Value, ...], frozenset[int]] = {}
+
+    def value(self, values: Sequence[object], path: _Path = (), place: _Place = _Place.ANYWHERE) -> Value:
+        """The merged value of what each rank has at ``path``, in the order of the ranks."""
+        have = [index for index, value in enumerate(values) if value is not _ABSENT]
+        first = values[have[0]]
+        kind = type(first)
+        if kind is Distributed or kind is StoredTensor:
+            return self._tensor(values, have, path, place)
+        if kind is dict or kind is OrderedDict:
+            if all(isinstance(values[i], dict) for i in have):
+                return self._mapping(cast("Sequence[dict[Key, object]]", values), have, path, place)
+        elif isinstance(first, (list, tuple)) and all(
+            type(values[i]) is kind and len(cast("Sequence[object]", values[i])) == len(first) for i in have
+        ):
+            return self._sequence(values, have, path, place)
+        return self._other(values, have, path)
+
+    def _mapping(self, values: Sequence[dict[Key, object]], have: list[int], path: _Path, place: _Place) -> Value:
+        first = values[have[0]]
+        made: dict[Key, Value] = {}
+        if isinstance(first, OrderedDict):
+            made = OrderedDict()
+            vars(made).update(vars(first))
+        keys = list(first)
+        inner = _inner(first, place)
+        if len(have) == len(values) and all(list(other) == keys for other in values[1:]):
+            for key in keys:
+                made[key] = self.value([value[key] for value in values], (*path, key), _at(inner, key))
+            return made
+        for i in have[1:]:
+            keys.extend(values[i])
+        for key in dict.fromkeys(keys):
+            column = [value.get(key, _ABSENT) if isinstance(value, dict) else _ABSENT for value in values]
+            made[key] = self.value(column, (*path, key), _at(inner, key))
+            self._check_present(column, have, made[key], (*path, key))
+        return made
+
+    def _check_present(self, column: Sequence[object], expected: list[int], merged: Value, path: _Path) -> None:
+        """Report a key that some of the ranks ``expected`` (indexes) lack though they should hold a part of it."""
+        absent = [self._ranks[i] for i in expected if column[i] is _ABSENT]
+        if not absent or _holds_slices(merged):
+            return
+        holders: set[int] = set()
+        for value in column:
+            _collect_holders(value, holders)
+        if not holders:
+            self.absences[cast("tuple[Value, ...]", path)] = frozenset(absent)
+        absent = [rank for rank in absent if not holders or rank in holders]
+        if not absent:
+            return
+        lost = not _whole(merged)
+        self.problems.append(
+            Problem(
+                "missing-key",
+                f"{_dotted(path)} is not in the files of {_ranks_text(absent)}"
+                + (", and the other ranks do not hold all of it" if lost else ""),
+                fatal=lost,
+                key=_dotted(path),
+                rank=absent[0],
+            )
+        )
+
+    def _sequence(self, values: Sequence[object], have: list[int], path: _Path, place: _Place) -> Value:
+        first = cast("Sequence[object]", values[have[0]])
+        items: list[Value] = []
+        inner = _Place.ANYWHERE if place is _Place.ANYWHERE else _Place.INSIDE
+        for index in range(len(first)):
+            column = [value[index] if isinstance(value, (list, tuple)) else _ABSENT for value in values]
+            items.append(self.value(column, (*path, index), inner))
+        return items if isinstance(first, list) else tuple(items)
+
+    def _tensor(self, values: Sequence[object], have: list[int], path: _Path, place: _Place) -> Value:
+        first = values[have[0]]
+        kind = type(first)
+        if any(type(values[i]) is not kind for i in have):
+            return self._contradiction(values, have, path)
+        if kind is Distributed:
+            return self._distributed(cast("Sequence[Distributed]", values), have, path)
+        stored = cast("Sequence[StoredTensor]", values)
+        if self._are_slices([values[i] for i in have], place):
+            return self._slices_of(stored, have, path)
+        return self._plain(stored, have, path)
+
+    def _distributed(self, values: Sequence[Distributed], have: list[int], path: _Path) -> Value:
+        first = values[have[0]]
+        if any(values[i].shape != first.shape or values[i].dtype is not first.dtype for i in have):
+            return self._contradiction(values, have, path)
+        ndim = len(first.shape)
+        rows: list[tuple[int, ...]] = []
+        for i in have:
+            rank, file = self._ranks[i], self._files[i]
+            rows.extend((rank, file, box.offset, *box.start, *box.size, *box.stride) for box in values[i].boxes)
+        if not rows:  # no rank holds an element
+            rows.append((self._ranks[have[0]], self._files[have[0]], 0, *(0,) * ndim, *first.shape, *(1,) * ndim))
+            if 0 not in first.shape:
+                rows.clear()
+        return Tensor(first.dtype, first.shape, _pieces(rows, ndim), managed=True, placement=first.placement)
+
+    def _are_slices(self, held: Sequence[object], place: _Place) -> bool:
+        """Whether vectors that stand in ``place`` on the ranks that have them are certain to be slices."""
+        if place is not _Place.STATE and place is not _Place.BESIDE_FLAT:
+            return False
+        shapes = {value.shape for value in held if isinstance(value, StoredTensor)}
+        if any(len(shape) != 1 for shape in shapes):
+            return False
+        return place is _Place.BESIDE_FLAT or len(shapes) > 1 or len(held) < len(self._ranks)
+
+    def _slices_of(self, values: Sequence[StoredTensor], have: list[int], path: _Path) -> Value:
+        """The slices one after the other, a piece for each rank that has one; an empty one is a piece too."""
+        dtype = values[have[0]].dtype
+        if any(values[i].dtype is not dtype for i in have):
+            return self._contradiction(values, have, path)
+        rows: list[tuple[int, ...]] = []
+        start = 0
+        for i in have:
+            (size,), (stride,) = values[i].shape, values[i].stride
+            rows.append((self._ranks[i], self._files[i], values[i].offset, start, size, stride))
+            start += size
+        self.slices += 1
+        return Tensor(dtype, (start,), _pieces(rows, 1), managed=True, placement=SLICES)
+
+    def _plain(self, values: Sequence[StoredTensor], have: list[int], path: _Path) -> Value:
+        first = values[have[0]]
+        ndim = len(first.shape)
+        if any(values[i].shape != first.shape or values[i].dtype is not first.dtype for i in have):
+            return self._other(values, have, path)
+        rows = [
+            (self._ranks[i], self._files[i], values[i].offset, *(0,) * ndim, *first.shape, *values[i].stride)
+            for i in have
+        ]
+        managed = first.managed if self._managed is None else self._managed
+        return Tensor(first.dtype, first.shape, _pieces(rows, ndim), managed)
+
+    def _other(self, values: Sequence[object], have: list[int], path: _Path) -> Value:
+        """Values that are no tensors, or of different kinds or shapes: one if all are equal, else every rank's own."""
+        held: list[Value] = [
+            None if value is _ABSENT else _located(value, self._files[i], self._ranks[i])
+            for i, value in enumerate(values)
+        ]
+        first = held[have[0]]
+        if any(_contains_distributed(values[i]) for i in have):
+            return self._contradiction(values, have, path)
+        if any(not equal(held[i], first) for i in have[1:]):
+            self.rank_values[cast("tuple[Value, ...]", path)] = tuple(held)
+        return first
+
+    def _contradiction(self, values: Sequence[object], have: list[int], path: _Path) -> Value:
+        """Ranks that disagree on what a tensor is: reported, and the first rank's shown."""
+        said: dict[str, list[int]] = {}
+        for i in have:
+            said.setdefault(_described(values[i]), []).append(self._ranks[i])
+        found = "; ".join(f"{what} in {_ranks_text(ranks)}" for what, ranks in said.items())
+        self.problems.append(Problem("rank-mismatch", f"{_dotted(path)} is {found}", key=_dotted(path)))
+        return _located(values[have[0]], self._files[have[0]], self._ranks[have[0]])
+
+
+def _inner(mapping: dict[Key, object], place: _Place) -> _Place | str:
+    """The place of what is in ``mapping``; ``"state"`` when only what is under this key is anywhere special."""
+    if place is _Place.STATES:
+        return _Place.ENTRY
+    if place is _Place.ENTRY:
+        return _Place.STATE
+    if place is not _Place.ANYWHERE:
+        return _Place.INSIDE
+    if is_optimizer(mapping):
+        return "state"
+    return _Place.BESIDE_FLAT if any(map(is_flat_key, mapping)) else _Place.ANYWHERE
+
+
+def _at(inner: _Place | str, key: Key) -> _Place:
+    if isinstance(inner, _Place):
+        return inner
+    return _Place.STATES if key == inner else _Place.ANYWHERE
+
+
+def _holds_slices(value: Value) -> bool:
+    """Whether it is a tensor in slices, or the states of one parameter with one among them."""
+    leaves = value.values() if isinstance(value, dict) else (value,)
+    return any(isinstance(leaf, Tensor) and leaf.placement == SLICES for leaf in leaves)
+
+
+def _pieces(rows: Sequence[tuple[int, ...]], ndim: int) -> Pieces:
+    """Pieces from rows of (rank, file, offset, start..., size..., stride...)."""
+    table = np.array(rows, np.int64).reshape(len(rows), 3 + 3 * ndim)
+    return Pieces(
+        table[:, 0],
+        table[:, 1],
+        table[:, 2],
+        table[:, 3 : 3 + ndim],
+        table[:, 3 + ndim : 3 + 2 * ndim],
+        table[:, 3 + 2 * ndim :],
+    )
+
+
+def _located(value: object, file: int, rank: int) -> Value:
+    """``value`` with its stored tensors as ir tensors of one piece; what is distributed keeps the boxes at hand."""
+    if isinstance(value, StoredTensor):
+        return local_tensor(value, file, rank)
+    if isinstance(value, Distributed):
+        ndim = len(value.shape)
+        rows = [(rank, file, box.offset, *box.start, *box.size, *box.stride) for box in value.boxes]
+        return Tensor(value.dtype, value.shape, _pieces(rows, ndim), managed=True, placement=value.placement)
+    if isinstance(value, dict):
+        return {key: _located(child, file, rank) for key, child in value.items()}
+    if isinstance(value, list):
+        return [_located(child, file, rank) for child in value]
+    if isinstance(value, tuple):
+        return tuple(_located(child, file, rank) for child in value)
+    return cast(Value, value)
+
+
+def _children(value: object) -> Sequence[object]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, (list, tuple)) else ()
+
+
+def _contains_distributed(value: object) -> bool:
+    return isinstance(value, Distributed) or any(_contains_distributed(child) for child in _children(value))
+
+
+def _collect_holders(value: object, holders: set[int]) -> None:
+    if isinstance(value, Distributed):
+        holders.update(value.holders)
+    for child in _children(value):
+        _collect_holders(child, holders)
+
+
+def _whole(value: Value) -> bool:
+    """Whether the pieces of every tensor in ``value`` are enough elements for it (replicas counted once)."""
+    for _, tensor in leaf_tensors(value):
+        rows = zip(tensor.pieces.start.tolist(), tensor.pieces.size.tolist(), strict=True)
+        boxes = {(*start, *size): prod(size) for start, size in rows}
+        if sum(boxes.values()) < tensor.numel:
+            return False
+    return True
+
+
+def equal(one: Value, other: Value) -> bool:
+    """Equal and of the same type; two NaN are equal."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, float) and isinstance(other, float):
+        return one == other or (isnan(one) and isnan(other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return list(one) == list(other) and all(equal(value, other[key]) for key, value in one.items())
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return one == other
+
+
+def _described(value: object) -> str:
+    if isinstance(value, Distributed):
+        return f"a {value.form} of shape {value.shape} and type {value.dtype.name}"
+    if isinstance(value, StoredTensor):
+        return f"a plain tensor of shape {value.shape} and type {value.dtype.name}"
+    return f"a {type(value).__name__}"
+
+
+def _dotted(path: _Path) -> str:
+    return ".".join(map(str, path))
+
+
+def _ranks_text(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

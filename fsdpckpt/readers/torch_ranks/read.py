@@ -1,0 +1,203 @@
+"""Read a set of torch.save files, one per rank: DTensor, ShardedTensor and plain values put together.
+
+The world size and every rank's place come from the files' own metadata; the file names only say which file to expect
+of whom, and a file that says another rank saved it is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError
+from fsdpckpt.formats.torch.archive import TorchArchive, local_tensor, read_archive
+from fsdpckpt.ir.checkpoint import Container, Layout
+from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.values import Value, walk
+from fsdpckpt.readers.flat_slices import flat_parameter_keys
+from fsdpckpt.readers.sections import split
+from fsdpckpt.readers.torch_ranks.merge import Merge
+from fsdpckpt.readers.torch_ranks.names import check_names
+from fsdpckpt.readers.tree import FileTable, Tree
+from fsdpckpt.readers.xla_fairscale.read import record_beside, recorded, shards_without_record
+from fsdpckpt.storage.sources import Sources
+
+__all__ = ["read_torch_file", "read_torch_ranks"]
+
+_COMPARED = 1 << 20  # bytes: extras up to here are read and compared (random states are 5 KB), larger ones by CRC-32
+
+
+def read_torch_ranks(paths: Mapping[int, str], files: FileTable, sources: Sources, *, extras: bool = False) -> Tree:
+    """The state dict that the files ``paths`` (rank to path) hold together.
+
+    ``extras``: the files' name says that they hold extras only, whatever these look like. Raises
+    SourceIncompleteError naming every missing rank, SourceCorruptError when a file was saved by another rank than its
+    name says or by another run, and what ``read_archive`` raises. Keys that ranks lack are ``problems`` of the tree.
+    An optimizer's vectors of one length on all ranks are read as replicas: ``composite.join`` knows the model and
+    decides whether they are slices.
+    """
+    ranks = sorted(paths)
+    numbers: list[int] = []
+    archives: list[TorchArchive] = []
+    for rank in ranks:
+        source = sources.open(paths[rank])
+        numbers.append(files.add(paths[rank], source.nbytes))
+        archives.append(read_archive(source, numbers[-1]))
+    named = recorded(archives, ranks, paths)
+    archives = named.archives
+    _check_ranks(paths, ranks, archives)
+    silent = [rank for rank, archive in zip(ranks, archives, strict=True) if not archive.ranks]
+    check_names({rank: paths[rank] for rank in silent}, sources)
+    forms = sorted({form for archive in archives for form in archive.forms})
+    tree = Tree(None, Layout.SHARDED if forms else Layout.FULL, Container.TORCH, len(ranks), flavor=named.producer)
+    merge = Merge(ranks, numbers, sharded=bool(forms))
+    tree.root = merge.value([archive.root for archive in archives])
+    _recognise_slices(tree, merge)
+    tree.problems.extend(merge.problems)
+    tree.rank_values.update(merge.rank_values)
+    tree.absences.update(merge.absences)
+    for archive in archives:
+        tree.checksums.extend(archive.checksums)
+        tree.notes.extend(archive.notes)
+        tree.devices |= archive.devices
+    _separate_extras(tree, files, sources, extras=extras)
+    tree.evidence.append(_evidence(paths, ranks, forms))
+    tree.evidence.extend(named.evidence)
+    tree.problems.extend(named.problems)
+    tree.notes.extend(named.notes)
+    return tree
+
+
+def _evidence(paths: Mapping[int, str], ranks: Sequence[int], forms: Sequence[str]) -> str:
+    held = " and ".join(f"{form} values" for form in forms) or "plain tensors only"
+    if len(ranks) == 1:
+        return f"{paths[ranks[0]]} is one rank's torch.save file, of a world of one, holding {held}"
+    return f"{len(ranks)} torch.save files, one a rank ({paths[ranks[0]]} ...), holding {held}"
+
+
+def _check_ranks(paths: Mapping[int, str], ranks: Sequence[int], archives: Sequence[TorchArchive]) -> None:
+    swapped = [
+        f"{paths[rank]}: expected rank {rank}, saved by rank {', '.join(map(str, sorted(archive.ranks)))}"
+        for rank, archive in zip(ranks, archives, strict=True)
+        if archive.ranks - {rank}
+    ]
+    if swapped:
+        raise SourceCorruptError(
+            "swapped rank files: some files were not saved by the rank that their name says",
+            details=swapped,
+            file=paths[ranks[0]],
+            why="files were renamed, or copied from another rank or run",
+            next_step="give every file its own rank's name again, as listed above",
+        )
+    worlds = {id(world): world for archive in archives for world in archive.worlds}
+    world = {rank for known in worlds.values() for rank in known} or set(range(ranks[-1] + 1))
+    missing = sorted(world - set(ranks))
+    if missing:
+        raise SourceIncompleteError(
+            f"{len(missing)} of {len(world)} ranks {'is' if len(missing) == 1 else 'are'} missing: "
+            f"{', '.join(map(str, missing))}",
+            details=[f"rank {rank} is missing" for rank in missing],
+            file=paths[ranks[0]],
+            rank=missing[0],
+            expected=f"the files of {len(world)} ranks",
+            found=f"those of {', '.join(map(str, ranks))}",
+            why="each rank writes its own part, and every part is needed; other nodes may hold the rest on their disks",
+            next_step="copy the files of all ranks into one directory and give that directory",
+        )
+    extra = sorted(set(ranks) - world)
+    if extra:
+        raise SourceCorruptError(
+            f"files of ranks {', '.join(map(str, extra))} do not belong to a world of {len(world)} ranks",
+            details=[paths[rank] for rank in extra],
+            file=paths[extra[0]],
+            rank=extra[0],
+            expected=f"ranks {min(world)} to {max(world)}",
+            found=f"rank {extra[0]}",
+            why="files of an earlier run with more ranks were left in the directory",
+            next_step="move these files away",
+        )
+
+
+def _recognise_slices(tree: Tree, merge: Merge) -> None:
+    """Say in the tree that it holds flat parameters, where that is certain from the files alone."""
+    keys = flat_parameter_keys(tree.root)
+    if keys:
+        tree.evidence.append(f"keys of flat parameters: {', '.join(keys[:3])}" + (", ..." if len(keys) > 3 else ""))
+    if keys or merge.slices:
+        tree.layout = Layout.FLATTENED
+
+
+def _separate_extras(tree: Tree, files: FileTable, sources: Sources, *, extras: bool) -> None:
+    """Plain tensors of the extras, random states for one, are each rank's own unless their bytes are equal.
+
+    Tensors of the model and the optimizer are not looked at: there, a plain tensor is a replica by what it is.
+    """
+    sections = None if extras else split(tree.root)
+    if sections is not None and not sections.extra:
+        return
+    paths = [file.path for file in files.files()]
+    records: dict[tuple[int, int], tuple[int, int]] = {}
+    for path, leaf in walk(tree.root):
+        if not isinstance(leaf, Tensor) or leaf.managed or len(leaf.pieces) < 2 or not leaf.nbytes:
+            continue
+        if sections is not None and sections.owns(path):
+            continue
+        if leaf.nbytes > _COMPARED and not records:
+            records = {(file, offset): (nbytes, crc) for file, offset, nbytes, crc in tree.checksums}
+        if not _equal_on_all_ranks(leaf, paths, sources, records):
+            tree.rank_values[path] = _by_rank(leaf, tree.world_size)
+
+
+def _equal_on_all_ranks(
+    tensor: Tensor, paths: Sequence[str], sources: Sources, records: Mapping[tuple[int, int], tuple[int, int]]
+) -> bool:
+    """Whether every rank saved the same bytes. Of a large tensor without a checksum of its own nobody knows: False."""
+    pieces = tensor.pieces
+    if not (pieces.stride == pieces.stride[0]).all():
+        return False
+    if tensor.nbytes <= _COMPARED:
+        return len({_bytes_of(tensor, row, paths, sources) for row in range(len(pieces))}) == 1
+    found = {records.get(place) for place in zip(pieces.file.tolist(), pieces.offset.tolist(), strict=True)}
+    one = found.pop()
+    return not found and one is not None and one[0] == tensor.nbytes
+
+
+def _bytes_of(tensor: Tensor, row: int, paths: Sequence[str], sources: Sources) -> bytes:
+    """The bytes between a piece's first and last element: equal for equal replicas of equal strides."""
+    sizes, strides = tensor.pieces.size[row].tolist(), tensor.pieces.stride[row].tolist()
+    extent = 1 + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
+    source = sources.open(paths[int(tensor.pieces.file[row])])
+    return source.read(int(tensor.pieces.offset[row]), extent * tensor.dtype.itemsize)
+
+
+def _by_rank(tensor: Tensor, world_size: int) -> tuple[Value, ...]:
+    """Each rank's own copy as a tensor of one piece, None for ranks without one."""
+    rows = {rank: row for row, rank in enumerate(tensor.pieces.rank.tolist())}
+    return tuple(
+        Tensor(tensor.dtype, tensor.shape, tensor.pieces.take(tensor.pieces.rank == rank), tensor.managed)
+        if rank in rows
+        else None
+        for rank in range(world_size)
+    )
+
+
+def read_torch_file(path: str, files: FileTable, sources: Sources) -> Tree:
+    """The state dict in the torch file at ``path``.
+
+    A file of DTensor or ShardedTensor values is one rank of several: it is read as such, and refused with
+    SourceIncompleteError naming the missing ranks unless it is the only one. Raises what ``read_archive`` raises.
+    """
+    source = sources.open(path)
+    file_id = files.add(path, source.nbytes)
+    archive = read_archive(source, file_id, leaf=lambda stored: local_tensor(stored, file_id))
+    record = record_beside(archive.root)
+    if archive.forms or record is not None:
+        rank = min(archive.ranks, default=0) if record is None or record.rank is None else record.rank
+        return read_torch_ranks({rank: path}, files, sources)
+    tree = Tree(archive.root, Layout.FULL, Container.TORCH, 1, checksums=archive.checksums, notes=archive.notes)
+    tree.evidence.append(f"{path} is one torch.save file of plain tensors")
+    keys = flat_parameter_keys(archive.root)
+    if keys:
+        tree.layout = Layout.FLATTENED
+        tree.evidence.append(f"keys of flat parameters: {', '.join(keys[:3])}")
+    tree.problems.extend(shards_without_record(archive.root, path))
+    return tree

@@ -1,0 +1,183 @@
+"""What is in a staging directory and beside it: its own name, those of the journals, and the locks of who writes."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+
+from fsdpckpt.errors import TargetExistsError, TargetUnwritableError, UsageError
+from fsdpckpt.storage.sources import is_url
+from fsdpckpt.storage.targets import target_errors
+
+__all__ = [
+    "NAME_LIMIT",
+    "check_target",
+    "has_writers",
+    "hidden_name",
+    "hold",
+    "journal_of",
+    "journals_at",
+    "staging_root",
+]
+
+JOURNAL, WRITER = "journal", "writer"
+NAME_LIMIT = 255  # bytes of one file name on every file system in use; some allow fewer
+
+
+def hidden_name(name: str, suffix: str) -> str:
+    """A name beside DST's, its own where that fits."""
+    found = f".{name}.fsdpckpt-{suffix}"
+    if len(os.fsencode(found)) <= NAME_LIMIT:
+        return found
+    return f".{hashlib.sha256(os.fsencode(name)).hexdigest()[:32]}.fsdpckpt-{suffix}"
+
+
+def staging_root(target: str) -> str:
+    """Where the staging directory of ``target`` is, or would be."""
+    parent, name = os.path.split(os.path.realpath(target))
+    return os.path.join(parent, hidden_name(name, "staging"))
+
+
+def journal_of(root: str, writer: int | None = None) -> str:
+    """The journal of a process alone, or of number ``writer`` of several, in the staging directory ``root``."""
+    return os.path.join(root, JOURNAL if writer is None else f"{JOURNAL}-{writer}")
+
+
+def journals_at(root: str) -> list[str]:
+    """All journals in the staging directory ``root``; none where there is no such directory."""
+    return [os.path.join(root, name) for name in _names(root, JOURNAL)]
+
+
+def hold(root: str, writer: int) -> int:
+    """Lock ``root`` as number ``writer`` of several that write there, until the descriptor returned is closed."""
+    path = os.path.join(root, f"{WRITER}-{writer}")
+    with target_errors(path):
+        held = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fcntl.flock(held, fcntl.LOCK_EX)
+    return held
+
+
+def has_writers(root: str) -> bool:
+    """Whether a process that holds a lock in the staging directory ``root`` is still there."""
+    return not all(_is_free(os.path.join(root, name)) for name in _names(root, WRITER))
+
+
+def _is_free(path: str) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        lock = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        finally:
+            os.close(lock)
+    return True
+
+
+def _names(root: str, kind: str) -> list[str]:
+    try:
+        return sorted(name for name in os.listdir(root) if name == kind or name.startswith(f"{kind}-"))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def check_target(target: str, source: str, *, overwrite: bool, resume: bool = False) -> None:
+    """Refuse a DST that exists, lies in SRC, or cannot be created. Nothing is written.
+
+    With ``resume`` a DST may exist: whether it is what is asked for is seen when the plan is known.
+
+    Raises UsageError, TargetExistsError or TargetUnwritableError.
+    """
+    if not target:
+        raise UsageError("DST is empty", why="a shell variable without a value, most likely", next_step="name a DST")
+    if "\0" in target:
+        raise UsageError("DST holds a NUL byte", file=target, next_step="give another DST")
+    with target_errors(target):
+        real = os.path.realpath(target)
+        if source and not is_url(source):  # an empty one is told of when it is opened
+            _refuse_source(target, real, os.path.realpath(source), overwrite=overwrite)
+        if (os.path.lexists(target) or os.path.lexists(real)) and not (resume and not overwrite):
+            _refuse_existing(target, real, overwrite=overwrite)
+        _require_parent(target, os.path.dirname(real), [os.path.basename(real)])
+
+
+def _refuse_source(target: str, real: str, source: str, *, overwrite: bool) -> None:
+    if _within(real, source):
+        inside = "is the source" if real == source else "lies inside the source"
+        raise UsageError(
+            f"{target} {inside}, which is never written to", file=target, next_step="give a DST outside of SRC"
+        )
+    if overwrite and _within(source, real):
+        raise UsageError(
+            f"replacing {target} would delete the source, which lies inside it",
+            file=target,
+            next_step="give a DST of its own, one that does not exist yet",
+        )
+
+
+def _refuse_existing(target: str, real: str, *, overwrite: bool) -> None:
+    if not overwrite:
+        raise TargetExistsError(
+            f"{target} exists",
+            file=target,
+            why="fsdpckpt never replaces anything unasked",
+            next_step="give another DST, or add --overwrite to replace it once the new one is complete",
+        )
+    kind = None
+    if _within(os.getcwd(), real):
+        kind = "the current directory, or holds it"
+    elif _within(os.path.expanduser("~"), real):
+        kind = "the home directory, or holds it"
+    elif os.path.ismount(real):
+        kind = "a mount point"
+    elif os.path.exists(real) and not os.path.isdir(real) and not os.path.isfile(real):
+        kind = "neither a file nor a directory"
+    if kind is not None:
+        raise TargetExistsError(
+            f"{target} is {kind}: --overwrite does not replace that",
+            file=target,
+            why="everything in it would be deleted",
+            next_step="give a DST of its own, one that does not exist yet",
+        )
+
+
+def _require_parent(target: str, parent: str, names: list[str]) -> None:
+    """``names``: what is to be made below ``parent``; grows by the directories that do not exist."""
+    while not os.path.lexists(parent):
+        names.append(os.path.basename(parent))
+        parent = os.path.dirname(parent)
+    if not os.path.isdir(parent):
+        raise TargetUnwritableError(
+            f"{target} cannot be created: {parent} is no directory", file=target, next_step="choose another DST"
+        )
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise TargetUnwritableError(
+            f"{target} cannot be created: no permission to write in {parent}",
+            file=target,
+            why="it belongs to another user, or the file system is mounted read-only",
+            next_step="choose another DST",
+        )
+    limit = _name_limit(parent)
+    longest = max(len(os.fsencode(name)) for name in names)
+    if longest > limit:
+        raise TargetUnwritableError(
+            f"{target} cannot be created: a name in it is too long for the file system",
+            file=target,
+            expected=f"at most {limit} bytes a name",
+            found=f"{longest}",
+            next_step="choose a shorter DST",
+        )
+
+
+def _name_limit(directory: str) -> int:
+    try:
+        return os.pathconf(directory, "PC_NAME_MAX")
+    except (OSError, ValueError):  # a file system that does not say
+        return NAME_LIMIT
+
+
+def _within(path: str, directory: str) -> bool:
+    """Whether ``path`` is ``directory`` or lies below it; both are absolute."""
+    return os.path.commonpath([path, directory]) == directory

@@ -1,0 +1,308 @@
+"""Parameters without optimizer state: named, left out, or given zeros in the form of their group's other states.
+
+torch creates states at the first step that has a gradient, so a parameter may have none. FSDP1 gives zeros to those
+that share a flat parameter with others that have states, and refuses where that would need a ``step``
+(``_flatten_optim_state``, ``_flatten_zero_dim_tensor_optim_state``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
+
+from fsdpckpt.errors import NeedsInformationError, SourceIncompleteError
+from fsdpckpt.ir.checkpoint import ZEROS, Checkpoint, Note, OptimState, ParamKey, SourceFile, group_params
+from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.tensors import Pieces, Tensor
+from fsdpckpt.ir.units import UnitParam, Units
+from fsdpckpt.ir.values import Key, Value
+from fsdpckpt.transform.parameter_order import Shape
+
+__all__ = [
+    "Choice",
+    "Known",
+    "ParamOf",
+    "Read",
+    "StateForm",
+    "States",
+    "ZeroForm",
+    "fill",
+    "note_elementless",
+    "require_complete",
+    "state_form",
+    "without_state",
+]
+
+Choice: TypeAlias = Literal["error", "zeros", "skip"]
+Made: TypeAlias = dict[ParamKey, dict[str, Tensor | Value]]
+
+_ALIGNED = 64  # bytes between two zero tensors: each has bytes of its own, or they would be written as one
+
+
+def without_state(checkpoint: Checkpoint, units: Units | None = None) -> list[ParamKey]:
+    """Parameters that a group lists and that have no state, where others have; frozen ones as far as ``units`` tell.
+
+    Empty for an optimizer that keeps no states at all.
+    """
+    optim = checkpoint.optim
+    if optim is None or not any(optim.state.values()):
+        return []
+    told = units.params() if units is not None else {}
+    listed = [key for group in optim.param_groups or () for key in group_params(group) or ()]
+    stateless = {name for name, param in told.items() if not (param.requires_grad and param.numel)}
+    return [key for key in listed if not optim.state.get(key) and key not in stateless]
+
+
+def fill(checkpoint: Checkpoint, choice: Choice, *, units: Units | None = None, read: Read | None = None) -> Checkpoint:
+    """What ``--missing-state`` says. ``read`` gives the bytes of a 0-dim tensor: those of a group have to be equal.
+
+    ``error`` raises SourceIncompleteError that names every parameter without state; ``skip`` leaves them without.
+    ``zeros`` makes their states: those of the parameter's shape zero, ``step`` and what is no tensor as the others of
+    the group have it. Raises NeedsInformationError where the shape of a parameter or the form of a state is not known.
+    """
+    units = units if units is not None else checkpoint.units
+    missing = without_state(checkpoint, units)
+    optim = checkpoint.optim
+    if not missing or optim is None:
+        return checkpoint
+    if choice == "error":
+        raise SourceIncompleteError(
+            f"{checkpoint.source}: {_parameters(len(missing))} no optimizer state",
+            details=[*map(str, missing)],
+            why="they were frozen, or had no gradient yet, or their states were lost",
+            next_step="--missing-state zeros makes states for them, --missing-state skip leaves them without",
+        )
+    if choice == "skip":
+        note = Note("missing-state", f"{_parameters(len(missing))} no optimizer state", keys=tuple(map(str, missing)))
+        return replace(checkpoint, notes=(*checkpoint.notes, note))
+    unit_of: dict[ParamKey, str] = {name: unit.key for name, unit in units.unit_of().items()} if units else {}
+    return _filled(checkpoint, optim, missing, _Making(checkpoint, read, unit_of, units.params() if units else {}))
+
+
+def _parameters(count: int) -> str:
+    return f"{count} parameter{'s have' if count != 1 else ' has'}"
+
+
+@dataclass(slots=True)
+class _Making:
+    """Makes states; ``problems`` collects why some cannot be made, ``end`` is how far the zeros reach, in bytes."""
+
+    checkpoint: Checkpoint
+    read: Read | None
+    unit_of: Mapping[ParamKey, str]
+    told: Mapping[str, UnitParam]
+    problems: list[str] = field(default_factory=list)
+    end: int = 0
+
+    def param(self, key: ParamKey) -> Known | None:
+        """What the model section says of a parameter, or else its unit."""
+        model = self.checkpoint.model
+        leaf = model.params.get(key) if model is not None and isinstance(key, str) else None
+        if isinstance(leaf, Tensor):
+            return Known(leaf.shape, leaf.dtype, leaf.managed)
+        told = self.told.get(key) if isinstance(key, str) else None
+        return None if told is None else Known(told.shape, told.dtype, key in self.unit_of)
+
+    def group(self, keys: list[ParamKey], held: Mapping[ParamKey, States], absent: Collection[ParamKey]) -> Made:
+        """The states of those of ``keys`` that are ``absent``, in the form of those that the group does have.
+
+        Of the others those in the same flat parameter decide, which share one ``step`` with it; where it has none, all.
+        """
+        by_unit: dict[str, dict[ParamKey, States]] = {}
+        for key, states in held.items():
+            if key in self.unit_of:
+                by_unit.setdefault(self.unit_of[key], {})[key] = states
+        forms: dict[str, StateForm] = {}
+        made: Made = {}
+        for key in keys:
+            if key in absent:
+                unit = self.unit_of.get(key, "")
+                siblings = by_unit.get(unit)
+                place = unit if siblings is not None else ""
+                if place not in forms:
+                    forms[place] = state_form(held if siblings is None else siblings, self.param, self.read)
+                made[key] = self._states(key, forms[place])
+        return made
+
+    def _states(self, key: ParamKey, form: StateForm) -> dict[str, Tensor | Value]:
+        self.problems += [f"{key}: {doubt}" for doubt in form.doubts]
+        param = self.param(key)
+        if param is None and any(isinstance(one, ZeroForm) for one in form.states.values()):
+            self.problems.append(f"{key}: nothing says its shape")
+            return {}
+        return {name: self._state(one, param) for name, one in form.states.items()}
+
+    def _state(self, form: ZeroForm | Tensor | Value, param: Known | None) -> Tensor | Value:
+        if isinstance(form, Tensor):
+            return replace(form)
+        if not isinstance(form, ZeroForm) or param is None:
+            return None if isinstance(form, ZeroForm) else form
+        dtype = form.dtype or param.dtype
+        pieces = Pieces.whole(file=len(self.checkpoint.files), offset=self.end, shape=param.shape)
+        managed = form.managed if param.managed is None else param.managed
+        tensor = Tensor(dtype, param.shape, pieces, managed)
+        self.end += -(-max(tensor.nbytes, 1) // _ALIGNED) * _ALIGNED
+        return tensor
+
+
+def _filled(checkpoint: Checkpoint, optim: OptimState, missing: list[ParamKey], making: _Making) -> Checkpoint:
+    absent = set(missing)
+    made: Made = {}
+    for group in optim.param_groups or ():
+        keys = group_params(group) or []
+        held: dict[ParamKey, States] = {key: states for key in keys if (states := optim.state.get(key))}
+        made.update(making.group(keys, held, absent))
+    if making.problems:
+        raise NeedsInformationError(
+            f"{checkpoint.source}: zeros cannot be made for {len(missing)} parameters without optimizer state",
+            details=making.problems,
+            why="their form is that of the other states of their group, and has to be beyond doubt",
+            next_step="--missing-state skip leaves them without state; a model section or --units FILE states shapes",
+        )
+    what = f"{len(missing)} parameter{'s' * (len(missing) > 1)} had no optimizer state, and got zeros"
+    note = Note("filled", what, keys=tuple(map(str, missing)))
+    zeros = SourceFile(ZEROS, making.end)
+    state = dict(_in_group_order(optim.state, made, optim.param_groups or []))
+    return replace(
+        checkpoint,
+        optim=OptimState(state, optim.param_groups, optim.extra),
+        files=(*checkpoint.files, zeros),
+        notes=(*checkpoint.notes, note),
+    )
+
+
+def _in_group_order(
+    state: Mapping[ParamKey, dict[str, Tensor | Value]],
+    made: Mapping[ParamKey, dict[str, Tensor | Value]],
+    groups: list[dict[Key, Value]],
+) -> Iterator[tuple[ParamKey, dict[str, Tensor | Value]]]:
+    """The states there were, in their order, with each new one behind the one that its group lists before it."""
+    behind: dict[ParamKey | None, list[ParamKey]] = {}
+    last: ParamKey | None = None
+    for group in groups:
+        for key in group_params(group) or ():
+            if key in made:
+                behind.setdefault(last, []).append(key)
+            else:
+                last = key if key in state else last
+    for key in behind.get(None, ()):
+        yield key, made[key]
+    for key, states in state.items():
+        if key not in made:
+            yield key, states
+        for new in behind.get(key, ()):
+            yield new, made[new]
+
+
+def note_elementless(checkpoint: Checkpoint, units: Units) -> Checkpoint:
+    """With a note of the states that have no place: with ``use_orig_params=True`` they go with elements."""
+    states = checkpoint.optim.state if checkpoint.optim is not None else {}
+    names = [param.name for unit in units.units for param in unit.params if not param.numel and states.get(param.name)]
+    if not names:
+        return checkpoint
+    message = f"{_parameters(len(names))} no element, so that no rank keeps their optimizer states"
+    return replace(checkpoint, notes=(*checkpoint.notes, Note("dropped", message, keys=tuple(names))))
+
+
+def require_complete(checkpoint: Checkpoint, units: Units) -> None:
+    """Raises NeedsInformationError where some parameters of one unit have optimizer states, and others have none.
+
+    A flat parameter has all states or none, so ``use_orig_params=False`` cannot express what is absent in part.
+    """
+    optim = checkpoint.optim
+    if optim is None or units.use_orig_params:
+        return
+    wrong = []
+    for unit in units.units:
+        filled = [param.name for param in unit.params if param.numel]
+        bare = [name for name in filled if not optim.state.get(name)]
+        if bare and len(bare) < len(filled):
+            wrong.append(f"unit {unit.prefix or 'root'!r}: {', '.join(bare[:4])}{' ...' if len(bare) > 4 else ''}")
+    if wrong:
+        raise NeedsInformationError(
+            f"{checkpoint.source}: in {len(wrong)} units some parameters have optimizer state and others have none",
+            details=wrong,
+            why="with use_orig_params=False a unit's parameters share every state",
+            next_step="add --missing-state zeros, which makes the absent states, or --use-orig-params, where they may "
+            "be absent",
+        )
+
+
+Read: TypeAlias = Callable[[Tensor], bytes]
+States: TypeAlias = Mapping[str, Tensor | Value]
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known of a parameter. ``managed`` as in ``Tensor``."""
+
+    shape: Shape
+    dtype: DType
+    managed: bool | None
+
+
+ParamOf: TypeAlias = Callable[[ParamKey], Known | None]
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroForm:
+    """A state in the shape of its parameter. ``dtype``: None for the parameter's own."""
+
+    dtype: DType | None
+    managed: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class StateForm:
+    """``states``, in order: a form for those in the parameter's shape, the value itself for what all have equal.
+
+    ``doubts``: why there is no common form.
+    """
+
+    states: Mapping[str, ZeroForm | Tensor | Value]
+    doubts: tuple[str, ...]
+
+
+def state_form(siblings: Mapping[ParamKey, States], param_of: ParamOf, read: Read | None) -> StateForm:
+    """The common form of the states of ``siblings``. ``read`` gives the bytes of a 0-dim tensor."""
+    if not siblings:
+        return StateForm({}, ("no other parameter of its group has states to go by",))
+    if len({frozenset(states) for states in siblings.values()}) > 1:
+        return StateForm({}, ("the others of its group do not have the same states",))
+    doubts: list[str] = []
+    found: dict[str, ZeroForm | Tensor | Value] = {}
+    for name, first in next(iter(siblings.values())).items():
+        values = {key: states[name] for key, states in siblings.items()}
+        tensors = {key: value for key, value in values.items() if isinstance(value, Tensor)}
+        if len(tensors) == len(values) and any(tensor.ndim for tensor in tensors.values()):
+            found[name] = _zero_form(name, tensors, param_of, doubts)
+            continue
+        found[name] = first
+        if len({_identity(value, read) for value in values.values()}) > 1:
+            doubts.append(f"the others of its group do not agree on {name}")
+    return StateForm(found, tuple(doubts))
+
+
+def _identity(value: Tensor | Value, read: Read | None) -> tuple[str, object]:
+    """Equal for values that are equal. Without ``read`` no two tensors are known to be."""
+    if isinstance(value, Tensor):
+        return value.dtype.name, read(value) if read is not None and not value.ndim else id(value)
+    return type(value).__name__, repr(value)
+
+
+def _zero_form(name: str, tensors: Mapping[ParamKey, Tensor], param_of: ParamOf, doubts: list[str]) -> ZeroForm:
+    """The dtype that all have; else the parameter's own, where each has that of its parameter."""
+    params = {key: param_of(key) for key in tensors}
+    for key, tensor in tensors.items():
+        known = params[key]
+        if known is not None and known.shape != tensor.shape:
+            doubts.append(f"the state {name} of {key} does not have the shape of its parameter")
+            break
+    dtypes = {tensor.dtype.name: tensor.dtype for tensor in tensors.values()}
+    managed = next(iter(tensors.values())).managed
+    if len(dtypes) == 1:
+        return ZeroForm(next(iter(dtypes.values())), managed)
+    if any((known := params[key]) is None or known.dtype is not tensor.dtype for key, tensor in tensors.items()):
+        doubts.append(f"{name} has several dtypes in its group: {', '.join(dtypes)}")
+    return ZeroForm(None, managed)

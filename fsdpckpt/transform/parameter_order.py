@@ -1,0 +1,307 @@
+"""The order of ``model.parameters()``, from whatever states it: what turns optimizer ids into names and back.
+
+Several sources may state it. The first one is used, the others have to agree with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import TypeAlias
+
+from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, OptimState, group_params
+from fsdpckpt.ir.names import clean, keeps_order, without_module
+from fsdpckpt.ir.tensors import SLICES, Tensor
+from fsdpckpt.ir.units import FLAT_PARAM, Units
+from fsdpckpt.ir.values import Key, Value
+
+__all__ = [
+    "ParameterOrder",
+    "Shape",
+    "StatedShapes",
+    "contradictions",
+    "fits",
+    "from_list",
+    "from_model",
+    "from_param_names",
+    "from_units",
+    "is_flat",
+    "stated_shapes",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterOrder:
+    """``names``: in the order of ``model.parameters()``, clean, a shared parameter once where that is known.
+
+    ``source`` says where they are from, for messages. ``certain``: False when the source keeps names in an order of its
+    own. ``explicit``: True when it was made to state this order, not found in something else. ``shapes``: as far as
+    known. ``optional``: names the optimizer may not have (buffers, frozen parameters). ``groups``: the optimizer's
+    groups, each in the order of its ids, when known. ``shared``: later names of shared parameters; None when the source
+    cannot tell. ``buffers_apart``: False when buffers may be among ``names``. ``of_model``: False when ``names`` are in
+    the optimizer's own order, which need not be the model's.
+    """
+
+    names: tuple[str, ...]
+    shapes: Mapping[str, Shape] | None = None
+    source: str = "the parameter order"
+    certain: bool = True
+    explicit: bool = False
+    optional: frozenset[str] = frozenset()
+    groups: tuple[tuple[str, ...], ...] | None = None
+    shared: frozenset[str] | None = None
+    buffers_apart: bool = True
+    of_model: bool = True
+
+    def shape(self, name: str) -> Shape | None:
+        return None if self.shapes is None else self.shapes.get(name)
+
+    def with_shapes_of(self, others: Sequence[ParameterOrder]) -> ParameterOrder:
+        """The same; shapes that this source does not know are those of the first other one that does."""
+        known: dict[str, Shape] = {}
+        for order in (*reversed(others), self):
+            known.update(order.shapes or {})
+        return replace(self, shapes={name: known[name] for name in self.names if name in known})
+
+
+def from_units(units: Units, source: str) -> ParameterOrder:
+    """What a units file states: everything."""
+    params = units.params()
+    names = tuple(name for name in units.parameters if name in params)
+    return ParameterOrder(
+        names=names,
+        shapes={name: params[name].shape for name in names},
+        source=source,
+        explicit=True,
+        optional=frozenset(name for name in names if not params[name].requires_grad),
+        groups=_groups_of(units),
+        shared=frozenset(later for later, _ in units.shared),
+    )
+
+
+def _groups_of(units: Units) -> tuple[tuple[str, ...], ...] | None:
+    """The groups by original names; those of a flat parameter follow each other as ``model.parameters()`` has them."""
+    if units.groups is None or units.use_orig_params:
+        return units.groups
+    held = {unit.key: tuple(param.name for param in unit.params) for unit in units.units}
+    rank = {name: index for index, name in enumerate(units.parameters)}
+    return tuple(
+        tuple(sorted((name for key in group for name in held.get(key, (key,))), key=lambda name: rank.get(name, -1)))
+        for group in units.groups
+    )
+
+
+def from_param_names(optim: OptimState, like: Collection[str] = ()) -> ParameterOrder | None:
+    """What an optimizer built from ``named_parameters()`` says of itself; None unless every group says it of every key.
+
+    Names of flat parameters are none: one stands for many parameters. Where the keys are names themselves, which may
+    have been renamed since, both have to be the same names; ``rekey_optim_state_dict`` sorts the keys and leaves
+    ``param_names`` in the optimizer's order. A ``module.`` on every name goes unless the names of ``like`` have it.
+    """
+    groups = [_told(group) for group in optim.param_groups or ()]
+    every = without_module([name for group in groups for name in group or ()], like)
+    if not every or None in groups or len(set(every)) != len(every):
+        return None
+    left = iter(every)
+    regrouped = tuple(tuple(next(left) for _ in group or ()) for group in groups)
+    keys = [key for group in optim.param_groups or () for key in group_params(group) or ()]
+    if any(isinstance(key, str) for key in keys) and {clean(str(key)) for key in keys} != set(every):
+        return None
+    source = "param_names in the groups"
+    return ParameterOrder(names=every, source=source, explicit=True, groups=regrouped, of_model=False)
+
+
+def _told(group: Mapping[Key, Value]) -> list[str] | None:
+    """The clean ``param_names`` of one group, None unless there is one for each key."""
+    params, told = group_params(group) or [], group.get("param_names")
+    names = [clean(name) for name in told if isinstance(name, str)] if isinstance(told, (list, tuple)) else []
+    return None if len(names) != len(params) or any(map(is_flat, names)) else names
+
+
+def is_flat(name: str) -> bool:
+    """Whether it is the name of a flat parameter."""
+    return name.rpartition(".")[2] == FLAT_PARAM
+
+
+def from_list(names: Sequence[str], source: str = "--parameters", like: Collection[str] = ()) -> ParameterOrder:
+    """The order of ``model.parameters()``, written down. ``like`` as above."""
+    cleaned = without_module(dict.fromkeys(clean(name) for name in names), like)
+    return ParameterOrder(names=cleaned, source=source, explicit=True)
+
+
+def from_model(
+    checkpoint: Checkpoint,
+    source: str,
+    buffers: Sequence[str] = (),
+    like: Collection[str] | None = None,
+    keyed: Collection[str] = (),
+) -> ParameterOrder | None:
+    """The model section of a checkpoint: its ``state_dict`` has parameters in order, and buffers among them.
+
+    ``buffers``: globs of keys that are none. ``like`` as above. ``keyed``: the names an optimizer has states or groups
+    for, which are parameters also where they have no dimensions. What lies on the same bytes as an earlier key is the
+    same parameter under another name, and what has the same shape and checksums may be. None without a model section
+    that has whole tensors.
+    """
+    if checkpoint.model is None:
+        return None
+    told = buffers == ("none",)
+    cleaned = [clean(name) for name in checkpoint.model.params]
+    renamed = cleaned if like is None else without_module(cleaned, like)
+    tensors = {
+        name: leaf
+        for name, leaf in zip(renamed, checkpoint.model.params.values(), strict=True)
+        if isinstance(leaf, Tensor) and _may_be_parameter(name, leaf, buffers, keyed)
+    }
+    if not tensors:
+        return None
+    same = _repeated(tensors, checkpoint.checksums)
+    names = tuple(name for name in tensors if same.get(name) is not True)
+    unsure = {name for name in names if name in same}
+    if not told and any(tensor.managed for tensor in tensors.values()):
+        unsure.update(name for name in names if tensors[name].managed is not True)
+    apart = told or any(tensor.managed is not None for tensor in tensors.values())
+    return ParameterOrder(
+        names=names,
+        shapes={name: tensors[name].shape for name in names},
+        source=source,
+        certain=keeps_order(checkpoint, names),
+        optional=frozenset(unsure),
+        shared=None,
+        buffers_apart=apart,
+    )
+
+
+def _may_be_parameter(name: str, tensor: Tensor, buffers: Sequence[str], keyed: Collection[str]) -> bool:
+    """An optimizer's parameter: floating or complex, and of one dimension or more, as FSDP wants them."""
+    if (not tensor.ndim and name not in keyed) or tensor.placement == SLICES or is_flat(name):
+        return False
+    if any(fnmatchcase(name, glob) for glob in buffers if buffers != ("none",)):
+        return False
+    return tensor.dtype.kind in ("float", "complex") or tensor.managed is True
+
+
+def _repeated(tensors: Mapping[str, Tensor], checksums: Checksums) -> dict[str, bool]:
+    """Keys that repeat an earlier one: True on the same bytes of a file, False when only checksums are equal."""
+    sums = {
+        (file, offset): (nbytes, crc)
+        for file, offset, nbytes, crc in zip(
+            *(column.tolist() for column in (checksums.file, checksums.offset, checksums.nbytes, checksums.crc)),
+            strict=True,
+        )
+    }
+    placed: set[object] = set()
+    summed: set[object] = set()
+    found: dict[str, bool] = {}
+    for name, tensor in tensors.items():
+        place, content = _identity(tensor, sums)
+        if place in placed:
+            found[name] = True
+        elif content in summed:
+            found[name] = False
+        placed.update([place] if place is not None else [])
+        summed.update([content] if content is not None else [])
+    return found
+
+
+def _identity(tensor: Tensor, sums: Mapping[tuple[int, int], tuple[int, int]]) -> tuple[object, object]:
+    """What makes two tensors one: where they lie, and what their bytes sum to; None where that is not known."""
+    pieces = tensor.pieces
+    if not tensor.numel or not len(pieces) or bool((pieces.offset < 0).any()):
+        return None, None
+    form = (tensor.shape, tensor.dtype.name, pieces.start.tobytes(), pieces.size.tobytes(), pieces.stride.tobytes())
+    rows = list(zip(pieces.file.tolist(), pieces.offset.tolist(), strict=True))
+    crcs = [sums.get(row) for row in rows]
+    held: list[int] = (pieces.size.prod(axis=1) * tensor.dtype.itemsize).tolist()
+    known = all(
+        crc is not None and crc[1] and crc[0] == nbytes for crc, nbytes in zip(crcs, held, strict=True) if nbytes
+    )
+    return (form, tuple(rows)), (form, tuple(crcs)) if known else None
+
+
+def contradictions(used: ParameterOrder, other: ParameterOrder, keyed: Collection[str]) -> list[str]:
+    """Everything in which ``other`` does not agree with the order that is used. ``keyed``: the optimizer's names."""
+    known = {*other.names, *(other.shared or ())}
+    found = [f"{name} is not in {other.source}" for name in keyed if name not in known]
+    found += _other_shapes(used, other)
+    if used.shared is not None and other.buffers_apart:
+        mine = {*used.names, *used.shared}
+        missing = [name for name in other.names if name not in mine and name not in other.optional]
+        found += [f"{name} of {other.source} is not in {used.source}" for name in missing]
+    if used.groups is not None and other.groups is not None:
+        found += _other_groups(used, other)
+    if used.certain and other.certain and used.of_model and other.of_model:
+        found += _other_order(used, other)
+    return found
+
+
+def _other_shapes(used: ParameterOrder, other: ParameterOrder) -> list[str]:
+    return [
+        f"{name} has shape {list(mine)} in {used.source}, {list(its)} in {other.source}"
+        for name in used.names
+        if (mine := used.shape(name)) is not None and (its := other.shape(name)) is not None and mine != its
+    ]
+
+
+def _other_groups(used: ParameterOrder, other: ParameterOrder) -> list[str]:
+    mine, its = used.groups or (), other.groups or ()
+    if len(mine) != len(its):
+        return [f"{used.source} has {len(mine)} groups, {other.source} {len(its)}"]
+    return [
+        f"group {number}: {used.source} and {other.source} list other parameters, or in another order"
+        for number, (one, two) in enumerate(zip(mine, its, strict=True))
+        if one != two
+    ]
+
+
+def _other_order(used: ParameterOrder, other: ParameterOrder) -> list[str]:
+    """The first place where two orders differ in the names both are sure of.
+
+    Optional names are left out: FSDP1 registers the parameters it manages again, behind those it ignores.
+    """
+    unsure = used.optional | other.optional
+    mine, its = set(used.names) - unsure, set(other.names) - unsure
+    one = [name for name in used.names if name in its and name in mine]
+    two = [name for name in other.names if name in mine and name in its]
+    for first, second in zip(one, two, strict=True):
+        if first != second:
+            return [f"{used.source} and {other.source} differ in order: one has {first} where the other has {second}"]
+    return []
+
+
+Shape: TypeAlias = tuple[int, ...]
+StatedShapes: TypeAlias = frozenset[Shape]
+
+_FACTORS = frozenset({"row", "col"})  # words in the names of factored states
+
+
+def stated_shapes(states: Mapping[str, Tensor | Value]) -> StatedShapes:
+    """The shapes of the states that say something about the parameter's; empty when none does."""
+    return frozenset(
+        state.shape
+        for name, state in states.items()
+        if isinstance(state, Tensor)
+        and state.ndim
+        and state.placement != SLICES
+        and _FACTORS.isdisjoint(name.split("_"))
+    )
+
+
+def fits(shape: Shape | None, stated: StatedShapes) -> bool:
+    """Whether a parameter of ``shape`` (None: not known) may have states of the ``stated`` shapes.
+
+    One of them has to be its own shape. Several that are all smaller along some dimensions are taken for factors; a
+    single other shape never is: it is what another parameter's states look like.
+    """
+    if shape is None or not stated or shape in stated:
+        return True
+    return len(stated) > 1 and all(_factor(part, shape) for part in stated)
+
+
+def _factor(part: Shape, whole: Shape) -> bool:
+    """True when ``part`` is ``whole`` with some dimensions dropped or shrunk to 1, and not ``whole`` itself."""
+    if len(part) == len(whole):
+        return all(have in (1, size) for have, size in zip(part, whole, strict=True))
+    left = iter(whole)
+    return len(part) < len(whole) and all(size in left for size in part)

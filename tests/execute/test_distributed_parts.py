@@ -1,0 +1,267 @@
+"""The small parts of a run by several workers, each on its own."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from fsdpckpt.comm.exchange import LEAVING
+from fsdpckpt.errors import SourceCorruptError, UsageError, WorkerError
+from fsdpckpt.execute.budget import make_budget
+from fsdpckpt.execute.copy_pool import Crew
+from fsdpckpt.execute.peers import end_stopped, this_process
+from fsdpckpt.execute.receive_buffers import Arrivals
+from fsdpckpt.execute.settings import for_worker, settle, threads_for
+from fsdpckpt.execute.visibility import identities, who_sees
+from fsdpckpt.execute.wire_errors import Carried, as_it_was, carried_text, carrying
+from fsdpckpt.ir.checkpoint import ZEROS
+from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.plan.plan import Plan
+from fsdpckpt.plan.transfer import OwnWindow
+from fsdpckpt.storage.sources import Sources
+
+# visibility
+
+
+def test_the_same_content_is_one_file_whatever_the_disk(tmp_path) -> None:
+    data = random.Random(1).randbytes(100_000)
+    for name in ("a", "b"):
+        (tmp_path / name).write_bytes(data)
+    with Sources() as sources:
+        one, other, gone = identities([str(tmp_path / name) for name in ("a", "b", "c")], sources)
+    assert one == other != b""
+    assert gone == b""
+
+
+@pytest.mark.parametrize("at", [0, 5_000, 99_999])
+@pytest.mark.parametrize("nbytes", [1, 4096, 100_000])
+def test_another_length_or_other_bytes_are_another_file(tmp_path, nbytes: int, at: int) -> None:
+    data = bytearray(random.Random(2).randbytes(nbytes))
+    (tmp_path / "a").write_bytes(data)
+    (tmp_path / "longer").write_bytes(data + b"x")
+    (tmp_path / "other").write_bytes(random.Random(3).randbytes(nbytes))
+    data[min(at, nbytes - 1)] ^= 1
+    sampled = at != 5_000 or nbytes < 100_000
+    (tmp_path / "flipped").write_bytes(data)
+    with Sources() as sources:
+        found = identities([str(tmp_path / name) for name in ("a", "longer", "other", "flipped")], sources)
+    assert len(set(found)) == (4 if sampled else 3)
+
+
+def test_what_reads_as_zeros_is_seen_by_all(tmp_path) -> None:
+    with Sources() as sources:
+        assert identities([ZEROS], sources) != [b""]
+
+
+def test_who_sees_which_file_is_a_table_of_files_and_workers() -> None:
+    table = who_sees(["a", "b"], [[b"1", b""], [b"1", b"2"], [b"", b"2"]])
+    assert table.tolist() == [[True, True, False], [False, True, True]]
+
+
+def test_all_files_that_differ_or_are_gone_are_named() -> None:
+    with pytest.raises(SourceCorruptError) as caught:
+        who_sees(["a", "b", "c"], [[b"1", b"", b"3"], [b"2", b"", b"3"], [b"2", b"", b""]])
+    assert caught.value.details == ("a: worker 0 and workers 1, 2 see different files", "b: gone on every worker")
+
+
+# errors
+
+
+def test_an_error_arrives_as_what_it_was() -> None:
+    error = SourceCorruptError("bad", details=("a", "b"), why="w", file="f", key="k", expected="1", found="2")
+    lost = WorkerError("worker 3 failed", rank=3)
+    lost.step, lost.cause = "copy", carried_text(error)
+    found = as_it_was(lost)
+    assert isinstance(found, SourceCorruptError)
+    assert (found.what, found.why, found.file, found.key) == ("bad", "w", "f", "k")
+    assert found.details == ("a", "b", "met by worker 3 in step 'copy'")
+
+
+def test_an_error_of_the_system_keeps_its_number_and_file() -> None:
+    lost = WorkerError("worker 0 failed", rank=0)
+    lost.cause = carried_text(OSError(28, "No space left on device", "/x/y"))
+    found = as_it_was(lost)
+    assert isinstance(found, OSError)
+    assert (found.errno, found.filename) == (28, "/x/y")
+
+
+@pytest.mark.parametrize("cause", [None, "RuntimeError: x", "{}", "[1]", '{"fsdpckpt error": "eval", "what": "x"}'])
+def test_any_other_cause_stays_a_failure_of_a_worker(cause: str | None) -> None:
+    lost = WorkerError("worker 1 failed", rank=1)
+    lost.cause = cause
+    assert as_it_was(lost) is lost
+
+
+def test_only_known_errors_are_carried() -> None:
+    with pytest.raises(Carried), carrying():
+        raise UsageError("no")
+    with pytest.raises(ZeroDivisionError), carrying():
+        raise ZeroDivisionError
+    with pytest.raises(WorkerError), carrying():
+        raise WorkerError("lost")
+
+
+# memory
+
+
+@pytest.mark.parametrize("mebibytes", [1, 3, 16, 128, 1000])
+@pytest.mark.parametrize("threads", [1, 2, 8])
+@pytest.mark.parametrize("casts", [(), (("float64", "float8_e4m3fn"),)])
+def test_all_buffers_of_a_worker_fit_its_memory(mebibytes: int, threads: int, casts) -> None:
+    memory = mebibytes << 20
+    plan = Plan((), tuple((DTYPES[source], DTYPES[target]) for source, target in casts))
+    budget = make_budget(max_memory=memory, threads=threads)
+    for exchanging in (False, True):
+        settings = settle(plan, budget, memory, exchanging=exchanging)
+        count = threads_for(settings, budget)
+        chunk = settings.exchange_bytes // LEAVING
+        rounds = settings.rounds * settings.round_bytes
+        used = count * 2 * settings.window + rounds + settings.exchange_bytes + 2 * chunk
+        assert used <= memory
+        growth = 8 if casts else 1
+        assert not exchanging or settings.window * growth <= settings.round_bytes
+
+
+def test_workers_that_share_a_machine_share_its_threads() -> None:
+    budget = make_budget(max_memory=1 << 27, threads=8)
+    assert for_worker(budget, 4, max_memory=1 << 27, chosen=False).threads == 2
+    assert for_worker(budget, 4, max_memory=1 << 27, chosen=True).threads == 8
+
+
+# what has arrived
+
+
+def arrivals(rounds: int, held: int) -> Arrivals:
+    """Rounds of 100 + n bytes from worker 0 and 7 from worker 3, for two windows each but the last, which has none."""
+    receives = {0: 100 + np.arange(rounds), 3: np.full(rounds, 7)}
+    for column in receives.values():
+        column[-1] = 0
+    return Arrivals(receives, dict.fromkeys(range(rounds - 1), 2), rounds, held)
+
+
+def test_a_round_has_room_once_both_windows_of_an_earlier_one_are_written() -> None:
+    found = arrivals(6, 2)
+    assert [found.claim(number) for number in (0, 1, 0, 2)] == [True, True, True, False]
+    found.written(1)
+    assert not found.claim(2)
+    found.written(1)
+    assert found.claim(2)
+    assert not found.claim(3)
+    assert found.claim(5), "a round that brings this worker nothing needs no room"
+
+
+def test_the_room_that_was_given_back_last_is_taken_first() -> None:
+    found = arrivals(9, 4)
+    for number in range(3):
+        assert found.claim(number)
+    rooms = [found.place(0, number, 0, 1).ctypes.data for number in range(3)]
+    for number in (0, 0, 2, 2):
+        found.written(number)
+    assert found.claim(3)
+    assert found.claim(4)
+    assert [found.place(0, number, 0, 1).ctypes.data for number in (3, 4)] == [rooms[2], rooms[0]]
+
+
+def test_a_stream_is_read_from_the_round_it_came_in(tmp_path) -> None:
+    found, data = arrivals(5, 3), {0: random.Random(1).randbytes(1000), 3: random.Random(2).randbytes(1000)}
+    begins = {0: [0, 100, 201, 303], 3: [0, 7, 14, 21]}
+    for number in (0, 1, 2):
+        assert found.claim(number)
+        for sender, count in ((0, 100 + number), (3, 7)):
+            begin = begins[sender][number]
+            for part in range(2):  # in two chunks
+                at, end = (count * each // 2 for each in (part, part + 1))
+                place = found.place(sender, number, at, end - at)
+                place[:] = np.frombuffer(data[sender][begin + at : begin + end], np.uint8)
+    for sender, offset, nbytes in ((0, 3, 90), (0, 100, 101), (0, 250, 53), (3, 0, 7), (3, 15, 6)):
+        into = bytearray(nbytes)
+        found.read_into(sender, offset, memoryview(into))
+        assert into == data[sender][offset : offset + nbytes]
+
+
+# threads
+
+
+def test_windows_of_a_round_wait_until_it_has_arrived() -> None:
+    windows = [OwnWindow(0, number, number + 1, number % 3 - 1) for number in range(30)]
+    done: list[int] = []
+    crew = Crew(windows, 2, lambda _, window: done.append(window.round))
+    crew.wait(lambda: None, lambda: len(done) == 10)
+    assert set(done) == {-1}
+    crew.arrived(0)
+    crew.wait(lambda: None, lambda: len(done) == 20)
+    assert set(done) == {-1, 0}
+    crew.arrived(1)
+    crew.wait(lambda: None)
+    assert len(done) == 30
+    crew.stop()
+
+
+def test_what_a_thread_raises_the_main_thread_raises() -> None:
+    def copy(_: int, window: OwnWindow) -> None:
+        raise UsageError(f"window {window.begin}")
+
+    crew = Crew([OwnWindow(0, 5, 6, -1)], 2, copy)
+    with pytest.raises(UsageError, match="window 5"):
+        crew.wait(lambda: None)
+    crew.stop()
+
+
+def test_a_crew_moves_when_a_window_is_written_and_while_it_said_it_would_be_silent() -> None:
+    go = threading.Event()
+    crew = Crew([OwnWindow(0, 0, 1, -1)], 1, lambda *_: void(go.wait(5)))
+    assert not crew.moved()
+    crew.expect_silence(10_000_000)
+    assert crew.moved()
+    go.set()
+    crew.wait(lambda: None)
+    crew.stop()
+    time.sleep(0.6)
+    assert crew.moved()
+    assert not crew.moved()
+
+
+def void(_: object) -> None:
+    """A result that nobody needs."""
+
+
+# processes
+
+
+def test_a_stopped_worker_is_ended_and_a_running_one_is_not() -> None:
+    code = "from fsdpckpt.execute.peers import this_process as p; import json, time; "
+    code += "print(json.dumps(p()), flush=True); time.sleep(60)"
+    started = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    try:
+        peers = [__import__("json").loads(process.stdout.readline()) for process in started]
+        os.kill(started[0].pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, started[0].pid, os.WSTOPPED | os.WNOWAIT)
+        other_life = [peers[1][0], started[0].pid, "another start"]
+        end_stopped([other_life, this_process()])
+        assert started[0].poll() is None, "another process of that id was ended"
+        end_stopped([*peers, this_process()])
+        assert started[0].wait(10) == -signal.SIGKILL
+        assert started[1].poll() is None
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def test_an_identity_reads_little_of_a_large_file(tmp_path) -> None:
+    path = tmp_path / "large"
+    with path.open("wb") as file:
+        file.truncate(1 << 34)
+    begun = time.monotonic()
+    with Sources() as sources:
+        assert identities([str(path)], sources) != [b""]
+    assert time.monotonic() - begun < 2
+    assert np.prod(path.stat().st_blocks) == 0

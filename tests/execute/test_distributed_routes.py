@@ -1,0 +1,295 @@
+"""Several workers played in one process: whoever sees what, whoever writes what, the bytes are those of one process."""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+from collections import Counter
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fsdpckpt.errors import SourceMissingError, WorkerError
+from fsdpckpt.execute.local import copy_window
+from fsdpckpt.execute.receive_buffers import Arrivals, SourcesAndStreams, stream_file
+from fsdpckpt.execute.settings import Settings
+from fsdpckpt.execute.shared_files import WorkerOutput
+from fsdpckpt.execute.shipping import Job, packed, unpacked
+from fsdpckpt.execute.stream_checksums import Sent, StreamCheck
+from fsdpckpt.execute.window import Assembler
+from fsdpckpt.ir.checkpoint import Checksums, SourceFile
+from fsdpckpt.ir.dtypes import DTYPES, numpy_dtype
+from fsdpckpt.ir.targets import Target, TargetFile
+from fsdpckpt.ir.tensors import Pieces, Tensor
+from fsdpckpt.plan import partition as shares
+from fsdpckpt.plan.copies import make_plan
+from fsdpckpt.plan.partition import Segment, cut, target_node
+from fsdpckpt.plan.plan import Plan
+from fsdpckpt.plan.transfer import Routes, find_routes
+from fsdpckpt.storage.sources import ByteSource
+from tests.execute.random_files import Disk, random_files
+
+
+class Machine(SourcesAndStreams):
+    """What one worker sees: some of the files, and what comes to it."""
+
+    def __init__(self, arrivals: Arrivals, senders: int, seen: set[str]) -> None:
+        super().__init__(arrivals, senders)
+        self._seen = seen
+
+    def open_new(self, path: str) -> ByteSource:
+        if path not in self._seen and not path.startswith("\0"):
+            raise SourceMissingError(f"{path} is on another machine", file=path)
+        return super().open_new(path)
+
+
+class Worker:
+    """One worker's routes, buffers and files."""
+
+    def __init__(self, rank: int, job: Job, visible: np.ndarray, folder: str) -> None:
+        window, round_bytes = job.settings.window, job.settings.round_bytes
+        self.routes: Routes = find_routes(
+            job.plan, job.segments, visible, rank=rank, window=window, round_bytes=round_bytes
+        )
+        arriving = Counter(window.round for window in self.routes.windows if window.round >= 0)
+        self.arrivals = Arrivals(self.routes.receives, arriving, self.routes.rounds, job.settings.rounds)
+        workers = visible.shape[1]
+        seen = {file.path for number, file in enumerate(job.files) if visible[number, rank]}
+        files = (*job.files, *map(stream_file, range(workers)))
+        check = self.check = StreamCheck(job.files, Checksums.of([]))
+        self.sent = Sent()
+        self.sources = Machine(self.arrivals, workers, seen)
+        self.assembler = Assembler(job.plan, files, self.sources, check, window)
+        self.reader = Assembler(job.plan, files, self.sources, check, 64)
+        count = Counter(window.segment for window in self.routes.windows)
+        self.outputs: dict[int, WorkerOutput] = {}
+        for number in count:
+            segment, file = job.segments[number], self.routes.files[number]
+            self.outputs[number] = WorkerOutput(
+                file,
+                os.path.join(folder, file.path),
+                count[number],
+                first=segment.begin == 0,
+                alone=segment.end - segment.begin == file.nbytes,
+                expect_silence=lambda _: None,
+            )
+
+    def copy(self, number: int) -> None:
+        for window in self.routes.windows:
+            if window.round == number:
+                copy_window(self.outputs[window.segment], self.assembler, window.begin, window.end)
+                if number >= 0:
+                    self.arrivals.written(number)
+
+
+def run(job: Job, visible: np.ndarray, folder: str, *, flip: int | None = None) -> list[int]:
+    """As ``execute_together`` does, without processes. In the byte number ``flip`` that crosses one bit changes.
+
+    Returns the workers that find what came to them changed.
+    """
+    crossed = 0
+    workers = [Worker(rank, job, visible, folder) for rank in range(visible.shape[1])]
+    for worker in workers:
+        for output in worker.outputs.values():
+            if output.first:
+                output.open()
+        worker.copy(-1)
+    rounds = max(worker.routes.rounds for worker in workers)
+    sent: Counter[tuple[int, int]] = Counter()
+    held = job.settings.rounds
+    for number in range(rounds + held):
+        for worker in workers if number < rounds else ():
+            assert worker.arrivals.claim(number), "no room, though rounds are written as late as they may be"
+        for rank, worker in enumerate(workers):
+            for peer, counts in worker.routes.sends.items() if number < rounds else ():
+                expected = workers[peer].routes.receives[rank]
+                assert counts[number:].sum() == expected[number:].sum(), "one of them knows of later rounds"
+                if number >= min(len(counts), len(expected)):
+                    continue
+                assert counts[number] == expected[number]
+                for offset in range(0, int(counts[number]), 64):
+                    begin = sent[rank, peer] + offset
+                    end = sent[rank, peer] + min(offset + 64, int(counts[number]))
+                    data, known = worker.reader.assemble(worker.routes.streams[peer], begin, end)
+                    worker.sent.add(peer, begin, data, known)
+                    place = workers[peer].arrivals.place(rank, number, offset, len(data))
+                    place[:] = np.frombuffer(data, np.uint8)
+                    if flip is not None and crossed <= flip < crossed + len(data):
+                        place[flip - crossed] ^= 1
+                    crossed += len(data)
+                sent[rank, peer] += int(counts[number])
+        for worker in workers if number - held + 1 >= 0 else ():  # as late as the buffers allow
+            worker.copy(number - held + 1)
+    told = {number: output.share() for w in workers for number, output in w.outputs.items() if not output.alone}
+    for worker in workers:
+        for number, output in worker.outputs.items():
+            if output.first and not output.alone:
+                file = job.segments[number].file
+                output.finish([s for other, s in told.items() if other != number and job.segments[other].file == file])
+    for worker in workers:
+        received = sum((int(counts.max()) for counts in worker.routes.receives.values() if len(counts)), 0)
+        assert received <= len(worker.routes.receives) * job.settings.round_bytes
+        totals = sum(worker.routes.receives.values(), np.zeros(worker.routes.rounds, np.int64))
+        assert (totals <= job.settings.round_bytes).all(), "more than a round may hold"
+    return [rank for rank in range(len(workers)) if changed(workers, rank)]
+
+
+def changed(workers: list[Worker], rank: int) -> bool:
+    told = {s: worker.sent.sums[rank] for s, worker in enumerate(workers) if rank in worker.sent.sums}
+    try:
+        workers[rank].check.require_what_was_sent(told)
+    except WorkerError:
+        return True
+    return False
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.integers(0, 2**32))
+def test_any_division_of_any_plan_writes_what_one_process_would(seed: int) -> None:
+    rng = random.Random(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        disk = Disk(folder, [bytearray() for _ in range(4)], rng)
+        files, wanted = random_files(rng, disk, 3, 0)
+        plan = make_plan(Target(files))
+        sources = disk.save()
+        count = rng.randrange(1, 5)
+        visible = np.array([[rng.random() < 0.5 for _ in range(count)] for _ in sources])
+        for row in visible:
+            row[rng.randrange(count)] = True
+        writers = sorted(rng.sample(range(count), rng.randrange(1, count + 1)))
+        window = rng.choice([16, 48, 96, 4096])
+        with patch.object(shares, "BLOCK", rng.choice([1, 16])):
+            segments = tuple(cut(plan, range(len(files)), writers))
+        job = Job(plan, sources, Checksums.of([]), segments, Settings(window, 0, 4 * window, rng.randrange(1, 5), 256))
+        again = unpacked(packed(job))
+        assert again.digest() == job.digest()
+        assert run(again, visible, folder) == []
+        for file, expected in zip(files, wanted, strict=True):
+            with open(os.path.join(folder, file.path), "rb") as stream:
+                assert stream.read() == expected
+
+
+@pytest.mark.parametrize("block", [1, 4, 16])
+@pytest.mark.parametrize("name", ["float16", "float64"])
+def test_what_is_cast_is_sent_as_it_was_and_never_cut_within_an_element(tmp_path, name: str, block: int) -> None:
+    values = np.random.default_rng(block).standard_normal(5003).astype(np.float32)
+    disk = Disk(str(tmp_path), [bytearray(values.tobytes())], random.Random(block))
+    tensor = Tensor(DTYPES["float32"], (5003,), Pieces.whole(file=0, offset=0, shape=(5003,)))
+    file = TargetFile("out")
+    file.literal(bytes(3))
+    file.slot(tensor, dtype=DTYPES[name])
+    plan = make_plan(Target([file]))
+    with patch.object(shares, "BLOCK", block):
+        segments = tuple(cut(plan, [0], [0, 1, 2]))
+    assert len(segments) == 3
+    job = Job(plan, disk.save(), Checksums.of([]), segments, Settings(96, 0, 1000, 2, 0))
+    apart = np.array([[False, False, False, True]])
+    assert run(job, apart, str(tmp_path)) == []
+    assert (tmp_path / "out").read_bytes() == bytes(3) + values.astype(numpy_dtype(DTYPES[name])).tobytes()
+    (tmp_path / "out").unlink()
+    assert len(run(job, apart, str(tmp_path), flip=random.Random(block).randrange(values.nbytes))) == 1
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.integers(0, 2**32), st.integers(0, 2**32))
+def test_one_bit_that_changes_on_its_way_is_found_by_whoever_it_came_to(seed: int, where: int) -> None:
+    rng = random.Random(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        disk = Disk(folder, [bytearray() for _ in range(4)], rng)
+        files, _ = random_files(rng, disk, 3, 0)
+        plan = make_plan(Target(files))
+        sources = disk.save()
+        visible = np.array([[number % 2 == 0, number % 2 == 1] for number in range(len(sources))])
+        with patch.object(shares, "BLOCK", 16):
+            segments = tuple(cut(plan, range(len(files)), [0, 1]))
+        window = rng.choice([48, 96, 4096])
+        job = Job(plan, sources, Checksums.of([]), segments, Settings(window, 0, 4 * window, 2, 256))
+        routes = [find_routes(plan, segments, visible, rank=r, window=window, round_bytes=4 * window) for r in (0, 1)]
+        crossing = [sum(int(counts.sum()) for counts in each.receives.values()) for each in routes]
+        if not sum(crossing):
+            return
+        (found,) = run(job, visible, folder, flip=where % sum(crossing))
+        assert crossing[found]
+
+
+def _plan_of(sizes: list[int]) -> Plan:
+    files = []
+    for number, nbytes in enumerate(sizes):
+        file = TargetFile(f"f{number}")
+        file.literal(bytes(range(1, 9)))
+        shape = (max(nbytes - 8, 0),)
+        file.slot(Tensor(DTYPES["uint8"], shape, Pieces.whole(file=0, offset=0, shape=shape)))
+        files.append(file)
+    return make_plan(Target(files))
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 7])
+def test_every_byte_of_every_file_has_one_writer_and_all_write_about_as_much(workers: int) -> None:
+    rng = random.Random(workers)
+    sizes = [rng.randrange(8, 3_000_000) for _ in range(20)]
+    plan = _plan_of(sizes)
+    segments = cut(plan, range(20), list(range(workers)))
+    for number, nbytes in enumerate(sizes):
+        own = [segment for segment in segments if segment.file == number]
+        assert own[0].begin == 0 and own[-1].end == nbytes
+        assert [segment.end for segment in own[:-1]] == [segment.begin for segment in own[1:]]
+    load = Counter()
+    for segment in segments:
+        load[segment.owner] += segment.end - segment.begin
+    assert max(load.values()) <= 1.15 * sum(sizes) / workers
+    assert [segment.owner for segment in segments] == sorted(segment.owner for segment in segments)
+
+
+def test_files_of_equal_ranks_are_not_shared_between_workers() -> None:
+    segments = cut(_plan_of([1_000_000] * 8), range(8), [0, 1, 2, 3])
+    assert [(s.file, s.owner) for s in segments] == [(number, number // 2) for number in range(8)]
+
+
+def test_one_file_is_cut_between_blocks_of_the_disk() -> None:
+    segments = cut(_plan_of([10_000_003]), [0], [0, 1, 2])
+    assert [segment.owner for segment in segments] == [0, 1, 2]
+    assert all(segment.begin % 65536 == 0 for segment in segments)
+
+
+def test_files_without_bytes_are_written_too() -> None:
+    plan = make_plan(Target([TargetFile("a"), TargetFile("b")]))
+    assert cut(plan, [0, 1], [0, 1]) == [Segment(0, 0, 0, 0, 0), Segment(1, 0, 0, 0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "nodes", "expected"),
+    [(8, {0: 0, 1: 0, 2: 1, 3: 1}, "00001111"), (5, {0: 0, 1: 0, 2: 1, 3: 1}, "00011"), (2, {0: 0, 1: 1, 2: 2}, "01")],
+)
+def test_a_target_rank_belongs_to_the_node_that_will_load_it(ranks: int, nodes: dict[int, int], expected: str) -> None:
+    assert "".join(str(target_node(rank, ranks, nodes)) for rank in range(ranks)) == expected
+
+
+def test_those_who_see_a_file_take_turns_in_sending_it() -> None:
+    shape = (1000,)
+    target, sources = [], []
+    for number in range(12):
+        sources.append(SourceFile(f"s{number}", 1000))
+        file = TargetFile(f"t{number}")
+        file.slot(Tensor(DTYPES["uint8"], shape, Pieces.whole(file=number, offset=0, shape=shape)))
+        target.append(file)
+    plan = make_plan(Target(target))
+    segments = cut(plan, range(12), [0])
+    visible = np.array([[False, True, True, True]] * 12)
+    found = find_routes(plan, segments, visible, rank=0, window=4096, round_bytes=1 << 20)
+    assert {sender: int(counts.sum()) for sender, counts in found.receives.items()} == {1: 4000, 2: 4000, 3: 4000}
+
+
+def test_the_digest_of_a_plan_changes_with_every_part_of_it() -> None:
+    def job(nbytes: int = 100, crc: int = 5, owner: int = 0, window: int = 64) -> Job:
+        files = (SourceFile("s", nbytes),)
+        plan = _plan_of([nbytes])
+        sums = Checksums.of([(0, 0, 10, crc)])
+        return Job(plan, files, sums, (Segment(0, 0, 0, nbytes, owner),), Settings(window, 0, 0, 0, 0))
+
+    found = [job(), job(nbytes=101), job(crc=6), job(owner=1), job(window=128)]
+    assert len({each.digest() for each in found}) == len(found)
+    assert job().digest() == found[0].digest()

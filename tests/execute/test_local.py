@@ -1,0 +1,162 @@
+"""The local executor against a naive numpy oracle: whatever the pieces, slots, strides, casts, windows and threads."""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+import zlib
+from unittest.mock import patch
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fsdpckpt.errors import SourceCorruptError, TargetUnwritableError
+from fsdpckpt.execute.budget import Budget
+from fsdpckpt.execute.local import execute
+from fsdpckpt.ir.checkpoint import Checksums, SourceFile
+from fsdpckpt.ir.dtypes import DTYPES, numpy_dtype
+from fsdpckpt.ir.targets import Target, TargetFile
+from fsdpckpt.ir.tensors import Pieces, Tensor
+from fsdpckpt.plan import copies
+from fsdpckpt.plan.copies import make_plan
+from fsdpckpt.progress import NoProgress
+from fsdpckpt.storage.sources import Sources
+from tests.execute.random_files import Disk, random_files
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.integers(0, 2**32))
+def test_any_boxes_strides_casts_and_windows_give_the_bytes_numpy_gives(seed: int) -> None:
+    rng = random.Random(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        disk = Disk(folder, [bytearray() for _ in range(3)], rng)
+        files, wanted = random_files(rng, disk, 2, 1)
+        with patch.object(copies, "FEW", rng.choice([0, copies.FEW])):  # both ways of finding pieces
+            plan = make_plan(Target(files))
+        with Sources() as sources:
+            execute(
+                plan,
+                files=disk.save(),
+                checksums=Checksums.of([]),
+                sources=sources,
+                locate=lambda path: os.path.join(folder, path),
+                budget=Budget(threads=rng.choice([1, 3]), window=rng.choice([16, 48, 100, 4096])),
+                progress=NoProgress(),
+            )
+        for file, expected in zip(files, wanted, strict=True):
+            with open(os.path.join(folder, file.path), "rb") as stream:
+                assert stream.read() == expected
+
+
+def _one_record(folder: str, data: bytes, crc: int, *, cut: int = 0) -> None:
+    path = os.path.join(folder, "source")
+    with open(path, "wb") as stream:
+        stream.write(data[: len(data) - cut])
+    tensor = Tensor(DTYPES["uint8"], (len(data),), Pieces.whole(file=0, offset=0, shape=(len(data),)))
+    file = TargetFile("out")
+    file.slot(tensor)
+    with Sources() as sources:
+        execute(
+            make_plan(Target([file])),
+            files=(SourceFile(path, len(data)),),
+            checksums=Checksums.of([(0, 0, len(data), crc)]),
+            sources=sources,
+            locate=lambda name: os.path.join(folder, name),
+            budget=Budget(threads=2, window=1000),
+            progress=NoProgress(),
+        )
+
+
+@pytest.mark.parametrize("nbytes", [10, 999, 1000, 1001, 54321])
+def test_a_flipped_byte_in_a_source_record_is_found_while_copying(tmp_path, nbytes: int) -> None:
+    data = random.Random(nbytes).randbytes(nbytes)
+    _one_record(str(tmp_path), data, zlib.crc32(data))
+    os.unlink(tmp_path / "out")
+    damaged = bytearray(data)
+    damaged[nbytes // 2] ^= 4
+    with pytest.raises(SourceCorruptError, match="does not match its checksum"):
+        _one_record(str(tmp_path), bytes(damaged), zlib.crc32(data))
+
+
+def test_a_file_saved_without_checksums_is_not_judged_by_them(tmp_path) -> None:
+    _one_record(str(tmp_path), random.Random(1).randbytes(3000), 0)
+
+
+def test_a_source_that_ends_early_is_an_error_not_zeros(tmp_path) -> None:
+    data = random.Random(2).randbytes(5000)
+    with pytest.raises(SourceCorruptError, match="ends too early"):
+        _one_record(str(tmp_path), data, zlib.crc32(data), cut=7)
+
+
+def test_an_existing_target_file_is_never_overwritten_by_the_executor(tmp_path) -> None:
+    (tmp_path / "out").write_bytes(b"precious")
+    data = random.Random(3).randbytes(500)
+    with pytest.raises(TargetUnwritableError):
+        _one_record(str(tmp_path), data, zlib.crc32(data))
+    assert (tmp_path / "out").read_bytes() == b"precious"
+
+
+def test_casts_round_as_torch_does(tmp_path) -> None:
+    torch = pytest.importorskip("torch")
+    bits = np.random.default_rng(5).integers(0, 2**32, 20000, dtype=np.uint32)
+    values = np.concatenate([bits.view(np.float32), np.float32([0.0, -0.0, 65504, 65520, 448, 464, 1e-8, np.inf])])
+    values = values[~np.isnan(values)]
+    for name in ("bfloat16", "float16", "float8_e5m2", "float64"):
+        with np.errstate(all="ignore"):
+            ours = values.astype(numpy_dtype(DTYPES[name]))
+        theirs = torch.from_numpy(values).to(getattr(torch, name))
+        same = ours.view(np.uint8) == theirs.view(torch.uint8).numpy()
+        assert same.all(), name
+    assert numpy_dtype(DTYPES["bfloat16"]) == np.dtype(ml_dtypes.bfloat16)
+
+
+@pytest.mark.parametrize("window", [4096, 10_000, 65_536, 1 << 20])
+def test_files_large_enough_for_direct_writes_hold_the_same_bytes(tmp_path, window: int) -> None:
+    rng = random.Random(window)
+    disk = Disk(str(tmp_path), [bytearray()], rng)
+    file, expected = TargetFile("out"), bytearray()
+    for number in range(7):
+        values = rng.randbytes(400_003 + number)
+        source, offset = disk.put(values)
+        shape = (len(values),)
+        literal = bytes(4) + rng.randbytes(rng.randrange(9000))
+        place = file.literal(literal)
+        begin = file.slot(Tensor(DTYPES["uint8"], shape, Pieces.whole(file=source, offset=offset, shape=shape)))
+        file.checksum(begin, file.nbytes, [place])
+        expected += zlib.crc32(values).to_bytes(4, "little") + literal[4:] + values
+    with Sources() as sources:
+        execute(
+            make_plan(Target([file])),
+            files=disk.save(),
+            checksums=Checksums.of([]),
+            sources=sources,
+            locate=lambda path: os.path.join(tmp_path, path),
+            budget=Budget(threads=3, window=window),
+            progress=NoProgress(),
+        )
+    assert (tmp_path / "out").read_bytes() == expected
+
+
+@pytest.mark.parametrize("shift", [1, 2, 5])
+def test_windows_never_cut_an_element_that_is_cast(tmp_path, shift: int) -> None:
+    values = np.random.default_rng(shift).standard_normal(1000).astype(np.float32)
+    disk = Disk(str(tmp_path), [bytearray(values.tobytes())], random.Random(shift))
+    tensor = Tensor(DTYPES["float32"], (1000,), Pieces.whole(file=0, offset=0, shape=(1000,)))
+    file = TargetFile("out")
+    file.literal(bytes(shift))
+    file.slot(tensor, dtype=DTYPES["float64"])
+    with Sources() as sources:
+        execute(
+            make_plan(Target([file])),
+            files=disk.save(),
+            checksums=Checksums.of([]),
+            sources=sources,
+            locate=lambda path: os.path.join(tmp_path, path),
+            budget=Budget(threads=1, window=100),
+            progress=NoProgress(),
+        )
+    assert (tmp_path / "out").read_bytes() == bytes(shift) + values.astype(np.float64).tobytes()

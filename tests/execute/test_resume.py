@@ -1,0 +1,353 @@
+"""A plan that is stopped anywhere and run again with its journal: the same bytes, checksums and proofs."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import tempfile
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fsdpckpt.errors import SourceCorruptError, TargetUnwritableError
+from fsdpckpt.execute import recorder as recorders
+from fsdpckpt.execute.budget import Budget
+from fsdpckpt.execute.compare import is_written
+from fsdpckpt.execute.local import execute
+from fsdpckpt.execute.recorder import Recorder
+from fsdpckpt.execute.resume import Finished, LatePlaces, RunIdentity, plan_digest, read_run
+from fsdpckpt.ir.checkpoint import Checksums, SourceFile
+from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.targets import Target, TargetFile
+from fsdpckpt.ir.tensors import Pieces, Tensor
+from fsdpckpt.plan.copies import make_plan
+from fsdpckpt.plan.plan import Plan
+from fsdpckpt.progress import NoProgress
+from fsdpckpt.storage.identity import FileIdentity
+from fsdpckpt.storage.sources import Sources
+from fsdpckpt.storage.targets import WritableFile
+
+BYTES = DTYPES["uint8"]
+
+
+class Stop(BaseException):
+    """As a signal."""
+
+
+class Stopping(NoProgress):
+    """Stops the run once ``windows`` are done."""
+
+    def __init__(self, windows: int) -> None:
+        self.left = windows
+
+    def advance(self, nbytes: int) -> None:
+        del nbytes
+        self.left -= 1
+        if self.left <= 0:
+            raise Stop
+
+
+@dataclass
+class Scene:
+    """Random tensors in one source file with checksums, and files that hold them with checksums before and behind."""
+
+    folder: str
+    plan: Plan
+    files: tuple[SourceFile, ...]
+    checksums: Checksums
+    expected: dict[str, bytes]
+    budget: Budget
+
+    @property
+    def journal(self) -> str:
+        return os.path.join(self.folder, "journal")
+
+    def locate(self, path: str) -> str:
+        return os.path.join(self.folder, "out", path)
+
+    def identity(self) -> RunIdentity:
+        return RunIdentity("1", plan_digest(self.plan), {"to": "full"}, [[FileIdentity(self.files[0].path, 1, 2, 3)]])
+
+    def run(self, finished: Finished, progress: NoProgress | None = None) -> dict[str, int]:
+        with Sources() as sources:
+            return execute(
+                self.plan,
+                files=self.files,
+                checksums=self.checksums,
+                sources=sources,
+                locate=self.locate,
+                budget=self.budget,
+                progress=progress or NoProgress(),
+                recorder=Recorder(self.journal, self.identity, finished),
+            )
+
+    def stopped(self, windows: int) -> Finished:
+        """Run until ``windows`` are done; what the journal says then."""
+        with pytest.raises(Stop):
+            self.run(Finished(), Stopping(windows))
+        found = read_run(self.journal)
+        assert found is not None
+        assert found[0] == self.identity()
+        return found[1]
+
+    def require_expected(self, crcs: dict[str, int]) -> None:
+        for path, data in self.expected.items():
+            assert Path(self.locate(path)).read_bytes() == data
+            assert crcs[path] == zlib.crc32(data)
+
+
+def scene(folder: str, seed: int, *, threads: int = 1, damage: bool = False) -> Scene:
+    rng = random.Random(seed)
+    source = bytearray(rng.randbytes(rng.randrange(50)))
+    rows, tensors, values = [], [], []
+    for _ in range(rng.randrange(2, 7)):
+        data = rng.randbytes(rng.choice([1, 63, 64, 65, 500, 3001]))
+        offset = len(source)
+        source += data + rng.randbytes(rng.randrange(20))
+        rows.append((0, offset, len(data), zlib.crc32(data)))
+        tensors.append(Tensor(BYTES, (len(data),), Pieces.whole(file=0, offset=offset, shape=(len(data),))))
+        values.append(data)
+    if damage:
+        largest = max(rows, key=lambda row: row[2])
+        source[largest[1] + largest[2] // 2] ^= 1
+    path = os.path.join(folder, "source")
+    Path(path).write_bytes(source)
+    files, expected = [], {}
+    for number in range(rng.randrange(1, 4)):
+        file, data = TargetFile(f"out{number}"), bytearray()
+        wanted: list[tuple[int, int, list[int]]] = []
+        for index in rng.sample(range(len(tensors)), len(tensors)):
+            before = file.literal(bytes(4) + rng.randbytes(rng.randrange(300)))
+            data += bytes(file.nbytes - len(data))
+            data[before:] = file.blob[len(file.blob) - (file.nbytes - before) :]
+            begin = file.slot(tensors[index])
+            data += values[index]
+            wanted.append((begin, file.nbytes, [before]))
+        for begin, end, places in wanted:  # as a zip file's central directory
+            places.append(file.literal(bytes(4)))
+            data += bytes(4)
+            file.checksum(begin, end, places)
+        for begin, end, places in wanted:
+            for place in places:
+                data[place : place + 4] = zlib.crc32(data[begin:end]).to_bytes(4, "little")
+        files.append(file)
+        expected[file.path] = bytes(data)
+    plan = make_plan(Target(files))
+    budget = Budget(threads=threads, window=rng.choice([64, 100, 256]))
+    return Scene(folder, plan, (SourceFile(path, len(source)),), Checksums.of(rows), expected, budget)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.integers(0, 2**32), st.integers(1, 60), st.integers(1, 3))
+def test_a_plan_stopped_after_any_window_goes_on_to_the_same_bytes(seed: int, windows: int, threads: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        made = scene(folder, seed, threads=threads)
+        try:
+            finished = made.stopped(windows)
+        except pytest.fail.Exception:  # there were fewer windows
+            return
+        assert finished.nbytes > 0
+        made.require_expected(made.run(finished))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_run_stopped_many_times_comes_to_its_end(tmp_path: Path, seed: int) -> None:
+    made = scene(str(tmp_path), seed)
+    finished = made.stopped(3)
+    counts = [finished.nbytes]
+    while True:
+        try:
+            crcs = made.run(finished, Stopping(5))  # the first advance is what was there
+            break
+        except Stop:
+            found = read_run(made.journal)
+            assert found is not None
+            finished = found[1]
+            counts.append(finished.nbytes)
+    made.require_expected(crcs)
+    assert counts == sorted(set(counts))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_file_of_which_all_is_written_but_the_late_checksums_is_finished(tmp_path: Path, seed: int) -> None:
+    """Also when some of them are written already: a kill may come between."""
+    made = scene(str(tmp_path), seed)
+    made.run(Finished())
+    crcs: dict[tuple[int, int, int], int] = {}
+    for number, file in enumerate(made.plan.files):
+        data, late = bytearray(made.expected[file.path]), LatePlaces(file)
+        for begin in range(0, len(data), made.budget.window):
+            view = memoryview(data)[begin : begin + made.budget.window]
+            late.clear(begin, view)
+            crcs[number, begin, begin + len(view)] = zlib.crc32(view)
+    before = {path: Path(made.locate(path)).stat().st_ino for path in made.expected}
+    made.require_expected(made.run(Finished(crcs)))
+    assert before == {path: Path(made.locate(path)).stat().st_ino for path in made.expected}
+
+
+def test_windows_that_are_on_the_disk_are_not_read_from_the_source_again(tmp_path: Path) -> None:
+    made = scene(str(tmp_path), 3)
+    finished = made.stopped(8)
+    source = Path(made.files[0].path)
+    source.write_bytes(bytes(source.stat().st_size))  # zeros: whatever is read from it now is wrong
+    with pytest.raises(SourceCorruptError):
+        made.run(finished)
+    for (number, begin, end), crc in finished.crcs.items():
+        file = made.plan.files[number]
+        view = memoryview(bytearray(Path(made.locate(file.path)).read_bytes()[begin:end]))
+        LatePlaces(file).clear(begin, view)
+        assert zlib.crc32(view) == crc
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_damaged_record_is_found_whichever_run_read_which_part(tmp_path: Path, seed: int) -> None:
+    made = scene(str(tmp_path), seed, damage=True)
+    found = 0
+    for windows in range(1, 12):
+        for path in made.expected:
+            Path(made.locate(path)).unlink(missing_ok=True)
+        Path(made.journal).unlink(missing_ok=True)
+        try:
+            finished = made.stopped(windows)
+        except (SourceCorruptError, pytest.fail.Exception):
+            continue
+        found += 1
+        with pytest.raises(SourceCorruptError, match="does not match its checksum"):
+            made.run(finished)
+    assert found
+
+
+def test_nothing_is_in_the_journal_before_its_file_and_its_name_are_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    path = str(tmp_path / "out")
+    file = WritableFile(path, 10)
+    monkeypatch.setattr(WritableFile, "sync", lambda self: events.append(f"data {os.path.basename(self.path)}"))
+    monkeypatch.setattr(recorders, "sync_directory", lambda path: events.append(f"names {path}"))
+    monkeypatch.setattr(
+        "fsdpckpt.storage.journal.Journal.append", lambda self, records: events.append(f"journal {len(records)}")
+    )
+    identity = RunIdentity("1", "plan", {}, [])
+    recorder = Recorder(str(tmp_path / "journal"), lambda: identity, Finished())
+    recorder.wrote(0, file, (0, 10, 123))
+    recorder.close(complete=False)
+    assert events == ["data out", f"names {tmp_path}", "journal 1"]
+    file.close()
+
+
+def test_a_failed_sync_ends_the_run_even_when_all_windows_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk tells of a lost write once, and it told the journal's sync."""
+    made = scene(str(tmp_path), 1)
+    monkeypatch.setattr(recorders, "SYNC_SECONDS", 0.0)
+
+    def lost(self: WritableFile) -> None:
+        raise TargetUnwritableError("lost", file=self.path)
+
+    monkeypatch.setattr(WritableFile, "sync", lost)
+    recorder = Recorder(made.journal, made.identity, Finished())
+    recorder.start(list)
+    recorder.wrote(0, WritableFile(str(tmp_path / "one"), 5), (0, 5, 1))
+    with pytest.raises(TargetUnwritableError, match="lost"):
+        while True:
+            recorder.wrote(0, WritableFile(str(tmp_path / f"{random.random()}"), 5), (0, 5, 1))
+    with pytest.raises(TargetUnwritableError, match="lost"):
+        recorder.close(complete=True)
+
+
+def test_a_file_whose_sync_failed_once_is_not_in_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system tells of a lost write once: a second sync of the same file succeeds, and means nothing."""
+    made = scene(str(tmp_path), 3)
+    failed: list[str] = []
+
+    def fsync(descriptor: int, real: Callable[[int], None] = os.fsync) -> None:
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        if "/out/" in name and os.path.isfile(name) and not failed:
+            failed.append(os.path.basename(name))
+            raise OSError(errno.EIO, "Input/output error")
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(TargetUnwritableError):
+        made.run(Finished())
+    assert failed
+    assert not os.path.exists(made.journal) or read_run(made.journal)[1].nbytes == 0
+
+
+def test_a_quick_run_leaves_no_journal(tmp_path: Path) -> None:
+    made = scene(str(tmp_path), 2)
+    made.require_expected(made.run(Finished()))
+    assert not os.path.exists(made.journal)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_finished_files_are_told_from_others_by_every_byte(tmp_path: Path, seed: int) -> None:
+    made = scene(str(tmp_path), seed, threads=2)
+    made.run(Finished())
+
+    def written() -> bool:
+        with Sources() as sources:
+            return is_written(
+                made.plan,
+                files=made.files,
+                checksums=made.checksums,
+                sources=sources,
+                locate=made.locate,
+                budget=made.budget,
+                progress=NoProgress(),
+            )
+
+    assert written()
+    rng = random.Random(seed)
+    for path, data in made.expected.items():
+        file = Path(made.locate(path))
+        places = {place for each in made.plan.files if each.path == path for group in each.places for place in group}
+        for place in {*rng.sample(range(len(data)), 10), 0, len(data) - 1, *rng.sample(sorted(places), 2)}:
+            changed = bytearray(data)
+            changed[place] ^= 1
+            file.write_bytes(changed)
+            assert not written(), place
+        file.write_bytes(data + b"x")
+        assert not written()
+        file.unlink()
+        assert not written()
+        file.write_bytes(data)
+    assert written()
+
+
+def test_every_column_of_a_plan_is_in_its_digest(tmp_path: Path) -> None:
+    digests = {plan_digest(scene(str(tmp_path), seed).plan) for seed in range(20)}
+    assert len(digests) == 20
+    one = scene(str(tmp_path), 5)
+    assert plan_digest(one.plan) == plan_digest(scene(str(tmp_path), 5).plan)
+    file = one.plan.files[0]
+    for table in (file.literals, file.slots, file.checksums, file.copies.source, file.copies.width, file.first_copy):
+        before = plan_digest(one.plan)
+        table[0] += 1
+        assert plan_digest(one.plan) != before
+        table[0] -= 1
+
+
+def test_changes_are_told_one_by_one() -> None:
+    a, b = FileIdentity("a", 1, 2, 3), FileIdentity("b", 5, 6, 7)
+    before = RunIdentity("1", "plan", {"to": "full"}, [[a], [b]])
+    now = RunIdentity("2", "other", {"to": "full", "dtype": "bfloat16"}, [[a], [FileIdentity("b", 5, 6, 8)]])
+    assert before.source_changes(now) == ["b was replaced by another file"]
+    assert before.other_changes(now) == [
+        "fsdpckpt 1 began it, this is fsdpckpt 2",
+        "--dtype was - and is bfloat16",
+    ]
+    assert before.source_changes(RunIdentity("1", "plan", {}, [[a]])) == ["the source had 2 files and has 1 now"]
+    same_options = RunIdentity("1", "other", {"to": "full"}, [[a], [b]])
+    assert before.other_changes(same_options) == [
+        "what would be written is not what was begun (its units or reference changed)"
+    ]
+    assert before.other_changes(RunIdentity("1", "plan", {"threads": "3"}, [a, b])) == []

@@ -1,0 +1,146 @@
+"""Units computed from a model on the meta device are those of the same model under real FSDP1."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecision
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+
+from fsdpckpt.errors import SourceUnsupportedError, UsageError
+from fsdpckpt.flat.live.meta import built, units_from_model, units_of_unwrapped
+from fsdpckpt.flat.live.units import units_of
+from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.units import Strategy
+from tests.flat.live.conftest import World
+from tests.flat.live.models import CASES, Case, Normalised, wrapped
+from tests.oracle.flat_models import Nested, Outer, Perceptron
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+BOTH = [
+    pytest.param(case, orig, id=f"{name}, {orig}")
+    for name, case in CASES.items()
+    for orig in (False, True)
+    if case.both or orig
+]
+
+
+@pytest.mark.parametrize(("case", "use_orig_params"), BOTH)
+def test_units_without_wrapping_are_those_of_the_wrapped_model(case: Case, use_orig_params: bool, world: World) -> None:
+    world(5, rank=3)
+    expected = units_of(wrapped(case, case.make(), use_orig_params=use_orig_params))
+    found = units_of_unwrapped(built(case.make), case.classes, use_orig_params=use_orig_params, ignored=case.ignored)
+    assert replace(found, world_size=5, parameters=()) == replace(expected, parameters=())
+    assert found.optimizer_keys() == expected.optimizer_keys()
+    if use_orig_params or not case.mixed:
+        assert found.parameters == expected.parameters
+    else:  # the wrapped model does not know any more, the other does
+        assert found.parameters == tuple(name for name, _ in case.make().named_parameters())
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_batch_normalisation_is_left_out_of_mixed_precision(use_orig_params: bool, world: World) -> None:
+    world(3)
+    case = Case(Normalised, (nn.Sequential,))
+    mixed = MixedPrecision(param_dtype=torch.float64)
+    expected = units_of(wrapped(case, Normalised(), use_orig_params=use_orig_params, mixed_precision=mixed))
+    found = units_from_model(
+        Normalised, [nn.Sequential], use_orig_params=use_orig_params, param_dtype=DTYPES["float64"]
+    )
+    assert replace(found, world_size=3) == expected
+    assert [unit.prefix for unit in found.units] == ["", "norm", "block", "block.2"]
+
+
+def test_the_policy_function_of_older_scripts_wraps_the_same(world: World) -> None:
+    world(3)
+    for name, case in CASES.items():
+        if case.ignored or not case.classes:
+            continue
+        policy = partial(transformer_auto_wrap_policy, transformer_layer_cls=set(case.classes))
+        expected = units_of(wrapped(case, case.make(), use_orig_params=True, auto_wrap_policy=policy))
+        found = units_of_unwrapped(case.make(), case.classes, use_orig_params=True)
+        assert replace(found, world_size=3) == expected, name
+
+
+def test_names_are_imported_and_settings_told() -> None:
+    units = units_from_model(
+        "tests.flat.live.models:Nested",
+        ["tests.oracle.flat_models:Perceptron", nn.Linear],
+        use_orig_params=False,
+        strategy=Strategy.HYBRID_SHARD,
+        shard_size=4,
+    )
+    assert {unit.strategy for unit in units.units} == {Strategy.HYBRID_SHARD}
+    assert (units.shard_size, units.world_size, units.groups) == (4, None, None)
+    assert len(units.units) == 8
+
+
+@pytest.mark.parametrize(
+    ("factory", "said"),
+    [
+        ("tests.flat.live.models", "takes package.module:name"),
+        ("tests.flat.live.models:", "takes package.module:name"),
+        ("tests.flat.live.no_such_module:make", "could not be imported: ModuleNotFoundError"),
+        ("tests.flat.live.models:Nested.nothing", "there is no 'nothing'"),
+        ("tests.flat.live.models:CASES", "is nothing that can be called"),
+        ("tests.flat.live.models:Case", "did not make a model on the meta device: TypeError"),
+        ("tests.flat.live.test_meta:make_nothing", "made no torch.nn.Module"),
+        ("tests.flat.live.test_meta:make_trouble", "did not make a model on the meta device"),
+    ],
+)
+def test_a_factory_that_makes_no_model_is_an_error_of_usage(factory: str, said: str) -> None:
+    with pytest.raises(UsageError) as error:
+        units_from_model(factory, [], use_orig_params=False)
+    assert said in error.value.what
+    assert error.value.next_step is not None
+
+
+def make_nothing() -> None:
+    return None
+
+
+def make_trouble() -> None:
+    if torch.zeros(3).sum() > 1:  # a value, which the meta device has not
+        raise AssertionError
+
+
+def test_classes_and_globs_that_match_nothing_are_errors_that_show_what_there_is(world: World) -> None:
+    with pytest.raises(UsageError, match=r"no module of class torch\.nn\.modules\.conv:Conv2d") as error:
+        units_from_model(Nested, ["torch.nn:Conv2d"], use_orig_params=True)
+    assert "tests.oracle.flat_models:Perceptron" in error.value.details
+    with pytest.raises(UsageError, match="is no module class"):
+        units_from_model(Nested, ["torch:tensor"], use_orig_params=True)
+    with pytest.raises(UsageError, match=r"--ignore outer\.\*\.nothing matches no module") as error:
+        units_from_model(Nested, [], use_orig_params=True, ignored=["outer.*.nothing"])
+    assert "outer.inner.up" in error.value.details
+    world(2)
+    with pytest.raises(UsageError, match="wrapped already"):
+        units_of_unwrapped(wrapped(CASES["nested"], Nested()), [], use_orig_params=True)
+
+
+def test_what_fsdp_would_refuse_is_refused() -> None:
+    frozen = CASES["partly frozen"]
+    with pytest.raises(SourceUnsupportedError) as error:
+        units_of_unwrapped(frozen.make(), frozen.classes, use_orig_params=False)
+    assert any("requires gradients" in detail for detail in error.value.details)
+    with pytest.raises(SourceUnsupportedError, match="one dtype"):
+        units_of_unwrapped(Nested(torch.bfloat16), [Outer], use_orig_params=True)
+    scalar = nn.Module()
+    scalar.temperature = nn.Parameter(torch.tensor(0.5))
+    with pytest.raises(SourceUnsupportedError, match="no dimensions"):
+        units_of_unwrapped(scalar, [], use_orig_params=True)
+    with pytest.raises(SourceUnsupportedError, match="no parameter is left"):
+        units_of_unwrapped(nn.Tanh(), [], use_orig_params=True)
+
+
+def test_the_model_stays_as_it_was() -> None:
+    model = Nested()
+    before = {name: id(param) for name, param in model.named_parameters()}
+    units_of_unwrapped(model, [Perceptron], use_orig_params=False)
+    assert {name: id(param) for name, param in model.named_parameters()} == before
+    assert all(param.is_meta for param in built(Nested).parameters())

@@ -1,0 +1,109 @@
+"""Units that agree with every length and stand in another order than the checkpoint: sizes cannot tell them apart."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fsdpckpt.flat.match import FlatMatch, Mismatch, match
+from fsdpckpt.flat.order import out_of_order, siblings_astray
+from fsdpckpt.flat.units.build import Settings, build_units
+from fsdpckpt.ir.checkpoint import UNORDERED, Checkpoint, Container
+from fsdpckpt.ir.units import Units
+from tests.flat.flat_synthetic import checkpoint, local_model, named, optimizer, sharded_model
+
+SAME = tuple(named(f"{layer}.{name}", 7, 7) for layer in ("a", "b.0", "b.1") for name in ("up", "down"))
+PREFIXES = ("", "a", "b.0", "b.1")
+
+
+def of(order: str, *, orig: bool) -> Units:
+    """Units of the six parameters, in the order of their numbers."""
+    return build_units([SAME[int(number)] for number in order], PREFIXES, Settings(orig))
+
+
+def said(found: FlatMatch | Mismatch) -> str:
+    return "\n".join(found.contradictions) if isinstance(found, Mismatch) else ""
+
+
+def beside_weights(units: Units) -> Checkpoint:
+    """Whole weights in the model's order beside the optimizer's slices, as verl saves."""
+    return checkpoint(4, model=sharded_model(SAME), optim=optimizer(units, 4))
+
+
+@pytest.mark.parametrize("orig", [False, True])
+@pytest.mark.parametrize("order", ["230145", "014523", "103245"])
+def test_equal_units_in_another_order_than_the_weights_beside_them_are_refused(order: str, orig: bool) -> None:
+    source = beside_weights(of("012345", orig=orig))
+    assert isinstance(match(source, of("012345", orig=orig)), FlatMatch)
+    assert "where the model section has" in said(match(source, of(order, orig=orig)))
+
+
+def test_weights_whose_keys_were_sorted_or_lost_their_order_contradict_nothing() -> None:
+    units = of("230145", orig=True)
+    source = checkpoint(4, model=sharded_model(SAME), optim=optimizer(units, 4))
+    for unordered in (replace(source, container=Container.SAFETENSORS), replace(source, evidence=(UNORDERED,))):
+        assert isinstance(match(unordered, units), FlatMatch)
+
+
+@pytest.mark.parametrize("orig", [False, True])
+def test_the_order_of_flat_parameters_says_which_of_two_equal_units_an_id_is(orig: bool) -> None:
+    units = of("012345", orig=orig)
+    source = checkpoint(4, model=local_model(units, 4, by_name=orig), optim=optimizer(units, 4))
+    assert isinstance(match(source, units), FlatMatch)
+    assert "the units have b.1 where" in said(match(source, of("014523", orig=orig)))
+
+
+def test_slices_by_name_say_the_order_inside_of_a_unit() -> None:
+    """On 2 ranks four equal parameters lie two on each: no length changes when two of one rank trade places."""
+    params = [named(name, 8) for name in ("w", "x", "y", "z")]
+    units = build_units(params, ("",), Settings(use_orig_params=True))
+    source = checkpoint(2, model=local_model(units, 2, by_name=True), optim=optimizer(units, 2))
+    other = build_units([params[1], params[0], *params[2:]], ("",), Settings(use_orig_params=True))
+    assert "x stands where the model section has w" in said(match(source, other))
+
+
+def test_a_unit_may_be_listed_before_or_after_those_in_it() -> None:
+    units = ["", "a", "b", "b.x", "b.y", "c"]
+    assert siblings_astray(units, ["a", "b.x", "b.y", "b", "c", ""]) is None
+    assert siblings_astray(units, ["", "a", "b", "b.x", "b.y", "c"]) is None
+    assert siblings_astray(units, ["a", "b.y", "b.x", "b", "c", ""]) == ("b.x", "b.y")
+    assert siblings_astray(units, ["b.x", "a", "b.y", "b", "c", ""]) == ("a", "b")
+
+
+def test_names_that_only_one_side_has_do_not_count() -> None:
+    units = of("012345", orig=True)
+    names = ["buffer", *(param.name for param in SAME[2:]), "other"]
+    assert list(out_of_order(units, names)) == []
+
+
+def test_own_parameters_may_be_listed_before_or_behind_those_of_children() -> None:
+    """The writer of a model lists them first, whatever list the units were made of."""
+    params = [named("a", 3), named("b.w", 3), named("c", 3)]
+    units = build_units(params, ("", "b"), Settings(use_orig_params=True))
+    assert list(out_of_order(units, ["a", "c", "b.w"])) == []
+    assert list(out_of_order(units, ["c", "b.w", "a"])) == ["unit '': a stands where the model section has c"]
+
+
+def test_units_that_are_wrong_inside_and_among_each_other_are_told_once() -> None:
+    units = of("103254", orig=True)
+    assert len(list(out_of_order(units, [f"{SAME[int(number)].name}" for number in "230145"]))) == 1
+
+
+def test_across_units_nothing_is_said_where_only_the_order_within_them_is_known() -> None:
+    units = of("012345", orig=True)
+    other = [SAME[int(number)].name for number in "230145"]
+    assert len(list(out_of_order(units, other))) == 1
+    assert list(out_of_order(units, other, across=False)) == []
+
+
+def test_parameters_beside_the_units_may_stand_anywhere() -> None:
+    """FSDP1 registers the parameters it manages again, behind those that it ignores."""
+    units = build_units(SAME, PREFIXES, Settings(use_orig_params=True), unmanaged=["b.0.up", "b.0.down"])
+    names = [SAME[int(number)].name for number in "014523"]
+    assert list(out_of_order(units, names)) == []
+    later = build_units(
+        [SAME[int(number)] for number in "014523"], PREFIXES, Settings(use_orig_params=True),
+        unmanaged=["b.0.up", "b.0.down"],
+    )  # fmt: skip
+    assert list(out_of_order(later, [one.name for one in SAME])) == []

@@ -1,0 +1,177 @@
+"""What cannot be written as flat parameters is refused by name, and nothing is dropped or made up instead."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUnsupportedError, UsageError
+from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.units import Strategy, Unit, Units
+from tests.flat.flat_source import ORDER, Model, loaded, param, units, written
+
+
+def refused(tmp_path, error, model, of, *named, ckpt=None, key_type="id", world_size=3):
+    """The error's text: every one of ``named`` is in it."""
+    with pytest.raises(error) as caught:
+        written(tmp_path, model, of, world_size, ckpt=ckpt, key_type=key_type)
+    text = str(caught.value)
+    assert all(word in text for word in named), text
+    return caught.value
+
+
+@pytest.mark.parametrize("orig", [True, False])
+def test_units_of_another_model_are_refused_with_every_difference(tmp_path, orig):
+    model = Model(seed=1)
+    root = Unit("", (param("top"), param("a.weight", (3, 5)), param("gone", (2,)), param("a.bias")))
+    of = Units((root, units(orig=orig).units[1]), orig, (*ORDER, "gone"))
+    error = refused(tmp_path, SourceCorruptError, model, of, "no parameter gone", "a.weight", "[3, 5]", "[5, 3]")
+    assert len(error.details) == 2
+
+
+def test_a_parameter_that_the_units_lack_is_refused(tmp_path):
+    model = Model(seed=2)
+    of = Units((Unit("", (param("top"), param("a.weight"), param("a.bias"))),), True, ORDER[:3])
+    error = refused(tmp_path, SourceCorruptError, model, of, "b.weight", "b.bias")
+    assert len(error.details) == 4  # two in the model, two in the groups
+
+
+def test_an_optimizer_alone_of_another_model_is_refused(tmp_path):
+    model = Model(seed=3)
+    ckpt = model.checkpoint()
+    ckpt.model = None
+    of = Units((Unit("", (param("top"), param("a.weight"), param("a.bias"))),), True, ORDER[:3])
+    refused(tmp_path, SourceCorruptError, model, of, "the param groups list b.weight", ckpt=ckpt)
+
+
+def test_a_unit_in_two_param_groups_needs_original_parameters(tmp_path):
+    model = Model(seed=4)
+    model.groups = [{"params": ["a.bias", "b.bias", "b.weight"]}, {"params": ["top", "a.weight"]}]
+    refused(
+        tmp_path, SourceUnsupportedError, model, units(orig=False), "root", "a.bias in group 0", "--use-orig-params"
+    )
+    written(tmp_path, model, units(orig=True), 2)
+
+
+def test_a_unit_only_partly_in_the_optimizer_needs_original_parameters(tmp_path):
+    model = Model(seed=5)
+    del model.states["a.bias"]
+    model.groups = [{"params": [name for name in ORDER if name != "a.bias"]}]
+    refused(tmp_path, SourceUnsupportedError, model, units(orig=False), "a.bias in no group")
+    written(tmp_path, model, units(orig=True), 2)
+
+
+def test_a_unit_of_which_one_parameter_has_no_state_names_the_option(tmp_path):
+    model = Model(seed=6)
+    del model.states["b.bias"]
+    refused(tmp_path, NeedsInformationError, model, units(orig=False), "'b'", "b.bias", "--missing-state")
+    written(tmp_path, model, units(orig=True), 2)
+    assert sorted(loaded(tmp_path, "optim", 1, 2)["state"]) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("orig", [True, False])
+def test_factored_states_are_refused_by_name(tmp_path, orig):
+    model = Model(seed=7)
+    for name, entry in model.states.items():
+        entry["row_var"] = torch.randn(max(model.weights[name].shape[0], 2))
+    error = refused(tmp_path, SourceUnsupportedError, model, units(orig=orig), "a.weight: state row_var is [5]")
+    assert "top" not in str(error)  # its state has its own shape
+
+
+def test_factored_states_are_carried_where_nothing_is_sharded(tmp_path):
+    model = Model(seed=8)
+    model.states["a.weight"]["row_var"] = torch.randn(5)
+    written(tmp_path, model, units(orig=True, strategy=Strategy.NO_SHARD), 2)
+    assert torch.equal(loaded(tmp_path, "optim", 1, 2)["state"][1]["row_var"], model.states["a.weight"]["row_var"])
+
+
+def test_slices_of_a_factored_state_are_no_state_to_carry(tmp_path):
+    model = Model(seed=17)
+    model.states["a.weight"]["row_var"] = torch.randn(5)
+    ckpt = model.checkpoint()
+    assert ckpt.optim is not None
+    leaf = ckpt.optim.state["a.weight"]["row_var"]
+    ckpt.optim.state["a.weight"]["row_var"] = replace(leaf, managed=True, placement="flattened")  # type: ignore[type-var]
+    refused(tmp_path, SourceUnsupportedError, model, units(orig=True, strategy=Strategy.NO_SHARD), "row_var", ckpt=ckpt)
+
+
+def test_parameters_of_a_unit_with_different_states_are_refused(tmp_path):
+    model = Model(seed=9)
+    model.states["b.bias"]["max_exp_avg_sq"] = torch.randn(1)
+    refused(tmp_path, SourceUnsupportedError, model, units(orig=False), "'b'", "b.bias", "max_exp_avg_sq")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "words"),
+    [
+        (torch.tensor(1.0), 1.0, "a 0-dim tensor for b.weight, a value for b.bias"),
+        (None, 3, "None for b.weight, a value for b.bias"),
+        (2, 3, "2 for b.weight, 3 for b.bias"),
+        (1, True, "1 for b.weight, True for b.bias"),
+        (torch.tensor(1.0), torch.tensor(1), "float32 for b.weight, int64 for b.bias"),
+        (torch.randn(7, 2), torch.randn(1).double(), "several dtypes: float32 for b.weight, float64 for b.bias"),
+    ],
+)
+def test_parameters_of_a_unit_that_disagree_on_a_state_are_refused(tmp_path, one, other, words):
+    model = Model(seed=10)
+    model.states["b.weight"]["odd"], model.states["b.bias"]["odd"] = one, other
+    refused(tmp_path, SourceUnsupportedError, model, units(orig=False), "odd", words)
+    written(tmp_path, model, units(orig=True), 2)
+
+
+def test_a_unit_of_several_dtypes_is_refused(tmp_path):
+    model = Model(seed=11)
+    model.weights["b.bias"] = model.weights["b.bias"].double()
+    refused(tmp_path, SourceUnsupportedError, model, units(orig=True), "b.weight is float32", "b.bias is float64")
+
+
+def test_groups_that_are_not_those_of_the_units_are_refused(tmp_path):
+    model = Model(seed=12)
+    model.groups = [{"params": ["top", "a.weight"]}, {"params": ["a.bias", "b.weight", "b.bias"]}]
+    two = (("top", "a.weight", "a.bias"), ("b.weight", "b.bias"))
+    refused(tmp_path, SourceCorruptError, model, units(orig=True, groups=two), "group 0: a.bias", "group 1: a.bias")
+    refused(tmp_path, SourceCorruptError, model, units(orig=True, groups=(ORDER,)), "2 param groups", "have 1")
+
+
+def test_a_state_that_no_group_lists_is_refused(tmp_path):
+    model = Model(seed=13)
+    model.groups = [{"params": [name for name in ORDER if name != "top"]}]
+    refused(tmp_path, SourceCorruptError, model, units(orig=True), "top", "none of its groups")
+
+
+def test_states_under_both_names_of_a_shared_parameter_are_refused(tmp_path):
+    model = Model(seed=14)
+    ckpt = model.checkpoint()
+    assert ckpt.optim is not None
+    ckpt.optim.state["head"] = dict(ckpt.optim.state["top"])
+    refused(
+        tmp_path, SourceCorruptError, model, units(orig=True, shared=(("head", "top"),)), "top and for head", ckpt=ckpt
+    )
+
+
+def test_flat_parameters_have_no_names(tmp_path):
+    refused(tmp_path, UsageError, Model(), units(orig=False), "--key-type id", key_type="name")
+
+
+def test_a_state_under_the_later_name_of_a_shared_parameter_is_the_parameters(tmp_path):
+    model = Model(seed=15)
+    ckpt = model.checkpoint()
+    assert ckpt.optim is not None and ckpt.optim.param_groups is not None
+    ckpt.optim.state["head"] = ckpt.optim.state.pop("top")
+    ckpt.optim.param_groups[0]["params"] = ["head", *ORDER[1:]]
+    written(tmp_path, model, units(orig=True, shared=(("head", "top"),)), 1, ckpt=ckpt)
+    optim = loaded(tmp_path, "optim", 0, 1)
+    assert torch.equal(optim["state"][0]["exp_avg"], model.states["top"]["exp_avg"])
+    assert optim["param_groups"][0]["params"] == [0, 1, 2, 3, 4]
+
+
+def test_the_dtype_of_an_unknown_number_cannot_be_padded(tmp_path):
+    model = Model(seed=16)
+    ckpt = model.checkpoint()
+    assert ckpt.model is not None
+    of = units(orig=True)
+    for name, leaf in ckpt.model.params.items():
+        ckpt.model.params[name] = replace(leaf, dtype=DTYPES["complex32"])  # type: ignore[type-var]
+    refused(tmp_path, SourceUnsupportedError, model, of, "complex32", ckpt=ckpt)

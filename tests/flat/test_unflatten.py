@@ -1,0 +1,229 @@
+"""Slices of flat parameters, held against units: named when they fit, every contradiction listed when they do not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdpckpt.flat.match import FlatMatch, Mismatch, match
+from fsdpckpt.flat.unflatten import unflatten
+from fsdpckpt.ir.checkpoint import Checkpoint, ModelState
+from fsdpckpt.ir.coverage import flaws
+from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.units import Strategy, UnitParam, Units
+from tests.materialise import gather
+from tests.flat.flat_checkpoints import FLOAT, Played, unit, units_of
+
+ROOT = {"e.weight": (17, 9), "h.weight": (17, 9), "h.bias": (17,)}
+BLOCK = {"a.weight": (28, 9), "a.bias": (28,), "conv.weight": (3, 2, 5), "scale": (1,)}
+
+
+def toy(*, use_orig_params: bool, **more: object) -> Units:
+    return units_of(unit("", ROOT), unit("l.0", BLOCK), unit("l.1", BLOCK), use_orig_params=use_orig_params, **more)
+
+
+def raw(
+    units: Units, world_size: int, *, model: bool = False
+) -> tuple[Played, Checkpoint, dict[str, dict[str, np.ndarray]]]:
+    """Adam's states, and the model in LOCAL_STATE_DICT form when asked; and what they were before FSDP cut them."""
+    played = Played(units, world_size)
+    params = units.params()
+    truth = {name: {key: played.values(param) for key, param in params.items()} for name in ("exp_avg", "exp_avg_sq")}
+    order = list(units.optimizer_keys())
+    states: dict[str, dict[str, object]] = {name: dict(played.moment(whole)) for name, whole in truth.items()}
+    states["step"] = {key: played.replicas(np.float32(3).reshape(())) for key in order}
+    weights = None
+    if model:
+        truth["weight"] = {key: played.values(param) for key, param in params.items()}
+        weights = ModelState(
+            {**played.flat_parameters(truth["weight"]), "buf": played.replicas(np.ones(3, np.float32))}
+        )
+    return played, played.checkpoint(model=weights, optim=played.optimizer(states, order)), truth
+
+
+def named(checkpoint: Checkpoint, units: Units) -> Checkpoint:
+    found = match(checkpoint, units)
+    assert isinstance(found, FlatMatch), found
+    return unflatten(checkpoint, found)
+
+
+def require_states(checkpoint: Checkpoint, played: Played, truth: dict[str, dict[str, np.ndarray]]) -> None:
+    files = played.files()
+    assert checkpoint.optim is not None
+    for name in ("exp_avg", "exp_avg_sq"):
+        for param, expected in truth[name].items():
+            tensor = checkpoint.optim.state[param][name]
+            assert isinstance(tensor, Tensor)
+            assert not flaws(tensor)
+            assert gather(tensor, files).tobytes() == expected.tobytes(), (param, name)
+
+
+def contradictions(checkpoint: Checkpoint, units: Units) -> str:
+    found = match(checkpoint, units)
+    assert isinstance(found, Mismatch)
+    return "\n".join(found.contradictions)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("world_size", [2, 3, 4, 7, 16, 300])
+def test_the_states_of_every_parameter_are_found_in_the_slices(world_size: int, use_orig_params: bool) -> None:
+    units = toy(use_orig_params=use_orig_params)
+    played, checkpoint, truth = raw(units, world_size)
+    found = named(checkpoint, units)
+    require_states(found, played, truth)
+    assert found.optim is not None
+    assert found.optim.param_groups == [{"lr": 0.1, "params": list(units.parameters)}]
+    assert found.optim.key_type == "name"
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_the_model_is_found_in_its_flat_parameters_and_buffers_stay_whole(use_orig_params: bool) -> None:
+    units = toy(use_orig_params=use_orig_params, shared=(("tied.weight", "e.weight"),))
+    played, checkpoint, truth = raw(units, 3, model=True)
+    found = named(checkpoint, units)
+    require_states(found, played, truth)
+    assert found.model is not None
+    for name, expected in truth["weight"].items():
+        tensor = found.model.params[name]
+        assert isinstance(tensor, Tensor)
+        assert gather(tensor, played.files()).tobytes() == expected.tobytes()
+    assert found.model.params["tied.weight"] is found.model.params["e.weight"]
+    buffer = found.model.params["buf"]
+    assert isinstance(buffer, Tensor) and buffer.managed is False and buffer.shape == (3,)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_hybrid_shards_repeat_in_every_group_of_ranks(use_orig_params: bool) -> None:
+    blocks = [replace(one, strategy=Strategy.HYBRID_SHARD) for one in toy(use_orig_params=use_orig_params).units]
+    units = units_of(*blocks, use_orig_params=use_orig_params, shard_size=2)
+    played, checkpoint, truth = raw(units, 6)
+    require_states(named(checkpoint, units), played, truth)
+    assert "divide" in contradictions(checkpoint, replace(units, shard_size=4))
+    assert "elements" in contradictions(checkpoint, replace(units, shard_size=3))
+
+
+def test_no_shard_keeps_the_whole_flat_parameter_on_every_rank() -> None:
+    blocks = [replace(one, strategy=Strategy.NO_SHARD) for one in toy(use_orig_params=False).units]
+    units = units_of(*blocks, use_orig_params=False)
+    played, checkpoint, truth = raw(units, 3)
+    require_states(named(checkpoint, units), played, truth)
+
+
+def test_a_channels_last_parameter_lies_in_memory_order() -> None:
+    conv = UnitParam("conv.weight", (5, 3, 4, 2), FLOAT, stride=(24, 1, 6, 3))
+    plain = unit("", {"bias": (7,)})
+    units = units_of(replace(plain, params=(*plain.params, conv)), use_orig_params=True)
+    played, checkpoint, truth = raw(units, 4)
+    require_states(named(checkpoint, units), played, truth)
+
+
+def test_the_alignment_is_that_of_the_mixed_precision_dtype() -> None:
+    blocks = [replace(one, param_dtype=DTYPES["bfloat16"]) for one in toy(use_orig_params=True).units]
+    units = units_of(*blocks, use_orig_params=True)
+    played, checkpoint, truth = raw(units, 3)
+    require_states(named(checkpoint, units), played, truth)
+    assert "by the units, found" in contradictions(checkpoint, toy(use_orig_params=True))
+
+
+def test_a_step_of_one_element_is_carried_whole() -> None:
+    units = toy(use_orig_params=True)
+    played, checkpoint, _ = raw(units, 3)
+    assert checkpoint.optim is not None
+    for states in checkpoint.optim.state.values():
+        holders = states["exp_avg"].pieces.rank.tolist()  # type: ignore[union-attr]
+        states["step"] = played.slices({rank: np.full(1, 3, np.float32) for rank in holders})
+    found = named(checkpoint, units)
+    assert found.optim is not None
+    assert {entry["step"].shape for entry in found.optim.state.values()} == {(1,)}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_units_of_another_shape_are_contradicted_by_the_lengths(use_orig_params: bool) -> None:
+    _, checkpoint, _ = raw(toy(use_orig_params=use_orig_params), 4)
+    for other in ({**BLOCK, "a.bias": (40,)}, {name: BLOCK[name] for name in list(BLOCK)[1:]}):
+        units = units_of(unit("", ROOT), unit("l.0", BLOCK), unit("l.1", other), use_orig_params=use_orig_params)
+        text = contradictions(checkpoint, units)
+        assert "by the units" in text
+
+
+def test_the_other_way_to_flatten_is_contradicted() -> None:
+    _, checkpoint, _ = raw(toy(use_orig_params=False), 4)
+    found = contradictions(checkpoint, toy(use_orig_params=True))
+    assert "lists 3 parameters, by the units it has 11" in found
+    assert "no param group lists" not in found  # the groups list every id there is, only not as the units do
+    _, checkpoint, _ = raw(toy(use_orig_params=True), 4)
+    assert "lists 11 parameters, by the units it has 3" in contradictions(checkpoint, toy(use_orig_params=False))
+
+
+def test_units_recorded_on_another_number_of_ranks_are_contradicted() -> None:
+    units = toy(use_orig_params=False)
+    _, checkpoint, _ = raw(units, 4)
+    assert "recorded on 8 ranks" in contradictions(checkpoint, replace(units, world_size=8))
+
+
+def test_same_sized_parameters_in_another_order_are_contradicted_by_the_names_of_the_model() -> None:
+    """Counts cannot tell: ``e.weight`` and ``h.weight`` have one shape. The model's files beside them can."""
+    units = toy(use_orig_params=False)
+    played, checkpoint, _ = raw(units, 4)
+    whole = {name: played.replicas(played.values(param)) for name, param in units.params().items()}
+    checkpoint.model = ModelState(dict(whole))
+    assert isinstance(match(checkpoint, units), FlatMatch)
+    first = units.units[0].params
+    swapped = replace(units, units=(replace(units.units[0], params=(first[1], first[0], *first[2:])), *units.units[1:]))
+    assert "stands where the model section has" in contradictions(checkpoint, swapped)
+
+
+def test_names_in_the_groups_settle_several_groups_and_contradict_others() -> None:
+    units = toy(use_orig_params=True)
+    played, checkpoint, truth = raw(units, 3)
+    assert checkpoint.optim is not None
+    names = [f"_fsdp_wrapped_module.{name}" for name in units.parameters]
+    checkpoint.optim.param_groups = [
+        {"lr": 1.0, "params": list(range(4)), "param_names": names[:4]},
+        {"lr": 2.0, "params": list(range(4, 11)), "param_names": names[4:]},
+    ]
+    require_states(named(checkpoint, units), played, truth)
+    checkpoint.optim.param_groups[0]["param_names"] = [names[1], names[0], *names[2:4]]
+    assert "shape" in contradictions(checkpoint, units) or "elements" in contradictions(checkpoint, units)
+    grouped = replace(units, groups=(units.parameters[:4], units.parameters[4:]))
+    assert "by param_names" in contradictions(checkpoint, grouped)
+
+
+def test_two_groups_without_names_need_units_that_say_who_is_in_them() -> None:
+    units = toy(use_orig_params=True)
+    _, checkpoint, _ = raw(units, 3)
+    assert checkpoint.optim is not None
+    checkpoint.optim.param_groups = [{"params": list(range(4))}, {"params": list(range(4, 11))}]
+    assert "do not say which parameters" in contradictions(checkpoint, units)
+
+
+def test_a_flat_parameter_that_the_units_do_not_have_is_named() -> None:
+    units = toy(use_orig_params=False)
+    _, checkpoint, _ = raw(units, 3, model=True)
+    assert "l.1._flat_param" in contradictions(checkpoint, replace(units, units=units.units[:2]))
+
+
+SHAPES = st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shapes=st.lists(st.lists(SHAPES, min_size=1, max_size=4), min_size=1, max_size=3),
+    world_size=st.integers(2, 12),
+    use_orig_params=st.booleans(),
+)
+def test_any_tree_of_units_comes_back(
+    shapes: list[list[tuple[int, ...]]], world_size: int, use_orig_params: bool
+) -> None:
+    blocks = [
+        unit(f"m.{number}" if number else "", {f"p{index}": shape for index, shape in enumerate(own)})
+        for number, own in enumerate(shapes)
+    ]
+    units = units_of(*blocks, use_orig_params=use_orig_params)
+    played, checkpoint, truth = raw(units, world_size, model=True)
+    require_states(named(checkpoint, units), played, truth)

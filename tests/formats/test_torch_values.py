@@ -1,0 +1,296 @@
+"""Tensors of real ``torch.save`` archives: where they lie, what they are, and what is refused by name."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections import OrderedDict, defaultdict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fsdpckpt.errors import (
+    SourceCorruptError,
+    SourceError,
+    SourceUnrecognisedError,
+    SourceUnsafeError,
+    SourceUnsupportedError,
+)
+from fsdpckpt.formats.torch.archive import load_torch
+from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.values import Global, Object
+from fsdpckpt.storage.sources import MemoryFile
+from tests.formats.torch_saves import any_values, loaded, rewritten, same, saved
+
+
+def saveable(name: str) -> bool:
+    """Whether this torch has the type and can save it (it cannot save types of less than a byte)."""
+    try:
+        saved(any_values((3,), getattr(torch, name)))
+    except (AttributeError, KeyError, RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+SAVEABLE = [name for name in DTYPES if saveable(name)]
+
+
+def test_torch_saves_nearly_all_types() -> None:
+    assert len(SAVEABLE) >= 25
+
+
+@pytest.mark.parametrize("name", SAVEABLE)
+def test_every_dtype(name: str) -> None:
+    dtype = getattr(torch, name)
+    value = {"whole": any_values((3, 5), dtype), "one": any_values((), dtype), "none": any_values((0, 4), dtype)}
+    found = same(value)
+    assert found["whole"].dtype is DTYPES[name]
+
+
+def test_views_and_strides_are_read_through_their_storage() -> None:
+    base = any_values((7, 11), torch.float32)
+    found = same(
+        {
+            "base": base,
+            "slice": base[2:5, 3:],
+            "steps": base[::3, ::2],
+            "transposed": base.t(),
+            "row": base[4],
+            "element": base[2, 3],
+            "repeated": any_values((1, 5), torch.int16).expand(4, 5),
+            "channels_last": any_values((2, 3, 5, 7), torch.bfloat16).to(memory_format=torch.channels_last),
+            "windows": any_values((20,), torch.int8).as_strided((5, 4), (3, 1), 2),
+        }
+    )
+    assert found["transposed"].pieces.stride.tolist() == [[1, 11]]
+    assert found["slice"].pieces.offset[0] == found["base"].pieces.offset[0] + 4 * (2 * 11 + 3)
+
+
+def test_tied_tensors_lie_in_one_place() -> None:
+    shared = any_values((4, 3), torch.float16)
+    found = same({"wte": shared, "lm_head": shared, "view": shared.view(3, 4), "other": shared.clone()})
+    places = {name: int(tensor.pieces.offset[0]) for name, tensor in found.items()}
+    assert places["wte"] == places["lm_head"] == places["view"] != places["other"]
+
+
+def test_a_tensor_smaller_than_its_storage_reads_only_itself() -> None:
+    padded = any_values((81,), torch.float32)
+    found = same({"shard": padded[:72].view(8, 9)})
+    assert found["shard"].nbytes == 72 * 4
+
+
+def test_nesting_keys_and_other_values_survive() -> None:
+    model = OrderedDict(a=any_values((3,), torch.float32))
+    model._metadata = OrderedDict([("", {"version": 2})])  # type: ignore[attr-defined]
+    value: dict[Any, Any] = {
+        "model": model,
+        "optimizer": {
+            "state": {0: {"step": torch.tensor(3.0), "exp_avg": any_values((2, 2), torch.float64), "factored": None}},
+            "param_groups": [{"lr": torch.tensor(1e-3), "betas": (0.9, 0.95), "params": [0], "foreach": None}],
+        },
+        7: (any_values((2,), torch.int32), "text", [any_values((1,), torch.bool)]),
+        "rng": np.random.get_state(),
+        "size": torch.Size([3]),
+    }
+    data = saved(value)
+    found = loaded(data)
+    assert list(found) == ["model", "optimizer", 7, "rng", "size"]
+    assert vars(found["model"]) == {"_metadata": {"": {"version": 2}}}
+    assert list(found["optimizer"]["state"]) == [0]
+    group = found["optimizer"]["param_groups"][0]
+    assert (group["betas"], group["params"], group["foreach"]) == ((0.9, 0.95), [0], None)
+    assert isinstance(group["lr"], Tensor)
+    assert isinstance(found[7], tuple)
+    assert isinstance(found[7][2][0], Tensor)
+    assert isinstance(found["rng"][1], Object)
+    assert found["size"] == Object(Global("torch", "Size"), ((3,),))
+    same({key: part for key, part in value.items() if key in ("optimizer", 7)})
+
+
+def test_a_lone_tensor_and_a_list_at_the_top() -> None:
+    same(any_values((3, 2), torch.float32))
+    same([any_values((3, 2), torch.float32), {"a": any_values((1,), torch.uint8)}])
+
+
+def test_parameters_are_managed_and_scalars_are_not() -> None:
+    layer = nn.Linear(3, 2)
+    layer.weight.extra = "attribute"  # type: ignore[attr-defined]
+    found = loaded(saved({"w": layer.weight, "b": layer.bias, "plain": layer.bias.detach(), "step": torch.tensor(1.0)}))
+    assert {name: tensor.managed for name, tensor in found.items()} == {
+        "w": True,
+        "b": True,
+        "plain": None,
+        "step": False,
+    }
+    assert found["w"].shape == (2, 3)
+
+
+def test_the_clone_mark_of_fsdp1_tells_parameters_from_buffers() -> None:
+    model = {name: any_values((2, 3), torch.float32, seed) for seed, name in enumerate("abc")}
+    for name in "ab":
+        model[name]._has_been_cloned = True  # type: ignore[attr-defined]
+    found = loaded(saved({"model": model, "other": {"x": any_values((2,), torch.float32)}}))
+    assert {name: tensor.managed for name, tensor in found["model"].items()} == {"a": True, "b": True, "c": False}
+    assert found["other"]["x"].managed is None
+
+
+def test_a_buffer_says_that_it_is_one() -> None:
+    found = loaded(saved({"buf": nn.Buffer(any_values((2,), torch.float32))}))
+    assert found["buf"].managed is False
+
+
+REFUSED = {
+    "conj": lambda: any_values((3,), torch.complex64).conj(),
+    "neg": lambda: any_values((3,), torch.complex64).conj().imag,
+    "meta": lambda: torch.empty(3, device="meta"),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "csr": lambda: torch.eye(3).to_sparse_csr(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.rand(3), 0.1, 0, torch.qint8),
+    "nested": lambda: torch.nested.nested_tensor([torch.rand(2), torch.rand(3)]),
+    "storage": lambda: torch.rand(3).untyped_storage(),
+}
+
+
+def test_values_that_are_no_strided_tensors_are_all_refused_by_key() -> None:
+    value = {"model": {name: make() for name, make in REFUSED.items()}, "fine": torch.rand(2)}
+    with pytest.raises(SourceUnsupportedError) as error:
+        loaded(saved(value))
+    assert [line.partition(":")[0] for line in error.value.details] == [f"model.{name}" for name in REFUSED]
+    text = str(error.value)
+    for word in ("sparse", "quantized", "nested", "meta", "resolve_conj", "storage"):
+        assert word in text
+
+
+def test_a_tensor_inside_an_object_is_refused_and_in_a_defaultdict_read() -> None:
+    import argparse
+
+    held = defaultdict(dict, w=any_values((2,), torch.float32))
+    found = loaded(saved({"d": held}))
+    assert isinstance(found["d"]["w"], Tensor)
+    with pytest.raises(SourceUnsupportedError, match=r"inside a argparse.Namespace"):
+        loaded(saved({"n": argparse.Namespace(w=any_values((2,), torch.float32))}))
+
+
+def test_unknown_types_are_refused_before_anything_else() -> None:
+    with pytest.raises(SourceUnsafeError, match=r"torch._C.Generator"):
+        loaded(saved({"g": torch.Generator(), "c": any_values((3,), torch.complex64).conj()}))
+
+
+def test_checksum_rows_cover_every_record() -> None:
+    data = saved({"a": any_values((300,), torch.float32), "b": torch.empty(0)})
+    rows = load_torch(MemoryFile(data), 5)[1]
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        assert sorted((nbytes, crc) for _, _, nbytes, crc in rows) == sorted(
+            (info.file_size, info.CRC) for info in archive.infolist()
+        )
+    assert {row[0] for row in rows} == {5}
+
+
+def test_a_file_saved_without_checksums_has_no_rows() -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        data = saved({"a": any_values((30,), torch.float32)})
+    finally:
+        torch.serialization.set_crc32_options(True)
+    value, rows = load_torch(MemoryFile(data), 0)
+    assert rows == []
+    assert value["a"].shape == (30,)  # type: ignore[index,call-overload,union-attr]
+
+
+def test_a_big_endian_file_is_refused() -> None:
+    data = rewritten(saved({"a": any_values((3,), torch.float32)}), {"byteorder": b"big"})
+    with pytest.raises(SourceUnsupportedError, match="big-endian"):
+        loaded(data)
+
+
+def test_a_file_that_another_zip_writer_wrote_is_read() -> None:
+    value = {"a": any_values((3, 9), torch.float32), "b": any_values((2,), torch.int64)}
+    data = rewritten(saved(value), {".format_version": None, "byteorder": None})
+    value2 = load_torch(MemoryFile(data), 0)[0]
+    offset = int(value2["a"].pieces.offset[0])  # type: ignore[index,call-overload,union-attr]
+    assert data[offset : offset + 108] == value["a"].numpy().tobytes()
+
+
+def test_archives_of_something_else_are_not_recognised(tmp_path: Any) -> None:
+    stream = io.BytesIO()
+    np.savez(stream, a=np.arange(3))
+    with pytest.raises(SourceUnrecognisedError, match=r"data.pkl"):
+        loaded(stream.getvalue())
+    path = tmp_path / "script.pt"
+    torch.jit.save(torch.jit.script(nn.Linear(2, 2)), str(path))
+    with pytest.raises(SourceUnrecognisedError, match="TorchScript"):
+        loaded(path.read_bytes())
+
+
+def test_a_missing_or_short_record_is_refused() -> None:
+    data = saved({"a": any_values((30,), torch.float32)})
+    with pytest.raises(SourceCorruptError, match="data/0 is missing"):
+        loaded(rewritten(data, {"data/0": None}))
+    with pytest.raises(SourceCorruptError, match="too short") as error:
+        loaded(rewritten(data, {"data/0": b"x" * 119}))
+    assert (error.value.expected, error.value.found) == ("120 bytes", "119")
+
+
+def pickled_tensor(size: bytes, stride: bytes, offset: bytes = b"K\x00", numel: bytes = b"K\x04") -> bytes:
+    storage = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpu" + numel + b"tQ"
+    hooks = b"ccollections\nOrderedDict\n)R"
+    return b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(" + storage + offset + size + stride + b"\x89" + hooks + b"tR."
+
+
+@pytest.mark.parametrize(
+    "pickled",
+    [
+        pickled_tensor(b"K\x05\x85", b"K\x01\x85"),  # more elements than the storage
+        pickled_tensor(b"K\x04\x85", b"K\x02\x85"),  # strides that leave it
+        pickled_tensor(b"K\x04\x85", b"K\x01\x85", offset=b"K\x01"),
+        pickled_tensor(b"K\x04\x85", b"J\xff\xff\xff\xff\x85"),  # negative stride
+        pickled_tensor(b"J\xff\xff\xff\xff\x85", b"K\x01\x85"),  # negative size
+        pickled_tensor(b"K\x04\x85", b"K\x01\x85", offset=b"J\xff\xff\xff\xff"),
+        pickled_tensor(b"K\x04\x85", b"K\x01K\x01\x86"),
+        pickled_tensor(b"X\x01\x00\x00\x004\x85", b"K\x01\x85"),
+        pickled_tensor(b"K\x04\x85", b"K\x01\x85", numel=b"J\xff\xff\xff\x7f"),
+        pickled_tensor(b"K\x04\x85", b"K\x01\x85", numel=b"J\xff\xff\xff\xff"),
+        pickled_tensor(b"N", b"K\x01\x85"),
+        pickled_tensor(b"K\x04\x85", b"K\x01\x85")[:-1] + b"}X\x06\x00\x00\x00offsetK\x00sb.",  # BUILD on a tensor
+        pickled_tensor(b"K\x04\x85", b"K\x01\x85")[:-1] + b"N}X\x06\x00\x00\x00offsetK\x00s\x86b.",
+    ],
+)
+def test_a_tensor_that_does_not_fit_its_storage_is_refused(pickled: bytes) -> None:
+    data = saved({"a": any_values((4,), torch.float32)})
+    assert loaded(rewritten(data, {"data.pkl": pickled_tensor(b"K\x04\x85", b"K\x01\x85")})).shape == (4,)
+    with pytest.raises(SourceCorruptError):
+        loaded(rewritten(data, {"data.pkl": pickled}))
+
+
+def test_a_value_that_contains_itself_is_refused() -> None:
+    loop: list[Any] = [any_values((1,), torch.float32)]
+    loop.append((loop,))
+    with pytest.raises(SourceCorruptError, match="contains itself"):
+        loaded(saved(loop))
+    deep: Any = 1
+    for _ in range(300):
+        deep = (deep,)
+    data = saved({"a": 1})
+    with pytest.raises(SourceCorruptError, match="deep"):
+        import pickle
+
+        loaded(rewritten(data, {"data.pkl": pickle.dumps([deep, [[]]], protocol=2).replace(b"K\x01", b"]", 1)}))
+
+
+def test_random_damage_of_the_pickle_is_never_another_kind_of_error() -> None:
+    generator = np.random.default_rng(7)
+    data = saved({"w": nn.Parameter(torch.rand(3, 4)), "h": any_values((2,), torch.uint16), "l": [torch.rand(2).t()]})
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        pickled = archive.read("archive/data.pkl")
+    for _ in range(400):
+        damaged = bytearray(pickled)
+        for at in generator.integers(0, len(pickled), 2):
+            damaged[at] = generator.integers(0, 256)
+        try:
+            loaded(rewritten(data, {"data.pkl": bytes(damaged)}))
+        except SourceError:
+            continue

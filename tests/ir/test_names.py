@@ -1,0 +1,103 @@
+"""Wrappers' prefixes go, are reported, and never make two keys one."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import pytest
+
+from fsdpckpt.errors import SourceUnsupportedError
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, OptimState
+from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.names import clean, normalise
+from fsdpckpt.ir.tensors import Pieces, Tensor
+
+
+def _tensor(*shape: int) -> Tensor:
+    return Tensor(DTYPES["float32"], shape, Pieces.whole(file=0, offset=0, shape=shape))
+
+
+def _checkpoint(model: list[str] | None, optim: list[str] | None, metadata: object = None) -> Checkpoint:
+    state = None
+    if optim is not None:
+        entries = {name: {"exp_avg": _tensor(3)} for name in optim}
+        state = OptimState(entries, [{"lr": 0.1, "params": optim, "param_names": [f"_orig_mod.{n}" for n in optim]}])
+    return Checkpoint(
+        source="SRC", layout=Layout.FULL, container=Container.TORCH, flavor="plain", world_size=1, files=(),
+        model=None if model is None else ModelState({name: _tensor(3) for name in model}, metadata), optim=state,
+        extra={},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("written", "bare"),
+    [
+        ("_fsdp_wrapped_module.l.0._fsdp_wrapped_module.a.weight", "l.0.a.weight"),
+        ("_orig_mod.l._checkpoint_wrapped_module.w", "l.w"),
+        ("_fpw_module.w", "w"),
+        ("l.my_orig_mod.w", "l.my_orig_mod.w"),
+        ("module.l.w", "module.l.w"),
+        ("_fsdp_wrapped_module._flat_param", "_flat_param"),
+    ],
+)
+def test_only_whole_segments_of_wrappers_go(written: str, bare: str) -> None:
+    assert clean(written) == bare
+
+
+def test_a_compiled_model_and_its_uncompiled_optimizer_come_together_and_it_is_said() -> None:
+    found = normalise(_checkpoint(["_orig_mod.l.w", "_orig_mod.b"], ["l.w", "b"]))
+    assert list(found.model.params) == ["l.w", "b"] == list(found.optim.state)
+    assert found.notes[-1].kind == "normalised"
+    assert found.notes[-1].keys == ("_orig_mod.l.w -> l.w", "_orig_mod.b -> b")
+
+
+def test_prefixes_that_both_sections_have_go_too() -> None:
+    found = normalise(_checkpoint(["_orig_mod.b"], ["_orig_mod.b"]))
+    assert list(found.model.params) == ["b"] == list(found.optim.state)
+    assert found.optim.param_groups[0]["params"] == ["b"]
+
+
+def test_param_names_stay_as_they_were_written() -> None:
+    found = normalise(_checkpoint(None, ["_orig_mod.b"]))
+    assert found.optim.param_groups[0]["param_names"] == ["_orig_mod._orig_mod.b"]
+
+
+def test_clean_names_change_nothing_at_all() -> None:
+    plain = _checkpoint(["l.w", "b"], ["l.w", "b"])
+    assert normalise(plain) is plain
+
+
+def test_module_goes_where_one_section_has_it_and_the_other_does_not() -> None:
+    found = normalise(_checkpoint(["module.l.w", "module.b"], ["l.w", "b"]))
+    assert list(found.model.params) == ["l.w", "b"]
+    found = normalise(_checkpoint(["l.w", "b"], ["module.l.w", "module.b"]))
+    assert list(found.optim.state) == ["l.w", "b"]
+
+
+def test_module_stays_where_it_may_be_a_module_of_the_model() -> None:
+    for plain in (
+        _checkpoint(["module.l.w", "module.b"], ["module.l.w", "module.b"]),
+        _checkpoint(["module.l.w", "b"], ["l.w", "b"]),
+        _checkpoint(["module.w"], None),
+    ):
+        assert normalise(plain) is plain
+
+
+def test_two_keys_that_would_become_one_are_refused_with_both_names() -> None:
+    with pytest.raises(SourceUnsupportedError) as error:
+        normalise(_checkpoint(["_orig_mod.b", "c", "b"], None))
+    assert error.value.details == ("_orig_mod.b and b -> b",)
+
+
+def test_module_versions_follow_the_keys() -> None:
+    metadata = OrderedDict({"": {"version": 1}, "_orig_mod": {"version": 7}, "_orig_mod.bn": {"version": 2}})
+    found = normalise(_checkpoint(["_orig_mod.bn.w"], None, metadata))
+    assert found.model.metadata == {"": {"version": 7}, "bn": {"version": 2}}
+    assert isinstance(found.model.metadata, OrderedDict)
+
+
+def test_ids_and_entries_of_a_user_pass_untouched() -> None:
+    checkpoint = _checkpoint(["_orig_mod.b"], None)
+    checkpoint.optim = OptimState({0: {"exp_avg": _tensor(3)}, "mine": {"a": 1}}, [{"params": [0]}])
+    found = normalise(checkpoint)
+    assert list(found.optim.state) == [0, "mine"] and found.optim.param_groups == [{"params": [0]}]

@@ -1,0 +1,135 @@
+"""``encode`` and ``decode``: what comes back is what went in, type by type."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdpckpt.errors import InternalError, SourceCorruptError
+from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.tensors import Pieces, Tensor
+from fsdpckpt.ir.value_json import decode, encode
+from fsdpckpt.ir.values import Global, Object
+
+
+def through_text(value: Any, **how: Any) -> Any:
+    return decode(json.loads(json.dumps(encode(value), allow_nan=False)), **how)
+
+
+def same(left: Any, right: Any) -> bool:
+    """Equal in value and in every type, NaN bit by bit."""
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, float):
+        return struct.pack(">d", left) == struct.pack(">d", right)
+    if isinstance(left, complex):
+        return same(left.real, right.real) and same(left.imag, right.imag)
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(same, left, right))
+    if isinstance(left, dict):
+        keys = len(left) == len(right) and all(map(same, left, right))
+        return keys and all(map(same, left.values(), right.values()))
+    return left == right
+
+
+keys = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text() | st.binary() | st.floats(allow_nan=False),
+    lambda inner: st.tuples(inner, inner),
+    max_leaves=3,
+)
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.binary()
+    | st.complex_numbers()
+    | st.binary().map(bytearray)
+    | st.builds(Global, st.text(), st.text())
+    | st.sets(st.integers() | st.text()),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(keys, inner, max_size=4)
+        | st.dictionaries(keys, inner, max_size=4).map(OrderedDict)
+    ),
+    max_leaves=12,
+)
+
+
+@given(values)
+def test_every_value_comes_back_with_its_types(value: Any) -> None:
+    assert same(through_text(value), value)
+
+
+@pytest.mark.parametrize("value", [{"$tuple": [1]}, {"$unknown": 1, "a": 2}, {"": {"$": None}}, {1: "a", "1": "b"}])
+def test_a_dict_that_looks_like_a_tag_is_a_dict(value: Any) -> None:
+    assert same(through_text(value), value)
+
+
+def test_a_nan_keeps_its_payload() -> None:
+    odd = struct.unpack(">d", bytes.fromhex("7ff8dead00000001"))[0]
+    assert struct.pack(">d", through_text([odd])[0]).hex() == "7ff8dead00000001"
+    assert math.copysign(1, through_text(-0.0)) == -1
+
+
+def test_an_ordered_dict_keeps_its_attributes() -> None:
+    value: OrderedDict[str, Any] = OrderedDict(w=1)
+    value._metadata = OrderedDict({"": {"version": 1}})  # type: ignore[attr-defined]
+    back = through_text(value)
+    assert type(back) is OrderedDict and same(vars(back), vars(value))
+
+
+def test_a_call_record_keeps_arguments_state_items_and_entries() -> None:
+    plain = Object(Global("torch", "Size"), ((3, 4),))
+    full = Object(
+        Global("m", "C"), (1,), new=True, state=None, has_state=True, items=[2.5], entries=[((1,), {"a": plain})]
+    )
+    back = through_text([plain, full])
+    assert back == [plain, full]
+    assert back[0].has_state is False and back[1].has_state is True
+
+
+def test_a_tensor_is_a_reference_to_where_it_is_stored() -> None:
+    tensor = Tensor(DTYPES["float32"], (), Pieces.whole(file=0, offset=8, shape=()))
+    text = json.dumps(encode({"lr": tensor}, tensor_key=lambda found: "optimizer.lr" if found is tensor else "?"))
+    assert decode(json.loads(text), tensors={"optimizer.lr": tensor})["lr"] is tensor  # type: ignore[index,call-overload]
+    with pytest.raises(SourceCorruptError):
+        decode(json.loads(text), tensors={})
+    with pytest.raises(InternalError):
+        encode({"lr": tensor})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"$tuple": 1}',
+        '{"$dict": [[1]]}',
+        '{"$dict": [[[1], 2]]}',
+        '{"$dict": [[{"$tuple": [[1]]}, 2]]}',
+        '{"$nonsense": 1}',
+        '{"$float": "00"}',
+        '{"$float": "zz"}',
+        '{"$complex": [1]}',
+        '{"$complex": ["a", "b"]}',
+        '{"$bytes": "%%%"}',
+        '{"$global": ["torch"]}',
+        '{"$object": {"args": []}}',
+        '{"$object": 3}',
+        '{"$set": [[1]]}',
+        '{"$ordered": [], "attributes": 3}',
+        '{"$tensor": "gone"}',
+    ],
+)
+def test_text_that_was_damaged_is_refused(text: str) -> None:
+    with pytest.raises(SourceCorruptError) as refused:
+        decode(json.loads(text), file="a.safetensors")
+    assert refused.value.file == "a.safetensors"

@@ -1,0 +1,109 @@
+"""Producers are told by their files and keys, and every form of the tables can be asked for."""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdpckpt.converters.goal import settle_goal
+from fsdpckpt.converters.options import ConvertOptions
+from fsdpckpt.errors import UsageError
+from fsdpckpt.ir.checkpoint import Container, Layout
+from fsdpckpt.producers.forms import Form, RankFile
+from fsdpckpt.producers.table import FLAVORS, WRITABLE, export_files, flavor_named, recognise
+
+META, DCP = "meta.pt", ".metadata"
+
+
+@pytest.mark.parametrize(
+    ("names", "directory", "keys", "flavor"),
+    [
+        (["pytorch_model_fsdp.bin", "optimizer.bin"], "/a", [], "accelerate"),
+        (["pytorch_model_fsdp_rank3.bin", "optimizer_0"], "/a", [], "accelerate"),
+        (["pytorch_model_fsdp_0", "optimizer_0", "trainer_state.json"], "/run/checkpoint-5", [], "trainer"),
+        (["model_world_size_2_rank_1.pt", "huggingface"], "/step/actor", [], "verl"),
+        ([DCP, META], "/a", ["loops", "epoch"], "lightning"),
+        ([DCP, META], "/a", ["iteration"], "fabric"),
+        (["last.ckpt"], "", ["pytorch-lightning_version"], "lightning"),
+        ([DCP, "__0_0.distcp"], "/run/step-20/", [], "torchtitan"),
+        ([DCP, "__0_0.distcp"], "/run/latest", ["train_state", "dataloader"], "torchtitan"),
+        ([DCP, "__0_0.distcp"], "/run/ep1-ba20", [], "composer"),
+        ([DCP, "__0_0.distcp"], "/run/dist_epoch_2", [], "torchtune"),
+        (["recipe_state.pt", "model-00001-of-00002.safetensors"], "/epoch_1", [], "torchtune"),
+        (["model-00001-of-00002.safetensors", "config.json"], "/a", [], "huggingface"),
+    ],
+)
+def test_a_producer_is_told_by_its_files_and_keys(
+    names: list[str], directory: str, keys: list[str], flavor: str
+) -> None:
+    found = recognise(names, directory=directory, keys=keys)
+    assert found is not None and found.name == flavor
+
+
+@pytest.mark.parametrize(
+    "names", [[DCP], ["model.safetensors"], ["model_world_size_2_rank_0.pt"], ["optimizer.bin"], []]
+)
+def test_what_several_producers_write_tells_none(names: list[str]) -> None:
+    assert recognise(names, directory="/a/x") is None
+
+
+def test_names_are_unique_and_every_writable_one_is_found() -> None:
+    names = [flavor.name for flavor in FLAVORS]
+    assert len(set(names)) == len(names)
+    assert all(flavor_named(name) is not None for name in WRITABLE if name != "plain")
+    assert {"accelerate", "trainer", "verl", "lightning", "fabric", "torchtitan", "huggingface"} <= set(WRITABLE)
+
+
+def test_only_the_trainer_exports_the_model_beside_its_state() -> None:
+    weights = ["model-00001-of-00002.safetensors", "model.safetensors.index.json", "pytorch_model_fsdp.bin"]
+    assert export_files([*weights, "trainer_state.json"]) == set(weights[:2])
+    assert export_files(weights) == set()  # which of two copies is meant is for the user to say
+
+
+@pytest.mark.parametrize(
+    ("flavor", "form"),
+    [
+        pytest.param(flavor.name, form, id=f"{flavor.name}-{form.layout}-{form.container}-{number}")
+        for flavor in FLAVORS
+        for number, form in enumerate(flavor.forms)
+    ],
+)
+def test_every_form_is_reached_by_layout_and_container(flavor: str, form: Form) -> None:
+    world_size = None if form.layout is Layout.FULL else 2
+    options = ConvertOptions(flavor=flavor, to=form.layout, container=form.container, world_size=world_size)
+    goal = settle_goal("out" if form.directory else "out.ckpt", options, Layout.FULL)
+    assert goal.form is form and goal.directory is form.directory
+
+
+@pytest.mark.parametrize("layout", [Layout.FULL, Layout.SHARDED])
+def test_the_sources_layout_decides_where_nothing_else_does(layout: Layout) -> None:
+    goal = settle_goal("out", ConvertOptions(flavor="accelerate"), layout)
+    assert goal.layout is layout
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "what"),
+    [
+        ("out", {"flavor": "acelerate"}, "no producer"),
+        ("out", {"flavor": "composer"}, "read, and not written"),
+        ("out", {"flavor": "huggingface", "to": Layout.SHARDED}, "does not save"),
+        ("out.ckpt", {"flavor": "torchtitan"}, "does not save"),
+        ("out", {"flavor": "torchtitan", "world_size": 2, "key_type": "id"}, "keys its optimizer by name"),
+        ("out", {"flavor": "verl"}, "how many ranks"),
+        ("out", {"flavor": "accelerate", "to": Layout.FULL, "world_size": 2}, "does not save"),
+    ],
+)
+def test_what_a_producer_does_not_save_is_refused(target: str, options: dict[str, object], what: str) -> None:
+    with pytest.raises(UsageError, match=what):
+        settle_goal(target, ConvertOptions(**options), Layout.SHARDED)  # type: ignore[arg-type]
+
+
+def test_a_world_of_one_has_the_trainers_single_name() -> None:
+    kind = RankFile("rng_state_{rank}.pth", single="rng_state.pth")
+    assert (kind.of(0, 1), kind.of(3, 8)) == ("rng_state.pth", "rng_state_3.pth")
+
+
+def test_containers_of_sections_may_differ_within_one_form() -> None:
+    accelerate = flavor_named("accelerate")
+    assert accelerate is not None
+    local = next(form for form in accelerate.forms if form.layout is Layout.FLATTENED)
+    assert local.container is Container.TORCH and local.optim is not None and local.optim.container is Container.DCP

@@ -1,0 +1,59 @@
+"""While a checkpoint becomes objects the collector stands still, and afterwards it does not walk them all."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from fsdpckpt.garbage import set_aside, without_collection
+
+
+@pytest.fixture(autouse=True)
+def _collecting() -> Iterator[None]:
+    before = gc.isenabled()
+    gc.enable()
+    yield
+    gc.enable() if before else gc.disable()
+
+
+def test_nothing_is_collected_inside_and_the_collector_runs_again_after_an_error() -> None:
+    with pytest.raises(KeyError), without_collection():
+        assert not gc.isenabled()
+        raise KeyError
+    assert gc.isenabled()
+
+
+def test_a_caller_who_had_the_collector_off_keeps_it_off() -> None:
+    gc.disable()
+    with without_collection():
+        pass
+    assert not gc.isenabled()
+
+
+def test_what_was_made_inside_is_not_young_any_more() -> None:
+    with without_collection():
+        made = [[number] for number in range(20_000)]
+        assert len(gc.get_objects(generation=0)) > len(made)
+    assert len(gc.get_objects(generation=0)) < 1_000
+
+
+def test_what_is_set_aside_is_neither_young_nor_old_until_the_block_ends() -> None:
+    made = [[number] for number in range(20_000)]
+    with set_aside():
+        assert gc.get_freeze_count() > len(made)
+        assert len(gc.get_objects()) < 1_000
+    assert gc.get_freeze_count() == 0
+    assert len(gc.get_objects()) > len(made)
+
+
+def test_objects_that_the_caller_froze_stay_frozen() -> None:
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with set_aside(), without_collection():
+            pass
+        assert gc.get_freeze_count() >= frozen > 0
+    finally:
+        gc.unfreeze()

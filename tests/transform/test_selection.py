@@ -1,0 +1,146 @@
+"""What is taken and how it is named: exact names, both sections in step, nothing matched by accident."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import pytest
+
+from fsdpckpt.errors import NeedsInformationError, SourceMissingError, UsageError
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, OptimState, Section
+from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.tensors import Pieces, Tensor
+from fsdpckpt.transform.management import Evidence, decide_managed
+from fsdpckpt.transform.selection import rename, select_keys, select_section
+
+
+def _tensor(*shape: int, managed: bool | None = None, offset: int = 0) -> Tensor:
+    return Tensor(DTYPES["float32"], shape, Pieces.whole(file=0, offset=offset, shape=shape), managed)
+
+
+def _checkpoint(*, ids: bool = False, managed: bool | None = None) -> Checkpoint:
+    names = ["net.a.weight", "net.a.bias", "head.weight"]
+    params = {name: _tensor(5, 3, managed=managed, offset=100 * i) for i, name in enumerate(names)}
+    params["net.running"] = _tensor(7, offset=900)
+    keys = list(range(3)) if ids else names
+    optim = OptimState(
+        state={key: {"exp_avg": _tensor(5, 3), "step": _tensor()} for key in keys},
+        param_groups=[
+            {"lr": 0.1, "params": keys[:2], "param_names": names[:2]},
+            {"lr": 0.2, "params": keys[2:], "param_names": names[2:]},
+        ],
+    )
+    return Checkpoint(
+        source="SRC", layout=Layout.FULL, container=Container.TORCH, flavor="plain", world_size=1, files=(),
+        model=ModelState(dict(params), OrderedDict()), optim=optim, extra={"epoch": 3},
+    )  # fmt: skip
+
+
+def test_only_one_section_stays_and_the_others_are_named_as_dropped() -> None:
+    taken = select_section(_checkpoint(), Section.OPTIM)
+    assert taken.model is None and taken.extra == {} and taken.optim is not None
+    assert [note.kind for note in taken.notes] == ["dropped", "dropped"]
+
+
+def test_a_section_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(SourceMissingError, match="no model section"):
+        select_section(select_section(_checkpoint(), Section.OPTIM), Section.MODEL)
+
+
+def test_exclude_drops_a_parameter_from_model_state_and_groups_together() -> None:
+    taken = select_keys(_checkpoint(), include=[], exclude=["*.bias"])
+    assert list(taken.model.params) == ["net.a.weight", "head.weight", "net.running"]
+    assert list(taken.optim.state) == ["net.a.weight", "head.weight"]
+    assert [group["params"] for group in taken.optim.param_groups] == [["net.a.weight"], ["head.weight"]]
+    assert [group["param_names"] for group in taken.optim.param_groups] == [["net.a.weight"], ["head.weight"]]
+
+
+def test_a_glob_that_matches_nothing_is_an_error() -> None:
+    with pytest.raises(UsageError, match="matches no key"):
+        select_keys(_checkpoint(), include=["nett.*"], exclude=[])
+
+
+def test_globs_cannot_choose_ids() -> None:
+    with pytest.raises(NeedsInformationError, match="parameter ids"):
+        select_keys(_checkpoint(ids=True), include=["net.*"], exclude=[])
+
+
+def test_a_dotted_prefix_is_renamed_in_every_section_and_a_longer_word_is_not() -> None:
+    named = rename(_checkpoint(), strip_prefix=None, add_prefix="model.", pairs=[("net", "body"), ("hea", "x")][:1])
+    assert list(named.model.params)[:2] == ["model.body.a.weight", "model.body.a.bias"]
+    assert list(named.optim.state) == ["model.body.a.weight", "model.body.a.bias", "model.head.weight"]
+    assert named.optim.param_groups[1]["params"] == ["model.head.weight"]
+    with pytest.raises(UsageError, match="applies to no key"):
+        rename(_checkpoint(), strip_prefix=None, add_prefix=None, pairs=[("hea", "x")])
+
+
+def test_two_keys_with_one_new_name_are_refused() -> None:
+    with pytest.raises(UsageError, match="would both be named"):
+        rename(_checkpoint(), strip_prefix=None, add_prefix=None, pairs=[("net.a.bias", "head.weight")])
+
+
+def test_stripping_a_prefix_drops_module_versions_whose_keys_no_longer_fit() -> None:
+    named = rename(_checkpoint(), strip_prefix="net.", add_prefix=None, pairs=[])
+    assert list(named.model.params) == ["a.weight", "a.bias", "head.weight", "running"]
+    assert named.model.metadata is None
+    assert any("_metadata" in note.message for note in named.notes)
+
+
+def _managed(checkpoint: Checkpoint) -> dict[str, bool | None]:
+    return {name: leaf.managed for name, leaf in checkpoint.model.params.items()}
+
+
+def test_parameters_the_optimizer_lists_are_sharded_and_the_rest_must_be_settled() -> None:
+    with pytest.raises(NeedsInformationError, match="parameters") as caught:
+        decide_managed(_checkpoint(), Evidence(), strict=True)
+    assert caught.value.details == ("net.running",)
+    assert "--buffers" in (caught.value.next_step or "")
+
+
+@pytest.mark.parametrize(
+    ("evidence", "running"),
+    [
+        (Evidence(buffers=("net.run*",)), False),
+        (Evidence(buffers=("none",)), True),
+        (Evidence(reference={"net.running": False}), False),
+        (Evidence(reference={"net.running": True}), True),
+    ],
+)
+def test_options_settle_what_a_full_source_does_not_say(evidence: Evidence, running: bool) -> None:
+    decided = decide_managed(_checkpoint(), evidence, strict=True)
+    assert _managed(decided) == {
+        "net.a.weight": True,
+        "net.a.bias": True,
+        "head.weight": True,
+        "net.running": running,
+    }
+    states = decided.optim.state["net.a.weight"]
+    assert states["exp_avg"].managed is True and states["step"].managed is False
+
+
+def test_what_the_source_says_wins_over_inference() -> None:
+    decided = decide_managed(_checkpoint(managed=False), Evidence(buffers=()), strict=False)
+    assert _managed(decided)["net.a.weight"] is False
+    assert decided.optim.state["net.a.weight"]["exp_avg"].managed is False
+
+
+def test_a_dcp_target_cuts_what_is_undetermined_and_says_so() -> None:
+    decided = decide_managed(_checkpoint(), Evidence(), strict=False)
+    assert [note.keys for note in decided.notes if note.kind == "undetermined"] == [("net.running",)]
+
+
+def test_as_many_ids_as_model_tensors_prove_all_of_them_parameters() -> None:
+    checkpoint = _checkpoint(ids=True)
+    del checkpoint.model.params["net.running"]
+    assert set(_managed(decide_managed(checkpoint, Evidence(), strict=True)).values()) == {True}
+    del checkpoint.model.params["head.weight"]
+    with pytest.raises(NeedsInformationError):
+        decide_managed(checkpoint, Evidence(), strict=True)
+
+
+def test_a_state_of_another_shape_than_its_parameter_is_whole_on_every_rank() -> None:
+    checkpoint = _checkpoint()
+    checkpoint.optim.state["net.a.weight"]["row"] = _tensor(5)
+    decided = decide_managed(checkpoint, Evidence(buffers=("net.running",)), strict=True)
+    assert decided.optim.state["net.a.weight"]["row"].managed is False
+    assert decided.optim.state["net.a.weight"]["exp_avg"].managed is True
