@@ -17,11 +17,11 @@ from fsdpckpt.ir.units_json import loads
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.writers.dtype_rule import DtypeRule
+from tests.flat.flat_source import SHAPES, Model, flat, loaded, param, units, written
 from tests.materialise import materialise
 from tests.oracle.compare import differences
 from tests.oracle.flat_scenarios import scenario
 from tests.oracle.flat_train import built, wrap
-from tests.flat.flat_source import SHAPES, Model, flat, loaded, param, units, written
 from tests.writers.groups import as_rank
 from tests.writers.source import Raw, checkpoint, same
 

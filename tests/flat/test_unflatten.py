@@ -16,8 +16,8 @@ from fsdpckpt.ir.coverage import flaws
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Strategy, UnitParam, Units
-from tests.materialise import gather
 from tests.flat.flat_checkpoints import FLOAT, Played, unit, units_of
+from tests.materialise import gather
 
 ROOT = {"e.weight": (17, 9), "h.weight": (17, 9), "h.bias": (17,)}
 BLOCK = {"a.weight": (28, 9), "a.bias": (28,), "conv.weight": (3, 2, 5), "scale": (1,)}
