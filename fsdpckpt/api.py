@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from fsdpckpt.converters.option_values import enum_of, with_launch, with_options
-from fsdpckpt.converters.options import ConvertOptions, LaunchOptions
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout, NamedTensor, Section
 from fsdpckpt.ir.invariants import problems
 from fsdpckpt.ir.units import Strategy
+from fsdpckpt.options import ConvertOptions, LaunchOptions
 from fsdpckpt.progress import Progress
 from fsdpckpt.storage.sources import Sources
 

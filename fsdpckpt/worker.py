@@ -19,9 +19,9 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-from fsdpckpt.converters.options import ConvertOptions, Launcher, LaunchOptions
 from fsdpckpt.converters.report import Report
 from fsdpckpt.errors import FsdpckptError, InterruptedRunError, UsageError, WorkerError
+from fsdpckpt.options import ConvertOptions, Launcher, LaunchOptions
 from fsdpckpt.process_role import standing, started_as_worker
 from fsdpckpt.progress import Progress
 from fsdpckpt.progress_pipe import Relay, followed

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from fsdpckpt import comm
 from fsdpckpt.comm.staging import Staging
 from fsdpckpt.converters import distributed
-from fsdpckpt.converters.options import ConvertOptions, VerifyLevel, Visibility
 from fsdpckpt.ir.checkpoint import Container, Layout
+from fsdpckpt.options import ConvertOptions, VerifyLevel, Visibility
 from fsdpckpt.progress import NoProgress
 
 GIB = 1 << 30

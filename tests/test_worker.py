@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 
-from fsdpckpt.converters.options import ConvertOptions, Launcher, LaunchOptions, MissingState, VerifyLevel, Visibility
 from fsdpckpt.converters.options_json import convert_options, launch_options, to_json
 from fsdpckpt.converters.report import PlannedFile, Report
 from fsdpckpt.ir.checkpoint import Container, Layout, Note, Section
 from fsdpckpt.ir.units import Strategy
+from fsdpckpt.options import ConvertOptions, Launcher, LaunchOptions, MissingState, VerifyLevel, Visibility
 from fsdpckpt.process_role import Standing, rank_here, started_as_worker
 from fsdpckpt.progress_pipe import Relay, followed
 

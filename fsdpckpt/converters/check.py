@@ -7,13 +7,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from fsdpckpt.converters.options import VerifyLevel
 from fsdpckpt.errors import FsdpckptError, InternalError
 from fsdpckpt.flat.match import Mismatch, match
 from fsdpckpt.flat.unflatten import unflatten
 from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Section, SourceFile
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units
+from fsdpckpt.options import VerifyLevel
 from fsdpckpt.progress import Progress
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources

@@ -19,13 +19,13 @@ from fsdpckpt.comm.messages import all_gather_objects, broadcast_object
 from fsdpckpt.converters.check import Pair, Verdict, compared, digests_of, matched
 from fsdpckpt.converters.convert import Prepared
 from fsdpckpt.converters.layout import dtype_rule
-from fsdpckpt.converters.options import ConvertOptions, VerifyLevel
 from fsdpckpt.converters.pairs_shipped import packed_pairs, unpacked_pairs
 from fsdpckpt.converters.staged import Places
 from fsdpckpt.execute.heartbeat import pulse
 from fsdpckpt.execute.remote import everyones_files, serve
 from fsdpckpt.execute.wire_errors import carrying
 from fsdpckpt.ir.checkpoint import SourceFile
+from fsdpckpt.options import ConvertOptions, VerifyLevel
 from fsdpckpt.progress import Progress
 from fsdpckpt.storage.sources import Sources
 

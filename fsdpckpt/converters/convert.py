@@ -14,7 +14,6 @@ from fsdpckpt.converters.flavored import for_flavor
 from fsdpckpt.converters.goal import Goal, settle_goal, written_flavor
 from fsdpckpt.converters.layout import dtype_rule, lay_out
 from fsdpckpt.converters.manifest import write_manifest
-from fsdpckpt.converters.options import ConvertOptions, VerifyLevel
 from fsdpckpt.converters.passes import Rewritten, rewrite
 from fsdpckpt.converters.replaceable import require_replaceable
 from fsdpckpt.converters.report import PlannedFile, Report
@@ -29,6 +28,7 @@ from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.targets import Target
 from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.options import ConvertOptions, VerifyLevel
 from fsdpckpt.plan.copies import make_plan
 from fsdpckpt.plan.plan import Plan
 from fsdpckpt.producers.forms import PLAIN

@@ -21,12 +21,12 @@ from fsdpckpt.comm.group import Group
 from fsdpckpt.comm.messages import all_gather_objects, broadcast_object
 from fsdpckpt.converters.delivery import compare, delivered, for_staging, open_for
 from fsdpckpt.converters.delivery_stage import Stage, is_there
-from fsdpckpt.converters.options import ConvertOptions, Visibility
 from fsdpckpt.converters.report import Report
 from fsdpckpt.converters.staged import node_label
 from fsdpckpt.errors import InternalError, UsageError
 from fsdpckpt.execute.peers import Peer, end_stopped, this_process
 from fsdpckpt.execute.wire_errors import carrying
+from fsdpckpt.options import ConvertOptions, Visibility
 from fsdpckpt.progress import NoProgress, Progress
 from fsdpckpt.storage.remote.store import filesystem_of
 from fsdpckpt.storage.remote.target import RemoteTarget, Sending

@@ -14,12 +14,12 @@ from functools import partial
 from typing import Protocol
 
 from fsdpckpt.converters.delivery_stage import Stage, is_there
-from fsdpckpt.converters.options import ConvertOptions, VerifyLevel
 from fsdpckpt.converters.replaceable import require_replaceable
 from fsdpckpt.converters.report import Report
 from fsdpckpt.converters.resumption import is_resumable, say_staged
 from fsdpckpt.errors import FsdpckptError, TargetUnwritableError
 from fsdpckpt.ir.checkpoint import Note
+from fsdpckpt.options import ConvertOptions, VerifyLevel
 from fsdpckpt.progress import Progress
 from fsdpckpt.storage.protocol import is_url
 from fsdpckpt.storage.remote.store import RemoteStore

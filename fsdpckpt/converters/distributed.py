@@ -24,7 +24,6 @@ from fsdpckpt.converters.convert import Prepared, check_options, prepare, report
 from fsdpckpt.converters.delivered_together import Holders, deliver_together
 from fsdpckpt.converters.division import bytes_at, divide, holders_of, note_of
 from fsdpckpt.converters.manifest_together import manifest_together
-from fsdpckpt.converters.options import ConvertOptions, VerifyLevel, Visibility
 from fsdpckpt.converters.replaceable import require_replaceable
 from fsdpckpt.converters.report import Report
 from fsdpckpt.converters.resumption import is_resumable, run_identity
@@ -45,6 +44,7 @@ from fsdpckpt.execute.visibility import identities, who_sees
 from fsdpckpt.execute.wire_errors import as_it_was, carrying
 from fsdpckpt.garbage import set_aside
 from fsdpckpt.ir.checkpoint import Note, SourceFile
+from fsdpckpt.options import ConvertOptions, VerifyLevel, Visibility
 from fsdpckpt.progress import NoProgress, Progress
 from fsdpckpt.storage.identity import FileIdentity
 from fsdpckpt.storage.journal import Record

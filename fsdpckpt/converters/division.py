@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 
 from fsdpckpt.converters.convert import Prepared
-from fsdpckpt.converters.options import ConvertOptions
 from fsdpckpt.converters.resumption import fresh_note, resumed_note, started_over_note
 from fsdpckpt.converters.staged import Places, share_out
 from fsdpckpt.converters.taken_up import claims_of, taken_up
@@ -17,6 +16,7 @@ from fsdpckpt.execute.resume import Finished, RunIdentity, joined
 from fsdpckpt.execute.settings import settle
 from fsdpckpt.execute.shipping import Job
 from fsdpckpt.ir.checkpoint import Note
+from fsdpckpt.options import ConvertOptions
 from fsdpckpt.readers.side_files import MANIFEST
 from fsdpckpt.storage.journal import Record
 from fsdpckpt.storage.staging import Staging

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from fsdpckpt.converters.flavored_extras import with_extras_for
-from fsdpckpt.converters.options import ConvertOptions
 from fsdpckpt.converters.passes import Rewritten
 from fsdpckpt.converters.rank_files import lay_out_ranks
 from fsdpckpt.errors import InternalError
@@ -16,6 +15,7 @@ from fsdpckpt.flat.flatten import write as torch_flat
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, Note
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.options import ConvertOptions
 from fsdpckpt.producers.forms import Flavor, Form, Nesting, Place, RankNames
 from fsdpckpt.readers.side_files import side_files
 from fsdpckpt.storage.sources import Sources

@@ -6,9 +6,9 @@ import os
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
-from fsdpckpt.converters.options import DEFAULT_MAX_SHARD_SIZE, ConvertOptions, TensorForm
 from fsdpckpt.errors import UsageError
 from fsdpckpt.ir.checkpoint import Container, Layout
+from fsdpckpt.options import DEFAULT_MAX_SHARD_SIZE, ConvertOptions, TensorForm
 from fsdpckpt.producers.forms import PLAIN, Flavor, Form
 from fsdpckpt.producers.table import WRITABLE, flavor_named
 

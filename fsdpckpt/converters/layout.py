@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from fsdpckpt.converters.flavored import lay_out_flavor
 from fsdpckpt.converters.goal import Goal
-from fsdpckpt.converters.options import ConvertOptions
 from fsdpckpt.converters.passes import Rewritten
 from fsdpckpt.converters.rank_files import lay_out_ranks
 from fsdpckpt.flat.flatten import write as torch_flat
@@ -14,6 +13,7 @@ from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.targets import Target
 from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.options import ConvertOptions
 from fsdpckpt.producers.forms import PLAIN_MESH
 from fsdpckpt.writers import dcp, safetensors, torch_full
 from fsdpckpt.writers.dtype_rule import DtypeRule

@@ -7,7 +7,10 @@ import os
 from enum import StrEnum
 from typing import TypeVar
 
-from fsdpckpt.converters.options import (
+from fsdpckpt.errors import UsageError
+from fsdpckpt.ir.checkpoint import Container, Layout, Section
+from fsdpckpt.ir.units import Strategy
+from fsdpckpt.options import (
     ConvertOptions,
     Launcher,
     LaunchOptions,
@@ -17,9 +20,6 @@ from fsdpckpt.converters.options import (
     Visibility,
     parse_size,
 )
-from fsdpckpt.errors import UsageError
-from fsdpckpt.ir.checkpoint import Container, Layout, Section
-from fsdpckpt.ir.units import Strategy
 from fsdpckpt.storage.sources import is_url
 
 __all__ = ["ENUMS", "TUPLES", "enum_of", "with_launch", "with_options"]

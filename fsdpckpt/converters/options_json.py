@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from fsdpckpt.converters.option_values import ENUMS, TUPLES
-from fsdpckpt.converters.options import ConvertOptions, LaunchOptions
+from fsdpckpt.options import ConvertOptions, LaunchOptions
 
 __all__ = ["convert_options", "launch_options", "to_json"]
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 from fsdpckpt.converters.goal import Goal
 from fsdpckpt.converters.missing_state import fill_missing
-from fsdpckpt.converters.options import ConvertOptions
 from fsdpckpt.converters.rekey import apply_key_type
 from fsdpckpt.errors import SourceCorruptError, SourceMissingError, UsageError
 from fsdpckpt.flat.name_slices import is_flattened, name_slices
@@ -19,6 +18,7 @@ from fsdpckpt.ir.dtypes import DTYPES, DType
 from fsdpckpt.ir.invariants import fatal
 from fsdpckpt.ir.names import normalise
 from fsdpckpt.ir.units import Units
+from fsdpckpt.options import ConvertOptions
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.transform.management import Evidence, decide_managed

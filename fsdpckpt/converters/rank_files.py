@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fsdpckpt.converters.options import ConvertOptions, TensorForm
 from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.ir.targets import Target
+from fsdpckpt.options import ConvertOptions, TensorForm
 from fsdpckpt.producers.forms import PLAIN_NAMES, MeshForm, RankNames
 from fsdpckpt.writers import torch_ranks
 from fsdpckpt.writers.dtype_rule import DtypeRule

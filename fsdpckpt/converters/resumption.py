@@ -14,7 +14,6 @@ from dataclasses import fields
 from types import TracebackType
 from typing import Self
 
-from fsdpckpt.converters.options import ConvertOptions
 from fsdpckpt.errors import (
     FsdpckptError,
     InterruptedRunError,
@@ -28,6 +27,7 @@ from fsdpckpt.execute.budget import Budget
 from fsdpckpt.execute.recorder import Recorder
 from fsdpckpt.execute.resume import Finished, RunIdentity, joined, plan_digest, read_run
 from fsdpckpt.ir.checkpoint import ZEROS, Note, SourceFile
+from fsdpckpt.options import ConvertOptions
 from fsdpckpt.plan.plan import Plan
 from fsdpckpt.storage.identity import FileIdentity, changed_error
 from fsdpckpt.storage.sources import Sources, is_url

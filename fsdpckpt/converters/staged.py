@@ -16,12 +16,12 @@ from typing import cast
 from fsdpckpt.comm.group import Group
 from fsdpckpt.comm.messages import all_gather_objects
 from fsdpckpt.converters.goal import Goal
-from fsdpckpt.converters.options import Visibility
 from fsdpckpt.converters.replaceable import require_replaceable
 from fsdpckpt.errors import UsageError
 from fsdpckpt.execute.resume import Finished
 from fsdpckpt.execute.wire_errors import carrying
 from fsdpckpt.ir.checkpoint import Layout
+from fsdpckpt.options import Visibility
 from fsdpckpt.plan.partition import Segment, cut, target_node
 from fsdpckpt.plan.plan import Plan
 from fsdpckpt.storage.staging import Staging

@@ -8,9 +8,9 @@ for a store is put together, should it be one, so that one command line serves p
 from __future__ import annotations
 
 from fsdpckpt.converters.goal import Goal
-from fsdpckpt.converters.options import ConvertOptions
 from fsdpckpt.errors import UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint, Section
+from fsdpckpt.options import ConvertOptions
 
 __all__ = ["refuse_without_sections"]
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
 from fsdpckpt.ir.tensors import Int64Array, Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.values import Key, Value, leaf_tensors
+from fsdpckpt.ir.vocabulary import Container, KeyType, Layout, Section
 
 __all__ = [
     "Checkpoint",
@@ -53,25 +53,6 @@ TorchRec's keyed optimizers allow it. ``_optim_state_dict`` copies such a value,
 """
 
 ParamKey: TypeAlias = int | str
-KeyType: TypeAlias = Literal["name", "id"]
-
-
-class Layout(StrEnum):
-    FULL = "full"
-    SHARDED = "sharded"
-    FLATTENED = "flattened"
-
-
-class Container(StrEnum):
-    TORCH = "torch"
-    DCP = "dcp"
-    SAFETENSORS = "safetensors"
-
-
-class Section(StrEnum):
-    MODEL = "model"
-    OPTIM = "optim"
-    EXTRA = "extra"
 
 
 @dataclass(frozen=True, slots=True)

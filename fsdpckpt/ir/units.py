@@ -10,24 +10,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 from itertools import pairwise
 from math import prod
 
 from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.vocabulary import Strategy
 
 __all__ = ["FLAT_PARAM", "Strategy", "Unit", "UnitParam", "Units", "flaws"]
 
 FLAT_PARAM = "_flat_param"
-
-
-class Strategy(StrEnum):
-    """``torch.distributed.fsdp.ShardingStrategy``, as far as the layout is concerned."""
-
-    FULL_SHARD = "full-shard"
-    SHARD_GRAD_OP = "shard-grad-op"
-    HYBRID_SHARD = "hybrid-shard"
-    NO_SHARD = "no-shard"
 
 
 @dataclass(frozen=True, slots=True)

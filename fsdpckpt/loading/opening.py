@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from fsdpckpt.converters.goal import Goal
-from fsdpckpt.converters.options import ConvertOptions, TensorForm
 from fsdpckpt.converters.passes import rewrite, units_request
 from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.flat.name_slices import is_flattened
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout
+from fsdpckpt.options import ConvertOptions, TensorForm
 from fsdpckpt.readers.dcp.items import is_located
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources

@@ -26,7 +26,6 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader as TorchStorageReader
 from torch.futures import Future
 
-from fsdpckpt.converters.options import ConvertOptions, MissingState
 from fsdpckpt.errors import SourceUnsupportedError, StateDictMismatchError, UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint, KeyType
 from fsdpckpt.ir.tensors import Tensor
@@ -34,6 +33,7 @@ from fsdpckpt.ir.units import Strategy
 from fsdpckpt.loading.boxes import Box, read_boxes, saved
 from fsdpckpt.loading.entries import Entries, Names, entries_of
 from fsdpckpt.loading.opening import open_to_load
+from fsdpckpt.options import ConvertOptions, MissingState
 from fsdpckpt.readers.dcp.read import UNREAD
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.blocks import Bytes

@@ -11,9 +11,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from fsdpckpt.converters.convert import convert
-from fsdpckpt.converters.options import ConvertOptions
 from fsdpckpt.converters.report import Report
 from fsdpckpt.errors import SourceCorruptError
+from fsdpckpt.options import ConvertOptions
 from fsdpckpt.progress import NoProgress
 
 

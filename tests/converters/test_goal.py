@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from fsdpckpt.converters.goal import settle_goal
-from fsdpckpt.converters.options import ConvertOptions
 from fsdpckpt.errors import UsageError
 from fsdpckpt.ir.checkpoint import Container, Layout
+from fsdpckpt.options import ConvertOptions
 
 FULL, SHARDED = Layout.FULL, Layout.SHARDED
 TORCH, DCP, SAFETENSORS = Container.TORCH, Container.DCP, Container.SAFETENSORS

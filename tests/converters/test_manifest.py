@@ -12,8 +12,8 @@ import torch
 
 from fsdpckpt import verify
 from fsdpckpt.converters.convert import convert
-from fsdpckpt.converters.options import ConvertOptions, VerifyLevel
 from fsdpckpt.ir.checkpoint import Container, Layout
+from fsdpckpt.options import ConvertOptions, VerifyLevel
 from fsdpckpt.progress import NoProgress
 
 FORMS = {

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from fsdpckpt.converters.goal import settle_goal
-from fsdpckpt.converters.options import ConvertOptions, MissingState
 from fsdpckpt.converters.passes import Rewritten, rewrite, units_request
 from fsdpckpt.errors import (
     NeedsInformationError,
@@ -36,6 +35,7 @@ from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Strategy
 from fsdpckpt.ir.units_json import encode, render
 from fsdpckpt.ir.values import Value
+from fsdpckpt.options import ConvertOptions, MissingState
 from fsdpckpt.storage.sources import Sources
 from tests.flat.flat_synthetic import checkpoint, named, replicas, sharded_model, whole
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from fsdpckpt.converters.convert import convert
-from fsdpckpt.converters.options import ConvertOptions
 from fsdpckpt.converters.report import Report
 from fsdpckpt.ir.checkpoint import Container
+from fsdpckpt.options import ConvertOptions
 from fsdpckpt.progress import NoProgress
 from tests.oracle.compare import differences, optimizer_by_id, settings_by_parameter
 from tests.oracle.forms import Form

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdpckpt.converters.options import ConvertOptions, TensorForm
 from fsdpckpt.ir.checkpoint import Container, Layout
+from fsdpckpt.options import ConvertOptions, TensorForm
 from tests.e2e.conversions import buffers, converted
 from tests.oracle.forms import form
 from tests.oracle.launch import run

@@ -14,8 +14,8 @@ from typing import Literal
 
 import pytest
 
-from fsdpckpt.converters.options import ConvertOptions, TensorForm
 from fsdpckpt.ir.checkpoint import Container, Layout
+from fsdpckpt.options import ConvertOptions, TensorForm
 from tests.e2e.conversions import buffers, converted
 from tests.oracle.forms import WORLDS, form
 from tests.oracle.launch import torchrun

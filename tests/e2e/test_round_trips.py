@@ -12,9 +12,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor
 
 from fsdpckpt.converters.convert import convert
-from fsdpckpt.converters.options import ConvertOptions, TensorForm
 from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.ir.checkpoint import Container, Layout
+from fsdpckpt.options import ConvertOptions, TensorForm
 from fsdpckpt.progress import NoProgress
 from tests.e2e.conversions import buffers, converted, expected, load_full, same_as_truth
 from tests.oracle.compare import differences

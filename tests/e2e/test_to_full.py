@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdpckpt.converters.options import ConvertOptions, VerifyLevel
 from fsdpckpt.ir.checkpoint import Layout, Section
+from fsdpckpt.options import ConvertOptions, VerifyLevel
 from tests.e2e.conversions import converted, expected, load_full, same_as_truth
 from tests.oracle.compare import differences
 from tests.oracle.forms import FORMS, WORLDS, Form, form

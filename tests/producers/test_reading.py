@@ -14,8 +14,8 @@ from torch import nn
 
 from fsdpckpt.api import inspect
 from fsdpckpt.converters.convert import convert
-from fsdpckpt.converters.options import ConvertOptions
 from fsdpckpt.ir.checkpoint import Container, Layout
+from fsdpckpt.options import ConvertOptions
 from fsdpckpt.progress import NoProgress
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from fsdpckpt.converters.convert import convert
-from fsdpckpt.converters.options import ConvertOptions
 from fsdpckpt.converters.report import Report
 from fsdpckpt.ir.checkpoint import Layout
+from fsdpckpt.options import ConvertOptions
 from fsdpckpt.producers.table import flavor_named
 from fsdpckpt.progress import NoProgress
 from fsdpckpt.readers.detect import open_checkpoint

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from fsdpckpt.api import convert
-from fsdpckpt.converters.options import ConvertOptions
 from fsdpckpt.converters.options_json import convert_options, to_json
+from fsdpckpt.options import ConvertOptions
 
 __all__ = ["CASES", "disks", "make_sources", "options", "unequal"]
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from fsdpckpt.converters.convert import convert
-from fsdpckpt.converters.options import ConvertOptions
 from fsdpckpt.converters.options_json import to_json
 from fsdpckpt.errors import SourceError, TargetError
+from fsdpckpt.options import ConvertOptions
 from fsdpckpt.progress import NoProgress
 from fsdpckpt.storage.staging_paths import journals_at, staging_root
 from tests.e2e.distributed.cases import CASES, disks, options, unequal, write_plan

@@ -27,8 +27,8 @@ def main(path: str) -> None:
 
     from fsdpckpt.comm.group import Group
     from fsdpckpt.converters.distributed import convert_together
-    from fsdpckpt.converters.options import Visibility
     from fsdpckpt.converters.options_json import convert_options
+    from fsdpckpt.options import Visibility
     from fsdpckpt.progress import NoProgress
     from tests.oracle.process import quiet_worker
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from fsdpckpt.converters.convert import convert
-from fsdpckpt.converters.options import ConvertOptions
 from fsdpckpt.converters.report import Report
+from fsdpckpt.options import ConvertOptions
 from fsdpckpt.progress import NoProgress
 from tests.oracle.launch import torchrun
 from tests.oracle.session import Oracle, void

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdpckpt.converters.options import parse_size
+from fsdpckpt.options import parse_size
 
 
 @pytest.mark.parametrize(

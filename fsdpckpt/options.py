@@ -6,8 +6,7 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 
-from fsdpckpt.ir.checkpoint import Container, KeyType, Layout, Section
-from fsdpckpt.ir.units import Strategy
+from fsdpckpt.ir.vocabulary import Container, KeyType, Layout, Section, Strategy
 
 __all__ = [
     "ConvertOptions",
