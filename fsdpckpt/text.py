@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-__all__ = ["brief", "count_text", "dtypes_text", "plural", "shape_text", "size_text"]
+__all__ = ["truncate", "count_text", "dtypes_text", "plural", "shape_text", "size_text"]
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -47,7 +47,7 @@ _SHOWN = 80  # characters
 _MOST_DIGITS = 1 << 12  # bits of an int that Python writes as text
 
 
-def brief(value: object) -> str:
+def truncate(value: object) -> str:
     """``value`` if it is a scalar, or a short tuple or list of such; else what it is. ``repr`` goes through all of it,
     and a value from a file may hold another one ten times, and that one a third."""
     if isinstance(value, (tuple, list)) and len(value) <= 8 and all(isinstance(item, _SCALARS) for item in value):

@@ -17,7 +17,7 @@ from typing import NamedTuple, NoReturn
 from fsdpckpt.errors import SourceCorruptError, SourceError, SourceUnsupportedError
 from fsdpckpt.ir.dtypes import DTYPES, MAX_DIMENSIONS, SAFETENSORS_DTYPES, DType
 from fsdpckpt.storage.sources import ByteSource
-from fsdpckpt.text import brief
+from fsdpckpt.text import truncate
 
 __all__ = [
     "Header",
@@ -159,7 +159,7 @@ class _Parser:
 
     def metadata(self, data: object) -> dict[str, str]:
         if not isinstance(data, dict) or not all(isinstance(value, str) for value in data.values()):
-            self.refuse("__metadata__ is no map of strings to strings", key="__metadata__", found=brief(data))
+            self.refuse("__metadata__ is no map of strings to strings", key="__metadata__", found=truncate(data))
         return {str(key): str(value) for key, value in data.items()}
 
     def tensors(self, table: Mapping[str, object], data_begin: int, end: int) -> dict[str, HeaderTensor]:
@@ -191,17 +191,17 @@ class _Parser:
 
     def _entry(self, key: str, entry: object) -> tuple[str, tuple[int, ...], int, int]:
         if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-            self.refuse(f"{key} has not dtype, shape and data_offsets", key=key, found=brief(entry))
+            self.refuse(f"{key} has not dtype, shape and data_offsets", key=key, found=truncate(entry))
         code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
         if type(code) is not str:
-            self.refuse(f"the dtype of {key} is no string", key=key, found=brief(code))
+            self.refuse(f"the dtype of {key} is no string", key=key, found=truncate(code))
         if not _is_counts(shape):
-            self.refuse(f"the shape of {key} is no list of counts", key=key, found=brief(shape))
+            self.refuse(f"the shape of {key} is no list of counts", key=key, found=truncate(shape))
         # Strides go on over dimensions without elements; torch too says "Stride calculation overflowed".
         if len(shape) > MAX_DIMENSIONS or math.prod(filter(None, shape)) >= 1 << 59:
-            self.refuse(f"the shape of {key} is larger than any can be", key=key, found=brief(shape))
+            self.refuse(f"the shape of {key} is larger than any can be", key=key, found=truncate(shape))
         if not _is_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-            self.refuse(f"the data_offsets of {key} are no range", key=key, found=brief(offsets))
+            self.refuse(f"the data_offsets of {key} are no range", key=key, found=truncate(offsets))
         return code, tuple(shape), offsets[0], offsets[1]
 
     def _unknown_dtypes(self, unknown: list[str]) -> SourceError:

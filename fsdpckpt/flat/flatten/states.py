@@ -125,7 +125,7 @@ class _Merge:
         first, params = leaves[0], holding(self.unit)
         for param, leaf in zip(params, leaves, strict=True):
             if not _same(first, leaf):
-                told = f"{_brief(first)} for {params[0].name}, {_brief(leaf)} for {param.name}"
+                told = f"{_truncate(first)} for {params[0].name}, {_truncate(leaf)} for {param.name}"
                 self.wrong.append(f"{_called(self.unit)}, state {item}: {told}")
                 break
         return first
@@ -147,6 +147,6 @@ def _kind(leaf: _State) -> str:
     return _TENSOR if leaf.shape else "a 0-dim tensor"
 
 
-def _brief(leaf: _State) -> str:
+def _truncate(leaf: _State) -> str:
     text = leaf.dtype.name if isinstance(leaf, Tensor) else repr(leaf)
     return text if len(text) <= 60 else text[:57] + "..."

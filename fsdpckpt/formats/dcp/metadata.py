@@ -17,7 +17,7 @@ from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError
 from fsdpckpt.formats.dcp.records import Record, TorchName, load_records
 from fsdpckpt.formats.pickle.cost import MAX_DEPTH
 from fsdpckpt.ir.dtypes import DTYPES, MAX_DIMENSIONS, DType
-from fsdpckpt.text import brief
+from fsdpckpt.text import truncate
 
 __all__ = ["Chunk", "DcpMetadata", "DcpTensor", "Stored", "merge_metadata", "parse_metadata"]
 
@@ -76,7 +76,7 @@ class _Context(NamedTuple):
             file=self.file,
             key=key,
             expected=expected,
-            found=None if found is None else found[:200] if isinstance(found, str) else brief(found),
+            found=None if found is None else found[:200] if isinstance(found, str) else truncate(found),
             why="the metadata was damaged or edited, or a custom planner wrote it",
         )
 
@@ -150,9 +150,9 @@ def _stored_items(data: object, context: _Context) -> dict[tuple[str, _Indexes |
             checked.add(_checked_path(path, context))
         fqn, start = place
         if type(fqn) is not str or not (start is None or _is_shape(start)):
-            context.refuse("an entry of storage_data names no tensor", found=f"{brief(fqn)} at {brief(start)}")
+            context.refuse("an entry of storage_data names no tensor", found=f"{truncate(fqn)} at {truncate(start)}")
         if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
-            said = f"{brief(offset)}, {brief(length)} bytes"
+            said = f"{truncate(offset)}, {truncate(length)} bytes"
             context.refuse("an item lies at an impossible place", key=fqn, found=said)
         transforms = what.get("transform_descriptors")
         stored[place] = Stored(path, offset, length, _transforms(transforms, context) if transforms else ())
@@ -162,16 +162,20 @@ def _stored_items(data: object, context: _Context) -> dict[tuple[str, _Indexes |
 def _transforms(value: object, context: _Context) -> tuple[str, ...]:
     if not isinstance(value, (list, tuple)):
         context.refuse("an item's transforms are no list", found=value)
-    return tuple(name if isinstance(name, str) else brief(name) for name in value)
+    return tuple(name if isinstance(name, str) else truncate(name) for name in value)
 
 
 def _checked_path(path: object, context: _Context) -> str:
     """``path``; a relative path may not leave the directory it is relative to."""
     if type(path) is not str:
-        context.refuse("an item lies outside the checkpoint directory", expected="a relative path", found=brief(path))
+        context.refuse(
+            "an item lies outside the checkpoint directory", expected="a relative path", found=truncate(path)
+        )
     bad = not path or path.startswith(("/", "\\")) or "\0" in path or ":" in path.split("/")[0]
     if bad or ".." in str(path).replace("\\", "/").split("/"):
-        context.refuse("an item lies outside the checkpoint directory", expected="a relative path", found=brief(path))
+        context.refuse(
+            "an item lies outside the checkpoint directory", expected="a relative path", found=truncate(path)
+        )
     return path
 
 
@@ -193,9 +197,9 @@ def _tensor(
     dtype = _dtype(key, fields.get("properties"), context)
     found = fields.get("chunks")
     if not _is_shape(shape) or not isinstance(found, list):
-        context.refuse("a tensor has no shape or no chunks", key=key, found=f"{key}: {brief(shape)}")
+        context.refuse("a tensor has no shape or no chunks", key=key, found=f"{key}: {truncate(shape)}")
     if len(shape) > MAX_DIMENSIONS or prod(filter(None, shape)) * dtype.itemsize >= 1 << 63:
-        context.refuse("a tensor is larger than any can be", key=key, found=f"{key}: {brief(shape)}")
+        context.refuse("a tensor is larger than any can be", key=key, found=f"{key}: {truncate(shape)}")
     chunks: list[Chunk] = []
     starts: set[_Indexes] = set()
     for record in found:
@@ -217,7 +221,7 @@ def _box(key: str, record: object, shape: _Indexes, context: _Context) -> tuple[
     fields = getattr(record, "__dict__", {})
     start, size = fields.get("offsets"), fields.get("sizes")
     if not _is_shape(start) or not _is_shape(size) or len(start) != len(shape) or len(size) != len(shape):
-        said = f"{key}: {brief(start)}, {brief(size)}"
+        said = f"{key}: {truncate(start)}, {truncate(size)}"
         context.refuse("a chunk has not its tensor's dimensions", key=key, found=said)
     if not all(map(le, map(add, start, size), shape)):
         context.refuse(
@@ -234,7 +238,7 @@ def _dtype(key: str, properties: object, context: _Context) -> DType:
     if isinstance(state, dict):
         dtype = state.get("dtype")
     if not isinstance(dtype, TorchName):
-        context.refuse("a tensor has no dtype that fsdpckpt knows", key=key, found=f"{key}: {brief(dtype)}")
+        context.refuse("a tensor has no dtype that fsdpckpt knows", key=key, found=f"{key}: {truncate(dtype)}")
     return DTYPES[dtype]
 
 

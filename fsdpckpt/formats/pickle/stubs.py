@@ -16,7 +16,7 @@ from typing import Protocol, cast
 
 from fsdpckpt.formats.pickle.allowlist import NESTED_CLASSES, Kind, canonical, kind_of
 from fsdpckpt.ir.values import Global, Key, Object, Value
-from fsdpckpt.text import brief
+from fsdpckpt.text import truncate
 
 __all__ = ["RUN", "Part", "TensorResolver", "as_object", "finish", "resolve"]
 
@@ -153,7 +153,7 @@ class _Python(_Name):
 
 
 def _named(argument: object) -> str:
-    return str(argument) if isinstance(argument, (str, Global)) else brief(argument)
+    return str(argument) if isinstance(argument, (str, Global)) else truncate(argument)
 
 
 def _encode(text: object = "", encoding: object = "latin1") -> bytes:

@@ -29,7 +29,7 @@ from fsdpckpt.layouts.sharded import (
     placements_text,
 )
 from fsdpckpt.storage.sources import ByteSource
-from fsdpckpt.text import brief
+from fsdpckpt.text import truncate
 
 __all__ = ["BoxInFile", "Distributed", "DistributedParser"]
 
@@ -201,10 +201,10 @@ class DistributedParser:
         for entry in pickled:
             values = fields(entry).get("") if isinstance(entry, Part) else entry
             if not (isinstance(values, tuple) and len(values) == 2 and type(values[0]) is int):
-                self._corrupt(key, "an unknown shard order", "(dimension, mesh dimensions)", brief(entry))
+                self._corrupt(key, "an unknown shard order", "(dimension, mesh dimensions)", truncate(entry))
             mesh_dims = integers(values[1])
             if mesh_dims is None:
-                self._corrupt(key, "an unknown shard order", "(dimension, mesh dimensions)", brief(entry))
+                self._corrupt(key, "an unknown shard order", "(dimension, mesh dimensions)", truncate(entry))
             order[values[0]] = mesh_dims
         said = {(dim, mesh_dim) for dim, mesh_dims in order.items() for mesh_dim in mesh_dims}
         cuts = {(p.dim, mesh_dim) for mesh_dim, p in enumerate(placements) if not isinstance(p, Replicate)}
@@ -222,7 +222,7 @@ class DistributedParser:
         shape = size_of(metadata.get("size"))
         rank, world_size = group.get("global_rank"), group.get("global_world_size")
         if shape is None or type(rank) is not int or type(world_size) is not int or not 0 < world_size <= MAX_RANKS:
-            self._corrupt(key, "an unknown form of ShardedTensor", "a size and a group", brief(group))
+            self._corrupt(key, "an unknown form of ShardedTensor", "a size and a group", truncate(group))
         boxes = tuple(self._shard(shard, shape, key) for shard in state[0])
         world = self._worlds.get(world_size)
         if world is None:
@@ -235,7 +235,7 @@ class DistributedParser:
         local, metadata = attributes.get("tensor"), fields(attributes.get("metadata"))
         start, size = size_of(metadata.get("shard_offsets")), size_of(metadata.get("shard_sizes"))
         if not isinstance(local, StoredTensor) or start is None or size is None or len(start) != len(size):
-            self._corrupt(key, "a shard without tensor or place", "both", brief(metadata))
+            self._corrupt(key, "a shard without tensor or place", "both", truncate(metadata))
         if local.shape != size:
             self._corrupt(key, "a shard's tensor is not of the size its metadata says", f"{size}", f"{local.shape}")
         if len(size) != len(shape) or any(s + n > whole for s, n, whole in zip(start, size, shape, strict=False)):

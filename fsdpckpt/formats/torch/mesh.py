@@ -18,7 +18,7 @@ from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.formats.pickle.stubs import Part
 from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.storage.sources import ByteSource
-from fsdpckpt.text import brief
+from fsdpckpt.text import truncate
 
 __all__ = ["MAX_RANKS", "Mesh", "MeshParser", "contradiction", "fields", "integers", "merged"]
 
@@ -149,7 +149,7 @@ class MeshParser:
         for size, step in pairs:
             counts, strides = integers(size), integers(step)
             if counts is None or strides is None or len(counts) != len(strides):
-                self._corrupt(key, "an unknown mesh layout", "sizes and strides", f"{brief(size)}, {brief(step)}")
+                self._corrupt(key, "an unknown mesh layout", "sizes and strides", f"{truncate(size)}, {truncate(step)}")
             total *= prod(counts)
             if not 0 < total <= MAX_RANKS:
                 self._corrupt(key, "an impossible mesh", f"up to {MAX_RANKS} ranks", f"{counts}")

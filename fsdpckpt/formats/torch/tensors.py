@@ -15,7 +15,7 @@ from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.formats.zip import ZipRecord
 from fsdpckpt.ir.dtypes import DTYPES, MAX_DIMENSIONS, STORAGE_DTYPES, DType
 from fsdpckpt.ir.values import Global, Object
-from fsdpckpt.text import brief
+from fsdpckpt.text import truncate
 
 __all__ = ["Refused", "StoredTensor", "TensorBuilder", "Wrapped", "size_of"]
 
@@ -117,10 +117,10 @@ class TensorBuilder:
     def storage(self, persistent_id: object) -> object:
         """The storage of ``("storage", type, key, location, number of elements)``."""
         if not (isinstance(persistent_id, tuple) and len(persistent_id) == 5 and persistent_id[0] == "storage"):
-            self._corrupt("a storage is named in an unknown way", "('storage', ...)", brief(persistent_id))
+            self._corrupt("a storage is named in an unknown way", "('storage', ...)", truncate(persistent_id))
         _, kind, key, _, numel = persistent_id
         if not (isinstance(kind, Global) and isinstance(key, str) and type(numel) is int and numel >= 0):
-            self._corrupt("a storage is named in an unknown way", "('storage', ...)", brief(persistent_id))
+            self._corrupt("a storage is named in an unknown way", "('storage', ...)", truncate(persistent_id))
         known = self._storages.get((kind.name, key, numel))
         if known is None:
             known = self._storages[kind.name, key, numel] = self._locate(kind, key, numel)
@@ -166,7 +166,7 @@ class TensorBuilder:
             known = self._shapes[size, stride] = self._shape(size, stride)
         shape, strides, extent = known
         if type(first) is not int or first < 0:
-            self._corrupt("a tensor has no valid storage offset", "a number", brief(first))
+            self._corrupt("a tensor has no valid storage offset", "a number", truncate(first))
         if extent and (first + extent) * dtype.itemsize > storage.nbytes:
             self._corrupt(
                 f"a tensor of shape {shape} and stride {strides} does not fit its storage",
@@ -179,9 +179,9 @@ class TensorBuilder:
         """(shape, stride, elements from the first to the last one's end), validated."""
         shape, strides = size_of(size), size_of(stride)
         if shape is None or strides is None or len(shape) != len(strides):
-            self._corrupt("a tensor has no valid shape", "sizes and strides", f"{brief(size)}, {brief(stride)}")
+            self._corrupt("a tensor has no valid shape", "sizes and strides", f"{truncate(size)}, {truncate(stride)}")
         if len(shape) > MAX_DIMENSIONS or prod(filter(None, shape)) >= 1 << 59:  # times the largest element: 2**63
-            self._corrupt("a tensor is larger than any can be", f"{MAX_DIMENSIONS} dimensions", brief(shape))
+            self._corrupt("a tensor is larger than any can be", f"{MAX_DIMENSIONS} dimensions", truncate(shape))
         extent = 0 if 0 in shape else 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
         return shape, strides, extent
 
@@ -196,7 +196,7 @@ class TensorBuilder:
     def _typed(self, arguments: tuple[object, ...]) -> object:
         function, kind, inner, state = arguments
         if not (isinstance(function, Global) and isinstance(kind, Global) and isinstance(inner, tuple)):
-            self._corrupt("a tensor is rebuilt in an unknown way", "a function and a type", brief(function))
+            self._corrupt("a tensor is rebuilt in an unknown way", "a function and a type", truncate(function))
         if function.name == "_rebuild_wrapper_subclass":
             dtype = DTYPES.get(inner[1].name) if isinstance(inner[1], Global) else None
             shape = size_of(inner[2])

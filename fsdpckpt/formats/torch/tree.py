@@ -15,7 +15,7 @@ from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Global, Key, Object, Value
 from fsdpckpt.storage.sources import ByteSource
-from fsdpckpt.text import brief
+from fsdpckpt.text import truncate
 
 __all__ = ["TreeWalk"]
 
@@ -221,4 +221,4 @@ class TreeWalk:
 
 def _order(item: object) -> str:
     """What the items of a set are sorted by: ``repr`` of scalars."""
-    return repr(item) if isinstance(item, (str, int, float, bytes)) else brief(item)
+    return repr(item) if isinstance(item, (str, int, float, bytes)) else truncate(item)

@@ -21,7 +21,7 @@ from fsdpckpt.readers.chunks import Box, ChunkedTensor, build_tensors
 from fsdpckpt.readers.safetensors.document import assemble
 from fsdpckpt.readers.tree import FileTable, Tree
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.text import brief
+from fsdpckpt.text import truncate
 
 __all__ = ["read_safetensors", "read_safetensors_index", "sharding_info"]
 
@@ -241,7 +241,7 @@ def _whole(tensor: ChunkedTensor, file: str) -> ChunkedTensor:
             f"{file}: {_SHARDING_KEY} places {tensor.key} where no tensor reaches",
             file=file,
             key=tensor.key,
-            found=brief(shape),
+            found=truncate(shape),
             why="the file was edited or damaged",
         )
     return tensor._replace(shape=shape)
