@@ -10,7 +10,7 @@ import numpy as np
 
 from fsdpckpt.ir.checkpoint import SourceFile
 from fsdpckpt.ir.dtypes import numpy_dtype
-from fsdpckpt.ir.targets import Slot, Target, TargetFile
+from fsdpckpt.ir.targets import Target, TargetFile, WriteItem
 from fsdpckpt.ir.tensors import Tensor
 
 
@@ -33,15 +33,15 @@ def gather(tensor: Tensor, files: Sequence[bytes]) -> np.ndarray:
     return whole
 
 
-def slot_bytes(slot: Slot, files: Sequence[bytes]) -> bytes:
-    whole = gather(slot.tensor, files)
-    box = whole[tuple(slice(at, at + n) for at, n in zip(slot.start, slot.size, strict=True))]
-    if slot.dtype is not slot.tensor.dtype:
-        box = box.astype(numpy_dtype(slot.dtype))
-    if slot.order is not None:
-        box = box.transpose(slot.order)
+def write_item_bytes(write_item: WriteItem, files: Sequence[bytes]) -> bytes:
+    whole = gather(write_item.tensor, files)
+    box = whole[tuple(slice(at, at + n) for at, n in zip(write_item.start, write_item.size, strict=True))]
+    if write_item.dtype is not write_item.tensor.dtype:
+        box = box.astype(numpy_dtype(write_item.dtype))
+    if write_item.order is not None:
+        box = box.transpose(write_item.order)
     data = np.ascontiguousarray(box).tobytes()
-    assert len(data) == slot.nbytes
+    assert len(data) == write_item.nbytes
     return data
 
 
@@ -53,9 +53,9 @@ def file_bytes(file: TargetFile, files: Sequence[bytes]) -> bytes:
         out[offset : offset + nbytes] = file.blob[begin : begin + nbytes]
         written[offset : offset + nbytes] += 1
         literal[offset : offset + nbytes] = True
-    for slot in file.slots:
-        out[slot.offset : slot.offset + slot.nbytes] = slot_bytes(slot, files)
-        written[slot.offset : slot.offset + slot.nbytes] += 1
+    for write_item in file.write_items:
+        out[write_item.offset : write_item.offset + write_item.nbytes] = write_item_bytes(write_item, files)
+        written[write_item.offset : write_item.offset + write_item.nbytes] += 1
     assert (written == 1).all(), "a byte of the target that is written never, or twice"
     for begin, end, places in file.checksums:
         crc = zlib.crc32(out[begin:end]).to_bytes(4, "little")

@@ -99,7 +99,7 @@ def lay_out_flavor(
     for name, tensor in beside.items():
         if name not in written:
             file = TargetFile(name)
-            file.slot(tensor)
+            file.write_item(tensor)
             files.append(file)
     return Target(sorted(files, key=_metadata_last), notes)
 

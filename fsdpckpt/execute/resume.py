@@ -198,7 +198,7 @@ def plan_digest(plan: Plan) -> str:
         total.update(repr((file.path, file.nbytes, len(file.blob), file.places)).encode())
         total.update(file.blob)
         columns = [getattr(file.copies, name) for name in COPY_COLUMNS]
-        for table in (file.literals, file.slots, file.first_copy, file.checksums, *columns):
+        for table in (file.literals, file.write_items, file.first_copy, file.checksums, *columns):
             total.update(repr(table.shape).encode())
             total.update(np.ascontiguousarray(table).data)
     return total.hexdigest()

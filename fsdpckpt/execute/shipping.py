@@ -80,7 +80,7 @@ def _packed_file(file: FilePlan) -> list[object]:
         file.nbytes,
         bytes(file.blob),
         file.literals,
-        file.slots,
+        file.write_items,
         file.first_copy,
         np.stack([getattr(file.copies, name) for name in COPY_COLUMNS]),
         file.checksums,
@@ -110,14 +110,14 @@ def unpacked(value: object) -> Job:
 
 def _unpacked_file(target: Sequence[object]) -> FilePlan:
     path, nbytes, blob, *rest = target
-    literals, slots, first_copy, copies, checksums, counts, places = cast("list[Int64Array]", rest)
+    literals, write_items, first_copy, copies, checksums, counts, places = cast("list[Int64Array]", rest)
     ends = np.cumsum(counts).tolist()
     return FilePlan(
         path=str(path),
         nbytes=cast("int", nbytes),
         blob=cast("bytes", blob),
         literals=literals,
-        slots=slots,
+        write_items=write_items,
         first_copy=first_copy,
         copies=Copies(*np.ascontiguousarray(copies)),
         checksums=checksums,

@@ -50,8 +50,8 @@ class Assembler:
         """
         view = self.buffer(begin, end) if into is None else into
         self._literals(file, begin, view)
-        low = int(np.searchsorted(file.slots[:, 0], begin, side="right")) - 1
-        high = int(np.searchsorted(file.slots[:, 0], end, side="left"))
+        low = int(np.searchsorted(file.write_items[:, 0], begin, side="right")) - 1
+        high = int(np.searchsorted(file.write_items[:, 0], end, side="left"))
         rows = slice(int(file.first_copy[max(low, 0)]), int(file.first_copy[high]))
         plain = (file.copies.rows[rows] == 1) & (file.copies.cast[rows] < 0)
         known: dict[tuple[int, int], int] = {}

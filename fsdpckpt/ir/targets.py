@@ -1,6 +1,6 @@
-"""What a writer lays out: target files made of literal bytes and slots for tensor data, nothing copied yet.
+"""What a writer lays out: target files made of literal bytes and write items for tensor data, nothing copied yet.
 
-A *slot* is one contiguous range of a target file that receives one box of one tensor, row-major (or in the
+A *write item* is one contiguous range of a target file that receives one box of one tensor, row-major (or in the
 memory order ``order`` says). A *checksum* is a range whose CRC-32 the executor computes while copying and
 then writes as 4 little-endian bytes at one or more places.
 """
@@ -15,14 +15,14 @@ from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.tensors import Tensor
 
-__all__ = ["Slot", "Target", "TargetFile"]
+__all__ = ["WriteItem", "Target", "TargetFile"]
 
 
-class Slot(NamedTuple):  # of which there may be millions: a dataclass that is frozen takes five times as long to make
+class WriteItem(NamedTuple):  # there may be millions, and a frozen dataclass takes five times as long to make
     """``nbytes`` from ``offset``: elements ``start`` .. ``start + size`` of ``tensor``, cast to ``dtype``.
 
     ``start``, ``size``: elements, one a dimension. ``order``: the dimensions from slowest to fastest in the
-    slot's memory; None is row-major.
+    write item's memory; None is row-major.
     """
 
     offset: int
@@ -46,7 +46,7 @@ class TargetFile:
     nbytes: int = 0
     blob: bytearray = field(default_factory=bytearray)
     literals: list[tuple[int, int, int]] = field(default_factory=list)
-    slots: list[Slot] = field(default_factory=list)
+    write_items: list[WriteItem] = field(default_factory=list)
     checksums: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)
 
     def literal(self, data: bytes | bytearray) -> int:
@@ -70,7 +70,7 @@ class TargetFile:
             self.nbytes = offset + nbytes
         return offset
 
-    def slot(
+    def write_item(
         self,
         tensor: Tensor,
         *,
@@ -79,7 +79,7 @@ class TargetFile:
         dtype: DType | None = None,
         order: tuple[int, ...] | None = None,
     ) -> int:
-        """Append a slot for a box of ``tensor`` (the whole tensor by default); returns its file offset."""
+        """Append a write item for a box of ``tensor`` (the whole tensor by default); returns its file offset."""
         offset = self.nbytes
         dtype = tensor.dtype if dtype is None else dtype
         start = (0,) * tensor.ndim if start is None else tuple(start)
@@ -88,7 +88,7 @@ class TargetFile:
         for extent in size:
             nbytes *= extent
         if nbytes:
-            self.slots.append(Slot(offset, nbytes, tensor, start, size, dtype, order))
+            self.write_items.append(WriteItem(offset, nbytes, tensor, start, size, dtype, order))
             self.nbytes += nbytes
         return offset
 

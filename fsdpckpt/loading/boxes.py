@@ -96,10 +96,10 @@ def saved(value: Value, checkpoint: Checkpoint, sources: Sources) -> io.BytesIO:
     for offset, begin, nbytes in file.literals:
         content[offset : offset + nbytes] = file.blob[begin : begin + nbytes]
     reader = BlockReader(checkpoint.files, sources)
-    for slot in file.slots:
-        memory = np.frombuffer(content, np.uint8, slot.nbytes, slot.offset)
-        held = Boxes(slot.tensor, chosen(slot.tensor.pieces))
-        held.fill(reader, slot.start, slot.size, memory)
+    for write_item in file.write_items:
+        memory = np.frombuffer(content, np.uint8, write_item.nbytes, write_item.offset)
+        held = Boxes(write_item.tensor, chosen(write_item.tensor.pieces))
+        held.fill(reader, write_item.start, write_item.size, memory)
         del memory
     for begin, end, places in file.checksums:
         crc = zlib.crc32(memoryview(content)[begin:end]).to_bytes(4, "little")

@@ -1,4 +1,4 @@
-"""Intersects the pieces a checkpoint has with the slots a target wants: the list of byte copies."""
+"""Intersects the pieces a checkpoint has with the write items a target wants: the list of byte copies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from fsdpckpt.errors import InternalError
 from fsdpckpt.ir.dtypes import DType
-from fsdpckpt.ir.targets import Slot, Target, TargetFile
+from fsdpckpt.ir.targets import Target, TargetFile, WriteItem
 from fsdpckpt.ir.tensors import Int64Array, Pieces, Tensor, contiguous_stride
 from fsdpckpt.plan.plan import Copies, FilePlan, Plan
 
@@ -102,7 +102,7 @@ def _unique(pieces: Pieces) -> Pieces:
 
 
 def make_plan(target: Target) -> Plan:
-    """The plan of ``target``. Raises InternalError when a piece was never located or a slot cannot be filled."""
+    """The plan of ``target``. Raises InternalError when a piece was never located or a write item cannot be filled."""
     casts = _Casts()
     layouts: dict[int, _Layout] = {}
     files = tuple(_plan_file(file, layouts, casts) for file in target.files)
@@ -114,8 +114,8 @@ def make_plan(target: Target) -> Plan:
 def _plan_file(file: TargetFile, layouts: dict[int, _Layout], casts: _Casts) -> FilePlan:
     rows: list[Row] = []
     first_copy = [0]
-    for slot in file.slots:
-        offset, nbytes, tensor, start, size, dtype, order = slot
+    for write_item in file.write_items:
+        offset, nbytes, tensor, start, size, dtype, order = write_item
         layout = layouts.get(id(tensor))
         if layout is None:
             layout = layouts[id(tensor)] = _Layout(tensor)
@@ -126,7 +126,7 @@ def _plan_file(file: TargetFile, layouts: dict[int, _Layout], casts: _Casts) -> 
                 source += start[0] * row
             rows.append((number, source, nbytes, offset, nbytes, nbytes, 1, cast))
         else:
-            _fill(slot, layout, cast, rows)
+            _fill(write_item, layout, cast, rows)
         first_copy.append(len(rows))
     copies = Copies.of(rows)
     if len(copies) and int(copies.source.min()) < 0:
@@ -137,7 +137,7 @@ def _plan_file(file: TargetFile, layouts: dict[int, _Layout], casts: _Casts) -> 
         nbytes=file.nbytes,
         blob=file.blob,
         literals=_table(file.literals, 3),
-        slots=_table([slot[:2] for slot in file.slots], 2),
+        write_items=_table([write_item[:2] for write_item in file.write_items], 2),
         first_copy=np.asarray(first_copy, np.int64),
         copies=copies,
         checksums=_table([row[:2] for row in checksums], 2),
@@ -149,21 +149,21 @@ def _table(rows: Sequence[tuple[int, ...]], columns: int) -> Int64Array:
     return np.fromiter(chain.from_iterable(rows), np.int64, len(rows) * columns).reshape(len(rows), columns)
 
 
-def _fill(slot: Slot, layout: _Layout, cast: int, rows: list[Row]) -> None:
-    """Append the copies that fill one slot, in target order."""
-    order = tuple(range(len(slot.size))) if slot.order is None else slot.order
-    target_stride = [1] * len(slot.size)
-    for dim, step in zip(order, contiguous_stride([slot.size[dim] for dim in order]), strict=True):
+def _fill(write_item: WriteItem, layout: _Layout, cast: int, rows: list[Row]) -> None:
+    """Append the copies that fill one write item, in target order."""
+    order = tuple(range(len(write_item.size))) if write_item.order is None else write_item.order
+    target_stride = [1] * len(write_item.size)
+    for dim, step in zip(order, contiguous_stride([write_item.size[dim] for dim in order]), strict=True):
         target_stride[dim] = step
-    reach = (slot.start[0], slot.start[0] + slot.size[0]) if slot.size else (0, 1)
-    source_item, target_item = slot.tensor.dtype.itemsize, slot.dtype.itemsize
+    reach = (write_item.start[0], write_item.start[0] + write_item.size[0]) if write_item.size else (0, 1)
+    source_item, target_item = write_item.tensor.dtype.itemsize, write_item.dtype.itemsize
     first = len(rows)
     for start, length, stride, file, offset in layout.near(*reach):
-        source, target = offset, slot.offset
+        source, target = offset, write_item.offset
         size: list[int] = []
-        for dim, low in enumerate(slot.start):
+        for dim, low in enumerate(write_item.start):
             begin = max(start[dim], low)
-            count = min(start[dim] + length[dim], low + slot.size[dim]) - begin
+            count = min(start[dim] + length[dim], low + write_item.size[dim]) - begin
             if count <= 0:
                 break
             size.append(count)

@@ -80,12 +80,12 @@ def _snapped(mark: int, ends: np.ndarray[tuple[int], np.dtype[np.int64]], share:
 def _allowed(file: FilePlan, plan: Plan, at: int) -> int:
     """The last place up to ``at`` where ``file`` may be cut; 0 when there is none."""
     at = at // BLOCK * BLOCK
-    slot = int(np.searchsorted(file.slots[:, 0], at, side="right")) - 1
-    if slot < 0 or not plan.casts:
+    write_item = int(np.searchsorted(file.write_items[:, 0], at, side="right")) - 1
+    if write_item < 0 or not plan.casts:
         return at
-    offset, nbytes = file.slots[slot].tolist()
-    rows = slice(int(file.first_copy[slot]), int(file.first_copy[slot + 1]))
-    cast = int(file.copies.cast[rows].max())  # the same for all copies of a slot
+    offset, nbytes = file.write_items[write_item].tolist()
+    rows = slice(int(file.first_copy[write_item]), int(file.first_copy[write_item + 1]))
+    cast = int(file.copies.cast[rows].max())  # the same for all copies of a write item
     if at >= offset + nbytes or cast < 0:
         return at
     # Not on a block where the tensor is not aligned: then two workers write that one, each its own bytes.

@@ -55,8 +55,8 @@ class Copies:
 class FilePlan:
     """One target file, in columns.
 
-    ``literals`` (n, 3): file offset, start in ``blob``, bytes. ``slots`` (m, 2): file offset, bytes.
-    ``first_copy`` (m + 1,): the copies of slot i are rows ``first_copy[i]`` to ``first_copy[i + 1]`` of ``copies``.
+    ``literals`` (n, 3): file offset, start in ``blob``, bytes. ``write_items`` (m, 2): file offset, bytes.
+    ``first_copy`` (m + 1,): write item i is filled by rows ``first_copy[i]`` to ``first_copy[i + 1]`` of ``copies``.
     ``checksums`` (k, 2): begin and end of each range whose CRC-32 goes to ``places[i]``, sorted by begin.
     """
 
@@ -64,7 +64,7 @@ class FilePlan:
     nbytes: int
     blob: bytes | bytearray
     literals: Int64Array
-    slots: Int64Array
+    write_items: Int64Array
     first_copy: Int64Array
     copies: Copies
     checksums: Int64Array
@@ -103,7 +103,7 @@ class Plan:
 
 
 def _check_file(file: FilePlan) -> None:
-    extents = np.concatenate([file.literals[:, [0, 2]], file.slots])
+    extents = np.concatenate([file.literals[:, [0, 2]], file.write_items])
     extents = extents[np.argsort(extents[:, 0], kind="stable")]
     ends = extents[:, 0] + extents[:, 1]
     starts = np.append(extents[:, 0], file.nbytes)
@@ -111,11 +111,12 @@ def _check_file(file: FilePlan) -> None:
         raise InternalError(f"the plan of {file.path or 'the target file'} leaves a gap or writes bytes twice")
     filled = np.zeros(len(file.copies) + 1, np.int64)
     np.cumsum(file.copies.width * file.copies.rows, out=filled[1:])
-    per_slot = filled[file.first_copy[1:]] - filled[file.first_copy[:-1]]
-    if not np.array_equal(per_slot, file.slots[:, 1]):
-        slot = int(np.flatnonzero(per_slot != file.slots[:, 1])[0])
+    per_write_item = filled[file.first_copy[1:]] - filled[file.first_copy[:-1]]
+    if not np.array_equal(per_write_item, file.write_items[:, 1]):
+        write_item = int(np.flatnonzero(per_write_item != file.write_items[:, 1])[0])
+        offset, nbytes = file.write_items[write_item].tolist()
         raise InternalError(
-            f"the plan of {file.path or 'the target file'} does not fill the slot at offset {int(file.slots[slot, 0])}",
-            expected=f"{int(file.slots[slot, 1])} bytes",
-            found=f"{int(per_slot[slot])}",
+            f"the plan of {file.path or 'the target file'} does not fill the write item at offset {offset}",
+            expected=f"{nbytes} bytes",
+            found=f"{int(per_write_item[write_item])}",
         )

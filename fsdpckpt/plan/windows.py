@@ -23,8 +23,8 @@ CAST_GRAIN = 16  # bytes: the largest element; a cast element must not be split 
 def window_bounds(file: FilePlan, plan: Plan, window: int, *, begin: int = 0, end: int | None = None) -> Int64Array:
     """Boundaries ``begin`` .. ``end`` (the whole file by default) with at most ``window`` bytes between neighbours.
 
-    A boundary inside a slot that is cast falls between two elements, and inside a slot filled row by row between two
-    rows where a row is shorter than a window; elsewhere any byte will do.
+    A boundary inside a write item that is cast falls between two elements, and inside one filled row by row between
+    two rows where a row is shorter than a window; elsewhere any byte will do.
     """
     last = file.nbytes if end is None else end
     bounds = [begin]
@@ -53,19 +53,19 @@ def _next_bound(file: FilePlan, plan: Plan, begin: int, window: int) -> int:
     limit = begin + window
     if limit >= file.nbytes:
         return file.nbytes
-    slot = int(np.searchsorted(file.slots[:, 0], limit, side="right")) - 1
-    if slot < 0:
+    write_item = int(np.searchsorted(file.write_items[:, 0], limit, side="right")) - 1
+    if write_item < 0:
         return limit
-    offset, nbytes = file.slots[slot].tolist()
+    offset, nbytes = file.write_items[write_item].tolist()
     if limit >= offset + nbytes:
         return limit
-    grain = _grain(file, plan, slot)
+    grain = _grain(file, plan, write_item)
     cut: int = offset + (limit - offset) // grain * grain
     return cut if cut > begin else offset + (limit - offset) // CAST_GRAIN * CAST_GRAIN
 
 
-def _grain(file: FilePlan, plan: Plan, slot: int) -> int:
-    rows = slice(int(file.first_copy[slot]), int(file.first_copy[slot + 1]))
+def _grain(file: FilePlan, plan: Plan, write_item: int) -> int:
+    rows = slice(int(file.first_copy[write_item]), int(file.first_copy[write_item + 1]))
     several = file.copies.rows[rows] > 1
     if several.any():
         return max(int(file.copies.target_pitch[rows][several].max()), CAST_GRAIN)

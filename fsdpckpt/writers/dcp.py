@@ -19,7 +19,7 @@ from fsdpckpt.formats.pickle.write import dumps
 from fsdpckpt.formats.zip import ALIGNMENT, TorchZip
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.dtypes import DType
-from fsdpckpt.ir.targets import Slot, Target, TargetFile
+from fsdpckpt.ir.targets import Target, TargetFile, WriteItem
 from fsdpckpt.ir.tensors import Tensor, contiguous_stride
 from fsdpckpt.ir.values import Value, leaf_tensors
 from fsdpckpt.layouts.chunks import Box, RankBoxes, chunk_boxes, source_boxes, whole_box
@@ -132,7 +132,7 @@ class _DataFiles:
         begin = file.repeat(place.before, place.before_nbytes)
         if place.data_nbytes:
             data = file.nbytes
-            file.slots.append(Slot(data, place.data_nbytes, tensor, box.start, box.size, dtype))
+            file.write_items.append(WriteItem(data, place.data_nbytes, tensor, box.start, box.size, dtype))
             file.nbytes = data + place.data_nbytes
         file.repeat(place.after, place.after_nbytes)
         for first, end, (local, central) in place.checksums:

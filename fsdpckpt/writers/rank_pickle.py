@@ -37,7 +37,7 @@ class Filling(Protocol):
     """Content of a record that is more than one box of one tensor."""
 
     def fill(self, file: TargetFile, dtype: DType) -> None:
-        """Append slots and literals, elements of ``dtype``, to ``file``."""
+        """Append write items and literals, elements of ``dtype``, to ``file``."""
 
 
 Content: TypeAlias = Tensor | bytes | Filling
@@ -115,7 +115,7 @@ class RankPickle(PickleWriter, ABC):
                 continue
             archive.begin_data(str(key), nbytes)
             if isinstance(content, Tensor):
-                file.slot(content, start=box.start, size=box.size, dtype=dtype)
+                file.write_item(content, start=box.start, size=box.size, dtype=dtype)
             else:
                 content.fill(file, dtype)
         archive.finish()

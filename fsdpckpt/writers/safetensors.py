@@ -216,5 +216,5 @@ def _file(path: str, keys: list[str], group: _Group, *, first: bool) -> TargetFi
     file.literal(len(text).to_bytes(8, "little") + text)
     for key in in_file:
         tensor, dtype = group.tensors[key]
-        file.slot(tensor, dtype=dtype)
+        file.write_item(tensor, dtype=dtype)
     return file

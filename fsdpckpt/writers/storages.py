@@ -98,10 +98,10 @@ class Storages:
         return str(len(self._records) - 1), nbytes
 
     def write(self, archive: TorchZip, file: TargetFile) -> None:
-        """Append ``data/0``, ``data/1``, ... with a slot each."""
+        """Append ``data/0``, ``data/1``, ... with a write item each."""
         for key, (tensor, dtype, order, nbytes) in enumerate(self._records):
             archive.begin_data(str(key), nbytes)
-            file.slot(tensor, dtype=dtype, order=order)
+            file.write_item(tensor, dtype=dtype, order=order)
 
 
 def order_of(tensor: Tensor) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:

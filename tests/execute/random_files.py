@@ -72,14 +72,14 @@ def random_tensor(rng: random.Random, disk: Disk, dtype: DType) -> tuple[Tensor,
     return Tensor(dtype, shape, Pieces.rows(ndim=len(shape), **rows)), values
 
 
-def random_slot(rng: random.Random, file: TargetFile, tensor: Tensor, values: np.ndarray, dtype: DType) -> bytes:
+def random_write_item(rng: random.Random, file: TargetFile, tensor: Tensor, values: np.ndarray, dtype: DType) -> bytes:
     low = [rng.randrange(size + 1) for size in tensor.shape]
     high = [rng.randrange(start, size + 1) for start, size in zip(low, tensor.shape, strict=True)]
     if rng.random() < 0.4:
         low, high = [0] * tensor.ndim, list(tensor.shape)
     order = tuple(rng.sample(range(tensor.ndim), tensor.ndim)) if rng.random() < 0.4 else None
     size = [end - start for start, end in zip(low, high, strict=True)]
-    begin = file.slot(tensor, start=low, size=size, dtype=dtype, order=order)
+    begin = file.write_item(tensor, start=low, size=size, dtype=dtype, order=order)
     part = values[tuple(slice(a, b) for a, b in zip(low, high, strict=True))]
     expected = part.transpose(order) if order is not None else part
     if dtype is not tensor.dtype:
@@ -98,21 +98,21 @@ def _place(rng: random.Random, file: TargetFile) -> int | None:
 
 
 def random_files(
-    rng: random.Random, disk: Disk, most_files: int, fewest_slots: int
+    rng: random.Random, disk: Disk, most_files: int, fewest_write_items: int
 ) -> tuple[list[TargetFile], list[bytes]]:
-    """Target files of random slots, literals and checksums over random tensors on ``disk``, and what they must hold."""
+    """Target files of random write items, literals and checksums over random tensors on ``disk``, and their bytes."""
     dtypes = [DTYPES[name] for name in ("float32", "bfloat16", "float64", "uint8", "int64", "complex128")]
     tensors = [random_tensor(rng, disk, rng.choice(dtypes)) for _ in range(rng.randrange(1, 6))]
     files, wanted = [], []
     for number in range(rng.randrange(1, most_files + 1)):
         file, expected = TargetFile(f"out{number}"), bytearray()
-        for _ in range(rng.randrange(fewest_slots, 8)):
+        for _ in range(rng.randrange(fewest_write_items, 8)):
             literal = bytes(4) + rng.randbytes(rng.randrange(20)) if rng.random() < 0.8 else b""
             file.literal(literal)
             expected += literal
             tensor, values = rng.choice(tensors)
             dtype = DTYPES["float16"] if tensor.dtype.name == "float32" and rng.random() < 0.5 else tensor.dtype
-            expected += random_slot(rng, file, tensor, values, dtype)
+            expected += random_write_item(rng, file, tensor, values, dtype)
         for begin, end, places in file.checksums:
             for place in places:
                 expected[place : place + 4] = zlib.crc32(expected[begin:end]).to_bytes(4, "little")

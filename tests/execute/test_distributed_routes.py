@@ -181,7 +181,7 @@ def test_what_is_cast_is_sent_as_it_was_and_never_cut_within_an_element(tmp_path
     tensor = Tensor(DTYPES["float32"], (5003,), Pieces.whole(file=0, offset=0, shape=(5003,)))
     file = TargetFile("out")
     file.literal(bytes(3))
-    file.slot(tensor, dtype=DTYPES[name])
+    file.write_item(tensor, dtype=DTYPES[name])
     plan = make_plan(Target([file]))
     with patch.object(shares, "BLOCK", block):
         segments = tuple(cut(plan, [0], [0, 1, 2]))
@@ -222,7 +222,7 @@ def _plan_of(sizes: list[int]) -> Plan:
         file = TargetFile(f"f{number}")
         file.literal(bytes(range(1, 9)))
         shape = (max(nbytes - 8, 0),)
-        file.slot(Tensor(DTYPES["uint8"], shape, Pieces.whole(file=0, offset=0, shape=shape)))
+        file.write_item(Tensor(DTYPES["uint8"], shape, Pieces.whole(file=0, offset=0, shape=shape)))
         files.append(file)
     return make_plan(Target(files))
 
@@ -274,7 +274,7 @@ def test_those_who_see_a_file_take_turns_in_sending_it() -> None:
     for number in range(12):
         sources.append(SourceFile(f"s{number}", 1000))
         file = TargetFile(f"t{number}")
-        file.slot(Tensor(DTYPES["uint8"], shape, Pieces.whole(file=number, offset=0, shape=shape)))
+        file.write_item(Tensor(DTYPES["uint8"], shape, Pieces.whole(file=number, offset=0, shape=shape)))
         target.append(file)
     plan = make_plan(Target(target))
     segments = cut(plan, range(12), [0])

@@ -1,4 +1,4 @@
-"""The local executor against a naive numpy oracle: whatever the pieces, slots, strides, casts, windows and threads."""
+"""The local executor against a naive numpy oracle: any pieces, write items, strides, casts, windows and threads."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _one_record(folder: str, data: bytes, crc: int, *, cut: int = 0) -> None:
         stream.write(data[: len(data) - cut])
     tensor = Tensor(DTYPES["uint8"], (len(data),), Pieces.whole(file=0, offset=0, shape=(len(data),)))
     file = TargetFile("out")
-    file.slot(tensor)
+    file.write_item(tensor)
     with Sources() as sources:
         execute(
             make_plan(Target([file])),
@@ -125,7 +125,7 @@ def test_files_large_enough_for_direct_writes_hold_the_same_bytes(tmp_path, wind
         shape = (len(values),)
         literal = bytes(4) + rng.randbytes(rng.randrange(9000))
         place = file.literal(literal)
-        begin = file.slot(Tensor(DTYPES["uint8"], shape, Pieces.whole(file=source, offset=offset, shape=shape)))
+        begin = file.write_item(Tensor(DTYPES["uint8"], shape, Pieces.whole(file=source, offset=offset, shape=shape)))
         file.checksum(begin, file.nbytes, [place])
         expected += zlib.crc32(values).to_bytes(4, "little") + literal[4:] + values
     with Sources() as sources:
@@ -148,7 +148,7 @@ def test_windows_never_cut_an_element_that_is_cast(tmp_path, shift: int) -> None
     tensor = Tensor(DTYPES["float32"], (1000,), Pieces.whole(file=0, offset=0, shape=(1000,)))
     file = TargetFile("out")
     file.literal(bytes(shift))
-    file.slot(tensor, dtype=DTYPES["float64"])
+    file.write_item(tensor, dtype=DTYPES["float64"])
     with Sources() as sources:
         execute(
             make_plan(Target([file])),

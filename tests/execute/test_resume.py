@@ -126,7 +126,7 @@ def scene(folder: str, seed: int, *, threads: int = 1, damage: bool = False) -> 
             before = file.literal(bytes(4) + rng.randbytes(rng.randrange(300)))
             data += bytes(file.nbytes - len(data))
             data[before:] = file.blob[len(file.blob) - (file.nbytes - before) :]
-            begin = file.slot(tensors[index])
+            begin = file.write_item(tensors[index])
             data += values[index]
             wanted.append((begin, file.nbytes, [before]))
         for begin, end, places in wanted:  # as a zip file's central directory
@@ -329,7 +329,14 @@ def test_every_column_of_a_plan_is_in_its_digest(tmp_path: Path) -> None:
     one = scene(str(tmp_path), 5)
     assert plan_digest(one.plan) == plan_digest(scene(str(tmp_path), 5).plan)
     file = one.plan.files[0]
-    for table in (file.literals, file.slots, file.checksums, file.copies.source, file.copies.width, file.first_copy):
+    for table in (
+        file.literals,
+        file.write_items,
+        file.checksums,
+        file.copies.source,
+        file.copies.width,
+        file.first_copy,
+    ):
         before = plan_digest(one.plan)
         table[0] += 1
         assert plan_digest(one.plan) != before

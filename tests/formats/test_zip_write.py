@@ -33,7 +33,7 @@ def archive_of(tensors: list[Tensor], *, stem: str = "archive", lead: bytes = b"
     archive.pickle(dumps(list(tensors), hook))
     for key, tensor in enumerate(tensors):
         archive.begin_data(str(key), tensor.nbytes)
-        file.slot(tensor)
+        file.write_item(tensor)
     assert archive.finish() == file.nbytes - len(lead)
     return file
 
@@ -70,7 +70,7 @@ def test_a_damaged_byte_is_found_by_its_checksum(tmp_path, source):
     path = str(tmp_path / "x.pt")
     file = archive_of(split(source, [500]))
     data = bytearray(file_bytes(file, [source.tobytes()]))
-    data[file.slots[0].offset + 7] ^= 1
+    data[file.write_items[0].offset + 7] ^= 1
     with open(path, "wb") as stream:
         stream.write(data)
     assert zipfile.ZipFile(path).testzip() == "archive/data/0"
@@ -80,10 +80,12 @@ def test_data_is_aligned_and_found_by_torch_without_reading_it(tmp_path, source)
     path = str(tmp_path / "x.pt")
     file = archive_of(split(source, [3, 5, 700]), stem="x")
     materialise(Target([file]), [source.tobytes()], path)
-    assert all(slot.offset % ALIGNMENT == 0 for slot in file.slots)
+    assert all(write_item.offset % ALIGNMENT == 0 for write_item in file.write_items)
     with FakeTensorMode():
         fakes = torch.load(path, weights_only=True)
-    assert [fake.untyped_storage()._checkpoint_offset for fake in fakes] == [slot.offset for slot in file.slots]
+    assert [fake.untyped_storage()._checkpoint_offset for fake in fakes] == [
+        write_item.offset for write_item in file.write_items
+    ]
 
 
 def test_an_archive_inside_a_file_counts_offsets_from_its_own_begin(source):
@@ -117,8 +119,8 @@ def test_records_longer_and_later_than_four_gib(tmp_path):
         for offset, begin, nbytes in file.literals:
             stream.seek(offset)
             stream.write(file.blob[begin : begin + nbytes])
-        for slot, marks in zip(file.slots, (b"\0\0\x80\x3f", b"\0\0\0\x40"), strict=True):
-            stream.seek(slot.offset + slot.nbytes - 4)
+        for write_item, marks in zip(file.write_items, (b"\0\0\x80\x3f", b"\0\0\0\x40"), strict=True):
+            stream.seek(write_item.offset + write_item.nbytes - 4)
             stream.write(marks)
     sizes = {info.filename: info.file_size for info in zipfile.ZipFile(path).infolist()}
     assert (sizes["large/data/0"], sizes["large/data/1"]) == (numel * 4, 20)

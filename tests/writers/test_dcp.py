@@ -138,7 +138,7 @@ def test_every_item_is_an_archive_of_its_own_with_right_checksums_and_aligned_da
     source = Trained(seed=2)
     directory, target = written(tmp_path, source.checkpoint, source.raw, 3)
     assert [file.path for file in target.files] == ["__0_0.distcp", "__1_0.distcp", "__2_0.distcp", ".metadata"]
-    assert all(slot.offset % 64 == 0 for file in target.files for slot in file.slots)
+    assert all(write_item.offset % 64 == 0 for file in target.files for write_item in file.write_items)
     for index, info in metadata(directory).storage_data.items():
         with open(os.path.join(directory, info.relative_path), "rb") as stream:
             stream.seek(info.offset)
@@ -162,7 +162,7 @@ def test_each_rank_finds_its_rows_in_its_own_file_and_the_rest_is_balanced(tmp_p
         where.setdefault(index.fqn, []).append(info.relative_path)
     for n in range(3):  # rows 3, 3, 3, 1
         assert where[f"model.w{n}"] == [f"__{rank}_0.distcp" for rank in range(4)]
-    nbytes = [sum(slot.nbytes for slot in file.slots) for file in target.files[:-1]]
+    nbytes = [sum(write_item.nbytes for write_item in file.write_items) for file in target.files[:-1]]
     assert sum(nbytes) == 3 * 160 + 8 * 20 and max(nbytes) - min(nbytes) <= 20
 
 

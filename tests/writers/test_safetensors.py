@@ -61,7 +61,7 @@ def test_every_dtype_safetensors_knows_loads(tmp_path, name):
     path, target = written(tmp_path, checkpoint({key: raw.whole(tensor) for key, tensor in tensors.items()}), raw)
     loaded = safetensors.torch.load_file(path)
     assert all(same(loaded[key], tensor) for key, tensor in tensors.items())
-    assert all(slot.offset % min(slot.dtype.itemsize, 8) == 0 for slot in target.files[0].slots)
+    assert all(write_item.offset % min(write_item.dtype.itemsize, 8) == 0 for write_item in target.files[0].write_items)
 
 
 def test_all_tensors_of_dtypes_it_does_not_know_are_named(tmp_path):

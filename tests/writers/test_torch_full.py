@@ -94,7 +94,7 @@ def test_tied_weights_are_stored_once_and_stay_tied(tmp_path):
     model = loaded["model"]
     assert same(model["emb"], weight) and same(model["head"], weight)
     assert model["emb"].data_ptr() == model["head"].data_ptr() != model["other"].data_ptr()
-    assert len(target.files[0].slots) == 2
+    assert len(target.files[0].write_items) == 2
 
 
 def test_tied_weights_of_a_sharded_source_stay_tied(tmp_path):
@@ -105,7 +105,7 @@ def test_tied_weights_of_a_sharded_source_stay_tied(tmp_path):
     loaded, target = written(tmp_path, checkpoint({"emb": sharded, "head": twin}), raw)
     assert same(loaded["model"]["emb"], weight)
     assert loaded["model"]["emb"].data_ptr() == loaded["model"]["head"].data_ptr()
-    assert len(target.files[0].slots) == 1
+    assert len(target.files[0].write_items) == 1
 
 
 @pytest.mark.parametrize("cast", [None, "bfloat16"])
@@ -121,7 +121,7 @@ def test_overlapping_views_share_one_record_over_their_union(tmp_path, cast):
         assert same(loaded["model"][str(number)], view.to(dtype))
     storages = [loaded["model"][str(number)].untyped_storage() for number in range(4)]
     assert storages[0].data_ptr() == storages[1].data_ptr() == storages[2].data_ptr() != storages[3].data_ptr()
-    assert [slot.nbytes // dtype.itemsize for slot in target.files[0].slots] == [32, 4]
+    assert [write_item.nbytes // dtype.itemsize for write_item in target.files[0].write_items] == [32, 4]
     loaded["model"]["0"][3, 0] = 123.0  # base[17]
     assert float(loaded["model"]["1"][7]) == 123.0
 
@@ -142,7 +142,7 @@ def test_optimizer_views_of_one_large_buffer_become_compact(tmp_path):
     loaded, target = written(tmp_path, checkpoint(optim=OptimState({0: {"m": a, "v": b}}, None)), raw)
     state = loaded["optimizer"]["state"][0]
     assert same(state["m"], base[3:13].view(2, 5)) and same(state["v"], base[500:505])
-    assert sum(slot.nbytes for slot in target.files[0].slots) == 60
+    assert sum(write_item.nbytes for write_item in target.files[0].write_items) == 60
 
 
 def test_permuted_dense_memory_keeps_its_order_and_gaps_are_closed(tmp_path):
@@ -159,7 +159,7 @@ def test_permuted_dense_memory_keeps_its_order_and_gaps_are_closed(tmp_path):
         assert same(loaded["model"][name], tensor), name
     strides = [loaded["model"][name].stride() for name in tensors]
     assert strides == [(1, 3), (60, 1, 15, 3), (2, 1), (3, 1)]
-    assert [slot.nbytes for slot in target.files[0].slots] == [60, 480, 24, 48]
+    assert [write_item.nbytes for write_item in target.files[0].write_items] == [60, 480, 24, 48]
 
 
 def test_casts_touch_floating_weights_and_moments_but_no_counter(tmp_path):

@@ -149,7 +149,7 @@ def test_tied_shards_share_one_record(tmp_path):
     a, b = raw.views(weight := torch.randn(6, 4), weight)
     model = {name: type(t)(t.dtype, t.shape, t.pieces, managed=True) for name, t in (("emb", a), ("head", b))}
     target = written(tmp_path, checkpoint(model), raw, 4, "dtensor")
-    assert [len(file.slots) for file in target.files] == [1, 1, 1, 0]
+    assert [len(file.write_items) for file in target.files] == [1, 1, 1, 0]
     with as_rank(1, 4):
         loaded = load(tmp_path, "model", 1, 4, weights_only=True)
         emb, head = loaded["emb"].to_local(), loaded["head"].to_local()

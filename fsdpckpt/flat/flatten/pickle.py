@@ -45,7 +45,7 @@ class FlatShard:
                 # Never large: padding is at most 16 bytes a parameter and one element a rank.
                 file.literal(_element(part.filler, dtype) * part.count)
             else:
-                _slot(file, self.tensors[part.param], self.params[part.param], part.begin, part.count, dtype)
+                _write_item(file, self.tensors[part.param], self.params[part.param], part.begin, part.count, dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,7 +59,7 @@ class ParamSlice:
     dtype: DType
 
     def fill(self, file: TargetFile, dtype: DType) -> None:
-        _slot(file, self.tensor, self.param, self.begin, self.count, dtype)
+        _write_item(file, self.tensor, self.param, self.begin, self.count, dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,7 +71,7 @@ class WholeParam:
     dtype: DType
 
     def fill(self, file: TargetFile, dtype: DType) -> None:
-        file.slot(self.tensor, dtype=dtype, order=self.param.order)
+        file.write_item(self.tensor, dtype=dtype, order=self.param.order)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -159,13 +159,13 @@ class FlatPickle(ShardedTensorPickle):
         self.sharded_tensor((layout.total,), value.dtype, shards, own, requires_grad=value.placed.unit.requires_grad)
 
 
-def _slot(file: TargetFile, tensor: Tensor, param: UnitParam, begin: int, count: int, dtype: DType) -> None:
-    """Slots for a range of a flattened parameter, one box after the other."""
+def _write_item(file: TargetFile, tensor: Tensor, param: UnitParam, begin: int, count: int, dtype: DType) -> None:
+    """Write items for a range of a flattened parameter, one box after the other."""
     if count == param.numel:
-        file.slot(tensor, dtype=dtype, order=param.order)
+        file.write_item(tensor, dtype=dtype, order=param.order)
         return
     for start, size in _boxes(param.shape, begin, count, param.order):
-        file.slot(tensor, start=start, size=size, dtype=dtype, order=param.order)
+        file.write_item(tensor, start=start, size=size, dtype=dtype, order=param.order)
 
 
 # The states of one parameter are cut alike.
