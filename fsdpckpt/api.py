@@ -47,7 +47,7 @@ def inspect(
 ) -> Description:
     """What is at ``source``: recognised layout, container, flavor, tensors, param groups, problems.
 
-    Reads headers and metadata only, unless ``stats``. ``ranks`` locates every piece in its file. ``keys`` are globs
+    Reads headers and metadata only, unless ``stats``. ``ranks`` locates every chunk in its file. ``keys`` are globs
     over dotted keys. ``.to_json(ranks=...)`` gives the document of ``fsdpckpt inspect --json``. Flattened shards are
     shown by name where ``units`` (a file), or units beside the source, tell. Raises SourceError.
     """

@@ -67,7 +67,7 @@ class Description:
     key_type: KeyType | None = None
 
     def __repr__(self) -> str:
-        """One line: at a prompt nobody wants the positions of every piece."""
+        """One line: at a prompt nobody wants the positions of every chunk."""
         found = self.checkpoint
         return (
             f"<{found.source}: {found.layout}, {found.container}, world size {found.world_size}, "
@@ -75,7 +75,7 @@ class Description:
         )
 
     def to_json(self, *, ranks: bool = False) -> dict[str, Json]:
-        """The document of ``inspect --json``; with ``pieces`` for ``ranks``, with ``stats`` when they were computed."""
+        """The document of ``inspect --json``; with ``chunks`` for ``ranks``, with ``stats`` when they were computed."""
         checkpoint = self.checkpoint
         optim = checkpoint.optim
         rows = tensor_rows(self, ranks=ranks)
@@ -156,13 +156,13 @@ def tensor_rows(description: Description, *, ranks: bool) -> Iterator[Json]:
         if description.stats is not None:
             row["stats"] = description.stats[number]
         if ranks:
-            row["pieces"] = list(_pieces(tensor, [file.path for file in files]))
+            row["pieces"] = list(_chunks(tensor, [file.path for file in files]))
         yield row
 
 
-def _pieces(tensor: Tensor, paths: list[str]) -> Iterator[Json]:
-    pieces = tensor.pieces
-    columns = (pieces.rank, pieces.file, pieces.offset, pieces.start, pieces.size)
+def _chunks(tensor: Tensor, paths: list[str]) -> Iterator[Json]:
+    chunks = tensor.chunks
+    columns = (chunks.rank, chunks.file, chunks.offset, chunks.start, chunks.size)
     for rank, file, offset, start, size in zip(*(column.tolist() for column in columns), strict=True):
         yield {
             "rank": rank,

@@ -50,7 +50,7 @@ class LazyTensor:
         return f"LazyTensor({self._named.key!r}, {self.dtype}, {list(self.shape)})"
 
     def numpy(self) -> npt.NDArray[np.generic]:
-        """The whole tensor, assembled from its pieces; bfloat16 and 8-bit floats as ``ml_dtypes``.
+        """The whole tensor, assembled from its chunks; bfloat16 and 8-bit floats as ``ml_dtypes``.
 
         Other types numpy lacks come as raw bytes. Raises SourceIncompleteError when elements are missing.
         """

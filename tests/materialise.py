@@ -15,21 +15,21 @@ from fsdpckpt.ir.tensors import Tensor
 
 
 def gather(tensor: Tensor, files: Sequence[bytes]) -> np.ndarray:
-    """The whole tensor, from all its pieces; every element must be covered."""
+    """The whole tensor, from all its chunks; every element must be covered."""
     dtype = numpy_dtype(tensor.dtype)
     whole = np.zeros(tensor.shape, dtype)
     seen = np.zeros(tensor.shape, bool)
-    pieces = tensor.pieces
-    for row in range(len(pieces)):
-        size, start = pieces.size[row].tolist(), pieces.start[row].tolist()
+    chunks = tensor.chunks
+    for row in range(len(chunks)):
+        size, start = chunks.size[row].tolist(), chunks.start[row].tolist()
         if 0 in size:
             continue
-        stride = [step * dtype.itemsize for step in pieces.stride[row].tolist()]
-        data = np.ndarray(size, dtype, files[pieces.file[row]], int(pieces.offset[row]), stride)
+        stride = [step * dtype.itemsize for step in chunks.stride[row].tolist()]
+        data = np.ndarray(size, dtype, files[chunks.file[row]], int(chunks.offset[row]), stride)
         box = tuple(slice(at, at + n) for at, n in zip(start, size, strict=True))
         whole[box] = data
         seen[box] = True
-    assert seen.all(), "elements that no piece holds"
+    assert seen.all(), "elements that no chunk holds"
     return whole
 
 

@@ -188,8 +188,8 @@ def _rows(found: Description, *, ranks: bool) -> Iterator[list[str]]:
             yield row
             continue
         blank = [""] * len(row)
-        pieces = list(_piece_cells(named, paths)) or [["", "", "", ""]]
-        for index, cells in enumerate(pieces):
+        chunks = list(_chunk_cells(named, paths)) or [["", "", "", ""]]
+        for index, cells in enumerate(chunks):
             yield (blank if index else row) + cells
 
 
@@ -206,11 +206,11 @@ def _stats_cells(stats: dict[str, Json] | None) -> list[str]:
     return [*numbers, str(stats["nan"]), str(stats["inf"])]
 
 
-def _piece_cells(named: NamedTensor, paths: list[str]) -> Iterator[list[str]]:
+def _chunk_cells(named: NamedTensor, paths: list[str]) -> Iterator[list[str]]:
     from fsdpckpt.ir.coverage import box_text
 
-    pieces = named.tensor.pieces
-    columns = (pieces.rank, pieces.start, pieces.size, pieces.file, pieces.offset)
+    chunks = named.tensor.chunks
+    columns = (chunks.rank, chunks.start, chunks.size, chunks.file, chunks.offset)
     for rank, start, size, file, offset in zip(*(column.tolist() for column in columns), strict=True):
         path = paths[file] if 0 <= file < len(paths) else "?"
         yield [str(rank), box_text(start, size), path, str(offset)]

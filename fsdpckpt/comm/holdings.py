@@ -16,7 +16,7 @@ from fsdpckpt.comm.messages import all_gather_objects
 from fsdpckpt.errors import StateDictMismatchError
 from fsdpckpt.ir.coverage import box_text, flaws
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.tensors import Int64Array, Pieces, Tensor
+from fsdpckpt.ir.tensors import Chunks, Int64Array, Tensor
 
 __all__ = ["Wanted", "all_boxes", "check_coverage", "on_group_device", "senders"]
 
@@ -61,7 +61,7 @@ def check_coverage(keys: Sequence[str], shapes: Sequence[Sequence[int]], every: 
     found: list[str] = []
     for index, (key, shape) in enumerate(zip(keys, shapes, strict=True)):
         rows = [(rank, box) for rank, boxes in enumerate(every) for box in boxes[index]]
-        pieces = Pieces.rows(
+        chunks = Chunks.rows(
             ndim=len(shape),
             rank=[rank for rank, _ in rows],
             file=[0] * len(rows),
@@ -71,7 +71,7 @@ def check_coverage(keys: Sequence[str], shapes: Sequence[Sequence[int]], every: 
         )
         if not rows and 0 in shape:
             continue
-        tensor = Tensor(DTYPES["uint8"], tuple(shape), pieces, managed=True, placement="boxes")
+        tensor = Tensor(DTYPES["uint8"], tuple(shape), chunks, managed=True, placement="boxes")
         found += [f"{key}: {f.elements} elements {f.kind}, first {box_text(f.start, f.size)}" for f in flaws(tensor)]
     if found:
         raise StateDictMismatchError("the ranks do not hold every element exactly once", details=found)

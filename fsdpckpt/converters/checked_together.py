@@ -143,7 +143,7 @@ def divided(pairs: Sequence[Pair], source: Visible, written: Visible, workers: i
     shares: list[list[Pair]] = [[] for _ in range(workers + 1)]
     load = np.zeros(workers, np.int64)
     for pair in pairs:
-        sees = source[pair.source.pieces.file].all(axis=0) & written[pair.written.pieces.file].all(axis=0)
+        sees = source[pair.source.chunks.file].all(axis=0) & written[pair.written.chunks.file].all(axis=0)
         able = np.flatnonzero(sees)
         worker = int(able[np.argmin(load[able])]) if len(able) else workers
         shares[worker].append(pair)

@@ -15,8 +15,8 @@ def fill_missing(checkpoint: Checkpoint, choice: Choice, *, units: Units | None,
     """``planner.missing_state.fill`` of a checkpoint keyed by name, 0-dim states read from its files."""
 
     def read(tensor: Tensor) -> bytes:
-        pieces = tensor.pieces
-        path = checkpoint.files[int(pieces.file[0])].path
-        return sources.open(path).read(int(pieces.offset[0]), tensor.dtype.itemsize)
+        chunks = tensor.chunks
+        path = checkpoint.files[int(chunks.file[0])].path
+        return sources.open(path).read(int(chunks.offset[0]), tensor.dtype.itemsize)
 
     return fill(checkpoint, choice, units=units, read=read)

@@ -9,7 +9,7 @@ import numpy as np
 
 from fsdpckpt.converters.check import Pair
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.tensors import Int64Array, Pieces, Tensor
+from fsdpckpt.ir.tensors import Chunks, Int64Array, Tensor
 
 __all__ = ["packed_pairs", "unpacked_pairs"]
 
@@ -32,13 +32,13 @@ def unpacked_pairs(value: object) -> list[Pair]:
 
 
 def _packed(tensors: Sequence[Tensor]) -> Packed:
-    pieces = [tensor.pieces for tensor in tensors]
+    chunks = [tensor.chunks for tensor in tensors]
     return [
         [tensor.dtype.name for tensor in tensors],
         _joined(np.asarray(tensor.shape, np.int64) for tensor in tensors),
-        np.asarray([(tensor.ndim, len(tensor.pieces)) for tensor in tensors], np.int64).reshape(-1, 2),
-        _joined(np.stack([each.rank, each.file, each.offset]) for each in pieces),
-        _joined(np.stack([each.start, each.size, each.stride]) for each in pieces),
+        np.asarray([(tensor.ndim, len(tensor.chunks)) for tensor in tensors], np.int64).reshape(-1, 2),
+        _joined(np.stack([each.rank, each.file, each.offset]) for each in chunks),
+        _joined(np.stack([each.start, each.size, each.stride]) for each in chunks),
     ]
 
 
@@ -57,6 +57,6 @@ def _unpacked(value: Packed) -> list[Tensor]:
         shape = tuple(shapes[shape_at : shape_at + ndim].tolist())
         rank, file, offset = columns[column_at : column_at + 3 * count].reshape(3, count)
         start, size, stride = boxes[box_at : box_at + 3 * count * ndim].reshape(3, count, ndim)
-        found.append(Tensor(DTYPES[dtype], shape, Pieces(rank, file, offset, start, size, stride)))
+        found.append(Tensor(DTYPES[dtype], shape, Chunks(rank, file, offset, start, size, stride)))
         shape_at, column_at, box_at = shape_at + ndim, column_at + 3 * count, box_at + 3 * count * ndim
     return found

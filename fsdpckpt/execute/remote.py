@@ -24,7 +24,7 @@ from fsdpckpt.storage.sources import ByteSource, Entry, Sources, is_url
 
 __all__ = ["EveryonesFiles", "everyones_files", "serve"]
 
-PAGE = 256 * 1024  # bytes: metadata is read in small pieces that lie near each other, and a question costs more
+PAGE = 256 * 1024  # bytes: metadata is read in small chunks that lie near each other, and a question costs more
 PAGES = 16  # of each file kept: its head, its tail, and where its metadata is
 
 Question = tuple[str, str, int, int]

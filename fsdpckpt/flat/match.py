@@ -149,7 +149,7 @@ class _Matching:
                 found = leaf.numel if leaf.ndim == 1 else list(leaf.shape)
                 yield f"{unit.key}: {total} elements by the units, {found} in the checkpoint"
             else:
-                yield from self._flat_pieces(unit, leaf)
+                yield from self._flat_chunks(unit, leaf)
         optim = self.checkpoint.optim
         if optim is not None and optim.key_type == "id" and keeps_order(self.checkpoint, ()):
             wrong = siblings_astray(
@@ -159,10 +159,10 @@ class _Matching:
                 yield f"the units have {wrong[0]} where the flat parameters of the model section have {wrong[1]}"
         self.proved.append(f"{len(flat)} flat parameters have the names and lengths of the units")
 
-    def _flat_pieces(self, unit: Unit, leaf: Tensor) -> Iterator[str]:
+    def _flat_chunks(self, unit: Unit, leaf: Tensor) -> Iterator[str]:
         layout = self.layouts[unit.key]
         for rank, start, size in zip(
-            leaf.pieces.rank.tolist(), leaf.pieces.start[:, 0].tolist(), leaf.pieces.size[:, 0].tolist(), strict=True
+            leaf.chunks.rank.tolist(), leaf.chunks.start[:, 0].tolist(), leaf.chunks.size[:, 0].tolist(), strict=True
         ):
             begin, end = layout.held(rank % self.shard_size if layout.shards > 1 else 0)
             if size and (start, start + size) != (begin, end):
@@ -281,5 +281,5 @@ class _Matching:
         return (
             leaf.placement == SLICES
             and len(param.shape) == 1
-            and bool((leaf.pieces.size[:, 0] == param.shape[0]).all())
+            and bool((leaf.chunks.size[:, 0] == param.shape[0]).all())
         )

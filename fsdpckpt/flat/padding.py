@@ -29,7 +29,7 @@ __all__ = ["require_padding"]
 
 @dataclass(frozen=True, slots=True)
 class _Padding:
-    """``count`` elements from element ``first`` of one piece of ``tensor``. ``where`` names them in messages."""
+    """``count`` elements from element ``first`` of one chunk of ``tensor``. ``where`` names them in messages."""
 
     where: str
     tensor: Tensor
@@ -122,13 +122,13 @@ def _alignment(layout: FlatLayout, rank: int) -> Iterator[tuple[int, int]]:
 
 
 def _rows(tensor: Tensor) -> Iterator[tuple[int, int, int]]:
-    ranks, sizes = tensor.pieces.rank.tolist(), tensor.pieces.size[:, 0].tolist()
+    ranks, sizes = tensor.chunks.rank.tolist(), tensor.chunks.size[:, 0].tolist()
     return ((row, rank, size) for row, (rank, size) in enumerate(zip(ranks, sizes, strict=True)))
 
 
 def _read(checkpoint: Checkpoint, sources: Sources, padding: _Padding) -> npt.NDArray[np.generic]:
     tensor = padding.tensor
-    offset = int(tensor.pieces.offset[padding.row]) + padding.first * tensor.dtype.itemsize
-    file = checkpoint.files[int(tensor.pieces.file[padding.row])]
+    offset = int(tensor.chunks.offset[padding.row]) + padding.first * tensor.dtype.itemsize
+    file = checkpoint.files[int(tensor.chunks.file[padding.row])]
     data = sources.open(file.path).read(offset, padding.count * tensor.dtype.itemsize)
     return np.frombuffer(data, numpy_dtype(tensor.dtype))

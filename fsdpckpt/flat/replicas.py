@@ -61,9 +61,9 @@ def _shards(key: str, section: Section, match: FlatMatch) -> int:
 
 def _differing(tensor: Tensor, shards: int, crcs: Mapping[tuple[int, int], int]) -> Iterator[tuple[int, int]]:
     """For each replica (rank, first rank with other bytes or -1 when equal); (-1, -1) when it has no checksum."""
-    pieces = tensor.pieces
+    chunks = tensor.chunks
     rows = zip(
-        pieces.rank.tolist(), pieces.file.tolist(), pieces.offset.tolist(), pieces.size[:, 0].tolist(), strict=True
+        chunks.rank.tolist(), chunks.file.tolist(), chunks.offset.tolist(), chunks.size[:, 0].tolist(), strict=True
     )
     first: dict[tuple[int, int], tuple[int, int | None]] = {}
     for rank, file, offset, size in sorted(rows):

@@ -59,8 +59,8 @@ def _identity(leaf: Tensor | Value, checkpoint: Checkpoint, sources: Sources) ->
     if not isinstance(leaf, Tensor):
         return type(leaf).__name__, repr(leaf)
     row = 0
-    file = checkpoint.files[int(leaf.pieces.file[row])]
-    data = sources.open(file.path).read(int(leaf.pieces.offset[row]), leaf.dtype.itemsize)
+    file = checkpoint.files[int(leaf.chunks.file[row])]
+    data = sources.open(file.path).read(int(leaf.chunks.offset[row]), leaf.dtype.itemsize)
     return leaf.dtype.name, bytes(data)
 
 

@@ -18,20 +18,20 @@ def is_flat_key(key: str) -> bool:
 
 
 def slice_lengths(tensor: Tensor, world_size: int) -> Int64Array | None:
-    """Elements each rank holds of a 1-D tensor, 0 where it has none; None when it is not one plain piece a rank."""
-    pieces = tensor.pieces
-    if tensor.ndim != 1 or len(np.unique(pieces.rank)) != len(pieces):
+    """Elements each rank holds of a 1-D tensor, 0 where it has none; None when it is not one plain chunk a rank."""
+    chunks = tensor.chunks
+    if tensor.ndim != 1 or len(np.unique(chunks.rank)) != len(chunks):
         return None
-    if ((pieces.stride[:, 0] != 1) & (pieces.size[:, 0] > 1)).any():  # no slice of FSDP1's, which are dense
+    if ((chunks.stride[:, 0] != 1) & (chunks.size[:, 0] > 1)).any():  # no slice of FSDP1's, which are dense
         return None
     lengths = np.zeros(world_size, np.int64)
-    lengths[pieces.rank] = pieces.size[:, 0]
+    lengths[chunks.rank] = chunks.size[:, 0]
     return lengths
 
 
 def carried_whole(tensor: Tensor) -> bool:
     """Whether it is one number a rank, in a tensor of shape (1,): no slice then, but like a 0-dim state."""
-    return tensor.ndim == 1 and len(tensor.pieces) > 0 and bool((tensor.pieces.size[:, 0] == 1).all())
+    return tensor.ndim == 1 and len(tensor.chunks) > 0 and bool((tensor.chunks.size[:, 0] == 1).all())
 
 
 def is_step(state: str, tensor: Tensor) -> bool:

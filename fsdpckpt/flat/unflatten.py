@@ -17,7 +17,7 @@ from fsdpckpt.flat.slice_lengths import carried_whole, is_flat_key, is_step, sli
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, OptimState, ParamKey, group_params
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.names import clean
-from fsdpckpt.ir.tensors import ONE_SLICE, SLICES, Int64Array, Pieces, Tensor, contiguous_stride
+from fsdpckpt.ir.tensors import ONE_SLICE, SLICES, Chunks, Int64Array, Tensor, contiguous_stride
 from fsdpckpt.ir.units import Unit, UnitParam
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.layouts.flattened import FlatLayout, flat_boxes
@@ -73,9 +73,9 @@ def _whole(leaf: Tensor | Value) -> Tensor | Value:
         return replace(leaf, managed=False, placement="whole")
     if leaf.placement != SLICES:
         return replace(leaf, managed=False)
-    pieces = leaf.pieces
-    length = int(pieces.size[0, 0])
-    return Tensor(leaf.dtype, (length,), replace(pieces, start=np.zeros_like(pieces.start)), managed=False)
+    chunks = leaf.chunks
+    length = int(chunks.size[0, 0])
+    return Tensor(leaf.dtype, (length,), replace(chunks, start=np.zeros_like(chunks.start)), managed=False)
 
 
 # The optimizer.
@@ -116,7 +116,7 @@ def _of_unit(
     for item, leaf in states.items():
         cut = isinstance(leaf, Tensor) and leaf.ndim and not is_step(item, leaf)
         if cut and isinstance(leaf, Tensor) and _fits(leaf, layout.shard, world_size):
-            starts = leaf.pieces.rank % layout.shards * layout.shard
+            starts = leaf.chunks.rank % layout.shards * layout.shard
             for name, tensor in _split(unit, leaf.dtype, _runs(leaf, starts), layout).items():
                 found[name][item] = tensor
         else:
@@ -147,7 +147,7 @@ def _of_param(param: UnitParam, leaf: Tensor | Value, match: FlatMatch, world_si
         return _whole(leaf) if counts is None else replace(leaf, managed=True, placement=PLACEMENT)
     if not np.array_equal(lengths, np.resize(counts, world_size)):
         return _whole(leaf) if carried_whole(leaf) else replace(leaf, managed=True, placement=PLACEMENT)
-    starts = np.resize(np.cumsum(counts) - counts, world_size)[leaf.pieces.rank]
+    starts = np.resize(np.cumsum(counts) - counts, world_size)[leaf.chunks.rank]
     return _tensor(param, leaf.dtype, _runs(leaf, starts), 0)
 
 
@@ -158,8 +158,8 @@ def _of_holders(leaf: Tensor, counts: Int64Array | None, world_size: int) -> Ten
     """
     if counts is None or not counts.any():
         return leaf
-    holding = np.resize(counts, world_size)[leaf.pieces.rank] > 0
-    return replace(leaf, pieces=leaf.pieces.take(holding)) if holding.any() else leaf
+    holding = np.resize(counts, world_size)[leaf.chunks.rank] > 0
+    return replace(leaf, chunks=leaf.chunks.take(holding)) if holding.any() else leaf
 
 
 def _group(group: Mapping[Key, Value], match: FlatMatch, by_key: Mapping[str, Unit]) -> dict[Key, Value]:
@@ -178,15 +178,15 @@ def _group(group: Mapping[Key, Value], match: FlatMatch, by_key: Mapping[str, Un
 
 
 def _runs(tensor: Tensor, starts: Int64Array | None = None) -> list[_Run]:
-    """The pieces of a 1-D tensor that are not empty, ``starts`` in place of their own places, by place."""
-    pieces = tensor.pieces
-    begin = pieces.start[:, 0] if starts is None else starts
+    """The chunks of a 1-D tensor that are not empty, ``starts`` in place of their own places, by place."""
+    chunks = tensor.chunks
+    begin = chunks.start[:, 0] if starts is None else starts
     rows = zip(
-        pieces.rank.tolist(),
-        pieces.file.tolist(),
-        pieces.offset.tolist(),
+        chunks.rank.tolist(),
+        chunks.file.tolist(),
+        chunks.offset.tolist(),
         begin.tolist(),
-        pieces.size[:, 0].tolist(),
+        chunks.size[:, 0].tolist(),
         strict=True,
     )
     return sorted((row for row in rows if row[4]), key=lambda row: (row[3], row[0]))
@@ -226,10 +226,10 @@ def _tensor(param: UnitParam, dtype: DType, runs: Sequence[_Run], start: int) ->
             for extent in size:
                 elements *= extent
             at += elements * dtype.itemsize
-    pieces = Pieces.rows(
+    chunks = Chunks.rows(
         ndim=len(param.shape), rank=columns[0], file=columns[1], offset=columns[2],
         start=boxes[0], size=boxes[1], stride=boxes[2],
     )  # fmt: skip
     if not param.numel:
-        pieces = Pieces.whole(file=0, offset=0, shape=param.shape)
-    return Tensor(dtype, param.shape, pieces, managed=True, placement=PLACEMENT)
+        chunks = Chunks.whole(file=0, offset=0, shape=param.shape)
+    return Tensor(dtype, param.shape, chunks, managed=True, placement=PLACEMENT)

@@ -57,7 +57,7 @@ ParamKey: TypeAlias = int | str
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file that pieces lie in. ``path`` opens it through ``storage``; ``nbytes`` is its length when read."""
+    """A file that chunks lie in. ``path`` opens it through ``storage``; ``nbytes`` is its length when read."""
 
     path: str
     nbytes: int
@@ -199,7 +199,7 @@ class NamedTensor:
 class Checkpoint:
     """Everything a reader learned, without tensor data.
 
-    ``files`` is what ``Pieces.file`` indexes. ``extra`` holds what is neither model nor optimizer, under the
+    ``files`` is what ``Chunks.file`` indexes. ``extra`` holds what is neither model nor optimizer, under the
     source's own keys (nesting kept). ``rank_extra``: the extras of each rank, when ranks saved different ones
     (RNG states), index = rank; empty otherwise. ``evidence`` says in words what was recognised and why.
     ``units``: those that lie beside the checkpoint, and ``units_from`` the file that says so. ``directory``: where it

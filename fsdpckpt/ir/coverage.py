@@ -1,6 +1,6 @@
-"""Do the pieces of one tensor hold every element exactly once? Equal boxes are replicas; other overlaps are flaws.
+"""Do the chunks of one tensor hold every element exactly once? Equal boxes are replicas; other overlaps are flaws.
 
-Three steps, cheapest first: a whole piece; a grid (each dimension cut into intervals that tile it, every cell
+Three steps, cheapest first: a whole chunk; a grid (each dimension cut into intervals that tile it, every cell
 present), which is what FSDP, HSDP and FSDP x TP make; and counting on the grid of all edges, which says what is wrong.
 """
 
@@ -19,7 +19,7 @@ from fsdpckpt.ir.tensors import Int64Array, Tensor
 
 __all__ = ["Flaw", "box_text", "flaws"]
 
-SMALL = 48  # pieces: below this plain Python is quicker than numpy's cost per call
+SMALL = 48  # chunks: below this plain Python is quicker than numpy's cost per call
 MOST_CELLS = 1 << 24  # of the counting grid: 64 MiB of counters; what has more is compared box by box
 MOST_DIMENSIONS = 8  # that are cut: each doubles the corners to count
 PAIRS_AT_ONCE = 1 << 22  # bounds the memory of comparing boxes pairwise
@@ -30,7 +30,7 @@ FlawKind: TypeAlias = Literal["incomplete", "overlap", "outside"]
 
 @dataclass(frozen=True, slots=True)
 class Flaw:
-    """One way in which pieces fail to hold a tensor.
+    """One way in which chunks fail to hold a tensor.
 
     ``elements``: how many are missing, held twice, or outside. ``start``, ``size``: the first box of them.
     ``ranks``: who holds that box (empty for a missing one).
@@ -53,18 +53,18 @@ def flaws(tensor: Tensor) -> list[Flaw]:
 
     Empty boxes are ignored wherever they are: DCP and FSDP2 write them for ranks beyond the last row.
     """
-    pieces = tensor.pieces
+    chunks = tensor.chunks
     shape = tensor.shape
-    count = len(pieces.file)
+    count = len(chunks.file)
     if count == 1:
-        if pieces.size.tolist()[0] == list(shape) and not any(pieces.start.tolist()[0]):
+        if chunks.size.tolist()[0] == list(shape) and not any(chunks.start.tolist()[0]):
             return []
     elif count <= SMALL:
-        if _is_small_grid(shape, pieces.start.tolist(), pieces.size.tolist()):
+        if _is_small_grid(shape, chunks.start.tolist(), chunks.size.tolist()):
             return []
-    elif _is_grid(shape, pieces.start, pieces.size):
+    elif _is_grid(shape, chunks.start, chunks.size):
         return []
-    return _examine(shape, pieces.start, pieces.size, pieces.rank)
+    return _examine(shape, chunks.start, chunks.size, chunks.rank)
 
 
 def _is_small_grid(shape: tuple[int, ...], starts: list[list[int]], sizes: list[list[int]]) -> bool:
@@ -88,7 +88,7 @@ def _is_small_grid(shape: tuple[int, ...], starts: list[list[int]], sizes: list[
 
 
 def _is_grid(shape: tuple[int, ...], start: Int64Array, size: Int64Array) -> bool:
-    """As ``_is_small_grid``, in columns: O(n log n) for n pieces."""
+    """As ``_is_small_grid``, in columns: O(n log n) for n chunks."""
     filled = size.all(axis=1)
     if not filled.all():
         start, size = start[filled], size[filled]

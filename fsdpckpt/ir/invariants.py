@@ -13,7 +13,7 @@ import numpy as np
 from fsdpckpt.errors import SourceCorruptError, SourceError, SourceIncompleteError, SourceUnsupportedError
 from fsdpckpt.ir.checkpoint import LOOSE, Checkpoint, NamedTensor, OptimState, ParamKey, Problem, Section, group_params
 from fsdpckpt.ir.coverage import Flaw, box_text, flaws
-from fsdpckpt.ir.tensors import Int64Array, Pieces, Tensor
+from fsdpckpt.ir.tensors import Chunks, Int64Array, Tensor
 from fsdpckpt.ir.values import Value
 
 __all__ = ["aliased_states", "fatal", "problems", "state_completeness"]
@@ -21,7 +21,7 @@ __all__ = ["aliased_states", "fatal", "problems", "state_completeness"]
 INCOMPLETE = frozenset({"incomplete", "missing-rank", "missing-key", "missing-file", "missing-state"})
 UNSUPPORTED = frozenset({"aliased-states", "flattened", "flattened-lost"})
 
-MANY = 48  # pieces: from here on columns are quicker than plain Python
+MANY = 48  # chunks: from here on columns are quicker than plain Python
 
 ALIASED_WHY = (
     "FSDP1 with use_orig_params=True, trained on CPU and gathered with offload_to_cpu=True, hands out every state of a "
@@ -55,9 +55,9 @@ def _coverage_problem(named: NamedTensor, flaw: Flaw, checkpoint: Checkpoint) ->
         message = f"{where}: {flaw.elements} elements are held by pieces that overlap, first {box} ({held_by})"
     else:
         message = f"{where}: {flaw.elements} of {tensor.numel} elements are in no piece, first {box}"
-        message += _who_holds(tensor.pieces, checkpoint.world_size)
+        message += _who_holds(tensor.chunks, checkpoint.world_size)
     rank = flaw.ranks[0] if flaw.ranks else None
-    file = _file_of(tensor.pieces, rank, checkpoint)
+    file = _file_of(tensor.chunks, rank, checkpoint)
     return Problem(flaw.kind, message, key=named.key, rank=rank, file=file, section=named.section)
 
 
@@ -66,9 +66,9 @@ def _ranks_text(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) != 1 else ''} {shown}"
 
 
-def _who_holds(pieces: Pieces, world_size: int) -> str:
+def _who_holds(chunks: Chunks, world_size: int) -> str:
     """Which ranks hold something of the tensor, and which do not: the absent file is usually among the latter."""
-    held = sorted(set(pieces.rank.tolist()))
+    held = sorted(set(chunks.rank.tolist()))
     if not held:
         return " (no rank holds any of it)"
     absent = sorted(set(range(world_size)).difference(held))
@@ -76,9 +76,9 @@ def _who_holds(pieces: Pieces, world_size: int) -> str:
     return text + (f"; nothing from {_ranks_text(absent)})" if absent else ")")
 
 
-def _file_of(pieces: Pieces, rank: int | None, checkpoint: Checkpoint) -> str | None:
-    """The file of the first piece of ``rank``."""
-    numbers: list[int] = pieces.file[pieces.rank == rank].tolist() if rank is not None else []
+def _file_of(chunks: Chunks, rank: int | None, checkpoint: Checkpoint) -> str | None:
+    """The file of the first chunk of ``rank``."""
+    numbers: list[int] = chunks.file[chunks.rank == rank].tolist() if rank is not None else []
     number = numbers[0] if numbers else -1
     return checkpoint.files[number].path if 0 <= number < len(checkpoint.files) else None
 
@@ -105,18 +105,18 @@ def aliased_states(optim: OptimState, checkpoint: Checkpoint) -> Iterator[Proble
 
 def _sharing(tensors: list[tuple[str, Tensor]]) -> tuple[str, str, int] | None:
     """Two states and the file in which they overlap."""
-    if any(len(tensor.pieces) > MANY for _, tensor in tensors) and _plainly_apart([tensor for _, tensor in tensors]):
+    if any(len(tensor.chunks) > MANY for _, tensor in tensors) and _plainly_apart([tensor for _, tensor in tensors]):
         return None
     spans: list[tuple[int, int, int, int, int]] = []
     for index, (_, tensor) in enumerate(tensors):
-        pieces = tensor.pieces
+        chunks = tensor.chunks
         itemsize = tensor.dtype.itemsize
-        offsets = pieces.offset.tolist()
+        offsets = chunks.offset.tolist()
         if len(offsets) == 1:
-            number = pieces.file.item()
+            number = chunks.file.item()
             spans.append((number, offsets[0], offsets[0] + _span(tensor, 0, itemsize), index, 0))
             continue
-        for row, (number, offset) in enumerate(zip(pieces.file.tolist(), offsets, strict=True)):
+        for row, (number, offset) in enumerate(zip(chunks.file.tolist(), offsets, strict=True)):
             spans.append((number, offset, offset + _span(tensor, row, itemsize), index, row))
     spans.sort()
     reached: tuple[int, int, int, int, int] | None = None
@@ -132,9 +132,9 @@ def _sharing(tensors: list[tuple[str, Tensor]]) -> tuple[str, str, int] | None:
 
 
 def _plainly_apart(tensors: Sequence[Tensor]) -> bool:
-    """True when no two located pieces overlap, found in columns; False says nothing."""
-    number = np.concatenate([tensor.pieces.file for tensor in tensors])
-    begin = np.concatenate([tensor.pieces.offset for tensor in tensors])
+    """True when no two located chunks overlap, found in columns; False says nothing."""
+    number = np.concatenate([tensor.chunks.file for tensor in tensors])
+    begin = np.concatenate([tensor.chunks.offset for tensor in tensors])
     span = np.concatenate([_spans(tensor) for tensor in tensors])
     kept = (begin >= 0) & (span > 0)
     number, begin, span = number[kept], begin[kept], span[kept]
@@ -144,19 +144,19 @@ def _plainly_apart(tensors: Sequence[Tensor]) -> bool:
 
 
 def _spans(tensor: Tensor) -> Int64Array:
-    """As ``_span``, for all pieces."""
-    size, stride = tensor.pieces.size, tensor.pieces.stride
+    """As ``_span``, for all chunks."""
+    size, stride = tensor.chunks.size, tensor.chunks.stride
     spans: Int64Array = (((size - 1) * stride).sum(axis=1) + 1) * tensor.dtype.itemsize
     spans[(size == 0).any(axis=1)] = 0
     return spans
 
 
 def _span(tensor: Tensor, row: int, itemsize: int) -> int:
-    """Bytes from a piece's first element to the end of its last."""
-    size = tensor.pieces.size[row].tolist()
+    """Bytes from a chunk's first element to the end of its last."""
+    size = tensor.chunks.size[row].tolist()
     if 0 in size:
         return 0
-    stride = tensor.pieces.stride[row].tolist()
+    stride = tensor.chunks.stride[row].tolist()
     last = 1
     for count, step in zip(size, stride, strict=True):
         last += (count - 1) * step
@@ -173,7 +173,7 @@ def _collide(
         tensor = tensors[index][1]
         itemsize = tensor.dtype.itemsize
         widest = max(widest, itemsize)
-        for count, step in zip(tensor.pieces.size[row].tolist(), tensor.pieces.stride[row].tolist(), strict=True):
+        for count, step in zip(tensor.chunks.size[row].tolist(), tensor.chunks.stride[row].tolist(), strict=True):
             if count > 1:
                 period = gcd(period, step * itemsize)
     if period == 0:

@@ -1,7 +1,7 @@
 """Logical tensors: dtype, global shape, and where every element lies, in columns.
 
-A *piece* is a box of one tensor's elements lying in one file. Several pieces may hold the same box
-(replicas); together the pieces of a whole tensor cover every element.
+A *chunk* is a box of one tensor's elements lying in one file. Several chunks may hold the same box
+(replicas); together the chunks of a whole tensor cover every element.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from fsdpckpt.ir.dtypes import DType
 
-__all__ = ["ONE_SLICE", "SLICES", "Int64Array", "Pieces", "Tensor", "contiguous_stride"]
+__all__ = ["ONE_SLICE", "SLICES", "Int64Array", "Chunks", "Tensor", "contiguous_stride"]
 
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 
@@ -39,14 +39,14 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pieces:
-    """One row a piece. n rows; d is the tensor's number of dimensions.
+class Chunks:
+    """One row a chunk. n rows; d is the tensor's number of dimensions.
 
-    ``rank`` (n,): the rank that held or wrote the piece. ``file`` (n,): index into ``Checkpoint.files``.
-    ``offset`` (n,): byte offset in that file of the piece's first element, -1 while the reader has not
+    ``rank`` (n,): the rank that held or wrote the chunk. ``file`` (n,): index into ``Checkpoint.files``.
+    ``offset`` (n,): byte offset in that file of the chunk's first element, -1 while the reader has not
     located it (``locate=False``). ``start``, ``size`` (n, d): the box, in elements of the global tensor.
-    ``stride`` (n, d): elements between neighbours in the file, as ``torch.Tensor.stride``. ``item`` (n, 2), of pieces
-    that are not located: the first byte of the archive in that file which holds the piece, and its length.
+    ``stride`` (n, d): elements between neighbours in the file, as ``torch.Tensor.stride``. ``item`` (n, 2), of chunks
+    that are not located: the first byte of the archive in that file which holds the chunk, and its length.
     """
 
     rank: Int64Array
@@ -63,8 +63,8 @@ class Pieces:
     @classmethod
     def whole(
         cls, *, file: int, offset: int, shape: Sequence[int], stride: Sequence[int] | None = None, rank: int = 0
-    ) -> Pieces:
-        """One piece that is the whole tensor."""
+    ) -> Chunks:
+        """One chunk that is the whole tensor."""
         d = len(shape)
         columns = np.empty((3, 1), np.int64)
         columns[:, 0] = (rank, file, offset)
@@ -84,8 +84,8 @@ class Pieces:
         start: Sequence[Sequence[int]],
         size: Sequence[Sequence[int]],
         stride: Sequence[Sequence[int]] | None = None,
-    ) -> Pieces:
-        """Several pieces; ``stride`` None means each is row-major."""
+    ) -> Chunks:
+        """Several chunks; ``stride`` None means each is row-major."""
         n = len(rank)
         strides = [contiguous_stride(s) for s in size] if stride is None else stride
         return cls(
@@ -97,9 +97,9 @@ class Pieces:
             np.asarray(strides, np.int64).reshape(n, ndim),
         )
 
-    def take(self, index: npt.NDArray[np.intp] | npt.NDArray[np.bool_]) -> Pieces:
+    def take(self, index: npt.NDArray[np.intp] | npt.NDArray[np.bool_]) -> Chunks:
         """The rows that ``index`` selects."""
-        return Pieces(
+        return Chunks(
             self.rank[index],
             self.file[index],
             self.offset[index],
@@ -123,7 +123,7 @@ class Tensor:
 
     dtype: DType
     shape: tuple[int, ...]
-    pieces: Pieces
+    chunks: Chunks
     managed: bool | None = None
     placement: str = "whole"
 

@@ -54,9 +54,9 @@ def chunk_boxes(shape: tuple[int, ...], world_size: int) -> RankBoxes:
 
 def source_boxes(tensor: Tensor) -> RankBoxes:
     """Every different box the source holds; empty ones only when there is nothing else."""
-    pieces = tensor.pieces
+    chunks = tensor.chunks
     seen: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
-    for rank, start, size in zip(pieces.rank.tolist(), pieces.start.tolist(), pieces.size.tolist(), strict=True):
+    for rank, start, size in zip(chunks.rank.tolist(), chunks.start.tolist(), chunks.size.tolist(), strict=True):
         if 0 not in size:
             seen.setdefault((tuple(start), tuple(size)), rank)
     if not seen:

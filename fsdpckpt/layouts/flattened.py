@@ -105,9 +105,9 @@ class FlatLayout:
         start, numel = self.start[filled], self.numel[filled]
         shard = max(self.shard, 1)
         first = start // shard
-        pieces = (start + numel - 1) // shard - first + 1
-        param = np.repeat(np.arange(len(filled)), pieces)
-        begun = np.cumsum(pieces) - pieces
+        chunks = (start + numel - 1) // shard - first + 1
+        param = np.repeat(np.arange(len(filled)), chunks)
+        begun = np.cumsum(chunks) - chunks
         rank = first[param] + np.arange(len(param)) - begun[param]
         begin = np.maximum(start[param], rank * shard)
         end = np.minimum(start[param] + numel[param], (rank + 1) * shard)

@@ -44,7 +44,7 @@ class Box:
 
 
 def read_boxes(boxes: Sequence[Box], checkpoint: Checkpoint, sources: Sources, *, threads: int) -> bool:
-    """Fill every box, in the order of the files. False, with nothing read, when pieces cannot be located one by one.
+    """Fill every box, in the order of the files. False, with nothing read, when chunks cannot be located one by one.
 
     Raises SourceCorruptError when a file ends too early or an item is damaged.
     """
@@ -67,17 +67,17 @@ def read_boxes(boxes: Sequence[Box], checkpoint: Checkpoint, sources: Sources, *
 
 
 def _rows(box: Box) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
-    """The pieces that hold something of the box; of equal ones the one that ``chosen`` reads."""
-    pieces = box.tensor.pieces
+    """The chunks that hold something of the box; of equal ones the one that ``chosen`` reads."""
+    chunks = box.tensor.chunks
     start = np.asarray(box.start, np.int64)
-    low = np.maximum(pieces.start, start)
-    high = np.minimum(pieces.start + pieces.size, start + np.asarray(box.size, np.int64))
+    low = np.maximum(chunks.start, start)
+    high = np.minimum(chunks.start + chunks.size, start + np.asarray(box.size, np.int64))
     rows = np.flatnonzero((low < high).all(axis=1))
-    return rows[chosen(pieces.take(rows))]
+    return rows[chosen(chunks.take(rows))]
 
 
 def _read(reader: BlockReader, box: Box, located: Tensor) -> None:
-    held = Boxes(located, list(range(len(located.pieces))))
+    held = Boxes(located, list(range(len(located.chunks))))
     if box.memory is not None:
         held.fill(reader, box.start, box.size, box.memory)
         return
@@ -98,7 +98,7 @@ def saved(value: Value, checkpoint: Checkpoint, sources: Sources) -> io.BytesIO:
     reader = BlockReader(checkpoint.files, sources)
     for write_item in file.write_items:
         memory = np.frombuffer(content, np.uint8, write_item.nbytes, write_item.offset)
-        held = Boxes(write_item.tensor, chosen(write_item.tensor.pieces))
+        held = Boxes(write_item.tensor, chosen(write_item.tensor.chunks))
         held.fill(reader, write_item.start, write_item.size, memory)
         del memory
     for begin, end, places in file.checksums:

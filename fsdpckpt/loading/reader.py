@@ -2,7 +2,7 @@
 
 Follows the steps of ``torch.distributed.checkpoint.StorageReader``. The metadata says of every tensor that it is one
 chunk, so that a rank's plan has one item for each of its shards, with the place of the shard in the tensor. Which bytes
-of which files these are is worked out from the source's own pieces when they are read.
+of which files these are is worked out from the source's own chunks when they are read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Intersects the pieces a checkpoint has with the write items a target wants: the list of byte copies."""
+"""Intersects the chunks a checkpoint has with the write items a target wants: the list of byte copies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from fsdpckpt.errors import InternalError
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import Target, TargetFile, WriteItem
-from fsdpckpt.ir.tensors import Int64Array, Pieces, Tensor, contiguous_stride
+from fsdpckpt.ir.tensors import Chunks, Int64Array, Tensor, contiguous_stride
 from fsdpckpt.plan.plan import Copies, FilePlan, Plan
 
 __all__ = ["make_plan"]
@@ -36,73 +36,73 @@ class _Casts:
         return self._index[key]
 
 
-FEW = 32  # pieces: up to here plain Python is quicker than numpy's fixed cost per call
+FEW = 32  # chunks: up to here plain Python is quicker than numpy's fixed cost per call
 
 Box: TypeAlias = tuple[list[int], list[int], list[int], int, int]
-"""One piece: start, size and stride (elements), source file, byte offset."""
+"""One chunk: start, size and stride (elements), source file, byte offset."""
 
 
 class _Layout:
-    """The pieces of one tensor, replicas dropped (the lowest rank's copy stays) and sorted by their first row."""
+    """The chunks of one tensor, replicas dropped (the lowest rank's copy stays) and sorted by their first row."""
 
-    __slots__ = ("_boxes", "_pieces", "_reach", "single")
+    __slots__ = ("_boxes", "_chunks", "_reach", "single")
 
     def __init__(self, tensor: Tensor) -> None:
-        pieces = tensor.pieces
-        # The common case, one row-major piece that is the whole tensor: its file, its offset, bytes from row to row.
+        chunks = tensor.chunks
+        # The common case, one row-major chunk that is the whole tensor: its file, its offset, bytes from row to row.
         self.single: tuple[int, int, int] | None = None
         self._boxes: list[Box] | None = None
-        self._pieces = pieces
+        self._chunks = chunks
         self._reach: Int64Array | None = None
-        if len(pieces) > FEW:
-            self._pieces = _unique(pieces)
+        if len(chunks) > FEW:
+            self._chunks = _unique(chunks)
             if tensor.ndim:
-                self._pieces = self._pieces.take(np.argsort(self._pieces.start[:, 0], kind="stable"))
-                self._reach = np.maximum.accumulate(self._pieces.start[:, 0] + self._pieces.size[:, 0])
+                self._chunks = self._chunks.take(np.argsort(self._chunks.start[:, 0], kind="stable"))
+                self._reach = np.maximum.accumulate(self._chunks.start[:, 0] + self._chunks.size[:, 0])
             return
-        self._boxes = _boxes(pieces)
+        self._boxes = _boxes(chunks)
         if len(self._boxes) == 1:
             _, size, stride, file, offset = self._boxes[0]
             if tuple(size) == tensor.shape and tuple(stride) == contiguous_stride(size):
                 self.single = (file, offset, stride[0] * tensor.dtype.itemsize if stride else 0)
 
     def near(self, begin: int, end: int) -> list[Box]:
-        """The pieces whose first dimension may meet [begin, end)."""
+        """The chunks whose first dimension may meet [begin, end)."""
         if self._boxes is not None:
             return self._boxes
         if self._reach is None:
-            return _boxes(self._pieces)
+            return _boxes(self._chunks)
         low = int(np.searchsorted(self._reach, begin, side="right"))
-        high = int(np.searchsorted(self._pieces.start[:, 0], end, side="left"))
-        return _boxes(self._pieces.take(np.arange(low, high)))
+        high = int(np.searchsorted(self._chunks.start[:, 0], end, side="left"))
+        return _boxes(self._chunks.take(np.arange(low, high)))
 
 
-def _boxes(pieces: Pieces) -> list[Box]:
-    start, size, stride = pieces.start.tolist(), pieces.size.tolist(), pieces.stride.tolist()
-    rows: list[Box] = list(zip(start, size, stride, pieces.file.tolist(), pieces.offset.tolist(), strict=True))
+def _boxes(chunks: Chunks) -> list[Box]:
+    start, size, stride = chunks.start.tolist(), chunks.size.tolist(), chunks.stride.tolist()
+    rows: list[Box] = list(zip(start, size, stride, chunks.file.tolist(), chunks.offset.tolist(), strict=True))
     if len(rows) < 2:
         return [] if not rows or 0 in size[0] else rows
     best: dict[tuple[int, ...], tuple[int, Box]] = {}
-    for rank, row in zip(pieces.rank.tolist(), rows, strict=True):
+    for rank, row in zip(chunks.rank.tolist(), rows, strict=True):
         box = (*row[0], *row[1])
         if 0 not in row[1] and (box not in best or rank < best[box][0]):
             best[box] = (rank, row)
     return [row for _, row in best.values()]
 
 
-def _unique(pieces: Pieces) -> Pieces:
-    pieces = pieces.take(np.argsort(pieces.rank, kind="stable"))
-    boxes = np.concatenate([pieces.start, pieces.size], axis=1)
+def _unique(chunks: Chunks) -> Chunks:
+    chunks = chunks.take(np.argsort(chunks.rank, kind="stable"))
+    boxes = np.concatenate([chunks.start, chunks.size], axis=1)
     if boxes.shape[1] == 0:
-        return pieces.take(np.arange(1))
+        return chunks.take(np.arange(1))
     _, first = np.unique(boxes, axis=0, return_index=True)
-    keep = np.zeros(len(pieces), bool)
+    keep = np.zeros(len(chunks), bool)
     keep[first] = True
-    return pieces.take(keep & (pieces.size > 0).all(axis=1))
+    return chunks.take(keep & (chunks.size > 0).all(axis=1))
 
 
 def make_plan(target: Target) -> Plan:
-    """The plan of ``target``. Raises InternalError when a piece was never located or a write item cannot be filled."""
+    """The plan of ``target``. Raises InternalError when a chunk was never located or a write item cannot be filled."""
     casts = _Casts()
     layouts: dict[int, _Layout] = {}
     files = tuple(_plan_file(file, layouts, casts) for file in target.files)
@@ -130,7 +130,7 @@ def _plan_file(file: TargetFile, layouts: dict[int, _Layout], casts: _Casts) -> 
         first_copy.append(len(rows))
     copies = Copies.of(rows)
     if len(copies) and int(copies.source.min()) < 0:
-        raise InternalError(f"{file.path or 'the target file'}: a source piece was never located in its file")
+        raise InternalError(f"{file.path or 'the target file'}: a source chunk was never located in its file")
     checksums = sorted(file.checksums)
     return FilePlan(
         path=file.path,

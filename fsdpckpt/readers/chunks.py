@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fsdpckpt.ir.dtypes import DType
-from fsdpckpt.ir.tensors import Int64Array, Pieces, Tensor, contiguous_stride
+from fsdpckpt.ir.tensors import Chunks, Int64Array, Tensor, contiguous_stride
 
 __all__ = ["Box", "ChunkedTensor", "build_tensors"]
 
@@ -45,10 +45,10 @@ def build_tensors(tensors: Sequence[ChunkedTensor], *, world_size: int) -> dict[
     columns = _Columns(tensors)
     built: dict[str, Tensor] = {}
     for tensor in tensors:
-        pieces = columns.next(tensor)
+        chunks = columns.next(tensor)
         managed = _managed(tensor, sharded=sharded, world_size=world_size)
         placement = _placement(tensor) if managed else "whole"
-        built[tensor.key] = Tensor(tensor.dtype, tensor.shape, pieces, managed, placement)
+        built[tensor.key] = Tensor(tensor.dtype, tensor.shape, chunks, managed, placement)
     return built
 
 
@@ -110,7 +110,7 @@ class _Columns:
             self._boxes[ndim] = np.ascontiguousarray(table.transpose(1, 0, 2))
             self._position[ndim] = 0
 
-    def next(self, tensor: ChunkedTensor) -> Pieces:
+    def next(self, tensor: ChunkedTensor) -> Chunks:
         """The rows of the next tensor, in the order the tensors were given."""
         count, ndim = len(tensor.boxes), len(tensor.shape)
         row = self._row
@@ -119,7 +119,7 @@ class _Columns:
         at = self._position[ndim]
         self._position[ndim] = stop = at + count
         start, size, stride = self._boxes[ndim]
-        return Pieces(
+        return Chunks(
             scalars[0, row:end],
             scalars[1, row:end],
             scalars[2, row:end],

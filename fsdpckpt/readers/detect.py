@@ -50,7 +50,7 @@ _DEPTH = 3  # levels below SRC that are searched for the one checkpoint: run / s
 def open_checkpoint(source: str, *, sources: Sources, locate: bool = True, only: Section | None = None) -> Checkpoint:
     """Everything about the checkpoint at ``source`` (file, directory or URL) but its tensor data.
 
-    ``locate=False`` does not open the data files of DCP directories: their pieces have offset -1. ``only``: the section
+    ``locate=False`` does not open the data files of DCP directories: their chunks have offset -1. ``only``: the section
     that is wanted, so that missing rank files of another one do not matter. Raises
     SourceMissingError, SourceUnrecognisedError, SourceIncompleteError, NeedsInformationError (several candidates), and
     what the readers raise. Problems that do not stop reading are in ``Checkpoint.problems``.

@@ -89,7 +89,7 @@ def why_sliced(
     if vectors and any(is_flat_key(key) for key in state):
         return "the optimizer's keys are those of flat parameters"
     # Of one rank a slice is all there is: only units can tell.
-    if max((len(leaf.pieces) for leaf in vectors), default=0) < 2:
+    if max((len(leaf.chunks) for leaf in vectors), default=0) < 2:
         return None
     return _why_not_replicas(vectors, _whole_shapes(model), checksums, alone=len(vectors) == len(leaves))
 
@@ -125,10 +125,10 @@ def _whole_shapes(model: ModelState | None) -> set[tuple[int, ...]]:
 
 
 def _differ(tensors: Sequence[Tensor], checksums: Sequence[ChecksumRow]) -> bool:
-    """Whether by CRC-32 some tensor's pieces are no copies of each other. What has no checksum says nothing."""
+    """Whether by CRC-32 some tensor's chunks are no copies of each other. What has no checksum says nothing."""
     records = {(file, offset): (nbytes, crc) for file, offset, nbytes, crc in checksums}
     for tensor in tensors:
-        places = zip(tensor.pieces.file.tolist(), tensor.pieces.offset.tolist(), strict=True)
+        places = zip(tensor.chunks.file.tolist(), tensor.chunks.offset.tolist(), strict=True)
         found = [records.get(place) for place in places]
         exact = {record for record in found if record is not None and record[0] == tensor.nbytes}
         if len(exact) > 1:
@@ -149,9 +149,9 @@ def in_slices(optim: OptimState) -> OptimState:
 
 def _entry_in_slices(entry: Mapping[str, Tensor | Value]) -> dict[str, Tensor | Value]:
     found = {name: as_slices(leaf) if isinstance(leaf, Tensor) else leaf for name, leaf in entry.items()}
-    pieces = [leaf.pieces for leaf in found.values() if isinstance(leaf, Tensor) and leaf.placement == SLICES]
-    holders = [rank[size[:, 0] > 0] for rank, size in ((one.rank, one.size) for one in pieces)]
-    if not holders or all(len(ranks) == len(one) for ranks, one in zip(holders, pieces, strict=True)):
+    chunks = [leaf.chunks for leaf in found.values() if isinstance(leaf, Tensor) and leaf.placement == SLICES]
+    holders = [rank[size[:, 0] > 0] for rank, size in ((one.rank, one.size) for one in chunks)]
+    if not holders or all(len(ranks) == len(one) for ranks, one in zip(holders, chunks, strict=True)):
         return found
     return {name: _of_ranks(leaf, np.concatenate(holders)) for name, leaf in found.items()}
 
@@ -160,15 +160,15 @@ def _of_ranks(leaf: Tensor | Value, ranks: Int64Array) -> Tensor | Value:
     """A 0-dim tensor's replicas on ``ranks``; anything else, and what none of them has, as it is."""
     if not isinstance(leaf, Tensor) or leaf.ndim:
         return leaf
-    held = np.isin(leaf.pieces.rank, ranks)
-    return replace(leaf, pieces=leaf.pieces.take(held)) if held.any() else leaf
+    held = np.isin(leaf.chunks.rank, ranks)
+    return replace(leaf, chunks=leaf.chunks.take(held)) if held.any() else leaf
 
 
 def as_slices(tensor: Tensor) -> Tensor:
     """A vector that every rank has, each one its own; any other tensor as it is."""
     if tensor.ndim != 1 or not _plain(tensor):
         return tensor
-    size = tensor.pieces.size
+    size = tensor.chunks.size
     start = np.cumsum(size, axis=0, dtype=np.int64) - size
-    pieces = replace(tensor.pieces, start=start)
-    return Tensor(tensor.dtype, (int(size.sum()),), pieces, managed=True, placement=SLICES)
+    chunks = replace(tensor.chunks, start=start)
+    return Tensor(tensor.dtype, (int(size.sum()),), chunks, managed=True, placement=SLICES)

@@ -65,7 +65,7 @@ def _take_from_holders(tree: Tree, optim: OptimState, states: tuple[Key, ...]) -
 def _holders(entry: dict[str, Tensor | Value]) -> list[int]:
     """The ranks that hold elements of a parameter's slices."""
     sliced = [leaf for leaf in entry.values() if isinstance(leaf, Tensor) and leaf.placement == SLICES]
-    return sorted({int(rank) for leaf in sliced for rank in leaf.pieces.rank[leaf.pieces.size[:, 0] > 0]})
+    return sorted({int(rank) for leaf in sliced for rank in leaf.chunks.rank[leaf.chunks.size[:, 0] > 0]})
 
 
 def _in_extras(tree: Tree, sections: Sections, label: str) -> Iterator[Problem]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from fsdpckpt.ir.checkpoint import Checkpoint, Note, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.tensors import Pieces, Tensor
+from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.producers.forms import PLAIN, Flavor, RankFile
 from fsdpckpt.producers.table import export_files, flavor_named, recognise
 from fsdpckpt.storage.sources import Entry, Sources
@@ -25,7 +25,7 @@ _SHOWN = 8  # names in one note
 
 @dataclass(slots=True)
 class SideFiles:
-    """``files``: target name to the file's bytes as a tensor of them. ``sources``: what their pieces lie in."""
+    """``files``: target name to the file's bytes as a tensor of them. ``sources``: what their chunks lie in."""
 
     files: dict[str, Tensor] = field(default_factory=dict)
     sources: list[SourceFile] = field(default_factory=list)
@@ -62,8 +62,8 @@ def side_files(checkpoint: Checkpoint, target: Flavor, world_size: int | None, s
         if path not in numbers:
             numbers[path] = len(numbers)
             taken.sources.append(SourceFile(path, nbytes))
-        pieces = Pieces.whole(file=numbers[path], offset=0, shape=(nbytes,))
-        taken.files[target_name] = Tensor(DTYPES["uint8"], (nbytes,), pieces)
+        chunks = Chunks.whole(file=numbers[path], offset=0, shape=(nbytes,))
+        taken.files[target_name] = Tensor(DTYPES["uint8"], (nbytes,), chunks)
     if chosen:
         taken.notes.append(_note("carried", "copied as they are", list(chosen)))
     used = {name.partition("/")[0] for name in chosen.values()}

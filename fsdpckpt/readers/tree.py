@@ -11,7 +11,7 @@ __all__ = ["FileTable", "Tree"]
 
 
 class FileTable:
-    """Numbers the files of one checkpoint; ``Pieces.file`` holds these numbers."""
+    """Numbers the files of one checkpoint; ``Chunks.file`` holds these numbers."""
 
     def __init__(self) -> None:
         self._ids: dict[str, int] = {}

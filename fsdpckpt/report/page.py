@@ -131,7 +131,7 @@ def _rank_table(held: Holdings, root: Module) -> str:
             rank,
             size_text(int(held.nbytes[rank])),
             percent(int(held.nbytes[rank]), root.nbytes),
-            count_text(int(held.pieces[rank])),
+            count_text(int(held.chunks[rank])),
         )
         for rank in order
     ]

@@ -143,9 +143,9 @@ def _ties(model: ModelState) -> dict[str, tuple[str, ...]]:
     places: dict[tuple[object, ...], list[str]] = {}
     for name, leaf in model.params.items():
         if isinstance(leaf, Tensor) and leaf.numel:
-            pieces = leaf.pieces
-            identity = (leaf.shape, pieces.file.tobytes(), pieces.offset.tobytes(), pieces.stride.tobytes())
-            if (pieces.offset >= 0).all():
+            chunks = leaf.chunks
+            identity = (leaf.shape, chunks.file.tobytes(), chunks.offset.tobytes(), chunks.stride.tobytes())
+            if (chunks.offset >= 0).all():
                 places.setdefault(identity, []).append(name)
     return {name: tuple(names) for names in places.values() if len(names) > 1 for name in names}
 

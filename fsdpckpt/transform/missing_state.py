@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 from fsdpckpt.errors import NeedsInformationError, SourceIncompleteError
 from fsdpckpt.ir.checkpoint import ZEROS, Checkpoint, Note, OptimState, ParamKey, SourceFile, group_params
 from fsdpckpt.ir.dtypes import DType
-from fsdpckpt.ir.tensors import Pieces, Tensor
+from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.units import UnitParam, Units
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.transform.parameter_order import Shape
@@ -139,9 +139,9 @@ class _Making:
         if not isinstance(form, ZeroForm) or param is None:
             return None if isinstance(form, ZeroForm) else form
         dtype = form.dtype or param.dtype
-        pieces = Pieces.whole(file=len(self.checkpoint.files), offset=self.end, shape=param.shape)
+        chunks = Chunks.whole(file=len(self.checkpoint.files), offset=self.end, shape=param.shape)
         managed = form.managed if param.managed is None else param.managed
-        tensor = Tensor(dtype, param.shape, pieces, managed)
+        tensor = Tensor(dtype, param.shape, chunks, managed)
         self.end += -(-max(tensor.nbytes, 1) // _ALIGNED) * _ALIGNED
         return tensor
 

@@ -207,13 +207,13 @@ def _repeated(tensors: Mapping[str, Tensor], checksums: Checksums) -> dict[str, 
 
 def _identity(tensor: Tensor, sums: Mapping[tuple[int, int], tuple[int, int]]) -> tuple[object, object]:
     """What makes two tensors one: where they lie, and what their bytes sum to; None where that is not known."""
-    pieces = tensor.pieces
-    if not tensor.numel or not len(pieces) or bool((pieces.offset < 0).any()):
+    chunks = tensor.chunks
+    if not tensor.numel or not len(chunks) or bool((chunks.offset < 0).any()):
         return None, None
-    form = (tensor.shape, tensor.dtype.name, pieces.start.tobytes(), pieces.size.tobytes(), pieces.stride.tobytes())
-    rows = list(zip(pieces.file.tolist(), pieces.offset.tolist(), strict=True))
+    form = (tensor.shape, tensor.dtype.name, chunks.start.tobytes(), chunks.size.tobytes(), chunks.stride.tobytes())
+    rows = list(zip(chunks.file.tolist(), chunks.offset.tolist(), strict=True))
     crcs = [sums.get(row) for row in rows]
-    held: list[int] = (pieces.size.prod(axis=1) * tensor.dtype.itemsize).tolist()
+    held: list[int] = (chunks.size.prod(axis=1) * tensor.dtype.itemsize).tolist()
     known = all(
         crc is not None and crc[1] and crc[0] == nbytes for crc, nbytes in zip(crcs, held, strict=True) if nbytes
     )

@@ -29,9 +29,9 @@ def differing_copies(checkpoint: Checkpoint) -> Iterator[Problem]:
     for named in checkpoint.tensors():
         tensor = named.tensor
         matrix = named.section is Section.MODEL and checkpoint.layout is Layout.FULL and tensor.ndim > 1
-        if len(tensor.pieces) < 2 or not (matrix or named.section is Section.OPTIM):
+        if len(tensor.chunks) < 2 or not (matrix or named.section is Section.OPTIM):
             continue
-        place = tensor.pieces.file.tobytes(), tensor.pieces.offset.tobytes()
+        place = tensor.chunks.file.tobytes(), tensor.chunks.offset.tobytes()
         if place in seen:  # the parameters of one unit share its ``step``
             continue
         seen.add(place)
@@ -40,7 +40,7 @@ def differing_copies(checkpoint: Checkpoint) -> Iterator[Problem]:
         known = np.flatnonzero(sums >= 0)
         other = known[sums[known] != sums[known[0]]] if len(known) else known
         if len(other):
-            one, two = (int(tensor.pieces.rank[rows[index]]) for index in (known[0], other[0]))
+            one, two = (int(tensor.chunks.rank[rows[index]]) for index in (known[0], other[0]))
             what = (
                 "nothing says whether they are parts (name one of the files to take it)"
                 if matrix
@@ -51,12 +51,12 @@ def differing_copies(checkpoint: Checkpoint) -> Iterator[Problem]:
 
 
 def _whole_copies(tensor: Tensor) -> Int64Array:
-    """The rows of the pieces that are the whole tensor, laid out like the first one."""
-    pieces = tensor.pieces
-    if not len(pieces):
+    """The rows of the chunks that are the whole tensor, laid out like the first one."""
+    chunks = tensor.chunks
+    if not len(chunks):
         return np.empty(0, np.int64)
-    alike = (pieces.size == np.asarray(tensor.shape, np.int64)).all(axis=1)
-    return np.flatnonzero(alike & (pieces.stride == pieces.stride[0]).all(axis=1)).astype(np.int64)
+    alike = (chunks.size == np.asarray(tensor.shape, np.int64)).all(axis=1)
+    return np.flatnonzero(alike & (chunks.stride == chunks.stride[0]).all(axis=1)).astype(np.int64)
 
 
 class _Records:
@@ -68,9 +68,9 @@ class _Records:
         self._checksums = checksums
 
     def of(self, tensor: Tensor, rows: Int64Array) -> Int64Array:
-        """The CRC-32 of each of these pieces, -1 for one that is not exactly a record."""
-        pieces = tensor.pieces
-        keys = self._key(pieces.file[rows], pieces.offset[rows])
+        """The CRC-32 of each of these chunks, -1 for one that is not exactly a record."""
+        chunks = tensor.chunks
+        keys = self._key(chunks.file[rows], chunks.offset[rows])
         at = np.searchsorted(self._keys, keys)
         found = np.full(len(rows), -1, np.int64)
         inside = np.flatnonzero(at < len(self._keys))

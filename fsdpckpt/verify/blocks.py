@@ -1,6 +1,6 @@
-"""The elements of one tensor in row-major order, in blocks of bounded size, whatever pieces hold them.
+"""The elements of one tensor in row-major order, in blocks of bounded size, whatever chunks hold them.
 
-Memory is two buffers of at most ``limit`` bytes however large the tensor or a piece of it is. Every element is
+Memory is two buffers of at most ``limit`` bytes however large the tensor or a chunk of it is. Every element is
 read once per pass; of replicas the one of the lowest rank is read.
 """
 
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from fsdpckpt.errors import SourceIncompleteError
 from fsdpckpt.ir.checkpoint import SourceFile
 from fsdpckpt.ir.coverage import box_text, flaws
-from fsdpckpt.ir.tensors import Pieces, Tensor, contiguous_stride
+from fsdpckpt.ir.tensors import Chunks, Tensor, contiguous_stride
 from fsdpckpt.storage.sources import ByteSource, Sources
 from fsdpckpt.verify.parallel import go_on
 
@@ -29,13 +29,13 @@ WASTE = 4  # read at most this many times what is needed, rather than asking for
 Bytes = npt.NDArray[np.uint8]
 
 
-def chosen(pieces: Pieces) -> list[int]:
+def chosen(chunks: Chunks) -> list[int]:
     """The rows to read: of equal boxes the one of the lowest rank, none that is empty."""
-    sizes = pieces.size.tolist()
+    sizes = chunks.size.tolist()
     if len(sizes) == 1:
         return [] if 0 in sizes[0] else [0]
     best: dict[tuple[int, ...], tuple[int, int]] = {}
-    rows = zip(pieces.start.tolist(), sizes, pieces.rank.tolist(), strict=True)
+    rows = zip(chunks.start.tolist(), sizes, chunks.rank.tolist(), strict=True)
     for row, (start, size, rank) in enumerate(rows):
         if 0 in size:
             continue
@@ -58,8 +58,8 @@ class BlockReader:
     def blocks(self, tensor: Tensor) -> Iterator[Bytes]:
         """Consecutive row-major bytes of ``tensor``, whole elements each; a block is valid until the next is asked for.
 
-        Raises SourceIncompleteError when the pieces do not hold every element exactly once, SourceCorruptError
-        when a file ends before a piece does.
+        Raises SourceIncompleteError when the chunks do not hold every element exactly once, SourceCorruptError
+        when a file ends before a chunk does.
         """
         wrong = flaws(tensor)
         if wrong:
@@ -67,39 +67,39 @@ class BlockReader:
                 f"a tensor of shape {list(tensor.shape)} cannot be read: {wrong[0].kind} at "
                 f"{box_text(wrong[0].start, wrong[0].size)}"
             )
-        return self._blocks(tensor, chosen(tensor.pieces))
+        return self._blocks(tensor, chosen(tensor.chunks))
 
-    def piece(self, tensor: Tensor, row: int) -> Iterator[Bytes]:
-        """As ``blocks``, for the box of one piece alone (row-major within the box)."""
-        pieces = tensor.pieces
-        size = tuple(pieces.size[row].tolist())
-        alone = Pieces(
-            pieces.rank[row : row + 1],
-            pieces.file[row : row + 1],
-            pieces.offset[row : row + 1],
+    def chunk(self, tensor: Tensor, row: int) -> Iterator[Bytes]:
+        """As ``blocks``, for the box of one chunk alone (row-major within the box)."""
+        chunks = tensor.chunks
+        size = tuple(chunks.size[row].tolist())
+        alone = Chunks(
+            chunks.rank[row : row + 1],
+            chunks.file[row : row + 1],
+            chunks.offset[row : row + 1],
             np.zeros((1, len(size)), np.int64),
-            pieces.size[row : row + 1],
-            pieces.stride[row : row + 1],
+            chunks.size[row : row + 1],
+            chunks.stride[row : row + 1],
         )
         return self._blocks(Tensor(tensor.dtype, size, alone), [0] if 0 not in size else [])
 
     def _blocks(self, tensor: Tensor, rows: list[int]) -> Iterator[Bytes]:
         if not rows:
             return
-        if len(rows) == 1 and _row_major(tensor.pieces, rows[0]):
+        if len(rows) == 1 and _row_major(tensor.chunks, rows[0]):
             yield from self._straight(tensor, rows[0])
             return
-        pieces = Boxes(tensor, rows)
+        chunks = Boxes(tensor, rows)
         for start, size in slabs(tensor.shape, tensor.dtype.itemsize, self._limit):
             block = self._buffer(prod(size) * tensor.dtype.itemsize)
-            pieces.fill(self, start, size, block)
+            chunks.fill(self, start, size, block)
             yield block
             go_on()
 
     def _straight(self, tensor: Tensor, row: int) -> Iterator[Bytes]:
-        """One row-major piece that is the whole tensor: its bytes as they lie in the file."""
-        source = self.source(int(tensor.pieces.file[row]))
-        offset, left = int(tensor.pieces.offset[row]), tensor.nbytes
+        """One row-major chunk that is the whole tensor: its bytes as they lie in the file."""
+        source = self.source(int(tensor.chunks.file[row]))
+        offset, left = int(tensor.chunks.offset[row]), tensor.nbytes
         step = self._limit // tensor.dtype.itemsize * tensor.dtype.itemsize
         while left > 0:
             block = self._buffer(min(step, left))
@@ -127,8 +127,8 @@ class BlockReader:
         return self._limit
 
 
-def _row_major(pieces: Pieces, row: int) -> bool:
-    size, stride = pieces.size[row].tolist(), pieces.stride[row].tolist()
+def _row_major(chunks: Chunks, row: int) -> bool:
+    size, stride = chunks.size[row].tolist(), chunks.stride[row].tolist()
     expected = contiguous_stride(size)
     return all(n == 1 or have == want for n, have, want in zip(size, stride, expected, strict=True))
 
@@ -152,27 +152,27 @@ def slabs(shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[tuple[t
 
 
 class Boxes:
-    """The pieces of one tensor, in columns, asked which of them meet a box."""
+    """The chunks of one tensor, in columns, asked which of them meet a box."""
 
     def __init__(self, tensor: Tensor, rows: list[int]) -> None:
-        taken = tensor.pieces.take(np.asarray(rows, np.intp))
+        taken = tensor.chunks.take(np.asarray(rows, np.intp))
         self._tensor = tensor
-        self._pieces = taken
+        self._chunks = taken
         self._end = taken.start + taken.size
 
     def fill(self, reader: BlockReader, start: tuple[int, ...], size: tuple[int, ...], block: Bytes) -> None:
         """Put the elements of the box into ``block``, row-major."""
         itemsize = self._tensor.dtype.itemsize
         whole = block.reshape(*size, itemsize)
-        low = np.maximum(self._pieces.start, np.asarray(start, np.int64))
+        low = np.maximum(self._chunks.start, np.asarray(start, np.int64))
         high = np.minimum(self._end, np.asarray(start, np.int64) + np.asarray(size, np.int64))
         for row in np.flatnonzero((low < high).all(axis=1)).tolist():
             begin, count = low[row].tolist(), (high[row] - low[row]).tolist()
-            stride: list[int] = (self._pieces.stride[row] * itemsize).tolist()
-            inner = (low[row] - self._pieces.start[row]).tolist()
-            offset = int(self._pieces.offset[row]) + sum(at * step for at, step in zip(inner, stride, strict=True))
+            stride: list[int] = (self._chunks.stride[row] * itemsize).tolist()
+            inner = (low[row] - self._chunks.start[row]).tolist()
+            offset = int(self._chunks.offset[row]) + sum(at * step for at, step in zip(inner, stride, strict=True))
             place = tuple(slice(at - base, at - base + n) for at, base, n in zip(begin, start, count, strict=True))
-            source = reader.source(int(self._pieces.file[row]))
+            source = reader.source(int(self._chunks.file[row]))
             _read_box(reader, source, offset, stride, whole[place])
 
 

@@ -21,7 +21,7 @@ _BUFFERS = 8  # a block, what it is gathered from, and a block cast to a wider d
 _LEAST = 16 * 1024  # bytes: the widest element there is fits many times
 
 Located: TypeAlias = tuple[Tensor, Sequence[SourceFile], Sources]
-"""A tensor, the files its pieces index, and what opens them."""
+"""A tensor, the files its chunks index, and what opens them."""
 
 
 def first_difference(

@@ -142,13 +142,13 @@ def _truncated(
             found.append(Problem("missing-file", error.what, file=file.path))
     unreadable: set[int] = set()
     for number, one in enumerate(named):
-        pieces, itemsize = one.tensor.pieces, one.tensor.dtype.itemsize
-        ends = pieces.offset + (((pieces.size - 1).clip(0) * pieces.stride).sum(axis=1) + 1) * itemsize
-        filled: list[bool] = (pieces.size != 0).all(axis=1).tolist()
-        for row, (end, file_number) in enumerate(zip(ends.tolist(), pieces.file.tolist(), strict=True)):
+        chunks, itemsize = one.tensor.chunks, one.tensor.dtype.itemsize
+        ends = chunks.offset + (((chunks.size - 1).clip(0) * chunks.stride).sum(axis=1) + 1) * itemsize
+        filled: list[bool] = (chunks.size != 0).all(axis=1).tolist()
+        for row, (end, file_number) in enumerate(zip(ends.tolist(), chunks.file.tolist(), strict=True)):
             if not filled[row]:
                 continue
-            if not 0 <= file_number < len(lengths) or pieces.offset[row] < 0:
+            if not 0 <= file_number < len(lengths) or chunks.offset[row] < 0:
                 unreadable.add(number)
             elif end > lengths[file_number]:
                 unreadable.add(number)

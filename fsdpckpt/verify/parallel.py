@@ -98,11 +98,11 @@ def for_each(
 
 
 def in_file_order(leaves: Sequence[Value]) -> list[int]:
-    """The order in which the first pieces of ``leaves`` lie in their files, so that reads run forward."""
+    """The order in which the first chunks of ``leaves`` lie in their files, so that reads run forward."""
     return sorted(range(len(leaves)), key=lambda number: _place(leaves[number]))
 
 
 def _place(leaf: Value) -> tuple[int, int]:
-    if isinstance(leaf, Tensor) and len(leaf.pieces):
-        return int(leaf.pieces.file[0]), int(leaf.pieces.offset[0])
+    if isinstance(leaf, Tensor) and len(leaf.chunks):
+        return int(leaf.chunks.file[0]), int(leaf.chunks.offset[0])
     return -1, -1

@@ -1,4 +1,4 @@
-"""Pieces that hold the same box must hold the same bytes: parameters of HYBRID_SHARD, buffers, ``step``."""
+"""Chunks that hold the same box must hold the same bytes: parameters of HYBRID_SHARD, buffers, ``step``."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["check_replicas", "replica_bytes", "replica_sets"]
 
 
 def replica_sets(tensor: Tensor) -> list[list[int]]:
-    """Rows of ``tensor.pieces`` that hold the same box in different places, two or more each, lowest rank first."""
-    pieces = tensor.pieces
-    if len(pieces.file) < 2:
+    """Rows of ``tensor.chunks`` that hold the same box in different places, two or more each, lowest rank first."""
+    chunks = tensor.chunks
+    if len(chunks.file) < 2:
         return []
     sets: dict[tuple[int, ...], dict[tuple[int, ...], int]] = {}
-    ranks = pieces.rank.tolist()
-    columns = (pieces.start, pieces.size, pieces.file, pieces.offset, pieces.stride)
+    ranks = chunks.rank.tolist()
+    columns = (chunks.start, chunks.size, chunks.file, chunks.offset, chunks.stride)
     rows = zip(*(column.tolist() for column in columns), strict=True)
     for row, (start, size, file, offset, stride) in enumerate(rows):
         if 0 not in size:
@@ -30,7 +30,7 @@ def replica_sets(tensor: Tensor) -> list[list[int]]:
 
 def replica_bytes(tensor: Tensor, sets: list[list[int]]) -> int:
     """How many bytes comparing ``sets`` reads, counting each pair once."""
-    sizes = tensor.pieces.size
+    sizes = tensor.chunks.size
     return sum((len(rows) - 1) * int(np.prod(sizes[rows[0]])) for rows in sets) * tensor.dtype.itemsize
 
 
@@ -43,7 +43,7 @@ def check_replicas(
     """A problem for each set of replicas that are not all equal, naming the ranks that differ from the lowest."""
     found: list[Problem] = []
     tensor = named.tensor
-    ranks = tensor.pieces.rank.tolist()
+    ranks = tensor.chunks.rank.tolist()
     for rows in sets:
         differing = [row for row in rows[1:] if not _equal(readers, tensor, rows[0], row, advance)]
         if differing:
@@ -64,7 +64,7 @@ def check_replicas(
 def _equal(
     readers: tuple[BlockReader, BlockReader], tensor: Tensor, one: int, other: int, advance: Advance | None
 ) -> bool:
-    for left, right in lockstep(readers[0].piece(tensor, one), readers[1].piece(tensor, other)):
+    for left, right in lockstep(readers[0].chunk(tensor, one), readers[1].chunk(tensor, other)):
         if advance is not None:
             advance(len(left))
         if not np.array_equal(left, right):

@@ -87,7 +87,7 @@ def _count(one: Bytes, other: Bytes, dtype: DType, tolerance: Tolerance | None, 
 
 
 def lockstep(left: Iterator[Bytes], right: Iterator[Bytes]) -> Iterator[tuple[Bytes, Bytes]]:
-    """Both streams in pieces of equal length; they end together, as tensors of one shape and dtype do."""
+    """Both streams in chunks of equal length; they end together, as tensors of one shape and dtype do."""
     one = other = np.empty(0, np.uint8)
     while True:
         if not len(one):

@@ -41,11 +41,11 @@ def _merged(common: dict[Key, Value], own: dict[Key, Value]) -> dict[Key, Value]
 
 
 def _alike(one: Value, other: Value) -> bool:
-    """Whether two ranks have the same value: what they have in common is one object, its tensors of the same pieces."""
+    """Whether two ranks have the same value: what they have in common is one object, its tensors of the same chunks."""
     if one is other:
         return True
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.pieces is other.pieces
+        return one.chunks is other.chunks
     if isinstance(one, dict) and isinstance(other, dict):
         return list(one) == list(other) and all(_alike(value, other[key]) for key, value in one.items())
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):

@@ -18,7 +18,7 @@ from fsdpckpt.formats.zip import TorchZip
 from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import TargetFile
-from fsdpckpt.ir.tensors import Pieces, Tensor, contiguous_stride
+from fsdpckpt.ir.tensors import Chunks, Tensor, contiguous_stride
 
 __all__ = ["Storages", "memory_order", "sharing", "ties"]
 
@@ -105,11 +105,11 @@ class Storages:
 
 
 def order_of(tensor: Tensor) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
-    """``memory_order`` of a tensor: only one that is a single piece has an order to keep."""
-    pieces = tensor.pieces
-    if len(tensor.shape) < 2 or len(pieces.file) != 1:
+    """``memory_order`` of a tensor: only one that is a single chunk has an order to keep."""
+    chunks = tensor.chunks
+    if len(tensor.shape) < 2 or len(chunks.file) != 1:
         return None, contiguous_stride(tensor.shape)
-    return memory_order(tensor.shape, tuple(pieces.stride[0].tolist()))
+    return memory_order(tensor.shape, tuple(chunks.stride[0].tolist()))
 
 
 def sharing(tensors: Iterable[Tensor], casts: Mapping[int, DType]) -> tuple[Mapping[int, _SharedView], list[Note]]:
@@ -141,17 +141,17 @@ def ties(tensors: Iterable[Tensor]) -> Mapping[int, Tensor]:
 
 
 def _groups(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Tensors that share memory with others, in groups: several pieces that are all the same, or one that overlaps."""
+    """Tensors that share memory with others, in groups: several chunks that are all the same, or one that overlaps."""
     singles: list[Tensor] = []
     several: dict[tuple[bytes, ...], list[Tensor]] = {}
     for tensor in tensors:
-        pieces = tensor.pieces
+        chunks = tensor.chunks
         if 0 in tensor.shape:
             continue
-        if len(pieces.file) == 1:
+        if len(chunks.file) == 1:
             singles.append(tensor)
         else:
-            columns = (pieces.file, pieces.offset, pieces.start, pieces.size, pieces.stride)
+            columns = (chunks.file, chunks.offset, chunks.start, chunks.size, chunks.stride)
             several.setdefault(tuple(column.tobytes() for column in columns), []).append(tensor)
     return [tied for tied in several.values() if len(tied) > 1] + _overlapping(singles)
 
@@ -160,8 +160,8 @@ def _overlapping(tensors: list[Tensor]) -> list[list[Tensor]]:
     """Groups of at least two tensors whose byte ranges overlap, each connected through the others."""
     if len(tensors) < 2:
         return []
-    begin = np.concatenate([tensor.pieces.offset for tensor in tensors])
-    file = np.concatenate([tensor.pieces.file for tensor in tensors])
+    begin = np.concatenate([tensor.chunks.offset for tensor in tensors])
+    file = np.concatenate([tensor.chunks.file for tensor in tensors])
     end = begin + np.fromiter((_span(tensor) for tensor in tensors), np.int64, len(tensors))
     order = np.lexsort((begin, file))
     groups: list[list[Tensor]] = []
@@ -179,8 +179,8 @@ def _overlapping(tensors: list[Tensor]) -> list[list[Tensor]]:
 
 
 def _span(tensor: Tensor) -> int:
-    """Bytes from the first to past the last element of a one-piece tensor."""
-    size, stride = tensor.pieces.size[0].tolist(), tensor.pieces.stride[0].tolist()
+    """Bytes from the first to past the last element of a one-chunk tensor."""
+    size, stride = tensor.chunks.size[0].tolist(), tensor.chunks.stride[0].tolist()
     elements: int = sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1
     return elements * tensor.dtype.itemsize
 
@@ -197,11 +197,11 @@ def _share(group: list[Tensor], casts: Mapping[int, DType], views: dict[int, _Sh
         for tensor in group:
             views[id(tensor)] = _SharedView(record, 0, stride)
         return True
-    return len(first.pieces) == 1 and _share_union(group, dtype, views)
+    return len(first.chunks) == 1 and _share_union(group, dtype, views)
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
-    p, q = a.pieces, b.pieces
+    p, q = a.chunks, b.chunks
     return a is b or (
         (a.dtype, a.shape, len(p)) == (b.dtype, b.shape, len(q))
         and p.offset[0] == q.offset[0].item()
@@ -212,15 +212,15 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
 def _share_union(group: list[Tensor], dtype: DType, views: dict[int, _SharedView]) -> bool:
     """One flat record over all of the group's bytes. False when the views are not whole elements apart."""
     source = group[0].dtype
-    begins = [int(tensor.pieces.offset[0]) for tensor in group]
+    begins = [int(tensor.chunks.offset[0]) for tensor in group]
     begin = min(begins)
     if any((at - begin) % source.itemsize for at in begins):
         return False
     end = max(at + _span(tensor) for at, tensor in zip(begins, group, strict=True))
     shape = ((end - begin) // source.itemsize,)
-    flat = Tensor(source, shape, Pieces.whole(file=int(group[0].pieces.file[0]), offset=begin, shape=shape))
+    flat = Tensor(source, shape, Chunks.whole(file=int(group[0].chunks.file[0]), offset=begin, shape=shape))
     record = _Shared(flat, dtype, None)
     for at, tensor in zip(begins, group, strict=True):
-        stride = tuple(tensor.pieces.stride[0].tolist())
+        stride = tuple(tensor.chunks.stride[0].tolist())
         views[id(tensor)] = _SharedView(record, (at - begin) // source.itemsize, stride)
     return True

@@ -44,13 +44,13 @@ def test_inspect_json_is_the_contracts_document(run: Run, saved: Path) -> None:
         "dtype": "float32", "shape": [7, 5], "numel": 35, "nbytes": 140, "placement": "whole",
     }  # fmt: skip
     assert {name: first[name] for name in expected} == expected
-    (piece,) = first["pieces"]
-    data = saved.read_bytes()[piece["offset"] : piece["offset"] + piece["nbytes"]]
+    (chunk,) = first["pieces"]
+    data = saved.read_bytes()[chunk["offset"] : chunk["offset"] + chunk["nbytes"]]
     assert torch.equal(
         torch.frombuffer(bytearray(data), dtype=torch.float32).view(7, 5),
         training_state()["model"]["0.weight"],  # type: ignore[index]
     )
-    assert (piece["rank"], piece["file"], piece["box"]) == (0, str(saved), [[0, 7], [0, 5]])
+    assert (chunk["rank"], chunk["file"], chunk["box"]) == (0, str(saved), [[0, 7], [0, 5]])
     moment = next(row for row in document["tensors"] if row["key"] == "3.exp_avg_sq")
     assert (moment["section"], moment["param"], moment["state"]) == ("optim", "3", "exp_avg_sq")
     assert document["param_groups"][0]["params"] == [0, 1, 2, 3, 4, 5]
@@ -142,9 +142,9 @@ def test_verify_digests_are_the_data_on_stdout(run: Run, saved: Path) -> None:
 
 
 def test_verify_finds_a_flipped_byte_that_torch_loads_silently(run: Run, saved: Path) -> None:
-    piece = json.loads(run("inspect", saved, "--json", "--ranks").out)["tensors"][0]["pieces"][0]
+    chunk = json.loads(run("inspect", saved, "--json", "--ranks").out)["tensors"][0]["pieces"][0]
     data = bytearray(saved.read_bytes())
-    data[piece["offset"] + 3] ^= 1
+    data[chunk["offset"] + 3] ^= 1
     saved.write_bytes(data)
     torch.load(saved, weights_only=True)
     done = run("verify", saved)

@@ -35,7 +35,7 @@ from fsdpckpt.errors import StateDictMismatchError, UsageError, WorkerError
 from tests.comm.crew import crew
 
 WORLD_SIZES = (2, 3, 4)
-BUDGET = 1 << 14  # four chunks of one page: every tensor of some size crosses in pieces
+BUDGET = 1 << 14  # four chunks of one page: every tensor of some size crosses in chunks
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -208,7 +208,7 @@ def check_gather_gives_what_sharded_tensor_gather_gives(group: comm.Group) -> No
 def check_gather_takes_sharded_tensors_of_any_cut(group: comm.Group) -> None:
     full = random(10, 6)
     n = group.world_size
-    edges = [0, 5] + [5 + i for i in range(1, n - 1)] + [10]  # rows, in uneven pieces; rank 1 may have none
+    edges = [0, 5] + [5 + i for i in range(1, n - 1)] + [10]  # rows, in uneven chunks; rank 1 may have none
     low, high = edges[group.rank], edges[group.rank + 1]
     tensor = init_from_local_shards(
         [LocalShard.from_tensor_and_offsets(full[low:high].clone(), [low, 0], group.rank)], 10, 6
@@ -520,7 +520,7 @@ def work(out: str) -> int:
         with group.step("next"):
             pass
     group.close()
-    return 0  # and end at once: some situations leave a process group in pieces
+    return 0  # and end at once: some situations leave a process group in chunks
 
 
 def work_under_srun(rank: int, out: str) -> int:

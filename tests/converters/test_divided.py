@@ -15,16 +15,16 @@ from fsdpckpt.converters.delivery_stage import Stage, is_there
 from fsdpckpt.converters.pairs_shipped import packed_pairs, unpacked_pairs
 from fsdpckpt.errors import TargetExistsError
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.tensors import Pieces, Tensor
+from fsdpckpt.ir.tensors import Chunks, Tensor
 
 
 def tensor(rng: random.Random, *, files: int) -> Tensor:
-    """Of random shape (0-dim and empty ones too), in pieces in some of ``files`` files."""
+    """Of random shape (0-dim and empty ones too), in chunks in some of ``files`` files."""
     shape = tuple(rng.choice([0, 1, 3, 7, 13]) for _ in range(rng.randrange(4)))
     count = rng.randrange(1, 4)
     numbers = [rng.randrange(files) for _ in range(count)]
     boxes = [[rng.randrange(5) for _ in shape] for _ in range(2 * count)]
-    pieces = Pieces.rows(
+    chunks = Chunks.rows(
         ndim=len(shape),
         rank=[rng.randrange(9) for _ in range(count)],
         file=numbers,
@@ -32,7 +32,7 @@ def tensor(rng: random.Random, *, files: int) -> Tensor:
         start=boxes[:count],
         size=boxes[count:],
     )
-    return Tensor(DTYPES[rng.choice(["float32", "bfloat16", "int64"])], shape, pieces)
+    return Tensor(DTYPES[rng.choice(["float32", "bfloat16", "int64"])], shape, chunks)
 
 
 def pairs(seed: int, *, files: int = 3) -> list[Pair]:
@@ -49,7 +49,7 @@ def test_pairs_that_cross_are_what_they_were(seed: int) -> None:
         for mine, theirs in ((one.source, other.source), (one.written, other.written)):
             assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape)
             for column in ("rank", "file", "offset", "start", "size", "stride"):
-                assert np.array_equal(getattr(mine.pieces, column), getattr(theirs.pieces, column)), column
+                assert np.array_equal(getattr(mine.chunks, column), getattr(theirs.chunks, column)), column
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -61,7 +61,7 @@ def test_each_tensor_is_compared_once_by_a_worker_that_sees_all_of_it_else_it_is
     assert sorted(pair.name for share in shares for pair in share) == sorted(pair.name for pair in found)
     for worker, share in enumerate(shares):
         for pair in share:
-            sees = source[pair.source.pieces.file].all(axis=0) & written[pair.written.pieces.file].all(axis=0)
+            sees = source[pair.source.chunks.file].all(axis=0) & written[pair.written.chunks.file].all(axis=0)
             assert sees[worker] if worker < 3 else not sees.any()
 
 

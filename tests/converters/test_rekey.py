@@ -90,7 +90,7 @@ def _rekeyed(checkpoint: Checkpoint, key_type: str, **more: Any) -> Checkpoint:
 def _keys(checkpoint: Checkpoint) -> dict[Any, Any]:
     """Each key of the state with where its first tensor lies, which tells the states apart."""
     return {
-        key: int(states["exp_avg"].pieces.offset[0]) if "exp_avg" in states else None
+        key: int(states["exp_avg"].chunks.offset[0]) if "exp_avg" in states else None
         for key, states in checkpoint.optim.state.items()
     }
 

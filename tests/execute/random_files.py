@@ -14,7 +14,7 @@ import numpy as np
 from fsdpckpt.ir.checkpoint import SourceFile
 from fsdpckpt.ir.dtypes import DTYPES, DType, numpy_dtype
 from fsdpckpt.ir.targets import TargetFile
-from fsdpckpt.ir.tensors import Pieces, Tensor, contiguous_stride
+from fsdpckpt.ir.tensors import Chunks, Tensor, contiguous_stride
 
 __all__ = ["Disk", "random_files"]
 
@@ -69,7 +69,7 @@ def random_tensor(rng: random.Random, disk: Disk, dtype: DType) -> tuple[Tensor,
                 ("start", [low for low, _ in box]), ("size", [high - low for low, high in box]), ("stride", stride),
             ):  # fmt: skip
                 rows[name].append(value)
-    return Tensor(dtype, shape, Pieces.rows(ndim=len(shape), **rows)), values
+    return Tensor(dtype, shape, Chunks.rows(ndim=len(shape), **rows)), values
 
 
 def random_write_item(rng: random.Random, file: TargetFile, tensor: Tensor, values: np.ndarray, dtype: DType) -> bytes:

@@ -24,7 +24,7 @@ from fsdpckpt.execute.window import Assembler
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES, numpy_dtype
 from fsdpckpt.ir.targets import Target, TargetFile
-from fsdpckpt.ir.tensors import Pieces, Tensor
+from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.plan import partition as shares
 from fsdpckpt.plan.copies import make_plan
 from fsdpckpt.plan.partition import Segment, cut, target_node
@@ -178,7 +178,7 @@ def test_any_division_of_any_plan_writes_what_one_process_would(seed: int) -> No
 def test_what_is_cast_is_sent_as_it_was_and_never_cut_within_an_element(tmp_path, name: str, block: int) -> None:
     values = np.random.default_rng(block).standard_normal(5003).astype(np.float32)
     disk = Disk(str(tmp_path), [bytearray(values.tobytes())], random.Random(block))
-    tensor = Tensor(DTYPES["float32"], (5003,), Pieces.whole(file=0, offset=0, shape=(5003,)))
+    tensor = Tensor(DTYPES["float32"], (5003,), Chunks.whole(file=0, offset=0, shape=(5003,)))
     file = TargetFile("out")
     file.literal(bytes(3))
     file.write_item(tensor, dtype=DTYPES[name])
@@ -222,7 +222,7 @@ def _plan_of(sizes: list[int]) -> Plan:
         file = TargetFile(f"f{number}")
         file.literal(bytes(range(1, 9)))
         shape = (max(nbytes - 8, 0),)
-        file.write_item(Tensor(DTYPES["uint8"], shape, Pieces.whole(file=0, offset=0, shape=shape)))
+        file.write_item(Tensor(DTYPES["uint8"], shape, Chunks.whole(file=0, offset=0, shape=shape)))
         files.append(file)
     return make_plan(Target(files))
 
@@ -274,7 +274,7 @@ def test_those_who_see_a_file_take_turns_in_sending_it() -> None:
     for number in range(12):
         sources.append(SourceFile(f"s{number}", 1000))
         file = TargetFile(f"t{number}")
-        file.write_item(Tensor(DTYPES["uint8"], shape, Pieces.whole(file=number, offset=0, shape=shape)))
+        file.write_item(Tensor(DTYPES["uint8"], shape, Chunks.whole(file=number, offset=0, shape=shape)))
         target.append(file)
     plan = make_plan(Target(target))
     segments = cut(plan, range(12), [0])

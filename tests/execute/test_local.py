@@ -1,4 +1,4 @@
-"""The local executor against a naive numpy oracle: any pieces, write items, strides, casts, windows and threads."""
+"""The local executor against a naive numpy oracle: any chunks, write items, strides, casts, windows and threads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fsdpckpt.execute.local import execute
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES, numpy_dtype
 from fsdpckpt.ir.targets import Target, TargetFile
-from fsdpckpt.ir.tensors import Pieces, Tensor
+from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.plan import copies
 from fsdpckpt.plan.copies import make_plan
 from fsdpckpt.progress import NoProgress
@@ -35,7 +35,7 @@ def test_any_boxes_strides_casts_and_windows_give_the_bytes_numpy_gives(seed: in
     with tempfile.TemporaryDirectory() as folder:
         disk = Disk(folder, [bytearray() for _ in range(3)], rng)
         files, wanted = random_files(rng, disk, 2, 1)
-        with patch.object(copies, "FEW", rng.choice([0, copies.FEW])):  # both ways of finding pieces
+        with patch.object(copies, "FEW", rng.choice([0, copies.FEW])):  # both ways of finding chunks
             plan = make_plan(Target(files))
         with Sources() as sources:
             execute(
@@ -56,7 +56,7 @@ def _one_record(folder: str, data: bytes, crc: int, *, cut: int = 0) -> None:
     path = os.path.join(folder, "source")
     with open(path, "wb") as stream:
         stream.write(data[: len(data) - cut])
-    tensor = Tensor(DTYPES["uint8"], (len(data),), Pieces.whole(file=0, offset=0, shape=(len(data),)))
+    tensor = Tensor(DTYPES["uint8"], (len(data),), Chunks.whole(file=0, offset=0, shape=(len(data),)))
     file = TargetFile("out")
     file.write_item(tensor)
     with Sources() as sources:
@@ -125,7 +125,7 @@ def test_files_large_enough_for_direct_writes_hold_the_same_bytes(tmp_path, wind
         shape = (len(values),)
         literal = bytes(4) + rng.randbytes(rng.randrange(9000))
         place = file.literal(literal)
-        begin = file.write_item(Tensor(DTYPES["uint8"], shape, Pieces.whole(file=source, offset=offset, shape=shape)))
+        begin = file.write_item(Tensor(DTYPES["uint8"], shape, Chunks.whole(file=source, offset=offset, shape=shape)))
         file.checksum(begin, file.nbytes, [place])
         expected += zlib.crc32(values).to_bytes(4, "little") + literal[4:] + values
     with Sources() as sources:
@@ -145,7 +145,7 @@ def test_files_large_enough_for_direct_writes_hold_the_same_bytes(tmp_path, wind
 def test_windows_never_cut_an_element_that_is_cast(tmp_path, shift: int) -> None:
     values = np.random.default_rng(shift).standard_normal(1000).astype(np.float32)
     disk = Disk(str(tmp_path), [bytearray(values.tobytes())], random.Random(shift))
-    tensor = Tensor(DTYPES["float32"], (1000,), Pieces.whole(file=0, offset=0, shape=(1000,)))
+    tensor = Tensor(DTYPES["float32"], (1000,), Chunks.whole(file=0, offset=0, shape=(1000,)))
     file = TargetFile("out")
     file.literal(bytes(shift))
     file.write_item(tensor, dtype=DTYPES["float64"])

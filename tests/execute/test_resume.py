@@ -25,7 +25,7 @@ from fsdpckpt.execute.resume import Finished, LatePlaces, RunIdentity, plan_dige
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.targets import Target, TargetFile
-from fsdpckpt.ir.tensors import Pieces, Tensor
+from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.plan.copies import make_plan
 from fsdpckpt.plan.plan import Plan
 from fsdpckpt.progress import NoProgress
@@ -111,7 +111,7 @@ def scene(folder: str, seed: int, *, threads: int = 1, damage: bool = False) -> 
         offset = len(source)
         source += data + rng.randbytes(rng.randrange(20))
         rows.append((0, offset, len(data), zlib.crc32(data)))
-        tensors.append(Tensor(BYTES, (len(data),), Pieces.whole(file=0, offset=offset, shape=(len(data),))))
+        tensors.append(Tensor(BYTES, (len(data),), Chunks.whole(file=0, offset=offset, shape=(len(data),))))
         values.append(data)
     if damage:
         largest = max(rows, key=lambda row: row[2])

@@ -9,7 +9,7 @@ import numpy as np
 
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, OptimState, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.tensors import SLICES, Pieces, Tensor
+from fsdpckpt.ir.tensors import SLICES, Chunks, Tensor
 from fsdpckpt.ir.units import Strategy, Unit, UnitParam, Units
 
 FLOAT = DTYPES["float32"]
@@ -84,15 +84,15 @@ class Played:
         own = flat[begin : begin + step]
         return np.concatenate([own, np.zeros(step - len(own), np.float32)]), begin
 
-    def slices(self, pieces: Mapping[int, np.ndarray]) -> Tensor:
-        ranks = list(pieces)
-        sizes = [len(pieces[rank]) for rank in ranks]
+    def slices(self, chunks: Mapping[int, np.ndarray]) -> Tensor:
+        ranks = list(chunks)
+        sizes = [len(chunks[rank]) for rank in ranks]
         starts = np.cumsum([0, *sizes])[:-1].tolist()
-        columns = Pieces.rows(
+        columns = Chunks.rows(
             ndim=1,
             rank=ranks,
             file=ranks,
-            offset=[self.put(rank, pieces[rank]) for rank in ranks],
+            offset=[self.put(rank, chunks[rank]) for rank in ranks],
             start=[(start,) for start in starts],
             size=[(size,) for size in sizes],
         )
@@ -100,7 +100,7 @@ class Played:
 
     def replicas(self, array: np.ndarray) -> Tensor:
         ranks = range(self.world_size)
-        columns = Pieces.rows(
+        columns = Chunks.rows(
             ndim=array.ndim,
             rank=list(ranks),
             file=list(ranks),
@@ -141,7 +141,7 @@ class Played:
                 own = own[: max(0, len(flat) - start)]
                 if len(own):
                     rows.append((rank, self.put(rank, own), start, len(own)))
-            columns = Pieces.rows(
+            columns = Chunks.rows(
                 ndim=1,
                 rank=[row[0] for row in rows],
                 file=[row[0] for row in rows],

@@ -11,7 +11,7 @@ import numpy as np
 from fsdpckpt.flat.units.names import NamedParam, NameList
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, OptimState, ParamKey
 from fsdpckpt.ir.dtypes import DTYPES, DType
-from fsdpckpt.ir.tensors import SLICES, Pieces, Tensor
+from fsdpckpt.ir.tensors import SLICES, Chunks, Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.layouts.flattened import layout_of
@@ -28,7 +28,7 @@ def name_list(*params: NamedParam, ordered: bool = True, foreign: bool = False) 
 
 
 def whole(*shape: int, dtype: DType = FLOAT, managed: bool | None = True, file: int = 0, offset: int = 0) -> Tensor:
-    return Tensor(dtype, shape, Pieces.whole(file=file, offset=offset, shape=shape), managed)
+    return Tensor(dtype, shape, Chunks.whole(file=file, offset=offset, shape=shape), managed)
 
 
 def slices(lengths: Sequence[int | None], dtype: DType = FLOAT) -> Tensor:
@@ -38,7 +38,7 @@ def slices(lengths: Sequence[int | None], dtype: DType = FLOAT) -> Tensor:
     ranks = [rank for rank, length in enumerate(lengths) if length is not None]
     sizes = [lengths[rank] or 0 for rank in ranks]
     starts = np.cumsum([0, *sizes])[:-1].tolist()
-    rows = Pieces.rows(
+    rows = Chunks.rows(
         ndim=1,
         rank=ranks,
         file=ranks,
@@ -55,7 +55,7 @@ def replicas(world_size: int, *shape: int, dtype: DType = FLOAT) -> Tensor:
         return slices([shape[0]] * world_size, dtype)
     ranks = list(range(world_size))
     zeros = [[0] * len(shape)] * world_size
-    rows = Pieces.rows(
+    rows = Chunks.rows(
         ndim=len(shape), rank=ranks, file=ranks, offset=[64] * world_size, start=zeros, size=[shape] * world_size
     )
     return Tensor(dtype, shape, rows, managed=False)
@@ -127,7 +127,7 @@ def local_model(units: Units, world_size: int, *, by_name: bool = False) -> Mode
         )
         held = [layout.held(rank % layout.shards) for rank in range(world_size)]
         ranks = [rank for rank, (begin, end) in enumerate(held) if end > begin]
-        rows = Pieces.rows(
+        rows = Chunks.rows(
             ndim=1,
             rank=ranks,
             file=ranks,
@@ -140,7 +140,7 @@ def local_model(units: Units, world_size: int, *, by_name: bool = False) -> Mode
         for param in unit.params if by_name else ():
             tensor = _state(replace(units, use_orig_params=True), world_size, param.name)
             lengths = {
-                int(rank): int(size) for rank, size in zip(tensor.pieces.rank, tensor.pieces.size[:, 0], strict=True)
+                int(rank): int(size) for rank, size in zip(tensor.chunks.rank, tensor.chunks.size[:, 0], strict=True)
             }
             params[param.name] = slices([lengths.get(rank, 0) for rank in range(world_size)], dtype)
     return ModelState(params)

@@ -10,7 +10,7 @@ import pytest
 from fsdpckpt.flat.match import FlatMatch, Mismatch, match
 from fsdpckpt.flat.units.build import Settings, build_units
 from fsdpckpt.ir.checkpoint import UNORDERED, Checkpoint, Container, ModelState, OptimState, ParamKey
-from fsdpckpt.ir.tensors import ONE_SLICE, Pieces, Tensor
+from fsdpckpt.ir.tensors import ONE_SLICE, Chunks, Tensor
 from fsdpckpt.ir.units import Strategy, Units
 from fsdpckpt.ir.values import Value
 from tests.flat.flat_synthetic import (
@@ -107,7 +107,7 @@ def test_slices_that_begin_elsewhere_are_named_rank_by_rank() -> None:
 def test_replicas_and_ranks_without_elements_hold_what_the_units_say() -> None:
     proved(local(units(strategy=Strategy.NO_SHARD)), units(strategy=Strategy.NO_SHARD))
     few = build_units((named("w", 3),), ("",), Settings(use_orig_params=False))
-    rows = Pieces.rows(
+    rows = Chunks.rows(
         ndim=1, rank=[0, 1, 2, 3], file=[0, 1, 2, 3], offset=[0] * 4,
         start=[[0], [1], [2], [0]], size=[[1], [1], [1], [0]],
     )  # fmt: skip

@@ -14,7 +14,7 @@ from fsdpckpt.flat.padding import require_padding
 from fsdpckpt.flat.replicas import compare_replicas
 from fsdpckpt.flat.scalars import require_equal_scalars
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, ModelState, OptimState, SourceFile
-from fsdpckpt.ir.tensors import Pieces, Tensor
+from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.units import Strategy, Units
 from fsdpckpt.storage.sources import Sources
 from tests.flat.flat_checkpoints import FLOAT, Played, unit, units_of
@@ -28,7 +28,7 @@ def adagrad(units: Units, played: Played, initial: float = 0.0) -> OptimState:
         pad = -sum(param.numel for param in one.params) % played.world_size
         if pad:
             tensor = moments[one.key]
-            end = int(tensor.pieces.offset[-1]) + int(tensor.pieces.size[-1, 0]) * 4
+            end = int(tensor.chunks.offset[-1]) + int(tensor.chunks.size[-1, 0]) * 4
             played.data[-1][end - 4 * pad : end] = np.full(pad, initial, np.float32).tobytes()
     return played.optimizer({"sum": dict(moments)}, list(units.optimizer_keys()))
 
@@ -94,11 +94,11 @@ def test_the_gaps_of_an_aligned_flat_parameter_hold_the_filler(tmp_path: Path) -
 
 def with_checksums(checkpoint: Checkpoint, tensor: Tensor, change: int | None) -> Checkpoint:
     """A CRC for each slice, those of equal shards equal, but for the rank in ``change``."""
-    pieces = tensor.pieces
+    chunks = tensor.chunks
     rows = [
         (file, offset, 4 * size, 1000 + rank % 2 + (7 if rank == change else 0))
         for rank, file, offset, size in zip(
-            pieces.rank.tolist(), pieces.file.tolist(), pieces.offset.tolist(), pieces.size[:, 0].tolist(), strict=True
+            chunks.rank.tolist(), chunks.file.tolist(), chunks.offset.tolist(), chunks.size[:, 0].tolist(), strict=True
         )
     ]
     return replace(checkpoint, checksums=Checksums.of(rows))
@@ -121,7 +121,7 @@ def test_replicas_of_hybrid_shards_are_compared_by_their_checksums(tmp_path: Pat
 
 def scalar(played: Played, value: float) -> Tensor:
     offset = played.put(0, np.asarray(value, np.float32))
-    return Tensor(FLOAT, (), Pieces.whole(file=0, offset=offset, shape=()))
+    return Tensor(FLOAT, (), Chunks.whole(file=0, offset=offset, shape=()))
 
 
 def test_steps_that_differ_within_a_unit_are_refused_by_name(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from fsdpckpt.flat.slice_lengths import carried_whole, is_sliced, is_step, lengths_found, lengths_shown, slice_lengths
 from fsdpckpt.flat.units.build import Settings, build_units
 from fsdpckpt.ir.checkpoint import OptimState, ParamKey
-from fsdpckpt.ir.tensors import Pieces, Tensor
+from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.values import Value
 from tests.flat.flat_synthetic import FLOAT, checkpoint, named, replicas, slices, whole
 
@@ -20,14 +20,14 @@ PARAMS = (named("w", 5, 3), named("b", 5), named("x", 4, 2))
 def strided(*rows: tuple[int, int, int]) -> Tensor:
     """Rows of (rank, elements, stride)."""
     zeros = [0] * len(rows)
-    pieces = Pieces.rows(
+    chunks = Chunks.rows(
         ndim=1, rank=[row[0] for row in rows], file=zeros, offset=zeros, start=[[0] for _ in rows],
         size=[[row[1]] for row in rows],
     )  # fmt: skip
-    return Tensor(FLOAT, (9,), replace(pieces, stride=np.asarray([[row[2]] for row in rows])))
+    return Tensor(FLOAT, (9,), replace(chunks, stride=np.asarray([[row[2]] for row in rows])))
 
 
-def test_a_slice_is_one_dense_piece_of_a_vector_on_each_rank_that_has_it() -> None:
+def test_a_slice_is_one_dense_chunk_of_a_vector_on_each_rank_that_has_it() -> None:
     lengths = slice_lengths(slices([4, None, 3]), 4)
     assert lengths is not None and lengths.tolist() == [4, 0, 3, 0]
     dense = slice_lengths(strided((0, 4, 1), (2, 1, 7)), 3)  # one element lies nowhere else, whatever its stride says
@@ -43,7 +43,7 @@ def test_other_tensors_are_no_slices(tensor: Tensor) -> None:
 
 
 def test_one_number_a_rank_is_carried_whole_and_a_step_then_is_one() -> None:
-    one, nowhere = slices([1, 1]), replace(whole(1), pieces=whole(1).pieces.take(np.zeros(1, bool)))
+    one, nowhere = slices([1, 1]), replace(whole(1), chunks=whole(1).chunks.take(np.zeros(1, bool)))
     assert carried_whole(one) and not carried_whole(slices([1, 2])) and not carried_whole(nowhere)
     assert not carried_whole(replicas(2, 1, 1))
     assert is_step("step", one) and not is_step("exp_avg", one) and not is_step("step", slices([2, 2]))

@@ -31,7 +31,7 @@ def optim(
             total = sum(param.numel for param in one.params)
             tensor = moments[one.key]
             for rank, offset, size in zip(
-                range(world_size), tensor.pieces.offset.tolist(), tensor.pieces.size[:, 0].tolist(), strict=True
+                range(world_size), tensor.chunks.offset.tolist(), tensor.chunks.size[:, 0].tolist(), strict=True
             ):
                 held = max(0, min(size, total - rank * size))
                 values = np.full(size - held, constant, np.float32)
@@ -99,7 +99,7 @@ def test_gaps_are_found_under_wrapped_keys_and_on_the_rank_that_has_them(tmp_pat
         source = written(played, tmp_path, model=model)
         assert require_padding(source, proved(source, units), sources) == 7
         # 24 elements, 8 a rank: a and its gap are on rank 0, b from 8 to 17, its gap to 20 on rank 2, c, then one more
-        played.data[2][int(tensor.pieces.offset[2]) + 4 : int(tensor.pieces.offset[2]) + 8] = b"\0\0\0\0"
+        played.data[2][int(tensor.chunks.offset[2]) + 4 : int(tensor.chunks.offset[2]) + 8] = b"\0\0\0\0"
         source = written(played, tmp_path, model=model)
         with pytest.raises(SourceCorruptError) as caught:
             require_padding(source, proved(source, units), sources)

@@ -13,7 +13,7 @@ from fsdpckpt.flat.scalars import require_equal_scalars
 from fsdpckpt.flat.units.build import Settings, build_units
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout, OptimState, ParamKey, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.tensors import Pieces, Tensor
+from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.values import Value
 from fsdpckpt.storage.sources import Sources
 from tests.flat.flat_synthetic import checkpoint, named
@@ -30,7 +30,7 @@ NUMBERS = np.asarray([3, 4, 3, 1.5], np.float32)
 
 def number(index: int, *shape: int, dtype: str = "float32") -> Tensor:
     """The tensor of one element at ``NUMBERS[index]``."""
-    return Tensor(DTYPES[dtype], shape, Pieces.whole(file=0, offset=4 * index, shape=shape))
+    return Tensor(DTYPES[dtype], shape, Chunks.whole(file=0, offset=4 * index, shape=shape))
 
 
 def details(states: dict[str, dict[str, Tensor | Value]], tmp_path: Path) -> tuple[str, ...]:
@@ -100,13 +100,13 @@ def test_a_step_of_one_element_is_compared_even_with_a_parameter_of_one_element(
 
 def test_a_state_in_the_shape_of_its_parameter_is_each_ones_own(tmp_path: Path) -> None:
     assert details({"l.p0": {"exp_avg": number(0)}, "l.one": {"exp_avg": number(1, 1)}}, tmp_path) == ()
-    square = Tensor(DTYPES["float32"], (2, 2), Pieces.whole(file=0, offset=0, shape=(2, 2)))
-    other = Tensor(DTYPES["bfloat16"], (2, 2), Pieces.whole(file=0, offset=0, shape=(2, 2)))
+    square = Tensor(DTYPES["float32"], (2, 2), Chunks.whole(file=0, offset=0, shape=(2, 2)))
+    other = Tensor(DTYPES["bfloat16"], (2, 2), Chunks.whole(file=0, offset=0, shape=(2, 2)))
     assert details({"l.p0": {"exp_avg": square}, "l.p1": {"exp_avg": other}}, tmp_path) == ()
 
 
 def test_factors_of_a_state_are_each_ones_own(tmp_path: Path) -> None:
-    rows = [Tensor(DTYPES["float32"], (2,), Pieces.whole(file=0, offset=at, shape=(2,))) for at in (0, 4)]
+    rows = [Tensor(DTYPES["float32"], (2,), Chunks.whole(file=0, offset=at, shape=(2,))) for at in (0, 4)]
     assert details({"l.p0": {"row": rows[0]}, "l.p1": {"row": rows[1]}}, tmp_path) == ()
 
 

@@ -99,8 +99,8 @@ def test_a_parameter_has_states_only_on_ranks_that_hold_elements_of_it(tmp_path)
         for name, entry in loaded(tmp_path, "optim", rank, world_size)["state"].items():
             assert entry["exp_avg"].ndim == 1 and entry["exp_avg"].numel() and entry["step"].item() == 7.0
             found[name].append(entry["exp_avg"])
-    for name, pieces in found.items():
-        assert same(torch.cat(pieces), model.states[name]["exp_avg"].reshape(-1))
+    for name, chunks in found.items():
+        assert same(torch.cat(chunks), model.states[name]["exp_avg"].reshape(-1))
     assert len(found["b.bias"]) == 1 < len(found["a.weight"])
 
 
@@ -290,8 +290,8 @@ def test_channels_last_parameters_are_cut_in_memory_order(tmp_path):
     )
     memory = weight.permute(0, 2, 3, 1).reshape(-1)
     written(tmp_path, model, of, 7, ckpt=ckpt)
-    pieces = [loaded(tmp_path, "optim", rank, 7)["state"][0]["exp_avg"] for rank in range(7)]
-    assert same(torch.cat(pieces), memory)
+    chunks = [loaded(tmp_path, "optim", rank, 7)["state"][0]["exp_avg"] for rank in range(7)]
+    assert same(torch.cat(chunks), memory)
     written(tmp_path, model, of, 1, ckpt=ckpt)
     whole = loaded(tmp_path, "model", 0, 1)["w"]
     assert whole.stride() == weight.stride() and torch.equal(whole, weight)

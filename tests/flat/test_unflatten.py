@@ -135,7 +135,7 @@ def test_a_step_of_one_element_is_carried_whole() -> None:
     played, checkpoint, _ = raw(units, 3)
     assert checkpoint.optim is not None
     for states in checkpoint.optim.state.values():
-        holders = states["exp_avg"].pieces.rank.tolist()  # type: ignore[union-attr]
+        holders = states["exp_avg"].chunks.rank.tolist()  # type: ignore[union-attr]
         states["step"] = played.slices({rank: np.full(1, 3, np.float32) for rank in holders})
     found = named(checkpoint, units)
     assert found.optim is not None

@@ -12,7 +12,7 @@ from fsdpckpt.flat.units.agreement import contradictions
 from fsdpckpt.flat.units.build import Settings, build_units
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout, ModelState, OptimState
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.tensors import Pieces, Tensor
+from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.values import Value
 from tests.flat.flat_synthetic import checkpoint, named, sharded_model, whole
@@ -92,7 +92,7 @@ def test_a_cast_leaves_integers_what_they_are() -> None:
 def turned(name: str, *shape: int) -> Tensor:
     """A dense matrix whose columns lie one after the other."""
     one = whole(*shape, offset=4096)
-    return replace(one, pieces=replace(one.pieces, stride=np.asarray([[1, shape[0]]])))
+    return replace(one, chunks=replace(one.chunks, stride=np.asarray([[1, shape[0]]])))
 
 
 def test_another_memory_order_is_named_for_a_flat_parameter_holds_the_memory() -> None:
@@ -225,8 +225,8 @@ def test_an_optimizer_without_groups_contradicts_no_groups() -> None:
     assert said(full(optim=bare), replace(UNITS, groups=None)) == []
 
 
-def test_pieces_of_no_elements_say_no_strides() -> None:
-    empty = Tensor(DTYPES["float32"], (0, 3), Pieces.whole(file=0, offset=0, shape=(0, 3)), managed=True)
+def test_chunks_of_no_elements_say_no_strides() -> None:
+    empty = Tensor(DTYPES["float32"], (0, 3), Chunks.whole(file=0, offset=0, shape=(0, 3)), managed=True)
     params = (*PARAMS, named("none", 0, 3))
     units = build_units(params, ("", "a", "b"), Settings(use_orig_params=True))
     assert said(full(with_leaf("none", empty)), units) == []

@@ -80,10 +80,10 @@ def test_the_quick_look_says_what_a_slow_one_says_of_opcodes_in_any_order() -> N
     generator = random.Random(11)
     one = [bytes([opcode]) for opcode in b"ScNR)]}(tbuQ20?\x81\x85\x86\x87\x94"]
     more = [b")R", b"K\x01", b"M\x01\x02", b"q\x01", b"q\x02", b"r\x03\0\0\0", b"h\x00", b"h\x01", b"h\x02"]
-    pieces = [*one, *more, b"j\x03\0\0\0", b"Sq\x01", b"h\x03R", b"(K\x01h\x02t"]
+    chunks = [*one, *more, b"j\x03\0\0\0", b"Sq\x01", b"h\x03R", b"(K\x01h\x02t"]
     told = {True: 0, False: 0}
     for _ in range(8_000):
-        opcodes = b"".join(generator.choices(pieces, k=generator.randint(1, 9)))
+        opcodes = b"".join(generator.choices(chunks, k=generator.randint(1, 9)))
         for protocol in (b"\x80\x02", b"\x80\x04"):
             expected = tame_by_steps(protocol + opcodes)
             assert is_tame(protocol + opcodes) == expected, opcodes
@@ -142,10 +142,10 @@ def test_damage_never_makes_the_quick_look_pass_what_the_slow_one_refuses(monkey
         "fsdpckpt.formats.pickle.check.is_tame", lambda opcodes: looked.append(is_tame(opcodes)) or True
     )
     generator = random.Random(3)
-    pieces = [P2 + tuple_bomb(30) + b".", P4 + b"}N" + b"2\x86" * 60 + b"Ns.", *seeds("plain-pickle")]
+    chunks = [P2 + tuple_bomb(30) + b".", P4 + b"}N" + b"2\x86" * 60 + b"Ns.", *seeds("plain-pickle")]
     heavy = 0
     for _ in range(2000):
-        data = mutated(generator, pieces)
+        data = mutated(generator, chunks)
         try:
             check_pickle(data, "it.pkl")
         except FsdpckptError:

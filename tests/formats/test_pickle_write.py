@@ -14,7 +14,7 @@ from fsdpckpt.errors import InternalError, SourceUnsupportedError
 from fsdpckpt.formats.pickle.opcodes import StorageView, integer, integers
 from fsdpckpt.formats.pickle.write import dumps
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.tensors import Pieces, Tensor
+from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.values import Global, Object
 
 
@@ -51,7 +51,7 @@ class Views:
     def add(self, tensor: torch.Tensor, key: str) -> Tensor:
         dtype = DTYPES[str(tensor.dtype).removeprefix("torch.")]
         shape = tuple(tensor.shape)
-        stand_in = Tensor(dtype, shape, Pieces.whole(file=0, offset=0, shape=shape))
+        stand_in = Tensor(dtype, shape, Chunks.whole(file=0, offset=0, shape=shape))
         nbytes = tensor.untyped_storage().nbytes()
         self.known[id(stand_in)] = StorageView(key, dtype, tensor.storage_offset(), shape, tensor.stride(), nbytes)
         return stand_in

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from fsdpckpt.errors import SourceCorruptError, SourceUnsupportedError
 from fsdpckpt.formats.dcp.items import ItemReader
-from fsdpckpt.ir.tensors import Pieces, Tensor
+from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.storage.sources import LocalFile, MemoryFile
 from tests.formats.torch_saves import any_values, saved
 from tests.materialise import gather
@@ -59,8 +59,8 @@ def test_every_item_is_the_tensor_that_was_saved(directory: Path, order: str) ->
         assert begin <= found.offset <= end
         data = contents[path]
         assert zlib.crc32(data[found.record_offset : found.record_offset + found.record_nbytes]) == found.crc
-        pieces = Pieces.whole(file=0, offset=found.offset, shape=found.shape, stride=found.stride)
-        whole = gather(Tensor(found.dtype, found.shape, pieces), [data])
+        chunks = Chunks.whole(file=0, offset=found.offset, shape=found.shape, stride=found.stride)
+        whole = gather(Tensor(found.dtype, found.shape, chunks), [data])
         assert whole.tobytes() == bytes(raw(expected)), fqn
         assert found.stride == expected.stride() or not expected.numel()
 

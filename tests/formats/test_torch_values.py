@@ -66,14 +66,14 @@ def test_views_and_strides_are_read_through_their_storage() -> None:
             "windows": any_values((20,), torch.int8).as_strided((5, 4), (3, 1), 2),
         }
     )
-    assert found["transposed"].pieces.stride.tolist() == [[1, 11]]
-    assert found["slice"].pieces.offset[0] == found["base"].pieces.offset[0] + 4 * (2 * 11 + 3)
+    assert found["transposed"].chunks.stride.tolist() == [[1, 11]]
+    assert found["slice"].chunks.offset[0] == found["base"].chunks.offset[0] + 4 * (2 * 11 + 3)
 
 
 def test_tied_tensors_lie_in_one_place() -> None:
     shared = any_values((4, 3), torch.float16)
     found = same({"wte": shared, "lm_head": shared, "view": shared.view(3, 4), "other": shared.clone()})
-    places = {name: int(tensor.pieces.offset[0]) for name, tensor in found.items()}
+    places = {name: int(tensor.chunks.offset[0]) for name, tensor in found.items()}
     assert places["wte"] == places["lm_head"] == places["view"] != places["other"]
 
 
@@ -211,7 +211,7 @@ def test_a_file_that_another_zip_writer_wrote_is_read() -> None:
     value = {"a": any_values((3, 9), torch.float32), "b": any_values((2,), torch.int64)}
     data = rewritten(saved(value), {".format_version": None, "byteorder": None})
     value2 = load_torch(MemoryFile(data), 0)[0]
-    offset = int(value2["a"].pieces.offset[0])  # type: ignore[index,call-overload,union-attr]
+    offset = int(value2["a"].chunks.offset[0])  # type: ignore[index,call-overload,union-attr]
     assert data[offset : offset + 108] == value["a"].numpy().tobytes()
 
 

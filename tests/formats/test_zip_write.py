@@ -13,14 +13,14 @@ from fsdpckpt.formats.pickle.write import dumps
 from fsdpckpt.formats.zip import ALIGNMENT, TorchZip
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.targets import Target, TargetFile
-from fsdpckpt.ir.tensors import Pieces, Tensor
+from fsdpckpt.ir.tensors import Chunks, Tensor
 from tests.materialise import file_bytes, materialise
 
 FLOAT = DTYPES["float32"]
 
 
 def flat(numel: int, offset: int = 0) -> Tensor:
-    return Tensor(FLOAT, (numel,), Pieces.whole(file=0, offset=offset, shape=(numel,)))
+    return Tensor(FLOAT, (numel,), Chunks.whole(file=0, offset=offset, shape=(numel,)))
 
 
 def archive_of(tensors: list[Tensor], *, stem: str = "archive", lead: bytes = b"") -> TargetFile:

@@ -18,7 +18,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, Op
 from fsdpckpt.ir.coverage import flaws
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.invariants import fatal, problems
-from fsdpckpt.ir.tensors import Pieces, Tensor
+from fsdpckpt.ir.tensors import Chunks, Tensor
 
 F32 = DTYPES["float32"]
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -26,7 +26,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 def tensor(shape: Sequence[int], boxes: Sequence[Box], ranks: Sequence[int] | None = None) -> Tensor:
     count = len(boxes)
-    pieces = Pieces.rows(
+    chunks = Chunks.rows(
         ndim=len(shape),
         rank=list(ranks if ranks is not None else range(count)),
         file=[0] * count,
@@ -34,11 +34,11 @@ def tensor(shape: Sequence[int], boxes: Sequence[Box], ranks: Sequence[int] | No
         start=[box[0] for box in boxes],
         size=[box[1] for box in boxes],
     )
-    return Tensor(F32, tuple(shape), pieces)
+    return Tensor(F32, tuple(shape), chunks)
 
 
 def at(offset: int, shape: Sequence[int], stride: Sequence[int] | None = None, file: int = 0) -> Tensor:
-    return Tensor(F32, tuple(shape), Pieces.whole(file=file, offset=offset, shape=shape, stride=stride))
+    return Tensor(F32, tuple(shape), Chunks.whole(file=file, offset=offset, shape=shape, stride=stride))
 
 
 def checkpoint(
@@ -82,7 +82,7 @@ def test_a_partition_with_replicas_and_empty_boxes_has_no_flaw(cut: tuple[tuple[
 
 
 @given(partitions(), st.data())
-def test_the_missing_elements_are_counted_when_a_piece_is_taken_away(
+def test_the_missing_elements_are_counted_when_a_chunk_is_taken_away(
     cut: tuple[tuple[int, ...], list[Box]], data: st.DataObject
 ) -> None:
     shape, boxes = cut
@@ -118,8 +118,8 @@ def test_comparing_pairs_agrees_with_counting(cut: tuple[tuple[int, ...], list[B
         boxes = [*boxes, (start, (1,) * len(shape))]
     missing, twice = counted(shape, boxes)
     whole = tensor(shape, list(dict.fromkeys(box for box in boxes if 0 not in box[1])))
-    columns = whole.pieces.start, whole.pieces.size
-    found = coverage._pairwise(shape, *columns, (*columns, whole.pieces.rank))
+    columns = whole.chunks.start, whole.chunks.size
+    found = coverage._pairwise(shape, *columns, (*columns, whole.chunks.rank))
     assert bool(found) == bool(missing or twice)
     if found:
         assert found[0].kind == ("overlap" if twice else "incomplete")
@@ -206,10 +206,10 @@ def test_aliasing_is_about_elements_not_spans(one: Tensor, other: Tensor, aliase
     assert [found.kind for found in problems(checkpoint(optim=optim, world_size=2))] == ["aliased-states"] * aliased
 
 
-def test_aliasing_is_seen_among_many_pieces() -> None:
+def test_aliasing_is_seen_among_many_chunks() -> None:
     def cut(shift: int) -> Tensor:
         n = 100
-        pieces = Pieces.rows(
+        chunks = Chunks.rows(
             ndim=1,
             rank=range(n),
             file=range(n),
@@ -217,7 +217,7 @@ def test_aliasing_is_seen_among_many_pieces() -> None:
             start=[(i * 3,) for i in range(n)],
             size=[(3,)] * n,
         )
-        return Tensor(F32, (300,), pieces)
+        return Tensor(F32, (300,), chunks)
 
     apart = OptimState({"w": {"exp_avg": cut(0), "exp_avg_sq": cut(12)}}, None)
     same = OptimState({"w": {"exp_avg": cut(0), "exp_avg_sq": cut(8)}}, None)

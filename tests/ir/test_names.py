@@ -10,11 +10,11 @@ from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, OptimState
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.names import clean, normalise
-from fsdpckpt.ir.tensors import Pieces, Tensor
+from fsdpckpt.ir.tensors import Chunks, Tensor
 
 
 def _tensor(*shape: int) -> Tensor:
-    return Tensor(DTYPES["float32"], shape, Pieces.whole(file=0, offset=0, shape=shape))
+    return Tensor(DTYPES["float32"], shape, Chunks.whole(file=0, offset=0, shape=shape))
 
 
 def _checkpoint(model: list[str] | None, optim: list[str] | None, metadata: object = None) -> Checkpoint:

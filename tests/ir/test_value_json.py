@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fsdpckpt.errors import InternalError, SourceCorruptError
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.tensors import Pieces, Tensor
+from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.value_json import decode, encode
 from fsdpckpt.ir.values import Global, Object
 
@@ -99,7 +99,7 @@ def test_a_call_record_keeps_arguments_state_items_and_entries() -> None:
 
 
 def test_a_tensor_is_a_reference_to_where_it_is_stored() -> None:
-    tensor = Tensor(DTYPES["float32"], (), Pieces.whole(file=0, offset=8, shape=()))
+    tensor = Tensor(DTYPES["float32"], (), Chunks.whole(file=0, offset=8, shape=()))
     text = json.dumps(encode({"lr": tensor}, tensor_key=lambda found: "optimizer.lr" if found is tensor else "?"))
     assert decode(json.loads(text), tensors={"optimizer.lr": tensor})["lr"] is tensor  # type: ignore[index,call-overload]
     with pytest.raises(SourceCorruptError):

@@ -91,18 +91,18 @@ def slices_of(layout: FlatLayout, rank: int) -> list[tuple[int, int, int, int]]:
 
 def written(layout: FlatLayout, rank: int, params: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """The shard of ``rank``, put together from ``parts`` and ``flat_boxes``."""
-    pieces = []
+    chunks = []
     for part in layout.parts(rank):
         if part.param is None:
-            pieces.append(torch.full((part.count,), part.filler, dtype=dtype))
+            chunks.append(torch.full((part.count,), part.filler, dtype=dtype))
             continue
         param = params[part.param]
         row_major = param.is_contiguous() or not flattens_in_memory_order()
         order = None if row_major else tuple(sorted(range(param.ndim), key=lambda d: -param.stride(d)))
         for start, size in flat_boxes(param.shape, part.begin, part.count, order):
             box = param[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))]
-            pieces.append((box if order is None else box.permute(order)).reshape(-1))
-    return torch.cat(pieces) if pieces else torch.empty(0, dtype=dtype)
+            chunks.append((box if order is None else box.permute(order)).reshape(-1))
+    return torch.cat(chunks) if chunks else torch.empty(0, dtype=dtype)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -51,22 +51,22 @@ def numbered(*shape: int) -> torch.Tensor:
 
 @given(length=st.integers(0, 200), parts=st.integers(1, 40))
 @settings(max_examples=200, deadline=None)
-def test_pieces_are_those_of_torch_chunk(length: int, parts: int) -> None:
-    pieces = list(torch.chunk(numbered(length), parts)) if length else []
-    pieces += [numbered(0)] * (parts - len(pieces))
+def test_chunks_are_those_of_torch_chunk(length: int, parts: int) -> None:
+    chunks = list(torch.chunk(numbered(length), parts)) if length else []
+    chunks += [numbered(0)] * (parts - len(chunks))
     for index in range(parts):
         start, size = chunk(length, parts, index)
-        assert torch.equal(numbered(length)[start : start + size], pieces[index])
+        assert torch.equal(numbered(length)[start : start + size], chunks[index])
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_a_rank_of_fsdp_holds_its_piece_of_one_dimension(dim: int) -> None:
+def test_a_rank_of_fsdp_holds_its_chunk_of_one_dimension(dim: int) -> None:
     whole = numbered(7, 10)
-    pieces = list(torch.chunk(whole, 4, dim))
+    chunks = list(torch.chunk(whole, 4, dim))
     for rank in range(4):
         start, size = local_box((7, 10), rank, 4, dim)
         box = whole[start[0] : start[0] + size[0], start[1] : start[1] + size[1]]
-        assert torch.equal(box, pieces[rank] if rank < len(pieces) else whole.narrow(dim, 0, 0))
+        assert torch.equal(box, chunks[rank] if rank < len(chunks) else whole.narrow(dim, 0, 0))
 
 
 @pytest.mark.parametrize("mesh_shape", [(5,), (2, 2), (3, 2), (2, 1, 3)])

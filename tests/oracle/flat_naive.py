@@ -70,8 +70,8 @@ def optimizer_states(directory: Path, *, orig: bool) -> State:
                     value = value if orig else _whole(value[begin : begin + numel], shape, stride)
                 elif orig:
                     for number, part in zip(holders, parts, strict=True):
-                        piece = slices[number][unit["key"]][index]
-                        assert len(part) == (0 if piece is None else piece[2] - piece[1] + 1), (name, state, number)
+                        chunk = slices[number][unit["key"]][index]
+                        assert len(part) == (0 if chunk is None else chunk[2] - chunk[1] + 1), (name, state, number)
                     value = _whole(torch.cat(parts), shape, stride)
                 else:
                     value = _whole(torch.cat(parts)[begin : begin + numel], shape, stride)

@@ -1,4 +1,4 @@
-"""Slots against pieces: every target byte once, at any number of ranks."""
+"""Slots against chunks: every target byte once, at any number of ranks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 from fsdpckpt.errors import InternalError
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.targets import Target, TargetFile
-from fsdpckpt.ir.tensors import Pieces, Tensor
+from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.plan.copies import make_plan
 
 
 def _rows(count: int, ranks: int, width: int = 3) -> Tensor:
-    """``count`` rows cut over ``ranks`` files by torch.chunk's rule, and a replica of each piece on a second rank."""
+    """``count`` rows cut over ``ranks`` files by torch.chunk's rule, and a replica of each chunk on a second rank."""
     step = -(-count // ranks)
     first = [min(rank * step, count) for rank in range(ranks)]
     size = [min(step, count - row) for row in first]
@@ -26,7 +26,7 @@ def _rows(count: int, ranks: int, width: int = 3) -> Tensor:
         "start": [(row, 0) for row in first] * 2,
         "size": [(rows, width) for rows in size] * 2,
     }
-    return Tensor(DTYPES["float32"], (count, width), Pieces.rows(ndim=2, **columns))
+    return Tensor(DTYPES["float32"], (count, width), Chunks.rows(ndim=2, **columns))
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 3), (1, 8), (8, 1), (3, 16), (4096, 1000), (1000, 4096)])
@@ -66,16 +66,16 @@ def test_planning_thousands_of_ranks_is_not_quadratic() -> None:
     assert plan.bytes_written == 3 * 5003 * 12
 
 
-def test_a_piece_that_was_never_located_is_an_internal_error() -> None:
-    tensor = Tensor(DTYPES["float32"], (3,), Pieces.whole(file=0, offset=-1, shape=(3,)))
+def test_a_chunk_that_was_never_located_is_an_internal_error() -> None:
+    tensor = Tensor(DTYPES["float32"], (3,), Chunks.whole(file=0, offset=-1, shape=(3,)))
     file = TargetFile("out")
     file.write_item(tensor)
     with pytest.raises(InternalError, match="never located"):
         make_plan(Target([file]))
 
 
-def test_a_write_item_that_no_piece_fills_is_an_internal_error() -> None:
-    tensor = Tensor(DTYPES["float32"], (4,), Pieces.whole(file=0, offset=0, shape=(3,)))
+def test_a_write_item_that_no_chunk_fills_is_an_internal_error() -> None:
+    tensor = Tensor(DTYPES["float32"], (4,), Chunks.whole(file=0, offset=0, shape=(3,)))
     file = TargetFile("out")
     file.write_item(tensor)
     with pytest.raises(InternalError, match="does not fill"):
@@ -91,8 +91,8 @@ def test_a_gap_between_literals_and_write_items_is_an_internal_error() -> None:
         broken.check()
 
 
-def test_pieces_that_tile_a_tensor_without_being_a_grid_all_find_their_place() -> None:
-    """The left column is one tall piece, the right one is cut into single rows: ends do not grow with starts."""
+def test_chunks_that_tile_a_tensor_without_being_a_grid_all_find_their_place() -> None:
+    """The left column is one tall chunk, the right one is cut into single rows: ends do not grow with starts."""
     count = 50
     columns = {
         "rank": range(count + 1),
@@ -101,7 +101,7 @@ def test_pieces_that_tile_a_tensor_without_being_a_grid_all_find_their_place() -
         "start": [(0, 0), *((row, 1) for row in range(count))],
         "size": [(count, 1), *((1, 1) for _ in range(count))],
     }
-    tensor = Tensor(DTYPES["float32"], (count, 2), Pieces.rows(ndim=2, **columns))
+    tensor = Tensor(DTYPES["float32"], (count, 2), Chunks.rows(ndim=2, **columns))
     file = TargetFile("rows")
     for row in range(count):
         file.write_item(tensor, start=(row, 0), size=(1, 2))

@@ -18,7 +18,7 @@ from fsdpckpt.execute.local import execute
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.targets import Target, TargetFile
-from fsdpckpt.ir.tensors import Pieces, Tensor
+from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.plan.copies import make_plan
 from fsdpckpt.progress import NoProgress
 from fsdpckpt.storage.sources import Sources
@@ -36,9 +36,9 @@ def source(folder: Path, order: tuple[int, ...], data: bytes = b"") -> tuple[Ten
     (folder / "source").write_bytes(os.urandom(AT) + (data or stored.tobytes()))
     back = np.argsort(order)
     stride = [stored.strides[dim] // 4 for dim in back]
-    pieces = Pieces.whole(file=0, offset=AT, shape=shape)
-    pieces = Pieces(pieces.rank, pieces.file, pieces.offset, pieces.start, pieces.size, np.asarray([stride], np.int64))
-    return Tensor(DTYPES["float32"], shape, pieces), stored.transpose(back)
+    chunks = Chunks.whole(file=0, offset=AT, shape=shape)
+    chunks = Chunks(chunks.rank, chunks.file, chunks.offset, chunks.start, chunks.size, np.asarray([stride], np.int64))
+    return Tensor(DTYPES["float32"], shape, chunks), stored.transpose(back)
 
 
 def copied(
@@ -132,8 +132,8 @@ def test_a_flipped_bit_is_found_where_elements_are_read_with_gaps(
 def test_rows_that_overlap_in_the_source_and_are_nearly_as_long_as_a_buffer_fit_into_it(tmp_path: Path) -> None:
     stored = np.random.default_rng(3).random(700, np.float32)
     (tmp_path / "source").write_bytes(stored.tobytes())
-    one = Pieces.whole(file=0, offset=0, shape=(9, 240))
-    pieces = Pieces(one.rank, one.file, one.offset, one.start, one.size, np.asarray([[50, 1]], np.int64))
+    one = Chunks.whole(file=0, offset=0, shape=(9, 240))
+    chunks = Chunks(one.rank, one.file, one.offset, one.start, one.size, np.asarray([[50, 1]], np.int64))
     expected = np.lib.stride_tricks.sliding_window_view(stored, 240)[:401:50]
-    tensor = Tensor(DTYPES["float32"], (9, 240), pieces)
+    tensor = Tensor(DTYPES["float32"], (9, 240), chunks)
     assert copied(tmp_path, tensor, dtype="float16", window=1000) == expected.astype("float16").tobytes()

@@ -98,7 +98,7 @@ def test_flat_parameters_are_told_apart_and_what_stands_beside_them_is_marked() 
     assert found.model is not None
     flat, buffer = found.model.params["_flat_param"], found.model.params["buf"]
     assert isinstance(flat, Tensor) and isinstance(buffer, Tensor)
-    assert flat.pieces.start[:, 0].tolist() == [0, 162]
+    assert flat.chunks.start[:, 0].tolist() == [0, 162]
     assert (buffer.placement, buffer.managed) == (ONE_SLICE, None)
     (note,) = [note for note in found.notes if note.kind == "flattened-names"]
     assert note.keys == ("buf",)
@@ -212,8 +212,8 @@ def test_uneven_and_empty_shards_come_together(tmp_path: Path, world_size: int) 
     if several:
         assert params["a.weight"].placement == "[Shard(0)]" and params["buf"].placement == "whole"
         rows = -(-17 // world_size)
-        assert params["a.weight"].pieces.rank.tolist() == [start // rows for start in range(0, 17, rows)] + (
-            [params["a.weight"].pieces.rank.tolist()[-1]] if 0 in params["a.weight"].pieces.size[:, 0] else []
+        assert params["a.weight"].chunks.rank.tolist() == [start // rows for start in range(0, 17, rows)] + (
+            [params["a.weight"].chunks.rank.tolist()[-1]] if 0 in params["a.weight"].chunks.size[:, 0] else []
         )
 
 
@@ -323,7 +323,7 @@ def test_without_locating_no_tensor_is_opened(tmp_path: Path) -> None:
         other = found.model.params[name]  # type: ignore[union-attr]
         assert isinstance(tensor, Tensor) and isinstance(other, Tensor)
         assert (other.shape, other.dtype, other.managed) == (tensor.shape, tensor.dtype, tensor.managed)
-        assert (other.pieces.offset == -1).all() and (other.pieces.start == tensor.pieces.start).all()
+        assert (other.chunks.offset == -1).all() and (other.chunks.start == tensor.chunks.start).all()
     with pytest.raises(SourceCorruptError):
         opened(tmp_path)
 

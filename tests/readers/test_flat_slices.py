@@ -77,14 +77,14 @@ def test_the_slices_of_real_optimizers_are_the_ranks_tensors_one_after_the_other
         for name, tensor in entry.items():
             assert isinstance(tensor, Tensor)
             have = [number for number, states in enumerate(own) if name in states]
-            pieces = [own[number][name] for number in have]
-            assert tensor.pieces.rank.tolist() == have
+            chunks = [own[number][name] for number in have]
+            assert tensor.chunks.rank.tolist() == have
             if name == "step":
-                assert (tensor.placement, held(tensor, found.files)) == ("whole", raw(pieces[0]))
+                assert (tensor.placement, held(tensor, found.files)) == ("whole", raw(chunks[0]))
                 continue
             assert (tensor.placement, tensor.managed) == (SLICES, True)
-            assert tensor.pieces.size[:, 0].tolist() == [len(piece) for piece in pieces]
-            assert held(tensor, found.files) == raw(torch.cat(pieces))
+            assert tensor.chunks.size[:, 0].tolist() == [len(chunk) for chunk in chunks]
+            assert held(tensor, found.files) == raw(torch.cat(chunks))
     assert held(found.optim.param_groups, found.files) == held(ranks[0]["param_groups"], ())
 
 
@@ -96,9 +96,9 @@ def test_local_state_dicts_hold_flat_parameters_and_slices_beside_them(form: str
     assert set(flat) == {"_flat_param", "l.0._flat_param", "l.1._flat_param"}
     for tensor in flat.values():
         assert isinstance(tensor, Tensor) and tensor.placement.startswith("ShardedTensor")
-        assert tensor.pieces.rank.tolist() == [0, 1]
-        assert tensor.pieces.start[1, 0] == tensor.pieces.size[0, 0]
-        assert tensor.pieces.size.sum() == tensor.numel
+        assert tensor.chunks.rank.tolist() == [0, 1]
+        assert tensor.chunks.start[1, 0] == tensor.chunks.size[0, 0]
+        assert tensor.chunks.size.sum() == tensor.numel
     beside = {key: tensor for key, tensor in found.model.params.items() if key not in flat}
     assert all(isinstance(tensor, Tensor) and tensor.placement == SLICES for tensor in beside.values())
     assert set(beside) == {"buf"} if "flat" in form else len(beside) == 14
@@ -154,8 +154,8 @@ def test_what_fsdp1_saves_on_any_number_of_ranks(orig: bool, world: int, tmp_pat
     assert (found.layout, found.problems) == (Layout.FLATTENED, ())
     assert found.optim is not None
     for key, entry in found.optim.state.items():
-        pieces = [state["state"][key]["exp_avg"] for state in states if key in state["state"]]
-        assert held(entry["exp_avg"], found.files) == raw(torch.cat(pieces))
+        chunks = [state["state"][key]["exp_avg"] for state in states if key in state["state"]]
+        assert held(entry["exp_avg"], found.files) == raw(torch.cat(chunks))
         assert entry["exp_avg"].placement == SLICES  # type: ignore[union-attr]
 
 
@@ -174,8 +174,8 @@ def test_hybrid_shards_are_kept_as_replicas_at_the_offsets_their_metadata_say(tm
     assert found.problems == () and found.model is not None
     weight = found.model.params["one.weight"]
     assert isinstance(weight, Tensor)
-    assert weight.pieces.rank.tolist() == [0, 1, 2, 3]
-    assert weight.pieces.start[:, 0].tolist() == [0, 4, 0, 4]
+    assert weight.chunks.rank.tolist() == [0, 1, 2, 3]
+    assert weight.chunks.start[:, 0].tolist() == [0, 4, 0, 4]
     assert held(weight, found.files).form == ("float32", (7, 5))
 
 
@@ -247,7 +247,7 @@ def test_slices_among_whole_states_of_two_dimensions(tmp_path: Path) -> None:
         found = opened(save(tmp_path / form, 2, state_of))
         assert (found.layout, found.problems) == (Layout.FLATTENED, ())
         matrix, vector = leaf(found, 0, "exp_avg"), leaf(found, 1, "exp_avg")
-        assert (matrix.shape, matrix.placement, len(matrix.pieces)) == ((4, 3), "whole", 2)
+        assert (matrix.shape, matrix.placement, len(matrix.chunks)) == ((4, 3), "whole", 2)
         assert (vector.shape, vector.placement) == ((length,), SLICES)
 
 
@@ -265,9 +265,9 @@ def test_a_counter_counts_where_the_parameter_has_elements(tmp_path: Path) -> No
         return optimizer({0: entry})
 
     found = opened(save(tmp_path / "c", 2, state_of))
-    assert (found.problems, leaf(found, 0, "sum").pieces.size.tolist()) == ((), [[0], [4]])
+    assert (found.problems, leaf(found, 0, "sum").chunks.size.tolist()) == ((), [[0], [4]])
     step = leaf(found, 0, "step")
-    assert (step.pieces.rank.tolist(), held(step, found.files)) == ([1], raw(torch.tensor(3.0)))
+    assert (step.chunks.rank.tolist(), held(step, found.files)) == ([1], raw(torch.tensor(3.0)))
     assert found.optim is not None and found.optim.state[0]["seen"] == 7
 
 

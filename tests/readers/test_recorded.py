@@ -156,7 +156,7 @@ def test_a_parameter_of_two_names_is_one_in_fairscales_record_and_in_unflattened
     for source in (FAIRSCALE / "flat", FAIRSCALE / "apart"):
         checkpoint = opened(source)
         assert checkpoint.model is not None
-        one, other = (checkpoint.model.params[name].pieces for name in ("emb.weight", "head.weight"))  # type: ignore[union-attr]
+        one, other = (checkpoint.model.params[name].chunks for name in ("emb.weight", "head.weight"))  # type: ignore[union-attr]
         assert (one.offset == other.offset).all() and (one.file == other.file).all()
 
 

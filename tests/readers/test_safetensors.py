@@ -134,8 +134,8 @@ def test_the_shards_of_dcps_hugging_face_writer_are_put_together(tmp_path: Path,
     assert (found.layout, found.world_size) == (Layout.SHARDED, 4)
     same_values(found, model=model)
     assert found.model is not None
-    pieces = found.model.params["e_weight.weight"].pieces  # type: ignore[union-attr]
-    assert pieces.rank.tolist() == [0, 1, 2, 3] and pieces.size[:, 0].tolist() == [5, 5, 5, 2]
+    chunks = found.model.params["e_weight.weight"].chunks  # type: ignore[union-attr]
+    assert chunks.rank.tolist() == [0, 1, 2, 3] and chunks.size[:, 0].tolist() == [5, 5, 5, 2]
 
 
 def test_a_missing_rank_below_the_highest_is_named(tmp_path: Path) -> None:

@@ -10,13 +10,13 @@ import pytest
 from fsdpckpt.ir.checkpoint import LOOSE
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.invariants import state_completeness
-from fsdpckpt.ir.tensors import Pieces, Tensor
+from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.readers.sections import Sections, split
 from fsdpckpt.writers.torch_full import optim_dict
 
 
 def tensor(*shape: int) -> Tensor:
-    return Tensor(DTYPES["float32"], shape, Pieces.whole(file=0, offset=0, shape=shape))
+    return Tensor(DTYPES["float32"], shape, Chunks.whole(file=0, offset=0, shape=shape))
 
 
 W, B, M, V, STEP = tensor(4, 3), tensor(4), tensor(4, 3), tensor(4, 3), tensor()

@@ -123,4 +123,4 @@ def test_a_file_that_was_read_for_its_extras_is_listed_once(trainer: Path) -> No
         paths = [file.path for file in (*checkpoint.files, *beside.sources)]
         assert len(set(paths)) == len(paths) and any(path.endswith("scheduler.pt") for path in paths)
         for name, tensor in beside.files.items():
-            assert paths[int(tensor.pieces.file[0])] == str(trainer / name), name
+            assert paths[int(tensor.chunks.file[0])] == str(trainer / name), name

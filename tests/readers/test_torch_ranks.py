@@ -91,7 +91,7 @@ def test_sharded_files_of_real_runs_are_the_full_state(folder: str) -> None:
 @pytest.mark.parametrize(
     ("folder", "world", "placement"), [(SHARDED[0], 2, None), (SHARDED[4], 4, "[Replicate(), Shard(0)]")]
 )
-def test_buffers_are_replicas_and_parameters_are_pieces(folder: str, world: int, placement: str | None) -> None:
+def test_buffers_are_replicas_and_parameters_are_chunks(folder: str, world: int, placement: str | None) -> None:
     tree, _ = read(GOLDEN / folder)
     assert tree.world_size == world
     assert isinstance(tree.root, dict)
@@ -99,12 +99,12 @@ def test_buffers_are_replicas_and_parameters_are_pieces(folder: str, world: int,
     assert isinstance(buffer, Tensor)
     assert isinstance(weight, Tensor)
     assert (buffer.managed, buffer.placement) == (False, "whole")
-    assert buffer.pieces.rank.tolist() == list(range(world))
+    assert buffer.chunks.rank.tolist() == list(range(world))
     assert weight.managed is True
     assert placement is None or weight.placement == placement
-    assert weight.pieces.size[:, 0].tolist() == [9, 8] * (world // 2)
-    assert weight.pieces.rank.tolist() == list(range(world))
-    assert weight.pieces.file.tolist() == list(range(world))
+    assert weight.chunks.size[:, 0].tolist() == [9, 8] * (world // 2)
+    assert weight.chunks.rank.tolist() == list(range(world))
+    assert weight.chunks.file.tolist() == list(range(world))
 
 
 # DTensor on the fake process group
@@ -129,7 +129,7 @@ def test_fsdp2_of_any_world_size(world: int, tmp_path: Path) -> None:
     assert [entry["exp_avg"] for entry in found["optimizer"]["state"].values()] == list(held(weights, ()).values())
     assert found["optimizer"]["param_groups"] == [{"lr": 0.1, "betas": (0.9, 0.95), "params": [0, 1, 2, 3, 4]}]
     step = tree.root["optimizer"]["state"][0]["step"]  # type: ignore[index,call-overload]
-    assert (step.managed, len(step.pieces)) == (False, world)  # type: ignore[union-attr]
+    assert (step.managed, len(step.chunks)) == (False, world)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(("data", "tensor"), [(2, 2), (3, 2), (4, 2)])
@@ -160,9 +160,9 @@ def test_any_placement_on_a_mesh_of_two_dimensions(tmp_path: Path) -> None:
     assert tree.problems == []
     assert found == {key: held(numbered(rows, 5), ()) for key, (rows, _) in values.items()}
     for key, (_, (first, second)) in values.items():
-        pieces = tree.root[key].pieces  # type: ignore[index,call-overload,union-attr]
+        chunks = tree.root[key].chunks  # type: ignore[index,call-overload,union-attr]
         copies = (3 if isinstance(first, Replicate) else 1) * (2 if isinstance(second, Replicate) else 1)
-        elements = int(np.prod(pieces.size, axis=1).sum())
+        elements = int(np.prod(chunks.size, axis=1).sum())
         assert elements == copies * values[key][0] * 5, key
 
 
@@ -174,8 +174,8 @@ def test_a_tensor_on_a_part_of_the_mesh_is_a_replica_on_the_other_parts(tmp_path
     save_ranks(tmp_path / "c", 6, state_of)
     tree, found = read(tmp_path / "c")
     assert found == {"w": held(numbered(7, 2), ())}
-    pieces = tree.root["w"].pieces  # type: ignore[index,call-overload,union-attr]
-    assert pieces.start[:, 0].tolist() == [0, 3, 6, 0, 3, 6]
+    chunks = tree.root["w"].chunks  # type: ignore[index,call-overload,union-attr]
+    assert chunks.start[:, 0].tolist() == [0, 3, 6, 0, 3, 6]
 
 
 def test_parameters_on_some_ranks_only_are_not_missing_on_the_others(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_a_tensor_cut_along_columns_that_is_stored_transposed(tmp_path: Path) ->
     save_ranks(tmp_path / "c", 2, state_of)
     tree, found = read(tmp_path / "c")
     assert found == {"w": held(whole, ())}
-    assert tree.root["w"].pieces.stride.tolist() == [[1, 6], [1, 6]]  # type: ignore[index,call-overload,union-attr]
+    assert tree.root["w"].chunks.stride.tolist() == [[1, 6], [1, 6]]  # type: ignore[index,call-overload,union-attr]
 
 
 def test_a_dtensor_without_elements(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_a_dtensor_without_elements(tmp_path: Path) -> None:
     save_ranks(tmp_path / "c", 3, state_of)
     tree, found = read(tmp_path / "c")
     assert found == {"w": held(torch.empty(0, 4), ())}
-    assert len(tree.root["w"].pieces) == 1  # type: ignore[index,call-overload,union-attr,arg-type]
+    assert len(tree.root["w"].chunks) == 1  # type: ignore[index,call-overload,union-attr,arg-type]
 
 
 def test_partial_sums_are_refused_by_key(tmp_path: Path) -> None:
@@ -370,7 +370,7 @@ def test_values_of_the_ranks_own_are_kept_for_each(tmp_path: Path) -> None:
     for rank, state in enumerate(states):
         assert held(state, files.files()) == held(torch.Generator().manual_seed(rank).get_state(), ())
     assert tree.root["epoch"] == 7  # type: ignore[index,call-overload]
-    assert len(tree.root["same"].pieces) == 3  # type: ignore[index,call-overload,union-attr,arg-type]
+    assert len(tree.root["same"].chunks) == 3  # type: ignore[index,call-overload,union-attr,arg-type]
 
 
 def test_what_a_rank_lacks_is_absent_there_and_not_none(tmp_path: Path) -> None:
@@ -413,7 +413,7 @@ def test_equal_looking_replicas_are_decided_by_kind_and_not_by_value(tmp_path: P
     assert found["shards"] == held(torch.ones(4, 2), ())
     buffer = tree.root["buffer"]  # type: ignore[index,call-overload]
     assert isinstance(buffer, Tensor)
-    assert (buffer.shape, len(buffer.pieces), buffer.managed) == ((2, 2), 2, False)
+    assert (buffer.shape, len(buffer.chunks), buffer.managed) == ((2, 2), 2, False)
     assert tree.rank_values == {}
 
 

@@ -18,7 +18,7 @@ from fsdpckpt.errors import TargetExistsError, TargetUnwritableError
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, OptimState, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.invariants import problems
-from fsdpckpt.ir.tensors import Pieces, Tensor
+from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.layouts.chunks import chunk_boxes
 from fsdpckpt.report.file import write_report
 from fsdpckpt.report.holdings import COLUMNS, holdings
@@ -40,7 +40,7 @@ HOSTILE = (
 def sharded(shape: tuple[int, ...], ranks: int, skip: frozenset[int] = frozenset()) -> Tensor:
     """A tensor of which every rank but those of ``skip`` holds its rows."""
     boxes = [(rank, box) for rank, box in chunk_boxes(shape, ranks) if rank not in skip]
-    pieces = Pieces.rows(
+    chunks = Chunks.rows(
         ndim=len(shape),
         rank=[rank for rank, _ in boxes],
         file=[0] * len(boxes),
@@ -48,7 +48,7 @@ def sharded(shape: tuple[int, ...], ranks: int, skip: frozenset[int] = frozenset
         start=[box.start for _, box in boxes],
         size=[box.size for _, box in boxes],
     )
-    return Tensor(DTYPES["float32"], shape, pieces, True, "[Shard(0)]")
+    return Tensor(DTYPES["float32"], shape, chunks, True, "[Shard(0)]")
 
 
 def checkpoint(params: dict[str, Tensor], *, ranks: int = 4, optim: OptimState | None = None) -> Checkpoint:
@@ -127,7 +127,7 @@ def test_every_byte_of_every_rank_is_counted() -> None:
     held = holdings(root, 4)
     for rank in range(4):
         expected = sum(
-            int(tensor.pieces.size[tensor.pieces.rank == rank].prod(axis=1).sum()) * 4 for tensor in params.values()
+            int(tensor.chunks.size[tensor.chunks.rank == rank].prod(axis=1).sum()) * 4 for tensor in params.values()
         )
         assert held.nbytes[rank] == expected
     assert held.nbytes.sum() == root.nbytes
@@ -144,14 +144,14 @@ def test_ranks_of_one_tensor_are_drawn_one_behind_the_other() -> None:
 
 
 def test_a_replica_fills_the_row_of_every_rank_that_has_it() -> None:
-    whole = Pieces.rows(ndim=2, rank=[0, 1, 2], file=[0] * 3, offset=[0] * 3, start=[(0, 0)] * 3, size=[(6, 5)] * 3)
+    whole = Chunks.rows(ndim=2, rank=[0, 1, 2], file=[0] * 3, offset=[0] * 3, start=[(0, 0)] * 3, size=[(6, 5)] * 3)
     held = holdings(module_tree([("w", Tensor(DTYPES["float32"], (6, 5), whole))]), 3)
     assert (held.share == 1.0).all()
     assert held.nbytes.tolist() == [120.0] * 3
 
 
 def test_columns_of_a_matrix_are_drawn_as_part_of_every_row() -> None:
-    halves = Pieces.rows(ndim=2, rank=[0, 1], file=[0, 0], offset=[0, 0], start=[(0, 0), (0, 4)], size=[(6, 4), (6, 4)])
+    halves = Chunks.rows(ndim=2, rank=[0, 1], file=[0, 0], offset=[0, 0], start=[(0, 0), (0, 4)], size=[(6, 4), (6, 4)])
     held = holdings(module_tree([("w", Tensor(DTYPES["float32"], (6, 8), halves))]), 2)
     assert held.nbytes.tolist() == [96.0, 96.0]
     assert np.allclose(held.share.sum(axis=1), COLUMNS / 2)

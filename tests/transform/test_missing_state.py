@@ -194,7 +194,7 @@ def test_the_states_of_one_flat_parameter_decide_before_those_of_the_group(tmp_p
     content["optimizer"]["param_groups"] = [{"lr": 0.1, "params": list(NAMES)}]
     content["optimizer"]["state"]["c"]["step"] = torch.tensor(3.0)  # a, b and c are one unit, d is another
     found = _filled(_save(tmp_path / "s.pt", content), "zeros", _units())
-    assert found.optim.state["b"]["step"].pieces.offset[0] == found.optim.state["a"]["step"].pieces.offset[0]
+    assert found.optim.state["b"]["step"].chunks.offset[0] == found.optim.state["a"]["step"].chunks.offset[0]
 
 
 def test_a_frozen_parameter_needs_no_state_where_units_say_so(tmp_path: Path) -> None:

@@ -182,7 +182,7 @@ def test_no_two_zero_tensors_share_bytes() -> None:
     found = fill(held, "zeros")
     assert found.optim is not None
     places = [
-        (int(leaf.pieces.offset[0]), leaf.nbytes)
+        (int(leaf.chunks.offset[0]), leaf.nbytes)
         for name in NAMES[1:]
         for leaf in found.optim.state[name].values()
         if isinstance(leaf, Tensor)

@@ -12,7 +12,7 @@ from fsdpckpt.errors import NeedsInformationError, SourceCorruptError
 from fsdpckpt.ir.assignment import in_any_order, in_order
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, Note, OptimState
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.tensors import SLICES, Pieces, Tensor
+from fsdpckpt.ir.tensors import SLICES, Chunks, Tensor
 from fsdpckpt.transform.parameter_order import ParameterOrder, fits, from_list, stated_shapes
 from fsdpckpt.transform.rekey import to_ids, to_names
 
@@ -20,7 +20,7 @@ SHAPES = {"e": (17, 9), "a": (28, 9), "b": (28,), "c": (9, 28), "n": (9,), "h": 
 
 
 def _tensor(*shape: int, placement: str = "whole") -> Tensor:
-    return Tensor(DTYPES["float32"], shape, Pieces.whole(file=0, offset=0, shape=shape), placement=placement)
+    return Tensor(DTYPES["float32"], shape, Chunks.whole(file=0, offset=0, shape=shape), placement=placement)
 
 
 def _adam(shape: tuple[int, ...]) -> dict[str, object]:

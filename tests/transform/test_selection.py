@@ -9,13 +9,13 @@ import pytest
 from fsdpckpt.errors import NeedsInformationError, SourceMissingError, UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, OptimState, Section
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.tensors import Pieces, Tensor
+from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.transform.management import Evidence, decide_managed
 from fsdpckpt.transform.selection import rename, select_keys, select_section
 
 
 def _tensor(*shape: int, managed: bool | None = None, offset: int = 0) -> Tensor:
-    return Tensor(DTYPES["float32"], shape, Pieces.whole(file=0, offset=offset, shape=shape), managed)
+    return Tensor(DTYPES["float32"], shape, Chunks.whole(file=0, offset=offset, shape=shape), managed)
 
 
 def _checkpoint(*, ids: bool = False, managed: bool | None = None) -> Checkpoint:

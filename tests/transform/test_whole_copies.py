@@ -80,7 +80,7 @@ def test_matrices_of_a_model_of_which_nothing_is_sharded_may_not_differ(
 
 def test_a_tensor_that_lies_nowhere_has_no_copies() -> None:
     nowhere = replicas(RANKS)
-    gone = replace(nowhere, pieces=nowhere.pieces.take(np.zeros(RANKS, bool)))
+    gone = replace(nowhere, chunks=nowhere.chunks.take(np.zeros(RANKS, bool)))
     assert not list(differing_copies(source(gone, records(7, 7, 9))))
 
 
@@ -92,7 +92,7 @@ def test_slices_are_each_ranks_own() -> None:
 
 def test_copies_in_another_memory_order_are_not_held_against_each_other() -> None:
     state = replicas(RANKS, 5, 3)
-    stride = state.pieces.stride.copy()
+    stride = state.chunks.stride.copy()
     stride[1] = (1, 5)
-    turned = replace(state, pieces=replace(state.pieces, stride=np.asarray(stride)))
+    turned = replace(state, chunks=replace(state.chunks, stride=np.asarray(stride)))
     assert not list(differing_copies(source(turned, records(7, 8, 7, nbytes=60))))

@@ -1,4 +1,4 @@
-"""Checkpoints made by hand over raw files: pieces wherever a test wants them, no container."""
+"""Checkpoints made by hand over raw files: chunks wherever a test wants them, no container."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Container, Layout, ModelState, OptimState, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES, DType, numpy_dtype
-from fsdpckpt.ir.tensors import Pieces, Tensor, contiguous_stride
+from fsdpckpt.ir.tensors import Chunks, Tensor, contiguous_stride
 from fsdpckpt.ir.values import Key, Value
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -54,7 +54,7 @@ class Raw:
             memory = contiguous_stride(laid.shape)
             strides.append(tuple(memory[order.index(dimension)] for dimension in range(array.ndim)))
         found = dtype if dtype is not None else DTYPES[array.dtype.name]
-        pieces = Pieces.rows(
+        chunks = Chunks.rows(
             ndim=array.ndim,
             rank=ranks,
             file=ranks,
@@ -63,7 +63,7 @@ class Raw:
             size=[box[1] for box in boxes],
             stride=strides,
         )
-        return Tensor(found, array.shape, pieces, placement="whole" if len(boxes) == 1 else "[Shard(0)]")
+        return Tensor(found, array.shape, chunks, placement="whole" if len(boxes) == 1 else "[Shard(0)]")
 
     def checkpoint(
         self,
@@ -93,10 +93,10 @@ class Raw:
         )
 
     def flip(self, tensor: Tensor, row: int = 0, byte: int = 0) -> None:
-        """Change one byte of a piece on disk."""
-        path = self.directory / f"rank_{int(tensor.pieces.file[row])}.bin"
+        """Change one byte of a chunk on disk."""
+        path = self.directory / f"rank_{int(tensor.chunks.file[row])}.bin"
         data = bytearray(path.read_bytes())
-        data[int(tensor.pieces.offset[row]) + byte] ^= 0x5A
+        data[int(tensor.chunks.offset[row]) + byte] ^= 0x5A
         path.write_bytes(data)
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError
 from fsdpckpt.ir.checkpoint import SourceFile
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.tensors import Pieces, Tensor
+from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.storage.sources import MemoryFile, Sources
 from fsdpckpt.verify.blocks import BlockReader, chosen
 from tests.verify.raw import Raw, random_array, rows
@@ -67,7 +67,7 @@ def test_a_transposed_tensor_larger_than_the_limit_is_gathered_in_bounded_reads(
 def test_an_expanded_tensor_of_stride_zero_is_repeated() -> None:
     raw = Raw(Path(), 1)
     raw.data[0] += np.array([1.5, 2.5], np.float32).tobytes()
-    tensor = Tensor(DTYPES["float32"], (3, 2), Pieces.whole(file=0, offset=5, shape=(3, 2), stride=(0, 1)))
+    tensor = Tensor(DTYPES["float32"], (3, 2), Chunks.whole(file=0, offset=5, shape=(3, 2), stride=(0, 1)))
     expected = np.array([[1.5, 2.5]] * 3, np.float32).tobytes()
     assert joined(reader(raw, 1024), tensor, 1024) == expected
 
@@ -77,7 +77,7 @@ def test_of_replicas_the_lowest_rank_is_read_and_the_other_file_is_not_opened() 
     whole = ((0, 0), (5, 3))
     raw = Raw(Path(), 3)
     tensor = raw.put(array, [whole, whole], ranks=[2, 1])
-    assert [int(tensor.pieces.rank[row]) for row in chosen(tensor.pieces)] == [1]
+    assert [int(tensor.chunks.rank[row]) for row in chosen(tensor.chunks)] == [1]
     raw.data[2][:] = b""
     assert joined(reader(raw, 64), tensor, 64) == array.tobytes()
 

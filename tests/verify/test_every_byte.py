@@ -101,11 +101,11 @@ def sample(path: Path, count: int) -> list[int]:
 
 
 def in_tensors(path: Path) -> list[tuple[Path, int]]:
-    """A byte of every piece of every tensor."""
+    """A byte of every chunk of every tensor."""
     with Sources() as sources:
         checkpoint = open_checkpoint(str(path), sources=sources)
-        pieces = [one.tensor.pieces for one in checkpoint.tensors()]
-        rows = [(int(f), int(o)) for each in pieces for f, o in zip(each.file, each.offset, strict=True)]
+        chunks = [one.tensor.chunks for one in checkpoint.tensors()]
+        rows = [(int(f), int(o)) for each in chunks for f, o in zip(each.file, each.offset, strict=True)]
         return sorted({(Path(checkpoint.files[file].path), offset) for file, offset in rows if offset >= 0})
 
 

@@ -36,7 +36,7 @@ def test_parameters_that_ranks_hold_nothing_of_are_no_problem(form: str, tmp_pat
 
 def test_one_changed_byte_in_a_slice_is_found(tmp_path: Path) -> None:
     directory = copied("torch-2.4/f1_orig_raw", tmp_path / "c")
-    located = fsdpckpt.inspect(directory, keys=["2.exp_avg"], ranks=True).tensors[0].tensor.pieces
+    located = fsdpckpt.inspect(directory, keys=["2.exp_avg"], ranks=True).tensors[0].tensor.chunks
     path = directory / f"optim_{int(located.rank[1])}.pt"
     data = bytearray(path.read_bytes())
     data[int(located.offset[1]) + 1] ^= 4
@@ -60,8 +60,8 @@ def test_inspect_shows_slices_as_they_are_and_where_each_rank_has_its_own(tmp_pa
     document = found.to_json(ranks=True)
     (row,) = cast("list[Any]", document["tensors"])
     assert (row["shape"], row["placement"]) == ([21], SLICES)
-    pieces = [(piece["rank"], piece["box"]) for piece in row["pieces"]]
-    assert pieces == [(1, [[0, 4]]), (2, [[4, 16]]), (3, [[16, 21]])]
+    chunks = [(chunk["rank"], chunk["box"]) for chunk in row["pieces"]]
+    assert chunks == [(1, [[0, 4]]), (2, [[4, 16]]), (3, [[16, 21]])]
     assert "unnamed" in {note.kind for note in found.checkpoint.notes}
 
 

@@ -22,6 +22,6 @@ def as_rank(rank: int, world_size: int) -> Iterator[None]:
 
 
 def rows(tensor: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
-    """What rank ``rank`` holds of ``tensor``: torch.chunk's piece, or no rows."""
+    """What rank ``rank`` holds of ``tensor``: torch.chunk's chunk, or no rows."""
     chunks = tensor.chunk(world_size)
     return chunks[rank] if rank < len(chunks) else tensor[:0]

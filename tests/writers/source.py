@@ -1,4 +1,4 @@
-"""Source checkpoints made by hand: torch tensors laid into raw bytes, as whole pieces, shards, replicas or views."""
+"""Source checkpoints made by hand: torch tensors laid into raw bytes, as whole chunks, shards, replicas or views."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, OptimState
 from fsdpckpt.ir.dtypes import DTYPES, DType
-from fsdpckpt.ir.tensors import Pieces, Tensor
+from fsdpckpt.ir.tensors import Chunks, Tensor
 
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:
@@ -53,8 +53,8 @@ class Raw:
     def whole(self, tensor: torch.Tensor, *, managed: bool | None = None) -> Tensor:
         """A row-major copy."""
         shape = tuple(tensor.shape)
-        pieces = Pieces.whole(file=0, offset=self._append(raw_bytes(tensor)), shape=shape)
-        return Tensor(_dtype(tensor), shape, pieces, managed=managed)
+        chunks = Chunks.whole(file=0, offset=self._append(raw_bytes(tensor)), shape=shape)
+        return Tensor(_dtype(tensor), shape, chunks, managed=managed)
 
     def views(self, *tensors: torch.Tensor) -> list[Tensor]:
         """Views of one torch storage, sharing memory here as they do there."""
@@ -65,7 +65,7 @@ class Raw:
             shape = tuple(tensor.shape)
             at = offset + tensor.storage_offset() * tensor.dtype.itemsize
             found.append(
-                Tensor(_dtype(tensor), shape, Pieces.whole(file=0, offset=at, shape=shape, stride=tensor.stride()))
+                Tensor(_dtype(tensor), shape, Chunks.whole(file=0, offset=at, shape=shape, stride=tensor.stride()))
             )
         return found
 
@@ -80,8 +80,8 @@ class Raw:
             offset.append(self._append(raw_bytes(local)))
             start.append([sum(len(chunk) for chunk in chunks[:index]), *[0] * (tensor.ndim - 1)])
             size.append(list(local.shape))
-        pieces = Pieces.rows(ndim=tensor.ndim, rank=rank, file=[0] * len(rank), offset=offset, start=start, size=size)
-        return Tensor(_dtype(tensor), tuple(tensor.shape), pieces, managed=True, placement="[Shard(0)]")
+        chunks = Chunks.rows(ndim=tensor.ndim, rank=rank, file=[0] * len(rank), offset=offset, start=start, size=size)
+        return Tensor(_dtype(tensor), tuple(tensor.shape), chunks, managed=True, placement="[Shard(0)]")
 
 
 def _dtype(tensor: torch.Tensor) -> DType:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.tensors import Pieces, Tensor
+from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.writers.storages import memory_order, sharing
 
 
@@ -27,7 +27,7 @@ def test_a_compact_copy_keeps_the_order_of_dense_memory_only(shape, stride, expe
 
 
 def at(offset: int, file: int = 0) -> Tensor:
-    return Tensor(DTYPES["float32"], (3,), Pieces.whole(file=file, offset=offset, shape=(3,)))
+    return Tensor(DTYPES["float32"], (3,), Chunks.whole(file=file, offset=offset, shape=(3,)))
 
 
 def test_tensors_that_overlap_by_parts_of_an_element_are_copied_apart_and_noted():

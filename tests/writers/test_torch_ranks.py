@@ -147,7 +147,7 @@ def test_fsdp2_takes_its_rank_file_and_holds_what_it_held_before(tmp_path, rank,
 def test_tied_shards_share_one_record(tmp_path):
     raw = Raw()
     a, b = raw.views(weight := torch.randn(6, 4), weight)
-    model = {name: type(t)(t.dtype, t.shape, t.pieces, managed=True) for name, t in (("emb", a), ("head", b))}
+    model = {name: type(t)(t.dtype, t.shape, t.chunks, managed=True) for name, t in (("emb", a), ("head", b))}
     target = written(tmp_path, checkpoint(model), raw, 4, "dtensor")
     assert [len(file.write_items) for file in target.files] == [1, 1, 1, 0]
     with as_rank(1, 4):

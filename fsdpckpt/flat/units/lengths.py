@@ -16,7 +16,7 @@ __all__ = ["elements", "key_lengths", "lengths_said", "possible_groups", "uneven
 
 
 def key_lengths(optim: OptimState, world_size: int) -> dict[ParamKey, Int64Array]:
-    """Elements that each rank holds of each parameter key: of its first state that is one 1-D piece a rank.
+    """Elements that each rank holds of each parameter key: of its first state that is one 1-D chunk a rank.
 
     Keys without such a state are left out.
     """

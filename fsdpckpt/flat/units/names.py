@@ -95,23 +95,23 @@ def model_names(checkpoint: Checkpoint, label: str) -> NameList | None:
 
 def _place(tensor: Tensor, name: str) -> tuple[object, ...]:
     """What two names of one stored tensor have in common; a name of its own when that cannot be said."""
-    pieces = tensor.pieces
-    if not tensor.numel or not len(pieces) or (pieces.offset < 0).any():
+    chunks = tensor.chunks
+    if not tensor.numel or not len(chunks) or (chunks.offset < 0).any():
         return (name,)
-    return (tensor.shape, tensor.dtype.name, *(c.tobytes() for c in (pieces.file, pieces.offset, pieces.stride)))
+    return (tensor.shape, tensor.dtype.name, *(c.tobytes() for c in (chunks.file, chunks.offset, chunks.stride)))
 
 
 def stride_of(tensor: Tensor) -> tuple[int, ...] | None:
     """The strides of the parameter in memory when it is dense and not row-major, else None.
 
-    A piece keeps the order of dimensions of the parameter that it was cut from.
+    A chunk keeps the order of dimensions of the parameter that it was cut from.
     """
-    pieces = tensor.pieces
-    filled = np.flatnonzero((pieces.size > 0).all(axis=1))
+    chunks = tensor.chunks
+    filled = np.flatnonzero((chunks.size > 0).all(axis=1))
     if tensor.ndim < 2 or not len(filled):
         return None
     row = int(filled[0])
-    size, stride = pieces.size[row].tolist(), pieces.stride[row].tolist()
+    size, stride = chunks.size[row].tolist(), chunks.stride[row].tolist()
     wide = [dim for dim in range(tensor.ndim) if size[dim] > 1]
     order = sorted(wide, key=lambda dim: -stride[dim])
     step = 1

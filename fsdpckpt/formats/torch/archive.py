@@ -19,7 +19,7 @@ from fsdpckpt.formats.torch.tensors import StoredTensor, TensorBuilder
 from fsdpckpt.formats.torch.tree import TreeWalk
 from fsdpckpt.formats.zip import ZipRecord, read_directory
 from fsdpckpt.ir.checkpoint import Note
-from fsdpckpt.ir.tensors import Pieces, Tensor
+from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.values import Value
 from fsdpckpt.storage.sources import ByteSource
 
@@ -56,7 +56,7 @@ class TorchArchive:
 def load_torch(
     source: ByteSource, file_id: int, *, begin: int = 0, end: int | None = None, rank: int = 0
 ) -> tuple[Value, list[ChecksumRow]]:
-    """The value in the torch archive at bytes [begin, end), its tensors as ir ``Tensor`` with one piece in file
+    """The value in the torch archive at bytes [begin, end), its tensors as ir ``Tensor`` with one chunk in file
     ``file_id`` held by ``rank``, and its checksum rows. DTensor and ShardedTensor leaves are ``Distributed``.
 
     Raises what ``read_archive`` raises.
@@ -69,8 +69,8 @@ def load_torch(
 
 def local_tensor(stored: StoredTensor, file_id: int, rank: int = 0) -> Tensor:
     """The ir tensor that is whole in one file."""
-    pieces = Pieces.whole(file=file_id, offset=stored.offset, shape=stored.shape, stride=stored.stride, rank=rank)
-    return Tensor(stored.dtype, stored.shape, pieces, stored.managed)
+    chunks = Chunks.whole(file=file_id, offset=stored.offset, shape=stored.shape, stride=stored.stride, rank=rank)
+    return Tensor(stored.dtype, stored.shape, chunks, stored.managed)
 
 
 def read_archive(

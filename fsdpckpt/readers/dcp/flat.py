@@ -88,7 +88,7 @@ def _section(metadata: DcpMetadata, key: str) -> tuple[object, ...]:
 def _first_lost(metadata: DcpMetadata, by_id: list[str], world_size: int) -> str | None:
     """The first state by id that is one rank's slice; None when all are whole, or cut by DCP itself.
 
-    They are slices when all of them are vectors in one piece although several ranks wrote, and the model is not made
+    They are slices when all of them are vectors in one chunk although several ranks wrote, and the model is not made
     of vectors itself. Where DCP cut the model and no state, any vector is one that has the shape of no tensor of the
     model: only the states of parameters outside of FSDP are whole.
     """

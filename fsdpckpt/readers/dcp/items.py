@@ -269,27 +269,27 @@ def _as_corrupt(found: DcpDirectory, key: str) -> Iterator[None]:
 
 
 def is_located(tensor: Tensor) -> bool:
-    """Whether every piece with elements has its place in a file."""
-    pieces = tensor.pieces
-    return pieces.item is None or bool((pieces.offset >= 0).all())
+    """Whether every chunk with elements has its place in a file."""
+    chunks = tensor.chunks
+    return chunks.item is None or bool((chunks.offset >= 0).all())
 
 
 def locate_rows(
     wanted: Sequence[tuple[Tensor, npt.NDArray[np.intp]]], files: Sequence[SourceFile], sources: Sources
 ) -> list[Tensor] | None:
-    """Each tensor with those rows of its pieces alone, located. Items are opened in the order of their file.
+    """Each tensor with those rows of its chunks alone, located. Items are opened in the order of their file.
 
     None when an item holds something else than the metadata declares: a correction takes all of them (``dcp_items``),
     so the checkpoint has to be opened with ``locate=True``. Raises what ``ItemReader.tensor`` raises.
     """
-    found = [replace(tensor, pieces=tensor.pieces.take(rows)) for tensor, rows in wanted]
+    found = [replace(tensor, chunks=tensor.chunks.take(rows)) for tensor, rows in wanted]
     jobs: list[tuple[int, int, int, int, int]] = []
     for number, tensor in enumerate(found):
-        pieces = tensor.pieces
-        if pieces.item is None:
+        chunks = tensor.chunks
+        if chunks.item is None:
             continue
         for row, (file, (begin, length), offset) in enumerate(
-            zip(pieces.file.tolist(), pieces.item.tolist(), pieces.offset.tolist(), strict=True)
+            zip(chunks.file.tolist(), chunks.item.tolist(), chunks.offset.tolist(), strict=True)
         ):
             if offset < 0:
                 jobs.append((file, begin, length, number, row))
@@ -307,18 +307,18 @@ def locate_rows(
             return None
         offsets[row], strides[row] = place
     for number, (offsets, strides) in places.items():
-        located = replace(found[number].pieces, offset=offsets, stride=strides)
-        found[number] = replace(found[number], pieces=located)
+        located = replace(found[number].chunks, offset=offsets, stride=strides)
+        found[number] = replace(found[number], chunks=located)
     return found
 
 
 def _columns(tensor: Tensor) -> tuple[Int64Array, Int64Array]:
-    return tensor.pieces.offset.copy(), tensor.pieces.stride.copy()
+    return tensor.chunks.offset.copy(), tensor.chunks.stride.copy()
 
 
 def _place(reader: ItemReader, begin: int, length: int, tensor: Tensor, row: int) -> tuple[int, tuple[int, ...]] | None:
-    """Offset and strides of one piece; None when its item is not a torch archive of just that box."""
-    size = tensor.pieces.size[row].tolist()
+    """Offset and strides of one chunk; None when its item is not a torch archive of just that box."""
+    size = tensor.chunks.size[row].tolist()
     if begin < 0 or length <= tensor.dtype.itemsize * int(np.prod(size, dtype=np.int64)):
         return None  # a blob of the safetensors format: only its header says where the data lies
     try:

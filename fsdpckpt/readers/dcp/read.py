@@ -33,7 +33,7 @@ FEW_VALUES = 1 << 14  # pickled values that are read in any case, at some micros
 def read_dcp(directory: str, files: FileTable, sources: Sources, *, locate: bool) -> Tree:
     """The checkpoint in ``directory``.
 
-    With ``locate=False`` no tensor's item is opened but those of param groups: all other pieces have offset -1, and
+    With ``locate=False`` no tensor's item is opened but those of param groups: all other chunks have offset -1, and
     pickled values are ``UNREAD`` when there are more than ``FEW_VALUES``. Raises SourceIncompleteError (no metadata,
     files or items missing: all named), SourceCorruptError (contradictions), SourceUnsafeError (unknown globals),
     SourceUnsupportedError (compressed items).
@@ -54,7 +54,7 @@ def read_dcp(directory: str, files: FileTable, sources: Sources, *, locate: bool
         values = _few_values(found, numbers, sources, tree)
     tensors = build_tensors(chunked, world_size=found.world_size)
     share_equal_settings(tensors, files, sources)
-    if any(len(tensor.pieces) > 1 for tensor in tensors.values()):
+    if any(len(tensor.chunks) > 1 for tensor in tensors.values()):
         tree.layout = Layout.SHARDED
     if flattened.layout is not None:
         tree.layout = flattened.layout
@@ -119,7 +119,7 @@ def share_equal_settings(tensors: MutableMapping[str, Tensor], files: FileTable,
     paths = [file.path for file in files.files()]
     seen: dict[tuple[str, bytes], Tensor] = {}
     for key, tensor in tensors.items():
-        if _is_setting(key) and tensor.shape == () and len(tensor.pieces):
-            source = sources.open(paths[int(tensor.pieces.file[0])])
-            content = source.read(int(tensor.pieces.offset[0]), tensor.nbytes)
+        if _is_setting(key) and tensor.shape == () and len(tensor.chunks):
+            source = sources.open(paths[int(tensor.chunks.file[0])])
+            content = source.read(int(tensor.chunks.offset[0]), tensor.nbytes)
             tensors[key] = seen.setdefault((tensor.dtype.name, content), tensor)

@@ -3,7 +3,7 @@
 When both meshes shard dimension 0 and the rows do not divide evenly, ``compute_local_shape_and_global_offset``
 (``torch/distributed/tensor/_utils.py``, seen up to torch 2.14) computes other boxes than the ranks hold, and DCP
 stores the computed ones. The items themselves carry their true number of rows. The true rule: ``torch.chunk`` of the
-rows over the tensor-parallel ranks, then ``torch.chunk`` of that piece over the FSDP ranks; rank = dp * TP + tp.
+rows over the tensor-parallel ranks, then ``torch.chunk`` of that chunk over the FSDP ranks; rank = dp * TP + tp.
 """
 
 from __future__ import annotations

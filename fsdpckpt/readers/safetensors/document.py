@@ -11,7 +11,7 @@ from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUns
 from fsdpckpt.formats.safetensors import METADATA_KEY, VERSION, model_key, state_key
 from fsdpckpt.ir.checkpoint import ParamKey
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.tensors import Pieces, Tensor, contiguous_stride
+from fsdpckpt.ir.tensors import Chunks, Tensor, contiguous_stride
 from fsdpckpt.ir.value_json import Json, decode
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.readers.tree import Tree
@@ -207,15 +207,15 @@ def _retyped(file: str, raw: Json, tensors: dict[str, Tensor]) -> dict[str, Tens
             raise _corrupt(file, f"describes {key!r} wrongly")
         dtype = DTYPES.get(str(entry[0]))
         shape = tuple(extent for extent in entry[1] if type(extent) is int and extent >= 0)
-        if dtype is None or len(shape) != len(entry[1]) or len(stored.pieces) != 1:
+        if dtype is None or len(shape) != len(entry[1]) or len(stored.chunks) != 1:
             raise _corrupt(file, f"describes {key!r} wrongly")
         if math.prod(shape) * dtype.itemsize != stored.nbytes or math.prod(filter(None, shape)) >= 1 << 59:
             raise _corrupt(file, f"gives {key!r} another size than its bytes")
-        piece = Pieces.whole(
-            file=int(stored.pieces.file[0]),
-            offset=int(stored.pieces.offset[0]),
+        chunk = Chunks.whole(
+            file=int(stored.chunks.file[0]),
+            offset=int(stored.chunks.offset[0]),
             shape=shape,
             stride=contiguous_stride(shape),
         )
-        typed[key] = Tensor(dtype, shape, piece, stored.managed, stored.placement)
+        typed[key] = Tensor(dtype, shape, chunk, stored.managed, stored.placement)
     return typed

@@ -248,6 +248,6 @@ def _whole(tensor: ChunkedTensor, file: str) -> ChunkedTensor:
 
 
 def _layout(tensors: Mapping[str, Tensor], ranks: int) -> Layout:
-    if ranks > 1 or any(len(tensor.pieces) > 1 for tensor in tensors.values()):
+    if ranks > 1 or any(len(tensor.chunks) > 1 for tensor in tensors.values()):
         return Layout.SHARDED
     return Layout.FULL

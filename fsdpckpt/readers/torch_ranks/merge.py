@@ -1,4 +1,4 @@
-"""Put the state dicts of several ranks together: pieces of one tensor, replicas, and values that differ.
+"""Put the state dicts of several ranks together: chunks of one tensor, replicas, and values that differ.
 
 Whether a tensor is cut or whole is decided from what kind of value it is (DTensor, ShardedTensor, plain tensor), never
 from values. Every rank's keys count. Plain vectors are the exception: in an optimizer, or beside flat parameters, they
@@ -19,7 +19,7 @@ from fsdpckpt.formats.torch.archive import local_tensor
 from fsdpckpt.formats.torch.distributed import Distributed
 from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.ir.checkpoint import Problem
-from fsdpckpt.ir.tensors import SLICES, Pieces, Tensor
+from fsdpckpt.ir.tensors import SLICES, Chunks, Tensor
 from fsdpckpt.ir.values import Key, Value, leaf_tensors
 from fsdpckpt.readers.flat_slices import is_flat_key, is_optimizer
 
@@ -157,7 +157,7 @@ class Merge:
             rows.append((self._ranks[have[0]], self._files[have[0]], 0, *(0,) * ndim, *first.shape, *(1,) * ndim))
             if 0 not in first.shape:
                 rows.clear()
-        return Tensor(first.dtype, first.shape, _pieces(rows, ndim), managed=True, placement=first.placement)
+        return Tensor(first.dtype, first.shape, _chunks(rows, ndim), managed=True, placement=first.placement)
 
     def _are_slices(self, held: Sequence[object], place: _Place) -> bool:
         """Whether vectors that stand in ``place`` on the ranks that have them are certain to be slices."""
@@ -169,7 +169,7 @@ class Merge:
         return place is _Place.BESIDE_FLAT or len(shapes) > 1 or len(held) < len(self._ranks)
 
     def _slices_of(self, values: Sequence[StoredTensor], have: list[int], path: _Path) -> Value:
-        """The slices one after the other, a piece for each rank that has one; an empty one is a piece too."""
+        """The slices one after the other, a chunk for each rank that has one; an empty one is a chunk too."""
         dtype = values[have[0]].dtype
         if any(values[i].dtype is not dtype for i in have):
             return self._contradiction(values, have, path)
@@ -180,7 +180,7 @@ class Merge:
             rows.append((self._ranks[i], self._files[i], values[i].offset, start, size, stride))
             start += size
         self.slices += 1
-        return Tensor(dtype, (start,), _pieces(rows, 1), managed=True, placement=SLICES)
+        return Tensor(dtype, (start,), _chunks(rows, 1), managed=True, placement=SLICES)
 
     def _plain(self, values: Sequence[StoredTensor], have: list[int], path: _Path) -> Value:
         first = values[have[0]]
@@ -192,7 +192,7 @@ class Merge:
             for i in have
         ]
         managed = first.managed if self._managed is None else self._managed
-        return Tensor(first.dtype, first.shape, _pieces(rows, ndim), managed)
+        return Tensor(first.dtype, first.shape, _chunks(rows, ndim), managed)
 
     def _other(self, values: Sequence[object], have: list[int], path: _Path) -> Value:
         """Values that are no tensors, or of different kinds or shapes: one if all are equal, else every rank's own."""
@@ -242,10 +242,10 @@ def _holds_slices(value: Value) -> bool:
     return any(isinstance(leaf, Tensor) and leaf.placement == SLICES for leaf in leaves)
 
 
-def _pieces(rows: Sequence[tuple[int, ...]], ndim: int) -> Pieces:
-    """Pieces from rows of (rank, file, offset, start..., size..., stride...)."""
+def _chunks(rows: Sequence[tuple[int, ...]], ndim: int) -> Chunks:
+    """Chunks from rows of (rank, file, offset, start..., size..., stride...)."""
     table = np.array(rows, np.int64).reshape(len(rows), 3 + 3 * ndim)
-    return Pieces(
+    return Chunks(
         table[:, 0],
         table[:, 1],
         table[:, 2],
@@ -256,13 +256,13 @@ def _pieces(rows: Sequence[tuple[int, ...]], ndim: int) -> Pieces:
 
 
 def _located(value: object, file: int, rank: int) -> Value:
-    """``value`` with its stored tensors as ir tensors of one piece; what is distributed keeps the boxes at hand."""
+    """``value`` with its stored tensors as ir tensors of one chunk; what is distributed keeps the boxes at hand."""
     if isinstance(value, StoredTensor):
         return local_tensor(value, file, rank)
     if isinstance(value, Distributed):
         ndim = len(value.shape)
         rows = [(rank, file, box.offset, *box.start, *box.size, *box.stride) for box in value.boxes]
-        return Tensor(value.dtype, value.shape, _pieces(rows, ndim), managed=True, placement=value.placement)
+        return Tensor(value.dtype, value.shape, _chunks(rows, ndim), managed=True, placement=value.placement)
     if isinstance(value, dict):
         return {key: _located(child, file, rank) for key, child in value.items()}
     if isinstance(value, list):
@@ -290,9 +290,9 @@ def _collect_holders(value: object, holders: set[int]) -> None:
 
 
 def _whole(value: Value) -> bool:
-    """Whether the pieces of every tensor in ``value`` are enough elements for it (replicas counted once)."""
+    """Whether the chunks of every tensor in ``value`` are enough elements for it (replicas counted once)."""
     for _, tensor in leaf_tensors(value):
-        rows = zip(tensor.pieces.start.tolist(), tensor.pieces.size.tolist(), strict=True)
+        rows = zip(tensor.chunks.start.tolist(), tensor.chunks.size.tolist(), strict=True)
         boxes = {(*start, *size): prod(size) for start, size in rows}
         if sum(boxes.values()) < tensor.numel:
             return False

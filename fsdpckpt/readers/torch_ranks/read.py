@@ -137,7 +137,7 @@ def _separate_extras(tree: Tree, files: FileTable, sources: Sources, *, extras: 
     paths = [file.path for file in files.files()]
     records: dict[tuple[int, int], tuple[int, int]] = {}
     for path, leaf in walk(tree.root):
-        if not isinstance(leaf, Tensor) or leaf.managed or len(leaf.pieces) < 2 or not leaf.nbytes:
+        if not isinstance(leaf, Tensor) or leaf.managed or len(leaf.chunks) < 2 or not leaf.nbytes:
             continue
         if sections is not None and sections.owns(path):
             continue
@@ -151,29 +151,29 @@ def _equal_on_all_ranks(
     tensor: Tensor, paths: Sequence[str], sources: Sources, records: Mapping[tuple[int, int], tuple[int, int]]
 ) -> bool:
     """Whether every rank saved the same bytes. Of a large tensor without a checksum of its own nobody knows: False."""
-    pieces = tensor.pieces
-    if not (pieces.stride == pieces.stride[0]).all():
+    chunks = tensor.chunks
+    if not (chunks.stride == chunks.stride[0]).all():
         return False
     if tensor.nbytes <= _COMPARED:
-        return len({_bytes_of(tensor, row, paths, sources) for row in range(len(pieces))}) == 1
-    found = {records.get(place) for place in zip(pieces.file.tolist(), pieces.offset.tolist(), strict=True)}
+        return len({_bytes_of(tensor, row, paths, sources) for row in range(len(chunks))}) == 1
+    found = {records.get(place) for place in zip(chunks.file.tolist(), chunks.offset.tolist(), strict=True)}
     one = found.pop()
     return not found and one is not None and one[0] == tensor.nbytes
 
 
 def _bytes_of(tensor: Tensor, row: int, paths: Sequence[str], sources: Sources) -> bytes:
-    """The bytes between a piece's first and last element: equal for equal replicas of equal strides."""
-    sizes, strides = tensor.pieces.size[row].tolist(), tensor.pieces.stride[row].tolist()
+    """The bytes between a chunk's first and last element: equal for equal replicas of equal strides."""
+    sizes, strides = tensor.chunks.size[row].tolist(), tensor.chunks.stride[row].tolist()
     extent = 1 + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
-    source = sources.open(paths[int(tensor.pieces.file[row])])
-    return source.read(int(tensor.pieces.offset[row]), extent * tensor.dtype.itemsize)
+    source = sources.open(paths[int(tensor.chunks.file[row])])
+    return source.read(int(tensor.chunks.offset[row]), extent * tensor.dtype.itemsize)
 
 
 def _by_rank(tensor: Tensor, world_size: int) -> tuple[Value, ...]:
-    """Each rank's own copy as a tensor of one piece, None for ranks without one."""
-    rows = {rank: row for row, rank in enumerate(tensor.pieces.rank.tolist())}
+    """Each rank's own copy as a tensor of one chunk, None for ranks without one."""
+    rows = {rank: row for row, rank in enumerate(tensor.chunks.rank.tolist())}
     return tuple(
-        Tensor(tensor.dtype, tensor.shape, tensor.pieces.take(tensor.pieces.rank == rank), tensor.managed)
+        Tensor(tensor.dtype, tensor.shape, tensor.chunks.take(tensor.chunks.rank == rank), tensor.managed)
         if rank in rows
         else None
         for rank in range(world_size)

@@ -57,15 +57,15 @@ def different_records(details: Sequence[str], file: str) -> SourceCorruptError:
     )
 
 
-def incomplete(file: str, key: str, rank: int, *, ranks: int, pieces_of: int, elements: int) -> SourceIncompleteError:
-    """``ranks`` files are here, with pieces of ``pieces_of`` elements of the ``elements`` of ``key``."""
+def incomplete(file: str, key: str, rank: int, *, ranks: int, chunks_of: int, elements: int) -> SourceIncompleteError:
+    """``ranks`` files are here, with chunks of ``chunks_of`` elements of the ``elements`` of ``key``."""
     return SourceIncompleteError(
-        f"ranks are missing: of {-(-elements // pieces_of)} pieces of {key} or more, {ranks} can be here",
+        f"ranks are missing: of {-(-elements // chunks_of)} pieces of {key} or more, {ranks} can be here",
         file=file,
         key=key,
         rank=rank,
         expected=f"{elements} elements",
-        found=f"{ranks} pieces of {pieces_of}",
+        found=f"{ranks} pieces of {chunks_of}",
         why="each rank writes its own part, and every part is needed",
         next_step="copy the files of all ranks into one directory and give that directory",
     )

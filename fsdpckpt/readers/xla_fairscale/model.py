@@ -79,7 +79,7 @@ class RecordedModels:
         length = stored.shape[0] if len(stored.shape) == 1 else 0
         if self.record.world_size is None and 0 < length * self.world_size < backing.numel:
             raise incomplete(
-                self.file, backing.key, self.rank, ranks=self.world_size, pieces_of=length, elements=backing.numel
+                self.file, backing.key, self.rank, ranks=self.world_size, chunks_of=length, elements=backing.numel
             )
         ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
         raise misfit(
@@ -133,10 +133,10 @@ class RecordedModels:
             found: dict[Key, object] = {without_wrappers(key) if isinstance(key, str) else key: value}
             if backing is not None and isinstance(value, StoredTensor):
                 producer, world_size = self.record.producer, self.world_size
-                pieces = originals_in(backing, value, rank=self.rank, world_size=world_size, producer=producer)
-                found = cast("dict[Key, object]", pieces)
+                chunks = originals_in(backing, value, rank=self.rank, world_size=world_size, producer=producer)
+                found = cast("dict[Key, object]", chunks)
                 if str(key) not in self._by_key:
-                    found = {key: next(iter(pieces.values()))}
+                    found = {key: next(iter(chunks.values()))}
             self._add(made, found)
         self._add(made, {later: made[first] for later, first in self.record.shared if first in made})
         return made

@@ -86,7 +86,7 @@ def _shapes(states: object) -> Iterator[tuple[int, ...]]:
 
 
 def _is_cut(name: object, leaf: object) -> bool:
-    """A number is no piece of anything; as a tensor it may be of shape (1,), which only ``step`` proves."""
+    """A number is no chunk of anything; as a tensor it may be of shape (1,), which only ``step`` proves."""
     return isinstance(leaf, StoredTensor) and bool(leaf.shape) and (name, leaf.shape) != ("step", (1,))
 
 
@@ -109,12 +109,12 @@ def _entries(
     """The states of each parameter in ``backing``; what is not cut belongs to all of them."""
     found: dict[Key, dict[Key, object]] = {param.name: {} for param in backing.params}
     for name, leaf in cast("dict[Key, object]", states).items():
-        pieces: Mapping[str, object] = dict.fromkeys((param.name for param in backing.params), leaf)
+        chunks: Mapping[str, object] = dict.fromkeys((param.name for param in backing.params), leaf)
         if _is_cut(name, leaf):
             stored = cast(StoredTensor, leaf)
-            pieces = originals_in(backing, stored, rank=rank, world_size=world_size, producer=record.producer)
-        for param, piece in pieces.items():
-            found[param][name] = piece
+            chunks = originals_in(backing, stored, rank=rank, world_size=world_size, producer=record.producer)
+        for param, chunk in chunks.items():
+            found[param][name] = chunk
     return found
 
 

@@ -1,6 +1,6 @@
 """Gives the shards of torch_xla's and fairscale's FSDP the names and shapes that are recorded beside them.
 
-Every rank's file is rewritten by itself, before the ranks are put together: in the place of a stored piece stand the
+Every rank's file is rewritten by itself, before the ranks are put together: in the place of a stored chunk stand the
 boxes of the parameters it holds, as if the parameters had been saved sharded.
 """
 
@@ -54,7 +54,7 @@ def recorded(archives: Sequence[TorchArchive], ranks: Sequence[int], paths: Mapp
     """The archives of ``ranks`` with every recorded shard under its parameters' names; as they are without a record.
 
     Raises SourceCorruptError for records that contradict themselves, each other or the shards, SourceIncompleteError
-    when the pieces are not all, SourceUnsupportedError for parameters of which every rank has its own.
+    when the chunks are not all, SourceUnsupportedError for parameters of which every rank has its own.
     """
     found = [_only(archive.root, paths[rank]) for rank, archive in zip(ranks, archives, strict=True)]
     known = [one for one in found if one is not None]

@@ -1,7 +1,7 @@
 """What torch_xla's and fairscale's FSDP record beside their shards: which parameters lie in which stored tensor.
 
 Both cut alike. A *backing* tensor is one parameter, or several flattened one after the other; its elements are padded
-at the end and cut into equal pieces, rank by rank (torch_xla can cut rows instead). The record names the parameters and
+at the end and cut into equal chunks, rank by rank (torch_xla can cut rows instead). The record names the parameters and
 their shapes; the number of elements that each rank holds has to follow from them, or the record is not believed.
 """
 
@@ -83,7 +83,7 @@ class Record:
 
     ``backings``: in the order recorded. ``listed``: whether that is the order of the wrapped ``model.parameters()``.
     ``shared``: (name, name of the parameter that it shares). ``rank``, ``world_size``: None where they are not
-    recorded. ``multiples``: to multiples of what the length of a piece may be padded; () is any. ``buffers``: the
+    recorded. ``multiples``: to multiples of what the length of a chunk may be padded; () is any. ``buffers``: the
     names of all buffers, None where they are not recorded. ``buffer_types``: (name, type) of buffers that were cast.
     """
 
@@ -149,7 +149,7 @@ def fits(backing: Backing, shape: Sequence[int], world_size: int, padded_to: Seq
 
 
 def by_rows(backing: Backing, shape: Sequence[int]) -> bool:
-    """Whether pieces of ``shape`` are rows of the one parameter (``shard_param_on_dim_0``), not slices."""
+    """Whether chunks of ``shape`` are rows of the one parameter (``shard_param_on_dim_0``), not slices."""
     return len(backing.params) == 1 and len(shape) > 1 and len(shape) == len(backing.params[0].shape)
 
 
@@ -182,7 +182,7 @@ def _divisors(number: int) -> Iterator[int]:
 def originals_in(
     backing: Backing, stored: StoredTensor, *, rank: int, world_size: int, producer: str
 ) -> dict[str, Distributed]:
-    """What ``rank``'s piece of ``backing`` holds of each parameter in it; ``stored`` has a shape that fits."""
+    """What ``rank``'s chunk of ``backing`` holds of each parameter in it; ``stored`` has a shape that fits."""
     if by_rows(backing, stored.shape):
         return {backing.params[0].name: _rows(backing.params[0], stored, rank, world_size, producer)}
     if not stored.shape:
