@@ -34,7 +34,7 @@ from fsdpckpt.plan.plan import Plan
 from fsdpckpt.producers.forms import PLAIN
 from fsdpckpt.progress import Progress
 from fsdpckpt.readers.detect import open_checkpoint
-from fsdpckpt.readers.side_files import MANIFEST
+from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage.sources import Sources, is_url
 from fsdpckpt.storage.staging import check_target, clear_leftover, free_bytes
 

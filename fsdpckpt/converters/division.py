@@ -17,7 +17,7 @@ from fsdpckpt.execute.settings import settle
 from fsdpckpt.execute.shipping import Job
 from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.options import ConvertOptions
-from fsdpckpt.readers.side_files import MANIFEST
+from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage.journal import Record
 from fsdpckpt.storage.staging import Staging
 

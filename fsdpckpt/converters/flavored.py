@@ -17,7 +17,7 @@ from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.producers.forms import Flavor, Form, Nesting, Place, RankNames
-from fsdpckpt.readers.side_files import side_files
+from fsdpckpt.readers.beside import side_files
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.writers import dcp, safetensors, torch_full
 from fsdpckpt.writers.dtype_rule import DtypeRule

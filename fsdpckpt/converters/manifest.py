@@ -14,8 +14,8 @@ from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.ir.targets import Target
 from fsdpckpt.ir.units_json import encode
 from fsdpckpt.producers.forms import PLAIN
-from fsdpckpt.readers.manifest import SEAL
-from fsdpckpt.readers.side_files import MANIFEST
+from fsdpckpt.readers.beside import SEAL
+from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage.staging import Staging
 from fsdpckpt.storage.targets import WritableFile
 from fsdpckpt.version import __version__

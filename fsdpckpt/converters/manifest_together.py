@@ -12,7 +12,7 @@ from fsdpckpt.converters.convert import Prepared
 from fsdpckpt.converters.manifest import put_manifest, write_manifest
 from fsdpckpt.execute.compare import not_this
 from fsdpckpt.execute.wire_errors import carrying
-from fsdpckpt.readers.side_files import MANIFEST
+from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage.staging import Staging
 
 __all__ = ["manifest_together"]

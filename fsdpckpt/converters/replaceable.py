@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from itertools import islice
 
 from fsdpckpt.errors import FsdpckptError, NeedsInformationError, TargetExistsError
+from fsdpckpt.readers.beside import read_manifest
 from fsdpckpt.readers.detect import open_checkpoint
-from fsdpckpt.readers.manifest import read_manifest
-from fsdpckpt.readers.side_files import MANIFEST, UNITS
+from fsdpckpt.readers.protocol import MANIFEST, UNITS
 from fsdpckpt.storage.sources import Sources, is_url
 from fsdpckpt.storage.targets import target_errors
 

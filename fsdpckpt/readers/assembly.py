@@ -23,10 +23,9 @@ from fsdpckpt.ir.checkpoint import (
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.readers.flat_slices import why_sliced
+from fsdpckpt.readers.protocol import EXTRA_STEM, FileTable, Tree
 from fsdpckpt.readers.sections import Sections, replaced, split, without
 from fsdpckpt.readers.settle_slices import settle_slices
-from fsdpckpt.readers.side_files import EXTRA_STEM
-from fsdpckpt.readers.tree import FileTable, Tree
 
 __all__ = ["ReadPart", "join", "read_part", "strange_names"]
 

@@ -30,11 +30,10 @@ from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.producers.forms import PLAIN
 from fsdpckpt.producers.table import EXPORT_DIRECTORIES, flavor_named, recognise
 from fsdpckpt.readers.assembly import ReadPart, join, read_part
-from fsdpckpt.readers.manifest import with_manifest, with_units
+from fsdpckpt.readers.beside import flavor_of, with_manifest, with_units
 from fsdpckpt.readers.parts import Listing, Part, file_part, list_parts
-from fsdpckpt.readers.side_files import flavor_of
+from fsdpckpt.readers.protocol import FileTable, Tree
 from fsdpckpt.readers.torch_ranks.names import slices_of_one_rank
-from fsdpckpt.readers.tree import FileTable, Tree
 from fsdpckpt.readers.units_beside import units_beside
 from fsdpckpt.storage.sources import Entry, Sources, is_url
 

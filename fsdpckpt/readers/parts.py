@@ -14,9 +14,9 @@ from fsdpckpt.errors import SourceIncompleteError
 from fsdpckpt.formats.safetensors import looks_like_safetensors
 from fsdpckpt.ir.checkpoint import Section
 from fsdpckpt.producers.table import export_files
-from fsdpckpt.readers.side_files import EXTRA_STEM, MANIFEST, UNITS, auxiliary
+from fsdpckpt.readers.beside import auxiliary
+from fsdpckpt.readers.protocol import EXTRA_STEM, MANIFEST, UNITS, FileTable, Tree
 from fsdpckpt.readers.torch_ranks.names import MOST_NAMED, RankSet, group_ranks
-from fsdpckpt.readers.tree import FileTable, Tree
 from fsdpckpt.storage.protocol import UPLOADING
 from fsdpckpt.storage.sources import Entry, Sources
 

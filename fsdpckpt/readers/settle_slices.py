@@ -8,9 +8,9 @@ from fsdpckpt.ir.checkpoint import LOOSE, Container, Layout, ModelState, OptimSt
 from fsdpckpt.ir.tensors import SLICES, Tensor
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.readers.flat_slices import flat_parameter_keys, in_slices, is_optimizer, mappings, why_sliced
+from fsdpckpt.readers.protocol import Tree
 from fsdpckpt.readers.sections import Sections
 from fsdpckpt.readers.torch_ranks.merge import equal
-from fsdpckpt.readers.tree import Tree
 
 __all__ = ["settle_slices"]
 

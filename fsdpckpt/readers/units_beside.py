@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fsdpckpt.errors import SourceError
 from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.ir.units import Units
-from fsdpckpt.readers.side_files import MANIFEST
+from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage.sources import Entry, Sources
 
 __all__ = ["BesideUnits", "units_beside", "units_in_manifest"]

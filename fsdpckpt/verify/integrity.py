@@ -10,7 +10,7 @@ from fsdpckpt.ir.checkpoint import STRAY, Checkpoint, NamedTensor, Problem
 from fsdpckpt.ir.coverage import flaws
 from fsdpckpt.ir.invariants import problems
 from fsdpckpt.progress import NoProgress, Progress
-from fsdpckpt.readers.side_files import MANIFEST
+from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.blocks import BlockReader
 from fsdpckpt.verify.checksums import bytes_to_read, check_records, records

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from fsdpckpt.ir.checkpoint import Manifest
-from fsdpckpt.readers.manifest import check_listing, listed, read_manifest
-from fsdpckpt.readers.side_files import MANIFEST
+from fsdpckpt.readers.beside import check_listing, listed, read_manifest
+from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.checksums import Record, check_records
 

@@ -11,10 +11,10 @@ from dataclasses import replace
 from fsdpckpt.errors import SourceMissingError
 from fsdpckpt.execute.resume import joined, run_of
 from fsdpckpt.ir.checkpoint import Checkpoint, OptimState
+from fsdpckpt.readers.beside import with_manifest
 from fsdpckpt.readers.detect import open_checkpoint
-from fsdpckpt.readers.manifest import with_manifest
+from fsdpckpt.readers.protocol import FileTable
 from fsdpckpt.readers.safetensors.read import read_safetensors, read_safetensors_index
-from fsdpckpt.readers.tree import FileTable
 from fsdpckpt.storage.journal import Record
 from fsdpckpt.storage.remote.http import links_of
 from fsdpckpt.storage.sources import Entry, MemoryFile, Sources

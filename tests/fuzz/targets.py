@@ -15,8 +15,8 @@ from fsdpckpt.formats.torch.tensors import TensorBuilder
 from fsdpckpt.formats.zip import ZipRecord, read_directory, top_folder
 from fsdpckpt.ir.units_json import loads
 from fsdpckpt.ir.value_json import decode
+from fsdpckpt.readers.protocol import FileTable
 from fsdpckpt.readers.safetensors.read import read_safetensors
-from fsdpckpt.readers.tree import FileTable
 from fsdpckpt.storage.sources import MemoryFile, Sources
 from tests.fuzz import checkpoints
 

@@ -11,8 +11,8 @@ import torch
 from fsdpckpt.errors import SourceIncompleteError, SourceUnsafeError, SourceUnsupportedError
 from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.readers.protocol import FileTable, Tree
 from fsdpckpt.readers.torch_ranks.read import read_torch_file
-from fsdpckpt.readers.tree import FileTable, Tree
 from fsdpckpt.storage.sources import Sources
 from tests.readers.contents import held
 

@@ -27,8 +27,8 @@ from fsdpckpt.errors import (
 )
 from fsdpckpt.ir.checkpoint import Layout
 from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.readers.protocol import FileTable, Tree
 from fsdpckpt.readers.torch_ranks.read import read_torch_ranks
-from fsdpckpt.readers.tree import FileTable, Tree
 from fsdpckpt.storage.sources import Sources
 from tests.readers.contents import held
 from tests.readers.played_ranks import as_rank, shard, shard_rows_twice

@@ -6,9 +6,10 @@ instead, and only its own header says where a chunk lies (``filesystem.py``: the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -25,12 +26,20 @@ from fsdpckpt.ir.tensors import Int64Array, Tensor
 from fsdpckpt.ir.values import Value, leaf_tensors
 from fsdpckpt.readers.chunks import Box, ChunkedTensor
 from fsdpckpt.readers.dcp.directory import DcpDirectory
-from fsdpckpt.readers.dcp.uneven import Mesh, StoredRows, fitting_meshes, true_starts
+from fsdpckpt.readers.protocol import Tree
 from fsdpckpt.readers.safetensors.read import sharding_info
-from fsdpckpt.readers.tree import Tree
 from fsdpckpt.storage.sources import Sources
 
-__all__ = ["is_located", "locate_chunks", "locate_rows", "read_values"]
+__all__ = [
+    "Mesh",
+    "StoredRows",
+    "fitting_meshes",
+    "is_located",
+    "locate_chunks",
+    "locate_rows",
+    "read_values",
+    "true_starts",
+]
 
 
 class _Job(NamedTuple):
@@ -328,3 +337,63 @@ def _place(reader: ItemReader, begin: int, length: int, tensor: Tensor, row: int
     if item.dtype is not tensor.dtype or list(item.shape) != size:
         return None
     return item.offset, item.stride
+
+
+class Mesh(NamedTuple):
+    """``data`` FSDP ranks times ``tensor`` tensor-parallel ranks; the latter are neighbours."""
+
+    data: int
+    tensor: int
+
+
+class StoredRows(NamedTuple):
+    """One item: who wrote it, how many rows it really has, and what the metadata says."""
+
+    rank: int
+    rows: int
+    declared_start: int
+    declared_rows: int
+
+
+def _chunk(rows: int, parts: int, index: int) -> tuple[int, int]:
+    """First row and number of rows of part ``index`` under ``torch.chunk``."""
+    size = -(-rows // parts)
+    begin = min(index * size, rows)
+    return begin, min(begin + size, rows) - begin
+
+
+def _true_box(rows: int, mesh: Mesh, rank: int) -> tuple[int, int]:
+    data, tensor = divmod(rank, mesh.tensor)
+    begin, extent = _chunk(rows, mesh.tensor, tensor)
+    inner, count = _chunk(extent, mesh.data, data)
+    return begin + inner, count
+
+
+@lru_cache(maxsize=8)
+def _meshes(world_size: int) -> tuple[Mesh, ...]:
+    sizes = (tensor for tensor in range(2, world_size // 2 + 1) if world_size % tensor == 0)
+    return tuple(Mesh(world_size // tensor, tensor) for tensor in sizes)
+
+
+def fitting_meshes(rows: int, items: Sequence[StoredRows], *, world_size: int) -> set[Mesh]:
+    """Every mesh under which each item has exactly its rank's rows, and all rows are there once."""
+    return {mesh for mesh in _meshes(world_size) if _fits(rows, items, mesh)}
+
+
+def _fits(rows: int, items: Sequence[StoredRows], mesh: Mesh) -> bool:
+    total = 0
+    for item in items:
+        start, count = _true_box(rows, mesh, item.rank)
+        if count != item.rows:
+            return False
+        # Where the declared size is right, torch's declared place is right too: no combination was seen otherwise.
+        if count and item.declared_rows == count and item.declared_start != start:
+            return False
+        total += count
+    return total == rows and len({item.rank for item in items}) == len(items)
+
+
+def true_starts(rows: int, items: Sequence[StoredRows], meshes: Iterable[Mesh]) -> list[int] | None:
+    """The first row of each item, when all ``meshes`` agree on it; None when they do not or there is none."""
+    answers = {tuple(_true_box(rows, mesh, item.rank)[0] for item in items) for mesh in meshes}
+    return list(answers.pop()) if len(answers) == 1 else None

@@ -14,7 +14,7 @@ from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Chunks, Tensor, contiguous_stride
 from fsdpckpt.ir.value_json import Json, decode
 from fsdpckpt.ir.values import Key, Value
-from fsdpckpt.readers.tree import Tree
+from fsdpckpt.readers.protocol import Tree
 
 __all__ = ["assemble"]
 

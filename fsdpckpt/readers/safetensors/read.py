@@ -18,8 +18,8 @@ from fsdpckpt.formats.safetensors import Header, HeaderTensor, read_header
 from fsdpckpt.ir.checkpoint import Container, Layout, Note
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.readers.chunks import Box, ChunkedTensor, build_tensors
+from fsdpckpt.readers.protocol import FileTable, Tree
 from fsdpckpt.readers.safetensors.document import assemble
-from fsdpckpt.readers.tree import FileTable, Tree
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import truncate
 

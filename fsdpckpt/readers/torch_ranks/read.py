@@ -14,11 +14,11 @@ from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Value, walk
 from fsdpckpt.readers.flat_slices import flat_parameter_keys
+from fsdpckpt.readers.protocol import FileTable, Tree
 from fsdpckpt.readers.sections import split
 from fsdpckpt.readers.torch_ranks.merge import Merge
 from fsdpckpt.readers.torch_ranks.names import check_names
-from fsdpckpt.readers.tree import FileTable, Tree
-from fsdpckpt.readers.xla_fairscale.read import record_beside, recorded, shards_without_record
+from fsdpckpt.readers.xla_fairscale.rewrite import record_beside, recorded, shards_without_record
 from fsdpckpt.storage.sources import Sources
 
 __all__ = ["read_torch_file", "read_torch_ranks"]

@@ -15,7 +15,6 @@ from fsdpckpt.ir.checkpoint import UNORDERED, Note, Problem, Section
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.readers.flat_slices import is_optimizer, mappings
 from fsdpckpt.readers.sections import replaced
-from fsdpckpt.readers.xla_fairscale import fairscale, torch_xla
 from fsdpckpt.readers.xla_fairscale.errors import (
     contradicting_record,
     different_records,
@@ -24,9 +23,24 @@ from fsdpckpt.readers.xla_fairscale.errors import (
     unrecorded_tensors,
     without_record,
 )
-from fsdpckpt.readers.xla_fairscale.model import RecordedModels, is_shard
-from fsdpckpt.readers.xla_fairscale.optimizer import Unnamed, named_optimizer, names_of_ids, unnamed_optimizer
-from fsdpckpt.readers.xla_fairscale.records import Record, ranks_of
+from fsdpckpt.readers.xla_fairscale.models import (
+    RecordedModels,
+    Unnamed,
+    named_optimizer,
+    names_of_ids,
+    unnamed_optimizer,
+)
+from fsdpckpt.readers.xla_fairscale.parse import (
+    FAIRSCALE,
+    TORCH_XLA,
+    fairscale_record,
+    is_fairscale,
+    is_shard,
+    is_torch_xla,
+    is_torch_xla_shard,
+    torch_xla_record,
+)
+from fsdpckpt.readers.xla_fairscale.shard_metadata import Record, ranks_of
 
 __all__ = ["Recorded", "record_beside", "recorded", "shards_without_record"]
 
@@ -73,20 +87,20 @@ def shards_without_record(root: Value, file: str) -> Iterator[Problem]:
     """A fatal problem for each dict in ``root`` with shards of either producer, where nothing says what they are."""
     for path, mapping in mappings(root):
         found = [key for key in mapping if isinstance(key, str) and is_shard(key)]
-        if found and torch_xla.is_shard(found[0]):
-            yield without_record(_dotted(path), found, torch_xla.TORCH_XLA, "get_shard_metadata()", file)
+        if found and is_torch_xla_shard(found[0]):
+            yield without_record(_dotted(path), found, TORCH_XLA, "get_shard_metadata()", file)
         elif found:
-            yield without_record(_dotted(path), found, fairscale.FAIRSCALE, "local_metadata_dict()", file)
+            yield without_record(_dotted(path), found, FAIRSCALE, "local_metadata_dict()", file)
 
 
 def _records(root: Value) -> Iterator[tuple[_Path, Record | None]]:
     """Every record in ``root`` and where it stands; None for one in a form that is not known."""
     for path, value in mappings(root):
         entry = cast("Mapping[object, object]", value)
-        if torch_xla.is_torch_xla(entry):
-            yield path, torch_xla.torch_xla_record(entry)
-        elif fairscale.is_fairscale(entry):
-            yield path, fairscale.fairscale_record(entry)
+        if is_torch_xla(entry):
+            yield path, torch_xla_record(entry)
+        elif is_fairscale(entry):
+            yield path, fairscale_record(entry)
 
 
 def _only(root: Value, file: str) -> tuple[_Path, Record] | None:

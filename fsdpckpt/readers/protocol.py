@@ -7,7 +7,11 @@ from dataclasses import dataclass, field
 from fsdpckpt.ir.checkpoint import Container, Layout, Note, Problem, SourceFile
 from fsdpckpt.ir.values import Value
 
-__all__ = ["FileTable", "Tree"]
+__all__ = ["EXTRA_STEM", "FileTable", "MANIFEST", "Tree", "UNITS"]
+
+MANIFEST = "fsdpckpt.json"
+UNITS = "units.json"  # what save_units calls its file in a directory
+EXTRA_STEM = "extra_state"  # of the rank files, verl's and this program's, that hold extras and nothing else
 
 
 class FileTable:
