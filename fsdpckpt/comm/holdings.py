@@ -71,7 +71,7 @@ def check_coverage(keys: Sequence[str], shapes: Sequence[Sequence[int]], every: 
         )
         if not rows and 0 in shape:
             continue
-        tensor = Tensor(DTYPES["uint8"], tuple(shape), chunks, managed=True, placement="boxes")
+        tensor = Tensor(DTYPES["uint8"], tuple(shape), chunks, sharded=True, placement="boxes")
         found += [f"{key}: {f.elements} elements {f.kind}, first {box_text(f.start, f.size)}" for f in flaws(tensor)]
     if found:
         raise StateDictMismatchError("the ranks do not hold every element exactly once", details=found)

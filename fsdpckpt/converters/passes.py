@@ -21,7 +21,7 @@ from fsdpckpt.ir.units import Units
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.transform.management import Evidence, decide_managed
+from fsdpckpt.transform.management import Evidence, decide_sharded
 from fsdpckpt.transform.missing_state import Choice, note_elementless, require_complete
 from fsdpckpt.transform.rekey import is_keyed_by_id
 from fsdpckpt.transform.selection import rename, select_keys, select_section, with_own_tensors
@@ -245,7 +245,7 @@ def _to_flattened(
         key_type = "id"
     if goal.form is not None:  # which may shard one section where it flattens the other
         of_units = {name: name in found.units.params() for name in checkpoint.model.params} if checkpoint.model else {}
-        checkpoint = decide_managed(checkpoint, Evidence(reference=of_units), strict=True)
+        checkpoint = decide_sharded(checkpoint, Evidence(reference=of_units), strict=True)
     return Rewritten(checkpoint, found.units, key_type)
 
 
@@ -254,7 +254,7 @@ def _to_sharded(checkpoint: Checkpoint, options: ConvertOptions, goal: Goal, sou
     if options.reference is not None:
         opened = _reference(options, sources)
         model = opened.model if opened is not None else None
-        reference = {name: getattr(leaf, "managed", None) for name, leaf in model.params.items()} if model else {}
+        reference = {name: getattr(leaf, "sharded", None) for name, leaf in model.params.items()} if model else {}
     evidence = Evidence(buffers=options.buffers, reference=reference)
     # A cut that a DCP loader does not expect costs nothing; a DTensor where the model has a buffer does not load.
-    return decide_managed(checkpoint, evidence, strict=goal.container == "torch")
+    return decide_sharded(checkpoint, evidence, strict=goal.container == "torch")

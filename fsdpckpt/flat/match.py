@@ -36,7 +36,7 @@ class FlatMatch:
     """Units that fit. ``keys``: each optimizer key of the checkpoint to an original name or a unit's key.
 
     ``layouts``: each unit's key to its layout. ``shard_size``: ranks in one sharding group; rank r holds shard
-    r % ``shard_size``. ``counts``: for each managed parameter, the elements each shard holds of it.
+    r % ``shard_size``. ``counts``: for each sharded parameter, the elements each shard holds of it.
     ``flat_optimizer``: whether the optimizer holds slices at all. ``proved``: what was compared, in words.
     """
 
@@ -86,7 +86,7 @@ class _Matching:
         self.world_size = checkpoint.world_size
         self.shard_size = units.shard_size or self.world_size
         self.params = units.params()
-        self.managed = units.unit_of()
+        self.sharded = units.unit_of()
         self.by_key = {unit.key: unit for unit in units.units}
         self.layouts: dict[str, FlatLayout] = {}
         self.counts: dict[str, Int64Array] = {}
@@ -176,7 +176,7 @@ class _Matching:
         for name, leaf in cleaned.items():
             param = self.params.get(shared.get(name, name))
             if param is None:
-                if isinstance(leaf, Tensor) and leaf.managed and leaf.placement != SLICES:
+                if isinstance(leaf, Tensor) and leaf.sharded and leaf.placement != SLICES:
                     yield f"the model has a parameter {name}, which the units do not have"
             elif isinstance(leaf, Tensor):
                 compared += 1
@@ -194,7 +194,7 @@ class _Matching:
             self.proved.append(f"{compared} names and shapes of the units are those of the model section")
 
     def _named(self, name: str, param: UnitParam, leaf: Tensor, *, sliced: bool) -> Iterator[str]:
-        if sliced and param.name in self.managed:
+        if sliced and param.name in self.sharded:
             wrong = self._check_slices(param, leaf)
             if wrong:
                 yield f"model {name}: {wrong}"
@@ -254,14 +254,14 @@ class _Matching:
             if lengths is None or (lengths != shard).any():
                 return f"{shard} elements on every rank by the units, found {lengths_found(leaf, self.world_size)}"
             return None
-        if name in self.managed:
+        if name in self.sharded:
             return self._check_slices(self.params[name], leaf)
         if leaf.shape != self.params[name].shape and not self._whole_vector(self.params[name], leaf):
             return f"{list(self.params[name].shape)} by the units, found {lengths_found(leaf, self.world_size)}"
         return None
 
     def _check_slices(self, param: UnitParam, leaf: Tensor) -> str | None:
-        layout = self.layouts[self.managed[param.name].key]
+        layout = self.layouts[self.sharded[param.name].key]
         if layout.shards == 1 and leaf.shape == param.shape and leaf.placement != SLICES:
             return None
         lengths = slice_lengths(leaf, self.world_size)

@@ -23,8 +23,8 @@ def out_of_order(units: Units, names: Iterable[str], *, across: bool = True) -> 
             yield f"unit {unit.prefix!r}: {wrong[0]} stands where the model section has {wrong[1]}"
             return
     # Ids count over all units, and only their order tells units of one size apart.
-    managed = units.unit_of()
-    wrong = siblings_astray([_module(name) for name in units.parameters if name in managed], list(map(_module, place)))
+    sharded = units.unit_of()
+    wrong = siblings_astray([_module(name) for name in units.parameters if name in sharded], list(map(_module, place)))
     if wrong and across:
         yield f"the units have {wrong[0]} where the model section has {wrong[1]}"
 

@@ -60,7 +60,7 @@ def is_sliced(checkpoint: Checkpoint, units: Units) -> bool:
         if key in keys
         for leaf in optim.state.get(number, {}).values()
     ]
-    return all(leaf.ndim < 2 and leaf.managed is not True for leaf in states if isinstance(leaf, Tensor))
+    return all(leaf.ndim < 2 and leaf.sharded is not True for leaf in states if isinstance(leaf, Tensor))
 
 
 def lengths_shown(lengths: Int64Array) -> str:

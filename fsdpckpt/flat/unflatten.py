@@ -47,13 +47,13 @@ def unflatten(checkpoint: Checkpoint, match: FlatMatch) -> Checkpoint:
 
 def _model(model: ModelState, match: FlatMatch, notes: list[Note]) -> ModelState:
     by_key = {unit.key: unit for unit in match.units.units}
-    managed = match.units.unit_of()
+    sharded = match.units.unit_of()
     params: dict[str, Tensor | Value] = {}
     for key, leaf in model.params.items():
         unit = by_key.get(clean(key)) if is_flat_key(key) else None
         if unit is not None and isinstance(leaf, Tensor):
             params.update(_split(unit, leaf.dtype, _runs(leaf), match.layouts[unit.key]))
-        elif clean(key) not in managed:
+        elif clean(key) not in sharded:
             params[clean(key)] = _whole(leaf)
     for later, first in match.units.shared:
         if first in params:
@@ -61,7 +61,7 @@ def _model(model: ModelState, match: FlatMatch, notes: list[Note]) -> ModelState
     # LOCAL_STATE_DICT has the innermost units first: the order of model.parameters() is what others rely on.
     params = {name: params[name] for name in dict.fromkeys([*match.units.parameters, *params]) if name in params}
     flat = len(by_key)
-    notes.append(Note("unflattened", f"model: {len(managed)} parameters were found in {flat} flat parameters"))
+    notes.append(Note("unflattened", f"model: {len(sharded)} parameters were found in {flat} flat parameters"))
     return ModelState(params, model.metadata)
 
 
@@ -70,12 +70,12 @@ def _whole(leaf: Tensor | Value) -> Tensor | Value:
     if not isinstance(leaf, Tensor):
         return leaf
     if leaf.placement == ONE_SLICE:
-        return replace(leaf, managed=False, placement="whole")
+        return replace(leaf, sharded=False, placement="whole")
     if leaf.placement != SLICES:
-        return replace(leaf, managed=False)
+        return replace(leaf, sharded=False)
     chunks = leaf.chunks
     length = int(chunks.size[0, 0])
-    return Tensor(leaf.dtype, (length,), replace(chunks, start=np.zeros_like(chunks.start)), managed=False)
+    return Tensor(leaf.dtype, (length,), replace(chunks, start=np.zeros_like(chunks.start)), sharded=False)
 
 
 # The optimizer.
@@ -144,9 +144,9 @@ def _of_param(param: UnitParam, leaf: Tensor | Value, match: FlatMatch, world_si
         return _of_holders(leaf, counts, world_size)
     lengths = slice_lengths(leaf, world_size)
     if counts is None or lengths is None:
-        return _whole(leaf) if counts is None else replace(leaf, managed=True, placement=PLACEMENT)
+        return _whole(leaf) if counts is None else replace(leaf, sharded=True, placement=PLACEMENT)
     if not np.array_equal(lengths, np.resize(counts, world_size)):
-        return _whole(leaf) if carried_whole(leaf) else replace(leaf, managed=True, placement=PLACEMENT)
+        return _whole(leaf) if carried_whole(leaf) else replace(leaf, sharded=True, placement=PLACEMENT)
     starts = np.resize(np.cumsum(counts) - counts, world_size)[leaf.chunks.rank]
     return _tensor(param, leaf.dtype, _runs(leaf, starts), 0)
 
@@ -232,4 +232,4 @@ def _tensor(param: UnitParam, dtype: DType, runs: Sequence[_Run], start: int) ->
     )  # fmt: skip
     if not param.numel:
         chunks = Chunks.whole(file=0, offset=0, shape=param.shape)
-    return Tensor(dtype, param.shape, chunks, managed=True, placement=PLACEMENT)
+    return Tensor(dtype, param.shape, chunks, sharded=True, placement=PLACEMENT)

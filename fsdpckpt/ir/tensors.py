@@ -114,7 +114,7 @@ class Chunks:
 class Tensor:
     """One tensor of a checkpoint. ``shape`` is the global shape in elements.
 
-    ``managed``: True when FSDP shards it (DTensor, ShardedTensor, several DCP chunks, FSDP1's clone mark, an
+    ``sharded``: True when FSDP shards it (DTensor, ShardedTensor, several DCP chunks, FSDP1's clone mark, an
     ``nn.Parameter``), False when every rank holds it whole (plain tensor among sharded ones, 0-dim), None when
     the source does not say. It comes from metadata, never from values.
     ``placement``: how the source held it, in PyTorch's words, e.g. ``"[Shard(0)]"``, ``"[Replicate(), Shard(0)]"``,
@@ -124,7 +124,7 @@ class Tensor:
     dtype: DType
     shape: tuple[int, ...]
     chunks: Chunks
-    managed: bool | None = None
+    sharded: bool | None = None
     placement: str = "whole"
 
     @property

@@ -106,7 +106,7 @@ class Units:
         return found
 
     def unit_of(self) -> dict[str, Unit]:
-        """Each managed original parameter's unit."""
+        """Each sharded original parameter's unit."""
         return {param.name: unit for unit in self.units for param in unit.params}
 
     def optimizer_keys(self) -> tuple[str, ...]:

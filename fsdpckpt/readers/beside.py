@@ -82,7 +82,7 @@ def with_manifest(checkpoint: Checkpoint, directory: str, names: Collection[str]
     optim = checkpoint.optim
     if document.get("key_type") == "id" and optim is not None:
         checkpoint.optim = _with_ids(optim)
-    _forget_management(checkpoint, document.get("undetermined"))
+    _forget_sharded(checkpoint, document.get("undetermined"))
     flavor = document.get("flavor")
     if isinstance(flavor, str) and flavor_named(flavor) is not None:
         checkpoint.flavor = flavor
@@ -181,7 +181,7 @@ def _contradictions(manifest: Manifest, there: Collection[str], sources: Sources
     return found
 
 
-def _forget_management(checkpoint: Checkpoint, undetermined: object) -> None:
+def _forget_sharded(checkpoint: Checkpoint, undetermined: object) -> None:
     """Keys of which nobody knew whether FSDP shards them are no surer for having been written."""
     if not isinstance(undetermined, list) or checkpoint.model is None:
         return
@@ -189,7 +189,7 @@ def _forget_management(checkpoint: Checkpoint, undetermined: object) -> None:
     for key in undetermined:
         leaf = params.get(key) if isinstance(key, str) else None
         if isinstance(leaf, Tensor):
-            params[key] = replace(leaf, managed=None)
+            params[key] = replace(leaf, sharded=None)
 
 
 def _with_ids(optim: OptimState) -> OptimState:

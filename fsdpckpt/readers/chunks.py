@@ -1,6 +1,6 @@
 """Turn lists of chunks into Tensors, many at a time: the columns of all tensors are built at once and then cut.
 
-Also decides, from the chunks alone, whether FSDP manages a tensor and how it was sharded.
+Also decides, from the chunks alone, whether FSDP shards a tensor and how.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class ChunkedTensor(NamedTuple):
 
 def build_tensors(tensors: Sequence[ChunkedTensor], *, world_size: int) -> dict[str, Tensor]:
     """A Tensor for each; ``world_size`` is how many ranks wrote them."""
-    sharded = any(_is_cut(tensor) for tensor in tensors)
+    any_cut = any(_is_cut(tensor) for tensor in tensors)
     columns = _Columns(tensors)
     built: dict[str, Tensor] = {}
     for tensor in tensors:
         chunks = columns.next(tensor)
-        managed = _managed(tensor, sharded=sharded, world_size=world_size)
-        placement = _placement(tensor) if managed else "whole"
-        built[tensor.key] = Tensor(tensor.dtype, tensor.shape, chunks, managed, placement)
+        sharded = _sharded(tensor, any_cut=any_cut, world_size=world_size)
+        placement = _placement(tensor) if sharded else "whole"
+        built[tensor.key] = Tensor(tensor.dtype, tensor.shape, chunks, sharded, placement)
     return built
 
 
@@ -58,7 +58,7 @@ def _is_cut(tensor: ChunkedTensor) -> bool:
     return any(box.size != shape for box in tensor.boxes)
 
 
-def _managed(tensor: ChunkedTensor, *, sharded: bool, world_size: int) -> bool | None:
+def _sharded(tensor: ChunkedTensor, *, any_cut: bool, world_size: int) -> bool | None:
     """Several chunks, or an empty one beside the data: FSDP sharded it. One whole one among cut tensors: it did not.
 
     A tensor of one row is one chunk either way under FSDP1, so it says nothing.
@@ -67,7 +67,7 @@ def _managed(tensor: ChunkedTensor, *, sharded: bool, world_size: int) -> bool |
         return False
     if _is_cut(tensor):
         return True
-    if sharded and world_size > 1 and tensor.shape[0] >= 2:
+    if any_cut and world_size > 1 and tensor.shape[0] >= 2:
         return False
     return None
 

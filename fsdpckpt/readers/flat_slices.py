@@ -171,4 +171,4 @@ def as_slices(tensor: Tensor) -> Tensor:
     size = tensor.chunks.size
     start = np.cumsum(size, axis=0, dtype=np.int64) - size
     chunks = replace(tensor.chunks, start=start)
-    return Tensor(tensor.dtype, (int(size.sum()),), chunks, managed=True, placement=SLICES)
+    return Tensor(tensor.dtype, (int(size.sum()),), chunks, sharded=True, placement=SLICES)

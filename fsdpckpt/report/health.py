@@ -87,7 +87,7 @@ def not_finite(
     lines = []
     for named, found in zip(tensors, stats, strict=True):
         nan, inf = (_integer(found, name) for name in ("nan", "inf"))
-        whole = named.section is Section.MODEL and named.tensor.managed is False and not nan
+        whole = named.section is Section.MODEL and named.tensor.sharded is False and not nan
         if (nan or inf) and whole is buffers:
             lines.append(f"{named.section} {named.key}: {nan:,} NaN and {inf:,} Inf of {named.tensor.numel:,} elements")
     return lines

@@ -17,7 +17,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, OptimState, Par
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value
 
-__all__ = ["Evidence", "decide_managed"]
+__all__ = ["Evidence", "decide_sharded"]
 
 SHOWN = 12  # keys listed in one message: enough to recognise the model, short enough to read
 
@@ -26,15 +26,15 @@ SHOWN = 12  # keys listed in one message: enough to recognise the model, short e
 class Evidence:
     """What the user gave.
 
-    ``buffers``: globs of replicated model keys, or ``("none",)``. ``reference``: model key to its ``Tensor.managed``.
+    ``buffers``: globs of replicated model keys, or ``("none",)``. ``reference``: model key to its ``Tensor.sharded``.
     """
 
     buffers: tuple[str, ...] = ()
     reference: Mapping[str, bool | None] | None = None
 
 
-def decide_managed(checkpoint: Checkpoint, evidence: Evidence, *, strict: bool) -> Checkpoint:
-    """The same checkpoint with every ``Tensor.managed`` True or False, and a note on what was inferred.
+def decide_sharded(checkpoint: Checkpoint, evidence: Evidence, *, strict: bool) -> Checkpoint:
+    """The same checkpoint with every ``Tensor.sharded`` True or False, and a note on what was inferred.
 
     ``strict`` (per-rank files, where a wrong answer does not load): what nothing settles raises
     NeedsInformationError. Otherwise (DCP, where any cut loads) it is cut like a parameter, and noted.
@@ -101,13 +101,13 @@ def _decide_model(checkpoint: Checkpoint, evidence: Evidence) -> tuple[ModelStat
         if not isinstance(leaf, Tensor):
             params[name] = leaf
             continue
-        managed = _from_source(leaf, name, evidence)
-        if managed is None and not listed.isdisjoint(tied.get(name, (name,))):
-            managed = True
+        sharded = _from_source(leaf, name, evidence)
+        if sharded is None and not listed.isdisjoint(tied.get(name, (name,))):
+            sharded = True
             inferred += 1
-        if managed is None:
+        if sharded is None:
             unsettled.append(name)
-        params[name] = replace(leaf, managed=True if managed is None else managed)
+        params[name] = replace(leaf, sharded=True if sharded is None else sharded)
     return ModelState(params, model.metadata), unsettled, inferred
 
 
@@ -115,8 +115,8 @@ def _from_source(tensor: Tensor, name: str, evidence: Evidence) -> bool | None:
     """What the tensor itself, the options or the reference say; None when none of them does."""
     if tensor.ndim == 0:  # FSDP refuses to shard a 0-dim parameter, so it can only be a buffer
         return False
-    if tensor.managed is not None:
-        return tensor.managed
+    if tensor.sharded is not None:
+        return tensor.sharded
     if evidence.buffers:
         return evidence.buffers == ("none",) or not any(fnmatchcase(name, glob) for glob in evidence.buffers)
     if evidence.reference is not None:
@@ -169,14 +169,14 @@ def _decide_entry(
     param = model.params.get(key) if model is not None and isinstance(key, str) else None
     shapes = {leaf.shape for leaf in entry.values() if isinstance(leaf, Tensor) and leaf.ndim}
     like = param.shape if isinstance(param, Tensor) else next(iter(shapes), None) if len(shapes) == 1 else None
-    follows = param.managed if isinstance(param, Tensor) else True
-    if like is None and any(isinstance(leaf, Tensor) and leaf.ndim and leaf.managed is None for leaf in entry.values()):
+    follows = param.sharded if isinstance(param, Tensor) else True
+    if like is None and any(isinstance(leaf, Tensor) and leaf.ndim and leaf.sharded is None for leaf in entry.values()):
         ambiguous.append(str(key))
     decided: dict[str, Tensor | Value] = {}
     for name, leaf in entry.items():
         if isinstance(leaf, Tensor):
-            managed = leaf.managed if leaf.managed is not None else leaf.shape == like and bool(follows)
-            decided[name] = replace(leaf, managed=managed and leaf.ndim > 0)
+            sharded = leaf.sharded if leaf.sharded is not None else leaf.shape == like and bool(follows)
+            decided[name] = replace(leaf, sharded=sharded and leaf.ndim > 0)
         else:
             decided[name] = leaf
     return decided
@@ -185,7 +185,7 @@ def _decide_entry(
 def _settle(value: Value) -> Value:
     """Tensors outside of the model and the states: sharded only where the source had them sharded."""
     if isinstance(value, Tensor):
-        return replace(value, managed=value.managed is True)
+        return replace(value, sharded=value.sharded is True)
     if isinstance(value, dict):
         changed: dict[Key, Value] = {key: _settle(child) for key, child in value.items()}
         if type(value) is dict:

@@ -100,7 +100,7 @@ class _Making:
         model = self.checkpoint.model
         leaf = model.params.get(key) if model is not None and isinstance(key, str) else None
         if isinstance(leaf, Tensor):
-            return Known(leaf.shape, leaf.dtype, leaf.managed)
+            return Known(leaf.shape, leaf.dtype, leaf.sharded)
         told = self.told.get(key) if isinstance(key, str) else None
         return None if told is None else Known(told.shape, told.dtype, key in self.unit_of)
 
@@ -140,8 +140,8 @@ class _Making:
             return None if isinstance(form, ZeroForm) else form
         dtype = form.dtype or param.dtype
         chunks = Chunks.whole(file=len(self.checkpoint.files), offset=self.end, shape=param.shape)
-        managed = form.managed if param.managed is None else param.managed
-        tensor = Tensor(dtype, param.shape, chunks, managed)
+        sharded = form.sharded if param.sharded is None else param.sharded
+        tensor = Tensor(dtype, param.shape, chunks, sharded)
         self.end += -(-max(tensor.nbytes, 1) // _ALIGNED) * _ALIGNED
         return tensor
 
@@ -235,11 +235,11 @@ States: TypeAlias = Mapping[str, Tensor | Value]
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What is known of a parameter. ``managed`` as in ``Tensor``."""
+    """What is known of a parameter. ``sharded`` as in ``Tensor``."""
 
     shape: Shape
     dtype: DType
-    managed: bool | None
+    sharded: bool | None
 
 
 ParamOf: TypeAlias = Callable[[ParamKey], Known | None]
@@ -250,7 +250,7 @@ class ZeroForm:
     """A state in the shape of its parameter. ``dtype``: None for the parameter's own."""
 
     dtype: DType | None
-    managed: bool | None
+    sharded: bool | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,9 +300,9 @@ def _zero_form(name: str, tensors: Mapping[ParamKey, Tensor], param_of: ParamOf,
             doubts.append(f"the state {name} of {key} does not have the shape of its parameter")
             break
     dtypes = {tensor.dtype.name: tensor.dtype for tensor in tensors.values()}
-    managed = next(iter(tensors.values())).managed
+    sharded = next(iter(tensors.values())).sharded
     if len(dtypes) == 1:
-        return ZeroForm(next(iter(dtypes.values())), managed)
+        return ZeroForm(next(iter(dtypes.values())), sharded)
     if any((known := params[key]) is None or known.dtype is not tensor.dtype for key, tensor in tensors.items()):
         doubts.append(f"{name} has several dtypes in its group: {', '.join(dtypes)}")
-    return ZeroForm(None, managed)
+    return ZeroForm(None, sharded)

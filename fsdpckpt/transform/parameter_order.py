@@ -159,9 +159,9 @@ def from_model(
     same = _repeated(tensors, checkpoint.checksums)
     names = tuple(name for name in tensors if same.get(name) is not True)
     unsure = {name for name in names if name in same}
-    if not told and any(tensor.managed for tensor in tensors.values()):
-        unsure.update(name for name in names if tensors[name].managed is not True)
-    apart = told or any(tensor.managed is not None for tensor in tensors.values())
+    if not told and any(tensor.sharded for tensor in tensors.values()):
+        unsure.update(name for name in names if tensors[name].sharded is not True)
+    apart = told or any(tensor.sharded is not None for tensor in tensors.values())
     return ParameterOrder(
         names=names,
         shapes={name: tensors[name].shape for name in names},
@@ -179,7 +179,7 @@ def _may_be_parameter(name: str, tensor: Tensor, buffers: Sequence[str], keyed: 
         return False
     if any(fnmatchcase(name, glob) for glob in buffers if buffers != ("none",)):
         return False
-    return tensor.dtype.kind in ("float", "complex") or tensor.managed is True
+    return tensor.dtype.kind in ("float", "complex") or tensor.sharded is True
 
 
 def _repeated(tensors: Mapping[str, Tensor], checksums: Checksums) -> dict[str, bool]:

@@ -39,7 +39,7 @@ def lay_out(
 ) -> Target:
     """One data file for each rank that has an item, ``.metadata`` last.
 
-    ``world_size`` ranks share the tensors whose ``managed`` is True (0-dim ones are never cut). None keeps the
+    ``world_size`` ranks share the tensors whose ``sharded`` is True (0-dim ones are never cut). None keeps the
     source's own chunks and ranks, replicas written once. Raises SourceUnsupportedError when two keys flatten to one.
     """
     casts, notes = dtypes.casts(checkpoint)
@@ -86,7 +86,7 @@ def _cut(value: Value, world_size: int | None) -> RankBoxes | None:
         return None
     if world_size is None:
         return source_boxes(value)
-    return chunk_boxes(value.shape, world_size) if value.managed and value.shape else None
+    return chunk_boxes(value.shape, world_size) if value.sharded and value.shape else None
 
 
 class _Place(NamedTuple):

@@ -1,4 +1,4 @@
-"""The pickle of one rank's file: managed tensors as DTensor or ShardedTensor, holding this rank's rows only.
+"""The pickle of one rank's file: sharded tensors as DTensor or ShardedTensor, holding this rank's rows only.
 
 The forms are those torch 2.13 pickles (``torch.distributed.tensor``, ``torch.distributed._shard``): what FSDP2's state
 dicts and FSDP1's ``SHARDED_STATE_DICT`` hold on that rank, on a CPU device. Objects that torch's own state dicts
@@ -55,21 +55,21 @@ class ShardList(NamedTuple):
 
 
 class RankPickle(PickleWriter, ABC):
-    """Writes a section's dict for ``rank`` of ``world_size``; tensors whose id is in ``managed`` are cut.
+    """Writes a section's dict for ``rank`` of ``world_size``; tensors whose id is in ``sharded_ids`` are cut.
 
     ``canonical`` maps the id of a tied tensor to the tensor it shares its record with. Subclasses say what wraps
     the local rows.
     """
 
     def __init__(
-        self, *, rank: int, world_size: int, managed: frozenset[int], casts: Mapping[int, DType],
+        self, *, rank: int, world_size: int, sharded_ids: frozenset[int], casts: Mapping[int, DType],
         canonical: Mapping[int, Tensor], mesh: MeshForm = PLAIN_MESH,
     ) -> None:  # fmt: skip
         super().__init__()
         self.rank = rank
         self.world_size = world_size
         self.mesh = mesh
-        self._managed = managed
+        self._sharded_ids = sharded_ids
         self._casts = casts
         self._canonical = canonical
         self._keys: dict[int, str] = {}
@@ -77,14 +77,14 @@ class RankPickle(PickleWriter, ABC):
 
     def tensor(self, value: Tensor) -> None:
         dtype = self._casts.get(id(value), value.dtype)
-        if id(value) in self._managed:
+        if id(value) in self._sharded_ids:
             self.sharded(value, dtype, rank_box(value.shape, self.world_size, self.rank))
         else:
             self.view(self.stored(value, dtype, whole_box(value.shape)))
 
     @abstractmethod
     def sharded(self, tensor: Tensor, dtype: DType, box: Box) -> None:
-        """Write a managed tensor of which this rank holds ``box``."""
+        """Write a sharded tensor of which this rank holds ``box``."""
 
     def stored(self, tensor: Tensor, dtype: DType, box: Box) -> StorageView:
         """A compact record of ``box``, the same one for tied tensors."""

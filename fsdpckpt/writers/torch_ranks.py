@@ -40,12 +40,12 @@ def lay_out(
 ) -> Target:
     """``world_size`` files for each section that the checkpoint has.
 
-    ``tensor`` is ``"dtensor"`` or ``"sharded-tensor"``: what a tensor whose ``managed`` is True becomes (0-dim ones
+    ``tensor`` is ``"dtensor"`` or ``"sharded-tensor"``: what a tensor whose ``sharded`` is True becomes (0-dim ones
     stay whole). ``mesh``: what DTensors say of theirs. Target rank r gets the extras of source rank r modulo the
     source's ranks.
     """
     casts, notes = dtypes.casts(checkpoint)
-    cut = frozenset(id(named.tensor) for named in checkpoint.tensors() if named.tensor.managed and named.tensor.shape)
+    cut = frozenset(id(named.tensor) for named in checkpoint.tensors() if named.tensor.sharded and named.tensor.shape)
     files = []
     if checkpoint.model is not None:
         model = model_dict(checkpoint.model)
@@ -70,7 +70,9 @@ def _section(
     for rank, value in enumerate(values):
         file = TargetFile(name.format(rank=rank, world_size=len(values)))
         stem = posixpath.splitext(posixpath.basename(file.path))[0]
-        writer = _FORMS[form](rank=rank, world_size=len(values), managed=cut, casts=casts, canonical=tied, mesh=mesh)
+        writer = _FORMS[form](
+            rank=rank, world_size=len(values), sharded_ids=cut, casts=casts, canonical=tied, mesh=mesh
+        )
         writer.value(value)
         writer.write(file, stem=stem)
         files.append(file)

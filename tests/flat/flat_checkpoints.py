@@ -96,7 +96,7 @@ class Played:
             start=[(start,) for start in starts],
             size=[(size,) for size in sizes],
         )
-        return Tensor(FLOAT, (sum(sizes),), columns, managed=True, placement=SLICES)
+        return Tensor(FLOAT, (sum(sizes),), columns, sharded=True, placement=SLICES)
 
     def replicas(self, array: np.ndarray) -> Tensor:
         ranks = range(self.world_size)
@@ -108,10 +108,10 @@ class Played:
             start=[(0,) * array.ndim] * self.world_size,
             size=[array.shape] * self.world_size,
         )
-        return Tensor(FLOAT, array.shape, columns, managed=False)
+        return Tensor(FLOAT, array.shape, columns, sharded=False)
 
     def moment(self, whole: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
-        """One state of all managed parameters by optimizer key, as the ranks hold it."""
+        """One state of all sharded parameters by optimizer key, as the ranks hold it."""
         found: dict[str, Tensor] = {}
         for one in self.units.units:
             flat, places = self._flat(one, whole)
@@ -149,7 +149,7 @@ class Played:
                 start=[(row[2],) for row in rows],
                 size=[(row[3],) for row in rows],
             )
-            found[one.key] = Tensor(FLOAT, (len(flat),), columns, managed=True, placement="[Shard(0)]")
+            found[one.key] = Tensor(FLOAT, (len(flat),), columns, sharded=True, placement="[Shard(0)]")
         return found
 
     def optimizer(self, states: Mapping[str, Mapping[str, object]], order: list[str]) -> OptimState:

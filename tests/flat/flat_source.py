@@ -61,7 +61,7 @@ class Model:
         self.groups: list[dict[Any, Any]] | None = [{"params": list(ORDER), "lr": 0.5, "betas": (0.9, 0.95)}]
 
     def checkpoint(self, **more: Any) -> Checkpoint:
-        model = OrderedDict((n, self.raw.whole(weight, managed=True)) for n, weight in self.weights.items())
+        model = OrderedDict((n, self.raw.whole(weight, sharded=True)) for n, weight in self.weights.items())
         state = {
             name: {item: self.raw.whole(v) if isinstance(v, torch.Tensor) else v for item, v in entry.items()}
             for name, entry in self.states.items()

@@ -19,22 +19,22 @@ from fsdpckpt.layouts.flattened import layout_of
 FLOAT = DTYPES["float32"]
 
 
-def named(name: str, *shape: int, dtype: str = "float32", managed: bool | None = True) -> NamedParam:
-    return NamedParam(name, shape, DTYPES[dtype], managed=managed)
+def named(name: str, *shape: int, dtype: str = "float32", sharded: bool | None = True) -> NamedParam:
+    return NamedParam(name, shape, DTYPES[dtype], sharded=sharded)
 
 
 def name_list(*params: NamedParam, ordered: bool = True, foreign: bool = False) -> NameList:
     return NameList(params, ordered, "a list", foreign=foreign)
 
 
-def whole(*shape: int, dtype: DType = FLOAT, managed: bool | None = True, file: int = 0, offset: int = 0) -> Tensor:
-    return Tensor(dtype, shape, Chunks.whole(file=file, offset=offset, shape=shape), managed)
+def whole(*shape: int, dtype: DType = FLOAT, sharded: bool | None = True, file: int = 0, offset: int = 0) -> Tensor:
+    return Tensor(dtype, shape, Chunks.whole(file=file, offset=offset, shape=shape), sharded)
 
 
 def slices(lengths: Sequence[int | None], dtype: DType = FLOAT) -> Tensor:
     """One row a rank with elements to show; None for a rank that lacks the state. Of one rank it looks whole."""
     if len(lengths) == 1:
-        return whole(lengths[0] or 0, dtype=dtype, managed=None)
+        return whole(lengths[0] or 0, dtype=dtype, sharded=None)
     ranks = [rank for rank, length in enumerate(lengths) if length is not None]
     sizes = [lengths[rank] or 0 for rank in ranks]
     starts = np.cumsum([0, *sizes])[:-1].tolist()
@@ -46,7 +46,7 @@ def slices(lengths: Sequence[int | None], dtype: DType = FLOAT) -> Tensor:
         start=[[one] for one in starts],
         size=[[one] for one in sizes],
     )
-    return Tensor(dtype, (sum(sizes),), rows, managed=True, placement=SLICES)
+    return Tensor(dtype, (sum(sizes),), rows, sharded=True, placement=SLICES)
 
 
 def replicas(world_size: int, *shape: int, dtype: DType = FLOAT) -> Tensor:
@@ -58,7 +58,7 @@ def replicas(world_size: int, *shape: int, dtype: DType = FLOAT) -> Tensor:
     rows = Chunks.rows(
         ndim=len(shape), rank=ranks, file=ranks, offset=[64] * world_size, start=zeros, size=[shape] * world_size
     )
-    return Tensor(dtype, shape, rows, managed=False)
+    return Tensor(dtype, shape, rows, sharded=False)
 
 
 def optimizer(
@@ -136,7 +136,7 @@ def local_model(units: Units, world_size: int, *, by_name: bool = False) -> Mode
             size=[[held[rank][1] - held[rank][0]] for rank in ranks],
         )
         dtype = unit.params[0].dtype
-        params[unit.key] = Tensor(dtype, (layout.total,), rows, managed=True, placement="[Shard(0)]")
+        params[unit.key] = Tensor(dtype, (layout.total,), rows, sharded=True, placement="[Shard(0)]")
         for param in unit.params if by_name else ():
             tensor = _state(replace(units, use_orig_params=True), world_size, param.name)
             lengths = {
@@ -151,7 +151,7 @@ def sharded_model(params: Sequence[NamedParam]) -> ModelState:
     found: dict[str, Tensor | Value] = {}
     offset = 0
     for param in params:
-        found[param.name] = whole(*param.shape, dtype=param.dtype, managed=param.managed, offset=offset)
+        found[param.name] = whole(*param.shape, dtype=param.dtype, sharded=param.sharded, offset=offset)
         offset += prod(param.shape) * param.dtype.itemsize
     return ModelState(found)
 

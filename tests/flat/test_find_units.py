@@ -225,7 +225,7 @@ def test_a_source_whose_wrapping_nothing_shows_asks_for_it(tmp_path: Path, sourc
 
 def test_model_files_beside_flattened_optimizer_files_give_names_and_order(sources: Sources) -> None:
     """As verl writes: DTensor model files, where plain tensors are buffers."""
-    model = sharded_model((*PARAMS, named("position", 64, managed=False)))
+    model = sharded_model((*PARAMS, named("position", 64, sharded=False)))
     source = checkpoint(4, model=model, optim=optimizer(units_of(), 4))
     found = source_units(source, UnitsRequest(globs=("l.*",)), sources)
     assert found.units.units == units_of().units
@@ -355,7 +355,7 @@ def test_without_a_model_section_the_shapes_of_the_states_have_to_agree(sources:
 
 
 def test_names_that_may_be_buffers_are_asked_about(sources: Sources) -> None:
-    params = (*PARAMS, named("position", 64, managed=None))
+    params = (*PARAMS, named("position", 64, sharded=None))
     request = UnitsRequest(globs=("l.*",), use_orig_params=False)
     with pytest.raises(NeedsInformationError) as caught:
         target_units(full(params, by_name()), request, None, 4, sources)
@@ -366,7 +366,7 @@ def test_names_that_may_be_buffers_are_asked_about(sources: Sources) -> None:
 
 
 def test_what_buffers_says_is_no_longer_asked(sources: Sources) -> None:
-    params = (*PARAMS, named("position", 64, managed=None))
+    params = (*PARAMS, named("position", 64, sharded=None))
     request = UnitsRequest(globs=("l.*",), use_orig_params=True, buffers=("pos*",))
     found = target_units(full(params, by_name()), request, None, 4, sources).units
     assert found.parameters == tuple(param.name for param in PARAMS)

@@ -111,7 +111,7 @@ def test_replicas_and_ranks_without_elements_hold_what_the_units_say() -> None:
         ndim=1, rank=[0, 1, 2, 3], file=[0, 1, 2, 3], offset=[0] * 4,
         start=[[0], [1], [2], [0]], size=[[1], [1], [1], [0]],
     )  # fmt: skip
-    flat = Tensor(FLOAT, (3,), rows, managed=True)
+    flat = Tensor(FLOAT, (3,), rows, sharded=True)
     proved(checkpoint(RANKS, model=ModelState({"_flat_param": flat})), few)
 
 
@@ -139,7 +139,7 @@ def test_slices_by_name_have_the_lengths_of_their_parameters() -> None:
 def test_values_and_buffers_among_them_say_nothing() -> None:
     params = local_model(units(orig=True), RANKS, by_name=True).params
     beside: Mapping[str, Tensor | Value] = {
-        "e.bias": "no tensor", "note": None, "mean": cut([2] * RANKS), "count": whole(managed=False)
+        "e.bias": "no tensor", "note": None, "mean": cut([2] * RANKS), "count": whole(sharded=False)
     }  # fmt: skip
     proved(checkpoint(RANKS, model=ModelState({**beside, **params, "e.bias": "no tensor"})), units(orig=True))
 
@@ -148,7 +148,7 @@ def test_a_whole_parameter_that_the_units_lack_is_named() -> None:
     for model in (local_model(units(), RANKS), sharded_model(PARAMS)):
         held = checkpoint(RANKS, model=ModelState({**model.params, "x": whole(3, offset=999)}))
         assert said(held, units()) == ("the model has a parameter x, which the units do not have",)
-        buffer = ModelState({**model.params, "x": whole(3, offset=999, managed=False)})
+        buffer = ModelState({**model.params, "x": whole(3, offset=999, sharded=False)})
         proved(checkpoint(RANKS, model=buffer), units())
 
 
@@ -189,9 +189,9 @@ def test_a_dcp_directory_says_no_order_of_slices() -> None:
 def test_parameters_beside_the_units_are_whole_on_every_rank() -> None:
     outside = units(without=("l.weight", "l.bias"))
     model = dict(local_model(outside, RANKS).params)
-    model.update({"l.weight": whole(5, 2, managed=False), "l.bias": cut([6] * RANKS)})
+    model.update({"l.weight": whole(5, 2, sharded=False), "l.bias": cut([6] * RANKS)})
     proved(checkpoint(RANKS, model=ModelState(model)), outside)
-    model.update({"l.weight": whole(2, 5, managed=False), "l.bias": cut([6, 6, 6, 5])})
+    model.update({"l.weight": whole(2, 5, sharded=False), "l.bias": cut([6, 6, 6, 5])})
     assert said(checkpoint(RANKS, model=ModelState(model)), outside) == (
         "l.weight: [5, 2] by the units, [2, 5] in the model section",
         "l.bias: [6] by the units, [23] in the model section",

@@ -69,20 +69,20 @@ def test_an_optimizer_without_tensors_is_sliced_by_its_ids_alone() -> None:
 
 
 def test_of_one_rank_slices_are_vectors_under_the_ids_of_units() -> None:
-    vector, matrix = whole(23, managed=None), whole(5, 3, managed=None)
-    beside: dict[str, Tensor | Value] = {"step": whole(managed=None), "mode": "fast"}
+    vector, matrix = whole(23, sharded=None), whole(5, 3, sharded=None)
+    beside: dict[str, Tensor | Value] = {"step": whole(sharded=None), "mode": "fast"}
     assert sliced({0: {**beside, "exp_avg": vector}})
     assert not sliced({0: {**beside, "exp_avg": matrix}})
     assert not sliced({0: {**beside, "exp_avg": vector, "factor": matrix}})
     assert not sliced({0: {"exp_avg": vector}}, orig=True)
     assert not sliced({"w": {"exp_avg": vector}}, names=True)
-    assert not sliced({0: {"exp_avg": replace(vector, managed=True)}})  # DCP cut it: it is a parameter's own state
+    assert not sliced({0: {"exp_avg": replace(vector, sharded=True)}})  # DCP cut it: it is a parameter's own state
     assert sliced({0: {"exp_avg": slices([2, 2])}}, orig=True)
 
 
 def test_parameters_beside_the_units_keep_their_shape() -> None:
     """Their ids come first where they are the root's own."""
-    vector, matrix = whole(20, managed=None), whole(4, 2, managed=None)
+    vector, matrix = whole(20, sharded=None), whole(4, 2, sharded=None)
     assert sliced({0: {"exp_avg": matrix}, 1: {"exp_avg": vector}}, without=("x",))
     assert not sliced({0: {"exp_avg": vector}, 1: {"exp_avg": matrix}}, without=("x",))
 

@@ -42,7 +42,7 @@ def one_rank(units: Units = UNITS, *, layout: Layout = Layout.FULL, model: Model
     """What one rank's raw optimizer looks like: whole vectors."""
     raw = optimizer(units, 1)
     state = {
-        key: {name: replace(leaf, managed=None) if isinstance(leaf, Tensor) else leaf for name, leaf in states.items()}
+        key: {name: replace(leaf, sharded=None) if isinstance(leaf, Tensor) else leaf for name, leaf in states.items()}
         for key, states in raw.state.items()
     }
     return checkpoint(1, model=model, optim=OptimState(dict(state), raw.param_groups), layout=layout)

@@ -267,7 +267,7 @@ def test_unmanaged_parameters_and_buffers_are_whole(tmp_path):
     ckpt = model.checkpoint()
     assert ckpt.model is not None
     mask = torch.randn(5, generator=torch.Generator().manual_seed(2))
-    ckpt.model.params["a.mask"] = model.raw.whole(mask, managed=False)
+    ckpt.model.params["a.mask"] = model.raw.whole(mask, sharded=False)
     root = Unit("", (param("a.weight"), param("a.bias")))
     of = Units(
         (root, units(orig=False).units[1]), False, tuple(SHAPES)[-1:] + tuple(SHAPES)[:-1], unmanaged=(param("top"),)
@@ -285,7 +285,7 @@ def test_channels_last_parameters_are_cut_in_memory_order(tmp_path):
     of = Units((Unit("", (param("w", (3, 2, 5, 4), stride=weight.stride()),)),), True, ("w",))
     model = Model(raw=raw)
     ckpt = checkpoint(
-        {"w": raw.whole(weight, managed=True)},
+        {"w": raw.whole(weight, sharded=True)},
         OptimState({"w": {"exp_avg": raw.whole(weight)}}, [{"params": ["w"]}]),
     )
     memory = weight.permute(0, 2, 3, 1).reshape(-1)

@@ -94,7 +94,7 @@ def test_the_model_is_found_in_its_flat_parameters_and_buffers_stay_whole(use_or
         assert gather(tensor, played.files()).tobytes() == expected.tobytes()
     assert found.model.params["tied.weight"] is found.model.params["e.weight"]
     buffer = found.model.params["buf"]
-    assert isinstance(buffer, Tensor) and buffer.managed is False and buffer.shape == (3,)
+    assert isinstance(buffer, Tensor) and buffer.sharded is False and buffer.shape == (3,)
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])

@@ -66,8 +66,8 @@ def test_a_parameter_that_only_the_model_has_is_named_and_a_buffer_is_not() -> N
     assert said(full(with_leaf("c", whole(4, offset=999)))) == [
         "the model section has a parameter c, the units have not"
     ]
-    assert said(full(with_leaf("c", whole(4, offset=999, managed=False)))) == []
-    assert said(full(with_leaf("c", whole(4, offset=999, managed=None)))) == []
+    assert said(full(with_leaf("c", whole(4, offset=999, sharded=False)))) == []
+    assert said(full(with_leaf("c", whole(4, offset=999, sharded=None)))) == []
 
 
 def test_another_shape_of_as_many_elements_is_named() -> None:
@@ -226,7 +226,7 @@ def test_an_optimizer_without_groups_contradicts_no_groups() -> None:
 
 
 def test_chunks_of_no_elements_say_no_strides() -> None:
-    empty = Tensor(DTYPES["float32"], (0, 3), Chunks.whole(file=0, offset=0, shape=(0, 3)), managed=True)
+    empty = Tensor(DTYPES["float32"], (0, 3), Chunks.whole(file=0, offset=0, shape=(0, 3)), sharded=True)
     params = (*PARAMS, named("none", 0, 3))
     units = build_units(params, ("", "a", "b"), Settings(use_orig_params=True))
     assert said(full(with_leaf("none", empty)), units) == []

@@ -156,7 +156,7 @@ def test_flat_parameters_in_param_names_show_the_units_too() -> None:
 
 
 def test_a_root_that_was_not_wrapped_leaves_its_parameters_whole() -> None:
-    loose = tuple(replace(one, managed=None) for one in MODEL)
+    loose = tuple(replace(one, sharded=None) for one in MODEL)
     truth = units_of(loose, LAYERS[1:], orig=False)
     found = proved(checkpoint(4, optim=optimizer(truth, 4)), name_list(*loose))
     assert [unit.prefix for unit in found.units.units] == ["l.0", "l.1"]
@@ -164,14 +164,14 @@ def test_a_root_that_was_not_wrapped_leaves_its_parameters_whole() -> None:
 
 
 def test_buffers_among_the_names_are_told_by_the_lengths() -> None:
-    with_buffer = (*(replace(one, managed=None) for one in MODEL), named("l.1.position", 77, managed=None))
+    with_buffer = (*(replace(one, sharded=None) for one in MODEL), named("l.1.position", 77, sharded=None))
     found = proved(checkpoint(4, optim=optimizer(units_of(orig=False), 4)), name_list(*with_buffer))
     assert "l.1.position" not in found.units.params()
 
 
 def test_names_that_may_be_buffers_or_parameters_with_the_same_lengths_are_refused() -> None:
     """Which of two equally long vectors is in the flat parameter: no length can tell."""
-    params = (named("n.weight", 9, managed=None), named("n.running", 9, managed=None), named("a.weight", 7, 5))
+    params = (named("n.weight", 9, sharded=None), named("n.running", 9, sharded=None), named("a.weight", 7, 5))
     truth = units_of((params[0], params[2]), ("",), orig=False)
     root = Prefixes(("",), complete=False, label="--unit none")
     with pytest.raises(NeedsInformationError, match="not certain") as caught:
@@ -291,9 +291,9 @@ def test_kernels_whose_memory_order_nothing_shows_are_refused() -> None:
 
 
 def test_a_shared_parameter_is_found_beside_a_buffer() -> None:
-    params = tuple(replace(one, managed=None) for one in (*MODEL[:-2], named("h.weight", 17, 9)))
+    params = tuple(replace(one, sharded=None) for one in (*MODEL[:-2], named("h.weight", 17, 9)))
     truth = build_units(params[:-1], LAYERS, Settings(use_orig_params=False))
-    names = name_list(*params, named("e.position", 40, managed=None))
+    names = name_list(*params, named("e.position", 40, sharded=None))
     found = proved(checkpoint(4, optim=optimizer(truth, 4)), names)
     assert found.units.shared == (("h.weight", "e.weight"),)
     assert "e.position" not in found.units.params()

@@ -116,11 +116,11 @@ def test_a_lone_tensor_and_a_list_at_the_top() -> None:
     same([any_values((3, 2), torch.float32), {"a": any_values((1,), torch.uint8)}])
 
 
-def test_parameters_are_managed_and_scalars_are_not() -> None:
+def test_parameters_are_sharded_and_scalars_are_not() -> None:
     layer = nn.Linear(3, 2)
     layer.weight.extra = "attribute"  # type: ignore[attr-defined]
     found = loaded(saved({"w": layer.weight, "b": layer.bias, "plain": layer.bias.detach(), "step": torch.tensor(1.0)}))
-    assert {name: tensor.managed for name, tensor in found.items()} == {
+    assert {name: tensor.sharded for name, tensor in found.items()} == {
         "w": True,
         "b": True,
         "plain": None,
@@ -134,13 +134,13 @@ def test_the_clone_mark_of_fsdp1_tells_parameters_from_buffers() -> None:
     for name in "ab":
         model[name]._has_been_cloned = True  # type: ignore[attr-defined]
     found = loaded(saved({"model": model, "other": {"x": any_values((2,), torch.float32)}}))
-    assert {name: tensor.managed for name, tensor in found["model"].items()} == {"a": True, "b": True, "c": False}
-    assert found["other"]["x"].managed is None
+    assert {name: tensor.sharded for name, tensor in found["model"].items()} == {"a": True, "b": True, "c": False}
+    assert found["other"]["x"].sharded is None
 
 
 def test_a_buffer_says_that_it_is_one() -> None:
     found = loaded(saved({"buf": nn.Buffer(any_values((2,), torch.float32))}))
-    assert found["buf"].managed is False
+    assert found["buf"].sharded is False
 
 
 REFUSED = {

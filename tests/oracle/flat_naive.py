@@ -53,8 +53,8 @@ def optimizer_states(directory: Path, *, orig: bool) -> State:
     about, slices = _about(directory)
     ranks = [_by_key(_read(directory, "raw", "optim", rank), about["ids"]) for rank in range(len(slices))]
     found: State = {}
-    managed = {name for unit in about["units"] for name in unit["names"]} | {unit["key"] for unit in about["units"]}
-    found.update({key: states for key, states in ranks[0].items() if key not in managed})
+    sharded = {name for unit in about["units"] for name in unit["names"]} | {unit["key"] for unit in about["units"]}
+    found.update({key: states for key, states in ranks[0].items() if key not in sharded})
     for unit in about["units"]:
         begin = 0
         for index, (name, shape, stride) in enumerate(zip(unit["names"], unit["shapes"], unit["strides"], strict=True)):

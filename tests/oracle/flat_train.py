@@ -106,9 +106,9 @@ def step(run: Run, *, number: int) -> None:
     generator = torch.Generator().manual_seed(100 * number + dist.get_rank())
     # The model of a scenario computes its own loss; FSDP passes arguments on.
     model(generator).backward()
-    managed = {id(parameter) for module in FullyShardedDataParallel.fsdp_modules(model) for parameter in _own(module)}
+    sharded = {id(parameter) for module in FullyShardedDataParallel.fsdp_modules(model) for parameter in _own(module)}
     for parameter in model.parameters():
-        if id(parameter) not in managed and parameter.grad is not None:
+        if id(parameter) not in sharded and parameter.grad is not None:
             dist.all_reduce(parameter.grad)
             parameter.grad /= dist.get_world_size()
     optimizer.step()

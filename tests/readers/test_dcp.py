@@ -99,7 +99,7 @@ def test_flat_parameters_are_told_apart_and_what_stands_beside_them_is_marked() 
     flat, buffer = found.model.params["_flat_param"], found.model.params["buf"]
     assert isinstance(flat, Tensor) and isinstance(buffer, Tensor)
     assert flat.chunks.start[:, 0].tolist() == [0, 162]
-    assert (buffer.placement, buffer.managed) == (ONE_SLICE, None)
+    assert (buffer.placement, buffer.sharded) == (ONE_SLICE, None)
     (note,) = [note for note in found.notes if note.kind == "flattened-names"]
     assert note.keys == ("buf",)
 
@@ -203,7 +203,7 @@ def test_uneven_and_empty_shards_come_together(tmp_path: Path, world_size: int) 
     params: dict[str, Tensor] = found.model.params  # type: ignore[union-attr,assignment]
     assert list(params) == [*MODEL, *buffers]
     several = world_size > 1
-    assert {name: params[name].managed for name in params} == {
+    assert {name: params[name].sharded for name in params} == {
         **dict.fromkeys(MODEL, True if several else None),
         "buf": False if several else None,
         "flag": False,
@@ -322,7 +322,7 @@ def test_without_locating_no_tensor_is_opened(tmp_path: Path) -> None:
     for name, tensor in located.model.params.items():  # type: ignore[union-attr]
         other = found.model.params[name]  # type: ignore[union-attr]
         assert isinstance(tensor, Tensor) and isinstance(other, Tensor)
-        assert (other.shape, other.dtype, other.managed) == (tensor.shape, tensor.dtype, tensor.managed)
+        assert (other.shape, other.dtype, other.sharded) == (tensor.shape, tensor.dtype, tensor.sharded)
         assert (other.chunks.offset == -1).all() and (other.chunks.start == tensor.chunks.start).all()
     with pytest.raises(SourceCorruptError):
         opened(tmp_path)

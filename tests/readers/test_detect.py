@@ -376,7 +376,7 @@ def test_the_manifest_tells_key_types_and_what_was_undetermined(tmp_path: Path) 
     assert list(found.optim.state) == [0, 1] and found.flavor == "plain"  # type: ignore[union-attr]
     assert any("fsdpckpt" in line and "9" in line for line in found.evidence)
     leaf = found.model.params["l.bias"]  # type: ignore[union-attr]
-    assert isinstance(leaf, Tensor) and leaf.managed is None
+    assert isinstance(leaf, Tensor) and leaf.sharded is None
     assert "not-carried" not in kinds(found)
 
 

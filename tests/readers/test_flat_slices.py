@@ -82,7 +82,7 @@ def test_the_slices_of_real_optimizers_are_the_ranks_tensors_one_after_the_other
             if name == "step":
                 assert (tensor.placement, held(tensor, found.files)) == ("whole", raw(chunks[0]))
                 continue
-            assert (tensor.placement, tensor.managed) == (SLICES, True)
+            assert (tensor.placement, tensor.sharded) == (SLICES, True)
             assert tensor.chunks.size[:, 0].tolist() == [len(chunk) for chunk in chunks]
             assert held(tensor, found.files) == raw(torch.cat(chunks))
     assert held(found.optim.param_groups, found.files) == held(ranks[0]["param_groups"], ())

@@ -36,8 +36,8 @@ def test_full_state_dicts_of_fsdp1(folder: str) -> None:
     assert model == held(dict(truth["model"]), ())
     assert read(GOLDEN / folder / "optim.pt")[1] == held(truth["optim"], ())
     root = tree.root.get("model", tree.root)  # type: ignore[union-attr]
-    assert {name for name, tensor in root.items() if tensor.managed is False} == {"buf"}  # type: ignore[union-attr]
-    assert all(tensor.managed for name, tensor in root.items() if name != "buf")  # type: ignore[union-attr]
+    assert {name for name, tensor in root.items() if tensor.sharded is False} == {"buf"}  # type: ignore[union-attr]
+    assert all(tensor.sharded for name, tensor in root.items() if name != "buf")  # type: ignore[union-attr]
 
 
 def test_integer_ids_stay_integers() -> None:

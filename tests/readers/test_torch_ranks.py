@@ -98,9 +98,9 @@ def test_buffers_are_replicas_and_parameters_are_chunks(folder: str, world: int,
     buffer, weight = tree.root["buf"], tree.root["e.weight"]
     assert isinstance(buffer, Tensor)
     assert isinstance(weight, Tensor)
-    assert (buffer.managed, buffer.placement) == (False, "whole")
+    assert (buffer.sharded, buffer.placement) == (False, "whole")
     assert buffer.chunks.rank.tolist() == list(range(world))
-    assert weight.managed is True
+    assert weight.sharded is True
     assert placement is None or weight.placement == placement
     assert weight.chunks.size[:, 0].tolist() == [9, 8] * (world // 2)
     assert weight.chunks.rank.tolist() == list(range(world))
@@ -129,7 +129,7 @@ def test_fsdp2_of_any_world_size(world: int, tmp_path: Path) -> None:
     assert [entry["exp_avg"] for entry in found["optimizer"]["state"].values()] == list(held(weights, ()).values())
     assert found["optimizer"]["param_groups"] == [{"lr": 0.1, "betas": (0.9, 0.95), "params": [0, 1, 2, 3, 4]}]
     step = tree.root["optimizer"]["state"][0]["step"]  # type: ignore[index,call-overload]
-    assert (step.managed, len(step.chunks)) == (False, world)  # type: ignore[union-attr]
+    assert (step.sharded, len(step.chunks)) == (False, world)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(("data", "tensor"), [(2, 2), (3, 2), (4, 2)])
@@ -413,7 +413,7 @@ def test_equal_looking_replicas_are_decided_by_kind_and_not_by_value(tmp_path: P
     assert found["shards"] == held(torch.ones(4, 2), ())
     buffer = tree.root["buffer"]  # type: ignore[index,call-overload]
     assert isinstance(buffer, Tensor)
-    assert (buffer.shape, len(buffer.chunks), buffer.managed) == ((2, 2), 2, False)
+    assert (buffer.shape, len(buffer.chunks), buffer.sharded) == ((2, 2), 2, False)
     assert tree.rank_values == {}
 
 

@@ -208,7 +208,7 @@ def test_a_mask_of_minus_infinity_is_no_problem_and_a_weight_is(tmp_path: Path) 
     described = fsdpckpt.inspect(tmp_path, stats=True)
     tensors = [(named, named.tensor) for named in described.tensors]
     marked = [
-        replace(named, tensor=replace(tensor, managed=named.key != "mask")) for named, tensor in tensors
+        replace(named, tensor=replace(tensor, sharded=named.key != "mask")) for named, tensor in tensors
     ]  # as a sharded checkpoint says it
     html = page(replace(described, tensors=tuple(marked)))
     top, rest = html.split("Who holds what", 1)

@@ -168,7 +168,7 @@ def test_zeros_in_a_dcp_directory_read_back_as_zeros(tmp_path: Path) -> None:
     for states in found.optim.state.values():
         for name, leaf in states.items():
             if name.startswith("exp"):
-                object.__setattr__(leaf, "managed", True)
+                object.__setattr__(leaf, "sharded", True)
     (tmp_path / "out").mkdir()
     path = _write(found, tmp_path / "out", dcp=True, window=64)
     with Sources() as sources:

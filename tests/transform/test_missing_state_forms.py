@@ -130,15 +130,15 @@ def test_each_group_has_a_form_of_its_own() -> None:
     assert list(found.optim.state["b.b"]) == ["step", "exp_avg", "momentum"]
 
 
-def test_a_state_is_managed_as_its_parameter_is_and_else_as_the_others_states() -> None:
-    def made(managed: bool | None, known: bool | None) -> bool | None:
-        tensor = replace(whole(5, 3), managed=managed)
+def test_a_state_is_sharded_as_its_parameter_is_and_else_as_the_others_states() -> None:
+    def made(sharded: bool | None, known: bool | None) -> bool | None:
+        tensor = replace(whole(5, 3), sharded=sharded)
         held = source(("a.w", "a.b"), state={"a.w": {"exp_avg": tensor}})
-        model = sharded_model([replace(param, managed=known) for param in PARAMS[:2]])
+        model = sharded_model([replace(param, sharded=known) for param in PARAMS[:2]])
         found = fill(replace(held, model=model), "zeros").optim
         leaf = found.state["a.b"]["exp_avg"] if found is not None else None
         assert isinstance(leaf, Tensor)
-        return leaf.managed
+        return leaf.sharded
 
     assert made(True, False) is False
     assert made(False, True) is True
@@ -146,12 +146,12 @@ def test_a_state_is_managed_as_its_parameter_is_and_else_as_the_others_states() 
     assert made(False, None) is False
 
 
-def test_a_units_parameters_are_managed_and_those_beside_are_not() -> None:
+def test_a_units_parameters_are_sharded_and_those_beside_are_not() -> None:
     held = source(("a.w", "a.b"), state={"a.w": states("a.w", 1)}, model=False)
-    for told, managed in ((units(), True), (units(without=["a.b"]), False)):
+    for told, sharded in ((units(), True), (units(without=["a.b"]), False)):
         found = fill(held, "zeros", units=told).optim
         leaf = found.state["a.b"]["exp_avg"] if found is not None else None
-        assert isinstance(leaf, Tensor) and leaf.managed is managed and leaf.shape == (5,)
+        assert isinstance(leaf, Tensor) and leaf.sharded is sharded and leaf.shape == (5,)
 
 
 def test_a_group_that_keeps_no_tensors_needs_no_shapes() -> None:

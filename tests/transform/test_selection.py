@@ -10,17 +10,17 @@ from fsdpckpt.errors import NeedsInformationError, SourceMissingError, UsageErro
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, OptimState, Section
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Chunks, Tensor
-from fsdpckpt.transform.management import Evidence, decide_managed
+from fsdpckpt.transform.management import Evidence, decide_sharded
 from fsdpckpt.transform.selection import rename, select_keys, select_section
 
 
-def _tensor(*shape: int, managed: bool | None = None, offset: int = 0) -> Tensor:
-    return Tensor(DTYPES["float32"], shape, Chunks.whole(file=0, offset=offset, shape=shape), managed)
+def _tensor(*shape: int, sharded: bool | None = None, offset: int = 0) -> Tensor:
+    return Tensor(DTYPES["float32"], shape, Chunks.whole(file=0, offset=offset, shape=shape), sharded)
 
 
-def _checkpoint(*, ids: bool = False, managed: bool | None = None) -> Checkpoint:
+def _checkpoint(*, ids: bool = False, sharded: bool | None = None) -> Checkpoint:
     names = ["net.a.weight", "net.a.bias", "head.weight"]
-    params = {name: _tensor(5, 3, managed=managed, offset=100 * i) for i, name in enumerate(names)}
+    params = {name: _tensor(5, 3, sharded=sharded, offset=100 * i) for i, name in enumerate(names)}
     params["net.running"] = _tensor(7, offset=900)
     keys = list(range(3)) if ids else names
     optim = OptimState(
@@ -86,13 +86,13 @@ def test_stripping_a_prefix_drops_module_versions_whose_keys_no_longer_fit() -> 
     assert any("_metadata" in note.message for note in named.notes)
 
 
-def _managed(checkpoint: Checkpoint) -> dict[str, bool | None]:
-    return {name: leaf.managed for name, leaf in checkpoint.model.params.items()}
+def _sharded(checkpoint: Checkpoint) -> dict[str, bool | None]:
+    return {name: leaf.sharded for name, leaf in checkpoint.model.params.items()}
 
 
 def test_parameters_the_optimizer_lists_are_sharded_and_the_rest_must_be_settled() -> None:
     with pytest.raises(NeedsInformationError, match="parameters") as caught:
-        decide_managed(_checkpoint(), Evidence(), strict=True)
+        decide_sharded(_checkpoint(), Evidence(), strict=True)
     assert caught.value.details == ("net.running",)
     assert "--buffers" in (caught.value.next_step or "")
 
@@ -107,40 +107,40 @@ def test_parameters_the_optimizer_lists_are_sharded_and_the_rest_must_be_settled
     ],
 )
 def test_options_settle_what_a_full_source_does_not_say(evidence: Evidence, running: bool) -> None:
-    decided = decide_managed(_checkpoint(), evidence, strict=True)
-    assert _managed(decided) == {
+    decided = decide_sharded(_checkpoint(), evidence, strict=True)
+    assert _sharded(decided) == {
         "net.a.weight": True,
         "net.a.bias": True,
         "head.weight": True,
         "net.running": running,
     }
     states = decided.optim.state["net.a.weight"]
-    assert states["exp_avg"].managed is True and states["step"].managed is False
+    assert states["exp_avg"].sharded is True and states["step"].sharded is False
 
 
 def test_what_the_source_says_wins_over_inference() -> None:
-    decided = decide_managed(_checkpoint(managed=False), Evidence(buffers=()), strict=False)
-    assert _managed(decided)["net.a.weight"] is False
-    assert decided.optim.state["net.a.weight"]["exp_avg"].managed is False
+    decided = decide_sharded(_checkpoint(sharded=False), Evidence(buffers=()), strict=False)
+    assert _sharded(decided)["net.a.weight"] is False
+    assert decided.optim.state["net.a.weight"]["exp_avg"].sharded is False
 
 
 def test_a_dcp_target_cuts_what_is_undetermined_and_says_so() -> None:
-    decided = decide_managed(_checkpoint(), Evidence(), strict=False)
+    decided = decide_sharded(_checkpoint(), Evidence(), strict=False)
     assert [note.keys for note in decided.notes if note.kind == "undetermined"] == [("net.running",)]
 
 
 def test_as_many_ids_as_model_tensors_prove_all_of_them_parameters() -> None:
     checkpoint = _checkpoint(ids=True)
     del checkpoint.model.params["net.running"]
-    assert set(_managed(decide_managed(checkpoint, Evidence(), strict=True)).values()) == {True}
+    assert set(_sharded(decide_sharded(checkpoint, Evidence(), strict=True)).values()) == {True}
     del checkpoint.model.params["head.weight"]
     with pytest.raises(NeedsInformationError):
-        decide_managed(checkpoint, Evidence(), strict=True)
+        decide_sharded(checkpoint, Evidence(), strict=True)
 
 
 def test_a_state_of_another_shape_than_its_parameter_is_whole_on_every_rank() -> None:
     checkpoint = _checkpoint()
     checkpoint.optim.state["net.a.weight"]["row"] = _tensor(5)
-    decided = decide_managed(checkpoint, Evidence(buffers=("net.running",)), strict=True)
-    assert decided.optim.state["net.a.weight"]["row"].managed is False
-    assert decided.optim.state["net.a.weight"]["exp_avg"].managed is True
+    decided = decide_sharded(checkpoint, Evidence(buffers=("net.running",)), strict=True)
+    assert decided.optim.state["net.a.weight"]["row"].sharded is False
+    assert decided.optim.state["net.a.weight"]["exp_avg"].sharded is True

@@ -50,11 +50,11 @@ class Raw:
         self.data += data
         return offset
 
-    def whole(self, tensor: torch.Tensor, *, managed: bool | None = None) -> Tensor:
+    def whole(self, tensor: torch.Tensor, *, sharded: bool | None = None) -> Tensor:
         """A row-major copy."""
         shape = tuple(tensor.shape)
         chunks = Chunks.whole(file=0, offset=self._append(raw_bytes(tensor)), shape=shape)
-        return Tensor(_dtype(tensor), shape, chunks, managed=managed)
+        return Tensor(_dtype(tensor), shape, chunks, sharded=sharded)
 
     def views(self, *tensors: torch.Tensor) -> list[Tensor]:
         """Views of one torch storage, sharing memory here as they do there."""
@@ -81,7 +81,7 @@ class Raw:
             start.append([sum(len(chunk) for chunk in chunks[:index]), *[0] * (tensor.ndim - 1)])
             size.append(list(local.shape))
         chunks = Chunks.rows(ndim=tensor.ndim, rank=rank, file=[0] * len(rank), offset=offset, start=start, size=size)
-        return Tensor(_dtype(tensor), tuple(tensor.shape), chunks, managed=True, placement="[Shard(0)]")
+        return Tensor(_dtype(tensor), tuple(tensor.shape), chunks, sharded=True, placement="[Shard(0)]")
 
 
 def _dtype(tensor: torch.Tensor) -> DType:
@@ -121,7 +121,7 @@ class Trained:
         self.states: dict[Any, dict[str, torch.Tensor]] = {}
 
         def store(tensor: torch.Tensor) -> Tensor:
-            return self.raw.whole(tensor, managed=True) if ranks is None else self.raw.sharded(tensor, ranks)
+            return self.raw.whole(tensor, sharded=True) if ranks is None else self.raw.sharded(tensor, ranks)
 
         params: dict[str, Any] = {}
         state: dict[Any, Any] = {}
@@ -133,10 +133,10 @@ class Trained:
             moments = {n: torch.randn(shape, generator=generator) for n in ("exp_avg", "exp_avg_sq")}
             self.states[key] = {"step": torch.tensor(float(number + 3)), **moments}
             params[name] = store(self.weights[name])
-            step = self.raw.whole(self.states[key]["step"], managed=False)
+            step = self.raw.whole(self.states[key]["step"], sharded=False)
             state[key] = {"step": step, **{n: store(moment) for n, moment in moments.items()}}
         self.weights["steps_seen"] = torch.randint(1, 99, (3,), generator=generator)
-        params["steps_seen"] = self.raw.whole(self.weights["steps_seen"], managed=False)
+        params["steps_seen"] = self.raw.whole(self.weights["steps_seen"], sharded=False)
         keys = list(self.states)
         self.groups = [
             {"params": keys[:2], "lr": 0.003, "betas": (0.9, 0.95), "foreach": None},

@@ -154,8 +154,8 @@ def test_every_item_is_an_archive_of_its_own_with_right_checksums_and_aligned_da
 
 def test_each_rank_finds_its_rows_in_its_own_file_and_the_rest_is_balanced(tmp_path):
     raw = Raw()
-    model = {f"w{n}": raw.whole(torch.randn(10, 4), managed=True) for n in range(3)}
-    model |= {f"b{n}": raw.whole(torch.randn(5), managed=False) for n in range(8)}
+    model = {f"w{n}": raw.whole(torch.randn(10, 4), sharded=True) for n in range(3)}
+    model |= {f"b{n}": raw.whole(torch.randn(5), sharded=False) for n in range(8)}
     directory, target = written(tmp_path, checkpoint(model), raw, 4)
     where: dict[str, list[str]] = {}
     for index, info in metadata(directory).storage_data.items():
@@ -190,7 +190,7 @@ def test_unusual_dtypes_scalars_and_empty_tensors_load(tmp_path, name):
         "scalar": torch.tensor(1).to(dtype),
         "empty": torch.zeros(0, 4).to(dtype),
     }
-    model = {key: raw.whole(tensor, managed=True) for key, tensor in tensors.items()}
+    model = {key: raw.whole(tensor, sharded=True) for key, tensor in tensors.items()}
     directory, _ = written(tmp_path, checkpoint(model), raw, 2)
     joined = as_torch(directory, tmp_path)["model"]
     assert all(same(joined[key], tensor) for key, tensor in tensors.items())
@@ -215,11 +215,11 @@ def trained_toy():
     names = [name for name, _ in model.named_parameters()]
     states = optimizer.state_dict()
     state = {
-        names[key]: {n: raw.whole(s, managed=s.ndim > 0) for n, s in entry.items()}
+        names[key]: {n: raw.whole(s, sharded=s.ndim > 0) for n, s in entry.items()}
         for key, entry in states["state"].items()
     }
     groups = [{**group, "params": [names[key] for key in group["params"]]} for group in states["param_groups"]]
-    weights = {name: raw.whole(weight, managed=name != "seen") for name, weight in model.state_dict().items()}
+    weights = {name: raw.whole(weight, sharded=name != "seen") for name, weight in model.state_dict().items()}
     return model, optimizer, raw, checkpoint(weights, OptimState(state, groups))
 
 
@@ -307,7 +307,7 @@ def test_what_repeats_in_a_file_is_kept_in_memory_once():
     raw = Raw()
 
     def blob(count: int) -> int:
-        model = {f"w{n}": raw.whole(torch.randn(6, 3), managed=True) for n in range(count)}
+        model = {f"w{n}": raw.whole(torch.randn(6, 3), sharded=True) for n in range(count)}
         return len(lay_out(checkpoint(model), world_size=2, dtypes=DtypeRule()).files[0].blob)
 
     assert blob(50) == blob(1)

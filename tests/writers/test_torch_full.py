@@ -101,7 +101,7 @@ def test_tied_weights_of_a_sharded_source_stay_tied(tmp_path):
     raw = Raw()
     weight = torch.randn(13, 7)
     sharded = raw.sharded(weight, 4)
-    twin = type(sharded)(sharded.dtype, sharded.shape, sharded.chunks, managed=True)
+    twin = type(sharded)(sharded.dtype, sharded.shape, sharded.chunks, sharded=True)
     loaded, target = written(tmp_path, checkpoint({"emb": sharded, "head": twin}), raw)
     assert same(loaded["model"]["emb"], weight)
     assert loaded["model"]["emb"].data_ptr() == loaded["model"]["head"].data_ptr()

@@ -111,13 +111,13 @@ def test_fsdp2_takes_its_rank_file_and_holds_what_it_held_before(tmp_path, rank,
     weights = whole.state_dict()
     moments = {n: torch.randn(weight.shape) for n, weight in whole.named_parameters()}
     ckpt = checkpoint(
-        OrderedDict((name, raw.whole(weight, managed=name != "seen")) for name, weight in weights.items()),
+        OrderedDict((name, raw.whole(weight, sharded=name != "seen")) for name, weight in weights.items()),
         OptimState(
             {
                 number: {
                     "step": raw.whole(torch.tensor(5.0)),
-                    "exp_avg": raw.whole(m, managed=True),
-                    "exp_avg_sq": raw.whole(m * m, managed=True),
+                    "exp_avg": raw.whole(m, sharded=True),
+                    "exp_avg_sq": raw.whole(m * m, sharded=True),
                 }
                 for number, m in enumerate(moments.values())
             },
@@ -147,7 +147,7 @@ def test_fsdp2_takes_its_rank_file_and_holds_what_it_held_before(tmp_path, rank,
 def test_tied_shards_share_one_record(tmp_path):
     raw = Raw()
     a, b = raw.views(weight := torch.randn(6, 4), weight)
-    model = {name: type(t)(t.dtype, t.shape, t.chunks, managed=True) for name, t in (("emb", a), ("head", b))}
+    model = {name: type(t)(t.dtype, t.shape, t.chunks, sharded=True) for name, t in (("emb", a), ("head", b))}
     target = written(tmp_path, checkpoint(model), raw, 4, "dtensor")
     assert [len(file.write_items) for file in target.files] == [1, 1, 1, 0]
     with as_rank(1, 4):
@@ -186,7 +186,7 @@ def test_shards_are_cast_like_whole_tensors(tmp_path):
 def test_a_rank_file_does_not_grow_with_the_world(form):
     def nbytes(world_size: int) -> int:
         raw = Raw()
-        model = {f"w{number}": raw.whole(torch.ones(128, 2), managed=True) for number in range(50)}
+        model = {f"w{number}": raw.whole(torch.ones(128, 2), sharded=True) for number in range(50)}
         target = lay_out(checkpoint(model), world_size=world_size, tensor=form, dtypes=DtypeRule())
         return len(target.files[0].blob)
 

@@ -97,7 +97,7 @@ class FlatPickle(ShardedTensorPickle):
     """Writes a flattened section's dict for ``rank`` of ``world_size``, in sharding groups of ``shard_size`` ranks."""
 
     def __init__(self, *, rank: int, world_size: int, shard_size: int, casts: Mapping[int, DType]) -> None:
-        super().__init__(rank=rank, world_size=world_size, managed=frozenset(), casts=casts, canonical={})
+        super().__init__(rank=rank, world_size=world_size, sharded_ids=frozenset(), casts=casts, canonical={})
         self._shard_size = shard_size
         self._writers.update(
             {

@@ -87,7 +87,7 @@ def _model_differences(checkpoint: Checkpoint, units: Units, params: dict[str, U
     for name, leaf in held.items():
         first = shared.get(name)
         if first is None:
-            if isinstance(leaf, Tensor) and leaf.managed and name not in params:
+            if isinstance(leaf, Tensor) and leaf.sharded and name not in params:
                 yield f"the units have no parameter {name}, which the model section has"
         elif isinstance(leaf, Tensor) and first in params and leaf.shape != params[first].shape:
             yield f"{name}: {list(params[first].shape)} by the units ({first}), {list(leaf.shape)} in the model section"
@@ -100,7 +100,7 @@ def _optim_differences(optim: OptimState, units: Units, params: dict[str, UnitPa
     wrong += [
         f"the optimizer has a state for {key}, which the units do not have"
         for key, states in optim.state.items()
-        if key not in known and key not in listed and _looks_managed(states)
+        if key not in known and key not in listed and _looks_sharded(states)
     ]
     wrong += [
         f"the optimizer has states for {first} and for {later}, which are one parameter by the units"
@@ -110,6 +110,6 @@ def _optim_differences(optim: OptimState, units: Units, params: dict[str, UnitPa
     return wrong
 
 
-def _looks_managed(states: object) -> bool:
+def _looks_sharded(states: object) -> bool:
     """Whether an entry can only be a parameter's. A user's own entry of ``state`` is carried as it is."""
-    return isinstance(states, dict) and any(isinstance(leaf, Tensor) and leaf.managed for leaf in states.values())
+    return isinstance(states, dict) and any(isinstance(leaf, Tensor) and leaf.sharded for leaf in states.values())

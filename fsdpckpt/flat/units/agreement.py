@@ -47,7 +47,7 @@ def _model(units: Units, names: NameList, dtype: DType | None) -> Iterator[str]:
         elif param.order != found.unit_param().order and found.stride is not None:
             yield f"{name}: strides {param.stride} by the units, {found.stride} in the model section"
     for name, found in held.items():
-        if found.managed and name not in params and name not in later:
+        if found.sharded and name not in params and name not in later:
             yield f"the model section has a parameter {name}, the units have not"
 
 

@@ -21,7 +21,7 @@ __all__ = ["NameList", "NamedParam", "model_names", "optimizer_names", "stride_o
 
 @dataclass(frozen=True, slots=True)
 class NamedParam:
-    """One name of a model. ``managed`` as ``Tensor.managed``: False for buffers and what FSDP does not shard, None
+    """One name of a model. ``sharded`` as ``Tensor.sharded``: False for buffers and what FSDP does not shard, None
     when nothing says. ``stride``: elements, None for row-major.
     """
 
@@ -29,7 +29,7 @@ class NamedParam:
     shape: tuple[int, ...]
     dtype: DType
     stride: tuple[int, ...] | None = None
-    managed: bool | None = None
+    sharded: bool | None = None
     requires_grad: bool = True
 
     @property
@@ -39,7 +39,7 @@ class NamedParam:
     @property
     def possible(self) -> bool:
         """Whether it may lie in a flat parameter: FSDP1 refuses 0-dim ones, and trains floating ones."""
-        return self.managed is not False and bool(self.shape) and self.dtype.kind in ("float", "complex")
+        return self.sharded is not False and bool(self.shape) and self.dtype.kind in ("float", "complex")
 
     def unit_param(self) -> UnitParam:
         return UnitParam(self.name, self.shape, self.dtype, self.stride, self.requires_grad)
@@ -86,7 +86,7 @@ def model_names(checkpoint: Checkpoint, label: str) -> NameList | None:
         if same != name:
             shared.append((name, same))
         else:
-            found.append(NamedParam(name, leaf.shape, leaf.dtype, stride_of(leaf), leaf.managed))
+            found.append(NamedParam(name, leaf.shape, leaf.dtype, stride_of(leaf), leaf.sharded))
     if not found:
         return None
     ordered = keeps_order(checkpoint, [param.name for param in found])
@@ -144,7 +144,7 @@ def optimizer_names(checkpoint: Checkpoint, label: str) -> NameList | None:
         whole = _whole_state(states)
         if whole is not None:
             name = clean(str(key))
-            found[name] = NamedParam(name, whole.shape, whole.dtype, stride_of(whole), managed=True)
+            found[name] = NamedParam(name, whole.shape, whole.dtype, stride_of(whole), sharded=True)
     groups = [group_params(group) or [] for group in optim.param_groups or ()]
     order = [clean(str(key)) for keys in groups for key in keys]
     ordered = len(groups) == 1 and set(found) <= set(order) and not sorted_by_a_tool(order)
@@ -162,11 +162,11 @@ def _whole_state(states: Mapping[str, Tensor | Value]) -> Tensor | None:
 
 def units_names(units: Units, label: str) -> NameList:
     """The parameters of units, in the order of ``model.parameters()``."""
-    params, managed = units.params(), units.unit_of()
+    params, sharded = units.params(), units.unit_of()
     order: Iterable[ParamKey] = units.parameters
     return NameList(
         tuple(
-            NamedParam(param.name, param.shape, param.dtype, param.stride, param.name in managed, param.requires_grad)
+            NamedParam(param.name, param.shape, param.dtype, param.stride, param.name in sharded, param.requires_grad)
             for param in (params[str(name)] for name in order)
         ),
         ordered=True,

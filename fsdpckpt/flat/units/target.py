@@ -91,7 +91,7 @@ def _wrapping(
         names.params,
         prefixes,
         settings,
-        unmanaged=[param.name for param in names.params if param.managed is False],
+        unmanaged=[param.name for param in names.params if param.sharded is False],
         shared=names.shared,
     )
     if own is not None and own.units:

@@ -52,8 +52,8 @@ def _apart(names: NameList, buffers: Sequence[str]) -> NameList:
     return replace(
         names,
         params=tuple(
-            replace(param, managed=not any(fnmatchcase(param.name, glob) for glob in globs))
-            if param.managed is None and param.possible
+            replace(param, sharded=not any(fnmatchcase(param.name, glob) for glob in globs))
+            if param.sharded is None and param.possible
             else param
             for param in names.params
         ),
@@ -74,7 +74,7 @@ def _with_reference(own: NameList | None, reference: NameList) -> NameList:
 
 
 def _explicit(names: NameList, order: tuple[str, ...], checkpoint: Checkpoint) -> NameList:
-    """Exactly the parameters that ``--parameters`` lists; a managed name that it lacks can only be a shared one."""
+    """Exactly the parameters that ``--parameters`` lists; a sharded name that it lacks can only be a shared one."""
     held = {param.name: param for param in names.params}
     absent = [name for name in order if name not in held]
     if absent:
@@ -94,7 +94,7 @@ def _explicit(names: NameList, order: tuple[str, ...], checkpoint: Checkpoint) -
         )
     listed, shared = set(order), list(names.shared)
     for name, param in held.items():
-        if param.managed and name not in listed:
+        if param.sharded and name not in listed:
             first = [one for one in order if held[one].shape == param.shape and held[one].dtype == param.dtype]
             if len(first) != 1:
                 raise NeedsInformationError(
@@ -103,7 +103,7 @@ def _explicit(names: NameList, order: tuple[str, ...], checkpoint: Checkpoint) -
                     next_step="add --units FILE, which says what is shared",
                 )
             shared.append((name, first[0]))
-    params = tuple(replace(held[name], managed=held[name].managed is not False) for name in order)
+    params = tuple(replace(held[name], sharded=held[name].sharded is not False) for name in order)
     return replace(
         names, params=params, ordered=True, of_model=True, label=f"{names.label} and --parameters", shared=tuple(shared)
     )
@@ -120,10 +120,10 @@ def _settled(names: NameList, checkpoint: Checkpoint) -> NameList:
     open_: list[str] = []
     for param in names.params:
         if param.name in trained:
-            params.append(replace(param, managed=param.managed is not False))
-        elif param.managed and not trained:
+            params.append(replace(param, sharded=param.sharded is not False))
+        elif param.sharded and not trained:
             params.append(param)
-        elif param.managed:
+        elif param.sharded:
             alike = next((one.name for one in params if one.name in trained and one.shape == param.shape), None)
             if alike is not None:
                 open_.append(f"{param.name} has no optimizer state: it may be frozen, or shared with {alike}")

@@ -67,20 +67,20 @@ class _Reading:
         self.listed = _listed(checkpoint)
         beside = _beside(checkpoint)
         params = [
-            replace(param, managed=False) if beside.get(param.name) == param.numel else param for param in names.params
+            replace(param, sharded=False) if beside.get(param.name) == param.numel else param for param in names.params
         ]
         self.possible = [param for param in params if param.possible or param.name in self.listed]
         self.plain = [
             param
             for param in params
-            if param.managed is False and param.shape and param.dtype.floating and param.name not in self.listed
+            if param.sharded is False and param.shape and param.dtype.floating and param.name not in self.listed
         ]
 
     def exact(self, parameters: Sequence[str]) -> Iterator[Wrapping]:
         held = {param.name: param for param in self.names.params}
         chosen = [held[name] for name in parameters if name in held]
         order = replace(self.names, ordered=True)
-        left = [param for param in self.possible if param.managed and param.name not in set(parameters)]
+        left = [param for param in self.possible if param.sharded and param.name not in set(parameters)]
         firsts = [[one.name for one in chosen if _alike(one, param)] for param in left]
         for roots in self._roots(chosen):
             if all(len(names) == 1 for names in firsts):
@@ -113,7 +113,7 @@ class _Reading:
 
     def _open(self) -> list[NamedParam]:
         """Names that may be buffers."""
-        return [param for param in self.possible if param.managed is None and param.name not in self.listed]
+        return [param for param in self.possible if param.sharded is None and param.name not in self.listed]
 
     def _kinds(self) -> list[str]:
         return list(dict.fromkeys(map(_last, self._open())))
@@ -128,12 +128,12 @@ class _Reading:
         return any(left + slack >= found and (left - slack <= found or not all_shown) for found in self.elements)
 
     def _roots(self, params: Sequence[NamedParam]) -> Iterator[Collection[str]]:
-        """The prefixes; whether the root is wrapped is open when nothing names it and nothing in it must be managed."""
+        """The prefixes; whether the root is wrapped is open when nothing names it and nothing in it must be sharded."""
         yield self.prefixes.prefixes
         inner = [prefix for prefix in self.prefixes.prefixes if prefix]
         if not self.prefixes.complete and inner:
             beside = [param for param in params if owner(param.name, inner) is None]
-            if beside and not any(param.managed for param in beside):
+            if beside and not any(param.sharded for param in beside):
                 yield inner
 
     def _without_buffers(self) -> Iterator[tuple[list[NamedParam], str]]:
@@ -174,7 +174,7 @@ class _Reading:
             [self._typed(param) for param in params],
             prefixes,
             Settings(use_orig_params=False),
-            unmanaged=[param.name for param in params if param.managed is False],
+            unmanaged=[param.name for param in params if param.sharded is False],
             shared=(*named.shared, *shared),
         )
         return Wrapping(units, self.label, named.ordered, (assumed,) if assumed else (), tier)

@@ -70,7 +70,7 @@ def load_torch(
 def local_tensor(stored: StoredTensor, file_id: int, rank: int = 0) -> Tensor:
     """The ir tensor that is whole in one file."""
     chunks = Chunks.whole(file=file_id, offset=stored.offset, shape=stored.shape, stride=stored.stride, rank=rank)
-    return Tensor(stored.dtype, stored.shape, chunks, stored.managed)
+    return Tensor(stored.dtype, stored.shape, chunks, stored.sharded)
 
 
 def read_archive(

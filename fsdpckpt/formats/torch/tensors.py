@@ -50,17 +50,17 @@ class _Storage:
 class StoredTensor:
     """One strided tensor. ``offset``: byte offset of its first element in the file; ``stride`` in elements.
 
-    ``managed`` as in ``ir.tensors.Tensor``; ``cloned``: it carries the mark of an FSDP1 full state dict.
+    ``sharded`` as in ``ir.tensors.Tensor``; ``cloned``: it carries the mark of an FSDP1 full state dict.
     """
 
-    __slots__ = ("cloned", "dtype", "managed", "offset", "shape", "stride")
+    __slots__ = ("cloned", "dtype", "offset", "shape", "sharded", "stride")
 
     def __init__(self, dtype: DType, shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> None:
         self.dtype = dtype
         self.shape = shape
         self.stride = stride
         self.offset = offset
-        self.managed: bool | None = None
+        self.sharded: bool | None = None
         self.cloned = False
 
     def __setstate__(self, _state: object) -> None:
@@ -188,7 +188,7 @@ class TensorBuilder:
     def _parameter(self, arguments: tuple[object, ...]) -> object:
         made = arguments[0]
         if isinstance(made, StoredTensor):
-            made.managed = True
+            made.sharded = True
         if len(arguments) > 3 and isinstance(arguments[3], dict):
             self.dropped.update(map(str, arguments[3]))
         return made
@@ -214,11 +214,11 @@ class TensorBuilder:
             state = state[0]
         attributes = state if isinstance(state, dict) else {}
         if attributes.get(_CLONED) is True:
-            made.cloned = made.managed = self.any_cloned = True
+            made.cloned = made.sharded = self.any_cloned = True
         elif kind.name == "Parameter" or attributes.get("_is_param") is True:
-            made.managed = True
+            made.sharded = True
         elif kind.name == "Buffer" or attributes.get("_is_buffer") is True:
-            made.managed = False
+            made.sharded = False
         self.dropped.update(str(name) for name in attributes if name not in _HARMLESS_ATTRIBUTES)
 
     def _corrupt(self, what: str, expected: str, found: str) -> NoReturn:

@@ -99,8 +99,8 @@ class TreeWalk:
         """FSDP1 marks the parameters of a full model state dict; its other tensors are buffers, whole on every rank."""
         if any(stored.cloned for _, stored in tensors):
             for _, stored in tensors:
-                if not stored.cloned and stored.managed is None:
-                    stored.managed = False
+                if not stored.cloned and stored.sharded is None:
+                    stored.sharded = False
         for key, stored in tensors:
             mapping[key] = self._stored(stored)
 
@@ -131,8 +131,8 @@ class TreeWalk:
     def _stored(self, stored: StoredTensor) -> Value:
         if self._inside is not None:
             return self._refuse(f"a tensor inside a {self._inside}")
-        if stored.managed is None and not stored.shape:
-            stored.managed = False
+        if stored.sharded is None and not stored.shape:
+            stored.sharded = False
         return cast(Value, self._leaf(stored))
 
     def _other(self, value: object) -> Value:

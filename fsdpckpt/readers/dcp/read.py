@@ -60,7 +60,7 @@ def read_dcp(directory: str, files: FileTable, sources: Sources, *, locate: bool
     if flattened.layout is not None:
         tree.layout = flattened.layout
     for key in flattened.beside:
-        tensors[key] = replace(tensors[key], managed=None, placement=ONE_SLICE)
+        tensors[key] = replace(tensors[key], sharded=None, placement=ONE_SLICE)
     tree.problems.extend(flattened.problems)
     tree.problems.extend(misnamed(found.metadata.order, found.metadata.paths))
     tree.notes.extend(flattened.notes)

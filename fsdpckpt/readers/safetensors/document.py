@@ -217,5 +217,5 @@ def _retyped(file: str, raw: Json, tensors: dict[str, Tensor]) -> dict[str, Tens
             shape=shape,
             stride=contiguous_stride(shape),
         )
-        typed[key] = Tensor(dtype, shape, chunk, stored.managed, stored.placement)
+        typed[key] = Tensor(dtype, shape, chunk, stored.sharded, stored.placement)
     return typed

@@ -56,7 +56,7 @@ class Merge:
     def __init__(self, ranks: Sequence[int], files: Sequence[int], *, sharded: bool) -> None:
         self._ranks = ranks
         self._files = files
-        self._managed = False if sharded else None
+        self._sharded = False if sharded else None
         self.slices = 0
         self.problems: list[Problem] = []
         self.rank_values: dict[tuple[Value, ...], tuple[Value, ...]] = {}
@@ -157,7 +157,7 @@ class Merge:
             rows.append((self._ranks[have[0]], self._files[have[0]], 0, *(0,) * ndim, *first.shape, *(1,) * ndim))
             if 0 not in first.shape:
                 rows.clear()
-        return Tensor(first.dtype, first.shape, _chunks(rows, ndim), managed=True, placement=first.placement)
+        return Tensor(first.dtype, first.shape, _chunks(rows, ndim), sharded=True, placement=first.placement)
 
     def _are_slices(self, held: Sequence[object], place: _Place) -> bool:
         """Whether vectors that stand in ``place`` on the ranks that have them are certain to be slices."""
@@ -180,7 +180,7 @@ class Merge:
             rows.append((self._ranks[i], self._files[i], values[i].offset, start, size, stride))
             start += size
         self.slices += 1
-        return Tensor(dtype, (start,), _chunks(rows, 1), managed=True, placement=SLICES)
+        return Tensor(dtype, (start,), _chunks(rows, 1), sharded=True, placement=SLICES)
 
     def _plain(self, values: Sequence[StoredTensor], have: list[int], path: _Path) -> Value:
         first = values[have[0]]
@@ -191,8 +191,8 @@ class Merge:
             (self._ranks[i], self._files[i], values[i].offset, *(0,) * ndim, *first.shape, *values[i].stride)
             for i in have
         ]
-        managed = first.managed if self._managed is None else self._managed
-        return Tensor(first.dtype, first.shape, _chunks(rows, ndim), managed)
+        sharded = first.sharded if self._sharded is None else self._sharded
+        return Tensor(first.dtype, first.shape, _chunks(rows, ndim), sharded)
 
     def _other(self, values: Sequence[object], have: list[int], path: _Path) -> Value:
         """Values that are no tensors, or of different kinds or shapes: one if all are equal, else every rank's own."""
@@ -262,7 +262,7 @@ def _located(value: object, file: int, rank: int) -> Value:
     if isinstance(value, Distributed):
         ndim = len(value.shape)
         rows = [(rank, file, box.offset, *box.start, *box.size, *box.stride) for box in value.boxes]
-        return Tensor(value.dtype, value.shape, _chunks(rows, ndim), managed=True, placement=value.placement)
+        return Tensor(value.dtype, value.shape, _chunks(rows, ndim), sharded=True, placement=value.placement)
     if isinstance(value, dict):
         return {key: _located(child, file, rank) for key, child in value.items()}
     if isinstance(value, list):

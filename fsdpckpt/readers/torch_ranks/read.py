@@ -137,7 +137,7 @@ def _separate_extras(tree: Tree, files: FileTable, sources: Sources, *, extras: 
     paths = [file.path for file in files.files()]
     records: dict[tuple[int, int], tuple[int, int]] = {}
     for path, leaf in walk(tree.root):
-        if not isinstance(leaf, Tensor) or leaf.managed or len(leaf.chunks) < 2 or not leaf.nbytes:
+        if not isinstance(leaf, Tensor) or leaf.sharded or len(leaf.chunks) < 2 or not leaf.nbytes:
             continue
         if sections is not None and sections.owns(path):
             continue
@@ -173,7 +173,7 @@ def _by_rank(tensor: Tensor, world_size: int) -> tuple[Value, ...]:
     """Each rank's own copy as a tensor of one chunk, None for ranks without one."""
     rows = {rank: row for row, rank in enumerate(tensor.chunks.rank.tolist())}
     return tuple(
-        Tensor(tensor.dtype, tensor.shape, tensor.chunks.take(tensor.chunks.rank == rank), tensor.managed)
+        Tensor(tensor.dtype, tensor.shape, tensor.chunks.take(tensor.chunks.rank == rank), tensor.sharded)
         if rank in rows
         else None
         for rank in range(world_size)
