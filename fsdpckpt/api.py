@@ -245,7 +245,7 @@ def find_units(
 
     The options are those of ``fsdpckpt convert``. Raises NeedsInformationError when several units fit, SourceError.
     """
-    from fsdpckpt.converters.passes import units_request
+    from fsdpckpt.converters.transform import units_request
     from fsdpckpt.flat.units.find import find_units as find
     from fsdpckpt.readers.detect import open_checkpoint
 
@@ -281,7 +281,7 @@ def model_units(
     ``model`` and ``wrap`` may be given as ``package.module:name``. ``ignore``: globs of modules and parameters that
     FSDP was told to ignore. ``prove_by``: a checkpoint of the model. Raises UsageError, SourceError.
     """
-    from fsdpckpt.converters.passes import units_request
+    from fsdpckpt.converters.transform import units_request
     from fsdpckpt.flat.live.meta import units_from_model
     from fsdpckpt.flat.units.find import FoundUnits
     from fsdpckpt.flat.units.model import prove

@@ -18,7 +18,7 @@ from fsdpckpt.comm.group import Group
 from fsdpckpt.comm.messages import all_gather_objects, broadcast_object
 from fsdpckpt.converters.check import Pair, Verdict, compared, digests_of, matched
 from fsdpckpt.converters.convert import Prepared
-from fsdpckpt.converters.layout import dtype_rule
+from fsdpckpt.converters.lay_out import dtype_rule
 from fsdpckpt.converters.pairs_shipped import packed_pairs, unpacked_pairs
 from fsdpckpt.converters.staged import Places
 from fsdpckpt.execute.heartbeat import pulse
@@ -87,9 +87,9 @@ class CheckTogether:
                 return [], []
             with pulse(self._group), everyones_files(self._group) as opener:
                 return matched(
-                    self._prepared.rewritten.checkpoint,
+                    self._prepared.transformed.checkpoint,
                     self._written,
-                    units=self._prepared.rewritten.units,
+                    units=self._prepared.transformed.units,
                     dtypes=dtype_rule(self._options),
                     level=self._options.verify,
                     opener=opener,

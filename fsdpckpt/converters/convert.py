@@ -1,4 +1,4 @@
-"""One conversion: read, rewrite, lay out, plan, copy, check, commit."""
+"""One conversion: read, transform, lay out, plan, copy, check, commit."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from dataclasses import dataclass, replace
 
 from fsdpckpt.converters.check import check_output
 from fsdpckpt.converters.delivery import deliver
-from fsdpckpt.converters.exported import for_export
-from fsdpckpt.converters.flavored import for_flavor
-from fsdpckpt.converters.goal import Goal, settle_goal, written_flavor
-from fsdpckpt.converters.layout import dtype_rule, lay_out
+from fsdpckpt.converters.lay_out import dtype_rule, lay_out
 from fsdpckpt.converters.manifest import write_manifest
-from fsdpckpt.converters.passes import Rewritten, rewrite
+from fsdpckpt.converters.producer_form import adapt_to_form, export_weights
 from fsdpckpt.converters.replaceable import require_replaceable
 from fsdpckpt.converters.report import PlannedFile, Report
 from fsdpckpt.converters.resumption import StagedRun
+from fsdpckpt.converters.target_spec import TargetSpec, make_target_spec, writable_flavor
+from fsdpckpt.converters.transform import TransformedCheckpoint, transform
 from fsdpckpt.converters.without_subject import refuse_without_sections
 from fsdpckpt.errors import TargetExistsError, UsageError
 from fsdpckpt.execute.budget import MOST_THREADS, Budget, make_budget
@@ -77,35 +76,37 @@ def _threads(source: str) -> int | None:
 class Prepared:
     """A conversion of which nothing but the copying is left to do."""
 
-    rewritten: Rewritten
-    goal: Goal
+    transformed: TransformedCheckpoint
+    spec: TargetSpec
     output: Target
     plan: Plan
 
 
 def prepare(source: str, target: str, options: ConvertOptions, sources: Sources, progress: Progress) -> Prepared:
-    """Read ``source``, rewrite it, lay ``target`` out and plan the copies."""
+    """Read ``source``, transform it, lay ``target`` out and plan the copies."""
     progress.begin("read", 0)
     with without_collection():
         opened = open_checkpoint(source, sources=sources, locate=True, only=options.only)
-        goal = settle_goal(target, options, opened.layout)
-        refuse_without_sections(opened, options, goal)
-        beside: Mapping[str, Tensor] = {}
-        if goal.flavor is not None and goal.form is not None:
-            opened, beside = for_flavor(opened, goal.flavor, goal.form, world_size=goal.world_size, sources=sources)
-            options = replace(options, key_type=goal.form.key_type if opened.optim is not None else None)
-        rewritten = rewrite(opened, options, goal, sources)
-        if goal.form is not None and goal.form.weights:
-            rewritten = replace(rewritten, checkpoint=for_export(rewritten.checkpoint, sources))
-        output = lay_out(rewritten, goal, options, beside)
+        spec = make_target_spec(target, options, opened.layout)
+        refuse_without_sections(opened, options, spec)
+        side_files: Mapping[str, Tensor] = {}
+        if spec.flavor is not None and spec.form is not None:
+            opened, side_files = adapt_to_form(
+                opened, spec.flavor, spec.form, world_size=spec.world_size, sources=sources
+            )
+            options = replace(options, key_type=spec.form.key_type if opened.optim is not None else None)
+        transformed = transform(opened, options, spec, sources)
+        if spec.form is not None and spec.form.weights:
+            transformed = replace(transformed, checkpoint=export_weights(transformed.checkpoint, sources))
+        output = lay_out(transformed, spec, options, side_files)
         plan = make_plan(output)
     progress.end()
-    return Prepared(rewritten, goal, output, plan)
+    return Prepared(transformed, spec, output, plan)
 
 
 def check_options(options: ConvertOptions) -> None:
     if options.flavor is not None and options.flavor != PLAIN:
-        written_flavor(options.flavor)
+        writable_flavor(options.flavor)
     # float8_e8m0fnu has neither sign nor zero: it holds the scales of other tensors, never values.
     known = [name for name, dtype in DTYPES.items() if dtype.floating and dtype.numpy and name != "float8_e8m0fnu"]
     for option, name in (("--dtype", options.dtype), ("--optim-dtype", options.optim_dtype)):
@@ -122,13 +123,13 @@ def check_options(options: ConvertOptions) -> None:
 def _write(
     prepared: Prepared, target: str, options: ConvertOptions, budget: Budget, sources: Sources, progress: Progress
 ) -> None:
-    rewritten, goal, output, plan = prepared.rewritten, prepared.goal, prepared.output, prepared.plan
-    checkpoint = rewritten.checkpoint
+    transformed, spec, output, plan = prepared.transformed, prepared.spec, prepared.output, prepared.plan
+    checkpoint = transformed.checkpoint
     if options.resume and not options.overwrite and os.path.lexists(os.path.realpath(target)):
         output.notes.append(_require_written(target, prepared, budget, sources, progress))
         return
     run = StagedRun(
-        target, plan, options, directory=goal.directory, files=checkpoint.files, budget=budget, sources=sources
+        target, plan, options, directory=spec.directory, files=checkpoint.files, budget=budget, sources=sources
     )
     staging = run.staging
     with run:
@@ -144,21 +145,21 @@ def _write(
             recorder=run.recorder,
         )
         staging.require_files(file.path for file in plan.files)
-        if goal.directory:  # before the check, which reads what the manifest adds to it
-            write_manifest(staging, output, rewritten, goal, crcs=crcs, digests={})
+        if spec.directory:  # before the check, which reads what the manifest adds to it
+            write_manifest(staging, output, transformed, spec, crcs=crcs, digests={})
         if options.verify is not VerifyLevel.NONE:
             digests = check_output(
                 checkpoint,
                 staging.visible,
-                units=rewritten.units,
+                units=transformed.units,
                 dtypes=dtype_rule(options),
                 level=options.verify,
                 sources=sources,
                 progress=progress,
                 max_memory=options.max_memory,
             )
-            if goal.directory and digests:
-                write_manifest(staging, output, rewritten, goal, crcs=crcs, digests=digests)
+            if spec.directory and digests:
+                write_manifest(staging, output, transformed, spec, crcs=crcs, digests=digests)
         sources.require_unchanged()
         if options.overwrite:  # what came there while this ran is nobody's to delete
             require_replaceable(target)
@@ -169,9 +170,9 @@ def _write(
 
 def _require_written(target: str, prepared: Prepared, budget: Budget, sources: Sources, progress: Progress) -> Note:
     """An existing DST that ``--resume`` meets has to be what would be written: a finished run's. Nothing is written."""
-    goal, checkpoint = prepared.goal, prepared.rewritten.checkpoint
+    spec, checkpoint = prepared.spec, prepared.transformed.checkpoint
     real = os.path.realpath(target)
-    complete = (not goal.directory or os.path.isfile(os.path.join(real, MANIFEST))) and is_written(
+    complete = (not spec.directory or os.path.isfile(os.path.join(real, MANIFEST))) and is_written(
         prepared.plan,
         files=checkpoint.files,
         checksums=checkpoint.checksums,
@@ -201,13 +202,13 @@ def report_of(
     workers: int = 1,
 ) -> Report:
     """What was done, or with ``options.dry_run`` would be. ``budget``: that of each of the ``workers``."""
-    checkpoint, goal, output, plan = prepared.rewritten.checkpoint, prepared.goal, prepared.output, prepared.plan
+    checkpoint, spec, output, plan = prepared.transformed.checkpoint, prepared.spec, prepared.output, prepared.plan
     return Report(
         source=checkpoint.source,
         target=target,
-        layout=goal.layout,
-        container=goal.container,
-        world_size=goal.world_size,
+        layout=spec.layout,
+        container=spec.container,
+        world_size=spec.world_size,
         tensors=sum(1 for _ in checkpoint.tensors()),
         parameters=len(checkpoint.model.params) if checkpoint.model is not None else 0,
         bytes_read=plan.bytes_read,

@@ -192,9 +192,9 @@ class _Conversion:
         group = self._group
         told = None
         if self._prepared is not None:
-            files = self._prepared.rewritten.checkpoint.files
+            files = self._prepared.transformed.checkpoint.files
             paths = list(dict.fromkeys([*(file.path for file in files), *self._opened]))
-            told = (paths, [file.nbytes for file in files], self._prepared.goal.directory)
+            told = (paths, [file.nbytes for file in files], self._prepared.spec.directory)
         found = broadcast_object(group, told, name="sources")
         paths, lengths, directory = cast("tuple[list[str], list[int], bool]", found)
         visible = self._visible(paths)[: len(lengths)]

@@ -37,9 +37,9 @@ def divide(
 
     ``visible[file, worker]``: who sees which source. Raises SourceError or TargetError when that run was not ``now``.
     """
-    checkpoint = prepared.rewritten.checkpoint
+    checkpoint = prepared.transformed.checkpoint
     found = taken_up(journals, places, now, options.max_memory)
-    segments = share_out(prepared.plan, prepared.goal, places, found)
+    segments = share_out(prepared.plan, prepared.spec, places, found)
     writers = sorted({segment.owner for segment in segments})
     exchanging = not bool(visible[:, writers].all())
     settings = settle(prepared.plan, budget, options.max_memory, exchanging=exchanging)

@@ -8,8 +8,8 @@ import os
 import zlib
 from collections.abc import Mapping
 
-from fsdpckpt.converters.goal import Goal
-from fsdpckpt.converters.passes import Rewritten
+from fsdpckpt.converters.target_spec import TargetSpec
+from fsdpckpt.converters.transform import TransformedCheckpoint
 from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.ir.targets import Target
 from fsdpckpt.ir.units_json import encode
@@ -26,8 +26,8 @@ __all__ = ["put_manifest", "write_manifest"]
 def write_manifest(
     staging: Staging,
     target: Target,
-    rewritten: Rewritten,
-    goal: Goal,
+    transformed: TransformedCheckpoint,
+    spec: TargetSpec,
     *,
     crcs: Mapping[str, int],
     digests: Mapping[str, str],
@@ -37,7 +37,7 @@ def write_manifest(
     ``crcs``: CRC-32 of each file, by which ``verify`` finds damage in containers that carry no checksums of their own.
     ``digests``: SHA-256 of each tensor's row-major bytes, where ``--verify full`` computed them.
     """
-    checkpoint = rewritten.checkpoint
+    checkpoint = transformed.checkpoint
     keyed = checkpoint.optim.key_type if checkpoint.optim is not None else None
     notes = [*checkpoint.notes, *target.notes]
     document = {
@@ -48,12 +48,12 @@ def write_manifest(
         "source_layout": checkpoint.layout,
         "source_container": checkpoint.container,
         "source_world_size": checkpoint.world_size,
-        "flavor": goal.flavor.name if goal.flavor is not None else PLAIN,
-        "layout": goal.layout,
-        "container": goal.container,
-        "world_size": goal.world_size,
-        "key_type": rewritten.key_type if keyed is not None and rewritten.units is not None else keyed,
-        "units": encode(rewritten.units) if rewritten.units is not None else None,
+        "flavor": spec.flavor.name if spec.flavor is not None else PLAIN,
+        "layout": spec.layout,
+        "container": spec.container,
+        "world_size": spec.world_size,
+        "key_type": transformed.key_type if keyed is not None and transformed.units is not None else keyed,
+        "units": encode(transformed.units) if transformed.units is not None else None,
         "notes": [_note(note) for note in notes],
         "undetermined": [key for note in notes if note.kind == "undetermined" for key in note.keys],
         "files": {file.path: {"nbytes": file.nbytes, "crc32": f"{crcs[file.path]:08x}"} for file in target.files},

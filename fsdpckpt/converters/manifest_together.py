@@ -46,7 +46,7 @@ def _write(
     prepared: Prepared, target: str, staging: Staging | None, crcs: Mapping[str, int], digests: Mapping[str, str]
 ) -> bytes:
     if staging is not None:
-        return write_manifest(staging, prepared.output, prepared.rewritten, prepared.goal, crcs=crcs, digests=digests)
+        return write_manifest(staging, prepared.output, prepared.transformed, prepared.spec, crcs=crcs, digests=digests)
     at = os.path.join(os.path.realpath(target), MANIFEST)  # where DST is there already
     if not os.path.isfile(at):
         raise not_this(target)

@@ -15,8 +15,8 @@ from typing import cast
 
 from fsdpckpt.comm.group import Group
 from fsdpckpt.comm.messages import all_gather_objects
-from fsdpckpt.converters.goal import Goal
 from fsdpckpt.converters.replaceable import require_replaceable
+from fsdpckpt.converters.target_spec import TargetSpec
 from fsdpckpt.errors import UsageError
 from fsdpckpt.execute.resume import Finished
 from fsdpckpt.execute.wire_errors import carrying
@@ -139,7 +139,9 @@ def _sees(told: tuple[str, str, str], *, there: bool) -> bool:
         return False
 
 
-def share_out(plan: Plan, goal: Goal, places: Places, found: Mapping[int, Finished] | None = None) -> list[Segment]:
+def share_out(
+    plan: Plan, spec: TargetSpec, places: Places, found: Mapping[int, Finished] | None = None
+) -> list[Segment]:
     """Who writes which bytes of which file, at which place. ``found``: by place what an interrupted run has written.
 
     With one place all goes there. With one a node, the files of target rank r go to the node of worker
@@ -148,13 +150,13 @@ def share_out(plan: Plan, goal: Goal, places: Places, found: Mapping[int, Finish
     """
     files: dict[int, list[int]] = {place: [] for place in range(len(places.leaders))}
     ranks = [_rank_of(file.path) for file in plan.files]
-    world_size = goal.world_size or max((rank + 1 for rank in ranks if rank is not None), default=1)
+    world_size = spec.world_size or max((rank + 1 for rank in ranks if rank is not None), default=1)
     nodes = dict(enumerate(places.nodes))
     for number, rank in enumerate(ranks):
-        if rank is not None and len(files) > 1 and goal.layout is not Layout.FULL:
+        if rank is not None and len(files) > 1 and spec.layout is not Layout.FULL:
             files[target_node(rank, world_size, nodes)].append(number)
     common = [
-        number for number, rank in enumerate(ranks) if rank is None or goal.layout is Layout.FULL or len(files) == 1
+        number for number, rank in enumerate(ranks) if rank is None or spec.layout is Layout.FULL or len(files) == 1
     ]
     for place, own in files.items():
         if own or place == 0:

@@ -7,7 +7,7 @@ for a store is put together, should it be one, so that one command line serves p
 
 from __future__ import annotations
 
-from fsdpckpt.converters.goal import Goal
+from fsdpckpt.converters.target_spec import TargetSpec
 from fsdpckpt.errors import UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint, Section
 from fsdpckpt.options import ConvertOptions
@@ -15,7 +15,7 @@ from fsdpckpt.options import ConvertOptions
 __all__ = ["refuse_without_sections"]
 
 
-def refuse_without_sections(opened: Checkpoint, options: ConvertOptions, goal: Goal) -> None:
+def refuse_without_sections(opened: Checkpoint, options: ConvertOptions, spec: TargetSpec) -> None:
     """Raises UsageError for an option about a section that is not there, not taken, or not written."""
     about: dict[Section, dict[str, object]] = {
         Section.MODEL: {"--dtype": options.dtype, "--buffers": options.buffers},
@@ -33,8 +33,8 @@ def refuse_without_sections(opened: Checkpoint, options: ConvertOptions, goal: G
             why = f"--only {options.only} leaves it out"
         elif not there[section]:
             why = f"{opened.source} has none"
-        elif section is Section.OPTIM and goal.form is not None and goal.form.optim is None and goal.flavor is not None:
-            why = f"the form of {goal.flavor.title} has no place for it"
+        elif section is Section.OPTIM and spec.form is not None and spec.form.optim is None and spec.flavor is not None:
+            why = f"the form of {spec.flavor.title} has no place for it"
         if named and why is not None:
             words = "model" if section is Section.MODEL else "optimizer"
             raise UsageError(f"{named} would do nothing: it is about the {words}, and {why}", next_step=f"drop {named}")

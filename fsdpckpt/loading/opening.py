@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fsdpckpt.converters.goal import Goal
-from fsdpckpt.converters.passes import rewrite, units_request
+from fsdpckpt.converters.target_spec import TargetSpec
+from fsdpckpt.converters.transform import transform, units_request
 from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.flat.name_slices import is_flattened
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout
@@ -15,7 +15,7 @@ from fsdpckpt.storage.sources import Sources
 __all__ = ["open_to_load"]
 
 # What a conversion to whole tensors makes of a source, up to the point where it would be laid out.
-_GOAL = Goal(Layout.FULL, Container.DCP, None, TensorForm.DTENSOR, directory=True)
+_SPEC = TargetSpec(Layout.FULL, Container.DCP, None, TensorForm.DTENSOR, directory=True)
 
 
 def open_to_load(path: str, options: ConvertOptions, sources: Sources, *, locate: bool) -> Checkpoint:
@@ -28,7 +28,7 @@ def open_to_load(path: str, options: ConvertOptions, sources: Sources, *, locate
     if not locate and _is_flattened(opened, options, sources) and not _all_located(opened):
         opened = open_checkpoint(path, sources=sources, locate=True)
     try:
-        return rewrite(opened, options, _GOAL, sources).checkpoint
+        return transform(opened, options, _SPEC, sources).checkpoint
     except NeedsInformationError as error:
         keyed = "; or key_type='id' for an optimizer.state_dict() that is keyed by id itself"
         error.next_step = (

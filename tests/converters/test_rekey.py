@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
 
-from fsdpckpt.converters.rekey import apply_key_type, parameter_orders
+from fsdpckpt.converters.transform import apply_key_type, parameter_orders
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError
 from fsdpckpt.ir.checkpoint import UNORDERED, Checkpoint
 from fsdpckpt.ir.dtypes import DTYPES

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from fsdpckpt.converters.rekey import apply_key_type, parameter_orders
+from fsdpckpt.converters.transform import apply_key_type, parameter_orders
 from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.flat.units.build import Settings, build_units
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, OptimState, ParamKey

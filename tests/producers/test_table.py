@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdpckpt.converters.goal import settle_goal
+from fsdpckpt.converters.target_spec import make_target_spec
 from fsdpckpt.errors import UsageError
 from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.options import ConvertOptions
@@ -70,14 +70,14 @@ def test_only_the_trainer_exports_the_model_beside_its_state() -> None:
 def test_every_form_is_reached_by_layout_and_container(flavor: str, form: Form) -> None:
     world_size = None if form.layout is Layout.FULL else 2
     options = ConvertOptions(flavor=flavor, to=form.layout, container=form.container, world_size=world_size)
-    goal = settle_goal("out" if form.directory else "out.ckpt", options, Layout.FULL)
-    assert goal.form is form and goal.directory is form.directory
+    spec = make_target_spec("out" if form.directory else "out.ckpt", options, Layout.FULL)
+    assert spec.form is form and spec.directory is form.directory
 
 
 @pytest.mark.parametrize("layout", [Layout.FULL, Layout.SHARDED])
 def test_the_sources_layout_decides_where_nothing_else_does(layout: Layout) -> None:
-    goal = settle_goal("out", ConvertOptions(flavor="accelerate"), layout)
-    assert goal.layout is layout
+    spec = make_target_spec("out", ConvertOptions(flavor="accelerate"), layout)
+    assert spec.layout is layout
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_the_sources_layout_decides_where_nothing_else_does(layout: Layout) -> N
 )
 def test_what_a_producer_does_not_save_is_refused(target: str, options: dict[str, object], what: str) -> None:
     with pytest.raises(UsageError, match=what):
-        settle_goal(target, ConvertOptions(**options), Layout.SHARDED)  # type: ignore[arg-type]
+        make_target_spec(target, ConvertOptions(**options), Layout.SHARDED)  # type: ignore[arg-type]
 
 
 def test_a_world_of_one_has_the_trainers_single_name() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdpckpt.converters.missing_state import fill_missing
+from fsdpckpt.converters.transform import fill_missing
 from fsdpckpt.errors import NeedsInformationError, SourceIncompleteError
 from fsdpckpt.execute.budget import Budget
 from fsdpckpt.execute.local import execute

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdpckpt.converters.goal import settle_goal
+from fsdpckpt.converters.target_spec import make_target_spec
 from fsdpckpt.errors import UsageError
 from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.options import ConvertOptions
@@ -32,9 +32,9 @@ TORCH, DCP, SAFETENSORS = Container.TORCH, Container.DCP, Container.SAFETENSORS
 def test_options_suffix_and_source_together_say_what_is_written(
     target: str, options: dict[str, object], source: Layout, layout: Layout, container: Container, directory: bool
 ) -> None:
-    goal = settle_goal(target, ConvertOptions(**options), source)
-    assert (goal.layout, goal.container, goal.directory) == (layout, container, directory)
-    assert goal.world_size == options.get("world_size")
+    spec = make_target_spec(target, ConvertOptions(**options), source)
+    assert (spec.layout, spec.container, spec.directory) == (layout, container, directory)
+    assert spec.world_size == options.get("world_size")
 
 
 @pytest.mark.parametrize(
@@ -57,13 +57,13 @@ def test_contradictions_are_refused_with_what_to_type_instead(
     target: str, options: dict[str, object], words: str
 ) -> None:
     with pytest.raises(UsageError, match=words) as caught:
-        settle_goal(target, ConvertOptions(**options), SHARDED)
+        make_target_spec(target, ConvertOptions(**options), SHARDED)
     assert caught.value.next_step or caught.value.expected
 
 
 def test_a_world_size_for_a_full_source_says_what_to_add() -> None:
     with pytest.raises(UsageError, match="the source is full") as caught:
-        settle_goal("out", ConvertOptions(world_size=4), FULL)
+        make_target_spec("out", ConvertOptions(world_size=4), FULL)
     assert str(caught.value.next_step).startswith("add --to sharded")
 
 
@@ -81,5 +81,5 @@ def test_a_form_that_a_producer_does_not_have_names_the_option_to_drop(
     target: str, options: dict[str, object], next_step: str
 ) -> None:
     with pytest.raises(UsageError, match="does not save what is asked for") as caught:
-        settle_goal(target, ConvertOptions(**options), SHARDED)
+        make_target_spec(target, ConvertOptions(**options), SHARDED)
     assert caught.value.next_step == next_step

@@ -12,14 +12,14 @@ from fsdpckpt.options import DEFAULT_MAX_SHARD_SIZE, ConvertOptions, TensorForm
 from fsdpckpt.producers.forms import PLAIN, Flavor, Form
 from fsdpckpt.producers.table import WRITABLE, flavor_named
 
-__all__ = ["Goal", "settle_goal", "written_flavor"]
+__all__ = ["TargetSpec", "make_target_spec", "writable_flavor"]
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 SAFETENSORS_SUFFIX = ".safetensors"
 
 
 @dataclass(frozen=True, slots=True)
-class Goal:
+class TargetSpec:
     """What is written. ``world_size``: ranks of the target, None to keep the source's cuts (DCP) or for one file.
 
     ``directory``: whether DST is a directory. ``flavor``, ``form``: the producer whose names it gets; None is plain.
@@ -34,11 +34,11 @@ class Goal:
     form: Form | None = None
 
 
-def settle_goal(target: str, options: ConvertOptions, source_layout: Layout) -> Goal:
-    """The goal of one conversion. Raises UsageError when the options contradict each other or DST's suffix."""
+def make_target_spec(target: str, options: ConvertOptions, source_layout: Layout) -> TargetSpec:
+    """The spec of one conversion. Raises UsageError when the options contradict each other or DST's suffix."""
     suffix = os.path.splitext(target.rstrip("/"))[1]
     if options.flavor is not None and options.flavor != PLAIN:
-        return _flavored_goal(suffix, options, source_layout)
+        return _producer_spec(suffix, options, source_layout)
     container = _container(suffix, options, source_layout)
     layout = _layout(container, suffix, options, source_layout)
     if options.world_size is not None and options.world_size < 1:
@@ -63,7 +63,7 @@ def settle_goal(target: str, options: ConvertOptions, source_layout: Layout) -> 
         )
     _refuse_unused(layout, container, options, source_layout)
     one_file = layout is Layout.FULL and (container is Container.TORCH or suffix == SAFETENSORS_SUFFIX)
-    return Goal(layout, container, options.world_size, options.tensor, directory=not one_file)
+    return TargetSpec(layout, container, options.world_size, options.tensor, directory=not one_file)
 
 
 def _why_full(container: Container, suffix: str) -> str:
@@ -138,7 +138,7 @@ def _layout(container: Container, suffix: str, options: ConvertOptions, source_l
     return layout
 
 
-def written_flavor(name: str) -> Flavor:
+def writable_flavor(name: str) -> Flavor:
     """The flavor of that name. Raises UsageError when none is written under it."""
     flavor = flavor_named(name)
     if flavor is None or not flavor.forms:
@@ -152,9 +152,9 @@ def written_flavor(name: str) -> Flavor:
     return flavor
 
 
-def _flavored_goal(suffix: str, options: ConvertOptions, source_layout: Layout) -> Goal:
-    """The goal of a conversion with ``--flavor``: the producer's first form that fits what is asked for."""
-    flavor = written_flavor(options.flavor or "")
+def _producer_spec(suffix: str, options: ConvertOptions, source_layout: Layout) -> TargetSpec:
+    """The spec of a conversion with ``--flavor``: the producer's first form that fits what is asked for."""
+    flavor = writable_flavor(options.flavor or "")
     form = _form(flavor, suffix, options, source_layout)
     ranks = form.layout is Layout.FLATTENED or (form.layout is Layout.SHARDED and form.container is Container.TORCH)
     if ranks and options.world_size is None:
@@ -166,7 +166,7 @@ def _flavored_goal(suffix: str, options: ConvertOptions, source_layout: Layout) 
             next_step="drop --key-type",
         )
     _refuse_unused(form.layout, form.container, options, source_layout)
-    return Goal(
+    return TargetSpec(
         form.layout, form.container, options.world_size, options.tensor, form.directory, flavor=flavor, form=form
     )
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdpckpt.converters.goal import settle_goal
-from fsdpckpt.converters.passes import Rewritten, rewrite, units_request
+from fsdpckpt.converters.target_spec import make_target_spec
+from fsdpckpt.converters.transform import TransformedCheckpoint, transform, units_request
 from fsdpckpt.errors import (
     NeedsInformationError,
     SourceCorruptError,
@@ -54,13 +54,13 @@ def full(keys: Sequence[ParamKey] = (0, 1, 2, 3), *, without: Sequence[ParamKey]
     return checkpoint(1, model=sharded_model(PARAMS), optim=optim, layout=Layout.FULL)
 
 
-def rewritten(held: Checkpoint, dst: str = "out.pt", **options: object) -> Rewritten:
+def transformed(held: Checkpoint, dst: str = "out.pt", **options: object) -> TransformedCheckpoint:
     chosen = ConvertOptions(**options)  # type: ignore[arg-type]
     with Sources() as sources:
-        return rewrite(held, chosen, settle_goal(dst, chosen, held.layout), sources)
+        return transform(held, chosen, make_target_spec(dst, chosen, held.layout), sources)
 
 
-def keys(found: Rewritten) -> list[ParamKey]:
+def keys(found: TransformedCheckpoint) -> list[ParamKey]:
     assert found.checkpoint.optim is not None
     return list(found.checkpoint.optim.state)
 
@@ -79,19 +79,19 @@ def test_problems_count_in_the_sections_that_are_asked_for_also_where_nothing_of
     problem = Problem("gap", "optim 0.exp_avg lacks elements", section=Section.OPTIM)
     held = replace(full(), problems=(problem,))
     with pytest.raises(SourceCorruptError):
-        rewritten(held)
-    assert rewritten(held, only=Section.MODEL).checkpoint.optim is None
+        transformed(held)
+    assert transformed(held, only=Section.MODEL).checkpoint.optim is None
     anywhere = replace(held, problems=(replace(problem, section=None),))
     with pytest.raises(SourceCorruptError):
-        rewritten(anywhere, only=Section.MODEL)
+        transformed(anywhere, only=Section.MODEL)
     extra = replace(held, problems=(replace(problem, section=Section.EXTRA),))
     for there in (extra, replace(extra, extra={"epoch": 3}), replace(extra, rank_extra=({"epoch": 3},))):
         with pytest.raises(SourceCorruptError):
-            rewritten(there)
-        rewritten(there, only=Section.MODEL)
+            transformed(there)
+        transformed(there, only=Section.MODEL)
     with pytest.raises(SourceCorruptError):
-        rewritten(replace(held, optim=None))
-    rewritten(replace(held, problems=(replace(problem, fatal=False),)))
+        transformed(replace(held, optim=None))
+    transformed(replace(held, problems=(replace(problem, fatal=False),)))
 
 
 def test_copies_of_a_state_that_differ_are_refused() -> None:
@@ -99,9 +99,9 @@ def test_copies_of_a_state_that_differ_are_refused() -> None:
     optim = OptimState({"a.w": {"step": step}}, [{"params": ["a.w"]}])
     files = tuple(SourceFile(f"rank{rank}", 4096) for rank in range(3))
     held = replace(checkpoint(3, optim=optim, layout=Layout.SHARDED), files=files)
-    rewritten(replace(held, checksums=Checksums.of([(rank, 64, 4, 7) for rank in range(3)])), to=Layout.FULL)
+    transformed(replace(held, checksums=Checksums.of([(rank, 64, 4, 7) for rank in range(3)])), to=Layout.FULL)
     with pytest.raises(SourceCorruptError):
-        rewritten(replace(held, checksums=Checksums.of([(rank, 64, 4, rank) for rank in range(3)])), to=Layout.FULL)
+        transformed(replace(held, checksums=Checksums.of([(rank, 64, 4, rank) for rank in range(3)])), to=Layout.FULL)
 
 
 @pytest.mark.parametrize(
@@ -114,25 +114,27 @@ def test_copies_of_a_state_that_differ_are_refused() -> None:
 def test_an_option_about_units_that_nothing_needs_is_a_mistake(option: str, value: object) -> None:
     flag = "--" + option.replace("_", "-")
     with pytest.raises(UsageError) as caught:
-        rewritten(full(), **{option: value})
+        transformed(full(), **{option: value})
     assert caught.value.what.startswith(f"{flag} describes flat parameters")
     with pytest.raises(UsageError):  # ids by name do not make use of it either
-        rewritten(full(), key_type="name", **{option: value})
+        transformed(full(), key_type="name", **{option: value})
 
 
 def test_a_units_file_serves_keys_and_names_and_is_a_mistake_where_there_are_none(units_file: str) -> None:
     with pytest.raises(UsageError) as caught:
-        rewritten(full(), units=units_file, shard_size=2)
+        transformed(full(), units=units_file, shard_size=2)
     assert caught.value.what.startswith("--units and --shard-size describe flat parameters")
-    assert keys(rewritten(full(), units=units_file, key_type="name")) == list(NAMES)
-    assert keys(rewritten(full(), units=units_file, include=("a.*",))) == [0, 1]
-    assert keys(rewritten(full(), units=units_file, exclude=("a.*",))) == [0, 1]
-    assert keys(rewritten(full(without=[2]), units=units_file, missing_state=MissingState.SKIP)) == [0, 1, 3]
+    assert keys(transformed(full(), units=units_file, key_type="name")) == list(NAMES)
+    assert keys(transformed(full(), units=units_file, include=("a.*",))) == [0, 1]
+    assert keys(transformed(full(), units=units_file, exclude=("a.*",))) == [0, 1]
+    assert keys(transformed(full(without=[2]), units=units_file, missing_state=MissingState.SKIP)) == [0, 1, 3]
 
 
 def test_there_has_to_be_something_to_flatten() -> None:
     with pytest.raises(UsageError) as caught:
-        rewritten(replace(full(), model=None, optim=None, extra={"epoch": 3}), "out", to=Layout.FLATTENED, world_size=2)
+        transformed(
+            replace(full(), model=None, optim=None, extra={"epoch": 3}), "out", to=Layout.FLATTENED, world_size=2
+        )
     assert "neither a model nor an optimizer" in caught.value.what
 
 
@@ -141,24 +143,24 @@ def test_there_has_to_be_something_to_flatten() -> None:
 
 def test_keys_come_out_as_they_came_in_unless_asked_otherwise() -> None:
     for held, own in ((full(), [0, 1, 2, 3]), (full(NAMES), list(NAMES))):
-        assert keys(rewritten(held)) == own
-        assert keys(rewritten(held, key_type="name")) == list(NAMES)
-        assert keys(rewritten(held, key_type="id")) == [0, 1, 2, 3]
+        assert keys(transformed(held)) == own
+        assert keys(transformed(held, key_type="name")) == list(NAMES)
+        assert keys(transformed(held, key_type="id")) == [0, 1, 2, 3]
 
 
 def test_names_are_chosen_by_what_they_are_in_the_source_and_ids_count_what_is_left() -> None:
-    found = rewritten(full(), include=("b.*",), rename=(("b", "c"),))
+    found = transformed(full(), include=("b.*",), rename=(("b", "c"),))
     assert keys(found) == [0, 1]
     assert found.checkpoint.model is not None and list(found.checkpoint.model.params) == ["c.w", "c.b"]
-    assert keys(rewritten(full(NAMES), exclude=("a.*",), add_prefix="m.")) == ["m.b.w", "m.b.b"]
+    assert keys(transformed(full(NAMES), exclude=("a.*",), add_prefix="m.")) == ["m.b.w", "m.b.b"]
 
 
 def test_parameters_without_state_are_made_or_noted_and_keep_their_keys() -> None:
     held = full(without=[2])
-    noted = rewritten(held)
+    noted = transformed(held)
     assert keys(noted) == [0, 1, 3]
     assert [note.keys for note in noted.checkpoint.notes if note.kind == "missing-state"] == [("2",)]
-    made = rewritten(held, missing_state=MissingState.ZEROS)
+    made = transformed(held, missing_state=MissingState.ZEROS)
     assert keys(made) == [0, 1, 2, 3]
 
 
@@ -169,18 +171,18 @@ def test_a_cast_gives_every_name_a_tensor_of_its_own() -> None:
     tied = {**held.model.params, "head": held.model.params["a.w"]}
     held.model.params.clear()
     held.model.params.update(tied)
-    kept = rewritten(held).checkpoint.model
+    kept = transformed(held).checkpoint.model
     assert kept is not None and kept.params["head"] is kept.params["a.w"]
     for option in ("dtype", "optim_dtype"):
-        cast = rewritten(held, **{option: "bfloat16"}).checkpoint.model
+        cast = transformed(held, **{option: "bfloat16"}).checkpoint.model
         assert cast is not None and cast.params["head"] is not cast.params["a.w"]
 
 
 # Flattened targets.
 
 
-def flattened(held: Checkpoint, **options: object) -> Rewritten:
-    return rewritten(held, "out", to=Layout.FLATTENED, world_size=2, **options)
+def flattened(held: Checkpoint, **options: object) -> TransformedCheckpoint:
+    return transformed(held, "out", to=Layout.FLATTENED, world_size=2, **options)
 
 
 def test_the_writer_gets_names_and_the_keys_that_are_wanted(units_file: str) -> None:
@@ -239,9 +241,9 @@ def test_sharding_groups_divide_the_ranks_of_the_target(units_file: str) -> None
 def test_a_reference_names_the_ids_of_an_optimizer_alone(tmp_path: Path) -> None:
     torch.save({param.name: torch.rand(param.shape) for param in PARAMS}, tmp_path / "model.pt")
     held = replace(full(), model=None)
-    assert keys(rewritten(held, key_type="name", reference=str(tmp_path / "model.pt"))) == list(NAMES)
+    assert keys(transformed(held, key_type="name", reference=str(tmp_path / "model.pt"))) == list(NAMES)
     with pytest.raises(NeedsInformationError):
-        rewritten(held, key_type="name")
+        transformed(held, key_type="name")
 
 
 def test_how_units_were_found_is_noted(units_file: str) -> None:

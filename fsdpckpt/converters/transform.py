@@ -4,34 +4,35 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fsdpckpt.converters.goal import Goal
-from fsdpckpt.converters.missing_state import fill_missing
-from fsdpckpt.converters.rekey import apply_key_type
-from fsdpckpt.errors import SourceCorruptError, SourceMissingError, UsageError
+from fsdpckpt.converters.target_spec import TargetSpec
+from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceMissingError, UsageError
 from fsdpckpt.flat.name_slices import is_flattened, name_slices
 from fsdpckpt.flat.scalars import require_equal_scalars
 from fsdpckpt.flat.units.find import ORDER, FoundUnits, UnitsRequest, load_units, source_units, target_units
-from fsdpckpt.ir.checkpoint import UNORDERED, Checkpoint, KeyType, Layout, Note, Section
+from fsdpckpt.ir.checkpoint import UNORDERED, Checkpoint, KeyType, Layout, Note, OptimState, Section, group_params
 from fsdpckpt.ir.dtypes import DTYPES, DType
 from fsdpckpt.ir.invariants import fatal
-from fsdpckpt.ir.names import normalise
+from fsdpckpt.ir.names import clean, normalise
+from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.transform.management import Evidence, decide_sharded
-from fsdpckpt.transform.missing_state import Choice, note_elementless, require_complete
-from fsdpckpt.transform.rekey import is_keyed_by_id
+from fsdpckpt.transform.missing_state import Choice, fill, note_elementless, require_complete
+from fsdpckpt.transform.parameter_order import ParameterOrder, from_list, from_model, from_param_names, from_units
+from fsdpckpt.transform.rekey import is_keyed_by_id, to_ids, to_names
 from fsdpckpt.transform.selection import rename, select_keys, select_section, with_own_tensors
 from fsdpckpt.transform.whole_copies import differing_copies
 
-__all__ = ["Rewritten", "rewrite", "units_request"]
+__all__ = ["TransformedCheckpoint", "apply_key_type", "fill_missing", "parameter_orders", "transform", "units_request"]
 
 
 @dataclass(frozen=True, slots=True)
-class Rewritten:
+class TransformedCheckpoint:
     """What is to be written: whole tensors. ``units``: those of a flattened target, whose optimizer is keyed by name
     until the writer gives it keys of ``key_type``."""
 
@@ -40,15 +41,15 @@ class Rewritten:
     key_type: KeyType | None = None
 
 
-def rewrite(opened: Checkpoint, options: ConvertOptions, goal: Goal, sources: Sources) -> Rewritten:
+def transform(opened: Checkpoint, options: ConvertOptions, spec: TargetSpec, sources: Sources) -> TransformedCheckpoint:
     """All passes: what to take, what it is, how it is keyed, how to name it, how it is sharded."""
     request = units_request(options)
     checkpoint = select_section(opened, options.only)
     _refuse(checkpoint, options.only)
-    _refuse_unused(checkpoint, request, options, goal, sources)
+    _refuse_unused(checkpoint, request, options, spec, sources)
     own_keys = checkpoint.optim.key_type if checkpoint.optim is not None else None
     found: FoundUnits | None = None
-    flattened = goal.layout is Layout.FLATTENED
+    flattened = spec.layout is Layout.FLATTENED
     if is_flattened(checkpoint, sources, request):
         found = source_units(opened, request, sources, target_flattened=flattened)
         checkpoint = name_slices(checkpoint, found, sources)
@@ -60,16 +61,16 @@ def rewrite(opened: Checkpoint, options: ConvertOptions, goal: Goal, sources: So
     keying = _Keying(units, request, options, sources)
     if flattened:
         checkpoint = _renamed(keying.to(checkpoint, "name"), options)
-        return _to_flattened(checkpoint, found, request, options, goal, own_keys, sources)
+        return _to_flattened(checkpoint, found, request, options, spec, own_keys, sources)
     by_name = bool(options.include or options.exclude or options.missing_state)
     checkpoint = keying.to(checkpoint, "name" if by_name else options.key_type)
     checkpoint = select_keys(checkpoint, include=options.include, exclude=options.exclude)
     checkpoint = _filled(checkpoint, options, found.units if found is not None else units, sources)
     # Names change last: what says which id is which parameter says it in the source's names.
     checkpoint = _renamed(keying.to(checkpoint, options.key_type or own_keys), options, selected=True)
-    if goal.layout is not Layout.SHARDED:
-        return Rewritten(checkpoint)
-    return Rewritten(_to_sharded(checkpoint, options, goal, sources))
+    if spec.layout is not Layout.SHARDED:
+        return TransformedCheckpoint(checkpoint)
+    return TransformedCheckpoint(_to_sharded(checkpoint, options, spec, sources))
 
 
 def _filled(checkpoint: Checkpoint, options: ConvertOptions, units: Units | None, sources: Sources) -> Checkpoint:
@@ -181,7 +182,7 @@ def _refuse_differing(checkpoint: Checkpoint) -> None:
 
 
 def _refuse_unused(
-    checkpoint: Checkpoint, request: UnitsRequest, options: ConvertOptions, goal: Goal, sources: Sources
+    checkpoint: Checkpoint, request: UnitsRequest, options: ConvertOptions, spec: TargetSpec, sources: Sources
 ) -> None:
     """Options about units that nothing needs were meant for another conversion."""
     keyed = options.key_type or options.include or options.exclude or options.missing_state
@@ -194,7 +195,7 @@ def _refuse_unused(
         "--shard-size": request.shard_size is not None,
     }
     named = [option for option, there in given.items() if there]
-    if named and goal.layout is not Layout.FLATTENED and not is_flattened(checkpoint, sources, request):
+    if named and spec.layout is not Layout.FLATTENED and not is_flattened(checkpoint, sources, request):
         one = " and ".join(named)
         raise UsageError(
             f"{one} {'describes' if len(named) == 1 else 'describe'} flat parameters, and neither "
@@ -214,12 +215,12 @@ def _to_flattened(
     source: FoundUnits | None,
     request: UnitsRequest,
     options: ConvertOptions,
-    goal: Goal,
+    spec: TargetSpec,
     own_keys: KeyType | None,
     sources: Sources,
-) -> Rewritten:
+) -> TransformedCheckpoint:
     """Whole tensors by name, complete and consistent within each unit of the target."""
-    world_size = goal.world_size or 1
+    world_size = spec.world_size or 1
     if checkpoint.model is not None or checkpoint.optim is not None:
         cast = DTYPES[options.dtype] if options.dtype is not None else None
         found = target_units(checkpoint, request, source, world_size, sources, dtype=cast)
@@ -243,13 +244,13 @@ def _to_flattened(
                 next_step="drop --key-type, or add --use-orig-params",
             )
         key_type = "id"
-    if goal.form is not None:  # which may shard one section where it flattens the other
+    if spec.form is not None:  # which may shard one section where it flattens the other
         of_units = {name: name in found.units.params() for name in checkpoint.model.params} if checkpoint.model else {}
         checkpoint = decide_sharded(checkpoint, Evidence(reference=of_units), strict=True)
-    return Rewritten(checkpoint, found.units, key_type)
+    return TransformedCheckpoint(checkpoint, found.units, key_type)
 
 
-def _to_sharded(checkpoint: Checkpoint, options: ConvertOptions, goal: Goal, sources: Sources) -> Checkpoint:
+def _to_sharded(checkpoint: Checkpoint, options: ConvertOptions, spec: TargetSpec, sources: Sources) -> Checkpoint:
     reference = None
     if options.reference is not None:
         opened = _reference(options, sources)
@@ -257,4 +258,96 @@ def _to_sharded(checkpoint: Checkpoint, options: ConvertOptions, goal: Goal, sou
         reference = {name: getattr(leaf, "sharded", None) for name, leaf in model.params.items()} if model else {}
     evidence = Evidence(buffers=options.buffers, reference=reference)
     # A cut that a DCP loader does not expect costs nothing; a DTensor where the model has a buffer does not load.
-    return decide_sharded(checkpoint, evidence, strict=goal.container == "torch")
+    return decide_sharded(checkpoint, evidence, strict=spec.container == "torch")
+
+
+def apply_key_type(
+    checkpoint: Checkpoint,
+    key_type: KeyType | None,
+    *,
+    units: Units | None,
+    reference: Checkpoint | None,
+    parameters: Sequence[str] | None,
+    buffers: Sequence[str] = (),
+) -> Checkpoint:
+    """``checkpoint`` with its optimizer keyed as ``key_type`` says; None leaves the keys as they are.
+
+    ``units``: given, or found with the source; those beside the checkpoint count when None. ``reference``: a checkpoint
+    whose model section states names, shapes and order. ``parameters``: names in the order of ``model.parameters()``.
+    ``buffers``: globs of model keys that are no parameters. Raises NeedsInformationError when nothing states the
+    order, or what does leaves several answers, and SourceCorruptError when the sources contradict the optimizer or each
+    other.
+    """
+    optim = checkpoint.optim
+    if optim is None or key_type is None or optim.key_type is None or key_type == _key_type(optim):
+        return checkpoint
+    orders = parameter_orders(
+        checkpoint, units=units, reference=reference, parameters=parameters, buffers=tuple(buffers)
+    )
+    if not orders:
+        raise NeedsInformationError(
+            f"nothing in {checkpoint.source} says which parameter each optimizer "
+            + ("id is" if key_type == "name" else "name's id is"),
+            why="it has no model section, and its param groups have no param_names",
+            next_step="add --reference PATH (a checkpoint of this model), --parameters FILE (the names of "
+            "model.parameters(), one a line) or --units FILE",
+        )
+    first, *others = orders
+    return to_names(checkpoint, first, others) if key_type == "name" else to_ids(checkpoint, first, others)
+
+
+def _key_type(optim: OptimState) -> KeyType:
+    return "id" if is_keyed_by_id(optim) else "name"
+
+
+def parameter_orders(
+    checkpoint: Checkpoint,
+    *,
+    units: Units | None,
+    reference: Checkpoint | None,
+    parameters: Sequence[str] | None,
+    buffers: tuple[str, ...] = (),
+) -> list[ParameterOrder]:
+    """Every source that states an order, the one to use first: those that do not keep the order come last."""
+    held = units if units is not None else checkpoint.units
+    like = _known_names(checkpoint)
+    found: list[ParameterOrder | None] = []
+    if held is not None:
+        beside = held is checkpoint.units and checkpoint.units_from
+        found.append(from_units(held, f"the units of {checkpoint.units_from}" if beside else "the units"))
+    if checkpoint.optim is not None:
+        found.append(from_param_names(checkpoint.optim, like))
+    if parameters is not None:
+        found.append(from_list(parameters, like=like))
+    keyed = _keyed_names(checkpoint).union(*(order.names for order in found if order is not None))
+    if reference is not None:
+        found.append(from_model(reference, f"the reference {reference.source}", buffers, like, keyed))
+    found.append(from_model(checkpoint, "the checkpoint's own model section", buffers, keyed=keyed))
+    orders = [order for order in found if order is not None]
+    return sorted(orders, key=lambda order: not order.certain)
+
+
+def _known_names(checkpoint: Checkpoint) -> list[str]:
+    """The names that the checkpoint itself uses."""
+    if checkpoint.model is not None:
+        return list(checkpoint.model.params)
+    return [key for key in checkpoint.optim.state if isinstance(key, str)] if checkpoint.optim is not None else []
+
+
+def _keyed_names(checkpoint: Checkpoint) -> set[str]:
+    """The names that the optimizer has states or groups for."""
+    if checkpoint.optim is None:
+        return set()
+    listed = [key for group in checkpoint.optim.param_groups or () for key in group_params(group) or ()]
+    return {clean(key) for key in (*checkpoint.optim.state, *listed) if isinstance(key, str)}
+
+
+def fill_missing(checkpoint: Checkpoint, choice: Choice, *, units: Units | None, sources: Sources) -> Checkpoint:
+    """``transform.missing_state.fill`` of a checkpoint keyed by name, 0-dim states read from its files."""
+
+    def read(tensor: Tensor) -> bytes:
+        chunks = tensor.chunks
+        path = checkpoint.files[int(chunks.file[0])].path
+        return sources.open(path).read(int(chunks.offset[0]), tensor.dtype.itemsize)
+
+    return fill(checkpoint, choice, units=units, read=read)
