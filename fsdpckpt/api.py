@@ -71,8 +71,8 @@ def _measure(
 ) -> Callable[[list[NamedTensor]], list[dict[str, Json] | None]]:
     from fsdpckpt.ir.coverage import flaws
     from fsdpckpt.progress import NoProgress
+    from fsdpckpt.verify.measures import stats_of
     from fsdpckpt.verify.parallel import threads_for
-    from fsdpckpt.verify.stats import stats_of
 
     stages = progress if progress is not None else NoProgress()
 
@@ -148,8 +148,8 @@ def diff(
     from fsdpckpt.progress import NoProgress
     from fsdpckpt.readers.detect import open_checkpoint
     from fsdpckpt.verify.compare import compare, only_section
+    from fsdpckpt.verify.elements import Tolerance
     from fsdpckpt.verify.parallel import threads_for
-    from fsdpckpt.verify.tensors import Tolerance
 
     stages = progress if progress is not None else NoProgress()
     section = enum_of(Section, only, "only")
@@ -185,7 +185,7 @@ def verify(
     ``digests`` adds a layout-independent SHA-256 per tensor, ``finite`` reports NaN and Inf. ``units``: a units file
     for flattened shards. Raises SourceError (exit code 3) when the source cannot be read as a checkpoint at all.
     """
-    from fsdpckpt.verify.run import verify as run
+    from fsdpckpt.verify.integrity import verify as run
 
     def name(checkpoint: Checkpoint, sources: Sources) -> Checkpoint:
         return _named(checkpoint, sources, units, listing=True)

@@ -25,7 +25,7 @@ from fsdpckpt.options import ConvertOptions, Launcher, LaunchOptions
 from fsdpckpt.process_role import standing, started_as_worker
 from fsdpckpt.progress import Progress
 from fsdpckpt.progress_pipe import Relay, followed
-from fsdpckpt.storage.protocol import is_url
+from fsdpckpt.storage.protocols import is_url
 
 if TYPE_CHECKING:
     from fsdpckpt.comm.group import Group

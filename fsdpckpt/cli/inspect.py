@@ -128,7 +128,7 @@ def _summary(found: Description) -> Iterator[str]:
 
 
 def _groups(groups: Iterable[dict[object, object]] | object) -> Iterator[str]:
-    from fsdpckpt.verify.values import value_text
+    from fsdpckpt.verify.compare import value_text
 
     if not isinstance(groups, list):
         yield "param groups: none in this checkpoint"
@@ -145,7 +145,7 @@ def _groups(groups: Iterable[dict[object, object]] | object) -> Iterator[str]:
 
 def _extras(found: Description) -> Iterator[str]:
     from fsdpckpt.ir.values import walk
-    from fsdpckpt.verify.values import value_text
+    from fsdpckpt.verify.compare import value_text
 
     extra = found.checkpoint.extra
     leaves = [(".".join(map(str, path)), leaf) for path, leaf in walk(extra)] if extra else []

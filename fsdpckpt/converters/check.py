@@ -19,7 +19,7 @@ from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.transform.parameter_order import from_units
 from fsdpckpt.transform.rekey import to_names
-from fsdpckpt.verify.content import first_difference
+from fsdpckpt.verify.elements import first_difference
 from fsdpckpt.writers.dtype_rule import DtypeRule
 
 __all__ = ["Pair", "Verdict", "check_output", "compared", "digests_of", "matched"]

@@ -34,8 +34,10 @@ from fsdpckpt.producers.forms import PLAIN
 from fsdpckpt.progress import Progress
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.protocol import MANIFEST
-from fsdpckpt.storage.sources import Sources, is_url
-from fsdpckpt.storage.staging import check_target, clear_leftover, free_bytes
+from fsdpckpt.storage.protocols import is_url
+from fsdpckpt.storage.sources import Sources
+from fsdpckpt.storage.staging import clear_leftover, free_bytes
+from fsdpckpt.storage.target_checks import check_target
 
 __all__ = ["Prepared", "check_options", "convert", "prepare", "report_of"]
 

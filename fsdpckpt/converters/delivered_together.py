@@ -28,8 +28,8 @@ from fsdpckpt.execute.peers import Peer, end_stopped, this_process
 from fsdpckpt.execute.wire_errors import carrying
 from fsdpckpt.options import ConvertOptions, Visibility
 from fsdpckpt.progress import NoProgress, Progress
-from fsdpckpt.storage.remote.store import filesystem_of
-from fsdpckpt.storage.remote.target import RemoteTarget, Sending
+from fsdpckpt.storage.remote_store import filesystem_of
+from fsdpckpt.storage.upload import RemoteTarget, Sending
 
 __all__ = ["ConvertTogether", "Holders", "deliver_together", "sharing"]
 

@@ -21,9 +21,9 @@ from fsdpckpt.errors import FsdpckptError, TargetUnwritableError
 from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.options import ConvertOptions, VerifyLevel
 from fsdpckpt.progress import Progress
-from fsdpckpt.storage.protocol import is_url
-from fsdpckpt.storage.remote.store import RemoteStore
-from fsdpckpt.storage.remote.target import RemoteTarget, Sending, open_target
+from fsdpckpt.storage.protocols import is_url
+from fsdpckpt.storage.remote_store import RemoteStore
+from fsdpckpt.storage.upload import RemoteTarget, Sending, open_target
 
 __all__ = ["compare", "deliver", "delivered", "for_staging", "open_for", "say_converted"]
 

@@ -18,8 +18,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from fsdpckpt.errors import TargetExistsError, TargetUnwritableError
-from fsdpckpt.storage.identity import remote_identity
-from fsdpckpt.storage.targets import target_errors
+from fsdpckpt.storage.local import target_errors
+from fsdpckpt.storage.protocols import remote_identity
 
 __all__ = ["Stage", "is_there"]
 

@@ -46,11 +46,11 @@ from fsdpckpt.garbage import set_aside
 from fsdpckpt.ir.checkpoint import Note, SourceFile
 from fsdpckpt.options import ConvertOptions, VerifyLevel, Visibility
 from fsdpckpt.progress import NoProgress, Progress
-from fsdpckpt.storage.identity import FileIdentity
 from fsdpckpt.storage.journal import Record
-from fsdpckpt.storage.sources import Sources, is_url
-from fsdpckpt.storage.staging import Staging, check_target, clear_leftover
-from fsdpckpt.storage.staging_paths import hold, journal_of, journals_at
+from fsdpckpt.storage.protocols import FileIdentity, is_url
+from fsdpckpt.storage.sources import Sources
+from fsdpckpt.storage.staging import Staging, clear_leftover, journal_path, journal_paths, lock_as_writer
+from fsdpckpt.storage.target_checks import check_target
 
 __all__ = ["convert_together"]
 
@@ -153,7 +153,7 @@ class _Conversion:
             self._group.all_stopped()
         for staging in self._staging:
             others = staging.resumed and not self._settled
-            if not (lost or others or (is_resumable(original) and journals_at(staging.root))):
+            if not (lost or others or (is_resumable(original) and journal_paths(staging.root))):
                 with contextlib.suppress(OSError):  # a disk that takes nothing any more may not delete either
                     staging.discard()
         self._let_go()
@@ -215,7 +215,7 @@ class _Conversion:
             self._take_up(job, places)
         with group.step("hold staging"), carrying():
             if recorder is not None:
-                self._holds.append(hold(places.roots[places.place[group.rank] or 0], group.rank))
+                self._holds.append(lock_as_writer(places.roots[places.place[group.rank] or 0], group.rank))
         self.holders = holders_of(job, places, directory=directory)
         threads = threads_for(job.settings, budget)
         crcs = execute_together(
@@ -280,7 +280,7 @@ class _Conversion:
         identity = run_of([first])
         if identity is None:
             raise InternalError("a run's identity does not read back")
-        return job, Recorder(journal_of(places.roots[own], rank), lambda: identity[0], Finished()), finished
+        return job, Recorder(journal_path(places.roots[own], rank), lambda: identity[0], Finished()), finished
 
     def _take_up(self, job: Job, places: Places) -> None:
         """Staging as this run needs it: without what nobody goes on with."""

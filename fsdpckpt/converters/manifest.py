@@ -16,8 +16,8 @@ from fsdpckpt.ir.units_json import encode
 from fsdpckpt.producers.forms import PLAIN
 from fsdpckpt.readers.beside import SEAL
 from fsdpckpt.readers.protocol import MANIFEST
+from fsdpckpt.storage.local import WritableFile
 from fsdpckpt.storage.staging import Staging
-from fsdpckpt.storage.targets import WritableFile
 from fsdpckpt.version import __version__
 
 __all__ = ["put_manifest", "write_manifest"]

@@ -20,7 +20,7 @@ from fsdpckpt.options import (
     Visibility,
     parse_size,
 )
-from fsdpckpt.storage.sources import is_url
+from fsdpckpt.storage.protocols import is_url
 
 __all__ = ["ENUMS", "TUPLES", "enum_of", "with_launch", "with_options"]
 

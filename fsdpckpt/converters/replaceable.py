@@ -17,8 +17,9 @@ from fsdpckpt.errors import FsdpckptError, NeedsInformationError, TargetExistsEr
 from fsdpckpt.readers.beside import read_manifest
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.protocol import MANIFEST, UNITS
-from fsdpckpt.storage.sources import Sources, is_url
-from fsdpckpt.storage.targets import target_errors
+from fsdpckpt.storage.local import target_errors
+from fsdpckpt.storage.protocols import is_url
+from fsdpckpt.storage.sources import Sources
 
 __all__ = ["require_replaceable"]
 

@@ -29,10 +29,9 @@ from fsdpckpt.execute.resume import Finished, RunIdentity, joined, plan_digest, 
 from fsdpckpt.ir.checkpoint import ZEROS, Note, SourceFile
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.plan.plan import Plan
-from fsdpckpt.storage.identity import FileIdentity, changed_error
-from fsdpckpt.storage.sources import Sources, is_url
-from fsdpckpt.storage.staging import Staging
-from fsdpckpt.storage.staging_paths import journals_at, staging_root
+from fsdpckpt.storage.protocols import FileIdentity, changed_error, is_url
+from fsdpckpt.storage.sources import Sources
+from fsdpckpt.storage.staging import Staging, journal_paths, staging_root
 from fsdpckpt.version import __version__
 
 __all__ = [
@@ -111,7 +110,7 @@ class StagedRun:
         if not self.staging.resumed:
             self.note = fresh_note(self.staging, asked=self._options.resume)
             return nothing
-        runs = [run for path in journals_at(self.staging.root) if (run := read_run(path)) is not None]
+        runs = [run for path in journal_paths(self.staging.root) if (run := read_run(path)) is not None]
         if runs:
             finished = same_run(runs, self._identity(), self.staging.root)
             if 0 < finished.longest <= budget.nbytes:
@@ -137,7 +136,7 @@ class StagedRun:
             self.staging.close()
 
     def _is_kept(self, error: BaseException) -> bool:
-        return bool(self.recorder.nbytes and journals_at(self.staging.root)) and is_resumable(error)
+        return bool(self.recorder.nbytes and journal_paths(self.staging.root)) and is_resumable(error)
 
 
 def is_resumable(error: BaseException) -> bool:
@@ -206,7 +205,7 @@ def say_staged(error: BaseException, target: str) -> None:
     if isinstance(error, FsdpckptError) and (error.next_step or "").endswith(_START_OVER):
         return
     root = staging_root(target)
-    found = [run[1] for path in journals_at(root) if (run := read_run(path)) is not None]
+    found = [run[1] for path in journal_paths(root) if (run := read_run(path)) is not None]
     nbytes = joined(found).nbytes
     if nbytes and is_resumable(error):
         say_kept(error, f"{nbytes} bytes are kept in {root}")

@@ -15,11 +15,10 @@ from fsdpckpt.execute.resume import Finished, RunIdentity, run_of
 from fsdpckpt.ir.checkpoint import SourceFile
 from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.plan.partition import Segment
-from fsdpckpt.storage.identity import FileIdentity
 from fsdpckpt.storage.journal import Record, read_records
+from fsdpckpt.storage.protocols import FileIdentity
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.storage.staging import Staging
-from fsdpckpt.storage.staging_paths import journals_at
+from fsdpckpt.storage.staging import Staging, journal_paths
 
 __all__ = ["claims_of", "copies_known", "journals_read", "taken_up"]
 
@@ -56,7 +55,7 @@ def _identity(path: str, row: Sequence[object]) -> FileIdentity:
 
 def journals_read(group: Group, staging: Sequence[Staging]) -> list[list[list[Record]]]:
     """By worker the records of each journal that an interrupted run left at its place, if it leads one. All ranks."""
-    mine = [read_records(path) for each in staging if each.resumed for path in journals_at(each.root)]
+    mine = [read_records(path) for each in staging if each.resumed for path in journal_paths(each.root)]
     return cast("list[list[list[Record]]]", all_gather_objects(group, mine, name="journals"))
 
 

@@ -15,8 +15,8 @@ from fsdpckpt.execute.resume import LatePlaces
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.plan.plan import Plan
 from fsdpckpt.progress import Progress
+from fsdpckpt.storage.local import WritableFile, target_errors
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.storage.targets import WritableFile, target_errors
 
 __all__ = ["Compared", "is_written", "not_this"]
 

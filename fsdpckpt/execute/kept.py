@@ -13,7 +13,7 @@ from fsdpckpt.execute.crc import Part, crc32
 from fsdpckpt.execute.resume import LatePlaces
 from fsdpckpt.plan.plan import Claim, FilePlan
 from fsdpckpt.plan.windows import Range
-from fsdpckpt.storage.targets import BLOCK, WritableFile, aligned_buffer
+from fsdpckpt.storage.local import BLOCK, WritableFile, aligned_buffer
 
 __all__ = ["Kept", "ReadBack", "buffer_for", "longest_claim", "read_back", "threads_for_claims"]
 
@@ -40,7 +40,7 @@ class ReadBack:
         self._parts: list[Part] = []
         there = os.path.isfile(path) and os.path.getsize(path) == file.nbytes
         self.claims = tuple(claims) if there else ()
-        self._file = WritableFile(path, file.nbytes, there=True) if self.claims else None
+        self._file = WritableFile(path, file.nbytes, existing=True) if self.claims else None
 
     def take(self, claim: Claim, buffer: memoryview) -> None:
         """Keep the window of ``claim`` if it is on the disk. ``buffer`` is as long as it at least."""

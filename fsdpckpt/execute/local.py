@@ -20,8 +20,8 @@ from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.plan.plan import FilePlan, Plan
 from fsdpckpt.plan.windows import Range, open_windows
 from fsdpckpt.progress import Progress
+from fsdpckpt.storage.local import WritableFile
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.storage.targets import WritableFile
 
 __all__ = ["Output", "Window", "copy_window", "execute"]
 
@@ -67,11 +67,11 @@ class Output:
     def create(self) -> WritableFile:
         """The file itself: new, or the one an interrupted run left with its full length."""
         os.makedirs(os.path.dirname(self.path), exist_ok=True)
-        there = self._resumed and os.path.isfile(self.path)
-        if there and os.path.getsize(self.path) != self.plan.nbytes:
+        existing = self._resumed and os.path.isfile(self.path)
+        if existing and os.path.getsize(self.path) != self.plan.nbytes:
             os.unlink(self.path)
-            there = False
-        return WritableFile(self.path, self.plan.nbytes, there=there)
+            existing = False
+        return WritableFile(self.path, self.plan.nbytes, existing=existing)
 
     def finished(self, part: Part) -> None:
         """One window is written; the last one patches the checksums and makes the file durable."""

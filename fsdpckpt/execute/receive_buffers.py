@@ -11,7 +11,8 @@ import numpy.typing as npt
 from fsdpckpt.errors import InternalError
 from fsdpckpt.ir.checkpoint import SourceFile
 from fsdpckpt.ir.tensors import Int64Array
-from fsdpckpt.storage.sources import ByteSource, Sources
+from fsdpckpt.storage.protocols import ByteSource
+from fsdpckpt.storage.sources import Sources
 
 __all__ = ["Arrivals", "SourcesAndStreams", "stream_file"]
 

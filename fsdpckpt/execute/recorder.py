@@ -10,7 +10,7 @@ from contextlib import suppress
 from fsdpckpt.execute.crc import Part
 from fsdpckpt.execute.resume import Finished, RunIdentity, SourcePart, first_record, windows_record
 from fsdpckpt.storage.journal import Journal
-from fsdpckpt.storage.targets import WritableFile, sync_directory, target_errors
+from fsdpckpt.storage.local import WritableFile, sync_directory, target_errors
 
 __all__ = ["Recorder"]
 

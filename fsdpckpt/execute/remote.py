@@ -20,7 +20,8 @@ from fsdpckpt.comm.group import Group
 from fsdpckpt.comm.objects import decode, encode
 from fsdpckpt.errors import FsdpckptError, InternalError, SourceMissingError
 from fsdpckpt.execute.wire_errors import carried_text, raise_carried
-from fsdpckpt.storage.sources import ByteSource, Entry, Sources, is_url
+from fsdpckpt.storage.protocols import ByteSource, Entry, is_url
+from fsdpckpt.storage.sources import Sources
 
 __all__ = ["EveryonesFiles", "everyones_files", "serve"]
 

@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 
 from fsdpckpt.plan.plan import COPY_COLUMNS, Claim, FilePlan, Plan
-from fsdpckpt.storage.identity import FileIdentity, change_between
 from fsdpckpt.storage.journal import Record, read_records
+from fsdpckpt.storage.protocols import FileIdentity, change_between
 
 __all__ = [
     "Finished",

@@ -10,7 +10,7 @@ from fsdpckpt.execute.crc import Part
 from fsdpckpt.execute.kept import Kept
 from fsdpckpt.execute.local import Output
 from fsdpckpt.plan.plan import FilePlan
-from fsdpckpt.storage.targets import WritableFile
+from fsdpckpt.storage.local import WritableFile
 
 __all__ = ["ComparedWorkerOutput", "Share", "WorkerOutput"]
 
@@ -42,7 +42,7 @@ class WorkerOutput(Output):
 
     def create(self) -> WritableFile:
         if not self.first:
-            return WritableFile(self.path, self.plan.nbytes, there=True)
+            return WritableFile(self.path, self.plan.nbytes, existing=True)
         self._expect_silence(self.plan.nbytes)
         return super().create()
 

@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from fsdpckpt.errors import FsdpckptError, SourceCorruptError
 from fsdpckpt.ir.checkpoint import ZEROS
-from fsdpckpt.storage.sources import Sources, is_url
+from fsdpckpt.storage.protocols import is_url
+from fsdpckpt.storage.sources import Sources
 
 __all__ = ["identities", "who_sees"]
 

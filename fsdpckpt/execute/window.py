@@ -12,8 +12,10 @@ from fsdpckpt.ir.checkpoint import SourceFile
 from fsdpckpt.ir.dtypes import DType, cast, numpy_dtype
 from fsdpckpt.plan.plan import FilePlan, Plan
 from fsdpckpt.plan.strided_batches import Sheet, sheets
-from fsdpckpt.storage.sources import Sources, is_url, request_cost
-from fsdpckpt.storage.targets import BLOCK, aligned_buffer
+from fsdpckpt.storage.local import BLOCK, aligned_buffer
+from fsdpckpt.storage.protocols import is_url
+from fsdpckpt.storage.remote_file import request_cost
+from fsdpckpt.storage.sources import Sources
 
 __all__ = ["Assembler"]
 

@@ -16,7 +16,7 @@ from typing import NamedTuple, NoReturn
 
 from fsdpckpt.errors import SourceCorruptError, SourceError, SourceUnsupportedError
 from fsdpckpt.ir.dtypes import DTYPES, MAX_DIMENSIONS, SAFETENSORS_DTYPES, DType
-from fsdpckpt.storage.sources import ByteSource
+from fsdpckpt.storage.protocols import ByteSource
 from fsdpckpt.text import truncate
 
 __all__ = [

@@ -15,7 +15,8 @@ from isal import isal_zlib
 
 from fsdpckpt.errors import SourceCorruptError, SourceUnrecognisedError, SourceUnsupportedError
 from fsdpckpt.ir.targets import TargetFile
-from fsdpckpt.storage.sources import ByteSource, prefetch
+from fsdpckpt.storage.protocols import ByteSource
+from fsdpckpt.storage.remote_file import prefetch
 
 __all__ = ["ALIGNMENT", "TorchZip", "ZipRecord", "read_directory", "top_folder"]
 

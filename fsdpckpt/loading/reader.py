@@ -31,8 +31,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint, KeyType
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Strategy
 from fsdpckpt.loading.boxes import Box, read_boxes, saved
-from fsdpckpt.loading.entries import Entries, Names, entries_of
-from fsdpckpt.loading.opening import open_to_load
+from fsdpckpt.loading.source import Entries, Names, entries_of, open_to_load
 from fsdpckpt.options import ConvertOptions, MissingState
 from fsdpckpt.readers.dcp.read import UNREAD
 from fsdpckpt.storage.sources import Sources

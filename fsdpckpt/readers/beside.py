@@ -31,7 +31,8 @@ from fsdpckpt.producers.forms import PLAIN, Flavor, RankFile
 from fsdpckpt.producers.table import export_files, flavor_named, recognise
 from fsdpckpt.readers.protocol import MANIFEST, UNITS
 from fsdpckpt.readers.units_beside import BesideUnits, units_in_manifest
-from fsdpckpt.storage.sources import Entry, Sources
+from fsdpckpt.storage.protocols import Entry
+from fsdpckpt.storage.sources import Sources
 
 __all__ = [
     "SEAL",

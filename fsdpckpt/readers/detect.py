@@ -35,7 +35,8 @@ from fsdpckpt.readers.parts import Listing, Part, file_part, list_parts
 from fsdpckpt.readers.protocol import FileTable, Tree
 from fsdpckpt.readers.torch_ranks.names import slices_of_one_rank
 from fsdpckpt.readers.units_beside import units_beside
-from fsdpckpt.storage.sources import Entry, Sources, is_url
+from fsdpckpt.storage.protocols import Entry, is_url
+from fsdpckpt.storage.sources import Sources
 
 __all__ = ["missing", "open_checkpoint"]
 

@@ -17,8 +17,8 @@ from fsdpckpt.producers.table import export_files
 from fsdpckpt.readers.beside import auxiliary
 from fsdpckpt.readers.protocol import EXTRA_STEM, MANIFEST, UNITS, FileTable, Tree
 from fsdpckpt.readers.torch_ranks.names import MOST_NAMED, RankSet, group_ranks
-from fsdpckpt.storage.protocol import UPLOADING
-from fsdpckpt.storage.sources import Entry, Sources
+from fsdpckpt.storage.protocols import UPLOADING, Entry
+from fsdpckpt.storage.sources import Sources
 
 __all__ = ["Listing", "Part", "file_part", "list_parts"]
 

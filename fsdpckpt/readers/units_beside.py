@@ -9,7 +9,8 @@ from fsdpckpt.errors import SourceError
 from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.ir.units import Units
 from fsdpckpt.readers.protocol import MANIFEST
-from fsdpckpt.storage.sources import Entry, Sources
+from fsdpckpt.storage.protocols import Entry
+from fsdpckpt.storage.sources import Sources
 
 __all__ = ["BesideUnits", "units_beside", "units_in_manifest"]
 

@@ -8,7 +8,7 @@ import shlex
 from fsdpckpt.describe import Description
 from fsdpckpt.errors import TargetExistsError, TargetUnwritableError, UsageError
 from fsdpckpt.report.page import MARK, page
-from fsdpckpt.storage.protocol import is_url
+from fsdpckpt.storage.protocols import is_url
 
 __all__ = ["check_report", "write_report"]
 

@@ -11,7 +11,7 @@ import os
 import zlib
 from collections.abc import Callable
 
-from fsdpckpt.storage.targets import sync_directory, target_errors
+from fsdpckpt.storage.local import sync_directory, target_errors
 
 __all__ = ["Journal", "Record", "read_records"]
 

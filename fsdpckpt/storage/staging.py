@@ -9,7 +9,7 @@ renames leaves ``.<name>.fsdpckpt-old``, which the next run moves back.
 
 A journal says which bytes of ``output`` are on the disk. It goes first whenever staging is removed, so that it never
 speaks of files that are gone. Each of several processes that write to ``output`` has a journal of its own, and holds a
-lock in the directory for as long as it writes (``hold``): nobody else begins while one of them lives.
+lock in the directory for as long as it writes (``lock_as_writer``): nobody else begins while one of them lives.
 """
 
 from __future__ import annotations
@@ -18,29 +18,92 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import hashlib
 import os
 import shutil
 from collections.abc import Iterable
 
 from fsdpckpt.errors import TargetExistsError, TargetUnwritableError
-from fsdpckpt.storage.staging_paths import (
-    check_target,
-    has_writers,
-    hidden_name,
-    journal_of,
-    journals_at,
-    staging_root,
-)
-from fsdpckpt.storage.targets import sync_directory, target_errors
+from fsdpckpt.storage.local import sync_directory, target_errors
 
-__all__ = ["Staging", "check_target", "clear_leftover", "exchange", "free_bytes"]
+__all__ = [
+    "NAME_LIMIT",
+    "Staging",
+    "clear_leftover",
+    "exchange",
+    "free_bytes",
+    "lock_as_writer",
+    "journal_path",
+    "journal_paths",
+    "staging_root",
+]
+
+NAME_LIMIT = 255  # bytes of one file name on every file system in use; some allow fewer
+_JOURNAL, _WRITER = "journal", "writer"
+
+
+def _hidden_name(name: str, suffix: str) -> str:
+    """A name beside DST's, its own where that fits."""
+    found = f".{name}.fsdpckpt-{suffix}"
+    if len(os.fsencode(found)) <= NAME_LIMIT:
+        return found
+    return f".{hashlib.sha256(os.fsencode(name)).hexdigest()[:32]}.fsdpckpt-{suffix}"
+
+
+def staging_root(target: str) -> str:
+    """Where the staging directory of ``target`` is, or would be."""
+    parent, name = os.path.split(os.path.realpath(target))
+    return os.path.join(parent, _hidden_name(name, "staging"))
+
+
+def journal_path(root: str, writer: int | None = None) -> str:
+    """The journal of a process alone, or of number ``writer`` of several, in the staging directory ``root``."""
+    return os.path.join(root, _JOURNAL if writer is None else f"{_JOURNAL}-{writer}")
+
+
+def journal_paths(root: str) -> list[str]:
+    """All journals in the staging directory ``root``; none where there is no such directory."""
+    return [os.path.join(root, name) for name in _names(root, _JOURNAL)]
+
+
+def lock_as_writer(root: str, writer: int) -> int:
+    """Lock ``root`` as number ``writer`` of several that write there, until the descriptor returned is closed."""
+    path = os.path.join(root, f"{_WRITER}-{writer}")
+    with target_errors(path):
+        held = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fcntl.flock(held, fcntl.LOCK_EX)
+    return held
+
+
+def _has_writers(root: str) -> bool:
+    """Whether a process that holds a lock in the staging directory ``root`` is still there."""
+    return not all(_is_free(os.path.join(root, name)) for name in _names(root, _WRITER))
+
+
+def _is_free(path: str) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        lock = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        finally:
+            os.close(lock)
+    return True
+
+
+def _names(root: str, kind: str) -> list[str]:
+    try:
+        return sorted(name for name in os.listdir(root) if name == kind or name.startswith(f"{kind}-"))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 class Staging:
     """The staging directory of one DST, locked while it is in use.
 
     ``root``: the directory itself. ``path``: the directory in it to write into. ``journal``: where the one of this
-    process goes; ``journals_at(root)`` are all.
+    process goes; ``journal_paths(root)`` are all.
     ``leftover``: True when an interrupted run had left one; ``resumed``: True when it had a journal and was kept, as
     ``resume`` asks, else it was removed. ``journaled``: True when what was removed had a journal.
     ``overwrite``: whether ``commit`` may replace what is at DST by then. ``committed``: DST is complete.
@@ -53,9 +116,9 @@ class Staging:
         parent, name = os.path.split(self._target)
         self.root = staging_root(target)
         self.path = os.path.join(self.root, "output")
-        self.journal = journal_of(self.root)
-        self._aside = os.path.join(parent, hidden_name(name, "old"))
-        self._lock_path = os.path.join(parent, hidden_name(name, "lock"))
+        self.journal = journal_path(self.root)
+        self._aside = os.path.join(parent, _hidden_name(name, "old"))
+        self._lock_path = os.path.join(parent, _hidden_name(name, "lock"))
         self.committed = False
         self._made = _missing_directories(parent)
         with target_errors(self._target):
@@ -77,7 +140,7 @@ class Staging:
                     os.rename(self._aside, self._target)
             self.leftover = os.path.lexists(self.root)
             self._refuse_writers()
-            self.journaled = bool(journals_at(self.root))
+            self.journaled = bool(journal_paths(self.root))
             self.resumed = resume and self.journaled and os.path.isdir(self.path)
             if self.leftover and not self.resumed:
                 self.discard()
@@ -87,7 +150,7 @@ class Staging:
 
     def _refuse_writers(self) -> None:
         """Workers whose leader was killed live a few seconds longer, and write meanwhile."""
-        if has_writers(self.root):
+        if _has_writers(self.root):
             raise self._busy()
 
     def _busy(self) -> TargetExistsError:
@@ -216,7 +279,7 @@ class Staging:
 
     def discard(self) -> None:
         """Remove what was staged, if it is still there: the journals first."""
-        for journal in journals_at(self.root):
+        for journal in journal_paths(self.root):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(journal)
         with contextlib.suppress(FileNotFoundError):
@@ -235,7 +298,7 @@ class Staging:
 def clear_leftover(target: str) -> None:
     """Remove what a run left that ended between DST's appearance and its own."""
     parent, name = os.path.split(os.path.realpath(target))
-    if any(os.path.lexists(os.path.join(parent, hidden_name(name, suffix))) for suffix in ("staging", "lock", "old")):
+    if any(os.path.lexists(os.path.join(parent, _hidden_name(name, suffix))) for suffix in ("staging", "lock", "old")):
         staging = Staging(target, directory=True, overwrite=True)
         staging.discard()
         staging.close()
@@ -244,7 +307,7 @@ def clear_leftover(target: str) -> None:
 def free_bytes(target: str) -> int:
     """What is free where ``target`` would be written, with what an interrupted run has staged there."""
     parent, name = os.path.split(os.path.realpath(target))
-    staged = os.path.join(parent, hidden_name(name, "staging"))
+    staged = os.path.join(parent, _hidden_name(name, "staging"))
     while not os.path.lexists(parent):
         parent = os.path.dirname(parent)
     with target_errors(target):
@@ -279,8 +342,8 @@ def _remove(path: str) -> None:
 
 _AT_FDCWD = -100
 _EXCHANGE = 2  # RENAME_EXCHANGE of linux/fs.h
-# Old kernels; NFS and some network file systems; sandboxes that refuse a call they do not know. Where it is permission
-# that lacks, the renames that are then tried lack it too.
+# Errors that mean "not possible here": old kernels, NFS and some network file systems, sandboxes that refuse unknown
+# calls. Where the permission is missing, the plain renames that are tried next lack it as well.
 _LACKING = frozenset({errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM})
 
 

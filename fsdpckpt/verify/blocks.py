@@ -17,7 +17,8 @@ from fsdpckpt.errors import SourceIncompleteError
 from fsdpckpt.ir.checkpoint import SourceFile
 from fsdpckpt.ir.coverage import box_text, flaws
 from fsdpckpt.ir.tensors import Chunks, Tensor, contiguous_stride
-from fsdpckpt.storage.sources import ByteSource, Sources
+from fsdpckpt.storage.protocols import ByteSource
+from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.parallel import go_on
 
 __all__ = ["BLOCK_BYTES", "BlockReader", "Boxes", "Bytes", "chosen", "slabs"]

@@ -15,11 +15,13 @@ from itertools import pairwise
 import numpy as np
 
 from fsdpckpt.errors import SourceCorruptError, SourceError
-from fsdpckpt.ir.checkpoint import Checkpoint, Problem
+from fsdpckpt.ir.checkpoint import Checkpoint, Manifest, Problem
+from fsdpckpt.readers.beside import check_listing, listed, read_manifest
+from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.parallel import DEFAULT_THREADS, Advance, for_each
 
-__all__ = ["Record", "bytes_to_read", "check_records", "records"]
+__all__ = ["Record", "bytes_to_read", "check_records", "damaged_files", "records", "stated_records"]
 
 READ_BYTES = 4 * 1024 * 1024  # at once: large enough for a disk, small enough to stay in a processor's cache
 READ_THROUGH = 64 * 1024  # bytes between two parts: a gap this small costs less to read than another request
@@ -171,3 +173,27 @@ def _cuts(found: list[Record]) -> Iterator[tuple[int, bool]]:
         while number < len(begins) and begins[number][0] <= edge:
             reach = max(reach, begins[number][1])
             number += 1
+
+
+def stated_records(manifest: Manifest, sources: Sources) -> list[Record]:
+    """The whole files to sum: those that are there in the length that is stated."""
+    there = {name: entry.nbytes for name, entry in listed(manifest, sources).items()}
+    return [
+        Record(f"{manifest.directory}/{name}", 0, stated.nbytes, stated.crc, MANIFEST)
+        for name, stated in manifest.files.items()
+        if there.get(name) == stated.nbytes
+    ]
+
+
+def damaged_files(directory: str, sources: Sources) -> list[str]:
+    """What is wrong with the files of a directory that cannot be read as a checkpoint, as far as a manifest tells."""
+    entry = sources.stat(directory)
+    if entry is None or not entry.directory:
+        return []
+    names = [entry.name for entry in sources.list_directory(directory)]
+    manifest, problems = read_manifest(directory, names, sources)
+    if manifest is None:
+        return [problem.message for problem in problems]
+    found = check_listing(manifest, listed(manifest, sources))
+    found += check_records(stated_records(manifest, sources), sources=sources)
+    return [problem.message for problem in found]

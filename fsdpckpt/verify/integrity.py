@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from fsdpckpt.errors import SourceError
-from fsdpckpt.ir.checkpoint import STRAY, Checkpoint, NamedTensor, Problem
+from fsdpckpt.ir.checkpoint import STRAY, Checkpoint, NamedTensor, OptimState, ParamKey, Problem, Section, group_params
 from fsdpckpt.ir.coverage import flaws
+from fsdpckpt.ir.dtypes import numpy_dtype
 from fsdpckpt.ir.invariants import problems
+from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.values import Value
 from fsdpckpt.progress import NoProgress, Progress
+from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.blocks import BlockReader
-from fsdpckpt.verify.checksums import bytes_to_read, check_records, records
-from fsdpckpt.verify.digests import digest
-from fsdpckpt.verify.manifest import stated_records
-from fsdpckpt.verify.parallel import DEFAULT_THREADS, for_each, in_file_order
-from fsdpckpt.verify.replicas import check_replicas, replica_bytes, replica_sets
-from fsdpckpt.verify.stats import count_not_finite
-from fsdpckpt.verify.steps import check_steps
+from fsdpckpt.verify.checksums import bytes_to_read, check_records, damaged_files, records, stated_records
+from fsdpckpt.verify.elements import check_replicas, replica_bytes, replica_sets
+from fsdpckpt.verify.measures import count_not_finite, digest
+from fsdpckpt.verify.parallel import DEFAULT_THREADS, for_each, in_file_order, threads_for
 
-__all__ = ["TensorDigest", "Verification", "verify_checkpoint"]
+__all__ = ["TensorDigest", "Verification", "check_steps", "verify", "verify_checkpoint"]
 
 # Notes on slices that were only looked at as slices: nothing says whether they are all of a parameter.
 _UNPROVED = frozenset({"unnamed", "units-unreadable", "units-ambiguous"})
@@ -242,3 +245,72 @@ def _changed(checkpoint: Checkpoint, summed: Sequence[TensorDigest]) -> list[Pro
 def _digest(named: NamedTensor, found: _Found | None) -> TensorDigest:
     sha256 = found.sha256 if found is not None else None
     return TensorDigest(named.section, named.key, named.tensor.dtype.name, named.tensor.shape, sha256)
+
+
+def verify(
+    source: str,
+    *,
+    name: Callable[[Checkpoint, Sources], Checkpoint] | None = None,
+    digests: bool = False,
+    finite: bool = False,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Verification:
+    """Prove the checkpoint at ``source`` whole: ``.problems`` lists all that is wrong, ``.whole`` says if nothing is.
+
+    ``digests`` adds a layout-independent SHA-256 per tensor, ``finite`` reports NaN and Inf. Raises SourceError (exit
+    code 3) when the source cannot be read as a checkpoint at all. ``name`` turns the slices of a flattened checkpoint
+    into named tensors.
+    """
+    with Sources() as sources:
+        try:
+            checkpoint = open_checkpoint(source, sources=sources, locate=True)
+        except SourceError as error:  # that is one thing which is wrong: say all that can be known
+            error.details = tuple(dict.fromkeys((*error.details, *damaged_files(source, sources))))
+            raise
+        if name is not None:
+            checkpoint = name(checkpoint, sources)
+        count = threads if threads is not None else threads_for(checkpoint)
+        return verify_checkpoint(
+            checkpoint, sources=sources, digests=digests, finite=finite, threads=count, progress=progress
+        )
+
+
+def check_steps(reader: BlockReader, optim: OptimState, unreadable: frozenset[str]) -> list[Problem]:
+    """A problem for each param group whose parameters have different steps.
+
+    ``unreadable``: keys (``<param>.step``) to leave out, because they have a problem of their own.
+    """
+    groups = [group_params(group) for group in optim.param_groups] if optim.param_groups else [list(optim.state)]
+    found: list[Problem] = []
+    for number, keys in enumerate(groups):
+        steps: dict[float, list[ParamKey]] = {}
+        for key in keys or ():
+            states = optim.state.get(key)
+            value = states.get("step") if states else None
+            step = _number(reader, value) if f"{key}.step" not in unreadable else None
+            if step is not None:
+                steps.setdefault(step, []).append(key)
+        if len(steps) > 1:
+            found.append(_disagreement(number, steps))
+    return found
+
+
+def _number(reader: BlockReader, value: Tensor | Value) -> float | None:
+    if isinstance(value, (int, float)):
+        return float(value)
+    if not isinstance(value, Tensor) or value.numel != 1 or value.dtype.numpy is None or value.dtype.kind == "complex":
+        return None
+    block = next(reader.blocks(value))
+    return float(block.view(numpy_dtype(value.dtype)).astype(np.float64)[0])
+
+
+def _disagreement(number: int, steps: dict[float, list[ParamKey]]) -> Problem:
+    """Named after the parameters in the minority."""
+    by_size = sorted(steps.items(), key=lambda item: -len(item[1]))
+    told = []
+    for step, keys in by_size:
+        names = ", ".join(map(str, keys[:3])) + (", ..." if len(keys) > 3 else "")
+        told.append(f"{step:g} for {len(keys)} ({names})")
+    message = f"optim param group {number}: the steps disagree: {'; '.join(told)}"
+    return Problem("step", message, fatal=False, key=f"{by_size[-1][1][0]}.step", section=Section.OPTIM)

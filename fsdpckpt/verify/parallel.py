@@ -13,7 +13,7 @@ from typing import TypeVar
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Value
-from fsdpckpt.storage.sources import is_url
+from fsdpckpt.storage.protocols import is_url
 
 __all__ = ["DEFAULT_THREADS", "Advance", "Stopped", "for_each", "go_on", "in_file_order", "threads_for"]
 

@@ -54,7 +54,7 @@ def test_a_signal_in_the_middle_of_a_conversion_leaves_what_resume_needs_and_not
     torch.save({f"layer{n}.weight": torch.randn(1 << 20) for n in range(4)}, tmp_path / "a.pt")
     code = (
         "import os, sys\n"
-        "from fsdpckpt.storage.targets import WritableFile\n"
+        "from fsdpckpt.storage.local import WritableFile\n"
         "once = []\n"
         "write = WritableFile.write\n"
         "def stop(self, *arguments):\n"

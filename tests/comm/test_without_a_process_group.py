@@ -105,7 +105,7 @@ def test_two_state_dicts_that_differ_are_told_apart_in_every_way() -> None:
 
 def test_offline_parts_import_neither_torch_nor_comm() -> None:
     code = (
-        "import sys, fsdpckpt, fsdpckpt.cli.main, fsdpckpt.converters.convert, fsdpckpt.verify.run\n"
+        "import sys, fsdpckpt, fsdpckpt.cli.main, fsdpckpt.converters.convert, fsdpckpt.verify.integrity\n"
         "assert 'torch' not in sys.modules and 'fsdpckpt.comm' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

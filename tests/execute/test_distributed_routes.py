@@ -30,7 +30,7 @@ from fsdpckpt.plan.copies import make_plan
 from fsdpckpt.plan.partition import Segment, cut, target_node
 from fsdpckpt.plan.plan import Plan
 from fsdpckpt.plan.transfer import Routes, find_routes
-from fsdpckpt.storage.sources import ByteSource
+from fsdpckpt.storage.protocols import ByteSource
 from tests.execute.random_files import Disk, random_files
 
 

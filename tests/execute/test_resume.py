@@ -29,9 +29,9 @@ from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.plan.copies import make_plan
 from fsdpckpt.plan.plan import Plan
 from fsdpckpt.progress import NoProgress
-from fsdpckpt.storage.identity import FileIdentity
+from fsdpckpt.storage.local import WritableFile
+from fsdpckpt.storage.protocols import FileIdentity
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.storage.targets import WritableFile
 
 BYTES = DTYPES["uint8"]
 

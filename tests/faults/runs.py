@@ -17,7 +17,7 @@ Hook = tuple[int, str]
 CODE = """
 import os, sys
 from fsdpckpt.execute import recorder
-from fsdpckpt.storage.targets import WritableFile
+from fsdpckpt.storage.local import WritableFile
 recorder.SYNC_SECONDS = 0.002
 written, write = [], WritableFile.write
 def hooked(self, *arguments):

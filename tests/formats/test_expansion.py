@@ -11,7 +11,7 @@ import pytest
 from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.formats.pickle.cost import check_expansion
 from fsdpckpt.formats.torch.archive import read_archive
-from fsdpckpt.storage.sources import LocalFile
+from fsdpckpt.storage.local import LocalFile
 
 
 def _archive(path: Path, pickled: bytes) -> LocalFile:

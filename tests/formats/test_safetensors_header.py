@@ -13,7 +13,7 @@ from safetensors.torch import save
 
 from fsdpckpt.errors import SourceCorruptError, SourceUnsupportedError
 from fsdpckpt.formats.safetensors import MAX_HEADER_BYTES, looks_like_safetensors, read_header
-from fsdpckpt.storage.sources import MemoryFile
+from fsdpckpt.storage.local import MemoryFile
 
 F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 

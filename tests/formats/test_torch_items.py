@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from fsdpckpt.errors import SourceCorruptError, SourceUnsupportedError
 from fsdpckpt.formats.dcp.items import ItemReader
 from fsdpckpt.ir.tensors import Chunks, Tensor
-from fsdpckpt.storage.sources import LocalFile, MemoryFile
+from fsdpckpt.storage.local import LocalFile, MemoryFile
 from tests.formats.torch_saves import any_values, saved
 from tests.materialise import gather
 from tests.readers.contents import raw

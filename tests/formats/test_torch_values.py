@@ -23,7 +23,7 @@ from fsdpckpt.formats.torch.archive import load_torch
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Global, Object
-from fsdpckpt.storage.sources import MemoryFile
+from fsdpckpt.storage.local import MemoryFile
 from tests.formats.torch_saves import any_values, loaded, rewritten, same, saved
 
 

@@ -15,7 +15,7 @@ import torch
 
 from fsdpckpt.errors import SourceCorruptError, SourceError, SourceUnrecognisedError, SourceUnsupportedError
 from fsdpckpt.formats.zip import read_directory
-from fsdpckpt.storage.sources import LocalFile, MemoryFile
+from fsdpckpt.storage.local import LocalFile, MemoryFile
 from tests.formats.torch_saves import any_values, rewritten, saved
 
 GOLDEN = Path(__file__).parent.parent / "golden"

@@ -11,7 +11,7 @@ import torch
 
 from fsdpckpt.formats.torch.archive import load_torch
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.storage.sources import MemoryFile
+from fsdpckpt.storage.local import MemoryFile
 from tests.materialise import gather
 from tests.readers.contents import Held, held
 

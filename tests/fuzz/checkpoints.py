@@ -15,9 +15,11 @@ from fsdpckpt.readers.beside import with_manifest
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.protocol import FileTable
 from fsdpckpt.readers.safetensors.read import read_safetensors, read_safetensors_index
+from fsdpckpt.storage.http import links_of
 from fsdpckpt.storage.journal import Record
-from fsdpckpt.storage.remote.http import links_of
-from fsdpckpt.storage.sources import Entry, MemoryFile, Sources
+from fsdpckpt.storage.local import MemoryFile
+from fsdpckpt.storage.protocols import Entry
+from fsdpckpt.storage.sources import Sources
 from tests.fuzz.corpus import TINY
 
 __all__ = [

@@ -17,7 +17,8 @@ from fsdpckpt.ir.units_json import loads
 from fsdpckpt.ir.value_json import decode
 from fsdpckpt.readers.protocol import FileTable
 from fsdpckpt.readers.safetensors.read import read_safetensors
-from fsdpckpt.storage.sources import MemoryFile, Sources
+from fsdpckpt.storage.local import MemoryFile
+from fsdpckpt.storage.sources import Sources
 from tests.fuzz import checkpoints
 
 __all__ = ["TARGETS", "Target", "harmless"]

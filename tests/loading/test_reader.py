@@ -29,7 +29,7 @@ from fsdpckpt.errors import (
     StateDictMismatchError,
     UsageError,
 )
-from fsdpckpt.storage.sources import LocalFile
+from fsdpckpt.storage.local import LocalFile
 from tests.oracle.compare import differences
 from tests.readers.played_ranks import save_as_ranks, shard_rows_twice
 

@@ -464,7 +464,7 @@ def test_random_damage_to_the_metadata_is_never_another_kind_of_error(name: str,
     import zipfile
 
     from fsdpckpt.formats.torch.archive import load_torch
-    from fsdpckpt.storage.sources import MemoryFile
+    from fsdpckpt.storage.local import MemoryFile
     from tests.formats.torch_saves import rewritten
 
     data = (GOLDEN / name).read_bytes()

@@ -20,9 +20,8 @@ from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.invariants import problems
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.layouts.chunks import chunk_boxes
+from fsdpckpt.report.figures import COLUMNS, holdings, module_tree
 from fsdpckpt.report.file import write_report
-from fsdpckpt.report.holdings import COLUMNS, holdings
-from fsdpckpt.report.modules import module_tree
 from fsdpckpt.report.page import MARK, page
 
 torch = pytest.importorskip("torch")

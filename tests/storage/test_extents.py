@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from fsdpckpt.storage.remote.file import Extents
+from fsdpckpt.storage.remote_file import Extents
 
 
 def test_what_is_found_is_what_lies_there_and_no_more_is_held_than_allowed() -> None:

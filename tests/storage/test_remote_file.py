@@ -8,10 +8,10 @@ import random
 import pytest
 
 from fsdpckpt.errors import SourceCorruptError, SourceError, SourceMissingError, TargetUnwritableError
-from fsdpckpt.storage.identity import FileIdentity
-from fsdpckpt.storage.remote import errors as remote_errors
-from fsdpckpt.storage.remote.errors import ShortAnswerError, Unavailable, target_error, tried
-from fsdpckpt.storage.remote.file import AHEAD, Extents, RemoteFile
+from fsdpckpt.storage import retry as remote_errors
+from fsdpckpt.storage.protocols import FileIdentity
+from fsdpckpt.storage.remote_file import AHEAD, Extents, RemoteFile
+from fsdpckpt.storage.retry import ShortAnswerError, Unavailable, target_error, tried
 
 CONTENT = random.Random(7).randbytes(3 * AHEAD + 1234)
 

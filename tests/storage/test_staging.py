@@ -13,9 +13,17 @@ from types import SimpleNamespace
 import pytest
 
 from fsdpckpt.errors import TargetExistsError, TargetUnwritableError, UsageError
-from fsdpckpt.storage.staging import Staging, check_target, clear_leftover, exchange
-from fsdpckpt.storage.staging_paths import hold, journal_of, journals_at, staging_root
-from fsdpckpt.storage.targets import WritableFile, aligned_buffer
+from fsdpckpt.storage.local import WritableFile, aligned_buffer
+from fsdpckpt.storage.staging import (
+    Staging,
+    clear_leftover,
+    exchange,
+    journal_path,
+    journal_paths,
+    lock_as_writer,
+    staging_root,
+)
+from fsdpckpt.storage.target_checks import check_target
 
 
 def _write(path: str, data: bytes) -> None:
@@ -316,10 +324,10 @@ def test_the_journals_of_several_writers_count_and_go_with_the_rest(tmp_path) ->
     _interrupted(str(tmp_path / "out"), journal=False)
     root = staging_root(str(tmp_path / "out"))
     for writer in (0, 3):
-        _write(journal_of(root, writer), b"journal")
+        _write(journal_path(root, writer), b"journal")
     staging = Staging(str(tmp_path / "out"), directory=True, resume=True)
     assert staging.resumed
-    assert [os.path.basename(path) for path in journals_at(root)] == ["journal-0", "journal-3"]
+    assert [os.path.basename(path) for path in journal_paths(root)] == ["journal-0", "journal-3"]
     staging.discard()
     staging.close()
     assert os.listdir(tmp_path) == []
@@ -328,10 +336,10 @@ def test_the_journals_of_several_writers_count_and_go_with_the_rest(tmp_path) ->
 @pytest.mark.parametrize("resume", [False, True])
 def test_nobody_begins_while_a_worker_whose_leader_is_gone_still_writes(tmp_path, resume: bool) -> None:
     _interrupted(str(tmp_path / "out"))
-    held = hold(staging_root(str(tmp_path / "out")), 2)
+    held = lock_as_writer(staging_root(str(tmp_path / "out")), 2)
     with pytest.raises(TargetExistsError, match="another fsdpckpt is writing"):
         Staging(str(tmp_path / "out"), directory=True, resume=resume)
-    assert journals_at(staging_root(str(tmp_path / "out")))
+    assert journal_paths(staging_root(str(tmp_path / "out")))
     os.close(held)
     staging = Staging(str(tmp_path / "out"), directory=True, resume=resume)
     assert staging.resumed is resume
@@ -346,7 +354,7 @@ def test_staged_files_that_others_shall_write_now_are_removed(tmp_path) -> None:
         _write(staging.locate(name), b"staged")
     staging.keep_only(["one", "three"])
     assert os.listdir(staging.path) == ["one"]
-    assert journals_at(staging.root)
+    assert journal_paths(staging.root)
     staging.discard()
     staging.close()
 

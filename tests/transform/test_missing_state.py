@@ -20,9 +20,10 @@ from fsdpckpt.ir.units import Unit, UnitParam, Units
 from fsdpckpt.plan.copies import make_plan
 from fsdpckpt.progress import NoProgress
 from fsdpckpt.readers.detect import open_checkpoint
-from fsdpckpt.storage.sources import Sources, ZeroFile
+from fsdpckpt.storage.local import ZeroFile
+from fsdpckpt.storage.sources import Sources
 from fsdpckpt.transform.missing_state import fill, require_complete
-from fsdpckpt.verify.content import first_difference
+from fsdpckpt.verify.elements import first_difference
 from fsdpckpt.writers.dcp import lay_out as lay_out_dcp
 from fsdpckpt.writers.dtype_rule import DtypeRule
 from fsdpckpt.writers.torch_full import lay_out

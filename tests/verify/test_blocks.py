@@ -15,7 +15,8 @@ from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError
 from fsdpckpt.ir.checkpoint import SourceFile
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Chunks, Tensor
-from fsdpckpt.storage.sources import MemoryFile, Sources
+from fsdpckpt.storage.local import MemoryFile
+from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.blocks import BlockReader, chosen
 from tests.verify.raw import Raw, random_array, rows
 

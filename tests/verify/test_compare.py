@@ -13,9 +13,8 @@ from fsdpckpt.ir.checkpoint import Checkpoint, OptimState, Section
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.values import Global, Object
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.verify.compare import Difference, compare, only_section
-from fsdpckpt.verify.tensors import Tolerance
-from fsdpckpt.verify.values import same_value, value_text
+from fsdpckpt.verify.compare import Difference, compare, only_section, same_value, value_text
+from fsdpckpt.verify.elements import Tolerance
 from tests.verify.raw import Raw, numbers, random_array, rows
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.verify import content
-from fsdpckpt.verify.content import Located, first_difference
+from fsdpckpt.verify import elements as content
+from fsdpckpt.verify.elements import Located, first_difference
 from tests.verify.raw import Raw, numbers, random_array, rows
 
 SHAPE = (37, 5)

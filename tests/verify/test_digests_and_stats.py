@@ -14,8 +14,7 @@ from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.blocks import BlockReader
-from fsdpckpt.verify.digests import digests
-from fsdpckpt.verify.stats import Stats, count_not_finite, stats
+from fsdpckpt.verify.measures import Stats, count_not_finite, digests, stats
 from tests.verify.raw import Raw, numbers, random_array, rows
 
 

@@ -20,8 +20,8 @@ from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.blocks import BlockReader
 from fsdpckpt.verify.compare import compare
-from fsdpckpt.verify.digests import digest
 from fsdpckpt.verify.integrity import verify_checkpoint
+from fsdpckpt.verify.measures import digest
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "torch-2.4"
 SEED = 20

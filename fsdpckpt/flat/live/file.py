@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from fsdpckpt.errors import TargetUnwritableError, UsageError
 from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.units_json import UNITS_FILE, encode, render
-from fsdpckpt.storage.sources import is_url
+from fsdpckpt.storage.protocols import is_url
 
 __all__ = ["units_path", "write_units"]
 

@@ -17,7 +17,9 @@ from fsdpckpt.formats.torch.archive import check_byteorder, read_pickle
 from fsdpckpt.formats.torch.tensors import Refused, StoredTensor, TensorBuilder
 from fsdpckpt.formats.zip import ZipRecord, read_directory
 from fsdpckpt.ir.dtypes import DType
-from fsdpckpt.storage.sources import ByteSource, MemoryFile, prefetch
+from fsdpckpt.storage.local import MemoryFile
+from fsdpckpt.storage.protocols import ByteSource
+from fsdpckpt.storage.remote_file import prefetch
 
 __all__ = ["ItemReader", "ItemTensor"]
 

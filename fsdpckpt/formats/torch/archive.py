@@ -21,7 +21,7 @@ from fsdpckpt.formats.zip import ZipRecord, read_directory
 from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.values import Value
-from fsdpckpt.storage.sources import ByteSource
+from fsdpckpt.storage.protocols import ByteSource
 
 __all__ = [
     "ChecksumRow",

@@ -28,7 +28,7 @@ from fsdpckpt.layouts.sharded import (
     local_shape,
     placements_text,
 )
-from fsdpckpt.storage.sources import ByteSource
+from fsdpckpt.storage.protocols import ByteSource
 from fsdpckpt.text import truncate
 
 __all__ = ["BoxInFile", "Distributed", "DistributedParser"]

@@ -17,7 +17,7 @@ import numpy as np
 from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.formats.pickle.stubs import Part
 from fsdpckpt.formats.torch.tensors import StoredTensor
-from fsdpckpt.storage.sources import ByteSource
+from fsdpckpt.storage.protocols import ByteSource
 from fsdpckpt.text import truncate
 
 __all__ = ["MAX_RANKS", "Mesh", "MeshParser", "contradiction", "fields", "integers", "merged"]

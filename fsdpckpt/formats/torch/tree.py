@@ -14,7 +14,7 @@ from fsdpckpt.formats.torch.tensors import Refused, StoredTensor, TensorBuilder,
 from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Global, Key, Object, Value
-from fsdpckpt.storage.sources import ByteSource
+from fsdpckpt.storage.protocols import ByteSource
 from fsdpckpt.text import truncate
 
 __all__ = ["TreeWalk"]

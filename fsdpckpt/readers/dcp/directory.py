@@ -14,7 +14,8 @@ from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnr
 from fsdpckpt.formats.dcp.metadata import DcpMetadata, Stored, merge_metadata, parse_metadata
 from fsdpckpt.formats.pickle.check import check_size
 from fsdpckpt.ir.checkpoint import STRAY, Note
-from fsdpckpt.storage.sources import Entry, Sources, is_url
+from fsdpckpt.storage.protocols import Entry, is_url
+from fsdpckpt.storage.sources import Sources
 
 __all__ = ["DcpDirectory", "is_dcp", "open_directory"]
 

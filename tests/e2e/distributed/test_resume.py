@@ -16,7 +16,7 @@ from fsdpckpt.converters.options_json import to_json
 from fsdpckpt.errors import SourceError, TargetError
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.progress import NoProgress
-from fsdpckpt.storage.staging_paths import journals_at, staging_root
+from fsdpckpt.storage.staging import journal_paths, staging_root
 from tests.e2e.distributed.cases import CASES, disks, options, unequal, write_plan
 from tests.e2e.distributed.disks import can_bind
 from tests.oracle.launch import ROOT, ProcessFailed, run, torchrun
@@ -63,7 +63,7 @@ def _killed(base: Path, folder: Path, name: str, workers: int, machines: list[di
     _kill(folder / "plan.json", workers, f"{COPY} 4")
     target = folder / CASES[name][1]
     assert not target.exists()
-    assert len(journals_at(staging_root(str(target)))) == workers, "each keeps one"
+    assert len(journal_paths(staging_root(str(target)))) == workers, "each keeps one"
     return target
 
 
@@ -114,7 +114,7 @@ def test_what_workers_left_others_finish_and_what_one_process_left_workers_do(ba
     for target in (left, alone, local):
         assert unequal(base / "local" / left.name, target) == []
         assert not os.path.exists(staging_root(str(target)))
-    assert journals_at(staging_root(str(other))), "what is refused stays"
+    assert journal_paths(staging_root(str(other))), "what is refused stays"
 
 
 @pytest.mark.skipif(not can_bind(), reason="this machine allows no mount namespaces")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fsdpckpt
-from fsdpckpt.storage.remote import errors as remote_errors
+from fsdpckpt.storage import retry as remote_errors
 from tests.e2e.remote.servers import Proxy, aiohttp_server, nginx, proxy
 
 FORMS = ("full.pt", "dcp", "ranks", "weights")

@@ -15,7 +15,7 @@ from fsdpckpt.errors import (
     TargetExistsError,
     TargetUnwritableError,
 )
-from fsdpckpt.storage.remote import errors as remote_errors
+from fsdpckpt.storage import retry as remote_errors
 from tests.e2e.remote.servers import Proxy
 
 ODD = "a b+c%41 ü#1&x=y"  # what URLs escape, or give a meaning

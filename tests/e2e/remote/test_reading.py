@@ -17,8 +17,8 @@ from fsdpckpt.errors import (
     SourceUnrecognisedError,
     SourceUnsupportedError,
 )
-from fsdpckpt.storage.remote import errors as remote_errors
-from fsdpckpt.storage.remote import ranges as remote_ranges
+from fsdpckpt.storage import remote_file as remote_ranges
+from fsdpckpt.storage import retry as remote_errors
 from fsdpckpt.storage.sources import Sources
 from tests.cli.conftest import Run, run
 from tests.e2e.remote.conftest import FORMS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.blocks import BlockReader, Bytes
 from fsdpckpt.verify.parallel import DEFAULT_THREADS, Advance, for_each, in_file_order
 
-__all__ = ["Stats", "count_not_finite", "stats", "stats_of"]
+__all__ = ["Stats", "count_not_finite", "digest", "digests", "stats", "stats_of"]
 
 AT_ONCE = 1 << 16  # elements looked at together: as float64 half a MiB, which stays in the cache
 
@@ -153,3 +154,33 @@ def count_not_finite(reader: BlockReader, tensor: Tensor, advance: Advance | Non
         if advance is not None:
             advance(len(block))
     return nan, inf
+
+
+def digest(reader: BlockReader, tensor: Tensor, advance: Advance | None = None) -> str:
+    """The hexadecimal SHA-256 of ``tensor``. Raises SourceIncompleteError when elements are missing."""
+    total = hashlib.sha256()
+    for block in reader.blocks(tensor):
+        total.update(block.data)
+        if advance is not None:
+            advance(len(block))
+    return total.hexdigest()
+
+
+def digests(
+    checkpoint: Checkpoint,
+    tensors: Sequence[NamedTensor],
+    *,
+    sources: Sources,
+    threads: int = DEFAULT_THREADS,
+    advance: Advance | None = None,
+) -> list[str]:
+    """The digest of each of ``tensors``, in their order."""
+
+    def work(reader: BlockReader, named: NamedTensor) -> str:
+        return digest(reader, named.tensor, advance)
+
+    def reader() -> BlockReader:
+        return BlockReader(checkpoint.files, sources)
+
+    order = in_file_order([named.tensor for named in tensors])
+    return for_each(tensors, work, reader=reader, threads=threads, order=order)

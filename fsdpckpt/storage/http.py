@@ -15,12 +15,12 @@ from typing import Any, cast
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from fsdpckpt.errors import SourceMissingError, SourceUnrecognisedError
-from fsdpckpt.storage.identity import FileIdentity
-from fsdpckpt.storage.protocol import UPLOADING
-from fsdpckpt.storage.remote.errors import Unavailable, store_errors, tried
-from fsdpckpt.storage.remote.file import REQUESTS, Extents, RemoteFile
-from fsdpckpt.storage.remote.ranges import (
+from fsdpckpt.storage.protocols import UPLOADING, FileIdentity
+from fsdpckpt.storage.remote_file import (
     MOST_DIGITS,
+    REQUESTS,
+    Extents,
+    RemoteFile,
     fetcher,
     http_headers,
     http_tag,
@@ -28,6 +28,7 @@ from fsdpckpt.storage.remote.ranges import (
     no_ranges,
     require_plain,
 )
+from fsdpckpt.storage.retry import Unavailable, store_errors, tried
 
 __all__ = ["MOST_PAGE", "fetch_links", "links_of", "look", "names"]
 
@@ -42,25 +43,31 @@ _PROBED = (".metadata", *_LISTS, "units.json", "model.safetensors", UPLOADING)
 _NOT_HERE = frozenset({401, 403, 404, 410})  # stores answer 403 for what is not there, to whoever may not list
 
 
-def look(url: str) -> FileIdentity | bool:
+def look(filesystem: Any, url: str) -> FileIdentity | bool:
     """The identity of the file at ``url``; True for a directory, False for nothing. Raises SourceError.
 
     Raises SourceUnsupportedError when the server does not answer for ranges of it.
     """
-    found = _ask(url)
-    if found is False and any(isinstance(each, FileIdentity) for each in _all(f"{url}/{name}" for name in _PROBED)):
+    found = _ask(filesystem, url)
+    if found is False and any(
+        isinstance(each, FileIdentity) for each in _all(filesystem, (f"{url}/{name}" for name in _PROBED))
+    ):
         return True
     return found
 
 
-def names(directory: str) -> tuple[list[FileIdentity], list[str]]:
+def names(filesystem: Any, directory: str) -> tuple[list[FileIdentity], list[str]]:
     """The files in ``directory`` that can be found, and its sub-directories. Raises SourceError."""
-    linked = _links(directory)
-    probed = [each for each in _all(_join(directory, name) for name in _PROBED) if isinstance(each, FileIdentity)]
-    listed = [name for each in probed for name in _listed(each)]
+    linked = _links(filesystem, directory)
+    probed = [
+        each
+        for each in _all(filesystem, (_join(directory, name) for name in _PROBED))
+        if isinstance(each, FileIdentity)
+    ]
+    listed = [name for each in probed for name in _listed(filesystem, each)]
     known = {each.path for each in probed}
     asked = [url for url in dict.fromkeys([*linked, *(_join(directory, name) for name in listed)]) if url not in known]
-    found = probed + [each for each in _all(asked) if isinstance(each, FileIdentity)]
+    found = probed + [each for each in _all(filesystem, asked) if isinstance(each, FileIdentity)]
     below = [url.rstrip("/") for url in asked if url.endswith("/")]
     if not found and not below:
         raise SourceUnrecognisedError(
@@ -75,20 +82,16 @@ def names(directory: str) -> tuple[list[FileIdentity], list[str]]:
     return sorted(found, key=lambda each: each.path), below
 
 
-def _ask(url: str) -> FileIdentity | bool:
+def _ask(filesystem: Any, url: str) -> FileIdentity | bool:
     """One request: of the first byte, since what a server says of it holds for the file."""
     try:
-        return tried(lambda: _first_byte(url), url=url, doing="looking it up")
+        return tried(lambda: _first_byte(filesystem, url), url=url, doing="looking it up")
     except SourceMissingError:
         return False
 
 
-def _first_byte(url: str) -> FileIdentity | bool:
+def _first_byte(filesystem: Any, url: str) -> FileIdentity | bool:
     from fsspec.asyn import sync
-
-    from fsdpckpt.storage.remote.store import filesystem_of
-
-    filesystem: Any = filesystem_of(url)[0]
 
     async def ask() -> FileIdentity | bool:
         session = await filesystem.set_session()
@@ -111,16 +114,13 @@ def _first_byte(url: str) -> FileIdentity | bool:
     return cast("FileIdentity | bool", sync(filesystem.loop, ask))
 
 
-def _all(urls: Iterable[str]) -> list[FileIdentity | bool]:
+def _all(filesystem: Any, urls: Iterable[str]) -> list[FileIdentity | bool]:
     with ThreadPoolExecutor(REQUESTS) as pool:
-        return list(pool.map(_ask, urls))
+        return list(pool.map(lambda url: _ask(filesystem, url), urls))
 
 
-def _links(directory: str) -> list[str]:
+def _links(filesystem: Any, directory: str) -> list[str]:
     """What the directory's page links to right below it; sub-directories end in a slash. Empty without a page."""
-    from fsdpckpt.storage.remote.store import filesystem_of
-
-    filesystem: Any = filesystem_of(directory)[0]
 
     def links() -> list[str]:
         try:
@@ -141,15 +141,12 @@ def _links(directory: str) -> list[str]:
     return sorted(set(names))
 
 
-def _listed(identity: FileIdentity) -> list[str]:
+def _listed(filesystem: Any, identity: FileIdentity) -> list[str]:
     """The names in a list that lies beside the files."""
     read = _LISTS.get(identity.path.rpartition("/")[2])
     if read is None or identity.nbytes > MOST_LIST:
         return []
-    from fsdpckpt.storage.remote.store import filesystem_of
-
-    filesystem, name = filesystem_of(identity.path)
-    file = RemoteFile(identity, fetcher(filesystem, name, identity), Extents())
+    file = RemoteFile(identity, fetcher(filesystem, identity.path, identity), Extents())
     try:
         found = [str(each) for each in read(json.loads(file.read(0, file.nbytes)))]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):

@@ -9,11 +9,9 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from fsdpckpt.errors import SourceError, SourceMissingError, SourceUnrecognisedError
-from fsdpckpt.storage.identity import FileIdentity, remote_identity
-from fsdpckpt.storage.protocol import Entry
-from fsdpckpt.storage.remote.errors import tried
-from fsdpckpt.storage.remote.file import REQUESTS, Extents, RemoteFile
-from fsdpckpt.storage.remote.ranges import fetcher
+from fsdpckpt.storage.protocols import Entry, FileIdentity, remote_identity
+from fsdpckpt.storage.remote_file import REQUESTS, Extents, RemoteFile, fetcher
+from fsdpckpt.storage.retry import tried
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -88,7 +86,7 @@ class RemoteStore:
         self.extents = Extents()
         self._known: dict[str, FileIdentity] = {}
         self._listed: dict[str, list[Entry]] = {}
-        self._fresh: set[int] = set()
+        self._fresh: set[AbstractFileSystem] = set()
         self._lock = threading.Lock()
 
     def stat(self, url: str) -> Entry | None:
@@ -97,12 +95,7 @@ class RemoteStore:
         known = self._known.get(url)
         if known is not None:
             return Entry(name, url, known.nbytes, directory=False)
-        if is_http(url):
-            from fsdpckpt.storage.remote import http
-
-            found = http.look(url)
-        else:
-            found = self._look(url)
+        found = self._look(url)
         if isinstance(found, FileIdentity):
             self._remember(found)
             return Entry(name, url, found.nbytes, directory=False)
@@ -112,12 +105,7 @@ class RemoteStore:
         """The entries of a directory, sorted by name. Raises SourceError."""
         directory = url.rstrip("/")
         if directory not in self._listed:
-            if is_http(url):
-                from fsdpckpt.storage.remote import http
-
-                identities, below = http.names(directory)
-            else:
-                identities, below = self._names(directory)
+            identities, below = self._names(directory)
             for identity in identities:
                 self._remember(identity)
             entries = [Entry(_last(each.path), each.path, each.nbytes, directory=False) for each in identities]
@@ -133,12 +121,7 @@ class RemoteStore:
         known = self._known.get(url)
         if known is not None and not again:
             return known
-        if is_http(url):
-            from fsdpckpt.storage.remote import http
-
-            found = http.look(url)
-        else:
-            found = self._look(url, again=again)
+        found = self._look(url, again=again)
         if not isinstance(found, FileIdentity):
             raise SourceMissingError(
                 f"{url} does not exist", file=url, next_step="check the URL, then run the command again"
@@ -158,8 +141,8 @@ class RemoteStore:
     def _filesystem(self, url: str) -> tuple[AbstractFileSystem, str]:
         filesystem, name = filesystem_of(url)
         with self._lock:
-            if id(filesystem) not in self._fresh:  # fsspec keeps listings as long as the process lives
-                self._fresh.add(id(filesystem))
+            if filesystem not in self._fresh:  # fsspec keeps listings as long as the process lives
+                self._fresh.add(filesystem)
                 filesystem.invalidate_cache()
         return filesystem, name
 
@@ -170,6 +153,10 @@ class RemoteStore:
     def _look(self, url: str, *, again: bool = False) -> FileIdentity | bool:
         """The identity of an object, True for a directory, False for nothing."""
         filesystem, name = self._filesystem(url)
+        if is_http(url):
+            from fsdpckpt.storage import http
+
+            return http.look(filesystem, url)
         if again:
             filesystem.invalidate_cache(filesystem._parent(name))
         try:
@@ -179,8 +166,12 @@ class RemoteStore:
         return True if info["type"] == "directory" else remote_identity(url, info)
 
     def _names(self, directory: str) -> tuple[list[FileIdentity], list[str]]:
-        """The objects below ``directory``, and what is a directory there itself."""
+        """The objects right below ``directory``, and its subdirectories."""
         filesystem, name = self._filesystem(directory)
+        if is_http(directory):
+            from fsdpckpt.storage import http
+
+            return http.names(filesystem, directory)
         identities, below = [], []
         for info in tried(lambda: filesystem.ls(name, detail=True), url=directory, doing="listing it"):
             base = str(info["name"]).rstrip("/").rpartition("/")[2]

@@ -1,0 +1,212 @@
+"""Comparison of two tensors element by element, streamed in lockstep through both readers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from fsdpckpt.ir.checkpoint import NamedTensor, Problem, SourceFile
+from fsdpckpt.ir.dtypes import DType, cast, numpy_dtype
+from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.storage.sources import Sources
+from fsdpckpt.verify.blocks import BLOCK_BYTES, BlockReader, Bytes
+from fsdpckpt.verify.parallel import Advance
+
+__all__ = [
+    "Located",
+    "Tolerance",
+    "check_replicas",
+    "compare_tensors",
+    "first_difference",
+    "lockstep",
+    "replica_bytes",
+    "replica_sets",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """Equal when |a - b| <= atol + rtol * |b|, as ``torch.allclose``; NaN equals NaN."""
+
+    rtol: float = 0.0
+    atol: float = 0.0
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What differs so far. ``first``: a row-major index. ``largest``: the greatest |a - b|, None if no numbers."""
+
+    elements: int = 0
+    first: int = -1
+    largest: float | None = None
+
+
+def compare_tensors(
+    reader_a: BlockReader,
+    a: Tensor,
+    reader_b: BlockReader,
+    b: Tensor,
+    tolerance: Tolerance | None,
+    advance: Advance | None = None,
+) -> str:
+    """How they differ, "" if not. Shapes and dtypes have to be the same; ``tolerance`` None compares bytes."""
+    if a.shape != b.shape or a.dtype is not b.dtype:
+        if advance is not None:
+            advance(a.nbytes)
+        shapes = f"shape {list(a.shape)} vs {list(b.shape)}" if a.shape != b.shape else ""
+        dtypes = f"dtype {a.dtype.name} vs {b.dtype.name}" if a.dtype is not b.dtype else ""
+        return ", ".join(filter(None, (shapes, dtypes)))
+    tally = _Tally()
+    done = 0
+    for one, other in lockstep(reader_a.blocks(a), reader_b.blocks(b)):
+        if not np.array_equal(one, other):
+            _count(one, other, a.dtype, tolerance, done, tally)
+        done += len(one) // a.dtype.itemsize
+        if advance is not None:
+            advance(len(one))
+    if not tally.elements:
+        return ""
+    index = [int(at) for at in np.unravel_index(tally.first, a.shape)] if a.shape else []
+    text = f"{tally.elements} of {a.numel} elements differ, first at {index}"
+    return text if tally.largest is None else f"{text}, by up to {tally.largest:.3g}"
+
+
+def _count(one: Bytes, other: Bytes, dtype: DType, tolerance: Tolerance | None, done: int, tally: _Tally) -> None:
+    raw_a, raw_b = one.reshape(-1, dtype.itemsize), other.reshape(-1, dtype.itemsize)
+    unequal: npt.NDArray[np.bool_] = (raw_a != raw_b).any(axis=1)
+    where = np.flatnonzero(unequal)
+    if dtype.numpy is not None:
+        wide = np.complex128 if dtype.kind == "complex" else np.float64
+        left = np.ascontiguousarray(raw_a[where]).view(numpy_dtype(dtype)).reshape(-1).astype(wide)
+        right = np.ascontiguousarray(raw_b[where]).view(numpy_dtype(dtype)).reshape(-1).astype(wide)
+        with np.errstate(all="ignore"):
+            apart = np.abs(left - right)
+            if tolerance is not None:
+                close = np.isfinite(apart) & (apart <= tolerance.atol + tolerance.rtol * np.abs(right))
+                close |= (left == right) | (np.isnan(left) & np.isnan(right))
+                where, apart = where[~close], apart[~close]
+        numbers = apart[~np.isnan(apart)]
+        if len(numbers):
+            tally.largest = max(tally.largest or 0.0, float(numbers.max()))
+    if len(where):
+        tally.elements += len(where)
+        if tally.first < 0:
+            tally.first = done + int(where[0])
+
+
+def lockstep(left: Iterator[Bytes], right: Iterator[Bytes]) -> Iterator[tuple[Bytes, Bytes]]:
+    """Both streams in chunks of equal length; they end together, as tensors of one shape and dtype do."""
+    one = other = np.empty(0, np.uint8)
+    while True:
+        if not len(one):
+            one = next(left, one[:0])
+        if not len(other):
+            other = next(right, other[:0])
+        count = min(len(one), len(other))
+        if count == 0:
+            return
+        yield one[:count], other[:count]
+        one, other = one[count:], other[count:]
+
+
+_BUFFERS = 8  # a block, what it is gathered from, and a block cast to a wider dtype, on either side
+_LEAST = 16 * 1024  # bytes: the widest element there is fits many times
+
+Located: TypeAlias = tuple[Tensor, Sequence[SourceFile], Sources]
+"""A tensor, the files its chunks index, and what opens them."""
+
+
+def first_difference(
+    source: Located, written: Located, total: hashlib._Hash | None = None, *, max_memory: int | None = None
+) -> int | None:
+    """The row-major index of the first element where ``written`` is not ``source`` cast to its dtype; None when equal.
+
+    Elements are compared as bytes, so NaN equals the same NaN and 0.0 differs from -0.0. ``total`` is fed with what
+    ``written`` holds, in the same pass: when all is equal it has the tensor's digest (``verify.digests``). Of
+    ``max_memory`` bytes all buffers together take no more.
+    """
+    have, want = source[0].dtype, written[0].dtype
+    done = 0
+    limit = BLOCK_BYTES if max_memory is None else min(max(max_memory // _BUFFERS, _LEAST), BLOCK_BYTES)
+    for expected, found in lockstep(_cast(_blocks(source, limit), have, want), _blocks(written, limit)):
+        if not np.array_equal(found, expected):
+            return (done + int(np.flatnonzero(found != expected)[0])) // want.itemsize
+        if total is not None:
+            total.update(found.data)
+        done += len(found)
+    return None
+
+
+def _blocks(located: Located, limit: int) -> Iterator[Bytes]:
+    tensor, files, sources = located
+    return BlockReader(files, sources, limit).blocks(tensor)
+
+
+def _cast(blocks: Iterator[Bytes], have: DType, want: DType) -> Iterator[Bytes]:
+    if have is want:
+        return blocks
+    return (cast(block.view(numpy_dtype(have)), numpy_dtype(want)).view(np.uint8) for block in blocks)
+
+
+def replica_sets(tensor: Tensor) -> list[list[int]]:
+    """Rows of ``tensor.chunks`` that hold the same box in different places, two or more each, lowest rank first."""
+    chunks = tensor.chunks
+    if len(chunks.file) < 2:
+        return []
+    sets: dict[tuple[int, ...], dict[tuple[int, ...], int]] = {}
+    ranks = chunks.rank.tolist()
+    columns = (chunks.start, chunks.size, chunks.file, chunks.offset, chunks.stride)
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    for row, (start, size, file, offset, stride) in enumerate(rows):
+        if 0 not in size:
+            sets.setdefault((*start, *size), {}).setdefault((file, offset, *stride), row)
+    return [sorted(places.values(), key=lambda row: ranks[row]) for places in sets.values() if len(places) > 1]
+
+
+def replica_bytes(tensor: Tensor, sets: list[list[int]]) -> int:
+    """How many bytes comparing ``sets`` reads, counting each pair once."""
+    sizes = tensor.chunks.size
+    return sum((len(rows) - 1) * int(np.prod(sizes[rows[0]])) for rows in sets) * tensor.dtype.itemsize
+
+
+def check_replicas(
+    readers: tuple[BlockReader, BlockReader],
+    named: NamedTensor,
+    sets: list[list[int]],
+    advance: Advance | None = None,
+) -> list[Problem]:
+    """A problem for each set of replicas that are not all equal, naming the ranks that differ from the lowest."""
+    found: list[Problem] = []
+    tensor = named.tensor
+    ranks = tensor.chunks.rank.tolist()
+    for rows in sets:
+        differing = [row for row in rows[1:] if not _equal(readers, tensor, rows[0], row, advance)]
+        if differing:
+            others = ", ".join(str(ranks[row]) for row in differing)
+            found.append(
+                Problem(
+                    "replica",
+                    f"{named.section} {named.key}: the copies of rank {ranks[rows[0]]} and of rank {others} differ, "
+                    "and they should be replicas",
+                    key=named.key,
+                    rank=ranks[differing[0]],
+                    section=named.section,
+                )
+            )
+    return found
+
+
+def _equal(
+    readers: tuple[BlockReader, BlockReader], tensor: Tensor, one: int, other: int, advance: Advance | None
+) -> bool:
+    for left, right in lockstep(readers[0].chunk(tensor, one), readers[1].chunk(tensor, other)):
+        if advance is not None:
+            advance(len(left))
+        if not np.array_equal(left, right):
+            return False
+    return True
