@@ -33,6 +33,41 @@ def settle_slices(tree: Tree, sections: Sections, model: ModelState | None, labe
         _take_from_holders(tree, sections.optim, states)
     if tree.world_size > 1:
         tree.problems.extend(_in_extras(tree, sections, label))
+    if optim is not None and optim.key_type == "id":
+        tree.problems.extend(_orders_that_differ(tree, (*(sections.optim_path or ()), "param_groups"), label))
+
+
+def _orders_that_differ(tree: Tree, groups: tuple[Key, ...], label: str) -> Iterator[Problem]:
+    """A fatal problem for the first param group whose ``param_names`` or ``params`` are not the same on every rank.
+
+    Each rank's optimizer counts ids in its own order, so one id would be different parameters on different ranks.
+    """
+    depth = len(groups) + 1
+    differing = [
+        path
+        for path in tree.rank_values
+        if path[: depth - 1] == groups and len(path) > depth and path[depth] in ("param_names", "params")
+    ]
+    for number, path in enumerate(differing):
+        values = tree.rank_values.pop(path)
+        if not number:
+            rank = next((rank for rank, value in enumerate(values) if not equal(value, values[0])), 0)
+            key = ".".join(map(str, path))
+            yield Problem(
+                "parameter-order",
+                f"{key} is {_shown(values[0])} on rank 0 and {_shown(values[rank])} on rank {rank}: the ranks' "
+                "optimizers list their parameters in different orders, so one id is a different parameter on each of "
+                "them. Save it with FSDP.optim_state_dict, or make the optimizer with the same order on every rank",
+                file=label,
+                key=key,
+                rank=rank,
+                section=Section.OPTIM,
+            )
+
+
+def _shown(value: Value) -> str:
+    text = str(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _forgive_absence(tree: Tree, states: tuple[Key, ...]) -> None:

@@ -179,6 +179,32 @@ def test_hybrid_shards_are_kept_as_replicas_at_the_offsets_their_metadata_say(tm
     assert held(weight, found.files).form == ("float32", (7, 5))
 
 
+@pytest.mark.parametrize("orig", [False, True])
+def test_ranks_that_list_their_parameters_in_different_orders_are_one_fatal_problem(
+    tmp_path: Path, *, orig: bool
+) -> None:
+    """States of equal length would be joined under one id although they are of different parameters."""
+
+    def state_of(rank: int) -> Any:
+        model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2)))
+        for number in range(2):
+            model[number] = FullyShardedDataParallel(model[number], device_id=torch.device("cpu"), use_orig_params=orig)
+        named = list(model.named_parameters())
+        optimizer = torch.optim.Adam(named[::-1] if rank else named)
+        for _, param in named:
+            param.grad = randn(*param.shape, rank=rank)
+        optimizer.step()
+        return optimizer.state_dict()
+
+    found = opened(save(tmp_path / "c", 2, state_of))
+    assert found.layout is Layout.FLATTENED
+    (problem,) = found.problems
+    assert (problem.kind, problem.fatal, problem.section, problem.rank) == ("parameter-order", True, Section.OPTIM, 1)
+    assert problem.key == "param_groups.0.param_names.0"
+    assert "is 0._fsdp_wrapped_module." in problem.message and "on rank 0" in problem.message
+    assert "on rank 1: the ranks' optimizers list their parameters in different orders" in problem.message
+
+
 # What proves slices, and what does not
 
 

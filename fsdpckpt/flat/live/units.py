@@ -5,11 +5,16 @@ Attributes are those of ``torch/distributed/fsdp/_flat_param.py`` and ``_common_
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed
 from torch import nn
+from torch.distributed.distributed_c10d import _get_default_store
 
 from fsdpckpt.errors import InternalError, SourceUnsupportedError, UsageError
 from fsdpckpt.flat.live.file import units_path, write_units
@@ -33,13 +38,46 @@ _STRATEGIES = {
 def save_units(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: str | os.PathLike[str]) -> None:
     """Write the units file of a live FSDP1 model to ``path``: a ``.json`` file, or a directory for its ``units.json``.
 
-    Every rank may call it; no rank waits for another, and rank 0 of the model's process group writes. ``optimizer``
-    tells the order of ids in its state; None means one group in ``model.parameters()`` order. Call it outside of
-    forward and backward. Raises UsageError for a model without FSDP1 modules (FSDP2 needs no units file).
+    Call it on every rank; no rank waits for another, and rank 0 of the model's process group writes. ``optimizer``
+    gives the order of ids in its state; None means one group in ``model.parameters()`` order. Call it outside of
+    forward and backward. Raises UsageError for a model without FSDP1 modules (FSDP2 needs no units file),
+    SourceUnsupportedError on a rank whose optimizer lists the same parameters in a different order than that of a rank
+    that called it before.
     """
-    units = units_of(model, optimizer)
+    units, target = units_of(model, optimizer), units_path(os.fspath(path))
+    _require_one_order(units, target)
     if _writes(model):
-        write_units(units, units_path(os.fspath(path)))
+        write_units(units, target)
+
+
+def _require_one_order(units: Units, target: str) -> None:
+    """Compare this rank's order of ids with that of the first rank that called ``save_units`` for ``target``.
+
+    The comparison goes through the store of the process group, which no rank has to wait for. Without a store that can
+    compare (MPI, or no process group) nothing is compared.
+    """
+    if units.groups is None or not torch.distributed.is_initialized():
+        return
+    members = _digest([sorted(group) for group in units.groups])
+    order = _digest(units.groups)
+    try:
+        first = _get_default_store().compare_set(f"fsdpckpt/units/{members}/{target}", "", order).decode()
+    except RuntimeError:  # this kind of store cannot compare
+        return
+    if first != order:
+        raise SourceUnsupportedError(
+            f"the optimizer of rank {torch.distributed.get_rank()} lists its parameters in a different order than the "
+            "optimizer of another rank",
+            why="the ids in optimizer.state_dict() count in this order, so one id would name different parameters on "
+            "different ranks, and a units file records one order for all of them",
+            next_step="give the optimizer its parameters in the same order on every rank, for example "
+            "model.parameters(), and do not use a units file that another rank wrote just now",
+            file=target,
+        )
+
+
+def _digest(groups: Sequence[Sequence[str]]) -> str:
+    return hashlib.sha256(json.dumps(groups).encode()).hexdigest()
 
 
 def units_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Units:

@@ -75,7 +75,8 @@ def _given(checkpoint: Checkpoint, units: Units, label: str, request: UnitsReque
         raise SourceCorruptError(
             f"the units of {label} are not those of {checkpoint.source}",
             details=found.contradictions,
-            why="they belong to another model, another wrapping or another run, or rank files were mixed up",
+            why="they belong to another model, another wrapping or another run, rank files were mixed up, or the "
+            "optimizers of the ranks list their parameters in different orders",
             next_step=_SAVED,
             file=label,
         )

@@ -13,12 +13,15 @@ World = Callable[..., None]
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    """``world(size, rank=0)`` makes this process that rank; it stays so until the next call or the test's end."""
+    """``world(size, rank=0)`` makes this process that rank; it stays so until the next call or the test's end.
 
-    def become(size: int, *, rank: int = 0) -> None:
+    ``store``: what the ranks share, None for a store that keeps nothing.
+    """
+
+    def become(size: int, *, rank: int = 0, store: dist.Store | None = None) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+        dist.init_process_group("fake", store=store or FakeStore(), rank=rank, world_size=size)
 
     yield become
     if dist.is_initialized():
