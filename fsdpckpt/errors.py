@@ -147,12 +147,14 @@ class WorkerError(FsdpckptError):
     """The same on every worker: ``rank`` failed in the collective ``step`` because of ``cause``.
 
     ``cause_exit_code`` is what the cause itself would have ended the program with (70 for an unforeseen exception).
+    ``original``: the cause as a record (``comm.wire_errors``), where one process alone would end with it.
     """
 
     exit_code = 6
     step: str | None = None
     cause: str | None = None
     cause_exit_code: int | None = None
+    original: dict[str, object] | None = None
 
 
 class InternalError(FsdpckptError):

@@ -28,7 +28,7 @@ from fsdpckpt.progress_pipe import Relay, followed
 from fsdpckpt.storage.protocols import is_url
 
 if TYPE_CHECKING:
-    from fsdpckpt.comm.group import Group
+    from fsdpckpt.comm.protocol import Group
 
 __all__ = ["convert", "main"]
 
@@ -82,16 +82,16 @@ def _as_worker(source: str, target: str, options: ConvertOptions, launch: Launch
     """This process's part of a run of several. Leaves in ``standing`` who speaks."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch: who was lost we say, in fewer words
     from fsdpckpt.comm.environment import recognised
-    from fsdpckpt.comm.group import Group
+    from fsdpckpt.comm.torch_group import TorchGroup
+    from fsdpckpt.comm.wire_errors import original_error
     from fsdpckpt.converters.distributed import convert_together
-    from fsdpckpt.execute.wire_errors import as_it_was
 
     standing.worker = True
     place = recognised()
     try:
         with (
             _patient(launch.fault_limit) as patience,
-            Group.start(backend=launch.backend, device=launch.device, limit=launch.fault_limit) as group,
+            TorchGroup.start(backend=launch.backend, device=launch.device, limit=launch.fault_limit) as group,
         ):
             patience.append(group)
             return convert_together(
@@ -107,7 +107,7 @@ def _as_worker(source: str, target: str, options: ConvertOptions, launch: Launch
         standing.lost = True
         if error.rank == 0 and error.cause_exit_code == WorkerError.exit_code:
             standing.speaker = 1  # rank 0 did not say so itself: it cannot
-        original = as_it_was(error)
+        original = original_error(error)
         _say_kept(original, target, options)
         _tell_torchrun(original)
         raise original from error
@@ -182,8 +182,8 @@ def _launched(source: str, target: str, options: ConvertOptions, launch: LaunchO
     """Start workers on this node, wait for them, and take what rank 0 reports."""
     from fsdpckpt.comm.devices import workers_here
     from fsdpckpt.comm.launch import launch as start
+    from fsdpckpt.comm.wire_errors import decode_error, original_error
     from fsdpckpt.converters.options_json import to_json
-    from fsdpckpt.execute.wire_errors import as_it_was, raise_carried
 
     workers = workers_here(launch.nproc_per_node or "auto")
     with tempfile.TemporaryDirectory(prefix="fsdpckpt-") as directory:
@@ -207,9 +207,9 @@ def _launched(source: str, target: str, options: ConvertOptions, launch: LaunchO
                     endpoint=launch.rdzv_endpoint,
                 )
         except WorkerError as error:
-            if text := _read(directory).get("error"):
-                raise_carried(text)
-            original = as_it_was(error)
+            if record := _read(directory).get("error"):
+                raise decode_error(record) from error
+            original = original_error(error)
             _say_kept(original, target, options)
             raise original from error
         except InterruptedRunError as stopped:
@@ -231,10 +231,10 @@ def _read(directory: str) -> dict[str, Any]:
 
 def main() -> None:
     """One worker of ``_launched``. The launcher says everything; this process only works, and ends."""
-    from fsdpckpt.comm.group import Group
+    from fsdpckpt.comm.torch_group import TorchGroup
+    from fsdpckpt.comm.wire_errors import encode_error
     from fsdpckpt.converters.distributed import convert_together
     from fsdpckpt.converters.options_json import convert_options, launch_options
-    from fsdpckpt.execute.wire_errors import carried_text
 
     (request,) = sys.argv[1:]
     with open(request, encoding="utf-8") as file:
@@ -245,7 +245,7 @@ def main() -> None:
         sys.excepthook = lambda *_: None  # the launcher says what went wrong
     try:
         with (
-            Group.start(backend=launch.backend, device=launch.device, limit=launch.fault_limit) as group,
+            TorchGroup.start(backend=launch.backend, device=launch.device, limit=launch.fault_limit) as group,
             Relay(os.path.join(directory, PROGRESS)) as progress,
         ):
             report = convert_together(
@@ -265,7 +265,7 @@ def main() -> None:
     except FsdpckptError as error:  # before there was a group: every worker says the same
         if os.environ["LOCAL_RANK"] == "0":
             with open(os.path.join(directory, REPORT), "w", encoding="utf-8") as file:
-                json.dump({"error": carried_text(error)}, file)
+                json.dump({"error": encode_error(error)}, file)
         _end(error.exit_code)
     _end(0)
 

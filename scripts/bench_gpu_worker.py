@@ -227,7 +227,7 @@ def _runtime() -> ctypes.CDLL:
 def main() -> None:
     source, result, kind, megabytes, runs = sys.argv[1:]
     backend = "nccl" if kind == "cuda" else "gloo"
-    with comm.Group.start(backend=backend, device=kind) as group:
+    with comm.TorchGroup.start(backend=backend, device=kind) as group:
         bench = Bench(group, int(megabytes) << 20, int(runs))
         bench.staging()
         bench.state_dicts()
@@ -235,7 +235,7 @@ def main() -> None:
             bench.exchanges()
             bench.conversion(source, os.path.join(os.path.dirname(result), "out"))
         names = torch.cuda.get_device_name(group.device) if kind == "cuda" else "no GPU"
-        devices = comm.all_gather_objects(group, names, name="devices")
+        devices = group.all_gather_objects(names, name="devices")
         about = {"torch": torch.__version__, "backend": backend, "workers": group.world_size}
         if group.rank == 0:
             counted = {name: devices.count(name) for name in devices}

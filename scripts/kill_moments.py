@@ -261,11 +261,11 @@ def main() -> int:
     options = parser.parse_args()
     kinds = [0, *map(int, filter(None, options.workers.split(",")))]
     if len(kinds) > 1:
-        from fsdpckpt.comm import group  # and torch, before the forks
+        from fsdpckpt.comm import torch_group  # and torch, before the forks
         from fsdpckpt.converters import distributed  # noqa: F401
 
         # Workers of which one was killed before they met wait two minutes for it, unless a launcher ends them.
-        group.Group.start.__kwdefaults__["patience"] = LIMIT
+        torch_group.TorchGroup.start.__kwdefaults__["patience"] = LIMIT
     seed = options.seed if options.seed is not None else random.randrange(10**6)
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory(dir=options.directory, prefix="kill-test-") as directory:

@@ -1,34 +1,32 @@
-"""The communication core: workers, named collective steps whose errors reach all, state dicts and bytes between them.
+"""Ranks that work together: named collective steps whose errors reach all, state dicts and bytes between ranks.
 
-    with Group.over() as group:                     # a live process group; Group.alone() where there is none
+    with TorchGroup.over() as group:                # the live process group; ``Solo`` where there is none
         full = gather(group, model.state_dict(), to=0, cpu_offload=True)
 
-Imports torch, as the only part of the package that has to; nothing that works offline imports it.
+Names are imported on first use: ``Group`` and ``Solo`` need no torch, everything else does.
 """
 
 from __future__ import annotations
 
-from fsdpckpt.comm.exchange import exchange, spread
-from fsdpckpt.comm.group import Group
-from fsdpckpt.comm.messages import all_gather_objects, broadcast_object
-from fsdpckpt.comm.state_dicts import (
-    StateDict,
-    broadcast,
-    check_similar,
-    copy_state_dict,
-    empty_on_cpu,
-    gather,
-    offload_to_cpu,
-    scatter,
-    shard,
-)
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fsdpckpt.comm.copies import copy_state_dict, empty_on_cpu, offload_to_cpu
+    from fsdpckpt.comm.exchanger import exchange, spread
+    from fsdpckpt.comm.protocol import Group
+    from fsdpckpt.comm.similarity import check_similar
+    from fsdpckpt.comm.solo import Solo
+    from fsdpckpt.comm.state_dicts import broadcast, gather, scatter, shard
+    from fsdpckpt.comm.torch_group import TorchGroup
+    from fsdpckpt.comm.trees import StateDict
 
 __all__ = [
     "Group",
+    "Solo",
     "StateDict",
-    "all_gather_objects",
+    "TorchGroup",
     "broadcast",
-    "broadcast_object",
     "check_similar",
     "copy_state_dict",
     "empty_on_cpu",
@@ -39,3 +37,21 @@ __all__ = [
     "shard",
     "spread",
 ]
+
+_MODULES = {
+    "protocol": ("Group",),
+    "solo": ("Solo",),
+    "torch_group": ("TorchGroup",),
+    "exchanger": ("exchange", "spread"),
+    "copies": ("copy_state_dict", "empty_on_cpu", "offload_to_cpu"),
+    "state_dicts": ("broadcast", "gather", "scatter", "shard"),
+    "similarity": ("check_similar",),
+    "trees": ("StateDict",),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'fsdpckpt.comm' has no attribute {name!r}")
+    return getattr(import_module(f"fsdpckpt.comm.{_MODULE_OF[name]}"), name)

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from fsdpckpt.comm.boxes import Box
-from fsdpckpt.comm.group import Group
-from fsdpckpt.comm.messages import all_gather_objects
+from fsdpckpt.comm.protocol import Group
 from fsdpckpt.errors import StateDictMismatchError
 from fsdpckpt.ir.coverage import box_text, flaws
 from fsdpckpt.ir.dtypes import DTYPES
@@ -32,7 +31,7 @@ class Wanted:
 def all_boxes(group: Group, boxes: Sequence[Sequence[Box]], dimensions: Sequence[int]) -> list[list[list[Box]]]:
     """Every rank's ``boxes`` (one list a tensor, whose number of ``dimensions`` all know), by rank. All ranks."""
     mine = _packed(boxes)
-    every = cast("list[Int64Array]", all_gather_objects(group, mine, name="tell who holds what"))
+    every = cast("list[Int64Array]", group.all_gather_objects(mine, name="tell who holds what"))
     return [_unpacked(row, dimensions) for row in every]
 
 
@@ -99,4 +98,5 @@ def senders(every: list[list[list[Box]]], itemsizes: Sequence[int], *, to: int |
 
 def on_group_device(group: Group, tensors: Sequence[torch.Tensor]) -> bool:
     """True when the data lies where the group communicates, so that no host memory is needed in between."""
-    return group.device.type != "cpu" and all(tensor.device == group.device for tensor in tensors)
+    device = torch.device(group.device)
+    return device.type != "cpu" and all(tensor.device == device for tensor in tensors)

@@ -6,9 +6,10 @@ import json
 from dataclasses import asdict, dataclass
 from typing import cast
 
+from fsdpckpt.comm.wire_errors import ErrorRecord, encode_error
 from fsdpckpt.errors import FsdpckptError, InternalError, WorkerError
 
-__all__ = ["Failure", "Position", "exit_code_of", "words_of"]
+__all__ = ["Failure", "Position"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +34,21 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Worker ``rank`` failed in ``step``. ``exit_code``: what the cause would have ended a lone process with."""
+    """Worker ``rank`` failed in ``step``. ``exit_code``: what the cause would have ended a lone process with.
+
+    ``original``: the cause as a record, where it is an error that a lone process would end with.
+    """
 
     rank: int
     step: str
     cause: str
     exit_code: int
+    original: ErrorRecord | None = None
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int, step: str) -> Failure:
+        """The failure of ``rank``, which raised ``error`` in ``step``."""
+        return cls(rank, step, _words_of(error), _exit_code_of(error), encode_error(error))
 
     def text(self) -> str:
         return json.dumps(asdict(self))
@@ -55,10 +65,11 @@ class Failure:
             next_step="find the cause on that rank, then run the command again",
         )
         error.step, error.cause, error.cause_exit_code = self.step, self.cause, self.exit_code
+        error.original = self.original
         return error
 
 
-def words_of(error: BaseException) -> str:
+def _words_of(error: BaseException) -> str:
     """An exception as the cause in a failure: our own in full, any other with its type."""
     if isinstance(error, FsdpckptError):
         return str(error)
@@ -66,7 +77,7 @@ def words_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def exit_code_of(error: BaseException) -> int:
+def _exit_code_of(error: BaseException) -> int:
     if isinstance(error, FsdpckptError):
         return error.exit_code
     return 130 if isinstance(error, KeyboardInterrupt) else InternalError.exit_code

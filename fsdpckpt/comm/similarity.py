@@ -10,8 +10,7 @@ from typing import TypeAlias, cast
 import torch
 
 from fsdpckpt.comm.boxes import kind_of
-from fsdpckpt.comm.group import Group
-from fsdpckpt.comm.messages import all_gather_objects
+from fsdpckpt.comm.protocol import Group
 from fsdpckpt.errors import StateDictMismatchError
 
 __all__ = ["agree_on_structure", "check_similar", "describe", "differences", "raise_together"]
@@ -72,9 +71,9 @@ def agree_on_structure(group: Group, state: object) -> None:
     """
     mine = describe(state, plain_shapes=False)
     digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
-    if len(set(all_gather_objects(group, digest, name="compare structures"))) == 1:
+    if len(set(group.all_gather_objects(digest, name="compare structures"))) == 1:
         return
-    every = cast("list[Description]", all_gather_objects(group, mine, name="list the differences"))
+    every = cast("list[Description]", group.all_gather_objects(mine, name="list the differences"))
     found: list[str] = []
     for rank, other in enumerate(every[1:], 1):
         found += differences(every[0], other, ("rank 0", f"rank {rank}"))
@@ -83,7 +82,7 @@ def agree_on_structure(group: Group, state: object) -> None:
 
 def raise_together(group: Group, problems: list[str]) -> None:
     """Raise StateDictMismatchError with every rank's ``problems``, on every rank. All ranks."""
-    every = cast("list[list[str]]", all_gather_objects(group, problems, name="compare structures"))
+    every = cast("list[list[str]]", group.all_gather_objects(problems, name="compare structures"))
     found: dict[str, list[int]] = {}
     for rank, each in enumerate(every):
         for problem in each:

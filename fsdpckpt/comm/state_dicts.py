@@ -1,21 +1,342 @@
-"""The operations on state dicts over a live process group, in one place; each works with no process group too."""
+"""Sharded state dicts made whole: on every rank, or on one. The rules are ``_gather_state_dict``'s of PyTorch.
+
+Steps: 1. all ranks compare the structure of their state dicts; 2. all tell which boxes they hold, and check that
+together they are everything; 3. holders send each box once, straight into the whole tensors.
+"""
 
 from __future__ import annotations
 
-from fsdpckpt.comm.copies import copy_state_dict, empty_on_cpu, offload_to_cpu
-from fsdpckpt.comm.gather import gather
-from fsdpckpt.comm.scatter import broadcast, scatter, shard
-from fsdpckpt.comm.similarity import check_similar
-from fsdpckpt.comm.trees import StateDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
 
-__all__ = [
-    "StateDict",
-    "broadcast",
-    "check_similar",
-    "copy_state_dict",
-    "empty_on_cpu",
-    "gather",
-    "offload_to_cpu",
-    "scatter",
-    "shard",
-]
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdpckpt.comm.boxes import Box, HeldBox, held, kind_of, view_of
+from fsdpckpt.comm.exchanger import BUDGET, exchange, spread
+from fsdpckpt.comm.holdings import Wanted, all_boxes, check_coverage, on_group_device, senders
+from fsdpckpt.comm.placing import Place, Placements, place_like, place_on_mesh, place_whole
+from fsdpckpt.comm.protocol import Group
+from fsdpckpt.comm.similarity import agree_on_structure, raise_together
+from fsdpckpt.comm.streams import Stream, stream_bytes
+from fsdpckpt.comm.trees import StateDict, Tree, rebuild, taken_apart
+from fsdpckpt.errors import UsageError
+
+__all__ = ["broadcast", "gather", "scatter", "shard"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sharded:
+    """One sharded tensor: its place in the state dict, what it is, and this rank's boxes of it."""
+
+    slot: int
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    here: list[HeldBox]
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+
+def gather(
+    group: Group,
+    state: StateDict,
+    *,
+    to: int | None = None,
+    cpu_offload: bool = False,
+    budget: int = BUDGET,
+) -> StateDict:
+    """``state`` with every DTensor and ShardedTensor whole. All ranks, each with its own shards.
+
+    ``to``: the rank that gets it, the others get ``{}`` and allocate nothing; None: all. Whole tensors lie where the
+    shards do, with ``cpu_offload`` in host memory. Plain tensors and other values stay each rank's own. Beside the
+    result no rank needs more than ``budget`` bytes. Raises StateDictMismatchError, alike on all ranks, when the
+    ranks' state dicts differ in structure or do not hold every element.
+    """
+    agree_on_structure(group, state)
+    tree = taken_apart(state)
+    sharded = [
+        _Sharded(slot, key, tuple(tensor.shape), tensor.dtype, _device(tensor), held(tensor, key))
+        for slot, (key, tensor) in enumerate(zip(tree.keys, tree.tensors, strict=True))
+        if kind_of(tensor) != "Tensor"
+    ]
+    every = all_boxes(group, [[h.box for h in each.here] for each in sharded], [len(each.shape) for each in sharded])
+    check_coverage([each.key for each in sharded], [each.shape for each in sharded], every)
+    sends = senders(every, [each.itemsize for each in sharded], to=to)
+    receives = to is None or to == group.rank
+    whole = [
+        torch.empty(s.shape, dtype=s.dtype, device="cpu" if cpu_offload else s.device) for s in sharded if receives
+    ]
+    _transfer(group, sharded, whole, sends, to=to, budget=budget)
+    if not receives:
+        return {}
+    tensors = [
+        tensor.detach().cpu() if cpu_offload and kind_of(tensor) == "Tensor" else tensor for tensor in tree.tensors
+    ]
+    for each, tensor in zip(sharded, whole, strict=True):
+        tensors[each.slot] = tensor
+    return cast("StateDict", rebuild(tree.skeleton, tensors))
+
+
+def _empty(each: _Sharded, *, cpu_offload: bool) -> torch.Tensor:
+    return torch.empty(each.shape, dtype=each.dtype, device="cpu" if cpu_offload else each.device)
+
+
+def _device(tensor: torch.Tensor) -> torch.device:
+    shards = getattr(tensor, "local_shards", None)
+    if shards is None:
+        return tensor.device
+    return next((shard.tensor.device for shard in shards()), torch.device("cpu"))
+
+
+def _transfer(
+    group: Group,
+    sharded: list[_Sharded],
+    whole: list[torch.Tensor],
+    sends: list[list[Wanted]],
+    *,
+    to: int | None,
+    budget: int,
+) -> None:
+    here = [{each.box: each.data for each in one.here} for one in sharded]
+    mine = Stream([here[wanted.index][wanted.box] for wanted in sends[group.rank]])
+    into = [Stream([view_of(whole[w.index], w.box) for w in each]) if whole else None for each in sends]
+    on_device = on_group_device(group, [*whole, *(data for one in here for data in one.values())])
+
+    def read(_: int, offset: int, buffer: torch.Tensor) -> None:
+        mine.read(offset, buffer)
+
+    def write(source: int, offset: int, buffer: torch.Tensor) -> None:
+        stream = into[source]
+        if stream is not None:
+            stream.write(offset, buffer)
+
+    with torch.no_grad():
+        for index, tensor in enumerate(whole):
+            for box, data in here[index].items():
+                view_of(tensor, box).copy_(data)
+        if to is None:
+            sizes = [stream_bytes([(w.box[1], sharded[w.index].itemsize) for w in each]) for each in sends]
+            spread(group, sizes=sizes, read=read, write=write, budget=budget, on_device=on_device, name="gather")
+            return
+        coming = {rank: stream.size for rank, stream in enumerate(into) if stream is not None and rank != group.rank}
+        leaving = {to: mine.size} if group.rank != to else {}
+        exchange(
+            group,
+            sends=leaving,
+            receives=coming,
+            read=read,
+            write=write,
+            budget=budget,
+            on_device=on_device,
+            name="gather",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """What all ranks know of the whole state dict: its structure, and each tensor's key, shape and dtype."""
+
+    skeleton: object
+    keys: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+
+
+def shard(
+    group: Group,
+    state: StateDict,
+    *,
+    like: StateDict | None = None,
+    mesh: DeviceMesh | None = None,
+    placements: Placements | None = None,
+    device: torch.device | None = None,
+) -> StateDict:
+    """This rank's shards of ``state``, which every rank has whole and alike. Only structures are communicated.
+
+    ``device``: where new tensors lie (default: where ``state``'s do). Raises StateDictMismatchError on all ranks,
+    with every difference, when ``state`` does not fit ``like``.
+    """
+    tree = taken_apart(state)
+    whole = _described(tree)
+    places, problems = _places(whole, like, mesh, placements, device, tree)
+    raise_together(group, problems)
+    _fill(places, tree.tensors)
+    return cast("StateDict", rebuild(whole.skeleton, [place.tensor for place in places]))
+
+
+def scatter(
+    group: Group,
+    state: StateDict | None,
+    *,
+    source: int = 0,
+    like: StateDict | None = None,
+    mesh: DeviceMesh | None = None,
+    placements: Placements | None = None,
+    device: torch.device | None = None,
+    budget: int = BUDGET,
+) -> StateDict:
+    """This rank's shards of the ``state`` that rank ``source`` has whole; what other ranks pass is ignored. All ranks.
+
+    Each rank is sent what it wants and no more; beside its own shards it needs at most ``budget`` bytes. ``device``:
+    where new tensors lie (default: the group's). Raises StateDictMismatchError on all ranks, with every difference,
+    when the state dict does not fit a rank's ``like``.
+    """
+    with group.step("scatter"):
+        tree = taken_apart(state) if group.rank == source else None
+        parts = None if tree is None else _parts(_described(tree))
+        whole = _Whole(*cast("tuple[object, ...]", group.broadcast_object(parts, source=source)))  # type: ignore[arg-type]
+        places, problems = _places(whole, like, mesh, placements, device or torch.device(group.device), tree)
+    raise_together(group, problems)
+    wants = [[each.box for each in place.boxes] for place in places]
+    every = all_boxes(group, wants, [len(shape) for shape in whole.shapes])
+    with torch.no_grad():
+        if tree is not None:
+            _fill(places, tree.tensors)
+        _send(group, source, tree, places, every, budget)
+    return cast("StateDict", rebuild(whole.skeleton, [place.tensor for place in places]))
+
+
+def broadcast(
+    group: Group,
+    state: StateDict | None,
+    *,
+    source: int = 0,
+    device: torch.device | None = None,
+    budget: int = BUDGET,
+) -> StateDict:
+    """Rank ``source``'s ``state`` on every rank, tensors and all else; ``source`` gets its own back. All ranks.
+
+    ``device``: where the other ranks' tensors lie (default: the group's).
+    """
+    return scatter(group, state, source=source, device=device, budget=budget)
+
+
+def _described(tree: Tree) -> _Whole:
+    for key, tensor in zip(tree.keys, tree.tensors, strict=True):
+        if kind_of(tensor) != "Tensor":
+            raise UsageError(
+                f"a {kind_of(tensor)} where a whole tensor is needed", key=key, next_step="gather the state dict first"
+            )
+    shapes = tuple(tuple(tensor.shape) for tensor in tree.tensors)
+    return _Whole(tree.skeleton, tree.keys, shapes, tuple(tensor.dtype for tensor in tree.tensors))
+
+
+def _parts(whole: _Whole) -> tuple[object, ...]:
+    return whole.skeleton, whole.keys, whole.shapes, whole.dtypes
+
+
+def _places(
+    whole: _Whole,
+    like: StateDict | None,
+    mesh: DeviceMesh | None,
+    placements: Placements | None,
+    device: torch.device | None,
+    tree: Tree | None,
+) -> tuple[list[Place], list[str]]:
+    """A place for each tensor, and what does not fit."""
+    if (mesh is None) != (placements is None) or (like is not None and mesh is not None):
+        raise UsageError("say where tensors go by like, or by mesh and placements")
+    found: list[Place] = []
+    templates: dict[str, torch.Tensor] = {}
+    problems: list[str] = []
+    if like is not None:
+        wanted = taken_apart(like)
+        templates = dict(zip(wanted.keys, wanted.tensors, strict=True))
+        problems = _misfits(whole, templates)
+    for index, (key, shape, dtype) in enumerate(zip(whole.keys, whole.shapes, whole.dtypes, strict=True)):
+        own = None if tree is None else tree.tensors[index]
+        target = torch.device("cpu") if not shape else device or (torch.device("cpu") if own is None else own.device)
+        found.append(_place(key, shape, dtype, target, own, templates.get(key), mesh, placements))
+    return found, problems
+
+
+def _place(
+    key: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    own: torch.Tensor | None,
+    template: torch.Tensor | None,
+    mesh: DeviceMesh | None,
+    placements: Placements | None,
+) -> Place:
+    if template is not None and (kind_of(template) != "Tensor" or own is None):
+        return place_like(template, key, device)
+    chosen = (placements(key, shape) if callable(placements) else placements) if shape else None
+    if mesh is not None and chosen is not None:
+        return place_on_mesh(shape, dtype, key, device, mesh, chosen)
+    if own is not None:
+        moved = own.detach().to(device)
+        return Place(held(moved, key), moved, filled=True)
+    return place_whole(shape, dtype, device)
+
+
+def _misfits(whole: _Whole, templates: dict[str, torch.Tensor]) -> list[str]:
+    there = dict(zip(whole.keys, zip(whole.shapes, whole.dtypes, strict=True), strict=True))
+    found = [f"{key}: not in the whole state dict" for key in templates if key not in there]
+    found += [f"{key}: nothing asks for it" for key in there if key not in templates]
+    for key, (shape, dtype) in there.items():
+        wanted = templates.get(key)
+        if wanted is not None and (tuple(wanted.shape) != shape or wanted.dtype != dtype):
+            found.append(f"{key}: {list(shape)} {dtype}, wanted {list(wanted.shape)} {wanted.dtype}")
+    return found
+
+
+def _fill(places: Sequence[Place], tensors: Sequence[torch.Tensor]) -> None:
+    """Copy what this rank wants out of whole ``tensors`` that it has."""
+    with torch.no_grad():
+        for place, tensor in zip(places, tensors, strict=True):
+            for each in () if place.filled else place.boxes:
+                each.data.copy_(view_of(tensor, each.box))
+
+
+def _send(
+    group: Group, source: int, tree: Tree | None, places: list[Place], every: list[list[list[Box]]], budget: int
+) -> None:
+    """The tensors that all want whole by broadcast, the boxes of the others each to the rank that wants it."""
+    shared = [_wanted_whole([boxes[index] for boxes in every]) for index in range(len(places))]
+    whole = [index for index, is_shared in enumerate(shared) if is_shared]
+    cut = [index for index, is_shared in enumerate(shared) if not is_shared]
+    here = [each.data for place in places for each in place.boxes]
+    on_device = on_group_device(group, here if tree is None else [*here, *tree.tensors])
+    common = [each.data for index in whole for each in places[index].boxes]
+    into = Stream([each.data for index in cut for each in places[index].boxes])
+    out: dict[int, Stream] = {}
+    if tree is not None:
+        common = [tree.tensors[index] for index in whole]
+        for rank, boxes in enumerate(every):
+            out[rank] = Stream([view_of(tree.tensors[index], box) for index in cut for box in boxes[index]])
+        del out[source]  # it has its own already
+    _broadcast(group, source, Stream(common), budget=budget, on_device=on_device)
+    exchange(
+        group,
+        sends={rank: stream.size for rank, stream in out.items()},
+        receives={} if tree is not None else {source: into.size},
+        read=lambda rank, offset, buffer: out[rank].read(offset, buffer),
+        write=lambda _, offset, buffer: into.write(offset, buffer),
+        budget=budget,
+        on_device=on_device,
+        name="scatter",
+    )
+
+
+def _wanted_whole(wants: Sequence[Sequence[Box]]) -> bool:
+    """True when all ranks want the same and it is one box, as of a tensor that nobody cuts."""
+    return len(wants[0]) == 1 and all(list(each) == list(wants[0]) for each in wants)
+
+
+def _broadcast(group: Group, source: int, stream: Stream, *, budget: int, on_device: bool) -> None:
+    spread(
+        group,
+        sizes=[stream.size if rank == source else 0 for rank in range(group.world_size)],
+        read=lambda _, offset, buffer: stream.read(offset, buffer),
+        write=lambda _, offset, buffer: stream.write(offset, buffer),
+        budget=budget,
+        on_device=on_device,
+        name="broadcast",
+    )

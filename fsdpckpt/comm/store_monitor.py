@@ -23,7 +23,7 @@ from typing import Self, TypeVar
 from torch._C._distributed_c10d import Store
 
 from fsdpckpt.comm.background import Background, Job
-from fsdpckpt.comm.records import Failure, Position, exit_code_of, words_of
+from fsdpckpt.comm.records import Failure, Position
 from fsdpckpt.errors import WorkerError
 
 __all__ = ["LOOK", "STATUS_DIRECTORY", "Board"]
@@ -206,17 +206,19 @@ class Board:
 
     def fail(self, rank: int, cause: str, exit_code: int, *, step: str | None = None) -> WorkerError:
         """Pin the failure of ``rank``, unless one is pinned already; returns the error to raise: the pinned one."""
-        if self.failure is None:
-            mine = Failure(rank, self._step if step is None else step, cause, exit_code)
-            self.failure = mine  # stands if the store cannot be asked
-            pinned = self._call(lambda: self._store.compare_set("failure", "", mine.text()).decode())
-            self.failure = Failure.parse(pinned)
-            self._leave_failure()
-        return self.failure.error()
+        return self._pin(Failure(rank, self._step if step is None else step, cause, exit_code))
 
     def fail_with(self, error: BaseException) -> WorkerError:
         """Pin ``error`` as this rank's failure; returns the error to raise."""
-        return self.fail(self.rank, words_of(error), exit_code_of(error))
+        return self._pin(Failure.of(error, self.rank, self._step))
+
+    def _pin(self, failure: Failure) -> WorkerError:
+        if self.failure is None:
+            self.failure = failure  # stands if the store cannot be asked
+            pinned = self._call(lambda: self._store.compare_set("failure", "", failure.text()).decode())
+            self.failure = Failure.parse(pinned)
+            self._leave_failure()
+        return self.failure.error()
 
     def connection_lost(self, error: BaseException, peer: int | None) -> WorkerError:
         """The error to raise when the process group broke: whoever failed first, then ``peer``, then who is silent."""

@@ -14,16 +14,13 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from fsdpckpt.comm.group import Group
-from fsdpckpt.comm.messages import all_gather_objects, broadcast_object
+from fsdpckpt.comm.protocol import Group
 from fsdpckpt.converters.check import Pair, Verdict, compared, digests_of, matched
 from fsdpckpt.converters.convert import Prepared
 from fsdpckpt.converters.lay_out import dtype_rule
 from fsdpckpt.converters.pairs_shipped import packed_pairs, unpacked_pairs
 from fsdpckpt.converters.staged import Places
-from fsdpckpt.execute.heartbeat import pulse
 from fsdpckpt.execute.remote import everyones_files, serve
-from fsdpckpt.execute.wire_errors import carrying
 from fsdpckpt.ir.checkpoint import SourceFile
 from fsdpckpt.options import ConvertOptions, VerifyLevel
 from fsdpckpt.progress import Progress
@@ -70,22 +67,22 @@ class CheckTogether:
             return {}
         told = [packed_pairs(pairs), [self._name(file.path) for file in files], [file.nbytes for file in files]]
         received, names, lengths = cast(
-            "tuple[object, list[str], list[int]]", broadcast_object(self._group, told, name="what is to be compared")
+            "tuple[object, list[str], list[int]]", self._group.broadcast_object(told, name="what is to be compared")
         )
         if self._group.rank:
             pairs = unpacked_pairs(received)
         shares = divided(pairs, self._visible, self._seen(names), self._group.world_size)
         found = self._compare(shares[self._group.rank], names, lengths)
         found |= self._compare_the_rest(shares[-1], files)
-        with self._group.step("judge the output"), carrying():
+        with self._group.step("judge the output"):
             return digests_of(pairs, found, self._written) if self._prepared is not None else {}
 
     def _match(self) -> tuple[list[Pair], Sequence[SourceFile]]:
-        with self._group.step("check the output"), carrying():
+        with self._group.step("check the output"):
             if self._prepared is None:
                 self._serve()
                 return [], []
-            with pulse(self._group), everyones_files(self._group) as opener:
+            with self._group.heartbeat(), everyones_files(self._group) as opener:
                 return matched(
                     self._prepared.transformed.checkpoint,
                     self._written,
@@ -113,21 +110,21 @@ class CheckTogether:
         """This worker's share; on rank 0 what all found."""
         paths = [self._places.locate(self._group.rank, name) for name in names]
         written = [SourceFile(*each) for each in zip(paths, lengths, strict=True)]
-        with self._group.step("compare the output"), carrying(), pulse(self._group), Sources() as sources:
+        with self._group.step("compare the output"), self._group.heartbeat(), Sources() as sources:
             mine = self._compared(pairs, sources, written)
         found: dict[str, Verdict] = {}
-        for theirs in all_gather_objects(self._group, mine, name="what was compared"):
+        for theirs in self._group.all_gather_objects(mine, name="what was compared"):
             found.update(cast("dict[str, Verdict]", theirs))
         return found
 
     def _compare_the_rest(self, pairs: Sequence[Pair], files: Sequence[SourceFile]) -> dict[str, Verdict]:
         if not pairs:  # the same on all ranks
             return {}
-        with self._group.step("compare what nobody sees whole"), carrying():
+        with self._group.step("compare what nobody sees whole"):
             if self._prepared is None:
                 self._serve()
                 return {}
-            with pulse(self._group), everyones_files(self._group) as sources:
+            with self._group.heartbeat(), everyones_files(self._group) as sources:
                 return self._compared(pairs, sources, files)
 
     def _compared(self, pairs: Sequence[Pair], sources: Sources, written: Sequence[SourceFile]) -> dict[str, Verdict]:

@@ -17,15 +17,13 @@ from functools import partial
 from typing import Protocol, TypeAlias, TypeVar, cast
 
 from fsdpckpt.comm.background import Background
-from fsdpckpt.comm.group import Group
-from fsdpckpt.comm.messages import all_gather_objects, broadcast_object
+from fsdpckpt.comm.protocol import Group
 from fsdpckpt.converters.delivery import compare, delivered, for_staging, open_for
 from fsdpckpt.converters.delivery_stage import Stage, is_there
 from fsdpckpt.converters.report import Report
 from fsdpckpt.converters.staged import node_label
 from fsdpckpt.errors import InternalError, UsageError
 from fsdpckpt.execute.peers import Peer, end_stopped, this_process
-from fsdpckpt.execute.wire_errors import carrying
 from fsdpckpt.options import ConvertOptions, Visibility
 from fsdpckpt.progress import NoProgress, Progress
 from fsdpckpt.storage.remote_store import filesystem_of
@@ -75,7 +73,7 @@ def deliver_together(
     """
     begun = time.monotonic()
     run = _Delivery(group, source, target, options, progress if group.rank == 0 else NoProgress())
-    peers = cast("list[Peer]", all_gather_objects(group, this_process(), name="who delivers"))
+    peers = cast("list[Peer]", group.all_gather_objects(this_process(), name="who delivers"))
     try:
         with ExitStack() as locks:
             own = run.open(visibility, locks)
@@ -113,13 +111,13 @@ class _Delivery:
     def open(self, visibility: Visibility, locks: ExitStack) -> Visibility:
         """Look at DST, and take the staging directories until ``locks`` end. Returns who sees them."""
         told: object = None
-        with self._group.step("look at the target"), carrying():
+        with self._group.step("look at the target"):
             if self._group.rank == 0:
                 told = self._attend(lambda _: self._look(visibility, locks))
         url, root, names, self._upload = cast(
-            "tuple[str, str, list[str], str]", broadcast_object(self._group, told, name="the target")
+            "tuple[str, str, list[str], str]", self._group.broadcast_object(told, name="the target")
         )
-        with self._group.step("open the target"), carrying():
+        with self._group.step("open the target"):
             filesystem = self._attend(lambda _: filesystem_of(url)[0])
             self._remote = RemoteTarget(url, filesystem, root, tuple(names))
         return self._take(Stage.of(url, self._options.staging), locks)
@@ -140,16 +138,16 @@ class _Delivery:
     def _take(self, own: Stage, locks: ExitStack) -> Visibility:
         """One staging directory for all, or one a node where they do not all see that of rank 0."""
         mine = [node_label(), own.root, own.path]
-        told = cast("list[tuple[str, str, str]]", all_gather_objects(self._group, mine, name="staging"))
+        told = cast("list[tuple[str, str, str]]", self._group.all_gather_objects(mine, name="staging"))
         self.stage = Stage(*told[0][1:])
         seen = self._options.dry_run or self.stage.upload() == self._upload
-        everyone = all_gather_objects(self._group, seen, name="who sees staging")
+        everyone = self._group.all_gather_objects(seen, name="who sees staging")
         labels = [label for label, _, _ in told]
         if all(everyone) or len(set(labels)) == 1:
             return Visibility.SHARED
         leader = labels.index(labels[self._group.rank])
         self.stage = Stage(*told[leader][1:])
-        with self._group.step("take staging"), carrying():
+        with self._group.step("take staging"):
             if leader == self._group.rank != 0:
                 self._leads = True
                 self._lock(self.stage, locks)
@@ -162,7 +160,7 @@ class _Delivery:
             raise InternalError("an upload without a target")
         here = {name: self.stage.locate(name) for name, workers in holders.items() if group.rank in workers}
         sizes = {file.path: file.nbytes for file in report.files}
-        with group.step("announce the upload"), carrying():
+        with group.step("announce the upload"):
             if group.rank == 0:
                 there = {name: os.path.getsize(path) for name, path in here.items() if name not in sizes}
                 self._attend(lambda _: remote.begin({**sizes, **there}))
@@ -170,13 +168,13 @@ class _Delivery:
         mine = {name: path for name, path in here.items() if own.get(name) == group.rank}
         arrivals = self._arrivals()
         self._progress.begin("upload", sum(sizes[name] for name in mine))
-        with group.step("upload"), carrying():
+        with group.step("upload"):
             self._attend(lambda sent: remote.send(mine, self._sending(sent, arrivals)))
-        with group.step("end the upload"), carrying():
+        with group.step("end the upload"):
             if group.rank == 0:
                 self._attend(lambda sent: remote.complete(here, holders, self._sending(sent, arrivals)))
         self._progress.end()
-        with group.step("remove staging"), carrying():
+        with group.step("remove staging"):
             if self._leads:
                 self.stage.remove()
 
@@ -184,7 +182,7 @@ class _Delivery:
         """What earlier runs of this upload noted, on whichever node."""
         mine = self.stage.arrivals(self._upload) if self._options.resume else {}
         found: dict[str, str] = {}
-        for theirs in all_gather_objects(self._group, mine, name="what has arrived"):
+        for theirs in self._group.all_gather_objects(mine, name="what has arrived"):
             found.update(cast("dict[str, str]", theirs))
         return found
 

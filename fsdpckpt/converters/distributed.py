@@ -17,8 +17,8 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from fsdpckpt.comm.group import Group
-from fsdpckpt.comm.messages import all_gather_objects, broadcast_object
+from fsdpckpt.comm.protocol import Group
+from fsdpckpt.comm.wire_errors import original_error
 from fsdpckpt.converters.checked_together import CheckTogether
 from fsdpckpt.converters.convert import Prepared, check_options, prepare, report_of
 from fsdpckpt.converters.delivered_together import Holders, deliver_together
@@ -32,7 +32,6 @@ from fsdpckpt.converters.taken_up import copies_known, journals_read
 from fsdpckpt.errors import InternalError, WorkerError
 from fsdpckpt.execute.budget import Budget, make_budget
 from fsdpckpt.execute.distributed import execute_together
-from fsdpckpt.execute.heartbeat import pulse
 from fsdpckpt.execute.peers import Peer, end_stopped, this_process
 from fsdpckpt.execute.recorder import Recorder
 from fsdpckpt.execute.remote import everyones_files, serve
@@ -41,7 +40,6 @@ from fsdpckpt.execute.settings import for_worker, threads_for
 from fsdpckpt.execute.shared_files import ComparedWorkerOutput, WorkerOutput
 from fsdpckpt.execute.shipping import Job, packed, unpacked
 from fsdpckpt.execute.visibility import identities, who_sees
-from fsdpckpt.execute.wire_errors import as_it_was, carrying
 from fsdpckpt.garbage import set_aside
 from fsdpckpt.ir.checkpoint import Note, SourceFile
 from fsdpckpt.options import ConvertOptions, VerifyLevel, Visibility
@@ -136,7 +134,7 @@ class _Conversion:
 
     def run(self, workers_here: int) -> Report:
         begun = time.monotonic()
-        self._peers = cast("list[Peer]", all_gather_objects(self._group, this_process(), name="who is who"))
+        self._peers = cast("list[Peer]", self._group.all_gather_objects(this_process(), name="who is who"))
         budget = self._check_request(workers_here)
         self._plan()
         if not self._options.dry_run:
@@ -147,7 +145,7 @@ class _Conversion:
     def undo(self, error: BaseException) -> None:
         """End workers that are stopped. Remove what was staged, unless this or another run may go on with it."""
         end_stopped(self._peers)
-        original = as_it_was(error) if isinstance(error, WorkerError) else error
+        original = original_error(error) if isinstance(error, WorkerError) else error
         lost = isinstance(original, WorkerError) or not isinstance(error, WorkerError)
         if not lost:
             self._group.all_stopped()
@@ -167,7 +165,7 @@ class _Conversion:
         self._holds.clear()
 
     def _check_request(self, workers_here: int) -> Budget:
-        with self._group.step("check the request"), carrying():
+        with self._group.step("check the request"):
             if self._group.rank == 0:
                 check_options(self._options)
                 options = self._options
@@ -179,11 +177,11 @@ class _Conversion:
             return for_worker(budget, workers_here, max_memory=memory, chosen=threads is not None)
 
     def _plan(self) -> None:
-        with self._group.step("read and plan"), carrying():
+        with self._group.step("read and plan"):
             if self._group.rank:
                 serve(self._group)
                 return
-            with pulse(self._group), everyones_files(self._group) as files:
+            with self._group.heartbeat(), everyones_files(self._group) as files:
                 self._met.append(files)
                 self._prepared = prepare(self._source, self._target, self._options, files, self._progress)
                 self._opened = list(files.opened)
@@ -195,7 +193,7 @@ class _Conversion:
             files = self._prepared.transformed.checkpoint.files
             paths = list(dict.fromkeys([*(file.path for file in files), *self._opened]))
             told = (paths, [file.nbytes for file in files], self._prepared.spec.directory)
-        found = broadcast_object(group, told, name="sources")
+        found = group.broadcast_object(told, name="sources")
         paths, lengths, directory = cast("tuple[list[str], list[int], bool]", found)
         visible = self._visible(paths)[: len(lengths)]
         data = [SourceFile(*each) for each in zip(paths, lengths, strict=False)]
@@ -211,9 +209,9 @@ class _Conversion:
         )
         journals = journals_read(group, self._staging)
         job, recorder, finished = self._job(budget, places, visible, copies, journals)
-        with group.step("take up staging"), carrying():
+        with group.step("take up staging"):
             self._take_up(job, places)
-        with group.step("hold staging"), carrying():
+        with group.step("hold staging"):
             if recorder is not None:
                 self._holds.append(lock_as_writer(places.roots[places.place[group.rank] or 0], group.rank))
         self.holders = holders_of(job, places, directory=directory)
@@ -246,8 +244,8 @@ class _Conversion:
             for path in paths:
                 found += identities([path], sources)
                 self._group.beat()
-        everyone = cast("list[list[bytes]]", all_gather_objects(self._group, found, name="who sees what"))
-        with self._group.step("compare the sources"), carrying():
+        everyone = cast("list[list[bytes]]", self._group.all_gather_objects(found, name="who sees what"))
+        with self._group.step("compare the sources"):
             if self._group.rank == 0:  # what is wrong all would find, and one says
                 who_sees(paths, everyone)
         return who_sees(paths, everyone)
@@ -265,14 +263,14 @@ class _Conversion:
         """
         data: object = None
         finished = Finished()
-        with self._group.step("divide the work"), carrying():
+        with self._group.step("divide the work"):
             if self._prepared is not None:
-                with pulse(self._group):
+                with self._group.heartbeat():
                     now = run_identity(self._prepared.plan, self._options, copies)
                     job, finished = divide(self._prepared, self._options, budget, places, visible, now, journals)
                     self._note = note_of(job, self._target, self._staging, asked=self._options.resume)
                     data = [packed(job), first_record(now)]
-        plan, first = cast("tuple[object, Record]", broadcast_object(self._group, data, name="the plan"))
+        plan, first = cast("tuple[object, Record]", self._group.broadcast_object(data, name="the plan"))
         job, rank = unpacked(plan), self._group.rank
         own = places.place[rank]
         if own is None or places.there[own]:
@@ -311,10 +309,10 @@ class _Conversion:
 
     def _commit(self, job: Job, places: Places) -> None:
         """Every output appears under its name, or is discarded where it has no file."""
-        with self._group.step("are the sources unchanged"), carrying():
+        with self._group.step("are the sources unchanged"):
             for sources in self._met:
                 sources.require_unchanged()
-        with self._group.step("commit"), carrying():
+        with self._group.step("commit"):
             for staging in self._staging:
                 place = places.place[self._group.rank]
                 if any(segment.place == place for segment in job.segments):
@@ -336,4 +334,4 @@ class _Conversion:
                 self._prepared.output.notes.append(self._note)
             report = report_of(self._prepared, self._target, self._options, budget, seconds, workers=workers)
             data = json.loads(json.dumps(report.to_json()))
-        return Report.from_json(cast("dict[str, object]", broadcast_object(self._group, data, name="report")))
+        return Report.from_json(cast("dict[str, object]", self._group.broadcast_object(data, name="report")))

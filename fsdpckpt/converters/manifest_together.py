@@ -6,12 +6,10 @@ import os
 from collections.abc import Mapping
 from typing import cast
 
-from fsdpckpt.comm.group import Group
-from fsdpckpt.comm.messages import broadcast_object
+from fsdpckpt.comm.protocol import Group
 from fsdpckpt.converters.convert import Prepared
 from fsdpckpt.converters.manifest import put_manifest, write_manifest
 from fsdpckpt.execute.compare import not_this
-from fsdpckpt.execute.wire_errors import carrying
 from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage.staging import Staging
 
@@ -33,11 +31,11 @@ def manifest_together(
     ``write_manifest``.
     """
     data = b""
-    with group.step("write fsdpckpt.json"), carrying():
+    with group.step("write fsdpckpt.json"):
         if prepared is not None:
             data = _write(prepared, target, staging, crcs, digests)
-    data = cast("bytes", broadcast_object(group, data, name="fsdpckpt.json"))
-    with group.step("copy fsdpckpt.json"), carrying():
+    data = cast("bytes", group.broadcast_object(data, name="fsdpckpt.json"))
+    with group.step("copy fsdpckpt.json"):
         if prepared is None and staging is not None:
             put_manifest(staging, data)
 

@@ -13,13 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
-from fsdpckpt.comm.group import Group
-from fsdpckpt.comm.messages import all_gather_objects
+from fsdpckpt.comm.protocol import Group
 from fsdpckpt.converters.replaceable import require_replaceable
 from fsdpckpt.converters.target_spec import TargetSpec
 from fsdpckpt.errors import UsageError
 from fsdpckpt.execute.resume import Finished
-from fsdpckpt.execute.wire_errors import carrying
 from fsdpckpt.ir.checkpoint import Layout
 from fsdpckpt.options import Visibility
 from fsdpckpt.plan.partition import Segment, cut, target_node
@@ -82,14 +80,14 @@ def lead(
     ``resume``: one that an interrupted run left with a journal stays as it is, and where DST is there none is made.
     ``directory``: whether the target is one. Raises UsageError when a node's workers do not see their leader's.
     """
-    labels = [str(label) for label in all_gather_objects(group, node_label(), name="nodes")]
+    labels = [str(label) for label in group.all_gather_objects(node_label(), name="nodes")]
     order = list(dict.fromkeys(labels))
     nodes = tuple(order.index(label) for label in labels)
     by_place = nodes if visibility is Visibility.NODE else (0,) * group.world_size
     leaders = tuple(by_place.index(place) for place in range(max(by_place) + 1))
     told = ("", "", "")
     there = False
-    with group.step("make staging"), carrying():
+    with group.step("make staging"):
         if group.rank in leaders:
             real = os.path.realpath(target)
             there = resume and not overwrite and os.path.lexists(real)
@@ -102,14 +100,14 @@ def lead(
                 told = (staging[0].path, staging[0].locate(""), uuid.uuid4().hex)
                 with open(os.path.join(staging[0].root, _SIGN), "w", encoding="utf-8") as file:
                     file.write(told[2])
-    existing = cast("list[bool]", all_gather_objects(group, there, name="where DST is there"))
-    found = cast("list[tuple[str, str, str]]", all_gather_objects(group, told, name="staging"))
+    existing = cast("list[bool]", group.all_gather_objects(there, name="where DST is there"))
+    found = cast("list[tuple[str, str, str]]", group.all_gather_objects(told, name="staging"))
     own = found[leaders[by_place[group.rank]]]
     sees = cast(
         "list[bool]",
-        all_gather_objects(group, _sees(own, there=existing[leaders[by_place[group.rank]]]), name="who sees staging"),
+        group.all_gather_objects(_sees(own, there=existing[leaders[by_place[group.rank]]]), name="who sees staging"),
     )
-    with group.step("staging is seen"), carrying():
+    with group.step("staging is seen"):
         if staging:
             os.unlink(os.path.join(staging[0].root, _SIGN))
         blind = [worker for worker, seen in enumerate(sees) if not seen]

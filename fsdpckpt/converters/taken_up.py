@@ -7,8 +7,7 @@ from typing import cast
 
 import numpy as np
 
-from fsdpckpt.comm.group import Group
-from fsdpckpt.comm.messages import all_gather_objects
+from fsdpckpt.comm.protocol import Group
 from fsdpckpt.converters.resumption import data_files, same_run
 from fsdpckpt.converters.staged import Places
 from fsdpckpt.execute.resume import Finished, RunIdentity, run_of
@@ -36,7 +35,7 @@ def copies_known(
         for file, see in zip(files, seen, strict=True)
         if file.path in wanted
     ]
-    everyone = cast("list[list[list[object]]]", all_gather_objects(group, mine, name="copies of the sources"))
+    everyone = cast("list[list[list[object]]]", group.all_gather_objects(mine, name="copies of the sources"))
     paths = data_files(files)
     return [
         [_identity(path, row) for row in dict.fromkeys(tuple(told[number]) for told in everyone) if row]
@@ -56,7 +55,7 @@ def _identity(path: str, row: Sequence[object]) -> FileIdentity:
 def journals_read(group: Group, staging: Sequence[Staging]) -> list[list[list[Record]]]:
     """By worker the records of each journal that an interrupted run left at its place, if it leads one. All ranks."""
     mine = [read_records(path) for each in staging if each.resumed for path in journal_paths(each.root)]
-    return cast("list[list[list[Record]]]", all_gather_objects(group, mine, name="journals"))
+    return cast("list[list[list[Record]]]", group.all_gather_objects(mine, name="journals"))
 
 
 def taken_up(

@@ -15,12 +15,10 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from fsdpckpt.comm.exchange import Exchanger
-from fsdpckpt.comm.group import Group
-from fsdpckpt.comm.messages import all_gather_objects
+from fsdpckpt.comm.exchanger import Exchanger
+from fsdpckpt.comm.protocol import Group
 from fsdpckpt.errors import WorkerError
 from fsdpckpt.execute.copy_pool import PATIENCE, SLOWEST_DISK, Crew
-from fsdpckpt.execute.heartbeat import pulse
 from fsdpckpt.execute.kept import Kept
 from fsdpckpt.execute.kept_together import Done, judge_again, keep_together
 from fsdpckpt.execute.local import copy_window
@@ -32,7 +30,6 @@ from fsdpckpt.execute.shared_files import Share, WorkerOutput
 from fsdpckpt.execute.shipping import Job
 from fsdpckpt.execute.stream_checksums import Sent, StreamCheck
 from fsdpckpt.execute.window import Assembler
-from fsdpckpt.execute.wire_errors import carrying
 from fsdpckpt.plan.transfer import OwnWindow, find_routes
 from fsdpckpt.progress import Progress
 
@@ -66,15 +63,15 @@ def execute_together(
     with group.step("agree on the plan", agree=job.digest()):
         pass
     kept, done = keep_together(group, job, locate, threads)
-    with group.step("find routes"), carrying(), pulse(group):
+    with group.step("find routes"), group.heartbeat():
         run = _Run(group, job, visible, locate, threads, progress, recorder, finished or Finished(), kept, done, output)
     try:
         with run.sources:
-            with group.step("make shared files"), carrying():
+            with group.step("make shared files"):
                 run.make_shared_files()
-            with group.step("copy"), carrying():
+            with group.step("copy"):
                 run.copy()
-        with group.step("finish"), carrying():
+        with group.step("finish"):
             return run.finish()
     except BaseException:
         run.abandon()
@@ -215,7 +212,7 @@ class _Run:
             mine = {number: output.share() for number, output in self._outputs.items() if not output.alone}
         found = [
             cast("tuple[FileShares, list[tuple[int, int, int, int, int]], dict[int, int]]", told)
-            for told in all_gather_objects(self._group, (mine, self._check.unfinished(), self._sent.sums), name="join")
+            for told in self._group.all_gather_objects((mine, self._check.unfinished(), self._sent.sums), name="join")
         ]
         self._judge_streams([sums for _, _, sums in found])
         shares = {number: share for told, _, _ in found for number, share in told.items()}
@@ -229,7 +226,7 @@ class _Run:
         with self._group.silent_for(nbytes / SLOWEST_DISK):
             self._finish_shared(shares)
         crcs = {output.plan.path: output.crc for output in self._outputs.values() if output.first}
-        for theirs in all_gather_objects(self._group, crcs, name="checksums"):
+        for theirs in self._group.all_gather_objects(crcs, name="checksums"):
             crcs.update(cast("dict[str, int]", theirs))
         if self._recorder is not None:
             self._recorder.close(complete=True)

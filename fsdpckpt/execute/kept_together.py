@@ -7,16 +7,13 @@ from typing import TypeAlias, cast
 
 import numpy as np
 
-from fsdpckpt.comm.group import Group
-from fsdpckpt.comm.messages import all_gather_objects, broadcast_object
+from fsdpckpt.comm.protocol import Group
 from fsdpckpt.execute.checks import SourceCheck, SourceRecord
 from fsdpckpt.execute.copy_pool import Crew
-from fsdpckpt.execute.heartbeat import pulse
 from fsdpckpt.execute.kept import Kept, ReadBack, buffer_for, longest_claim, threads_for_claims
 from fsdpckpt.execute.reread import has_gaps, read_again, unjudged
 from fsdpckpt.execute.resume import Finished
 from fsdpckpt.execute.shipping import Job
-from fsdpckpt.execute.wire_errors import carrying
 from fsdpckpt.plan.partition import Segment
 from fsdpckpt.plan.plan import Claim
 from fsdpckpt.plan.transfer import OwnWindow, Visible
@@ -34,13 +31,13 @@ def keep_together(group: Group, job: Job, locate: Callable[[str], str], threads:
     if not len(job.claims):
         return {}, {}
     claims = {number: _claims(job, segment) for number, segment in enumerate(job.segments)}
-    with group.step("read back what is there"), carrying():
+    with group.step("read back what is there"):
         kept = _read_back(group, job, claims, locate, threads)
     mine: list[list[int]] = []
     for number, each in kept.items():
         there = set(each.ranges)
         mine += [[number, begin] for begin, end, _ in claims[number] if (begin, end) not in there]
-    everyone = all_gather_objects(group, mine, name="what is there")
+    everyone = group.all_gather_objects(mine, name="what is there")
     lost = {tuple(pair) for told in everyone for pair in cast("list[list[int]]", told)}
     done = {
         number: [(begin, end) for begin, end, _ in own if (number, begin) not in lost] for number, own in claims.items()
@@ -89,14 +86,14 @@ def judge_again(group: Group, job: Job, check: SourceCheck, finished: Finished, 
         return
     found: object = None
     if group.rank == 0:
-        with pulse(group):
+        with group.heartbeat():
             found = [list(record) for record in unjudged(check, job.plan, finished.received_ranges())]
-    records = [cast("SourceRecord", tuple(row)) for row in cast("list[list[int]]", broadcast_object(group, found))]
+    records = [cast("SourceRecord", tuple(row)) for row in cast("list[list[int]]", group.broadcast_object(found))]
     readers = [np.flatnonzero(visible[file]) for file, _, _, _ in records]
     mine = [
         record
         for number, (record, seers) in enumerate(zip(records, readers, strict=True))
         if seers[number % len(seers)] == group.rank
     ]
-    with group.step("read again what no sum proves"), carrying(), Sources() as sources:
+    with group.step("read again what no sum proves"), Sources() as sources:
         read_again(mine, job.files, sources, group.beat)

@@ -14,12 +14,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import cast
 
-import torch
-
-from fsdpckpt.comm.group import Group
-from fsdpckpt.comm.objects import decode, encode
+from fsdpckpt.comm.protocol import Group
+from fsdpckpt.comm.wire_errors import decode_error, encode_error
 from fsdpckpt.errors import FsdpckptError, InternalError, SourceMissingError
-from fsdpckpt.execute.wire_errors import carried_text, raise_carried
 from fsdpckpt.storage.protocols import ByteSource, Entry, is_url
 from fsdpckpt.storage.sources import Sources
 
@@ -32,26 +29,11 @@ Question = tuple[str, str, int, int]
 """(what, path, offset, nbytes): ``list``, ``stat``, ``read`` or ``done``."""
 
 
-def _send(group: Group, to: int, value: object) -> None:
-    data = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8).to(group.device)
-    count = torch.tensor([len(data)], dtype=torch.int64, device=group.device)
-    for part in (count, data):
-        group.wire.swap(send=part, to=to, receive=None, source=None).land()
-
-
-def _receive(group: Group, source: int) -> object:
-    count = torch.zeros(1, dtype=torch.int64, device=group.device)
-    group.wire.swap(send=None, to=None, receive=count, source=source).land()
-    data = torch.empty(int(count), dtype=torch.uint8, device=group.device)
-    group.wire.swap(send=None, to=None, receive=data, source=source).land()
-    return decode(data.cpu().numpy().tobytes())
-
-
 def serve(group: Group, *, roots: Mapping[str, str] | None = None) -> None:
     """Answer rank 0 until it is done. All ranks but 0. ``roots``: rank 0's name of a directory -> this worker's own."""
     with Sources() as sources:
         while True:
-            what, path, offset, nbytes = cast("Question", _receive(group, 0))
+            what, path, offset, nbytes = cast("Question", group.receive_object(source=0))
             if what == "done":
                 return
             for root, own in (roots or {}).items():
@@ -60,8 +42,8 @@ def serve(group: Group, *, roots: Mapping[str, str] | None = None) -> None:
             try:
                 answer: object = _answer(sources, what, path, offset, nbytes)
             except (FsdpckptError, OSError) as error:  # rank 0's to tell, as if its own disk had said so
-                answer = carried_text(error)
-            _send(group, 0, answer)
+                answer = encode_error(error)
+            group.send_object(answer, to=0)
 
 
 def _answer(sources: Sources, what: str, path: str, offset: int, nbytes: int) -> object:
@@ -81,7 +63,7 @@ def everyones_files(group: Group) -> Iterator[EveryonesFiles]:
     with files:
         yield files
         for rank in range(1, group.world_size):
-            _send(group, rank, ("done", "", 0, 0))
+            group.send_object(("done", "", 0, 0), to=rank)
 
 
 class EveryonesFiles(Sources):
@@ -97,10 +79,10 @@ class EveryonesFiles(Sources):
     def ask(self, rank: int, what: str, path: str, offset: int = 0, nbytes: int = 0) -> object:
         """The answer of worker ``rank``. Raises the error that it met instead."""
         with self._asking:
-            _send(self._group, rank, (what, path, offset, nbytes))
-            answer = _receive(self._group, rank)
-        if isinstance(answer, str):
-            raise_carried(answer)
+            self._group.send_object((what, path, offset, nbytes), to=rank)
+            answer = self._group.receive_object(source=rank)
+        if isinstance(answer, dict):
+            raise decode_error(answer)
         return answer
 
     def _union(self, what: str, path: str, own: list[Entry], join: str) -> list[Entry]:

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from fsdpckpt.comm.exchange import Leg
+from fsdpckpt.comm.exchanger import Leg
 from fsdpckpt.execute.copy_pool import Crew
 from fsdpckpt.execute.receive_buffers import Arrivals
 from fsdpckpt.execute.stream_checksums import Sent

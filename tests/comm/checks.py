@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -30,9 +30,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdpckpt import comm
 from fsdpckpt.comm.environment import FIRST_PORT
-from fsdpckpt.comm.exchange import Exchanger, Leg
+from fsdpckpt.comm.exchanger import Exchanger, Leg
 from fsdpckpt.errors import StateDictMismatchError, UsageError, WorkerError
 from tests.comm.crew import crew
+from tests.comm.group_contract import GroupContract
 
 WORLD_SIZES = (2, 3, 4)
 BUDGET = 1 << 14  # four chunks of one page: every tensor of some size crosses in chunks
@@ -341,7 +342,7 @@ def check_broadcast_carries_every_kind_of_value(group: comm.Group) -> None:
 
 
 def check_an_object_that_could_run_code_is_refused_by_name(group: comm.Group) -> None:
-    apart = comm.Group.over(dist.new_group())  # it fails, and stays so
+    apart = comm.TorchGroup.over(dist.new_group())  # it fails, and stays so
     try:
         comm.broadcast(apart, {"hook": {"f": print}} if group.rank == 0 else None)
     except WorkerError as error:
@@ -443,7 +444,7 @@ def check_legs_of_any_size_cross_while_there_is_room_for_two_rounds(group: comm.
 
 
 def check_what_a_reading_thread_raises_fails_the_step_on_all(group: comm.Group) -> None:
-    apart = comm.Group.over(dist.new_group())
+    apart = comm.TorchGroup.over(dist.new_group())
 
     def read(peer: int, offset: int, buffer: torch.Tensor) -> None:
         if apart.rank == 1 and offset:
@@ -465,7 +466,7 @@ def check_plans_that_differ_are_an_error_before_a_byte_moves(group: comm.Group) 
     written = []
     try:
         comm.exchange(
-            comm.Group.over(dist.new_group()),
+            comm.TorchGroup.over(dist.new_group()),
             sends={0: 5} if group.rank == 1 else {},
             receives={},
             read=lambda *_: None,
@@ -479,7 +480,7 @@ def check_plans_that_differ_are_an_error_before_a_byte_moves(group: comm.Group) 
 
 
 def check_ranks_that_bring_different_digests_to_a_step_fail_there(group: comm.Group) -> None:
-    apart = comm.Group.over(dist.new_group())
+    apart = comm.TorchGroup.over(dist.new_group())
     try:
         with apart.step("plan", agree="one" if group.rank else "another"):
             raise AssertionError("entered")
@@ -495,8 +496,8 @@ def check_ranks_that_bring_different_digests_to_a_step_fail_there(group: comm.Gr
 def check_groups_over_parts_of_the_world_work_beside_each_other(group: comm.Group) -> None:
     half = max(group.world_size // 2, 1)
     parts = [dist.new_group(list(range(half))), dist.new_group(list(range(half, group.world_size)))]
-    mine = comm.Group.over(parts[0] if group.rank < half else parts[1])
-    ranks = comm.all_gather_objects(mine, group.rank)
+    mine = comm.TorchGroup.over(parts[0] if group.rank < half else parts[1])
+    ranks = mine.all_gather_objects(group.rank)
     assert ranks == (list(range(half)) if group.rank < half else list(range(half, group.world_size))), ranks
     same(
         comm.broadcast(mine, {"x": random(3, seed=group.rank)} if mine.rank == 0 else None)["x"],
@@ -508,7 +509,7 @@ def work(out: str) -> int:
     """One rank: every situation in turn, then its results."""
     dist.init_process_group("gloo")
     results: dict[str, str] = {}
-    group = comm.Group.over(limit=20)
+    group = comm.TorchGroup.over(limit=20)
     for name in SITUATIONS:
         try:
             globals()[name](group)
@@ -531,12 +532,24 @@ def work_under_srun(rank: int, out: str) -> int:
     os.environ |= {"SLURM_JOB_ID": job, "SLURM_STEP_ID": "", "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
     os.environ |= {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "2"}
     os.environ |= {"SLURM_STEP_NODELIST": "localhost"}
-    with comm.Group.start(patience=30) as group:
-        ranks = comm.all_gather_objects(group, group.rank)
+    with comm.TorchGroup.start(patience=30) as group:
+        ranks = group.all_gather_objects(group.rank)
     with open(os.path.join(out, f"srun-{rank}.json"), "w") as file:
         json.dump({"ranks": ranks, "backend": group.backend}, file)
     return 0
 
+
+class _OverAPartOfTheWorld(GroupContract):
+    def make(self) -> comm.Group:
+        return comm.TorchGroup.over(dist.new_group(), limit=20)
+
+
+def _check(test: str) -> Callable[[comm.Group], None]:
+    return lambda _: getattr(_OverAPartOfTheWorld(), test)()
+
+
+for _test in (name for name in dir(GroupContract) if name.startswith("test_")):
+    globals()[f"check_{_test.removeprefix('test_')}"] = _check(_test)
 
 SITUATIONS = tuple(name for name in globals() if name.startswith("check_"))
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from fsdpckpt import comm
-from fsdpckpt.comm.group import PATIENCE
+from fsdpckpt.comm.torch_group import PATIENCE
 from fsdpckpt.errors import WorkerError
 from tests.comm.crew import crew
 from tests.oracle.process import quiet_worker
@@ -124,7 +124,7 @@ def work(place: str, trouble: str, said: list[str]) -> int:
     started = time.monotonic()
     try:
         patience = LIMIT if place == "absent" else PATIENCE
-        with comm.Group.start(device="cpu", limit=LIMIT, patience=patience) as group:
+        with comm.TorchGroup.start(device="cpu", limit=LIMIT, patience=patience) as group:
             started = time.monotonic()
             PLACES[place](group, TROUBLES[trouble])
     except WorkerError as error:

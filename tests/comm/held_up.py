@@ -15,8 +15,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from fsdpckpt.comm.exchange import Exchanger, Leg
-from fsdpckpt.comm.group import Group
+from fsdpckpt.comm.exchanger import Exchanger, Leg
+from fsdpckpt.comm.protocol import Group
+from fsdpckpt.comm.torch_group import TorchGroup
 from tests.comm.crew import crew
 
 CHUNK = 1 << 20  # bytes
@@ -49,7 +50,7 @@ def work(rank: int, out: str) -> None:
 
         return note
 
-    with Group.start(backend="gloo", device="cpu") as group:
+    with TorchGroup.start(backend="gloo", device="cpu") as group:
         try:
             with group.step("copy"):
                 _move(group, rank, read, landing, landed)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdpckpt.comm import group, staging, wire
+from fsdpckpt.comm import staging, torch_group, transport
 from fsdpckpt.comm.environment import Place
 
 GPU = torch.device("cuda", 3)
@@ -113,7 +113,7 @@ def test_a_flight_lands_once_the_device_is_through_on_the_thread_and_stream_that
         def wait(self) -> None:
             recorder.say("the stream waits for the work")
 
-    flying = wire.Wire(None, None, GPU)  # type: ignore[arg-type]
+    flying = transport.Transport(None, None, GPU)  # type: ignore[arg-type]
     flying._wait([Work(), Work()])  # type: ignore[list-item]
     waited = "the stream waits for the work on own 1"
     assert recorder.events == [f"device {GPU}", waited, waited, "host waits for own 1"]
@@ -123,8 +123,8 @@ def test_nccl_connects_at_once_to_the_gpu_of_this_worker(recorder: Recorder, mon
     def init(backend: str, **given: Any) -> None:
         recorder.events.append(f"{backend} {given['rank']} of {given['world_size']} device {given.get('device_id')}")
 
-    monkeypatch.setattr(group.dist, "init_process_group", init)
+    monkeypatch.setattr(torch_group.dist, "init_process_group", init)
     place = Place(7, 8, 3, 4, "127.0.0.1", 1, "torchrun")
-    group._connect("nccl", GPU, None, place)  # type: ignore[arg-type]
-    group._connect("gloo", torch.device("cpu"), None, place)  # type: ignore[arg-type]
+    torch_group._connect("nccl", GPU, None, place)  # type: ignore[arg-type]
+    torch_group._connect("gloo", torch.device("cpu"), None, place)  # type: ignore[arg-type]
     assert recorder.events == [f"device {GPU}", f"nccl 7 of 8 device {GPU}", "gloo 7 of 8 device None"]

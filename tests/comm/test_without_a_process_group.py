@@ -16,7 +16,7 @@ from tests.comm.checks import random, same, whole
 
 @pytest.fixture
 def alone() -> comm.Group:
-    return comm.Group.over()
+    return comm.TorchGroup.over()
 
 
 def test_the_group_is_this_process(alone: comm.Group) -> None:
@@ -37,8 +37,8 @@ def test_every_operation_gives_the_state_dict_back(alone: comm.Group) -> None:
         comm.shard(alone, state, like=like),
     ):
         same(found, whole())
-    assert comm.all_gather_objects(alone, {"a": 1}) == [{"a": 1}]
-    assert comm.broadcast_object(alone, 7) == 7
+    assert alone.all_gather_objects({"a": 1}) == [{"a": 1}]
+    assert alone.broadcast_object(7) == 7
 
 
 def test_an_error_in_a_step_stays_itself(alone: comm.Group) -> None:

@@ -13,7 +13,8 @@ import time
 import numpy as np
 import pytest
 
-from fsdpckpt.comm.exchange import LEAVING
+from fsdpckpt.comm.exchanger import LEAVING
+from fsdpckpt.comm.wire_errors import encode_error, original_error
 from fsdpckpt.errors import SourceCorruptError, UsageError, WorkerError
 from fsdpckpt.execute.budget import make_budget
 from fsdpckpt.execute.copy_pool import Crew
@@ -21,7 +22,6 @@ from fsdpckpt.execute.peers import end_stopped, this_process
 from fsdpckpt.execute.receive_buffers import Arrivals
 from fsdpckpt.execute.settings import for_worker, settle, threads_for
 from fsdpckpt.execute.visibility import identities, who_sees
-from fsdpckpt.execute.wire_errors import Carried, as_it_was, carried_text, carrying
 from fsdpckpt.ir.checkpoint import ZEROS
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.plan.plan import Plan
@@ -78,8 +78,8 @@ def test_all_files_that_differ_or_are_gone_are_named() -> None:
 def test_an_error_arrives_as_what_it_was() -> None:
     error = SourceCorruptError("bad", details=("a", "b"), why="w", file="f", key="k", expected="1", found="2")
     lost = WorkerError("worker 3 failed", rank=3)
-    lost.step, lost.cause = "copy", carried_text(error)
-    found = as_it_was(lost)
+    lost.step, lost.original = "copy", encode_error(error)
+    found = original_error(lost)
     assert isinstance(found, SourceCorruptError)
     assert (found.what, found.why, found.file, found.key) == ("bad", "w", "f", "k")
     assert found.details == ("a", "b", "met by worker 3 in step 'copy'")
@@ -87,26 +87,23 @@ def test_an_error_arrives_as_what_it_was() -> None:
 
 def test_an_error_of_the_system_keeps_its_number_and_file() -> None:
     lost = WorkerError("worker 0 failed", rank=0)
-    lost.cause = carried_text(OSError(28, "No space left on device", "/x/y"))
-    found = as_it_was(lost)
+    lost.original = encode_error(OSError(28, "No space left on device", "/x/y"))
+    found = original_error(lost)
     assert isinstance(found, OSError)
     assert (found.errno, found.filename) == (28, "/x/y")
 
 
-@pytest.mark.parametrize("cause", [None, "RuntimeError: x", "{}", "[1]", '{"fsdpckpt error": "eval", "what": "x"}'])
-def test_any_other_cause_stays_a_failure_of_a_worker(cause: str | None) -> None:
+@pytest.mark.parametrize("record", [None, {}, {"type": "eval", "what": "x"}, {"type": "annotations", "what": "x"}])
+def test_any_other_cause_stays_a_failure_of_a_worker(record: dict[str, object] | None) -> None:
     lost = WorkerError("worker 1 failed", rank=1)
-    lost.cause = cause
-    assert as_it_was(lost) is lost
+    lost.cause, lost.original = "RuntimeError: x", record
+    assert original_error(lost) is lost
 
 
-def test_only_known_errors_are_carried() -> None:
-    with pytest.raises(Carried), carrying():
-        raise UsageError("no")
-    with pytest.raises(ZeroDivisionError), carrying():
-        raise ZeroDivisionError
-    with pytest.raises(WorkerError), carrying():
-        raise WorkerError("lost")
+def test_only_known_errors_cross_as_what_they_are() -> None:
+    assert encode_error(UsageError("no")) is not None
+    assert encode_error(ZeroDivisionError()) is None
+    assert encode_error(WorkerError("lost")) is None
 
 
 # memory

@@ -25,7 +25,7 @@ def main(path: str) -> None:
     if apart:
         os.environ["GROUP_RANK"] = str(rank)
 
-    from fsdpckpt.comm.group import Group
+    from fsdpckpt.comm.torch_group import TorchGroup
     from fsdpckpt.converters.distributed import convert_together
     from fsdpckpt.converters.options_json import convert_options
     from fsdpckpt.options import Visibility
@@ -34,7 +34,7 @@ def main(path: str) -> None:
 
     quiet_worker(limit=plan.get("limit", 240))
     reports = []
-    with Group.start(device="cpu", limit=30) as group:
+    with TorchGroup.start(device="cpu", limit=30) as group:
         for case in plan["cases"]:
             report = convert_together(
                 group,

@@ -20,9 +20,9 @@ from typing import TypeAlias
 import torch
 
 from fsdpckpt.comm.ahead import Ahead
-from fsdpckpt.comm.group import Group
+from fsdpckpt.comm.protocol import Group
 from fsdpckpt.comm.staging import Staging, chunk_bytes
-from fsdpckpt.comm.wire import Flight
+from fsdpckpt.comm.transport import Flight
 from fsdpckpt.errors import InternalError
 
 __all__ = ["BUDGET", "LEAVING", "Exchanger", "Landing", "Leg", "Read", "Write", "exchange", "spread"]
@@ -120,7 +120,7 @@ class Exchanger:
         self._group = group
         count = LEAVING if landing else LEAVING + UNDER_WAY
         size = min(chunk_bytes(budget, count), chunk_bytes(largest + 4095, 1))
-        self._staging = Staging(group.device, count=count, size=size, on_device=on_device)
+        self._staging = Staging(torch.device(group.device), count=count, size=size, on_device=on_device)
 
     @property
     def chunk(self) -> int:
@@ -136,7 +136,7 @@ class Exchanger:
         for to, source in self.pairs():
             mine = torch.tensor([sends.get(to, 0)], dtype=torch.int64, device=group.device)
             found = torch.empty_like(mine)
-            group.wire.swap(send=mine, to=to, receive=found, source=source).land()
+            group.transport.swap(send=mine, to=to, receive=found, source=source).land()
             if int(found) != receives.get(source, 0):
                 raise InternalError(
                     f"the plans of rank {source} and rank {group.rank} differ",
@@ -205,7 +205,8 @@ class Exchanger:
         elif hop.received:
             place = self._staging.device(hop.into, hop.received)
         send = self._staging.to_device(hop.out, hop.sent) if hop.sent else None
-        return self._group.wire.swap(send=send, to=leg.to, receive=place, source=leg.source)
+        flight: Flight = self._group.transport.swap(send=send, to=leg.to, receive=place, source=leg.source)
+        return flight
 
     def _land(self, hop: _Hop, flight: Flight | None, free: Semaphore) -> None:
         leg = hop.leg
@@ -242,7 +243,7 @@ def spread(
         return
     with group.step(name, agree=str(list(sizes))):
         size = min(chunk_bytes(budget, DEPTH), chunk_bytes(max([*sizes, 1]) + 4095, 1))
-        staging = Staging(group.device, count=DEPTH, size=size, on_device=on_device)
+        staging = Staging(torch.device(group.device), count=DEPTH, size=size, on_device=on_device)
         chunks = [
             (s, offset) for offset in range(0, max(sizes), size) for s, total in enumerate(sizes) if offset < total
         ]
@@ -255,7 +256,7 @@ def spread(
             if source == group.rank:
                 read(source, offset, staging.host(slot, count))
             data = staging.to_device(slot, count) if source == group.rank else staging.device(slot, count)
-            under_way.append((source, offset, count, group.wire.broadcast(data, source)))
+            under_way.append((source, offset, count, group.transport.broadcast(data, source)))
         for number, landing in enumerate(under_way, len(chunks) - len(under_way)):
             _deliver(group, staging, landing, number % DEPTH, write)
 

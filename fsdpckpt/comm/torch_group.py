@@ -1,4 +1,4 @@
-"""``Group``: this worker among the workers, with named collective steps. Works with no process group too.
+"""``TorchGroup``: a group over a live process group of torch.
 
 An exception of one rank inside a step is raised on every rank as the same ``WorkerError`` (rank, step, cause), within
 the limit, whatever the others wait for; see ``fsdpckpt.comm.store_monitor`` for how. A group that failed stays failed.
@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager as Context
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import NoReturn, Self
 
 import torch
 import torch.distributed as dist
@@ -22,12 +20,17 @@ from torch.distributed import distributed_c10d
 
 from fsdpckpt.comm.devices import choose, device_of, has_own_gpu
 from fsdpckpt.comm.environment import Place, recognised
+from fsdpckpt.comm.exchanger import spread
+from fsdpckpt.comm.heartbeat import heartbeat
+from fsdpckpt.comm.objects import decode, encode
 from fsdpckpt.comm.orphans import end_with_launcher
+from fsdpckpt.comm.protocol import Group
+from fsdpckpt.comm.solo import Solo
 from fsdpckpt.comm.store_monitor import Board
-from fsdpckpt.comm.wire import Wire
-from fsdpckpt.errors import InternalError, UsageError, WorkerError
+from fsdpckpt.comm.transport import Transport
+from fsdpckpt.errors import UsageError, WorkerError
 
-__all__ = ["LIMIT", "PATIENCE", "Group"]
+__all__ = ["LIMIT", "PATIENCE", "TorchGroup"]
 
 LIMIT = 15.0
 """Seconds within which a fault of one worker ends all of them."""
@@ -36,40 +39,33 @@ PATIENCE = 120.0
 """Seconds that workers may start apart: importing torch from a busy network disk takes its time."""
 
 
-class Group:
-    """``rank`` of ``world_size`` workers; ``device``: where data has to lie to cross between them.
+class TorchGroup(Group):
+    """``rank`` of ``world_size`` workers; ``device``: where data must lie to cross between them.
 
-    Made by ``alone``, ``over`` (a live process group, which stays the caller's) or ``start`` (makes its own).
+    Made by ``over`` (a live process group, which stays the caller's) or ``start`` (makes its own).
     """
 
+    backend: str
+    device: torch.device
+    transport: Transport
+
     def __init__(
-        self,
-        *,
-        device: torch.device,
-        backend: str | None = None,
-        wire: Wire | None = None,
-        board: Board | None = None,
-        owned: bool = False,
+        self, *, device: torch.device, backend: str, transport: Transport, board: Board, owned: bool = False
     ) -> None:
+        self.rank = board.rank
+        self.world_size = board.world_size
         self.device = device
         self.backend = backend
-        self.rank = 0 if board is None else board.rank
-        self.world_size = 1 if board is None else board.world_size
-        self._wire = wire
+        self.transport = transport
         self._board = board
         self._owned = owned
         self._steps: list[str] = []
 
     @classmethod
-    def alone(cls, device: str | torch.device = "cpu") -> Group:
-        """A group of this process only: every operation works, nothing is communicated."""
-        return cls(device=torch.device(device))
-
-    @classmethod
     def over(
         cls, process_group: dist.ProcessGroup | None = None, *, device: torch.device | None = None, limit: float = LIMIT
     ) -> Group:
-        """The workers of a live process group (default: the default one; ``alone`` when none was initialised).
+        """The workers of a live process group (default: the default one; ``Solo`` when none was initialised).
 
         Every rank of it has to call this, in the same order where there are several. ``device``: default the current
         GPU where the group has NCCL, else the CPU.
@@ -77,7 +73,7 @@ class Group:
         if not (dist.is_available() and dist.is_initialized()):
             if process_group is not None:
                 raise UsageError("a process group was given, and torch.distributed is not initialised")
-            return cls.alone("cpu" if device is None else device)
+            return Solo(torch.device("cpu") if device is None else device)
         group = distributed_c10d._get_default_group() if process_group is None else process_group
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         if rank < 0:
@@ -88,7 +84,7 @@ class Group:
         backend = "nccl" if nccl and device.type == "cuda" else "gloo"
         store = _own_part(distributed_c10d._get_process_group_store(group), rank)
         board = Board(store, rank, world_size, limit=limit)
-        return cls(device=device, backend=backend, wire=Wire(group, board, device), board=board)
+        return cls(device=device, backend=backend, transport=Transport(group, board, device), board=board)
 
     @classmethod
     def start(
@@ -100,7 +96,7 @@ class Group:
         patience: float = PATIENCE,
         place: Place | None = None,
     ) -> Group:
-        """Meet the other workers as the environment says (torchrun, srun), or as ``place`` does; alone without either.
+        """Meet the other workers as the environment (torchrun, srun) or ``place`` says; ``Solo`` without either.
 
         ``patience``: seconds that one worker may start later than another. Initialises the default process group;
         ``close`` destroys it. Raises WorkerError when a worker does not come.
@@ -108,7 +104,7 @@ class Group:
         here = recognised() if place is None else place
         if here is None:
             _, kind = choose(backend, device, all_have_gpu=lambda: has_own_gpu(1))
-            return cls.alone(device_of(kind, None))
+            return Solo(device_of(kind, None))
         end_with_launcher()
         store = _rendezvous(here, patience)
         store.add("fsdpckpt/own-gpu", int(has_own_gpu(here.local_world_size)))
@@ -123,21 +119,15 @@ class Group:
             # Without limit it would wait half an hour for a worker that ended since.
             board.attend(lambda: _connect(chosen, mine, own, here))
         group = cls.over(device=mine, limit=limit)
-        group._owned = True
+        if isinstance(group, TorchGroup):
+            group._owned = True
         return group
 
     # steps
 
-    def step(self, name: str, *, agree: str = "") -> Context[None]:
-        """``with group.step("write shards"):`` all ranks enter and leave the body together.
-
-        ``agree``: a digest of what all ranks must have alike. An exception in the body of any rank is raised as one
-        WorkerError on all. Alone, the body's own exceptions pass. Steps may be nested.
-        """
-        return nullcontext() if self._board is None else self._step(self._board, name, agree)
-
     @contextmanager
-    def _step(self, board: Board, name: str, agree: str) -> Iterator[None]:
+    def step(self, name: str, *, agree: str = "") -> Iterator[None]:
+        board = self._board
         self._steps.append(name)
         path = " / ".join(self._steps)
         try:
@@ -158,64 +148,83 @@ class Group:
             self._steps.pop()
 
     def beat(self) -> None:
-        """Say that this worker moves: call it at least every few seconds in a long step, from its own loop."""
-        if self._board is not None:
-            self._board.beat()
+        self._board.beat()
 
     def watch(self, *, moving: bool) -> None:
-        """Look after the other workers from a loop that waits for other threads of this one, at least every second.
+        self._board.patrol(alive=moving)
 
-        ``moving``: whether those moved since the last call; a worker that does not is as lost as one that is silent.
-        Raises WorkerError when a worker failed.
-        """
-        if self._board is not None:
-            self._board.patrol(alive=moving)
+    def heartbeat(self) -> Context[None]:
+        return heartbeat(lambda moving: self.watch(moving=moving))
 
     @contextmanager
     def silent_for(self, seconds: float) -> Iterator[None]:
-        """The body may take ``seconds`` more than the limit without a beat, e.g. one long call into a library."""
-        before = 0.0 if self._board is None else self._board.allow_silence(seconds)
+        before = self._board.allow_silence(seconds)
         try:
             yield
         finally:
-            if self._board is not None:
-                self._board.allow_silence(before)
+            self._board.allow_silence(before)
 
-    @property
-    def wire(self) -> Wire:
-        """What moves bytes between the workers. Only where there are several."""
-        if self._wire is None:
-            raise InternalError("a worker without a process group was to communicate")
-        return self._wire
+    # values
 
-    def __enter__(self) -> Self:
-        return self
+    def all_gather_objects(self, value: object, *, name: str = "exchange of values") -> list[object]:
+        if self.world_size == 1:
+            return [value]
+        with self.step(name):
+            return self._spread(value, has_value=True)
+
+    def broadcast_object(self, value: object = None, *, source: int = 0, name: str = "broadcast of a value") -> object:
+        if self.world_size == 1:
+            return value
+        with self.step(name):
+            return self._spread(value, has_value=self.rank == source)[source]
+
+    def _spread(self, value: object, *, has_value: bool) -> list[object]:
+        mine = encode(value) if has_value else b""
+        sizes = [size for (size,) in self.transport.all_counts([len(mine)])]
+        received = [bytearray(size if rank != self.rank else 0) for rank, size in enumerate(sizes)]
+
+        def read(_: int, offset: int, buffer: torch.Tensor) -> None:
+            buffer.copy_(torch.frombuffer(bytearray(mine[offset : offset + len(buffer)]), dtype=torch.uint8))
+
+        def write(source: int, offset: int, buffer: torch.Tensor) -> None:
+            received[source][offset : offset + len(buffer)] = buffer.numpy().tobytes()
+
+        spread(self, sizes=sizes, read=read, write=write, name="values")
+        values = [decode(bytes(data)) if data else None for data in received]
+        values[self.rank] = value if has_value else None
+        return values
+
+    def send_object(self, value: object, *, to: int) -> None:
+        data = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8).to(self.device)
+        count = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
+        for part in (count, data):
+            self.transport.swap(send=part, to=to, receive=None, source=None).land()
+
+    def receive_object(self, *, source: int) -> object:
+        count = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.transport.swap(send=None, to=None, receive=count, source=source).land()
+        data = torch.empty(int(count), dtype=torch.uint8, device=self.device)
+        self.transport.swap(send=None, to=None, receive=data, source=source).land()
+        return decode(data.cpu().numpy().tobytes())
+
+    # the end
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is not None and self._board is not None and self._board.failure is None:
+        if error is not None and self._board.failure is None:
             self._board.fail_with(error)
         self.close()
 
     def all_stopped(self) -> None:
-        """After a failure: wait until every rank has raised it, at most the limit; a moment only when one was lost."""
-        if self._board is not None and self._board.failure is not None:
+        if self._board.failure is not None:
             self._board.all_stopped()
-
-    def leave(self, exit_code: int) -> NoReturn:
-        """End this process now, as a worker whose group failed has to: torch may hang or abort in its destructors."""
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(exit_code)
 
     def close(self) -> None:
         """Leave together; destroys the process group that ``start`` made. After a failure it only lets go."""
-        if self._board is None:
-            return
         failed = self._board.failure is not None
         if not failed:
             with self.step("close"):
                 pass
-        self.wire.close()
+        self.transport.close()
         self._board.close()
         if self._owned and not failed:
             dist.destroy_process_group()

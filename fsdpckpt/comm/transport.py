@@ -1,7 +1,7 @@
 """Bytes between workers over the process group, with waits that end when any worker fails.
 
 Gloo's and NCCL's own waits cannot be interrupted; they happen in the background, and the caller patrols meanwhile.
-Tensors handed in lie on ``Wire.device``, are contiguous, and must stay untouched until the flight has landed.
+Tensors handed in lie on ``Transport.device``, are contiguous, and must stay untouched until the flight has landed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from fsdpckpt.comm.background import Background, Job
 from fsdpckpt.comm.store_monitor import LOOK, Board
 
-__all__ = ["Flight", "Wire"]
+__all__ = ["Flight", "Transport"]
 
 _Post: TypeAlias = "Callable[[], Sequence[dist.Work]]"
 
@@ -23,14 +23,14 @@ _Post: TypeAlias = "Callable[[], Sequence[dist.Work]]"
 class Flight:
     """Communication on its way; ``land`` waits for it."""
 
-    def __init__(self, wire: Wire, job: Job[None], peer: int | None) -> None:
-        self._wire = wire
+    def __init__(self, transport: Transport, job: Job[None], peer: int | None) -> None:
+        self._transport = transport
         self._job = job
         self._peer = peer
 
     def land(self) -> None:
         """Wait. Raises WorkerError when a worker failed meanwhile, be it another than the one waited for."""
-        board = self._wire.board
+        board = self._transport.board
         while not self._job.done.wait(LOOK):
             board.patrol()
         try:
@@ -40,7 +40,7 @@ class Flight:
         board.beat()
 
 
-class Wire:
+class Transport:
     """The process group ``group`` as seen by one worker of ``board``. Peers and sources are ranks in the group."""
 
     def __init__(self, group: dist.ProcessGroup, board: Board, device: torch.device) -> None:

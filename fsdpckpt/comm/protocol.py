@@ -1,0 +1,93 @@
+"""``Group``: one rank among the ranks of a run, and what they do together.
+
+``comm.solo.Solo`` is a group of one process and never imports torch; ``comm.torch_group.TorchGroup`` is a group over a
+live process group. Code written against ``Group`` runs the same on one rank and on a thousand.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from contextlib import AbstractContextManager as Context
+from typing import Any, Protocol, Self
+
+__all__ = ["Group"]
+
+
+class Group(Protocol):
+    """Rank ``rank`` of ``world_size``. A method marked *collective* is called by all ranks, in the same order.
+
+    ``device``: where data must lie to cross between ranks, a ``torch.device`` or the name of one. ``backend``: the
+    process group's, None in a world of one. ``transport``: what moves bytes between ranks (``comm.transport``), None in
+    a world of one; only the code that exchanges bytes uses it.
+    """
+
+    rank: int
+    world_size: int
+    backend: str | None
+    device: Any
+    transport: Any
+
+    @abstractmethod
+    def step(self, name: str, *, agree: str = "") -> Context[None]:
+        """Collective: ``with group.step("write shards"):`` all ranks enter and leave the body together.
+
+        ``agree``: a digest of what must be the same on all ranks. An exception in the body of any rank is raised as the
+        same WorkerError on all of them, with the exception itself as ``original``; in a world of one it passes
+        unchanged. Steps may be nested.
+        """
+
+    @abstractmethod
+    def beat(self) -> None:
+        """Report progress to the other ranks. In a long step, call it at least every few seconds."""
+
+    @abstractmethod
+    def watch(self, *, moving: bool) -> None:
+        """Check the other ranks, from a loop that waits for threads of this process; at least every second.
+
+        ``moving``: whether those threads made progress since the last call. A rank that makes none is as lost as a
+        silent one. Raises WorkerError when a rank failed.
+        """
+
+    @abstractmethod
+    def heartbeat(self) -> Context[None]:
+        """While the body runs, report progress for as long as it uses the processor. For the main thread only.
+
+        A failure of another rank interrupts the body and is raised in its place.
+        """
+
+    @abstractmethod
+    def silent_for(self, seconds: float) -> Context[None]:
+        """The body may take ``seconds`` more than the limit without reporting progress, as one long library call."""
+
+    @abstractmethod
+    def all_gather_objects(self, value: object, *, name: str = "exchange of values") -> list[object]:
+        """Collective: every rank's ``value``, by rank; this rank's own is returned as it is.
+
+        Values cross by a closed encoding (``comm.objects``); UsageError for a type outside it.
+        """
+
+    @abstractmethod
+    def broadcast_object(self, value: object = None, *, source: int = 0, name: str = "broadcast of a value") -> object:
+        """Collective: rank ``source``'s ``value`` on every rank; what the others pass is ignored."""
+
+    @abstractmethod
+    def send_object(self, value: object, *, to: int) -> None:
+        """Send ``value`` to rank ``to``, which receives it with ``receive_object``."""
+
+    @abstractmethod
+    def receive_object(self, *, source: int) -> object:
+        """The value that rank ``source`` sends with ``send_object``."""
+
+    @abstractmethod
+    def all_stopped(self) -> None:
+        """After a failure: wait until every rank has raised it, at most the limit; briefly when a rank was lost."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Collective: leave the group. After a failure it only releases what it holds."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    @abstractmethod
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None: ...
