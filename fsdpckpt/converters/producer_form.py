@@ -121,11 +121,11 @@ def export_weights(checkpoint: Checkpoint, sources: Sources) -> Checkpoint:
         return checkpoint
     notes: list[Note] = []
     first_of = ties([leaf for leaf in model.params.values() if isinstance(leaf, Tensor)])
-    stored: dict[int, str] = {}
+    stored: dict[Tensor, str] = {}
     left_out: dict[str, str] = {}
     for name, leaf in model.params.items():
         if isinstance(leaf, Tensor):
-            first = stored.setdefault(id(first_of.get(id(leaf), leaf)), name)
+            first = stored.setdefault(first_of.get(leaf, leaf), name)
             if first != name:
                 left_out[name] = first
     left_out |= _tied_by_configuration(checkpoint, model, set(left_out), sources, notes)

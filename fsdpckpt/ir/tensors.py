@@ -112,7 +112,8 @@ class Chunks:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tensor:
-    """One tensor of a checkpoint. ``shape`` is the global shape in elements.
+    """One tensor of a checkpoint. ``shape`` is the global shape in elements. Equal only to itself, so that it can be a
+    key of a dict.
 
     ``sharded``: True when FSDP shards it (DTensor, ShardedTensor, several DCP chunks, FSDP1's clone mark, an
     ``nn.Parameter``), False when every rank holds it whole (plain tensor among sharded ones, 0-dim), None when

@@ -104,21 +104,21 @@ def _unique(chunks: Chunks) -> Chunks:
 def make_plan(target: Target) -> Plan:
     """The plan of ``target``. Raises InternalError when a chunk was never located or a write item cannot be filled."""
     casts = _Casts()
-    layouts: dict[int, _Layout] = {}
+    layouts: dict[Tensor, _Layout] = {}
     files = tuple(_plan_file(file, layouts, casts) for file in target.files)
     plan = Plan(files, tuple(casts.pairs))
     plan.check()
     return plan
 
 
-def _plan_file(file: TargetFile, layouts: dict[int, _Layout], casts: _Casts) -> FilePlan:
+def _plan_file(file: TargetFile, layouts: dict[Tensor, _Layout], casts: _Casts) -> FilePlan:
     rows: list[Row] = []
     first_copy = [0]
     for write_item in file.write_items:
         offset, nbytes, tensor, start, size, dtype, order = write_item
-        layout = layouts.get(id(tensor))
+        layout = layouts.get(tensor)
         if layout is None:
-            layout = layouts[id(tensor)] = _Layout(tensor)
+            layout = layouts[tensor] = _Layout(tensor)
         cast = -1 if tensor.dtype is dtype else casts.number(tensor.dtype, dtype)
         if layout.single is not None and order is None and size[1:] == tensor.shape[1:]:
             number, source, row = layout.single

@@ -51,7 +51,7 @@ def lay_out(
     ranks = max((rank + 1 for boxes in cuts for rank, _ in boxes or ()), default=1)
     for leaf, boxes in zip(leaves, _assign(leaves, cuts, max(ranks, world_size or 1)), strict=True):
         if isinstance(leaf.value, Tensor):
-            dtype = casts.get(id(leaf.value), leaf.value.dtype)
+            dtype = casts.get(leaf.value, leaf.value.dtype)
             chunks = [writer.tensor(leaf.value, dtype, rank, box) for rank, box in boxes]
             entries.append(DcpEntry(leaf.key, leaf.path, dtype, leaf.value.shape, chunks))
         else:
@@ -109,7 +109,7 @@ class _DataFiles:
     same dtype and size differ in their data only: the rest stands in the blob once.
     """
 
-    casts: Mapping[int, DType]
+    casts: Mapping[Tensor, DType]
     files: dict[int, TargetFile] = field(default_factory=dict)
     places: dict[tuple[int, str, tuple[int, ...]], _Place] = field(default_factory=dict)
     items: dict[bytes, bytes] = field(default_factory=dict)

@@ -37,16 +37,16 @@ class DtypeRule:
             wanted = None
         return tensor.dtype if wanted is None or not tensor.dtype.floating else wanted
 
-    def casts(self, checkpoint: Checkpoint) -> tuple[Mapping[int, DType], list[Note]]:
-        """``id(tensor)`` to new dtype for every tensor that changes, and one note for each kind of cast."""
-        changed: dict[int, DType] = {}
+    def casts(self, checkpoint: Checkpoint) -> tuple[Mapping[Tensor, DType], list[Note]]:
+        """The new dtype of every tensor that changes, and one note for each kind of cast."""
+        changed: dict[Tensor, DType] = {}
         kinds: Counter[tuple[Section, str, str]] = Counter()
         if self.model is None and self.optim is None:
             return changed, []
         for named in checkpoint.tensors():
             dtype = self.of(named.section, named.state, named.tensor)
             if dtype is not named.tensor.dtype:
-                changed[id(named.tensor)] = dtype
+                changed[named.tensor] = dtype
                 kinds[named.section, named.tensor.dtype.name, dtype.name] += 1
         notes = [
             Note("cast", f"{section.value}: {count} tensor{'' if count == 1 else 's'} cast from {old} to {new}")

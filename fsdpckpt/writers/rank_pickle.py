@@ -55,29 +55,29 @@ class ShardList(NamedTuple):
 
 
 class RankPickle(PickleWriter, ABC):
-    """Writes a section's dict for ``rank`` of ``world_size``; tensors whose id is in ``sharded_ids`` are cut.
+    """Writes a section's dict for ``rank`` of ``world_size``; the ``sharded_tensors`` are cut.
 
-    ``canonical`` maps the id of a tied tensor to the tensor it shares its record with. Subclasses say what wraps
+    ``canonical`` maps a tied tensor to the tensor it shares its record with. Subclasses say what wraps
     the local rows.
     """
 
     def __init__(
-        self, *, rank: int, world_size: int, sharded_ids: frozenset[int], casts: Mapping[int, DType],
-        canonical: Mapping[int, Tensor], mesh: MeshForm = PLAIN_MESH,
+        self, *, rank: int, world_size: int, sharded_tensors: frozenset[Tensor], casts: Mapping[Tensor, DType],
+        canonical: Mapping[Tensor, Tensor], mesh: MeshForm = PLAIN_MESH,
     ) -> None:  # fmt: skip
         super().__init__()
         self.rank = rank
         self.world_size = world_size
         self.mesh = mesh
-        self._sharded_ids = sharded_ids
+        self._sharded_tensors = sharded_tensors
         self._casts = casts
         self._canonical = canonical
-        self._keys: dict[int, str] = {}
+        self._keys: dict[Hashable, str] = {}
         self._records: list[tuple[Content, DType, Box, int]] = []
 
     def tensor(self, value: Tensor) -> None:
-        dtype = self._casts.get(id(value), value.dtype)
-        if id(value) in self._sharded_ids:
+        dtype = self._casts.get(value, value.dtype)
+        if value in self._sharded_tensors:
             self.sharded(value, dtype, rank_box(value.shape, self.world_size, self.rank))
         else:
             self.view(self.stored(value, dtype, whole_box(value.shape)))
@@ -88,11 +88,11 @@ class RankPickle(PickleWriter, ABC):
 
     def stored(self, tensor: Tensor, dtype: DType, box: Box) -> StorageView:
         """A compact record of ``box``, the same one for tied tensors."""
-        tensor = self._canonical.get(id(tensor), tensor)
+        tensor = self._canonical.get(tensor, tensor)
         nbytes = box.numel * dtype.itemsize
-        key = self._keys.get(id(tensor))
+        key = self._keys.get(tensor)
         if key is None:
-            key = self._keys[id(tensor)] = self.record(tensor, dtype, box, nbytes)
+            key = self._keys[tensor] = self.record(tensor, dtype, box, nbytes)
         return StorageView(key, dtype, 0, box.size, contiguous_stride(box.size), nbytes)
 
     def literal(self, dtype: DType, data: bytes) -> StorageView:

@@ -78,14 +78,14 @@ def _model(checkpoint: Checkpoint, group: _Group, dtypes: DtypeRule, *, sections
     if model is None:
         return []
     tied = ties([leaf for leaf in model.params.values() if isinstance(leaf, Tensor)])
-    stored: dict[int, str] = {}
+    stored: dict[Tensor, str] = {}
     aliases: dict[str, Json] = {}
     values: dict[Key, Value] = {}
     for fqn, leaf in model.params.items():
         if not isinstance(leaf, Tensor):
             values[fqn] = leaf
             continue
-        first = stored.setdefault(id(tied.get(id(leaf), leaf)), fqn)
+        first = stored.setdefault(tied.get(leaf, leaf), fqn)
         if first != fqn:
             aliases[fqn] = first
         else:
@@ -133,16 +133,16 @@ def _optim(checkpoint: Checkpoint, group: _Group, dtypes: DtypeRule, *, sections
 
 def _encode(value: Value, group: _Group, prefix: str) -> Json:
     """``value`` as JSON; the tensors in it are stored as ``<prefix>.<path>``, uncast."""
-    paths = {id(tensor): ".".join(map(str, path)) for path, tensor in leaf_tensors(value)}
-    keys: dict[int, str] = {}
+    paths = {tensor: ".".join(map(str, path)) for path, tensor in leaf_tensors(value)}
+    keys: dict[Tensor, str] = {}
 
     def tensor_key(tensor: Tensor) -> str:
-        key = keys.get(id(tensor))
+        key = keys.get(tensor)
         if key is None:
-            key = f"{prefix}.{paths.get(id(tensor), len(keys))}"
+            key = f"{prefix}.{paths.get(tensor, len(keys))}"
             while key in group.tensors:
                 key += "_"
-            keys[id(tensor)] = key
+            keys[tensor] = key
             group.add(key, tensor, tensor.dtype)
         return key
 

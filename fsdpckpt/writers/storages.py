@@ -66,22 +66,22 @@ class _SharedView:
 class Storages:
     """The data records of one torch file: its pickle's tensor hook, then the writer of the records that asked for."""
 
-    def __init__(self, casts: Mapping[int, DType], shared: Mapping[int, _SharedView]) -> None:
+    def __init__(self, casts: Mapping[Tensor, DType], shared: Mapping[Tensor, _SharedView]) -> None:
         self._casts = casts
         self._shared = shared
-        self._views: dict[int, StorageView] = {}
+        self._views: dict[Tensor, StorageView] = {}
         self._records: list[tuple[Tensor, DType, tuple[int, ...] | None, int]] = []
 
     def __call__(self, tensor: Tensor) -> StorageView:
-        view = self._views.get(id(tensor))
+        view = self._views.get(tensor)
         if view is None:
-            shared = self._shared.get(id(tensor))
-            view = self._views[id(tensor)] = self._own(tensor) if shared is None else self._view(tensor, shared)
+            shared = self._shared.get(tensor)
+            view = self._views[tensor] = self._own(tensor) if shared is None else self._view(tensor, shared)
         return view
 
     def _own(self, tensor: Tensor) -> StorageView:
         order, stride = order_of(tensor)
-        dtype = self._casts.get(id(tensor), tensor.dtype)
+        dtype = self._casts.get(tensor, tensor.dtype)
         key, nbytes = self._record(tensor, dtype, order)
         return StorageView(key, dtype, 0, tensor.shape, stride, nbytes)
 
@@ -112,13 +112,15 @@ def order_of(tensor: Tensor) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
     return memory_order(tensor.shape, tuple(chunks.stride[0].tolist()))
 
 
-def sharing(tensors: Iterable[Tensor], casts: Mapping[int, DType]) -> tuple[Mapping[int, _SharedView], list[Note]]:
-    """``id(tensor)`` to its view of a shared record, for every tensor that shares memory with another one.
+def sharing(
+    tensors: Iterable[Tensor], casts: Mapping[Tensor, DType]
+) -> tuple[Mapping[Tensor, _SharedView], list[Note]]:
+    """The view of a shared record, for every tensor that shares memory with another one.
 
     Tensors that overlap but cannot share one typed storage (other dtypes, other casts) are left to be copied apart,
     with a note.
     """
-    views: dict[int, _SharedView] = {}
+    views: dict[Tensor, _SharedView] = {}
     notes: list[Note] = []
     for group in _groups(tensors):
         if not _share(group, casts, views):
@@ -126,9 +128,9 @@ def sharing(tensors: Iterable[Tensor], casts: Mapping[int, DType]) -> tuple[Mapp
     return views, notes
 
 
-def ties(tensors: Iterable[Tensor]) -> Mapping[int, Tensor]:
-    """``id(tensor)`` to the first tensor with exactly the same memory, for every tied tensor but that first one."""
-    tied: dict[int, Tensor] = {}
+def ties(tensors: Iterable[Tensor]) -> Mapping[Tensor, Tensor]:
+    """For every tied tensor but the first: the first one with exactly the same memory."""
+    tied: dict[Tensor, Tensor] = {}
     for group in _groups(tensors):
         firsts: list[Tensor] = []
         for tensor in group:
@@ -136,7 +138,7 @@ def ties(tensors: Iterable[Tensor]) -> Mapping[int, Tensor]:
             if first is None:
                 firsts.append(tensor)
             else:
-                tied[id(tensor)] = first
+                tied[tensor] = first
     return tied
 
 
@@ -185,17 +187,17 @@ def _span(tensor: Tensor) -> int:
     return elements * tensor.dtype.itemsize
 
 
-def _share(group: list[Tensor], casts: Mapping[int, DType], views: dict[int, _SharedView]) -> bool:
+def _share(group: list[Tensor], casts: Mapping[Tensor, DType], views: dict[Tensor, _SharedView]) -> bool:
     first = group[0]
-    dtype = casts.get(id(first), first.dtype)
+    dtype = casts.get(first, first.dtype)
     for tensor in group:
-        if tensor.dtype is not first.dtype or casts.get(id(tensor), tensor.dtype) is not dtype:
+        if tensor.dtype is not first.dtype or casts.get(tensor, tensor.dtype) is not dtype:
             return False
     if all(_same_memory(tensor, first) for tensor in group):
         order, stride = order_of(first)
         record = _Shared(first, dtype, order)
         for tensor in group:
-            views[id(tensor)] = _SharedView(record, 0, stride)
+            views[tensor] = _SharedView(record, 0, stride)
         return True
     return len(first.chunks) == 1 and _share_union(group, dtype, views)
 
@@ -209,7 +211,7 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
     )
 
 
-def _share_union(group: list[Tensor], dtype: DType, views: dict[int, _SharedView]) -> bool:
+def _share_union(group: list[Tensor], dtype: DType, views: dict[Tensor, _SharedView]) -> bool:
     """One flat record over all of the group's bytes. False when the views are not whole elements apart."""
     source = group[0].dtype
     begins = [int(tensor.chunks.offset[0]) for tensor in group]
@@ -222,5 +224,5 @@ def _share_union(group: list[Tensor], dtype: DType, views: dict[int, _SharedView
     record = _Shared(flat, dtype, None)
     for at, tensor in zip(begins, group, strict=True):
         stride = tuple(tensor.chunks.stride[0].tolist())
-        views[id(tensor)] = _SharedView(record, (at - begin) // source.itemsize, stride)
+        views[tensor] = _SharedView(record, (at - begin) // source.itemsize, stride)
     return True

@@ -85,7 +85,7 @@ def _sharers(checkpoint: Checkpoint, extra: dict[Key, Value]) -> list[Tensor]:
 
 
 def lay_out_file(
-    file: TargetFile, value: Value, *, casts: Mapping[int, DType], sharers: list[Tensor], stem: str | None = None
+    file: TargetFile, value: Value, *, casts: Mapping[Tensor, DType], sharers: list[Tensor], stem: str | None = None
 ) -> list[Note]:
     """Append one ``torch.save`` archive of ``value`` to ``file``; tensors among ``sharers`` may share records."""
     shared, notes = sharing(sharers, casts)

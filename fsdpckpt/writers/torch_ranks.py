@@ -45,12 +45,12 @@ def lay_out(
     source's ranks.
     """
     casts, notes = dtypes.casts(checkpoint)
-    cut = frozenset(id(named.tensor) for named in checkpoint.tensors() if named.tensor.sharded and named.tensor.shape)
+    cut = frozenset(named.tensor for named in checkpoint.tensors() if named.tensor.sharded and named.tensor.shape)
     files = []
     if checkpoint.model is not None:
         model = model_dict(checkpoint.model)
         tied = ties([leaf for leaf in checkpoint.model.params.values() if isinstance(leaf, Tensor)])
-        tied = {key: first for key, first in tied.items() if (key in cut) == (id(first) in cut)}
+        tied = {key: first for key, first in tied.items() if (key in cut) == (first in cut)}
         files += _section(names.model, [model] * world_size, tensor, cut, casts, tied, mesh)
     if checkpoint.optim is not None:
         files += _section(names.optim, [optim_dict(checkpoint.optim)] * world_size, tensor, cut, casts, {}, mesh)
@@ -62,8 +62,8 @@ def lay_out(
 
 
 def _section(
-    name: str, values: list[Value], form: str, cut: frozenset[int], casts: Mapping[int, DType],
-    tied: Mapping[int, Tensor], mesh: MeshForm,
+    name: str, values: list[Value], form: str, cut: frozenset[Tensor], casts: Mapping[Tensor, DType],
+    tied: Mapping[Tensor, Tensor], mesh: MeshForm,
 ) -> list[TargetFile]:  # fmt: skip
     """One file for each rank, called ``name``; ``values`` by rank."""
     files = []
@@ -71,7 +71,7 @@ def _section(
         file = TargetFile(name.format(rank=rank, world_size=len(values)))
         stem = posixpath.splitext(posixpath.basename(file.path))[0]
         writer = _FORMS[form](
-            rank=rank, world_size=len(values), sharded_ids=cut, casts=casts, canonical=tied, mesh=mesh
+            rank=rank, world_size=len(values), sharded_tensors=cut, casts=casts, canonical=tied, mesh=mesh
         )
         writer.value(value)
         writer.write(file, stem=stem)

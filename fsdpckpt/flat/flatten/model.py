@@ -33,7 +33,7 @@ class FlatModel:
         *,
         units: Units,
         placed: Sequence[PlacedUnit],
-        casts: Mapping[int, DType],
+        casts: Mapping[Tensor, DType],
     ) -> None:
         """Raises SourceUnsupportedError for a unit whose parameters have several dtypes."""
         self._units = units
@@ -132,4 +132,4 @@ class FlatModel:
         return list(dict.fromkeys([*self._units.parameters, *names]))
 
     def _dtype(self, tensor: Tensor) -> DType:
-        return self._casts.get(id(tensor), tensor.dtype)
+        return self._casts.get(tensor, tensor.dtype)

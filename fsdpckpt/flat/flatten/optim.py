@@ -39,7 +39,7 @@ class FlatOptimizer:
         units: Units,
         placed: Sequence[PlacedUnit],
         keys: FlatKeys,
-        casts: Mapping[int, DType],
+        casts: Mapping[Tensor, DType],
     ) -> None:
         """Raises SourceUnsupportedError for states that no flat parameter can hold, NeedsInformationError for units
         of which only some parameters have states."""
@@ -150,4 +150,4 @@ class FlatOptimizer:
         }
 
     def _dtype(self, tensor: Tensor) -> DType:
-        return self._casts.get(id(tensor), tensor.dtype)
+        return self._casts.get(tensor, tensor.dtype)

@@ -96,8 +96,8 @@ class FlatView:
 class FlatPickle(ShardedTensorPickle):
     """Writes a flattened section's dict for ``rank`` of ``world_size``, in sharding groups of ``shard_size`` ranks."""
 
-    def __init__(self, *, rank: int, world_size: int, shard_size: int, casts: Mapping[int, DType]) -> None:
-        super().__init__(rank=rank, world_size=world_size, sharded_ids=frozenset(), casts=casts, canonical={})
+    def __init__(self, *, rank: int, world_size: int, shard_size: int, casts: Mapping[Tensor, DType]) -> None:
+        super().__init__(rank=rank, world_size=world_size, sharded_tensors=frozenset(), casts=casts, canonical={})
         self._shard_size = shard_size
         self._writers.update(
             {
@@ -123,16 +123,16 @@ class FlatPickle(ShardedTensorPickle):
 
     def _view(self, shard: FlatShard, offset: int, count: int) -> StorageView:
         nbytes = shard.numel * shard.dtype.itemsize
-        key = self._keys.get(id(shard))
+        key = self._keys.get(shard)
         if key is None:
-            key = self._keys[id(shard)] = self.record(shard, shard.dtype, whole_box((shard.numel,)), nbytes)
+            key = self._keys[shard] = self.record(shard, shard.dtype, whole_box((shard.numel,)), nbytes)
         return StorageView(key, shard.dtype, offset, (count,), (1,), nbytes)
 
     def _empty(self, dtype: DType) -> StorageView:
         """What FSDP1 puts in place of a parameter without elements here: one empty tensor for all of them."""
-        key = self._keys.get(id(dtype))
+        key = self._keys.get(dtype)
         if key is None:
-            key = self._keys[id(dtype)] = self.record(b"", dtype, whole_box((0,)), 0)
+            key = self._keys[dtype] = self.record(b"", dtype, whole_box((0,)), 0)
         return StorageView(key, dtype, 0, (0,), (1,), 0)
 
     def _param_slice(self, value: ParamSlice) -> None:

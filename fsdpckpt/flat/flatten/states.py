@@ -35,7 +35,7 @@ def unit_states(
     checkpoint: Checkpoint,
     placed: Sequence[PlacedUnit],
     state: Mapping[ParamKey, Mapping[str, _State]],
-    casts: Mapping[int, DType],
+    casts: Mapping[Tensor, DType],
 ) -> tuple[dict[str, UnitStates], list[str]]:
     """Each unit's states, for units that have any, by the unit's key; and everything that no flat parameter can hold.
 
@@ -77,7 +77,7 @@ class _Merge:
     """The states of one unit; what does not fit is added to ``wrong``."""
 
     unit: Unit
-    casts: Mapping[int, DType]
+    casts: Mapping[Tensor, DType]
     wrong: list[str]
 
     def states(self, held: Sequence[Mapping[str, _State]]) -> UnitStates:
@@ -103,7 +103,7 @@ class _Merge:
         self.wrong.extend(
             misshapen(param, item, tensor) for tensor, param, fits in zip(tensors, params, own, strict=True) if not fits
         )
-        dtypes = [self.casts.get(id(tensor), tensor.dtype) for tensor in tensors]
+        dtypes = [self.casts.get(tensor, tensor.dtype) for tensor in tensors]
         self._agreed(f"{item} has several dtypes", [dtype.name for dtype in dtypes])
         by_name = {param.name: tensor for param, tensor in zip(params, tensors, strict=True)}
         # Of a parameter without elements nothing is ever taken.

@@ -20,6 +20,7 @@ from fsdpckpt.flat.flatten.units import place, require_agreement
 from fsdpckpt.ir.checkpoint import Checkpoint, KeyType
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import Target, TargetFile
+from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.producers.forms import PLAIN_NAMES, RankNames
 from fsdpckpt.writers.dtype_rule import DtypeRule
@@ -67,7 +68,9 @@ def lay_out(
     return Target(files, notes=notes)
 
 
-def _file(name: str, value: Any, rank: int, world_size: int, shard_size: int, casts: Mapping[int, DType]) -> TargetFile:
+def _file(
+    name: str, value: Any, rank: int, world_size: int, shard_size: int, casts: Mapping[Tensor, DType]
+) -> TargetFile:
     file = TargetFile(name.format(rank=rank, world_size=world_size))
     stem = posixpath.splitext(posixpath.basename(file.path))[0]
     writer = FlatPickle(rank=rank, world_size=world_size, shard_size=shard_size, casts=casts)
