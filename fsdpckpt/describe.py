@@ -92,7 +92,7 @@ class Description:
             "extra": extra_json(checkpoint),
             "problems": [problem_json(problem) for problem in checkpoint.problems],
             "notes": [note_json(note) for note in checkpoint.notes],
-            "evidence": list(checkpoint.evidence),
+            "evidence": list(map(str, checkpoint.evidence)),
             "files": [{"path": file.path, "nbytes": file.nbytes} for file in checkpoint.files],
         }
 

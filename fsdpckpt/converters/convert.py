@@ -224,6 +224,6 @@ def report_of(
         notes=(*checkpoint.notes, *output.notes),
         files=tuple(PlannedFile(file.path, file.nbytes) for file in output.files),
         source_files=len(checkpoint.files),
-        evidence=checkpoint.evidence,
+        evidence=tuple(map(str, checkpoint.evidence)),
         disk_free=free_bytes(target) if options.dry_run else None,
     )

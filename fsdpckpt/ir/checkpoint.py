@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import TypeAlias
 
 import numpy as np
@@ -17,6 +18,8 @@ __all__ = [
     "Checkpoint",
     "Checksums",
     "Container",
+    "Evidence",
+    "EvidenceKind",
     "KeyType",
     "LOOSE",
     "Layout",
@@ -36,9 +39,6 @@ __all__ = [
     "group_params",
     "stored_entry",
 ]
-
-UNORDERED = "keys are not in the order of the state dict they were saved from"
-"""The line of ``Checkpoint.evidence`` that keeps anyone from taking the order of keys for that of the parameters."""
 
 STRAY = "stray"
 """The kind of notes on files of another save that lie among those of a checkpoint."""
@@ -131,6 +131,34 @@ class Manifest:
     digests: Mapping[str, str]
 
 
+class EvidenceKind(StrEnum):
+    """What a piece of evidence is about."""
+
+    CONTAINER = "container"
+    SECTIONS = "sections"
+    LAYOUT = "layout"
+    ORDER = "order"
+    METADATA = "metadata"
+    FLAVOR = "flavor"
+    MANIFEST = "manifest"
+    UNITS = "units"
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """One reason why a checkpoint was read as it was: ``kind`` is for code, ``message`` for people."""
+
+    kind: EvidenceKind
+    message: str
+
+    def __str__(self) -> str:
+        return self.message
+
+
+UNORDERED = Evidence(EvidenceKind.ORDER, "keys are not in the order of the state dict they were saved from")
+"""Keeps anyone from taking the order of keys for that of the parameters."""
+
+
 @dataclass(slots=True)
 class ModelState:
     """``params``: FQN (exactly as the source wrote it) to tensor, in the source's order; buffers included.
@@ -201,7 +229,8 @@ class Checkpoint:
 
     ``files`` is what ``Chunks.file`` indexes. ``extra`` holds what is neither model nor optimizer, under the
     source's own keys (nesting kept). ``rank_extra``: the extras of each rank, when ranks saved different ones
-    (RNG states), index = rank; empty otherwise. ``evidence`` says in words what was recognised and why.
+    (RNG states), index = rank; empty otherwise. ``evidence``: what was recognised and why. ``container``: one of
+    ``Container``, or the name of a format that can only be read.
     ``units``: those that lie beside the checkpoint, and ``units_from`` the file that says so. ``directory``: where it
     was found, at ``source`` or below; "" for one file.
     ``mesh_devices``: the device types of the meshes that its DTensors are on.
@@ -211,7 +240,7 @@ class Checkpoint:
 
     source: str
     layout: Layout
-    container: Container
+    container: str
     flavor: str
     world_size: int
     files: tuple[SourceFile, ...]
@@ -220,7 +249,7 @@ class Checkpoint:
     extra: dict[Key, Value]
     rank_extra: tuple[dict[Key, Value], ...] = ()
     checksums: Checksums = field(default_factory=lambda: Checksums.of([]))
-    evidence: tuple[str, ...] = ()
+    evidence: tuple[Evidence, ...] = ()
     problems: tuple[Problem, ...] = ()
     notes: tuple[Note, ...] = ()
     units: Units | None = None

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.ir.checkpoint import (
-    UNORDERED,
     Checkpoint,
     Container,
+    EvidenceKind,
     ModelState,
     Note,
     OptimState,
@@ -54,7 +54,9 @@ def _distributed(name: str) -> bool:
 
 def keeps_order(checkpoint: Checkpoint, names: Sequence[str]) -> bool:
     """Whether the model section of ``checkpoint``, whose parameters are ``names``, is in the order of a state dict."""
-    if checkpoint.container is Container.SAFETENSORS or UNORDERED in checkpoint.evidence:
+    if any(one.kind is EvidenceKind.ORDER for one in checkpoint.evidence):
+        return False
+    if checkpoint.container is Container.SAFETENSORS:
         return False
     return not sorted_by_a_tool(names)
 

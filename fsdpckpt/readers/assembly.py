@@ -13,6 +13,8 @@ from fsdpckpt.ir.checkpoint import (
     Checkpoint,
     Checksums,
     Container,
+    Evidence,
+    EvidenceKind,
     Layout,
     Note,
     OptimState,
@@ -174,17 +176,17 @@ def _layout(parts: Sequence[ReadPart]) -> Layout:
     return Layout.FULL
 
 
-def _evidence(parts: Sequence[ReadPart]) -> tuple[str, ...]:
-    lines: list[str] = []
+def _evidence(parts: Sequence[ReadPart]) -> tuple[Evidence, ...]:
+    evidence: list[Evidence] = []
     for part in parts:
         found = [
             name
             for name, section in (("model", part.sections.model), ("optimizer", part.sections.optim))
             if section is not None
         ]
-        lines.append(f"{part.label}: {' and '.join(found) or 'extra entries'}")
-        lines.extend(part.tree.evidence)
-    return tuple(lines)
+        message = f"{part.label}: {' and '.join(found) or 'extra entries'}"
+        evidence += [Evidence(EvidenceKind.SECTIONS, message), *part.tree.evidence]
+    return tuple(evidence)
 
 
 def _notes(part: ReadPart) -> list[Note]:

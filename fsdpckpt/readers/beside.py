@@ -16,6 +16,8 @@ from dataclasses import dataclass, field, replace
 
 from fsdpckpt.ir.checkpoint import (
     Checkpoint,
+    Evidence,
+    EvidenceKind,
     Layout,
     Manifest,
     Note,
@@ -87,7 +89,7 @@ def with_manifest(checkpoint: Checkpoint, directory: str, names: Collection[str]
     flavor = document.get("flavor")
     if isinstance(flavor, str) and flavor_named(flavor) is not None:
         checkpoint.flavor = flavor
-    evidence = f"{MANIFEST}: written by fsdpckpt {document.get('version')}"
+    evidence = Evidence(EvidenceKind.MANIFEST, f"{MANIFEST}: written by fsdpckpt {document.get('version')}")
     return replace(checkpoint, manifest=manifest, evidence=(*checkpoint.evidence, evidence))
 
 
@@ -97,7 +99,8 @@ def with_units(checkpoint: Checkpoint, found: BesideUnits) -> None:
     if checkpoint.layout is Layout.FLATTENED or (checkpoint.optim is not None and checkpoint.optim.key_type == "id"):
         checkpoint.notes = (*checkpoint.notes, *found.notes)  # where nothing is flat nobody needs to choose
     if found.units is not None:
-        checkpoint.evidence = (*checkpoint.evidence, f"{found.path} says what lies in flat parameters")
+        evidence = Evidence(EvidenceKind.UNITS, f"{found.path} says what lies in flat parameters")
+        checkpoint.evidence = (*checkpoint.evidence, evidence)
 
 
 def _document(

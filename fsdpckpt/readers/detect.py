@@ -24,18 +24,18 @@ from fsdpckpt.errors import (
     SourceUnsupportedError,
 )
 from fsdpckpt.garbage import without_collection
-from fsdpckpt.ir.checkpoint import Checkpoint, Note, Section
+from fsdpckpt.ir.checkpoint import Checkpoint, Evidence, EvidenceKind, Note, Section
 from fsdpckpt.ir.invariants import problems
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.producers.forms import PLAIN
-from fsdpckpt.producers.table import EXPORT_DIRECTORIES, flavor_named, recognise
+from fsdpckpt.producers.table import EXPORT_DIRECTORIES, export_files, flavor_named, recognise
+from fsdpckpt.readers import READERS
 from fsdpckpt.readers.assembly import ReadPart, join, read_part
 from fsdpckpt.readers.beside import flavor_of, with_manifest, with_units
-from fsdpckpt.readers.parts import Listing, Part, file_part, list_parts
-from fsdpckpt.readers.protocol import FileTable, Tree
-from fsdpckpt.readers.torch_ranks.names import slices_of_one_rank
+from fsdpckpt.readers.protocol import MANIFEST, UNITS, FileTable, Part, ReadOptions, Tree
+from fsdpckpt.readers.torch_ranks import slices_of_one_rank
 from fsdpckpt.readers.units_beside import units_beside
-from fsdpckpt.storage.protocols import Entry, is_url
+from fsdpckpt.storage.protocols import UPLOADING, Entry, is_url
 from fsdpckpt.storage.sources import Sources
 
 __all__ = ["missing", "open_checkpoint"]
@@ -58,11 +58,53 @@ def open_checkpoint(source: str, *, sources: Sources, locate: bool = True, only:
     entry = sources.stat(source)
     if entry is None:
         raise missing(source)
-    opening = _Opening(source, sources, locate=locate, only=only)
+    opening = _Opening(source, sources, ReadOptions(locate, only))
     with without_collection():
         checkpoint = opening.directory() if entry.directory else opening.file(entry)
         checkpoint.problems = (*checkpoint.problems, *problems(checkpoint))
     return checkpoint
+
+
+@dataclass(slots=True)
+class Listing:
+    """One directory: its parts, the names of the files that are in none, and its sub-directories."""
+
+    path: str
+    names: list[str]
+    parts: list[Part] = field(default_factory=list)
+    not_carried: list[str] = field(default_factory=list)
+    directories: list[Entry] = field(default_factory=list)
+
+
+def list_parts(path: str, options: ReadOptions, sources: Sources) -> Listing:
+    """What lies directly in the directory ``path``. Raises what ``Reader.recognise_directory`` raises."""
+    entries = sources.list_directory(path)
+    _refuse_uploads(path, entries)
+    names = [entry.name for entry in entries]
+    exports = export_files(names)
+    hidden = [f"{entry.name}/" for entry in entries if entry.directory and entry.name.startswith(".")]
+    directories = [entry for entry in entries if entry.directory and not entry.name.startswith(".")]
+    listing = Listing(path, names, not_carried=[*sorted(exports), *hidden], directories=directories)
+    apart = {*exports, MANIFEST, UNITS}
+    files = {entry.name: entry for entry in entries if not entry.directory and entry.name not in apart}
+    unwanted: list[str] = []
+    for reader in READERS:
+        claim = reader.recognise_directory(path, files, options, sources)
+        listing.parts += claim.parts
+        unwanted += claim.not_carried
+        files = {name: entry for name, entry in files.items() if name not in claim.names}
+    listing.not_carried += [*files, *unwanted]
+    return listing
+
+
+def _refuse_uploads(path: str, entries: Sequence[Entry]) -> None:
+    if any(entry.name == UPLOADING for entry in entries):
+        raise SourceIncompleteError(
+            f"{path} is not complete: it is still being uploaded, or the upload was interrupted",
+            file=f"{path.rstrip('/')}/{UPLOADING}",
+            why=f"fsdpckpt deletes {UPLOADING} once everything is there",
+            next_step="wait for the upload to end, or run the command that began it again with --resume",
+        )
 
 
 @dataclass(slots=True)
@@ -77,21 +119,14 @@ class _Found:
 
 
 class _Opening:
-    def __init__(self, source: str, sources: Sources, *, locate: bool, only: Section | None) -> None:
+    def __init__(self, source: str, sources: Sources, options: ReadOptions) -> None:
         self.source = source
         self.sources = sources
-        self.locate = locate
-        self.only = only
+        self.options = options
         self.files = FileTable()
 
     def file(self, entry: Entry) -> Checkpoint:
-        if entry.name.endswith((".distcp", ".metadata")):
-            raise SourceUnrecognisedError(
-                f"{self.source} is one file of a DCP directory",
-                file=self.source,
-                next_step=f"give the directory: {_parent(self.source)}",
-            )
-        part = file_part(self.source, entry.nbytes, self.sources)
+        part = next((part for reader in READERS if (part := reader.recognise_file(entry, self.sources))), None)
         if part is None:
             head = self.sources.open(self.source).read(0, min(16, entry.nbytes))
             raise SourceUnrecognisedError(
@@ -198,7 +233,7 @@ class _Opening:
 
     def _search(self, path: str, depth: int) -> _Found | None:
         """The parts at ``path``: of the directory itself, of it and its sub-directories, or of the only one below."""
-        listing = list_parts(path, self.sources, locate=self.locate, only=self.only)
+        listing = list_parts(path, self.options, self.sources)
         numbered = [entry for entry in listing.directories if _NUMBERED.search(entry.name)]
         others = [entry for entry in listing.directories if entry not in numbered]
         if listing.parts and all(part.neighbour for part in listing.parts):
@@ -245,7 +280,7 @@ class _Opening:
         return found
 
     def _search_flat(self, path: str) -> _Found | None:
-        listing = list_parts(path, self.sources, locate=self.locate, only=self.only)
+        listing = list_parts(path, self.options, self.sources)
         if not listing.parts:
             return None
         return _Found(path, listing.names, listing.parts, _not_carried(listing))
@@ -260,7 +295,7 @@ class _Opening:
         return joined
 
     def _nothing(self) -> SourceUnrecognisedError:
-        listing = list_parts(self.source, self.sources, locate=False, only=self.only)
+        listing = list_parts(self.source, self.options, self.sources)
         seen = ", ".join(listing.names[:8]) + (", ..." if len(listing.names) > 8 else "")
         return SourceUnrecognisedError(
             f"no checkpoint was found in {self.source}",
@@ -279,7 +314,8 @@ def _with_flavor(checkpoint: Checkpoint, names: Sequence[str], directory: str) -
         checkpoint.flavor = flavor_of(names, directory, checkpoint.extra)
     flavor = flavor_named(checkpoint.flavor)
     if flavor is not None:
-        checkpoint.evidence = (*checkpoint.evidence, f"flavor {flavor.name}: names of {flavor.title}")
+        evidence = Evidence(EvidenceKind.FLAVOR, f"flavor {flavor.name}: names of {flavor.title}")
+        checkpoint.evidence = (*checkpoint.evidence, evidence)
     return checkpoint
 
 

@@ -1,17 +1,88 @@
-"""What every container reader returns: one nested state dict, before its sections are told apart."""
+"""State what a reader is: it recognises its files, and reads them into one nested state dict.
+
+``detect`` lists what is at a path and asks the readers of ``readers.READERS`` in their order. Each claims the files
+that are its own and gives a ``Part`` for every container among them; whoever wants the content calls ``Part.read``,
+which returns a ``Tree``. Recognising looks at names and first bytes, reading at headers and metadata: neither reads the
+data of tensors. ``docs/adding-a-format.md`` walks through a complete reader.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
 
-from fsdpckpt.ir.checkpoint import Container, Layout, Note, Problem, SourceFile
+from fsdpckpt.ir.checkpoint import Evidence, Layout, Note, Problem, Section, SourceFile
 from fsdpckpt.ir.values import Value
+from fsdpckpt.storage.protocols import Entry
+from fsdpckpt.storage.sources import Sources
 
-__all__ = ["EXTRA_STEM", "FileTable", "MANIFEST", "Tree", "UNITS"]
+__all__ = [
+    "EXTRA_STEM", "FileTable", "MANIFEST", "Claim", "Part", "ReadOptions", "Reader", "Tree", "UNITS", "dotted",
+    "file_name", "stem_of",
+]  # fmt: skip
 
 MANIFEST = "fsdpckpt.json"
 UNITS = "units.json"  # what save_units calls its file in a directory
 EXTRA_STEM = "extra_state"  # of the rank files, verl's and this program's, that hold extras and nothing else
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOptions:
+    """``locate=False``: leave the data files closed where metadata alone describe the tensors; chunks then have
+    offset -1. ``only``: the section that is wanted; parts that clearly hold another one may be incomplete.
+    """
+
+    locate: bool = True
+    only: Section | None = None
+
+
+class Reader(Protocol):
+    """A family of checkpoint files. Readers have no state: one instance serves every checkpoint."""
+
+    def recognise_file(self, file: Entry, sources: Sources) -> Part | None:
+        """How to read ``file``, which the user named; None when it is not of this family.
+
+        Raises SourceUnrecognisedError for a file that only means something together with the files beside it.
+        """
+        ...
+
+    def recognise_directory(
+        self, path: str, files: Mapping[str, Entry], options: ReadOptions, sources: Sources
+    ) -> Claim:
+        """The containers among ``files``, the files by name that lie in the directory ``path`` and that no reader
+        before this one claimed.
+
+        Raises SourceIncompleteError, naming all of them, when files are missing that the names of others ask for.
+        """
+        ...
+
+
+@dataclass(slots=True)
+class Claim:
+    """What one reader recognised in a directory: the parts, the names of all files that are its own, and those of
+    them that are not to be read."""
+
+    parts: list[Part] = field(default_factory=list)
+    names: set[str] = field(default_factory=set)
+    not_carried: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One container that can be read. ``label``, a path, names it in messages; ``stem`` names its extras.
+
+    ``read`` opens it: it numbers its files in the table given, and raises SourceIncompleteError, SourceCorruptError,
+    SourceUnsafeError or SourceUnsupportedError. Problems that do not stop it are in the tree. ``bare_ranks``: file
+    names with nothing but a number were taken for ranks. ``neighbour``: the name does not say that this is a model or
+    an optimizer, so that a checkpoint can do without it.
+    """
+
+    label: str
+    stem: str
+    read: ReadPart
+    bare_ranks: bool = False
+    neighbour: bool = False
 
 
 class FileTable:
@@ -42,18 +113,38 @@ class Tree:
     path -> value of each rank, index = rank (None where that rank has no such key). ``root`` has rank 0's.
     ``absences``: the same files' keys that some ranks lack: path -> those ranks.
     ``checksums``: rows (file, offset, nbytes, crc). ``world_size``: how many ranks wrote it, from the metadata.
-    ``devices``: the device types of the meshes of DTensors. ``flavor``: the producer where the content says it, or "".
+    ``container``: one of ``ir.checkpoint.Container``, or the name of a format that can only be read.
+    ``evidence``: what says that the files are what they were taken for. ``devices``: the device types of the meshes of
+    DTensors. ``flavor``: the producer where the content says it, or "".
     """
 
     root: Value
     layout: Layout
-    container: Container
+    container: str
     world_size: int
     rank_values: dict[tuple[Value, ...], tuple[Value, ...]] = field(default_factory=dict)
     absences: dict[tuple[Value, ...], frozenset[int]] = field(default_factory=dict)
     checksums: list[tuple[int, int, int, int]] = field(default_factory=list)
-    evidence: list[str] = field(default_factory=list)
+    evidence: list[Evidence] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
     devices: set[str] = field(default_factory=set)
     flavor: str = ""
+
+
+ReadPart: TypeAlias = Callable[[FileTable, Sources], Tree]
+
+
+def file_name(path: str) -> str:
+    """The last component of a path of any system or of a URL."""
+    return path.replace("\\", "/").rpartition("/")[2]
+
+
+def stem_of(name: str) -> str:
+    """``name`` without its suffix."""
+    return name.rpartition(".")[0] or name
+
+
+def dotted(path: tuple[object, ...]) -> str:
+    """The path of keys as people write it."""
+    return ".".join(map(str, path))

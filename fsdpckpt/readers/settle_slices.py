@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fsdpckpt.ir.checkpoint import LOOSE, Container, Layout, ModelState, OptimState, Problem, Section
+from fsdpckpt.ir.checkpoint import (
+    LOOSE,
+    Container,
+    Evidence,
+    EvidenceKind,
+    Layout,
+    ModelState,
+    OptimState,
+    Problem,
+    Section,
+)
 from fsdpckpt.ir.tensors import SLICES, Tensor
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.readers.flat_slices import flat_parameter_keys, in_slices, is_optimizer, mappings, why_sliced
@@ -27,7 +37,7 @@ def settle_slices(tree: Tree, sections: Sections, model: ModelState | None, labe
     if optim is not None and reason is not None:
         sections.optim = in_slices(optim)
         tree.layout = Layout.FLATTENED
-        tree.evidence.append(f"{reason}: slices of flat parameters")
+        tree.evidence.append(Evidence(EvidenceKind.LAYOUT, f"{reason}: slices of flat parameters"))
         states = (*(sections.optim_path or ()), "state")
         _forgive_absence(tree, states)
         _take_from_holders(tree, sections.optim, states)

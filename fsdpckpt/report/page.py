@@ -178,7 +178,7 @@ def _dtypes(described: Description) -> Iterator[str]:
 
 
 def _notes(checkpoint: Checkpoint) -> Iterator[str]:
-    lines = [*checkpoint.evidence, *(f"{note.kind}: {note.message}" for note in checkpoint.notes)]
+    lines = [*map(str, checkpoint.evidence), *(f"{note.kind}: {note.message}" for note in checkpoint.notes)]
     if lines:
         told = "".join(f"<li>{escaped(clipped(line, LONGEST_LINE))}</li>" for line in lines[:MOST_ROWS])
         yield f"<h2>How it was recognised</h2><ul>{told}</ul>"

@@ -14,7 +14,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint, OptimState
 from fsdpckpt.readers.beside import with_manifest
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.protocol import FileTable
-from fsdpckpt.readers.safetensors.read import read_safetensors, read_safetensors_index
+from fsdpckpt.readers.safetensors import read_safetensors, read_safetensors_index
 from fsdpckpt.storage.http import links_of
 from fsdpckpt.storage.journal import Record
 from fsdpckpt.storage.local import MemoryFile

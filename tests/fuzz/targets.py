@@ -16,7 +16,7 @@ from fsdpckpt.formats.zip import ZipRecord, read_directory, top_folder
 from fsdpckpt.ir.units_json import loads
 from fsdpckpt.ir.value_json import decode
 from fsdpckpt.readers.protocol import FileTable
-from fsdpckpt.readers.safetensors.read import read_safetensors
+from fsdpckpt.readers.safetensors import read_safetensors
 from fsdpckpt.storage.local import MemoryFile
 from fsdpckpt.storage.sources import Sources
 from tests.fuzz import checkpoints

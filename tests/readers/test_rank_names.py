@@ -11,7 +11,7 @@ import torch
 
 from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.ir.checkpoint import Layout
-from fsdpckpt.readers.torch_ranks.names import check_names
+from fsdpckpt.readers.torch_ranks import check_names
 from fsdpckpt.storage.sources import Sources
 from tests.readers.contents import opened
 

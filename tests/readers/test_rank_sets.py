@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fsdpckpt.errors import NeedsInformationError
-from fsdpckpt.readers.torch_ranks.names import group_ranks
+from fsdpckpt.readers.torch_ranks import group_ranks
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_a_units_file_in_the_directory_is_found_by_its_content(name: str, step: 
     path = write(step / name, UNITS)
     found = opened(step)
     assert (found.units, found.units_from) == (UNITS, path)
-    assert any(path in line for line in found.evidence)
+    assert any(path in str(line) for line in found.evidence)
     assert not any("units.json" in note.message for note in found.notes)
 
 

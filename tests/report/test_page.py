@@ -15,7 +15,16 @@ import pytest
 import fsdpckpt
 from fsdpckpt.describe import describe
 from fsdpckpt.errors import TargetExistsError, TargetUnwritableError
-from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, OptimState, SourceFile
+from fsdpckpt.ir.checkpoint import (
+    Checkpoint,
+    Container,
+    Evidence,
+    EvidenceKind,
+    Layout,
+    ModelState,
+    OptimState,
+    SourceFile,
+)
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.invariants import problems
 from fsdpckpt.ir.tensors import Chunks, Tensor
@@ -81,7 +90,8 @@ def hostile_page() -> str:
     groups = [{"lr": 0.5, HOSTILE[0]: HOSTILE[1], "params": list(HOSTILE)}]
     optim = OptimState({key: {HOSTILE[0]: sharded((5, 7), 2), "step": 3} for key in HOSTILE}, groups)
     found = checkpoint(params, ranks=2, optim=optim)
-    found.source, found.evidence = HOSTILE[2], HOSTILE
+    found.source = HOSTILE[2]
+    found.evidence = tuple(Evidence(EvidenceKind.CONTAINER, line) for line in HOSTILE)
     return page(describe(found))
 
 

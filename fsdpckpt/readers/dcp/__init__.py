@@ -1,0 +1,226 @@
+"""Read DCP directories (``torch.distributed.checkpoint``): which files they are, and what their metadata says of them.
+
+Follows ``torch/distributed/checkpoint/filesystem.py``: data files are ``__<rank>_<n>.distcp``, ``.metadata`` is renamed
+into place last, and with ``use_collectives=False`` each rank leaves its own ``__<rank>.metadata`` instead.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnrecognisedError, SourceUnsupportedError
+from fsdpckpt.ir.checkpoint import STRAY, Evidence, EvidenceKind, Note
+from fsdpckpt.readers.protocol import Claim, FileTable, Part, ReadOptions, Tree
+from fsdpckpt.storage.protocols import Entry, is_url
+from fsdpckpt.storage.sources import Sources
+
+if TYPE_CHECKING:
+    from fsdpckpt.formats.dcp.metadata import DcpMetadata, Stored
+
+__all__ = ["DcpDirectory", "DcpReader", "open_directory"]
+
+_SUFFIXES = (".distcp", ".metadata")
+_DATA_FILE = re.compile(r"^__(\d{1,6})_\d+\.distcp$")
+_RANK_METADATA = re.compile(r"^__(\d{1,6})\.metadata$")
+
+
+class DcpReader:
+    """Directories with ``.metadata`` or ``.distcp`` files in them, whole or not."""
+
+    def recognise_file(self, file: Entry, sources: Sources) -> Part | None:
+        del sources
+        if not file.name.endswith(_SUFFIXES):
+            return None
+        raise SourceUnrecognisedError(
+            f"{file.path} is one file of a DCP directory",
+            file=file.path,
+            next_step=f"give the directory: {file.path.rpartition('/')[0] or '.'}",
+        )
+
+    def recognise_directory(
+        self, path: str, files: Mapping[str, Entry], options: ReadOptions, sources: Sources
+    ) -> Claim:
+        del sources
+        claim = Claim(names={name for name in files if name.endswith(_SUFFIXES)})
+        if any(name == ".metadata" or _RANK_METADATA.match(name) or name.endswith(".distcp") for name in files):
+            claim.parts.append(_part(path, options))
+        return claim
+
+
+def _part(path: str, options: ReadOptions) -> Part:
+    def read(files: FileTable, sources: Sources) -> Tree:
+        from fsdpckpt.readers.dcp.read import read_dcp
+
+        return read_dcp(path, files, sources, locate=options.locate)
+
+    return Part(path, path.rstrip("/").rpartition("/")[2], read)
+
+
+@dataclass(slots=True)
+class DcpDirectory:
+    """``nbytes``: the length of every data file the metadata names, by relative path; ``ranks``: its writer."""
+
+    path: str
+    metadata: DcpMetadata
+    nbytes: dict[str, int]
+    ranks: dict[str, int]
+    world_size: int
+    evidence: list[Evidence] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
+
+    def file(self, relative_path: str) -> str:
+        return f"{self.path.rstrip('/')}/{relative_path}"
+
+
+def open_directory(path: str, sources: Sources) -> DcpDirectory:
+    """Read the metadata in ``path`` and check the files it names against what is there.
+
+    Raises SourceIncompleteError (no metadata, or data files missing: all named), SourceCorruptError (items that end
+    after their file), SourceUnsupportedError (compressed items), and what ``parse_metadata`` raises.
+    """
+    entries = {entry.name: entry for entry in sources.list_directory(path)}
+    metadata, evidence = _metadata(path, entries, sources)
+    needed: dict[str, int] = {}
+    transforms: set[str] = set()
+    for stored in _all_stored(metadata):
+        end = stored.offset + stored.length
+        if end > needed.get(stored.relative_path, -1):
+            needed[stored.relative_path] = end
+        if stored.transforms:
+            transforms.update(stored.transforms)
+    _refuse_transforms(path, transforms)
+    nbytes = _lengths(path, needed, entries, sources)
+    ranks = {name: _rank(name) for name in needed}
+    world_size = _world_size(metadata, ranks, entries)
+    written = f"data files: {len(needed)}; ranks that wrote them: {world_size}"
+    reasons = [Evidence(EvidenceKind.CONTAINER, message) for message in (evidence, written)]
+    directory = DcpDirectory(path, metadata, nbytes, ranks, world_size, reasons)
+    _note_strangers(directory, entries)
+    return directory
+
+
+def _all_stored(metadata: DcpMetadata) -> Iterable[Stored]:
+    for tensor in metadata.tensors.values():
+        for chunk in tensor.chunks:
+            yield chunk.stored
+    yield from metadata.items.values()
+
+
+def _metadata(path: str, entries: dict[str, Entry], sources: Sources) -> tuple[DcpMetadata, str]:
+    if ".metadata" in entries:
+        return _parse(entries[".metadata"], sources), f"a DCP directory: {path} has a .metadata file"
+    local = {int(found[1]): entries[name] for name in entries if (found := _RANK_METADATA.match(name))}
+    data = {int(found[1]) for name in entries if (found := _DATA_FILE.match(name))}
+    if not local:
+        if data or any(name.endswith(".distcp") for name in entries):
+            raise SourceIncompleteError(
+                f"{path} has DCP data files, but no .metadata",
+                why="the save did not finish or still runs: .metadata is written last"
+                + (" (a .metadata.tmp is there)" if ".metadata.tmp" in entries else ""),
+                next_step="wait for the save, or use the checkpoint before this one",
+                file=f"{path.rstrip('/')}/.metadata",
+            )
+        raise SourceUnrecognisedError(
+            f"{path} is no DCP directory", expected=".metadata", found=f"{len(entries)} files"
+        )
+    missing = sorted((data | set(range(max(local)))) - set(local))
+    if missing:
+        raise SourceIncompleteError(
+            f"{path} has rank-local metadata, but not of every rank",
+            details=[f"__{rank}.metadata" for rank in missing],
+            why="these ranks did not finish, or their files lie on another machine",
+            next_step="copy the files of all ranks into one directory",
+            file=f"{path.rstrip('/')}/__{missing[0]}.metadata",
+            rank=missing[0],
+        )
+    from fsdpckpt.formats.dcp.metadata import merge_metadata
+
+    parts = [(local[rank].path, _parse(local[rank], sources)) for rank in sorted(local)]
+    return merge_metadata(parts), f"a DCP directory with rank-local metadata of {len(local)} ranks"
+
+
+def _parse(entry: Entry, sources: Sources) -> DcpMetadata:
+    from fsdpckpt.formats.dcp.metadata import parse_metadata
+    from fsdpckpt.formats.pickle.check import check_size
+
+    source = sources.open(entry.path)
+    check_size(source.nbytes, entry.path)
+    return parse_metadata(source.read(0, source.nbytes), file=entry.path)
+
+
+def _refuse_transforms(path: str, transforms: set[str]) -> None:
+    if transforms:
+        names = ", ".join(sorted(transforms))
+        raise SourceUnsupportedError(
+            f"{path} holds transformed items ({names}), which fsdpckpt does not read",
+            why="it was saved with FileSystemWriter(_extensions=[...]): compressed data has no byte ranges to copy",
+            next_step="load it with torch.distributed.checkpoint and save it again without _extensions",
+            file=path,
+            found=names,
+        )
+
+
+def _lengths(path: str, needed: dict[str, int], entries: dict[str, Entry], sources: Sources) -> dict[str, int]:
+    nbytes: dict[str, int] = {}
+    missing: list[str] = []
+    short: list[str] = []
+    elsewhere = [name for name in needed if name not in entries and ("/" in name or is_url(path))]
+    asked = sources.stat_all([f"{path.rstrip('/')}/{name}" for name in elsewhere])  # a web server lists no hidden files
+    found = {**entries, **dict(zip(elsewhere, asked, strict=True))}
+    for name, end in needed.items():
+        entry = found.get(name)
+        if entry is None or entry.directory:
+            missing.append(name)
+            continue
+        nbytes[name] = entry.nbytes
+        if entry.nbytes < end:
+            short.append(f"{name}: {entry.nbytes} bytes, items end at {end}")
+    if missing:
+        raise SourceIncompleteError(
+            f"{path}: {len(missing)} of {len(needed)} data files {'is' if len(missing) == 1 else 'are'} missing",
+            details=sorted(missing),
+            why="the copy did not finish, or ranks on other machines wrote to their own disks",
+            next_step="copy the missing files into the directory",
+            file=f"{path.rstrip('/')}/{missing[0]}",
+        )
+    if short:
+        raise SourceCorruptError(
+            f"{path}: {len(short)} data {'file is' if len(short) == 1 else 'files are'} truncated",
+            details=short,
+            why="the copy did not finish, or files of another save overwrote them",
+            next_step="copy the checkpoint again",
+            file=f"{path.rstrip('/')}/{short[0].partition(':')[0]}",
+        )
+    return nbytes
+
+
+def _rank(name: str) -> int:
+    found = _DATA_FILE.match(name.rpartition("/")[2])
+    return int(found[1]) if found else 0
+
+
+def _world_size(metadata: DcpMetadata, ranks: dict[str, int], entries: dict[str, Entry]) -> int:
+    """Ranks that wrote something, or an empty file (all they had was a copy of what another rank wrote)."""
+    highest = max(ranks.values(), default=0)
+    for name, entry in entries.items():
+        found = _DATA_FILE.match(name)
+        if found and entry.nbytes == 0:
+            highest = max(highest, int(found[1]))
+    chunks = max((len(tensor.chunks) for tensor in metadata.tensors.values()), default=1)
+    return max(highest + 1, chunks)
+
+
+def _note_strangers(directory: DcpDirectory, entries: dict[str, Entry]) -> None:
+    """Data files the metadata does not name: another save left them."""
+    strangers = [
+        name
+        for name, entry in entries.items()
+        if name.endswith(".distcp") and name not in directory.nbytes and entry.nbytes
+    ]
+    if strangers:
+        directory.notes.append(
+            Note(STRAY, f"{len(strangers)} data files belong to another save: {', '.join(strangers[:5])}")
+        )

@@ -25,9 +25,9 @@ from fsdpckpt.ir.checkpoint import Note, SourceFile
 from fsdpckpt.ir.tensors import Int64Array, Tensor
 from fsdpckpt.ir.values import Value, leaf_tensors
 from fsdpckpt.readers.chunks import Box, ChunkedTensor
-from fsdpckpt.readers.dcp.directory import DcpDirectory
+from fsdpckpt.readers.dcp import DcpDirectory
 from fsdpckpt.readers.protocol import Tree
-from fsdpckpt.readers.safetensors.read import sharding_info
+from fsdpckpt.readers.safetensors import sharding_info
 from fsdpckpt.storage.sources import Sources
 
 __all__ = [

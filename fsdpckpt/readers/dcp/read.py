@@ -17,7 +17,7 @@ from fsdpckpt.ir.checkpoint import UNORDERED, Container, Layout, Note, Problem
 from fsdpckpt.ir.tensors import ONE_SLICE, Tensor
 from fsdpckpt.ir.values import Global, Key, Value
 from fsdpckpt.readers.chunks import Box, ChunkedTensor, build_tensors
-from fsdpckpt.readers.dcp.directory import DcpDirectory, open_directory
+from fsdpckpt.readers.dcp import DcpDirectory, open_directory
 from fsdpckpt.readers.dcp.flat import find_flattened
 from fsdpckpt.readers.dcp.items import locate_chunks, read_values
 from fsdpckpt.readers.protocol import FileTable, Tree

@@ -1,0 +1,299 @@
+"""Read safetensors files: one, a list of shards, a Hugging Face index, or the shards DCP's own HF writer leaves.
+
+Plain files give a flat dict of names to tensors. Files that fsdpckpt wrote carry the optimizer, its groups and the
+extras too, see ``formats.safetensors``. Files of ``torch.distributed.checkpoint.HuggingFaceStorageWriter``
+(``hf_storage.py``) with ``save_distributed`` hold chunks, each with its place in ``DCP_SHARDING_INFO``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from itertools import chain, islice
+from math import prod
+
+from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError
+from fsdpckpt.formats.safetensors import Header, HeaderTensor, looks_like_safetensors, read_header
+from fsdpckpt.ir.checkpoint import Container, Evidence, EvidenceKind, Layout, Note
+from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.readers.chunks import Box, ChunkedTensor, build_tensors
+from fsdpckpt.readers.protocol import Claim, FileTable, Part, ReadOptions, Tree, file_name, stem_of
+from fsdpckpt.readers.safetensors.document import assemble
+from fsdpckpt.storage.protocols import Entry
+from fsdpckpt.storage.sources import Sources
+from fsdpckpt.text import truncate
+
+__all__ = ["SafetensorsReader", "read_safetensors", "read_safetensors_index", "sharding_info"]
+
+_INDEX = ".safetensors.index.json"
+_MAX_INDEX_BYTES = 1 << 28  # of a million tensors
+_SHARDING_KEY = "DCP_SHARDING_INFO"
+_RANK_SHARD = re.compile(r"shard-(\d{1,6})-")
+_NUMBERED = re.compile(r"^(?:shard-\d+-)?(?P<stem>.*?)-\d+-of-\d+\.safetensors$")
+_PART = re.compile(r"^(?:shard-\d+-)?(?P<stem>.*?)-(?P<number>\d{1,6})-of-(?P<total>\d{1,6})\.safetensors$")
+_MOST_NAMED = 1 << 16  # missing shards that are named: one number in a file name can ask for a million
+
+
+class SafetensorsReader:
+    """Files with a safetensors header, and indexes of such files."""
+
+    def recognise_file(self, file: Entry, sources: Sources) -> Part | None:
+        if file_name(file.path).endswith(_INDEX):
+            return _index_part(file.path)
+        head = sources.open(file.path).read(0, min(16, file.nbytes))
+        return _files_part([file.path], file.path) if looks_like_safetensors(head, file.nbytes) else None
+
+    def recognise_directory(
+        self, path: str, files: Mapping[str, Entry], options: ReadOptions, sources: Sources
+    ) -> Claim:
+        """Every index with the shards that it lists, then the other files: shards of one stem are one part."""
+        del options
+        indexed = {name.removesuffix(_INDEX) for name in files if name.endswith(_INDEX)}
+        claim = Claim([_index_part(files[stem + _INDEX].path) for stem in sorted(indexed)])
+        groups: dict[str, list[str]] = {}
+        for name in files:
+            if not name.endswith((".safetensors", _INDEX)):
+                continue
+            claim.names.add(name)
+            shard = _NUMBERED.match(name)
+            stem = shard["stem"] if shard else stem_of(name)
+            if not name.endswith(_INDEX) and (shard is None or stem not in indexed or name.startswith("shard-")):
+                groups.setdefault(stem, []).append(name)
+        sources.warm([files[name].path for names in groups.values() for name in names], tails=False)
+        for stem, names in sorted(groups.items()):
+            label = files[names[0]].path if len(names) == 1 else f"{path.rstrip('/')}/{stem}-*.safetensors"
+            claim.parts.append(_files_part([files[name].path for name in names], label))
+        return claim
+
+
+def _index_part(path: str) -> Part:
+    return Part(
+        path,
+        file_name(path).removesuffix(_INDEX),
+        lambda files, sources: read_safetensors_index(path, files, sources),
+    )
+
+
+def _files_part(paths: list[str], label: str) -> Part:
+    return Part(label, stem_of(file_name(label)), lambda files, sources: read_safetensors(paths, files, sources))
+
+
+def read_safetensors(paths: Sequence[str], files: FileTable, sources: Sources) -> Tree:
+    """The tensors of all ``paths`` as one state dict.
+
+    Raises SourceIncompleteError when the numbers in the file names say that others are missing (all of them named),
+    SourceCorruptError when a file contradicts itself or another one.
+    """
+    ordered = sorted(paths, key=file_name)
+    _require_all_parts(ordered)
+    headers = [(path, read_header(sources.open(path))) for path in ordered]
+    return _tree(headers, files)
+
+
+def read_safetensors_index(path: str, files: FileTable, sources: Sources) -> Tree:
+    """The shards that the index at ``path`` (``*.safetensors.index.json``) lists, checked against what they hold.
+
+    Raises SourceIncompleteError naming every missing shard or every missing tensor.
+    """
+    weight_map = _weight_map(path, sources)
+    directory = path[: -len(file_name(path))]
+    present = {entry.name for entry in sources.list_directory(directory.rstrip("/") or ("/" if directory else "."))}
+    shards = sorted(set(weight_map.values()))
+    missing = [shard for shard in shards if shard not in present]
+    if missing:
+        raise SourceIncompleteError(
+            f"{len(missing)} of {len(shards)} shards that {file_name(path)} lists are missing",
+            details=missing,
+            why="the download or the save did not finish",
+            next_step="copy the missing files beside the index",
+            file=path,
+        )
+    headers = [(directory + shard, read_header(sources.open(directory + shard))) for shard in shards]
+    tree = _tree(headers, files)
+    _compare_with_index(path, weight_map, headers, tree)
+    tree.evidence.insert(0, _evidence(f"{file_name(path)} lists {len(weight_map)} tensors in {len(shards)} files"))
+    return tree
+
+
+def _weight_map(path: str, sources: Sources) -> dict[str, str]:
+    source = sources.open(path)
+    try:
+        if source.nbytes > _MAX_INDEX_BYTES:
+            raise ValueError("too long")
+        document = json.loads(source.read(0, source.nbytes))
+        weight_map = document["weight_map"]
+        good = isinstance(weight_map, dict) and all(isinstance(shard, str) for shard in weight_map.values())
+    except (ValueError, TypeError, KeyError, RecursionError):
+        good = False
+    if not good:
+        raise SourceCorruptError(
+            f"{path} is not a safetensors index",
+            file=path,
+            expected='a JSON object with a "weight_map" of names to files',
+            why="the file was truncated or edited",
+        )
+    outside = sorted({shard for shard in weight_map.values() if "/" in shard or "\\" in shard or shard in ("", "..")})
+    if outside:
+        raise SourceCorruptError(
+            f"{path} names files outside its directory", file=path, details=outside, why="somebody edited the index"
+        )
+    return dict(weight_map)
+
+
+def _compare_with_index(
+    path: str, weight_map: Mapping[str, str], headers: Sequence[tuple[str, Header]], tree: Tree
+) -> None:
+    held = {file_name(file): header.tensors for file, header in headers}
+    absent = [f"{key} is not in {shard}" for key, shard in weight_map.items() if key not in held[shard]]
+    if absent:
+        raise SourceIncompleteError(
+            f"{len(absent)} tensors of the index are not in their shard",
+            details=absent[:50],
+            why="shards of different saves lie in one directory, or a shard was replaced",
+            next_step="copy index and shards from the same save again",
+            file=path,
+            key=absent[0].partition(" is not in ")[0],
+        )
+    unlisted = [key for tensors in held.values() for key in tensors if key not in weight_map]
+    if unlisted:
+        names = ", ".join(unlisted[:5])
+        tree.notes.append(
+            Note("unlisted", f"{len(unlisted)} tensors are in the shards but not in the index: {names}", unlisted[0])
+        )
+
+
+def _require_all_parts(paths: Sequence[str]) -> None:
+    """``-0000i-of-0000N`` and ``shard-0000r-`` must count from 1 without holes.
+
+    The highest rank cannot be known from the names of DCP's HF shards; a hole below it can.
+    """
+    parts: dict[tuple[str, int], set[int]] = {}
+    ranks: set[int] = set()
+    for path in paths:
+        name = file_name(path)
+        found = _PART.match(name)
+        if found is not None:
+            parts.setdefault((found["stem"], int(found["total"])), set()).add(int(found["number"]))
+        shard = _RANK_SHARD.match(name)
+        if shard is not None:
+            ranks.add(int(shard[1]))
+    missing = (
+        f"{stem}-{number:05d}-of-{total:05d}.safetensors"
+        for (stem, total), numbers in sorted(parts.items())
+        for number in range(1, total + 1)
+        if number not in numbers
+    )
+    below = (f"shard-{rank:05d}-*.safetensors" for rank in range(1, max(ranks, default=0)) if rank not in ranks)
+    named = list(islice(chain(missing, below), _MOST_NAMED))
+    if named:
+        more = " or more" if len(named) == _MOST_NAMED else ""
+        raise SourceIncompleteError(
+            f"{len(named)}{more} safetensors shards are missing",
+            details=named,
+            why="the download or the save did not finish, or a rank's files lie on another machine",
+            next_step="copy all shards into one directory",
+            file=paths[0],
+        )
+
+
+def sharding_info(header: Header, *, file: str) -> dict[str, tuple[int, ...]] | None:
+    """Where each tensor of a file that DCP wrote begins in its global tensor; None for other files.
+
+    Raises SourceCorruptError when the information is malformed or names other tensors.
+    """
+    text = header.metadata.get(_SHARDING_KEY)
+    if text is None:
+        return None
+    offsets: dict[str, tuple[int, ...]] = {}
+    try:
+        document = json.loads(text)
+        for key, tensor in header.tensors.items():
+            saved = document[key]["saved_offsets"]
+            if len(saved) != len(tensor.shape) or not all(type(item) is int and item >= 0 for item in saved):
+                raise ValueError(f"{saved} for {key}")
+            offsets[key] = tuple(saved)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise SourceCorruptError(
+            f"{file}: {_SHARDING_KEY} does not fit the tensors of the file",
+            file=file,
+            found=f"{type(error).__name__}: {error}"[:200],
+            why="the file was edited, or a newer torch wrote it",
+        ) from None
+    return offsets
+
+
+def _evidence(message: str) -> Evidence:
+    return Evidence(EvidenceKind.CONTAINER, message)
+
+
+def _tree(headers: Sequence[tuple[str, Header]], files: FileTable) -> Tree:
+    chunked: dict[str, ChunkedTensor] = {}
+    holders: dict[str, str] = {}
+    documents: list[tuple[str, str]] = []
+    ranks = 1
+    for path, header in headers:
+        number = files.add(path, header.end)
+        offsets = sharding_info(header, file=path)
+        shard = _RANK_SHARD.match(file_name(path))
+        rank = int(shard[1]) - 1 if shard is not None else 0
+        ranks = max(ranks, rank + 1)
+        if "fsdpckpt" in header.metadata:
+            documents.append((path, header.metadata["fsdpckpt"]))
+        for key, tensor in header.tensors.items():
+            start = offsets[key] if offsets is not None else (0,) * len(tensor.shape)
+            box = Box(rank, number, tensor.offset, start, tensor.shape)
+            known = chunked.get(key)
+            if known is None:
+                chunked[key] = ChunkedTensor(key, tensor.dtype, tensor.shape, [box])
+                holders[key] = path
+                continue
+            if offsets is None or len(box.start) != len(known.shape) or tensor.dtype is not known.dtype:
+                raise _contradiction(known, tensor, (holders[key], path))
+            known.boxes.append(box)
+    tensors = build_tensors([_whole(tensor, holders[tensor.key]) for tensor in chunked.values()], world_size=ranks)
+    tree = Tree({}, _layout(tensors, ranks), Container.SAFETENSORS, ranks)
+    tree.root = assemble(tensors, documents, tree)
+    tree.evidence.append(_evidence(f"{len(headers)} safetensors file(s) with {len(tensors)} tensors"))
+    if ranks > 1:
+        tree.evidence.append(_evidence(f"file names and DCP_SHARDING_INFO say that {ranks} ranks wrote their chunks"))
+    return tree
+
+
+def _contradiction(known: ChunkedTensor, other: HeaderTensor, paths: tuple[str, str]) -> SourceCorruptError:
+    return SourceCorruptError(
+        f"{known.key} stands in two files that do not fit together",
+        details=paths,
+        file=paths[1],
+        key=known.key,
+        expected=f"one file, or chunks of one {known.dtype.name} tensor with {len(known.shape)} dimensions",
+        found=f"another {other.dtype.name} tensor with {len(other.shape)} dimensions",
+        why="files of different saves lie in one directory",
+        next_step="give only the files of one save",
+    )
+
+
+def _whole(tensor: ChunkedTensor, file: str) -> ChunkedTensor:
+    """With the global shape: as far as the farthest chunk reaches (``hf_storage.py`` reads it the same way).
+
+    Raises SourceCorruptError, naming ``file``, when no tensor can be that large.
+    """
+    boxes = tensor.boxes
+    if len(boxes) == 1 and not any(boxes[0].start):
+        return tensor
+    shape = tuple(max(box.start[dim] + box.size[dim] for box in boxes) for dim in range(len(tensor.shape)))
+    if prod(filter(None, shape)) * tensor.dtype.itemsize >= 1 << 63:
+        raise SourceCorruptError(
+            f"{file}: {_SHARDING_KEY} places {tensor.key} where no tensor reaches",
+            file=file,
+            key=tensor.key,
+            found=truncate(shape),
+            why="the file was edited or damaged",
+        )
+    return tensor._replace(shape=shape)
+
+
+def _layout(tensors: Mapping[str, Tensor], ranks: int) -> Layout:
+    if ranks > 1 or any(len(tensor.chunks) > 1 for tensor in tensors.values()):
+        return Layout.SHARDED
+    return Layout.FULL

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsupportedError
 from fsdpckpt.formats.safetensors import METADATA_KEY, VERSION, model_key, state_key
-from fsdpckpt.ir.checkpoint import ParamKey
+from fsdpckpt.ir.checkpoint import Evidence, EvidenceKind, ParamKey
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Chunks, Tensor, contiguous_stride
 from fsdpckpt.ir.value_json import Json, decode
@@ -28,7 +28,8 @@ def assemble(tensors: dict[str, Tensor], documents: Sequence[tuple[str, str]], t
     if not documents:
         return dict(tensors.items())
     file, document = _merge(documents)
-    tree.evidence.append(f"the header's {METADATA_KEY!r} entry says what safetensors itself cannot hold")
+    message = f"the header's {METADATA_KEY!r} entry says what safetensors itself cannot hold"
+    tree.evidence.append(Evidence(EvidenceKind.CONTAINER, message))
     return _Assembly(file, document, tensors).root()
 
 

@@ -1,0 +1,321 @@
+"""Read torch.save files: single ones, and sets of one file per rank, which differ in a number of their names.
+
+Patterns: ``model_world_size_4_rank_0.pt`` (verl, and what this program writes), ``pytorch_model_fsdp_0_rank3.bin``
+(accelerate), ``rank0-of-4-optimizer.pt`` and ``run_rank-00000000-of-00000004.pth`` (torch_xla), ``last-shard0.pt``
+(fairscale), ``model_0.pt``. The number of a step or an epoch is not a rank.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
+
+from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceIncompleteError
+from fsdpckpt.formats.torch.mesh import MAX_RANKS
+from fsdpckpt.formats.zip import top_folder
+from fsdpckpt.ir.checkpoint import Checkpoint, Problem, Section
+from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.producers.table import copied_by_rank
+from fsdpckpt.readers.beside import auxiliary
+from fsdpckpt.readers.protocol import EXTRA_STEM, Claim, FileTable, Part, ReadOptions, Tree, file_name, stem_of
+from fsdpckpt.storage.protocols import Entry
+from fsdpckpt.storage.sources import Sources
+
+__all__ = ["RankSet", "TorchReader", "check_names", "group_ranks", "slices_of_one_rank"]
+
+_ZIP_MAGIC = b"PK\x03\x04"
+_LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"  # protocol 2, then torch's magic number as a long
+_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
+_SECTION = re.compile(r"model|optim|extra_state|state_dict|weights|params", re.IGNORECASE)
+_SECTION_WORDS = {Section.OPTIM: "optim", Section.EXTRA: EXTRA_STEM, Section.MODEL: "model"}
+_MOST_NAMED = 1 << 16  # missing files that are named: one number in a file name can ask for a million
+
+_WITH_WORLD = re.compile(r"^(?P<stem>.+?)[_-]world_size_(?P<world>\d+)_rank_(?P<rank>\d+)(?P<suffix>\.[^.]+)$")
+_OF_WORLD = re.compile(
+    r"^(?P<head>|.*?[_.-])rank-?(?P<rank>\d+)-of-(?P<world>\d+)(?P<tail>(?:[_.-].*?)?)(?P<suffix>\.[^.]+)$"
+)
+_SHARD = re.compile(r"^(?P<stem>.+?[_.-]shard)[_-]?(?P<rank>\d+)(?P<suffix>\.[^.]+)$")
+_WITH_WORD = re.compile(r"^(?P<stem>.+?)[_.-]?rank[_-]?(?P<rank>\d+)(?P<suffix>\.[^.]+)$")
+_BARE = re.compile(r"^(?P<stem>.+)[_.-](?P<rank>\d+)(?P<suffix>\.[^.]+)$")
+_NO_RANK = re.compile(
+    r"(?:-of|(?:^|[_.-])(?:step|steps|epoch|ep|ba|iter|iteration|checkpoint|ckpt|version|v))$", re.IGNORECASE
+)
+
+
+class TorchReader:
+    """Files that begin as torch.save writes them, whatever they are called."""
+
+    def recognise_file(self, file: Entry, sources: Sources) -> Part | None:
+        if not _is_torch(file, sources):
+            return None
+        return _file_part(file.path, stem_of(file_name(file.path)), neighbour=False)
+
+    def recognise_directory(
+        self, path: str, files: Mapping[str, Entry], options: ReadOptions, sources: Sources
+    ) -> Claim:
+        """One part for each set of rank files, then one for each other file. With ``options.only``, sets of other
+        sections that lack files are left out."""
+        sources.warm([file.path for name, file in files.items() if name.endswith(_SUFFIXES)])
+        names = [name for name, file in files.items() if _may_be_torch(file) and _is_torch(file, sources)]
+        sets, single = group_ranks(names)
+        _share_world_size(sets)
+        claim = Claim(names=set(names))
+        if options.only is not None:
+            unwanted = [one for one in sets if one.absent and _section_of(one.stem) not in (None, options.only)]
+            sets = [one for one in sets if one not in unwanted]
+            claim.not_carried = [name for one in unwanted for name in one.files.values()]
+        _require_all_ranks(sets, path, {name: file.nbytes for name, file in files.items()})
+        claim.parts += [_ranks_part(one, files, path) for one in sets]
+        for name in single:
+            stem = stem_of(name)
+            claim.parts.append(_file_part(files[name].path, stem, neighbour=not _SECTION.search(stem)))
+        return claim
+
+
+def _may_be_torch(file: Entry) -> bool:
+    """Whether a file that nobody named is worth opening; a link that leads nowhere has no bytes."""
+    return file.nbytes >= 16 and not auxiliary(file.name)
+
+
+def _is_torch(file: Entry, sources: Sources) -> bool:
+    return sources.open(file.path).read(0, min(16, file.nbytes)).startswith((_ZIP_MAGIC, _LEGACY_MAGIC))
+
+
+def _file_part(path: str, stem: str, *, neighbour: bool) -> Part:
+    def read(files: FileTable, sources: Sources) -> Tree:
+        from fsdpckpt.readers.torch_ranks.read import read_torch_file
+
+        return read_torch_file(path, files, sources)
+
+    return Part(path, stem, read, neighbour=neighbour)
+
+
+def _ranks_part(rank_set: RankSet, files: Mapping[str, Entry], directory: str) -> Part:
+    paths = {rank: files[name].path for rank, name in sorted(rank_set.files.items())}
+
+    def read(table: FileTable, sources: Sources) -> Tree:
+        from fsdpckpt.readers.torch_ranks.read import read_torch_ranks
+
+        return read_torch_ranks(paths, table, sources, extras=rank_set.stem == EXTRA_STEM)
+
+    first, last = rank_set.name(min(paths)), rank_set.name(max(paths))
+    label = f"{directory.rstrip('/')}/{first}" + (f" .. {last}" if len(paths) > 1 else "")
+    return Part(label, rank_set.stem, read, rank_set.bare, neighbour=not _SECTION.search(rank_set.stem))
+
+
+def _section_of(stem: str) -> Section | None:
+    """The section that rank files of this stem hold, where it says so."""
+    return next((section for section, word in _SECTION_WORDS.items() if word in stem), None)
+
+
+def _share_world_size(sets: Sequence[RankSet]) -> None:
+    """Sets whose names say ``rank`` but not how many ranks there are have the largest world size of them all."""
+    unstated = [one for one in sets if one.world is None and not one.bare]
+    shared = max((one.world_size for one in unstated), default=0)
+    for one in unstated:
+        one.world = shared
+
+
+def _require_all_ranks(sets: Sequence[RankSet], directory: str, sizes: Mapping[str, int]) -> None:
+    """Every set has ranks 0 .. W-1. ``sizes``: the bytes of every file that lies there, damaged ones too."""
+    count = sum(one.absent for one in sets)
+    missing = list(islice((name for one in sets for name in one.missing()), _MOST_NAMED))
+    if not missing:
+        return
+    damaged = sum(name in sizes for name in missing)
+    raise SourceIncompleteError(
+        f"{directory}: {count} rank {'file is' if count == 1 else 'files are'} "
+        + ("missing" if not damaged else "damaged" if damaged == count else "missing or damaged"),
+        details=[
+            name if name not in sizes else f"{name} is no torch.save file ({sizes[name]} bytes)" for name in missing
+        ],
+        why="the save or the copy did not finish, or these ranks wrote to the disks of other machines",
+        next_step="copy the files of all ranks into one directory",
+        file=f"{directory.rstrip('/')}/{missing[0]}",
+    )
+
+
+@dataclass(slots=True)
+class RankSet:
+    """Files of one stem by rank. ``world``: what the names say, None when they do not.
+
+    ``bare``: the names hold a number only, so that it is a rank is an inference.
+    """
+
+    stem: str
+    suffix: str
+    files: dict[int, str]
+    world: int | None
+    bare: bool
+
+    @property
+    def world_size(self) -> int:
+        return max(self.world or 0, max(self.files) + 1)
+
+    def name(self, rank: int) -> str:
+        """The file name that ``rank`` has or would have."""
+        known = next(iter(self.files.values()))
+        if rank in self.files:
+            return self.files[rank]
+        begin, end = _rank_in(known)
+        digits = end - begin if known[begin] == "0" else 0
+        return f"{known[:begin]}{rank:0{digits}}{known[end:]}"
+
+    @property
+    def absent(self) -> int:
+        """How many of the ranks 0 .. world_size - 1 have no file."""
+        return self.world_size - len(self.files)
+
+    def missing(self) -> list[str]:
+        """Names of the files that these should have, at most ``_MOST_NAMED``."""
+        absent = (rank for rank in range(self.world_size) if rank not in self.files)
+        return [self.name(rank) for rank in islice(absent, _MOST_NAMED)]
+
+
+class NamedRank(NamedTuple):
+    """What a file name says: the pattern's words, the ranks that there are (None: not said) and the rank."""
+
+    stem: str
+    bare: bool
+    world: int | None
+    rank: int
+
+
+def named_rank(stem: str) -> NamedRank | None:
+    """What the name of a rank's file without its suffix says; None when it follows no pattern."""
+    key, rank = _parse(f"{stem}.pt")
+    return NamedRank(key[0], key[3], key[2], rank) if key is not None else None
+
+
+def group_ranks(names: Iterable[str]) -> tuple[list[RankSet], list[str]]:
+    """The rank sets among ``names``, and the names that belong to none. Both in sorted order.
+
+    Raises NeedsInformationError for two names of one rank: of which save each is, nothing says.
+    """
+    sets: dict[tuple[str, str, int | None, bool], RankSet] = {}
+    again: dict[tuple[str, str, int | None, bool], list[str]] = {}
+    single: list[str] = []
+    for name in sorted(names):
+        key, rank = _parse(name)
+        if key is None:
+            single.append(name)
+            continue
+        stem, suffix, world, bare = key
+        found = sets.setdefault(key, RankSet(stem, suffix, {}, world, bare))
+        if found.files.setdefault(rank, name) != name:
+            again.setdefault(key, []).append(name)
+    accepted: list[RankSet] = []
+    for key, found in sets.items():
+        others = again.get(key, [])
+        if found.bare and not _plausible(found):
+            single.extend([*found.files.values(), *others])
+            continue
+        if others:
+            raise _two_saves(found, others)
+        accepted.append(found)
+    return accepted, sorted(single)
+
+
+def _two_saves(found: RankSet, others: list[str]) -> NeedsInformationError:
+    return NeedsInformationError(
+        f"{len(others)} ranks have two files each",
+        details=[f"{found.files[_parse(name)[1]]} and {name}" for name in others],
+        why="these are of two saves, and may not be mixed",
+        next_step="move the files of one save into a directory of their own, and give that directory",
+    )
+
+
+def _match(name: str) -> re.Match[str] | None:
+    for pattern in (_WITH_WORLD, _OF_WORLD, _WITH_WORD, _SHARD):
+        found = pattern.match(name)
+        if found and _possible(found):
+            return found
+    found = _BARE.match(name)
+    return found if found and _possible(found) and not _NO_RANK.search(found["stem"]) else None
+
+
+def _possible(found: re.Match[str]) -> bool:
+    """Whether there can be so many ranks; a larger number in a name is something else."""
+    return all(int(number) < MAX_RANKS for name, number in found.groupdict().items() if name in ("rank", "world"))
+
+
+def _rank_in(name: str) -> tuple[int, int]:
+    """Where the rank stands in a name that follows a pattern."""
+    found = _match(name)
+    return found.span("rank") if found else (len(name), len(name))
+
+
+def _parse(name: str) -> tuple[tuple[str, str, int | None, bool] | None, int]:
+    found = _match(name)
+    if found is None:
+        return None, 0
+    words = found.groupdict()
+    stem = words["stem"] if "stem" in words else f"{words['head']}{words['tail']}".strip("_.-") or "rank"
+    world = int(words["world"]) if "world" in words else None
+    bare = found.re in (_SHARD, _BARE)
+    return (stem, words["suffix"], world, bare), int(words["rank"])
+
+
+def _plausible(found: RankSet) -> bool:
+    """Bare numbers are ranks when several count from 0 with few holes: 0, 1, 3 do; 0, 1000, 2000 are steps."""
+    return len(found.files) > 1 and 0 in found.files and found.absent < len(found.files)
+
+
+def check_names(paths: Mapping[int, str], sources: Sources) -> None:
+    """Raises SourceCorruptError listing the files among ``paths`` (rank to path) that another rank, or a run of
+    another number of ranks, saved. A file saved under a name of another pattern, or without one, says nothing; nor do
+    files that a conversion to more ranks copies (random states)."""
+    swapped: list[str] = []
+    stale: list[str] = []
+    first: str | None = None
+    for rank, path in sorted(paths.items()):
+        name = path.replace("\\", "/").rpartition("/")[2]
+        stem = name.rpartition(".")[0]
+        if copied_by_rank(name):
+            continue
+        was = top_folder(sources.open(path))
+        named, saved = named_rank(stem), named_rank(was)
+        if was == stem or named is None or saved is None or named[:2] != saved[:2]:
+            continue
+        if saved.rank != named.rank:
+            swapped.append(f"{path}: expected rank {rank}, saved as {was}, by rank {saved.rank}")
+        elif named.world is not None and saved.world is not None and saved.world != named.world:
+            stale.append(f"{path}: expected {named.world} ranks, saved as {was}, by one of {saved.world}")
+        else:
+            continue
+        first = first or path
+    if first is None:
+        return
+    kinds = " and ".join(word for word, found in (("swapped", swapped), ("stale", stale)) if found)
+    raise SourceCorruptError(
+        f"{kinds} rank files: {len(swapped) + len(stale)} files were saved under another rank's name",
+        details=[*swapped, *stale],
+        file=first,
+        why="files were renamed, or copied from another rank or run; nothing else in them says whose they are",
+        next_step="give every file the name it was saved as again, as listed above",
+    )
+
+
+def slices_of_one_rank(checkpoint: Checkpoint, stem: str) -> Iterator[Problem]:
+    """A fatal problem of a single file whose name says that it is one rank's, when it may hold this rank's slices.
+
+    ``stem``: the file's name without suffix. An optimizer with a state of two dimensions, or without any, is whole.
+    """
+    named = named_rank(stem)
+    ranks = max(named.world or 0, named.rank + 1) if named is not None and not named.bare else 1
+    optim = checkpoint.optim
+    if named is None or ranks < 2 or optim is None or checkpoint.world_size > 1:
+        return
+    leaves = [leaf for entry in optim.state.values() for leaf in entry.values() if isinstance(leaf, Tensor)]
+    if {leaf.ndim for leaf in leaves if leaf.ndim} == {1}:
+        yield Problem(
+            "missing-rank",
+            f"{checkpoint.source} is named as the file of rank {named.rank}, and its optimizer may be in FSDP1's "
+            f"slices: give the directory with the files of all {'' if named.world is None else f'{named.world} '}ranks",
+            file=checkpoint.source,
+            rank=named.rank,
+            section=Section.OPTIM,
+        )

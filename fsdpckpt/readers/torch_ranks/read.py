@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError
 from fsdpckpt.formats.torch.archive import TorchArchive, local_tensor, read_archive
-from fsdpckpt.ir.checkpoint import Container, Layout
+from fsdpckpt.ir.checkpoint import Container, Evidence, EvidenceKind, Layout
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Value, walk
 from fsdpckpt.readers.flat_slices import flat_parameter_keys
 from fsdpckpt.readers.protocol import FileTable, Tree
 from fsdpckpt.readers.sections import split
+from fsdpckpt.readers.torch_ranks import check_names
 from fsdpckpt.readers.torch_ranks.merge import Merge
-from fsdpckpt.readers.torch_ranks.names import check_names
 from fsdpckpt.readers.xla_fairscale.rewrite import record_beside, recorded, shards_without_record
 from fsdpckpt.storage.sources import Sources
 
@@ -60,14 +60,14 @@ def read_torch_ranks(paths: Mapping[int, str], files: FileTable, sources: Source
         tree.notes.extend(archive.notes)
         tree.devices |= archive.devices
     _separate_extras(tree, files, sources, extras=extras)
-    tree.evidence.append(_evidence(paths, ranks, forms))
+    tree.evidence.append(Evidence(EvidenceKind.CONTAINER, _held(paths, ranks, forms)))
     tree.evidence.extend(named.evidence)
     tree.problems.extend(named.problems)
     tree.notes.extend(named.notes)
     return tree
 
 
-def _evidence(paths: Mapping[int, str], ranks: Sequence[int], forms: Sequence[str]) -> str:
+def _held(paths: Mapping[int, str], ranks: Sequence[int], forms: Sequence[str]) -> str:
     held = " and ".join(f"{form} values" for form in forms) or "plain tensors only"
     if len(ranks) == 1:
         return f"{paths[ranks[0]]} is one rank's torch.save file, of a world of one, holding {held}"
@@ -121,7 +121,8 @@ def _recognise_slices(tree: Tree, merge: Merge) -> None:
     """Say in the tree that it holds flat parameters, where that is certain from the files alone."""
     keys = flat_parameter_keys(tree.root)
     if keys:
-        tree.evidence.append(f"keys of flat parameters: {', '.join(keys[:3])}" + (", ..." if len(keys) > 3 else ""))
+        message = f"keys of flat parameters: {', '.join(keys[:3])}" + (", ..." if len(keys) > 3 else "")
+        tree.evidence.append(Evidence(EvidenceKind.LAYOUT, message))
     if keys or merge.slices:
         tree.layout = Layout.FLATTENED
 
@@ -194,10 +195,10 @@ def read_torch_file(path: str, files: FileTable, sources: Sources) -> Tree:
         rank = min(archive.ranks, default=0) if record is None or record.rank is None else record.rank
         return read_torch_ranks({rank: path}, files, sources)
     tree = Tree(archive.root, Layout.FULL, Container.TORCH, 1, checksums=archive.checksums, notes=archive.notes)
-    tree.evidence.append(f"{path} is one torch.save file of plain tensors")
+    tree.evidence.append(Evidence(EvidenceKind.CONTAINER, f"{path} is one torch.save file of plain tensors"))
     keys = flat_parameter_keys(archive.root)
     if keys:
         tree.layout = Layout.FLATTENED
-        tree.evidence.append(f"keys of flat parameters: {', '.join(keys[:3])}")
+        tree.evidence.append(Evidence(EvidenceKind.LAYOUT, f"keys of flat parameters: {', '.join(keys[:3])}"))
     tree.problems.extend(shards_without_record(archive.root, path))
     return tree

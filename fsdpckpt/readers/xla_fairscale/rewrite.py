@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias, cast
 
 from fsdpckpt.formats.torch.archive import TorchArchive
-from fsdpckpt.ir.checkpoint import UNORDERED, Note, Problem, Section
+from fsdpckpt.ir.checkpoint import UNORDERED, Evidence, EvidenceKind, Note, Problem, Section
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.readers.flat_slices import is_optimizer, mappings
 from fsdpckpt.readers.sections import replaced
@@ -54,7 +54,7 @@ class Recorded:
 
     archives: list[TorchArchive]
     producer: str = ""
-    evidence: list[str] = field(default_factory=list)
+    evidence: list[Evidence] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
 
@@ -173,9 +173,8 @@ class _OneRank:
     def _say(self, said: Recorded) -> None:
         at, record = _dotted(self.path), self.record
         count = sum(len(backing.params) for backing in record.backings)
-        said.evidence.append(
-            f"{at} is {record.producer}'s record of {count} parameters in {len(record.backings)} tensors"
-        )
+        message = f"{at} is {record.producer}'s record of {count} parameters in {len(record.backings)} tensors"
+        said.evidence.append(Evidence(EvidenceKind.METADATA, message))
         if not record.in_model_order:
             said.evidence.append(UNORDERED)
         said.notes.append(Note("not-carried", f"{at} is not carried: it describes the shards of the source"))
