@@ -117,6 +117,8 @@ class LocalFile:
         self.identity = identity_of_status(path, status)
 
     def read(self, offset: int, nbytes: int) -> bytes:
+        if offset < 0:
+            raise too_short_error(self.path, offset, nbytes, 0)
         try:
             data = os.pread(self._fd, nbytes, offset)
             while len(data) < nbytes:
@@ -129,6 +131,8 @@ class LocalFile:
         return data
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
+        if offset < 0:  # preadv takes -1 for the current position
+            raise too_short_error(self.path, offset, len(buffer), 0)
         done = 0
         while done < len(buffer):
             try:
@@ -171,25 +175,31 @@ class MemoryFile:
 
 
 class ZeroFile:
-    """Zeros wherever it is read, without a file: the states that ``--missing-state zeros`` makes."""
+    """Zeros at every position, without a file: the states that ``--missing-state zeros`` makes."""
 
     def __init__(self) -> None:
         self.path = ZEROS
-        self.nbytes = 1 << 62  # longer than any checkpoint: nothing lies behind its end
+        self.nbytes = 1 << 62  # longer than any checkpoint
 
     def read(self, offset: int, nbytes: int) -> bytes:
+        self._require(offset, nbytes)
         return bytes(nbytes)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
+        self._require(offset, len(buffer))
         for begin in range(0, len(buffer), len(_ZERO_BLOCK)):
             count = min(len(_ZERO_BLOCK), len(buffer) - begin)
             buffer[begin : begin + count] = _ZERO_BLOCK[:count]
+
+    def _require(self, offset: int, nbytes: int) -> None:
+        if offset < 0 or offset + nbytes > self.nbytes:
+            raise too_short_error(self.path, offset, nbytes, max(self.nbytes - max(offset, 0), 0))
 
     def close(self) -> None:
         return None
 
 
-_ZERO_BLOCK = memoryview(bytes(1 << 20))  # copied, so that no buffer-sized block of zeros is allocated a read
+_ZERO_BLOCK = memoryview(bytes(1 << 20))  # copied from, so that no read allocates a block of zeros of its own size
 
 
 @contextlib.contextmanager

@@ -1,0 +1,98 @@
+"""Every kind of target on this machine is written the same way. S3: ``tests/e2e/remote``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import fsspec
+import pytest
+
+from fsdpckpt.errors import TargetUnwritableError
+from fsdpckpt.storage.local import WritableFile
+from fsdpckpt.storage.protocols import ByteTarget
+from tests.storage.byte_target_contract import (
+    CONTENT,
+    ByteTargetContract,
+    PublishedTargetContract,
+    StagedFile,
+    UploadedFile,
+)
+
+
+class TestWritableFile(ByteTargetContract):
+    def make(self, name: str, nbytes: int) -> WritableFile:
+        return WritableFile(str(self.root / name), nbytes)
+
+    def stored(self, name: str) -> bytes | None:
+        path = self.root / name
+        return path.read_bytes() if path.exists() else None
+
+    def test_a_name_that_exists_is_refused_and_left_alone(self) -> None:
+        (self.root / "file").write_bytes(b"somebody's")
+        with pytest.raises(TargetUnwritableError, match="cannot write"):
+            self.make("file", 5)
+        assert self.stored("file") == b"somebody's"
+
+    def test_a_directory_that_does_not_exist_is_an_error_of_the_target(self) -> None:
+        with pytest.raises(TargetUnwritableError) as caught:
+            self.make("absent/file", 5)
+        assert caught.value.file == str(self.root / "absent" / "file")
+
+    def test_an_abandoned_file_is_never_said_to_be_on_the_disk(self) -> None:
+        target = self.make("file", len(CONTENT))
+        target.write(0, CONTENT)
+        target.sync()
+        target.close()
+        with pytest.raises(TargetUnwritableError, match="not known to be on the disk"):
+            target.sync()
+
+    def test_what_was_written_can_be_read_back_before_the_commit(self) -> None:
+        target = self.make("file", len(CONTENT))
+        target.write(0, CONTENT)
+        buffer = bytearray(100_000)
+        target.read_into(70_000, memoryview(buffer))
+        assert bytes(buffer) == CONTENT[70_000:170_000]
+        target.close()
+
+
+class TestWritableFileWithoutDirectWrites(TestWritableFile):
+    @pytest.fixture(autouse=True)
+    def _refuse_direct_writes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delattr(os, "O_DIRECT")
+
+
+class TestFileThatAnotherProcessMade(ByteTargetContract):
+    def make(self, name: str, nbytes: int) -> WritableFile:
+        first = WritableFile(str(self.root / name), nbytes)
+        first.close()
+        return WritableFile(first.path, nbytes, existing=True)
+
+    def stored(self, name: str) -> bytes | None:
+        return (self.root / name).read_bytes()
+
+
+class TestStagedFile(PublishedTargetContract):
+    def make(self, name: str, nbytes: int) -> ByteTarget:
+        return StagedFile(str(self.root / name), nbytes)
+
+    def stored(self, name: str) -> bytes | None:
+        path = self.root / name
+        return path.read_bytes() if path.exists() else None
+
+
+class TestUploadToAnFsspecStore(PublishedTargetContract):
+    @pytest.fixture(autouse=True)
+    def _empty_store(self) -> Iterator[None]:
+        yield
+        filesystem = fsspec.filesystem("memory")
+        if filesystem.exists("/targets"):
+            filesystem.rm("/targets", recursive=True)
+
+    def make(self, name: str, nbytes: int) -> ByteTarget:
+        return UploadedFile(f"memory://targets/{name}", self.root, nbytes)
+
+    def stored(self, name: str) -> bytes | None:
+        filesystem = fsspec.filesystem("memory")
+        path = f"/targets/{name}"
+        return filesystem.cat_file(path) if filesystem.exists(path) else None
