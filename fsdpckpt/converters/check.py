@@ -20,7 +20,7 @@ from fsdpckpt.storage.sources import Sources
 from fsdpckpt.transform.parameter_order import from_units
 from fsdpckpt.transform.rekey import to_names
 from fsdpckpt.verify.elements import first_difference
-from fsdpckpt.writers.dtype_rule import DtypeRule
+from fsdpckpt.writers.protocol import DtypeRule
 
 __all__ = ["Pair", "Verdict", "check_output", "compared", "digests_of", "matched"]
 

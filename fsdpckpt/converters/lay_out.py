@@ -8,18 +8,27 @@ from dataclasses import dataclass, replace
 
 from fsdpckpt.converters.target_spec import TargetSpec
 from fsdpckpt.converters.transform import TransformedCheckpoint
-from fsdpckpt.errors import InternalError, NeedsInformationError
 from fsdpckpt.flat.flatten import write as torch_flat
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, Note
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.options import ConvertOptions, TensorForm
+from fsdpckpt.options import ConvertOptions
 from fsdpckpt.producers.forms import PLAIN_MESH, PLAIN_NAMES, PLAIN_NESTING, Form, Nesting, Place, RankNames
 from fsdpckpt.writers import dcp, safetensors, torch_full, torch_ranks
-from fsdpckpt.writers.dtype_rule import DtypeRule
+from fsdpckpt.writers.protocol import DtypeRule, Writer, WriteSpec
 
-__all__ = ["dtype_rule", "lay_out"]
+__all__ = ["WRITERS", "dtype_rule", "lay_out"]
+
+WRITERS: Mapping[tuple[Container, Layout], Writer] = {
+    (Container.TORCH, Layout.FULL): torch_full.lay_out,
+    (Container.TORCH, Layout.SHARDED): torch_ranks.lay_out,
+    (Container.TORCH, Layout.FLATTENED): torch_flat.lay_out,
+    (Container.DCP, Layout.FULL): dcp.lay_out,
+    (Container.DCP, Layout.SHARDED): dcp.lay_out,
+    (Container.SAFETENSORS, Layout.FULL): safetensors.lay_out,
+}
+"""The writer of each container and layout that can be written."""
 
 
 def dtype_rule(options: ConvertOptions) -> DtypeRule:
@@ -38,10 +47,10 @@ def lay_out(
     ``side_files``: files that are copied unchanged into a producer's form, by target name. Raises what the writers
     raise, and NeedsInformationError when the source's DTensors name several device types.
     """
-    writer = _Writer(transformed, spec, options)
-    if spec.form is None:
-        return writer.lay_out(_Document(Place(""), transformed.checkpoint), spec.container, spec.layout)
-    return _lay_out_form(writer, spec.form, transformed.checkpoint, side_files)
+    if spec.form is not None:
+        return _lay_out_form(transformed, spec, spec.form, options, side_files)
+    document = _Document(Place(""), transformed.checkpoint)
+    return _lay_out_document(document, spec.container, spec.layout, transformed, spec, options)
 
 
 @dataclass(slots=True)
@@ -54,97 +63,57 @@ class _Document:
     names: RankNames = PLAIN_NAMES
 
 
-@dataclass(frozen=True, slots=True)
-class _Writer:
-    """Lays documents out by the writer of their container and layout."""
-
-    transformed: TransformedCheckpoint
-    spec: TargetSpec
-    options: ConvertOptions
-
-    def lay_out(self, document: _Document, container: Container, layout: Layout) -> Target:
-        spec, options, dtypes = self.spec, self.options, dtype_rule(self.options)
-        checkpoint, plain = document.checkpoint, spec.form is None
-        if container is Container.SAFETENSORS:
-            return safetensors.lay_out(
-                checkpoint,
-                max_shard_size=options.max_shard_size,
-                single_file=plain and not spec.directory,
-                dtypes=dtypes,
-                bare=not plain,
-            )
-        if container is Container.DCP:
-            ranks = 1 if plain and layout is Layout.FULL else spec.world_size
-            target = dcp.lay_out(checkpoint, world_size=ranks, dtypes=dtypes, nesting=document.nesting)
-            for file in target.files:
-                file.path = document.place.file + file.path
-            return target
-        if layout is Layout.FULL:
-            bare = plain and options.only is not None
-            return torch_full.lay_out(
-                checkpoint, dtypes=dtypes, path=document.place.file, bare=bare, nesting=document.nesting
-            )
-        if spec.world_size is None:
-            raise InternalError("files by rank without a number of ranks")
-        if layout is Layout.FLATTENED and self.transformed.units is not None:
-            return torch_flat.lay_out(
-                checkpoint,
-                units=self.transformed.units,
-                world_size=spec.world_size,
-                key_type=self.transformed.key_type or "id",
-                dtypes=dtypes,
-                names=document.names,
-            )
-        return self._lay_out_ranks(document, spec.world_size)
-
-    def _lay_out_ranks(self, document: _Document, world_size: int) -> Target:
-        """The sharded files of ``world_size`` ranks.
-
-        A live model takes DTensors only from a mesh of its own device type: that of ``--mesh-device``, else of the
-        source's DTensors, else the form's usual one, with a note.
-        """
-        mesh = self.spec.form.mesh if self.spec.form is not None else PLAIN_MESH
-        device = self.options.mesh_device or _mesh_device(document.checkpoint)
-        if device is not None:
-            mesh = replace(mesh, device=device)
-        target = torch_ranks.lay_out(
-            document.checkpoint,
-            world_size=world_size,
-            tensor=self.options.tensor,
-            dtypes=dtype_rule(self.options),
+def _lay_out_document(
+    document: _Document,
+    container: Container,
+    layout: Layout,
+    transformed: TransformedCheckpoint,
+    spec: TargetSpec,
+    options: ConvertOptions,
+) -> Target:
+    """The files of one document, laid out by the writer of its container and layout."""
+    plain = spec.form is None
+    if layout is Layout.FLATTENED and transformed.units is None:
+        layout = Layout.SHARDED
+    return WRITERS[container, layout](
+        document.checkpoint,
+        WriteSpec(
+            dtypes=dtype_rule(options),
+            world_size=1 if layout is Layout.FULL and container is Container.DCP else spec.world_size,
+            path=document.place.file,
+            nesting=document.nesting,
+            unwrap=plain and options.only is not None,
             names=document.names,
-            mesh=mesh,
-        )
-        if device is None and self.options.tensor is TensorForm.DTENSOR:
-            text = f"DTensors say that their mesh is on {mesh.device} devices; the source does not say (--mesh-device)"
-            target.notes.append(Note("inferred", text))
-        return target
+            tensor=options.tensor,
+            mesh=spec.form.mesh if spec.form is not None else PLAIN_MESH,
+            mesh_device=options.mesh_device,
+            max_shard_size=options.max_shard_size,
+            single_file=plain and not spec.directory,
+            weights_only=not plain,
+            units=transformed.units,
+            key_type=transformed.key_type or "id",
+        ),
+    )
 
 
-def _mesh_device(checkpoint: Checkpoint) -> str | None:
-    devices = sorted(checkpoint.mesh_devices)
-    if len(devices) > 1:
-        raise NeedsInformationError(
-            f"the DTensors of {checkpoint.source} are on meshes of several device types",
-            file=checkpoint.source,
-            found=", ".join(devices),
-            why="a model loads DTensors only from a mesh of its own device type",
-            next_step=f"add --mesh-device {devices[0]}, or the one that the loading job has",
-        )
-    return devices[0] if devices else None
-
-
-def _lay_out_form(writer: _Writer, form: Form, checkpoint: Checkpoint, side_files: Mapping[str, Tensor]) -> Target:
+def _lay_out_form(
+    transformed: TransformedCheckpoint,
+    spec: TargetSpec,
+    form: Form,
+    options: ConvertOptions,
+    side_files: Mapping[str, Tensor],
+) -> Target:
     """Every file of ``form``: those of the sections, the producer's small ones, and the side files unchanged."""
     files: list[TargetFile] = []
     notes: list[Note] = []
+    checkpoint = transformed.checkpoint
     for document in _documents(checkpoint, form):
-        target = writer.lay_out(document, *_format_of(document.place, form))
+        target = _lay_out_document(document, *_format_of(document.place, form), transformed, spec, options)
         files += target.files
         notes += [note for note in target.notes if note not in notes]
     for name, text in form.texts:
         file = TargetFile(name)
-        file.literal(text.replace("{world_size}", str(writer.spec.world_size or checkpoint.world_size)).encode())
+        file.literal(text.replace("{world_size}", str(spec.world_size or checkpoint.world_size)).encode())
         files.append(file)
     written = {file.path for file in files}
     for name, tensor in side_files.items():

@@ -16,7 +16,7 @@ from fsdpckpt.producers.table import flavor_named
 from fsdpckpt.readers.beside import side_files
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.elements import first_difference
-from fsdpckpt.writers.storages import ties
+from fsdpckpt.writers.torch_full import ties
 
 __all__ = ["adapt_to_form", "export_weights"]
 

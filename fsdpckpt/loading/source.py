@@ -15,8 +15,8 @@ from fsdpckpt.options import ConvertOptions, TensorForm
 from fsdpckpt.readers.dcp.items import is_located
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.writers.dcp_flatten import flatten
-from fsdpckpt.writers.extras import extras_of_rank
+from fsdpckpt.writers.dcp import flatten
+from fsdpckpt.writers.state_dicts import extras_of_rank
 
 __all__ = ["Entries", "Names", "entries_of", "open_to_load"]
 

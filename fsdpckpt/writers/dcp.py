@@ -11,39 +11,39 @@ import heapq
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
+from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.formats.dcp.metadata_write import DcpEntry, StoredChunk, metadata_pickle
 from fsdpckpt.formats.pickle.opcodes import PickleOpcodes, StorageView
 from fsdpckpt.formats.pickle.write import dumps
 from fsdpckpt.formats.zip import ALIGNMENT, TorchZip
-from fsdpckpt.ir.checkpoint import Checkpoint
+from fsdpckpt.ir.checkpoint import LOOSE, Checkpoint, Note, OptimState, group_params
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import Target, TargetFile, WriteItem
 from fsdpckpt.ir.tensors import Tensor, contiguous_stride
-from fsdpckpt.ir.values import Value, leaf_tensors
+from fsdpckpt.ir.values import Key, Value, leaf_tensors
 from fsdpckpt.layouts.chunks import Box, RankBoxes, chunk_boxes, source_boxes, whole_box
 from fsdpckpt.producers.forms import PLAIN_NESTING, Nesting
-from fsdpckpt.writers.dcp_flatten import Leaf, flatten
-from fsdpckpt.writers.dtype_rule import DtypeRule
+from fsdpckpt.writers.protocol import WriteSpec
+from fsdpckpt.writers.state_dicts import extras_of_one, optim_dict
 from fsdpckpt.writers.torch_full import lay_out_file
 
-__all__ = ["lay_out"]
+__all__ = ["Leaf", "flatten", "lay_out"]
 
 _STEM = "archive"  # the folder torch.save uses for a file object
 _METADATA = ".metadata"
 
 
-def lay_out(
-    checkpoint: Checkpoint, *, world_size: int | None, dtypes: DtypeRule, nesting: Nesting = PLAIN_NESTING
-) -> Target:
-    """One data file for each rank that has an item, ``.metadata`` last.
+def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
+    """One data file for each rank that has an item, ``.metadata`` last; their names begin with ``spec.path``.
 
-    ``world_size`` ranks share the tensors whose ``sharded`` is True (0-dim ones are never cut). None keeps the
+    ``spec.world_size`` ranks share the tensors whose ``sharded`` is True (0-dim ones are never cut). None keeps the
     source's own chunks and ranks, replicas written once. Raises SourceUnsupportedError when two keys flatten to one.
     """
-    casts, notes = dtypes.casts(checkpoint)
-    leaves, flattening = flatten(checkpoint, nesting)
+    world_size = spec.world_size
+    casts, notes = spec.dtypes.casts(checkpoint)
+    leaves, flattening = flatten(checkpoint, spec.nesting)
     notes += flattening
     writer = _DataFiles(casts)
     entries = []
@@ -58,7 +58,10 @@ def lay_out(
             entries.append(DcpEntry(leaf.key, leaf.path, None, (), [writer.value(leaf.value, boxes[0][0])]))
     metadata = TargetFile(_METADATA)
     metadata.literal(metadata_pickle(entries))
-    return Target([*writer.in_order(), metadata], notes=notes)
+    files = [*writer.in_order(), metadata]
+    for file in files:
+        file.path = spec.path + file.path
+    return Target(files, notes=notes)
 
 
 def _assign(leaves: list[Leaf], cuts: list[RankBoxes | None], ranks: int) -> Iterator[RankBoxes]:
@@ -192,3 +195,134 @@ def _tensor_item(
     file.nbytes += nbytes
     archive.finish()
     return bytes(file.blob[:split]), bytes(file.blob[split:]), nbytes, file.checksums
+
+
+Path: TypeAlias = tuple[str | int, ...]
+
+
+class Leaf(NamedTuple):
+    """One entry of the flat state dict: its key, the path it was nested under, and what it is."""
+
+    key: str
+    path: Path
+    value: Value
+
+
+@dataclass(frozen=True, slots=True)
+class _Walk:
+    """Collects the leaves of one section. ``ids``: the dict whose keys may be parameter ids, which readers restore."""
+
+    leaves: list[Leaf]
+    notes: list[Note]
+    ids: Path = ()
+
+    def enter(self, path: Path, prefix: str, value: Value) -> None:
+        if isinstance(value, dict):
+            self.mapping(path, prefix, value)
+        elif isinstance(value, list) and not _plain(value):
+            for index, item in enumerate(value):
+                self.enter((*path, index), f"{prefix}.{index}", item)
+        else:
+            self.leaves.append(Leaf(prefix, path, value))
+
+    def mapping(self, path: Path, prefix: str, value: dict[Key, Value]) -> None:
+        if not value and path != self.ids:
+            self.notes.append(
+                Note("dropped", f"{prefix} is an empty dict: a DCP directory has no place for it", prefix)
+            )
+        for key, item in value.items():
+            part = key if type(key) is str else self.renamed(prefix, key)
+            inner = f"{prefix}.{part}" if prefix else part
+            if type(item) is Tensor:
+                self.leaves.append(Leaf(inner, (*path, part), item))
+            else:
+                self.enter((*path, part), inner, item)
+
+    def renamed(self, prefix: str, key: Key) -> str:
+        if not (self.ids and prefix == _dotted(self.ids)):
+            where = prefix or "the extras"
+            self.notes.append(
+                Note("renamed", f"key {key!r} of {where} becomes text, it was {type(key).__name__}", str(key))
+            )
+        return str(key)
+
+
+def _dotted(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
+def _plain(values: list[Value]) -> bool:
+    """Whether DCP keeps a list as one value: no tensor, mapping or entered list in it."""
+    return not any(isinstance(item, (Tensor, dict)) or (isinstance(item, list) and not _plain(item)) for item in values)
+
+
+def flatten(checkpoint: Checkpoint, nesting: Nesting = PLAIN_NESTING) -> tuple[list[Leaf], list[Note]]:
+    """All leaves in ``dcp.save``'s order, with notes on what the flat form cannot hold.
+
+    Raises SourceUnsupportedError when several entries get the same flat key.
+    """
+    leaves: list[Leaf] = []
+    notes: list[Note] = []
+    walk = _Walk(leaves, notes)
+    if checkpoint.model is not None:
+        model: dict[Key, Value] = dict(checkpoint.model.params.items())
+        walk.mapping(nesting.model, _dotted(nesting.model), model)
+        if checkpoint.model.metadata is not None:
+            what = "the model state dict's _metadata (module versions)"
+            notes.append(Note("dropped", f"{what} has no place in a DCP directory"))
+    if checkpoint.optim is not None:
+        if nesting.flattened:
+            leaves.extend(_flat_optimizer(checkpoint.optim, nesting.optim, notes))
+        else:
+            root, state = optim_dict(checkpoint.optim), (*nesting.optim, "state")
+            _Walk(leaves, notes, ids=state).enter(state, _dotted(state), root.pop("state"))
+            if root:
+                walk.mapping(nesting.optim, _dotted(nesting.optim), root)
+    extra, dropped = extras_of_one(checkpoint)
+    if extra:
+        walk.mapping((), "", extra)
+    _refuse_duplicates(leaves)
+    return leaves, notes + dropped
+
+
+def _flat_optimizer(optim: OptimState, at: Path, notes: list[Note]) -> Iterator[Leaf]:
+    """What ``StateDictOptions(flatten_optimizer_state_dict=True)`` makes of an optimizer keyed by name.
+
+    Raises SourceUnsupportedError for ids, which have no place in that form.
+    """
+    if optim.key_type == "id":
+        raise SourceUnsupportedError(
+            "flattened optimizer keys begin with parameter names, and this optimizer is keyed by id",
+            next_step="--key-type name",
+        )
+    entries: list[tuple[str, Value]] = []
+    for param, states in optim.state.items():
+        for name, value in states.items():
+            entries.append((f"state.{param}.{name}" if name != LOOSE else f"state.{param}", value))
+    for group in optim.param_groups or []:
+        for param in group_params(group) or ():
+            for setting, value in group.items():
+                if setting != "params":
+                    entries.append((f"param_groups.{param}.{setting!s}", value))
+    for key, value in entries:
+        yield Leaf(_dotted((*at, key)), (*at, key), value)
+    if len(optim.param_groups or []) > 1:
+        notes.append(
+            Note("groups-flattened", "each parameter has its own settings: the order of the groups is not kept")
+        )
+    for extra in optim.extra:
+        notes.append(Note("dropped", f"{extra!s} of the optimizer has no place among flattened keys", str(extra)))
+
+
+def _refuse_duplicates(leaves: list[Leaf]) -> None:
+    if len({leaf.key for leaf in leaves}) == len(leaves):
+        return
+    seen: set[str] = set()
+    double = [leaf.key for leaf in leaves if leaf.key in seen or seen.add(leaf.key)]  # type: ignore[func-returns-value]
+    raise SourceUnsupportedError(
+        "several entries would get the same key in a DCP directory",
+        details=double,
+        why="DCP joins nested keys with dots, and two of them become equal",
+        next_step="leave one of them out with --exclude, or rename it with --rename OLD=NEW",
+        key=double[0],
+    )

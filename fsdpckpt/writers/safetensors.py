@@ -17,9 +17,9 @@ from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.value_json import Json, encode
 from fsdpckpt.ir.values import Key, Value, leaf_tensors
-from fsdpckpt.writers.dtype_rule import DtypeRule
-from fsdpckpt.writers.extras import extras_of_one
-from fsdpckpt.writers.storages import ties
+from fsdpckpt.writers.protocol import DtypeRule, WriteSpec
+from fsdpckpt.writers.state_dicts import extras_of_one
+from fsdpckpt.writers.torch_full import ties
 
 __all__ = ["lay_out"]
 
@@ -41,15 +41,13 @@ class _Group:
         self.tensors[key] = (tensor, dtype)
 
 
-def lay_out(
-    checkpoint: Checkpoint, *, max_shard_size: int, single_file: bool, dtypes: DtypeRule, bare: bool = False
-) -> Target:
-    """One file (``path`` ""), or a directory with shards of at most ``max_shard_size`` bytes of data each.
+def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
+    """One file (``path`` ""), or a directory with shards of at most ``spec.max_shard_size`` bytes of data each.
 
-    ``bare``: a model's tensors and ``{"format": "pt"}``, as Hugging Face's libraries write.
     A tensor longer than that has a shard of its own. Raises SourceUnsupportedError, naming all keys, when the format
     has no code for a dtype.
     """
+    single_file, dtypes = spec.single_file, spec.dtypes
     sections = single_file and checkpoint.model is not None and checkpoint.optim is not None
     extra, notes = extras_of_one(checkpoint)
     model, optim = _Group("model"), _Group("optimizer")
@@ -63,13 +61,13 @@ def lay_out(
         home.document["extra"] = _encode(extra, home, "extra")
     if sections:
         model.document["sections"] = True
-    if bare:
+    if spec.weights_only:
         model.document.clear()
     groups = [group for group in ([model] if single_file else [model, optim]) if group.tensors or group.document]
     _refuse(groups)
     if single_file:
         return Target([_file("", list(model.tensors), model, first=True)], notes=notes)
-    return Target([file for group in groups for file in _shards(group, max_shard_size)], notes=notes)
+    return Target([file for group in groups for file in _shards(group, spec.max_shard_size)], notes=notes)
 
 
 def _model(checkpoint: Checkpoint, group: _Group, dtypes: DtypeRule, *, sections: bool) -> list[Note]:

@@ -1,80 +1,54 @@
-"""One torch file, every tensor whole: ``{"model": ..., "optimizer": ..., <extras>}``, or one section's dict itself."""
+"""Lays out one torch file with every tensor whole: the sections and extras in one dict, or one section's dict itself.
+
+A tensor gets a compact storage of its own, unless the source shares memory: tied tensors (the same range of the same
+file) get one storage, partially overlapping views one that covers them all. ``torch.save`` writes the whole storage
+behind a view; a compact one loads equally and holds no byte twice.
+"""
 
 from __future__ import annotations
 
 import posixpath
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
 
+import numpy as np
+
+from fsdpckpt.formats.pickle.opcodes import StorageView
 from fsdpckpt.formats.pickle.write import dumps
 from fsdpckpt.formats.zip import TorchZip
-from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, OptimState, stored_entry
+from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import Target, TargetFile
-from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.tensors import Chunks, Tensor, contiguous_stride
 from fsdpckpt.ir.values import Key, Value, leaf_tensors
-from fsdpckpt.producers.forms import PLAIN_NESTING, Nesting, Step
-from fsdpckpt.writers.dtype_rule import DtypeRule
-from fsdpckpt.writers.extras import extras_of_one
-from fsdpckpt.writers.storages import Storages, sharing
+from fsdpckpt.producers.forms import Step
+from fsdpckpt.writers.protocol import WriteSpec
+from fsdpckpt.writers.state_dicts import extras_of_one, model_dict, nested, optim_dict
 
-__all__ = ["lay_out", "lay_out_file", "model_dict", "optim_dict"]
+__all__ = ["Storages", "lay_out", "lay_out_file", "memory_order", "sharing", "ties"]
 
 
-def lay_out(
-    checkpoint: Checkpoint, *, dtypes: DtypeRule, path: str = "", bare: bool = False, nesting: Nesting = PLAIN_NESTING
-) -> Target:
-    """One file at ``path`` (relative to the target; "" when the target itself is the file).
+def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
+    """One file at ``spec.path``: a dict of the sections, each where ``spec.nesting`` says, and the extras.
 
-    With ``bare`` a checkpoint of one section and no extras becomes that section's dict itself. Tensors that share
-    memory in the source's model section or extras share it in the target (see ``writers.storages``).
+    Tensors that share memory in the source's model section or extras share it in the target.
     """
-    casts, notes = dtypes.casts(checkpoint)
+    nesting = spec.nesting
+    casts, notes = spec.dtypes.casts(checkpoint)
     extra, dropped = extras_of_one(checkpoint)
     sections: list[tuple[tuple[Step, ...], Value]] = []
     if checkpoint.model is not None:
         sections.append((nesting.model, model_dict(checkpoint.model)))
     if checkpoint.optim is not None:
         sections.append((nesting.optim, optim_dict(checkpoint.optim)))
-    if len(sections) == 1 and not extra and (bare or not sections[0][0]):
+    if len(sections) == 1 and not extra and (spec.unwrap or not sections[0][0]):
         value = sections[0][1]
     else:
         value = nested([*sections, ((), extra)])
-    file = TargetFile(path)
+    file = TargetFile(spec.path)
     notes += dropped + lay_out_file(file, value, casts=casts, sharers=_sharers(checkpoint, extra))
     return Target([file], notes=notes)
-
-
-def nested(sections: Sequence[tuple[tuple[Step, ...], Value]]) -> Value:
-    """One dict of ``sections``, each below its path; a position in a path makes a list of the one section."""
-    root: dict[Key, Value] = {}
-    for path, section in sections:
-        if not path:
-            root.update(section if isinstance(section, dict) else {})
-            continue
-        value = section
-        for step in reversed(path[1:]):
-            value = {step: value} if isinstance(step, str) else [value]
-        root[path[0]] = value
-    return root
-
-
-def model_dict(model: ModelState) -> dict[Key, Value]:
-    """The state dict ``nn.Module.load_state_dict`` takes, ``_metadata`` attached when the source had it."""
-    if model.metadata is None:
-        return model.params  # type: ignore[return-value]  # a dict of str is one of Key
-    params: OrderedDict[Key, Value] = OrderedDict(model.params)
-    vars(params)["_metadata"] = model.metadata
-    return params
-
-
-def optim_dict(optim: OptimState) -> dict[Key, Value]:
-    """The dict ``Optimizer.load_state_dict`` takes, and what users added to it."""
-    state = {key: stored_entry(states) for key, states in optim.state.items()}
-    root: dict[Key, Value] = {"state": state}  # type: ignore[dict-item]
-    if optim.param_groups is not None:
-        root["param_groups"] = optim.param_groups  # type: ignore[assignment]
-    return {**root, **optim.extra}
 
 
 def _sharers(checkpoint: Checkpoint, extra: dict[Key, Value]) -> list[Tensor]:
@@ -97,3 +71,208 @@ def lay_out_file(
     storages.write(archive, file)
     archive.finish()
     return notes
+
+
+@lru_cache(maxsize=65536)
+def memory_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
+    """The order (slowest dimension first, None for row-major) and strides that a compact copy keeps.
+
+    A dense tensor whose dimensions lie permuted in memory (transposed, channels_last) keeps its order; any other
+    becomes row-major.
+    """
+    row_major = contiguous_stride(shape)
+    if stride == row_major or 0 in shape:
+        return None, row_major
+    longer = sorted((d for d in range(len(shape)) if shape[d] > 1), key=lambda d: -stride[d])
+    order = (*(d for d in range(len(shape)) if shape[d] == 1), *longer)
+    compact = [0] * len(shape)
+    step = 1
+    for dim in reversed(order):
+        compact[dim] = step
+        step *= shape[dim]
+    dense = all(compact[d] == stride[d] for d in longer)
+    if not dense or longer == sorted(longer):
+        return None, row_major
+    return order, tuple(compact)
+
+
+@dataclass(slots=True, eq=False)
+class _Shared:
+    """One record that several tensors view. ``tensor`` is what fills it; ``key`` is given out on first use."""
+
+    tensor: Tensor
+    dtype: DType
+    order: tuple[int, ...] | None
+    key: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _SharedView:
+    record: _Shared
+    offset: int
+    stride: tuple[int, ...]
+
+
+class Storages:
+    """The data records of one torch file: its pickle's tensor hook, then the writer of the records that asked for."""
+
+    def __init__(self, casts: Mapping[Tensor, DType], shared: Mapping[Tensor, _SharedView]) -> None:
+        self._casts = casts
+        self._shared = shared
+        self._views: dict[Tensor, StorageView] = {}
+        self._records: list[tuple[Tensor, DType, tuple[int, ...] | None, int]] = []
+
+    def __call__(self, tensor: Tensor) -> StorageView:
+        view = self._views.get(tensor)
+        if view is None:
+            shared = self._shared.get(tensor)
+            view = self._views[tensor] = self._own(tensor) if shared is None else self._view(tensor, shared)
+        return view
+
+    def _own(self, tensor: Tensor) -> StorageView:
+        order, stride = order_of(tensor)
+        dtype = self._casts.get(tensor, tensor.dtype)
+        key, nbytes = self._record(tensor, dtype, order)
+        return StorageView(key, dtype, 0, tensor.shape, stride, nbytes)
+
+    def _view(self, tensor: Tensor, shared: _SharedView) -> StorageView:
+        record = shared.record
+        if record.key is None:
+            record.key, _ = self._record(record.tensor, record.dtype, record.order)
+        nbytes = record.tensor.numel * record.dtype.itemsize
+        return StorageView(record.key, record.dtype, shared.offset, tensor.shape, shared.stride, nbytes)
+
+    def _record(self, tensor: Tensor, dtype: DType, order: tuple[int, ...] | None) -> tuple[str, int]:
+        nbytes = tensor.numel * dtype.itemsize
+        self._records.append((tensor, dtype, order, nbytes))
+        return str(len(self._records) - 1), nbytes
+
+    def write(self, archive: TorchZip, file: TargetFile) -> None:
+        """Append ``data/0``, ``data/1``, ... with a write item each."""
+        for key, (tensor, dtype, order, nbytes) in enumerate(self._records):
+            archive.begin_data(str(key), nbytes)
+            file.write_item(tensor, dtype=dtype, order=order)
+
+
+def order_of(tensor: Tensor) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
+    """``memory_order`` of a tensor: only one that is a single chunk has an order to keep."""
+    chunks = tensor.chunks
+    if len(tensor.shape) < 2 or len(chunks.file) != 1:
+        return None, contiguous_stride(tensor.shape)
+    return memory_order(tensor.shape, tuple(chunks.stride[0].tolist()))
+
+
+def sharing(
+    tensors: Iterable[Tensor], casts: Mapping[Tensor, DType]
+) -> tuple[Mapping[Tensor, _SharedView], list[Note]]:
+    """The view of a shared record, for every tensor that shares memory with another one.
+
+    Tensors that overlap but cannot share one typed storage (other dtypes, other casts) are left to be copied apart,
+    with a note.
+    """
+    views: dict[Tensor, _SharedView] = {}
+    notes: list[Note] = []
+    for group in _groups(tensors):
+        if not _share(group, casts, views):
+            notes.append(Note("unshared", f"{len(group)} tensors of several dtypes share memory in the source"))
+    return views, notes
+
+
+def ties(tensors: Iterable[Tensor]) -> Mapping[Tensor, Tensor]:
+    """For every tied tensor but the first: the first one with exactly the same memory."""
+    tied: dict[Tensor, Tensor] = {}
+    for group in _groups(tensors):
+        firsts: list[Tensor] = []
+        for tensor in group:
+            first = next((one for one in firsts if _same_memory(tensor, one)), None)
+            if first is None:
+                firsts.append(tensor)
+            else:
+                tied[tensor] = first
+    return tied
+
+
+def _groups(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Tensors that share memory with others, in groups: several chunks that are all the same, or one that overlaps."""
+    singles: list[Tensor] = []
+    several: dict[tuple[bytes, ...], list[Tensor]] = {}
+    for tensor in tensors:
+        chunks = tensor.chunks
+        if 0 in tensor.shape:
+            continue
+        if len(chunks.file) == 1:
+            singles.append(tensor)
+        else:
+            columns = (chunks.file, chunks.offset, chunks.start, chunks.size, chunks.stride)
+            several.setdefault(tuple(column.tobytes() for column in columns), []).append(tensor)
+    return [tied for tied in several.values() if len(tied) > 1] + _overlapping(singles)
+
+
+def _overlapping(tensors: list[Tensor]) -> list[list[Tensor]]:
+    """Groups of at least two tensors whose byte ranges overlap, each connected through the others."""
+    if len(tensors) < 2:
+        return []
+    begin = np.concatenate([tensor.chunks.offset for tensor in tensors])
+    file = np.concatenate([tensor.chunks.file for tensor in tensors])
+    end = begin + np.fromiter((_span(tensor) for tensor in tensors), np.int64, len(tensors))
+    order = np.lexsort((begin, file))
+    groups: list[list[Tensor]] = []
+    reach, reach_file = -1, -1
+    for index, at, until, number in zip(
+        order.tolist(), begin[order].tolist(), end[order].tolist(), file[order].tolist(), strict=True
+    ):
+        if number == reach_file and at < reach:
+            groups[-1].append(tensors[index])
+            reach = max(reach, until)
+        else:
+            groups.append([tensors[index]])
+            reach, reach_file = until, number
+    return [group for group in groups if len(group) > 1]
+
+
+def _span(tensor: Tensor) -> int:
+    """Bytes from the first to past the last element of a one-chunk tensor."""
+    size, stride = tensor.chunks.size[0].tolist(), tensor.chunks.stride[0].tolist()
+    elements: int = sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1
+    return elements * tensor.dtype.itemsize
+
+
+def _share(group: list[Tensor], casts: Mapping[Tensor, DType], views: dict[Tensor, _SharedView]) -> bool:
+    first = group[0]
+    dtype = casts.get(first, first.dtype)
+    for tensor in group:
+        if tensor.dtype is not first.dtype or casts.get(tensor, tensor.dtype) is not dtype:
+            return False
+    if all(_same_memory(tensor, first) for tensor in group):
+        order, stride = order_of(first)
+        record = _Shared(first, dtype, order)
+        for tensor in group:
+            views[tensor] = _SharedView(record, 0, stride)
+        return True
+    return len(first.chunks) == 1 and _share_union(group, dtype, views)
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    p, q = a.chunks, b.chunks
+    return a is b or (
+        (a.dtype, a.shape, len(p)) == (b.dtype, b.shape, len(q))
+        and p.offset[0] == q.offset[0].item()
+        and p.stride[0].tolist() == q.stride[0].tolist()
+    )
+
+
+def _share_union(group: list[Tensor], dtype: DType, views: dict[Tensor, _SharedView]) -> bool:
+    """One flat record over all of the group's bytes. False when the views are not whole elements apart."""
+    source = group[0].dtype
+    begins = [int(tensor.chunks.offset[0]) for tensor in group]
+    begin = min(begins)
+    if any((at - begin) % source.itemsize for at in begins):
+        return False
+    end = max(at + _span(tensor) for at, tensor in zip(begins, group, strict=True))
+    shape = ((end - begin) // source.itemsize,)
+    flat = Tensor(source, shape, Chunks.whole(file=int(group[0].chunks.file[0]), offset=begin, shape=shape))
+    record = _Shared(flat, dtype, None)
+    for at, tensor in zip(begins, group, strict=True):
+        stride = tuple(tensor.chunks.stride[0].tolist())
+        views[tensor] = _SharedView(record, (at - begin) // source.itemsize, stride)
+    return True

@@ -1,6 +1,6 @@
 """One torch file per rank and section: ``{model,optim,extra_state}_world_size_{N}_rank_{r}.pt``.
 
-Each holds its section's dict itself. Managed tensors hold rank r's rows (``torch.chunk`` along dimension 0);
+Each holds its section's dict itself. Sharded tensors hold rank r's rows (``torch.chunk`` along dimension 0);
 everything else is whole in every rank's file.
 """
 
@@ -9,76 +9,87 @@ from __future__ import annotations
 import os
 import posixpath
 from collections.abc import Mapping
+from dataclasses import replace
 
-from fsdpckpt.errors import UsageError
+from fsdpckpt.errors import NeedsInformationError, UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
-from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Value
-from fsdpckpt.producers.forms import PLAIN_MESH, PLAIN_NAMES, MeshForm, RankNames
+from fsdpckpt.options import TensorForm
 from fsdpckpt.text import size_text
-from fsdpckpt.writers.dtype_rule import DtypeRule
-from fsdpckpt.writers.extras import extras_of_rank
+from fsdpckpt.writers.protocol import WriteSpec
 from fsdpckpt.writers.rank_pickle import DTensorPickle, RankPickle, ShardedTensorPickle
-from fsdpckpt.writers.storages import ties
-from fsdpckpt.writers.torch_full import model_dict, optim_dict
+from fsdpckpt.writers.state_dicts import extra_notes, extras_of_rank, model_dict, optim_dict
+from fsdpckpt.writers.torch_full import ties
 
-__all__ = ["extra_notes", "lay_out", "memory_bytes", "require_memory"]
+__all__ = ["lay_out", "memory_bytes", "require_memory"]
 
-_FORMS: Mapping[str, type[RankPickle]] = {"dtensor": DTensorPickle, "sharded-tensor": ShardedTensorPickle}
+_FORMS: Mapping[TensorForm, type[RankPickle]] = {
+    TensorForm.DTENSOR: DTensorPickle,
+    TensorForm.SHARDED_TENSOR: ShardedTensorPickle,
+}
 
 
-def lay_out(
-    checkpoint: Checkpoint,
-    *,
-    world_size: int,
-    tensor: str,
-    dtypes: DtypeRule,
-    names: RankNames = PLAIN_NAMES,
-    mesh: MeshForm = PLAIN_MESH,
-) -> Target:
-    """``world_size`` files for each section that the checkpoint has.
+def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
+    """``spec.world_size`` files for each section that the checkpoint has.
 
-    ``tensor`` is ``"dtensor"`` or ``"sharded-tensor"``: what a tensor whose ``sharded`` is True becomes (0-dim ones
-    stay whole). ``mesh``: what DTensors say of theirs. Target rank r gets the extras of source rank r modulo the
-    source's ranks.
+    A tensor whose ``sharded`` is True becomes what ``spec.tensor`` names (0-dim ones stay whole). A live model takes
+    DTensors only from a mesh of its own device type: that of ``spec.mesh_device``, else of the source's DTensors, else
+    that of ``spec.mesh``, with a note. Target rank r gets the extras of source rank r modulo the source's ranks. Raises
+    NeedsInformationError when the source's DTensors name several device types.
     """
-    casts, notes = dtypes.casts(checkpoint)
+    world_size, names = spec.ranks(), spec.names
+    device = spec.mesh_device or _mesh_device(checkpoint)
+    mesh = replace(spec.mesh, device=device) if device is not None else spec.mesh
+    casts, notes = spec.dtypes.casts(checkpoint)
     cut = frozenset(named.tensor for named in checkpoint.tensors() if named.tensor.sharded and named.tensor.shape)
+
+    def section(name: str, values: list[Value], tied: Mapping[Tensor, Tensor] | None = None) -> list[TargetFile]:
+        """One file for each rank, called ``name``; ``values`` by rank."""
+        files = []
+        for rank, value in enumerate(values):
+            file = TargetFile(name.format(rank=rank, world_size=world_size))
+            stem = posixpath.splitext(posixpath.basename(file.path))[0]
+            writer = _FORMS[spec.tensor](
+                rank=rank, world_size=world_size, sharded_tensors=cut, casts=casts, canonical=tied or {}, mesh=mesh
+            )
+            writer.value(value)
+            writer.write(file, stem=stem)
+            files.append(file)
+            if not rank:
+                require_memory(len(file.blob), world_size)
+        return files
+
     files = []
     if checkpoint.model is not None:
         model = model_dict(checkpoint.model)
         tied = ties([leaf for leaf in checkpoint.model.params.values() if isinstance(leaf, Tensor)])
         tied = {key: first for key, first in tied.items() if (key in cut) == (first in cut)}
-        files += _section(names.model, [model] * world_size, tensor, cut, casts, tied, mesh)
+        files += section(names.model, [model] * world_size, tied)
     if checkpoint.optim is not None:
-        files += _section(names.optim, [optim_dict(checkpoint.optim)] * world_size, tensor, cut, casts, {}, mesh)
+        files += section(names.optim, [optim_dict(checkpoint.optim)] * world_size)
     extras: list[Value] = [extras_of_rank(checkpoint, rank) for rank in range(world_size)]
     if any(extras):
-        files += _section(names.extra, extras, tensor, cut, casts, {}, mesh)
+        files += section(names.extra, extras)
         notes += extra_notes(checkpoint, world_size)
+    if device is None and spec.tensor is TensorForm.DTENSOR:
+        text = f"DTensors say that their mesh is on {mesh.device} devices; the source does not say (--mesh-device)"
+        notes.append(Note("inferred", text))
     return Target(files, notes=notes)
 
 
-def _section(
-    name: str, values: list[Value], form: str, cut: frozenset[Tensor], casts: Mapping[Tensor, DType],
-    tied: Mapping[Tensor, Tensor], mesh: MeshForm,
-) -> list[TargetFile]:  # fmt: skip
-    """One file for each rank, called ``name``; ``values`` by rank."""
-    files = []
-    for rank, value in enumerate(values):
-        file = TargetFile(name.format(rank=rank, world_size=len(values)))
-        stem = posixpath.splitext(posixpath.basename(file.path))[0]
-        writer = _FORMS[form](
-            rank=rank, world_size=len(values), sharded_tensors=cut, casts=casts, canonical=tied, mesh=mesh
+def _mesh_device(checkpoint: Checkpoint) -> str | None:
+    devices = sorted(checkpoint.mesh_devices)
+    if len(devices) > 1:
+        raise NeedsInformationError(
+            f"the DTensors of {checkpoint.source} are on meshes of several device types",
+            file=checkpoint.source,
+            found=", ".join(devices),
+            why="a model loads DTensors only from a mesh of its own device type",
+            next_step=f"add --mesh-device {devices[0]}, or the one that the loading job has",
         )
-        writer.value(value)
-        writer.write(file, stem=stem)
-        files.append(file)
-        if not rank:
-            require_memory(len(file.blob), len(values))
-    return files
+    return devices[0] if devices else None
 
 
 def require_memory(nbytes: int, world_size: int) -> None:
@@ -100,18 +111,3 @@ def require_memory(nbytes: int, world_size: int) -> None:
 def memory_bytes() -> int:
     """The machine's memory."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def extra_notes(checkpoint: Checkpoint, world_size: int) -> list[Note]:
-    """What happens to ranks' own extras when the number of ranks changes."""
-    own = len(checkpoint.rank_extra)
-    if own in (0, world_size):
-        return []
-    if own > world_size:
-        return [Note("dropped", f"the extras of ranks {world_size} to {own - 1} have no rank in the target")]
-    return [
-        Note(
-            "inferred",
-            f"ranks {own} to {world_size - 1} get the extras of rank r modulo {own}: the source has no others",
-        )
-    ]

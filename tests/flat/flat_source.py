@@ -18,7 +18,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint, OptimState
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.targets import Target
 from fsdpckpt.ir.units import Strategy, Unit, UnitParam, Units
-from fsdpckpt.writers.dtype_rule import DtypeRule
+from fsdpckpt.writers.protocol import DtypeRule, WriteSpec
 from tests.materialise import materialise
 from tests.writers.groups import as_rank
 from tests.writers.source import Raw, checkpoint
@@ -77,10 +77,12 @@ def written(
     source = model.checkpoint() if ckpt is None else ckpt
     target = lay_out(
         source,
-        units=of,
-        world_size=world_size,
-        key_type="name" if key_type == "name" else "id",
-        dtypes=dtypes or DtypeRule(),
+        WriteSpec(
+            units=of,
+            world_size=world_size,
+            key_type="name" if key_type == "name" else "id",
+            dtypes=dtypes or DtypeRule(),
+        ),
     )
     materialise(target, model.raw.files, str(path))
     return target

@@ -16,7 +16,7 @@ from fsdpckpt.ir.units import Strategy, Unit, Units
 from fsdpckpt.ir.units_json import loads
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.writers.dtype_rule import DtypeRule
+from fsdpckpt.writers.protocol import DtypeRule, WriteSpec
 from tests.flat.flat_source import SHAPES, Model, flat, loaded, param, units, written
 from tests.materialise import materialise
 from tests.oracle.compare import differences
@@ -38,7 +38,7 @@ def test_every_file_is_the_one_fsdp1_saved_on_that_rank(oracle, tmp_path, world_
         with Sources() as sources:
             truth = open_checkpoint(str(saved / "truth.pt"), sources=sources, locate=True)
         of = loads((saved / "units.json").read_bytes(), source="units.json")
-        target = lay_out(truth, units=of, world_size=world_size, key_type="id", dtypes=DtypeRule())
+        target = lay_out(truth, WriteSpec(units=of, world_size=world_size, key_type="id"))
         materialise(target, truth.files, str(tmp_path / saved.name))
         for path in sorted((saved / "flat").glob("*.pt")):
             rank = int(path.stem.rpartition("_")[2])

@@ -12,7 +12,7 @@ from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.invariants import state_completeness
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.readers.sections import Sections, split
-from fsdpckpt.writers.torch_full import optim_dict
+from fsdpckpt.writers.state_dicts import optim_dict
 
 
 def tensor(*shape: int) -> Tensor:

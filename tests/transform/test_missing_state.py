@@ -25,7 +25,7 @@ from fsdpckpt.storage.sources import Sources
 from fsdpckpt.transform.missing_state import fill, require_complete
 from fsdpckpt.verify.elements import first_difference
 from fsdpckpt.writers.dcp import lay_out as lay_out_dcp
-from fsdpckpt.writers.dtype_rule import DtypeRule
+from fsdpckpt.writers.protocol import DtypeRule, WriteSpec
 from fsdpckpt.writers.torch_full import lay_out
 
 NAMES = ("a", "b", "c", "d")
@@ -97,7 +97,9 @@ def _write(checkpoint: Checkpoint, directory: Path, *, dcp: bool, window: int = 
     """``checkpoint`` as one torch file, or as a DCP directory of 3 ranks."""
     rule = DtypeRule()
     target = (
-        lay_out_dcp(checkpoint, world_size=3, dtypes=rule) if dcp else lay_out(checkpoint, dtypes=rule, path="o.pt")
+        lay_out_dcp(checkpoint, WriteSpec(world_size=3, dtypes=rule))
+        if dcp
+        else lay_out(checkpoint, WriteSpec(dtypes=rule, path="o.pt"))
     )
     with Sources() as sources:
         execute(

@@ -22,7 +22,7 @@ from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.ir.checkpoint import OptimState
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.writers.dcp import lay_out
-from fsdpckpt.writers.dtype_rule import DtypeRule
+from fsdpckpt.writers.protocol import DtypeRule, WriteSpec
 from tests.materialise import materialise
 from tests.writers.groups import as_rank, rows
 from tests.writers.source import Raw, Trained, checkpoint, same
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def written(tmp_path, ckpt, raw, world_size, dtypes=None):
-    target = lay_out(ckpt, world_size=world_size, dtypes=dtypes or DtypeRule())
+    target = lay_out(ckpt, WriteSpec(world_size=world_size, dtypes=dtypes or DtypeRule()))
     assert target.files[-1].path == ".metadata"
     directory = str(tmp_path / "dcp")
     materialise(target, raw.files, directory)
@@ -288,7 +288,7 @@ def test_values_nest_as_dcp_nests_them_and_what_vanishes_is_noted(tmp_path):
 def test_keys_that_become_equal_are_refused_by_name():
     ckpt = checkpoint(extra={"a": {"b": 1}, "a.b": 2, 3: "x", "3": "y"})
     with pytest.raises(SourceUnsupportedError) as caught:
-        lay_out(ckpt, world_size=1, dtypes=DtypeRule())
+        lay_out(ckpt, WriteSpec(world_size=1))
     assert caught.value.details == ("a.b", "3")
 
 
@@ -308,6 +308,6 @@ def test_what_repeats_in_a_file_is_kept_in_memory_once():
 
     def blob(count: int) -> int:
         model = {f"w{n}": raw.whole(torch.randn(6, 3), sharded=True) for n in range(count)}
-        return len(lay_out(checkpoint(model), world_size=2, dtypes=DtypeRule()).files[0].blob)
+        return len(lay_out(checkpoint(model), WriteSpec(world_size=2)).files[0].blob)
 
     assert blob(50) == blob(1)

@@ -11,7 +11,7 @@ import torch
 from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.ir.checkpoint import OptimState
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.writers.dtype_rule import DtypeRule
+from fsdpckpt.writers.protocol import DtypeRule, WriteSpec
 from fsdpckpt.writers.safetensors import lay_out
 from tests.materialise import materialise
 from tests.writers.source import Raw, Trained, checkpoint, random_tensor, same
@@ -20,7 +20,7 @@ HELD = [name for name, dtype in DTYPES.items() if dtype.safetensors is not None]
 
 
 def written(tmp_path, ckpt, raw, *, limit=10**9, single=True, dtypes=None):
-    target = lay_out(ckpt, max_shard_size=limit, single_file=single, dtypes=dtypes or DtypeRule())
+    target = lay_out(ckpt, WriteSpec(max_shard_size=limit, single_file=single, dtypes=dtypes or DtypeRule()))
     assert (target.files[0].path == "") is single
     path = str(tmp_path / ("one.safetensors" if single else "many"))
     materialise(target, raw.files, path)
@@ -72,7 +72,7 @@ def test_all_tensors_of_dtypes_it_does_not_know_are_named(tmp_path):
         "worse": raw.whole(torch.tensor([1.0, 2.0]).to(torch.float8_e8m0fnu)),
     }
     with pytest.raises(SourceUnsupportedError) as caught:
-        lay_out(checkpoint(model), max_shard_size=100, single_file=True, dtypes=DtypeRule())
+        lay_out(checkpoint(model), WriteSpec(max_shard_size=100, single_file=True))
     assert caught.value.details == ("bad (complex128)", "worse (float8_e8m0fnu)")
     assert not list(tmp_path.iterdir())
 
@@ -142,7 +142,7 @@ def test_states_whose_dotted_keys_become_equal_are_refused():
     raw = Raw()
     optim = OptimState({"a": {"b.c": raw.whole(torch.randn(2))}, "a.b": {"c": raw.whole(torch.randn(2))}}, None)
     with pytest.raises(SourceUnsupportedError) as caught:
-        lay_out(checkpoint(optim=optim), max_shard_size=100, single_file=True, dtypes=DtypeRule())
+        lay_out(checkpoint(optim=optim), WriteSpec(max_shard_size=100, single_file=True))
     assert caught.value.details == ("state.a.b.c",)
 
 

@@ -9,7 +9,7 @@ import torch
 from fsdpckpt.ir.checkpoint import OptimState
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.values import Global, Object
-from fsdpckpt.writers.dtype_rule import DtypeRule
+from fsdpckpt.writers.protocol import DtypeRule, WriteSpec
 from fsdpckpt.writers.torch_full import lay_out
 from tests.materialise import materialise
 from tests.writers.source import Raw, Trained, checkpoint, random_tensor, same
@@ -19,7 +19,7 @@ SAVED_DTYPES = [name for name, dtype in DTYPES.items() if dtype.numpy is not Non
 
 def written(tmp_path, ckpt, raw, *, dtypes=None, bare=False, weights_only=True):
     path = str(tmp_path / "full.pt")
-    target = lay_out(ckpt, dtypes=dtypes or DtypeRule(), bare=bare)
+    target = lay_out(ckpt, WriteSpec(dtypes=dtypes or DtypeRule(), unwrap=bare))
     assert [file.path for file in target.files] == [""]
     materialise(target, raw.files, path)
     assert zipfile.ZipFile(path).testzip() is None
@@ -224,5 +224,5 @@ def test_extras_that_differ_by_rank_come_from_rank_0_and_are_noted(tmp_path):
 
 
 def test_the_same_checkpoint_gives_the_same_bytes():
-    first, second = (lay_out(Trained(seed=2).checkpoint, dtypes=DtypeRule()).files[0] for _ in range(2))
+    first, second = (lay_out(Trained(seed=2).checkpoint, WriteSpec(dtypes=DtypeRule())).files[0] for _ in range(2))
     assert (first.blob, first.literals, first.checksums) == (second.blob, second.literals, second.checksums)

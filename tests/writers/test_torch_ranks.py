@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from fsdpckpt.errors import UsageError
 from fsdpckpt.ir.checkpoint import OptimState
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.writers.dtype_rule import DtypeRule
+from fsdpckpt.options import TensorForm
+from fsdpckpt.writers.protocol import DtypeRule, WriteSpec
 from fsdpckpt.writers.torch_ranks import lay_out
 from tests.materialise import materialise
 from tests.writers.groups import as_rank, rows
@@ -21,7 +22,9 @@ from tests.writers.source import Raw, Trained, checkpoint, same
 
 
 def written(tmp_path, ckpt, raw, world_size, form, dtypes=None):
-    target = lay_out(ckpt, world_size=world_size, tensor=form, dtypes=dtypes or DtypeRule())
+    target = lay_out(
+        ckpt, WriteSpec(world_size=world_size, tensor=form, mesh_device="cpu", dtypes=dtypes or DtypeRule())
+    )
     assert all(file.path for file in target.files)
     materialise(target, raw.files, str(tmp_path))
     for file in target.files:
@@ -48,7 +51,7 @@ def leaves(source, model, optim):
 @pytest.mark.parametrize("source_ranks", [None, 3])
 def test_every_rank_holds_the_dtensors_torch_would_give_it(tmp_path, world_size, ranks, source_ranks):
     source = Trained(seed=world_size, key_type="id", ranks=source_ranks)
-    written(tmp_path, source.checkpoint, source.raw, world_size, "dtensor")
+    written(tmp_path, source.checkpoint, source.raw, world_size, TensorForm.DTENSOR)
     for rank in ranks:
         with as_rank(rank, world_size):
             mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,))
@@ -74,7 +77,7 @@ def test_every_rank_holds_the_dtensors_torch_would_give_it(tmp_path, world_size,
 )
 def test_every_rank_holds_the_sharded_tensors_fsdp1_would_give_it(tmp_path, world_size, ranks):
     source = Trained(seed=world_size, ranks=4)
-    written(tmp_path, source.checkpoint, source.raw, world_size, "sharded-tensor")
+    written(tmp_path, source.checkpoint, source.raw, world_size, TensorForm.SHARDED_TENSOR)
     for rank in ranks:
         with as_rank(rank, world_size):
             model = load(tmp_path, "model", rank, world_size, weights_only=False)
@@ -124,7 +127,7 @@ def test_fsdp2_takes_its_rank_file_and_holds_what_it_held_before(tmp_path, rank,
             [{"params": list(range(len(moments))), "lr": 0.25}],
         ),
     )
-    written(tmp_path, ckpt, raw, world_size, "dtensor")
+    written(tmp_path, ckpt, raw, world_size, TensorForm.DTENSOR)
     with as_rank(rank, world_size):
         model, truth = Toy(), Toy()
         truth.load_state_dict(weights)
@@ -148,7 +151,7 @@ def test_tied_shards_share_one_record(tmp_path):
     raw = Raw()
     a, b = raw.views(weight := torch.randn(6, 4), weight)
     model = {name: type(t)(t.dtype, t.shape, t.chunks, sharded=True) for name, t in (("emb", a), ("head", b))}
-    target = written(tmp_path, checkpoint(model), raw, 4, "dtensor")
+    target = written(tmp_path, checkpoint(model), raw, 4, TensorForm.DTENSOR)
     assert [len(file.write_items) for file in target.files] == [1, 1, 1, 0]
     with as_rank(1, 4):
         loaded = load(tmp_path, "model", 1, 4, weights_only=True)
@@ -161,20 +164,20 @@ def test_each_rank_gets_the_extras_of_its_source_rank(tmp_path):
     states = [torch.randint(1, 255, (5,), dtype=torch.uint8) for _ in range(2)]
     rank_extra = tuple({"rng": {"cpu": raw.whole(state)}} for state in states)
     ckpt = checkpoint(extra={"epoch": 4}, rank_extra=rank_extra, world_size=2)
-    target = written(tmp_path, ckpt, raw, 3, "dtensor")
+    target = written(tmp_path, ckpt, raw, 3, TensorForm.DTENSOR)
     for rank in range(3):
         extra = load(tmp_path, "extra_state", rank, 3, weights_only=True)
         assert extra["epoch"] == 4 and same(extra["rng"]["cpu"], states[rank % 2])
     assert [note.kind for note in target.notes] == ["inferred"]
-    assert [note.kind for note in lay_out(ckpt, world_size=1, tensor="dtensor", dtypes=DtypeRule()).notes] == [
-        "dropped"
-    ]
+    assert [
+        note.kind for note in lay_out(ckpt, WriteSpec(world_size=1, tensor=TensorForm.DTENSOR, mesh_device="cpu")).notes
+    ] == ["dropped"]
 
 
 def test_shards_are_cast_like_whole_tensors(tmp_path):
     source = Trained(seed=8)
     rule = DtypeRule(model=DTYPES["float16"])
-    written(tmp_path, source.checkpoint, source.raw, 2, "dtensor", dtypes=rule)
+    written(tmp_path, source.checkpoint, source.raw, 2, TensorForm.DTENSOR, dtypes=rule)
     with as_rank(1, 2):
         loaded = load(tmp_path, "model", 1, 2, weights_only=True)
         held = loaded["emb.weight"]
@@ -182,25 +185,26 @@ def test_shards_are_cast_like_whole_tensors(tmp_path):
         assert same(held.to_local(), source.weights["emb.weight"][9:].half())
 
 
-@pytest.mark.parametrize("form", ["dtensor", "sharded-tensor"])
+@pytest.mark.parametrize("form", [TensorForm.DTENSOR, TensorForm.SHARDED_TENSOR])
 def test_a_rank_file_does_not_grow_with_the_world(form):
     def nbytes(world_size: int) -> int:
         raw = Raw()
         model = {f"w{number}": raw.whole(torch.ones(128, 2), sharded=True) for number in range(50)}
-        target = lay_out(checkpoint(model), world_size=world_size, tensor=form, dtypes=DtypeRule())
+        target = lay_out(checkpoint(model), WriteSpec(world_size=world_size, tensor=form, mesh_device="cpu"))
         return len(target.files[0].blob)
 
     assert nbytes(64) < nbytes(2) * 1.25
 
 
-@pytest.mark.parametrize("form", ["dtensor", "sharded-tensor"])
+@pytest.mark.parametrize("form", [TensorForm.DTENSOR, TensorForm.SHARDED_TENSOR])
 def test_more_ranks_than_the_memory_has_room_for_are_refused_after_the_first_file(monkeypatch, form):
     source = Trained(seed=3, key_type="id")
     most = sum(
-        len(file.blob) for file in lay_out(source.checkpoint, world_size=9, tensor=form, dtypes=DtypeRule()).files
+        len(file.blob)
+        for file in lay_out(source.checkpoint, WriteSpec(world_size=9, tensor=form, mesh_device="cpu")).files
     )
     monkeypatch.setattr("fsdpckpt.writers.torch_ranks.memory_bytes", lambda: most)
-    lay_out(source.checkpoint, world_size=9, tensor=form, dtypes=DtypeRule())
+    lay_out(source.checkpoint, WriteSpec(world_size=9, tensor=form, mesh_device="cpu"))
     with pytest.raises(UsageError, match="--world-size 5000 ") as error:
-        lay_out(source.checkpoint, world_size=5000, tensor=form, dtypes=DtypeRule())
+        lay_out(source.checkpoint, WriteSpec(world_size=5000, tensor=form, mesh_device="cpu"))
     assert "--container dcp" in error.value.next_step

@@ -12,40 +12,34 @@ import posixpath
 from collections.abc import Mapping
 from typing import Any
 
+from fsdpckpt.errors import InternalError
 from fsdpckpt.flat.flatten.keys import settle_keys
 from fsdpckpt.flat.flatten.model import FlatModel
 from fsdpckpt.flat.flatten.optim import FlatOptimizer
 from fsdpckpt.flat.flatten.pickle import FlatPickle
 from fsdpckpt.flat.flatten.units import place, require_agreement
-from fsdpckpt.ir.checkpoint import Checkpoint, KeyType
+from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.ir.units import Units
-from fsdpckpt.producers.forms import PLAIN_NAMES, RankNames
-from fsdpckpt.writers.dtype_rule import DtypeRule
-from fsdpckpt.writers.extras import extras_of_rank
-from fsdpckpt.writers.torch_ranks import extra_notes, require_memory
+from fsdpckpt.writers.protocol import WriteSpec
+from fsdpckpt.writers.state_dicts import extra_notes, extras_of_rank
+from fsdpckpt.writers.torch_ranks import require_memory
 
 __all__ = ["lay_out"]
 
 
-def lay_out(
-    checkpoint: Checkpoint,
-    *,
-    units: Units,
-    world_size: int,
-    key_type: KeyType,
-    dtypes: DtypeRule,
-    names: RankNames = PLAIN_NAMES,
-) -> Target:
-    """``world_size`` files for each section that ``checkpoint`` (whole tensors, optimizer keyed by name) has.
+def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
+    """``spec.world_size`` files for each section that ``checkpoint`` (whole tensors, optimizer keyed by name) has.
 
-    ``units`` describe the target. Raises SourceCorruptError when they are those of another model,
+    ``spec.units`` describe the target. Raises SourceCorruptError when they are those of another model,
     SourceUnsupportedError for what no flat parameter can hold, NeedsInformationError for missing optimizer states.
     """
+    if spec.units is None:
+        raise InternalError("flat parameters without units that describe them")
+    units, world_size, names = spec.units, spec.ranks(), spec.names
     require_agreement(checkpoint, units)
-    casts, notes = dtypes.casts(checkpoint)
+    casts, notes = spec.dtypes.casts(checkpoint)
     placed = place(units, world_size)
     shard_size = units.shard_size or world_size
     files: list[TargetFile] = []
@@ -55,7 +49,7 @@ def lay_out(
             _file(names.model, model.value(rank), rank, world_size, shard_size, casts) for rank in range(world_size)
         ]
     if checkpoint.optim is not None:
-        keys = settle_keys(checkpoint, units, key_type)
+        keys = settle_keys(checkpoint, units, spec.key_type)
         notes += keys.notes
         optim = FlatOptimizer(checkpoint, checkpoint.optim, units=units, placed=placed, keys=keys, casts=casts)
         files += [

@@ -1,12 +1,17 @@
-"""The extras of one target, out of what is common to the source's ranks and what each rank had of its own."""
+"""Builds the state dicts that torch and DCP files hold: of the model, of the optimizer, of all sections, and a rank's
+extras."""
 
 from __future__ import annotations
 
-from fsdpckpt.ir.checkpoint import Checkpoint, Note
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, OptimState, stored_entry
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value
+from fsdpckpt.producers.forms import Step
 
-__all__ = ["extras_of_one", "extras_of_rank"]
+__all__ = ["extra_notes", "extras_of_one", "extras_of_rank", "model_dict", "nested", "optim_dict"]
 
 
 def extras_of_rank(checkpoint: Checkpoint, rank: int) -> dict[Key, Value]:
@@ -51,3 +56,50 @@ def _alike(one: Value, other: Value) -> bool:
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         return len(one) == len(other) and all(map(_alike, one, other))
     return type(one) is type(other) and one == other
+
+
+def nested(sections: Sequence[tuple[tuple[Step, ...], Value]]) -> Value:
+    """One dict of ``sections``, each below its path; a position in a path makes a list of the one section."""
+    root: dict[Key, Value] = {}
+    for path, section in sections:
+        if not path:
+            root.update(section if isinstance(section, dict) else {})
+            continue
+        value = section
+        for step in reversed(path[1:]):
+            value = {step: value} if isinstance(step, str) else [value]
+        root[path[0]] = value
+    return root
+
+
+def model_dict(model: ModelState) -> dict[Key, Value]:
+    """The state dict ``nn.Module.load_state_dict`` takes, ``_metadata`` attached when the source had it."""
+    if model.metadata is None:
+        return model.params  # type: ignore[return-value]  # a dict of str is one of Key
+    params: OrderedDict[Key, Value] = OrderedDict(model.params)
+    vars(params)["_metadata"] = model.metadata
+    return params
+
+
+def optim_dict(optim: OptimState) -> dict[Key, Value]:
+    """The dict ``Optimizer.load_state_dict`` takes, and what users added to it."""
+    state = {key: stored_entry(states) for key, states in optim.state.items()}
+    root: dict[Key, Value] = {"state": state}  # type: ignore[dict-item]
+    if optim.param_groups is not None:
+        root["param_groups"] = optim.param_groups  # type: ignore[assignment]
+    return {**root, **optim.extra}
+
+
+def extra_notes(checkpoint: Checkpoint, world_size: int) -> list[Note]:
+    """What happens to ranks' own extras when the number of ranks changes."""
+    own = len(checkpoint.rank_extra)
+    if own in (0, world_size):
+        return []
+    if own > world_size:
+        return [Note("dropped", f"the extras of ranks {world_size} to {own - 1} have no rank in the target")]
+    return [
+        Note(
+            "inferred",
+            f"ranks {own} to {world_size - 1} get the extras of rank r modulo {own}: the source has no others",
+        )
+    ]
