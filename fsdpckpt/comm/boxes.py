@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -18,11 +17,9 @@ from torch.distributed.tensor.placement_types import Placement, Shard
 
 from fsdpckpt.errors import UsageError
 from fsdpckpt.layouts import sharded
+from fsdpckpt.layouts.boxes import Box
 
-__all__ = ["Box", "HeldBox", "held", "kind_of", "mesh_boxes", "view_of"]
-
-Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
-"""(start, size) in elements of the global tensor."""
+__all__ = ["HeldBox", "held", "kind_of", "mesh_boxes", "view_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +46,8 @@ def held(tensor: torch.Tensor, key: str) -> list[HeldBox]:
     if isinstance(tensor, ShardedTensor):
         shards = tensor.local_shards()
         found = [
-            HeldBox((tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes)), s.tensor.detach()) for s in shards
+            HeldBox(Box(tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes)), s.tensor.detach())
+            for s in shards
         ]
         return [each for each in found if each.data.numel()]
     if isinstance(tensor, DTensor):
@@ -59,9 +57,9 @@ def held(tensor: torch.Tensor, key: str) -> list[HeldBox]:
             local = local.wait()
         spec = tensor._spec
         boxes = mesh_boxes(tuple(tensor.shape), spec.mesh, spec.placements, _order(spec), key)
-        return [HeldBox((box.start, box.size), view_of(local, (box.local, box.size))) for box in boxes]
+        return [HeldBox(one.box, view_of(local, Box(one.local_offsets, one.box.sizes))) for one in boxes]
     plain = tensor.detach()
-    return [HeldBox(((0,) * plain.dim(), tuple(plain.shape)), plain)] if plain.numel() else []
+    return [HeldBox(Box.whole(tuple(plain.shape)), plain)] if plain.numel() else []
 
 
 def mesh_boxes(
@@ -104,6 +102,6 @@ def _order(spec: object) -> Mapping[int, Sequence[int]] | None:
 
 def view_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     """The elements of ``box`` in ``tensor``, as a view."""
-    for dim, (start, size) in enumerate(zip(*box, strict=True)):
+    for dim, (start, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         tensor = tensor.narrow(dim, start, size)
     return tensor

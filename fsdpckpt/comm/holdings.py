@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import cast
 
 import numpy as np
 import torch
 
-from fsdpckpt.comm.boxes import Box
 from fsdpckpt.comm.protocol import Group
 from fsdpckpt.errors import StateDictMismatchError
 from fsdpckpt.ir.coverage import box_text, flaws
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Chunks, Int64Array, Tensor
+from fsdpckpt.layouts.boxes import Box
 
 __all__ = ["Wanted", "all_boxes", "check_coverage", "on_group_device", "senders"]
 
@@ -39,8 +38,8 @@ def _packed(boxes: Sequence[Sequence[Box]]) -> Int64Array:
     numbers: list[int] = []
     for each in boxes:
         numbers.append(len(each))
-        for start, size in each:
-            numbers += [*start, *size]
+        for box in each:
+            numbers += [*box.offsets, *box.sizes]
     return np.asarray(numbers, np.int64)
 
 
@@ -50,7 +49,7 @@ def _unpacked(row: Int64Array, dimensions: Sequence[int]) -> list[list[Box]]:
     for d in dimensions:
         count, at = numbers[at], at + 1
         steps = range(at, at + count * 2 * d, 2 * d) if d else [at] * count
-        found.append([(tuple(numbers[i : i + d]), tuple(numbers[i + d : i + 2 * d])) for i in steps])
+        found.append([Box(tuple(numbers[i : i + d]), tuple(numbers[i + d : i + 2 * d])) for i in steps])
         at += count * 2 * d
     return found
 
@@ -65,8 +64,8 @@ def check_coverage(keys: Sequence[str], shapes: Sequence[Sequence[int]], every: 
             rank=[rank for rank, _ in rows],
             file=[0] * len(rows),
             offset=[0] * len(rows),
-            start=[box[0] for _, box in rows],
-            size=[box[1] for _, box in rows],
+            start=[box.offsets for _, box in rows],
+            size=[box.sizes for _, box in rows],
         )
         if not rows and 0 in shape:
             continue
@@ -87,11 +86,11 @@ def senders(every: list[list[list[Box]]], itemsizes: Sequence[int], *, to: int |
         holders: dict[Box, list[int]] = {}
         for rank, boxes in enumerate(every):
             for box in boxes[index]:
-                if 0 not in box[1]:
+                if 0 not in box.sizes:
                     holders.setdefault(box, []).append(rank)
         for box, ranks in holders.items():
             rank = to if to in ranks else min(ranks, key=lambda r: (loads[r], r))
-            loads[rank] += prod(box[1]) * itemsize
+            loads[rank] += box.numel * itemsize
             sends[rank].append(Wanted(index, box))
     return sends
 

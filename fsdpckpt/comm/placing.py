@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 from fsdpckpt.comm.boxes import HeldBox, held, mesh_boxes, view_of
 from fsdpckpt.ir.tensors import contiguous_stride
 from fsdpckpt.layouts import sharded
+from fsdpckpt.layouts.boxes import Box
 
 __all__ = ["Place", "Placements", "place_like", "place_on_mesh", "place_whole"]
 
@@ -87,4 +88,4 @@ def place_on_mesh(
     made = DTensor.from_local(
         local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=contiguous_stride(shape)
     )
-    return Place([HeldBox((box.start, box.size), view_of(local, (box.local, box.size))) for box in boxes], made)
+    return Place([HeldBox(one.box, view_of(local, Box(one.local_offsets, one.box.sizes))) for one in boxes], made)

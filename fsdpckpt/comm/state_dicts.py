@@ -13,7 +13,7 @@ from typing import cast
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdpckpt.comm.boxes import Box, HeldBox, held, kind_of, view_of
+from fsdpckpt.comm.boxes import HeldBox, held, kind_of, view_of
 from fsdpckpt.comm.exchanger import BUDGET, exchange, spread
 from fsdpckpt.comm.holdings import Wanted, all_boxes, check_coverage, on_group_device, senders
 from fsdpckpt.comm.placing import Place, Placements, place_like, place_on_mesh, place_whole
@@ -22,6 +22,7 @@ from fsdpckpt.comm.similarity import agree_on_structure, raise_together
 from fsdpckpt.comm.streams import Stream, stream_bytes
 from fsdpckpt.comm.trees import StateDict, Tree, rebuild, taken_apart
 from fsdpckpt.errors import UsageError
+from fsdpckpt.layouts.boxes import Box
 
 __all__ = ["broadcast", "gather", "scatter", "shard"]
 
@@ -120,7 +121,7 @@ def _transfer(
             for box, data in here[index].items():
                 view_of(tensor, box).copy_(data)
         if to is None:
-            sizes = [stream_bytes([(w.box[1], sharded[w.index].itemsize) for w in each]) for each in sends]
+            sizes = [stream_bytes([(w.box.sizes, sharded[w.index].itemsize) for w in each]) for each in sends]
             spread(group, sizes=sizes, read=read, write=write, budget=budget, on_device=on_device, name="gather")
             return
         coming = {rank: stream.size for rank, stream in enumerate(into) if stream is not None and rank != group.rank}

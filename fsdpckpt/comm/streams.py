@@ -77,8 +77,8 @@ def _copy(tensor: torch.Tensor, first: int, part: torch.Tensor, *, write: bool) 
         return
     at = 0
     for box in flat_boxes(tuple(tensor.shape), first // itemsize, len(elements)):
-        count = prod(box[1])
-        _assign(view_of(tensor, box), elements[at : at + count].view(box[1]), write=write)
+        count = box.numel
+        _assign(view_of(tensor, box), elements[at : at + count].view(box.sizes), write=write)
         at += count
 
 

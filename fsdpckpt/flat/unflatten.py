@@ -214,18 +214,15 @@ def _tensor(param: UnitParam, dtype: DType, runs: Sequence[_Run], start: int) ->
         low = max(begin - start, 0)
         at = offset + (low + start - begin) * dtype.itemsize
         end = min(begin + count - start, param.numel)
-        for place, size in flat_boxes(param.shape, low, end - low, order):
-            stride = [1] * len(size)
-            for dim, step in zip(dims, contiguous_stride([size[dim] for dim in dims]), strict=True):
+        for box in flat_boxes(param.shape, low, end - low, order):
+            stride = [1] * len(box.sizes)
+            for dim, step in zip(dims, contiguous_stride([box.sizes[dim] for dim in dims]), strict=True):
                 stride[dim] = step
             for column, value in zip(columns, (rank, file, at), strict=True):
                 column.append(value)
-            for box, row in zip(boxes, (place, size, tuple(stride)), strict=True):
-                box.append(row)
-            elements = 1
-            for extent in size:
-                elements *= extent
-            at += elements * dtype.itemsize
+            for rows, row in zip(boxes, (box.offsets, box.sizes, tuple(stride)), strict=True):
+                rows.append(row)
+            at += box.numel * dtype.itemsize
     chunks = Chunks.rows(
         ndim=len(param.shape), rank=columns[0], file=columns[1], offset=columns[2],
         start=boxes[0], size=boxes[1], stride=boxes[2],

@@ -17,6 +17,7 @@ import numpy as np
 
 from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.ir.units import Strategy, Unit
+from fsdpckpt.layouts.boxes import Box
 
 __all__ = ["FILLER", "FlatLayout", "FlatPart", "FlatSlices", "alignment", "flat_boxes", "layout_of"]
 
@@ -154,17 +155,15 @@ def layout_of(unit: Unit, *, use_orig_params: bool, world_size: int, shard_size:
     )
 
 
-def flat_boxes(
-    shape: Sequence[int], begin: int, count: int, order: Sequence[int] | None = None
-) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Elements [begin, begin + count) of a flattened tensor as boxes (start, size), one after the other.
+def flat_boxes(shape: Sequence[int], begin: int, count: int, order: Sequence[int] | None = None) -> list[Box]:
+    """Elements [begin, begin + count) of a flattened tensor as boxes, one after the other.
 
     ``order``: the dimensions from slowest to fastest in memory, None for row-major. A range is at most 2 * ndim - 1
     boxes, each contiguous in that order: the rest of a row, whole rows, the rest of a plane, and so on.
     """
     dims = tuple(range(len(shape))) if order is None else tuple(order)
     sizes = [shape[dim] for dim in dims]
-    found: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    boxes: list[Box] = []
     end = begin + count
     while begin < end:
         # The largest dimension at whose boundary ``begin`` lies and that fits: one box of whole slices of it.
@@ -188,6 +187,6 @@ def flat_boxes(
         back_start, back_size = [0] * len(sizes), [0] * len(sizes)
         for axis, dim in enumerate(dims):
             back_start[dim], back_size[dim] = start[axis], size[axis]
-        found.append((tuple(back_start), tuple(back_size)))
+        boxes.append(Box(tuple(back_start), tuple(back_size)))
         begin += taken
-    return found
+    return boxes

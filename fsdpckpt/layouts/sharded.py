@@ -10,9 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from math import prod
 from typing import TypeAlias
+
+from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.layouts.boxes import Box, RankBoxes
 
 __all__ = [
     "LocalBox",
@@ -21,11 +25,13 @@ __all__ = [
     "Shard",
     "StridedShard",
     "chunk",
+    "chunk_boxes",
     "decoded_order",
-    "local_box",
     "local_boxes",
     "local_shape",
     "placements_text",
+    "rank_box",
+    "source_boxes",
 ]
 
 
@@ -64,12 +70,10 @@ _Runs: TypeAlias = tuple[tuple[int, int], ...]  # (global start, length) one aft
 
 @dataclass(frozen=True, slots=True)
 class LocalBox:
-    """One box of a rank's local tensor: ``start`` and ``size`` in the global tensor, ``local`` its first element's
-    index in the local tensor; all in elements, one number a dimension."""
+    """``box`` of the global tensor, which a rank holds at ``local_offsets`` (elements) of its local tensor."""
 
-    start: tuple[int, ...]
-    size: tuple[int, ...]
-    local: tuple[int, ...]
+    box: Box
+    local_offsets: tuple[int, ...]
 
 
 def placements_text(placements: Sequence[Placement]) -> str:
@@ -84,14 +88,39 @@ def chunk(length: int, parts: int, index: int) -> tuple[int, int]:
     return start, min(step, length - start)
 
 
-def local_box(
-    shape: Sequence[int], rank: int, world_size: int, dim: int = 0
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(start, size) of what rank ``rank`` of ``world_size`` holds of a tensor cut along ``dim``."""
-    start = [0] * len(shape)
-    size = list(shape)
-    start[dim], size[dim] = chunk(shape[dim], world_size, rank)
-    return tuple(start), tuple(size)
+@lru_cache(maxsize=65536)
+def rank_box(shape: tuple[int, ...], world_size: int, rank: int) -> Box:
+    """What rank ``rank`` holds of a tensor cut along dimension 0 by ``torch.chunk``'s rule.
+
+    ceil(rows / world_size) rows a rank, the last ones fewer or none; an empty shard begins at the end, as
+    ``torch.distributed.tensor`` places it.
+    """
+    start, rows = chunk(shape[0], world_size, rank)
+    return Box((start, *(0,) * (len(shape) - 1)), (rows, *shape[1:]))
+
+
+@lru_cache(maxsize=4096)
+def chunk_boxes(shape: tuple[int, ...], world_size: int) -> RankBoxes:
+    """The boxes ``dcp.save`` records for such a tensor: one for each rank with rows, one empty for all the others."""
+    boxes = []
+    for rank in range(world_size):
+        box = rank_box(shape, world_size, rank)
+        boxes.append((rank, box))
+        if not box.sizes[0]:
+            break
+    return tuple(boxes)
+
+
+def source_boxes(tensor: Tensor) -> RankBoxes:
+    """Each distinct box of the source with its first rank; an empty box only if there is no other."""
+    chunks = tensor.chunks
+    rank_of: dict[Box, int] = {}
+    for rank, start, size in zip(chunks.rank.tolist(), chunks.start.tolist(), chunks.size.tolist(), strict=True):
+        if 0 not in size:
+            rank_of.setdefault(Box(tuple(start), tuple(size)), rank)
+    if not rank_of:
+        return [(0, Box.whole(tensor.shape))]
+    return [(rank, box) for box, rank in rank_of.items()]
 
 
 def decoded_order(mesh: Sequence[int], placements: Sequence[Placement]) -> Mapping[int, tuple[int, ...]] | None:
@@ -158,7 +187,7 @@ def local_shape(boxes: Sequence[LocalBox], shape: Sequence[int]) -> tuple[int, .
     """The shape of the local tensor that ``boxes`` fill, None when there is no box (one dimension is 0 then)."""
     if not boxes:
         return None
-    return tuple(max(box.local[d] + box.size[d] for box in boxes) for d in range(len(shape)))
+    return tuple(max(held.local_offsets[d] + held.box.sizes[d] for held in boxes) for d in range(len(shape)))
 
 
 def _cut(runs: _Runs, parts: int, index: int) -> _Runs:
@@ -196,6 +225,6 @@ def _boxes(runs: Sequence[_Runs]) -> tuple[LocalBox, ...]:
             at += length
         axes.append(axis)
     return tuple(
-        LocalBox(tuple(a[0] for a in cell), tuple(a[1] for a in cell), tuple(a[2] for a in cell))
+        LocalBox(Box(tuple(a[0] for a in cell), tuple(a[1] for a in cell)), tuple(a[2] for a in cell))
         for cell in product(*axes)
     )

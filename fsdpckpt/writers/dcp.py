@@ -23,7 +23,8 @@ from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import Target, TargetFile, WriteItem
 from fsdpckpt.ir.tensors import Tensor, contiguous_stride
 from fsdpckpt.ir.values import Key, Value, leaf_tensors
-from fsdpckpt.layouts.chunks import Box, RankBoxes, chunk_boxes, source_boxes, whole_box
+from fsdpckpt.layouts.boxes import Box, RankBoxes
+from fsdpckpt.layouts.sharded import chunk_boxes, source_boxes
 from fsdpckpt.producers.forms import PLAIN_NESTING, Nesting
 from fsdpckpt.writers.protocol import WriteSpec
 from fsdpckpt.writers.state_dicts import extras_of_one, optim_dict
@@ -80,7 +81,7 @@ def _assign(leaves: list[Leaf], cuts: list[RankBoxes | None], ranks: int) -> Ite
         load, rank = heap[0]
         shape, nbytes = (leaf.value.shape, leaf.value.nbytes) if isinstance(leaf.value, Tensor) else ((), 0)
         heapq.heapreplace(heap, (load + nbytes, rank))
-        yield [(rank, whole_box(shape))]
+        yield [(rank, Box.whole(shape))]
 
 
 def _cut(value: Value, world_size: int | None) -> RankBoxes | None:
@@ -129,18 +130,18 @@ class _DataFiles:
     def tensor(self, tensor: Tensor, dtype: DType, rank: int, box: Box) -> StoredChunk:
         """One box of a tensor as an item of rank's file."""
         file = self._open(rank)
-        place = self.places.get((rank, dtype.name, box.size))
+        place = self.places.get((rank, dtype.name, box.sizes))
         if place is None:
-            place = self.places[rank, dtype.name, box.size] = _place(file, dtype, box.size)
+            place = self.places[rank, dtype.name, box.sizes] = _place(file, dtype, box.sizes)
         begin = file.repeat(place.before, place.before_nbytes)
         if place.data_nbytes:
             data = file.nbytes
-            file.write_items.append(WriteItem(data, place.data_nbytes, tensor, box.start, box.size, dtype))
+            file.write_items.append(WriteItem(data, place.data_nbytes, tensor, box.offsets, box.sizes, dtype))
             file.nbytes = data + place.data_nbytes
         file.repeat(place.after, place.after_nbytes)
         for first, end, (local, central) in place.checksums:
             file.checksums.append((begin + first, begin + end, (begin + local, begin + central)))
-        return StoredChunk(box.start, box.size, file.path, begin, place.item_nbytes)
+        return StoredChunk(box.offsets, box.sizes, file.path, begin, place.item_nbytes)
 
     def value(self, value: Value, rank: int) -> StoredChunk:
         """A value that is no tensor (it may hold some) as an item of rank's file."""

@@ -20,7 +20,8 @@ from fsdpckpt.formats.zip import TorchZip
 from fsdpckpt.ir.dtypes import DTYPES, DType
 from fsdpckpt.ir.targets import TargetFile
 from fsdpckpt.ir.tensors import Tensor, contiguous_stride
-from fsdpckpt.layouts.chunks import Box, rank_box, whole_box
+from fsdpckpt.layouts.boxes import Box
+from fsdpckpt.layouts.sharded import rank_box
 from fsdpckpt.producers.forms import PLAIN_MESH, MeshForm
 
 __all__ = ["DTensorPickle", "Filling", "RankPickle", "ShardList", "ShardedTensorPickle"]
@@ -80,7 +81,7 @@ class RankPickle(PickleWriter, ABC):
         if value in self._sharded_tensors:
             self.sharded(value, dtype, rank_box(value.shape, self.world_size, self.rank))
         else:
-            self.view(self.stored(value, dtype, whole_box(value.shape)))
+            self.view(self.stored(value, dtype, Box.whole(value.shape)))
 
     @abstractmethod
     def sharded(self, tensor: Tensor, dtype: DType, box: Box) -> None:
@@ -93,12 +94,12 @@ class RankPickle(PickleWriter, ABC):
         key = self._keys.get(tensor)
         if key is None:
             key = self._keys[tensor] = self.record(tensor, dtype, box, nbytes)
-        return StorageView(key, dtype, 0, box.size, contiguous_stride(box.size), nbytes)
+        return StorageView(key, dtype, 0, box.sizes, contiguous_stride(box.sizes), nbytes)
 
     def literal(self, dtype: DType, data: bytes) -> StorageView:
         """A 1-D tensor of values that are known now."""
         shape = (len(data) // dtype.itemsize,)
-        key = self.record(data, dtype, whole_box(shape), len(data))
+        key = self.record(data, dtype, Box.whole(shape), len(data))
         return StorageView(key, dtype, 0, shape, (1,), len(data))
 
     def record(self, content: Content, dtype: DType, box: Box, nbytes: int) -> str:
@@ -115,7 +116,7 @@ class RankPickle(PickleWriter, ABC):
                 continue
             archive.begin_data(str(key), nbytes)
             if isinstance(content, Tensor):
-                file.write_item(content, start=box.start, size=box.size, dtype=dtype)
+                file.write_item(content, start=box.offsets, size=box.sizes, dtype=dtype)
             else:
                 content.fill(file, dtype)
         archive.finish()
@@ -249,13 +250,13 @@ class ShardedTensorPickle(RankPickle):
         sizes, placement = self.text("shard_sizes"), self.text("placement")
         for rank, box in zip(shards.ranks[1:], shards.boxes[1:], strict=True):
             where = self._placement(rank)
-            found.append(b"%b%b%b%b%b%bu\x86b" % (head, _list(box.start), sizes, _list(box.size), placement, where))
+            found.append(b"%b%b%b%b%b%bu\x86b" % (head, _list(box.offsets), sizes, _list(box.sizes), placement, where))
         return b"](" + b"".join(found) + b"e"
 
     def _shard_metadata(self, rank: int, box: Box) -> bytes:
         text = self.text
         head = self.name(f"{_SHARD}.metadata", "ShardMetadata") + b")\x81N}("
-        head += text("shard_offsets") + _list(box.start) + text("shard_sizes") + _list(box.size)
+        head += text("shard_offsets") + _list(box.offsets) + text("shard_sizes") + _list(box.sizes)
         return head + text("placement") + self._placement(rank) + b"u\x86b"
 
     def _placement(self, rank: int) -> bytes:

@@ -99,9 +99,9 @@ def written(layout: FlatLayout, rank: int, params: list[torch.Tensor], dtype: to
         param = params[part.param]
         row_major = param.is_contiguous() or not flattens_in_memory_order()
         order = None if row_major else tuple(sorted(range(param.ndim), key=lambda d: -param.stride(d)))
-        for start, size in flat_boxes(param.shape, part.begin, part.count, order):
-            box = param[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))]
-            chunks.append((box if order is None else box.permute(order)).reshape(-1))
+        for box in flat_boxes(param.shape, part.begin, part.count, order):
+            cut = param[tuple(slice(a, a + n) for a, n in zip(box.offsets, box.sizes, strict=True))]
+            chunks.append((cut if order is None else cut.permute(order)).reshape(-1))
     return torch.cat(chunks) if chunks else torch.empty(0, dtype=dtype)
 
 
@@ -207,8 +207,8 @@ def test_boxes_of_a_range_are_its_elements_in_order(
     assert logical.shape == shape
     boxes = flat_boxes(shape, begin, count, order)
     read = [
-        logical[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))].transpose(axes).reshape(-1)
-        for start, size in boxes
+        logical[tuple(slice(a, a + n) for a, n in zip(box.offsets, box.sizes, strict=True))].transpose(axes).reshape(-1)
+        for box in boxes
     ]
     assert np.concatenate([np.empty(0, int), *read]).tolist() == list(range(begin, begin + count))
     assert len(boxes) <= max(2 * len(shape) - 1, 1)

@@ -16,7 +16,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdpckpt.layouts import sharded
-from fsdpckpt.layouts.sharded import LocalBox, chunk, in_placement_order, local_box, local_boxes, local_shape
+from fsdpckpt.layouts.boxes import Box
+from fsdpckpt.layouts.sharded import LocalBox, chunk, in_placement_order, local_boxes, local_shape, rank_box
 from tests.readers.played_ranks import as_rank, shard_rows_twice
 
 ROWS = (1, 2, 3, 5, 7, 8, 9, 12, 13)
@@ -37,9 +38,9 @@ def ours(placements: Sequence[Any]) -> list[sharded.Placement]:
 def cut_out(whole: torch.Tensor, boxes: Sequence[LocalBox], shape: Sequence[int]) -> torch.Tensor:
     """A local tensor of ``shape``, filled from the global one box by box."""
     local = torch.full(tuple(shape), -1, dtype=whole.dtype)
-    for box in boxes:
-        there = tuple(slice(at, at + n) for at, n in zip(box.start, box.size, strict=True))
-        here = tuple(slice(at, at + n) for at, n in zip(box.local, box.size, strict=True))
+    for held in boxes:
+        there = tuple(slice(at, at + n) for at, n in zip(held.box.offsets, held.box.sizes, strict=True))
+        here = tuple(slice(at, at + n) for at, n in zip(held.local_offsets, held.box.sizes, strict=True))
         assert (local[here] == -1).all()
         local[here] = whole[there]
     return local
@@ -64,9 +65,12 @@ def test_a_rank_of_fsdp_holds_its_chunk_of_one_dimension(dim: int) -> None:
     whole = numbered(7, 10)
     chunks = list(torch.chunk(whole, 4, dim))
     for rank in range(4):
-        start, size = local_box((7, 10), rank, 4, dim)
-        box = whole[start[0] : start[0] + size[0], start[1] : start[1] + size[1]]
-        assert torch.equal(box, chunks[rank] if rank < len(chunks) else whole.narrow(dim, 0, 0))
+        start, size = chunk(whole.shape[dim], 4, rank)
+        assert torch.equal(
+            whole.narrow(dim, start, size), chunks[rank] if rank < len(chunks) else whole.narrow(dim, 0, 0)
+        )
+        if dim == 0:
+            assert rank_box((7, 10), 4, rank) == Box((start, 0), (size, 10))
 
 
 @pytest.mark.parametrize("mesh_shape", [(5,), (2, 2), (3, 2), (2, 1, 3)])
@@ -108,7 +112,7 @@ def test_what_fully_shard_leaves_of_a_tensor_parallel_shard(data: int, tensor: i
                 assert isinstance(placements[0], sharded.StridedShard)
                 boxes = local_boxes(whole.shape, (data, tensor), placements, divmod(rank, tensor))
                 assert torch.equal(cut_out(whole, boxes, value.to_local().shape), value.to_local()), (name, rank)
-                seen[name] += sum(torch.Size(box.size).numel() for box in boxes)
+                seen[name] += sum(held.box.numel for held in boxes)
     assert seen == {name: whole.numel() for name, whole in weights.items()}
 
 
@@ -116,8 +120,8 @@ def test_shards_are_cut_in_the_order_the_spec_says() -> None:
     placements = [sharded.Shard(0), sharded.Shard(0)]
     default = local_boxes((8, 2), (2, 2), placements, (0, 1))
     reversed_order = local_boxes((8, 2), (2, 2), placements, (0, 1), {0: (1, 0)})
-    assert default == (LocalBox((2, 0), (2, 2), (0, 0)),)
-    assert reversed_order == (LocalBox((4, 0), (2, 2), (0, 0)),)
+    assert default == (LocalBox(Box((2, 0), (2, 2)), (0, 0)),)
+    assert reversed_order == (LocalBox(Box((4, 0), (2, 2)), (0, 0)),)
     strided = [sharded.StridedShard(0, 2), sharded.Shard(0)]
     assert local_boxes((8, 2), (2, 2), strided, (0, 1)) == reversed_order
 
@@ -137,7 +141,7 @@ def test_split_factors_are_decoded_as_dtensor_encodes_them() -> None:
 
 def test_packed_weights_are_interleaved_boxes() -> None:
     boxes = local_boxes((8, 3), (2,), [sharded.StridedShard(0, 2)], (1,))
-    assert boxes == (LocalBox((2, 0), (2, 3), (0, 0)), LocalBox((6, 0), (2, 3), (2, 0)))
+    assert boxes == (LocalBox(Box((2, 0), (2, 3)), (0, 0)), LocalBox(Box((6, 0), (2, 3)), (2, 0)))
 
 
 def test_placements_read_as_pytorch_writes_them() -> None:

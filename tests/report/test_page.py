@@ -28,7 +28,7 @@ from fsdpckpt.ir.checkpoint import (
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.invariants import problems
 from fsdpckpt.ir.tensors import Chunks, Tensor
-from fsdpckpt.layouts.chunks import chunk_boxes
+from fsdpckpt.layouts.sharded import chunk_boxes
 from fsdpckpt.report.figures import COLUMNS, holdings, module_tree
 from fsdpckpt.report.file import write_report
 from fsdpckpt.report.page import MARK, page
@@ -53,8 +53,8 @@ def sharded(shape: tuple[int, ...], ranks: int, skip: frozenset[int] = frozenset
         rank=[rank for rank, _ in boxes],
         file=[0] * len(boxes),
         offset=[0] * len(boxes),
-        start=[box.start for _, box in boxes],
-        size=[box.size for _, box in boxes],
+        start=[box.offsets for _, box in boxes],
+        size=[box.sizes for _, box in boxes],
     )
     return Tensor(DTYPES["float32"], shape, chunks, True, "[Shard(0)]")
 

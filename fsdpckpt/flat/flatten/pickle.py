@@ -19,7 +19,7 @@ from fsdpckpt.ir.dtypes import DType, numpy_dtype
 from fsdpckpt.ir.targets import TargetFile
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import UnitParam
-from fsdpckpt.layouts.chunks import whole_box
+from fsdpckpt.layouts.boxes import Box
 from fsdpckpt.layouts.flattened import FlatPart, flat_boxes
 from fsdpckpt.writers.rank_pickle import ShardedTensorPickle, ShardList
 
@@ -125,28 +125,28 @@ class FlatPickle(ShardedTensorPickle):
         nbytes = shard.numel * shard.dtype.itemsize
         key = self._keys.get(shard)
         if key is None:
-            key = self._keys[shard] = self.record(shard, shard.dtype, whole_box((shard.numel,)), nbytes)
+            key = self._keys[shard] = self.record(shard, shard.dtype, Box.whole((shard.numel,)), nbytes)
         return StorageView(key, shard.dtype, offset, (count,), (1,), nbytes)
 
     def _empty(self, dtype: DType) -> StorageView:
         """What FSDP1 puts in place of a parameter without elements here: one empty tensor for all of them."""
         key = self._keys.get(dtype)
         if key is None:
-            key = self._keys[dtype] = self.record(b"", dtype, whole_box((0,)), 0)
+            key = self._keys[dtype] = self.record(b"", dtype, Box.whole((0,)), 0)
         return StorageView(key, dtype, 0, (0,), (1,), 0)
 
     def _param_slice(self, value: ParamSlice) -> None:
         nbytes = value.count * value.dtype.itemsize
-        key = self.record(value, value.dtype, whole_box((value.count,)), nbytes)
+        key = self.record(value, value.dtype, Box.whole((value.count,)), nbytes)
         self.view(StorageView(key, value.dtype, 0, (value.count,), (1,), nbytes))
 
     def _whole_param(self, value: WholeParam) -> None:
         param, shape = value.param, value.param.shape
         if param.stride is None:
-            self.view(self.stored(value.tensor, value.dtype, whole_box(shape)))
+            self.view(self.stored(value.tensor, value.dtype, Box.whole(shape)))
             return
         nbytes = param.numel * value.dtype.itemsize
-        key = self.record(value, value.dtype, whole_box(shape), nbytes)
+        key = self.record(value, value.dtype, Box.whole(shape), nbytes)
         self.view(StorageView(key, value.dtype, 0, shape, param.stride, nbytes))
 
     def _flat_parameter(self, value: FlatParameter) -> None:
@@ -164,8 +164,8 @@ def _write_item(file: TargetFile, tensor: Tensor, param: UnitParam, begin: int, 
     if count == param.numel:
         file.write_item(tensor, dtype=dtype, order=param.order)
         return
-    for start, size in _boxes(param.shape, begin, count, param.order):
-        file.write_item(tensor, start=start, size=size, dtype=dtype, order=param.order)
+    for box in _boxes(param.shape, begin, count, param.order):
+        file.write_item(tensor, start=box.offsets, size=box.sizes, dtype=dtype, order=param.order)
 
 
 # The states of one parameter are cut alike.

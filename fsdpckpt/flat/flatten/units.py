@@ -12,7 +12,7 @@ from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.ir.checkpoint import Checkpoint, OptimState, group_params
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Unit, UnitParam, Units
-from fsdpckpt.layouts.chunks import Box
+from fsdpckpt.layouts.boxes import Box
 from fsdpckpt.layouts.flattened import FlatLayout, FlatPart, layout_of
 
 __all__ = ["PlacedUnit", "place", "require_agreement"]
@@ -55,7 +55,7 @@ def _boxes(layout: FlatLayout) -> Iterator[Box]:
     for index in range(layout.shards):
         begin, end = layout.held(index)
         if begin < end:
-            yield Box((begin,), (end - begin,), end - begin)
+            yield Box((begin,), (end - begin,))
 
 
 def require_agreement(checkpoint: Checkpoint, units: Units) -> None:

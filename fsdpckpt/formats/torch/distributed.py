@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from operator import mul
 from typing import NamedTuple, NoReturn, TypeAlias
 
 from fsdpckpt.errors import SourceUnsupportedError
@@ -151,10 +152,7 @@ class DistributedParser:
                 f"{local_shape(boxes, shape) or 'no elements'}",
                 f"{local.shape}",
             )
-        places = [
-            (box.start, box.size, sum(i * step for i, step in zip(box.local, local.stride, strict=True)))
-            for box in boxes
-        ]
+        places = [(held.box.offsets, held.box.sizes, sum(map(mul, held.local_offsets, local.stride))) for held in boxes]
         known = self._boxes[memo] = (tuple(places), placements_text(placements))
         return known
 

@@ -204,10 +204,11 @@ def originals_in(
 def _boxes(param: Original, low: int, high: int, place: int, stored: StoredTensor, step: int) -> Iterator[BoxInFile]:
     """Elements [low, high) of ``param``, whose element 0 would be element ``place`` of the stored tensor."""
     at = place + low
-    for start, size in flat_boxes(param.shape, low, high - low):
+    for box in flat_boxes(param.shape, low, high - low):
         offset = stored.offset + at * step * stored.dtype.itemsize
-        yield BoxInFile(start, size, offset, tuple(one * step for one in contiguous_stride(size)))
-        at += prod(size)
+        strides = tuple(one * step for one in contiguous_stride(box.sizes))
+        yield BoxInFile(box.offsets, box.sizes, offset, strides)
+        at += box.numel
 
 
 def _rows(param: Original, stored: StoredTensor, rank: int, world_size: int, producer: str) -> Distributed:
