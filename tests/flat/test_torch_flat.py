@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 import zipfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from tests.oracle.flat_scenarios import scenario
 from tests.oracle.flat_train import built, wrap
 from tests.writers.groups import as_rank
 from tests.writers.source import Raw, checkpoint, same
+from tests.writers.writer_contract import WriterContract
 
 # Eager Adagrad has states without elements on ranks without elements, where what FSDP1 loads has no entry; the others'
 # files are keyed by prefixed names.
@@ -347,3 +349,20 @@ def test_each_rank_gets_the_extras_of_its_source_rank(tmp_path):
         {"epoch": 4, "seed": 1}, {"epoch": 4, "seed": 2}, {"epoch": 4, "seed": 1}
     ]  # fmt: skip
     assert [note.kind for note in target.notes] == ["inferred"]
+
+
+class TestTorchFlatWriter(WriterContract):
+    writer = staticmethod(lay_out)
+    specs = (
+        WriteSpec(units=units(orig=True), world_size=3),
+        WriteSpec(units=units(orig=True), world_size=2, key_type="name"),
+        WriteSpec(units=units(orig=False), world_size=2),
+    )
+
+    def source(self):
+        model = Model(seed=5)
+        return model.checkpoint(extra={"epoch": 7}), model.raw
+
+    def load(self, path, spec):
+        for rank in range(spec.world_size):
+            assert loaded(Path(path), "model", rank, spec.world_size)

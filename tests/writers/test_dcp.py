@@ -21,11 +21,13 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.ir.checkpoint import OptimState
 from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.producers.forms import Nesting
 from fsdpckpt.writers.dcp import lay_out
 from fsdpckpt.writers.protocol import DtypeRule, WriteSpec
 from tests.materialise import materialise
 from tests.writers.groups import as_rank, rows
 from tests.writers.source import Raw, Trained, checkpoint, same
+from tests.writers.writer_contract import WriterContract
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -311,3 +313,12 @@ def test_what_repeats_in_a_file_is_kept_in_memory_once():
         return len(lay_out(checkpoint(model), WriteSpec(world_size=2)).files[0].blob)
 
     assert blob(50) == blob(1)
+
+
+class TestDcpWriter(WriterContract):
+    writer = staticmethod(lay_out)
+    specs = (WriteSpec(world_size=1), WriteSpec(world_size=3), WriteSpec(), WriteSpec(nesting=Nesting(flattened=True)))
+
+    def load(self, path, spec):
+        dcp_to_torch_save(path, f"{path}.pt")
+        assert torch.load(f"{path}.pt", weights_only=False).keys() == {"model", "optimizer", "epoch"}

@@ -15,6 +15,7 @@ from fsdpckpt.writers.protocol import DtypeRule, WriteSpec
 from fsdpckpt.writers.safetensors import lay_out
 from tests.materialise import materialise
 from tests.writers.source import Raw, Trained, checkpoint, random_tensor, same
+from tests.writers.writer_contract import WriterContract
 
 HELD = [name for name, dtype in DTYPES.items() if dtype.safetensors is not None]
 
@@ -153,3 +154,21 @@ def test_views_and_casts_are_written_dense(tmp_path):
     path, _ = written(tmp_path, checkpoint(model), raw, dtypes=DtypeRule(model=DTYPES["bfloat16"]))
     loaded = safetensors.torch.load_file(path)
     assert same(loaded["t"], base.t().bfloat16()) and same(loaded["s"], base[::2, 1:4].bfloat16())
+
+
+class TestSafetensorsFileWriter(WriterContract):
+    writer = staticmethod(lay_out)
+    specs = (WriteSpec(single_file=True),)
+    single = True
+
+    def load(self, path, spec):
+        assert len(safetensors.torch.load_file(path)) == 21
+
+
+class TestSafetensorsShardsWriter(WriterContract):
+    writer = staticmethod(lay_out)
+    specs = (WriteSpec(), WriteSpec(max_shard_size=300))
+
+    def load(self, path, spec):
+        shards = [os.path.join(path, name) for name in os.listdir(path) if name.endswith(".safetensors")]
+        assert sum(len(safetensors.torch.load_file(shard)) for shard in shards) == 21

@@ -13,6 +13,7 @@ from fsdpckpt.writers.protocol import DtypeRule, WriteSpec
 from fsdpckpt.writers.torch_full import lay_out
 from tests.materialise import materialise
 from tests.writers.source import Raw, Trained, checkpoint, random_tensor, same
+from tests.writers.writer_contract import WriterContract
 
 SAVED_DTYPES = [name for name, dtype in DTYPES.items() if dtype.numpy is not None or name == "complex32"]
 
@@ -226,3 +227,12 @@ def test_extras_that_differ_by_rank_come_from_rank_0_and_are_noted(tmp_path):
 def test_the_same_checkpoint_gives_the_same_bytes():
     first, second = (lay_out(Trained(seed=2).checkpoint, WriteSpec(dtypes=DtypeRule())).files[0] for _ in range(2))
     assert (first.blob, first.literals, first.checksums) == (second.blob, second.literals, second.checksums)
+
+
+class TestTorchFullWriter(WriterContract):
+    writer = staticmethod(lay_out)
+    specs = (WriteSpec(), WriteSpec(unwrap=True))
+    single = True
+
+    def load(self, path, spec):
+        assert torch.load(path, weights_only=True).keys() == {"model", "optimizer", "epoch"}

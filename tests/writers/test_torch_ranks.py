@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import zipfile
 from collections import OrderedDict
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed._shard import load_with_process_group
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._shard_utils import _create_chunk_sharded_tensor
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -19,6 +21,7 @@ from fsdpckpt.writers.torch_ranks import lay_out
 from tests.materialise import materialise
 from tests.writers.groups import as_rank, rows
 from tests.writers.source import Raw, Trained, checkpoint, same
+from tests.writers.writer_contract import WriterContract
 
 
 def written(tmp_path, ckpt, raw, world_size, form, dtypes=None):
@@ -208,3 +211,19 @@ def test_more_ranks_than_the_memory_has_room_for_are_refused_after_the_first_fil
     with pytest.raises(UsageError, match="--world-size 5000 ") as error:
         lay_out(source.checkpoint, WriteSpec(world_size=5000, tensor=form, mesh_device="cpu"))
     assert "--container dcp" in error.value.next_step
+
+
+class TestTorchRanksWriter(WriterContract):
+    writer = staticmethod(lay_out)
+    specs = (
+        WriteSpec(world_size=1, tensor=TensorForm.DTENSOR, mesh_device="cpu"),
+        WriteSpec(world_size=3, tensor=TensorForm.DTENSOR, mesh_device="cpu"),
+        WriteSpec(world_size=3, tensor=TensorForm.SHARDED_TENSOR),
+    )
+
+    def load(self, path, spec):
+        plain = spec.tensor is TensorForm.DTENSOR
+        for rank in range(spec.world_size):
+            with as_rank(rank, spec.world_size), load_with_process_group(dist.group.WORLD):
+                loaded = load(Path(path), "model", rank, spec.world_size, weights_only=plain)
+                assert loaded.keys() == {*Trained.SHAPES, "steps_seen"}
