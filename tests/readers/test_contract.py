@@ -1,0 +1,90 @@
+"""Every reader of the table keeps the contract, in every form that its checkpoints have."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from fsdpckpt.readers import READERS
+from fsdpckpt.readers.dcp import DcpReader
+from fsdpckpt.readers.safetensors import SafetensorsReader
+from fsdpckpt.readers.torch_ranks import TorchReader
+from tests.readers.played_ranks import as_rank, save_as_ranks, shard
+from tests.readers.reader_contract import WEIGHTS, ReaderContract
+
+MODEL = {name: torch.from_numpy(weight) for name, weight in WEIGHTS.items()}
+MATRICES = {name.rpartition(".")[0]: weight for name, weight in MODEL.items() if weight.ndim == 2}
+
+
+class TestDcp(ReaderContract):
+    reader = DcpReader()
+
+    def save(self, directory: Path) -> Path:
+        save_as_ranks(directory, lambda rank: {"model": dict(MODEL)}, 1)
+        return directory
+
+
+class TestDcpOfSeveralRanks(ReaderContract):
+    reader = DcpReader()
+
+    def save(self, directory: Path) -> Path:
+        save_as_ranks(directory, _state_of_rank, 2)
+        return directory
+
+
+class TestSafetensorsFile(ReaderContract):
+    reader = SafetensorsReader()
+
+    def save(self, directory: Path) -> Path:
+        save_file(MODEL, directory / "model.safetensors")
+        return directory / "model.safetensors"
+
+
+class TestSafetensorsShards(ReaderContract):
+    reader = SafetensorsReader()
+    index = False
+
+    def save(self, directory: Path) -> Path:
+        where = {}
+        for number, (name, weight) in enumerate(MODEL.items(), 1):
+            where[name] = f"model-{number:05d}-of-{len(MODEL):05d}.safetensors"
+            save_file({name: weight}, directory / where[name])
+        if self.index:
+            (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+        return directory
+
+
+class TestSafetensorsIndex(TestSafetensorsShards):
+    index = True
+    harmless = frozenset({"model.safetensors.index.json"})  # the numbers in the names say the same
+
+
+class TestTorchFile(ReaderContract):
+    reader = TorchReader()
+
+    def save(self, directory: Path) -> Path:
+        torch.save({"model": MODEL}, directory / "any name")
+        return directory / "any name"
+
+
+class TestTorchRanks(ReaderContract):
+    reader = TorchReader()
+
+    def save(self, directory: Path) -> Path:
+        for rank in range(2):
+            with as_rank(rank, 2):
+                torch.save(_state_of_rank(rank), directory / f"model_world_size_2_rank_{rank}.pt")
+        return directory
+
+
+def _state_of_rank(_rank: int) -> dict[str, Any]:
+    return {"model": {**shard(MATRICES, 2), "head.bias": MODEL["head.bias"].clone()}}
+
+
+def test_no_reader_is_without_these_tests() -> None:
+    tested = {type(case.reader) for case in ReaderContract.__subclasses__()}
+    assert {type(reader) for reader in READERS} <= tested
