@@ -1,7 +1,7 @@
-"""What is at a URL of a web server, which knows neither directories nor, mostly, what it holds.
+"""Lists what a web server has at a URL. Web servers know neither directories nor, mostly, a list of their files.
 
-A directory's files are those its index page links to, those that lie where checkpoints have them (``.metadata``, which
-index pages hide), and those that the lists among these name.
+The files of a directory are those that its index page links to, those at names that checkpoints use (``.metadata``,
+which index pages hide), and those that the lists among them (``fsdpckpt.json``, safetensors' index) name.
 """
 
 from __future__ import annotations
@@ -17,59 +17,54 @@ from urllib.parse import quote, unquote, urljoin, urlsplit
 from fsdpckpt.errors import SourceMissingError, SourceUnrecognisedError
 from fsdpckpt.storage.protocols import UPLOADING, FileIdentity
 from fsdpckpt.storage.remote_file import (
-    MOST_DIGITS,
     REQUESTS,
-    Extents,
+    RangeCache,
     RemoteFile,
     fetcher,
-    http_headers,
+    http_identity,
+    http_options,
     http_tag,
-    http_timeout,
-    no_ranges,
+    no_ranges_error,
     require_plain,
 )
-from fsdpckpt.storage.retry import Unavailable, store_errors, tried
+from fsdpckpt.storage.retry import HttpStatusError, store_errors, with_retries
 
-__all__ = ["MOST_PAGE", "fetch_links", "links_of", "look", "names"]
+__all__ = ["MOST_PAGE", "links_of", "list_names", "look_up"]
 
-MOST_LIST = 64 << 20  # bytes of a list of names that is believed to be one
+MOST_LIST = 64 << 20  # bytes: a longer file is not taken for a list of names
+MOST_PAGE = 16 << 20  # bytes of an index page that are read: a hundred thousand links
 
-# Where a checkpoint says what it consists of, and how. A DCP directory's .metadata is read by its reader.
+# Files that name the other files of a checkpoint, and how. The DCP reader itself reads a directory's .metadata.
 _LISTS: dict[str, Callable[[Any], Iterable[str]]] = {
     "fsdpckpt.json": lambda document: document["files"],
     "model.safetensors.index.json": lambda document: set(document["weight_map"].values()),
 }
 _PROBED = (".metadata", *_LISTS, "units.json", "model.safetensors", UPLOADING)
-_NOT_HERE = frozenset({401, 403, 404, 410})  # stores answer 403 for what is not there, to whoever may not list
+_ABSENT = frozenset({401, 403, 404, 410})  # stores answer 403 for what does not exist, to clients that may not list
+_HREF = re.compile(r"""\shref\s*=\s*(?:"([^"]*)"|'([^']*)'|([^\s"'>]+))""", re.IGNORECASE)
 
 
-def look(filesystem: Any, url: str) -> FileIdentity | bool:
+def look_up(filesystem: Any, url: str) -> FileIdentity | bool:
     """The identity of the file at ``url``; True for a directory, False for nothing. Raises SourceError.
 
-    Raises SourceUnsupportedError when the server does not answer for ranges of it.
+    Raises SourceUnsupportedError when the server does not send ranges of the file.
     """
-    found = _ask(filesystem, url)
-    if found is False and any(
-        isinstance(each, FileIdentity) for each in _all(filesystem, (f"{url}/{name}" for name in _PROBED))
-    ):
+    answer = _request(filesystem, url)
+    if answer is False and _files(filesystem, (f"{url}/{name}" for name in _PROBED)):
         return True
-    return found
+    return answer
 
 
-def names(filesystem: Any, directory: str) -> tuple[list[FileIdentity], list[str]]:
-    """The files in ``directory`` that can be found, and its sub-directories. Raises SourceError."""
-    linked = _links(filesystem, directory)
-    probed = [
-        each
-        for each in _all(filesystem, (_join(directory, name) for name in _PROBED))
-        if isinstance(each, FileIdentity)
-    ]
-    listed = [name for each in probed for name in _listed(filesystem, each)]
-    known = {each.path for each in probed}
-    asked = [url for url in dict.fromkeys([*linked, *(_join(directory, name) for name in listed)]) if url not in known]
-    found = probed + [each for each in _all(filesystem, asked) if isinstance(each, FileIdentity)]
-    below = [url.rstrip("/") for url in asked if url.endswith("/")]
-    if not found and not below:
+def list_names(filesystem: Any, directory: str) -> tuple[list[FileIdentity], list[str]]:
+    """The files of ``directory`` that can be found, and its subdirectories. Raises SourceError."""
+    links = _links(filesystem, directory)
+    files = _files(filesystem, (_join(directory, name) for name in _PROBED))
+    listed = [_join(directory, name) for file in files for name in _listed(filesystem, file)]
+    known = {file.path for file in files}
+    others = [url for url in dict.fromkeys([*links, *listed]) if url not in known]
+    files += _files(filesystem, others)
+    subdirectories = [url.rstrip("/") for url in others if url.endswith("/")]
+    if not files and not subdirectories:
         raise SourceUnrecognisedError(
             f"{directory}: this server does not say what lies there",
             file=directory,
@@ -79,61 +74,59 @@ def names(filesystem: Any, directory: str) -> tuple[list[FileIdentity], list[str
             next_step="give the URL of one file, use the store's own scheme (s3://, gs://), or switch index pages on "
             "(nginx: autoindex on)",
         )
-    return sorted(found, key=lambda each: each.path), below
+    return sorted(files, key=lambda file: file.path), subdirectories
 
 
-def _ask(filesystem: Any, url: str) -> FileIdentity | bool:
-    """One request: of the first byte, since what a server says of it holds for the file."""
+def _files(filesystem: Any, urls: Iterable[str]) -> list[FileIdentity]:
+    """The identities of those of ``urls`` that are files, requested in parallel."""
+    with ThreadPoolExecutor(REQUESTS) as pool:
+        answers = pool.map(lambda url: _request(filesystem, url), urls)
+        return [answer for answer in answers if isinstance(answer, FileIdentity)]
+
+
+def _request(filesystem: Any, url: str) -> FileIdentity | bool:
+    """As ``look_up``, from one request alone: of the first byte, since its headers describe the file."""
+    from fsspec.asyn import sync
+
+    async def first_byte() -> FileIdentity | bool:
+        session = await filesystem.set_session()
+        async with session.get(filesystem.encode_url(url), **http_options(filesystem, 0, 1)) as answer:
+            require_plain(url, answer.headers)
+            identity = http_identity(url, answer.headers)
+            if answer.status in (206, 416) and identity is not None:
+                return identity
+            if answer.status in _ABSENT:
+                return bool(answer.url.path.endswith("/"))
+            if answer.status != 200:
+                raise HttpStatusError(answer.status, answer.reason or "")
+            if answer.url.path.endswith("/") or answer.content_type == "text/html":  # most likely an index page
+                return True
+            if answer.content_length == 0:
+                return FileIdentity(url, 0, tag=http_tag(answer.headers))
+            raise no_ranges_error(url)
+
     try:
-        return tried(lambda: _first_byte(filesystem, url), url=url, doing="looking it up")
+        request = with_retries(lambda: sync(filesystem.loop, first_byte), url=url, action="looking it up")
+        return cast("FileIdentity | bool", request)
     except SourceMissingError:
         return False
 
 
-def _first_byte(filesystem: Any, url: str) -> FileIdentity | bool:
-    from fsspec.asyn import sync
-
-    async def ask() -> FileIdentity | bool:
-        session = await filesystem.set_session()
-        options = {"timeout": http_timeout(), **filesystem.kwargs, "headers": http_headers(filesystem, 0, 1)}
-        async with session.get(filesystem.encode_url(url), **options) as answer:
-            require_plain(url, answer.headers)
-            total = answer.headers.get("Content-Range", "").rpartition("/")[2]
-            if answer.status in (206, 416) and total.isdecimal() and len(total) < MOST_DIGITS:
-                return FileIdentity(url, int(total), tag=http_tag(answer.headers))
-            if answer.status in _NOT_HERE:
-                return bool(answer.url.path.endswith("/"))
-            if answer.status != 200:
-                raise Unavailable(answer.status, answer.reason or "")
-            if answer.url.path.endswith("/") or answer.content_type == "text/html":  # an index page, most likely
-                return True
-            if answer.content_length == 0:
-                return FileIdentity(url, 0, tag=http_tag(answer.headers))
-            raise no_ranges(url)
-
-    return cast("FileIdentity | bool", sync(filesystem.loop, ask))
-
-
-def _all(filesystem: Any, urls: Iterable[str]) -> list[FileIdentity | bool]:
-    with ThreadPoolExecutor(REQUESTS) as pool:
-        return list(pool.map(lambda url: _ask(filesystem, url), urls))
-
-
 def _links(filesystem: Any, directory: str) -> list[str]:
-    """What the directory's page links to right below it; sub-directories end in a slash. Empty without a page."""
+    """What the directory's page links to right below it; subdirectories end in a slash. Empty without a page."""
 
-    def links() -> list[str]:
+    def fetch() -> list[str]:
         try:
-            return fetch_links(filesystem, f"{directory}/")
+            return _fetch_links(filesystem, f"{directory}/")
         except store_errors() as error:
-            if isinstance(error, FileNotFoundError) or getattr(error, "status", None) in _NOT_HERE:
-                return []  # no page: then what lies there is looked for by its names
+            if isinstance(error, FileNotFoundError) or getattr(error, "status", None) in _ABSENT:
+                return []  # no page: the usual names are tried instead
             raise
 
-    found = tried(links, url=directory, doing="listing it")
+    links = with_retries(fetch, url=directory, action="listing it")
     base = unquote(urlsplit(directory).path).rstrip("/") + "/"  # servers and users escape differently
     names = []
-    for link in found:
+    for link in links:
         path = unquote(urlsplit(link).path)
         name = path[len(base) :] if path.startswith(base) else ""
         if name.strip("/") and "/" not in name.rstrip("/"):
@@ -142,41 +135,36 @@ def _links(filesystem: Any, directory: str) -> list[str]:
 
 
 def _listed(filesystem: Any, identity: FileIdentity) -> list[str]:
-    """The names in a list that lies beside the files."""
-    read = _LISTS.get(identity.path.rpartition("/")[2])
-    if read is None or identity.nbytes > MOST_LIST:
+    """The file names in the file ``identity``, when it is one of ``_LISTS``."""
+    names_of = _LISTS.get(identity.path.rpartition("/")[2])
+    if names_of is None or identity.nbytes > MOST_LIST:
         return []
-    file = RemoteFile(identity, fetcher(filesystem, identity.path, identity), Extents())
+    file = RemoteFile(identity, fetcher(filesystem, identity.path, identity), RangeCache())
     try:
-        found = [str(each) for each in read(json.loads(file.read(0, file.nbytes)))]
+        names = [str(name) for name in names_of(json.loads(file.read(0, file.nbytes)))]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return []  # its reader says what is wrong with it
-    return [name for name in found if name and "/" not in name]
+        return []  # its reader reports what is wrong with it
+    return [name for name in names if name and "/" not in name]
 
 
 def _join(directory: str, name: str) -> str:
     return f"{directory}/{quote(name, safe='/')}"
 
 
-MOST_PAGE = 16 << 20  # bytes of a page that are looked at: a hundred thousand links
-_TARGET = re.compile(r"""\shref\s*=\s*(?:"([^"]*)"|'([^']*)'|([^\s"'>]+))""", re.IGNORECASE)
+def _fetch_links(filesystem: Any, url: str) -> list[str]:
+    """What the page at ``url`` links to; empty when it is not a page.
 
-
-def fetch_links(filesystem: Any, url: str) -> list[str]:
-    """What the page at ``url`` links to, as whole URLs of the same server; none when it is no page.
-
-    Raises FileNotFoundError, Unavailable and what the session raises.
+    Raises FileNotFoundError, HttpStatusError and what the session raises.
     """
     from fsspec.asyn import sync
 
     async def page() -> str:
         session = await filesystem.set_session()
-        options = {"timeout": http_timeout(), **filesystem.kwargs}
-        async with session.get(filesystem.encode_url(url), **options) as answer:
+        async with session.get(filesystem.encode_url(url), **http_options(filesystem)) as answer:
             if answer.status == 404:
                 raise FileNotFoundError(url)
             if answer.status != 200:
-                raise Unavailable(answer.status, answer.reason or "")
+                raise HttpStatusError(answer.status, answer.reason or "")
             if answer.headers.get("Content-Type", "text/html").partition(";")[0].strip().lower() != "text/html":
                 return ""
             data = bytearray()
@@ -184,25 +172,24 @@ def fetch_links(filesystem: Any, url: str) -> list[str]:
                 data += more
             return data[:MOST_PAGE].decode(errors="ignore")
 
-    text: str = sync(filesystem.loop, page)
-    return links_of(url, text)
+    return links_of(url, cast(str, sync(filesystem.loop, page)))
 
 
 def links_of(url: str, text: str) -> list[str]:
-    """What the page ``text`` at ``url`` links to on the same server, as whole URLs, sorted."""
+    """What the HTML page ``text`` at ``url`` links to on the same server, as whole URLs, sorted."""
     server = urlsplit(url).netloc
-    found: set[str] = set()
+    links: set[str] = set()
     for part in text.split("<")[1:]:
         tag = part.partition(">")[0]
         if tag[:1] not in ("a", "A") or not tag[1:2].isspace():
             continue
-        target = _TARGET.search(tag, 1)
-        if target is None:
+        href = _HREF.search(tag, 1)
+        if href is None:
             continue
         try:
-            link = urlsplit(urljoin(url, unescape(next(filter(None, target.groups()), ""))))
+            link = urlsplit(urljoin(url, unescape(next(filter(None, href.groups()), ""))))
             if link[:2] in (("http", server), ("https", server)):
-                found.add(link.geturl())
-        except ValueError:  # no URL
+                links.add(link.geturl())
+        except ValueError:  # not a URL
             continue
-    return sorted(found)
+    return sorted(links)

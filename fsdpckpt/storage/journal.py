@@ -1,7 +1,7 @@
-"""A file of lines that are on the disk once ``append`` returns, and are believed only where their checksum holds.
+"""Appends JSON records to a file, durable once ``append`` returns, and reads back those whose checksum is right.
 
-A line is the CRC-32 of a JSON record in eight hexadecimal digits, a space, the record, and a newline. What a crash cut
-short, and whatever stands behind it, is no record: reading ends there, and appending goes on there.
+A line is the CRC-32 of the record in eight hexadecimal digits, a space, the record, and a newline. A line that a crash
+cut short ends the journal: reading stops there, and appending overwrites it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ __all__ = ["Journal", "Record", "read_records"]
 
 Record = dict[str, object]
 
-_SUM = 9  # bytes: the checksum and the space behind it
+_PREFIX = 9  # bytes: the checksum and the space after it
 
 
 class Journal:
-    """The journal at ``path``, made by the first ``append``. One that is new begins with what ``first`` returns."""
+    """The journal at ``path``, created by the first ``append``. A new one starts with the record ``first()``."""
 
     def __init__(self, path: str, first: Callable[[], Record] | None = None) -> None:
         self.path = path
@@ -43,7 +43,7 @@ class Journal:
             sync_directory(os.path.dirname(self.path))
 
     def _open(self) -> bool:
-        """Open behind the last whole record; returns whether the file is new."""
+        """Open after the last valid record; returns whether there was none."""
         end = _scan(self.path)[1]
         self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
         os.ftruncate(self._fd, end)
@@ -57,12 +57,12 @@ class Journal:
 
 
 def read_records(path: str) -> list[Record]:
-    """The whole records of the journal at ``path``, in order; none when there is no such file."""
+    """The valid records of the journal at ``path``, in order; none when there is no such file."""
     return _scan(path)[0]
 
 
 def _scan(path: str) -> tuple[list[Record], int]:
-    """The records, and where the last of them ends."""
+    """The records, and the offset where the last one ends."""
     try:
         with open(path, "rb") as file:
             data = file.read()
@@ -85,8 +85,8 @@ def _line(record: Record) -> bytes:
 
 
 def _record(line: bytes) -> Record | None:
-    text = line[_SUM:]
-    if line[:_SUM] != b"%08x " % zlib.crc32(text):
+    text = line[_PREFIX:]
+    if line[:_PREFIX] != b"%08x " % zlib.crc32(text):
         return None
     record = json.loads(text)
     return record if isinstance(record, dict) else None

@@ -1,4 +1,4 @@
-"""Local files, read and written at positions; bytes in memory and zeros, read alike.
+"""Reads and writes local files at positions; bytes in memory and zeros are read the same way.
 
 New files are made durable before they are trusted.
 """
@@ -56,31 +56,31 @@ def stat(path: str) -> Entry | None:
 
 
 def list_directory(path: str) -> list[Entry]:
-    """The entries of a local directory, sorted by name; paths are ``path`` joined with the name."""
+    """The entries of a local directory, sorted by name; their paths are ``path`` joined with the name."""
     entries = []
     with os.scandir(path) as scan:
         for item in scan:
             directory = item.is_dir()
             try:
                 nbytes = 0 if directory else item.stat().st_size
-            except FileNotFoundError:  # a dangling link: whoever opens it reports it
+            except FileNotFoundError:  # a dangling link: opening it reports that
                 nbytes = 0
             entries.append(Entry(item.name, item.path, nbytes, directory))
     return sorted(entries, key=lambda entry: entry.name)
 
 
-def _absent(path: str) -> SourceMissingError:
+def _missing_error(path: str) -> SourceMissingError:
     if os.path.islink(path):
         return SourceMissingError(
             f"{path} is a link to {os.readlink(path)}, which does not exist",
             file=path,
-            why="a download into a cache did not finish, or what the link names was moved or not copied along",
+            why="a download into a cache did not finish, or the file was moved, or not copied along with the link",
             next_step="download or copy it again (cp -L, rsync -L), or remove the link",
         )
-    return SourceMissingError(f"{path} does not exist", file=path, next_step="copy the file to where it is looked for")
+    return SourceMissingError(f"{path} does not exist", file=path, next_step="copy the file to that path")
 
 
-def _unreadable(path: str, offset: int, error: OSError) -> SourceError:
+def _read_error(path: str, offset: int, error: OSError) -> SourceError:
     return SourceError(
         f"{path} cannot be read at offset {offset}: {error.strerror}",
         file=path,
@@ -90,15 +90,15 @@ def _unreadable(path: str, offset: int, error: OSError) -> SourceError:
 
 
 class LocalFile:
-    """A local file, read with pread: safe from many threads."""
+    """A local file, read with pread."""
 
     def __init__(self, path: str) -> None:
         self.path = path
         try:
-            # Without O_NONBLOCK opening a pipe would wait for a writer, maybe for ever; files and disks do not mind it.
+            # Without O_NONBLOCK, opening a pipe waits for a writer, maybe for ever; regular files ignore it.
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError:
-            raise _absent(path) from None
+            raise _missing_error(path) from None
         except OSError as error:
             raise SourceError(
                 f"{path} cannot be opened: {error.strerror}",
@@ -127,7 +127,7 @@ class LocalFile:
                     raise too_short_error(self.path, offset, nbytes, len(data))
                 data += more
         except OSError as error:
-            raise _unreadable(self.path, offset, error) from error
+            raise _read_error(self.path, offset, error) from error
         return data
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
@@ -138,7 +138,7 @@ class LocalFile:
             try:
                 got = os.preadv(self._fd, [buffer[done:]], offset + done)
             except OSError as error:
-                raise _unreadable(self.path, offset + done, error) from error
+                raise _read_error(self.path, offset + done, error) from error
             if got == 0:
                 raise too_short_error(self.path, offset, len(buffer), done)
             done += got
@@ -154,7 +154,7 @@ class LocalFile:
 
 
 class MemoryFile:
-    """Bytes already in memory, e.g. one item cut out of a DCP file."""
+    """Bytes in memory, for example one item cut out of a DCP file."""
 
     def __init__(self, data: bytes, path: str = "<memory>") -> None:
         self.path = path
@@ -204,14 +204,14 @@ _ZERO_BLOCK = memoryview(bytes(1 << 20))  # copied from, so that no read allocat
 
 @contextlib.contextmanager
 def target_errors(path: str) -> Iterator[None]:
-    """Turns an OSError while writing ``path`` into a TargetUnwritableError that says what to do."""
+    """Turn an OSError while writing ``path`` into a TargetUnwritableError that says what to do."""
     try:
         yield
     except OSError as error:
-        raise _unwritable(path, error) from None
+        raise _write_error(path, error) from None
 
 
-def _unwritable(path: str, error: OSError) -> FsdpckptError:
+def _write_error(path: str, error: OSError) -> FsdpckptError:
     why = {
         errno.ENOSPC: "the file system is full",
         errno.EDQUOT: "the disk quota is used up",
@@ -230,16 +230,16 @@ def _unwritable(path: str, error: OSError) -> FsdpckptError:
 
 
 def aligned_buffer(nbytes: int) -> memoryview:
-    """At least ``nbytes`` of zeroed memory that begins on a page, as direct writes need."""
+    """At least ``nbytes`` bytes of zeroed memory, aligned to a page, as direct writes need."""
     return memoryview(mmap.mmap(-1, max(nbytes, 1)))
 
 
 class WritableFile:
-    """A new file of exactly ``nbytes``, written with pwrite from any thread.
+    """A ``ByteTarget`` on a local disk.
 
-    Large writes bypass the page cache (O_DIRECT) where the file system can: the bytes are copied once less, and the
-    disk works from the first write on instead of waiting for the final fsync. What is not a whole block, or lies in
-    memory at another alignment than in the file, goes the ordinary way; both may be mixed, as they never share a block.
+    Large writes bypass the page cache (O_DIRECT) where the file system allows it: this saves one copy of the bytes, and
+    the disk works from the first write on instead of waiting for the final fsync. Partial blocks, and memory that is
+    not aligned as the file is, are written through the cache; both may be mixed, as they never share a block.
     """
 
     def __init__(self, path: str, nbytes: int, *, existing: bool = False) -> None:
@@ -249,7 +249,7 @@ class WritableFile:
         self._direct = -1
         self._aligned = True
         self._durable = False  # committed
-        self._lost = False  # a sync failed: the system tells of a lost write once, and every later sync succeeds
+        self._lost = False  # a sync failed: the kernel reports a lost write once, and every later sync succeeds
         self._closing = threading.Lock()
         with target_errors(path):
             self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (0 if existing else os.O_CREAT | os.O_EXCL), 0o644)
@@ -257,8 +257,8 @@ class WritableFile:
                 os.ftruncate(self._fd, nbytes)
             if nbytes >= DIRECT_FROM and hasattr(os, "O_DIRECT"):
                 if not existing:
-                    os.posix_fallocate(self._fd, 0, nbytes)  # a full disk shows now, and extents are laid in one run
-                with contextlib.suppress(OSError):  # a file system without direct writes, tmpfs for one
+                    os.posix_fallocate(self._fd, 0, nbytes)  # finds a full disk now, and allocates contiguous extents
+                with contextlib.suppress(OSError):  # a file system without direct writes, such as tmpfs
                     self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
 
     def write(self, offset: int, data: memoryview | bytes) -> None:
@@ -270,7 +270,7 @@ class WritableFile:
                 try:
                     _write_all(self._direct, view[low:high], offset + low)
                 except OSError as error:
-                    if error.errno != errno.EINVAL:  # EINVAL: the device wants another alignment
+                    if error.errno != errno.EINVAL:  # EINVAL: the device needs another alignment
                         raise
                     self._aligned = False  # the descriptor stays: other threads may be writing with it
                     low = high
@@ -280,13 +280,13 @@ class WritableFile:
             _write_all(self._fd, view[high:], offset + high)
 
     def _blocks(self, offset: int, view: memoryview) -> tuple[int, int]:
-        """The range of ``view`` that is whole blocks of the file, aligned in memory too; empty when there is none."""
-        if self._direct < 0 or not self._aligned or len(view) < BLOCK or (address_of(view) - offset) % BLOCK:
+        """The range of ``view`` that is whole blocks of the file, aligned in memory, too; (0, 0) when there is none."""
+        if self._direct < 0 or not self._aligned or len(view) < BLOCK or (_address_of(view) - offset) % BLOCK:
             return 0, 0
         return -offset % BLOCK, (offset + len(view)) // BLOCK * BLOCK - offset
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` with what stands at ``offset`` already."""
+        """Fill ``buffer`` with what was written at ``offset``."""
         with target_errors(self.path):
             done = 0
             while done < len(buffer):
@@ -296,9 +296,9 @@ class WritableFile:
                 done += got
 
     def sync(self) -> None:
-        """What was written until now is on the disk when this returns. Any thread may call it at any time."""
+        """Make what was written so far durable. Any thread may call it at any time."""
         with target_errors(self.path):
-            with self._closing:  # the number of a closed descriptor may be another file's by now
+            with self._closing:  # a closed descriptor's number may belong to another file by now
                 descriptor = os.dup(self._fd) if self._fd >= 0 else -1
             if descriptor < 0 and self._durable:
                 return
@@ -313,7 +313,7 @@ class WritableFile:
                 os.close(descriptor)
 
     def commit(self) -> None:
-        """Flush to the disk and close. Raises TargetUnwritableError when the length is not ``nbytes``."""
+        """As ``ByteTarget.commit``."""
         with target_errors(self.path):
             length = os.fstat(self._fd).st_size
             if length != self.nbytes:
@@ -341,8 +341,8 @@ class WritableFile:
             self._fd = self._direct = -1
 
 
-def address_of(view: memoryview) -> int:
-    """Where the first byte of ``view`` lies in memory."""
+def _address_of(view: memoryview) -> int:
+    """The memory address of the first byte of ``view``."""
     return int(np.frombuffer(view, np.uint8).ctypes.data)
 
 
@@ -353,7 +353,7 @@ def _write_all(descriptor: int, view: memoryview, offset: int) -> None:
 
 
 def sync_directory(path: str) -> None:
-    """Make the names in a directory durable."""
+    """Make the file names in a directory durable."""
     with target_errors(path):
         descriptor = os.open(path, os.O_RDONLY)
         try:

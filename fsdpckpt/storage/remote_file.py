@@ -1,4 +1,8 @@
-"""A file behind fsspec, read by byte ranges: small ones through a memory of what was fetched, each fetch retried."""
+"""Reads one remote object by byte ranges, each request retried; small ranges come from a cache.
+
+S3 and HTTP answers are copied into the caller's buffer as they arrive, so that a range needs no second copy in memory,
+and each answer is checked to be from the same state of the object. Other stores are read through fsspec.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.storage.protocols import ByteSource, FileIdentity, change_between, changed_error, too_short_error
-from fsdpckpt.storage.retry import ShortAnswerError, Unavailable, tried
+from fsdpckpt.storage.retry import HttpStatusError, ShortAnswerError, with_retries
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -19,39 +23,47 @@ if TYPE_CHECKING:
 __all__ = [
     "AHEAD",
     "CACHE_BYTES",
-    "Extents",
-    "Fetch",
+    "REQUESTS",
     "REQUEST_COST",
+    "RangeCache",
     "RemoteFile",
     "fetcher",
-    "http_headers",
-    "http_timeout",
-    "no_ranges",
+    "http_identity",
+    "http_options",
+    "http_tag",
+    "no_ranges_error",
     "prefetch",
     "request_cost",
     "require_plain",
 ]
 
-AHEAD = 128 << 10  # bytes: a small read fetches as many, since metadata lies close together
-SMALL = 64 << 10  # bytes: reads up to this go through the memory
-NEAR = 16 << 10  # bytes between two announced ranges that are fetched rather than asked around
+AHEAD = 128 << 10  # bytes: a small read fetches this many, since metadata lies close together
+SMALL = 64 << 10  # bytes: reads up to this size go through the cache
+NEAR = 16 << 10  # bytes: announced ranges with a gap up to this size are fetched in one request
 REQUEST_COST = 256 << 10  # bytes a store sends in the time that another request takes (some 5 ms at 50 MB/s a stream)
-REQUESTS = 16  # at a time, of announced ranges: a store answers in tens of milliseconds
+REQUESTS = 16  # at a time: a store answers in tens of milliseconds
+CACHE_BYTES = 16 << 20  # headers and metadata of many files; tensor data is never cached
+STEP = 4 << 20  # bytes of one request to a store whose answers cannot be streamed into a buffer
+MOST_DIGITS = 20  # of a length: Python refuses to parse a number of thousands of digits
+STALLED = 30.0  # seconds without a byte after which a request is repeated
+
+Fetch = Callable[[int, memoryview], None]
+"""(offset, buffer): one attempt to fill the buffer. Raises what the store's package raises, or ShortAnswerError."""
 
 
 class RemoteFile:
-    """``identity``: the state of the object that every answer has to be from."""
+    """A ``ByteSource`` of one object. ``identity``: the state of the object that every answer has to be from."""
 
-    def __init__(self, identity: FileIdentity, fetch: Fetch, extents: Extents) -> None:
+    def __init__(self, identity: FileIdentity, fetch: Fetch, cache: RangeCache) -> None:
         self.path = identity.path
         self.nbytes = identity.nbytes
         self.identity = identity
         self._fetch = fetch
-        self._extents = extents
+        self._cache = cache
 
     def read(self, offset: int, nbytes: int) -> bytes:
         if nbytes <= SMALL:
-            return self._small(offset, nbytes)
+            return self._read_small(offset, nbytes)
         data = bytearray(nbytes)
         self.read_into(offset, memoryview(data))
         return bytes(data)
@@ -59,51 +71,54 @@ class RemoteFile:
     def read_into(self, offset: int, buffer: memoryview) -> None:
         self._require(offset, len(buffer))
         if len(buffer) <= SMALL:
-            found = self._extents.find(self.path, offset, len(buffer)) if buffer else b""
-            if found is not None:
-                buffer[:] = found
+            cached = self._cache.get(self.path, offset, len(buffer)) if buffer else b""
+            if cached is not None:
+                buffer[:] = cached
                 return
-        tried(lambda: self._fetch(offset, buffer), url=self.path, doing=f"reading {len(buffer)} bytes at {offset}")
+        self._request(offset, buffer)
 
     def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Fetch the small ranges (offset, nbytes) that will be read next, at once and side by side."""
+        """Fetch the small ranges (offset, nbytes) that will be read next into the cache, in parallel."""
         spans: list[list[int]] = []
         for offset, nbytes in sorted(ranges):
             end = min(offset + nbytes, self.nbytes)
-            if nbytes > SMALL or offset >= end or self._extents.find(self.path, offset, end - offset) is not None:
+            if nbytes > SMALL or offset >= end or self._cache.get(self.path, offset, end - offset) is not None:
                 continue
             if spans and offset - spans[-1][1] <= NEAR and end - spans[-1][0] <= REQUEST_COST:
                 spans[-1][1] = max(spans[-1][1], end)
             else:
                 spans.append([offset, end])
         if len(spans) == 1:
-            self._hold(*spans[0])
+            self._fetch_to_cache(*spans[0])
         elif spans:
             with ThreadPoolExecutor(min(REQUESTS, len(spans))) as pool:
-                list(pool.map(lambda span: self._hold(*span), spans))
+                list(pool.map(lambda span: self._fetch_to_cache(*span), spans))
 
     def close(self) -> None:
         return None
 
-    def _small(self, offset: int, nbytes: int) -> bytes:
+    def _read_small(self, offset: int, nbytes: int) -> bytes:
         self._require(offset, nbytes)
         if nbytes == 0:
             return b""
-        found = self._extents.find(self.path, offset, nbytes)
-        if found is not None:
-            return found
-        # Behind the end there is nothing to fetch ahead: what lies before it is, a zip's directory for one.
+        cached = self._cache.get(self.path, offset, nbytes)
+        if cached is not None:
+            return cached
+        # Near the end, fetch what lies before it instead, such as a zip file's directory.
         begin = max(min(offset, self.nbytes - AHEAD), 0)
-        data = self._hold(begin, min(begin + AHEAD, self.nbytes))
+        data = self._fetch_to_cache(begin, min(begin + AHEAD, self.nbytes))
         return data[offset - begin : offset - begin + nbytes]
 
-    def _hold(self, begin: int, end: int) -> bytes:
-        data = bytearray(end - begin)
-        tried(
-            lambda: self._fetch(begin, memoryview(data)), url=self.path, doing=f"reading {end - begin} bytes at {begin}"
-        )
-        self._extents.add(self.path, begin, bytes(data))
-        return bytes(data)
+    def _fetch_to_cache(self, begin: int, end: int) -> bytes:
+        buffer = bytearray(end - begin)
+        self._request(begin, memoryview(buffer))
+        data = bytes(buffer)
+        self._cache.add(self.path, begin, data)
+        return data
+
+    def _request(self, offset: int, buffer: memoryview) -> None:
+        action = f"reading {len(buffer)} bytes at {offset}"
+        with_retries(lambda: self._fetch(offset, buffer), url=self.path, action=action)
 
     def _require(self, offset: int, nbytes: int) -> None:
         if offset < 0 or offset + nbytes > self.nbytes:
@@ -111,7 +126,7 @@ class RemoteFile:
 
 
 def prefetch(source: ByteSource, ranges: Iterable[tuple[int, int]]) -> bool:
-    """Tell ``source`` which small ranges (offset, nbytes) are read next; True where that brought them nearer."""
+    """Announce the small ranges (offset, nbytes) that are read next; True when ``source`` fetched them ahead."""
     if not isinstance(source, RemoteFile):
         return False
     source.prefetch(ranges)
@@ -119,86 +134,69 @@ def prefetch(source: ByteSource, ranges: Iterable[tuple[int, int]]) -> bool:
 
 
 def request_cost(source: ByteSource) -> int:
-    """How many unwanted bytes cost less than one request more; 0 for a source that has none to spare."""
+    """How many unneeded bytes are cheaper to read than one more request is; 0 for a local source."""
     return REQUEST_COST if isinstance(source, RemoteFile) else 0
 
 
-CACHE_BYTES = 16 << 20  # headers and metadata of many files at a time; tensor data does not come here
-
-
-class Extents:
-    """Ranges of many files, at most ``limit`` bytes of them together; the ones used longest ago go first.
+class RangeCache:
+    """Byte ranges of many files, at most ``limit`` bytes in all; the least recently used are dropped first.
 
     Any thread may call any method.
     """
 
     def __init__(self, limit: int = CACHE_BYTES) -> None:
         self.limit = limit
-        self._held: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+        self._ranges: OrderedDict[tuple[str, int], bytes] = OrderedDict()
         self._begins: dict[str, list[int]] = {}
         self._nbytes = 0
         self._lock = threading.Lock()
 
-    def find(self, path: str, offset: int, nbytes: int) -> bytes | None:
-        """The bytes asked for, None when no one range that is held has all of them."""
+    def get(self, path: str, offset: int, nbytes: int) -> bytes | None:
+        """The bytes at ``offset``, None when no single cached range has all of them."""
         with self._lock:
             begins = self._begins.get(path, ())
             # The nearest range that begins before may be a short one inside a longer one: look at two.
             last = bisect_right(begins, offset)
             for begin in reversed(begins[max(last - 2, 0) : last]):
-                data = self._held[path, begin]
+                data = self._ranges[path, begin]
                 if offset + nbytes <= begin + len(data):
-                    self._held.move_to_end((path, begin))
+                    self._ranges.move_to_end((path, begin))
                     return data[offset - begin : offset - begin + nbytes]
         return None
 
     def add(self, path: str, begin: int, data: bytes) -> None:
-        """Hold ``data``, found at ``begin``, unless a longer range that begins there is held."""
+        """Cache ``data``, which lies at ``begin``, unless a longer range that begins there is cached."""
         with self._lock:
-            known = self._held.get((path, begin))
+            known = self._ranges.get((path, begin))
             if len(data) > self.limit or (known is not None and len(known) >= len(data)):
                 return
             if known is None:
                 insort(self._begins.setdefault(path, []), begin)
-            self._held[path, begin] = data
-            self._held.move_to_end((path, begin))
+            self._ranges[path, begin] = data
+            self._ranges.move_to_end((path, begin))
             self._nbytes += len(data) - len(known or b"")
             while self._nbytes > self.limit:
-                (old, at), dropped = self._held.popitem(last=False)
+                (old, at), dropped = self._ranges.popitem(last=False)
                 self._begins[old].remove(at)
                 self._nbytes -= len(dropped)
 
 
-Fetch = Callable[[int, memoryview], None]
-"""(offset, buffer): one attempt to fill the buffer. Raises what the store's package raises, or ShortAnswerError."""
-
-STEP = 4 << 20  # bytes of one request to a store whose answers cannot be streamed into a buffer
-MOST_DIGITS = 20  # of a length: Python refuses to read a number of thousands of them
-STALLED = 30.0  # seconds without a byte after which a server is asked again
-
-
 def fetcher(filesystem: AbstractFileSystem, name: str, identity: FileIdentity) -> Fetch:
-    """How to fetch ranges of the object ``name``, which has to be what ``identity`` says."""
-    kind = type(filesystem).__module__.partition(".")[0]
-    if kind == "s3fs":
+    """A function that fetches ranges of the object ``name``, which has to be in the state ``identity``."""
+    if type(filesystem).__module__.partition(".")[0] == "s3fs":
         return _S3(filesystem, name, identity).fetch
     if type(filesystem).__name__ == "HTTPFileSystem":
         return _Http(filesystem, name, identity).fetch
-    return _Other(filesystem, name).fetch
 
-
-class _Other:
-    def __init__(self, filesystem: AbstractFileSystem, name: str) -> None:
-        self._filesystem = filesystem
-        self._name = name
-
-    def fetch(self, offset: int, buffer: memoryview) -> None:
+    def fetch(offset: int, buffer: memoryview) -> None:
         for begin in range(0, len(buffer), STEP):
             count = min(STEP, len(buffer) - begin)
-            data = self._filesystem.cat_file(self._name, start=offset + begin, end=offset + begin + count)
+            data = filesystem.cat_file(name, start=offset + begin, end=offset + begin + count)
             if len(data) != count:
                 raise ShortAnswerError(f"{len(data)} of {count} bytes came")
             buffer[begin : begin + count] = data
+
+    return fetch
 
 
 class _S3:
@@ -214,7 +212,7 @@ class _S3:
 
     async def _fetch(self, offset: int, buffer: memoryview) -> None:
         version = {"VersionId": self._version} if self._version else {}
-        answer = await self._filesystem._call_s3(  # what s3fs itself calls: the public one cannot be awaited
+        answer = await self._filesystem._call_s3(  # the public call_s3 cannot be awaited
             "get_object",
             Bucket=self._bucket,
             Key=self._key,
@@ -223,11 +221,12 @@ class _S3:
         )
         body = answer["Body"]
         try:
-            there = str(answer.get("ContentRange", ""))
-            _require_same(self._identity, f"ETag={answer.get('ETag')}", there.rpartition("/")[2])
-            if there or len(buffer) != self._identity.nbytes:  # a server may answer with all of it, where that is asked
-                _require_range(there, offset, len(buffer))
-            await _pour(lambda: body.read(1 << 18), buffer)
+            content_range = str(answer.get("ContentRange", ""))
+            _require_same(self._identity, f"ETag={answer.get('ETag')}", content_range.rpartition("/")[2])
+            # A server may answer a request for all bytes without a range.
+            if content_range or len(buffer) != self._identity.nbytes:
+                _require_range(content_range, offset, len(buffer))
+            await _fill(buffer, lambda: body.read(1 << 18))
         finally:
             body.close()
 
@@ -245,31 +244,30 @@ class _Http:
 
     async def _fetch(self, offset: int, buffer: memoryview) -> None:
         session = await self._filesystem.set_session()
-        options = {"timeout": http_timeout(), **self._filesystem.kwargs}
-        options["headers"] = http_headers(self._filesystem, offset, len(buffer))
+        options = http_options(self._filesystem, offset, len(buffer))
         async with session.get(self._filesystem.encode_url(self._url), **options) as answer:
-            if answer.status == 200:  # the whole file; nobody reads it, so that the connection is closed
+            if answer.status == 200:  # the whole file; unread, so that the connection is closed
                 if offset or answer.content_length != len(buffer):
-                    raise no_ranges(self._url)
-            elif answer.status == 416:  # the file has become shorter than it was
+                    raise no_ranges_error(self._url)
+            elif answer.status == 416:  # the file has become shorter
                 raise changed_error(self._url, f"shrank from {self._identity.nbytes} bytes")
             elif answer.status != 206:
                 if answer.status == 404:
                     raise FileNotFoundError(self._url)
-                raise Unavailable(answer.status, answer.reason or "")
+                raise HttpStatusError(answer.status, answer.reason or "")
             require_plain(self._url, answer.headers)
-            there = answer.headers.get("Content-Range", "")
-            _require_same(self._identity, http_tag(answer.headers), there.rpartition("/")[2])
+            content_range = answer.headers.get("Content-Range", "")
+            _require_same(self._identity, http_tag(answer.headers), content_range.rpartition("/")[2])
             if answer.status == 206:
-                _require_range(there, offset, len(buffer))
-            await _pour(answer.content.readany, buffer)
+                _require_range(content_range, offset, len(buffer))
+            await _fill(buffer, answer.content.readany)
 
 
-async def _pour(more: Callable[[], Awaitable[bytes]], buffer: memoryview) -> None:
-    """Fill ``buffer`` with what ``more`` returns until it returns nothing."""
+async def _fill(buffer: memoryview, read: Callable[[], Awaitable[bytes]]) -> None:
+    """Fill ``buffer`` with what ``read`` returns until it returns nothing."""
     done = 0
     while done < len(buffer):
-        data = (await more())[: len(buffer) - done]
+        data = (await read())[: len(buffer) - done]
         if not data:
             raise ShortAnswerError(f"{done} of {len(buffer)} bytes came")
         buffer[done : done + len(data)] = data
@@ -277,19 +275,26 @@ async def _pour(more: Callable[[], Awaitable[bytes]], buffer: memoryview) -> Non
 
 
 def _require_same(identity: FileIdentity, tag: str, total: str) -> None:
-    nbytes = int(total) if total.isdecimal() and len(total) < MOST_DIGITS else identity.nbytes
+    """Raises SourceCorruptError when an answer with ``tag`` and length ``total`` is from another state of the file."""
+    nbytes = _length(total)
     same_kind = tag.partition("=")[0] == identity.tag.partition("=")[0]
-    now = FileIdentity(identity.path, nbytes, tag=tag if same_kind else identity.tag)
+    now = FileIdentity(
+        identity.path, identity.nbytes if nbytes is None else nbytes, tag=tag if same_kind else identity.tag
+    )
     change = change_between(identity, now)
     if change is not None:
         raise changed_error(identity.path, change)
 
 
-def _require_range(there: str, offset: int, nbytes: int) -> None:
-    """Raises ShortAnswerError unless ``there``, the Content-Range of an answer, is what was asked for."""
-    wanted = f"bytes {offset}-{offset + nbytes - 1}"
-    if there.partition("/")[0].strip() != wanted:
-        raise ShortAnswerError(f"{there or 'bytes of no stated range'} came, not {wanted}")
+def _length(text: str) -> int | None:
+    return int(text) if text.isdecimal() and len(text) < MOST_DIGITS else None
+
+
+def _require_range(content_range: str, offset: int, nbytes: int) -> None:
+    """Raises ShortAnswerError unless ``content_range``, an answer's Content-Range, is the range requested."""
+    expected = f"bytes {offset}-{offset + nbytes - 1}"
+    if content_range.partition("/")[0].strip() != expected:
+        raise ShortAnswerError(f"{content_range or 'bytes of no stated range'} came, not {expected}")
 
 
 def require_plain(url: str, headers: Any) -> None:
@@ -299,33 +304,40 @@ def require_plain(url: str, headers: Any) -> None:
         raise SourceUnsupportedError(
             f"{url}: this server compresses what it sends ({encoding}), although it was asked not to",
             file=url,
-            why="positions in a compressed file are none of the checkpoint's",
+            why="positions in a compressed file are not positions in the checkpoint",
             next_step=f"switch compression off for these files, or download it first (curl -O --compressed {url})",
         )
 
 
+def http_identity(url: str, headers: Any) -> FileIdentity | None:
+    """The identity of the file that an answer to a range request is from, None when it does not state the length."""
+    nbytes = _length(headers.get("Content-Range", "").rpartition("/")[2])
+    return None if nbytes is None else FileIdentity(url, nbytes, tag=http_tag(headers))
+
+
 def http_tag(headers: Any) -> str:
-    """What tells one state of a file behind HTTP from another, in the form of ``FileIdentity.tag``."""
-    for name in ("ETag", "Last-Modified"):
-        if headers.get(name):
-            return f"{name}={headers[name]}"
-    return ""
+    """What distinguishes one state of a file behind HTTP from another, as ``FileIdentity.tag``."""
+    return next((f"{name}={headers[name]}" for name in ("ETag", "Last-Modified") if headers.get(name)), "")
 
 
-def http_headers(filesystem: Any, offset: int, nbytes: int) -> dict[str, str]:
-    """Those of the user, and the range; the bytes themselves, not a compressed form of them."""
-    headers = dict(filesystem.kwargs.get("headers", {}))
-    return {**headers, "Range": f"bytes={offset}-{offset + nbytes - 1}", "Accept-Encoding": "identity"}
+def http_options(filesystem: Any, offset: int = 0, nbytes: int = 0) -> dict[str, Any]:
+    """Options of one GET: the user's own, and for ``nbytes`` the range, never compressed.
 
-
-def http_timeout() -> Any:
-    """No limit on a whole transfer, one on every wait within it."""
+    There is no limit on the whole transfer, but one on every wait within it.
+    """
     from aiohttp import ClientTimeout
 
-    return ClientTimeout(total=None, sock_connect=STALLED, sock_read=STALLED)
+    options = {
+        "timeout": ClientTimeout(total=None, sock_connect=STALLED, sock_read=STALLED),
+        **filesystem.kwargs,
+    }
+    if nbytes:
+        byte_range = {"Range": f"bytes={offset}-{offset + nbytes - 1}", "Accept-Encoding": "identity"}
+        options["headers"] = {**filesystem.kwargs.get("headers", {}), **byte_range}
+    return options
 
 
-def no_ranges(url: str) -> SourceUnsupportedError:
+def no_ranges_error(url: str) -> SourceUnsupportedError:
     return SourceUnsupportedError(
         f"{url}: this server sends whole files only (it ignores Range requests)",
         file=url,

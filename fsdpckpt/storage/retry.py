@@ -1,4 +1,4 @@
-"""What stores answer, in this program's words, and which answers are worth another try."""
+"""Retries requests to object stores and web servers, and words their failures."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import TypeVar
 
 from fsdpckpt.errors import FsdpckptError, InternalError, SourceError, SourceMissingError, TargetUnwritableError
 
-__all__ = ["ATTEMPTS", "ShortAnswerError", "Unavailable", "described", "final", "store_errors", "target_error", "tried"]
+__all__ = ["ATTEMPTS", "HttpStatusError", "ShortAnswerError", "store_errors", "target_error", "with_retries"]
 
 T = TypeVar("T")
 
-Words = Callable[[BaseException, str, str, int], FsdpckptError]
-"""(error, url, what was done, attempts) to the error that is raised."""
+ErrorMaker = Callable[[BaseException, str, str, int], FsdpckptError]
+"""(last error, URL, action, attempts) -> the error to raise."""
 
-ATTEMPTS = 6  # with the pauses below about ten seconds: longer than a store's hiccup, shorter than patience
-MOST_SECONDS = 60.0  # after which there is no other attempt: some packages make several of their own each time
-FIRST_PAUSE = 0.2  # seconds; doubles with every attempt, and is drawn at random so that threads do not come in step
+ATTEMPTS = 6  # about ten seconds with the pauses below: longer than a store's hiccup, shorter than a user's patience
+MOST_SECONDS = 60.0  # no further attempt after this: some packages retry several times within each of ours
+FIRST_PAUSE = 0.2  # seconds; doubles with every attempt, with random jitter so that threads do not fall into step
 
-# The classes that are raised by the packages which fsspec opens URLs with, none of which is imported for this.
-_CLASSES = (
+# Errors of the packages that fsspec opens URLs with. They are looked up, never imported: most are not installed.
+_ERROR_CLASSES = (
     ("aiohttp", "ClientError"),
     ("botocore.exceptions", "BotoCoreError"),
     ("botocore.exceptions", "ClientError"),
@@ -35,32 +35,21 @@ _CLASSES = (
     ("google.auth.exceptions", "GoogleAuthError"),
     ("azure.core.exceptions", "AzureError"),
 )
-_FINAL_NUMBERS = frozenset(
-    {
-        errno.EINVAL,
-        errno.EPERM,
-        errno.EACCES,
-        errno.ENOENT,
-        errno.ENOSYS,
-        errno.EISDIR,
-        errno.ENOTDIR,
-        errno.EEXIST,
-        errno.EREMCHG,
-    }
-)
+_FINAL_NUMBERS = {errno.EINVAL, errno.EPERM, errno.EACCES, errno.ENOENT, errno.ENOSYS}
+_FINAL_NUMBERS |= {errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.EREMCHG}
 _FINAL_NAMES = ("Credential", "ParamValidation", "Auth", "InvalidURL", "NonHttpUrl", "Certificate")
 _FINAL_STATUS = range(400, 500)
-_PASSING_STATUS = frozenset({408, 425, 429})  # timed out, too early, too many requests
-_STATUS_NAMES = ("status", "status_code", "code")  # what aiohttp, azure and gcsfs call it
-_STATUS_WORDS = (("Forbidden: ", 403), ("Bad Request: ", 400))  # where gcsfs raises no class of its own
+_TRANSIENT_STATUS = frozenset({408, 425, 429})  # timed out, too early, too many requests
+_STATUS_NAMES = ("status", "status_code", "code")  # as aiohttp, azure and gcsfs name it
+_STATUS_PREFIXES = (("Forbidden: ", 403), ("Bad Request: ", 400))  # gcsfs raises plain OSError for these
 
 
 class ShortAnswerError(OSError):
-    """A store ended its answer before all that was asked for had come."""
+    """A store ended its answer before sending all bytes that were requested."""
 
 
-class Unavailable(OSError):  # the HTTP words for it
-    """An HTTP status that says nothing about the file. ``status``: the number."""
+class HttpStatusError(OSError):
+    """An HTTP answer with an error ``status``, for example 503."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(f"HTTP {status} {reason}".rstrip())
@@ -68,58 +57,61 @@ class Unavailable(OSError):  # the HTTP words for it
 
 
 def store_errors() -> tuple[type[BaseException], ...]:
-    """All that a file system of fsspec raises when its store does not do what it is asked."""
-    found: list[type[BaseException]] = [OSError, TimeoutError, EOFError]
-    for module, name in _CLASSES:
+    """Everything an fsspec file system raises when a request to its store fails."""
+    kinds: list[type[BaseException]] = [OSError, TimeoutError, EOFError]
+    for module, name in _ERROR_CLASSES:
         kind = getattr(sys.modules.get(module), name, None)
         if isinstance(kind, type) and issubclass(kind, BaseException):
-            found.append(kind)
-    return tuple(found)
+            kinds.append(kind)
+    return tuple(kinds)
 
 
-def final(error: BaseException) -> bool:
-    """Whether the same request would get the same answer again."""
+def _is_final(error: BaseException) -> bool:
+    """Whether repeating the request would give the same error."""
     status = _status(error)
     if status is not None:
-        return status in _FINAL_STATUS and status not in _PASSING_STATUS
+        return status in _FINAL_STATUS and status not in _TRANSIENT_STATUS
     if any(part in type(error).__name__ for part in _FINAL_NAMES):
         return True
-    if isinstance(error, (FileNotFoundError, PermissionError)):  # with no number when fsspec's packages make them
+    if isinstance(error, (FileNotFoundError, PermissionError)):  # fsspec's packages raise them without an errno
         return True
     return isinstance(error, OSError) and error.errno in _FINAL_NUMBERS
 
 
-def described(error: BaseException) -> str:
-    """One line about ``error``."""
+def _one_line(error: BaseException) -> str:
+    """``error`` as one line of text."""
     text = " ".join(str(error).split())
     name = type(error).__name__
-    return text if text and isinstance(error, (ShortAnswerError, Unavailable)) else f"{name}: {text}" if text else name
+    if isinstance(error, (ShortAnswerError, HttpStatusError)) and text:
+        return text
+    return f"{name}: {text}" if text else name
 
 
-def tried(work: Callable[[], T], *, url: str, doing: str, words: Words | None = None) -> T:
-    """What ``work`` returns, asked for up to ``ATTEMPTS`` times within ``MOST_SECONDS``.
+def with_retries(request: Callable[[], T], *, url: str, action: str, make_error: ErrorMaker | None = None) -> T:
+    """Return what ``request()`` returns, trying up to ``ATTEMPTS`` times within ``MOST_SECONDS``.
 
-    ``doing``: what it does, for the message. Raises SourceMissingError when there is nothing at ``url``, SourceError
-    with the last answer when all attempts failed or another one would be in vain; what ``words`` makes, if given.
+    ``action``: what the request does, for the message ("looking it up"). When all attempts fail, or another one cannot
+    help, raises what ``make_error`` makes of the last error; without it SourceMissingError when nothing is at ``url``,
+    else SourceError.
     """
     kinds = store_errors()
     caught: tuple[type[BaseException], ...] = (*kinds, ValueError)
-    begun = time.monotonic()
+    started = time.monotonic()
     for attempt in count(1):
         try:
-            return work()
+            return request()
         except FsdpckptError:
             raise
         except caught as error:
-            if not isinstance(error, kinds) and _status(error) is None:  # no answer of a store's
+            if not isinstance(error, kinds) and _status(error) is None:  # not an answer of a store
                 raise
-            if attempt == ATTEMPTS or final(error) or time.monotonic() - begun > MOST_SECONDS:
-                raise (words or _source_error)(error, url, doing, attempt) from error
-        time.sleep(FIRST_PAUSE * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))  # noqa: S311  # no secret
+            if attempt == ATTEMPTS or _is_final(error) or time.monotonic() - started > MOST_SECONDS:
+                raise (make_error or _source_error)(error, url, action, attempt) from error
+        time.sleep(FIRST_PAUSE * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))  # noqa: S311  # not a secret
     raise InternalError("an endless loop ended")  # for the type checker: count() has no end
 
 
-def _source_error(error: BaseException, url: str, doing: str, attempts: int) -> SourceError:
+def _source_error(error: BaseException, url: str, action: str, attempts: int) -> SourceError:
     if _missing(error):
         return SourceMissingError(
             f"{url} does not exist",
@@ -129,30 +121,30 @@ def _source_error(error: BaseException, url: str, doing: str, attempts: int) -> 
         )
     if _not_allowed(error):
         return SourceError(
-            f"{url} may not be read: {described(error)}",
+            f"{url} may not be read: {_one_line(error)}",
             file=url,
             why="the credentials are missing or expired, or do not allow it",
             next_step="check the credentials of this store, then run the command again",
         )
-    if _elsewhere(error):
+    if _in_other_region(error):
         return SourceError(
             f"{url} cannot be read here: its bucket is in another region",
             file=url,
-            found=described(error),
+            found=_one_line(error),
             next_step="set AWS_DEFAULT_REGION to the bucket's region, and AWS_ENDPOINT_URL if it has one of its own",
         )
     tries = f" {attempts} times" if attempts > 1 else ""
     return SourceError(
-        f"{url} cannot be read: {doing} failed{tries}",
+        f"{url} cannot be read: {action} failed{tries}",
         file=url,
-        found=described(error),
+        found=_one_line(error),
         why="the store or the network between is failing" if attempts > 1 else "the store refused the request",
         next_step="run the command again; convert --resume goes on where it stopped",
     )
 
 
-def target_error(error: BaseException, url: str, doing: str, attempts: int) -> FsdpckptError:
-    """As one about a target: what could not be written, and why."""
+def target_error(error: BaseException, url: str, action: str, attempts: int) -> FsdpckptError:
+    """The error of a failed request to a target: what could not be written, and why."""
     denied = _not_allowed(error)
     tries = f" {attempts} times" if attempts > 1 else ""
     why, next_step = "the store refused the request", "run it again"
@@ -163,12 +155,12 @@ def target_error(error: BaseException, url: str, doing: str, attempts: int) -> F
         why, next_step = "there is no such bucket or container", "create it or correct its name, then run it again"
     elif attempts > 1:
         why = "the store or the network between is failing"
-    elif _elsewhere(error):
+    elif _in_other_region(error):
         why = "the bucket is in another region: set AWS_DEFAULT_REGION, and AWS_ENDPOINT_URL if it has one of its own"
     return TargetUnwritableError(
-        f"cannot write {url}: {doing} failed{tries}",
+        f"cannot write {url}: {action} failed{tries}",
         file=url,
-        found=described(error),
+        found=_one_line(error),
         why=why,
         next_step=next_step,
     )
@@ -178,8 +170,8 @@ def _not_allowed(error: BaseException) -> bool:
     return isinstance(error, PermissionError) or "Credential" in type(error).__name__ or _status(error) in (401, 403)
 
 
-def _elsewhere(error: BaseException) -> bool:
-    return isinstance(error, OSError) and error.errno == errno.EREMCHG  # how s3fs says "moved permanently"
+def _in_other_region(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno == errno.EREMCHG  # s3fs raises it for "moved permanently"
 
 
 def _missing(error: BaseException) -> bool:
@@ -187,9 +179,9 @@ def _missing(error: BaseException) -> bool:
 
 
 def _status(error: BaseException) -> int | None:
-    """The HTTP status that a store answered with, None where its package does not tell it."""
+    """The HTTP status of a store's answer, None where its package does not expose it."""
     for name in _STATUS_NAMES:
         status = getattr(error, name, None)
         if isinstance(status, int):
             return status
-    return next((status for words, status in _STATUS_WORDS if str(error).startswith(words)), None)
+    return next((status for prefix, status in _STATUS_PREFIXES if str(error).startswith(prefix)), None)

@@ -28,7 +28,7 @@ __all__ = ["Sources"]
 class Sources:
     """Open sources by path, at most ``limit`` at a time (file descriptors are finite), closed with the block.
 
-    Readers also ask here what there is, so that a subclass can show them more than this machine's own disks.
+    Readers list directories here, too, so that a subclass can show them more than the disks of this machine.
     """
 
     def __init__(self, limit: int = 256, opener: Callable[[str], ByteSource] | None = None) -> None:
@@ -36,26 +36,26 @@ class Sources:
         self._opener = opener if opener is not None else self._open
         self._store = RemoteStore()
         self._files: OrderedDict[str, ByteSource] = OrderedDict()
-        self._first: dict[str, FileIdentity] = {}
+        self._identities: dict[str, FileIdentity] = {}  # as they were when first seen
         self._lock = threading.Lock()
 
     def stat(self, path: str) -> Entry | None:
-        """As the function ``stat``, also of URLs."""
+        """As the function ``stat``, also for URLs."""
         return self._store.stat(path) if is_url(path) else stat(path)
 
     def stat_all(self, paths: Sequence[str]) -> list[Entry | None]:
-        """``stat`` of each; of URLs side by side."""
+        """``stat`` of each path; URLs are requested in parallel."""
         if not any(map(is_url, paths)):
             return [self.stat(path) for path in paths]
         with ThreadPoolExecutor(REQUESTS) as pool:
             return list(pool.map(self.stat, paths))
 
     def list_directory(self, path: str) -> list[Entry]:
-        """As the function ``list_directory``, also of URLs."""
+        """As the function ``list_directory``, also for URLs."""
         return self._store.list_directory(path) if is_url(path) else list_directory(path)
 
-    def warm(self, paths: Sequence[str], *, tails: bool = True) -> None:
-        """Fetch the heads and tails of remote files side by side: they are looked at next, one after the other."""
+    def prefetch_ends(self, paths: Sequence[str], *, tails: bool = True) -> None:
+        """Fetch the heads and ``tails`` of remote files in parallel, before they are read one after the other."""
         remote = [path for path in paths if is_url(path)]
         if len(remote) < 2:
             return
@@ -68,20 +68,20 @@ class Sources:
                 if tails:
                     source.read(max(source.nbytes - AHEAD, 0), 1)
 
-        with ThreadPoolExecutor(REQUESTS) as pool:  # no more of them than are remembered
-            list(pool.map(ends, remote[: self._store.extents.limit // (2 * AHEAD)]))
+        with ThreadPoolExecutor(REQUESTS) as pool:  # no more files than fit into the cache
+            list(pool.map(ends, remote[: self._store.cache.limit // (2 * AHEAD)]))
 
     def open(self, path: str) -> ByteSource:
-        """The source at ``path``, opened once and kept while it is among the last used."""
+        """The source at ``path``, opened once and kept open while it is among the last used."""
         with self._lock:
             source = self._files.pop(path, None)
             if source is None:
                 source = self.open_new(path)
                 if isinstance(source, (LocalFile, RemoteFile)):
-                    self._recognise(source.identity)
+                    self._require_same(source.identity)
             self._files[path] = source
             if len(self._files) > self._limit:
-                # A retired file may be in use by another thread: it is dropped, and closes when that use ends.
+                # Another thread may still read it: the file is only dropped, and closes when that use ends.
                 self._files.popitem(last=False)
             return source
 
@@ -90,39 +90,37 @@ class Sources:
         return self._opener(path)
 
     def identity(self, path: str) -> FileIdentity:
-        """What the file at ``path`` was when it was first met, which is now if it was not opened yet.
+        """The identity of the file at ``path`` when it was first seen, which is now if it was never opened.
 
-        Raises SourceMissingError, SourceError; SourceCorruptError when it changed since.
+        Raises SourceMissingError, SourceError; SourceCorruptError when it has changed since.
         """
         with self._lock:
-            first = self._first.get(path)
+            first = self._identities.get(path)
         if first is not None:
             return first
-        found = self._store.identity(path) if is_url(path) else identity_now(path)
+        now = self._store.identity(path) if is_url(path) else identity_now(path)
         with self._lock:
-            self._recognise(found)
-            return self._first[path]
+            self._require_same(now)
+            return self._identities[path]
 
     def require_unchanged(self) -> None:
-        """Raises SourceCorruptError or SourceMissingError when a file that was opened is not what it was then."""
+        """Raises SourceCorruptError or SourceMissingError when a file has changed since it was first seen."""
         with self._lock:
-            met = list(self._first.values())
-        local = [first for first in met if not is_url(first.path)]
-        remote = [first for first in met if is_url(first.path)]
+            seen = list(self._identities.values())
+        local = [first for first in seen if not is_url(first.path)]
+        remote = [first for first in seen if is_url(first.path)]
         now = [identity_now(first.path) for first in local]
         now += self._store.identities([first.path for first in remote], again=True)
-        for first, found in zip([*local, *remote], now, strict=True):
-            change = change_between(first, found)
-            if change is not None:
-                raise changed_error(first.path, change)
+        for identity in now:
+            self._require_same(identity)
 
     def _open(self, path: str) -> ByteSource:
         if path == ZEROS:
             return ZeroFile()
         return self._store.open(path) if is_url(path) else LocalFile(path)
 
-    def _recognise(self, identity: FileIdentity) -> None:
-        first = self._first.setdefault(identity.path, identity)
+    def _require_same(self, identity: FileIdentity) -> None:
+        first = self._identities.setdefault(identity.path, identity)
         change = change_between(first, identity)
         if change is not None:
             raise changed_error(identity.path, change)

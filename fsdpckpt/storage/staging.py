@@ -1,15 +1,18 @@
-"""A directory beside DST where the output grows, and the rename that makes it visible all at once.
+"""Stages the output in a directory beside DST, and makes it visible with one rename.
 
-Protocol: 1. ``Staging`` locks DST's name and creates ``.<name>.fsdpckpt-staging`` beside it, with ``output`` and maybe
-a ``journal`` in it. 2. The caller writes and syncs the files in ``output``. 3. ``commit`` syncs the directories,
-renames ``output`` (or its one file) to DST, syncs the parent, and removes the rest. Until the rename DST is untouched;
-after it DST is complete. An existing DST that is to be replaced changes places with the new one, in one step, and is
-removed then. Where the file system cannot do that, it is first renamed aside; a run that is killed between the two
-renames leaves ``.<name>.fsdpckpt-old``, which the next run moves back.
+1. ``Staging`` locks DST's name and creates ``.<name>.fsdpckpt-staging`` beside it, with ``output`` and maybe a
+   ``journal`` in it.
+2. The caller writes and syncs the files in ``output``.
+3. ``commit`` syncs the directories, renames ``output`` (or its only file) to DST, syncs the parent, and removes the
+   rest.
 
-A journal says which bytes of ``output`` are on the disk. It goes first whenever staging is removed, so that it never
-speaks of files that are gone. Each of several processes that write to ``output`` has a journal of its own, and holds a
-lock in the directory for as long as it writes (``lock_as_writer``): nobody else begins while one of them lives.
+Until the rename DST is untouched; after it DST is complete. An existing DST that is to be replaced is exchanged with
+the new one in one step, then removed. Where the file system cannot exchange, it is first renamed aside; a run that is
+killed between the two renames leaves ``.<name>.fsdpckpt-old``, which the next run moves back.
+
+A journal records which bytes of ``output`` are on the disk. Removing a staging directory starts with its journals, so
+that none ever describes files that are gone. When several processes write to ``output``, each has its own journal and
+holds a lock in the directory while it writes (``lock_as_writer``): no other run starts before all of them ended.
 """
 
 from __future__ import annotations
@@ -43,40 +46,40 @@ _JOURNAL, _WRITER = "journal", "writer"
 
 
 def _hidden_name(name: str, suffix: str) -> str:
-    """A name beside DST's, its own where that fits."""
-    found = f".{name}.fsdpckpt-{suffix}"
-    if len(os.fsencode(found)) <= NAME_LIMIT:
-        return found
+    """A name for a file beside DST, whose own name is ``name``; with a hash of it where it is too long."""
+    hidden = f".{name}.fsdpckpt-{suffix}"
+    if len(os.fsencode(hidden)) <= NAME_LIMIT:
+        return hidden
     return f".{hashlib.sha256(os.fsencode(name)).hexdigest()[:32]}.fsdpckpt-{suffix}"
 
 
 def staging_root(target: str) -> str:
-    """Where the staging directory of ``target`` is, or would be."""
+    """The path of the staging directory of ``target``, whether it exists or not."""
     parent, name = os.path.split(os.path.realpath(target))
     return os.path.join(parent, _hidden_name(name, "staging"))
 
 
 def journal_path(root: str, writer: int | None = None) -> str:
-    """The journal of a process alone, or of number ``writer`` of several, in the staging directory ``root``."""
+    """The journal in the staging directory ``root`` of a single process, or of number ``writer`` of several."""
     return os.path.join(root, _JOURNAL if writer is None else f"{_JOURNAL}-{writer}")
 
 
 def journal_paths(root: str) -> list[str]:
-    """All journals in the staging directory ``root``; none where there is no such directory."""
+    """All journals in the staging directory ``root``; none when it does not exist."""
     return [os.path.join(root, name) for name in _names(root, _JOURNAL)]
 
 
 def lock_as_writer(root: str, writer: int) -> int:
-    """Lock ``root`` as number ``writer`` of several that write there, until the descriptor returned is closed."""
+    """Lock ``root`` as number ``writer`` of several, until the returned descriptor is closed."""
     path = os.path.join(root, f"{_WRITER}-{writer}")
     with target_errors(path):
-        held = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        fcntl.flock(held, fcntl.LOCK_EX)
-    return held
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    return lock
 
 
 def _has_writers(root: str) -> bool:
-    """Whether a process that holds a lock in the staging directory ``root`` is still there."""
+    """Whether a process that locked the staging directory ``root`` as a writer still runs."""
     return not all(_is_free(os.path.join(root, name)) for name in _names(root, _WRITER))
 
 
@@ -102,11 +105,10 @@ def _names(root: str, kind: str) -> list[str]:
 class Staging:
     """The staging directory of one DST, locked while it is in use.
 
-    ``root``: the directory itself. ``path``: the directory in it to write into. ``journal``: where the one of this
-    process goes; ``journal_paths(root)`` are all.
-    ``leftover``: True when an interrupted run had left one; ``resumed``: True when it had a journal and was kept, as
-    ``resume`` asks, else it was removed. ``journaled``: True when what was removed had a journal.
-    ``overwrite``: whether ``commit`` may replace what is at DST by then. ``committed``: DST is complete.
+    ``root``: the directory itself. ``path``: the directory in it to write to. ``journal``: the path of this process's
+    journal (``journal_paths(root)``: all of them). ``leftover``: an interrupted run had left a staging directory.
+    ``journaled``: it had a journal. ``resumed``: it was kept (needs ``resume`` and a journal); else it was removed.
+    ``overwrite``: ``commit`` may replace what is at DST by then. ``committed``: DST is complete.
     """
 
     def __init__(self, target: str, *, directory: bool, overwrite: bool = False, resume: bool = False) -> None:
@@ -131,7 +133,7 @@ class Staging:
             raise
 
     def _prepare(self, *, resume: bool) -> None:
-        """Clear what an interrupted run left, unless it is to be resumed; a DST it had moved aside comes back."""
+        """Remove what an interrupted run left, unless it is resumed, and move back a DST that it moved aside."""
         with target_errors(self._target):
             if os.path.lexists(self._aside):
                 if os.path.lexists(self._target):
@@ -149,11 +151,11 @@ class Staging:
                 self._make()
 
     def _refuse_writers(self) -> None:
-        """Workers whose leader was killed live a few seconds longer, and write meanwhile."""
+        """Workers outlive a killed leader by a few seconds, in which they still write."""
         if _has_writers(self.root):
-            raise self._busy()
+            raise self._busy_error()
 
-    def _busy(self) -> TargetExistsError:
+    def _busy_error(self) -> TargetExistsError:
         return TargetExistsError(
             f"another fsdpckpt is writing {self._target}",
             file=self._target,
@@ -169,7 +171,7 @@ class Staging:
             raise
 
     def restart(self) -> None:
-        """Remove what an interrupted run left after all, and begin with an empty directory."""
+        """Discard what an interrupted run left, and start with an empty directory."""
         with target_errors(self._target):
             self.discard()
             self._make()
@@ -181,8 +183,8 @@ class Staging:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 os.close(lock)
-                raise self._busy() from None
-            # Its last owner may have removed the name between our open and our lock: then the lock guards nothing.
+                raise self._busy_error() from None
+            # Its previous owner may have removed the file between our open and our lock: then the lock guards nothing.
             with contextlib.suppress(FileNotFoundError):
                 if os.stat(self._lock_path).st_ino == os.fstat(lock).st_ino:
                     return lock
@@ -190,15 +192,15 @@ class Staging:
 
     @property
     def visible(self) -> str:
-        """What becomes DST: the staging directory, or the one file in it."""
+        """The path that becomes DST: the output directory, or the only file in it."""
         return self.path if self._directory else self.locate("")
 
     def locate(self, path: str) -> str:
-        """Where the target file ``path`` grows; "" is the one file of a target that is a file, under DST's own name."""
+        """The staged path of the target file ``path``; "" is the only file of a target that is a file."""
         return os.path.join(self.path, path or os.path.basename(self._target))
 
     def require_space(self, nbytes: int, *, files: int = 0) -> None:
-        """Raises TargetUnwritableError when the file system has less than ``nbytes``, or no ``files`` new names, free.
+        """Raises TargetUnwritableError when fewer than ``nbytes`` bytes or ``files`` inodes are free.
 
         What an interrupted run has staged already counts as free.
         """
@@ -213,7 +215,7 @@ class Staging:
                 found=f"{free} bytes free",
                 next_step="make room, or choose a DST on another file system",
             )
-        if system.f_files and system.f_favail < files:  # some file systems count none
+        if system.f_files and system.f_favail < files:  # some file systems do not count them
             raise TargetUnwritableError(
                 f"not enough free inodes for {self._target}",
                 file=self._target,
@@ -223,21 +225,21 @@ class Staging:
             )
 
     def require_files(self, paths: Iterable[str]) -> None:
-        """Raises TargetUnwritableError when a target file that was written is not there any more."""
+        """Raises TargetUnwritableError when a target file that was written no longer exists."""
         for path in map(self.locate, paths):
             if not os.path.isfile(path):
                 raise TargetUnwritableError(
                     f"{path} vanished while the output was written",
                     file=path,
-                    why="another program cleans up here, or the file system was taken away",
+                    why="another program cleans up here, or the file system was unmounted",
                     next_step="run the command again, or choose another DST",
                 )
 
     def keep_only(self, paths: Iterable[str]) -> None:
-        """Remove every staged file but the target files ``paths``: an earlier run may have had others to write here.
+        """Remove every staged file but the target files ``paths``: an earlier run may have staged others.
 
-        Links too, hard ones as well: after a kill right behind an exchange it is the older DST that lies here, and a
-        link in it leads out.
+        Symbolic and hard links, too: after a kill right after an exchange the older DST lies here, and its links lead
+        out of it.
         """
         kept = set(map(self.locate, paths))
         with target_errors(self._target):
@@ -250,13 +252,13 @@ class Staging:
     def commit(self) -> None:
         """Make the output durable and visible under DST's name. The files in it must be synced already.
 
-        Raises TargetExistsError when something came to be at DST meanwhile and ``overwrite`` was not given.
+        Raises TargetExistsError when DST has come into existence meanwhile and ``overwrite`` was not given.
         """
         with target_errors(self._target):
             for folder, _, _ in os.walk(self.path):
                 sync_directory(folder)
             self._refuse_to_replace()
-            # A file over a file needs no detour: there, rename replaces at once.
+            # A file replaces a file with one rename: no detour is needed.
             detour = os.path.lexists(self._target) and (self._directory or os.path.isdir(self._target))
             if not detour or not exchange(self.visible, self._target):
                 if detour:
@@ -273,12 +275,12 @@ class Staging:
             raise TargetExistsError(
                 f"{self._target} exists",
                 file=self._target,
-                why="another program made it meanwhile, or an interrupted run had moved it aside and it is back now",
+                why="another program created it meanwhile, or it had been moved aside by an interrupted run",
                 next_step="give another DST, or add --overwrite to replace it",
             )
 
     def discard(self) -> None:
-        """Remove what was staged, if it is still there: the journals first."""
+        """Remove what was staged, the journals first."""
         for journal in journal_paths(self.root):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(journal)
@@ -286,7 +288,7 @@ class Staging:
             _remove(self.root)
 
     def close(self) -> None:
-        """Release the lock, and remove the directories that were made for an output that never came."""
+        """Release the lock, and remove directories that were created for an output that was never written."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._lock_path)
         os.close(self._lock)
@@ -296,7 +298,7 @@ class Staging:
 
 
 def clear_leftover(target: str) -> None:
-    """Remove what a run left that ended between DST's appearance and its own."""
+    """Remove what a run left that was killed after DST became visible."""
     parent, name = os.path.split(os.path.realpath(target))
     if any(os.path.lexists(os.path.join(parent, _hidden_name(name, suffix))) for suffix in ("staging", "lock", "old")):
         staging = Staging(target, directory=True, overwrite=True)
@@ -305,7 +307,7 @@ def clear_leftover(target: str) -> None:
 
 
 def free_bytes(target: str) -> int:
-    """What is free where ``target`` would be written, with what an interrupted run has staged there."""
+    """Free bytes where ``target`` would be written, including what an interrupted run has staged there."""
     parent, name = os.path.split(os.path.realpath(target))
     staged = os.path.join(parent, _hidden_name(name, "staging"))
     while not os.path.lexists(parent):
@@ -316,7 +318,7 @@ def free_bytes(target: str) -> int:
 
 
 def _missing_directories(path: str) -> list[str]:
-    """``path`` and the directories above it that do not exist, the deepest first."""
+    """``path`` and the directories above it that do not exist, deepest first."""
     missing = []
     while not os.path.lexists(path):
         missing.append(path)
@@ -326,11 +328,8 @@ def _missing_directories(path: str) -> list[str]:
 
 def _allocated(directory: str) -> int:
     """Bytes of disk that the files below ``directory`` occupy."""
-    found = 0
-    for folder, _, names in os.walk(directory):
-        for name in names:
-            found += os.lstat(os.path.join(folder, name)).st_blocks * 512
-    return found
+    paths = (os.path.join(folder, name) for folder, _, names in os.walk(directory) for name in names)
+    return sum(os.lstat(path).st_blocks * 512 for path in paths)
 
 
 def _remove(path: str) -> None:
@@ -344,13 +343,13 @@ _AT_FDCWD = -100
 _EXCHANGE = 2  # RENAME_EXCHANGE of linux/fs.h
 # Errors that mean "not possible here": old kernels, NFS and some network file systems, sandboxes that refuse unknown
 # calls. Where the permission is missing, the plain renames that are tried next lack it as well.
-_LACKING = frozenset({errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM})
+_UNSUPPORTED = frozenset({errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM})
 
 
 def exchange(one: str, other: str) -> bool:
-    """Whether ``one`` and ``other``, which both exist, have changed places: then there was no moment without either.
+    """Exchange the names of ``one`` and ``other``, which both exist, in one atomic step.
 
-    False, with nothing done, where that is not possible. Raises OSError for what would stop any rename.
+    False, with nothing done, where the system cannot do that. Raises OSError for what would stop any rename.
     """
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
@@ -358,6 +357,6 @@ def exchange(one: str, other: str) -> bool:
     if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), ctypes.c_uint(_EXCHANGE)) == 0:
         return True
     number = ctypes.get_errno()
-    if number in _LACKING:
+    if number in _UNSUPPORTED:
         return False
     raise OSError(number, os.strerror(number), one)

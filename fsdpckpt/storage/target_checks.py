@@ -15,7 +15,7 @@ __all__ = ["check_target"]
 def check_target(target: str, source: str, *, overwrite: bool, resume: bool = False) -> None:
     """Refuse a DST that exists, lies in SRC, or cannot be created. Nothing is written.
 
-    With ``resume`` a DST may exist: whether it is what is asked for is seen when the plan is known.
+    With ``resume`` DST may exist: whether it is what this command writes is checked once the plan is known.
 
     Raises UsageError, TargetExistsError or TargetUnwritableError.
     """
@@ -25,7 +25,7 @@ def check_target(target: str, source: str, *, overwrite: bool, resume: bool = Fa
         raise UsageError("DST holds a NUL byte", file=target, next_step="give another DST")
     with target_errors(target):
         real = os.path.realpath(target)
-        if source and not is_url(source):  # an empty one is told of when it is opened
+        if source and not is_url(source):  # opening an empty SRC reports that
             _refuse_source(target, real, os.path.realpath(source), overwrite=overwrite)
         if (os.path.lexists(target) or os.path.lexists(real)) and not (resume and not overwrite):
             _refuse_existing(target, real, overwrite=overwrite)
@@ -34,15 +34,15 @@ def check_target(target: str, source: str, *, overwrite: bool, resume: bool = Fa
 
 def _refuse_source(target: str, real: str, source: str, *, overwrite: bool) -> None:
     if _within(real, source):
-        inside = "is the source" if real == source else "lies inside the source"
+        relation = "is the source" if real == source else "lies inside the source"
         raise UsageError(
-            f"{target} {inside}, which is never written to", file=target, next_step="give a DST outside of SRC"
+            f"{target} {relation}, which is never written to", file=target, next_step="give a DST outside of SRC"
         )
     if overwrite and _within(source, real):
         raise UsageError(
             f"replacing {target} would delete the source, which lies inside it",
             file=target,
-            next_step="give a DST of its own, one that does not exist yet",
+            next_step="give a DST that does not exist yet",
         )
 
 
@@ -51,14 +51,14 @@ def _refuse_existing(target: str, real: str, *, overwrite: bool) -> None:
         raise TargetExistsError(
             f"{target} exists",
             file=target,
-            why="fsdpckpt never replaces anything unasked",
+            why="fsdpckpt won't replace existing files without --overwrite",
             next_step="give another DST, or add --overwrite to replace it once the new one is complete",
         )
     kind = None
     if _within(os.getcwd(), real):
-        kind = "the current directory, or holds it"
+        kind = "the current directory, or contains it"
     elif _within(os.path.expanduser("~"), real):
-        kind = "the home directory, or holds it"
+        kind = "the home directory, or contains it"
     elif os.path.ismount(real):
         kind = "a mount point"
     elif os.path.exists(real) and not os.path.isdir(real) and not os.path.isfile(real):
@@ -68,18 +68,18 @@ def _refuse_existing(target: str, real: str, *, overwrite: bool) -> None:
             f"{target} is {kind}: --overwrite does not replace that",
             file=target,
             why="everything in it would be deleted",
-            next_step="give a DST of its own, one that does not exist yet",
+            next_step="give a DST that does not exist yet",
         )
 
 
 def _require_parent(target: str, parent: str, names: list[str]) -> None:
-    """``names``: what is to be made below ``parent``; grows by the directories that do not exist."""
+    """``names``: what will be created below ``parent``; missing directories are added to it."""
     while not os.path.lexists(parent):
         names.append(os.path.basename(parent))
         parent = os.path.dirname(parent)
     if not os.path.isdir(parent):
         raise TargetUnwritableError(
-            f"{target} cannot be created: {parent} is no directory", file=target, next_step="choose another DST"
+            f"{target} cannot be created: {parent} is not a directory", file=target, next_step="choose another DST"
         )
     if not os.access(parent, os.W_OK | os.X_OK):
         raise TargetUnwritableError(
@@ -103,7 +103,7 @@ def _require_parent(target: str, parent: str, names: list[str]) -> None:
 def _name_limit(directory: str) -> int:
     try:
         return os.pathconf(directory, "PC_NAME_MAX")
-    except (OSError, ValueError):  # a file system that does not say
+    except (OSError, ValueError):  # the file system does not say
         return NAME_LIMIT
 
 

@@ -1,12 +1,18 @@
-"""A DST in an object store, which has no rename: what makes it appear complete or not at all.
+"""Uploads files to an object store, so that DST appears complete or not at all, although stores have no rename.
 
-Protocol for a directory: 1. an object ``fsdpckpt.uploading`` is put there first: readers refuse a directory that has
-it. 2. What says that an older checkpoint there is complete is deleted. 3. The data goes up, side by side. 4. Objects of
-an older checkpoint that the new one lacks are deleted. 5. The lists that name the data go up, ``fsdpckpt.json`` and
-then, of a DCP directory, ``.metadata``, without which PyTorch loads nothing. 6. ``fsdpckpt.uploading`` is deleted.
-A single object needs none of this: it appears, and replaces an older one, when its upload is completed.
+Protocol for a directory:
 
-``upload`` is all of it by one process. Several share it: one calls ``begin``, then all ``send``, then one ``complete``.
+1. Put an object ``fsdpckpt.uploading`` there: readers refuse a directory that has it.
+2. Delete the lists of an older checkpoint, which say that it is complete.
+3. Upload the data files, in parallel.
+4. Delete objects of an older checkpoint that the new one does not have.
+5. Upload the lists that name the data: ``fsdpckpt.json`` and then a DCP directory's ``.metadata``, without which
+   PyTorch loads nothing.
+6. Delete ``fsdpckpt.uploading``.
+
+A single object needs none of this: it appears, and replaces an older one, when its upload is completed. Either way an
+upload that fails leaves no invisible parts behind. ``RemoteTarget.upload`` is all steps in one process; when several
+share the work, one calls ``begin``, then all call ``send``, then one calls ``complete``.
 """
 
 from __future__ import annotations
@@ -23,20 +29,21 @@ from typing import Any, TypeVar
 from fsdpckpt.errors import SourceError, TargetExistsError, TargetUnwritableError, UsageError
 from fsdpckpt.storage.protocols import UPLOADING, is_url
 from fsdpckpt.storage.remote_store import filesystem_of, is_http
-from fsdpckpt.storage.retry import target_error, tried
+from fsdpckpt.storage.retry import target_error, with_retries
 
 __all__ = ["COPIES", "MOST_UPLOADS", "PART", "RemoteTarget", "Sending", "Uploader", "abort_leftovers", "open_target"]
 
-# The later ones name the earlier ones; whoever reads one of these believes that what it names is there.
+# Later ones name earlier ones: a reader of such a list relies on everything that it names being there.
 _LISTS = (".safetensors.index.json", "units.json", "fsdpckpt.json", ".metadata")
 
 
 @dataclass(frozen=True, slots=True)
 class Sending:
-    """How files go up: with at most ``memory`` bytes held; ``sent`` is told how many bytes came.
+    """How files are uploaded: with at most ``memory`` bytes of buffers.
 
-    ``there`` says of a name and what the store says of it whether an earlier run has put it there; ``arrived`` is told
-    of each object that has come. ``check`` compares an object (its URL) with its file.
+    ``sent(nbytes)`` is called as bytes arrive. ``there(name, info)`` says, from the store's ``info``, whether an
+    earlier run uploaded the object; ``arrived(name, info)`` is called after each upload. ``check(url, path)`` compares
+    an object with its file.
     """
 
     memory: int
@@ -57,17 +64,17 @@ class RemoteTarget:
 
     @property
     def interrupted(self) -> bool:
-        """Whether an upload of this program was begun there and has not ended."""
+        """Whether an fsdpckpt upload to there was started and not completed."""
         return UPLOADING in self.names
 
     def upload(self, files: Mapping[str, str], sending: Sending) -> None:
-        """Put the local ``files`` (relative name to path) there, by the protocol above."""
+        """Upload the local ``files`` (relative name -> path), all steps of the protocol above."""
         self.begin({name: os.path.getsize(path) for name, path in files.items()})
         self.send(files, sending)
         self.complete(files, files, sending)
 
     def begin(self, sizes: Mapping[str, int]) -> None:
-        """Steps 1 and 2. ``sizes``: bytes of every file that will be there, by relative name."""
+        """Steps 1 and 2. ``sizes``: bytes of every file to be uploaded, by relative name."""
         abort_leftovers(self.filesystem, self.root, self.url)
         if "" not in sizes:
             self._announce(sizes)
@@ -75,20 +82,20 @@ class RemoteTarget:
                 self._delete(name)
 
     def send(self, files: Mapping[str, str], sending: Sending) -> None:
-        """Step 3, for ``files``; others may send the rest of them meanwhile. Lists among them are left out."""
+        """Step 3, for ``files`` except lists; other processes may upload other files at the same time."""
         data = [name for name in files if not name.endswith(_LISTS)]
         small = [name for name in data if os.path.getsize(files[name]) <= PART]
         pool = ThreadPoolExecutor(max(min(MOST_UPLOADS, sending.memory // (COPIES * PART)), 1))
         try:
             list(pool.map(lambda name: self._put(name, files[name], sending), small))
-        finally:  # also after a signal: those that wait are not begun any more
+        finally:  # also after a signal: uploads that have not begun are dropped
             pool.shutdown(cancel_futures=True)
         for name in data:
             if name not in small:
                 self._put(name, files[name], sending)
 
     def complete(self, files: Mapping[str, str], names: Collection[str], sending: Sending) -> None:
-        """Steps 4 to 6, once all data is there. ``files``: the lists at least; ``names``: of all files."""
+        """Steps 4 to 6, after all data is uploaded. ``files``: at least the lists; ``names``: those of all files."""
         directory = "" not in names
         for name in self.names:
             if name not in names and name != UPLOADING and not (directory and name.endswith(_LISTS)):
@@ -114,11 +121,11 @@ class RemoteTarget:
 
     def _announce(self, sizes: Mapping[str, int]) -> None:
         text = json.dumps({"program": "fsdpckpt", "files": dict(sizes)})
-        tried(
+        with_retries(
             lambda: self.filesystem.pipe_file(self._name(UPLOADING), text.encode()),
             url=self._url(UPLOADING),
-            doing="uploading it",
-            words=target_error,
+            action="uploading it",
+            make_error=target_error,
         )
 
     def _delete(self, name: str) -> None:
@@ -128,7 +135,7 @@ class RemoteTarget:
             except FileNotFoundError:
                 return
 
-        tried(delete, url=self._url(name), doing="deleting it", words=target_error)
+        with_retries(delete, url=self._url(name), action="deleting it", make_error=target_error)
 
     def _name(self, name: str) -> str:
         return f"{self.root}/{name}" if name else self.root
@@ -140,8 +147,8 @@ class RemoteTarget:
 def open_target(url: str, source: str, *, overwrite: bool, resume: bool) -> RemoteTarget:
     """The DST at ``url``, if it may be written.
 
-    Raises UsageError for one that holds or lies in ``source``, TargetExistsError for one that is there already and is
-    neither to be overwritten nor resumed, TargetUnwritableError for what cannot be written to at all.
+    Raises UsageError when it contains or lies in ``source``, TargetExistsError when it exists and neither ``overwrite``
+    nor ``resume`` applies, TargetUnwritableError when nothing can be written there.
     """
     target = url.rstrip("/")
     if is_http(target):
@@ -154,10 +161,9 @@ def open_target(url: str, source: str, *, overwrite: bool, resume: bool) -> Remo
     if above.startswith(below) or below.startswith(above):
         raise UsageError(f"{url} and the source lie within each other", file=url, next_step="give a DST outside of SRC")
     try:
-        filesystem, root = filesystem_of(target)
-    except SourceError as error:  # it is said of a source, and is true of a target
-        next_step = (error.next_step or "give a path").replace(", https://, ...", ", ...")
-        raise TargetUnwritableError(error.what, why=error.why, file=url, next_step=next_step) from error
+        filesystem, root = filesystem_of(target, examples="s3://, gs://, ...")
+    except SourceError as error:  # the same is true of a target
+        raise TargetUnwritableError(error.what, why=error.why, file=url, next_step=error.next_step) from error
     root = root.rstrip("/")
     if is_url(source):  # s3:// and s3a:// name one object
         other, name = filesystem_of(source)
@@ -167,8 +173,8 @@ def open_target(url: str, source: str, *, overwrite: bool, resume: bool) -> Remo
                 f"{url} and the source lie within each other", file=url, next_step="give a DST outside of SRC"
             )
     filesystem.invalidate_cache()
-    found = tried(lambda: list(filesystem.find(root)), url=url, doing="listing it", words=target_error)
-    objects = (str(name) for name in found if not str(name).endswith("/"))  # else it stands for a directory
+    listed = with_retries(lambda: list(filesystem.find(root)), url=url, action="listing it", make_error=target_error)
+    objects = (str(name) for name in listed if not str(name).endswith("/"))  # else it is a directory's placeholder
     names = tuple(name[len(root) :].lstrip("/") for name in objects)
     remote = RemoteTarget(target, filesystem, root, names)
     if names:
@@ -180,17 +186,17 @@ def _refuse_existing(remote: RemoteTarget, *, overwrite: bool, resume: bool) -> 
     if remote.interrupted:
         if not overwrite and not resume:
             raise TargetExistsError(
-                f"{remote.url} holds an upload that has not ended",
+                f"{remote.url} holds an upload that was not completed",
                 file=f"{remote.url}/{UPLOADING}",
                 why="it was interrupted, or still runs on another machine",
-                next_step="--resume goes on with it, --overwrite begins again; or give another DST",
+                next_step="add --resume to continue it or --overwrite to start over, or give another DST",
             )
         return
     if not overwrite:
         raise TargetExistsError(
             f"{remote.url} exists",
             file=remote.url,
-            why="fsdpckpt never replaces anything unasked",
+            why="fsdpckpt won't replace existing files without --overwrite",
             next_step="give another DST, or add --overwrite to replace it",
         )
     if "/" not in remote.root:
@@ -198,54 +204,58 @@ def _refuse_existing(remote: RemoteTarget, *, overwrite: bool, resume: bool) -> 
             f"{remote.url} is a whole bucket: --overwrite does not replace that",
             file=remote.url,
             why="everything in it would be deleted",
-            next_step="give a DST of its own, one that does not exist yet",
+            next_step="give a DST that does not exist yet",
         )
 
 
 T = TypeVar("T")
 
-PART = 8 << 20  # bytes held of each running request; every store takes parts of this size
+PART = 8 << 20  # bytes buffered for each running request; every store accepts parts of this size
 MOST_PARTS = 10_000  # of one S3 object
-COPIES = 4  # of a part that are held while it is sent: the packages that do it make their own
-MOST_UPLOADS = 8  # at a time: the line to a store is full before
+COPIES = 4  # of a part in memory while it is sent: the stores' packages make copies of their own
+MOST_UPLOADS = 8  # at a time: fewer fill the line to a store already
 
 
 @dataclass(frozen=True, slots=True)
 class Uploader:
-    """Sends files to ``filesystem`` with at most ``memory`` bytes held. ``sent`` is told the bytes that arrived."""
+    """Uploads files to ``filesystem`` with at most ``memory`` bytes of buffers; ``sent(nbytes)`` hears of progress."""
 
     filesystem: Any
     memory: int
     sent: Callable[[int], None]
 
     def put(self, path: str, name: str, url: str) -> None:
-        """The file at ``path`` becomes the object ``name``. Raises TargetUnwritableError; nothing is visible then."""
+        """Upload the file at ``path`` as the object ``name``. Raises TargetUnwritableError; then nothing is visible."""
         nbytes = os.path.getsize(path)
         part = max(PART, -(-nbytes // MOST_PARTS))
         if nbytes <= part:
-            tried(lambda: self._whole(path, name, nbytes), url=url, doing="uploading it", words=target_error)
+            with_retries(
+                lambda: self._whole(path, name, nbytes), url=url, action="uploading it", make_error=target_error
+            )
         elif type(self.filesystem).__module__.startswith("s3fs"):
             self._in_parts(path, name, url, nbytes, part)
         elif type(self.filesystem).__module__.startswith("adlfs"):
             self._in_blocks(path, name, url, nbytes, part)
         else:
-            tried(lambda: self._streamed(path, name, part), url=url, doing="uploading it", words=target_error)
+            with_retries(
+                lambda: self._streamed(path, name, part), url=url, action="uploading it", make_error=target_error
+            )
             self.sent(nbytes)
 
     def info(self, name: str, url: str) -> dict[str, Any]:
-        """What the store says of the object ``name`` now."""
+        """The store's description of the object ``name`` now."""
         self.filesystem.invalidate_cache(self.filesystem._parent(name))
-        found: dict[str, Any] = tried(
-            lambda: self.filesystem.info(name), url=url, doing="looking it up", words=target_error
+        info: dict[str, Any] = with_retries(
+            lambda: self.filesystem.info(name), url=url, action="looking it up", make_error=target_error
         )
-        return found
+        return info
 
     def require(self, name: str, url: str, nbytes: int) -> dict[str, Any]:
-        """What the store says of the object ``name``. Raises TargetUnwritableError when that is not ``nbytes`` long."""
+        """As ``info``. Raises TargetUnwritableError when the object is not ``nbytes`` long."""
         info = self.info(name, url)
         if info.get("size") != nbytes:
             raise TargetUnwritableError(
-                f"{url} did not arrive whole",
+                f"{url} was not uploaded completely",
                 file=url,
                 expected=f"{nbytes} bytes",
                 found=str(info.get("size")),
@@ -258,14 +268,14 @@ class Uploader:
         self.sent(nbytes)
 
     def _streamed(self, path: str, name: str, part: int) -> None:
-        """One request after the other, as fsspec does it for stores whose parts have an order."""
+        """One request after the other, for stores that need the parts in order."""
         target = self.filesystem.open(name, "wb", block_size=part)
         try:
             with open(path, "rb") as source:
                 while data := source.read(part):
                     target.write(data)
         except BaseException:
-            target.closed = True  # closing would complete the object with what has come so far
+            target.closed = True  # closing would complete the object with the parts sent so far
             target.discard()
             raise
         target.close()
@@ -275,8 +285,11 @@ class Uploader:
         place = {"Bucket": bucket, "Key": key}
 
         def ask(method: str, doing: str, **options: Any) -> Any:
-            return tried(
-                lambda: self.filesystem.call_s3(method, **place, **options), url=url, doing=doing, words=target_error
+            return with_retries(
+                lambda: self.filesystem.call_s3(method, **place, **options),
+                url=url,
+                action=doing,
+                make_error=target_error,
             )
 
         upload = ask("create_multipart_upload", "beginning the upload")["UploadId"]
@@ -288,7 +301,7 @@ class Uploader:
             return {"PartNumber": number + 1, "ETag": answer["ETag"]}
 
         try:
-            parts = self._side_by_side(path, nbytes, part, send)
+            parts = self._in_parallel(path, nbytes, part, send)
             ask("complete_multipart_upload", "ending the upload", UploadId=upload, MultipartUpload={"Parts": parts})
         except BaseException:
             ask("abort_multipart_upload", "removing the parts of a failed upload", UploadId=upload)
@@ -296,9 +309,9 @@ class Uploader:
         self.filesystem.invalidate_cache(self.filesystem._parent(name))
 
     def _in_blocks(self, path: str, name: str, url: str, nbytes: int, part: int) -> None:
-        """Azure's way: blocks that nobody sees until they are committed; what never is goes away by itself in a week.
+        """For Azure: blocks are invisible until they are committed; Azure deletes uncommitted ones after a week.
 
-        Not by adlfs's own file: that one turns every failure of a block into a RuntimeError.
+        adlfs's own file object is not used: it turns every failure of a block into a RuntimeError.
         """
         from azure.storage.blob import BlobBlock
         from fsspec.asyn import sync
@@ -310,21 +323,21 @@ class Uploader:
                 async with self.filesystem.service_client.get_blob_client(container, blob) as client:
                     await getattr(client, method)(*arguments, **options)
 
-            tried(lambda: sync(self.filesystem.loop, call), url=url, doing=doing, words=target_error)
+            with_retries(lambda: sync(self.filesystem.loop, call), url=url, action=doing, make_error=target_error)
 
-        run = uuid.uuid4().hex  # blocks of another upload of this object are none of this one
+        run = uuid.uuid4().hex  # keeps blocks of other uploads of this object apart
 
         def send(number: int, data: bytes) -> str:
-            block = f"{run}-{number:06}"  # all of one length, as Azure wants them
+            block = f"{run}-{number:06}"  # all names have one length, as Azure requires
             ask("stage_block", f"uploading part {number + 1}", block, data, length=len(data))
             return block
 
-        blocks = [BlobBlock(block) for block in self._side_by_side(path, nbytes, part, send)]
-        ask("commit_block_list", "ending the upload", blocks, metadata={"is_directory": "false"})  # as adlfs notes it
+        blocks = [BlobBlock(block) for block in self._in_parallel(path, nbytes, part, send)]
+        ask("commit_block_list", "ending the upload", blocks, metadata={"is_directory": "false"})  # as adlfs marks it
         self.filesystem.invalidate_cache(self.filesystem._parent(name))
 
-    def _side_by_side(self, path: str, nbytes: int, part: int, send: Callable[[int, bytes], T]) -> list[T]:
-        """What ``send`` returns for each part (number, bytes), in order. After a failure none is begun any more."""
+    def _in_parallel(self, path: str, nbytes: int, part: int, send: Callable[[int, bytes], T]) -> list[T]:
+        """What ``send(number, data)`` returns for each part, in order. After a failure no further part is sent."""
         stop = threading.Event()
 
         def one(number: int) -> T | None:
@@ -339,27 +352,27 @@ class Uploader:
             try:
                 futures = [pool.submit(one, number) for number in range(-(-nbytes // part))]
                 return [answer for future in futures if (answer := future.result()) is not None]
-            finally:  # also after a signal: the pool waits for its threads
+            finally:  # also after a signal: leaving the pool waits for its threads
                 stop.set()
 
 
 def abort_leftovers(filesystem: Any, name: str, url: str) -> None:
-    """Remove the invisible parts that a killed upload of the object ``name``, or of objects below it, has left."""
+    """Remove the invisible parts that killed uploads of the object ``name``, or of objects below it, left behind."""
     if not type(filesystem).__module__.startswith("s3fs"):
         return
     bucket, key, _ = filesystem.split_path(name)
 
     def ask(method: str, **options: Any) -> Any:
-        return tried(
+        return with_retries(
             lambda: filesystem.call_s3(method, Bucket=bucket, **options),
             url=url,
-            doing="removing the parts of an interrupted upload",
-            words=target_error,
+            action="removing the parts of an interrupted upload",
+            make_error=target_error,
         )
 
-    for found in ask("list_multipart_uploads", Prefix=key).get("Uploads", ()):
-        if found["Key"] == key or found["Key"].startswith(f"{key}/"):
-            ask("abort_multipart_upload", Key=found["Key"], UploadId=found["UploadId"])
+    for upload in ask("list_multipart_uploads", Prefix=key).get("Uploads", ()):
+        if upload["Key"] == key or upload["Key"].startswith(f"{key}/"):
+            ask("abort_multipart_upload", Key=upload["Key"], UploadId=upload["UploadId"])
 
 
 def _slice(path: str, offset: int, nbytes: int) -> bytes:

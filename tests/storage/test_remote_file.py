@@ -8,10 +8,10 @@ import random
 import pytest
 
 from fsdpckpt.errors import SourceCorruptError, SourceError, SourceMissingError, TargetUnwritableError
-from fsdpckpt.storage import retry as remote_errors
+from fsdpckpt.storage import retry
 from fsdpckpt.storage.protocols import FileIdentity
-from fsdpckpt.storage.remote_file import AHEAD, Extents, RemoteFile
-from fsdpckpt.storage.retry import ShortAnswerError, Unavailable, target_error, tried
+from fsdpckpt.storage.remote_file import AHEAD, RangeCache, RemoteFile
+from fsdpckpt.storage.retry import HttpStatusError, ShortAnswerError, target_error, with_retries
 
 CONTENT = random.Random(7).randbytes(3 * AHEAD + 1234)
 
@@ -34,12 +34,12 @@ def fetcher() -> Fetcher:
 
 @pytest.fixture
 def file(fetcher: Fetcher) -> RemoteFile:
-    return RemoteFile(FileIdentity("s3://b/k", len(CONTENT)), fetcher, Extents())
+    return RemoteFile(FileIdentity("s3://b/k", len(CONTENT)), fetcher, RangeCache())
 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_errors, "FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(retry, "FIRST_PAUSE", 0.0)
 
 
 def test_any_range_is_what_lies_there(file: RemoteFile) -> None:
@@ -95,23 +95,23 @@ def test_reading_behind_the_end_asks_nobody(file: RemoteFile, fetcher: Fetcher) 
         ConnectionResetError("reset"),
         TimeoutError(),
         ShortAnswerError("3 of 4 bytes came"),
-        Unavailable(503, "Slow Down"),
-        Unavailable(429, ""),
+        HttpStatusError(503, "Slow Down"),
+        HttpStatusError(429, ""),
         OSError(errno.EBUSY, "SlowDown"),
     ],
 )
 def test_what_passes_is_tried_again_until_it_is_too_often(error: OSError) -> None:
-    failures = [error] * (remote_errors.ATTEMPTS - 1)
+    failures = [error] * (retry.ATTEMPTS - 1)
 
     def work() -> str:
         if failures:
             raise failures.pop()
         return "done"
 
-    assert tried(work, url="s3://b/k", doing="reading") == "done"
-    failures[:] = [error] * remote_errors.ATTEMPTS
-    with pytest.raises(SourceError, match=f"reading failed {remote_errors.ATTEMPTS} times") as caught:
-        tried(work, url="s3://b/k", doing="reading")
+    assert with_retries(work, url="s3://b/k", action="reading") == "done"
+    failures[:] = [error] * retry.ATTEMPTS
+    with pytest.raises(SourceError, match=f"reading failed {retry.ATTEMPTS} times") as caught:
+        with_retries(work, url="s3://b/k", action="reading")
     assert caught.value.exit_code == 3
     assert failures == []
 
@@ -121,7 +121,7 @@ def test_what_passes_is_tried_again_until_it_is_too_often(error: OSError) -> Non
     [
         (FileNotFoundError("k"), SourceMissingError),
         (PermissionError("k"), SourceError),
-        (Unavailable(403, "Forbidden"), SourceError),
+        (HttpStatusError(403, "Forbidden"), SourceError),
         (OSError(errno.EINVAL, "bad request"), SourceError),
     ],
 )
@@ -133,14 +133,14 @@ def test_what_stays_is_not_tried_again(error: OSError, kind: type[SourceError]) 
         raise error
 
     with pytest.raises(kind):
-        tried(work, url="s3://b/k", doing="reading")
+        with_retries(work, url="s3://b/k", action="reading")
     assert len(asked) == 1
     with pytest.raises(TargetUnwritableError):
-        tried(work, url="s3://b/k", doing="writing", words=target_error)
+        with_retries(work, url="s3://b/k", action="writing", make_error=target_error)
 
 
 def test_trying_ends_after_a_while_however_few_attempts_were_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_errors, "MOST_SECONDS", -1.0)
+    monkeypatch.setattr(retry, "MOST_SECONDS", -1.0)
     asked = []
 
     def work() -> None:
@@ -148,7 +148,7 @@ def test_trying_ends_after_a_while_however_few_attempts_were_made(monkeypatch: p
         raise TimeoutError
 
     with pytest.raises(SourceError):
-        tried(work, url="s3://b/k", doing="reading")
+        with_retries(work, url="s3://b/k", action="reading")
     assert len(asked) == 1
 
 
@@ -157,4 +157,4 @@ def test_a_mistake_of_this_program_is_not_taken_for_a_failing_store() -> None:
         raise KeyError("k")
 
     with pytest.raises(KeyError):
-        tried(work, url="s3://b/k", doing="reading")
+        with_retries(work, url="s3://b/k", action="reading")

@@ -211,7 +211,7 @@ def test_replacing_the_root_of_the_source_is_refused(tmp_path) -> None:
 
 def test_a_file_in_the_way_is_named(tmp_path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(TargetUnwritableError, match="file is no directory"):
+    with pytest.raises(TargetUnwritableError, match="file is not a directory"):
         check_target(str(tmp_path / "file" / "out"), str(tmp_path / "in"), overwrite=False)
 
 

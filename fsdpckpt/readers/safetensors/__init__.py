@@ -60,7 +60,7 @@ class SafetensorsReader:
             stem = shard["stem"] if shard else stem_of(name)
             if not name.endswith(_INDEX) and (shard is None or stem not in indexed or name.startswith("shard-")):
                 groups.setdefault(stem, []).append(name)
-        sources.warm([files[name].path for names in groups.values() for name in names], tails=False)
+        sources.prefetch_ends([files[name].path for names in groups.values() for name in names], tails=False)
         for stem, names in sorted(groups.items()):
             label = files[names[0]].path if len(names) == 1 else f"{path.rstrip('/')}/{stem}-*.safetensors"
             claim.parts.append(_files_part([files[name].path for name in names], label))

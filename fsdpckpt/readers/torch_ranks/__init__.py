@@ -58,7 +58,7 @@ class TorchReader:
     ) -> Claim:
         """One part for each set of rank files, then one for each other file. With ``options.only``, sets of other
         sections that lack files are left out."""
-        sources.warm([file.path for name, file in files.items() if name.endswith(_SUFFIXES)])
+        sources.prefetch_ends([file.path for name, file in files.items() if name.endswith(_SUFFIXES)])
         names = [name for name, file in files.items() if _may_be_torch(file) and _is_torch(file, sources)]
         sets, single = group_ranks(names)
         _share_world_size(sets)

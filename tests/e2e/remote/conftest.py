@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fsdpckpt
-from fsdpckpt.storage import retry as remote_errors
+from fsdpckpt.storage import retry
 from tests.e2e.remote.servers import Proxy, aiohttp_server, nginx, proxy
 
 FORMS = ("full.pt", "dcp", "ranks", "weights")
@@ -128,4 +128,4 @@ def _fill(s3: Proxy, files: Path) -> None:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pauses between attempts are for servers that recover, which these do at once."""
-    monkeypatch.setattr(remote_errors, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(retry, "FIRST_PAUSE", 0.01)

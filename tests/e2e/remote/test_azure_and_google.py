@@ -196,7 +196,7 @@ def test_a_directory_whose_upload_broke_is_refused_by_readers_until_it_is_resume
     store.proxy.fault = None
     with pytest.raises(SourceIncompleteError, match="uploaded"):
         fsdpckpt.inspect(store.url("broken"))
-    with pytest.raises(TargetExistsError, match="has not ended"):
+    with pytest.raises(TargetExistsError, match="was not completed"):
         fsdpckpt.convert(files / "full.pt", store.url("broken"), to="sharded", world_size=2)
     came = store.version("broken/__0_0.distcp")
     fsdpckpt.convert(files / "full.pt", store.url("broken"), to="sharded", world_size=2, resume=True)

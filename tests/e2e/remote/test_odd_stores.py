@@ -15,7 +15,7 @@ from fsdpckpt.errors import (
     TargetExistsError,
     TargetUnwritableError,
 )
-from fsdpckpt.storage import retry as remote_errors
+from fsdpckpt.storage import retry
 from tests.e2e.remote.servers import Proxy
 
 ODD = "a b+c%41 ü#1&x=y"  # what URLs escape, or give a meaning
@@ -117,7 +117,7 @@ def test_a_bucket_of_another_region_is_an_error_that_says_so(s3: Proxy) -> None:
     with pytest.raises(SourceError, match="another region") as caught:
         fsdpckpt.inspect("s3://runs/full.pt")
     assert caught.value.exit_code == 3
-    assert s3.count("HEAD", part="full.pt") < remote_errors.ATTEMPTS, "asked again and again"
+    assert s3.count("HEAD", part="full.pt") < retry.ATTEMPTS, "asked again and again"
     assert "AWS_DEFAULT_REGION" in str(caught.value.next_step)
 
 

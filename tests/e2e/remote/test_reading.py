@@ -17,8 +17,7 @@ from fsdpckpt.errors import (
     SourceUnrecognisedError,
     SourceUnsupportedError,
 )
-from fsdpckpt.storage import remote_file as remote_ranges
-from fsdpckpt.storage import retry as remote_errors
+from fsdpckpt.storage import remote_file, retry
 from fsdpckpt.storage.sources import Sources
 from tests.cli.conftest import Run, run
 from tests.e2e.remote.conftest import FORMS
@@ -126,7 +125,7 @@ def test_a_server_that_fails_now_and_then_is_asked_again(
 def test_a_server_that_stops_in_the_middle_is_asked_again(
     web: Proxy, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_ranges, "STALLED", 0.5)
+    monkeypatch.setattr(remote_file, "STALLED", 0.5)
     stalled: list[int] = []
 
     def once(method: str, path: str, begin: int | None) -> str | None:
@@ -150,7 +149,7 @@ def test_a_server_that_keeps_failing_is_an_error_that_says_what_was_tried(
     with pytest.raises(SourceError) as caught:
         fsdpckpt.convert(f"{base}/full.pt", tmp_path / "out.pt")
     assert caught.value.exit_code == 3
-    assert f"{remote_errors.ATTEMPTS} times" in caught.value.what
+    assert f"{retry.ATTEMPTS} times" in caught.value.what
     assert caught.value.file == f"{base}/full.pt"
     assert not (tmp_path / "out.pt").exists()
 

@@ -137,7 +137,7 @@ def test_a_directory_whose_upload_broke_is_refused_by_readers_until_it_is_resume
     assert "broken/.metadata" not in keys(s3, "broken")
     with pytest.raises(SourceIncompleteError, match="uploaded"):
         fsdpckpt.inspect("s3://runs/broken")
-    with pytest.raises(TargetExistsError, match="has not ended"):
+    with pytest.raises(TargetExistsError, match="was not completed"):
         fsdpckpt.convert(files / "full.pt", "s3://runs/broken", to="sharded", world_size=2)
     s3.seen.clear()
     fsdpckpt.convert(files / "full.pt", "s3://runs/broken", to="sharded", world_size=2, resume=True)
