@@ -8,13 +8,13 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
-from fsdpckpt.converters.option_values import enum_of, with_launch, with_options
-from fsdpckpt.ir.checkpoint import Checkpoint, Layout, NamedTensor, Section
+from fsdpckpt.ir.checkpoint import Checkpoint, Layout, NamedTensor
 from fsdpckpt.ir.invariants import problems
-from fsdpckpt.ir.units import Strategy
-from fsdpckpt.options import ConvertOptions, LaunchOptions
+from fsdpckpt.ir.vocabulary import Strategy
+from fsdpckpt.option_fields import changed, takes_options, with_named
+from fsdpckpt.options import ConvertOptions, DiffOptions, InspectOptions, LaunchOptions
 from fsdpckpt.progress import Progress
 from fsdpckpt.storage.sources import Sources
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fsdpckpt.converters.report import Report
     from fsdpckpt.describe import Description, Json
     from fsdpckpt.flat.units.find import FoundUnits
+    from fsdpckpt.keywords import ConvertKeywords
     from fsdpckpt.lazy import LazyCheckpoint
     from fsdpckpt.verify.compare import Difference
     from fsdpckpt.verify.integrity import Verification
@@ -54,10 +55,11 @@ def inspect(
     from fsdpckpt.describe import Selection, describe
     from fsdpckpt.readers.detect import open_checkpoint
 
-    wanted = Selection(tuple(keys), enum_of(Section, section, "section"))
+    options = changed(InspectOptions(), {"keys": keys, "section": section, "units": units})
+    wanted = Selection(options.keys, options.section)
     with Sources() as sources:
         opened = open_checkpoint(os.fspath(source), sources=sources, locate=ranks or stats)
-        checkpoint = _named(opened, sources, units)
+        checkpoint = _named(opened, sources, options.units)
         if checkpoint is not opened:
             checkpoint = dataclasses.replace(checkpoint, problems=(*checkpoint.problems, *problems(checkpoint)))
         measure = _measure(checkpoint, sources, threads, progress) if stats else None
@@ -96,6 +98,7 @@ def _measure(
     return measure
 
 
+@takes_options(ConvertOptions, LaunchOptions)
 def convert(
     source: Path,
     target: Path,
@@ -103,7 +106,7 @@ def convert(
     *,
     launch: LaunchOptions | None = None,
     progress: Progress | None = None,
-    **named: object,
+    **named: Unpack[ConvertKeywords],
 ) -> Report:
     """Convert ``source`` to ``target``; options by the names of the command line: ``to="full"``, ``world_size=3``, ...
 
@@ -111,21 +114,11 @@ def convert(
     (``nproc_per_node=4``) replace their fields. Started by torchrun or srun, every rank calls this, and gets the same
     report. Raises UsageError for an option that does not exist, and the errors of ``fsdpckpt convert``.
     """
+    from fsdpckpt.progress import NoProgress
     from fsdpckpt.worker import convert as run
 
-    where = {field.name for field in dataclasses.fields(LaunchOptions)}
-    chosen = with_options(
-        options if options is not None else ConvertOptions(), {k: v for k, v in named.items() if k not in where}
-    )
-    launched = with_launch(
-        launch if launch is not None else LaunchOptions(), {k: v for k, v in named.items() if k in where}
-    )
-    stages = progress
-    if stages is None:
-        from fsdpckpt.progress import NoProgress
-
-        stages = NoProgress()
-    return run(os.fspath(source), os.fspath(target), chosen, launched, stages)
+    chosen, launched = with_named((options or ConvertOptions(), launch or LaunchOptions()), named)
+    return run(os.fspath(source), os.fspath(target), chosen, launched, progress or NoProgress())
 
 
 def diff(
@@ -152,12 +145,12 @@ def diff(
     from fsdpckpt.verify.parallel import threads_for
 
     stages = progress if progress is not None else NoProgress()
-    section = enum_of(Section, only, "only")
+    options = changed(DiffOptions(), {"only": only, "units": units})
     tolerance = None if rtol is None and atol is None else Tolerance(rtol or 0.0, atol or 0.0)
     with Sources() as sources:
         opened = [open_checkpoint(os.fspath(one), sources=sources, locate=True) for one in (a, b)]
-        pair = [_named(one, sources, units) for one in opened]
-        one, other = (only_section(checkpoint, section) for checkpoint in pair)
+        pair = [_named(one, sources, options.units) for one in opened]
+        one, other = (only_section(checkpoint, options.only) for checkpoint in pair)
         stages.begin("compare", sum(named.tensor.nbytes for named in one.tensors()))
         result = compare(
             one,
@@ -249,16 +242,19 @@ def find_units(
     from fsdpckpt.flat.units.find import find_units as find
     from fsdpckpt.readers.detect import open_checkpoint
 
-    options = ConvertOptions(
-        units=None if units is None else os.fspath(units),
-        unit=tuple(unit),
-        use_orig_params=use_orig_params,
-        strategy=enum_of(Strategy, strategy, "strategy"),
-        param_dtype=param_dtype,
-        shard_size=shard_size,
-        reference=None if reference is None else os.fspath(reference),
-        parameters=None if parameters is None else os.fspath(parameters),
-        buffers=tuple(buffers),
+    options = changed(
+        ConvertOptions(),
+        {
+            "units": units,
+            "unit": unit,
+            "use_orig_params": use_orig_params,
+            "strategy": strategy,
+            "param_dtype": param_dtype,
+            "shard_size": shard_size,
+            "reference": reference,
+            "parameters": parameters,
+            "buffers": buffers,
+        },
     )
     with Sources() as sources:
         checkpoint = open_checkpoint(os.fspath(source), sources=sources)
@@ -286,14 +282,15 @@ def model_units(
     from fsdpckpt.flat.units.find import FoundUnits
     from fsdpckpt.flat.units.model import prove
 
-    request = units_request(ConvertOptions(param_dtype=param_dtype, shard_size=shard_size))
+    settings = {"strategy": strategy, "param_dtype": param_dtype, "shard_size": shard_size}
+    request = units_request(changed(ConvertOptions(), settings))
     classes, ignored = list(wrap), list(ignore)
     units = units_from_model(
         model,
         classes,
         use_orig_params=use_orig_params,
         param_dtype=request.param_dtype,
-        strategy=enum_of(Strategy, strategy, "strategy") or Strategy.FULL_SHARD,
+        strategy=request.strategy or Strategy.FULL_SHARD,
         shard_size=request.shard_size,
         ignored=ignored,
     )

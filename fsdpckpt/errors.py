@@ -22,12 +22,14 @@ FsdpckptError                    70  (a bug when raised as itself)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
 
 __all__ = [
     "FsdpckptError",
     "InternalError",
     "InterruptedRunError",
+    "Leftover",
     "NeedsInformationError",
     "SourceCorruptError",
     "SourceError",
@@ -42,7 +44,24 @@ __all__ = [
     "TargetUnwritableError",
     "UsageError",
     "WorkerError",
+    "attach_leftover",
+    "leftover_of",
 ]
+
+_FIELDS = (
+    *("what", "details", "why", "next_step", "run_again", "alternative", "resumable"),
+    *("file", "key", "rank", "expected", "found"),
+)
+_AGAIN = "run the command again"
+_OTHER_TARGET = "give another DST"
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """What a run that failed has left for ``--resume``: ``what`` is kept where, and what ``--resume`` does with it."""
+
+    what: str
+    resume: str = "goes on from there"
 
 
 class FsdpckptError(Exception):
@@ -50,10 +69,19 @@ class FsdpckptError(Exception):
 
     ``what`` is one sentence; ``details`` lists every single finding when there are several (all missing
     ranks, all unknown globals); ``why`` is the likely cause; ``next_step`` is a command or an option.
-    ``file``, ``key``, ``rank``, ``expected`` and ``found`` are for machines (``--json``) and tests.
+    ``run_again``: the same command may succeed, after ``next_step`` where there is one. ``alternative``: another way to
+    what was wanted. ``leftover``: what a failed run left for ``--resume``; ``resumable``: False where ``--resume`` is
+    no help. ``file``, ``key``, ``rank``, ``expected`` and ``found`` are for machines (``--json``) and tests.
+
+    ``title`` and ``usual_next_step`` are those of a kind of error, for errors that do not give a next step themselves.
     """
 
     exit_code: ClassVar[int] = 70
+    title: ClassVar[str] = "internal error"
+    usual_next_step: ClassVar[str] = (
+        "run the command again with FSDPCKPT_DEBUG=1 set, and send what it prints with the output of "
+        "`fsdpckpt --version`"
+    )
 
     def __init__(
         self,
@@ -62,6 +90,10 @@ class FsdpckptError(Exception):
         details: Sequence[str] = (),
         why: str | None = None,
         next_step: str | None = None,
+        run_again: bool = False,
+        alternative: str | None = None,
+        leftover: Leftover | None = None,
+        resumable: bool = True,
         file: str | None = None,
         key: str | None = None,
         rank: int | None = None,
@@ -73,26 +105,70 @@ class FsdpckptError(Exception):
         self.details = tuple(details)
         self.why = why
         self.next_step = next_step
+        self.run_again = run_again
+        self.alternative = alternative
+        self.leftover = leftover
+        self.resumable = resumable
         self.file = file
         self.key = key
         self.rank = rank
         self.expected = expected
         self.found = found
 
+    @property
+    def findings(self) -> tuple[str, ...]:
+        """``details``, and what is left to resume."""
+        return self.details if self.leftover is None else (*self.details, self.leftover.what)
+
+    @property
+    def next_steps(self) -> str | None:
+        """All there is to do next, in one line; None when the error names nothing."""
+        if self.leftover is not None:
+            first = f"{self.next_step}; then " if self.next_step else ""
+            steps = f"{first}the same command with --resume {self.leftover.resume}"
+        else:
+            steps = ", then ".join(filter(None, (self.next_step, _AGAIN if self.run_again else None)))
+        return "; or, ".join(filter(None, (steps, self.alternative))) or None
+
     def __str__(self) -> str:
         lines = [self.what]
         if self.expected is not None or self.found is not None:
             lines.append(f"  expected {self.expected}, found {self.found}")
-        lines.extend(f"  - {detail}" for detail in self.details)
+        lines.extend(f"  - {detail}" for detail in self.findings)
         if self.why is not None:
             lines.append(f"  why: {self.why}")
-        if self.next_step is not None:
-            lines.append(f"  next: {self.next_step}")
+        if self.next_steps is not None:
+            lines.append(f"  next: {self.next_steps}")
         return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """Every field but the class, for ``from_json`` in another process."""
+        fields = {name: getattr(self, name) for name in _FIELDS}
+        return {**fields, "leftover": None if self.leftover is None else asdict(self.leftover)}
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> FsdpckptError:
+        """The error of this class that ``to_json`` made ``document`` of."""
+        leftover = document.get("leftover")
+        return cls(**{**document, "leftover": None if leftover is None else Leftover(**leftover)})
+
+
+def attach_leftover(error: BaseException, leftover: Leftover) -> None:
+    """Say with ``error``, which may be of any class, what is left to resume."""
+    error.leftover = leftover  # type: ignore[attr-defined]
+    if not isinstance(error, FsdpckptError):
+        error.add_note(leftover.what)  # for the traceback that Python shows
+
+
+def leftover_of(error: BaseException) -> Leftover | None:
+    """What ``attach_leftover`` put there."""
+    return getattr(error, "leftover", None)
 
 
 class UsageError(FsdpckptError):
     exit_code = 2
+    title = "usage"
+    usual_next_step = "fsdpckpt --help lists the commands, and fsdpckpt COMMAND --help the options"
 
 
 class StateDictMismatchError(UsageError):
@@ -101,46 +177,58 @@ class StateDictMismatchError(UsageError):
 
 class SourceError(FsdpckptError):
     exit_code = 3
+    title = "source"
+    usual_next_step = "check the file and the disk, then run the command again"
 
 
 class SourceMissingError(SourceError):
-    pass
+    title = "source missing"
+    usual_next_step = "check the path"
 
 
 class SourceUnrecognisedError(SourceError):
-    pass
+    title = "source not recognised"
+    usual_next_step = "give a torch.save file, a DCP directory, a safetensors file or a directory of them"
 
 
 class SourceIncompleteError(SourceError):
-    pass
+    title = "source incomplete"
+    usual_next_step = "copy or save the checkpoint again, then run the command again"
 
 
 class SourceCorruptError(SourceError):
-    pass
+    title = "source corrupt"
+    usual_next_step = "copy or save the checkpoint again, then run the command again"
 
 
 class SourceUnsafeError(SourceError):
-    pass
+    title = "source refused as unsafe"
+    usual_next_step = "save the checkpoint again without these objects"
 
 
 class SourceUnsupportedError(SourceError):
-    pass
+    title = "source refused"
+    usual_next_step = "save the checkpoint in another form"
 
 
 class NeedsInformationError(FsdpckptError):
     exit_code = 4
+    title = "more information is needed"
+    usual_next_step = "fsdpckpt COMMAND --help lists the options that provide it"
 
 
 class TargetError(FsdpckptError):
     exit_code = 5
+    title = "target"
+    usual_next_step = _OTHER_TARGET
 
 
 class TargetExistsError(TargetError):
-    pass
+    title = "target exists"
 
 
 class TargetUnwritableError(TargetError):
-    pass
+    title = "target cannot be written"
 
 
 class WorkerError(FsdpckptError):
@@ -151,6 +239,8 @@ class WorkerError(FsdpckptError):
     """
 
     exit_code = 6
+    title = "a worker failed"
+    usual_next_step = _AGAIN
     step: str | None = None
     cause: str | None = None
     cause_exit_code: int | None = None
@@ -163,3 +253,5 @@ class InternalError(FsdpckptError):
 
 class InterruptedRunError(FsdpckptError):
     exit_code = 130
+    title = "interrupted"
+    usual_next_step = _AGAIN

@@ -1,26 +1,50 @@
-"""Everything ``convert`` can be told, as data. The command line and the Python API fill the same record."""
+"""Declares every option once. The command line, the Python API, workers and the checks of ``convert`` read it here.
+
+To add an option, add one field to the record of its command, with what ``option_fields.Option`` describes: nothing else
+needs an edit but the code that acts on it. ``scripts/keywords`` then writes the types of ``fsdpckpt.convert`` anew.
+Imports neither numpy nor torch, since ``--help`` needs all of it.
+"""
 
 from __future__ import annotations
 
-import re
+import dataclasses
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any, Literal
 
 from fsdpckpt.ir.vocabulary import Container, KeyType, Layout, Section, Strategy
+from fsdpckpt.option_fields import DTYPE, PATH, SIZE, WORKERS, Group, Scope, option, parameters
 
 __all__ = [
+    "DTYPES",
+    "FLAVORS",
     "ConvertOptions",
+    "DiffOptions",
+    "InspectOptions",
     "LaunchOptions",
     "Launcher",
     "MissingState",
+    "OutputOptions",
     "TensorForm",
+    "UnitsOptions",
     "VerifyLevel",
+    "VerifyOptions",
     "Visibility",
-    "parse_size",
 ]
 
 DEFAULT_MAX_MEMORY = 128 * 1024 * 1024  # bytes of copy buffers: several windows a thread, far below a laptop's memory
 DEFAULT_MAX_SHARD_SIZE = 5_000_000_000  # bytes, the split Hugging Face's own writers use
+
+# Listed, as --help imports no table of producers and dtypes; tests compare them with those.
+FLAVORS = (
+    *("plain", "accelerate", "fabric", "huggingface", "lightning", "lightning-model-parallel", "torchtitan"),
+    *("torchtitan-old", "trainer", "verl"),
+)
+DTYPES = (
+    *("float64", "float32", "float16", "bfloat16"),
+    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
+)
+SECTIONS = ("model", "optim")  # the sections that a conversion or a comparison may be limited to
 
 
 class TensorForm(StrEnum):
@@ -44,59 +68,8 @@ class MissingState(StrEnum):
     SKIP = "skip"
 
 
-@dataclass(frozen=True, slots=True)
-class ConvertOptions:
-    """Options of one conversion; None means "as the contract's default says". Sizes are bytes.
-
-    ``flavor``: the producer whose file names and nesting are written.
-    ``mesh_device``: the device type of the mesh that DTensors say they are on; None: the source's, else the flavor's.
-    ``buffers``: globs of model keys that every rank holds whole; the single word ``none`` says there are none.
-    ``rename``: (old, new) pairs, applied to whole keys or to dotted prefixes, in order.
-    ``dtype``, ``optim_dtype`` and ``param_dtype`` (``MixedPrecision.param_dtype``) are torch dtype names.
-    ``units``: a units file; ``unit``: globs of module paths, or the single word ``none`` for the root alone.
-    ``shard_size``: ranks in one sharding group. ``parameters``: a file of the names in ``model.parameters()`` order.
-    ``staging``: a local directory where the output for an object store is put together; default: the system's.
-    ``resume``: go on with what an interrupted run of the same conversion left beside the target.
-    What describes units describes the target when that is flattened, otherwise the source.
-    """
-
-    to: Layout | None = None
-    flavor: str | None = None
-    container: Container | None = None
-    world_size: int | None = None
-    tensor: TensorForm = TensorForm.DTENSOR
-    mesh_device: str | None = None
-    key_type: KeyType | None = None
-    units: str | None = None
-    unit: tuple[str, ...] = ()
-    use_orig_params: bool | None = None
-    strategy: Strategy | None = None
-    param_dtype: str | None = None
-    shard_size: int | None = None
-    parameters: str | None = None
-    missing_state: MissingState | None = None
-    reference: str | None = None
-    buffers: tuple[str, ...] = ()
-    only: Section | None = None
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    strip_prefix: str | None = None
-    add_prefix: str | None = None
-    rename: tuple[tuple[str, str], ...] = ()
-    dtype: str | None = None
-    optim_dtype: str | None = None
-    max_shard_size: int = DEFAULT_MAX_SHARD_SIZE
-    max_memory: int = DEFAULT_MAX_MEMORY
-    threads: int | None = None
-    verify: VerifyLevel = VerifyLevel.STRUCTURE
-    dry_run: bool = False
-    overwrite: bool = False
-    resume: bool = False
-    staging: str | None = None
-
-
 class Launcher(StrEnum):
-    """Where a conversion runs. ``AUTO``: as workers when asked for several, or started as one of them; else here."""
+    """Where a conversion runs. ``AUTO``: as workers when several are requested, or when started as one of them."""
 
     AUTO = "auto"
     LOCAL = "local"
@@ -111,41 +84,308 @@ class Visibility(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class ConvertOptions:
+    """Options of one conversion. None: the default that the help text names. Sizes are bytes."""
+
+    to: Layout | None = option("Target layout (default: the source's).", Group.WRITTEN)
+    container: Container | None = option(
+        "File format (default: by DST's suffix, else torch for full and dcp for sharded).", Group.WRITTEN
+    )
+    world_size: int | None = option(
+        "Number of ranks of the target; for dcp, how it is split into files.", Group.WRITTEN, metavar="N", minimum=1
+    )
+    tensor: TensorForm = option(
+        "Tensor type in per-rank torch files.",
+        Group.WRITTEN,
+        default=TensorForm.DTENSOR,
+        scope=(Scope.PER_RANK_FILES,),
+    )
+    mesh_device: str | None = option(
+        "Device type of the DTensors' mesh: cuda, cpu, ... (default: the source's, else the flavor's).",
+        Group.WRITTEN,
+        metavar="TYPE",
+        scope=(Scope.DTENSORS,),
+    )
+    key_type: KeyType | None = option(
+        "Key optimizer state by parameter name or by id (default: as the source).",
+        Group.WRITTEN,
+        scope=(Scope.OPTIMIZER,),
+    )
+    flavor: str | None = option(
+        f"Framework whose file names and keys are written: {', '.join(FLAVORS)} (default: plain).",
+        Group.WRITTEN,
+        metavar="NAME",
+        completion=FLAVORS,
+    )
+    max_shard_size: int = option(
+        "Split safetensors files at this size (default: 5GB).",
+        Group.WRITTEN,
+        default=DEFAULT_MAX_SHARD_SIZE,
+        kind=SIZE,
+        metavar="SIZE",
+        scope=(Scope.SAFETENSORS,),
+    )
+    only: Section | None = option("Convert only this section.", Group.SELECTED, offered=SECTIONS)
+    include: tuple[str, ...] = option(
+        "Convert only parameters whose names match; may be repeated.", Group.SELECTED, default=(), metavar="GLOB"
+    )
+    exclude: tuple[str, ...] = option(
+        "Leave out parameters whose names match; may be repeated.", Group.SELECTED, default=(), metavar="GLOB"
+    )
+    strip_prefix: str | None = option("Remove PREFIX from the start of names.", Group.SELECTED, metavar="PREFIX")
+    add_prefix: str | None = option("Add PREFIX to the start of names.", Group.SELECTED, metavar="PREFIX")
+    rename: tuple[tuple[str, str], ...] = option(
+        "Rename a key or a dotted prefix; may be repeated, and is applied in order.",
+        Group.SELECTED,
+        default=(),
+        metavar="OLD=NEW",
+    )
+    dtype: str | None = option(
+        "Cast the model's floating-point tensors, for example to bfloat16 (default: no cast).",
+        Group.SELECTED,
+        kind=DTYPE,
+        metavar="DTYPE",
+        completion=DTYPES,
+        scope=(Scope.MODEL,),
+    )
+    optim_dtype: str | None = option(
+        "Cast the optimizer's floating-point tensors (default: no cast).",
+        Group.SELECTED,
+        kind=DTYPE,
+        metavar="DTYPE",
+        completion=DTYPES,
+        scope=(Scope.OPTIMIZER,),
+    )
+    missing_state: MissingState | None = option(
+        "For parameters without optimizer state: stop, write zeros, or leave them out.",
+        Group.SELECTED,
+        scope=(Scope.OPTIMIZER,),
+    )
+    buffers: tuple[str, ...] = option(
+        "Model keys that every rank holds whole ('none': there are none); may be repeated.",
+        Group.SELECTED,
+        default=(),
+        metavar="GLOB",
+        scope=(Scope.SHARDED_OR_KEYED, Scope.MODEL),
+    )
+    units: str | None = option(
+        "Units file: which parameters lie in which flat parameter.",
+        Group.UNITS,
+        kind=PATH,
+        metavar="FILE",
+        scope=(Scope.FLAT_PARAMETERS,),
+    )
+    unit: tuple[str, ...] = option(
+        "Paths of the wrapped modules ('none': only the root); may be repeated.",
+        Group.UNITS,
+        default=(),
+        metavar="GLOB",
+        scope=(Scope.FLAT_PARAMETERS,),
+    )
+    use_orig_params: bool | None = option("How FSDP1 flattens.", Group.UNITS, scope=(Scope.FLAT_PARAMETERS,))
+    strategy: Strategy | None = option(
+        "FSDP1's sharding strategy (default: full-shard).", Group.UNITS, scope=(Scope.FLAT_PARAMETERS,)
+    )
+    param_dtype: str | None = option(
+        "MixedPrecision.param_dtype, which decides the alignment.",
+        Group.UNITS,
+        kind=DTYPE,
+        metavar="DTYPE",
+        completion=DTYPES,
+        scope=(Scope.FLAT_PARAMETERS,),
+    )
+    shard_size: int | None = option(
+        "Number of ranks in one sharding group (hybrid-shard).",
+        Group.UNITS,
+        metavar="N",
+        minimum=1,
+        scope=(Scope.FLAT_PARAMETERS,),
+    )
+    reference: str | None = option(
+        "A checkpoint with the model's names, shapes and order.",
+        Group.UNITS,
+        kind=PATH,
+        metavar="PATH",
+        scope=(Scope.SHARDED_OR_KEYED,),
+    )
+    parameters: str | None = option(
+        "A text file with the names in the order of model.parameters(), one per line.",
+        Group.UNITS,
+        kind=PATH,
+        metavar="FILE",
+        scope=(Scope.KEYED,),
+    )
+    dry_run: bool = option("Print the plan and write nothing.", Group.SAFETY, default=False, changes_output=False)
+    verify: VerifyLevel = option(
+        "How the output is checked before it appears.",
+        Group.SAFETY,
+        default=VerifyLevel.STRUCTURE,
+        changes_output=False,
+    )
+    overwrite: bool = option("Replace an existing DST.", Group.SAFETY, default=False, changes_output=False)
+    resume: bool = option("Resume an interrupted run.", Group.SAFETY, default=False, changes_output=False)
+    max_memory: int = option(
+        "Limit on copy buffers (default: 128MiB).",
+        Group.RESOURCES,
+        default=DEFAULT_MAX_MEMORY,
+        kind=SIZE,
+        metavar="SIZE",
+        changes_output=False,
+    )
+    threads: int | None = option(
+        "Number of threads that copy.", Group.RESOURCES, metavar="N", minimum=1, changes_output=False
+    )
+    # Applies everywhere: should DST be a store, this is where it is staged, so that one command serves paths, too.
+    staging: str | None = option(
+        "Local directory where a DST for an object store is staged (default: TMPDIR); not used for a path.",
+        Group.RESOURCES,
+        kind=PATH,
+        metavar="DIR",
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class LaunchOptions:
-    """On which processes a conversion runs; none of it changes a byte of what is written.
+    """On which processes a conversion runs; none of it changes a byte of what is written."""
 
-    ``nproc_per_node``: a number, ``gpu`` or ``auto``. ``node_rank`` and ``rdzv_endpoint`` (host:port) as torchrun's.
-    ``device``: auto, cpu or cuda; ``backend``: auto, nccl or gloo. ``fault_limit``: seconds within which the failure of
-    one worker ends all.
-    """
+    launcher: Launcher = option(
+        "Where to run; auto: use workers if requested or launched by torchrun/srun.",
+        Group.WORKERS,
+        default=Launcher.AUTO,
+    )
+    nproc_per_node: str | None = option(
+        "Start this many workers on this node.",
+        Group.WORKERS,
+        kind=WORKERS,
+        metavar="N|gpu|auto",
+        scope=(Scope.LAUNCH,),
+    )
+    nnodes: int = option(
+        "Number of nodes that run this command.",
+        Group.WORKERS,
+        default=1,
+        metavar="N",
+        minimum=1,
+        scope=(Scope.LAUNCH,),
+    )
+    node_rank: int | None = option(
+        "Rank of this node, from 0.", Group.WORKERS, metavar="N", minimum=0, scope=(Scope.LAUNCH, Scope.WORKERS)
+    )
+    rdzv_endpoint: str | None = option(
+        "Where the nodes meet: the same on every node.",
+        Group.WORKERS,
+        metavar="HOST:PORT",
+        scope=(Scope.LAUNCH, Scope.WORKERS),
+    )
+    device: Literal["auto", "cpu", "cuda"] = option(
+        "Device used for communication.", Group.WORKERS, default="auto", scope=(Scope.WORKERS,)
+    )
+    backend: Literal["auto", "nccl", "gloo"] = option(
+        "auto: nccl if every worker has its own GPU.", Group.WORKERS, default="auto", scope=(Scope.WORKERS,)
+    )
+    output_visibility: Visibility = option(
+        "node: each node gets the files of the ranks it will load.",
+        Group.WORKERS,
+        default=Visibility.SHARED,
+        scope=(Scope.WORKERS,),
+    )
+    fault_limit: float = option(
+        "Abort this long after losing a worker.",
+        Group.WORKERS,
+        default=15.0,
+        metavar="SECONDS",
+        minimum=1.0,
+        scope=(Scope.WORKERS,),
+    )
 
-    launcher: Launcher = Launcher.AUTO
-    nproc_per_node: str | None = None
-    nnodes: int = 1
-    node_rank: int | None = None
-    rdzv_endpoint: str | None = None
-    device: str = "auto"
-    backend: str = "auto"
-    output_visibility: Visibility = Visibility.SHARED
-    fault_limit: float = 15.0
+
+_UNITS_FILE: Any = {"kind": PATH, "metavar": "FILE"}
+_THREADS: Any = {"metavar": "N", "minimum": 1}
 
 
-_UNITS = {
-    "": 1,
-    "k": 1000,
-    "m": 1000**2,
-    "g": 1000**3,
-    "t": 1000**4,
-    "ki": 1024,
-    "mi": 1024**2,
-    "gi": 1024**3,
-    "ti": 1024**4,
-}
+@dataclass(frozen=True, slots=True)
+class InspectOptions:
+    """Options of ``fsdpckpt inspect``."""
+
+    keys: tuple[str, ...] = option("Show only matching keys; may be repeated.", default=(), metavar="GLOB")
+    section: Section | None = option("Show only this section.")
+    names_only: bool = option("Print only the keys, one per line, for pipes.", default=False)
+    ranks: bool = option("Show who holds which chunk: rank, file, byte offset, box.", default=False)
+    stats: bool = option("Read the data: min, max, mean, std, norm, NaN and Inf counts of each tensor.", default=False)
+    report: str | None = option(
+        "Also write a self-contained page: who holds what, sizes by module, the optimizer's health.",
+        metavar="FILE.html",
+    )
+    units: str | None = option("Units file for flattened shards.", **_UNITS_FILE)
+    threads: int | None = option("Number of threads that read and compute.", **_THREADS)
 
 
-def parse_size(text: str) -> int:
-    """``"128MiB"``, ``"5GB"``, ``"1000"`` to bytes. Raises ValueError for anything else."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(|[kmgt]i?)b?", text.strip().lower(), re.ASCII)
-    if found is None:
-        raise ValueError(f"{text!r} is not a size; write for example 128MiB or 5GB")
-    return int(float(found[1]) * _UNITS[found[2]])
+@dataclass(frozen=True, slots=True)
+class DiffOptions:
+    """Options of ``fsdpckpt diff``."""
+
+    rtol: float | None = option("Relative tolerance (default: every byte counts).", metavar="X", minimum=0.0)
+    atol: float | None = option("Absolute tolerance (default: every byte counts).", metavar="X", minimum=0.0)
+    only: Section | None = option("Compare only this section.", offered=SECTIONS)
+    units: str | None = option("Units file for flattened shards.", **_UNITS_FILE)
+    threads: int | None = option("Number of threads that read and compute.", **_THREADS)
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyOptions:
+    """Options of ``fsdpckpt verify``."""
+
+    digests: bool = option("Print a layout-independent SHA-256 of each tensor.", default=False)
+    finite: bool = option("Report NaN and Inf as problems; reads every tensor.", default=False)
+    units: str | None = option("Units file for flattened shards.", **_UNITS_FILE)
+    threads: int | None = option("Number of threads that read and compute.", **_THREADS)
+
+
+def _as_in_convert(name: str, help_text: str | None = None, *scope: Scope) -> Any:
+    """The option ``name`` of ``convert``, for another command."""
+    (same,) = (one for one in parameters(ConvertOptions) if one.name == name)
+    declared = dataclasses.replace(same.option, group=Group.OTHER, scope=scope)
+    if help_text is not None:
+        declared = dataclasses.replace(declared, help_text=help_text)
+    return dataclasses.field(default=same.default, metadata={"option": declared})
+
+
+@dataclass(frozen=True, slots=True)
+class UnitsOptions:
+    """Options of ``fsdpckpt units``, which makes a units file from a checkpoint or from a model."""
+
+    source: str | None = option("Infer from this checkpoint, and check against it.", flag="--from", metavar="SRC")
+    units: str | None = _as_in_convert("units", "With --from: check this units file.", Scope.CHECKPOINT)
+    reference: str | None = _as_in_convert("reference", None, Scope.CHECKPOINT)
+    parameters: str | None = _as_in_convert("parameters", None, Scope.CHECKPOINT)
+    buffers: tuple[str, ...] = _as_in_convert(
+        "buffers", "Model keys that are not parameters ('none': there are none); may be repeated.", Scope.CHECKPOINT
+    )
+    unit: tuple[str, ...] = _as_in_convert("unit", None, Scope.CHECKPOINT)
+    model: str | None = option("Your function or class that builds the model; it is run.", metavar="MODULE:NAME")
+    wrap: tuple[str, ...] = option(
+        "A wrapped class ('none': only the root); may be repeated.",
+        default=(),
+        metavar="MODULE:CLASS",
+        scope=(Scope.LIVE_MODEL,),
+    )
+    ignore: tuple[str, ...] = option(
+        "With --model: modules and parameters that FSDP ignores; may be repeated.",
+        default=(),
+        metavar="GLOB",
+        scope=(Scope.LIVE_MODEL,),
+    )
+    use_orig_params: bool | None = _as_in_convert("use_orig_params")
+    strategy: Strategy | None = _as_in_convert("strategy", "FSDP1's sharding strategy (with --model: full-shard).")
+    param_dtype: str | None = _as_in_convert("param_dtype")
+    shard_size: int | None = _as_in_convert("shard_size")
+    output: str | None = option("Write the units file here.", short="-o", metavar="FILE")
+    overwrite: bool = option("Replace an existing FILE.", default=False)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputOptions:
+    """What every command prints, and where."""
+
+    as_json: bool = option("Print one JSON document on stdout, and nothing else there.", default=False, flag="--json")
+    quiet: bool = option("Suppress messages and progress on stderr.", default=False, short="-q")

@@ -183,7 +183,7 @@ def _launched(source: str, target: str, options: ConvertOptions, launch: LaunchO
     from fsdpckpt.comm.devices import workers_here
     from fsdpckpt.comm.launch import launch as start
     from fsdpckpt.comm.wire_errors import decode_error, original_error
-    from fsdpckpt.converters.options_json import to_json
+    from fsdpckpt.option_fields import to_json
 
     workers = workers_here(launch.nproc_per_node or "auto")
     with tempfile.TemporaryDirectory(prefix="fsdpckpt-") as directory:
@@ -234,13 +234,13 @@ def main() -> None:
     from fsdpckpt.comm.torch_group import TorchGroup
     from fsdpckpt.comm.wire_errors import encode_error
     from fsdpckpt.converters.distributed import convert_together
-    from fsdpckpt.converters.options_json import convert_options, launch_options
+    from fsdpckpt.option_fields import from_json
 
     (request,) = sys.argv[1:]
     with open(request, encoding="utf-8") as file:
         document = json.load(file)
     directory = os.path.dirname(request)
-    launch = launch_options(document["launch"])
+    launch = from_json(LaunchOptions, document["launch"])
     if os.environ.get("FSDPCKPT_DEBUG") != "1":
         sys.excepthook = lambda *_: None  # the launcher says what went wrong
     try:
@@ -252,7 +252,7 @@ def main() -> None:
                 group,
                 cast("str", document["source"]),
                 cast("str", document["target"]),
-                convert_options(document["options"]),
+                from_json(ConvertOptions, document["options"]),
                 progress,
                 visibility=launch.output_visibility,
                 workers_here=int(os.environ["LOCAL_WORLD_SIZE"]),

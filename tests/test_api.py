@@ -96,7 +96,7 @@ def test_wrong_words_are_usage_errors(saved: Path, tmp_path: Path) -> None:
     for wrong, words in (
         ({"colour": "red"}, "no option 'colour'"),
         ({"to": "halved"}, "to cannot be .halved."),
-        ({"max_memory": "lots"}, "--max-memory takes a size"),
+        ({"max_memory": "lots"}, "--max-memory: 'lots' is not a size"),
     ):
         with pytest.raises(UsageError, match=words):
             fsdpckpt.convert(saved, tmp_path / "out.pt", **wrong)

@@ -1,10 +1,153 @@
-"""Sizes as people write them."""
+"""One declaration of an option reaches the command line, the Python API, JSON and the checks."""
 
 from __future__ import annotations
 
-import pytest
+import dataclasses
+import inspect
+import json
+import runpy
+from dataclasses import dataclass
+from pathlib import Path
 
-from fsdpckpt.options import parse_size
+import pytest
+from typer.testing import CliRunner
+
+import fsdpckpt
+from fsdpckpt import api
+from fsdpckpt.cli import app
+from fsdpckpt.errors import UsageError
+from fsdpckpt.ir import dtypes
+from fsdpckpt.option_fields import (
+    SIZE,
+    Group,
+    Scope,
+    changed,
+    from_json,
+    given,
+    identity,
+    option,
+    parameters,
+    parse_size,
+    takes_options,
+    to_json,
+    with_named,
+)
+from fsdpckpt.options import (
+    DTYPES,
+    FLAVORS,
+    ConvertOptions,
+    DiffOptions,
+    InspectOptions,
+    LaunchOptions,
+    OutputOptions,
+    VerifyOptions,
+)
+from fsdpckpt.producers.table import WRITABLE
+
+KEYWORDS = runpy.run_path(str(Path(__file__).parent.parent / "scripts" / "keywords"))
+
+
+@dataclass(frozen=True, slots=True)
+class MoreOptions(ConvertOptions):
+    """The options of ``convert`` and one more."""
+
+    block_size: int = option(
+        "Bytes of one block.", Group.RESOURCES, default=512, kind=SIZE, metavar="SIZE", scope=(Scope.SAFETENSORS,)
+    )
+
+
+def run_with_more_options(*arguments: str) -> tuple[str, list[MoreOptions]]:
+    """What a command with MoreOptions prints, and the options it gets."""
+    import typer
+
+    received: list[MoreOptions] = []
+
+    def body(_output: object, options: MoreOptions) -> int:
+        received.append(options)
+        return 0
+
+    program = typer.Typer(rich_markup_mode=None, add_completion=False)
+    program.command(cls=app.HelpCommand)(app.command(body, [], [MoreOptions]))
+    done = CliRunner().invoke(program, [*arguments])
+    return done.output, received
+
+
+def test_a_new_field_is_an_option_of_the_command_line_with_its_help() -> None:
+    text, _ = run_with_more_options("--help")
+    assert "  --block-size SIZE" in text
+    assert "Bytes of one block." in text
+    _, received = run_with_more_options("--block-size", "2KiB", "--to", "full", "--rename", "a=b")
+    assert [(one.block_size, one.to, one.rename) for one in received] == [(2048, "full", (("a", "b"),))]
+
+
+def test_a_new_field_is_a_keyword_of_python_with_type_default_and_description() -> None:
+    @takes_options(MoreOptions)
+    def convert(source: str, **named: object) -> None:
+        """Convert."""
+
+    keyword = inspect.signature(convert).parameters["block_size"]
+    assert (keyword.kind, keyword.annotation, keyword.default) == (keyword.KEYWORD_ONLY, "int | str", 512)
+    assert "block_size: Bytes of one block." in (convert.__doc__ or "")
+    assert "    block_size: int | str\n" in KEYWORDS["render"](MoreOptions)
+    (options,) = with_named([MoreOptions()], {"block_size": "1KiB", "only": "model"})
+    assert (options.block_size, options.only) == (1024, "model")
+    with pytest.raises(UsageError) as error:
+        with_named([MoreOptions()], {"blocksize": 1})
+    assert error.value.next_step == "did you mean block_size?"
+
+
+def test_a_new_field_crosses_to_workers_and_says_where_it_applies() -> None:
+    options = MoreOptions(block_size=7)
+    assert from_json(MoreOptions, json.loads(json.dumps(to_json(options)))) == options
+    assert given(options, Scope.SAFETENSORS) == ("--block-size",)
+    assert given(options, Scope.MODEL) == given(MoreOptions(), Scope.SAFETENSORS) == ()
+    assert identity(options)["block_size"] == "7"
+
+
+def test_the_types_of_keywords_are_those_of_the_options() -> None:
+    written = (Path(fsdpckpt.__file__).parent / "keywords.py").read_text(encoding="utf-8")
+    assert written == KEYWORDS["render"](ConvertOptions, LaunchOptions), "run scripts/keywords"
+
+
+def test_convert_shows_every_option_as_a_keyword() -> None:
+    signature = inspect.signature(fsdpckpt.convert)
+    declared = [one.name for record in (ConvertOptions, LaunchOptions) for one in parameters(record)]
+    assert list(signature.parameters) == ["source", "target", "options", "launch", "progress", *declared]
+    assert all(f"    {name}: " in (fsdpckpt.convert.__doc__ or "") for name in declared)
+
+
+@pytest.mark.parametrize(
+    ("record", "function", "of_the_command_line"),
+    [
+        (InspectOptions, api.inspect, {"names_only", "report"}),
+        (DiffOptions, api.diff, set()),
+        (VerifyOptions, api.verify, set()),
+    ],
+)
+def test_the_options_of_the_other_commands_are_keywords_of_their_functions(
+    record: type, function: object, of_the_command_line: set[str]
+) -> None:
+    declared = {one.name for one in parameters(record)} - of_the_command_line
+    assert declared | {"source", "a", "b", "progress"} >= set(inspect.signature(function).parameters)  # type: ignore[arg-type]
+    assert declared <= set(inspect.signature(function).parameters)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("record", [ConvertOptions, LaunchOptions, OutputOptions])
+def test_every_field_is_an_option_with_one_line_of_help(record: type) -> None:
+    assert [one.name for one in parameters(record)] == [field.name for field in dataclasses.fields(record)]
+    for one in parameters(record):
+        assert one.option.help_text.endswith(".") and "\n" not in one.option.help_text
+
+
+def test_the_flavors_and_dtypes_that_are_offered_are_those_that_are_taken() -> None:
+    assert sorted(FLAVORS) == sorted(WRITABLE)
+    for name in DTYPES:
+        assert dtypes.DTYPES[name].floating and dtypes.DTYPES[name].numpy
+
+
+def test_none_is_the_default() -> None:
+    options = ConvertOptions(dry_run=True)
+    assert changed(options, {"rename": None, "world_size": None, "verify": None}) == options
 
 
 @pytest.mark.parametrize(
@@ -20,13 +163,13 @@ from fsdpckpt.options import parse_size
         ("7B", 7),
     ],
 )
-def test_decimal_and_binary_units_are_told_apart(text: str, nbytes: int) -> None:
+def test_a_size_has_decimal_or_binary_units(text: str, nbytes: int) -> None:
     assert parse_size(text) == nbytes
 
 
 @pytest.mark.parametrize(
     "text", ["", "MiB", "12 parsecs", "1 2MB", "-5MB", "0x10", "nan", "inf", "infGB", "nanMiB", "1_000", "1e3", "3iB"]
 )
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_what_is_not_a_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r".+"):
         parse_size(text)

@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
-from fsdpckpt.converters.options_json import convert_options, launch_options, to_json
 from fsdpckpt.converters.report import PlannedFile, Report
 from fsdpckpt.ir.checkpoint import Container, Layout, Note, Section
 from fsdpckpt.ir.units import Strategy
+from fsdpckpt.option_fields import from_json, to_json
 from fsdpckpt.options import ConvertOptions, Launcher, LaunchOptions, MissingState, VerifyLevel, Visibility
 from fsdpckpt.process_role import Standing, rank_here, started_as_worker
 from fsdpckpt.progress_pipe import Relay, followed
@@ -60,12 +60,12 @@ def test_options_cross_as_json_and_are_the_same() -> None:
         max_memory=5,
     )
     for options in (given, ConvertOptions()):
-        found = convert_options(_through_json(to_json(options)))
+        found = from_json(ConvertOptions, _through_json(to_json(options)))
         assert found == options
         kinds = [type(getattr(found, field.name)) for field in dataclasses.fields(found)]
         assert kinds == [type(getattr(options, field.name)) for field in dataclasses.fields(options)]
     launch = LaunchOptions(launcher=Launcher.TORCHRUN, nproc_per_node="gpu", output_visibility=Visibility.NODE)
-    assert launch_options(_through_json(to_json(launch))) == launch
+    assert from_json(LaunchOptions, _through_json(to_json(launch))) == launch
 
 
 def _through_json(document: dict[str, object]) -> dict[str, object]:

@@ -1,24 +1,176 @@
-"""The commands and their options, put together: what ``fsdpckpt.cli.main`` runs."""
+"""Makes the commands: their parameters, help and completion come from the option records."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import inspect as signatures
+import textwrap
+from collections.abc import Callable, Iterable
+from enum import Enum
+from typing import Annotated, Any, ClassVar, Optional
 
 import typer
+from typer.core import TyperCommand
 
-from fsdpckpt.cli import convert, convert_help, diff, inspect, units, verify
+from fsdpckpt.cli import convert, diff, inspect, units, verify
+from fsdpckpt.cli.errors import guarded
 from fsdpckpt.cli.output import Output
+from fsdpckpt.option_fields import Group, Parameter, changed, parameters
+from fsdpckpt.options import (
+    ConvertOptions,
+    DiffOptions,
+    InspectOptions,
+    LaunchOptions,
+    OutputOptions,
+    UnitsOptions,
+    VerifyOptions,
+)
 from fsdpckpt.version import __version__
 
-__all__ = ["USAGE_ERRORS", "app"]
+__all__ = ["USAGE_ERRORS", "app", "command"]
 
 EPILOG = """\b
-Exit codes: 0 done; 1 differences or problems found; 2 wrong command line; 3 the source cannot be used;
-4 more information is needed; 5 the target cannot be written; 6 a worker failed; 70 internal error; 130 interrupted.
+Exit codes:
+  0 done                            4 more information is needed
+  1 differences or problems found   5 the target cannot be written
+  2 wrong command line              6 a worker failed
+  3 the source cannot be used       70 internal error, 130 interrupted
 
 \b
-Set FSDPCKPT_DEBUG=1 for tracebacks. Each command has examples: fsdpckpt convert --help
+Set FSDPCKPT_DEBUG=1 for tracebacks.
+Each command has examples: fsdpckpt convert --help
 """
+WIDEST_NAME = 30  # columns of the names of options in --help, before their descriptions
+
+# typer's usage errors: it exports this one, and its base class catches the others in every version
+USAGE_ERRORS: tuple[type[BaseException], ...] = (typer.BadParameter.__mro__[1],)
+
+
+class HelpCommand(TyperCommand):
+    """Shows ``--help`` with the options under headings, and breaks lines between words only.
+
+    ``headings``: of each parameter. Those that it does not name come under ``rest``, the last one.
+    """
+
+    headings: ClassVar[dict[str, str]] = {}
+    rest: ClassVar[str] = "Options"
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """``[OPTIONS] SRC DST``."""
+        return ["[OPTIONS]", *(param.metavar or "" for param in self.get_params(ctx) if _is_argument(param))]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the sections of arguments and options."""
+        order = ("Arguments", *dict.fromkeys(self.headings.values()), self.rest)
+        rows: dict[str, list[tuple[str, str]]] = {heading: [] for heading in order}
+        for param in self.get_params(ctx):
+            if _is_argument(param):
+                rows["Arguments"].append((param.metavar or "", getattr(param, "help", "") or ""))
+            elif (record := param.get_help_record(ctx)) is not None:
+                rows[self.headings.get(param.name or "", self.rest)].append(record)
+        for heading, records in rows.items():
+            if records:
+                with formatter.section(heading):
+                    formatter.write(_table(records, formatter.current_indent, formatter.width))
+
+
+def _is_argument(param: Any) -> bool:
+    return bool(param.param_type_name == "argument")
+
+
+def _table(rows: list[tuple[str, str]], indent: int, width: int) -> str:
+    """Names and their descriptions, side by side."""
+    column = indent + min(max(len(name) for name, _ in rows), WIDEST_NAME) + 2
+    lines = []
+    for name, text in rows:
+        beside = textwrap.wrap(text, width - column, break_on_hyphens=False, break_long_words=False)
+        first = " " * indent + name
+        if len(first) <= column - 2 and beside:
+            first = first.ljust(column) + beside.pop(0)
+        lines += [first, *(" " * column + line for line in beside)]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def command(
+    body: Callable[..., int], arguments: Iterable[tuple[str, str, str]], records: Iterable[type]
+) -> Callable[..., int]:
+    """A function that typer makes a command of.
+
+    ``body`` gets an Output, the value of each of ``arguments`` (name, metavar, help text), and one of each of
+    ``records``, filled from the command line.
+    """
+    arguments, records = list(arguments), list(records)
+
+    def run(**values: Any) -> int:
+        printing: OutputOptions = _filled(OutputOptions, values)
+        output = Output(as_json=printing.as_json, quiet=printing.quiet)
+        paths = [values[name] for name, _, _ in arguments]
+        return guarded(output, lambda: body(output, *paths, *(_filled(record, values) for record in records)))
+
+    keyword_only = signatures.Parameter.KEYWORD_ONLY
+    run.__signature__ = signatures.Signature(  # type: ignore[attr-defined]
+        [
+            *(
+                signatures.Parameter(name, keyword_only, annotation=_argument(metavar, help_text))
+                for name, metavar, help_text in arguments
+            ),
+            *(_option(one) for record in (*records, OutputOptions) for one in parameters(record)),
+        ]
+    )
+    run.__doc__ = body.__doc__
+    return run
+
+
+def _filled(record: type[Any], values: dict[str, Any]) -> Any:
+    return changed(record(), {one.name: values[one.name] for one in parameters(record)})
+
+
+def _argument(metavar: str, help_text: str) -> Any:
+    return Annotated[str, typer.Argument(metavar=metavar, help=help_text, show_default=False)]
+
+
+def _option(one: Parameter) -> signatures.Parameter:
+    """The parameter of a command that typer makes the option ``one`` of."""
+    kind: Any = one.kind.values
+    default = one.default if isinstance(one.default, bool | int | float) and kind is not str else None
+    names = [one.flag, *([one.option.short] if one.option.short else [])]
+    if one.choices:
+        kind = _choice(one.choices)
+        default = None if one.default is None else kind(str(one.default))
+    elif kind is bool and one.default is None:
+        names = [f"{one.flag}/--no-{one.flag.removeprefix('--')}"]
+    described = typer.Option(
+        *names,
+        help=one.option.help_text,
+        metavar=one.option.metavar,
+        min=one.option.minimum,
+        show_default=default is not None,
+        autocompletion=_completer(one.option.completion) if one.option.completion else None,
+    )
+    annotation: Any = Annotated[kind if default is not None else Optional[kind], described]  # noqa: UP045
+    return signatures.Parameter(one.name, signatures.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _choice(words: tuple[str, ...]) -> Any:
+    return Enum("Choice", [(word, word) for word in words], type=str)
+
+
+def _completer(words: tuple[str, ...]) -> Callable[[str], list[str]]:
+    def complete(incomplete: str) -> list[str]:
+        return [word for word in words if word.startswith(incomplete)]
+
+    return complete
+
+
+class _ConvertHelp(HelpCommand):
+    headings: ClassVar = {
+        one.name: one.option.group.value
+        for group in Group
+        for record in (ConvertOptions, LaunchOptions)
+        for one in parameters(record)
+        if one.option.group is group
+    }
+    rest: ClassVar = Group.OTHER.value
+
 
 # Rich help and rich tracebacks cost a tenth of a second to import, which is most of what --help may take.
 app = typer.Typer(
@@ -27,26 +179,34 @@ app = typer.Typer(
     epilog=EPILOG,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    no_args_is_help=True,
     context_settings={"help_option_names": ["--help", "-h"], "max_content_width": 100},
 )
-app.command("inspect", short_help="What a checkpoint holds, and whether it is whole.", epilog=inspect.EXAMPLES)(
-    inspect.inspect_command
-)
+_SRC = ("source", "SRC", "A file, a directory or a URL; its format is detected.")
+_DST = ("target", "DST", "A path or an object store's URL; must not exist yet.")
+_A = ("a", "A", "A file, a directory or a URL.")
+_B = ("b", "B", "What to compare it with.")
+
+app.command(
+    "inspect",
+    cls=HelpCommand,
+    short_help="Show what a checkpoint holds, and if it is complete.",
+    epilog=inspect.EXAMPLES,
+)(command(inspect.inspect_command, [_SRC], [InspectOptions]))
 app.command(
     "convert",
-    cls=convert_help.ConvertCommand,
-    short_help="To another layout, container or world size.",
-    epilog=convert_help.EXAMPLES,
-)(convert.convert_command)
-app.command("diff", short_help="Compare two checkpoints key by key.", epilog=diff.EXAMPLES)(diff.diff_command)
-app.command("verify", short_help="Prove one checkpoint whole.", epilog=verify.EXAMPLES)(verify.verify_command)
-app.command("units", short_help="Make a units file: what flattened shards do not say.", epilog=units.EXAMPLES)(
-    units.units_command
+    cls=_ConvertHelp,
+    short_help="Convert to another layout, container or world size.",
+    epilog=convert.EXAMPLES,
+)(command(convert.convert_command, [_SRC, _DST], [ConvertOptions, LaunchOptions]))
+app.command("diff", cls=HelpCommand, short_help="Compare two checkpoints key by key.", epilog=diff.EXAMPLES)(
+    command(diff.diff_command, [_A, _B], [DiffOptions])
 )
-
-# typer's usage errors: it exports this one, and its base class catches the others in every version
-USAGE_ERRORS: tuple[type[BaseException], ...] = (typer.BadParameter.__mro__[1],)
+app.command("verify", cls=HelpCommand, short_help="Check a checkpoint for damage.", epilog=verify.EXAMPLES)(
+    command(verify.verify_command, [_SRC], [VerifyOptions])
+)
+app.command(
+    "units", cls=HelpCommand, short_help="Make a units file for FSDP1's flattened shards.", epilog=units.EXAMPLES
+)(command(units.units_command, [], [UnitsOptions]))
 
 
 def _version(wanted: bool) -> None:  # noqa: FBT001  # typer calls it so
@@ -55,11 +215,15 @@ def _version(wanted: bool) -> None:  # noqa: FBT001  # typer calls it so
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def _program(
+    ctx: typer.Context,
     *,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    pass
+    del version
+    if ctx.invoked_subcommand is None:
+        Output(as_json=False, quiet=False).error(ctx.get_help())
+        raise typer.Exit(2)

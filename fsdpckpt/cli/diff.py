@@ -1,17 +1,14 @@
-"""``fsdpckpt diff``: one sigil a key."""
+"""Runs ``fsdpckpt diff``: one sigil per key."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from fsdpckpt.cli.boundary import guarded
-from fsdpckpt.cli.options import AsJson, PartChoice, Quiet, Threads, UnitsFile
-from fsdpckpt.cli.output import Output
+from fsdpckpt.options import DiffOptions
 
 if TYPE_CHECKING:
+    from fsdpckpt.cli.output import Output
     from fsdpckpt.verify.compare import Difference
 
 __all__ = ["diff_command"]
@@ -24,66 +21,41 @@ Examples:
   fsdpckpt diff a.pt b.pt | grep -v '^='
 
 \b
-Sigils: = same, * differs, - only in A, + only in B. The exit code is 1 when anything differs.
+Sigils: = same, * differs, - only in A, + only in B.
+The exit code is 1 if anything differs.
 """
 
 
-def diff_command(
-    a: Annotated[str, typer.Argument(metavar="A", help="A file, a directory or a URL.", show_default=False)],
-    b: Annotated[str, typer.Argument(metavar="B", help="What to compare it with.", show_default=False)],
-    *,
-    rtol: Annotated[
-        float | None,
-        typer.Option(
-            "--rtol", min=0.0, metavar="X", help="Relative tolerance; default: every byte.", show_default=False
-        ),
-    ] = None,
-    atol: Annotated[
-        float | None,
-        typer.Option(
-            "--atol", min=0.0, metavar="X", help="Absolute tolerance; default: every byte.", show_default=False
-        ),
-    ] = None,
-    only: Annotated[PartChoice | None, typer.Option("--only", help="Only this section.", show_default=False)] = None,
-    units: UnitsFile = None,
-    threads: Threads = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-) -> int:
+def diff_command(output: Output, a: str, b: str, options: DiffOptions) -> int:
     """Compare two checkpoints logically, whatever their layouts, containers, key types and world sizes.
 
     Keys, shapes, dtypes, every byte, param groups and extras.
     """
-    output = Output(as_json=as_json, quiet=quiet)
+    from fsdpckpt.api import diff
 
-    def body() -> int:
-        from fsdpckpt.api import diff
-
-        with output.progress() as progress:
-            result = diff(
-                a,
-                b,
-                rtol=rtol,
-                units=units,
-                atol=atol,
-                only=only.value if only is not None else None,
-                threads=threads,
-                progress=progress,
-            )
-        for note in result.notes:
-            output.talk(f"note: {note}")
-        output.document(lambda: _document(a, b, result), "diff")
-        output.data(
-            f"{entry.sigil} {entry.section} {entry.key}" + (f"  {entry.detail}" if entry.detail else "")
-            for entry in result.entries
+    with output.progress() as progress:
+        result = diff(
+            a,
+            b,
+            rtol=options.rtol,
+            atol=options.atol,
+            only=options.only,
+            units=options.units,
+            threads=options.threads,
+            progress=progress,
         )
-        output.talk(
-            f"{result.count('=')} same, {result.count('*')} differ, {result.count('-')} only in {a}, "
-            f"{result.count('+')} only in {b}"
-        )
-        return 0 if result.same else 1
-
-    return guarded(output, body)
+    for note in result.notes:
+        output.talk(f"note: {note}")
+    output.document(lambda: _document(a, b, result), "diff")
+    output.data(
+        f"{entry.sigil} {entry.section} {entry.key}" + (f"  {entry.detail}" if entry.detail else "")
+        for entry in result.entries
+    )
+    output.talk(
+        f"{result.count('=')} same, {result.count('*')} differ, {result.count('-')} only in {a}, "
+        f"{result.count('+')} only in {b}"
+    )
+    return 0 if result.same else 1
 
 
 def _document(a: str, b: str, result: Difference) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""The command line: options in, one call of the API, an exit code out."""
+"""Runs the command line: options in, one call of the API, an exit code out."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from fsdpckpt.cli.interruption import Interruption, catch_signals, ignore_signals
+from fsdpckpt.cli.errors import Interruption, catch_signals, guarded, ignore_signals, report
 from fsdpckpt.process_role import standing, started_as_worker
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ def main() -> None:
     try:
         catch_signals()
         # Imported only now: a Ctrl-C while the program still loads ends it as tidily as one while it works.
-        from fsdpckpt.cli.boundary import guarded
         from fsdpckpt.cli.output import Output
 
         worker = standing.worker = sys.argv[1:2] == ["convert"] and started_as_worker()
@@ -44,18 +43,13 @@ def _run(output: Output) -> int:
     import typer
 
     from fsdpckpt.cli.app import USAGE_ERRORS, app
-    from fsdpckpt.cli.boundary import report
-    from fsdpckpt.errors import InterruptedRunError, UsageError
+    from fsdpckpt.errors import InterruptedRunError
 
     try:
         code = app(prog_name="fsdpckpt", standalone_mode=False)  # also for python -m: completion is by name
     except typer.Abort:
         return report(output, InterruptedRunError("while reading the command line"))
     except USAGE_ERRORS as error:
-        text = str(error)
-        if text.startswith("Usage:") and not output.as_json:  # no command at all: typer's answer is the help
-            output.error(text)
-            return UsageError.exit_code
         return report(output, _usage(error))
     return code if isinstance(code, int) else 0
 
@@ -65,8 +59,7 @@ def _usage(error: BaseException) -> BaseException:
     from fsdpckpt.errors import UsageError
 
     message = getattr(error, "format_message", lambda: str(error))()
-    what = str(message).replace("Value error, ", "")
-    return UsageError(what, next_step=f"{_command(error)} --help  # the options, with examples")
+    return UsageError(str(message), next_step=f"{_command(error)} --help  # the options, with examples")
 
 
 def _command(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""The only place that prints: data on stdout, talk and progress on stderr, with ``--json`` one document on stdout."""
+"""Prints everything: data on stdout, messages and progress on stderr, with ``--json`` one document on stdout."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from fsdpckpt.process_role import standing
+from fsdpckpt.progress import NoProgress, Progress
+from fsdpckpt.text import size_text
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from fsdpckpt.progress import Progress
-
-__all__ = ["Output", "abandon", "visible"]
+__all__ = ["Lines", "Output", "abandon", "visible"]
 
 SCHEMA_VERSION = 1  # goes up when a key goes away or changes its meaning; new keys may come at any time
 GAP = 2  # spaces between columns
+SECONDS_BETWEEN_LINES = 5.0  # often enough to see life in a CI log, seldom enough not to fill it
 
 
 class Output:
@@ -117,19 +117,13 @@ def _writable(stream: TextIO, text: str) -> bool:
 
 @contextmanager
 def _progress(output: Output) -> Iterator[Progress]:
-    from fsdpckpt.progress import NoProgress
-
     if output.quiet or standing.silent:
         yield NoProgress()
         return
     if sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
-        from fsdpckpt.cli.progress import bar
-
-        with bar() as stages:
+        with _bar() as stages:
             yield stages
         return
-    from fsdpckpt.cli.progress import Lines
-
     yield Lines(output.talk)
 
 
@@ -156,3 +150,83 @@ def _aligned(
         ]
         lines.append((" " * GAP).join(cells).rstrip() + "\n")
     return "".join(lines)
+
+
+class Lines:
+    """A line every few seconds, and one at the end of a stage that took long enough to have had one."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._lock = threading.Lock()
+        self._stage = ""
+        self._total = self._done = 0
+        self._begun = self._said = time.monotonic()
+        self._spoke = False
+
+    def begin(self, stage: str, total_bytes: int) -> None:
+        with self._lock:
+            self._stage, self._total, self._done, self._spoke = stage, total_bytes, 0, False
+            self._begun = self._said = time.monotonic()
+
+    def advance(self, nbytes: int) -> None:
+        with self._lock:
+            self._done += nbytes
+            now = time.monotonic()
+            if now - self._said < SECONDS_BETWEEN_LINES:
+                return
+            self._said, self._spoke = now, True
+            line = self._line(now - self._begun)
+        self._say(line)
+
+    def end(self) -> None:
+        with self._lock:
+            if not self._spoke:
+                return
+            line = self._line(time.monotonic() - self._begun)
+        self._say(line)
+
+    def _line(self, seconds: float) -> str:
+        rate = self._done / seconds if seconds > 0 else 0.0
+        text = f"{self._stage}: {size_text(self._done)}"
+        if self._total:
+            text += f" of {size_text(self._total)} ({100 * self._done // self._total} %)"
+        text += f", {size_text(int(rate))}/s"
+        if self._total > self._done and rate > 0:
+            text += f", {(self._total - self._done) / rate:.0f} s left"
+        return text
+
+
+@contextmanager
+def _bar() -> Iterator[Progress]:
+    """A rich progress bar on stderr, gone when the block ends."""
+    from rich import progress
+    from rich.console import Console
+
+    drawn = progress.Progress(
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.DownloadColumn(binary_units=True),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+
+    class Bar:
+        task: progress.TaskID | None = None
+
+        def begin(self, stage: str, total_bytes: int) -> None:
+            self.end()
+            self.task = drawn.add_task(stage, total=total_bytes or None)
+
+        def advance(self, nbytes: int) -> None:
+            if self.task is not None:
+                drawn.advance(self.task, nbytes)
+
+        def end(self) -> None:
+            if self.task is not None:
+                drawn.remove_task(self.task)
+                self.task = None
+
+    with drawn:
+        yield Bar()

@@ -1,215 +1,145 @@
-"""``fsdpckpt units``: a units file from a checkpoint, or from a model built on the meta device."""
+"""Runs ``fsdpckpt units``: a units file from a checkpoint, or from a model built on the meta device."""
 
 from __future__ import annotations
 
 import os
 import shlex
 import sys
+from collections.abc import Iterator
 from contextlib import redirect_stdout
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-import typer
-
-from fsdpckpt.cli.boundary import guarded
-from fsdpckpt.cli.options import AsJson, Quiet, StrategyChoice
-from fsdpckpt.cli.output import Output
-from fsdpckpt.cli.units_text import HEADINGS, NUMERIC, rest, row, summary
 from fsdpckpt.errors import NeedsInformationError, TargetExistsError, UsageError
+from fsdpckpt.ir.vocabulary import Strategy
+from fsdpckpt.option_fields import Scope, given
+from fsdpckpt.options import UnitsOptions
+from fsdpckpt.text import count_text, plural, shape_text
 
 if TYPE_CHECKING:
+    from fsdpckpt.cli.output import Output
     from fsdpckpt.flat.units.find import FoundUnits
+    from fsdpckpt.ir.units import Unit, Units
 
 __all__ = ["units_command"]
 
 EXAMPLES = """\b
 Examples:
   fsdpckpt units --from runs/step-1000 -o runs/step-1000/units.json
-  fsdpckpt units --from runs/step-1000 --reference model.pt --unit 'model.layers.*' -o units.json
+  fsdpckpt units --from runs/step-1000 --reference model.pt \\
+      --unit 'model.layers.*' -o units.json
   fsdpckpt units --from runs/step-1000 --units units.json
-  fsdpckpt units --model train:make_model --wrap train:Block --no-use-orig-params -o units.json
-  fsdpckpt units --model train:make_model --wrap train:Block --use-orig-params --from runs/step-1000
+  fsdpckpt units --model train:make_model --wrap train:Block \\
+      --no-use-orig-params -o units.json
+  fsdpckpt units --model train:make_model --wrap train:Block \\
+      --use-orig-params --from runs/step-1000
 
 \b
---model and --wrap import and run your own code, from the current directory as `python -m` would; nothing else in
-fsdpckpt runs code of yours or of a checkpoint. With --from as well, the model's units are proved by that checkpoint.
-In a training script, fsdpckpt.save_units(model, optimizer, "units.json") writes the same file without inference.
+--model and --wrap import and run your own code, from the current directory as
+`python -m` would; nothing else in fsdpckpt runs your code or a checkpoint's.
+With --from as well, the model's units are checked against that checkpoint.
+In a training script, fsdpckpt.save_units(model, optimizer, "units.json")
+writes the same file without inference.
 """
 
-Repeated = list[str] | None
-NO_CLASSES = ["none"]
-_MARK, _HEAD = b'"fsdpckpt-units"', 4096  # what every units file has near its beginning
+NO_CLASSES = ("none",)
 UNITS_FILE = "units.json"  # in a directory given to --output, where it is found beside a checkpoint
+HEADINGS = ("flat parameter", "strategy", "parameters", "frozen", "elements", "dtype", "param_dtype")
+NUMERIC = frozenset({"parameters", "frozen", "elements"})
+_MARK, _HEAD = b'"fsdpckpt-units"', 4096  # what every units file has near its beginning
+_HELP = "fsdpckpt units --help  # the options, with examples"
 
 
-def units_command(
-    *,
-    source: Annotated[
-        str | None, typer.Option("--from", metavar="SRC", help="Infer from this checkpoint, and prove by it.")
-    ] = None,
-    units: Annotated[
-        str | None,
-        typer.Option("--units", metavar="FILE", help="With --from: prove this units file by the checkpoint."),
-    ] = None,
-    reference: Annotated[
-        str | None,
-        typer.Option("--reference", metavar="PATH", help="A checkpoint with the model's names, shapes and order."),
-    ] = None,
-    parameters: Annotated[
-        str | None,
-        typer.Option("--parameters", metavar="FILE", help="The order of model.parameters(): one name a line."),
-    ] = None,
-    buffers: Annotated[
-        Repeated,
-        typer.Option("--buffers", metavar="GLOB", help="Model keys that are no parameters; 'none': there are none."),
-    ] = None,
-    unit: Annotated[
-        Repeated,
-        typer.Option(
-            "--unit", metavar="GLOB", help="Paths of the wrapped modules ('none': the root); may be repeated."
-        ),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option("--model", metavar="MODULE:NAME", help="Your function or class that builds the model; it is run."),
-    ] = None,
-    wrap: Annotated[
-        Repeated,
-        typer.Option("--wrap", metavar="MODULE:CLASS", help="A wrapped class ('none': the root only); repeatable."),
-    ] = None,
-    ignore: Annotated[
-        Repeated,
-        typer.Option("--ignore", metavar="GLOB", help="With --model: modules and parameters FSDP was told to ignore."),
-    ] = None,
-    use_orig_params: Annotated[
-        bool | None,
-        typer.Option("--use-orig-params/--no-use-orig-params", help="How FSDP1 flattens.", show_default=False),
-    ] = None,
-    strategy: Annotated[
-        StrategyChoice | None, typer.Option("--strategy", help="FSDP1's sharding strategy; with --model: full-shard.")
-    ] = None,
-    param_dtype: Annotated[
-        str | None,
-        typer.Option("--param-dtype", metavar="DTYPE", help="MixedPrecision.param_dtype: it decides the alignment."),
-    ] = None,
-    shard_size: Annotated[
-        int | None,
-        typer.Option("--shard-size", min=1, metavar="N", help="Ranks in one sharding group (hybrid-shard)."),
-    ] = None,
-    to: Annotated[str | None, typer.Option("--output", "-o", metavar="FILE", help="Write the units file here.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing FILE.")] = False,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-) -> int:
+def units_command(output: Output, options: UnitsOptions) -> int:
     """Make a units file: which parameters lie in which flat parameter, in which order and with which shapes.
 
-    Prints what was found and how it was proved; with --json the units file itself.
+    Prints what was found and how it was checked; with --json the units file itself.
     """
-    output = Output(as_json=as_json, quiet=quiet)
-    settings = _Settings(
-        use_orig_params=use_orig_params,
-        strategy=strategy.value if strategy is not None else None,
-        param_dtype=param_dtype,
-        shard_size=shard_size,
+    target = _target(options.output, overwrite=options.overwrite)
+    if options.model is not None:
+        _refuse(given(options, Scope.CHECKPOINT), "--from")
+        units = _from_model(options.model, options)
+    elif options.source is not None:
+        _refuse(given(options, Scope.LIVE_MODEL), "--model")
+        units = _from_checkpoint(options.source, options)
+    else:
+        raise UsageError(
+            "units are made from a checkpoint or from a model",
+            expected="--from SRC, or --model MODULE:NAME with --wrap MODULE:CLASS",
+            next_step=_HELP,
+        )
+    if target is not None:
+        from fsdpckpt.flat.live.file import write_units
+
+        write_units(units.units, target, how=units.how)
+    _show(output, units)
+    if target is not None:
+        output.talk(f"wrote {target}")
+    return 0
+
+
+def _from_checkpoint(source: str, options: UnitsOptions) -> FoundUnits:
+    from fsdpckpt.api import find_units
+
+    return find_units(
+        source,
+        units=options.units,
+        unit=options.unit,
+        use_orig_params=options.use_orig_params,
+        strategy=options.strategy,
+        param_dtype=options.param_dtype,
+        shard_size=options.shard_size,
+        reference=options.reference,
+        parameters=options.parameters,
+        buffers=options.buffers,
     )
 
-    def body() -> int:
-        target = _target(to, overwrite=overwrite)
-        if model is not None:
-            _refuse({"--units": units, "--reference": reference, "--parameters": parameters}, "--from")
-            _refuse({"--unit": unit, "--buffers": buffers}, "--from")
-            found = _from_model(model, wrap or [], ignore or [], settings, source)
-        elif source is not None:
-            _refuse({"--wrap": wrap, "--ignore": ignore}, "--model")
-            from fsdpckpt.api import find_units
 
-            found = find_units(
-                source,
-                units=units,
-                unit=unit or (),
-                use_orig_params=use_orig_params,
-                strategy=settings.strategy,
-                param_dtype=param_dtype,
-                shard_size=shard_size,
-                reference=reference,
-                parameters=parameters,
-                buffers=buffers or (),
-            )
-        else:
-            raise UsageError(
-                "units are made from a checkpoint or from a model",
-                expected="--from SRC, or --model MODULE:NAME with --wrap MODULE:CLASS",
-                next_step="fsdpckpt units --help  # the options, with examples",
-            )
-        if target is not None:
-            from fsdpckpt.flat.live.file import write_units
-
-            write_units(found.units, target, how=found.how)
-        _show(output, found)
-        if target is not None:
-            output.talk(f"wrote {target}")
-        return 0
-
-    return guarded(output, body)
-
-
-@dataclass(frozen=True, slots=True)
-class _Settings:
-    """What both sources of units may be told."""
-
-    use_orig_params: bool | None
-    strategy: str | None
-    param_dtype: str | None
-    shard_size: int | None
-
-
-def _from_model(model: str, wrap: list[str], ignore: list[str], settings: _Settings, source: str | None) -> FoundUnits:
-    if not wrap:
+def _from_model(model: str, options: UnitsOptions) -> FoundUnits:
+    if not options.wrap:
         raise NeedsInformationError(
             "a model does not say which of its modules are wrapped",
-            why="each wrapped module has a flat parameter of its own, and wrapping is never guessed",
+            why="each wrapped module has its own flat parameter, and wrapping is never guessed",
             next_step="add --wrap MODULE:CLASS for each class of auto_wrap_policy, or --wrap none for the root only",
         )
     from fsdpckpt.api import model_units
 
-    with redirect_stdout(sys.stderr):  # what the user's code prints is no part of the units file
-        found = model_units(
+    with redirect_stdout(sys.stderr):  # what the user's code prints does not belong into the units file
+        units = model_units(
             model,
-            () if wrap == NO_CLASSES else wrap,
-            use_orig_params=bool(settings.use_orig_params),
-            strategy=settings.strategy or StrategyChoice.full_shard.value,
-            param_dtype=settings.param_dtype,
-            shard_size=settings.shard_size,
-            ignore=ignore,
-            prove_by=source,
+            () if options.wrap == NO_CLASSES else options.wrap,
+            use_orig_params=bool(options.use_orig_params),
+            strategy=options.strategy or Strategy.FULL_SHARD,
+            param_dtype=options.param_dtype,
+            shard_size=options.shard_size,
+            ignore=options.ignore,
+            prove_by=options.source,
         )
-    if settings.use_orig_params is None:
+    if options.use_orig_params is None:
         line = "use_orig_params=False, FSDP's own default: add --use-orig-params if the training sets it"
-        return replace(found, how=(*found.how, line))
-    return found
+        return replace(units, how=(*units.how, line))
+    return units
 
 
-def _refuse(options: dict[str, object], goes_with: str) -> None:
+def _refuse(options: tuple[str, ...], goes_with: str) -> None:
     """Options that would be without effect are mistakes."""
-    given = [name for name, value in options.items() if value]
-    if given:
+    if options:
         raise UsageError(
-            f"{', '.join(given)} would have no effect here",
-            why=f"it goes with {goes_with} alone",
-            next_step="fsdpckpt units --help  # the options, with examples",
+            f"{', '.join(options)} would have no effect here", why=f"it goes with {goes_with} alone", next_step=_HELP
         )
 
 
-def _target(given: str | None, *, overwrite: bool) -> str | None:
+def _target(path: str | None, *, overwrite: bool) -> str | None:
     """The file to write, which is free. Raises TargetExistsError."""
-    if given is None:
+    if path is None:
         return None
-    path = os.path.join(given, UNITS_FILE) if os.path.isdir(given) else given
+    if os.path.isdir(path):
+        path = os.path.join(path, UNITS_FILE)
     if os.path.lexists(path) and not overwrite:
         raise TargetExistsError(
             f"{path} exists",
             file=path,
-            why="a units file is never replaced unasked",
+            why="fsdpckpt won't replace existing files without --overwrite",
             next_step=f"add --overwrite, or give another file than {shlex.quote(path)}",
         )
     if os.path.lexists(path):
@@ -226,20 +156,59 @@ def _require_units_file(path: str) -> None:
         head = b"?"
     if head and _MARK not in head:
         raise TargetExistsError(
-            f"{path} is no units file: --overwrite does not replace that",
+            f"{path} is not a units file: --overwrite does not replace it",
             file=path,
             why="what is in it would be lost",
             next_step=f"give another file; or, when it is not needed, remove it yourself: rm {shlex.quote(path)}",
         )
 
 
-def _show(output: Output, found: FoundUnits) -> None:
+def _show(output: Output, result: FoundUnits) -> None:
     from fsdpckpt.ir.units_json import encode
 
-    units = found.units
-    output.document(lambda: encode(units, how=found.how))
-    output.data(summary(units))
-    output.table(HEADINGS, map(row, units.units), right=NUMERIC)
-    output.data(rest(units))
-    output.data(found.how)
-    output.data(f"not settled by the checkpoint, and without effect on it: {name}" for name in found.unsettled)
+    units = result.units
+    output.document(lambda: encode(units, how=result.how))
+    output.data(_summary(units))
+    output.table(HEADINGS, map(_row, units.units), right=NUMERIC)
+    output.data(_rest(units))
+    output.data(result.how)
+    output.data(f"not settled by the checkpoint, and without effect on it: {name}" for name in result.unsettled)
+
+
+def _summary(units: Units) -> Iterator[str]:
+    """What there is, above the table."""
+    params = units.params()
+    elements = sum(param.numel for param in params.values())
+    ranks = f", {plural(units.world_size, 'rank')}" if units.world_size is not None else ""
+    groups = f" in sharding groups of {units.shard_size}" if units.shard_size is not None else ""
+    yield (
+        f"{plural(len(units.units), 'unit')}, {plural(len(params), 'parameter')}, {count_text(elements)} elements; "
+        f"use_orig_params={units.use_orig_params}{ranks}{groups}"
+    )
+    yield ""
+
+
+def _row(unit: Unit) -> list[str]:
+    """The cells of one unit, under ``HEADINGS``."""
+    frozen = sum(not param.requires_grad for param in unit.params)
+    return [
+        unit.key,
+        unit.strategy.value,
+        count_text(len(unit.params)),
+        count_text(frozen) if frozen else "-",
+        count_text(sum(param.numel for param in unit.params)),
+        unit.params[0].dtype.name if unit.params else "-",
+        unit.param_dtype.name if unit.param_dtype is not None else "-",
+    ]
+
+
+def _rest(units: Units) -> Iterator[str]:
+    """What lies in no unit, and what is known of the optimizer."""
+    yield ""
+    for param in units.unmanaged:
+        yield f"outside of all units: {param.name} {param.dtype.name} {shape_text(param.shape)}"
+    for later, first in units.shared:
+        yield f"shared: {later} is {first}"
+    if units.groups is not None:
+        sizes = ", ".join(count_text(len(group)) for group in units.groups)
+        yield f"optimizer groups: {len(units.groups)}, of {sizes} parameters"

@@ -62,7 +62,8 @@ class Failure:
         error = WorkerError(
             f"worker {self.rank} failed in step '{self.step}': {self.cause}",
             rank=self.rank,
-            next_step="find the cause on that rank, then run the command again",
+            next_step="find the cause on that rank",
+            run_again=True,
         )
         error.step, error.cause, error.cause_exit_code = self.step, self.cause, self.exit_code
         error.original = self.original

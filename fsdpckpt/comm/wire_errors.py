@@ -17,8 +17,6 @@ __all__ = ["ErrorRecord", "decode_error", "encode_error", "original_error"]
 ErrorRecord: TypeAlias = "dict[str, Any]"
 """``{"type": class name, ...}`` with the fields of the error; plain JSON values."""
 
-_FIELDS = ("details", "why", "next_step", "file", "key", "rank", "expected", "found")
-
 
 def encode_error(error: BaseException) -> ErrorRecord | None:
     """``error`` as a record; None for one that does not cross: a WorkerError, and what this program did not foresee."""
@@ -27,7 +25,7 @@ def encode_error(error: BaseException) -> ErrorRecord | None:
         return {"type": "OSError", "args": [error.errno, error.strerror or str(error), filename]}
     if not isinstance(error, FsdpckptError) or isinstance(error, WorkerError):
         return None
-    return {"type": type(error).__name__, "what": error.what} | {name: getattr(error, name) for name in _FIELDS}
+    return {"type": type(error).__name__, **error.to_json()}
 
 
 def decode_error(record: Mapping[str, Any]) -> Exception:
@@ -43,7 +41,7 @@ def _decoded(record: Mapping[str, Any]) -> Exception | None:
     kind = getattr(errors, str(name), None)
     if not isinstance(kind, type) or not issubclass(kind, FsdpckptError):
         return None
-    return kind(fields.pop("what"), **fields)
+    return kind.from_json(fields)
 
 
 def original_error(error: WorkerError) -> Exception:

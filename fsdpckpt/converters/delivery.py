@@ -17,7 +17,7 @@ from fsdpckpt.converters.delivery_stage import Stage, is_there
 from fsdpckpt.converters.replaceable import require_replaceable
 from fsdpckpt.converters.report import Report
 from fsdpckpt.converters.resumption import is_resumable, say_staged
-from fsdpckpt.errors import FsdpckptError, TargetUnwritableError
+from fsdpckpt.errors import Leftover, TargetUnwritableError, attach_leftover
 from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.options import ConvertOptions, VerifyLevel
 from fsdpckpt.progress import Progress
@@ -53,7 +53,7 @@ def deliver(source: str, target: str, options: ConvertOptions, progress: Progres
         try:
             report = convert(source, stage.path, local, progress)
         except TargetUnwritableError as error:
-            error.next_step = _MAKE_ROOM
+            error.next_step, error.run_again = _MAKE_ROOM, False
             raise
         try:
             _upload(stage, upload, remote, options, progress)
@@ -110,7 +110,7 @@ def _compare(url: str, path: str) -> None:
                     file=url,
                     found=f"other bytes within {len(data)} from offset {offset}",
                     why="another program writes there, or the store lost something",
-                    next_step="run the command again",
+                    run_again=True,
                 )
             offset += len(data)
 
@@ -119,7 +119,7 @@ def say_converted(error: BaseException, url: str, options: ConvertOptions) -> No
     """Tell whoever shows ``error`` of what workers left for the DST at ``url``, as far as it is seen from here."""
     stage = Stage.of(url.rstrip("/"), options.staging)
     if isinstance(error, TargetUnwritableError) and not is_url(error.file or url):
-        error.next_step = _MAKE_ROOM
+        error.next_step, error.run_again = _MAKE_ROOM, False
     if not os.path.lexists(stage.path):
         say_staged(error, stage.path)
     elif is_resumable(error):
@@ -127,13 +127,7 @@ def say_converted(error: BaseException, url: str, options: ConvertOptions) -> No
 
 
 def _say(error: BaseException, stage: Stage) -> None:
-    kept = f"the converted checkpoint is kept in {stage.path}"
-    if isinstance(error, FsdpckptError):
-        error.details = (*error.details, kept)
-        first = f"{error.next_step}; then " if error.next_step else ""
-        error.next_step = f"{first}the same command with --resume uploads what is missing"
-    else:
-        error.add_note(kept)
+    attach_leftover(error, Leftover(f"the converted checkpoint is kept in {stage.path}", "uploads what is missing"))
 
 
 def delivered(report: Report, target: str, stage: Stage, begun: float) -> Report:

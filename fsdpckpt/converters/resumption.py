@@ -7,26 +7,27 @@ staged would be wrong, or no command could finish it.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
 from types import TracebackType
 from typing import Self
 
 from fsdpckpt.errors import (
     FsdpckptError,
     InterruptedRunError,
+    Leftover,
     SourceError,
     SourceMissingError,
     TargetError,
     TargetUnwritableError,
     WorkerError,
+    attach_leftover,
 )
 from fsdpckpt.execute.budget import Budget
 from fsdpckpt.execute.recorder import Recorder
 from fsdpckpt.execute.resume import Finished, RunIdentity, joined, plan_digest, read_run
 from fsdpckpt.ir.checkpoint import ZEROS, Note, SourceFile
+from fsdpckpt.option_fields import identity
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.plan.plan import Plan
 from fsdpckpt.storage.protocols import FileIdentity, changed_error, is_url
@@ -42,23 +43,17 @@ __all__ = [
     "resumed_note",
     "run_identity",
     "same_run",
-    "say_kept",
     "say_staged",
     "started_over_note",
 ]
 
-# How it is written, not what: these may differ between the runs.
-_FREE = frozenset({"max_memory", "threads", "verify", "dry_run", "overwrite", "resume", "launch"})
 _LOOKUPS = 16  # at a time: a store answers in tens of milliseconds
 _START_OVER = "run the command without --resume: what was staged is removed, and it starts over"
 
 
 def run_identity(plan: Plan, options: ConvertOptions, sources: Sequence[Sequence[FileIdentity]]) -> RunIdentity:
     """What a later run has to be to go on with this one. ``sources``: the copies of each of ``data_files``."""
-    names = [field.name for field in fields(options) if field.name not in _FREE]
-    values = {name: getattr(options, name) for name in names}
-    texts = {name: str(value) for name, value in values.items() if value not in (None, ())}
-    return RunIdentity(__version__, plan_digest(plan), texts, sources)
+    return RunIdentity(__version__, plan_digest(plan), identity(options), sources)
 
 
 def data_files(files: Sequence[SourceFile]) -> list[str]:
@@ -129,7 +124,8 @@ class StagedRun:
     ) -> None:
         try:
             if error is not None and not self.staging.committed and self._is_kept(error):
-                say_kept(error, f"{self.recorder.nbytes} of {self._total} bytes are kept in {self.staging.root}")
+                kept = f"{self.recorder.nbytes} of {self._total} bytes are kept in {self.staging.root}"
+                attach_leftover(error, Leftover(kept))
             else:
                 self.staging.discard()
         finally:
@@ -190,6 +186,7 @@ def _refuse_changes(before: RunIdentity, now: RunIdentity, root: str) -> None:
             details=changes,
             why="the rest would come from another checkpoint than the beginning",
             next_step=_START_OVER,
+            resumable=False,
         )
     changes = before.other_changes(now)
     if changes:
@@ -197,26 +194,16 @@ def _refuse_changes(before: RunIdentity, now: RunIdentity, root: str) -> None:
             f"this is not the command that was interrupted, so {root} cannot be resumed",
             details=changes,
             next_step=f"give the options it was begun with; or {_START_OVER}",
+            resumable=False,
         )
 
 
 def say_staged(error: BaseException, target: str) -> None:
     """Tell whoever shows ``error`` of what workers left for ``target`` to resume, as far as it is seen from here."""
-    if isinstance(error, FsdpckptError) and (error.next_step or "").endswith(_START_OVER):
+    if isinstance(error, FsdpckptError) and not error.resumable:
         return
     root = staging_root(target)
     found = [run[1] for path in journal_paths(root) if (run := read_run(path)) is not None]
     nbytes = joined(found).nbytes
     if nbytes and is_resumable(error):
-        say_kept(error, f"{nbytes} bytes are kept in {root}")
-
-
-def say_kept(error: BaseException, kept: str) -> None:
-    """Tell whoever shows ``error`` what is left to resume."""
-    if isinstance(error, FsdpckptError):
-        error.details = (*error.details, kept)
-        first = re.sub(r"(, then| and)? ?run the command again$", "", error.next_step or "")
-        then = f"{first}; then " if first else ""
-        error.next_step = f"{then}the same command with --resume goes on from there"
-    else:
-        error.add_note(kept)
+        attach_leftover(error, Leftover(f"{nbytes} bytes are kept in {root}"))

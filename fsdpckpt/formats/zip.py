@@ -97,7 +97,8 @@ def _corrupt(source: ByteSource, what: str, expected: str, found: str) -> NoRetu
         expected=expected,
         found=found,
         why="the file is damaged or truncated, or is still being written",
-        next_step="copy or save the checkpoint again, then run the command again",
+        next_step="copy or save the checkpoint again",
+        run_again=True,
     )
 
 

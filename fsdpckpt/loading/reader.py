@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,10 +28,10 @@ from torch.futures import Future
 from fsdpckpt.errors import SourceUnsupportedError, StateDictMismatchError, UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint, KeyType
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.ir.units import Strategy
 from fsdpckpt.loading.boxes import Box, read_boxes, saved
 from fsdpckpt.loading.source import Entries, Names, entries_of, open_to_load
-from fsdpckpt.options import ConvertOptions, MissingState
+from fsdpckpt.option_fields import changed
+from fsdpckpt.options import ConvertOptions
 from fsdpckpt.readers.dcp.read import UNREAD
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.blocks import Bytes
@@ -41,7 +40,6 @@ from fsdpckpt.verify.parallel import DEFAULT_THREADS
 __all__ = ["StorageReader"]
 
 Path = str | os.PathLike[str]
-E = TypeVar("E", bound=StrEnum)
 
 
 class StorageReader(TorchStorageReader):
@@ -83,21 +81,24 @@ class StorageReader(TorchStorageReader):
         if key_type not in ("name", "id"):
             raise UsageError(f"key_type cannot be {key_type!r}", expected="name, id", found=str(key_type))
         self._names = Names(model, optimizer, flatten_optimizer_state_dict)
-        self._options = ConvertOptions(
-            key_type=key_type,
-            units=_text(units),
-            unit=_texts(unit),
-            use_orig_params=use_orig_params,
-            strategy=_choice(Strategy, strategy, "strategy"),
-            param_dtype=None if param_dtype is None else str(param_dtype).removeprefix("torch."),
-            shard_size=shard_size,
-            reference=_text(reference),
-            parameters=_text(parameters),
-            buffers=_texts(buffers),
-            missing_state=_choice(MissingState, missing_state, "missing_state"),
-            strip_prefix=strip_prefix,
-            add_prefix=add_prefix,
-            rename=tuple((rename or {}).items()),
+        self._options = changed(
+            ConvertOptions(),
+            {
+                "key_type": key_type,
+                "units": units,
+                "unit": unit,
+                "use_orig_params": use_orig_params,
+                "strategy": strategy,
+                "param_dtype": param_dtype,
+                "shard_size": shard_size,
+                "reference": reference,
+                "parameters": parameters,
+                "buffers": buffers,
+                "missing_state": missing_state,
+                "strip_prefix": strip_prefix,
+                "add_prefix": add_prefix,
+                "rename": rename,
+            },
         )
         self._threads = threads if threads is not None else DEFAULT_THREADS
         self._open(os.fspath(path), locate=False)
@@ -218,23 +219,6 @@ class StorageReader(TorchStorageReader):
                 f"fsdpckpt convert {self._path} DST --dtype DTYPE",
                 key=next(iter(wrong)),
             )
-
-
-def _text(path: Path | None) -> str | None:
-    return None if path is None else os.fspath(path)
-
-
-def _texts(words: Iterable[str]) -> tuple[str, ...]:
-    return (words,) if isinstance(words, str) else tuple(words)
-
-
-def _choice(kind: type[E], value: str | None, name: str) -> E | None:
-    if value is None:
-        return None
-    try:
-        return kind(value)
-    except ValueError:
-        raise UsageError(f"{name} cannot be {value!r}", expected=", ".join(kind), found=value) from None
 
 
 def _storage_metadata(key: str, value: object, path: str) -> TensorStorageMetadata | BytesStorageMetadata:

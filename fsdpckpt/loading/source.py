@@ -37,9 +37,9 @@ def open_to_load(path: str, options: ConvertOptions, sources: Sources, *, locate
         return transform(opened, options, _SPEC, sources).checkpoint
     except NeedsInformationError as error:
         keyed = "; or key_type='id' for an optimizer.state_dict() that is keyed by id itself"
-        error.next_step = (
-            f"{error.next_step or ''} (in Python: StorageReader(path, reference=..., units=..., parameters=..., "
-            f"buffers=...){keyed if options.key_type == 'name' else ''})"
+        error.alternative = (
+            "in Python: StorageReader(path, reference=..., units=..., parameters=..., buffers=...)"
+            f"{keyed if options.key_type == 'name' else ''}"
         )
         raise
 

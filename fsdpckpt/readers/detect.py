@@ -144,6 +144,7 @@ class _Opening:
                 raise
             error.why = "each rank writes its own file, and this is one of them"
             error.next_step = f"give the directory with all of them: {_parent_quoted(self.source)}"
+            error.run_again = False
             raise
         checkpoint = _with_flavor(join(self.source, [read], self.files, flavor=PLAIN, notes=[]), [entry.name], "")
         checkpoint.problems = (*checkpoint.problems, *slices_of_one_rank(checkpoint, part.stem))

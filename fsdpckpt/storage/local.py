@@ -225,7 +225,8 @@ def _write_error(path: str, error: OSError) -> FsdpckptError:
         f"cannot write {path}: {error.strerror}",
         file=path,
         why=why,
-        next_step="choose another DST, or make room and run the command again",
+        next_step="choose another DST, or make room",
+        run_again=True,
     )
 
 

@@ -107,7 +107,8 @@ def too_short_error(path: str, offset: int, expected: int, actual: int) -> Sourc
         expected=f"{expected} bytes at offset {offset}",
         found=f"{actual}",
         why="the file was truncated, or is still being written",
-        next_step="copy or save the checkpoint again, then run the command again",
+        next_step="copy or save the checkpoint again",
+        run_again=True,
     )
 
 
@@ -153,7 +154,8 @@ def identity_now(path: str) -> FileIdentity:
             f"{path} vanished while it was read",
             file=path,
             why="another program removed or moved it",
-            next_step="bring it back, then run the command again",
+            next_step="bring it back",
+            run_again=True,
         ) from None
     except OSError as error:
         raise SourceError(f"{path} cannot be reached any more: {error.strerror}", file=path) from None
@@ -184,5 +186,6 @@ def changed_error(path: str, change: str) -> SourceCorruptError:
         f"{path} changed while it was read: it {change}",
         file=path,
         why="a training job is still writing this checkpoint, or another program is copying over it",
-        next_step="wait until the checkpoint is complete, then run the command again",
+        next_step="wait until the checkpoint is complete",
+        run_again=True,
     )

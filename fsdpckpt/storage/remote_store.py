@@ -122,9 +122,7 @@ class RemoteStore:
             return known
         answer = self._look_up(url, again=again)
         if not isinstance(answer, FileIdentity):
-            raise SourceMissingError(
-                f"{url} does not exist", file=url, next_step="check the URL, then run the command again"
-            )
+            raise SourceMissingError(f"{url} does not exist", file=url, next_step="check the URL", run_again=True)
         return answer if again else self._remember(answer)
 
     def open(self, url: str) -> RemoteFile:

@@ -117,14 +117,16 @@ def _source_error(error: BaseException, url: str, action: str, attempts: int) ->
             f"{url} does not exist",
             file=url,
             why="the URL is misspelt, or the object was removed",
-            next_step="check the URL, then run the command again",
+            next_step="check the URL",
+            run_again=True,
         )
     if _not_allowed(error):
         return SourceError(
             f"{url} may not be read: {_one_line(error)}",
             file=url,
             why="the credentials are missing or expired, or do not allow it",
-            next_step="check the credentials of this store, then run the command again",
+            next_step="check the credentials of this store",
+            run_again=True,
         )
     if _in_other_region(error):
         return SourceError(
@@ -147,12 +149,12 @@ def target_error(error: BaseException, url: str, action: str, attempts: int) -> 
     """The error of a failed request to a target: what could not be written, and why."""
     denied = _not_allowed(error)
     tries = f" {attempts} times" if attempts > 1 else ""
-    why, next_step = "the store refused the request", "run it again"
+    why, next_step = "the store refused the request", None
     if denied:
         why = "the credentials are missing or expired, or do not allow it"
-        next_step = "check the credentials of this store, then run the command again"
+        next_step = "check the credentials of this store"
     elif _missing(error):
-        why, next_step = "there is no such bucket or container", "create it or correct its name, then run it again"
+        why, next_step = "there is no such bucket or container", "create it or correct its name"
     elif attempts > 1:
         why = "the store or the network between is failing"
     elif _in_other_region(error):
@@ -163,6 +165,7 @@ def target_error(error: BaseException, url: str, action: str, attempts: int) -> 
         found=_one_line(error),
         why=why,
         next_step=next_step,
+        run_again=True,
     )
 
 

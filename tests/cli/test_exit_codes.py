@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from fsdpckpt import errors
-from fsdpckpt.cli.messages import error_json, error_text, in_our_words
+from fsdpckpt.cli.errors import error_json, error_text, known_error
 from tests.cli.conftest import Run, training_state
 
 PROGRAM = [sys.executable, "-m", "fsdpckpt"]
@@ -257,7 +257,7 @@ def test_every_error_says_everything_it_knows(kind: type[errors.FsdpckptError]) 
     ],
 )
 def test_errors_of_the_system_get_a_code_and_name_the_path(error: Exception, code: int) -> None:
-    ours = in_our_words(error)
+    ours = known_error(error)
     assert ours.exit_code == code
     if isinstance(error, OSError):
         assert "/data/x" in error_text(ours)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import re
 import subprocess
@@ -10,29 +9,38 @@ import sys
 
 import pytest
 
-from fsdpckpt.cli.convert import FLAVORS, convert_command
-from fsdpckpt.cli.convert_help import ConvertCommand
-from fsdpckpt.producers.table import WRITABLE
+from fsdpckpt.option_fields import Group, parameters
+from fsdpckpt.options import ConvertOptions, LaunchOptions, OutputOptions
 from tests.cli.conftest import Run
 
-
-def test_every_option_of_convert_stands_under_one_heading() -> None:
-    listed = [name for names in ConvertCommand.groups.values() for name in names]
-    given = set(inspect.signature(convert_command).parameters) - {"source", "target"}
-    assert sorted(listed) == sorted(given | {"help"})
+COMMANDS = ["", "inspect", "convert", "diff", "verify", "units"]
 
 
-def test_every_flavor_that_is_written_is_named() -> None:
-    assert sorted(re.split(r"[, ]+", FLAVORS.replace(" (default)", ""))) == sorted(WRITABLE)
+def help_text(run: Run, command: str) -> str:
+    return run(*filter(None, (command, "--help"))).out
 
 
-def test_the_headings_of_convert_are_shown_with_their_options(run: Run) -> None:
-    text = run("convert", "--help").out
-    headings = [line[:-1] for line in text.splitlines() if re.fullmatch(r"[A-Z].*:", line)]
-    assert headings[:2] == ["Arguments", "What is written"]
-    assert set(ConvertCommand.groups) <= set(headings)
-    assert text.index("Safety:") < text.index("--resume") < text.index("Resources:")
-    assert "Examples:" in text
+def test_every_option_of_convert_is_shown_under_its_heading(run: Run) -> None:
+    sections = dict(re.findall(r"^(\S[^\n]*):\n((?:  [^\n]*\n)+)", help_text(run, "convert"), re.MULTILINE))
+    assert list(sections)[:2] == ["Arguments", "What is written"]
+    assert set(sections) == {"Arguments", *(group.value for group in Group)}
+    for record in (ConvertOptions, LaunchOptions, OutputOptions):
+        for one in parameters(record):
+            assert re.search(rf"(^|[ ,]){one.flag}( |$)", sections[one.option.group], re.MULTILINE), one.flag
+
+
+def test_the_headings_of_convert_are_shown_in_order_and_followed_by_examples(run: Run) -> None:
+    text = help_text(run, "convert")
+    assert text.index("Safety:") < text.index("--resume") < text.index("Resources:") < text.index("Examples:")
+
+
+@pytest.mark.parametrize("columns", ["80", "120"])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_word_of_the_help_is_broken(command: str, columns: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    for line in help_text(run, command).splitlines():
+        assert len(line) <= int(columns), line
+        assert not line.endswith("-"), line
 
 
 @pytest.mark.parametrize(
@@ -41,9 +49,11 @@ def test_the_headings_of_convert_are_shown_with_their_options(run: Run) -> None:
         ("fsdpckpt conv", "convert"),
         ("fsdpckpt convert --world", "--world-size"),
         ("fsdpckpt convert --container ", "safetensors"),
+        ("fsdpckpt convert --flavor t", "trainer"),
+        ("fsdpckpt convert --dtype ", "bfloat16"),
     ],
 )
-def test_bash_completes_commands_options_and_choices(words: str, offered: str) -> None:
+def test_bash_completes_commands_options_and_values(words: str, offered: str) -> None:
     environment = {
         **os.environ,
         "_FSDPCKPT_COMPLETE": "complete_bash",

@@ -13,7 +13,7 @@ import pytest
 import torch
 from fsspec.registry import _registry, known_implementations
 
-from fsdpckpt.cli.interruption import Interruption
+from fsdpckpt.cli.errors import Interruption
 from tests.cli.conftest import Run
 
 PROGRAM = [sys.executable, "-m", "fsdpckpt"]

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdpckpt.cli import progress
-from fsdpckpt.cli.output import Output
-from fsdpckpt.cli.progress import Lines
+from fsdpckpt.cli import output
+from fsdpckpt.cli.output import Lines, Output
 from fsdpckpt.text import plural, size_text
 
 
@@ -64,7 +63,7 @@ def test_a_table_wider_than_the_terminal_keeps_its_lines_whole(tmp_path: Path) -
 
 
 def test_a_log_gets_lines_with_bytes_rate_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(output, "SECONDS_BETWEEN_LINES", 0.0)
     said: list[str] = []
     lines = Lines(said.append)
     lines.begin("copy", 4 << 20)

@@ -134,7 +134,7 @@ def test_a_file_that_is_no_units_file_is_never_replaced(run: Run, tmp_path: Path
     (tmp_path / "config.json").write_text('{"hidden_size": 5}')
     done = run("units", *MODEL, *WRAP, "--use-orig-params", "-o", tmp_path / "config.json", "--overwrite")
     assert done.code == 5
-    assert "is no units file" in done.err
+    assert "is not a units file" in done.err
     assert (tmp_path / "config.json").read_text() == '{"hidden_size": 5}'
 
 

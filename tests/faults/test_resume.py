@@ -80,10 +80,10 @@ def test_a_signal_stops_the_run_and_names_the_command_that_goes_on(
 
 def test_a_signal_before_anything_is_on_the_disk_leaves_nothing(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "below" / "target"
-    hook = "from fsdpckpt.cli.interruption import Interruption; raise Interruption"
+    hook = "from fsdpckpt.cli.errors import Interruption; raise Interruption"
     stopped = convert(source, target, *FULL, "--threads", "1", hook=(1, hook))
     assert stopped.code == 130
-    assert "nothing half-made was left" in stopped.err
+    assert "no partial output was left" in stopped.err
     assert sorted(os.listdir(tmp_path)) == ["source.pt"]
 
 

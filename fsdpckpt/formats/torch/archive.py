@@ -138,7 +138,8 @@ def read_pickle(source: ByteSource, records: Mapping[str, ZipRecord], record: Zi
             expected=f"{record.crc:#010x}",
             found=f"{found:#010x}",
             why="bytes of the file were changed after it was saved",
-            next_step="copy or save the checkpoint again, then run the command again",
+            next_step="copy or save the checkpoint again",
+            run_again=True,
         )
     return data
 

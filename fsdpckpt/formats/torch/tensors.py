@@ -228,7 +228,8 @@ class TensorBuilder:
             expected=expected,
             found=found,
             why="the file is damaged, or was changed after it was saved",
-            next_step="copy or save the checkpoint again, then run the command again",
+            next_step="copy or save the checkpoint again",
+            run_again=True,
         )
 
 

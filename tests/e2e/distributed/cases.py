@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fsdpckpt.api import convert
-from fsdpckpt.converters.options_json import convert_options, to_json
+from fsdpckpt.option_fields import from_json, to_json
 from fsdpckpt.options import ConvertOptions
 
 __all__ = ["CASES", "disks", "make_sources", "options", "unequal"]
@@ -44,7 +44,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def options(given: dict[str, Any]) -> ConvertOptions:
-    return convert_options({**to_json(ConvertOptions()), **given})
+    return from_json(ConvertOptions, {**to_json(ConvertOptions()), **given})
 
 
 def make_sources(disk: Path) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from fsdpckpt.converters.convert import convert
-from fsdpckpt.converters.options_json import to_json
 from fsdpckpt.errors import SourceError, TargetError
+from fsdpckpt.option_fields import to_json
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.progress import NoProgress
 from fsdpckpt.storage.staging import journal_paths, staging_root

@@ -27,8 +27,8 @@ def main(path: str) -> None:
 
     from fsdpckpt.comm.torch_group import TorchGroup
     from fsdpckpt.converters.distributed import convert_together
-    from fsdpckpt.converters.options_json import convert_options
-    from fsdpckpt.options import Visibility
+    from fsdpckpt.option_fields import from_json
+    from fsdpckpt.options import ConvertOptions, Visibility
     from fsdpckpt.progress import NoProgress
     from tests.oracle.process import quiet_worker
 
@@ -40,7 +40,7 @@ def main(path: str) -> None:
                 group,
                 case["source"],
                 case["target"],
-                convert_options(case["options"]),
+                from_json(ConvertOptions, case["options"]),
                 NoProgress(),
                 visibility=Visibility.NODE if apart else Visibility.SHARED,
                 workers_here=group.world_size,

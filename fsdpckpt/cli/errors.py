@@ -1,0 +1,216 @@
+"""Ends every exception at the command line: signals, errors in words or JSON, and the exit code.
+
+``catch_signals`` is what ``main`` needs before anything else, so that importing this module takes no time.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from fsdpckpt.errors import (
+    FsdpckptError,
+    InternalError,
+    InterruptedRunError,
+    SourceError,
+    TargetUnwritableError,
+    leftover_of,
+)
+
+if TYPE_CHECKING:
+    from fsdpckpt.cli.output import Output
+
+__all__ = [
+    "Interruption",
+    "catch_signals",
+    "error_json",
+    "error_text",
+    "guarded",
+    "ignore_signals",
+    "known_error",
+    "report",
+]
+
+MOST_DETAILS = 100  # lines on a screen; --json has them all
+
+_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")  # by name: not every system has all of them
+_NO_TARGET = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EROFS: "the file system is read-only",
+}
+# Packages that fsspec opens URLs with: their errors are the store's answers, not bugs of this program.
+_STORES = frozenset(
+    {"aiohttp", "aiobotocore", "azure", "adlfs", "botocore", "fsspec", "gcsfs", "google", "huggingface_hub", "requests"}
+    | {"s3fs", "urllib3"}
+)
+
+
+class Interruption(BaseException):
+    """A signal asked the program to end. Not a KeyboardInterrupt, which the option parser would handle itself."""
+
+
+def catch_signals() -> None:
+    """From now on a signal raises Interruption: the run ends tidily, can be resumed, and the exit code is 130.
+
+    One that the caller had ignored, as ``nohup`` does with SIGHUP, stays ignored.
+    """
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        raise Interruption
+
+    for number in _numbers():
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, stop)
+
+
+def ignore_signals() -> None:
+    """The run ends already: an impatient second Ctrl-C must not turn its last message into a traceback."""
+    for number in _numbers():
+        with suppress(ValueError):  # not in the main thread
+            signal.signal(number, signal.SIG_IGN)
+
+
+def _numbers() -> list[signal.Signals]:
+    return [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]
+
+
+def guarded(output: Output, body: Callable[[], int]) -> int:
+    """The exit code of ``body``, or that of the error it raised, which has then been shown."""
+    try:
+        return body()
+    except (KeyboardInterrupt, Interruption) as error:
+        ignore_signals()
+        return report(output, _interrupted(error))
+    except Exception as error:  # noqa: BLE001  # the boundary: one of the program's two broad excepts
+        return report(output, error)
+
+
+def _interrupted(error: BaseException) -> InterruptedRunError:
+    leftover, why = leftover_of(error), "Ctrl-C, or the system asked for it"
+    if leftover is None:
+        return InterruptedRunError("by a signal", why=f"{why}; no partial output was left", next_step="run it again")
+    import shlex
+
+    words = [word for word in sys.argv[1:] if word != "--resume"]
+    return InterruptedRunError(
+        "by a signal", details=[leftover.what], why=why, next_step=shlex.join(["fsdpckpt", *words, "--resume"])
+    )
+
+
+def report(output: Output, error: BaseException) -> int:
+    """Show ``error`` and return its exit code."""
+    from fsdpckpt.cli.output import abandon
+
+    known = known_error(error)
+    try:
+        if os.environ.get("FSDPCKPT_DEBUG") == "1":
+            import traceback
+
+            output.error("".join(traceback.format_exception(error)).rstrip())
+        if output.as_json:
+            output.document(lambda: error_json(known), "error")
+        else:
+            output.error(error_text(known))
+    except OSError:  # where it should be shown is the trouble: a full disk behind stdout or stderr
+        abandon(sys.stdout)
+        try:
+            output.error(error_text(known))
+        except OSError:
+            abandon(sys.stderr)
+    return known.exit_code
+
+
+def known_error(error: BaseException) -> FsdpckptError:
+    """Any exception as one of this program's, so that it has an exit code, a cause and a next step."""
+    if isinstance(error, FsdpckptError):
+        return error
+    if isinstance(error, OSError) and error.errno is not None:
+        return _from_system(error)
+    if type(error).__module__.partition(".")[0] in _STORES:
+        return SourceError(
+            f"the store could not be read: {type(error).__name__}: {error}",
+            why="the network, the credentials or the URL",
+            next_step="check the URL and the credentials",
+            run_again=True,
+        )
+    if isinstance(error, MemoryError):
+        return InternalError("there was not enough memory", next_step="run it again with a smaller --max-memory")
+    return InternalError(f"{type(error).__name__}: {error}", why="this is a bug in fsdpckpt: please report it")
+
+
+def _from_system(error: OSError) -> FsdpckptError:
+    path = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else None
+    where = f"{path}: " if path else ""
+    leftover = leftover_of(error)
+    details = [] if leftover is None else [f"{leftover.what}: --resume {leftover.resume}"]
+    if error.errno in _NO_TARGET:
+        return TargetUnwritableError(
+            f"{where}{_NO_TARGET[error.errno]}",
+            details=details,
+            file=path,
+            next_step="make room there or choose another DST",
+            run_again=True,
+        )
+    next_step = None
+    if path:
+        import shlex
+
+        next_step = f"ls -ld {shlex.quote(path)}  # shows the owner and the permissions"
+    return SourceError(
+        f"{where}{error.strerror or error}",
+        details=details,
+        file=path,
+        why="the operating system refused to read it",
+        next_step=next_step,
+    )
+
+
+def error_text(error: FsdpckptError) -> str:
+    """The error for a person, several lines."""
+    lines = [f"error: {error.title}: {error.what}"]
+    if error.expected is not None and error.found is not None:
+        lines.append(f"  expected {error.expected}, found {error.found}")
+    elif error.expected is not None:
+        lines.append(f"  expected {error.expected}")
+    elif error.found is not None:
+        lines.append(f"  found {error.found}")
+    shown = "\n".join((error.what, *error.findings))
+    for label, value in (("file", error.file), ("key", error.key), ("rank", error.rank)):
+        if value is not None and str(value) not in shown:  # once is enough
+            lines.append(f"  {label}: {value}")
+    lines.extend("  - " + finding.replace("\n", "\\n") for finding in error.findings[:MOST_DETAILS])
+    if len(error.findings) > MOST_DETAILS:
+        lines.append(f"  - and {len(error.findings) - MOST_DETAILS} more: --json lists them all")
+    if error.why is not None:
+        lines.append(f"why:  {error.why}")
+    lines.append(f"next: {error.next_steps or error.usual_next_step}")
+    return "\n".join(lines)
+
+
+def error_json(error: FsdpckptError) -> dict[str, object]:
+    """The error for a program: ``{"error": {...}}``."""
+    document: dict[str, object] = {
+        "type": type(error).__name__,
+        "exit_code": error.exit_code,
+        "what": error.what,
+        "details": list(error.findings),
+        "why": error.why,
+        "next_step": error.next_steps or error.usual_next_step,
+        "file": error.file,
+        "key": error.key,
+        "rank": error.rank,
+        "expected": error.expected,
+        "found": error.found,
+    }
+    if error.exit_code == InternalError.exit_code:
+        import platform
+
+        document["python"] = platform.python_version()
+    return {"error": document}

@@ -1,0 +1,354 @@
+"""Makes dataclass fields into options: help text, values, where they apply, and their conversions.
+
+``option(...)`` declares a field of an option record (``fsdpckpt.options``). The command line, the keywords of the
+Python API, the JSON that workers get and the checks of ``convert`` are all made from these declarations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from enum import Enum, StrEnum, auto
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+from fsdpckpt.errors import UsageError
+
+__all__ = [
+    "DTYPE",
+    "PATH",
+    "SIZE",
+    "WORKERS",
+    "Group",
+    "Kind",
+    "Option",
+    "Parameter",
+    "Scope",
+    "changed",
+    "from_json",
+    "given",
+    "identity",
+    "option",
+    "parameters",
+    "parse_size",
+    "takes_options",
+    "to_json",
+    "with_named",
+]
+
+Record = TypeVar("Record")
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class Group(StrEnum):
+    """Headings of ``fsdpckpt convert --help``, in the order in which they are shown."""
+
+    WRITTEN = "What is written"
+    SELECTED = "What is taken, and its names"
+    UNITS = "Units of FSDP1's flat parameters, and the order of parameters"
+    SAFETY = "Safety"
+    RESOURCES = "Resources"
+    WORKERS = "Workers"
+    OTHER = "Other options"
+
+
+class Scope(Enum):
+    """Where an option applies. Given anywhere else it is refused: it was meant for another source or target."""
+
+    MODEL = auto()  # a model section that is taken
+    OPTIMIZER = auto()  # an optimizer section that is taken and written
+    FLAT_PARAMETERS = auto()  # FSDP1's flat parameters, in the source or in the target
+    PER_RANK_FILES = auto()  # a sharded target in one torch file per rank
+    DTENSORS = auto()  # per-rank files or flat parameters
+    SHARDED_OR_KEYED = auto()  # a sharded target, flat parameters, or --key-type
+    KEYED = auto()  # flat parameters, or --key-type
+    SAFETENSORS = auto()  # a safetensors target
+    WORKERS = auto()  # a run of several workers
+    LAUNCH = auto()  # a run that starts its workers itself
+    CHECKPOINT = auto()  # units from a checkpoint
+    LIVE_MODEL = auto()  # units from a model that is built on the meta device
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """The values of an option. ``values``: their type on the command line; ``keyword``: their type in the Python API.
+
+    ``convert`` makes the value that the record holds of one from Python, JSON or the command line, and gets the name
+    of the field for its UsageError. ``choices``: all values there are.
+    """
+
+    values: Any
+    keyword: str
+    convert: Callable[[str, Any], object]
+    choices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What the type of the field does not say. ``flag``: the long option, where it is not the field's name.
+
+    ``minimum``: of a number. ``offered``: the values that the command line takes, where they are fewer than Python's.
+    ``completion``: values that the shell completes, of an option that takes others, too. ``changes_output``: whether
+    the bytes that are written depend on it.
+    """
+
+    help_text: str
+    group: Group = Group.OTHER
+    kind: Kind | None = None
+    metavar: str | None = None
+    flag: str | None = None
+    short: str | None = None
+    minimum: float | None = None
+    offered: tuple[str, ...] = ()
+    completion: tuple[str, ...] = ()
+    scope: tuple[Scope, ...] = ()
+    changes_output: bool = True
+
+
+def option(help_text: str, group: Group = Group.OTHER, *, default: object = None, **described: Any) -> Any:
+    """The field of an option record; ``described``: further fields of ``Option``."""
+    return dataclasses.field(default=default, metadata={"option": Option(help_text, group, **described)})
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One option of a record: its name in Python, its default, and all that was declared of it."""
+
+    name: str
+    default: object
+    kind: Kind
+    option: Option
+
+    @property
+    def flag(self) -> str:
+        """The option on the command line, as messages name it: ``--world-size``."""
+        return self.option.flag or "--" + self.name.replace("_", "-")
+
+    @property
+    def keyword(self) -> str:
+        """The type of the keyword in the Python API, as source code."""
+        return self.kind.keyword if self.default is not None else f"{self.kind.keyword} | None"
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The values that the command line takes; empty when it takes others than listed ones."""
+        return self.option.offered or self.kind.choices
+
+    def convert(self, value: object) -> object:
+        """``value`` as the record holds it. Raises UsageError."""
+        return self.default if value is None else self.kind.convert(self.name, value)
+
+
+def parameters(record: type) -> tuple[Parameter, ...]:
+    """The options that the dataclass ``record`` declares, in its order."""
+    return _parameters(cast("Hashable", record))
+
+
+@cache
+def _parameters(record: Any) -> tuple[Parameter, ...]:
+    types = get_type_hints(record)
+    return tuple(
+        Parameter(field.name, field.default, declared.kind or _kind_of(types[field.name]), declared)
+        for field in dataclasses.fields(record)
+        if (declared := field.metadata.get("option")) is not None
+    )
+
+
+def _kind_of(annotation: object) -> Kind:
+    """The kind of values of a field with this type."""
+    optional = get_origin(annotation) in (Union, UnionType)
+    if optional:
+        (annotation,) = (one for one in get_args(annotation) if one is not NoneType)
+    if annotation is bool:
+        return TOGGLE if optional else FLAG
+    if get_origin(annotation) is Literal:
+        return _words(get_args(annotation))
+    if get_origin(annotation) is tuple:
+        return TEXTS if get_args(annotation)[0] is str else PAIRS
+    if isinstance(annotation, type) and issubclass(annotation, StrEnum):
+        return _enum(annotation)
+    return {str: TEXT, int: INTEGER, float: NUMBER}[cast("type", annotation)]
+
+
+def _unchanged(_name: str, value: object) -> object:
+    return value
+
+
+def _texts(_name: str, value: str | Iterable[str]) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def _pairs(name: str, value: Mapping[str, str] | Iterable[str | Iterable[str]]) -> tuple[tuple[str, str], ...]:
+    """``(old, new)`` pairs; on the command line each is written ``OLD=NEW``."""
+    found = []
+    for pair in value.items() if isinstance(value, Mapping) else value:
+        old, new = _pair(name, pair) if isinstance(pair, str) else pair
+        found.append((str(old), str(new)))
+    return tuple(found)
+
+
+def _pair(name: str, text: str) -> tuple[str, str]:
+    old, equals, new = text.partition("=")
+    if not equals or not old:
+        raise UsageError(
+            f"--{name} takes OLD=NEW",
+            expected="OLD=NEW",
+            found=text,
+            next_step=f"for example --{name} encoder=backbone",
+        )
+    return old, new
+
+
+def _dtype(_name: str, value: object) -> str:
+    """The name of a dtype; torch.bfloat16 itself is one, too, without an import of torch."""
+    return value if isinstance(value, str) else str(value).removeprefix("torch.")
+
+
+def _size(name: str, value: int | str) -> int:
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_size(value)
+    except (ValueError, OverflowError):
+        flag = "--" + name.replace("_", "-")
+        raise UsageError(
+            f"{flag}: {value!r} is not a size", next_step=f"{flag} 128MiB, or 5GB, or 1000 (bytes)"
+        ) from None
+
+
+def _words(words: tuple[str, ...]) -> Kind:
+    def convert(name: str, value: object) -> object:
+        word = value.value if isinstance(value, Enum) else value
+        if word not in words:
+            raise UsageError(f"{name} cannot be {value!r}", expected=", ".join(words), found=str(value))
+        return word
+
+    return Kind(str, _literal(words), convert, words)
+
+
+def _enum(members: type[StrEnum]) -> Kind:
+    words = tuple(member.value for member in members)
+    check = _words(words)
+
+    def convert(name: str, value: object) -> object:
+        return members(str(check.convert(name, value)))
+
+    return dataclasses.replace(check, keyword=f"{members.__name__} | {check.keyword}", convert=convert)
+
+
+def _literal(words: tuple[str, ...]) -> str:
+    return f"Literal[{', '.join(map(repr, words))}]".replace("'", '"')
+
+
+_UNITS = {
+    "": 1,
+    "k": 1000,
+    "m": 1000**2,
+    "g": 1000**3,
+    "t": 1000**4,
+    "ki": 1024,
+    "mi": 1024**2,
+    "gi": 1024**3,
+    "ti": 1024**4,
+}
+
+
+def parse_size(text: str) -> int:
+    """``"128MiB"``, ``"5GB"``, ``"1000"`` to bytes. Raises ValueError for anything else."""
+    matched = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(|[kmgt]i?)b?", text.strip().lower(), re.ASCII)
+    if matched is None:
+        raise ValueError(f"{text!r} is not a size; write for example 128MiB or 5GB")
+    return int(float(matched[1]) * _UNITS[matched[2]])
+
+
+TEXT = Kind(str, "str", _unchanged)
+INTEGER = Kind(int, "int", _unchanged)
+NUMBER = Kind(float, "float", _unchanged)
+FLAG = Kind(bool, "bool", _unchanged)
+TOGGLE = Kind(bool, "bool", _unchanged)
+TEXTS = Kind(list[str], "str | Iterable[str]", _texts)
+PAIRS = Kind(list[str], "Mapping[str, str] | Iterable[tuple[str, str]]", _pairs)
+PATH = Kind(str, "str | os.PathLike[str]", lambda _, value: os.fspath(value))
+DTYPE = Kind(str, "str | torch.dtype", _dtype)
+SIZE = Kind(str, "int | str", _size)
+WORKERS = Kind(str, "int | str", lambda _, value: str(value))
+
+
+def changed(record: Record, values: Mapping[str, object]) -> Record:
+    """``record`` with ``values`` instead, as Python, JSON or the command line give them. Raises UsageError."""
+    kinds = {one.name: one for one in parameters(type(record))}
+    return dataclasses.replace(  # type: ignore[type-var]
+        record, **{name: kinds[name].convert(value) for name, value in values.items()}
+    )
+
+
+def with_named(records: Iterable[Any], named: Mapping[str, object]) -> list[Any]:
+    """The ``records`` of ``convert`` with the keywords ``named``. Raises UsageError for a name that is no option."""
+    records = list(records)
+    homes = {one.name: number for number, record in enumerate(records) for one in parameters(type(record))}
+    for name in named:
+        if name not in homes:
+            close = get_close_matches(name, homes, n=1)
+            advice = f"did you mean {close[0]}?" if close else "help(fsdpckpt.convert) lists the options"
+            raise UsageError(f"convert has no option {name!r}", found=name, next_step=advice)
+    return [
+        changed(record, {name: value for name, value in named.items() if homes[name] == number})
+        for number, record in enumerate(records)
+    ]
+
+
+def given(record: object, scope: Scope) -> tuple[str, ...]:
+    """The options of ``scope`` that differ from their defaults, as they are typed on the command line."""
+    return tuple(
+        one.flag
+        for one in parameters(type(record))
+        if scope in one.option.scope and getattr(record, one.name) != one.default
+    )
+
+
+def identity(record: object) -> dict[str, str]:
+    """The options that decide which bytes are written, as far as they were given: what a resumed run must repeat."""
+    values = {one.name: getattr(record, one.name) for one in parameters(type(record)) if one.option.changes_output}
+    return {name: str(value) for name, value in values.items() if value not in (None, ())}
+
+
+def takes_options(*records: type) -> Callable[[Function], Function]:
+    """For a function with ``**named``: ``help()`` and completion show the options of ``records`` as its keywords."""
+
+    def decorate(function: Function) -> Function:
+        import inspect
+
+        options = [one for record in records for one in parameters(record)]
+        signature = inspect.signature(function)
+        fixed = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
+        keywords = [
+            inspect.Parameter(
+                one.name, inspect.Parameter.KEYWORD_ONLY, default=_plain(one.default), annotation=one.keyword
+            )
+            for one in options
+        ]
+        function.__signature__ = signature.replace(parameters=[*fixed, *keywords])  # type: ignore[attr-defined]
+        listed = "".join(f"    {one.name}: {one.option.help_text}\n" for one in options)
+        function.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\nOptions:\n{listed}"
+        return function
+
+    return decorate
+
+
+def _plain(value: object) -> object:
+    return value.value if isinstance(value, Enum) else value
+
+
+def to_json(record: Any) -> dict[str, Any]:
+    """The fields by name, as JSON types, for ``from_json`` in another process."""
+    return dataclasses.asdict(record)
+
+
+def from_json(record: type[Record], document: Mapping[str, Any]) -> Record:
+    """The options that ``to_json`` made ``document`` of."""
+    return changed(record(), document)
