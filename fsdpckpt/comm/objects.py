@@ -1,30 +1,26 @@
-"""Values as bytes and back, by a closed encoding: nothing that comes from another worker is ever executed.
+"""Encodes values as bytes and back, by a closed encoding: nothing that comes from another worker is ever executed.
 
-Layout: 8 bytes (little-endian length of the JSON), the JSON, then the blobs one after the other. JSON says plain
-values itself; all else is ``{"$": tag, "v": ...}``. Bytes and arrays are blobs, by their index in a list of lengths.
-Every value comes back equal and of the same type; a type outside the closed set is refused, never approximated.
+Layout: 8 bytes (little-endian length of the JSON), the JSON, then the blobs one after the other. The JSON is that of
+``ir.codec`` with a few more types; bytes and arrays are blobs, by their index in a list of lengths. Every value comes
+back equal and of the same type; a type outside the closed set is refused, never approximated.
 """
 
 from __future__ import annotations
 
 import io
 import json
-import math
 import struct
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
 
 from fsdpckpt.errors import InternalError, UsageError
-from fsdpckpt.ir.values import Global, Object
+from fsdpckpt.ir.codec import Decoder, Encoder, Json
 
 __all__ = ["Slot", "decode", "encode"]
-
-Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,157 +39,83 @@ def encode(value: object) -> bytes:
 
 
 def decode(data: bytes) -> object:
-    """The value that ``encode`` made ``data`` of."""
+    """The value that ``encode`` made ``data`` of. Raises InternalError for bytes that it did not make."""
     (length,) = struct.unpack_from("<q", data)
     header = json.loads(data[8 : 8 + length])
     blobs, offset = [], 8 + length
     for size in header["blobs"]:
         blobs.append(data[offset : offset + size])
         offset += size
-    return _Decoder(blobs).value(header["tree"])
+    try:
+        return _Decoder(blobs).value(header["tree"])
+    except (KeyError, IndexError, TypeError, ValueError, struct.error) as error:
+        raise InternalError(f"another worker sent a value that cannot be read back: {error!r}") from None
 
 
-def _tagged(tag: str, value: Json) -> Json:
-    return {"$": tag, "v": value}
-
-
-class _Encoder:
+class _Encoder(Encoder):
     def __init__(self) -> None:
         self.blobs: list[bytes] = []
 
-    def json(self, value: object, where: str) -> Json:
-        if value is None or type(value) in {bool, int, str}:
-            return value  # type: ignore[return-value]  # narrowed by the exact type
-        if type(value) is float:
-            return value if math.isfinite(value) else _tagged("float", struct.pack(">d", value).hex())
-        if type(value) is list:
-            return self._items(value, where)
-        if type(value) is dict:
-            return self._dict(value, where)
-        if type(value) is OrderedDict:
-            attributes = self.json(dict(vars(value)), f"{where} attributes")
-            return _tagged("ordered", [self._pairs(value, where), attributes])
-        simple = self._simple(value)
-        return self._compound(value, where) if simple is None else simple
+    def blob(self, data: bytes) -> Json:
+        self.blobs.append(data)
+        return len(self.blobs) - 1
 
-    def _simple(self, value: object) -> Json:
-        for kind, tag, words in _SIMPLE:
-            if type(value) is kind:
-                return _tagged(tag, words(value))
-        if type(value) in {bytes, bytearray}:
-            return _tagged(type(value).__name__, self._blob(bytes(value)))  # type: ignore[call-overload]
-        if type(value) is io.BytesIO:
-            return _tagged("BytesIO", self._blob(value.getvalue()))
+    def extension(self, value: object, where: str) -> Json:
+        encode = _ENCODERS.get(type(value))
+        if encode is not None:
+            return encode(self, value, where)
         if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufcSV" and not value.dtype.names:
-            tag = "array" if isinstance(value, np.ndarray) else "number"
-            return _tagged(tag, [value.dtype.str, list(value.shape), self._blob(value.tobytes())])
-        return None
-
-    def _compound(self, value: object, where: str) -> Json:
-        if type(value) is tuple or type(value) is torch.Size:
-            return _tagged("tuple" if type(value) is tuple else "Size", self._items(list(value), where))
-        if type(value) in {set, frozenset}:
-            return _tagged(type(value).__name__, self._items(list(value), where))  # type: ignore[call-overload]
-        if type(value) is Object:
-            parts = [value.function, value.args, value.new, value.state, value.has_state, value.items, value.entries]
-            return _tagged("Object", self._items(parts, where))
-        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+            tag = "$array" if isinstance(value, np.ndarray) else "$number"
+            return {tag: [value.dtype.str, list(value.shape), self.blob(value.tobytes())]}
         raise UsageError(
-            f"a value of type {kind} cannot cross between workers",
-            key=where or None,
+            f"a value of type {type(value).__module__}.{type(value).__qualname__} cannot cross between workers",
+            key=where.removeprefix(".") or None,
             why="only plain values do: numbers, text, bytes, lists, dicts, dtypes, arrays; objects could run code",
             next_step="leave it out, or turn it into its state_dict()",
         )
 
-    def _items(self, items: list[object], where: str) -> list[Json]:
-        return [self.json(item, f"{where}[{index}]") for index, item in enumerate(items)]
 
-    def _pairs(self, value: Mapping[object, object], where: str) -> Json:
-        return [[self.json(key, where), self.json(item, f"{where}.{key}".lstrip("."))] for key, item in value.items()]
-
-    def _dict(self, value: dict[object, object], where: str) -> Json:
-        if all(type(key) is str and key != "$" for key in value):
-            return {str(key): self.json(item, f"{where}.{key}".lstrip(".")) for key, item in value.items()}
-        return _tagged("dict", self._pairs(value, where))
-
-    def _blob(self, data: bytes) -> int:
-        self.blobs.append(data)
-        return len(self.blobs) - 1
+_ENCODERS: dict[type, Callable[[_Encoder, Any, str], Json]] = {
+    torch.Size: lambda _, value, where: {"$size": list(value)},
+    frozenset: lambda encoder, value, where: {"$frozenset": encoder.items(value, where)},
+    torch.dtype: lambda _, value, where: {"$dtype": str(value).removeprefix("torch.")},
+    torch.device: lambda _, value, where: {"$device": str(value)},
+    Slot: lambda _, value, where: {"$slot": value.index},
+    io.BytesIO: lambda encoder, value, where: {"$file": encoder.blob(value.getvalue())},
+}
 
 
-_SIMPLE: tuple[tuple[type, str, Callable[..., Json]], ...] = (
-    (complex, "complex", lambda value: struct.pack(">dd", value.real, value.imag).hex()),
-    (torch.dtype, "dtype", lambda value: str(value).removeprefix("torch.")),
-    (torch.device, "device", str),
-    (Global, "Global", lambda value: [value.module, value.name]),
-    (Slot, "Slot", lambda value: value.index),
-)
-
-
-class _Decoder:
+class _Decoder(Decoder):
     def __init__(self, blobs: list[bytes]) -> None:
         self._blobs = blobs
 
-    def value(self, tree: Json) -> object:
-        if isinstance(tree, list):
-            return [self.value(item) for item in tree]
-        if not isinstance(tree, dict):
-            return tree
-        if "$" not in tree:
-            return {key: self.value(item) for key, item in tree.items()}
-        return self._tagged(str(tree["$"]), tree["v"])
+    def blob(self, data: Json) -> bytes:
+        return self._blobs[int(data)]  # type: ignore[arg-type]  # a number, by encode
 
-    def _tagged(self, tag: str, inner: Json) -> object:
-        if tag in _FROM_BLOB:
-            return _FROM_BLOB[tag](self._blobs[int(inner)])  # type: ignore[arg-type]  # a number, by encode
-        if tag in _FROM_TEXT:
-            return _FROM_TEXT[tag](inner)
-        if tag in {"array", "number"}:
-            return self._array(tag, inner)
-        return self._compound(tag, self.value(inner))
+    def extension(self, tag: str, data: Json) -> object:
+        return _DECODERS[tag](self, data)
 
-    def _array(self, tag: str, inner: Json) -> object:
-        if not isinstance(inner, list) or len(inner) != 3:
-            raise InternalError("another worker sent an array without its three parts")
-        kind, shape, blob = inner
-        data = bytearray(self._blobs[int(blob)])  # type: ignore[arg-type]  # a number, by encode
-        array = np.frombuffer(data, np.dtype(str(kind))).reshape(shape)  # type: ignore[arg-type]  # a list of numbers
-        return array if tag == "array" else array[()]
-
-    def _compound(self, tag: str, inner: object) -> object:
-        if not isinstance(inner, list) or tag not in _FROM_LIST:
-            raise InternalError(f"another worker sent a value of unknown kind {tag!r}")
-        return _FROM_LIST[tag](inner)
+    def array(self, data: Json) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
+        if not isinstance(data, list) or len(data) != 3:
+            raise TypeError("an array has three parts")
+        kind, shape, blob = data
+        return np.frombuffer(bytearray(self.blob(blob)), np.dtype(str(kind))).reshape(shape)  # type: ignore[arg-type]
 
 
-def _ordered(parts: list[object]) -> object:
-    pairs, attributes = parts
-    found: OrderedDict[object, object] = OrderedDict(pairs)  # type: ignore[call-overload]
-    vars(found).update(attributes)  # type: ignore[call-overload]
-    return found
+def _dtype(data: Json) -> torch.dtype:
+    dtype = getattr(torch, str(data), None)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"this torch has no dtype {data}")
+    return dtype
 
 
-_FROM_BLOB: Mapping[str, Callable[[bytes], object]] = {"bytes": bytes, "bytearray": bytearray, "BytesIO": io.BytesIO}
-_FROM_TEXT: Mapping[str, Callable[..., object]] = {
-    "float": lambda text: struct.unpack(">d", bytes.fromhex(text))[0],
-    "complex": lambda text: complex(*struct.unpack(">dd", bytes.fromhex(text))),
-    "dtype": lambda name: (
-        getattr(torch, name) if isinstance(getattr(torch, name, None), torch.dtype) else _unknown(name)
-    ),
-    "device": torch.device,
-    "Global": lambda parts: Global(*parts),
-    "Slot": Slot,
+_DECODERS: dict[str, Callable[[_Decoder, Json], object]] = {
+    "$size": lambda decoder, data: torch.Size(decoder.items(data)),  # type: ignore[arg-type]
+    "$frozenset": lambda decoder, data: frozenset(decoder.items(data)),
+    "$dtype": lambda _, data: _dtype(data),
+    "$device": lambda _, data: torch.device(str(data)),
+    "$slot": lambda _, data: Slot(int(data)),  # type: ignore[arg-type]
+    "$file": lambda decoder, data: io.BytesIO(decoder.blob(data)),
+    "$array": lambda decoder, data: decoder.array(data),
+    "$number": lambda decoder, data: decoder.array(data)[()],
 }
-_FROM_LIST: Mapping[str, Callable[[list[object]], object]] = {
-    "tuple": tuple,
-    "Size": torch.Size,  # type: ignore[dict-item]
-    "set": set,
-    "frozenset": frozenset,
-    "dict": dict,  # type: ignore[dict-item]
-    "ordered": _ordered,
-    "Object": lambda parts: Object(*parts),  # type: ignore[arg-type]
-}
-
-
-def _unknown(name: str) -> object:
-    raise InternalError(f"another worker sent a dtype that this torch has not: {name}")

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import cast
 
 from fsdpckpt.ir.checkpoint import LOOSE, ModelState, Note, OptimState, ParamKey
+from fsdpckpt.ir.codec import encode
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.ir.value_json import encode
 from fsdpckpt.ir.values import Key, Value
 
 __all__ = ["Sections", "is_flattened", "is_nested", "is_state_only", "optimizer_of", "replaced", "split"]

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.formats.safetensors import METADATA_KEY, VERSION, model_key, state_key
 from fsdpckpt.ir.checkpoint import Checkpoint, Note, Section
+from fsdpckpt.ir.codec import Json, encode
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.ir.value_json import Json, encode
 from fsdpckpt.ir.values import Key, Value, leaf_tensors
 from fsdpckpt.writers.protocol import DtypeRule, WriteSpec
 from fsdpckpt.writers.state_dicts import extras_of_one

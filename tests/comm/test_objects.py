@@ -114,7 +114,7 @@ def test_what_could_be_more_than_its_value_is_refused_and_placed(value: Any) -> 
     assert type(value).__qualname__ in str(refused.value)
 
 
-@pytest.mark.parametrize("tree", [{"$": "pickle", "v": 0}, {"$": "dtype", "v": "save"}, {"$": "array", "v": [1]}])
+@pytest.mark.parametrize("tree", [{"$pickle": 0}, {"$dtype": "save"}, {"$array": [1]}, {"$": "dtype", "v": 0}])
 def test_bytes_that_name_something_else_are_refused_not_looked_up(tree: Any) -> None:
     header = json.dumps({"tree": tree, "blobs": []}).encode()
     with pytest.raises(InternalError):

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsupportedError
 from fsdpckpt.formats.safetensors import METADATA_KEY, VERSION, model_key, state_key
 from fsdpckpt.ir.checkpoint import Evidence, EvidenceKind, ParamKey
+from fsdpckpt.ir.codec import Json, decode
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Chunks, Tensor, contiguous_stride
-from fsdpckpt.ir.value_json import Json, decode
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.readers.protocol import Tree
 
