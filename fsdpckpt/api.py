@@ -1,6 +1,6 @@
-"""The Python API: ``inspect``, ``convert``, ``diff``, ``verify``, ``open`` and, for training scripts, ``save_units``.
+"""Offers the Python API: ``inspect``, ``convert``, ``diff``, ``verify``, ``open`` and, for training, ``save_units``.
 
-The commands are thin over these. Only ``save_units`` imports torch.
+The commands are thin wrappers of these. Only ``save_units``, and ``convert`` with workers, import torch.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Unpack
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout, NamedTensor
 from fsdpckpt.ir.invariants import problems
 from fsdpckpt.ir.vocabulary import Strategy
-from fsdpckpt.option_fields import changed, takes_options, with_named
-from fsdpckpt.options import ConvertOptions, DiffOptions, InspectOptions, LaunchOptions
-from fsdpckpt.progress import Progress
+from fsdpckpt.option_fields import changed, parameters, takes_options, with_named
+from fsdpckpt.options import ConvertOptions, DiffOptions, InspectOptions, LaunchOptions, UnitsOptions
+from fsdpckpt.progress import NoProgress, Progress
 from fsdpckpt.storage.sources import Sources
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from fsdpckpt.converters.report import Report
     from fsdpckpt.describe import Description, Json
-    from fsdpckpt.flat.units.find import FoundUnits
+    from fsdpckpt.flat.units.find import FoundUnits, UnitsRequest
     from fsdpckpt.keywords import ConvertKeywords
     from fsdpckpt.lazy import LazyCheckpoint
     from fsdpckpt.verify.compare import Difference
@@ -72,11 +72,10 @@ def _measure(
     checkpoint: Checkpoint, sources: Sources, threads: int | None, progress: Progress | None
 ) -> Callable[[list[NamedTensor]], list[dict[str, Json] | None]]:
     from fsdpckpt.ir.coverage import flaws
-    from fsdpckpt.progress import NoProgress
     from fsdpckpt.verify.measures import stats_of
     from fsdpckpt.verify.parallel import threads_for
 
-    stages = progress if progress is not None else NoProgress()
+    stages = progress or NoProgress()
 
     def measure(tensors: list[NamedTensor]) -> list[dict[str, Json] | None]:
         """None for a tensor that is not whole: its problem is listed, and the others still have statistics."""
@@ -108,13 +107,12 @@ def convert(
     progress: Progress | None = None,
     **named: Unpack[ConvertKeywords],
 ) -> Report:
-    """Convert ``source`` to ``target``; options by the names of the command line: ``to="full"``, ``world_size=3``, ...
+    """Convert ``source`` to ``target``. Options have the names of the command line: ``to="full"``, ``world_size=3``.
 
-    ``options`` is a complete ``ConvertOptions``, ``launch`` says on which processes; single options on top of them
-    (``nproc_per_node=4``) replace their fields. Started by torchrun or srun, every rank calls this, and gets the same
-    report. Raises UsageError for an option that does not exist, and the errors of ``fsdpckpt convert``.
+    ``options`` and ``launch`` hold all options of the conversion and of the processes that run it; single options, as
+    ``nproc_per_node=4``, replace their fields. Under torchrun or srun every rank calls this and gets the same report.
+    Raises UsageError for an option that does not exist, and the errors of ``fsdpckpt convert``.
     """
-    from fsdpckpt.progress import NoProgress
     from fsdpckpt.worker import convert as run
 
     chosen, launched = with_named((options or ConvertOptions(), launch or LaunchOptions()), named)
@@ -134,17 +132,16 @@ def diff(
 ) -> Difference:
     """Compare two checkpoints logically, whatever their layouts, containers, key types and world sizes.
 
-    Every byte counts, or with ``rtol``/``atol`` (as ``torch.allclose``) numbers that close are equal. ``only``
-    compares one section. ``units``: a units file for flattened shards on either side. Raises NeedsInformationError when
+    Every byte counts; with ``rtol`` or ``atol`` numbers are compared as ``torch.allclose`` does. ``only`` compares one
+    section. ``units``: a units file for flattened shards on either side. Raises NeedsInformationError when
     id and name keys cannot be matched, SourceError.
     """
-    from fsdpckpt.progress import NoProgress
     from fsdpckpt.readers.detect import open_checkpoint
     from fsdpckpt.verify.compare import compare, only_section
     from fsdpckpt.verify.elements import Tolerance
     from fsdpckpt.verify.parallel import threads_for
 
-    stages = progress if progress is not None else NoProgress()
+    stages = progress or NoProgress()
     options = changed(DiffOptions(), {"only": only, "units": units})
     tolerance = None if rtol is None and atol is None else Tolerance(rtol or 0.0, atol or 0.0)
     with Sources() as sources:
@@ -173,10 +170,10 @@ def verify(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Verification:
-    """Prove the checkpoint at ``source`` whole: ``.problems`` lists all that is wrong, ``.whole`` says if nothing is.
+    """Check the checkpoint at ``source`` for damage: ``.problems`` lists it all, ``.whole`` is True if there is none.
 
     ``digests`` adds a layout-independent SHA-256 per tensor, ``finite`` reports NaN and Inf. ``units``: a units file
-    for flattened shards. Raises SourceError (exit code 3) when the source cannot be read as a checkpoint at all.
+    for flattened shards. Raises SourceError if the source cannot be read as a checkpoint at all.
     """
     from fsdpckpt.verify.integrity import verify as run
 
@@ -187,7 +184,10 @@ def verify(
 
 
 def open(source: Path) -> LazyCheckpoint:  # noqa: A001  # the contract's name: fsdpckpt.open(src)
-    """A lazy checkpoint: names to tensors that are read on demand. Use it in a ``with`` block. Raises SourceError."""
+    """Open a checkpoint as a mapping of names to tensors, read on demand. Use it in a ``with`` block.
+
+    Raises SourceError.
+    """
     from fsdpckpt.lazy import LazyCheckpoint
     from fsdpckpt.readers.detect import open_checkpoint
 
@@ -201,11 +201,11 @@ def open(source: Path) -> LazyCheckpoint:  # noqa: A001  # the contract's name: 
 
 
 def save_units(model: nn.Module, optimizer: Optimizer | None, path: Path) -> None:
-    """Write what FSDP1 never saves of a live model: names, shapes and order behind its flat parameters.
+    """Write what FSDP1 does not save: the names, shapes and order of the parameters in each flat parameter.
 
-    Call it once after wrapping, on every rank or on rank 0 alone; the model's rank 0 writes ``path``, a ``.json`` file
-    or a directory for its ``units.json``. Beside the checkpoints ``fsdpckpt`` finds it there. Raises UsageError for a
-    model without FSDP1 modules: FSDP2 needs no units file.
+    Call it once after wrapping, on every rank or on rank 0 alone; rank 0 writes ``path``, a ``.json`` file or a
+    directory that gets a ``units.json``. Write it beside the checkpoints, where ``fsdpckpt`` finds it. Raises
+    UsageError for a model without FSDP1 modules: FSDP2 needs no units file.
     """
     from fsdpckpt.flat.live.units import save_units as save
 
@@ -213,7 +213,7 @@ def save_units(model: nn.Module, optimizer: Optimizer | None, path: Path) -> Non
 
 
 def _named(checkpoint: Checkpoint, sources: Sources, units: Path | None, *, listing: bool = False) -> Checkpoint:
-    """Flattened shards by name, as far as units are known; anything else as it is, without the cost of the import."""
+    """Flattened shards by name, as far as units are known; any other checkpoint unchanged."""
     if checkpoint.layout is not Layout.FLATTENED and checkpoint.units is None and units is None:
         return checkpoint
     from fsdpckpt.flat.logical import logical
@@ -221,85 +221,55 @@ def _named(checkpoint: Checkpoint, sources: Sources, units: Path | None, *, list
     return logical(checkpoint, sources, units=os.fspath(units) if units is not None else None, listing=listing)
 
 
-def find_units(
-    source: Path,
-    *,
-    units: Path | None = None,
-    unit: Iterable[str] = (),
-    use_orig_params: bool | None = None,
-    strategy: str | None = None,
-    param_dtype: str | None = None,
-    shard_size: int | None = None,
-    reference: Path | None = None,
-    parameters: Path | None = None,
-    buffers: Iterable[str] = (),
-) -> FoundUnits:
-    """The units of the checkpoint at ``source``, inferred or from ``units``, and how they were proved.
+def find_units(source: Path, options: UnitsOptions) -> FoundUnits:
+    """The units of the checkpoint at ``source``, inferred or from ``options.units``, and how they were checked.
 
-    The options are those of ``fsdpckpt convert``. Raises NeedsInformationError when several units fit, SourceError.
+    Raises NeedsInformationError when several units fit, SourceError.
     """
-    from fsdpckpt.converters.transform import units_request
     from fsdpckpt.flat.units.find import find_units as find
     from fsdpckpt.readers.detect import open_checkpoint
 
-    options = changed(
-        ConvertOptions(),
-        {
-            "units": units,
-            "unit": unit,
-            "use_orig_params": use_orig_params,
-            "strategy": strategy,
-            "param_dtype": param_dtype,
-            "shard_size": shard_size,
-            "reference": reference,
-            "parameters": parameters,
-            "buffers": buffers,
-        },
-    )
     with Sources() as sources:
         checkpoint = open_checkpoint(os.fspath(source), sources=sources)
-        return find(checkpoint, units_request(options), sources)
+        return find(checkpoint, _units_request(options), sources)
 
 
-def model_units(
-    model: str | Callable[[], nn.Module],
-    wrap: Iterable[str | type[nn.Module]],
-    *,
-    use_orig_params: bool,
-    strategy: str = Strategy.FULL_SHARD,
-    param_dtype: str | None = None,
-    shard_size: int | None = None,
-    ignore: Iterable[str] = (),
-    prove_by: Path | None = None,
-) -> FoundUnits:
-    """The units of what ``model()`` makes on the meta device, with modules of the classes ``wrap`` wrapped by FSDP1.
+def model_units(model: str, options: UnitsOptions) -> FoundUnits:
+    """The units of the model that ``model``, a ``package.module:name``, builds on the meta device.
 
-    ``model`` and ``wrap`` may be given as ``package.module:name``. ``ignore``: globs of modules and parameters that
-    FSDP was told to ignore. ``prove_by``: a checkpoint of the model. Raises UsageError, SourceError.
+    FSDP1 wraps the classes ``options.wrap``. ``options.source``: a checkpoint to check the units against. Raises
+    UsageError, SourceError.
     """
-    from fsdpckpt.converters.transform import units_request
     from fsdpckpt.flat.live.meta import units_from_model
     from fsdpckpt.flat.units.find import FoundUnits
     from fsdpckpt.flat.units.model import prove
 
-    settings = {"strategy": strategy, "param_dtype": param_dtype, "shard_size": shard_size}
-    request = units_request(changed(ConvertOptions(), settings))
-    classes, ignored = list(wrap), list(ignore)
+    request = _units_request(options)
+    classes = [] if options.wrap == ("none",) else list(options.wrap)
     units = units_from_model(
         model,
         classes,
-        use_orig_params=use_orig_params,
+        use_orig_params=bool(options.use_orig_params),
         param_dtype=request.param_dtype,
-        strategy=request.strategy or Strategy.FULL_SHARD,
+        strategy=options.strategy or Strategy.FULL_SHARD,
         shard_size=request.shard_size,
-        ignored=ignored,
+        ignored=list(options.ignore),
     )
     how = [
         f"built by {model} on the meta device",
-        f"wrapped: the root and every {', '.join(map(str, classes))}" if classes else "wrapped: the root only",
-        *([f"ignored: {', '.join(ignored)}"] if ignored else []),
+        f"wrapped: the root and every {', '.join(classes)}" if classes else "wrapped: the root only",
+        *([f"ignored: {', '.join(options.ignore)}"] if options.ignore else []),
     ]
-    if prove_by is not None:
+    if options.source is not None:
         with Sources() as sources:
-            how += prove(units, os.fspath(prove_by), sources)
+            how += prove(units, options.source, sources)
+    if options.use_orig_params is None:
+        how.append("use_orig_params=False, FSDP's own default: add --use-orig-params if the training sets it")
     return FoundUnits(units, None, tuple(how))
+
+
+def _units_request(options: UnitsOptions) -> UnitsRequest:
+    from fsdpckpt.converters.transform import units_request
+
+    shared = {one.name for one in parameters(ConvertOptions)} & {one.name for one in parameters(UnitsOptions)}
+    return units_request(ConvertOptions(**{name: getattr(options, name) for name in shared}))

@@ -1,4 +1,4 @@
-"""Progress as a protocol: whatever takes long reports bytes, the command line draws them."""
+"""Defines the Progress protocol: whatever takes long reports bytes, and the command line draws them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ __all__ = ["NoProgress", "Progress"]
 
 
 class Progress(Protocol):
-    """Told about one stage at a time, from any thread."""
+    """Gets the progress of one stage at a time, from any thread."""
 
     def begin(self, stage: str, total_bytes: int) -> None:
         """A stage starts: ``"read"``, ``"copy"``, ``"verify"``, ... ``total_bytes`` 0 when it has no size."""
         ...
 
     def advance(self, nbytes: int) -> None:
-        """``nbytes`` more are done."""
+        """``nbytes`` more bytes are done."""
         ...
 
     def end(self) -> None:
@@ -24,7 +24,7 @@ class Progress(Protocol):
 
 
 class NoProgress:
-    """Says nothing."""
+    """Ignores all progress."""
 
     def begin(self, stage: str, total_bytes: int) -> None:
         del stage, total_bytes

@@ -1,4 +1,4 @@
-"""Numbers and values as people read them: pure functions from data to text."""
+"""Formats numbers and values for people: pure functions from data to text."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ def plural(count: int, word: str) -> str:
 
 
 def shape_text(shape: Iterable[int]) -> str:
+    """``(3, 4)`` -> ``[3, 4]``, as PyTorch shows shapes."""
     return "[" + ", ".join(map(str, shape)) + "]"
 
 
@@ -48,8 +49,10 @@ _MOST_DIGITS = 1 << 12  # bits of an int that Python writes as text
 
 
 def truncate(value: object) -> str:
-    """``value`` if it is a scalar, or a short tuple or list of such; else what it is. ``repr`` goes through all of it,
-    and a value from a file may hold another one ten times, and that one a third."""
+    """A scalar, or a short tuple or list of scalars, in at most 80 characters; of any other value its type and length.
+
+    ``repr`` would visit nested values, and those from a file may be nested so that this takes exponential time.
+    """
     if isinstance(value, (tuple, list)) and len(value) <= 8 and all(isinstance(item, _SCALARS) for item in value):
         opening, closing = "()" if isinstance(value, tuple) else "[]"
         return _cut(opening + ", ".join(map(_scalar, value)) + closing)

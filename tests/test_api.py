@@ -40,6 +40,11 @@ def test_importing_the_package_imports_nothing_else() -> None:
     assert done.stdout == "[False, False]\n"
 
 
+def test_the_package_offers_its_public_names_only() -> None:
+    assert dir(fsdpckpt) == sorted(fsdpckpt.__all__)
+    assert all(hasattr(fsdpckpt, name) for name in dir(fsdpckpt))
+
+
 def test_verify_is_a_function_before_and_after_its_package_is_imported(saved: Path) -> None:
     code = (
         "import sys, fsdpckpt; first = fsdpckpt.verify(sys.argv[1])\n"
@@ -95,6 +100,7 @@ def test_convert_and_diff_take_paths_and_plain_words(saved: Path, tmp_path: Path
 def test_wrong_words_are_usage_errors(saved: Path, tmp_path: Path) -> None:
     for wrong, words in (
         ({"colour": "red"}, "no option 'colour'"),
+        ({"worldsize": 2}, r"did you mean world_size\?"),
         ({"to": "halved"}, "to cannot be .halved."),
         ({"max_memory": "lots"}, "--max-memory: 'lots' is not a size"),
     ):

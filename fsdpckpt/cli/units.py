@@ -7,11 +7,9 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fsdpckpt.errors import NeedsInformationError, TargetExistsError, UsageError
-from fsdpckpt.ir.vocabulary import Strategy
 from fsdpckpt.option_fields import Scope, given
 from fsdpckpt.options import UnitsOptions
 from fsdpckpt.text import count_text, plural, shape_text
@@ -42,7 +40,6 @@ In a training script, fsdpckpt.save_units(model, optimizer, "units.json")
 writes the same file without inference.
 """
 
-NO_CLASSES = ("none",)
 UNITS_FILE = "units.json"  # in a directory given to --output, where it is found beside a checkpoint
 HEADINGS = ("flat parameter", "strategy", "parameters", "frozen", "elements", "dtype", "param_dtype")
 NUMERIC = frozenset({"parameters", "frozen", "elements"})
@@ -61,7 +58,9 @@ def units_command(output: Output, options: UnitsOptions) -> int:
         units = _from_model(options.model, options)
     elif options.source is not None:
         _refuse(given(options, Scope.LIVE_MODEL), "--model")
-        units = _from_checkpoint(options.source, options)
+        from fsdpckpt.api import find_units
+
+        units = find_units(options.source, options)
     else:
         raise UsageError(
             "units are made from a checkpoint or from a model",
@@ -78,23 +77,6 @@ def units_command(output: Output, options: UnitsOptions) -> int:
     return 0
 
 
-def _from_checkpoint(source: str, options: UnitsOptions) -> FoundUnits:
-    from fsdpckpt.api import find_units
-
-    return find_units(
-        source,
-        units=options.units,
-        unit=options.unit,
-        use_orig_params=options.use_orig_params,
-        strategy=options.strategy,
-        param_dtype=options.param_dtype,
-        shard_size=options.shard_size,
-        reference=options.reference,
-        parameters=options.parameters,
-        buffers=options.buffers,
-    )
-
-
 def _from_model(model: str, options: UnitsOptions) -> FoundUnits:
     if not options.wrap:
         raise NeedsInformationError(
@@ -104,21 +86,8 @@ def _from_model(model: str, options: UnitsOptions) -> FoundUnits:
         )
     from fsdpckpt.api import model_units
 
-    with redirect_stdout(sys.stderr):  # what the user's code prints does not belong into the units file
-        units = model_units(
-            model,
-            () if options.wrap == NO_CLASSES else options.wrap,
-            use_orig_params=bool(options.use_orig_params),
-            strategy=options.strategy or Strategy.FULL_SHARD,
-            param_dtype=options.param_dtype,
-            shard_size=options.shard_size,
-            ignore=options.ignore,
-            prove_by=options.source,
-        )
-    if options.use_orig_params is None:
-        line = "use_orig_params=False, FSDP's own default: add --use-orig-params if the training sets it"
-        return replace(units, how=(*units.how, line))
-    return units
+    with redirect_stdout(sys.stderr):  # what the user's code prints does not belong in the units file
+        return model_units(model, options)
 
 
 def _refuse(options: tuple[str, ...], goes_with: str) -> None:
