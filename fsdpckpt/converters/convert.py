@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from fsdpckpt.comm.solo import Solo
 from fsdpckpt.converters.check import check_output
 from fsdpckpt.converters.delivery import deliver
 from fsdpckpt.converters.lay_out import dtype_rule, lay_out
@@ -20,8 +21,8 @@ from fsdpckpt.converters.transform import TransformedCheckpoint, transform
 from fsdpckpt.converters.without_subject import refuse_without_sections
 from fsdpckpt.errors import TargetExistsError, UsageError
 from fsdpckpt.execute.budget import MOST_THREADS, Budget, make_budget
-from fsdpckpt.execute.compare import is_written
-from fsdpckpt.execute.local import execute
+from fsdpckpt.execute.executor import execute, is_written
+from fsdpckpt.execute.job import Job
 from fsdpckpt.garbage import set_aside, without_collection
 from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.ir.dtypes import DTYPES
@@ -136,15 +137,16 @@ def _write(
     staging = run.staging
     with run:
         staging.require_space(plan.bytes_written, files=len(plan.files))
+        finished = run.recorder.finished
         crcs = execute(
-            plan,
-            files=checkpoint.files,
-            checksums=checkpoint.checksums,
+            Solo(),
+            Job.of_one(plan, checkpoint.files, checkpoint.checksums, budget, finished),
             sources=sources,
             locate=staging.locate,
-            budget=budget,
+            threads=budget.threads,
             progress=progress,
             recorder=run.recorder,
+            finished=finished,
         )
         staging.require_files(file.path for file in plan.files)
         if spec.directory:  # before the check, which reads what the manifest adds to it
@@ -175,12 +177,10 @@ def _require_written(target: str, prepared: Prepared, budget: Budget, sources: S
     spec, checkpoint = prepared.spec, prepared.transformed.checkpoint
     real = os.path.realpath(target)
     complete = (not spec.directory or os.path.isfile(os.path.join(real, MANIFEST))) and is_written(
-        prepared.plan,
-        files=checkpoint.files,
-        checksums=checkpoint.checksums,
+        Job.of_one(prepared.plan, checkpoint.files, checkpoint.checksums, budget),
         sources=sources,
         locate=lambda path: os.path.join(real, path) if path else real,
-        budget=budget,
+        threads=budget.threads,
         progress=progress,
     )
     if not complete:

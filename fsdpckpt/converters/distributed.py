@@ -31,14 +31,13 @@ from fsdpckpt.converters.staged import Places, lead
 from fsdpckpt.converters.taken_up import copies_known, journals_read
 from fsdpckpt.errors import InternalError, WorkerError
 from fsdpckpt.execute.budget import Budget, make_budget
-from fsdpckpt.execute.distributed import execute_together
+from fsdpckpt.execute.executor import execute
+from fsdpckpt.execute.job import Job, packed, unpacked
 from fsdpckpt.execute.peers import Peer, end_stopped, this_process
 from fsdpckpt.execute.recorder import Recorder
 from fsdpckpt.execute.remote import everyones_files, serve
 from fsdpckpt.execute.resume import Finished, first_record, run_of
 from fsdpckpt.execute.settings import for_worker, threads_for
-from fsdpckpt.execute.shared_files import ComparedWorkerOutput, WorkerOutput
-from fsdpckpt.execute.shipping import Job, packed, unpacked
 from fsdpckpt.execute.visibility import identities, who_sees
 from fsdpckpt.garbage import set_aside
 from fsdpckpt.ir.checkpoint import Note, SourceFile
@@ -216,17 +215,19 @@ class _Conversion:
                 self._holds.append(lock_as_writer(places.roots[places.place[group.rank] or 0], group.rank))
         self.holders = holders_of(job, places, directory=directory)
         threads = threads_for(job.settings, budget)
-        crcs = execute_together(
-            group,
-            job,
-            visible,
-            locate=lambda path: places.locate(group.rank, path),
-            threads=threads,
-            progress=self._progress,
-            recorder=recorder,
-            finished=finished,
-            output=ComparedWorkerOutput if places.there[places.place[group.rank] or 0] else WorkerOutput,
-        )
+        with Sources() as sources:
+            crcs = execute(
+                group,
+                job,
+                visible,
+                sources=sources,
+                locate=lambda path: places.locate(group.rank, path),
+                threads=threads,
+                progress=self._progress,
+                recorder=recorder,
+                finished=finished,
+                compare=places.there[places.place[group.rank] or 0],
+            )
         at = self._staging[0] if self._staging else None
         if directory:
             manifest_together(group, self._prepared, self._target, at, crcs=crcs, digests={})

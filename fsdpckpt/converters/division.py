@@ -12,9 +12,9 @@ from fsdpckpt.converters.resumption import fresh_note, resumed_note, started_ove
 from fsdpckpt.converters.staged import Places, share_out
 from fsdpckpt.converters.taken_up import claims_of, taken_up
 from fsdpckpt.execute.budget import Budget
+from fsdpckpt.execute.job import Job
 from fsdpckpt.execute.resume import Finished, RunIdentity, joined
 from fsdpckpt.execute.settings import settle
-from fsdpckpt.execute.shipping import Job
 from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.readers.protocol import MANIFEST

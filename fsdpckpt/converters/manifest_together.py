@@ -9,7 +9,7 @@ from typing import cast
 from fsdpckpt.comm.protocol import Group
 from fsdpckpt.converters.convert import Prepared
 from fsdpckpt.converters.manifest import put_manifest, write_manifest
-from fsdpckpt.execute.compare import not_this
+from fsdpckpt.execute.output import not_this
 from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage.staging import Staging
 

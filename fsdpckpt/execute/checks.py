@@ -12,9 +12,8 @@ from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.execute.crc import Part, combine, crc32
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.ir.tensors import Int64Array
-from fsdpckpt.plan.plan import FilePlan
 
-__all__ = ["SourceCheck", "SourceRecord", "TargetChecks", "require_sum"]
+__all__ = ["SourceCheck", "SourceRecord", "require_sum"]
 
 SourceRecord = tuple[int, int, int, int]
 """(source file, offset, nbytes, crc) of a record that carries a checksum."""
@@ -179,73 +178,3 @@ def _read_differently(path: str, offset: int, nbytes: int, first: int, second: i
         why="a disk or a network that returns wrong bytes now and then, or another program writes there",
         next_step=f"run `fsdpckpt verify {path}` on each machine that read it, then fetch the file again",
     )
-
-
-class TargetChecks:
-    """The checksums one target file needs: parts from the windows, values where the file wants them."""
-
-    def __init__(self, file: FilePlan) -> None:
-        self._file = file
-        self._begins: list[int] = file.checksums[:, 0].tolist()
-        self._ends: list[int] = file.checksums[:, 1].tolist()
-        self._parts: dict[int, list[Part]] = {}
-        self._late: list[tuple[int, bytes]] = []
-        self._lock = threading.Lock()
-
-    def window(self, begin: int, view: memoryview, known: dict[tuple[int, int], int]) -> None:
-        """Take the window [begin, begin + len(view)); CRCs whose place lies inside it are put into ``view``.
-
-        ``known``: (offset, nbytes) -> CRC-32 of ranges the copying has summed already.
-        """
-        end = begin + len(view)
-        index = max(bisect_right(self._begins, begin) - 1, 0)
-        late: list[tuple[int, bytes]] = []
-        while index < len(self._begins) and self._begins[index] < end:
-            low, high = max(self._begins[index], begin), min(self._ends[index], end)
-            if low < high:
-                self._range(index, low, high, begin, view, known, late)
-            index += 1
-        if late:
-            with self._lock:
-                self._late.extend(late)
-
-    def _range(
-        self,
-        index: int,
-        low: int,
-        high: int,
-        begin: int,
-        view: memoryview,
-        known: dict[tuple[int, int], int],
-        late: list[tuple[int, bytes]],
-    ) -> None:
-        crc = known.get((low, high - low))
-        if crc is None:
-            crc = crc32(view[low - begin : high - begin])
-        if (low, high) != (self._begins[index], self._ends[index]):
-            with self._lock:
-                self._parts.setdefault(index, []).append((low, high - low, crc))
-            return
-        value = crc.to_bytes(4, "little")
-        for place in self._file.places[index]:
-            if begin <= place and place + 4 <= begin + len(view):
-                view[place - begin : place - begin + 4] = value
-            else:
-                late.append((place, value))
-
-    def unfinished(self) -> tuple[list[tuple[int, int, int, int]], list[tuple[int, bytes]]]:
-        """What ``absorb`` takes: parts (checksum, offset, nbytes, crc), and values whose place is elsewhere."""
-        return [(index, *part) for index, parts in self._parts.items() for part in parts], list(self._late)
-
-    def absorb(self, rows: Iterable[tuple[int, int, int, int]], late: Iterable[tuple[int, bytes]]) -> None:
-        """Take what another worker's ``unfinished`` says, which wrote other windows of the same file."""
-        for index, offset, nbytes, crc in rows:
-            self._parts.setdefault(index, []).append((offset, nbytes, crc))
-        self._late.extend(late)
-
-    def patches(self) -> list[tuple[int, bytes]]:
-        """What remains to be written once every window is: (file offset, 4 bytes)."""
-        for index, parts in self._parts.items():
-            value = combine(parts).to_bytes(4, "little")
-            self._late.extend((place, value) for place in self._file.places[index])
-        return self._late

@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 
 from fsdpckpt.plan.transfer import OwnWindow
 
-__all__ = ["Crew"]
+__all__ = ["CopyPool"]
 
 SLOWEST_DISK = 20e6  # bytes a second: slower than that, a disk that makes files durable counts as one that hangs
 LOOK = 0.05  # seconds
 PATIENCE = 2.0  # seconds for threads to stop once the run failed
 
 
-class Crew:
+class CopyPool:
     """``copy(thread, window)`` copies one window, on any of ``threads`` threads.
 
     Threads are daemons: one that hangs in a system call holds nobody up when the run ends.
@@ -74,14 +74,14 @@ class Crew:
             if self._error is not None:
                 raise self._error
 
-    def stop(self) -> None:
-        """No thread takes another window; waits a little for those that are at work."""
+    def stop(self, patience: float | None = PATIENCE) -> None:
+        """No thread takes another window; waits at most ``patience`` seconds for those at work, None: for all."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
-        deadline = time.monotonic() + PATIENCE
+        deadline = None if patience is None else time.monotonic() + patience
         for thread in self._threads:
-            thread.join(max(deadline - time.monotonic(), 0.0))
+            thread.join(None if deadline is None else max(deadline - time.monotonic(), 0.0))
 
     def _next(self) -> OwnWindow | None:
         with self._changed:

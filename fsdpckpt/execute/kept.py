@@ -1,34 +1,35 @@
-"""Reads back what the journals name: a window that is as it was written is kept, any other one is copied again."""
+"""Resumes an interrupted run: reads back what its journals name, on the ranks that would write it otherwise.
+
+A window that is as it was written is kept, any other one is copied again.
+"""
 
 from __future__ import annotations
 
 import os
-from collections import deque
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias, cast
 
-from fsdpckpt.execute.checks import TargetChecks
+import numpy as np
+
+from fsdpckpt.comm.protocol import Group
+from fsdpckpt.execute.checks import SourceCheck, SourceRecord
+from fsdpckpt.execute.copy_pool import PATIENCE, CopyPool
 from fsdpckpt.execute.crc import Part, crc32
-from fsdpckpt.execute.resume import LatePlaces
+from fsdpckpt.execute.job import Job
+from fsdpckpt.execute.output import Kept, LatePlaces, TargetChecks
+from fsdpckpt.execute.reread import has_gaps, read_again, unjudged
+from fsdpckpt.execute.resume import Finished
+from fsdpckpt.plan.partition import Segment
 from fsdpckpt.plan.plan import Claim, FilePlan
+from fsdpckpt.plan.transfer import OwnWindow, Visible
 from fsdpckpt.plan.windows import Range
 from fsdpckpt.storage.local import BLOCK, WritableFile, aligned_buffer
+from fsdpckpt.storage.sources import Sources
 
-__all__ = ["Kept", "ReadBack", "buffer_for", "longest_claim", "read_back", "threads_for_claims"]
+__all__ = ["Done", "ReadBack", "judge_again", "read_back", "resume"]
 
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """Of one target file what is kept: ``parts`` of it, in order, and what ``TargetChecks.unfinished`` says of them."""
-
-    parts: tuple[Part, ...] = ()
-    rows: tuple[tuple[int, int, int, int], ...] = ()
-    late: tuple[tuple[int, bytes], ...] = ()
-
-    @property
-    def ranges(self) -> list[Range]:
-        return [(begin, begin + nbytes) for begin, nbytes, _ in self.parts]
+Done: TypeAlias = "dict[int, list[Range]]"
+"""By segment, in order, what an interrupted run has written of it."""
 
 
 class ReadBack:
@@ -62,39 +63,77 @@ class ReadBack:
         return Kept(tuple(sorted(self._parts)), tuple(rows), tuple(late))
 
 
-def buffer_for(longest: int) -> memoryview:
-    """What one thread reads windows of at most ``longest`` bytes into."""
-    return aligned_buffer(longest + BLOCK)
-
-
-def longest_claim(backs: Iterable[ReadBack]) -> int:
-    """Bytes of the longest window to be read back."""
-    return max((end - begin for back in backs for begin, end, _ in back.claims), default=0)
-
-
-def threads_for_claims(threads: int, nbytes: int, longest: int) -> int:
-    """How many of ``threads`` have memory for a window of ``longest`` bytes when all together have ``nbytes``."""
-    return max(min(threads, nbytes // max(longest, 1)), 1)
-
-
-def read_back(backs: Sequence[ReadBack], threads: int, nbytes: int) -> None:
+def read_back(group: Group, backs: Mapping[int, ReadBack], threads: int, nbytes: int) -> None:
     """All claims of all ``backs``, on at most ``threads`` threads with ``nbytes`` of buffers together."""
-    todo = deque((back, claim) for back in backs for claim in back.claims)
-    longest = longest_claim(backs)
-    most = threads_for_claims(threads, nbytes, longest)
+    longest = max((end - begin for back in backs.values() for begin, end, _ in back.claims), default=0)
+    most = max(min(threads, nbytes // max(longest, 1)), 1)
+    buffers = [aligned_buffer(longest + BLOCK) for _ in range(most)]
+    crcs = {(number, begin): crc for number, back in backs.items() for begin, _, crc in back.claims}
 
-    def work() -> None:
-        buffer = buffer_for(longest)
-        while True:
-            try:
-                back, claim = todo.popleft()
-            except IndexError:
-                return
-            back.take(claim, buffer)
+    def take(thread: int, window: OwnWindow) -> None:
+        claim = (window.begin, window.end, crcs[window.segment, window.begin])
+        backs[window.segment].take(claim, buffers[thread])
 
-    with ThreadPoolExecutor(most, thread_name_prefix="fsdpckpt-keep") as pool:
-        try:
-            for future in [pool.submit(work) for _ in range(most)]:
-                future.result()
-        finally:
-            todo.clear()
+    windows = [OwnWindow(number, *claim[:2], -1) for number, back in backs.items() for claim in back.claims]
+    pool = CopyPool(windows, most, take)
+    try:
+        pool.wait(lambda: group.watch(moving=pool.moved()))
+    finally:
+        pool.stop(PATIENCE if group.world_size > 1 else None)
+
+
+def resume(group: Group, job: Job, locate: Callable[[str], str], threads: int) -> tuple[dict[int, Kept], Done]:
+    """What this rank keeps of its segments, and what all ranks keep of theirs; each by segment. All ranks."""
+    if not len(job.claims):
+        return {}, {}
+    claims = {number: _claims(job, segment) for number, segment in enumerate(job.segments)}
+    backs: dict[int, ReadBack] = {}
+    with group.step("read back what is there"):
+        for number, segment in enumerate(job.segments):
+            if segment.owner == group.rank:
+                file = job.plan.files[segment.file]
+                backs[number] = ReadBack(file, locate(file.path), claims[number])
+        read_back(group, backs, threads, job.settings.windows)
+        kept = {number: back.close() for number, back in backs.items()}
+    lost: set[tuple[int, int]] = set()
+    own: list[list[int]] = []
+    for number, each in kept.items():
+        there = set(each.ranges)
+        own += [[number, begin] for begin, end, _ in claims[number] if (begin, end) not in there]
+    for theirs in cast("list[list[list[int]]]", group.all_gather_objects(own, name="what is there")):
+        lost |= {(number, begin) for number, begin in theirs}
+    done = {
+        number: [(begin, end) for begin, end, _ in found if (number, begin) not in lost]
+        for number, found in claims.items()
+    }
+    return kept, done
+
+
+def _claims(job: Job, segment: Segment) -> list[Claim]:
+    place, file, begin, end, _ = job.claims.T
+    inside = (place == segment.place) & (file == segment.file) & (begin >= segment.begin) & (end <= segment.end)
+    return [(low, high, crc) for _, _, low, high, crc in job.claims[np.flatnonzero(inside)].tolist()]
+
+
+def judge_again(
+    group: Group, job: Job, check: SourceCheck, finished: Finished, visible: Visible, sources: Sources
+) -> None:
+    """Once ``check`` on rank 0 knows all parts that are known: read the records again that lack some. All ranks.
+
+    ``finished``, on rank 0: what the journals say. Raises SourceCorruptError.
+    """
+    if not len(job.claims) and not has_gaps(job.plan):
+        return
+    found: object = None
+    if group.rank == 0:
+        with group.heartbeat():
+            found = [list(record) for record in unjudged(check, job.plan, finished.received_ranges())]
+    records = [cast("SourceRecord", tuple(row)) for row in cast("list[list[int]]", group.broadcast_object(found))]
+    readers = [np.flatnonzero(visible[file]) for file, _, _, _ in records]
+    mine = [
+        record
+        for number, (record, seers) in enumerate(zip(records, readers, strict=True))
+        if seers[number % len(seers)] == group.rank
+    ]
+    with group.step("read again what no sum proves"):
+        read_again(mine, job.files, sources, group.beat)

@@ -8,20 +8,17 @@ process or another one, alone or as one of several, does not count: how later ru
 from __future__ import annotations
 
 import hashlib
-import threading
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
-from fsdpckpt.plan.plan import COPY_COLUMNS, Claim, FilePlan, Plan
+from fsdpckpt.plan.plan import COPY_COLUMNS, Claim, Plan
 from fsdpckpt.storage.journal import Record, read_records
 from fsdpckpt.storage.protocols import FileIdentity, change_between
 
 __all__ = [
     "Finished",
-    "LatePlaces",
     "RunIdentity",
     "SourcePart",
     "first_record",
@@ -202,32 +199,3 @@ def plan_digest(plan: Plan) -> str:
             total.update(repr(table.shape).encode())
             total.update(np.ascontiguousarray(table).data)
     return total.hexdigest()
-
-
-class LatePlaces:
-    """Where checksums of one file go that are known only when other windows are: zeros until the file is complete.
-
-    A window that is read back may hold them already; ``clear`` makes it what it was when it was summed.
-    """
-
-    def __init__(self, file: FilePlan) -> None:
-        self._file = file
-        self._rows: list[tuple[int, int, int]] | None = None  # place, begin and end of the range, sorted
-        self._lock = threading.Lock()
-
-    def clear(self, begin: int, view: memoryview) -> None:
-        """Zero the late places of the window ``view``, which begins at ``begin``."""
-        end = begin + len(view)
-        rows = self._sorted()
-        for place, low, high in rows[bisect_left(rows, (begin - 3,)) : bisect_left(rows, (end,))]:
-            if begin <= min(place, low) and max(place + 4, high) <= end:
-                continue  # summed and stored within this window
-            start, stop = max(place - begin, 0), min(place + 4, end) - begin
-            view[start:stop] = bytes(stop - start)
-
-    def _sorted(self) -> list[tuple[int, int, int]]:
-        with self._lock:
-            if self._rows is None:  # only a run that is resumed needs them
-                ranges = zip(self._file.checksums.tolist(), self._file.places, strict=True)
-                self._rows = sorted((place, low, high) for (low, high), places in ranges for place in places)
-            return self._rows

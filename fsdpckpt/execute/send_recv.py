@@ -1,87 +1,259 @@
-"""The rounds of one worker's streams as legs of an exchange: read from its sources, received into its arrivals."""
+"""Sends source bytes to the ranks that cannot read them, and receives what this rank cannot read.
+
+Bytes travel in the rounds of a ``TransferPlan``: a rank reads what it sends from its sources, and keeps the rounds it
+receives in buffers until its copy pool has written their windows. Every stream is checksummed on both sides, from
+checksums that the copying makes anyway; they are compared once everything is written. Imports torch: ``executor``
+imports this module only where bytes are exchanged.
+"""
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from fsdpckpt.comm.exchanger import Leg
-from fsdpckpt.execute.copy_pool import Crew
-from fsdpckpt.execute.receive_buffers import Arrivals
-from fsdpckpt.execute.stream_checksums import Sent
+from fsdpckpt.comm.exchanger import Exchanger, Leg
+from fsdpckpt.comm.protocol import Group
+from fsdpckpt.errors import InternalError, WorkerError
+from fsdpckpt.execute.checks import SourceCheck
+from fsdpckpt.execute.copy_pool import CopyPool
+from fsdpckpt.execute.crc import Part, combine, window_crc
+from fsdpckpt.execute.job import Job
 from fsdpckpt.execute.window import Assembler
+from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.plan.transfer import Routes
+from fsdpckpt.storage.protocols import ByteSource
+from fsdpckpt.storage.sources import Sources
 
-__all__ = ["Legs"]
+__all__ = ["ReceiveBuffers", "SendRecv", "SentChecksums", "SourcesAndStreams", "StreamCheck", "stream_file"]
 
 
-class Legs:
-    """``reader`` assembles what is sent, of which ``sent`` keeps the sums.
+class SendRecv:
+    """This rank's part of the exchange of one run.
 
-    ``on_host``: what comes can arrive where it is kept.
+    ``files``: the sources of the job, then the stream of each rank. ``sources`` opens both. ``check``: what checks the
+    bytes of both.
     """
 
-    def __init__(
-        self,
-        routes: Routes,
-        arrivals: Arrivals,
-        reader: Assembler,
-        crew: Crew,
-        watch: Callable[[], None],
-        sent: Sent,
-        *,
-        on_host: bool,
-    ) -> None:
+    def __init__(self, group: Group, job: Job, routes: Routes, sources: Sources) -> None:
+        self._group = group
+        self._job = job
         self._routes = routes
-        self._arrivals = arrivals
-        self._reader = reader
-        self._crew = crew
-        self._watch = watch
-        self._sent = sent
-        self._on_host = on_host
+        windows_of_round = Counter(window.round for window in routes.windows if window.round >= 0)
+        self.buffers = ReceiveBuffers(routes.receives, windows_of_round, routes.rounds, job.settings.rounds)
+        self.files = (*job.files, *map(stream_file, range(group.world_size)))
+        self.sources = SourcesAndStreams(sources, self.buffers, group.world_size)
+        self.check = StreamCheck(job.files, job.checksums)
+        self.sent = SentChecksums()
         self._begins = {peer: np.cumsum(column) - column for peer, column in routes.sends.items()}
+        self._on_host = torch.device(group.device).type == "cpu"  # what is received can land where it is kept
 
-    def of(self, pairs: Sequence[tuple[int, int]]) -> Iterator[Leg]:
-        """Round by round, and in each the ``pairs`` of ranks (to whom, from whom) between which something crosses."""
+    def run(self, pool: CopyPool, watch: Callable[[], None]) -> None:
+        """All rounds, while the threads of ``pool`` write what has been received. All ranks."""
+        columns = (*self._routes.sends.values(), *self._routes.receives.values(), np.ones(1))
+        exchanger = Exchanger(
+            self._group,
+            budget=self._job.settings.exchange_bytes,
+            largest=max(int(column.max()) for column in columns),
+            landing=self._on_host,
+        )
+        exchanger.check(_totals(self._routes.sends), _totals(self._routes.receives))
+        reader = Assembler(self._job.plan, self.files, self.sources, self.check, exchanger.chunk)
+        exchanger.run(self._legs(exchanger.pairs(), reader, pool, watch), watch=watch)
+
+    def _legs(
+        self, pairs: Sequence[tuple[int, int]], reader: Assembler, pool: CopyPool, watch: Callable[[], None]
+    ) -> Iterator[Leg]:
+        """Round by round, and in each the ``pairs`` of ranks (to whom, from whom) between which bytes cross."""
         sends, receives = self._routes.sends, self._routes.receives
         near = [(to, source) for to, source in pairs if to in sends or source in receives]
         for number in range(self._routes.rounds):
             counts = [(to, _at(sends, to, number), source, _at(receives, source, number)) for to, source in near]
-            legs = [each for each in counts if each[1] or each[3]]
+            legs = [leg for leg in counts if leg[1] or leg[3]]
+            claim = partial(self.buffers.claim, number)
             for index, (to, leaving, source, coming) in enumerate(legs):
                 first, last = index == 0, index == len(legs) - 1
                 yield Leg(
                     to,
                     leaving,
-                    partial(self._read, number),
+                    partial(self._read, reader, number),
                     source,
                     coming,
                     write=partial(self._write, number),
                     landing=partial(self._landing, number) if self._on_host else None,
-                    may_begin=partial(self._arrivals.claim, number) if first else None,
-                    wait=partial(self._wait, number) if first else None,
-                    landed=partial(self._crew.arrived, number) if last else None,
+                    may_begin=claim if first else None,
+                    wait=partial(pool.wait, watch, claim) if first else None,
+                    landed=partial(pool.arrived, number) if last else None,
                 )
 
-    def _read(self, number: int, peer: int, offset: int, buffer: torch.Tensor) -> None:
+    def _read(self, reader: Assembler, number: int, peer: int, offset: int, buffer: torch.Tensor) -> None:
         begin = int(self._begins[peer][number]) + offset
         stream, view = self._routes.streams[peer], buffer.numpy().data
-        _, known = self._reader.assemble(stream, begin, begin + len(buffer), into=view)
-        self._sent.add(peer, begin, view, known)
+        _, known = reader.assemble(stream, begin, begin + len(buffer), into=view)
+        self.sent.add(peer, begin, view, known)
 
     def _landing(self, number: int, peer: int, offset: int, count: int) -> torch.Tensor:
-        return torch.from_numpy(self._arrivals.place(peer, number, offset, count))
+        return torch.from_numpy(self.buffers.place(peer, number, offset, count))
 
     def _write(self, number: int, peer: int, offset: int, buffer: torch.Tensor) -> None:
-        self._arrivals.place(peer, number, offset, len(buffer))[:] = buffer.numpy()
+        self.buffers.place(peer, number, offset, len(buffer))[:] = buffer.numpy()
 
-    def _wait(self, number: int) -> None:
-        self._crew.wait(self._watch, partial(self._arrivals.claim, number))
+    def require_what_was_sent(self, sums: Sequence[Mapping[int, int]]) -> None:
+        """Raises WorkerError when what came is not what was sent. ``sums[s]``: of rank s's streams, by receiver."""
+        rank = self._group.rank
+        self.check.require_what_was_sent({s: theirs[rank] for s, theirs in enumerate(sums) if rank in theirs})
 
 
 def _at(counts: Mapping[int, Int64Array], peer: int, number: int) -> int:
     return int(counts[peer][number]) if peer in counts else 0
+
+
+def _totals(counts: Mapping[int, Int64Array]) -> dict[int, int]:
+    return {peer: int(column.sum()) for peer, column in counts.items()}
+
+
+def stream_file(sender: int) -> SourceFile:
+    """The stream of a worker as a source file. No path of a file holds a NUL."""
+    return SourceFile(f"\0worker {sender}", 0)
+
+
+class ReceiveBuffers:
+    """``receives[s]``: bytes of each round from worker s. ``held``: how many rounds there is room for at once.
+
+    ``windows[n]``: how many windows want the bytes of round n.
+    """
+
+    def __init__(self, receives: Mapping[int, Int64Array], windows: Mapping[int, int], rounds: int, held: int) -> None:
+        totals = np.zeros(rounds, np.int64)
+        self._place: dict[int, Int64Array] = {}  # where in the buffer of its round the part of a sender begins
+        self._begin: dict[int, Int64Array] = {}  # the offset in the stream of a sender at which a round begins
+        for sender, counts in sorted(receives.items()):
+            self._place[sender] = totals.copy()
+            self._begin[sender] = np.cumsum(counts) - counts
+            totals += counts
+        size = int(totals.max()) if rounds else 0
+        self._left = dict(windows)
+        self._buffers: dict[int, npt.NDArray[np.uint8]] = {}
+        # numpy copies without holding up other threads, which memoryviews do not.
+        self._free = [np.empty(size, np.uint8) for _ in range(min(held, rounds))]
+        self._lock = threading.Lock()
+
+    def claim(self, number: int) -> bool:
+        """Make room for round ``number``, unless it has some or needs none; False while all room is taken.
+
+        What was given back last is taken first: the processor still has it at hand.
+        """
+        with self._lock:
+            if number in self._left and number not in self._buffers:
+                if not self._free:
+                    return False
+                self._buffers[number] = self._free.pop()
+            return True
+
+    def written(self, number: int) -> None:
+        """One window of round ``number`` is written; with the last one its room is free."""
+        with self._lock:
+            self._left[number] -= 1
+            if not self._left[number]:
+                self._free.append(self._buffers.pop(number))
+
+    def place(self, sender: int, number: int, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Where ``nbytes`` from ``sender`` belong that begin ``offset`` bytes into its part of round ``number``."""
+        begin = int(self._place[sender][number]) + offset
+        return self._buffers[number][begin : begin + nbytes]
+
+    def read_into(self, sender: int, offset: int, buffer: memoryview) -> None:
+        """Bytes of the stream of ``sender``, of a round that is held."""
+        number = int(np.searchsorted(self._begin[sender], offset, side="right")) - 1
+        place = int(self._place[sender][number] + offset - self._begin[sender][number])
+        np.frombuffer(buffer, np.uint8)[:] = self._buffers[number][place : place + len(buffer)]
+
+    def close(self) -> None:
+        """Nothing is read any more: give the memory back."""
+        self._buffers.clear()
+        self._free.clear()
+
+
+class _Stream:
+    """One worker's stream as a source of bytes."""
+
+    def __init__(self, buffers: ReceiveBuffers, sender: int) -> None:
+        file = stream_file(sender)
+        self.path, self.nbytes = file.path, file.nbytes
+        self._buffers = buffers
+        self._sender = sender
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        raise InternalError(f"{nbytes} bytes at {offset} of a stream were to be read outside of a window")
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        self._buffers.read_into(self._sender, offset, buffer)
+
+    def close(self) -> None:
+        return None
+
+
+class SourcesAndStreams(Sources):
+    """The files that ``files`` opens, and the streams of the ``senders``."""
+
+    def __init__(self, files: Sources, buffers: ReceiveBuffers, senders: int) -> None:
+        super().__init__()
+        self._sources = files
+        self._streams = {stream_file(sender).path: _Stream(buffers, sender) for sender in range(senders)}
+
+    def open(self, path: str) -> ByteSource:
+        return self._streams.get(path) or self._sources.open(path)
+
+
+class SentChecksums:
+    """What this worker has sent, by peer: the CRC-32 of all of it so far. Each stream in order."""
+
+    def __init__(self) -> None:
+        self.sums: dict[int, int] = {}
+
+    def add(self, peer: int, begin: int, data: memoryview, known: Mapping[tuple[int, int], int]) -> None:
+        """``data`` is next, at ``begin`` of the stream. ``known``: the sums of ranges (offset, nbytes) in it."""
+        parts = [(0, begin, self.sums.get(peer, 0)), (begin, len(data), window_crc(begin, data, known))]
+        self.sums[peer] = combine(parts)
+
+
+class StreamCheck(SourceCheck):
+    """A ``SourceCheck`` that also sums what comes by streams: source files from number ``len(files)`` on."""
+
+    def __init__(self, files: Sequence[SourceFile], checksums: Checksums) -> None:
+        super().__init__(files, checksums)
+        self._first = len(files)
+        self._came: dict[int, list[Part]] = {}
+        self._taking = threading.Lock()
+
+    def saw(self, file: int, offset: int, data: memoryview) -> int:
+        crc = super().saw(file, offset, data)
+        if file >= self._first:
+            with self._taking:
+                self._came.setdefault(file - self._first, []).append((offset, len(data), crc))
+        return crc
+
+    def require_what_was_sent(self, told: Mapping[int, int]) -> None:
+        """Raises WorkerError when what came is not what ``told`` says: by sender the sum of its whole stream."""
+        for sender in sorted(self._came.keys() | told.keys()):
+            parts = sorted(self._came.get(sender, ()))
+            at = 0
+            for offset, nbytes, _ in parts:
+                if offset != at:
+                    raise InternalError(f"the stream of worker {sender} was not taken in once at {min(offset, at)}")
+                at += nbytes
+            found, expected = combine(parts), told.get(sender, 0)
+            if found != expected:
+                raise WorkerError(
+                    f"the {at} bytes that came from worker {sender} are not those that it sent",
+                    expected=f"CRC-32 {expected:08x}",
+                    found=f"{found:08x}",
+                    why="the memory of one of the two machines, or the network between them, damages data",
+                    next_step="run the command again with --resume, best on other machines",
+                )

@@ -17,9 +17,9 @@ from fsdpckpt.comm.exchanger import LEAVING
 from fsdpckpt.comm.wire_errors import encode_error, original_error
 from fsdpckpt.errors import SourceCorruptError, UsageError, WorkerError
 from fsdpckpt.execute.budget import make_budget
-from fsdpckpt.execute.copy_pool import Crew
+from fsdpckpt.execute.copy_pool import CopyPool
 from fsdpckpt.execute.peers import end_stopped, this_process
-from fsdpckpt.execute.receive_buffers import Arrivals
+from fsdpckpt.execute.send_recv import ReceiveBuffers
 from fsdpckpt.execute.settings import for_worker, settle, threads_for
 from fsdpckpt.execute.visibility import identities, who_sees
 from fsdpckpt.ir.checkpoint import ZEROS
@@ -136,16 +136,16 @@ def test_workers_that_share_a_machine_share_its_threads() -> None:
 # what has arrived
 
 
-def arrivals(rounds: int, held: int) -> Arrivals:
+def buffers(rounds: int, held: int) -> ReceiveBuffers:
     """Rounds of 100 + n bytes from worker 0 and 7 from worker 3, for two windows each but the last, which has none."""
     receives = {0: 100 + np.arange(rounds), 3: np.full(rounds, 7)}
     for column in receives.values():
         column[-1] = 0
-    return Arrivals(receives, dict.fromkeys(range(rounds - 1), 2), rounds, held)
+    return ReceiveBuffers(receives, dict.fromkeys(range(rounds - 1), 2), rounds, held)
 
 
 def test_a_round_has_room_once_both_windows_of_an_earlier_one_are_written() -> None:
-    found = arrivals(6, 2)
+    found = buffers(6, 2)
     assert [found.claim(number) for number in (0, 1, 0, 2)] == [True, True, True, False]
     found.written(1)
     assert not found.claim(2)
@@ -156,7 +156,7 @@ def test_a_round_has_room_once_both_windows_of_an_earlier_one_are_written() -> N
 
 
 def test_the_room_that_was_given_back_last_is_taken_first() -> None:
-    found = arrivals(9, 4)
+    found = buffers(9, 4)
     for number in range(3):
         assert found.claim(number)
     rooms = [found.place(0, number, 0, 1).ctypes.data for number in range(3)]
@@ -168,7 +168,7 @@ def test_the_room_that_was_given_back_last_is_taken_first() -> None:
 
 
 def test_a_stream_is_read_from_the_round_it_came_in(tmp_path) -> None:
-    found, data = arrivals(5, 3), {0: random.Random(1).randbytes(1000), 3: random.Random(2).randbytes(1000)}
+    found, data = buffers(5, 3), {0: random.Random(1).randbytes(1000), 3: random.Random(2).randbytes(1000)}
     begins = {0: [0, 100, 201, 303], 3: [0, 7, 14, 21]}
     for number in (0, 1, 2):
         assert found.claim(number)
@@ -190,40 +190,40 @@ def test_a_stream_is_read_from_the_round_it_came_in(tmp_path) -> None:
 def test_windows_of_a_round_wait_until_it_has_arrived() -> None:
     windows = [OwnWindow(0, number, number + 1, number % 3 - 1) for number in range(30)]
     done: list[int] = []
-    crew = Crew(windows, 2, lambda _, window: done.append(window.round))
-    crew.wait(lambda: None, lambda: len(done) == 10)
+    pool = CopyPool(windows, 2, lambda _, window: done.append(window.round))
+    pool.wait(lambda: None, lambda: len(done) == 10)
     assert set(done) == {-1}
-    crew.arrived(0)
-    crew.wait(lambda: None, lambda: len(done) == 20)
+    pool.arrived(0)
+    pool.wait(lambda: None, lambda: len(done) == 20)
     assert set(done) == {-1, 0}
-    crew.arrived(1)
-    crew.wait(lambda: None)
+    pool.arrived(1)
+    pool.wait(lambda: None)
     assert len(done) == 30
-    crew.stop()
+    pool.stop()
 
 
 def test_what_a_thread_raises_the_main_thread_raises() -> None:
     def copy(_: int, window: OwnWindow) -> None:
         raise UsageError(f"window {window.begin}")
 
-    crew = Crew([OwnWindow(0, 5, 6, -1)], 2, copy)
+    pool = CopyPool([OwnWindow(0, 5, 6, -1)], 2, copy)
     with pytest.raises(UsageError, match="window 5"):
-        crew.wait(lambda: None)
-    crew.stop()
+        pool.wait(lambda: None)
+    pool.stop()
 
 
-def test_a_crew_moves_when_a_window_is_written_and_while_it_said_it_would_be_silent() -> None:
+def test_a_pool_moves_when_a_window_is_written_and_while_it_said_it_would_be_silent() -> None:
     go = threading.Event()
-    crew = Crew([OwnWindow(0, 0, 1, -1)], 1, lambda *_: void(go.wait(5)))
-    assert not crew.moved()
-    crew.expect_silence(10_000_000)
-    assert crew.moved()
+    pool = CopyPool([OwnWindow(0, 0, 1, -1)], 1, lambda *_: void(go.wait(5)))
+    assert not pool.moved()
+    pool.expect_silence(10_000_000)
+    assert pool.moved()
     go.set()
-    crew.wait(lambda: None)
-    crew.stop()
+    pool.wait(lambda: None)
+    pool.stop()
     time.sleep(0.6)
-    assert crew.moved()
-    assert not crew.moved()
+    assert pool.moved()
+    assert not pool.moved()
 
 
 def void(_: object) -> None:

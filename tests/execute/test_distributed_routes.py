@@ -14,12 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fsdpckpt.errors import SourceMissingError, WorkerError
-from fsdpckpt.execute.local import copy_window
-from fsdpckpt.execute.receive_buffers import Arrivals, SourcesAndStreams, stream_file
+from fsdpckpt.execute.job import Job, packed, unpacked
+from fsdpckpt.execute.output import Output, write_window
+from fsdpckpt.execute.send_recv import ReceiveBuffers, SentChecksums, SourcesAndStreams, StreamCheck, stream_file
 from fsdpckpt.execute.settings import Settings
-from fsdpckpt.execute.shared_files import WorkerOutput
-from fsdpckpt.execute.shipping import Job, packed, unpacked
-from fsdpckpt.execute.stream_checksums import Sent, StreamCheck
 from fsdpckpt.execute.window import Assembler
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES, numpy_dtype
@@ -31,18 +29,19 @@ from fsdpckpt.plan.partition import Segment, cut, target_node
 from fsdpckpt.plan.plan import Plan
 from fsdpckpt.plan.transfer import Routes, find_routes
 from fsdpckpt.storage.protocols import ByteSource
+from fsdpckpt.storage.sources import Sources
 from tests.execute.random_files import Disk, random_files
 
 
-class Machine(SourcesAndStreams):
-    """What one worker sees: some of the files, and what comes to it."""
+class Machine(Sources):
+    """What one worker sees: some of the files."""
 
-    def __init__(self, arrivals: Arrivals, senders: int, seen: set[str]) -> None:
-        super().__init__(arrivals, senders)
+    def __init__(self, seen: set[str]) -> None:
+        super().__init__()
         self._seen = seen
 
     def open_new(self, path: str) -> ByteSource:
-        if path not in self._seen and not path.startswith("\0"):
+        if path not in self._seen:
             raise SourceMissingError(f"{path} is on another machine", file=path)
         return super().open_new(path)
 
@@ -55,39 +54,38 @@ class Worker:
         self.routes: Routes = find_routes(
             job.plan, job.segments, visible, rank=rank, window=window, round_bytes=round_bytes
         )
-        arriving = Counter(window.round for window in self.routes.windows if window.round >= 0)
-        self.arrivals = Arrivals(self.routes.receives, arriving, self.routes.rounds, job.settings.rounds)
+        windows_of_round = Counter(window.round for window in self.routes.windows if window.round >= 0)
+        self.buffers = ReceiveBuffers(self.routes.receives, windows_of_round, self.routes.rounds, job.settings.rounds)
         workers = visible.shape[1]
         seen = {file.path for number, file in enumerate(job.files) if visible[number, rank]}
         files = (*job.files, *map(stream_file, range(workers)))
         check = self.check = StreamCheck(job.files, Checksums.of([]))
-        self.sent = Sent()
-        self.sources = Machine(self.arrivals, workers, seen)
+        self.sent = SentChecksums()
+        self.sources = SourcesAndStreams(Machine(seen), self.buffers, workers)
         self.assembler = Assembler(job.plan, files, self.sources, check, window)
         self.reader = Assembler(job.plan, files, self.sources, check, 64)
         count = Counter(window.segment for window in self.routes.windows)
-        self.outputs: dict[int, WorkerOutput] = {}
+        self.outputs: dict[int, Output] = {}
         for number in count:
             segment, file = job.segments[number], self.routes.files[number]
-            self.outputs[number] = WorkerOutput(
+            self.outputs[number] = Output(
                 file,
                 os.path.join(folder, file.path),
                 count[number],
                 first=segment.begin == 0,
                 alone=segment.end - segment.begin == file.nbytes,
-                expect_silence=lambda _: None,
             )
 
     def copy(self, number: int) -> None:
         for window in self.routes.windows:
             if window.round == number:
-                copy_window(self.outputs[window.segment], self.assembler, window.begin, window.end)
+                write_window(self.outputs[window.segment], self.assembler, window.begin, window.end)
                 if number >= 0:
-                    self.arrivals.written(number)
+                    self.buffers.written(number)
 
 
 def run(job: Job, visible: np.ndarray, folder: str, *, flip: int | None = None) -> list[int]:
-    """As ``execute_together`` does, without processes. In the byte number ``flip`` that crosses one bit changes.
+    """As ``execute`` does, without processes. In the byte number ``flip`` that crosses one bit changes.
 
     Returns the workers that find what came to them changed.
     """
@@ -103,7 +101,7 @@ def run(job: Job, visible: np.ndarray, folder: str, *, flip: int | None = None) 
     held = job.settings.rounds
     for number in range(rounds + held):
         for worker in workers if number < rounds else ():
-            assert worker.arrivals.claim(number), "no room, though rounds are written as late as they may be"
+            assert worker.buffers.claim(number), "no room, though rounds are written as late as they may be"
         for rank, worker in enumerate(workers):
             for peer, counts in worker.routes.sends.items() if number < rounds else ():
                 expected = workers[peer].routes.receives[rank]
@@ -116,7 +114,7 @@ def run(job: Job, visible: np.ndarray, folder: str, *, flip: int | None = None) 
                     end = sent[rank, peer] + min(offset + 64, int(counts[number]))
                     data, known = worker.reader.assemble(worker.routes.streams[peer], begin, end)
                     worker.sent.add(peer, begin, data, known)
-                    place = workers[peer].arrivals.place(rank, number, offset, len(data))
+                    place = workers[peer].buffers.place(rank, number, offset, len(data))
                     place[:] = np.frombuffer(data, np.uint8)
                     if flip is not None and crossed <= flip < crossed + len(data):
                         place[flip - crossed] ^= 1
@@ -124,7 +122,7 @@ def run(job: Job, visible: np.ndarray, folder: str, *, flip: int | None = None) 
                 sent[rank, peer] += int(counts[number])
         for worker in workers if number - held + 1 >= 0 else ():  # as late as the buffers allow
             worker.copy(number - held + 1)
-    told = {number: output.share() for w in workers for number, output in w.outputs.items() if not output.alone}
+    told = {number: output.state() for w in workers for number, output in w.outputs.items() if not output.alone}
     for worker in workers:
         for number, output in worker.outputs.items():
             if output.first and not output.alone:

@@ -9,10 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fsdpckpt.comm.solo import Solo
 from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.execute.budget import Budget
 from fsdpckpt.execute.kept import ReadBack, read_back
-from fsdpckpt.execute.resume import Finished, LatePlaces, joined
+from fsdpckpt.execute.output import LatePlaces
+from fsdpckpt.execute.resume import Finished, joined
 from fsdpckpt.plan import partition as shares
 from fsdpckpt.plan.partition import cut
 from fsdpckpt.plan.transfer import find_routes
@@ -63,7 +65,7 @@ def test_a_window_that_is_not_as_the_journal_says_is_copied_again(tmp_path: Path
         data[(begin + end) // 2] ^= 1
         path.write_bytes(data)
         back = ReadBack(file, str(path), claims)
-        read_back([back], 2, 512)
+        read_back(Solo(), {0: back}, 2, 512)
         assert back.close().ranges == [(low, high) for low, high, _ in claims if low != begin]
     made.require_expected(made.run(finished))
 
@@ -75,7 +77,7 @@ def test_a_file_of_another_length_is_not_taken_up(tmp_path: Path) -> None:
     path = Path(made.locate(file.path))
     path.write_bytes(path.read_bytes() + b"x")
     back = ReadBack(file, str(path), finished.claims()[0])
-    read_back([back], 1, 512)
+    read_back(Solo(), {0: back}, 1, 512)
     assert back.close().ranges == []
 
 

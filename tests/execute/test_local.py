@@ -16,16 +16,15 @@ from hypothesis import strategies as st
 
 from fsdpckpt.errors import SourceCorruptError, TargetUnwritableError
 from fsdpckpt.execute.budget import Budget
-from fsdpckpt.execute.local import execute
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES, numpy_dtype
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.plan import copies
 from fsdpckpt.plan.copies import make_plan
-from fsdpckpt.progress import NoProgress
 from fsdpckpt.storage.sources import Sources
 from tests.execute.random_files import Disk, random_files
+from tests.execute.running import run_plan
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
@@ -38,14 +37,13 @@ def test_any_boxes_strides_casts_and_windows_give_the_bytes_numpy_gives(seed: in
         with patch.object(copies, "FEW", rng.choice([0, copies.FEW])):  # both ways of finding chunks
             plan = make_plan(Target(files))
         with Sources() as sources:
-            execute(
+            run_plan(
                 plan,
                 files=disk.save(),
                 checksums=Checksums.of([]),
                 sources=sources,
                 locate=lambda path: os.path.join(folder, path),
                 budget=Budget(threads=rng.choice([1, 3]), window=rng.choice([16, 48, 100, 4096])),
-                progress=NoProgress(),
             )
         for file, expected in zip(files, wanted, strict=True):
             with open(os.path.join(folder, file.path), "rb") as stream:
@@ -60,14 +58,13 @@ def _one_record(folder: str, data: bytes, crc: int, *, cut: int = 0) -> None:
     file = TargetFile("out")
     file.write_item(tensor)
     with Sources() as sources:
-        execute(
+        run_plan(
             make_plan(Target([file])),
             files=(SourceFile(path, len(data)),),
             checksums=Checksums.of([(0, 0, len(data), crc)]),
             sources=sources,
             locate=lambda name: os.path.join(folder, name),
             budget=Budget(threads=2, window=1000),
-            progress=NoProgress(),
         )
 
 
@@ -129,14 +126,13 @@ def test_files_large_enough_for_direct_writes_hold_the_same_bytes(tmp_path, wind
         file.checksum(begin, file.nbytes, [place])
         expected += zlib.crc32(values).to_bytes(4, "little") + literal[4:] + values
     with Sources() as sources:
-        execute(
+        run_plan(
             make_plan(Target([file])),
             files=disk.save(),
             checksums=Checksums.of([]),
             sources=sources,
             locate=lambda path: os.path.join(tmp_path, path),
             budget=Budget(threads=3, window=window),
-            progress=NoProgress(),
         )
     assert (tmp_path / "out").read_bytes() == expected
 
@@ -150,13 +146,12 @@ def test_windows_never_cut_an_element_that_is_cast(tmp_path, shift: int) -> None
     file.literal(bytes(shift))
     file.write_item(tensor, dtype=DTYPES["float64"])
     with Sources() as sources:
-        execute(
+        run_plan(
             make_plan(Target([file])),
             files=disk.save(),
             checksums=Checksums.of([]),
             sources=sources,
             locate=lambda path: os.path.join(tmp_path, path),
             budget=Budget(threads=1, window=100),
-            progress=NoProgress(),
         )
     assert (tmp_path / "out").read_bytes() == bytes(shift) + values.astype(np.float64).tobytes()

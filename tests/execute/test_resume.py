@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from fsdpckpt.errors import SourceCorruptError, TargetUnwritableError
 from fsdpckpt.execute import recorder as recorders
 from fsdpckpt.execute.budget import Budget
-from fsdpckpt.execute.compare import is_written
-from fsdpckpt.execute.local import execute
+from fsdpckpt.execute.executor import is_written
+from fsdpckpt.execute.job import Job
+from fsdpckpt.execute.output import LatePlaces
 from fsdpckpt.execute.recorder import Recorder
-from fsdpckpt.execute.resume import Finished, LatePlaces, RunIdentity, plan_digest, read_run
+from fsdpckpt.execute.resume import Finished, RunIdentity, plan_digest, read_run
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.targets import Target, TargetFile
@@ -32,6 +33,7 @@ from fsdpckpt.progress import NoProgress
 from fsdpckpt.storage.local import WritableFile
 from fsdpckpt.storage.protocols import FileIdentity
 from fsdpckpt.storage.sources import Sources
+from tests.execute.running import run_plan
 
 BYTES = DTYPES["uint8"]
 
@@ -76,14 +78,14 @@ class Scene:
 
     def run(self, finished: Finished, progress: NoProgress | None = None) -> dict[str, int]:
         with Sources() as sources:
-            return execute(
+            return run_plan(
                 self.plan,
                 files=self.files,
                 checksums=self.checksums,
                 sources=sources,
                 locate=self.locate,
                 budget=self.budget,
-                progress=progress or NoProgress(),
+                progress=progress,
                 recorder=Recorder(self.journal, self.identity, finished),
             )
 
@@ -296,12 +298,10 @@ def test_finished_files_are_told_from_others_by_every_byte(tmp_path: Path, seed:
     def written() -> bool:
         with Sources() as sources:
             return is_written(
-                made.plan,
-                files=made.files,
-                checksums=made.checksums,
+                Job.of_one(made.plan, made.files, made.checksums, made.budget),
                 sources=sources,
                 locate=made.locate,
-                budget=made.budget,
+                threads=made.budget.threads,
                 progress=NoProgress(),
             )
 

@@ -14,14 +14,13 @@ import pytest
 from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.execute import window
 from fsdpckpt.execute.budget import Budget
-from fsdpckpt.execute.local import execute
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.plan.copies import make_plan
-from fsdpckpt.progress import NoProgress
 from fsdpckpt.storage.sources import Sources
+from tests.execute.running import run_plan
 
 AT = 7  # where the tensor begins in its file
 EVERYTHING = (slice(None),) * 4
@@ -56,14 +55,13 @@ def copied(
     start, size = [begin for begin, _, _ in ranges], [end - begin for begin, end, _ in ranges]
     file.write_item(tensor, start=start, size=size, dtype=DTYPES[dtype])
     with Sources() as sources:
-        execute(
+        run_plan(
             make_plan(Target([file])),
             files=(SourceFile(str(folder / "source"), AT + tensor.nbytes),),
             checksums=Checksums.of([(0, AT, tensor.nbytes, crc)] if crc else []),
             sources=sources,
             locate=lambda name: str(folder / name),
             budget=Budget(threads=1, window=window),
-            progress=NoProgress(),
         )
     return (folder / "out").read_bytes()
 

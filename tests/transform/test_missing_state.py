@@ -12,13 +12,11 @@ from torch import nn
 from fsdpckpt.converters.transform import fill_missing
 from fsdpckpt.errors import NeedsInformationError, SourceIncompleteError
 from fsdpckpt.execute.budget import Budget
-from fsdpckpt.execute.local import execute
 from fsdpckpt.ir.checkpoint import ZEROS, Checkpoint
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.invariants import problems
 from fsdpckpt.ir.units import Unit, UnitParam, Units
 from fsdpckpt.plan.copies import make_plan
-from fsdpckpt.progress import NoProgress
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.local import ZeroFile
 from fsdpckpt.storage.sources import Sources
@@ -27,6 +25,7 @@ from fsdpckpt.verify.elements import first_difference
 from fsdpckpt.writers.dcp import lay_out as lay_out_dcp
 from fsdpckpt.writers.protocol import DtypeRule, WriteSpec
 from fsdpckpt.writers.torch_full import lay_out
+from tests.execute.running import run_plan
 
 NAMES = ("a", "b", "c", "d")
 
@@ -102,14 +101,13 @@ def _write(checkpoint: Checkpoint, directory: Path, *, dcp: bool, window: int = 
         else lay_out(checkpoint, WriteSpec(dtypes=rule, path="o.pt"))
     )
     with Sources() as sources:
-        execute(
+        run_plan(
             make_plan(target),
             files=checkpoint.files,
             checksums=checkpoint.checksums,
             sources=sources,
             locate=lambda path: str(directory / path),
             budget=Budget(window=window, threads=2),
-            progress=NoProgress(),
         )
     return str(directory if dcp else directory / "o.pt")
 

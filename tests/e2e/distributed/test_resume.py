@@ -22,7 +22,7 @@ from tests.e2e.distributed.disks import can_bind
 from tests.oracle.launch import ROOT, ProcessFailed, run, torchrun
 
 TROUBLE = os.path.join(ROOT, "tests", "e2e", "distributed", "trouble")
-COPY, COMMIT = "fsdpckpt.execute.distributed:copy_window", "fsdpckpt.storage.staging:Staging.commit"
+COPY, COMMIT = "fsdpckpt.execute.executor:write_window", "fsdpckpt.storage.staging:Staging.commit"
 LIMIT = 200.0  # seconds; 10 on two idle cores
 RANKS, FULL = "all to all", "gather"
 

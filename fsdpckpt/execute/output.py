@@ -1,0 +1,312 @@
+"""Target files while they are written, or compared with what would be written, window by window."""
+
+from __future__ import annotations
+
+import os
+import threading
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias, cast
+
+import numpy as np
+
+from fsdpckpt.errors import TargetExistsError
+from fsdpckpt.execute.crc import Part, combine, crc32, patch_effect, window_crc
+from fsdpckpt.execute.window import Assembler
+from fsdpckpt.plan.plan import FilePlan
+from fsdpckpt.plan.windows import Range
+from fsdpckpt.storage.local import WritableFile, target_errors
+
+__all__ = [
+    "ComparedOutput",
+    "Kept",
+    "LatePlaces",
+    "Output",
+    "OutputState",
+    "TargetChecks",
+    "not_this",
+    "write_window",
+]
+
+OutputState: TypeAlias = "list[object]"
+"""What one rank knows of its part of a file, as plain values: see ``Output.state``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Of one target file what is kept: ``parts`` of it, in order, and what ``TargetChecks.unfinished`` says of them."""
+
+    parts: tuple[Part, ...] = ()
+    rows: tuple[tuple[int, int, int, int], ...] = ()
+    late: tuple[tuple[int, bytes], ...] = ()
+
+    @property
+    def ranges(self) -> list[Range]:
+        return [(begin, begin + nbytes) for begin, nbytes, _ in self.parts]
+
+
+class Output:
+    """This rank's windows of one target file, in any order: created by the first window, committed by the last.
+
+    ``windows``: how many there are. ``first``: this rank creates the file; ``alone``: no other rank writes to it.
+    ``expect_silence(nbytes)`` is called before something that may take long. ``kept``: what an interrupted run left of
+    the file; None for a new one.
+    """
+
+    def __init__(
+        self,
+        file: FilePlan,
+        path: str,
+        windows: int,
+        *,
+        first: bool = True,
+        alone: bool = True,
+        expect_silence: Callable[[int], None] = lambda _: None,
+        kept: Kept | None = None,
+    ) -> None:
+        self.plan = file
+        self.checks = TargetChecks(file)
+        self.path = path
+        self.parts: list[Part] = []
+        self.first = first
+        self.alone = alone
+        self._expect_silence = expect_silence
+        self._resumed = kept is not None
+        self._left = windows
+        self._lock = threading.Lock()
+        self._file: WritableFile | None = None
+        self._patched = 0
+        if kept is not None:
+            self.parts += kept.parts
+            self.checks.absorb(kept.rows, kept.late)
+
+    @property
+    def crc(self) -> int:
+        """The CRC-32 of the whole file, once it is finished."""
+        return combine(self.parts) ^ self._patched
+
+    def open(self) -> WritableFile:
+        with self._lock:
+            if self._file is None:
+                self._file = self._create()
+            return self._file
+
+    def _create(self) -> WritableFile:
+        """The file itself: new, another rank's, or the one an interrupted run left with its full length."""
+        if not self.first:
+            return WritableFile(self.path, self.plan.nbytes, existing=True)
+        self._expect_silence(self.plan.nbytes)
+        os.makedirs(os.path.dirname(self.path), exist_ok=True)
+        left = self._resumed and os.path.isfile(self.path)
+        if left and os.path.getsize(self.path) != self.plan.nbytes:
+            os.unlink(self.path)
+            left = False
+        return WritableFile(self.path, self.plan.nbytes, existing=left)
+
+    def finished(self, part: Part) -> None:
+        """One window is written. The last one of a file of this rank's alone makes it durable."""
+        with self._lock:
+            self.parts.append(part)
+            self._left -= 1
+            if self._left > 0 or not self.alone:
+                return
+        self._complete()
+
+    def _complete(self) -> None:
+        """All windows are written: patch the checksums, make the file durable and close it."""
+        if self._file is None:
+            return
+        self._expect_silence(self.plan.nbytes)
+        for place, value in self.checks.patches():
+            self._patch(self._file, place, value)
+            self._patched ^= patch_effect(value, self.plan.nbytes - place - len(value))
+        self._file.commit()
+
+    def _patch(self, file: WritableFile, place: int, value: bytes) -> None:
+        """Put a checksum where the file wants it."""
+        file.write(place, value)
+
+    def state(self) -> OutputState:
+        """For a part whose windows are written: make it durable; what the rank that finishes the file must know."""
+        if not self.first:
+            self.open().commit()
+        rows, late = self.checks.unfinished()
+        return [self.parts, rows, late]
+
+    def finish(self, others: Sequence[OutputState]) -> None:
+        """On the rank that created the file: the ``state`` of all other parts; patches checksums, makes it durable."""
+        for parts, rows, late in others:
+            self.parts.extend(cast("list[Part]", parts))
+            self.checks.absorb(cast("list[tuple[int, int, int, int]]", rows), cast("list[tuple[int, bytes]]", late))
+        self._complete()
+
+    def abandon(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def write_window(output: Output, assembler: Assembler, begin: int, end: int) -> Part:
+    """Assemble, checksum and write the bytes [begin, end) of one target file. An empty window opens the file, too."""
+    target = output.open()
+    part = (begin, 0, 0)
+    if begin < end:
+        view, known = assembler.assemble(output.plan, begin, end)
+        output.checks.window(begin, view, known)
+        part = (begin, len(view), window_crc(begin, view, known))
+        target.write(begin, view)
+    output.finished(part)
+    return part
+
+
+class TargetChecks:
+    """The checksums one target file needs: parts from the windows, values where the file wants them."""
+
+    def __init__(self, file: FilePlan) -> None:
+        self._file = file
+        self._begins: list[int] = file.checksums[:, 0].tolist()
+        self._ends: list[int] = file.checksums[:, 1].tolist()
+        self._parts: dict[int, list[Part]] = {}
+        self._late: list[tuple[int, bytes]] = []
+        self._lock = threading.Lock()
+
+    def window(self, begin: int, view: memoryview, known: dict[tuple[int, int], int]) -> None:
+        """Take the window [begin, begin + len(view)); CRCs whose place lies inside it are put into ``view``.
+
+        ``known``: (offset, nbytes) -> CRC-32 of ranges the copying has summed already.
+        """
+        end = begin + len(view)
+        index = max(bisect_right(self._begins, begin) - 1, 0)
+        late: list[tuple[int, bytes]] = []
+        while index < len(self._begins) and self._begins[index] < end:
+            low, high = max(self._begins[index], begin), min(self._ends[index], end)
+            if low < high:
+                self._range(index, low, high, begin, view, known, late)
+            index += 1
+        if late:
+            with self._lock:
+                self._late.extend(late)
+
+    def _range(
+        self,
+        index: int,
+        low: int,
+        high: int,
+        begin: int,
+        view: memoryview,
+        known: dict[tuple[int, int], int],
+        late: list[tuple[int, bytes]],
+    ) -> None:
+        crc = known.get((low, high - low))
+        if crc is None:
+            crc = crc32(view[low - begin : high - begin])
+        if (low, high) != (self._begins[index], self._ends[index]):
+            with self._lock:
+                self._parts.setdefault(index, []).append((low, high - low, crc))
+            return
+        value = crc.to_bytes(4, "little")
+        for place in self._file.places[index]:
+            if begin <= place and place + 4 <= begin + len(view):
+                view[place - begin : place - begin + 4] = value
+            else:
+                late.append((place, value))
+
+    def unfinished(self) -> tuple[list[tuple[int, int, int, int]], list[tuple[int, bytes]]]:
+        """What ``absorb`` takes: parts (checksum, offset, nbytes, crc), and values whose place is elsewhere."""
+        return [(index, *part) for index, parts in self._parts.items() for part in parts], list(self._late)
+
+    def absorb(self, rows: Iterable[tuple[int, int, int, int]], late: Iterable[tuple[int, bytes]]) -> None:
+        """Take what another worker's ``unfinished`` says, which wrote other windows of the same file."""
+        for index, offset, nbytes, crc in rows:
+            self._parts.setdefault(index, []).append((offset, nbytes, crc))
+        self._late.extend(late)
+
+    def patches(self) -> list[tuple[int, bytes]]:
+        """What remains to be written once every window is: (file offset, 4 bytes)."""
+        for index, parts in self._parts.items():
+            value = combine(parts).to_bytes(4, "little")
+            self._late.extend((place, value) for place in self._file.places[index])
+        return self._late
+
+
+class LatePlaces:
+    """Where checksums of one file go that are known only when other windows are: zeros until the file is complete.
+
+    A window that is read back may hold them already; ``clear`` makes it what it was when it was summed.
+    """
+
+    def __init__(self, file: FilePlan) -> None:
+        self._file = file
+        self._rows: list[tuple[int, int, int]] | None = None  # place, begin and end of the range, sorted
+        self._lock = threading.Lock()
+
+    def clear(self, begin: int, view: memoryview) -> None:
+        """Zero the late places of the window ``view``, which begins at ``begin``."""
+        end = begin + len(view)
+        rows = self._sorted()
+        for place, low, high in rows[bisect_left(rows, (begin - 3,)) : bisect_left(rows, (end,))]:
+            if begin <= min(place, low) and max(place + 4, high) <= end:
+                continue  # summed and stored within this window
+            start, stop = max(place - begin, 0), min(place + 4, end) - begin
+            view[start:stop] = bytes(stop - start)
+
+    def _sorted(self) -> list[tuple[int, int, int]]:
+        with self._lock:
+            if self._rows is None:  # only a run that is resumed needs them
+                ranges = zip(self._file.checksums.tolist(), self._file.places, strict=True)
+                self._rows = sorted((place, low, high) for (low, high), places in ranges for place in places)
+            return self._rows
+
+
+def not_this(path: str) -> TargetExistsError:
+    """The error for a file that is there and should not be, or be another one."""
+    return TargetExistsError(
+        f"{path} exists, and is not what this command writes",
+        file=path,
+        why="--resume goes on with an interrupted run, and leaves what another one made alone",
+        next_step="give another DST, or add --overwrite to replace it once the new one is complete",
+    )
+
+
+class ComparedOutput(Output):
+    """A target file that exists: nothing is written, and a byte that differs is a TargetExistsError."""
+
+    def _create(self) -> WritableFile:
+        if not os.path.isfile(self.path):
+            raise not_this(self.path)
+        return _ExistingFile(self.path, self.plan.nbytes, LatePlaces(self.plan))
+
+    def _patch(self, file: WritableFile, place: int, value: bytes) -> None:
+        existing = memoryview(bytearray(len(value)))
+        file.read_into(place, existing)
+        if existing != value:
+            raise not_this(self.path)
+
+
+class _ExistingFile(WritableFile):
+    """A file that is compared with what would be written to it."""
+
+    def __init__(self, path: str, nbytes: int, late: LatePlaces) -> None:
+        self.path = path
+        self.nbytes = nbytes
+        self._late = late
+        self._direct = -1
+        self._closing = threading.Lock()
+        with target_errors(path):
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            if os.fstat(self._fd).st_size != nbytes:
+                self.close()
+                raise not_this(path)
+
+    def write(self, offset: int, data: memoryview | bytes) -> None:
+        found = memoryview(bytearray(len(data)))
+        self.read_into(offset, found)
+        self._late.clear(offset, found)
+        self.expect(found, data)
+
+    def expect(self, found: memoryview, data: memoryview | bytes) -> None:
+        if not np.array_equal(np.frombuffer(found, np.uint8), np.frombuffer(data, np.uint8)):
+            raise not_this(self.path)
+
+    def commit(self) -> None:
+        self.close()
