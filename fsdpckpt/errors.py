@@ -235,7 +235,7 @@ class WorkerError(FsdpckptError):
     """The same on every worker: ``rank`` failed in the collective ``step`` because of ``cause``.
 
     ``cause_exit_code`` is what the cause itself would have ended the program with (70 for an unforeseen exception).
-    ``original``: the cause as a record (``comm.wire_errors``), where one process alone would end with it.
+    ``original``: the cause as a record (``comm.protocol``), where one process alone would end with it.
     """
 
     exit_code = 6

@@ -16,7 +16,7 @@ __all__ = ["Standing", "rank_here", "standing", "started_as_worker"]
 def started_as_worker(environment: Mapping[str, str] | None = None) -> bool:
     """Whether torchrun (any elastic launch) or srun started this process as one of its workers.
 
-    The same answer as ``comm.environment.recognised`` gives, without importing torch.
+    The same answer as ``comm.launch.recognised`` gives, without importing torch.
     """
     variables = os.environ if environment is None else environment
     if "RANK" in variables and "WORLD_SIZE" in variables:

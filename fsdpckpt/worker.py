@@ -81,9 +81,9 @@ def _refuse_launch(launch: LaunchOptions, why: str) -> None:
 def _as_worker(source: str, target: str, options: ConvertOptions, launch: LaunchOptions, progress: Progress) -> Report:
     """This process's part of a run of several. Leaves in ``standing`` who speaks."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch: who was lost we say, in fewer words
-    from fsdpckpt.comm.environment import recognised
+    from fsdpckpt.comm.launch import recognised
+    from fsdpckpt.comm.protocol import original_error
     from fsdpckpt.comm.torch_group import TorchGroup
-    from fsdpckpt.comm.wire_errors import original_error
     from fsdpckpt.converters.distributed import convert_together
 
     standing.worker = True
@@ -180,9 +180,9 @@ def _patient(limit: float) -> Iterator[list[Group]]:
 
 def _launched(source: str, target: str, options: ConvertOptions, launch: LaunchOptions, progress: Progress) -> Report:
     """Start workers on this node, wait for them, and take what rank 0 reports."""
-    from fsdpckpt.comm.devices import workers_here
     from fsdpckpt.comm.launch import launch as start
-    from fsdpckpt.comm.wire_errors import decode_error, original_error
+    from fsdpckpt.comm.launch import workers_here
+    from fsdpckpt.comm.protocol import decode_error, original_error
     from fsdpckpt.option_fields import to_json
 
     workers = workers_here(launch.nproc_per_node or "auto")
@@ -231,8 +231,8 @@ def _read(directory: str) -> dict[str, Any]:
 
 def main() -> None:
     """One worker of ``_launched``. The launcher says everything; this process only works, and ends."""
+    from fsdpckpt.comm.protocol import encode_error
     from fsdpckpt.comm.torch_group import TorchGroup
-    from fsdpckpt.comm.wire_errors import encode_error
     from fsdpckpt.converters.distributed import convert_together
     from fsdpckpt.option_fields import from_json
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdpckpt import comm
-from fsdpckpt.comm.staging import Staging
+from fsdpckpt.comm.transport import Staging
 from fsdpckpt.converters import distributed
 from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.options import ConvertOptions, VerifyLevel, Visibility

@@ -134,8 +134,8 @@ def journal(bench: Bench) -> Row:
     """What the journal costs: the same conversion with one that is synced as it is, and with one that never is."""
     source, target = bench.make("full", bench.options.size, ".pt"), bench.path("out")
     words = ["convert", source, target, "--quiet", "--to", "sharded", "--world-size", "4"]
-    run = "from fsdpckpt.execute import recorder; {}; from fsdpckpt.cli.main import main; main()"
-    with_it, without = (run.format(code) for code in ("recorder.SYNC_SECONDS", "recorder.SYNC_SECONDS = 1e6"))
+    run = "from fsdpckpt.execute import journal; {}; from fsdpckpt.cli.main import main; main()"
+    with_it, without = (run.format(code) for code in ("journal.SYNC_SECONDS", "journal.SYNC_SECONDS = 1e6"))
     contenders = [
         Contender("fsdpckpt", [sys.executable, "-c", with_it, *words]),
         Contender("without syncing the journal", [sys.executable, "-c", without, *words]),

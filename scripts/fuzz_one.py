@@ -11,7 +11,7 @@ import os
 import sys
 import time
 
-INSTRUMENTED = ["fsdpckpt.formats", "fsdpckpt.ir", "fsdpckpt.readers", "fsdpckpt.execute.resume"]
+INSTRUMENTED = ["fsdpckpt.formats", "fsdpckpt.ir", "fsdpckpt.readers", "fsdpckpt.execute.journal"]
 INSTRUMENTED += ["fsdpckpt.storage.http"]
 READERS = ["fsdpckpt.readers"]  # of whole checkpoints: containers have targets of their own
 SECONDS = 5  # of processor time

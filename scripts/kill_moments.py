@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 
 from fsdpckpt.cli.main import main as fsdpckpt
 from fsdpckpt.converters import convert  # noqa: F401  # loaded before the forks
-from fsdpckpt.execute import recorder
+from fsdpckpt.execute import journal
 
 OLDER = "older.safetensors"  # what --overwrite is to replace: a checkpoint of one tensor
 _HEADER = b'{"older":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
@@ -118,7 +118,7 @@ class Trial:
             log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(log, 1)
             os.dup2(log, 2)
-            recorder.SYNC_SECONDS = SYNC_SECONDS
+            journal.SYNC_SECONDS = SYNC_SECONDS
             sys.argv = ["fsdpckpt", "convert", *arguments]
             fsdpckpt()
         except SystemExit as end:

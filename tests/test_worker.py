@@ -31,7 +31,7 @@ SRUN = {
     [({}, None), (TORCHRUN, 3), (SRUN, 2), ({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}, None), ({"RANK": "1"}, None)],
 )
 def test_a_worker_is_recognised_as_the_communication_core_does(environment: dict[str, str], rank: int | None) -> None:
-    from fsdpckpt.comm.environment import recognised
+    from fsdpckpt.comm.launch import recognised
 
     place = recognised(environment)
     assert started_as_worker(environment) is (place is not None) is (rank is not None)

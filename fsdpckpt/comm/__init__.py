@@ -12,14 +12,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fsdpckpt.comm.copies import copy_state_dict, empty_on_cpu, offload_to_cpu
     from fsdpckpt.comm.exchanger import exchange, spread
     from fsdpckpt.comm.protocol import Group
-    from fsdpckpt.comm.similarity import check_similar
     from fsdpckpt.comm.solo import Solo
     from fsdpckpt.comm.state_dicts import broadcast, gather, scatter, shard
     from fsdpckpt.comm.torch_group import TorchGroup
-    from fsdpckpt.comm.trees import StateDict
+    from fsdpckpt.comm.trees import StateDict, check_similar, copy_state_dict, empty_on_cpu, offload_to_cpu
 
 __all__ = [
     "Group",
@@ -43,10 +41,8 @@ _MODULES = {
     "solo": ("Solo",),
     "torch_group": ("TorchGroup",),
     "exchanger": ("exchange", "spread"),
-    "copies": ("copy_state_dict", "empty_on_cpu", "offload_to_cpu"),
     "state_dicts": ("broadcast", "gather", "scatter", "shard"),
-    "similarity": ("check_similar",),
-    "trees": ("StateDict",),
+    "trees": ("StateDict", "check_similar", "copy_state_dict", "empty_on_cpu", "offload_to_cpu"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -1,25 +1,58 @@
-"""What a rank holds of a tensor: boxes of the global tensor, each as a view of memory here.
+"""Boxes of global tensors that ranks hold, send and fill: each one a view of memory on this rank.
 
 A plain tensor is one box on every rank; a DTensor's and a ShardedTensor's boxes follow their own metadata, by the rules
-of ``layouts.sharded``. Nothing is communicated.
+of ``layouts.sharded``. ``all_boxes`` tells every rank which rank holds which boxes, and ``senders`` says which rank
+sends which. ``Stream`` makes tensors one sequence of bytes, of which any part can be read or written: each tensor (a
+view, of any strides) contributes its elements in row-major order, from a multiple of 16 bytes on, so that a chunk whose
+bounds are multiples of 16 cuts no element. Elements are copied as bits: no value is interpreted. ``place_*`` say where
+the parts of a whole tensor go on this rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
+from typing import TypeAlias, cast
 
+import numpy as np
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, Shard
 
-from fsdpckpt.errors import UsageError
+from fsdpckpt.comm.protocol import Group
+from fsdpckpt.errors import StateDictMismatchError, UsageError
+from fsdpckpt.ir.coverage import box_text, flaws
+from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.tensors import Chunks, Int64Array, Tensor, contiguous_stride
 from fsdpckpt.layouts import sharded
 from fsdpckpt.layouts.boxes import Box
+from fsdpckpt.layouts.flattened import flat_boxes
 
-__all__ = ["HeldBox", "held", "kind_of", "mesh_boxes", "view_of"]
+__all__ = [
+    "HeldBox",
+    "Place",
+    "Placements",
+    "Stream",
+    "Wanted",
+    "all_boxes",
+    "check_coverage",
+    "held",
+    "kind_of",
+    "mesh_boxes",
+    "on_group_device",
+    "place_like",
+    "place_on_mesh",
+    "place_whole",
+    "senders",
+    "stream_bytes",
+    "view_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,3 +138,227 @@ def view_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     for dim, (start, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         tensor = tensor.narrow(dim, start, size)
     return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Box ``box`` of tensor number ``index``."""
+
+    index: int
+    box: Box
+
+
+def all_boxes(group: Group, boxes: Sequence[Sequence[Box]], dimensions: Sequence[int]) -> list[list[list[Box]]]:
+    """Every rank's ``boxes`` (one list a tensor, whose number of ``dimensions`` all know), by rank. All ranks."""
+    mine = _packed(boxes)
+    every = cast("list[Int64Array]", group.all_gather_objects(mine, name="tell who holds what"))
+    return [_unpacked(row, dimensions) for row in every]
+
+
+def _packed(boxes: Sequence[Sequence[Box]]) -> Int64Array:
+    numbers: list[int] = []
+    for each in boxes:
+        numbers.append(len(each))
+        for box in each:
+            numbers += [*box.offsets, *box.sizes]
+    return np.asarray(numbers, np.int64)
+
+
+def _unpacked(row: Int64Array, dimensions: Sequence[int]) -> list[list[Box]]:
+    numbers, at = row.tolist(), 0
+    found: list[list[Box]] = []
+    for d in dimensions:
+        count, at = numbers[at], at + 1
+        steps = range(at, at + count * 2 * d, 2 * d) if d else [at] * count
+        found.append([Box(tuple(numbers[i : i + d]), tuple(numbers[i + d : i + 2 * d])) for i in steps])
+        at += count * 2 * d
+    return found
+
+
+def check_coverage(keys: Sequence[str], shapes: Sequence[Sequence[int]], every: list[list[list[Box]]]) -> None:
+    """Raise StateDictMismatchError unless the ranks' boxes hold every element of every tensor, replicas aside."""
+    found: list[str] = []
+    for index, (key, shape) in enumerate(zip(keys, shapes, strict=True)):
+        rows = [(rank, box) for rank, boxes in enumerate(every) for box in boxes[index]]
+        chunks = Chunks.rows(
+            ndim=len(shape),
+            rank=[rank for rank, _ in rows],
+            file=[0] * len(rows),
+            offset=[0] * len(rows),
+            start=[box.offsets for _, box in rows],
+            size=[box.sizes for _, box in rows],
+        )
+        if not rows and 0 in shape:
+            continue
+        tensor = Tensor(DTYPES["uint8"], tuple(shape), chunks, sharded=True, placement="boxes")
+        found += [f"{key}: {f.elements} elements {f.kind}, first {box_text(f.start, f.size)}" for f in flaws(tensor)]
+    if found:
+        raise StateDictMismatchError("the ranks do not hold every element exactly once", details=found)
+
+
+def senders(every: list[list[list[Box]]], itemsizes: Sequence[int], *, to: int | None = None) -> list[list[Wanted]]:
+    """For each rank the boxes that it sends: each box once, replicas' holders balanced by bytes.
+
+    ``to``: the only receiver; what it holds itself is its own to send.
+    """
+    loads = [0] * len(every)
+    sends: list[list[Wanted]] = [[] for _ in every]
+    for index, itemsize in enumerate(itemsizes):
+        holders: dict[Box, list[int]] = {}
+        for rank, boxes in enumerate(every):
+            for box in boxes[index]:
+                if 0 not in box.sizes:
+                    holders.setdefault(box, []).append(rank)
+        for box, ranks in holders.items():
+            rank = to if to in ranks else min(ranks, key=lambda r: (loads[r], r))
+            loads[rank] += box.numel * itemsize
+            sends[rank].append(Wanted(index, box))
+    return sends
+
+
+def on_group_device(group: Group, tensors: Sequence[torch.Tensor]) -> bool:
+    """True when the data lies where the group communicates, so that no host memory is needed in between."""
+    device = torch.device(group.device)
+    return device.type != "cpu" and all(tensor.device == device for tensor in tensors)
+
+
+ALIGNMENT = 16  # bytes: the largest element there is, complex128
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+def stream_bytes(sizes: Sequence[tuple[Sequence[int], int]]) -> int:
+    """Bytes of the stream of tensors of these (shape, bytes an element)."""
+    return sum(_aligned(prod(shape) * itemsize) for shape, itemsize in sizes)
+
+
+def _aligned(count: int) -> int:
+    return -(-count // ALIGNMENT) * ALIGNMENT
+
+
+class Stream:
+    """The stream of ``tensors``. Reading and writing move between them and buffers, on whatever devices each lies."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = [_bits(tensor) for tensor in tensors]
+        self._starts: list[int] = []
+        self.size = 0
+        for tensor in tensors:
+            self._starts.append(self.size)
+            self.size += _aligned(tensor.numel() * tensor.element_size())
+
+    def read(self, offset: int, buffer: torch.Tensor) -> None:
+        """Fill ``buffer`` (uint8) with the bytes from ``offset`` on."""
+        self._move(offset, buffer, write=False)
+
+    def write(self, offset: int, buffer: torch.Tensor) -> None:
+        """Put the bytes in ``buffer`` where they belong from ``offset`` on."""
+        self._move(offset, buffer, write=True)
+
+    def _move(self, offset: int, buffer: torch.Tensor, *, write: bool) -> None:
+        end = offset + len(buffer)
+        index = max(bisect_right(self._starts, offset) - 1, 0)
+        while index < len(self._tensors) and self._starts[index] < end:
+            tensor, start = self._tensors[index], self._starts[index]
+            first = max(offset - start, 0)
+            last = min(end - start, tensor.numel() * tensor.element_size())
+            if first < last:
+                _copy(tensor, first, buffer[start + first - offset : start + last - offset], write=write)
+            index += 1
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return plain if plain.dtype is _BITS[plain.element_size()] else plain.view(_BITS[plain.element_size()])
+
+
+def _copy(tensor: torch.Tensor, first: int, part: torch.Tensor, *, write: bool) -> None:
+    """Between the bytes of ``tensor`` from ``first`` on, in row-major order, and all of ``part``."""
+    itemsize = tensor.element_size()
+    elements = part.view(tensor.dtype)
+    if tensor.is_contiguous():
+        flat = tensor.view(-1)[first // itemsize : first // itemsize + len(elements)]
+        _assign(flat, elements, write=write)
+        return
+    at = 0
+    for box in flat_boxes(tuple(tensor.shape), first // itemsize, len(elements)):
+        count = box.numel
+        _assign(view_of(tensor, box), elements[at : at + count].view(box.sizes), write=write)
+        at += count
+
+
+def _assign(tensor: torch.Tensor, elements: torch.Tensor, *, write: bool) -> None:
+    if write:
+        tensor.copy_(elements)
+    else:
+        elements.copy_(tensor)
+
+
+Placements: TypeAlias = Sequence[Placement] | Callable[[str, tuple[int, ...]], Sequence[Placement] | None]
+"""One for all tensors, or a function of key and shape; None from it: the tensor stays whole on every rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """``boxes``: what this rank wants, and the memory it goes to. ``tensor``: what has it once that is filled.
+
+    ``filled``: it is already.
+    """
+
+    boxes: list[HeldBox]
+    tensor: torch.Tensor
+    filled: bool = False
+
+
+def place_whole(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Place:
+    """A whole tensor in new memory."""
+    tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
+    return Place(held(tensor, ""), tensor)
+
+
+def place_like(like: torch.Tensor, key: str, device: torch.device) -> Place:
+    """In the memory of ``like`` itself; where that is on the meta device, in new memory on ``device``, cut the same."""
+    if isinstance(like, ShardedTensor):  # asked about its shards: one without shards answers nothing itself
+        on_meta = any(each.tensor.is_meta for each in like.local_shards())
+        return _new_sharded_tensor(like, device) if on_meta else Place(held(like, key), like)
+    if not like.is_meta:
+        return Place(held(like, key), like)
+    if isinstance(like, DTensor):
+        local = torch.empty(like.to_local().shape, dtype=like.dtype, device=device)
+        made = DTensor.from_local(
+            local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+        return Place(held(made, key), made)
+    return place_whole(like.shape, like.dtype, device)
+
+
+def _new_sharded_tensor(like: ShardedTensor, device: torch.device) -> Place:
+    shards = [
+        LocalShard(torch.empty(shard.tensor.shape, dtype=shard.tensor.dtype, device=device), shard.metadata)
+        for shard in like.local_shards()
+    ]
+    made = ShardedTensor._init_from_local_shards_and_global_metadata(
+        shards, like.metadata(), process_group=like._process_group, sharding_spec=like.sharding_spec()
+    )
+    return Place(held(made, ""), made)
+
+
+def place_on_mesh(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    key: str,
+    device: torch.device,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+) -> Place:
+    """A new DTensor: what ``distribute_tensor`` would make of a whole contiguous tensor."""
+    boxes = mesh_boxes(shape, mesh, placements, None, key)
+    local_shape = sharded.local_shape(boxes, shape)
+    if local_shape is None:
+        # Nothing here: the shape of nothing is torch's to say.
+        local_shape = tuple(compute_local_shape_and_global_offset(tuple(shape), mesh, list(placements))[0])
+    local = torch.empty(local_shape, dtype=dtype, device=device)
+    made = DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=contiguous_stride(shape)
+    )
+    return Place([HeldBox(one.box, view_of(local, Box(one.local_offsets, one.box.sizes))) for one in boxes], made)

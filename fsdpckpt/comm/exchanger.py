@@ -1,31 +1,85 @@
-"""Bytes from every rank to every rank (``exchange``), or from one to all (``spread``), through bounded buffers.
+"""Exchanges bytes between all ranks (``exchange``), or from one to all (``spread``), through bounded buffers.
 
 The caller says how many bytes go where, and reads and writes them in chunks; nothing here knows what they mean. Gloo
-has no all-to-all, so an exchange is a sequence of *legs*: in leg k rank r sends to r + k and receives from r - k.
+has no all-to-all, so an exchange is a sequence of ``SendRecv``: in number k rank r sends to r + k and receives from
+r - k.
 
-All ranks order the chunks of all legs alike, and each has several under way: it posts the next ones before it waits for
-the first. Nobody deadlocks: of the chunks that have not crossed, both sides of the first one in that order have posted
-it, or wait for nothing but their own disks.
+All ranks order the chunks of all of them alike, and each has several under way: it posts the next ones before it waits
+for the first. Nobody deadlocks: of the chunks that have not crossed, both sides of the first one in that order have
+posted it, or wait for nothing but their own disks.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from threading import Event, Semaphore
-from typing import TypeAlias
+from typing import Generic, Self, TypeAlias, TypeVar
 
 import torch
 
-from fsdpckpt.comm.ahead import Ahead
 from fsdpckpt.comm.protocol import Group
-from fsdpckpt.comm.staging import Staging, chunk_bytes
-from fsdpckpt.comm.transport import Flight
+from fsdpckpt.comm.store_monitor import LOOK
+from fsdpckpt.comm.transport import Flight, Staging, chunk_bytes
 from fsdpckpt.errors import InternalError
 
-__all__ = ["BUDGET", "LEAVING", "Exchanger", "Landing", "Leg", "Read", "Write", "exchange", "spread"]
+__all__ = ["Ahead", "BUDGET", "Exchanger", "LEAVING", "Landing", "Leg", "Read", "Write", "exchange", "spread"]
+
+MOST = 16  # items made and not taken; what they hold is bounded elsewhere
+PATIENCE = 2.0  # seconds for the thread to end when its items are not wanted any more
+
+T = TypeVar("T")
+
+
+class Ahead(Generic[T]):
+    """``items``, made by a daemon thread. ``watch`` is called while the caller waits for one, and may raise."""
+
+    def __init__(self, items: Iterator[T], watch: Callable[[], None], name: str) -> None:
+        self._items = items
+        self._watch = watch
+        self._made: SimpleQueue[tuple[T] | BaseException] = SimpleQueue()
+        self._room = threading.Semaphore(MOST)
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> T:
+        while True:
+            try:
+                found = self._made.get(timeout=LOOK)
+            except Empty:
+                self._watch()
+                continue
+            if isinstance(found, BaseException):
+                self._made.put(found)  # for whoever asks again
+                raise found
+            self._room.release()
+            return found[0]
+
+    def close(self) -> None:
+        """No further item is wanted. Waits a little for the thread, which may be in the middle of one."""
+        self._stopped = True
+        self._room.release()
+        self._thread.join(PATIENCE)
+
+    def _run(self) -> None:
+        try:
+            for item in self._items:
+                self._made.put((item,))
+                self._room.acquire()
+                if self._stopped:
+                    return
+            self._made.put(StopIteration())
+        except BaseException as error:  # noqa: BLE001  # raised by the thread that takes the items
+            self._made.put(error)
+
 
 BUDGET = 32 << 20
 """Bytes of buffers by default: chunks of some MiB, beyond which neither Gloo nor NCCL gets faster."""

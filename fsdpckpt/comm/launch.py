@@ -1,32 +1,207 @@
-"""Start workers on this node through PyTorch's elastic launch, and turn however they end into one error.
+"""Starts processes as ranks, and recognises how this one was started: by whom, as which rank, with which device.
 
-Each worker leaves its position and a failure it knows of in a directory of the launcher's, so that the error names rank
-and step even of a worker that was killed. No worker is restarted, and none outlives the launcher.
+torchrun (any elastic launch) sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. srun
+sets SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_STEP_TASKS_PER_NODE, SLURM_NODEID and SLURM_STEP_NODELIST;
+a batch script without srun has some of them, but no SLURM_STEP_ID.
+
+Backend ``auto`` is NCCL when every rank has a GPU of its own, else Gloo on the CPU. Whether every rank has one is a
+vote of all ranks, because one node may have fewer than another.
+
+``launch`` starts workers through PyTorch's elastic launch, and turns however they end into one error. Each worker
+leaves its position and a failure it knows of in a directory of the launcher's, so that the error names rank and step
+even of a worker that was killed. No worker is restarted, and none outlives the launcher.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+import torch
+import torch.distributed as dist
 
-from fsdpckpt.comm.orphans import LAUNCHER
-from fsdpckpt.comm.records import Failure, Position
-from fsdpckpt.comm.store_monitor import STATUS_DIRECTORY
+from fsdpckpt.comm.liveness import LAUNCHER
+from fsdpckpt.comm.store_monitor import STATUS_DIRECTORY, Failure, Position
 from fsdpckpt.errors import InterruptedRunError, UsageError, WorkerError
 
-__all__ = ["launch"]
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig
+
+__all__ = [
+    "Backend",
+    "DeviceKind",
+    "Place",
+    "choose",
+    "device_of",
+    "first_host",
+    "has_own_gpu",
+    "launch",
+    "recognised",
+    "workers_here",
+]
+
+FIRST_PORT, PORTS = 20000, 20000  # for srun: a port that all tasks of a step find, and other steps avoid
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One worker among ``world_size``; ``local_rank`` of ``local_world_size`` on its node; where the workers meet."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    address: str
+    port: int
+    started_by: Literal["torchrun", "srun"]
+
+
+def recognised(environment: Mapping[str, str] | None = None) -> Place | None:
+    """The place of this process, None when it was started alone. UsageError when the variables contradict."""
+    variables = os.environ if environment is None else environment
+    if "RANK" in variables and "WORLD_SIZE" in variables:
+        return _of_torchrun(variables)
+    if "SLURM_STEP_ID" in variables and _number(variables, "SLURM_STEP_NUM_TASKS", 1) > 1:
+        return _of_srun(variables)
+    return None
+
+
+def _of_torchrun(variables: Mapping[str, str]) -> Place:
+    rank, world_size = _number(variables, "RANK"), _number(variables, "WORLD_SIZE")
+    return _checked(
+        Place(
+            rank=rank,
+            world_size=world_size,
+            local_rank=_number(variables, "LOCAL_RANK", 0 if world_size == 1 else None),
+            local_world_size=_number(variables, "LOCAL_WORLD_SIZE", 1 if world_size == 1 else None),
+            address=variables.get("MASTER_ADDR", "127.0.0.1"),
+            port=_number(variables, "MASTER_PORT"),
+            started_by="torchrun",
+        )
+    )
+
+
+def _of_srun(variables: Mapping[str, str]) -> Place:
+    nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_NODELIST", "")
+    job = f"{variables.get('SLURM_JOB_ID', '0')}.{variables['SLURM_STEP_ID']}"
+    digits = int("".join(re.findall(r"\d", job)) or "0")
+    return _checked(
+        Place(
+            rank=_number(variables, "SLURM_PROCID"),
+            world_size=_number(variables, "SLURM_STEP_NUM_TASKS"),
+            local_rank=_number(variables, "SLURM_LOCALID"),
+            local_world_size=_tasks_here(variables),
+            address=variables.get("MASTER_ADDR") or first_host(nodes),
+            port=_number(variables, "MASTER_PORT", FIRST_PORT + digits % PORTS),
+            started_by="srun",
+        )
+    )
+
+
+def _tasks_here(variables: Mapping[str, str]) -> int:
+    """SLURM_STEP_TASKS_PER_NODE, e.g. ``2(x3),1``: tasks of three nodes, then of one; SLURM_NODEID counts nodes."""
+    counts: list[int] = []
+    for part in variables.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        if match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip()):
+            counts += [int(match[1])] * int(match[2] or 1)
+    node = _number(variables, "SLURM_NODEID", 0)
+    if node < len(counts):
+        return counts[node]
+    raise UsageError(
+        "srun does not say how many tasks run on this node",
+        expected=f"SLURM_STEP_TASKS_PER_NODE with an entry for node {node}",
+        found=variables.get("SLURM_STEP_TASKS_PER_NODE", "nothing"),
+    )
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a SLURM node list: ``gpu[03-07,9],login`` is ``gpu03``."""
+    match = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,\[]*))?", nodes)
+    if not match:
+        raise UsageError("srun does not name the nodes of this step", next_step="set MASTER_ADDR to the first of them")
+    return match[1] + (match[2] or "") + (match[3] or "")
+
+
+def _checked(place: Place) -> Place:
+    if not 0 <= place.rank < place.world_size or not 0 <= place.local_rank < place.local_world_size <= place.world_size:
+        raise UsageError(
+            f"the variables of {place.started_by} contradict each other",
+            expected="0 <= rank < world size, 0 <= local rank < local world size <= world size",
+            found=f"{place.rank} of {place.world_size}, {place.local_rank} of {place.local_world_size}",
+        )
+    return place
+
+
+def _number(variables: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = variables.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not text.isdigit():
+        raise UsageError(f"the environment variable {name} has to be a number", found=text or "nothing")
+    return int(text)
+
+
+Backend: TypeAlias = Literal["nccl", "gloo"]
+DeviceKind: TypeAlias = Literal["cuda", "cpu"]
+
+
+def has_own_gpu(local_world_size: int) -> bool:
+    """True when this node has a GPU for each of its workers, and torch was built with NCCL."""
+    return torch.cuda.is_available() and dist.is_nccl_available() and torch.cuda.device_count() >= local_world_size
+
+
+def workers_here(nproc_per_node: str) -> int:
+    """``--nproc-per-node`` as a number: itself, ``gpu`` (this node's GPUs), ``auto`` (GPUs, one where none is)."""
+    if nproc_per_node in {"gpu", "auto"}:
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if count == 0 and nproc_per_node == "gpu":
+            raise UsageError("--nproc-per-node gpu: torch sees no GPU here", next_step="give a number")
+        return max(count, 1)
+    if not nproc_per_node.isdigit() or int(nproc_per_node) == 0:
+        raise UsageError("--nproc-per-node takes a number, gpu or auto", found=nproc_per_node)
+    return int(nproc_per_node)
+
+
+def choose(backend: str, device: str, *, all_have_gpu: Callable[[], bool]) -> tuple[Backend, DeviceKind]:
+    """The backend and kind of device for what the user asked: names, or ``auto`` for either.
+
+    ``all_have_gpu`` is asked only where the answer matters; every worker has to be asked the same.
+    """
+    if backend not in {"auto", "nccl", "gloo"} or device not in {"auto", "cpu", "cuda"}:
+        raise UsageError(f"no such backend or device: {backend}, {device}", expected="auto|nccl|gloo, auto|cpu|cuda")
+    if backend == "nccl" and device == "cpu":
+        raise UsageError("NCCL moves data between GPUs only", next_step="--backend gloo, or --device cuda")
+    if backend == "gloo":
+        # Gloo moves host memory; a GPU would only be a detour of two copies.
+        return "gloo", "cpu"
+    if device == "cpu":
+        return "gloo", "cpu"
+    if all_have_gpu():
+        return "nccl", "cuda"
+    if backend == "nccl" or device == "cuda":
+        raise UsageError(
+            "not every worker has a GPU of its own, which NCCL needs",
+            next_step="--backend gloo, or fewer workers a node",
+        )
+    return "gloo", "cpu"
+
+
+def device_of(kind: DeviceKind, place: Place | None) -> torch.device:
+    """This worker's device."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", 0 if place is None else place.local_rank)
+
 
 PATIENCE = 5  # seconds between SIGTERM and SIGKILL for the workers that are left when one failed
 
@@ -46,6 +221,10 @@ def launch(
     host listens on it. Raises WorkerError with rank, step and cause when a worker fails, InterruptedRunError when the
     launcher is told to stop; no worker is left then.
     """
+    from torch.distributed.elastic.multiprocessing.api import SignalException  # not by the workers: takes its time
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+
     with tempfile.TemporaryDirectory(prefix="fsdpckpt-") as status:
         variables = {STATUS_DIRECTORY: status, LAUNCHER: str(os.getpid()), "TORCH_CPP_LOG_LEVEL": "ERROR"}
         if workers > 1 and "OMP_NUM_THREADS" not in os.environ:
@@ -64,6 +243,9 @@ def launch(
 
 
 def _config(workers: int, nodes: int, node_rank: int | None, endpoint: str | None, directory: str) -> LaunchConfig:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig
+
     if nodes > 1 and endpoint is None:
         raise UsageError(
             "several nodes need a place to meet", next_step="--rdzv-endpoint HOST:PORT, alike on every node"

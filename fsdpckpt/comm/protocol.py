@@ -1,16 +1,23 @@
-"""``Group``: one rank among the ranks of a run, and what they do together.
+"""``Group``: one rank among the ranks of a run, what they do together, and how their errors cross.
 
 ``comm.solo.Solo`` is a group of one process and never imports torch; ``comm.torch_group.TorchGroup`` is a group over a
 live process group. Code written against ``Group`` runs the same on one rank and on a thousand.
+
+An error crosses as a record of its type and its fields, so that a damaged source is exit code 3 whichever rank reads
+it. This program's errors and the operating system's have a record; of any other error other ranks know only the text.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from contextlib import AbstractContextManager as Context
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeAlias
 
-__all__ = ["Group"]
+from fsdpckpt import errors
+from fsdpckpt.errors import FsdpckptError, InternalError, WorkerError
+
+__all__ = ["ErrorRecord", "Group", "decode_error", "encode_error", "original_error"]
 
 
 class Group(Protocol):
@@ -91,3 +98,43 @@ class Group(Protocol):
 
     @abstractmethod
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None: ...
+
+
+ErrorRecord: TypeAlias = "dict[str, Any]"
+"""``{"type": class name, ...}`` with the fields of the error; plain JSON values."""
+
+
+def encode_error(error: BaseException) -> ErrorRecord | None:
+    """``error`` as a record; None for one that does not cross: a WorkerError, and what this program did not foresee."""
+    if isinstance(error, OSError):
+        filename = error.filename if isinstance(error.filename, str) else None
+        return {"type": "OSError", "args": [error.errno, error.strerror or str(error), filename]}
+    if not isinstance(error, FsdpckptError) or isinstance(error, WorkerError):
+        return None
+    return {"type": type(error).__name__, **error.to_json()}
+
+
+def decode_error(record: Mapping[str, Any]) -> Exception:
+    """The error that ``encode_error`` made ``record`` of. An InternalError when this program knows no such type."""
+    return _decoded(record) or InternalError(f"another worker reported an unknown error: {record!r}")
+
+
+def _decoded(record: Mapping[str, Any]) -> Exception | None:
+    fields = dict(record)
+    name = fields.pop("type", None)
+    if name == "OSError":
+        return OSError(*fields["args"])
+    kind = getattr(errors, str(name), None)
+    if not isinstance(kind, type) or not issubclass(kind, FsdpckptError):
+        return None
+    return kind.from_json(fields)
+
+
+def original_error(error: WorkerError) -> Exception:
+    """The error that made a rank fail, where it is one that a lone process would end with; else ``error`` itself."""
+    original = None if error.original is None else _decoded(error.original)
+    if original is None:
+        return error
+    if isinstance(original, FsdpckptError) and error.rank:
+        original.details = (*original.details, f"met by worker {error.rank} in step '{error.step}'")
+    return original

@@ -1,7 +1,15 @@
-"""Sharded state dicts made whole: on every rank, or on one. The rules are ``_gather_state_dict``'s of PyTorch.
+"""Gathers, shards, scatters and broadcasts state dicts, by PyTorch's rules but for one: nothing is cast or skipped in
+silence.
 
-Steps: 1. all ranks compare the structure of their state dicts; 2. all tell which boxes they hold, and check that
-together they are everything; 3. holders send each box once, straight into the whole tensors.
+``gather`` makes sharded state dicts whole, on every rank or on one, as ``_gather_state_dict`` of PyTorch: 1. all ranks
+compare the structure of their state dicts; 2. all tell which boxes they hold, and check that together they are
+everything; 3. holders send each box once, straight into the whole tensors.
+
+``shard`` (every rank has the whole state dict), ``scatter`` and ``broadcast`` (one rank has it) follow
+``_distribute_state_dict`` and ``_broadcast_state_dict``. What goes where is said by ``like``, a state dict as this rank
+wants it, whose tensors are filled in place (new ones are made where they are on the meta device); or by ``mesh`` and
+``placements``, for new DTensors as ``distribute_tensor`` makes them. 0-dim tensors and other values come whole to every
+rank.
 """
 
 from __future__ import annotations
@@ -13,14 +21,27 @@ from typing import cast
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdpckpt.comm.boxes import HeldBox, held, kind_of, view_of
+from fsdpckpt.comm.boxes import (
+    HeldBox,
+    Place,
+    Placements,
+    Stream,
+    Wanted,
+    all_boxes,
+    check_coverage,
+    held,
+    kind_of,
+    on_group_device,
+    place_like,
+    place_on_mesh,
+    place_whole,
+    senders,
+    stream_bytes,
+    view_of,
+)
 from fsdpckpt.comm.exchanger import BUDGET, exchange, spread
-from fsdpckpt.comm.holdings import Wanted, all_boxes, check_coverage, on_group_device, senders
-from fsdpckpt.comm.placing import Place, Placements, place_like, place_on_mesh, place_whole
 from fsdpckpt.comm.protocol import Group
-from fsdpckpt.comm.similarity import agree_on_structure, raise_together
-from fsdpckpt.comm.streams import Stream, stream_bytes
-from fsdpckpt.comm.trees import StateDict, Tree, rebuild, taken_apart
+from fsdpckpt.comm.trees import StateDict, Tree, agree_on_structure, raise_together, rebuild, taken_apart
 from fsdpckpt.errors import UsageError
 from fsdpckpt.layouts.boxes import Box
 

@@ -1,13 +1,13 @@
-"""The notice board of the workers: named steps, signs of life and the first failure, on a rendezvous store.
+"""Watches all ranks on a rendezvous store: named steps, heartbeats and the first failure.
 
 Everything here goes past the process group, because a failed collective takes the group with it. The protocol, with
 the ranks that run each part:
 
-1. All ranks enter a step with ``arrive``: each writes its position; the first one pins name and digest of the step,
+1. All ranks enter a step with ``barrier``: each writes its position; the first one pins name and digest of the step,
    the others compare theirs (ranks out of step fail here); the last one opens it.
-2. Each rank that waits, for a step or for data, *patrols*: it renews its sign of life, looks for a failure, and
-   watches the next rank of the ring. One without a sign for the limit is declared failed by its watcher. A rank that
-   works gives signs as it moves (``beat``), so that a long step is no hang and a hang is no long step.
+2. Each rank that waits, for a step or for data, calls ``check_peers``: it renews its heartbeat, looks for a failure,
+   and watches the next rank of the ring. A rank without a heartbeat for the limit is declared failed by its watcher. A
+   rank that works calls ``beat`` as it makes progress, so that a long step is no hang and a hang is no long step.
 3. The rank that fails, or finds another failed, pins the failure; the first one pinned stands. All raise that one.
 """
 
@@ -18,15 +18,89 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Self, TypeVar
+from dataclasses import asdict, dataclass
+from typing import Self, TypeVar, cast
 
 from torch._C._distributed_c10d import Store
 
-from fsdpckpt.comm.background import Background, Job
-from fsdpckpt.comm.records import Failure, Position
-from fsdpckpt.errors import WorkerError
+from fsdpckpt.comm.liveness import Background, Job
+from fsdpckpt.comm.protocol import ErrorRecord, encode_error
+from fsdpckpt.errors import FsdpckptError, InternalError, WorkerError
 
-__all__ = ["LOOK", "STATUS_DIRECTORY", "Board"]
+__all__ = ["Board", "Failure", "LOOK", "Position", "STATUS_DIRECTORY"]
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where one worker is. ``sequence``: steps it has entered. ``beat`` changes as long as it lives and moves.
+
+    ``silence``: seconds for which it may stay without a change beyond the usual limit, because it said so.
+    """
+
+    sequence: int
+    step: str
+    beat: int
+    silence: float
+
+    def text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def parse(cls, text: str) -> Position:
+        return cls(**cast("dict[str, int]", json.loads(text)))  # type: ignore[arg-type]  # written by text()
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Worker ``rank`` failed in ``step``. ``exit_code``: what the cause would have ended a lone process with.
+
+    ``original``: the cause as a record, where it is an error that a lone process would end with.
+    """
+
+    rank: int
+    step: str
+    cause: str
+    exit_code: int
+    original: ErrorRecord | None = None
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int, step: str) -> Failure:
+        """The failure of ``rank``, which raised ``error`` in ``step``."""
+        return cls(rank, step, _words_of(error), _exit_code_of(error), encode_error(error))
+
+    def text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def parse(cls, text: str) -> Failure:
+        return cls(**cast("dict[str, int]", json.loads(text)))  # type: ignore[arg-type]  # written by text()
+
+    def error(self) -> WorkerError:
+        """The one error that every worker raises."""
+        error = WorkerError(
+            f"worker {self.rank} failed in step '{self.step}': {self.cause}",
+            rank=self.rank,
+            next_step="find the cause on that rank",
+            run_again=True,
+        )
+        error.step, error.cause, error.cause_exit_code = self.step, self.cause, self.exit_code
+        error.original = self.original
+        return error
+
+
+def _words_of(error: BaseException) -> str:
+    """An exception as the cause in a failure: our own in full, any other with its type."""
+    if isinstance(error, FsdpckptError):
+        return str(error)
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _exit_code_of(error: BaseException) -> int:
+    if isinstance(error, FsdpckptError):
+        return error.exit_code
+    return 130 if isinstance(error, KeyboardInterrupt) else InternalError.exit_code
+
 
 LOOK = 0.05
 """Seconds between two patrols of a rank that waits for something else than a step; its coming ends the wait at once."""

@@ -18,12 +18,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
 
-from fsdpckpt.comm.devices import choose, device_of, has_own_gpu
-from fsdpckpt.comm.environment import Place, recognised
 from fsdpckpt.comm.exchanger import spread
-from fsdpckpt.comm.heartbeat import heartbeat
+from fsdpckpt.comm.launch import Place, choose, device_of, has_own_gpu, recognised
+from fsdpckpt.comm.liveness import end_with_launcher, heartbeat
 from fsdpckpt.comm.objects import decode, encode
-from fsdpckpt.comm.orphans import end_with_launcher
 from fsdpckpt.comm.protocol import Group
 from fsdpckpt.comm.solo import Solo
 from fsdpckpt.comm.store_monitor import Board

@@ -1,20 +1,46 @@
-"""A state dict taken apart: its tensors in one list, and the rest with a ``Slot`` where each tensor was.
+"""Takes state dicts apart, compares their structure, and copies them to host memory.
 
-Dicts, lists and tuples are looked into, keys keep their types; everything else that is no tensor stays where it is.
+``taken_apart`` puts the tensors of a state dict into one list, and leaves a ``Slot`` where each tensor was. Dicts,
+lists and tuples are looked into, keys keep their types; everything else that is no tensor stays where it is.
+
+A trainer that saves every few minutes keeps one state dict in host memory (``empty_on_cpu``): pinned memory takes
+copies from a GPU while it computes, shared memory lets another process write the file. Nothing is communicated; sharded
+tensors keep their shards.
 """
 
 from __future__ import annotations
 
+import copy
+import hashlib
+import json
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor
 
+from fsdpckpt.comm.boxes import kind_of
 from fsdpckpt.comm.objects import Slot
+from fsdpckpt.comm.protocol import Group
+from fsdpckpt.errors import StateDictMismatchError
 
-__all__ = ["StateDict", "Tree", "rebuild", "taken_apart"]
+__all__ = [
+    "StateDict",
+    "Tree",
+    "agree_on_structure",
+    "check_similar",
+    "copy_state_dict",
+    "describe",
+    "differences",
+    "empty_on_cpu",
+    "offload_to_cpu",
+    "raise_together",
+    "rebuild",
+    "taken_apart",
+]
 
 StateDict: TypeAlias = dict[str, object]
 
@@ -64,3 +90,160 @@ def _mapped(value: object, visit: Callable[[object, str], object], key: str) -> 
         children = [_mapped(child, visit, f"{key}[{i}]") for i, child in enumerate(value)]  # type: ignore[arg-type,var-annotated]
         return children if type(value) is list else tuple(children)
     return visit(value, key)
+
+
+Description: TypeAlias = dict[str, str]
+"""Dotted key -> what is there, in words: ``DTensor [5, 3] float32``, ``int``, ``dict of 2``."""
+
+MOST_SHOWN = 200  # differences in one message; the number of all is said
+
+
+def describe(state: object, *, plain_shapes: bool = True) -> Description:
+    """The structure of ``state``. ``plain_shapes`` False: of plain tensors only that they are there.
+
+    A key that is no string is shown as Python writes it, and a string of digits in quotes, so that 0 and "0" differ.
+    """
+    found: Description = {}
+    _describe(state, "", found, plain_shapes=plain_shapes)
+    return found
+
+
+def _describe(value: object, key: str, found: Description, *, plain_shapes: bool) -> None:
+    if isinstance(value, torch.Tensor):
+        kind = kind_of(value)
+        words = f"{kind} {list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+        found[key] = words if plain_shapes or kind != "Tensor" else kind
+    elif isinstance(value, Mapping):
+        found[key] = f"dict of {len(value)}"
+        for name, child in value.items():
+            part = name if isinstance(name, str) and not name.isdigit() else repr(name)
+            _describe(child, f"{key}.{part}" if key else part, found, plain_shapes=plain_shapes)
+    elif isinstance(value, (list, tuple)):
+        found[key] = f"{type(value).__name__} of {len(value)}"
+        for index, child in enumerate(value):
+            _describe(child, f"{key}[{index}]", found, plain_shapes=plain_shapes)
+    else:
+        found[key] = type(value).__name__
+
+
+def differences(one: Description, other: Description, names: tuple[str, str] = ("one", "the other")) -> list[str]:
+    """Every difference in words. A container whose entries differ is not listed beside them."""
+    found = [f"{key}: only in {names[0]} ({words})" for key, words in one.items() if key not in other]
+    found += [f"{key}: only in {names[1]} ({words})" for key, words in other.items() if key not in one]
+    for key, words in one.items():
+        if key in other and words != other[key] and not (words.startswith("dict of") and "dict of" in other[key]):
+            found.append(f"{key or 'the whole'}: {words} in {names[0]}, {other[key]} in {names[1]}")
+    return found
+
+
+def check_similar(state: object, companion: object) -> None:
+    """Raise StateDictMismatchError unless both have the same keys, kinds, shapes and dtypes."""
+    _raise(differences(describe(state), describe(companion), ("the state dict", "its companion")))
+
+
+def agree_on_structure(group: Group, state: object) -> None:
+    """Raise StateDictMismatchError, the same on all ranks, unless all ranks' state dicts are alike. All ranks.
+
+    Plain tensors may differ in shape: they are each rank's own.
+    """
+    mine = describe(state, plain_shapes=False)
+    digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
+    if len(set(group.all_gather_objects(digest, name="compare structures"))) == 1:
+        return
+    every = cast("list[Description]", group.all_gather_objects(mine, name="list the differences"))
+    found: list[str] = []
+    for rank, other in enumerate(every[1:], 1):
+        found += differences(every[0], other, ("rank 0", f"rank {rank}"))
+    _raise(found or ["the keys come in another order"])
+
+
+def raise_together(group: Group, problems: list[str]) -> None:
+    """Raise StateDictMismatchError with every rank's ``problems``, on every rank. All ranks."""
+    every = cast("list[list[str]]", group.all_gather_objects(problems, name="compare structures"))
+    found: dict[str, list[int]] = {}
+    for rank, each in enumerate(every):
+        for problem in each:
+            found.setdefault(problem, []).append(rank)
+    everybody = len(every)
+    _raise([text if len(ranks) == everybody else f"{text} (rank {ranks[0]})" for text, ranks in found.items()])
+
+
+def _raise(found: list[str]) -> None:
+    if not found:
+        return
+    more = [f"and {len(found) - MOST_SHOWN} more"] if len(found) > MOST_SHOWN else []
+    raise StateDictMismatchError(
+        f"the state dicts do not match: {len(found)} difference{'s' if len(found) > 1 else ''}",
+        details=[*found[:MOST_SHOWN], *more],
+        next_step="build the same model and optimizer on every rank, wrapped the same way",
+    )
+
+
+def empty_on_cpu(state: StateDict, *, pin: bool = False, share: bool = False) -> StateDict:
+    """A state dict of the structure of ``state``, its tensors new and unfilled in host memory.
+
+    ``pin``: page-locked, as far as this torch can (a GPU is needed). ``share``: visible to other processes.
+    """
+    tree = taken_apart(state)
+    return _rebuilt(tree.skeleton, [_mapped_copies(tensor, pin=pin, share=share) for tensor in tree.tensors])
+
+
+def copy_state_dict(state: StateDict, into: StateDict, *, non_blocking: bool = False) -> StateDict:
+    """Copy every tensor of ``state`` into its companion in ``into``; returns ``state`` with those in place of its own.
+
+    Raises StateDictMismatchError, with every difference, before anything is copied. ``non_blocking``: copies to pinned
+    memory may be under way on return; synchronize the device before reading.
+    """
+    check_similar(state, into)
+    tree, companion = taken_apart(state), taken_apart(into)
+    with torch.no_grad():
+        for one, other in zip(tree.tensors, _in_order(tree.keys, companion.keys, companion.tensors), strict=True):
+            for source, target in zip(_locals(one), _locals(other), strict=True):
+                target.copy_(source, non_blocking=non_blocking)
+    return _rebuilt(tree.skeleton, _in_order(tree.keys, companion.keys, companion.tensors))
+
+
+def offload_to_cpu(state: StateDict) -> StateDict:
+    """A copy of ``state`` in host memory; tensors that lie there already are copied too."""
+    return copy_state_dict(state, empty_on_cpu(state))
+
+
+def _in_order(keys: tuple[str, ...], others: tuple[str, ...], tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    by_key = dict(zip(others, tensors, strict=True))
+    return [by_key[key] for key in keys]
+
+
+def _locals(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The memory of ``tensor`` on this rank."""
+    if isinstance(tensor, ShardedTensor):
+        return [each.tensor for each in tensor.local_shards()]
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor]
+
+
+def _mapped_copies(tensor: torch.Tensor, *, pin: bool, share: bool) -> torch.Tensor:
+    if isinstance(tensor, ShardedTensor):
+        made = copy.copy(tensor)
+        made._local_shards = [copy.copy(each) for each in tensor.local_shards()]
+        for each in made._local_shards:
+            each.tensor = _empty(each.tensor, pin=pin, share=share)
+        return made
+    if isinstance(tensor, DTensor):
+        local = _empty(tensor.to_local(), pin=pin, share=share)
+        return DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return _empty(tensor, pin=pin, share=share)
+
+
+def _empty(tensor: torch.Tensor, *, pin: bool, share: bool) -> torch.Tensor:
+    can_pin = pin and torch.cuda.is_available() and tensor.numel() > 0
+    made = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=can_pin and not share)
+    if share:
+        made.share_memory_()  # type: ignore[no-untyped-call]
+    if can_pin and share:
+        # Shared memory is made first; the driver then locks its pages where they are.
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        runtime.cudaHostRegister(made.data_ptr(), made.numel() * made.element_size(), 0)
+    return made
+
+
+def _rebuilt(skeleton: object, tensors: list[torch.Tensor]) -> StateDict:
+    return cast("StateDict", rebuild(skeleton, tensors))

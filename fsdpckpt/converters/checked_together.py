@@ -20,7 +20,7 @@ from fsdpckpt.converters.convert import Prepared
 from fsdpckpt.converters.lay_out import dtype_rule
 from fsdpckpt.converters.pairs_shipped import packed_pairs, unpacked_pairs
 from fsdpckpt.converters.staged import Places
-from fsdpckpt.execute.remote import everyones_files, serve
+from fsdpckpt.execute.shared_sources import everyones_files, serve
 from fsdpckpt.ir.checkpoint import SourceFile
 from fsdpckpt.options import ConvertOptions, VerifyLevel
 from fsdpckpt.progress import Progress

@@ -29,8 +29,7 @@ from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.targets import Target
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.options import ConvertOptions, VerifyLevel
-from fsdpckpt.plan.copies import make_plan
-from fsdpckpt.plan.plan import Plan
+from fsdpckpt.plan.plan import Plan, make_plan
 from fsdpckpt.producers.forms import PLAIN
 from fsdpckpt.progress import Progress
 from fsdpckpt.readers.detect import open_checkpoint

@@ -16,14 +16,13 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Protocol, TypeAlias, TypeVar, cast
 
-from fsdpckpt.comm.background import Background
+from fsdpckpt.comm.liveness import Background, Peer, end_stopped, this_process
 from fsdpckpt.comm.protocol import Group
 from fsdpckpt.converters.delivery import compare, delivered, for_staging, open_for
 from fsdpckpt.converters.delivery_stage import Stage, is_there
 from fsdpckpt.converters.report import Report
 from fsdpckpt.converters.staged import node_label
 from fsdpckpt.errors import InternalError, UsageError
-from fsdpckpt.execute.peers import Peer, end_stopped, this_process
 from fsdpckpt.options import ConvertOptions, Visibility
 from fsdpckpt.progress import NoProgress, Progress
 from fsdpckpt.storage.remote_store import filesystem_of

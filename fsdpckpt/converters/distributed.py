@@ -17,8 +17,8 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from fsdpckpt.comm.protocol import Group
-from fsdpckpt.comm.wire_errors import original_error
+from fsdpckpt.comm.liveness import Peer, end_stopped, this_process
+from fsdpckpt.comm.protocol import Group, original_error
 from fsdpckpt.converters.checked_together import CheckTogether
 from fsdpckpt.converters.convert import Prepared, check_options, prepare, report_of
 from fsdpckpt.converters.delivered_together import Holders, deliver_together
@@ -30,15 +30,11 @@ from fsdpckpt.converters.resumption import is_resumable, run_identity
 from fsdpckpt.converters.staged import Places, lead
 from fsdpckpt.converters.taken_up import copies_known, journals_read
 from fsdpckpt.errors import InternalError, WorkerError
-from fsdpckpt.execute.budget import Budget, make_budget
+from fsdpckpt.execute.budget import Budget, for_worker, make_budget, threads_for
 from fsdpckpt.execute.executor import execute
 from fsdpckpt.execute.job import Job, packed, unpacked
-from fsdpckpt.execute.peers import Peer, end_stopped, this_process
-from fsdpckpt.execute.recorder import Recorder
-from fsdpckpt.execute.remote import everyones_files, serve
-from fsdpckpt.execute.resume import Finished, first_record, run_of
-from fsdpckpt.execute.settings import for_worker, threads_for
-from fsdpckpt.execute.visibility import identities, who_sees
+from fsdpckpt.execute.journal import Finished, Recorder, first_record, run_of
+from fsdpckpt.execute.shared_sources import everyones_files, identities, serve, who_sees
 from fsdpckpt.garbage import set_aside
 from fsdpckpt.ir.checkpoint import Note, SourceFile
 from fsdpckpt.options import ConvertOptions, VerifyLevel, Visibility

@@ -11,10 +11,9 @@ from fsdpckpt.converters.convert import Prepared
 from fsdpckpt.converters.resumption import fresh_note, resumed_note, started_over_note
 from fsdpckpt.converters.staged import Places, share_out
 from fsdpckpt.converters.taken_up import claims_of, taken_up
-from fsdpckpt.execute.budget import Budget
+from fsdpckpt.execute.budget import Budget, settle
 from fsdpckpt.execute.job import Job
-from fsdpckpt.execute.resume import Finished, RunIdentity, joined
-from fsdpckpt.execute.settings import settle
+from fsdpckpt.execute.journal import Finished, RunIdentity, joined
 from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.readers.protocol import MANIFEST

@@ -24,8 +24,7 @@ from fsdpckpt.errors import (
     attach_leftover,
 )
 from fsdpckpt.execute.budget import Budget
-from fsdpckpt.execute.recorder import Recorder
-from fsdpckpt.execute.resume import Finished, RunIdentity, joined, plan_digest, read_run
+from fsdpckpt.execute.journal import Finished, Recorder, RunIdentity, joined, plan_digest, read_run
 from fsdpckpt.ir.checkpoint import ZEROS, Note, SourceFile
 from fsdpckpt.option_fields import identity
 from fsdpckpt.options import ConvertOptions

@@ -17,7 +17,7 @@ from fsdpckpt.comm.protocol import Group
 from fsdpckpt.converters.replaceable import require_replaceable
 from fsdpckpt.converters.target_spec import TargetSpec
 from fsdpckpt.errors import UsageError
-from fsdpckpt.execute.resume import Finished
+from fsdpckpt.execute.journal import Finished
 from fsdpckpt.ir.checkpoint import Layout
 from fsdpckpt.options import Visibility
 from fsdpckpt.plan.partition import Segment, cut, target_node

@@ -10,7 +10,7 @@ import numpy as np
 from fsdpckpt.comm.protocol import Group
 from fsdpckpt.converters.resumption import data_files, same_run
 from fsdpckpt.converters.staged import Places
-from fsdpckpt.execute.resume import Finished, RunIdentity, run_of
+from fsdpckpt.execute.journal import Finished, RunIdentity, run_of
 from fsdpckpt.ir.checkpoint import SourceFile
 from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.plan.partition import Segment

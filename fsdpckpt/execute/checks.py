@@ -1,19 +1,79 @@
-"""CRC-32 while copying: proves the source records that are read, and fills in the checksums of the target."""
+"""Proves source records by their checksums while they are copied. CRC-32 of ranges whose parts are seen in any order.
+
+A record is checked by the checksums of the parts that were read of it. Some records have to be read once more: rows
+that lie apart in the source, as those of a transposed tensor or of a tensor cut by columns do, are read with the gaps
+between them, in spans that overlap or leave some out. And of what an interrupted run of several ranks read no journal
+may have all parts: a rank checksums what it reads, and names the checksums in its journal with the windows that it
+writes itself, so that those of what it sent to another rank may be lost while that window is on the disk.
+"""
 
 from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
+from isal.isal_zlib import crc32, crc32_combine
 
 from fsdpckpt.errors import SourceCorruptError
-from fsdpckpt.execute.crc import Part, combine, crc32
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.ir.tensors import Int64Array
+from fsdpckpt.plan.plan import Copies, Plan
+from fsdpckpt.plan.windows import Range, split
+from fsdpckpt.storage.sources import Sources
 
-__all__ = ["SourceCheck", "SourceRecord", "require_sum"]
+__all__ = [
+    "Part",
+    "SourceCheck",
+    "SourceRecord",
+    "combine",
+    "crc32",
+    "has_gaps",
+    "patch_effect",
+    "read_again",
+    "require_sum",
+    "unjudged",
+    "window_crc",
+]
+
+FEW = 64  # ranges: beyond, summing all bytes again costs less than putting the parts together
+
+Part = tuple[int, int, int]
+"""(offset, nbytes, crc) of one part of a range."""
+
+
+def combine(parts: list[Part]) -> int:
+    """The CRC-32 of the range that ``parts`` tile, given in any order."""
+    total = 0
+    for _, nbytes, crc in sorted(parts):
+        total = crc32_combine(total, crc, nbytes)
+    return total
+
+
+def window_crc(begin: int, view: memoryview, known: Mapping[tuple[int, int], int]) -> int:
+    """The CRC-32 of ``view``, which lies at ``begin``; ``known`` ranges (offset, nbytes) in it are not summed again."""
+    if len(known) > FEW:
+        return crc32(view)
+    parts: list[Part] = []
+    at = begin
+    for (offset, nbytes), crc in sorted(known.items()):
+        if offset > at:
+            parts.append((at, offset - at, crc32(view[at - begin : offset - begin])))
+        parts.append((offset, nbytes, crc))
+        at = offset + nbytes
+    parts.append((at, begin + len(view) - at, crc32(view[at - begin :])))
+    return combine(parts)
+
+
+def patch_effect(value: bytes, following: int) -> int:
+    """What writing ``value`` over zeros, ``following`` bytes before the end, changes in a range's CRC-32 (by XOR).
+
+    CRC-32 is affine: the difference of two sums depends only on the difference of the bytes and its place.
+    """
+    return int(crc32_combine(crc32(value) ^ crc32(bytes(len(value))), 0, following))
+
 
 SourceRecord = tuple[int, int, int, int]
 """(source file, offset, nbytes, crc) of a record that carries a checksum."""
@@ -178,3 +238,62 @@ def _read_differently(path: str, offset: int, nbytes: int, first: int, second: i
         why="a disk or a network that returns wrong bytes now and then, or another program writes there",
         next_step=f"run `fsdpckpt verify {path}` on each machine that read it, then fetch the file again",
     )
+
+
+CHUNK = 1 << 20  # bytes read at a time
+
+
+def has_gaps(plan: Plan) -> bool:
+    """Whether any rows of ``plan`` lie apart in their source."""
+    return any(_gapped(plan, file.copies).any() for file in plan.files)
+
+
+def unjudged(check: SourceCheck, plan: Plan, received: Mapping[int, Sequence[Range]]) -> list[SourceRecord]:
+    """The records that ``check`` has not all parts of, among those whose rows lie apart, and those of ``received``.
+
+    ``received[file]``: ranges of target files, of which other workers read the sources.
+    """
+    spans: dict[int, list[Int64Array]] = {}
+    for number, ranges in received.items():
+        file = plan.files[number]
+        begins, ends = np.asarray(ranges, np.int64).reshape(-1, 2).T
+        parts = split(file, plan, np.ones(len(file.copies.rows), bool), begins, ends)
+        _add(spans, parts.copies, parts.nbytes // parts.copies.rows, np.ones(len(parts.copies), bool))
+    for file in plan.files:
+        copies = file.copies
+        _add(spans, copies, plan.source_bytes(copies.width, copies.cast), _gapped(plan, copies))
+    found: list[SourceRecord] = []
+    for source, several in sorted(spans.items()):
+        found += check.unjudged(source, *np.concatenate(several, axis=1))
+    return found
+
+
+def _add(spans: dict[int, list[Int64Array]], copies: Copies, width: Int64Array, wanted: npt.NDArray[np.bool_]) -> None:
+    """Add where the ``wanted`` of ``copies`` begin and end, by their source file. Their rows are of ``width`` bytes."""
+    ends = copies.source + (copies.rows - 1) * copies.source_pitch + width
+    for source in np.unique(copies.file[wanted]).tolist():
+        chosen = wanted & (copies.file == source)
+        spans.setdefault(source, []).append(np.stack([copies.source[chosen], ends[chosen]]))
+
+
+def _gapped(plan: Plan, copies: Copies) -> npt.NDArray[np.bool_]:
+    found: npt.NDArray[np.bool_] = (copies.rows > 1) & (
+        copies.source_pitch != plan.source_bytes(copies.width, copies.cast)
+    )
+    return found
+
+
+def read_again(
+    records: Iterable[SourceRecord], files: Sequence[SourceFile], sources: Sources, moved: Callable[[], None]
+) -> None:
+    """Raises SourceCorruptError for a record that does not match its checksum. Calls ``moved`` all the time."""
+    buffer = memoryview(bytearray(CHUNK))
+    for file, offset, nbytes, expected in records:
+        source = sources.open(files[file].path)
+        total = 0
+        for at in range(0, nbytes, CHUNK):
+            view = buffer[: min(CHUNK, nbytes - at)]
+            source.read_into(offset + at, view)
+            total = crc32(view, total)
+            moved()
+        require_sum(files[file].path, offset, nbytes, expected, total)

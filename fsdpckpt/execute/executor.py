@@ -24,10 +24,9 @@ from fsdpckpt.errors import TargetExistsError, WorkerError
 from fsdpckpt.execute.checks import SourceCheck
 from fsdpckpt.execute.copy_pool import PATIENCE, SLOWEST_DISK, CopyPool
 from fsdpckpt.execute.job import Job
-from fsdpckpt.execute.kept import Done, judge_again, resume
+from fsdpckpt.execute.journal import Finished, Recorder
 from fsdpckpt.execute.output import ComparedOutput, Kept, Output, OutputState, write_window
-from fsdpckpt.execute.recorder import Recorder
-from fsdpckpt.execute.resume import Finished
+from fsdpckpt.execute.resume import Done, judge_again, resume
 from fsdpckpt.execute.window import Assembler
 from fsdpckpt.plan.transfer import OwnWindow, Visible, find_routes
 from fsdpckpt.progress import Progress

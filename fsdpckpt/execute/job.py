@@ -1,4 +1,4 @@
-"""A plan as plain values, to be made by one worker and run by all; and the digest by which they agree on it."""
+"""A plan as plain values, made by one rank and run by all; and the digest by which they agree on it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import TypeAlias, cast
 
 import numpy as np
 
-from fsdpckpt.execute.budget import Budget
-from fsdpckpt.execute.resume import Finished
-from fsdpckpt.execute.settings import Settings
+from fsdpckpt.execute.budget import Budget, Settings
+from fsdpckpt.execute.journal import Finished
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Int64Array

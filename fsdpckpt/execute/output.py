@@ -12,7 +12,7 @@ from typing import TypeAlias, cast
 import numpy as np
 
 from fsdpckpt.errors import TargetExistsError
-from fsdpckpt.execute.crc import Part, combine, crc32, patch_effect, window_crc
+from fsdpckpt.execute.checks import Part, combine, crc32, patch_effect, window_crc
 from fsdpckpt.execute.window import Assembler
 from fsdpckpt.plan.plan import FilePlan
 from fsdpckpt.plan.windows import Range

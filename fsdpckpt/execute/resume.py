@@ -1,201 +1,137 @@
-"""What an interrupted run left in its journals, and whether it is this run's: same plan, same source, same program.
+"""Resumes an interrupted run: reads back what its journals name, on the ranks that would write it otherwise.
 
-A journal's first record is the run's identity. The others say which windows of which target files are on the disk
-with which CRC-32, and the checksums of the parts of source records that were read for them. Who wrote a window, this
-process or another one, alone or as one of several, does not count: how later runs cut the rest is up to them.
+A window that is as it was written is kept, any other one is copied again.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias, cast
 
 import numpy as np
 
-from fsdpckpt.plan.plan import COPY_COLUMNS, Claim, Plan
-from fsdpckpt.storage.journal import Record, read_records
-from fsdpckpt.storage.protocols import FileIdentity, change_between
+from fsdpckpt.comm.protocol import Group
+from fsdpckpt.execute.checks import Part, SourceCheck, SourceRecord, crc32, has_gaps, read_again, unjudged
+from fsdpckpt.execute.copy_pool import PATIENCE, CopyPool
+from fsdpckpt.execute.job import Job
+from fsdpckpt.execute.journal import Finished
+from fsdpckpt.execute.output import Kept, LatePlaces, TargetChecks
+from fsdpckpt.plan.partition import Segment
+from fsdpckpt.plan.plan import Claim, FilePlan
+from fsdpckpt.plan.transfer import OwnWindow, Visible
+from fsdpckpt.plan.windows import Range
+from fsdpckpt.storage.local import BLOCK, WritableFile, aligned_buffer
+from fsdpckpt.storage.sources import Sources
 
-__all__ = [
-    "Finished",
-    "RunIdentity",
-    "SourcePart",
-    "first_record",
-    "joined",
-    "plan_digest",
-    "read_run",
-    "run_of",
-    "windows_record",
-]
+__all__ = ["Done", "ReadBack", "judge_again", "read_back", "resume"]
 
-SourcePart = tuple[int, int, int, int, int]
-"""(source file, record, offset, nbytes, crc), as ``SourceCheck`` keeps them."""
-
-FORMAT = 2  # of the journal: another one belongs to another program version
+Done: TypeAlias = "dict[int, list[Range]]"
+"""By segment, in order, what an interrupted run has written of it."""
 
 
-@dataclass(frozen=True, slots=True)
-class RunIdentity:
-    """``plan``: ``plan_digest``. ``options``: those that decide what is written, as text, to say what changed.
+class ReadBack:
+    """The ``claims`` of one target file that an earlier run has left at ``path``. Any thread may call ``take``."""
 
-    ``sources``: the files that tensor data comes from, in the checkpoint's order; each is one copy of the file, or
-    several where workers see different disks.
-    """
+    def __init__(self, file: FilePlan, path: str, claims: Sequence[Claim]) -> None:
+        self._checks = TargetChecks(file)
+        self._late = LatePlaces(file)
+        self._parts: list[Part] = []
+        there = os.path.isfile(path) and os.path.getsize(path) == file.nbytes
+        self.claims = tuple(claims) if there else ()
+        self._file = WritableFile(path, file.nbytes, existing=True) if self.claims else None
 
-    version: str
-    plan: str
-    options: Mapping[str, str]
-    sources: Sequence[Sequence[FileIdentity]]
+    def take(self, claim: Claim, buffer: memoryview) -> None:
+        """Keep the window of ``claim`` if it is on the disk. ``buffer`` is as long as it at least."""
+        if self._file is None:
+            return
+        begin, end, crc = claim
+        view = buffer[: end - begin]
+        self._file.read_into(begin, view)
+        self._late.clear(begin, view)
+        if crc32(view) == crc:
+            self._checks.window(begin, view, {})
+            self._parts.append((begin, end - begin, crc))
 
-    def source_changes(self, now: RunIdentity) -> list[str]:
-        """What happened to the source's files since this run, one line each: every copy has to be one known then."""
-        if len(self.sources) != len(now.sources):
-            return [f"the source had {len(self.sources)} files and has {len(now.sources)} now"]
-        return [
-            f"{copy.path} {changes[0]}"
-            for before, after in zip(self.sources, now.sources, strict=True)
-            for copy in after
-            if None not in (changes := [_change(each, copy) for each in before])
-        ]
-
-    def other_changes(self, now: RunIdentity) -> list[str]:
-        """What else is not as it was: program version, options, or the plan for a reason these do not tell."""
-        changes = []
-        if self.version != now.version:
-            changes.append(f"fsdpckpt {self.version} began it, this is fsdpckpt {now.version}")
-        if self.plan != now.plan:
-            names = sorted(self.options.keys() | now.options.keys())
-            texts = [(name, self.options.get(name, "-"), now.options.get(name, "-")) for name in names]
-            changed = [
-                f"--{name.replace('_', '-')} was {before} and is {after}"
-                for name, before, after in texts
-                if before != after
-            ]
-            changes.extend(changed or ["what would be written is not what was begun (its units or reference changed)"])
-        return changes
+    def close(self) -> Kept:
+        """What ``take`` has kept."""
+        if self._file is not None:
+            self._file.close()
+        rows, late = self._checks.unfinished()
+        return Kept(tuple(sorted(self._parts)), tuple(rows), tuple(late))
 
 
-def _change(before: FileIdentity, now: FileIdentity) -> str | None:
-    if not (now.tag or now.inode):
-        return "may be another file: its server says neither ETag nor Last-Modified"
-    return change_between(before, now)
+def read_back(group: Group, backs: Mapping[int, ReadBack], threads: int, nbytes: int) -> None:
+    """All claims of all ``backs``, on at most ``threads`` threads with ``nbytes`` of buffers together."""
+    longest = max((end - begin for back in backs.values() for begin, end, _ in back.claims), default=0)
+    most = max(min(threads, nbytes // max(longest, 1)), 1)
+    buffers = [aligned_buffer(longest + BLOCK) for _ in range(most)]
+    crcs = {(number, begin): crc for number, back in backs.items() for begin, _, crc in back.claims}
 
+    def take(thread: int, window: OwnWindow) -> None:
+        claim = (window.begin, window.end, crcs[window.segment, window.begin])
+        backs[window.segment].take(claim, buffers[thread])
 
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """Windows that are on the disk: (file, begin, end) to CRC-32. ``parts``: of the source records read for them.
-
-    ``received``: those of the windows for which bytes came from other workers: the parts of these may be in none of
-    the journals.
-    """
-
-    crcs: Mapping[tuple[int, int, int], int] = field(default_factory=dict)
-    parts: Sequence[SourcePart] = ()
-    received: frozenset[tuple[int, int, int]] = frozenset()
-
-    @property
-    def nbytes(self) -> int:
-        return sum(end - begin for claims in self.claims().values() for begin, end, _ in claims)
-
-    @property
-    def longest(self) -> int:
-        """Bytes of the longest window: what a buffer to read it back needs."""
-        return max((end - begin for _, begin, end in self.crcs), default=0)
-
-    def received_ranges(self) -> dict[int, list[tuple[int, int]]]:
-        """By file, in order, what ``received`` holds of ``claims``."""
-        return {
-            file: ranges
-            for file, claims in self.claims().items()
-            if (ranges := [(begin, end) for begin, end, _ in claims if (file, begin, end) in self.received])
-        }
-
-    def claims(self) -> dict[int, list[Claim]]:
-        """By file the windows in order, disjoint: of two that overlap, one that was written anew, either will do."""
-        found: dict[int, list[Claim]] = {}
-        for (file, begin, end), crc in sorted(self.crcs.items(), key=lambda item: (*item[0][:2], -item[0][2])):
-            own = found.setdefault(file, [])
-            if begin < end and (not own or own[-1][1] <= begin):
-                own.append((begin, end, crc))
-        return found
-
-
-def joined(several: Sequence[Finished]) -> Finished:
-    """What the journals of several processes say together."""
-    crcs = {window: crc for each in several for window, crc in each.crcs.items()}
-    parts = [part for each in several for part in each.parts]
-    return Finished(crcs, parts, frozenset().union(*(each.received for each in several)))
-
-
-def first_record(identity: RunIdentity) -> Record:
-    return {"format": FORMAT, **asdict(identity)}
-
-
-def windows_record(
-    windows: Sequence[tuple[int, int, int, int]],
-    parts: Sequence[SourcePart],
-    received: Sequence[tuple[int, int, int]] = (),
-) -> Record:
-    """``windows``: (file, begin, end, crc)."""
-    return {"windows": windows, "parts": parts, "received": received}
-
-
-def read_run(path: str) -> tuple[RunIdentity, Finished] | None:
-    """The run that left the journal at ``path``; None when it holds none that this program can read."""
-    return run_of(read_records(path))
-
-
-def run_of(records: Sequence[Record]) -> tuple[RunIdentity, Finished] | None:
-    """As ``read_run``, from the journal's records."""
+    windows = [OwnWindow(number, *claim[:2], -1) for number, back in backs.items() for claim in back.claims]
+    pool = CopyPool(windows, most, take)
     try:
-        return _run(records)
-    except (LookupError, TypeError, ValueError, AttributeError):  # whole records, but of another program
-        return None
+        pool.wait(lambda: group.watch(moving=pool.moved()))
+    finally:
+        pool.stop(PATIENCE if group.world_size > 1 else None)
 
 
-def _run(records: Sequence[Record]) -> tuple[RunIdentity, Finished] | None:
-    if not records or records[0].get("format") != FORMAT:
-        return None
-    first = records[0]
-    sources = [[_file_identity(copy) for copy in copies] for copies in _copies(first["sources"])]
-    options = first["options"] if isinstance(first["options"], dict) else {}
-    identity = RunIdentity(str(first["version"]), str(first["plan"]), options, sources)
-    crcs: dict[tuple[int, int, int], int] = {}
-    parts: list[SourcePart] = []
-    received: list[tuple[int, int, int]] = []
-    for record in records[1:]:
-        crcs |= {(file, begin, end): crc for file, begin, end, crc in _rows(record["windows"], 4)}
-        parts += [(file, index, offset, nbytes, crc) for file, index, offset, nbytes, crc in _rows(record["parts"], 5)]
-        received += [(file, begin, end) for file, begin, end in _rows(record["received"], 3)]
-    return identity, Finished(crcs, parts, frozenset(received))
+def resume(group: Group, job: Job, locate: Callable[[str], str], threads: int) -> tuple[dict[int, Kept], Done]:
+    """What this rank keeps of its segments, and what all ranks keep of theirs; each by segment. All ranks."""
+    if not len(job.claims):
+        return {}, {}
+    claims = {number: _claims(job, segment) for number, segment in enumerate(job.segments)}
+    backs: dict[int, ReadBack] = {}
+    with group.step("read back what is there"):
+        for number, segment in enumerate(job.segments):
+            if segment.owner == group.rank:
+                file = job.plan.files[segment.file]
+                backs[number] = ReadBack(file, locate(file.path), claims[number])
+        read_back(group, backs, threads, job.settings.windows)
+        kept = {number: back.close() for number, back in backs.items()}
+    lost: set[tuple[int, int]] = set()
+    own: list[list[int]] = []
+    for number, each in kept.items():
+        there = set(each.ranges)
+        own += [[number, begin] for begin, end, _ in claims[number] if (begin, end) not in there]
+    for theirs in cast("list[list[list[int]]]", group.all_gather_objects(own, name="what is there")):
+        lost |= {(number, begin) for number, begin in theirs}
+    done = {
+        number: [(begin, end) for begin, end, _ in found if (number, begin) not in lost]
+        for number, found in claims.items()
+    }
+    return kept, done
 
 
-def _file_identity(record: Mapping[str, object]) -> FileIdentity:
-    nbytes, mtime_ns, inode = (int(str(record[name])) for name in ("nbytes", "mtime_ns", "inode"))
-    return FileIdentity(str(record["path"]), nbytes, mtime_ns, inode, str(record["tag"]))
+def _claims(job: Job, segment: Segment) -> list[Claim]:
+    place, file, begin, end, _ = job.claims.T
+    inside = (place == segment.place) & (file == segment.file) & (begin >= segment.begin) & (end <= segment.end)
+    return [(low, high, crc) for _, _, low, high, crc in job.claims[np.flatnonzero(inside)].tolist()]
 
 
-def _rows(value: object, width: int) -> list[list[int]]:
-    rows = value if isinstance(value, list) else []
-    if any(len(row) != width or any(type(number) is not int for number in row) for row in rows):
-        raise ValueError("rows of numbers were expected")
-    return rows
+def judge_again(
+    group: Group, job: Job, check: SourceCheck, finished: Finished, visible: Visible, sources: Sources
+) -> None:
+    """Once ``check`` on rank 0 knows all parts that are known: read the records again that lack some. All ranks.
 
-
-def _copies(value: object) -> list[list[dict[str, object]]]:
-    return value if isinstance(value, list) else []
-
-
-def plan_digest(plan: Plan) -> str:
-    """SHA-256 of all that decides which bytes a plan writes where, and whence they come."""
-    total = hashlib.sha256()
-    total.update(repr([(source.name, target.name) for source, target in plan.casts]).encode())
-    for file in plan.files:
-        total.update(repr((file.path, file.nbytes, len(file.blob), file.places)).encode())
-        total.update(file.blob)
-        columns = [getattr(file.copies, name) for name in COPY_COLUMNS]
-        for table in (file.literals, file.write_items, file.first_copy, file.checksums, *columns):
-            total.update(repr(table.shape).encode())
-            total.update(np.ascontiguousarray(table).data)
-    return total.hexdigest()
+    ``finished``, on rank 0: what the journals say. Raises SourceCorruptError.
+    """
+    if not len(job.claims) and not has_gaps(job.plan):
+        return
+    found: object = None
+    if group.rank == 0:
+        with group.heartbeat():
+            found = [list(record) for record in unjudged(check, job.plan, finished.received_ranges())]
+    records = [cast("SourceRecord", tuple(row)) for row in cast("list[list[int]]", group.broadcast_object(found))]
+    readers = [np.flatnonzero(visible[file]) for file, _, _, _ in records]
+    mine = [
+        record
+        for number, (record, seers) in enumerate(zip(records, readers, strict=True))
+        if seers[number % len(seers)] == group.rank
+    ]
+    with group.step("read again what no sum proves"):
+        read_again(mine, job.files, sources, group.beat)

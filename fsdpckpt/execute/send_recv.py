@@ -20,9 +20,8 @@ import torch
 from fsdpckpt.comm.exchanger import Exchanger, Leg
 from fsdpckpt.comm.protocol import Group
 from fsdpckpt.errors import InternalError, WorkerError
-from fsdpckpt.execute.checks import SourceCheck
+from fsdpckpt.execute.checks import Part, SourceCheck, combine, window_crc
 from fsdpckpt.execute.copy_pool import CopyPool
-from fsdpckpt.execute.crc import Part, combine, window_crc
 from fsdpckpt.execute.job import Job
 from fsdpckpt.execute.window import Assembler
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile

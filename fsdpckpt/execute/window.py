@@ -11,7 +11,7 @@ from fsdpckpt.execute.checks import SourceCheck
 from fsdpckpt.ir.checkpoint import SourceFile
 from fsdpckpt.ir.dtypes import DType, cast, numpy_dtype
 from fsdpckpt.plan.plan import FilePlan, Plan
-from fsdpckpt.plan.strided_batches import Sheet, sheets
+from fsdpckpt.plan.windows import Sheet, sheets
 from fsdpckpt.storage.local import BLOCK, aligned_buffer
 from fsdpckpt.storage.protocols import is_url
 from fsdpckpt.storage.remote_file import request_cost

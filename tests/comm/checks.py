@@ -29,8 +29,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdpckpt import comm
-from fsdpckpt.comm.environment import FIRST_PORT
 from fsdpckpt.comm.exchanger import Exchanger, Leg
+from fsdpckpt.comm.launch import FIRST_PORT
 from fsdpckpt.errors import StateDictMismatchError, UsageError, WorkerError
 from tests.comm.crew import crew
 from tests.comm.group_contract import GroupContract

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from fsdpckpt.comm import Group
-from fsdpckpt.comm.wire_errors import original_error
+from fsdpckpt.comm.protocol import original_error
 from fsdpckpt.errors import SourceCorruptError, WorkerError
 
 

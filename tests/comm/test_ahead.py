@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fsdpckpt.comm.ahead import MOST, Ahead
+from fsdpckpt.comm.exchanger import MOST, Ahead
 
 
 def nothing() -> None:

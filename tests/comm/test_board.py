@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
-from fsdpckpt.comm.records import Failure
-from fsdpckpt.comm.store_monitor import STATUS_DIRECTORY, Board
+from fsdpckpt.comm.store_monitor import STATUS_DIRECTORY, Board, Failure
 from fsdpckpt.errors import TargetUnwritableError, WorkerError
 
 

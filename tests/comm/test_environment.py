@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fsdpckpt.comm import devices
-from fsdpckpt.comm.environment import first_host, recognised
+from fsdpckpt.comm import launch
+from fsdpckpt.comm.launch import first_host, recognised
 from fsdpckpt.errors import UsageError
 
 TORCHRUN = {
@@ -89,7 +89,7 @@ def test_variables_that_contradict_are_a_usage_error(change: dict[str, str]) -> 
 def test_nccl_is_chosen_only_when_every_worker_has_a_gpu(
     backend: str, device: str, own_gpu: bool, chosen: tuple[str, str]
 ) -> None:
-    assert devices.choose(backend, device, all_have_gpu=lambda: own_gpu) == chosen
+    assert launch.choose(backend, device, all_have_gpu=lambda: own_gpu) == chosen
 
 
 @pytest.mark.parametrize(
@@ -97,15 +97,15 @@ def test_nccl_is_chosen_only_when_every_worker_has_a_gpu(
 )
 def test_what_cannot_be_had_is_a_usage_error_never_another_backend(backend: str, device: str) -> None:
     with pytest.raises(UsageError):
-        devices.choose(backend, device, all_have_gpu=lambda: False)
+        launch.choose(backend, device, all_have_gpu=lambda: False)
 
 
 def test_the_number_of_workers_follows_the_gpus_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    assert [devices.workers_here(text) for text in ("gpu", "auto", "5")] == [3, 3, 5]
+    assert [launch.workers_here(text) for text in ("gpu", "auto", "5")] == [3, 3, 5]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert devices.workers_here("auto") == 1
+    assert launch.workers_here("auto") == 1
     for text in ("gpu", "0", "many"):
         with pytest.raises(UsageError):
-            devices.workers_here(text)
+            launch.workers_here(text)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from fsdpckpt.comm.streams import Stream, stream_bytes
+from fsdpckpt.comm.boxes import Stream, stream_bytes
 from tests.comm.checks import random as random_tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.bool, torch.float8_e5m2, torch.complex128, torch.int64, torch.uint16)

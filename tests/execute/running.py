@@ -8,7 +8,7 @@ from fsdpckpt.comm.solo import Solo
 from fsdpckpt.execute.budget import Budget
 from fsdpckpt.execute.executor import execute
 from fsdpckpt.execute.job import Job
-from fsdpckpt.execute.recorder import Recorder
+from fsdpckpt.execute.journal import Recorder
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.plan.plan import Plan
 from fsdpckpt.progress import NoProgress, Progress

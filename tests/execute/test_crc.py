@@ -9,7 +9,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdpckpt.execute.crc import combine, crc32
+from fsdpckpt.execute.checks import combine, crc32
 
 
 @given(st.binary(max_size=300), st.lists(st.integers(0, 300), max_size=6), st.randoms(use_true_random=False))

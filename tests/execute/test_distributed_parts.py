@@ -14,14 +14,13 @@ import numpy as np
 import pytest
 
 from fsdpckpt.comm.exchanger import LEAVING
-from fsdpckpt.comm.wire_errors import encode_error, original_error
+from fsdpckpt.comm.liveness import end_stopped, this_process
+from fsdpckpt.comm.protocol import encode_error, original_error
 from fsdpckpt.errors import SourceCorruptError, UsageError, WorkerError
-from fsdpckpt.execute.budget import make_budget
+from fsdpckpt.execute.budget import for_worker, make_budget, settle, threads_for
 from fsdpckpt.execute.copy_pool import CopyPool
-from fsdpckpt.execute.peers import end_stopped, this_process
 from fsdpckpt.execute.send_recv import ReceiveBuffers
-from fsdpckpt.execute.settings import for_worker, settle, threads_for
-from fsdpckpt.execute.visibility import identities, who_sees
+from fsdpckpt.execute.shared_sources import identities, who_sees
 from fsdpckpt.ir.checkpoint import ZEROS
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.plan.plan import Plan
@@ -234,7 +233,7 @@ def void(_: object) -> None:
 
 
 def test_a_stopped_worker_is_ended_and_a_running_one_is_not() -> None:
-    code = "from fsdpckpt.execute.peers import this_process as p; import json, time; "
+    code = "from fsdpckpt.comm.liveness import this_process as p; import json, time; "
     code += "print(json.dumps(p()), flush=True); time.sleep(60)"
     started = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
     try:

@@ -14,19 +14,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fsdpckpt.errors import SourceMissingError, WorkerError
+from fsdpckpt.execute.budget import Settings
 from fsdpckpt.execute.job import Job, packed, unpacked
 from fsdpckpt.execute.output import Output, write_window
 from fsdpckpt.execute.send_recv import ReceiveBuffers, SentChecksums, SourcesAndStreams, StreamCheck, stream_file
-from fsdpckpt.execute.settings import Settings
 from fsdpckpt.execute.window import Assembler
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES, numpy_dtype
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.plan import partition as shares
-from fsdpckpt.plan.copies import make_plan
 from fsdpckpt.plan.partition import Segment, cut, target_node
-from fsdpckpt.plan.plan import Plan
+from fsdpckpt.plan.plan import Plan, make_plan
 from fsdpckpt.plan.transfer import Routes, find_routes
 from fsdpckpt.storage.protocols import ByteSource
 from fsdpckpt.storage.sources import Sources

@@ -12,9 +12,9 @@ import pytest
 from fsdpckpt.comm.solo import Solo
 from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.execute.budget import Budget
-from fsdpckpt.execute.kept import ReadBack, read_back
+from fsdpckpt.execute.journal import Finished, joined
 from fsdpckpt.execute.output import LatePlaces
-from fsdpckpt.execute.resume import Finished, joined
+from fsdpckpt.execute.resume import ReadBack, read_back
 from fsdpckpt.plan import partition as shares
 from fsdpckpt.plan.partition import cut
 from fsdpckpt.plan.transfer import find_routes

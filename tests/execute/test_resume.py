@@ -16,19 +16,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fsdpckpt.errors import SourceCorruptError, TargetUnwritableError
-from fsdpckpt.execute import recorder as recorders
+from fsdpckpt.execute import journal
 from fsdpckpt.execute.budget import Budget
 from fsdpckpt.execute.executor import is_written
 from fsdpckpt.execute.job import Job
+from fsdpckpt.execute.journal import Finished, Recorder, RunIdentity, plan_digest, read_run
 from fsdpckpt.execute.output import LatePlaces
-from fsdpckpt.execute.recorder import Recorder
-from fsdpckpt.execute.resume import Finished, RunIdentity, plan_digest, read_run
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.ir.tensors import Chunks, Tensor
-from fsdpckpt.plan.copies import make_plan
-from fsdpckpt.plan.plan import Plan
+from fsdpckpt.plan.plan import Plan, make_plan
 from fsdpckpt.progress import NoProgress
 from fsdpckpt.storage.local import WritableFile
 from fsdpckpt.storage.protocols import FileIdentity
@@ -232,7 +230,7 @@ def test_nothing_is_in_the_journal_before_its_file_and_its_name_are_synced(
     path = str(tmp_path / "out")
     file = WritableFile(path, 10)
     monkeypatch.setattr(WritableFile, "sync", lambda self: events.append(f"data {os.path.basename(self.path)}"))
-    monkeypatch.setattr(recorders, "sync_directory", lambda path: events.append(f"names {path}"))
+    monkeypatch.setattr(journal, "sync_directory", lambda path: events.append(f"names {path}"))
     monkeypatch.setattr(
         "fsdpckpt.storage.journal.Journal.append", lambda self, records: events.append(f"journal {len(records)}")
     )
@@ -249,7 +247,7 @@ def test_a_failed_sync_ends_the_run_even_when_all_windows_are_written(
 ) -> None:
     """A disk tells of a lost write once, and it told the journal's sync."""
     made = scene(str(tmp_path), 1)
-    monkeypatch.setattr(recorders, "SYNC_SECONDS", 0.0)
+    monkeypatch.setattr(journal, "SYNC_SECONDS", 0.0)
 
     def lost(self: WritableFile) -> None:
         raise TargetUnwritableError("lost", file=self.path)

@@ -16,9 +16,9 @@ Hook = tuple[int, str]
 
 CODE = """
 import os, sys
-from fsdpckpt.execute import recorder
+from fsdpckpt.execute import journal
 from fsdpckpt.storage.local import WritableFile
-recorder.SYNC_SECONDS = 0.002
+journal.SYNC_SECONDS = 0.002
 written, write = [], WritableFile.write
 def hooked(self, *arguments):
     written.append(self.path)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from fsdpckpt.errors import SourceMissingError
-from fsdpckpt.execute.resume import joined, run_of
+from fsdpckpt.execute.journal import joined, run_of
 from fsdpckpt.ir.checkpoint import Checkpoint, OptimState
 from fsdpckpt.readers.beside import with_manifest
 from fsdpckpt.readers.detect import open_checkpoint

@@ -14,7 +14,7 @@ from safetensors.torch import save
 
 from fsdpckpt import api
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceError, SourceIncompleteError
-from fsdpckpt.execute.resume import RunIdentity, first_record, read_run, windows_record
+from fsdpckpt.execute.journal import RunIdentity, first_record, read_run, windows_record
 from fsdpckpt.storage.http import links_of
 from fsdpckpt.storage.journal import Journal
 from fsdpckpt.storage.protocols import FileIdentity

@@ -16,7 +16,7 @@ from fsdpckpt.ir.checkpoint import ZEROS, Checkpoint
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.invariants import problems
 from fsdpckpt.ir.units import Unit, UnitParam, Units
-from fsdpckpt.plan.copies import make_plan
+from fsdpckpt.plan.plan import make_plan
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.local import ZeroFile
 from fsdpckpt.storage.sources import Sources

@@ -65,4 +65,4 @@ if "TROUBLE" in os.environ and _HERE is not None:
     if _rank == _HERE:
         _arrange(*_more)
 if "SYNC_SECONDS" in os.environ and _HERE is not None:
-    importlib.import_module("fsdpckpt.execute.recorder").SYNC_SECONDS = float(os.environ["SYNC_SECONDS"])
+    importlib.import_module("fsdpckpt.execute.journal").SYNC_SECONDS = float(os.environ["SYNC_SECONDS"])

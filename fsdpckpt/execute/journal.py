@@ -1,0 +1,315 @@
+"""Journals what a run has written, so that a run that is killed can be resumed; and reads journals back.
+
+A journal's first record is the run's identity: same plan, same source, same program. The others say which windows of
+which target files are on the disk with which CRC-32, and the checksums of the parts of source records that were read
+for them. Which process wrote a window, alone or as one of several, does not matter: later runs may divide the rest
+differently. ``Recorder`` keeps the journal while a plan runs: it names a window once that is on the disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+
+from fsdpckpt.execute.checks import Part
+from fsdpckpt.plan.plan import COPY_COLUMNS, Claim, Plan
+from fsdpckpt.storage.journal import Journal, Record, read_records
+from fsdpckpt.storage.local import WritableFile, sync_directory, target_errors
+from fsdpckpt.storage.protocols import FileIdentity, change_between
+
+__all__ = [
+    "Finished",
+    "Recorder",
+    "RunIdentity",
+    "SourcePart",
+    "first_record",
+    "joined",
+    "plan_digest",
+    "read_run",
+    "run_of",
+    "windows_record",
+]
+
+SourcePart = tuple[int, int, int, int, int]
+"""(source file, record, offset, nbytes, crc), as ``SourceCheck`` keeps them."""
+
+FORMAT = 2  # of the journal: another one belongs to another program version
+
+
+@dataclass(frozen=True, slots=True)
+class RunIdentity:
+    """``plan``: ``plan_digest``. ``options``: those that decide what is written, as text, to say what changed.
+
+    ``sources``: the files that tensor data comes from, in the checkpoint's order; each is one copy of the file, or
+    several where workers see different disks.
+    """
+
+    version: str
+    plan: str
+    options: Mapping[str, str]
+    sources: Sequence[Sequence[FileIdentity]]
+
+    def source_changes(self, now: RunIdentity) -> list[str]:
+        """What happened to the source's files since this run, one line each: every copy has to be one known then."""
+        if len(self.sources) != len(now.sources):
+            return [f"the source had {len(self.sources)} files and has {len(now.sources)} now"]
+        return [
+            f"{copy.path} {changes[0]}"
+            for before, after in zip(self.sources, now.sources, strict=True)
+            for copy in after
+            if None not in (changes := [_change(each, copy) for each in before])
+        ]
+
+    def other_changes(self, now: RunIdentity) -> list[str]:
+        """What else is not as it was: program version, options, or the plan for a reason these do not tell."""
+        changes = []
+        if self.version != now.version:
+            changes.append(f"fsdpckpt {self.version} began it, this is fsdpckpt {now.version}")
+        if self.plan != now.plan:
+            names = sorted(self.options.keys() | now.options.keys())
+            texts = [(name, self.options.get(name, "-"), now.options.get(name, "-")) for name in names]
+            changed = [
+                f"--{name.replace('_', '-')} was {before} and is {after}"
+                for name, before, after in texts
+                if before != after
+            ]
+            changes.extend(changed or ["what would be written is not what was begun (its units or reference changed)"])
+        return changes
+
+
+def _change(before: FileIdentity, now: FileIdentity) -> str | None:
+    if not (now.tag or now.inode):
+        return "may be another file: its server says neither ETag nor Last-Modified"
+    return change_between(before, now)
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Windows that are on the disk: (file, begin, end) to CRC-32. ``parts``: of the source records read for them.
+
+    ``received``: those of the windows for which bytes came from other workers: the parts of these may be in none of
+    the journals.
+    """
+
+    crcs: Mapping[tuple[int, int, int], int] = field(default_factory=dict)
+    parts: Sequence[SourcePart] = ()
+    received: frozenset[tuple[int, int, int]] = frozenset()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(end - begin for claims in self.claims().values() for begin, end, _ in claims)
+
+    @property
+    def longest(self) -> int:
+        """Bytes of the longest window: what a buffer to read it back needs."""
+        return max((end - begin for _, begin, end in self.crcs), default=0)
+
+    def received_ranges(self) -> dict[int, list[tuple[int, int]]]:
+        """By file, in order, what ``received`` holds of ``claims``."""
+        return {
+            file: ranges
+            for file, claims in self.claims().items()
+            if (ranges := [(begin, end) for begin, end, _ in claims if (file, begin, end) in self.received])
+        }
+
+    def claims(self) -> dict[int, list[Claim]]:
+        """By file the windows in order, disjoint: of two that overlap, one that was written anew, either will do."""
+        found: dict[int, list[Claim]] = {}
+        for (file, begin, end), crc in sorted(self.crcs.items(), key=lambda item: (*item[0][:2], -item[0][2])):
+            own = found.setdefault(file, [])
+            if begin < end and (not own or own[-1][1] <= begin):
+                own.append((begin, end, crc))
+        return found
+
+
+def joined(several: Sequence[Finished]) -> Finished:
+    """What the journals of several processes say together."""
+    crcs = {window: crc for each in several for window, crc in each.crcs.items()}
+    parts = [part for each in several for part in each.parts]
+    return Finished(crcs, parts, frozenset().union(*(each.received for each in several)))
+
+
+def first_record(identity: RunIdentity) -> Record:
+    return {"format": FORMAT, **asdict(identity)}
+
+
+def windows_record(
+    windows: Sequence[tuple[int, int, int, int]],
+    parts: Sequence[SourcePart],
+    received: Sequence[tuple[int, int, int]] = (),
+) -> Record:
+    """``windows``: (file, begin, end, crc)."""
+    return {"windows": windows, "parts": parts, "received": received}
+
+
+def read_run(path: str) -> tuple[RunIdentity, Finished] | None:
+    """The run that left the journal at ``path``; None when it holds none that this program can read."""
+    return run_of(read_records(path))
+
+
+def run_of(records: Sequence[Record]) -> tuple[RunIdentity, Finished] | None:
+    """As ``read_run``, from the journal's records."""
+    try:
+        return _run(records)
+    except (LookupError, TypeError, ValueError, AttributeError):  # whole records, but of another program
+        return None
+
+
+def _run(records: Sequence[Record]) -> tuple[RunIdentity, Finished] | None:
+    if not records or records[0].get("format") != FORMAT:
+        return None
+    first = records[0]
+    sources = [[_file_identity(copy) for copy in copies] for copies in _copies(first["sources"])]
+    options = first["options"] if isinstance(first["options"], dict) else {}
+    identity = RunIdentity(str(first["version"]), str(first["plan"]), options, sources)
+    crcs: dict[tuple[int, int, int], int] = {}
+    parts: list[SourcePart] = []
+    received: list[tuple[int, int, int]] = []
+    for record in records[1:]:
+        crcs |= {(file, begin, end): crc for file, begin, end, crc in _rows(record["windows"], 4)}
+        parts += [(file, index, offset, nbytes, crc) for file, index, offset, nbytes, crc in _rows(record["parts"], 5)]
+        received += [(file, begin, end) for file, begin, end in _rows(record["received"], 3)]
+    return identity, Finished(crcs, parts, frozenset(received))
+
+
+def _file_identity(record: Mapping[str, object]) -> FileIdentity:
+    nbytes, mtime_ns, inode = (int(str(record[name])) for name in ("nbytes", "mtime_ns", "inode"))
+    return FileIdentity(str(record["path"]), nbytes, mtime_ns, inode, str(record["tag"]))
+
+
+def _rows(value: object, width: int) -> list[list[int]]:
+    rows = value if isinstance(value, list) else []
+    if any(len(row) != width or any(type(number) is not int for number in row) for row in rows):
+        raise ValueError("rows of numbers were expected")
+    return rows
+
+
+def _copies(value: object) -> list[list[dict[str, object]]]:
+    return value if isinstance(value, list) else []
+
+
+def plan_digest(plan: Plan) -> str:
+    """SHA-256 of all that decides which bytes a plan writes where, and whence they come."""
+    total = hashlib.sha256()
+    total.update(repr([(source.name, target.name) for source, target in plan.casts]).encode())
+    for file in plan.files:
+        total.update(repr((file.path, file.nbytes, len(file.blob), file.places)).encode())
+        total.update(file.blob)
+        columns = [getattr(file.copies, name) for name in COPY_COLUMNS]
+        for table in (file.literals, file.write_items, file.first_copy, file.checksums, *columns):
+            total.update(repr(table.shape).encode())
+            total.update(np.ascontiguousarray(table).data)
+    return total.hexdigest()
+
+
+SYNC_SECONDS = 2.0  # between two syncs: what a kill may cost; a run that is shorter costs no sync more than it must
+
+
+class Recorder:
+    """Collects the windows that are written; a thread of its own syncs their files and then names them in the journal.
+
+    ``path``: of the journal. ``identity`` is asked for once, when the journal begins. ``finished``: what earlier runs
+    have left, in this journal or others. ``nbytes``: how many bytes are on the disk and named by some journal.
+    """
+
+    def __init__(self, path: str, identity: Callable[[], RunIdentity], finished: Finished) -> None:
+        self.finished = finished
+        self.nbytes = finished.nbytes
+        self._journal = Journal(path, lambda: first_record(identity()))
+        self._begun = bool(finished.crcs)
+        self._pending: list[tuple[int, WritableFile, Part, bool]] = []
+        self._fresh: Callable[[], list[SourcePart]] = list
+        self._directories: set[str] = set()
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._ended = threading.Event()
+        self._complete = False
+        self._retracted = False
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def start(self, fresh: Callable[[], list[SourcePart]]) -> None:
+        """Begin. ``fresh`` returns the parts of source records that were summed since it was last asked."""
+        self._fresh = fresh
+        self._thread = threading.Thread(target=self._run, name="fsdpckpt-journal", daemon=True)
+        self._thread.start()
+
+    def wrote(self, number: int, file: WritableFile, part: Part, *, received: bool = False) -> None:
+        """``part`` of target file ``number`` is written. Raises what went wrong when others were synced.
+
+        ``received``: bytes of it came from another worker.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if part[1]:
+            with self._lock:
+                self._pending.append((number, file, part, received))
+
+    def retract(self) -> None:
+        """What was written is not to be trusted: the journal goes, and ``close`` adds nothing."""
+        self._retracted = True
+        self._stop.set()
+        if self._thread is not None:
+            self._ended.wait()
+        with target_errors(self._journal.path), suppress(FileNotFoundError):
+            os.unlink(self._journal.path)
+
+    def close(self, *, complete: bool, patience: float | None = None) -> None:
+        """End. Unless all is ``complete`` and was quick, the journal names all that was written when this returns.
+
+        After ``patience`` seconds it returns all the same: a disk that hangs holds nobody up.
+        """
+        self._complete = complete
+        self._stop.set()
+        if self._thread is None:
+            self._end()
+        else:
+            self._ended.wait(patience)
+        if complete and self._failure is not None:  # a disk tells of a lost write once, and it has told us
+            raise self._failure
+
+    def _run(self) -> None:
+        while self._failure is None and not self._stop.wait(SYNC_SECONDS):
+            self._attempt()
+        self._stop.wait()
+        self._end()
+
+    def _end(self) -> None:
+        if self._failure is None and not self._retracted and (not self._complete or self._begun):
+            self._attempt()
+        self._journal.close()
+        self._ended.set()
+
+    def _attempt(self) -> None:
+        try:
+            self._record()
+        except BaseException as error:  # noqa: BLE001  # raised by whoever writes, or closes
+            self._failure = error
+
+    def _record(self) -> None:
+        """Sync what was written, then say so."""
+        with self._lock:
+            windows, self._pending = self._pending, []
+        parts = self._fresh()  # after the windows: theirs are all among these
+        if not windows and not parts:
+            return
+        for file in {id(file): file for _, file, _, _ in windows}.values():
+            self._sync(file)
+        rows = [(number, begin, begin + nbytes, crc) for number, _, (begin, nbytes, crc), _ in windows]
+        received = [row[:3] for row, (_, _, _, came) in zip(rows, windows, strict=True) if came]
+        self._journal.append([windows_record(rows, parts, received)])
+        self._begun = True
+        self.nbytes += sum(end - begin for _, begin, end, _ in rows)
+
+    def _sync(self, file: WritableFile) -> None:
+        file.sync()
+        directory = os.path.dirname(file.path)
+        if directory not in self._directories:  # a file's name has to be durable too
+            sync_directory(directory)
+            self._directories.add(directory)
