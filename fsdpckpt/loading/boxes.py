@@ -1,4 +1,4 @@
-"""Reads boxes of tensors into memory, each rank only what it asks for: no whole tensor, and no whole stored chunk."""
+"""Reads boxes of tensors into memory: never a whole tensor or a whole stored chunk, unless that is the box."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import io
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import prod
 
 import numpy as np
 
@@ -14,42 +13,35 @@ from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.targets import TargetFile
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Value
+from fsdpckpt.layouts.boxes import Box
 from fsdpckpt.readers.dcp.items import locate_rows
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.verify.blocks import BLOCK_BYTES, BlockReader, Boxes, Bytes, chosen, slabs
+from fsdpckpt.verify.blocks import BLOCK_BYTES, BlockReader, Bytes, ChunkReader, rows_to_read, slabs
 from fsdpckpt.verify.parallel import for_each, in_file_order
 from fsdpckpt.writers.torch_full import lay_out_file
 
-__all__ = ["Box", "read_boxes", "saved"]
-
-Put = Callable[[tuple[int, ...], tuple[int, ...], Bytes], None]
+__all__ = ["BoxToRead", "as_saved", "read_boxes"]
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
-    """Elements ``start`` .. ``start + size`` of ``tensor``, row-major, into ``memory``.
+class BoxToRead:
+    """``box`` of ``tensor``, to be read row-major into ``memory``.
 
-    Without memory of the host to read into they go to ``put``, in parts (start and size within the box, bytes).
+    Without host memory to read into, its bytes go to ``put`` in parts (the part's box within the box, its bytes).
     """
 
     tensor: Tensor
-    start: tuple[int, ...]
-    size: tuple[int, ...]
+    box: Box
     memory: Bytes | None
-    put: Put
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.size) * self.tensor.dtype.itemsize
+    put: Callable[[Box, Bytes], None]
 
 
-def read_boxes(boxes: Sequence[Box], checkpoint: Checkpoint, sources: Sources, *, threads: int) -> bool:
-    """Fill every box, in the order of the files. False, with nothing read, when chunks cannot be located one by one.
+def read_boxes(boxes: Sequence[BoxToRead], checkpoint: Checkpoint, sources: Sources, *, threads: int) -> bool:
+    """Read every box, in file order. False, with nothing read, when chunks cannot be located one by one.
 
     Raises SourceCorruptError when a file ends too early or an item is damaged.
     """
-    wanted = [(box.tensor, _rows(box)) for box in boxes]
-    located = locate_rows(wanted, checkpoint.files, sources)
+    located = locate_rows([(each.tensor, _rows(each)) for each in boxes], checkpoint.files, sources)
     if located is None:
         return False
 
@@ -59,37 +51,37 @@ def read_boxes(boxes: Sequence[Box], checkpoint: Checkpoint, sources: Sources, *
     for_each(
         range(len(boxes)),
         work,
-        reader=lambda: BlockReader(checkpoint.files, sources),
+        make_reader=lambda: BlockReader(checkpoint.files, sources),
         threads=threads,
         order=in_file_order(located),
     )
     return True
 
 
-def _rows(box: Box) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
-    """The chunks that hold something of the box; of equal ones the one that ``chosen`` reads."""
-    chunks = box.tensor.chunks
-    start = np.asarray(box.start, np.int64)
-    low = np.maximum(chunks.start, start)
-    high = np.minimum(chunks.start + chunks.size, start + np.asarray(box.size, np.int64))
+def _rows(wanted: BoxToRead) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
+    """The chunks that hold something of the box; of replicas only the one that is read."""
+    chunks, offsets = wanted.tensor.chunks, np.asarray(wanted.box.offsets, np.int64)
+    low = np.maximum(chunks.start, offsets)
+    high = np.minimum(chunks.start + chunks.size, offsets + np.asarray(wanted.box.sizes, np.int64))
     rows = np.flatnonzero((low < high).all(axis=1))
-    return rows[chosen(chunks.take(rows))]
+    return rows[rows_to_read(chunks.take(rows))]
 
 
-def _read(reader: BlockReader, box: Box, located: Tensor) -> None:
-    held = Boxes(located, list(range(len(located.chunks))))
-    if box.memory is not None:
-        held.fill(reader, box.start, box.size, box.memory)
+def _read(reader: BlockReader, wanted: BoxToRead, located: Tensor) -> None:
+    chunks = ChunkReader(reader, located, list(range(len(located.chunks))))
+    if wanted.memory is not None:
+        chunks.read_into(wanted.box, wanted.memory)
         return
-    itemsize = box.tensor.dtype.itemsize
-    for start, size in slabs(box.size, itemsize, BLOCK_BYTES):
-        block = np.empty(prod(size) * itemsize, np.uint8)
-        held.fill(reader, tuple(map(sum, zip(box.start, start, strict=True))), size, block)
-        box.put(start, size, block)
+    itemsize = wanted.tensor.dtype.itemsize
+    for part in slabs(wanted.box.sizes, itemsize, BLOCK_BYTES):
+        block = np.empty(part.numel * itemsize, np.uint8)
+        offsets = tuple(map(sum, zip(wanted.box.offsets, part.offsets, strict=True)))
+        chunks.read_into(Box(offsets, part.sizes), block)
+        wanted.put(part, block)
 
 
-def saved(value: Value, checkpoint: Checkpoint, sources: Sources) -> io.BytesIO:
-    """What ``torch.save`` would write for a value, written anew: names of the allow-list and nothing else."""
+def as_saved(value: Value, checkpoint: Checkpoint, sources: Sources) -> io.BytesIO:
+    """What ``torch.save`` would write for ``value``, made from scratch: it names allow-listed classes only."""
     file = TargetFile("")
     lay_out_file(file, value, casts={}, sharers=[], stem="archive")
     content = bytearray(file.nbytes)

@@ -1,8 +1,8 @@
-"""Recomputes every CRC-32 that a checkpoint carries: of its containers' records, of whole files by ``fsdpckpt.json``.
+"""Checks every CRC-32 that a checkpoint carries: of records in its containers, of whole files in ``fsdpckpt.json``.
 
-``torch.load`` looks at none of them. A file whose records all say 0 was saved without
-(``torch.serialization.set_crc32_options``) and is not judged by them. Every byte is read once, in the order of the
-files: what lies in a record and in a file with a checksum of its own is summed in parts, which are put together.
+``torch.load`` checks none of them. A file whose records all state 0 was saved without checksums
+(``torch.serialization.set_crc32_options``) and is skipped. Every byte is read once, in file order: where a record and
+its whole file both have a checksum, the file's is combined from the sums of its parts.
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Manifest, Problem
 from fsdpckpt.readers.beside import check_listing, listed, read_manifest
 from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.verify.parallel import DEFAULT_THREADS, Advance, for_each
+from fsdpckpt.verify.parallel import DEFAULT_THREADS, Advance, for_each, no_progress
 
 __all__ = ["Record", "bytes_to_read", "check_records", "damaged_files", "records", "stated_records"]
 
-READ_BYTES = 4 * 1024 * 1024  # at once: large enough for a disk, small enough to stay in a processor's cache
-READ_THROUGH = 64 * 1024  # bytes between two parts: a gap this small costs less to read than another request
+READ_BYTES = 4 * 1024 * 1024  # per read: large enough for a disk, small enough for a processor's cache
+READ_THROUGH = 64 * 1024  # bytes between two parts: reading a gap this small costs less than another request
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """``nbytes`` from ``offset`` of the file at ``path``, whose CRC-32 should be ``crc``. ``stated_by``: whose word."""
+    """``nbytes`` from ``offset`` of the file at ``path`` should have the CRC-32 ``crc``.
+
+    ``stated_by``: the file that says so, "" for the file itself.
+    """
 
     path: str
     offset: int
@@ -51,12 +54,12 @@ class _Run:
 
 
 def records(checkpoint: Checkpoint) -> list[Record]:
-    """Every record to check that the containers themselves state, in file order."""
+    """The records whose checksums the containers themselves state, in file order."""
     sums = checkpoint.checksums
-    having = set(np.unique(sums.file[sums.crc != 0]).tolist())
+    summed = set(np.unique(sums.file[sums.crc != 0]).tolist())
     rows = zip(sums.file.tolist(), sums.offset.tolist(), sums.nbytes.tolist(), sums.crc.tolist(), strict=True)
     paths = [file.path for file in checkpoint.files]
-    return [Record(paths[row[0]], *row[1:]) for row in sorted(set(rows)) if row[0] in having]
+    return [Record(paths[row[0]], *row[1:]) for row in sorted(set(rows)) if row[0] in summed]
 
 
 def bytes_to_read(wanted: Iterable[Record]) -> int:
@@ -65,9 +68,9 @@ def bytes_to_read(wanted: Iterable[Record]) -> int:
 
 
 def check_records(
-    wanted: Sequence[Record], *, sources: Sources, threads: int = DEFAULT_THREADS, advance: Advance | None = None
+    wanted: Sequence[Record], *, sources: Sources, threads: int = DEFAULT_THREADS, advance: Advance = no_progress
 ) -> list[Problem]:
-    """A problem for each record whose bytes do not sum to its checksum or cannot be read."""
+    """A problem for each record that does not have its checksum, and for each range that cannot be read."""
     from isal.isal_zlib import crc32
 
     def work(buffer: memoryview, run: _Run) -> list[int] | Problem:
@@ -79,15 +82,14 @@ def check_records(
             kind = "truncated" if isinstance(error, SourceCorruptError) else "unreadable"
             return Problem(kind, str(error.what), file=run.path)
         finally:
-            if advance is not None:
-                advance(len(view))
+            advance(len(view))
         return [crc32(view[low - begin : high - begin]) for low, high in pairwise(run.cuts)]
 
     runs = list(_runs(wanted))
-    found = for_each(runs, work, reader=lambda: memoryview(bytearray(READ_BYTES)), threads=threads)
+    results = for_each(runs, work, make_reader=lambda: memoryview(bytearray(READ_BYTES)), threads=threads)
     sums = _Sums()
     unreadable: list[Problem] = []
-    for run, result in zip(runs, found, strict=True):
+    for run, result in zip(runs, results, strict=True):
         if isinstance(result, Problem):
             unreadable.append(result)
         else:
@@ -103,13 +105,13 @@ class _Sums:
         self._parts: dict[str, list[tuple[int, int]]] = {}
 
     def add(self, run: _Run, crcs: list[int]) -> None:
-        """Take the next run; those of one file come in their order."""
+        """Add a run; the runs of one file come in their order."""
         parts = self._parts.setdefault(run.path, [])
         self._begins.setdefault(run.path, []).extend(run.cuts[:-1])
         parts.extend((high - low, crc) for (low, high), crc in zip(pairwise(run.cuts), crcs, strict=True))
 
     def judge(self, record: Record) -> Problem | None:
-        """None when the record's bytes are as stated, or could not all be read, which has been said."""
+        """None when the record has its checksum, or could not be read, which is reported already."""
         from isal.isal_zlib import crc32_combine
 
         begins, parts = self._begins.get(record.path, []), self._parts.get(record.path, [])
@@ -133,14 +135,14 @@ class _Sums:
 
 
 def _runs(wanted: Iterable[Record]) -> Iterator[_Run]:
-    """What has to be read, file by file, in runs of at most ``READ_BYTES``, cut wherever a record begins or ends."""
+    """What has to be read, file by file, in runs of at most ``READ_BYTES``, cut where a record begins or ends."""
     by_path: dict[str, list[Record]] = {}
     for record in wanted:
         if record.nbytes:
             by_path.setdefault(record.path, []).append(record)
-    for path, found in by_path.items():
+    for path, in_file in by_path.items():
         cuts: list[int] = []
-        for cut, covered in _cuts(found):
+        for cut, covered in _cuts(in_file):
             if cuts and (cut - cuts[0] > READ_BYTES or (not covered and cut - cuts[-1] > READ_THROUGH)):
                 yield from _closed(path, cuts)
                 cuts = cuts[-1:] if covered else []
@@ -153,14 +155,14 @@ def _closed(path: str, cuts: list[int]) -> Iterator[_Run]:
         yield _Run(path, list(cuts))
 
 
-def _cuts(found: list[Record]) -> Iterator[tuple[int, bool]]:
-    """Where parts begin and end, ascending and at most ``READ_BYTES`` apart inside records.
+def _cuts(records: list[Record]) -> Iterator[tuple[int, bool]]:
+    """(offset, covered) of each cut, ascending and at most ``READ_BYTES`` apart inside records.
 
-    With each, whether the bytes before it, back to the last, belong to a record.
+    ``covered``: whether the bytes between the previous cut and this one belong to a record.
     """
-    edges = sorted({edge for record in found for edge in (record.offset, record.end)})
-    reach = 0  # the farthest end of a record that began already
-    begins = sorted((record.offset, record.end) for record in found)
+    edges = sorted({edge for record in records for edge in (record.offset, record.end)})
+    reach = 0  # the farthest end of the records that have begun
+    begins = sorted((record.offset, record.end) for record in records)
     number = 0
     last: int | None = None
     for edge in edges:
@@ -176,17 +178,17 @@ def _cuts(found: list[Record]) -> Iterator[tuple[int, bool]]:
 
 
 def stated_records(manifest: Manifest, sources: Sources) -> list[Record]:
-    """The whole files to sum: those that are there in the length that is stated."""
-    there = {name: entry.nbytes for name, entry in listed(manifest, sources).items()}
+    """The files that ``manifest`` lists, as records; only those that exist with the stated length."""
+    sizes = {name: entry.nbytes for name, entry in listed(manifest, sources).items()}
     return [
         Record(f"{manifest.directory}/{name}", 0, stated.nbytes, stated.crc, MANIFEST)
         for name, stated in manifest.files.items()
-        if there.get(name) == stated.nbytes
+        if sizes.get(name) == stated.nbytes
     ]
 
 
 def damaged_files(directory: str, sources: Sources) -> list[str]:
-    """What is wrong with the files of a directory that cannot be read as a checkpoint, as far as a manifest tells."""
+    """What ``fsdpckpt.json`` shows to be wrong with the files of a directory that does not read as a checkpoint."""
     entry = sources.stat(directory)
     if entry is None or not entry.directory:
         return []
@@ -194,6 +196,6 @@ def damaged_files(directory: str, sources: Sources) -> list[str]:
     manifest, problems = read_manifest(directory, names, sources)
     if manifest is None:
         return [problem.message for problem in problems]
-    found = check_listing(manifest, listed(manifest, sources))
-    found += check_records(stated_records(manifest, sources), sources=sources)
-    return [problem.message for problem in found]
+    problems = check_listing(manifest, listed(manifest, sources))
+    problems += check_records(stated_records(manifest, sources), sources=sources)
+    return [problem.message for problem in problems]

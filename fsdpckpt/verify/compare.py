@@ -1,7 +1,7 @@
-"""Logical comparison of two checkpoints: keys, shapes, dtypes, bytes, param groups and extras, whatever the layout.
+"""Compares two checkpoints logically: keys, shapes, dtypes, bytes, param groups and extras, whatever the layout.
 
-Optimizers with different key types are matched through the order of the parameters in their param groups, and only
-when both have groups of the same lengths and every state fits in shape; otherwise the comparison is refused.
+Optimizers with different key types are matched by the order of the parameters in their param groups, but only when
+the groups have the same lengths and the shapes of all states fit; otherwise the comparison is refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fsdpckpt.ir.values import Global, Key, Object, Value, walk
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.blocks import BlockReader
 from fsdpckpt.verify.elements import Tolerance, compare_tensors
-from fsdpckpt.verify.parallel import DEFAULT_THREADS, Advance, for_each, in_file_order
+from fsdpckpt.verify.parallel import DEFAULT_THREADS, Advance, for_each, in_file_order, no_progress
 
 __all__ = ["Difference", "Entry", "Sigil", "compare", "only_section", "same_value", "value_text"]
 
@@ -29,7 +29,7 @@ Sigil: TypeAlias = Literal["=", "*", "-", "+"]
 class Entry:
     """One key of either checkpoint. ``sigil``: ``=`` same, ``*`` differs, ``-`` only in A, ``+`` only in B.
 
-    ``detail`` says in words how it differs, or what was found on the one side; "" for ``=``.
+    ``detail``: how the values differ, or the value on the only side that has it; "" for ``=``.
     """
 
     sigil: Sigil
@@ -40,7 +40,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Every key of both, A's order first. ``notes`` says how keys were matched when they are not the same."""
+    """Every key of both, in A's order first. ``notes``: how keys of different types were matched."""
 
     entries: tuple[Entry, ...]
     notes: tuple[str, ...] = ()
@@ -64,12 +64,12 @@ def compare(
     sources: Sources,
     tolerance: Tolerance | None = None,
     threads: int = DEFAULT_THREADS,
-    advance: Advance | None = None,
+    advance: Advance = no_progress,
 ) -> Difference:
     """Compare every key of ``a`` and ``b``. ``tolerance`` None compares bytes.
 
-    Raises NeedsInformationError when the optimizers' key types differ and no order settles which is which,
-    SourceIncompleteError when a tensor that has to be read is not whole.
+    Raises NeedsInformationError when the optimizers' key types differ and cannot be matched by order,
+    SourceIncompleteError when a tensor that has to be read is incomplete.
     """
     ids_to_names, notes = _match(a, b)
     left, right = _leaves(a, {}), _leaves(b, ids_to_names)
@@ -87,7 +87,7 @@ def compare(
         return compare_tensors(reader[0], one, reader[1], other, tolerance, advance)
 
     order = in_file_order([left[address] for address in pairs])
-    details = for_each(pairs, work, reader=readers, threads=threads, order=order)
+    details = for_each(pairs, work, make_reader=readers, threads=threads, order=order)
     detail_of = dict(zip(pairs, details, strict=True))
     entries = [_entry(address, left, right, detail_of.get(address, "")) for address in left]
     entries.extend(
@@ -103,7 +103,7 @@ def _entry(address: _Address, left: _Leaves, right: _Leaves, detail: str) -> Ent
 
 
 def _compare_values(both: Sequence[_Address], left: _Leaves, right: _Leaves) -> set[_Address]:
-    """The addresses whose values are no tensors and equal; everything else is for ``work``."""
+    """The addresses whose values are equal and not tensors; everything else is for ``work``."""
     same = set()
     for address in both:
         one, other = left[address], right[address]
@@ -113,7 +113,7 @@ def _compare_values(both: Sequence[_Address], left: _Leaves, right: _Leaves) -> 
 
 
 def _leaves(checkpoint: Checkpoint, renamed: Mapping[ParamKey, ParamKey]) -> _Leaves:
-    """Every leaf by section and dotted key. ``renamed``: the optimizer's keys to use instead of its own."""
+    """Every leaf by section and dotted key. ``renamed``: optimizer keys to replace."""
     leaves: _Leaves = {}
     if checkpoint.model is not None:
         leaves.update(((Section.MODEL, name), leaf) for name, leaf in checkpoint.model.params.items())
@@ -140,7 +140,7 @@ def _optimizer_leaves(optim: OptimState, renamed: Mapping[ParamKey, ParamKey]) -
         if not states:
             yield str(name), {}
         for state, leaf in states.items():
-            if isinstance(leaf, (dict, list, tuple)):  # an optimizer may nest dicts in a state
+            if isinstance(leaf, (dict, list, tuple)):  # an optimizer may nest values in a state
                 yield from ((".".join((str(name), state, *map(str, path))), item) for path, item in walk(leaf))
             else:
                 yield (f"{name}.{state}" if state != LOOSE else str(name)), leaf
@@ -158,7 +158,7 @@ def _optimizer_leaves(optim: OptimState, renamed: Mapping[ParamKey, ParamKey]) -
 
 
 def _tensors_apart(value: Value) -> Iterator[tuple[tuple[Key, ...], Value]]:
-    """``value`` as one leaf (a tuple of betas reads best whole), or its leaves when a tensor is among them."""
+    """``value`` as one leaf (a tuple of betas reads best whole), or its leaves when one of them is a tensor."""
     leaves = list(walk(value))
     if any(isinstance(leaf, Tensor) for _, leaf in leaves):
         yield from leaves
@@ -167,7 +167,7 @@ def _tensors_apart(value: Value) -> Iterator[tuple[tuple[Key, ...], Value]]:
 
 
 def _match(a: Checkpoint, b: Checkpoint) -> tuple[dict[ParamKey, ParamKey], list[str]]:
-    """B's optimizer keys as A's, when the key types differ."""
+    """A's optimizer key for each of B's when the key types differ, and a note about it."""
     one, other = a.optim, b.optim
     if one is None or other is None:
         return {}, []
@@ -181,20 +181,24 @@ def _match(a: Checkpoint, b: Checkpoint) -> tuple[dict[ParamKey, ParamKey], list
     elif [len(group) for group in left] != [len(group) for group in right]:
         problem = f"their param groups have {_lengths(left)} and {_lengths(right)} parameters"
     else:
-        pairs = {r: n for ours, theirs in zip(left, right, strict=True) for n, r in zip(ours, theirs, strict=True)}
+        pairs = {
+            key_b: key_a
+            for group_a, group_b in zip(left, right, strict=True)
+            for key_a, key_b in zip(group_a, group_b, strict=True)
+        }
         problem = _unfit(one, other, pairs)
     if problem is not None:
         raise NeedsInformationError(
             f"the optimizers of {a.source} and {b.source} have different keys ({types[0]} and {types[1]}), "
             f"and cannot be matched: {problem}",
             why="ids count in the order of the param groups, and an order that does not fit proves nothing",
-            next_step=_to_match(a, b, types[0]),
+            next_step=_next_step(a, b, types[0]),
         )
     note = f"optimizer keys matched by the order of the param groups: {types[1]}s of B to {types[0]}s of A"
     return pairs, [note]
 
 
-def _to_match(a: Checkpoint, b: Checkpoint, key_type: str | None) -> str:
+def _next_step(a: Checkpoint, b: Checkpoint, key_type: str | None) -> str:
     unnamed = [one.source for one in (a, b) if any(note.kind == "unnamed" for note in one.notes)]
     if unnamed:
         return f"add --units FILE: it says which parameters lie in the slices of {unnamed[0]}"
@@ -220,22 +224,22 @@ def _orders(optim: OptimState) -> list[list[ParamKey]] | None:
 
 
 def _unfit(one: OptimState, other: OptimState, pairs: Mapping[ParamKey, ParamKey]) -> str | None:
-    """Why the order of the groups cannot be the mapping, None when every state fits."""
-    for theirs, ours in pairs.items():
-        mine, states = one.state.get(ours, {}), other.state.get(theirs, {})
-        for name, leaf in states.items():
-            twin = mine.get(name)
-            if isinstance(leaf, Tensor) and isinstance(twin, Tensor) and leaf.shape != twin.shape:
+    """Why keys cannot be matched by the order of the groups, None when every state fits."""
+    for key_b, key_a in pairs.items():
+        states_a, states_b = one.state.get(key_a, {}), other.state.get(key_b, {})
+        for name, leaf in states_b.items():
+            match = states_a.get(name)
+            if isinstance(leaf, Tensor) and isinstance(match, Tensor) and leaf.shape != match.shape:
                 return (
-                    f"by that order {theirs} is {ours}, but their states {name} have the shapes "
-                    f"{list(leaf.shape)} and {list(twin.shape)}"
+                    f"by that order {key_b} is {key_a}, but their states {name} have the shapes "
+                    f"{list(leaf.shape)} and {list(match.shape)}"
                 )
     stray = next((key for key in other.state if key not in pairs), None)
     return None if stray is None else f"the state of {stray} is in no param group"
 
 
 def only_section(checkpoint: Checkpoint, section: Section | None) -> Checkpoint:
-    """``checkpoint`` reduced to one section; as it is for None."""
+    """``checkpoint`` reduced to ``section``; unchanged for None."""
     if section is None:
         return checkpoint
     return replace(
@@ -251,7 +255,7 @@ LONGEST = 60  # characters of a value in a message
 
 
 def same_value(one: Value, other: Value) -> bool:
-    """Equal in type and value; NaN equals NaN; the order of a dict's keys does not count, its class does not either."""
+    """Equal in type and value. NaN equals NaN; the order of keys and the class of a dict do not matter."""
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(same_value(value, other[key]) for key, value in one.items())
     if type(one) is not type(other):
@@ -277,7 +281,7 @@ def _object_text(value: Global | Object) -> str:
 
 
 def value_text(value: Value) -> str:
-    """A value in at most about 60 characters: scalars as Python writes them, tensors and objects by what they are."""
+    """A value in at most ``LONGEST`` characters: scalars as Python writes them, tensors and objects by their type."""
     if isinstance(value, Tensor):
         return f"tensor {value.dtype.name} {list(value.shape)}"
     if isinstance(value, (Global, Object)):

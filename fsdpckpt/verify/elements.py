@@ -1,4 +1,4 @@
-"""Comparison of two tensors element by element, streamed in lockstep through both readers."""
+"""Compares two tensors element by element, streamed: of two checkpoints, of source and output, of replicas."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fsdpckpt.ir.dtypes import DType, cast, numpy_dtype
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.blocks import BLOCK_BYTES, BlockReader, Bytes
-from fsdpckpt.verify.parallel import Advance
+from fsdpckpt.verify.parallel import Advance, no_progress
 
 __all__ = [
     "Located",
@@ -39,7 +39,7 @@ class Tolerance:
 
 @dataclass(slots=True)
 class _Tally:
-    """What differs so far. ``first``: a row-major index. ``largest``: the greatest |a - b|, None if no numbers."""
+    """Differences so far. ``first``: a row-major index. ``largest``: the greatest |a - b|, None without numbers."""
 
     elements: int = 0
     first: int = -1
@@ -52,12 +52,11 @@ def compare_tensors(
     reader_b: BlockReader,
     b: Tensor,
     tolerance: Tolerance | None,
-    advance: Advance | None = None,
+    advance: Advance = no_progress,
 ) -> str:
-    """How they differ, "" if not. Shapes and dtypes have to be the same; ``tolerance`` None compares bytes."""
+    """How ``a`` and ``b`` differ, as text; "" when they do not. ``tolerance`` None compares bytes."""
     if a.shape != b.shape or a.dtype is not b.dtype:
-        if advance is not None:
-            advance(a.nbytes)
+        advance(a.nbytes)
         shapes = f"shape {list(a.shape)} vs {list(b.shape)}" if a.shape != b.shape else ""
         dtypes = f"dtype {a.dtype.name} vs {b.dtype.name}" if a.dtype is not b.dtype else ""
         return ", ".join(filter(None, (shapes, dtypes)))
@@ -67,8 +66,7 @@ def compare_tensors(
         if not np.array_equal(one, other):
             _count(one, other, a.dtype, tolerance, done, tally)
         done += len(one) // a.dtype.itemsize
-        if advance is not None:
-            advance(len(one))
+        advance(len(one))
     if not tally.elements:
         return ""
     index = [int(at) for at in np.unravel_index(tally.first, a.shape)] if a.shape else []
@@ -100,7 +98,7 @@ def _count(one: Bytes, other: Bytes, dtype: DType, tolerance: Tolerance | None, 
 
 
 def lockstep(left: Iterator[Bytes], right: Iterator[Bytes]) -> Iterator[tuple[Bytes, Bytes]]:
-    """Both streams in chunks of equal length; they end together, as tensors of one shape and dtype do."""
+    """Both streams in blocks of equal length. They must have the same total length."""
     one = other = np.empty(0, np.uint8)
     while True:
         if not len(one):
@@ -114,31 +112,30 @@ def lockstep(left: Iterator[Bytes], right: Iterator[Bytes]) -> Iterator[tuple[By
         one, other = one[count:], other[count:]
 
 
-_BUFFERS = 8  # a block, what it is gathered from, and a block cast to a wider dtype, on either side
-_LEAST = 16 * 1024  # bytes: the widest element there is fits many times
+_BUFFERS = 8  # on each side a block, its scratch buffer, and a block cast to a wider dtype
+_LEAST = 16 * 1024  # bytes: many times the widest element
 
 Located: TypeAlias = tuple[Tensor, Sequence[SourceFile], Sources]
-"""A tensor, the files its chunks index, and what opens them."""
+"""A tensor, the files that its chunks index, and the sources that open them."""
 
 
 def first_difference(
-    source: Located, written: Located, total: hashlib._Hash | None = None, *, max_memory: int | None = None
+    source: Located, written: Located, digest: hashlib._Hash | None = None, *, max_memory: int | None = None
 ) -> int | None:
     """The row-major index of the first element where ``written`` is not ``source`` cast to its dtype; None when equal.
 
-    Elements are compared as bytes, so NaN equals the same NaN and 0.0 differs from -0.0. ``total`` is fed with what
-    ``written`` holds, in the same pass: when all is equal it has the tensor's digest (``verify.digests``). Of
-    ``max_memory`` bytes all buffers together take no more.
+    Elements are compared as bytes: NaN equals the same NaN, and 0.0 differs from -0.0. ``digest`` is updated with the
+    bytes of ``written`` in the same pass. All buffers together take at most ``max_memory`` bytes.
     """
     have, want = source[0].dtype, written[0].dtype
     done = 0
     limit = BLOCK_BYTES if max_memory is None else min(max(max_memory // _BUFFERS, _LEAST), BLOCK_BYTES)
-    for expected, found in lockstep(_cast(_blocks(source, limit), have, want), _blocks(written, limit)):
-        if not np.array_equal(found, expected):
-            return (done + int(np.flatnonzero(found != expected)[0])) // want.itemsize
-        if total is not None:
-            total.update(found.data)
-        done += len(found)
+    for expected, actual in lockstep(_cast(_blocks(source, limit), have, want), _blocks(written, limit)):
+        if not np.array_equal(actual, expected):
+            return (done + int(np.flatnonzero(actual != expected)[0])) // want.itemsize
+        if digest is not None:
+            digest.update(actual.data)
+        done += len(actual)
     return None
 
 
@@ -154,7 +151,7 @@ def _cast(blocks: Iterator[Bytes], have: DType, want: DType) -> Iterator[Bytes]:
 
 
 def replica_sets(tensor: Tensor) -> list[list[int]]:
-    """Rows of ``tensor.chunks`` that hold the same box in different places, two or more each, lowest rank first."""
+    """Sets of rows of ``tensor.chunks`` that hold the same box in different places, lowest rank first."""
     chunks = tensor.chunks
     if len(chunks.file) < 2:
         return []
@@ -178,17 +175,20 @@ def check_replicas(
     readers: tuple[BlockReader, BlockReader],
     named: NamedTensor,
     sets: list[list[int]],
-    advance: Advance | None = None,
+    advance: Advance = no_progress,
 ) -> list[Problem]:
-    """A problem for each set of replicas that are not all equal, naming the ranks that differ from the lowest."""
-    found: list[Problem] = []
+    """A problem for each set of replicas that are not all equal: HYBRID_SHARD parameters, buffers, ``step``.
+
+    It names the ranks that differ from the lowest.
+    """
+    problems: list[Problem] = []
     tensor = named.tensor
     ranks = tensor.chunks.rank.tolist()
     for rows in sets:
         differing = [row for row in rows[1:] if not _equal(readers, tensor, rows[0], row, advance)]
         if differing:
             others = ", ".join(str(ranks[row]) for row in differing)
-            found.append(
+            problems.append(
                 Problem(
                     "replica",
                     f"{named.section} {named.key}: the copies of rank {ranks[rows[0]]} and of rank {others} differ, "
@@ -198,15 +198,12 @@ def check_replicas(
                     section=named.section,
                 )
             )
-    return found
+    return problems
 
 
-def _equal(
-    readers: tuple[BlockReader, BlockReader], tensor: Tensor, one: int, other: int, advance: Advance | None
-) -> bool:
+def _equal(readers: tuple[BlockReader, BlockReader], tensor: Tensor, one: int, other: int, advance: Advance) -> bool:
     for left, right in lockstep(readers[0].chunk(tensor, one), readers[1].chunk(tensor, other)):
-        if advance is not None:
-            advance(len(left))
+        advance(len(left))
         if not np.array_equal(left, right):
             return False
     return True

@@ -1,4 +1,4 @@
-"""Proves one checkpoint whole, or lists everything that is wrong with it."""
+"""Checks one checkpoint for damage, and lists everything that is wrong with it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from fsdpckpt.errors import SourceError
+from fsdpckpt.ir import invariants
 from fsdpckpt.ir.checkpoint import STRAY, Checkpoint, NamedTensor, OptimState, ParamKey, Problem, Section, group_params
 from fsdpckpt.ir.coverage import flaws
 from fsdpckpt.ir.dtypes import numpy_dtype
-from fsdpckpt.ir.invariants import problems
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Value
 from fsdpckpt.progress import NoProgress, Progress
@@ -26,13 +26,13 @@ from fsdpckpt.verify.parallel import DEFAULT_THREADS, for_each, in_file_order, t
 
 __all__ = ["TensorDigest", "Verification", "check_steps", "verify", "verify_checkpoint"]
 
-# Notes on slices that were only looked at as slices: nothing says whether they are all of a parameter.
+# Kinds of notes on flat slices without names: nothing says whether they are all of a parameter.
 _UNPROVED = frozenset({"unnamed", "units-unreadable", "units-ambiguous"})
 
 
 @dataclass(frozen=True, slots=True)
 class TensorDigest:
-    """``sha256``: hexadecimal, of the tensor's row-major bytes; None where the tensor cannot be read whole."""
+    """``sha256``: hexadecimal, as ``measures.digest``; None when the tensor cannot be read completely."""
 
     section: str
     key: str
@@ -43,7 +43,7 @@ class TensorDigest:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """``problems``: all of them. The counts say what was looked at: bytes are those of tensor data."""
+    """``problems``: all of them. The other fields say what was checked; ``nbytes`` counts tensor data."""
 
     source: str
     problems: tuple[Problem, ...]
@@ -61,14 +61,16 @@ class Verification:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One tensor and what has to be read of it."""
+    """One tensor, and the rows of its chunks that are replicas of each other."""
 
     named: NamedTensor
     replicas: list[list[int]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _Outcome:
+    """What reading one tensor showed."""
+
     problems: list[Problem]
     sha256: str | None = None
 
@@ -85,35 +87,35 @@ def verify_checkpoint(
     threads: int = DEFAULT_THREADS,
     progress: Progress | None = None,
 ) -> Verification:
-    """Check coverage, files, checksums, replicas and the optimizer; read data only where that needs it.
+    """Check coverage, files, checksums, replicas and the optimizer, reading data only where a check needs it.
 
-    ``digests`` and ``finite`` read every tensor. What is wrong with the checkpoint is in the result, never raised.
+    ``digests`` and ``finite`` read every tensor. Problems of the checkpoint are in the result, never raised.
     """
     stages = progress if progress is not None else NoProgress()
     named = list(checkpoint.tensors())
-    found = list(dict.fromkeys((*checkpoint.problems, *problems(checkpoint))))
-    short, unreadable = _truncated(checkpoint, named, sources)
-    found += short
+    problems = list(dict.fromkeys((*checkpoint.problems, *invariants.problems(checkpoint))))
+    truncated, unreadable = _truncated(checkpoint, named, sources)
+    problems += truncated
     unreadable |= {number for number, one in enumerate(named) if flaws(one.tensor)}
     wanted = records(checkpoint)
     if checkpoint.manifest is not None:
         wanted += stated_records(checkpoint.manifest, sources)
     stages.begin("checksums", bytes_to_read(wanted))
-    found += check_records(wanted, sources=sources, threads=threads, advance=stages.advance)
+    problems += check_records(wanted, sources=sources, threads=threads, advance=stages.advance)
     stages.end()
     jobs = [_Job(one, replica_sets(one.tensor) if n not in unreadable else []) for n, one in enumerate(named)]
-    outcome = _read(checkpoint, jobs, unreadable, sources, stages, threads, digests=digests, finite=finite)
-    found += [problem for one in outcome if one is not None for problem in one.problems]
+    outcomes = _read(checkpoint, jobs, unreadable, sources, stages, threads, digests=digests, finite=finite)
+    problems += [problem for outcome in outcomes if outcome is not None for problem in outcome.problems]
     if checkpoint.optim is not None:
         skipped = frozenset(named[number].key for number in unreadable)
-        found += _steps(checkpoint, sources, skipped)
-    found += _strays(checkpoint)
-    summed = tuple(_digest(one, result) for one, result in zip(named, outcome, strict=True)) if digests else ()
-    found += _changed(checkpoint, summed)
+        problems += _steps(checkpoint, sources, skipped)
+    problems += _strays(checkpoint)
+    sums = tuple(_digest(*pair) for pair in zip(named, outcomes, strict=True)) if digests else ()
+    problems += _changed(checkpoint, sums)
     return Verification(
         source=checkpoint.source,
-        problems=tuple(dict.fromkeys(found)),
-        digests=summed,
+        problems=tuple(dict.fromkeys(problems)),
+        digests=sums,
         tensors=len(named),
         nbytes=sum(one.tensor.nbytes for one in named),
         records=len(wanted),
@@ -122,10 +124,10 @@ def verify_checkpoint(
     )
 
 
-def _notes(checkpoint: Checkpoint, wanted: int) -> tuple[str, ...]:
-    """What could not be proved, and why."""
+def _notes(checkpoint: Checkpoint, records: int) -> tuple[str, ...]:
+    """What could not be checked, and why."""
     unproved = tuple(note.message for note in checkpoint.notes if note.kind in _UNPROVED)
-    if wanted:
+    if records:
         return unproved
     why = "were saved without" if len(checkpoint.checksums.crc) else "carry no"
     return (*unproved, f"the files {why} checksums, so their bytes cannot be proved unchanged")
@@ -134,15 +136,15 @@ def _notes(checkpoint: Checkpoint, wanted: int) -> tuple[str, ...]:
 def _truncated(
     checkpoint: Checkpoint, named: Sequence[NamedTensor], sources: Sources
 ) -> tuple[list[Problem], set[int]]:
-    """Problems of files that are absent or too short, and the numbers of the tensors that lie in them."""
+    """Problems of files that are missing or too short, and the numbers of the tensors in them."""
     lengths: list[int] = []
-    found: list[Problem] = []
+    problems: list[Problem] = []
     for file in checkpoint.files:
         try:
             lengths.append(sources.open(file.path).nbytes)
         except SourceError as error:
             lengths.append(-1)
-            found.append(Problem("missing-file", error.what, file=file.path))
+            problems.append(Problem("missing-file", error.what, file=file.path))
     unreadable: set[int] = set()
     for number, one in enumerate(named):
         chunks, itemsize = one.tensor.chunks, one.tensor.dtype.itemsize
@@ -156,8 +158,8 @@ def _truncated(
             elif end > lengths[file_number]:
                 unreadable.add(number)
                 if lengths[file_number] >= 0:
-                    found.append(_short(one, checkpoint.files[file_number].path, end, lengths[file_number]))
-    return found, unreadable
+                    problems.append(_short(one, checkpoint.files[file_number].path, end, lengths[file_number]))
+    return problems, unreadable
 
 
 def _short(named: NamedTensor, path: str, end: int, length: int) -> Problem:
@@ -175,8 +177,8 @@ def _read(
     *,
     digests: bool,
     finite: bool,
-) -> list[_Found | None]:
-    """What reading each tensor shows; None where nothing had to be read or nothing can be."""
+) -> list[_Outcome | None]:
+    """What reading each tensor showed; None where nothing had to be read or it cannot be read."""
     passes = int(digests) + int(finite)
     chosen = [n for n, job in enumerate(jobs) if n not in unreadable and (passes or job.replicas)]
     total = sum(
@@ -186,26 +188,26 @@ def _read(
     def readers() -> _Readers:
         return BlockReader(checkpoint.files, sources), BlockReader(checkpoint.files, sources)
 
-    def work(own: _Readers, job: _Job) -> _Found:
+    def work(pair: _Readers, job: _Job) -> _Outcome:
         try:
-            wrong = check_replicas(own, job.named, job.replicas, stages.advance)
+            problems = check_replicas(pair, job.named, job.replicas, stages.advance)
             if finite:
-                wrong += _not_finite(own[0], job.named, stages)
-            return _Found(wrong, digest(own[0], job.named.tensor, stages.advance) if digests else None)
+                problems += _not_finite(pair[0], job.named, stages)
+            return _Outcome(problems, digest(pair[0], job.named.tensor, stages.advance) if digests else None)
         except SourceError as error:
             problem = Problem(
                 "unreadable", f"{job.named.section} {job.named.key}: {error.what}", key=job.named.key, file=error.file
             )
-            return _Found([problem])
+            return _Outcome([problem])
 
     stages.begin("tensors", total)
     order = in_file_order([jobs[n].named.tensor for n in chosen])
-    results = for_each([jobs[n] for n in chosen], work, reader=readers, threads=threads, order=order)
+    results = for_each([jobs[n] for n in chosen], work, make_reader=readers, threads=threads, order=order)
     stages.end()
-    outcome: list[_Found | None] = [None] * len(jobs)
+    outcomes: list[_Outcome | None] = [None] * len(jobs)
     for number, result in zip(chosen, results, strict=True):
-        outcome[number] = result
-    return outcome
+        outcomes[number] = result
+    return outcomes
 
 
 def _not_finite(reader: BlockReader, named: NamedTensor, stages: Progress) -> list[Problem]:
@@ -226,24 +228,24 @@ def _steps(checkpoint: Checkpoint, sources: Sources, unreadable: frozenset[str])
 
 
 def _strays(checkpoint: Checkpoint) -> list[Problem]:
-    """Files of another save: no loss to a conversion, which leaves them alone, but nobody's whole checkpoint."""
+    """Files of another save in the directory: conversions ignore them, but the checkpoint is not in order."""
     return [Problem("stray", note.message, fatal=False) for note in checkpoint.notes if note.kind == STRAY]
 
 
-def _changed(checkpoint: Checkpoint, summed: Sequence[TensorDigest]) -> list[Problem]:
-    """Tensors that are not those whose digests ``fsdpckpt.json`` recorded."""
+def _changed(checkpoint: Checkpoint, sums: Sequence[TensorDigest]) -> list[Problem]:
+    """Tensors whose digests are not those that ``fsdpckpt.json`` recorded."""
     recorded = checkpoint.manifest.digests if checkpoint.manifest is not None else {}
-    found = []
-    for one in summed:
+    problems = []
+    for one in sums:
         stated = recorded.get(f"{one.section} {one.key}")
         if stated is not None and one.sha256 is not None and stated != one.sha256:
             message = f"{one.section} {one.key} has SHA-256 {one.sha256}, and {MANIFEST} recorded {stated}"
-            found.append(Problem("digest", message, key=one.key))
-    return found
+            problems.append(Problem("digest", message, key=one.key))
+    return problems
 
 
-def _digest(named: NamedTensor, found: _Found | None) -> TensorDigest:
-    sha256 = found.sha256 if found is not None else None
+def _digest(named: NamedTensor, outcome: _Outcome | None) -> TensorDigest:
+    sha256 = outcome.sha256 if outcome is not None else None
     return TensorDigest(named.section, named.key, named.tensor.dtype.name, named.tensor.shape, sha256)
 
 
@@ -256,16 +258,16 @@ def verify(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Verification:
-    """Prove the checkpoint at ``source`` whole: ``.problems`` lists all that is wrong, ``.whole`` says if nothing is.
+    """Check the checkpoint at ``source`` for damage: ``.problems`` lists everything wrong, ``.whole`` is True for none.
 
-    ``digests`` adds a layout-independent SHA-256 per tensor, ``finite`` reports NaN and Inf. Raises SourceError (exit
-    code 3) when the source cannot be read as a checkpoint at all. ``name`` turns the slices of a flattened checkpoint
-    into named tensors.
+    ``digests`` adds a layout-independent SHA-256 of each tensor, ``finite`` reports NaN and Inf. ``name`` turns the
+    slices of a flattened checkpoint into named tensors. Raises SourceError (exit code 3) when the source cannot be
+    read as a checkpoint at all.
     """
     with Sources() as sources:
         try:
             checkpoint = open_checkpoint(source, sources=sources, locate=True)
-        except SourceError as error:  # that is one thing which is wrong: say all that can be known
+        except SourceError as error:  # one problem of possibly several: add what else is known
             error.details = tuple(dict.fromkeys((*error.details, *damaged_files(source, sources))))
             raise
         if name is not None:
@@ -277,12 +279,12 @@ def verify(
 
 
 def check_steps(reader: BlockReader, optim: OptimState, unreadable: frozenset[str]) -> list[Problem]:
-    """A problem for each param group whose parameters have different steps.
+    """A problem for each param group whose parameters have different steps: the sign of two mixed saves.
 
-    ``unreadable``: keys (``<param>.step``) to leave out, because they have a problem of their own.
+    ``unreadable``: keys (``<param>.step``) to leave out, because a problem of them is listed already.
     """
     groups = [group_params(group) for group in optim.param_groups] if optim.param_groups else [list(optim.state)]
-    found: list[Problem] = []
+    problems: list[Problem] = []
     for number, keys in enumerate(groups):
         steps: dict[float, list[ParamKey]] = {}
         for key in keys or ():
@@ -292,8 +294,8 @@ def check_steps(reader: BlockReader, optim: OptimState, unreadable: frozenset[st
             if step is not None:
                 steps.setdefault(step, []).append(key)
         if len(steps) > 1:
-            found.append(_disagreement(number, steps))
-    return found
+            problems.append(_disagreement(number, steps))
+    return problems
 
 
 def _number(reader: BlockReader, value: Tensor | Value) -> float | None:
@@ -306,11 +308,11 @@ def _number(reader: BlockReader, value: Tensor | Value) -> float | None:
 
 
 def _disagreement(number: int, steps: dict[float, list[ParamKey]]) -> Problem:
-    """Named after the parameters in the minority."""
+    """The problem's key is that of a parameter in the minority."""
     by_size = sorted(steps.items(), key=lambda item: -len(item[1]))
-    told = []
+    parts = []
     for step, keys in by_size:
         names = ", ".join(map(str, keys[:3])) + (", ..." if len(keys) > 3 else "")
-        told.append(f"{step:g} for {len(keys)} ({names})")
-    message = f"optim param group {number}: the steps disagree: {'; '.join(told)}"
+        parts.append(f"{step:g} for {len(keys)} ({names})")
+    message = f"optim param group {number}: the steps disagree: {'; '.join(parts)}"
     return Problem("step", message, fatal=False, key=f"{by_size[-1][1][0]}.step", section=Section.OPTIM)

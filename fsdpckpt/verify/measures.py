@@ -1,4 +1,4 @@
-"""Minimum, maximum, mean, standard deviation, norm and NaN/Inf counts of one tensor, streamed in float64."""
+"""Computes statistics and digests of tensors, streamed block by block."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from fsdpckpt.ir.dtypes import DType, numpy_dtype
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.blocks import BlockReader, Bytes
-from fsdpckpt.verify.parallel import DEFAULT_THREADS, Advance, for_each, in_file_order
+from fsdpckpt.verify.parallel import DEFAULT_THREADS, Advance, for_each, in_file_order, no_progress
 
-__all__ = ["Stats", "count_not_finite", "digest", "digests", "stats", "stats_of"]
+__all__ = ["Stats", "count_not_finite", "digest", "stats", "stats_of"]
 
-AT_ONCE = 1 << 16  # elements looked at together: as float64 half a MiB, which stays in the cache
+AT_ONCE = 1 << 16  # elements processed together: half a MiB as float64, which stays in the processor's cache
 
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Of the finite elements: ``min``, ``max``, ``mean``, ``std`` (population), ``norm`` (Euclidean), or None.
+    """Of the finite elements, in float64: ``min``, ``max``, ``mean``, ``std`` (population), ``norm`` (Euclidean), or None.
 
-    A complex tensor counts its real and imaginary parts as elements of their own.
+    The real and imaginary parts of a complex tensor count as separate elements.
     """
 
     min: float | None
@@ -49,7 +49,7 @@ def _values(block: Bytes, dtype: DType) -> npt.NDArray[np.generic]:
 
 
 def _parts(block: Bytes, dtype: DType) -> Iterator[npt.NDArray[np.generic]]:
-    """``block`` in parts that stay in the cache; small floats as float32, which holds them and numpy is quick with."""
+    """``block`` in parts that stay in the cache; 8- and 16-bit floats as float32, which numpy computes with faster."""
     values = _values(block, dtype)
     widen = dtype.kind == "float" and dtype.itemsize < 4
     for begin in range(0, len(values), AT_ONCE):
@@ -67,7 +67,7 @@ class _Tally:
 
     def add(self, part: npt.NDArray[np.generic]) -> None:
         low, high = float(part.min()), float(part.max())
-        if not (math.isfinite(low) and math.isfinite(high)):  # a NaN is both minimum and maximum
+        if not (math.isfinite(low) and math.isfinite(high)):  # a NaN is the minimum and the maximum
             part = self._finite(part)
             if not len(part):
                 return
@@ -76,7 +76,7 @@ class _Tally:
         wide = part.astype(np.float64)
         count, mean = len(wide), float(wide.mean())
         wide -= mean
-        # Not np.dot: its BLAS starts threads of its own, which fight with ours over parts this small.
+        # Not np.dot: BLAS starts threads of its own, which compete with ours over parts this small.
         squares = float(np.square(wide, out=wide).sum())
         # Chan's update of mean and squared deviations: exact where summing squares would cancel.
         apart, both = mean - self._mean, self._count + count
@@ -105,7 +105,7 @@ def _not_finite(part: npt.NDArray[np.generic]) -> tuple[int, int]:
     return nan, len(part) - int(np.isfinite(part).sum()) - nan
 
 
-def stats(reader: BlockReader, tensor: Tensor, advance: Advance | None = None) -> Stats | None:
+def stats(reader: BlockReader, tensor: Tensor, advance: Advance = no_progress) -> Stats | None:
     """The statistics of ``tensor``, None for a dtype without arithmetic (bits, complex32)."""
     if tensor.dtype.numpy is None:
         return None
@@ -114,8 +114,7 @@ def stats(reader: BlockReader, tensor: Tensor, advance: Advance | None = None) -
         for block in reader.blocks(tensor):
             for part in _parts(block, tensor.dtype):
                 tally.add(part)
-            if advance is not None:
-                advance(len(block))
+            advance(len(block))
     return tally.result()
 
 
@@ -125,62 +124,44 @@ def stats_of(
     *,
     sources: Sources,
     threads: int = DEFAULT_THREADS,
-    advance: Advance | None = None,
+    advance: Advance = no_progress,
 ) -> list[Stats | None]:
     """The statistics of each of ``tensors``, in their order."""
 
     def work(reader: BlockReader, named: NamedTensor) -> Stats | None:
         return stats(reader, named.tensor, advance)
 
-    def reader() -> BlockReader:
+    def make_reader() -> BlockReader:
         return BlockReader(checkpoint.files, sources)
 
     order = in_file_order([named.tensor for named in tensors])
-    return for_each(tensors, work, reader=reader, threads=threads, order=order)
+    return for_each(tensors, work, make_reader=make_reader, threads=threads, order=order)
 
 
-def count_not_finite(reader: BlockReader, tensor: Tensor, advance: Advance | None = None) -> tuple[int, int]:
+def count_not_finite(reader: BlockReader, tensor: Tensor, advance: Advance = no_progress) -> tuple[int, int]:
     """(NaN, Inf) elements of ``tensor``; (0, 0) for a dtype that has neither."""
     if tensor.dtype.numpy is None or tensor.dtype.kind not in ("float", "complex"):
-        if advance is not None:
-            advance(tensor.nbytes)
+        advance(tensor.nbytes)
         return 0, 0
     nan = inf = 0
     for block in reader.blocks(tensor):
         for part in _parts(block, tensor.dtype):
             if not np.isfinite(part).all():
-                found = _not_finite(part)
-                nan, inf = nan + found[0], inf + found[1]
-        if advance is not None:
-            advance(len(block))
+                nans, infs = _not_finite(part)
+                nan, inf = nan + nans, inf + infs
+        advance(len(block))
     return nan, inf
 
 
-def digest(reader: BlockReader, tensor: Tensor, advance: Advance | None = None) -> str:
-    """The hexadecimal SHA-256 of ``tensor``. Raises SourceIncompleteError when elements are missing."""
-    total = hashlib.sha256()
+def digest(reader: BlockReader, tensor: Tensor, advance: Advance = no_progress) -> str:
+    """The hexadecimal SHA-256 of the elements of ``tensor`` as row-major little-endian bytes, and of nothing else.
+
+    It does not depend on layout, container or world size, and equals
+    ``hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes())``. Raises SourceIncompleteError when
+    elements are missing.
+    """
+    sha256 = hashlib.sha256()
     for block in reader.blocks(tensor):
-        total.update(block.data)
-        if advance is not None:
-            advance(len(block))
-    return total.hexdigest()
-
-
-def digests(
-    checkpoint: Checkpoint,
-    tensors: Sequence[NamedTensor],
-    *,
-    sources: Sources,
-    threads: int = DEFAULT_THREADS,
-    advance: Advance | None = None,
-) -> list[str]:
-    """The digest of each of ``tensors``, in their order."""
-
-    def work(reader: BlockReader, named: NamedTensor) -> str:
-        return digest(reader, named.tensor, advance)
-
-    def reader() -> BlockReader:
-        return BlockReader(checkpoint.files, sources)
-
-    order = in_file_order([named.tensor for named in tensors])
-    return for_each(tensors, work, reader=reader, threads=threads, order=order)
+        sha256.update(block.data)
+        advance(len(block))
+    return sha256.hexdigest()

@@ -1,6 +1,6 @@
-"""The same work for many items, by a few threads with a reader each. Results come in the order of the items.
+"""Does the same work for many items in a few threads, each with a reader of its own.
 
-Two threads by default: one reads (which releases the interpreter's lock) while the other computes.
+Two threads by default: one reads, which releases the interpreter's lock, while the other computes.
 """
 
 from __future__ import annotations
@@ -15,34 +15,48 @@ from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Value
 from fsdpckpt.storage.protocols import is_url
 
-__all__ = ["DEFAULT_THREADS", "Advance", "Stopped", "for_each", "go_on", "in_file_order", "threads_for"]
+__all__ = [
+    "DEFAULT_THREADS",
+    "Advance",
+    "Cancelled",
+    "for_each",
+    "in_file_order",
+    "no_progress",
+    "raise_if_cancelled",
+    "threads_for",
+]
 
 DEFAULT_THREADS = 2
-REMOTE_THREADS = 8  # a store answers late and serves many at once
+REMOTE_THREADS = 8  # a store answers slowly, and many requests at once
 
 T = TypeVar("T")
 R = TypeVar("R")
 W = TypeVar("W")
 
 Advance = Callable[[int], None]
+"""Called with the number of bytes that were read since the last call."""
 
 
-class Stopped(Exception):
-    """The work was called off, since another item failed or the user wants no more of it."""
+def no_progress(nbytes: int) -> None:
+    """An ``Advance`` that shows nothing."""
+
+
+class Cancelled(Exception):
+    """The work was cancelled: another item failed, or the user interrupted it."""
 
 
 _thread = threading.local()
 
 
-def go_on() -> None:
-    """To be called between two blocks of one item: raises Stopped when the work was called off."""
+def raise_if_cancelled() -> None:
+    """Raises Cancelled when the work was cancelled; called between two blocks of one item."""
     stop: threading.Event | None = getattr(_thread, "stop", None)
     if stop is not None and stop.is_set():
-        raise Stopped
+        raise Cancelled
 
 
 def threads_for(*checkpoints: Checkpoint) -> int:
-    """How many threads read ``checkpoints`` unless the user says."""
+    """The number of threads to read ``checkpoints`` with when the user gives none."""
     remote = any(is_url(file.path) for checkpoint in checkpoints for file in checkpoint.files)
     return REMOTE_THREADS if remote else DEFAULT_THREADS
 
@@ -51,13 +65,13 @@ def for_each(
     items: Sequence[T],
     work: Callable[[W, T], R],
     *,
-    reader: Callable[[], W],
+    make_reader: Callable[[], W],
     threads: int = DEFAULT_THREADS,
     order: Sequence[int] | None = None,
 ) -> list[R]:
-    """``work(reader, item)`` for every item, started in ``order`` (as given when None). The first error stops all.
+    """The results of ``work(reader, item)`` in the order of ``items``. The first error cancels all.
 
-    ``reader()`` is called once a thread: what it makes is that thread's own.
+    ``order``: in which the items are started. ``make_reader()`` is called once in each thread.
     """
     results: dict[int, R] = {}
     numbers: Iterator[int] = iter(order if order is not None else range(len(items)))
@@ -68,13 +82,13 @@ def for_each(
         outer = getattr(_thread, "stop", None)
         _thread.stop = stop
         try:
-            own = reader()
+            reader = make_reader()
             while not stop.is_set():
                 with lock:
                     number = next(numbers, None)
                 if number is None:
                     return
-                results[number] = work(own, items[number])
+                results[number] = work(reader, items[number])
         except BaseException:
             stop.set()
             raise
@@ -89,20 +103,20 @@ def for_each(
             futures = [pool.submit(run) for _ in range(count)]
             try:
                 wait(futures)
-            finally:  # also after a signal: the pool waits for its threads
+            finally:  # also after a signal: leaving the pool waits for its threads
                 stop.set()
         errors = [error for future in futures if (error := future.exception()) is not None]
-        if errors:  # most of them may have stopped because of one
-            raise next((error for error in errors if not isinstance(error, Stopped)), errors[0])
+        if errors:  # one failed, the others may only have been cancelled
+            raise next((error for error in errors if not isinstance(error, Cancelled)), errors[0])
     return [results[number] for number in range(len(items))]
 
 
-def in_file_order(leaves: Sequence[Value]) -> list[int]:
-    """The order in which the first chunks of ``leaves`` lie in their files, so that reads run forward."""
-    return sorted(range(len(leaves)), key=lambda number: _place(leaves[number]))
+def in_file_order(values: Sequence[Value]) -> list[int]:
+    """The order in which the first chunks of ``values`` lie in their files, so that reads run forward."""
+    return sorted(range(len(values)), key=lambda number: _position(values[number]))
 
 
-def _place(leaf: Value) -> tuple[int, int]:
-    if isinstance(leaf, Tensor) and len(leaf.chunks):
-        return int(leaf.chunks.file[0]), int(leaf.chunks.offset[0])
+def _position(value: Value) -> tuple[int, int]:
+    if isinstance(value, Tensor) and len(value.chunks):
+        return int(value.chunks.file[0]), int(value.chunks.offset[0])
     return -1, -1

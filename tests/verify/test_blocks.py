@@ -17,7 +17,7 @@ from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.storage.local import MemoryFile
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.verify.blocks import BlockReader, chosen
+from fsdpckpt.verify.blocks import BlockReader, rows_to_read
 from tests.verify.raw import Raw, random_array, rows
 
 
@@ -78,7 +78,7 @@ def test_of_replicas_the_lowest_rank_is_read_and_the_other_file_is_not_opened() 
     whole = ((0, 0), (5, 3))
     raw = Raw(Path(), 3)
     tensor = raw.put(array, [whole, whole], ranks=[2, 1])
-    assert [int(tensor.chunks.rank[row]) for row in chosen(tensor.chunks)] == [1]
+    assert [int(tensor.chunks.rank[row]) for row in rows_to_read(tensor.chunks)] == [1]
     raw.data[2][:] = b""
     assert joined(reader(raw, 64), tensor, 64) == array.tobytes()
 

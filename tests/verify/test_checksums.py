@@ -13,7 +13,7 @@ import pytest
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify import checksums
 from fsdpckpt.verify.checksums import Record, bytes_to_read, check_records
-from fsdpckpt.verify.parallel import Stopped, for_each, go_on
+from fsdpckpt.verify.parallel import Cancelled, for_each, raise_if_cancelled
 
 
 @pytest.fixture(autouse=True)
@@ -88,12 +88,12 @@ def test_the_error_that_stopped_the_others_is_raised_and_not_theirs() -> None:
         if item == 2:
             raise ValueError("the reason")
         for _moment in range(10**9):
-            go_on()
+            raise_if_cancelled()
         return item
 
     with pytest.raises(ValueError, match="the reason"):
-        for_each([0, 1, 2], work, reader=object, threads=3)
-    go_on()  # this thread was never called off
+        for_each([0, 1, 2], work, make_reader=object, threads=3)
+    raise_if_cancelled()  # this thread was never called off
 
 
 def test_a_thread_that_was_called_off_can_work_again() -> None:
@@ -101,7 +101,7 @@ def test_a_thread_that_was_called_off_can_work_again() -> None:
         raise ValueError("the reason")
 
     with pytest.raises(ValueError, match="the reason"):
-        for_each([0], failing, reader=object, threads=1)
-    go_on()
-    assert for_each([1, 2], lambda _, item: item, reader=object, threads=1) == [1, 2]
-    assert issubclass(Stopped, Exception)
+        for_each([0], failing, make_reader=object, threads=1)
+    raise_if_cancelled()
+    assert for_each([1, 2], lambda _, item: item, make_reader=object, threads=1) == [1, 2]
+    assert issubclass(Cancelled, Exception)
