@@ -1,8 +1,8 @@
-"""``dcp.load`` from any source: full or per-rank torch files, flat shards, safetensors, DCP, local or behind a URL.
+"""Lets ``dcp.load`` load any source: full or per-rank torch files, flat shards, safetensors, DCP, local or remote.
 
-Follows the steps of ``torch.distributed.checkpoint.StorageReader``. The metadata says of every tensor that it is one
-chunk, so that a rank's plan has one item for each of its shards, with the place of the shard in the tensor. Which bytes
-of which files these are is worked out from the source's own chunks when they are read.
+Follows the steps of ``torch.distributed.checkpoint.StorageReader``. The metadata presents every tensor as one chunk, so
+that a rank's plan has one item for each of its shards, with the box of the shard in the tensor. The bytes of these
+boxes are located in the source's own chunks when they are read.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from torch.futures import Future
 from fsdpckpt.errors import SourceUnsupportedError, StateDictMismatchError, UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint, KeyType
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.loading.boxes import Box, read_boxes, saved
-from fsdpckpt.loading.source import Entries, Names, entries_of, open_to_load
+from fsdpckpt.layouts.boxes import Box
+from fsdpckpt.loading.source import BoxToRead, Entries, Names, as_saved, entries_of, open_to_load, read_boxes
 from fsdpckpt.option_fields import changed
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.readers.dcp.read import UNREAD
@@ -43,12 +43,12 @@ Path = str | os.PathLike[str]
 
 
 class StorageReader(TorchStorageReader):
-    """Lets ``dcp.load(state_dict, storage_reader=StorageReader(path))`` fill a state dict from any source.
+    """Fills a state dict from any source: ``dcp.load(state_dict, storage_reader=StorageReader(path))``.
 
     ``model`` and ``optimizer``: the dotted keys under which ``state_dict`` has the two, "" when its top level is the
     section itself; by default those of a DCP source, else ``"model"`` and ``"optimizer"``.
     ``flatten_optimizer_state_dict``: the optimizer's part comes from ``get_optimizer_state_dict`` with the option of
-    that name. ``key_type``: how the optimizer's part is keyed; ``"name"`` is what ``get_optimizer_state_dict`` and
+    the same name. ``key_type``: how the optimizer's part is keyed; ``"name"`` is what ``get_optimizer_state_dict`` and
     ``FSDP.optim_state_dict`` give, ``"id"`` the optimizer's own ``state_dict()``. All other options are those of
     ``fsdpckpt convert``. Each rank opens the source by itself and reads only its shards; no dtype is cast. Raises
     SourceError, NeedsInformationError, UsageError.
@@ -110,17 +110,17 @@ class StorageReader(TorchStorageReader):
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """What was recognised at the path, keyed and named as it will be loaded; ``notes`` say what was inferred."""
+        """The checkpoint at the path, keyed and named as it will be loaded; its ``notes`` say what was inferred."""
         return self._checkpoint
 
     def reset(self, checkpoint_id: Path | None = None) -> None:
-        """Step 0: another source under the same options, when ``dcp.load`` is given a ``checkpoint_id``."""
+        """Step 0: open another source with the same options, when ``dcp.load`` is given a ``checkpoint_id``."""
         if checkpoint_id is not None:
             self._open(os.fspath(checkpoint_id), locate=False)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Step 1: every key that can be loaded, with dtype and shape."""
-        entries = self._found()
+        entries = self._entries_of_rank()
         listed = {key: _storage_metadata(key, value, self._path) for key, value in entries.values.items()}
         return Metadata(
             state_dict_metadata=listed,
@@ -136,23 +136,23 @@ class StorageReader(TorchStorageReader):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Step 2: nothing is left to do."""
+        """Step 2: nothing to do."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Step 3: the plan as it is."""
+        """Step 3: the plan, unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Step 4: the plans as they are."""
+        """Step 4: the plans, unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Step 5: fill this rank's shards. Raises StateDictMismatchError that names all that do not fit."""
+        """Step 5: fill this rank's shards. Raises StateDictMismatchError, naming every tensor that does not fit."""
         values = [item for item in plan.items if item.type is LoadItemType.BYTE_IO]
         shards = [item for item in plan.items if item.type is not LoadItemType.BYTE_IO]
         targets = [planner.resolve_tensor(item).detach() for item in shards]
-        entries = self._found()
-        self._require_alike(shards, targets, planner, entries)
+        entries = self._entries_of_rank()
+        self._require_match(shards, targets, planner, entries)
         if any(entries.values[item.storage_index.fqn] is UNREAD for item in values):
             entries = self._reopened()
         boxes = _boxes(shards, targets, entries)
@@ -161,10 +161,10 @@ class StorageReader(TorchStorageReader):
             read_boxes(boxes, self._checkpoint, self._sources, threads=self._threads)
         for item, target in zip(shards, targets, strict=True):
             planner.commit_tensor(item, target)
-        entries = self._found()
+        entries = self._entries_of_rank()
         for item in values:
             value = entries.values[item.storage_index.fqn]
-            planner.load_bytes(item, saved(value, self._checkpoint, self._sources))
+            planner.load_bytes(item, as_saved(value, self._checkpoint, self._sources))
         self._sources.__exit__()  # files are closed; another load opens them again
         done: Future[None] = Future()
         done.set_result(None)
@@ -172,7 +172,7 @@ class StorageReader(TorchStorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Path) -> bool:
-        """Whether something is there. ``dcp.load`` asks this of its own readers only."""
+        """Whether the path exists. ``dcp.load`` itself asks this of its own readers only."""
         with Sources() as sources:
             return sources.stat(os.fspath(checkpoint_id)) is not None
 
@@ -182,31 +182,31 @@ class StorageReader(TorchStorageReader):
         self._checkpoint = open_to_load(path, self._options, self._sources, locate=locate)
         self._entries: Entries | None = None
         self._rank = -1
-        self._found()  # now, as dcp.load would wrap what is wrong with it in errors of its own
+        self._entries_of_rank()  # now: dcp.load would wrap later errors in errors of its own
 
-    def _found(self) -> Entries:
+    def _entries_of_rank(self) -> Entries:
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         if self._entries is None or self._rank != rank:
             self._entries, self._rank = entries_of(self._checkpoint, self._names, rank), rank
         return self._entries
 
     def _reopened(self) -> Entries:
-        """The same entries with every item of the source opened."""
+        """The same entries, with the bytes of every item located."""
         self._open(self._path, locate=True)
-        return self._found()
+        return self._entries_of_rank()
 
-    def _require_alike(
+    def _require_match(
         self, items: list[ReadItem], targets: list[torch.Tensor], planner: LoadPlanner, entries: Entries
     ) -> None:
-        """Raises when a tensor has another dtype, or another shape, which older torch does not look at."""
+        """Raises when a tensor has another dtype or shape; older versions of torch do not check the shape."""
         whole = getattr(planner, "state_dict", {})
         wrong: dict[str, str] = {}
         for item, target in zip(items, targets, strict=True):
             key = item.storage_index.fqn
             tensor = _tensor(entries, key)
-            stored, wanted = tensor.dtype.name, str(target.dtype).removeprefix("torch.")
-            if stored != wanted:
-                wrong[key] = f"{key}: {stored} in the checkpoint, {wanted} in the state dict"
+            stored, expected = tensor.dtype.name, str(target.dtype).removeprefix("torch.")
+            if stored != expected:
+                wrong[key] = f"{key}: {stored} in the checkpoint, {expected} in the state dict"
             shape = tuple(getattr(whole.get(item.dest_index.fqn), "shape", tensor.shape))
             if shape != tensor.shape:
                 wrong[key] = f"{key}: {list(tensor.shape)} in the checkpoint, {list(shape)} in the state dict"
@@ -214,7 +214,7 @@ class StorageReader(TorchStorageReader):
             raise StateDictMismatchError(
                 f"{self._path} holds {len(wrong)} tensors in another dtype or shape than the state dict to be filled",
                 details=list(wrong.values()),
-                why="loading casts nothing: which rounding is wanted is not its to decide",
+                why="loading never casts: the choice of rounding is yours",
                 next_step="make the state dict like the checkpoint, or cast the checkpoint first: "
                 f"fsdpckpt convert {self._path} DST --dtype DTYPE",
                 key=next(iter(wrong)),
@@ -239,11 +239,11 @@ def _storage_metadata(key: str, value: object, path: str) -> TensorStorageMetada
 def _tensor(entries: Entries, key: str) -> Tensor:
     value = entries.values[key]
     if not isinstance(value, Tensor):
-        raise StateDictMismatchError(f"{key} is no tensor in the checkpoint", key=key)
+        raise StateDictMismatchError(f"{key} is not a tensor in the checkpoint", key=key)
     return value
 
 
-def _boxes(items: list[ReadItem], targets: list[torch.Tensor], entries: Entries) -> list[Box]:
+def _boxes(items: list[ReadItem], targets: list[torch.Tensor], entries: Entries) -> list[BoxToRead]:
     return [
         _box(_tensor(entries, item.storage_index.fqn), item, target)
         for item, target in zip(items, targets, strict=True)
@@ -251,16 +251,17 @@ def _boxes(items: list[ReadItem], targets: list[torch.Tensor], entries: Entries)
     ]
 
 
-def _box(tensor: Tensor, item: ReadItem, target: torch.Tensor) -> Box:
-    def put(start: tuple[int, ...], size: tuple[int, ...], block: Bytes) -> None:
-        part = torch.from_numpy(block).view(target.dtype).reshape(size)
-        target[tuple(slice(at, at + n) for at, n in zip(start, size, strict=True))].copy_(part)
+def _box(tensor: Tensor, item: ReadItem, target: torch.Tensor) -> BoxToRead:
+    def put(part: Box, block: Bytes) -> None:
+        ranges = zip(part.offsets, part.sizes, strict=True)
+        values = torch.from_numpy(block).view(target.dtype).reshape(part.sizes)
+        target[tuple(slice(begin, begin + count) for begin, count in ranges)].copy_(values)
 
-    return Box(tensor, tuple(item.storage_offsets), tuple(item.lengths), _memory(target), put)
+    return BoxToRead(tensor, Box(tuple(item.storage_offsets), tuple(item.lengths)), _memory(target), put)
 
 
 def _memory(target: torch.Tensor) -> Bytes | None:
-    """The bytes of a tensor in this process's memory, None for any other."""
+    """The bytes of a contiguous tensor in host memory, None for any other."""
     if target.device.type != "cpu" or not target.is_contiguous():
         return None
     memory: Bytes = target.reshape(-1).view(torch.uint8).numpy()

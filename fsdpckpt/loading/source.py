@@ -1,27 +1,42 @@
-"""Opens a source to be loaded from: recognised, by name, complete; nothing of its tensors is read."""
+"""Opens a source to load from, lists what a rank can load, and reads boxes of its tensors.
+
+Opening reads no tensor data. Reading a box never reads a whole tensor or a whole stored chunk, unless that is the box.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import io
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from fsdpckpt.converters.target_spec import TargetSpec
 from fsdpckpt.converters.transform import transform, units_request
 from fsdpckpt.errors import NeedsInformationError, UsageError
 from fsdpckpt.flat.name_slices import is_flattened
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, OptimState, Section, group_params
+from fsdpckpt.ir.targets import TargetFile
+from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Value
+from fsdpckpt.layouts.boxes import Box
 from fsdpckpt.options import ConvertOptions, TensorForm
-from fsdpckpt.readers.dcp.items import is_located
+from fsdpckpt.readers.dcp.items import is_located, locate_rows
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
+from fsdpckpt.verify.blocks import BLOCK_BYTES, BlockReader, Bytes, ChunkReader, rows_to_read, slabs
+from fsdpckpt.verify.parallel import for_each, in_file_order
 from fsdpckpt.writers.dcp import flatten
 from fsdpckpt.writers.state_dicts import extras_of_rank
+from fsdpckpt.writers.torch_full import lay_out_file
 
-__all__ = ["Entries", "Names", "entries_of", "open_to_load"]
+__all__ = ["BoxToRead", "Entries", "Names", "as_saved", "entries_of", "open_to_load", "read_boxes"]
 
-# What a conversion to whole tensors makes of a source, up to the point where it would be laid out.
+# A source is transformed as for a conversion to whole tensors, up to the point where that would be laid out.
 _SPEC = TargetSpec(Layout.FULL, Container.DCP, None, TensorForm.DTENSOR, directory=True)
+
+Path = tuple[str | int, ...]
 
 
 def open_to_load(path: str, options: ConvertOptions, sources: Sources, *, locate: bool) -> Checkpoint:
@@ -30,39 +45,27 @@ def open_to_load(path: str, options: ConvertOptions, sources: Sources, *, locate
     ``locate=False``: the items of a DCP directory are not opened, unless flat parameters are in them. Raises what
     ``fsdpckpt convert`` raises for the source: SourceError, NeedsInformationError.
     """
-    opened = open_checkpoint(path, sources=sources, locate=locate)
-    if not locate and _is_flattened(opened, options, sources) and not _all_located(opened):
-        opened = open_checkpoint(path, sources=sources, locate=True)
+    checkpoint = open_checkpoint(path, sources=sources, locate=locate)
+    flattened = not locate and is_flattened(checkpoint, sources, units_request(options))
+    if flattened and not all(is_located(named.tensor) for named in checkpoint.tensors()):
+        checkpoint = open_checkpoint(path, sources=sources, locate=True)
     try:
-        return transform(opened, options, _SPEC, sources).checkpoint
+        return transform(checkpoint, options, _SPEC, sources).checkpoint
     except NeedsInformationError as error:
-        keyed = "; or key_type='id' for an optimizer.state_dict() that is keyed by id itself"
+        by_id = "; or key_type='id' for an optimizer.state_dict() that is keyed by id itself"
         error.alternative = (
             "in Python: StorageReader(path, reference=..., units=..., parameters=..., buffers=...)"
-            f"{keyed if options.key_type == 'name' else ''}"
+            f"{by_id if options.key_type == 'name' else ''}"
         )
         raise
 
 
-def _is_flattened(checkpoint: Checkpoint, options: ConvertOptions, sources: Sources) -> bool:
-    return is_flattened(checkpoint, sources, units_request(options))
-
-
-def _all_located(checkpoint: Checkpoint) -> bool:
-    return all(is_located(named.tensor) for named in checkpoint.tensors())
-
-
-Path = tuple[str | int, ...]
-
-_GROUPS = ("optimizer", "param_groups")
-
-
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Under which dotted keys the state dict to be filled has the model and the optimizer ("" is its top level).
+    """The dotted keys that the model and the optimizer have in the state dict to be filled ("" is its top level).
 
-    None: where the source has them when that is DCP, else ``model`` and ``optimizer``. ``flattened``: the optimizer is
-    in the form of ``StateDictOptions(flatten_optimizer_state_dict=True)``.
+    None: as in the source when that is DCP, else ``model`` and ``optimizer``. ``flattened``: the optimizer has the form
+    of ``StateDictOptions(flatten_optimizer_state_dict=True)``.
     """
 
     model: str | None = None
@@ -83,54 +86,125 @@ def entries_of(checkpoint: Checkpoint, names: Names, rank: int) -> Entries:
 
     Raises UsageError when ``names`` give two entries one key, SourceUnsupportedError when the checkpoint itself does.
     """
-    own = replace(checkpoint, extra=extras_of_rank(checkpoint, rank), rank_extra=())
-    leaves, _ = flatten(own)
-    told: Iterable[tuple[Path, Value]] = ((leaf.path, leaf.value) for leaf in leaves)
-    if names.flattened and own.optim is not None:
-        told = _by_parameter(own.optim, told)
-    prefixes = _prefixes(own, names)
+    of_rank = replace(checkpoint, extra=extras_of_rank(checkpoint, rank), rank_extra=())
+    leaves: Iterable[tuple[Path, Value]] = ((leaf.path, leaf.value) for leaf in flatten(of_rank)[0])
+    if names.flattened and of_rank.optim is not None:
+        leaves = _by_parameter(of_rank.optim, leaves)
+    prefixes = _prefixes(of_rank, names)
     values: dict[str, Value] = {}
     paths: dict[str, Path] = {}
-    for path, value in told:
-        prefix = prefixes.get(path[0])
-        place = path if prefix is None else (*prefix, *path[1:])
-        key = ".".join(map(str, place))
+    for stored_path, value in leaves:
+        prefix = prefixes.get(stored_path[0])
+        path = stored_path if prefix is None else (*prefix, *stored_path[1:])
+        key = ".".join(map(str, path))
         if key in values:
             raise UsageError(
                 f"two entries of {checkpoint.source} would both be loaded as {key}",
                 key=key,
                 next_step="give the sections other names: StorageReader(path, model=..., optimizer=...)",
             )
-        values[key], paths[key] = value, place
+        values[key], paths[key] = value, path
     return Entries(values, paths)
 
 
 def _prefixes(checkpoint: Checkpoint, names: Names) -> dict[str | int, Path]:
-    """What stands for the first element of a path: an extra that is called as a section is keeps its name."""
-    found: dict[str | int, Path] = {}
-    for section, there, word, name in (
+    """What replaces the first element of a path. An extra that is named like an absent section keeps its name."""
+    prefixes: dict[str | int, Path] = {}
+    for section, present, word, name in (
         (Section.MODEL, checkpoint.model is not None, "model", names.model),
         (Section.OPTIM, checkpoint.optim is not None, "optimizer", names.optimizer),
     ):
-        if not there:
-            continue
-        if name is not None:
-            found[word] = tuple(name.split(".")) if name else ()
-        else:
-            own = checkpoint.nesting.get(section, (word,))
-            found[word] = tuple(key if isinstance(key, int) else str(key) for key in own)
-    return found
+        if present and name is not None:
+            prefixes[word] = tuple(name.split(".")) if name else ()
+        elif present:
+            nesting = checkpoint.nesting.get(section, (word,))
+            prefixes[word] = tuple(key if isinstance(key, int) else str(key) for key in nesting)
+    return prefixes
 
 
 def _by_parameter(optim: OptimState, leaves: Iterable[tuple[Path, Value]]) -> Iterator[tuple[Path, Value]]:
-    """The optimizer as ``_flatten_optim_state_dict`` has it: one level of dotted keys, settings under parameters."""
+    """The optimizer as ``_flatten_optim_state_dict`` has it: one level of dotted keys, settings by parameter."""
     for path, value in leaves:
-        if path[:2] == _GROUPS:
-            continue
-        flat = path[0] == "optimizer"
-        yield ("optimizer", ".".join(map(str, path[1:]))) if flat else path, value
+        if path[:2] != ("optimizer", "param_groups"):
+            yield ("optimizer", ".".join(map(str, path[1:]))) if path[0] == "optimizer" else path, value
     for group in optim.param_groups or ():
         settings = {str(key): value for key, value in group.items() if key != "params"}
         for param in group_params(group) or ():
             for key, value in settings.items():
                 yield ("optimizer", f"param_groups.{param}.{key}"), value
+
+
+@dataclass(frozen=True, slots=True)
+class BoxToRead:
+    """``box`` of ``tensor``, to be read row-major into ``memory``.
+
+    Without host memory to read into, its bytes go to ``put`` in parts (the part's box within the box, its bytes).
+    """
+
+    tensor: Tensor
+    box: Box
+    memory: Bytes | None
+    put: Callable[[Box, Bytes], None]
+
+
+def read_boxes(boxes: Sequence[BoxToRead], checkpoint: Checkpoint, sources: Sources, *, threads: int) -> bool:
+    """Read every box, in file order. False, with nothing read, when chunks cannot be located one by one.
+
+    Raises SourceCorruptError when a file ends too early or an item is damaged.
+    """
+    located = locate_rows([(each.tensor, _rows(each)) for each in boxes], checkpoint.files, sources)
+    if located is None:
+        return False
+
+    def work(reader: BlockReader, number: int) -> None:
+        _read(reader, boxes[number], located[number])
+
+    for_each(
+        range(len(boxes)),
+        work,
+        make_reader=lambda: BlockReader(checkpoint.files, sources),
+        threads=threads,
+        order=in_file_order(located),
+    )
+    return True
+
+
+def _rows(wanted: BoxToRead) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
+    """The chunks that hold something of the box; of replicas only the one that is read."""
+    chunks, offsets = wanted.tensor.chunks, np.asarray(wanted.box.offsets, np.int64)
+    low = np.maximum(chunks.start, offsets)
+    high = np.minimum(chunks.start + chunks.size, offsets + np.asarray(wanted.box.sizes, np.int64))
+    rows = np.flatnonzero((low < high).all(axis=1))
+    return rows[rows_to_read(chunks.take(rows))]
+
+
+def _read(reader: BlockReader, wanted: BoxToRead, located: Tensor) -> None:
+    chunks = ChunkReader(reader, located, list(range(len(located.chunks))))
+    if wanted.memory is not None:
+        chunks.read_into(wanted.box, wanted.memory)
+        return
+    itemsize = wanted.tensor.dtype.itemsize
+    for part in slabs(wanted.box.sizes, itemsize, BLOCK_BYTES):
+        block = np.empty(part.numel * itemsize, np.uint8)
+        offsets = tuple(map(sum, zip(wanted.box.offsets, part.offsets, strict=True)))
+        chunks.read_into(Box(offsets, part.sizes), block)
+        wanted.put(part, block)
+
+
+def as_saved(value: Value, checkpoint: Checkpoint, sources: Sources) -> io.BytesIO:
+    """What ``torch.save`` would write for ``value``, made from scratch: it names allow-listed classes only."""
+    file = TargetFile("")
+    lay_out_file(file, value, casts={}, sharers=[], stem="archive")
+    content = bytearray(file.nbytes)
+    for offset, begin, nbytes in file.literals:
+        content[offset : offset + nbytes] = file.blob[begin : begin + nbytes]
+    reader = BlockReader(checkpoint.files, sources)
+    for write_item in file.write_items:
+        memory = np.frombuffer(content, np.uint8, write_item.nbytes, write_item.offset)
+        ChunkReader(reader, write_item.tensor).read_into(Box(write_item.start, write_item.size), memory)
+        del memory
+    for begin, end, places in file.checksums:
+        crc = zlib.crc32(memoryview(content)[begin:end]).to_bytes(4, "little")
+        for place in places:
+            content[place : place + 4] = crc
+    return io.BytesIO(bytes(content))

@@ -196,6 +196,6 @@ def damaged_files(directory: str, sources: Sources) -> list[str]:
     manifest, problems = read_manifest(directory, names, sources)
     if manifest is None:
         return [problem.message for problem in problems]
-    problems = check_listing(manifest, listed(manifest, sources))
-    problems += check_records(stated_records(manifest, sources), sources=sources)
-    return [problem.message for problem in problems]
+    found = check_listing(manifest, listed(manifest, sources))
+    found += check_records(stated_records(manifest, sources), sources=sources)
+    return [problem.message for problem in found]

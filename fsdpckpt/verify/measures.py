@@ -24,9 +24,9 @@ AT_ONCE = 1 << 16  # elements processed together: half a MiB as float64, which s
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Of the finite elements, in float64: ``min``, ``max``, ``mean``, ``std`` (population), ``norm`` (Euclidean), or None.
+    """Of the finite elements, in float64: ``min``, ``max``, ``mean``, ``std`` (population), ``norm`` (Euclidean).
 
-    The real and imaginary parts of a complex tensor count as separate elements.
+    None where there are none. The real and imaginary parts of a complex tensor count as separate elements.
     """
 
     min: float | None

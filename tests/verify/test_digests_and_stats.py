@@ -14,7 +14,8 @@ from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.blocks import BlockReader
-from fsdpckpt.verify.measures import Stats, count_not_finite, digests, stats
+from fsdpckpt.verify.integrity import verify_checkpoint
+from fsdpckpt.verify.measures import Stats, count_not_finite, stats
 from tests.verify.raw import Raw, numbers, random_array, rows
 
 
@@ -36,7 +37,7 @@ def test_the_digest_is_the_sha256_of_the_row_major_bytes_in_any_layout(tmp_path:
         raw = Raw(tmp_path / name, len(boxes or [0]))
         checkpoint = raw.checkpoint({"w": raw.put(array, boxes, order=order)})
         with Sources() as sources:
-            found.update(digests(checkpoint, list(checkpoint.tensors()), sources=sources))
+            found.update(one.sha256 for one in verify_checkpoint(checkpoint, sources=sources, digests=True).digests)
     as_torch = torch.from_numpy(array.copy()).view(torch.uint8).numpy().tobytes()
     assert found == {hashlib.sha256(as_torch).hexdigest()}
 
@@ -47,8 +48,10 @@ def test_the_digests_of_many_tensors_come_in_their_order_from_two_threads(tmp_pa
     tensors = {f"w{n}": raw.put(array, ranks=[n % 2]) for n, array in enumerate(arrays)}
     checkpoint = raw.checkpoint(dict(reversed(tensors.items())))
     with Sources() as sources:
-        found = digests(checkpoint, list(checkpoint.tensors()), sources=sources, threads=2)
-    assert found == [hashlib.sha256(array.tobytes()).hexdigest() for array in reversed(arrays)]
+        digests = verify_checkpoint(checkpoint, sources=sources, digests=True, threads=2).digests
+    assert [one.sha256 for one in digests] == [
+        hashlib.sha256(array.tobytes()).hexdigest() for array in reversed(arrays)
+    ]
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
