@@ -18,7 +18,7 @@ from fsdpckpt.readers.protocol import FileTable, Tree
 from fsdpckpt.readers.sections import split
 from fsdpckpt.readers.torch_ranks import check_names
 from fsdpckpt.readers.torch_ranks.merge import Merge
-from fsdpckpt.readers.xla_fairscale.rewrite import record_beside, recorded, shards_without_record
+from fsdpckpt.readers.xla_fairscale import find_shard_metadata, name_shards, shards_without_metadata
 from fsdpckpt.storage.sources import Sources
 
 __all__ = ["read_torch_file", "read_torch_ranks"]
@@ -42,7 +42,7 @@ def read_torch_ranks(paths: Mapping[int, str], files: FileTable, sources: Source
         source = sources.open(paths[rank])
         numbers.append(files.add(paths[rank], source.nbytes))
         archives.append(read_archive(source, numbers[-1]))
-    named = recorded(archives, ranks, paths)
+    named = name_shards(archives, ranks, paths)
     archives = named.archives
     _check_ranks(paths, ranks, archives)
     silent = [rank for rank, archive in zip(ranks, archives, strict=True) if not archive.ranks]
@@ -190,9 +190,9 @@ def read_torch_file(path: str, files: FileTable, sources: Sources) -> Tree:
     source = sources.open(path)
     file_id = files.add(path, source.nbytes)
     archive = read_archive(source, file_id, leaf=lambda stored: local_tensor(stored, file_id))
-    record = record_beside(archive.root)
-    if archive.forms or record is not None:
-        rank = min(archive.ranks, default=0) if record is None or record.rank is None else record.rank
+    metadata = find_shard_metadata(archive.root)
+    if archive.forms or metadata is not None:
+        rank = min(archive.ranks, default=0) if metadata is None or metadata.rank is None else metadata.rank
         return read_torch_ranks({rank: path}, files, sources)
     tree = Tree(archive.root, Layout.FULL, Container.TORCH, 1, checksums=archive.checksums, notes=archive.notes)
     tree.evidence.append(Evidence(EvidenceKind.CONTAINER, f"{path} is one torch.save file of plain tensors"))
@@ -200,5 +200,5 @@ def read_torch_file(path: str, files: FileTable, sources: Sources) -> Tree:
     if keys:
         tree.layout = Layout.FLATTENED
         tree.evidence.append(Evidence(EvidenceKind.LAYOUT, f"keys of flat parameters: {', '.join(keys[:3])}"))
-    tree.problems.extend(shards_without_record(archive.root, path))
+    tree.problems.extend(shards_without_metadata(archive.root, path))
     return tree

@@ -1,0 +1,223 @@
+"""Name the shards of torch_xla's and fairscale's FSDP by the shard metadata saved beside them.
+
+Every rank's file is rewritten before the ranks are put together: in the place of a stored chunk stand the boxes of the
+parameters it holds, as if the parameters had been saved sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias, cast
+
+from fsdpckpt.errors import SourceCorruptError, SourceUnsupportedError
+from fsdpckpt.formats.torch.archive import TorchArchive
+from fsdpckpt.ir.checkpoint import UNORDERED, Evidence, EvidenceKind, Note, Problem, Section
+from fsdpckpt.ir.values import Key, Value
+from fsdpckpt.readers.flat_slices import is_optimizer, mappings
+from fsdpckpt.readers.protocol import dotted
+from fsdpckpt.readers.sections import replaced
+from fsdpckpt.readers.xla_fairscale.models import SHOWN, RankShards, UnnamedError
+from fsdpckpt.readers.xla_fairscale.shard_metadata import (
+    FAIRSCALE,
+    TORCH_XLA,
+    ShardMetadata,
+    all_ranks,
+    is_shard,
+    is_torch_xla_shard,
+    metadata_in,
+)
+
+__all__ = ["NamedShards", "find_shard_metadata", "name_shards", "shards_without_metadata"]
+
+_Path: TypeAlias = tuple[Key, ...]
+
+
+@dataclass(slots=True)
+class NamedShards:
+    """The archives of all ranks, rewritten, and what there is to say about them. ``producer``: the flavor's name."""
+
+    archives: list[TorchArchive]
+    producer: str = ""
+    evidence: list[Evidence] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
+
+
+def find_shard_metadata(root: Value) -> ShardMetadata | None:
+    """The shard metadata in one file, None without any."""
+    return next((metadata for _, metadata in _all_metadata(root) if metadata is not None), None)
+
+
+def name_shards(archives: Sequence[TorchArchive], ranks: Sequence[int], paths: Mapping[int, str]) -> NamedShards:
+    """The archives of ``ranks`` with every shard under its parameters' names; as they are without shard metadata.
+
+    Raises SourceCorruptError for metadata that contradict themselves, each other or the shards, SourceIncompleteError
+    when chunks are missing, SourceUnsupportedError for parameters of which every rank has another one.
+    """
+    placed = [_only_metadata(archive.root, paths[rank]) for rank, archive in zip(ranks, archives, strict=True)]
+    known = [one for one in placed if one is not None]
+    if not known:
+        pairs = zip(ranks, archives, strict=True)
+        problems = (one for rank, archive in pairs for one in shards_without_metadata(archive.root, paths[rank]))
+        first = next(problems, None)
+        return NamedShards(list(archives), problems=[first] if first is not None else [])
+    _require_one_model(placed, ranks, paths)
+    result = NamedShards([], known[0][1].producer)
+    for rank, archive, (path, metadata) in zip(ranks, archives, known, strict=True):
+        said = NamedShards([]) if result.archives else result  # what there is to say is said once, of the first rank
+        result.archives.append(_name_rank(archive, path, metadata, rank, paths, said))
+    return result
+
+
+def shards_without_metadata(root: Value, file: str) -> Iterator[Problem]:
+    """A fatal problem for each dict in ``root`` with shards of either library, where nothing says what they are."""
+    for path, mapping in mappings(root):
+        keys = [key for key in mapping if isinstance(key, str) and is_shard(key)]
+        if not keys:
+            continue
+        producer, call = TORCH_XLA, "get_shard_metadata()"
+        if not is_torch_xla_shard(keys[0]):
+            producer, call = FAIRSCALE, "local_metadata_dict()"
+        message = (
+            f"{_title(path)} has {len(keys)} shards of {producer}'s FSDP, first {keys[0]}, and no record of what is in "
+            f"them: save model.{call} in the same file"
+        )
+        yield Problem("flattened", message, file=file or None, key=keys[0])
+
+
+def _all_metadata(root: Value) -> Iterator[tuple[_Path, ShardMetadata | None]]:
+    """All shard metadata in ``root`` and where they stand; None for those in a form that is not known."""
+    for path, value in mappings(root):
+        recognised, metadata = metadata_in(cast("Mapping[object, object]", value))
+        if recognised:
+            yield path, metadata
+
+
+def _only_metadata(root: Value, file: str) -> tuple[_Path, ShardMetadata] | None:
+    placed = list(_all_metadata(root))
+    if not placed:
+        return None
+    path, metadata = placed[0]
+    if metadata is None or not path or not metadata.consistent:
+        raise SourceCorruptError(
+            f"{file}: the shard metadata under {_title(path)} contradicts itself",
+            file=file,
+            key=_title(path),
+            expected="names, shapes and lengths that agree",
+            why="another version of the library wrote it, or it was changed",
+            next_step="save it again, or report it with the version of the library that saved it",
+        )
+    if len(placed) > 1:
+        raise SourceUnsupportedError(
+            f"{file} has the shard metadata of {len(placed)} models",
+            details=[_title(path) for path, _ in placed],
+            file=file,
+            why="nothing says which shards belong to which of them",
+            next_step="save one model in each file",
+        )
+    return path, metadata
+
+
+def _require_one_model(
+    placed: Sequence[tuple[_Path, ShardMetadata] | None], ranks: Sequence[int], paths: Mapping[int, str]
+) -> None:
+    first = next(one for one in placed if one is not None)
+    wrong = [
+        f"{paths[rank]}: {'no metadata' if one is None else 'of other parameters, or of a different number of ranks'}"
+        for rank, one in zip(ranks, placed, strict=True)
+        if one is None or one[0] != first[0] or not one[1].same_model(first[1])
+    ]
+    if wrong:
+        raise SourceCorruptError(
+            "the shard metadata differ between ranks",
+            details=wrong,
+            file=paths[ranks[0]],
+            why="files of different runs lie together",
+            next_step="give a directory with the files of one save",
+        )
+
+
+def _name_rank(
+    archive: TorchArchive,
+    path: _Path,
+    metadata: ShardMetadata,
+    named_rank: int,
+    paths: Mapping[int, str],
+    said: NamedShards,
+) -> TorchArchive:
+    """The archive with its shards named. Where ``metadata`` does not say the rank, the file's name does."""
+    rank = metadata.rank if metadata.rank is not None else named_rank
+    world_size = metadata.world_size if metadata.world_size is not None else len(paths)
+    shards = RankShards(archive.root, metadata, rank, world_size, paths[named_rank])
+    _describe(shards, _title(path), said)
+    root = archive.root
+    for at, model in shards.models().items():
+        root = replaced(root, at, cast(Value, model))
+    for at, optimizer in mappings(archive.root):
+        if is_optimizer(optimizer) and "param_id_map" not in optimizer:  # with it, it was gathered already
+            named = _name_optimizer(shards, cast("dict[Key, object]", optimizer), _title(at), said)
+            root = replaced(root, at, cast(Value, named))
+    return replace(
+        archive,
+        root=_without(root, path),
+        ranks=frozenset({rank}) if metadata.rank is not None else frozenset(),
+        worlds=(all_ranks(world_size),),
+        forms=frozenset({f"{metadata.producer} FSDP shard"}),
+    )
+
+
+def _name_optimizer(
+    shards: RankShards, optimizer: dict[Key, object], title: str, said: NamedShards
+) -> dict[Key, object]:
+    try:
+        named, ids, params = shards.named_optimizer(optimizer)
+    except UnnamedError as error:
+        message = (
+            f"{title}: its ids cannot be named: {error}. An optimizer made with model.named_parameters() saves the "
+            "names; --only model converts the rest"
+        )
+        said.problems.append(Problem("flattened", message, file=shards.file, key=title, section=Section.OPTIM))
+        return shards.unnamed_optimizer(optimizer)
+    message = f"{title}: {ids} ids are {params} parameters, by the lengths of the recorded shards"
+    said.notes.append(Note("unflattened", message))
+    return named
+
+
+def _describe(shards: RankShards, title: str, said: NamedShards) -> None:
+    metadata = shards.metadata
+    count = sum(len(tensor.params) for tensor in metadata.tensors)
+    message = f"{title} is {metadata.producer}'s record of {count} parameters in {len(metadata.tensors)} tensors"
+    said.evidence.append(Evidence(EvidenceKind.METADATA, message))
+    if not metadata.in_model_order:
+        said.evidence.append(UNORDERED)
+    said.notes.append(Note("not-carried", f"{title} is not carried: it describes the shards of the source"))
+    absent, unlisted, retyped = shards.absent(), shards.unlisted(), shards.retyped()
+    if absent:
+        message = f"{len(absent)} recorded tensors are not there, first {absent[0]}"
+        said.problems.append(Problem("missing-key", message, fatal=False, key=absent[0], section=Section.MODEL))
+    if unlisted:
+        more = f"; {len(unlisted) - 1} more are like it" if len(unlisted) > 1 else ""
+        message = (
+            f"{unlisted[0]} is no recorded parameter and no buffer, so it may be one rank's shard{more}: a parameter "
+            "that shares another's storage is known only where the file shares it too"
+        )
+        said.problems.append(Problem("flattened", message, file=shards.file, key=unlisted[0], section=Section.MODEL))
+    if retyped:
+        shown = ", ".join(retyped[:SHOWN]) + (", ..." if len(retyped) > SHOWN else "")
+        message = f"buffers had another type before they were wrapped, and keep the one saved: {shown}"
+        said.notes.append(Note("buffer-type", message, keys=tuple(retyped)))
+
+
+def _without(value: Value, path: _Path) -> Value:
+    """``value`` without the entry at ``path``."""
+    *above, last = path
+    holder: Value = value
+    for key in above:
+        holder = cast("dict[Key, Value]", holder)[key]
+    rest = {key: entry for key, entry in cast("dict[Key, Value]", holder).items() if key != last}
+    return replaced(value, tuple(above), rest)
+
+
+def _title(path: _Path) -> str:
+    return dotted(path) or "the top level"

@@ -1,42 +1,48 @@
-"""What torch_xla's and fairscale's FSDP record beside their shards: which parameters lie in which stored tensor.
+"""Parse the shard metadata of torch_xla's and fairscale's FSDP: which parameters lie in which stored tensor.
 
-Both cut alike. A *backing* tensor is one parameter, or several flattened one after the other; its elements are padded
-at the end and cut into equal chunks, rank by rank (torch_xla can cut rows instead). The record names the parameters and
-their shapes; the number of elements that each rank holds has to follow from them, or the record is not believed.
+Both libraries save it under any key. torch_xla: ``XlaFullyShardedDataParallel.get_shard_metadata``; the rules are those
+of ``consolidate_sharded_state_dicts`` in ``torch_xla/distributed/fsdp/state_dict_utils.py``. A module that shares its
+parameter with another is not in it: the shared parameter is there once, under the name met first. fairscale:
+``FullyShardedDataParallel.local_metadata_dict``; the rules are those of ``consolidate_shard_weights`` in
+``fairscale/nn/data_parallel/fully_sharded_data_parallel.py``, and for shared parameters what that class saves.
+
+Both cut alike. A stored tensor is one parameter, or several flattened one after the other; its elements are padded at
+the end and cut into equal chunks, rank by rank (torch_xla can cut rows instead). The number of elements that each rank
+holds has to follow from the names and shapes in the metadata, or the metadata is not believed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import gcd, isqrt, prod
 
 from fsdpckpt.formats.torch.distributed import BoxInFile, Distributed
+from fsdpckpt.formats.torch.mesh import MAX_RANKS
 from fsdpckpt.formats.torch.tensors import StoredTensor, size_of
 from fsdpckpt.ir.dtypes import MAX_DIMENSIONS
+from fsdpckpt.ir.names import joined
 from fsdpckpt.ir.tensors import contiguous_stride
 from fsdpckpt.layouts.flattened import flat_boxes
 
 __all__ = [
-    "Backing",
-    "Original",
-    "Record",
-    "fits",
-    "multiples",
-    "originals_in",
-    "ranks_of",
-    "recorded_size",
-    "without_wrappers",
-]
+    "FAIRSCALE", "TORCH_XLA", "Param", "ShardMetadata", "ShardedTensor", "all_ranks", "fits", "is_shard",
+    "is_torch_xla_shard", "metadata_in", "padding_multiples", "params_in", "without_wrappers",
+]  # fmt: skip
 
-PLACEMENT = "flattened"
-_LARGEST = (1 << 63) - 1
+TORCH_XLA, FAIRSCALE = "torch_xla", "fairscale"  # the names of their flavors
+_XLA_SHARD = "_fsdp_shard"
+_XLA_FLAT = "_fsdp_wrapped_module.flat_param_"
+_FAIRSCALE_FLAT = re.compile(r"(?:^|\.)flat_param_\d+$")
 _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_fpw_module"})
+_LARGEST = (1 << 63) - 1
+_MOST_TRIED = 1 << 20  # a length is believed before its bytes are seen
 
 
 @dataclass(frozen=True, slots=True)
-class Original:
+class Param:
     """A parameter of the model before it was wrapped."""
 
     name: str
@@ -48,20 +54,20 @@ class Original:
 
 
 @dataclass(frozen=True, slots=True)
-class Backing:
+class ShardedTensor:
     """One tensor of the wrapped model. ``key``: its key in the state dict. ``module``: the wrapped module's name.
 
     ``params``: what it holds, front to back. ``flattened``: it is a flat parameter, even if of one parameter.
-    ``padding``: the elements of padding on the rank whose file this is, None where they are not recorded. ``own``:
-    every rank has one of its own, which is not cut. ``frozen``: it is a flat parameter of frozen parameters.
+    ``padding``: the elements of padding on the rank whose file this is, None where the metadata does not say.
+    ``per_rank``: every rank has another one, which is not cut. ``frozen``: it is a flat parameter of frozen parameters.
     """
 
     key: str
     module: str
-    params: tuple[Original, ...]
+    params: tuple[Param, ...]
     flattened: bool
     padding: int | None = None
-    own: bool = False
+    per_rank: bool = False
     frozen: bool = False
 
     @property
@@ -78,17 +84,18 @@ class Backing:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
-    """The record in one rank's file. ``producer``: whose, by the name of its flavor.
+class ShardMetadata:
+    """The metadata in one rank's file. ``producer``: whose, by the name of its flavor.
 
-    ``backings``: in the order recorded. ``listed``: whether that is the order of the wrapped ``model.parameters()``.
-    ``shared``: (name, name of the parameter that it shares). ``rank``, ``world_size``: None where they are not
-    recorded. ``multiples``: to multiples of what the length of a chunk may be padded; () is any. ``buffers``: the
-    names of all buffers, None where they are not recorded. ``buffer_types``: (name, type) of buffers that were cast.
+    ``tensors``: in the order of the metadata. ``listed``: whether that is the order of the wrapped
+    ``model.parameters()``. ``shared``: (name, name of the parameter that it shares). ``rank``, ``world_size``: None
+    where it does not say. ``multiples``: to multiples of what the length of a chunk may be padded; () is any.
+    ``buffers``: the names of all buffers, None where it does not say. ``buffer_types``: (name, dtype before) of buffers
+    that were cast.
     """
 
     producer: str
-    backings: tuple[Backing, ...]
+    tensors: tuple[ShardedTensor, ...]
     listed: bool
     shared: tuple[tuple[str, str], ...] = ()
     rank: int | None = None
@@ -100,9 +107,9 @@ class Record:
     @property
     def consistent(self) -> bool:
         """Whether there is something in it, and every key and every name once."""
-        names = [param.name for backing in self.backings for param in backing.params]
+        names = [param.name for tensor in self.tensors for param in tensor.params]
         names += [later for later, _ in self.shared]
-        keys = [backing.key for backing in self.backings]
+        keys = [tensor.key for tensor in self.tensors]
         return bool(keys) and len(set(names)) == len(names) and len(set(keys)) == len(keys)
 
     @property
@@ -112,25 +119,28 @@ class Record:
         Flat parameters stand before the modules below theirs, and those of frozen parameters apart; torch_xla's shards
         all do so.
         """
-        modules = {backing.module for backing in self.backings}
-        flat = sum(backing.flattened for backing in self.backings)
+        flat = sum(tensor.flattened for tensor in self.tensors)
         if not flat and not self.listed:
             return True
-        return len(modules) == 1 and flat < 2
+        return len({tensor.module for tensor in self.tensors}) == 1 and flat < 2
 
-    def same_model(self, other: Record) -> bool:
-        """Whether two ranks' records tell of one model."""
-        return (
-            (self.producer, self.shared, self.world_size) == (other.producer, other.shared, other.world_size)
-            and [(one.key, one.params, one.own) for one in self.backings]
-            == [(one.key, one.params, one.own) for one in other.backings]
-        )  # fmt: skip
+    def same_model(self, other: ShardMetadata) -> bool:
+        """Whether the metadata of two ranks describe one model."""
+        return self._model() == other._model()
+
+    def _model(self) -> tuple[object, ...]:
+        tensors = [(tensor.key, tensor.params, tensor.per_rank) for tensor in self.tensors]
+        return self.producer, self.shared, self.world_size, tensors
 
 
-def recorded_size(value: object) -> tuple[int, ...] | None:
-    """A shape that a tensor can have, None for anything else."""
-    size = size_of(value)
-    return size if size is not None and len(size) <= MAX_DIMENSIONS and max(size, default=0) <= _LARGEST else None
+def is_torch_xla_shard(key: str) -> bool:
+    """Whether a key of a state dict names a shard of torch_xla."""
+    return any(word.startswith(_XLA_SHARD) for word in key.split("."))
+
+
+def is_shard(key: str) -> bool:
+    """Whether a key has a form that only shards of the two libraries have."""
+    return is_torch_xla_shard(key) or _FAIRSCALE_FLAT.search(key) is not None
 
 
 def without_wrappers(name: str) -> str:
@@ -138,39 +148,184 @@ def without_wrappers(name: str) -> str:
     return ".".join(word for word in name.split(".") if word not in _WRAPPERS)
 
 
-def fits(backing: Backing, shape: Sequence[int], world_size: int, padded_to: Sequence[int]) -> bool:
-    """Whether a rank of ``world_size`` may hold a tensor of ``shape`` of ``backing``."""
-    if by_rows(backing, shape):
-        rows = backing.params[0].shape
+class _MalformedError(Exception):
+    """The metadata has a form that this program does not know."""
+
+
+def metadata_in(value: Mapping[object, object]) -> tuple[bool, ShardMetadata | None]:
+    """Whether ``value`` is the metadata of one rank, and what it says: None when it contradicts itself."""
+    try:
+        if value.keys() >= {"shard_info", "flatten_info", "world_size", "rank"}:
+            return True, _of_torch_xla(value)
+        if value.keys() >= {"param_metadata", "buffer_names"} and isinstance(value["param_metadata"], list):
+            return True, _of_fairscale(value, value["param_metadata"])
+    except _MalformedError:
+        return True, None
+    return False, None
+
+
+def _require(condition: bool) -> None:  # noqa: FBT001 (reads as a sentence)
+    if not condition:
+        raise _MalformedError
+
+
+def _dict(value: object) -> dict[object, object]:
+    if not isinstance(value, dict):
+        raise _MalformedError
+    return value
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise _MalformedError
+    return value
+
+
+def _list(value: object) -> Sequence[object]:
+    if not isinstance(value, (list, tuple)):
+        raise _MalformedError
+    return value
+
+
+def _shape(value: object) -> tuple[int, ...]:
+    """A shape that a tensor can have."""
+    size = size_of(value)
+    if size is None or len(size) > MAX_DIMENSIONS or max(size, default=0) > _LARGEST:
+        raise _MalformedError
+    return size
+
+
+def _params(prefix: str, names: object, shapes: object, numels: object) -> tuple[Param, ...]:
+    columns = _list(names), _list(shapes), _list(numels)
+    _require(len({len(column) for column in columns}) == 1)
+    params = []
+    for name, shape, numel in zip(*columns, strict=True):
+        params.append(Param(joined(prefix, _text(name)), _shape(shape)))
+        _require(params[-1].numel == numel)
+    return tuple(params)
+
+
+def _of_torch_xla(value: Mapping[object, object]) -> ShardMetadata:
+    rank, world_size = value["rank"], value["world_size"]
+    if type(rank) is not int or type(world_size) is not int or not 0 <= rank < world_size <= MAX_RANKS:
+        raise _MalformedError
+    flattened = _dict(value["flatten_info"])
+    tensors = tuple(
+        _xla_tensor(_text(module), _text(name), _dict(entry), flattened)
+        for module, entries in _dict(value["shard_info"]).items()
+        for name, entry in _dict(entries).items()
+    )
+    _require(bool(tensors))
+    info = value.get("buffer_info")
+    buffers = tuple(  # those that were cast when the model was wrapped, and the dtype they had
+        (without_wrappers(name), str(entry["_orig_dtype"]).rpartition(".")[2])
+        for name, entry in (info.items() if isinstance(info, dict) else ())
+        if isinstance(name, str) and isinstance(entry, dict) and "_orig_dtype" in entry
+    )
+    return ShardMetadata(TORCH_XLA, tensors, listed=True, rank=rank, world_size=world_size, buffer_types=buffers)
+
+
+def _xla_tensor(
+    module: str, name: str, entry: Mapping[object, object], flattened: Mapping[object, object]
+) -> ShardedTensor:
+    shape, whole = _shape(entry.get("_orig_size")), joined(module, _text(entry.get("_orig_name")))
+    params: tuple[Param, ...] = (Param(without_wrappers(whole), shape),)
+    if _XLA_FLAT in whole:
+        columns = _list(flattened.get(whole))
+        _require(len(columns) == 3)
+        found = _params(whole.rpartition(".")[0], *columns)
+        params = tuple(Param(without_wrappers(param.name), param.shape) for param in found)
+    _require(bool(params) and sum(param.numel for param in params) == prod(shape))
+    # Trainable and frozen parameters are flattened apart, and the trainable ones first.
+    frozen = _XLA_FLAT in whole and not whole.endswith(f"{_XLA_FLAT}0")
+    return ShardedTensor(joined(module, name), without_wrappers(module), params, _XLA_FLAT in whole, frozen=frozen)
+
+
+def _of_fairscale(value: Mapping[object, object], modules: Sequence[object]) -> ShardMetadata:
+    tensors: list[ShardedTensor] = []
+    shared: list[tuple[str, str]] = []
+    for entry in modules:
+        module = _dict(entry)
+        found = list(_fairscale_tensors(module))
+        shared.extend(_shared(module, [param.name for tensor in found for param in tensor.params]))
+        tensors.extend(found)
+    names = value["buffer_names"]
+    if not tensors or not isinstance(names, list):
+        raise _MalformedError
+    # Flat parameters stand before the modules below them, wherever in the model the parameters stood; one that is not
+    # flattened stays in its own module, of which nothing here says the place.
+    listed = all(tensor.flattened for tensor in tensors) or len({tensor.module for tensor in tensors}) == 1
+    buffers = frozenset(str(name) for name in names)
+    return ShardMetadata(
+        FAIRSCALE, tuple(tensors), listed=listed, shared=tuple(shared), multiples=(1,), buffers=buffers
+    )
+
+
+def _fairscale_tensors(module: Mapping[object, object]) -> Iterator[ShardedTensor]:
+    path = _text(module.get("fsdp_path"))
+    for name, entry in _dict(module.get("params")).items():
+        column = _dict(entry)
+        params = _params(path, column.get("names"), column.get("shapes"), column.get("numels"))
+        padding, flat = column.get("padding"), _FAIRSCALE_FLAT.search(_text(name)) is not None
+        if type(padding) is not int:
+            raise _MalformedError
+        per_rank = bool(module.get("no_broadcast_optim_state"))
+        yield ShardedTensor(joined(path, _text(name)), path, params, flat, padding, per_rank)
+
+
+def _shared(module: Mapping[object, object], names: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """(later name, first name) of the module's shared parameters, where the metadata settles them.
+
+    It has the last words of the two names swapped, which shows only where they differ: the parameter that is shared is
+    one of ``names``, and the one that shares it is not.
+    """
+    path = _text(module.get("fsdp_path"))
+    for pair in _list(module.get("shared_param_info", ())):
+        _require(len(_list(pair)) == 2)
+        first, later = (joined(path, _text(name)) for name in _list(pair))
+        possible = {(later, first), (_with_last_word(later, first), _with_last_word(first, later))}
+        settled = [one for one in possible if one[1] in names and one[0] not in names]
+        _require(len(settled) == 1)
+        yield settled[0]
+
+
+def _with_last_word(name: str, other: str) -> str:
+    """``name`` with the last word of ``other``."""
+    return joined(name.rpartition(".")[0], other.rpartition(".")[2])
+
+
+def fits(tensor: ShardedTensor, shape: Sequence[int], world_size: int, multiples: Sequence[int]) -> bool:
+    """Whether a rank of ``world_size`` may hold a chunk of ``shape`` of ``tensor``."""
+    if _by_rows(tensor, shape):
+        rows = tensor.params[0].shape
         return tuple(shape[1:]) == rows[1:] and shape[0] == -(-rows[0] // world_size)
     if len(shape) == 1:
-        return any(shape[0] == -(-backing.numel // (world_size * one)) * one for one in padded_to)
-    return world_size == 1 and not shape and [param.shape for param in backing.params] == [()]
+        return any(shape[0] == -(-tensor.numel // (world_size * one)) * one for one in multiples)
+    return world_size == 1 and not shape and [param.shape for param in tensor.params] == [()]
 
 
-def by_rows(backing: Backing, shape: Sequence[int]) -> bool:
+def _by_rows(tensor: ShardedTensor, shape: Sequence[int]) -> bool:
     """Whether chunks of ``shape`` are rows of the one parameter (``shard_param_on_dim_0``), not slices."""
-    return len(backing.params) == 1 and len(shape) > 1 and len(shape) == len(backing.params[0].shape)
+    return len(tensor.params) == 1 and len(shape) > 1 and len(shape) == len(tensor.params[0].shape)
 
 
-def multiples(record: Record, held: Sequence[tuple[Backing, tuple[int, ...]]], world_size: int) -> tuple[int, ...]:
-    """To multiples of what the lengths of ``held``, one rank's backings and their shapes, were padded.
+def padding_multiples(
+    metadata: ShardMetadata, held: Sequence[tuple[ShardedTensor, tuple[int, ...]]], world_size: int
+) -> tuple[int, ...]:
+    """To multiples of what the lengths of ``held``, one rank's tensors and their shapes, were padded.
 
-    () when nothing explains them. A multiple of one's own (``_shard_size_multiple``) has to explain all of them.
+    () when nothing explains them. A multiple that a user chose (``_shard_size_multiple``) has to explain all of them.
     """
-    usual = record.multiples or (128, 1)
-    if all(fits(backing, shape, world_size, usual) for backing, shape in held):
+    usual = metadata.multiples or (128, 1)
+    if all(fits(tensor, shape, world_size, usual) for tensor, shape in held):
         return usual
-    if record.multiples:
+    if metadata.multiples:
         return ()
     common = gcd(*(shape[0] for _, shape in held if len(shape) == 1))
     for one in _divisors(common):
-        if all(fits(backing, shape, world_size, (one,)) for backing, shape in held):
+        if all(fits(tensor, shape, world_size, (one,)) for tensor, shape in held):
             return (one,)
     return ()
-
-
-_MOST_TRIED = 1 << 20  # a length is believed before its bytes are seen
 
 
 def _divisors(number: int) -> Iterator[int]:
@@ -179,55 +334,50 @@ def _divisors(number: int) -> Iterator[int]:
     yield from (number // one for one in reversed(low) if one * one != number)
 
 
-def originals_in(
-    backing: Backing, stored: StoredTensor, *, rank: int, world_size: int, producer: str
+def params_in(
+    tensor: ShardedTensor, stored: StoredTensor, *, rank: int, world_size: int, producer: str
 ) -> dict[str, Distributed]:
-    """What ``rank``'s chunk of ``backing`` holds of each parameter in it; ``stored`` has a shape that fits."""
-    if by_rows(backing, stored.shape):
-        return {backing.params[0].name: _rows(backing.params[0], stored, rank, world_size, producer)}
+    """What ``rank``'s chunk of ``tensor`` holds of each parameter in it; ``stored`` has a shape that fits."""
+    world = all_ranks(world_size)
+
+    def distributed(param: Param, boxes: Sequence[BoxInFile]) -> Distributed:
+        form = f"{producer} shard"
+        return Distributed(form, stored.dtype, param.shape, "flattened", rank, world, world, tuple(boxes))
+
+    first = tensor.params[0]
+    if _by_rows(tensor, stored.shape):
+        return {first.name: distributed(first, _rows(first, stored, rank))}
     if not stored.shape:
-        found = (BoxInFile((), (), stored.offset, ()),)
-        return {backing.params[0].name: _distributed(backing.params[0], stored, found, rank, world_size, producer)}
-    (length,), (step,) = stored.shape, stored.stride
-    begin = rank * length
+        return {first.name: distributed(first, [BoxInFile((), (), stored.offset, ())])}
+    begin = rank * stored.shape[0]
     result = {}
     start = 0
-    for param in backing.params:
-        low = max(begin - start, 0)
-        high = min(begin + length - start, param.numel)
-        boxes = tuple(_boxes(param, low, high, start - begin, stored, step)) if low < high else ()
-        result[param.name] = _distributed(param, stored, boxes, rank, world_size, producer)
+    for param in tensor.params:
+        low, high = max(begin - start, 0), min(begin + stored.shape[0] - start, param.numel)
+        result[param.name] = distributed(param, list(_boxes(param, low, high, start - begin, stored)))
         start += param.numel
     return result
 
 
-def _boxes(param: Original, low: int, high: int, place: int, stored: StoredTensor, step: int) -> Iterator[BoxInFile]:
-    """Elements [low, high) of ``param``, whose element 0 would be element ``place`` of the stored tensor."""
+def _boxes(param: Param, low: int, high: int, place: int, stored: StoredTensor) -> Iterator[BoxInFile]:
+    """Elements [low, high) of ``param``, whose element 0 would be element ``place`` of the stored vector."""
+    (step,) = stored.stride
     at = place + low
-    for box in flat_boxes(param.shape, low, high - low):
+    for box in flat_boxes(param.shape, low, high - low) if low < high else ():
         offset = stored.offset + at * step * stored.dtype.itemsize
-        strides = tuple(one * step for one in contiguous_stride(box.sizes))
-        yield BoxInFile(box.offsets, box.sizes, offset, strides)
+        yield BoxInFile(box.offsets, box.sizes, offset, tuple(one * step for one in contiguous_stride(box.sizes)))
         at += box.numel
 
 
-def _rows(param: Original, stored: StoredTensor, rank: int, world_size: int, producer: str) -> Distributed:
+def _rows(param: Param, stored: StoredTensor, rank: int) -> list[BoxInFile]:
     """Rows of ``param``, those that are padding left out."""
     begin = min(rank * stored.shape[0], param.shape[0])
     count = min(stored.shape[0], param.shape[0] - begin)
     start, size = (begin, *(0,) * (len(param.shape) - 1)), (count, *param.shape[1:])
-    boxes = (BoxInFile(start, size, stored.offset, stored.stride),) if prod(size) else ()
-    return _distributed(param, stored, boxes, rank, world_size, producer)
-
-
-def _distributed(
-    param: Original, stored: StoredTensor, boxes: tuple[BoxInFile, ...], rank: int, world_size: int, producer: str
-) -> Distributed:
-    world = ranks_of(world_size)
-    return Distributed(f"{producer} shard", stored.dtype, param.shape, PLACEMENT, rank, world, world, boxes)
+    return [BoxInFile(start, size, stored.offset, stored.stride)] if prod(size) else []
 
 
 @cache
-def ranks_of(world_size: int) -> tuple[int, ...]:
+def all_ranks(world_size: int) -> tuple[int, ...]:
     """Every rank; one tuple for all tensors."""
     return tuple(range(world_size))
