@@ -19,8 +19,9 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
+from fsdpckpt.converters.applicability import refuse_launch_options, refuse_worker_options
 from fsdpckpt.converters.report import Report
-from fsdpckpt.errors import FsdpckptError, InterruptedRunError, UsageError, WorkerError
+from fsdpckpt.errors import FsdpckptError, InterruptedRunError, WorkerError
 from fsdpckpt.options import ConvertOptions, Launcher, LaunchOptions
 from fsdpckpt.process_role import standing, started_as_worker
 from fsdpckpt.progress import Progress
@@ -41,41 +42,16 @@ def convert(source: str, target: str, options: ConvertOptions, launch: LaunchOpt
     Raises what ``converters.convert.convert`` raises, and WorkerError when a worker or the process group failed.
     """
     if launch.launcher is not Launcher.LOCAL and started_as_worker():
-        _refuse_launch(launch, "torchrun or srun started this process as one of its workers already")
+        refuse_launch_options(launch, "torchrun or srun started this process as one of its workers already")
         return _as_worker(source, target, options, launch, progress)
     if launch.launcher is Launcher.TORCHRUN or launch.nproc_per_node is not None or launch.nnodes != 1:
         if launch.launcher is Launcher.LOCAL:
-            _refuse_launch(launch, "--launcher local is one process")
+            refuse_launch_options(launch, "--launcher local is one process")
         return _launched(source, target, options, launch, progress)
-    _refuse_for_workers(launch)
+    refuse_worker_options(launch)
     from fsdpckpt.converters.convert import convert as run
 
     return run(source, target, options, progress)
-
-
-def _refuse_for_workers(launch: LaunchOptions) -> None:
-    """Options that say how workers meet and send: one process has none."""
-    usual = LaunchOptions()
-    about = ("node_rank", "rdzv_endpoint", "device", "backend", "output_visibility", "fault_limit")
-    given = ["--" + name.replace("_", "-") for name in about if getattr(launch, name) != getattr(usual, name)]
-    if given:
-        are = f"{given[0]} is" if len(given) == 1 else f"{', '.join(given[:-1])} and {given[-1]} are"
-        raise UsageError(
-            f"{are} for workers, and there are none",
-            next_step=f"add --nproc-per-node N, or drop {' and '.join(given)}",
-        )
-
-
-def _refuse_launch(launch: LaunchOptions, why: str) -> None:
-    given = {
-        "--nproc-per-node": launch.nproc_per_node is not None,
-        "--nnodes": launch.nnodes != 1,
-        "--node-rank": launch.node_rank is not None,
-        "--rdzv-endpoint": launch.rdzv_endpoint is not None,
-    }
-    for option, there in given.items():
-        if there:
-            raise UsageError(f"{option} starts workers, and {why}", next_step=f"drop {option}")
 
 
 def _as_worker(source: str, target: str, options: ConvertOptions, launch: LaunchOptions, progress: Progress) -> Report:

@@ -6,9 +6,10 @@ import os
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
+from fsdpckpt.converters.applicability import refuse_target_options
 from fsdpckpt.errors import UsageError
 from fsdpckpt.ir.checkpoint import Container, Layout
-from fsdpckpt.options import DEFAULT_MAX_SHARD_SIZE, ConvertOptions, TensorForm
+from fsdpckpt.options import ConvertOptions, TensorForm
 from fsdpckpt.producers.forms import PLAIN, Flavor, Form
 from fsdpckpt.producers.table import WRITABLE, flavor_named
 
@@ -73,28 +74,7 @@ def _why_full(container: Container, suffix: str) -> str:
 
 
 def _refuse_unused(layout: Layout, container: Container, options: ConvertOptions, source_layout: Layout) -> None:
-    """An option that this target has no use for was meant for another one: better asked than ignored."""
-    ranks = layout is Layout.SHARDED and container is Container.TORCH
-    flat = Layout.FLATTENED in (layout, source_layout)
-    named = flat or options.key_type is not None
-    for option, given, fits, use in (
-        ("--tensor", options.tensor is not TensorForm.DTENSOR, ranks, "--to sharded --container torch"),
-        ("--mesh-device", options.mesh_device is not None, flat or ranks, "--to sharded --container torch"),
-        ("--reference", options.reference is not None, layout is Layout.SHARDED or named, "--to sharded or --key-type"),
-        ("--parameters", options.parameters is not None, named, "--key-type name"),
-        ("--buffers", bool(options.buffers), layout is Layout.SHARDED or named, "--to sharded"),
-        (
-            "--max-shard-size",
-            options.max_shard_size != DEFAULT_MAX_SHARD_SIZE,
-            container is Container.SAFETENSORS,
-            "--container safetensors",
-        ),
-    ):
-        if given and not fits:
-            raise UsageError(
-                f"{option} has no effect on a target that is {layout}, {container}",
-                next_step=f"drop {option}, or add {use}",
-            )
+    refuse_target_options(options, layout=layout, container=container, source_layout=source_layout)
     if options.max_shard_size < 1:
         raise UsageError(
             "--max-shard-size is too small", found=str(options.max_shard_size), next_step="--max-shard-size 5GB"

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from fsdpckpt.converters.applicability import refuse_flat_options
 from fsdpckpt.converters.target_spec import TargetSpec
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceMissingError, UsageError
 from fsdpckpt.flat.name_slices import is_flattened, name_slices
@@ -46,7 +47,11 @@ def transform(opened: Checkpoint, options: ConvertOptions, spec: TargetSpec, sou
     request = units_request(options)
     checkpoint = select_section(opened, options.only)
     _refuse(checkpoint, options.only)
-    _refuse_unused(checkpoint, request, options, spec, sources)
+    refuse_flat_options(
+        options,
+        checkpoint.source,
+        has_flat=lambda: spec.layout is Layout.FLATTENED or is_flattened(checkpoint, sources, request),
+    )
     own_keys = checkpoint.optim.key_type if checkpoint.optim is not None else None
     found: FoundUnits | None = None
     flattened = spec.layout is Layout.FLATTENED
@@ -179,29 +184,6 @@ def _refuse_differing(checkpoint: Checkpoint) -> None:
     wrong = list(differing_copies(checkpoint))
     if wrong:
         raise fatal(wrong, source=checkpoint.source)
-
-
-def _refuse_unused(
-    checkpoint: Checkpoint, request: UnitsRequest, options: ConvertOptions, spec: TargetSpec, sources: Sources
-) -> None:
-    """Options about units that nothing needs were meant for another conversion."""
-    keyed = options.key_type or options.include or options.exclude or options.missing_state
-    given = {
-        "--units": request.file is not None and not keyed,  # keys and names need its order of the parameters
-        "--unit": bool(request.globs),
-        "--use-orig-params": request.use_orig_params is not None,
-        "--strategy": request.strategy is not None,
-        "--param-dtype": request.param_dtype is not None,
-        "--shard-size": request.shard_size is not None,
-    }
-    named = [option for option, there in given.items() if there]
-    if named and spec.layout is not Layout.FLATTENED and not is_flattened(checkpoint, sources, request):
-        one = " and ".join(named)
-        raise UsageError(
-            f"{one} {'describes' if len(named) == 1 else 'describe'} flat parameters, and neither "
-            f"{checkpoint.source} nor the target has any",
-            next_step=f"drop {one}, or add --to flattened",
-        )
 
 
 def _reference(options: ConvertOptions, sources: Sources) -> Checkpoint | None:
