@@ -1,7 +1,7 @@
-"""What this process is among several: whether it is a worker, whether it is the one that speaks, how it has to end.
+"""Tells what this process is among several: whether it is a worker, whether it is the one that prints, how it must end.
 
-A run of many workers says everything once: rank 0 speaks, or rank 1 when rank 0 was lost. Imports nothing that takes
-time: every command asks.
+A run of many workers prints everything once: rank 0 does, or rank 1 when rank 0 was lost. Imports nothing that takes
+time, because every command asks.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["Standing", "rank_here", "standing", "started_as_worker"]
+__all__ = ["ProcessRole", "own_rank", "process_role", "started_as_worker"]
 
 
 def started_as_worker(environment: Mapping[str, str] | None = None) -> bool:
     """Whether torchrun (any elastic launch) or srun started this process as one of its workers.
 
-    The same answer as ``comm.launch.recognised`` gives, without importing torch.
+    The same answer as ``comm.launch.rank_from_environment`` gives, without importing torch.
     """
     variables = os.environ if environment is None else environment
     if "RANK" in variables and "WORLD_SIZE" in variables:
@@ -24,8 +24,8 @@ def started_as_worker(environment: Mapping[str, str] | None = None) -> bool:
     return "SLURM_STEP_ID" in variables and variables.get("SLURM_STEP_NUM_TASKS", "1") != "1"
 
 
-def rank_here(environment: Mapping[str, str] | None = None) -> int:
-    """This worker's rank, 0 for a process that is none."""
+def own_rank(environment: Mapping[str, str] | None = None) -> int:
+    """The rank of this process; 0 when it is no worker."""
     variables = os.environ if environment is None else environment
     if not started_as_worker(variables):
         return 0
@@ -34,9 +34,9 @@ def rank_here(environment: Mapping[str, str] | None = None) -> int:
 
 
 @dataclass(slots=True)
-class Standing:
-    """``worker``: this process takes part in a run of several. ``speaker``: the rank that speaks. ``lost``: its group
-    failed, so that it has to end without the destructors of torch, which may hang.
+class ProcessRole:
+    """``worker``: this process takes part in a run of several. ``speaker``: the rank that prints. ``lost``: its group
+    failed, so that it must end without the destructors of torch, which may hang.
     """
 
     worker: bool = False
@@ -45,8 +45,9 @@ class Standing:
 
     @property
     def silent(self) -> bool:
-        return self.worker and rank_here() != self.speaker
+        """Whether another process prints for this one."""
+        return self.worker and own_rank() != self.speaker
 
 
-standing = Standing()
-"""This process's."""
+process_role = ProcessRole()
+"""This process's role."""

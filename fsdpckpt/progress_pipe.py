@@ -1,4 +1,4 @@
-"""Progress from a worker to the process that started it: one writes events to a file, the other follows it."""
+"""Passes progress from a worker to the process that started it: one writes events to a file, the other follows it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import TextIO
 
 from fsdpckpt.progress import Progress
 
-__all__ = ["Relay", "followed"]
+__all__ = ["ProgressPipe", "follow_progress"]
 
 INTERVAL = 0.1  # seconds: as often as a bar is redrawn
 
 
-class Relay:
+class ProgressPipe:
     """A ``Progress`` that appends its events to ``path``, one JSON list a line. Nothing is written before the first."""
 
     def __init__(self, path: str) -> None:
@@ -26,36 +26,36 @@ class Relay:
         self._lock = threading.Lock()
         self._file: TextIO | None = None
         self._done = 0
-        self._said = 0.0
+        self._written = 0.0
 
     def begin(self, stage: str, total_bytes: int) -> None:
         with self._lock:
-            self._say("begin", stage, total_bytes)
+            self._write("begin", stage, total_bytes)
 
     def advance(self, nbytes: int) -> None:
         with self._lock:
             self._done += nbytes
-            if time.monotonic() - self._said > INTERVAL:
+            if time.monotonic() - self._written > INTERVAL:
                 self._flush()
 
     def end(self) -> None:
         with self._lock:
             self._flush()
-            self._say("end")
+            self._write("end")
 
     def _flush(self) -> None:
-        self._said = time.monotonic()
+        self._written = time.monotonic()
         if self._done:
-            self._say("advance", self._done)
+            self._write("advance", self._done)
             self._done = 0
 
-    def _say(self, *event: object) -> None:
+    def _write(self, *event: object) -> None:
         if self._file is None:
             self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115  # closed by __exit__
         self._file.write(json.dumps(event) + "\n")
         self._file.flush()
 
-    def __enter__(self) -> Relay:
+    def __enter__(self) -> ProgressPipe:
         return self
 
     def __exit__(
@@ -66,8 +66,8 @@ class Relay:
 
 
 @contextmanager
-def followed(path: str, progress: Progress) -> Iterator[None]:
-    """While the body runs, what a ``Relay`` writes to ``path`` is told to ``progress``."""
+def follow_progress(path: str, progress: Progress) -> Iterator[None]:
+    """While the body runs, report to ``progress`` what a ``ProgressPipe`` writes to ``path``."""
     ended = threading.Event()
     thread = threading.Thread(target=_follow, args=(path, progress, ended), name="fsdpckpt-progress", daemon=True)
     thread.start()
@@ -89,17 +89,17 @@ def _follow(path: str, progress: Progress, ended: threading.Event) -> None:
             whole = text[: text.rfind("\n") + 1]
             at += len(whole.encode())
             for line in whole.splitlines():
-                _tell(progress, json.loads(line))
+                _report(progress, json.loads(line))
         if last:
             return
         ended.wait(INTERVAL)
 
 
-def _tell(progress: Progress, event: list[object]) -> None:
-    what, *rest = event
-    if what == "begin":
+def _report(progress: Progress, event: list[object]) -> None:
+    kind, *rest = event
+    if kind == "begin":
         progress.begin(str(rest[0]), int(str(rest[1])))
-    elif what == "advance":
+    elif kind == "advance":
         progress.advance(int(str(rest[0])))
     else:
         progress.end()

@@ -23,9 +23,9 @@ from fsdpckpt.converters.applicability import refuse_launch_options, refuse_work
 from fsdpckpt.converters.report import Report
 from fsdpckpt.errors import FsdpckptError, InterruptedRunError, WorkerError
 from fsdpckpt.options import ConvertOptions, Launcher, LaunchOptions
-from fsdpckpt.process_role import standing, started_as_worker
+from fsdpckpt.process_role import process_role, started_as_worker
 from fsdpckpt.progress import Progress
-from fsdpckpt.progress_pipe import Relay, followed
+from fsdpckpt.progress_pipe import ProgressPipe, follow_progress
 from fsdpckpt.storage.protocols import is_url
 
 if TYPE_CHECKING:
@@ -55,15 +55,15 @@ def convert(source: str, target: str, options: ConvertOptions, launch: LaunchOpt
 
 
 def _as_worker(source: str, target: str, options: ConvertOptions, launch: LaunchOptions, progress: Progress) -> Report:
-    """This process's part of a run of several. Leaves in ``standing`` who speaks."""
+    """This process's part of a run of several. Leaves in ``process_role`` who speaks."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch: who was lost we say, in fewer words
-    from fsdpckpt.comm.launch import recognised
+    from fsdpckpt.comm.launch import rank_from_environment
     from fsdpckpt.comm.protocol import original_error
     from fsdpckpt.comm.torch_group import TorchGroup
     from fsdpckpt.converters.distributed import convert_together
 
-    standing.worker = True
-    place = recognised()
+    process_role.worker = True
+    place = rank_from_environment()
     try:
         with (
             _patient(launch.fault_limit) as patience,
@@ -80,9 +80,9 @@ def _as_worker(source: str, target: str, options: ConvertOptions, launch: Launch
                 workers_here=place.local_world_size if place is not None else 1,
             )
     except WorkerError as error:
-        standing.lost = True
+        process_role.lost = True
         if error.rank == 0 and error.cause_exit_code == WorkerError.exit_code:
-            standing.speaker = 1  # rank 0 did not say so itself: it cannot
+            process_role.speaker = 1  # rank 0 did not say so itself: it cannot
         original = original_error(error)
         _say_kept(original, target, options)
         _tell_torchrun(original)
@@ -157,11 +157,11 @@ def _patient(limit: float) -> Iterator[list[Group]]:
 def _launched(source: str, target: str, options: ConvertOptions, launch: LaunchOptions, progress: Progress) -> Report:
     """Start workers on this node, wait for them, and take what rank 0 reports."""
     from fsdpckpt.comm.launch import launch as start
-    from fsdpckpt.comm.launch import workers_here
+    from fsdpckpt.comm.launch import local_workers
     from fsdpckpt.comm.protocol import decode_error, original_error
     from fsdpckpt.option_fields import to_json
 
-    workers = workers_here(launch.nproc_per_node or "auto")
+    workers = local_workers(launch.nproc_per_node or "auto")
     with tempfile.TemporaryDirectory(prefix="fsdpckpt-") as directory:
         request = os.path.join(directory, REQUEST)
         document = {
@@ -173,7 +173,7 @@ def _launched(source: str, target: str, options: ConvertOptions, launch: LaunchO
         with open(request, "w", encoding="utf-8") as file:
             json.dump(document, file)
         try:
-            with followed(os.path.join(directory, PROGRESS), progress):
+            with follow_progress(os.path.join(directory, PROGRESS), progress):
                 start(
                     [request],
                     workers=workers,
@@ -192,7 +192,7 @@ def _launched(source: str, target: str, options: ConvertOptions, launch: LaunchO
             _say_kept(stopped, target, options)
             raise
         found = _read(directory)
-    standing.worker, standing.speaker = True, 0 if found["speaks"] else -1  # of several nodes one says it
+    process_role.worker, process_role.speaker = True, 0 if found["speaks"] else -1  # of several nodes one says it
     return Report.from_json(found["report"])
 
 
@@ -222,7 +222,7 @@ def main() -> None:
     try:
         with (
             TorchGroup.start(backend=launch.backend, device=launch.device, limit=launch.fault_limit) as group,
-            Relay(os.path.join(directory, PROGRESS)) as progress,
+            ProgressPipe(os.path.join(directory, PROGRESS)) as progress,
         ):
             report = convert_together(
                 group,

@@ -11,8 +11,8 @@ from fsdpckpt.ir.checkpoint import Container, Layout, Note, Section
 from fsdpckpt.ir.units import Strategy
 from fsdpckpt.option_fields import from_json, to_json
 from fsdpckpt.options import ConvertOptions, Launcher, LaunchOptions, MissingState, VerifyLevel, Visibility
-from fsdpckpt.process_role import Standing, rank_here, started_as_worker
-from fsdpckpt.progress_pipe import Relay, followed
+from fsdpckpt.process_role import ProcessRole, own_rank, started_as_worker
+from fsdpckpt.progress_pipe import ProgressPipe, follow_progress
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "1"}
 SRUN = {
@@ -31,11 +31,11 @@ SRUN = {
     [({}, None), (TORCHRUN, 3), (SRUN, 2), ({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}, None), ({"RANK": "1"}, None)],
 )
 def test_a_worker_is_recognised_as_the_communication_core_does(environment: dict[str, str], rank: int | None) -> None:
-    from fsdpckpt.comm.launch import recognised
+    from fsdpckpt.comm.launch import rank_from_environment
 
-    place = recognised(environment)
+    place = rank_from_environment(environment)
     assert started_as_worker(environment) is (place is not None) is (rank is not None)
-    assert rank_here(environment) == (place.rank if place is not None else 0) == (rank or 0)
+    assert own_rank(environment) == (place.rank if place is not None else 0) == (rank or 0)
 
 
 def test_one_of_all_workers_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +43,9 @@ def test_one_of_all_workers_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
     silent = []
     for rank in range(3):
         monkeypatch.setenv("RANK", str(rank))
-        silent.append([Standing(worker=True).silent, Standing(worker=True, speaker=1).silent, Standing().silent])
+        silent.append(
+            [ProcessRole(worker=True).silent, ProcessRole(worker=True, speaker=1).silent, ProcessRole().silent]
+        )
     assert silent == [[False, True, False], [True, False, False], [True, True, False]]
 
 
@@ -117,7 +119,7 @@ class Heard:
 def test_progress_of_a_worker_reaches_whoever_started_it(tmp_path) -> None:
     heard = Heard()
     path = str(tmp_path / "progress")
-    with followed(path, heard), Relay(path) as progress:
+    with follow_progress(path, heard), ProgressPipe(path) as progress:
         progress.begin("copy \N{SNOWMAN}", 1000)
         for _ in range(100):
             progress.advance(10)
@@ -129,6 +131,6 @@ def test_progress_of_a_worker_reaches_whoever_started_it(tmp_path) -> None:
 
 def test_nothing_is_heard_of_a_worker_that_says_nothing(tmp_path) -> None:
     heard = Heard()
-    with followed(str(tmp_path / "progress"), heard):
+    with follow_progress(str(tmp_path / "progress"), heard):
         pass
     assert heard.events == []

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from fsdpckpt.cli.errors import ignore_signals
 from fsdpckpt.errors import SourceIncompleteError, TargetUnwritableError
 from fsdpckpt.options import ConvertOptions, Launcher, LaunchOptions
-from fsdpckpt.process_role import standing
+from fsdpckpt.process_role import process_role
 from fsdpckpt.text import plural, size_text
 
 if TYPE_CHECKING:
@@ -51,11 +51,11 @@ def convert_command(output: Output, source: str, target: str, options: ConvertOp
     """
     local = launch.launcher is Launcher.LOCAL
     if local:
-        standing.worker = False
+        process_role.worker = False
     _refuse_memory(target)
     from fsdpckpt.api import convert
 
-    alone = not local and launch.nproc_per_node is None and launch.nnodes == 1 and not standing.worker
+    alone = not local and launch.nproc_per_node is None and launch.nnodes == 1 and not process_role.worker
     hint = _with_the_command_for_nodes() if alone else nullcontext()
     with output.progress() as progress, _to_the_end(), hint:
         report = convert(source, target, options, launch=launch, progress=progress)
@@ -91,7 +91,7 @@ def _to_the_end() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if standing.lost:
+        if process_role.lost:
             ignore_signals()
         raise
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from fsdpckpt.cli.errors import Interruption, catch_signals, guarded, ignore_signals, report
-from fsdpckpt.process_role import standing, started_as_worker
+from fsdpckpt.process_role import process_role, started_as_worker
 
 if TYPE_CHECKING:
     from fsdpckpt.cli.output import Output
@@ -24,14 +24,14 @@ def main() -> None:
         # Imported only now: a Ctrl-C while the program still loads ends it as tidily as one while it works.
         from fsdpckpt.cli.output import Output
 
-        worker = standing.worker = sys.argv[1:2] == ["convert"] and started_as_worker()
+        worker = process_role.worker = sys.argv[1:2] == ["convert"] and started_as_worker()
         output = Output(as_json="--json" in sys.argv[1:], quiet=False)
         code = guarded(output, lambda: _run(output))
     except Interruption:
         ignore_signals()
         sys.stderr.write("error: interrupted\n")
         code = 130
-    if worker or standing.lost:  # torch's threads may abort an orderly end, or hang when their group failed
+    if worker or process_role.lost:  # torch's threads may abort an orderly end, or hang when their group failed
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError):  # nobody listens any more
                 stream.flush()

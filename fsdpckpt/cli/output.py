@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TextIO
 
-from fsdpckpt.process_role import standing
+from fsdpckpt.process_role import process_role
 from fsdpckpt.progress import NoProgress, Progress
 from fsdpckpt.text import size_text
 
@@ -78,7 +78,7 @@ class Output:
 
     @staticmethod
     def _write(stream: TextIO | None, text: str) -> None:
-        if stream is None or standing.silent:  # closed by whoever started the program; one worker speaks for all
+        if stream is None or process_role.silent:  # closed by whoever started the program; one worker speaks for all
             return
         if not _writable(stream, text):
             text = text.encode(stream.encoding, "backslashreplace").decode(stream.encoding)
@@ -117,7 +117,7 @@ def _writable(stream: TextIO, text: str) -> bool:
 
 @contextmanager
 def _progress(output: Output) -> Iterator[Progress]:
-    if output.quiet or standing.silent:
+    if output.quiet or process_role.silent:
         yield NoProgress()
         return
     if sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb":

@@ -46,8 +46,8 @@ __all__ = [
     "first_host",
     "has_own_gpu",
     "launch",
-    "recognised",
-    "workers_here",
+    "rank_from_environment",
+    "local_workers",
 ]
 
 FIRST_PORT, PORTS = 20000, 20000  # for srun: a port that all tasks of a step find, and other steps avoid
@@ -66,7 +66,7 @@ class Place:
     started_by: Literal["torchrun", "srun"]
 
 
-def recognised(environment: Mapping[str, str] | None = None) -> Place | None:
+def rank_from_environment(environment: Mapping[str, str] | None = None) -> Place | None:
     """The place of this process, None when it was started alone. UsageError when the variables contradict."""
     variables = os.environ if environment is None else environment
     if "RANK" in variables and "WORLD_SIZE" in variables:
@@ -160,7 +160,7 @@ def has_own_gpu(local_world_size: int) -> bool:
     return torch.cuda.is_available() and dist.is_nccl_available() and torch.cuda.device_count() >= local_world_size
 
 
-def workers_here(nproc_per_node: str) -> int:
+def local_workers(nproc_per_node: str) -> int:
     """``--nproc-per-node`` as a number: itself, ``gpu`` (this node's GPUs), ``auto`` (GPUs, one where none is)."""
     if nproc_per_node in {"gpu", "auto"}:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0

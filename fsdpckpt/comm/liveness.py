@@ -3,7 +3,7 @@
 ``Background`` runs calls that may never return: neither a store nor a process group of PyTorch can be interrupted from
 Python, and what blocks inside one blocks a daemon thread, never the thread that notices, reports and ends.
 ``heartbeat`` reports progress while a rank computes. ``end_with_launcher`` ends this process with its launcher, and
-``end_stopped`` kills workers that were stopped (SIGSTOP, a debugger): they notice nothing, SIGTERM included, and their
+``kill_stopped`` kills workers that were stopped (SIGSTOP, a debugger): they notice nothing, SIGTERM included, and their
 launcher would wait for them.
 """
 
@@ -24,7 +24,16 @@ from typing import Generic, TypeAlias, TypeVar
 
 from fsdpckpt.errors import WorkerError
 
-__all__ = ["Background", "Job", "LAUNCHER", "Peer", "end_stopped", "end_with_launcher", "heartbeat", "this_process"]
+__all__ = [
+    "Background",
+    "Job",
+    "LAUNCHER",
+    "ProcessIdentity",
+    "kill_stopped",
+    "end_with_launcher",
+    "heartbeat",
+    "process_identity",
+]
 
 T = TypeVar("T")
 
@@ -147,17 +156,17 @@ def end_with_launcher() -> None:
         os._exit(6)
 
 
-Peer: TypeAlias = "list[object]"
+ProcessIdentity: TypeAlias = "list[object]"
 """[machine, process id, when it started]; the machine is empty where processes cannot be told apart."""
 
 
-def this_process() -> Peer:
-    """This worker, as ``end_stopped`` on another one has to know it."""
+def process_identity() -> ProcessIdentity:
+    """This worker, as ``kill_stopped`` on another one has to know it."""
     _, started = _status(os.getpid())
     return [_machine() if started else "", os.getpid(), started]
 
 
-def end_stopped(peers: Sequence[Peer]) -> None:
+def kill_stopped(peers: Sequence[ProcessIdentity]) -> None:
     """Kill those of ``peers`` that run on this machine and are stopped."""
     here = _machine()
     for machine, process, started in peers:

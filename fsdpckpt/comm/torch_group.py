@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
 
 from fsdpckpt.comm.exchanger import spread
-from fsdpckpt.comm.launch import Place, choose, device_of, has_own_gpu, recognised
+from fsdpckpt.comm.launch import Place, choose, device_of, has_own_gpu, rank_from_environment
 from fsdpckpt.comm.liveness import end_with_launcher, heartbeat
 from fsdpckpt.comm.objects import decode, encode
 from fsdpckpt.comm.protocol import Group
@@ -99,7 +99,7 @@ class TorchGroup(Group):
         ``patience``: seconds that one worker may start later than another. Initialises the default process group;
         ``close`` destroys it. Raises WorkerError when a worker does not come.
         """
-        here = recognised() if place is None else place
+        here = rank_from_environment() if place is None else place
         if here is None:
             _, kind = choose(backend, device, all_have_gpu=lambda: has_own_gpu(1))
             return Solo(device_of(kind, None))

@@ -20,7 +20,7 @@ from fsdpckpt.converters.convert import Prepared
 from fsdpckpt.converters.lay_out import dtype_rule
 from fsdpckpt.converters.pairs_shipped import packed_pairs, unpacked_pairs
 from fsdpckpt.converters.staged import Places
-from fsdpckpt.execute.shared_sources import everyones_files, serve
+from fsdpckpt.execute.shared_sources import serve_sources, union_sources
 from fsdpckpt.ir.checkpoint import SourceFile
 from fsdpckpt.options import ConvertOptions, VerifyLevel
 from fsdpckpt.progress import Progress
@@ -82,7 +82,7 @@ class CheckTogether:
             if self._prepared is None:
                 self._serve()
                 return [], []
-            with self._group.heartbeat(), everyones_files(self._group) as opener:
+            with self._group.heartbeat(), union_sources(self._group) as opener:
                 return matched(
                     self._prepared.transformed.checkpoint,
                     self._written,
@@ -94,7 +94,7 @@ class CheckTogether:
 
     def _serve(self) -> None:
         root, mine = (self._places.paths[place][0] for place in (0, self._places.place[self._group.rank] or 0))
-        serve(self._group, roots={root: mine})
+        serve_sources(self._group, roots={root: mine})
 
     def _name(self, path: str) -> str:
         return "" if path == self._written else os.path.relpath(path, self._written)
@@ -124,7 +124,7 @@ class CheckTogether:
             if self._prepared is None:
                 self._serve()
                 return {}
-            with self._group.heartbeat(), everyones_files(self._group) as sources:
+            with self._group.heartbeat(), union_sources(self._group) as sources:
                 return self._compared(pairs, sources, files)
 
     def _compared(self, pairs: Sequence[Pair], sources: Sources, written: Sequence[SourceFile]) -> dict[str, Verdict]:

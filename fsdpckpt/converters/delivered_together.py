@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Protocol, TypeAlias, TypeVar, cast
 
-from fsdpckpt.comm.liveness import Background, Peer, end_stopped, this_process
+from fsdpckpt.comm.liveness import Background, ProcessIdentity, kill_stopped, process_identity
 from fsdpckpt.comm.protocol import Group
 from fsdpckpt.converters.delivery import compare, delivered, for_staging, open_for
 from fsdpckpt.converters.delivery_stage import Stage, is_there
@@ -72,7 +72,7 @@ def deliver_together(
     """
     begun = time.monotonic()
     run = _Delivery(group, source, target, options, progress if group.rank == 0 else NoProgress())
-    peers = cast("list[Peer]", group.all_gather_objects(this_process(), name="who delivers"))
+    peers = cast("list[ProcessIdentity]", group.all_gather_objects(process_identity(), name="who delivers"))
     try:
         with ExitStack() as locks:
             own = run.open(visibility, locks)
@@ -89,7 +89,7 @@ def deliver_together(
                 run.upload(report, holders)
         return delivered(report, target, run.stage, begun)
     except BaseException:
-        end_stopped(peers)
+        kill_stopped(peers)
         raise
 
 

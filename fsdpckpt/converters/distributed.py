@@ -17,7 +17,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from fsdpckpt.comm.liveness import Peer, end_stopped, this_process
+from fsdpckpt.comm.liveness import ProcessIdentity, kill_stopped, process_identity
 from fsdpckpt.comm.protocol import Group, original_error
 from fsdpckpt.converters.checked_together import CheckTogether
 from fsdpckpt.converters.convert import Prepared, check_options, prepare, report_of
@@ -32,9 +32,9 @@ from fsdpckpt.converters.taken_up import copies_known, journals_read
 from fsdpckpt.errors import InternalError, WorkerError
 from fsdpckpt.execute.budget import Budget, for_worker, make_budget, threads_for
 from fsdpckpt.execute.executor import execute
-from fsdpckpt.execute.job import Job, packed, unpacked
+from fsdpckpt.execute.job import Job, pack_job, unpack_job
 from fsdpckpt.execute.journal import Finished, Recorder, first_record, run_of
-from fsdpckpt.execute.shared_sources import everyones_files, identities, serve, who_sees
+from fsdpckpt.execute.shared_sources import content_identities, find_visible, serve_sources, union_sources
 from fsdpckpt.garbage import set_aside
 from fsdpckpt.ir.checkpoint import Note, SourceFile
 from fsdpckpt.options import ConvertOptions, VerifyLevel, Visibility
@@ -120,7 +120,7 @@ class _Conversion:
         self._prepared: Prepared | None = None  # on rank 0
         self._opened: list[str] = []
         self._staging: list[Staging] = []
-        self._peers: list[Peer] = []
+        self._peers: list[ProcessIdentity] = []
         self._met: list[Sources] = []  # which know what each file was when it was first opened
         self._settled = False  # what was staged is this run's
         self._holds: list[int] = []  # locks
@@ -129,7 +129,9 @@ class _Conversion:
 
     def run(self, workers_here: int) -> Report:
         begun = time.monotonic()
-        self._peers = cast("list[Peer]", self._group.all_gather_objects(this_process(), name="who is who"))
+        self._peers = cast(
+            "list[ProcessIdentity]", self._group.all_gather_objects(process_identity(), name="who is who")
+        )
         budget = self._check_request(workers_here)
         self._plan()
         if not self._options.dry_run:
@@ -139,7 +141,7 @@ class _Conversion:
 
     def undo(self, error: BaseException) -> None:
         """End workers that are stopped. Remove what was staged, unless this or another run may go on with it."""
-        end_stopped(self._peers)
+        kill_stopped(self._peers)
         original = original_error(error) if isinstance(error, WorkerError) else error
         lost = isinstance(original, WorkerError) or not isinstance(error, WorkerError)
         if not lost:
@@ -174,9 +176,9 @@ class _Conversion:
     def _plan(self) -> None:
         with self._group.step("read and plan"):
             if self._group.rank:
-                serve(self._group)
+                serve_sources(self._group)
                 return
-            with self._group.heartbeat(), everyones_files(self._group) as files:
+            with self._group.heartbeat(), union_sources(self._group) as files:
                 self._met.append(files)
                 self._prepared = prepare(self._source, self._target, self._options, files, self._progress)
                 self._opened = list(files.opened)
@@ -239,13 +241,13 @@ class _Conversion:
         with Sources() as sources, self._group.step("look at the sources"):
             self._met.append(sources)
             for path in paths:
-                found += identities([path], sources)
+                found += content_identities([path], sources)
                 self._group.beat()
         everyone = cast("list[list[bytes]]", self._group.all_gather_objects(found, name="who sees what"))
         with self._group.step("compare the sources"):
             if self._group.rank == 0:  # what is wrong all would find, and one says
-                who_sees(paths, everyone)
-        return who_sees(paths, everyone)
+                find_visible(paths, everyone)
+        return find_visible(paths, everyone)
 
     def _job(
         self,
@@ -266,9 +268,9 @@ class _Conversion:
                     now = run_identity(self._prepared.plan, self._options, copies)
                     job, finished = divide(self._prepared, self._options, budget, places, visible, now, journals)
                     self._note = note_of(job, self._target, self._staging, asked=self._options.resume)
-                    data = [packed(job), first_record(now)]
+                    data = [pack_job(job), first_record(now)]
         plan, first = cast("tuple[object, Record]", self._group.broadcast_object(data, name="the plan"))
-        job, rank = unpacked(plan), self._group.rank
+        job, rank = unpack_job(plan), self._group.rank
         own = places.place[rank]
         if own is None or places.there[own]:
             return job, None, finished

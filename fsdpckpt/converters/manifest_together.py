@@ -9,7 +9,7 @@ from typing import cast
 from fsdpckpt.comm.protocol import Group
 from fsdpckpt.converters.convert import Prepared
 from fsdpckpt.converters.manifest import put_manifest, write_manifest
-from fsdpckpt.execute.output import not_this
+from fsdpckpt.execute.output import target_differs
 from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage.staging import Staging
 
@@ -47,6 +47,6 @@ def _write(
         return write_manifest(staging, prepared.output, prepared.transformed, prepared.spec, crcs=crcs, digests=digests)
     at = os.path.join(os.path.realpath(target), MANIFEST)  # where DST is there already
     if not os.path.isfile(at):
-        raise not_this(target)
+        raise target_differs(target)
     with open(at, "rb") as file:
         return file.read()

@@ -91,11 +91,11 @@ def threads_for(settings: Settings, budget: Budget) -> int:
     return max(min(budget.threads, settings.windows // (BUFFERS_PER_THREAD * settings.window)), 1)
 
 
-def for_worker(budget: Budget, workers_here: int, *, max_memory: int, chosen: bool) -> Budget:
-    """``budget`` for one of ``workers_here`` workers that share a machine. ``chosen``: threads are as the user said.
+def for_worker(budget: Budget, local_workers: int, *, max_memory: int, chosen: bool) -> Budget:
+    """``budget`` for one of ``local_workers`` workers that share a machine. ``chosen``: threads are as the user said.
 
     At least two threads: one assembles while the other one waits for the disk.
     """
-    if chosen or workers_here == 1:
+    if chosen or local_workers == 1:
         return budget
-    return make_budget(max_memory=max_memory, threads=max(budget.threads // workers_here, 2))
+    return make_budget(max_memory=max_memory, threads=max(budget.threads // local_workers, 2))

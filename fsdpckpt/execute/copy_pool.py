@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from fsdpckpt.plan.transfer import OwnWindow
+from fsdpckpt.plan.transfer import Window
 
 __all__ = ["CopyPool"]
 
@@ -22,12 +22,12 @@ class CopyPool:
     Threads are daemons: one that hangs in a system call holds nobody up when the run ends.
     """
 
-    def __init__(self, windows: Sequence[OwnWindow], threads: int, copy: Callable[[int, OwnWindow], None]) -> None:
+    def __init__(self, windows: Sequence[Window], threads: int, copy: Callable[[int, Window], None]) -> None:
         self._copy = copy
         self._changed = threading.Condition()
         self._ready = deque(window for window in windows if window.round < 0)
-        self._arrived: deque[OwnWindow] = deque()
-        self._waiting: dict[int, list[OwnWindow]] = {}
+        self._arrived: deque[Window] = deque()
+        self._waiting: dict[int, list[Window]] = {}
         for window in windows:
             if window.round >= 0:
                 self._waiting.setdefault(window.round, []).append(window)
@@ -83,7 +83,7 @@ class CopyPool:
         for thread in self._threads:
             thread.join(None if deadline is None else max(deadline - time.monotonic(), 0.0))
 
-    def _next(self) -> OwnWindow | None:
+    def _next(self) -> Window | None:
         with self._changed:
             while not self._stopped:
                 if self._arrived:  # first what holds memory

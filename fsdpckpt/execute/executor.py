@@ -28,7 +28,7 @@ from fsdpckpt.execute.journal import Finished, Recorder
 from fsdpckpt.execute.output import ComparedOutput, Kept, Output, OutputState, write_window
 from fsdpckpt.execute.resume import Done, judge_again, resume
 from fsdpckpt.execute.window import Assembler
-from fsdpckpt.plan.transfer import OwnWindow, Visible, find_routes
+from fsdpckpt.plan.transfer import Visible, Window, plan_transfers
 from fsdpckpt.progress import Progress
 from fsdpckpt.storage.sources import Sources
 
@@ -130,7 +130,7 @@ class _Run:
         self._progress = progress
         self._recorder = recorder
         self._finished = finished or Finished()
-        self._routes = find_routes(
+        self._routes = plan_transfers(
             job.plan,
             job.segments,
             visible,
@@ -194,7 +194,7 @@ class _Run:
             for _ in range(self._threads)
         ]
 
-        def copy(thread: int, window: OwnWindow) -> None:
+        def copy(thread: int, window: Window) -> None:
             output = self._outputs[window.segment]
             part = write_window(output, assemblers[thread], window.begin, window.end)
             if self._recorder is not None:

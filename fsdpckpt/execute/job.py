@@ -17,7 +17,7 @@ from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.plan.partition import Segment
 from fsdpckpt.plan.plan import COPY_COLUMNS, Copies, FilePlan, Plan
 
-__all__ = ["Job", "packed", "unpacked"]
+__all__ = ["Job", "pack_job", "unpack_job"]
 
 Packed: TypeAlias = dict[str, object]
 
@@ -54,7 +54,7 @@ class Job:
     def digest(self) -> str:
         """SHA-256 over every column of it."""
         total = hashlib.sha256()
-        _add(total, packed(self))
+        _add(total, pack_job(self))
         return total.hexdigest()
 
 
@@ -73,7 +73,7 @@ def _add(total: hashlib._Hash, value: object) -> None:
         total.update(f"{type(value).__name__[:4]}{len(data)}:".encode() + data)
 
 
-def packed(job: Job) -> Packed:
+def pack_job(job: Job) -> Packed:
     """``job`` as text, bytes, lists and arrays."""
     sums = job.checksums
     return {
@@ -105,8 +105,8 @@ def _packed_file(file: FilePlan) -> list[object]:
     ]
 
 
-def unpacked(value: object) -> Job:
-    """The job that ``packed`` made ``value`` of."""
+def unpack_job(value: object) -> Job:
+    """The job that ``pack_job`` made ``value`` of."""
     fields = cast("dict[str, object]", value)
     nbytes = cast("Int64Array", fields["nbytes"]).tolist()
     casts = cast("list[list[str]]", fields["casts"])

@@ -25,7 +25,7 @@ __all__ = [
     "Output",
     "OutputState",
     "TargetChecks",
-    "not_this",
+    "target_differs",
     "write_window",
 ]
 
@@ -258,7 +258,7 @@ class LatePlaces:
             return self._rows
 
 
-def not_this(path: str) -> TargetExistsError:
+def target_differs(path: str) -> TargetExistsError:
     """The error for a file that is there and should not be, or be another one."""
     return TargetExistsError(
         f"{path} exists, and is not what this command writes",
@@ -273,14 +273,14 @@ class ComparedOutput(Output):
 
     def _create(self) -> WritableFile:
         if not os.path.isfile(self.path):
-            raise not_this(self.path)
+            raise target_differs(self.path)
         return _ExistingFile(self.path, self.plan.nbytes, LatePlaces(self.plan))
 
     def _patch(self, file: WritableFile, place: int, value: bytes) -> None:
         existing = memoryview(bytearray(len(value)))
         file.read_into(place, existing)
         if existing != value:
-            raise not_this(self.path)
+            raise target_differs(self.path)
 
 
 class _ExistingFile(WritableFile):
@@ -296,7 +296,7 @@ class _ExistingFile(WritableFile):
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             if os.fstat(self._fd).st_size != nbytes:
                 self.close()
-                raise not_this(path)
+                raise target_differs(path)
 
     def write(self, offset: int, data: memoryview | bytes) -> None:
         found = memoryview(bytearray(len(data)))
@@ -306,7 +306,7 @@ class _ExistingFile(WritableFile):
 
     def expect(self, found: memoryview, data: memoryview | bytes) -> None:
         if not np.array_equal(np.frombuffer(found, np.uint8), np.frombuffer(data, np.uint8)):
-            raise not_this(self.path)
+            raise target_differs(self.path)
 
     def commit(self) -> None:
         self.close()

@@ -19,7 +19,7 @@ from fsdpckpt.execute.journal import Finished
 from fsdpckpt.execute.output import Kept, LatePlaces, TargetChecks
 from fsdpckpt.plan.partition import Segment
 from fsdpckpt.plan.plan import Claim, FilePlan
-from fsdpckpt.plan.transfer import OwnWindow, Visible
+from fsdpckpt.plan.transfer import Visible, Window
 from fsdpckpt.plan.windows import Range
 from fsdpckpt.storage.local import BLOCK, WritableFile, aligned_buffer
 from fsdpckpt.storage.sources import Sources
@@ -68,11 +68,11 @@ def read_back(group: Group, backs: Mapping[int, ReadBack], threads: int, nbytes:
     buffers = [aligned_buffer(longest + BLOCK) for _ in range(most)]
     crcs = {(number, begin): crc for number, back in backs.items() for begin, _, crc in back.claims}
 
-    def take(thread: int, window: OwnWindow) -> None:
+    def take(thread: int, window: Window) -> None:
         claim = (window.begin, window.end, crcs[window.segment, window.begin])
         backs[window.segment].take(claim, buffers[thread])
 
-    windows = [OwnWindow(number, *claim[:2], -1) for number, back in backs.items() for claim in back.claims]
+    windows = [Window(number, *claim[:2], -1) for number, back in backs.items() for claim in back.claims]
     pool = CopyPool(windows, most, take)
     try:
         pool.wait(lambda: group.watch(moving=pool.moved()))

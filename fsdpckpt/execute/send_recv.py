@@ -26,7 +26,7 @@ from fsdpckpt.execute.job import Job
 from fsdpckpt.execute.window import Assembler
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.ir.tensors import Int64Array
-from fsdpckpt.plan.transfer import Routes
+from fsdpckpt.plan.transfer import TransferPlan
 from fsdpckpt.storage.protocols import ByteSource
 from fsdpckpt.storage.sources import Sources
 
@@ -40,7 +40,7 @@ class SendRecv:
     bytes of both.
     """
 
-    def __init__(self, group: Group, job: Job, routes: Routes, sources: Sources) -> None:
+    def __init__(self, group: Group, job: Job, routes: TransferPlan, sources: Sources) -> None:
         self._group = group
         self._job = job
         self._routes = routes

@@ -1,9 +1,9 @@
 """Shows rank 0 the files of every rank's disks while it plans; and tells which rank sees which file, by its content.
 
-While rank 0 is in ``everyones_files``, the other ranks are in ``serve``. Rank 0 asks one rank, or all one after the
-other; each answers until rank 0 says that it is done. A file that rank 0 sees itself is never asked for; any other is
-read from the lowest rank that has it. The same name on two machines may be two files: ``identities`` and ``who_sees``
-compare what is in them.
+While rank 0 is in ``union_sources``, the other ranks are in ``serve_sources``. Rank 0 asks one rank, or all one after
+the other; each answers until rank 0 says that it is done. A file that rank 0 sees itself is never asked for; any other
+is read from the lowest rank that has it. The same name on two machines may be two files: ``content_identities`` and
+``find_visible`` compare what is in them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fsdpckpt.ir.checkpoint import ZEROS
 from fsdpckpt.storage.protocols import ByteSource, Entry, is_url
 from fsdpckpt.storage.sources import Sources
 
-__all__ = ["EveryonesFiles", "everyones_files", "identities", "serve", "who_sees"]
+__all__ = ["UnionSources", "union_sources", "content_identities", "serve_sources", "find_visible"]
 
 PAGE = 256 * 1024  # bytes: metadata is read in small chunks that lie near each other, and a question costs more
 PAGES = 16  # of each file kept: its head, its tail, and where its metadata is
@@ -34,7 +34,7 @@ Question = tuple[str, str, int, int]
 """(what, path, offset, nbytes): ``list``, ``stat``, ``read`` or ``done``."""
 
 
-def serve(group: Group, *, roots: Mapping[str, str] | None = None) -> None:
+def serve_sources(group: Group, *, roots: Mapping[str, str] | None = None) -> None:
     """Answer rank 0 until it is done. All ranks but 0. ``roots``: rank 0's name of a directory -> this worker's own."""
     with Sources() as sources:
         while True:
@@ -62,16 +62,16 @@ def _answer(sources: Sources, what: str, path: str, offset: int, nbytes: int) ->
 
 
 @contextmanager
-def everyones_files(group: Group) -> Iterator[EveryonesFiles]:
-    """The union of what the workers see, for rank 0, while the others ``serve``."""
-    files = EveryonesFiles(group)
+def union_sources(group: Group) -> Iterator[UnionSources]:
+    """The union of what the workers see, for rank 0, while the others ``serve_sources``."""
+    files = UnionSources(group)
     with files:
         yield files
         for rank in range(1, group.world_size):
             group.send_object(("done", "", 0, 0), to=rank)
 
 
-class EveryonesFiles(Sources):
+class UnionSources(Sources):
     """``Sources`` that also hold what only other workers see. ``opened``: every path that was read, in order."""
 
     def __init__(self, group: Group) -> None:
@@ -128,7 +128,7 @@ class EveryonesFiles(Sources):
 class _Elsewhere:
     """A file on another worker's disk, read in pages that are kept."""
 
-    def __init__(self, files: EveryonesFiles, rank: int, path: str, nbytes: int) -> None:
+    def __init__(self, files: UnionSources, rank: int, path: str, nbytes: int) -> None:
         self.path = path
         self.nbytes = nbytes
         self._files = files
@@ -174,7 +174,7 @@ SAMPLE = 4096  # bytes
 SAMPLES = 16  # of each file: evenly spaced, the first at its head and the last at its tail
 
 
-def identities(paths: Sequence[str], sources: Sources) -> list[bytes]:
+def content_identities(paths: Sequence[str], sources: Sources) -> list[bytes]:
     """For each path what tells its content from any other's: its length and samples of its bytes; empty if not seen.
 
     A torch file ends with the checksums of everything in it, so that its tail alone tells it apart.
@@ -198,8 +198,8 @@ def _identity(path: str, sources: Sources) -> bytes:
     return total.digest()
 
 
-def who_sees(paths: Sequence[str], found: Sequence[Sequence[bytes]]) -> npt.NDArray[np.bool_]:
-    """``visible[path, worker]`` from every worker's ``identities``.
+def find_visible(paths: Sequence[str], found: Sequence[Sequence[bytes]]) -> npt.NDArray[np.bool_]:
+    """``visible[path, worker]`` from every worker's ``content_identities``.
 
     Raises SourceCorruptError that lists every path under which workers see different files, or nobody sees one.
     """

@@ -11,7 +11,7 @@ from fsdpckpt.execute.checks import SourceCheck
 from fsdpckpt.ir.checkpoint import SourceFile
 from fsdpckpt.ir.dtypes import DType, cast, numpy_dtype
 from fsdpckpt.plan.plan import FilePlan, Plan
-from fsdpckpt.plan.windows import Sheet, sheets
+from fsdpckpt.plan.windows import StridedBatch, strided_batches
 from fsdpckpt.storage.local import BLOCK, aligned_buffer
 from fsdpckpt.storage.protocols import is_url
 from fsdpckpt.storage.remote_file import request_cost
@@ -61,7 +61,7 @@ class Assembler:
         if not plain.all():
             numbers = np.flatnonzero(~plain) + rows.start
             widths = self._plan.source_bytes(file.copies.width[numbers], file.copies.cast[numbers])
-            for sheet in sheets(file.copies, numbers, widths, begin, end, len(self._scratch)):
+            for sheet in strided_batches(file.copies, numbers, widths, begin, end, len(self._scratch)):
                 self._pitched(file, sheet, begin, view)
         return view, known
 
@@ -143,7 +143,7 @@ class Assembler:
             view[place : place + length] = part
             known[begin + place, length] = self._check.saw(number, at, part)
 
-    def _pitched(self, file: FilePlan, sheet: Sheet, begin: int, view: memoryview) -> None:
+    def _pitched(self, file: FilePlan, sheet: StridedBatch, begin: int, view: memoryview) -> None:
         """Copies by rows, or with a cast. One alone is clipped to the window: part of a row, whole rows, a part."""
         copies, index = file.copies, sheet.first
         number, source, source_pitch = (
@@ -189,7 +189,7 @@ class Assembler:
         width: int,
         rows: int,
         casting: tuple[DType, DType] | None,
-        sheet: Sheet,
+        sheet: StridedBatch,
     ) -> None:
         """``rows`` whole rows of ``width`` target bytes, through scratch, as many a request as fit there.
 

@@ -18,13 +18,13 @@ from fsdpckpt.plan.partition import Segment
 from fsdpckpt.plan.plan import Copies, FilePlan, Plan
 from fsdpckpt.plan.windows import Parts, Range, open_windows, split
 
-__all__ = ["OwnWindow", "Routes", "find_routes"]
+__all__ = ["Window", "TransferPlan", "plan_transfers"]
 
 Visible = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
-class OwnWindow:
+class Window:
     """The bytes [begin, end) of segment number ``segment``. ``round``: when its bytes have come, -1 if none have to."""
 
     segment: int
@@ -34,7 +34,7 @@ class OwnWindow:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Routes:
+class TransferPlan:
     """What one worker does. ``files[segment]``: the plan by which it fills its windows of that segment; in it, source
     file ``first_stream + s`` is the stream of worker s.
 
@@ -42,7 +42,7 @@ class Routes:
     ``sends[o]``, ``receives[s]``: bytes of each round. ``rounds``: of those in which this worker has a part.
     """
 
-    windows: tuple[OwnWindow, ...]
+    windows: tuple[Window, ...]
     files: dict[int, FilePlan]
     first_stream: int
     streams: dict[int, FilePlan]
@@ -56,14 +56,14 @@ class _Need:
     """What worker ``owner`` cannot read: parts by target file, who sends each, in which round."""
 
     owner: int
-    windows: list[OwnWindow]
+    windows: list[Window]
     parts: list[tuple[int, Parts]]
     sender: Int64Array
     round: Int64Array
     nbytes: Int64Array
 
 
-def find_routes(
+def plan_transfers(
     plan: Plan,
     segments: Sequence[Segment],
     visible: Visible,
@@ -72,7 +72,7 @@ def find_routes(
     window: int,
     round_bytes: int,
     done: Mapping[int, Sequence[Range]] | None = None,
-) -> Routes:
+) -> TransferPlan:
     """The routes of worker ``rank``. ``visible[file, worker]``: who sees which source file, each seen by somebody.
 
     ``done``: by segment, in order, what an interrupted run has written of it; a segment of which that is all has an
@@ -92,7 +92,7 @@ def find_routes(
     rounds = max((int(need.round.max()) + 1 for need in needs if len(need.round)), default=0)
     mine = next((need for need in needs if need.owner == rank), None)
     streams = {need.owner: _stream(need, rank) for need in needs if (need.sender == rank).any()}
-    return Routes(
+    return TransferPlan(
         windows=tuple(mine.windows) if mine is not None else (),
         files=_own_files(plan, segments, mine, visible, rank) if mine is not None else {},
         first_stream=len(visible),
@@ -148,7 +148,7 @@ def _need(
     round_of = (np.cumsum(per_window) - per_window) // stretch
     _, round_of = np.unique(np.where(per_window > 0, round_of, -1), return_inverse=True)  # without empty rounds
     round_of = round_of - (1 if (per_window == 0).any() else 0)
-    found_windows = [OwnWindow(*bound, int(when)) for bound, when in zip(bounds, round_of, strict=True)]
+    found_windows = [Window(*bound, int(when)) for bound, when in zip(bounds, round_of, strict=True)]
     return _Need(owner, found_windows, parts, sender, round_of[window_of], nbytes)
 
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.plan.plan import COPY_COLUMNS, Copies, FilePlan, Plan
 
-__all__ = ["Parts", "Range", "Sheet", "open_windows", "sheets", "split", "window_bounds"]
+__all__ = ["Parts", "Range", "StridedBatch", "open_windows", "strided_batches", "split", "window_bounds"]
 
 Range = tuple[int, int]
 """The bytes [begin, end) of a target file."""
@@ -150,7 +150,7 @@ def _pitched(
 
 
 @dataclass(frozen=True, slots=True)
-class Sheet:
+class StridedBatch:
     """``count`` copies from number ``first`` on, of which each begins ``source_step`` bytes behind the one before in
     the source, and ``target_step`` in the target."""
 
@@ -160,9 +160,9 @@ class Sheet:
     target_step: int = 0
 
 
-def sheets(
+def strided_batches(
     copies: Copies, numbers: Int64Array, source_width: Int64Array, begin: int, end: int, limit: int
-) -> Iterator[Sheet]:
+) -> Iterator[StridedBatch]:
     """The copies ``numbers`` (ascending), in order, as few sheets. ``source_width``: of their rows, in bytes.
 
     Copies are joined only when they lie whole in the bytes [begin, end) of the target, and when what a sheet takes
@@ -183,9 +183,9 @@ def sheets(
     starts = [0, *(np.flatnonzero(broken) + 1).tolist()]
     for first, last in zip(starts, [*starts[1:], len(numbers)], strict=True):
         if last - first == 1:
-            yield Sheet(int(numbers[first]))
+            yield StridedBatch(int(numbers[first]))
             continue
         step, target_step = int(steps[first]), int(target_steps[first])
         count = int(most[first]) // step + 1
         for at in range(first, last, count):
-            yield Sheet(int(numbers[at]), min(count, last - at), step, target_step)
+            yield StridedBatch(int(numbers[at]), min(count, last - at), step, target_step)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fsdpckpt.comm import launch
-from fsdpckpt.comm.launch import first_host, recognised
+from fsdpckpt.comm.launch import first_host, rank_from_environment
 from fsdpckpt.errors import UsageError
 
 TORCHRUN = {
@@ -30,11 +30,11 @@ SRUN = {
 
 
 def test_a_process_started_alone_has_no_place() -> None:
-    assert recognised({"HOME": "/root"}) is None
+    assert rank_from_environment({"HOME": "/root"}) is None
 
 
 def test_torchrun_says_rank_and_where_to_meet() -> None:
-    place = recognised(TORCHRUN)
+    place = rank_from_environment(TORCHRUN)
     assert place is not None
     assert (place.rank, place.world_size, place.local_rank, place.local_world_size) == (5, 8, 1, 4)
     assert (place.address, place.port, place.started_by) == ("node1", 29500, "torchrun")
@@ -42,8 +42,8 @@ def test_torchrun_says_rank_and_where_to_meet() -> None:
 
 def test_srun_says_rank_and_all_tasks_of_a_step_find_one_port() -> None:
     place, other = (
-        recognised(SRUN),
-        recognised({**SRUN, "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"}),
+        rank_from_environment(SRUN),
+        rank_from_environment({**SRUN, "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"}),
     )
     assert place is not None
     assert other is not None
@@ -51,14 +51,17 @@ def test_srun_says_rank_and_all_tasks_of_a_step_find_one_port() -> None:
     assert other.local_world_size == 2
     assert (place.address, place.started_by) == ("gpu03", "srun")
     assert place.port == other.port
-    third = recognised({**SRUN, "SLURM_STEP_ID": "3"})
+    third = rank_from_environment({**SRUN, "SLURM_STEP_ID": "3"})
     assert third is not None
     assert third.port != place.port
 
 
 def test_a_batch_script_without_srun_is_one_process() -> None:
-    assert recognised({"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}) is None
-    assert recognised({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}) is None
+    assert (
+        rank_from_environment({"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"})
+        is None
+    )
+    assert rank_from_environment({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}) is None
 
 
 @pytest.mark.parametrize(
@@ -72,7 +75,7 @@ def test_the_first_host_of_a_node_list(nodes: str, host: str) -> None:
 @pytest.mark.parametrize("change", [{"RANK": "8"}, {"LOCAL_RANK": "4"}, {"RANK": "x"}, {"LOCAL_WORLD_SIZE": "9"}])
 def test_variables_that_contradict_are_a_usage_error(change: dict[str, str]) -> None:
     with pytest.raises(UsageError):
-        recognised({**TORCHRUN, **change})
+        rank_from_environment({**TORCHRUN, **change})
 
 
 @pytest.mark.parametrize(
@@ -103,9 +106,9 @@ def test_what_cannot_be_had_is_a_usage_error_never_another_backend(backend: str,
 def test_the_number_of_workers_follows_the_gpus_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    assert [launch.workers_here(text) for text in ("gpu", "auto", "5")] == [3, 3, 5]
+    assert [launch.local_workers(text) for text in ("gpu", "auto", "5")] == [3, 3, 5]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert launch.workers_here("auto") == 1
+    assert launch.local_workers("auto") == 1
     for text in ("gpu", "0", "many"):
         with pytest.raises(UsageError):
-            launch.workers_here(text)
+            launch.local_workers(text)

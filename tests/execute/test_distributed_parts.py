@@ -14,17 +14,17 @@ import numpy as np
 import pytest
 
 from fsdpckpt.comm.exchanger import LEAVING
-from fsdpckpt.comm.liveness import end_stopped, this_process
+from fsdpckpt.comm.liveness import kill_stopped, process_identity
 from fsdpckpt.comm.protocol import encode_error, original_error
 from fsdpckpt.errors import SourceCorruptError, UsageError, WorkerError
 from fsdpckpt.execute.budget import for_worker, make_budget, settle, threads_for
 from fsdpckpt.execute.copy_pool import CopyPool
 from fsdpckpt.execute.send_recv import ReceiveBuffers
-from fsdpckpt.execute.shared_sources import identities, who_sees
+from fsdpckpt.execute.shared_sources import content_identities, find_visible
 from fsdpckpt.ir.checkpoint import ZEROS
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.plan.plan import Plan
-from fsdpckpt.plan.transfer import OwnWindow
+from fsdpckpt.plan.transfer import Window
 from fsdpckpt.storage.sources import Sources
 
 # visibility
@@ -35,7 +35,7 @@ def test_the_same_content_is_one_file_whatever_the_disk(tmp_path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).write_bytes(data)
     with Sources() as sources:
-        one, other, gone = identities([str(tmp_path / name) for name in ("a", "b", "c")], sources)
+        one, other, gone = content_identities([str(tmp_path / name) for name in ("a", "b", "c")], sources)
     assert one == other != b""
     assert gone == b""
 
@@ -51,23 +51,23 @@ def test_another_length_or_other_bytes_are_another_file(tmp_path, nbytes: int, a
     sampled = at != 5_000 or nbytes < 100_000
     (tmp_path / "flipped").write_bytes(data)
     with Sources() as sources:
-        found = identities([str(tmp_path / name) for name in ("a", "longer", "other", "flipped")], sources)
+        found = content_identities([str(tmp_path / name) for name in ("a", "longer", "other", "flipped")], sources)
     assert len(set(found)) == (4 if sampled else 3)
 
 
 def test_what_reads_as_zeros_is_seen_by_all(tmp_path) -> None:
     with Sources() as sources:
-        assert identities([ZEROS], sources) != [b""]
+        assert content_identities([ZEROS], sources) != [b""]
 
 
 def test_who_sees_which_file_is_a_table_of_files_and_workers() -> None:
-    table = who_sees(["a", "b"], [[b"1", b""], [b"1", b"2"], [b"", b"2"]])
+    table = find_visible(["a", "b"], [[b"1", b""], [b"1", b"2"], [b"", b"2"]])
     assert table.tolist() == [[True, True, False], [False, True, True]]
 
 
 def test_all_files_that_differ_or_are_gone_are_named() -> None:
     with pytest.raises(SourceCorruptError) as caught:
-        who_sees(["a", "b", "c"], [[b"1", b"", b"3"], [b"2", b"", b"3"], [b"2", b"", b""]])
+        find_visible(["a", "b", "c"], [[b"1", b"", b"3"], [b"2", b"", b"3"], [b"2", b"", b""]])
     assert caught.value.details == ("a: worker 0 and workers 1, 2 see different files", "b: gone on every worker")
 
 
@@ -187,7 +187,7 @@ def test_a_stream_is_read_from_the_round_it_came_in(tmp_path) -> None:
 
 
 def test_windows_of_a_round_wait_until_it_has_arrived() -> None:
-    windows = [OwnWindow(0, number, number + 1, number % 3 - 1) for number in range(30)]
+    windows = [Window(0, number, number + 1, number % 3 - 1) for number in range(30)]
     done: list[int] = []
     pool = CopyPool(windows, 2, lambda _, window: done.append(window.round))
     pool.wait(lambda: None, lambda: len(done) == 10)
@@ -202,10 +202,10 @@ def test_windows_of_a_round_wait_until_it_has_arrived() -> None:
 
 
 def test_what_a_thread_raises_the_main_thread_raises() -> None:
-    def copy(_: int, window: OwnWindow) -> None:
+    def copy(_: int, window: Window) -> None:
         raise UsageError(f"window {window.begin}")
 
-    pool = CopyPool([OwnWindow(0, 5, 6, -1)], 2, copy)
+    pool = CopyPool([Window(0, 5, 6, -1)], 2, copy)
     with pytest.raises(UsageError, match="window 5"):
         pool.wait(lambda: None)
     pool.stop()
@@ -213,7 +213,7 @@ def test_what_a_thread_raises_the_main_thread_raises() -> None:
 
 def test_a_pool_moves_when_a_window_is_written_and_while_it_said_it_would_be_silent() -> None:
     go = threading.Event()
-    pool = CopyPool([OwnWindow(0, 0, 1, -1)], 1, lambda *_: void(go.wait(5)))
+    pool = CopyPool([Window(0, 0, 1, -1)], 1, lambda *_: void(go.wait(5)))
     assert not pool.moved()
     pool.expect_silence(10_000_000)
     assert pool.moved()
@@ -233,7 +233,7 @@ def void(_: object) -> None:
 
 
 def test_a_stopped_worker_is_ended_and_a_running_one_is_not() -> None:
-    code = "from fsdpckpt.comm.liveness import this_process as p; import json, time; "
+    code = "from fsdpckpt.comm.liveness import process_identity as p; import json, time; "
     code += "print(json.dumps(p()), flush=True); time.sleep(60)"
     started = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
     try:
@@ -241,9 +241,9 @@ def test_a_stopped_worker_is_ended_and_a_running_one_is_not() -> None:
         os.kill(started[0].pid, signal.SIGSTOP)
         os.waitid(os.P_PID, started[0].pid, os.WSTOPPED | os.WNOWAIT)
         other_life = [peers[1][0], started[0].pid, "another start"]
-        end_stopped([other_life, this_process()])
+        kill_stopped([other_life, process_identity()])
         assert started[0].poll() is None, "another process of that id was ended"
-        end_stopped([*peers, this_process()])
+        kill_stopped([*peers, process_identity()])
         assert started[0].wait(10) == -signal.SIGKILL
         assert started[1].poll() is None
     finally:
@@ -258,6 +258,6 @@ def test_an_identity_reads_little_of_a_large_file(tmp_path) -> None:
         file.truncate(1 << 34)
     begun = time.monotonic()
     with Sources() as sources:
-        assert identities([str(path)], sources) != [b""]
+        assert content_identities([str(path)], sources) != [b""]
     assert time.monotonic() - begun < 2
     assert np.prod(path.stat().st_blocks) == 0

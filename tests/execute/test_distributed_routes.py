@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from fsdpckpt.errors import SourceMissingError, WorkerError
 from fsdpckpt.execute.budget import Settings
-from fsdpckpt.execute.job import Job, packed, unpacked
+from fsdpckpt.execute.job import Job, pack_job, unpack_job
 from fsdpckpt.execute.output import Output, write_window
 from fsdpckpt.execute.send_recv import ReceiveBuffers, SentChecksums, SourcesAndStreams, StreamCheck, stream_file
 from fsdpckpt.execute.window import Assembler
@@ -26,7 +26,7 @@ from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.plan import partition as shares
 from fsdpckpt.plan.partition import Segment, cut, target_node
 from fsdpckpt.plan.plan import Plan, make_plan
-from fsdpckpt.plan.transfer import Routes, find_routes
+from fsdpckpt.plan.transfer import TransferPlan, plan_transfers
 from fsdpckpt.storage.protocols import ByteSource
 from fsdpckpt.storage.sources import Sources
 from tests.execute.random_files import Disk, random_files
@@ -50,7 +50,7 @@ class Worker:
 
     def __init__(self, rank: int, job: Job, visible: np.ndarray, folder: str) -> None:
         window, round_bytes = job.settings.window, job.settings.round_bytes
-        self.routes: Routes = find_routes(
+        self.routes: TransferPlan = plan_transfers(
             job.plan, job.segments, visible, rank=rank, window=window, round_bytes=round_bytes
         )
         windows_of_round = Counter(window.round for window in self.routes.windows if window.round >= 0)
@@ -162,7 +162,7 @@ def test_any_division_of_any_plan_writes_what_one_process_would(seed: int) -> No
         with patch.object(shares, "BLOCK", rng.choice([1, 16])):
             segments = tuple(cut(plan, range(len(files)), writers))
         job = Job(plan, sources, Checksums.of([]), segments, Settings(window, 0, 4 * window, rng.randrange(1, 5), 256))
-        again = unpacked(packed(job))
+        again = unpack_job(pack_job(job))
         assert again.digest() == job.digest()
         assert run(again, visible, folder) == []
         for file, expected in zip(files, wanted, strict=True):
@@ -205,7 +205,9 @@ def test_one_bit_that_changes_on_its_way_is_found_by_whoever_it_came_to(seed: in
             segments = tuple(cut(plan, range(len(files)), [0, 1]))
         window = rng.choice([48, 96, 4096])
         job = Job(plan, sources, Checksums.of([]), segments, Settings(window, 0, 4 * window, 2, 256))
-        routes = [find_routes(plan, segments, visible, rank=r, window=window, round_bytes=4 * window) for r in (0, 1)]
+        routes = [
+            plan_transfers(plan, segments, visible, rank=r, window=window, round_bytes=4 * window) for r in (0, 1)
+        ]
         crossing = [sum(int(counts.sum()) for counts in each.receives.values()) for each in routes]
         if not sum(crossing):
             return
@@ -276,7 +278,7 @@ def test_those_who_see_a_file_take_turns_in_sending_it() -> None:
     plan = make_plan(Target(target))
     segments = cut(plan, range(12), [0])
     visible = np.array([[False, True, True, True]] * 12)
-    found = find_routes(plan, segments, visible, rank=0, window=4096, round_bytes=1 << 20)
+    found = plan_transfers(plan, segments, visible, rank=0, window=4096, round_bytes=1 << 20)
     assert {sender: int(counts.sum()) for sender, counts in found.receives.items()} == {1: 4000, 2: 4000, 3: 4000}
 
 

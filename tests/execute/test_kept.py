@@ -17,7 +17,7 @@ from fsdpckpt.execute.output import LatePlaces
 from fsdpckpt.execute.resume import ReadBack, read_back
 from fsdpckpt.plan import partition as shares
 from fsdpckpt.plan.partition import cut
-from fsdpckpt.plan.transfer import find_routes
+from fsdpckpt.plan.transfer import plan_transfers
 from fsdpckpt.plan.windows import open_windows
 from tests.execute.test_resume import Scene, scene
 
@@ -124,7 +124,7 @@ def test_however_work_is_divided_each_open_byte_has_one_window_and_no_claim_is_c
     visible[0, rng.randrange(workers)] = True
     found: dict[int, list[tuple[int, int]]] = {number: [] for number in range(len(made.plan.files))}
     for rank in range(workers):
-        routes = find_routes(made.plan, segments, visible, rank=rank, window=100, round_bytes=1000, done=done)
+        routes = plan_transfers(made.plan, segments, visible, rank=rank, window=100, round_bytes=1000, done=done)
         assert {window.segment for window in routes.windows} == set(routes.files)
         for window in routes.windows:
             found[segments[window.segment].file].append((window.begin, window.end))
