@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from fsdpckpt.converters.report import Report
     from fsdpckpt.describe import Description, Json
-    from fsdpckpt.flat.units.find import FoundUnits, UnitsRequest
+    from fsdpckpt.flat.units.source import ResolvedUnits, UnitsRequest
     from fsdpckpt.keywords import ConvertKeywords
     from fsdpckpt.lazy import LazyCheckpoint
     from fsdpckpt.verify.compare import Difference
@@ -207,7 +207,7 @@ def save_units(model: nn.Module, optimizer: Optimizer | None, path: Path) -> Non
     directory that gets a ``units.json``. Write it beside the checkpoints, where ``fsdpckpt`` finds it. Raises
     UsageError for a model without FSDP1 modules: FSDP2 needs no units file.
     """
-    from fsdpckpt.flat.live.units import save_units as save
+    from fsdpckpt.flat.live.save import save_units as save
 
     save(model, optimizer, path)
 
@@ -216,17 +216,17 @@ def _named(checkpoint: Checkpoint, sources: Sources, units: Path | None, *, list
     """Flattened shards by name, as far as units are known; any other checkpoint unchanged."""
     if checkpoint.layout is not Layout.FLATTENED and checkpoint.units is None and units is None:
         return checkpoint
-    from fsdpckpt.flat.logical import logical
+    from fsdpckpt.flat.unflatten import logical
 
     return logical(checkpoint, sources, units=os.fspath(units) if units is not None else None, listing=listing)
 
 
-def find_units(source: Path, options: UnitsOptions) -> FoundUnits:
+def find_units(source: Path, options: UnitsOptions) -> ResolvedUnits:
     """The units of the checkpoint at ``source``, inferred or from ``options.units``, and how they were checked.
 
     Raises NeedsInformationError when several units fit, SourceError.
     """
-    from fsdpckpt.flat.units.find import find_units as find
+    from fsdpckpt.flat.units.source import find_units as find
     from fsdpckpt.readers.detect import open_checkpoint
 
     with Sources() as sources:
@@ -234,15 +234,14 @@ def find_units(source: Path, options: UnitsOptions) -> FoundUnits:
         return find(checkpoint, _units_request(options), sources)
 
 
-def model_units(model: str, options: UnitsOptions) -> FoundUnits:
+def model_units(model: str, options: UnitsOptions) -> ResolvedUnits:
     """The units of the model that ``model``, a ``package.module:name``, builds on the meta device.
 
     FSDP1 wraps the classes ``options.wrap``. ``options.source``: a checkpoint to check the units against. Raises
     UsageError, SourceError.
     """
     from fsdpckpt.flat.live.meta import units_from_model
-    from fsdpckpt.flat.units.find import FoundUnits
-    from fsdpckpt.flat.units.model import prove
+    from fsdpckpt.flat.units.source import ResolvedUnits, prove
 
     request = _units_request(options)
     classes = [] if options.wrap == ("none",) else list(options.wrap)
@@ -265,7 +264,7 @@ def model_units(model: str, options: UnitsOptions) -> FoundUnits:
             how += prove(units, options.source, sources)
     if options.use_orig_params is None:
         how.append("use_orig_params=False, FSDP's own default: add --use-orig-params if the training sets it")
-    return FoundUnits(units, None, tuple(how))
+    return ResolvedUnits(units, None, tuple(how))
 
 
 def _units_request(options: UnitsOptions) -> UnitsRequest:

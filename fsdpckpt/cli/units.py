@@ -16,7 +16,7 @@ from fsdpckpt.text import count_text, plural, shape_text
 
 if TYPE_CHECKING:
     from fsdpckpt.cli.output import Output
-    from fsdpckpt.flat.units.find import FoundUnits
+    from fsdpckpt.flat.units.source import ResolvedUnits
     from fsdpckpt.ir.units import Unit, Units
 
 __all__ = ["units_command"]
@@ -68,7 +68,7 @@ def units_command(output: Output, options: UnitsOptions) -> int:
             next_step=_HELP,
         )
     if target is not None:
-        from fsdpckpt.flat.live.file import write_units
+        from fsdpckpt.flat.live.save import write_units
 
         write_units(units.units, target, how=units.how)
     _show(output, units)
@@ -77,7 +77,7 @@ def units_command(output: Output, options: UnitsOptions) -> int:
     return 0
 
 
-def _from_model(model: str, options: UnitsOptions) -> FoundUnits:
+def _from_model(model: str, options: UnitsOptions) -> ResolvedUnits:
     if not options.wrap:
         raise NeedsInformationError(
             "a model does not say which of its modules are wrapped",
@@ -132,7 +132,7 @@ def _require_units_file(path: str) -> None:
         )
 
 
-def _show(output: Output, result: FoundUnits) -> None:
+def _show(output: Output, result: ResolvedUnits) -> None:
     from fsdpckpt.ir.units_json import encode
 
     units = result.units

@@ -10,9 +10,17 @@ from dataclasses import dataclass, replace
 from fsdpckpt.converters.applicability import refuse_flat_options
 from fsdpckpt.converters.target_spec import TargetSpec
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceMissingError, UsageError
-from fsdpckpt.flat.name_slices import is_flattened, name_slices
-from fsdpckpt.flat.scalars import require_equal_scalars
-from fsdpckpt.flat.units.find import ORDER, FoundUnits, UnitsRequest, load_units, source_units, target_units
+from fsdpckpt.flat.flatten.states import require_equal_scalars
+from fsdpckpt.flat.unflatten import name_slices
+from fsdpckpt.flat.units.source import (
+    ORDER,
+    ResolvedUnits,
+    UnitsRequest,
+    is_flattened,
+    load_units,
+    source_units,
+    target_units,
+)
 from fsdpckpt.ir.checkpoint import UNORDERED, Checkpoint, KeyType, Layout, Note, OptimState, Section, group_params
 from fsdpckpt.ir.dtypes import DTYPES, DType
 from fsdpckpt.ir.invariants import fatal
@@ -22,12 +30,11 @@ from fsdpckpt.ir.units import Units
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.transform.management import Evidence, decide_sharded
 from fsdpckpt.transform.missing_state import Choice, fill, note_elementless, require_complete
 from fsdpckpt.transform.parameter_order import ParameterOrder, from_list, from_model, from_param_names, from_units
 from fsdpckpt.transform.rekey import is_keyed_by_id, to_ids, to_names
-from fsdpckpt.transform.selection import rename, select_keys, select_section, with_own_tensors
-from fsdpckpt.transform.whole_copies import differing_copies
+from fsdpckpt.transform.selection import differing_copies, rename, select_keys, select_section, with_own_tensors
+from fsdpckpt.transform.sharded import Evidence, decide_sharded
 
 __all__ = ["TransformedCheckpoint", "apply_key_type", "fill_missing", "parameter_orders", "transform", "units_request"]
 
@@ -53,7 +60,7 @@ def transform(opened: Checkpoint, options: ConvertOptions, spec: TargetSpec, sou
         has_flat=lambda: spec.layout is Layout.FLATTENED or is_flattened(checkpoint, sources, request),
     )
     own_keys = checkpoint.optim.key_type if checkpoint.optim is not None else None
-    found: FoundUnits | None = None
+    found: ResolvedUnits | None = None
     flattened = spec.layout is Layout.FLATTENED
     if is_flattened(checkpoint, sources, request):
         found = source_units(opened, request, sources, target_flattened=flattened)
@@ -84,7 +91,7 @@ def _filled(checkpoint: Checkpoint, options: ConvertOptions, units: Units | None
     return fill_missing(checkpoint, choice, units=units, sources=sources)
 
 
-def _recorded(found: FoundUnits | None, request: UnitsRequest, sources: Sources) -> Units | None:
+def _recorded(found: ResolvedUnits | None, request: UnitsRequest, sources: Sources) -> Units | None:
     """The units that say which id is which parameter: the source's, or those of ``--units``."""
     if found is None:
         return load_units(request.file, sources) if request.file else None
@@ -194,7 +201,7 @@ def _reference(options: ConvertOptions, sources: Sources) -> Checkpoint | None:
 
 def _to_flattened(
     checkpoint: Checkpoint,
-    source: FoundUnits | None,
+    source: ResolvedUnits | None,
     request: UnitsRequest,
     options: ConvertOptions,
     spec: TargetSpec,

@@ -1,34 +1,27 @@
-"""Proves units against a flattened checkpoint: every slice of every rank must have the length that they say.
+"""Prove units against a flattened checkpoint: every slice of every rank must have the length that they give.
 
 ``match`` takes the units as fully given (``use_orig_params``, strategy, alignment, sharding group) and either finds
-what each key of the checkpoint is, or lists everything that contradicts them. It searches and guesses nothing.
+what each key of the checkpoint is, a parameter or a whole unit, or lists everything that contradicts them. It searches
+and guesses nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fsdpckpt.flat.keys import KeyMatching
-from fsdpckpt.flat.order import out_of_order, siblings_astray
-from fsdpckpt.flat.slice_lengths import (
-    carried_whole,
-    is_flat_key,
-    is_sliced,
-    lengths_found,
-    lengths_shown,
-    slice_lengths,
-)
+from fsdpckpt.flat.names import first_misplaced_module, order_contradictions
+from fsdpckpt.flat.slices import is_number_per_rank, is_sliced, lengths_of, lengths_text, slice_lengths
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, OptimState, ParamKey, group_params
 from fsdpckpt.ir.names import clean, keeps_order
 from fsdpckpt.ir.tensors import ONE_SLICE, SLICES, Int64Array, Tensor
 from fsdpckpt.ir.units import FLAT_PARAM, Unit, UnitParam, Units
-from fsdpckpt.ir.values import Value
-from fsdpckpt.layouts.flattened import FlatLayout, layout_of
+from fsdpckpt.ir.values import Key, Value
+from fsdpckpt.layouts.flattened import FlatLayout, is_flat_key, layout_of
 
-__all__ = ["FlatMatch", "Mismatch", "match"]
+__all__ = ["FlatMatch", "KeyMatching", "Mismatch", "match"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -152,7 +145,7 @@ class _Matching:
                 yield from self._flat_chunks(unit, leaf)
         optim = self.checkpoint.optim
         if optim is not None and optim.key_type == "id" and keeps_order(self.checkpoint, ()):
-            wrong = siblings_astray(
+            wrong = first_misplaced_module(
                 [unit.prefix for unit in self.units.units], [key[: -len(FLAT_PARAM) - 1] for key in by_clean]
             )
             if wrong:
@@ -185,11 +178,11 @@ class _Matching:
             # LOCAL_STATE_DICT lists the innermost units first, and inside of each the model's order.
             slices = [name for name, leaf in cleaned.items() if isinstance(leaf, Tensor) and leaf.placement == SLICES]
             if self.checkpoint.container is Container.TORCH:
-                yield from out_of_order(self.units, slices, across=False)
+                yield from order_contradictions(self.units, slices, across=False)
             return
         yield from (f"the units have {name}, the model has no such key" for name in self.params if name not in cleaned)
         if keeps_order(self.checkpoint, list(cleaned)):
-            yield from out_of_order(self.units, list(cleaned))
+            yield from order_contradictions(self.units, list(cleaned))
         if compared:
             self.proved.append(f"{compared} names and shapes of the units are those of the model section")
 
@@ -228,7 +221,7 @@ class _Matching:
             compared += len(tensors)
             for state, text in wrong.items():
                 # One number a rank beside states that do fit is a counter of shape (1,); alone it would prove nothing.
-                if len(wrong) == len(tensors) or not carried_whole(tensors[state]):
+                if len(wrong) == len(tensors) or not is_number_per_rank(tensors[state]):
                     yield f"optim {key} ({name}) {state}: {text}"
         if compared:
             self.proved.append(f"{compared} optimizer states have the units' number of elements on every rank")
@@ -252,12 +245,12 @@ class _Matching:
             shard = self.layouts[name].shard
             lengths = slice_lengths(leaf, self.world_size)
             if lengths is None or (lengths != shard).any():
-                return f"{shard} elements on every rank by the units, found {lengths_found(leaf, self.world_size)}"
+                return f"{shard} elements on every rank by the units, found {lengths_of(leaf, self.world_size)}"
             return None
         if name in self.sharded:
             return self._check_slices(self.params[name], leaf)
         if leaf.shape != self.params[name].shape and not self._whole_vector(self.params[name], leaf):
-            return f"{list(self.params[name].shape)} by the units, found {lengths_found(leaf, self.world_size)}"
+            return f"{list(self.params[name].shape)} by the units, found {lengths_of(leaf, self.world_size)}"
         return None
 
     def _check_slices(self, param: UnitParam, leaf: Tensor) -> str | None:
@@ -268,12 +261,10 @@ class _Matching:
         expected = self._spread(self.counts[param.name])
         if leaf.placement == ONE_SLICE:  # DCP kept that of one rank, and does not say of which
             if leaf.shape[0] not in expected:
-                return f"{lengths_shown(expected)} elements by rank by the units, found a slice of {leaf.shape[0]}"
+                return f"{lengths_text(expected)} elements by rank by the units, found a slice of {leaf.shape[0]}"
             return None
         if lengths is None or not np.array_equal(lengths, expected):
-            return (
-                f"{lengths_shown(expected)} elements by rank by the units, found {lengths_found(leaf, self.world_size)}"
-            )
+            return f"{lengths_text(expected)} elements by rank by the units, found {lengths_of(leaf, self.world_size)}"
         return None
 
     def _whole_vector(self, param: UnitParam, leaf: Tensor) -> bool:
@@ -283,3 +274,98 @@ class _Matching:
             and len(param.shape) == 1
             and bool((leaf.chunks.size[:, 0] == param.shape[0]).all())
         )
+
+
+class KeyMatching:
+    """One attempt; ``contradictions`` fills the other attributes.
+
+    ``keys``: each key of the optimizer to an original name or a unit's key. ``told``: the groups as ``param_names``
+    state them, where the units do not. ``proved``: what was compared, in words.
+    """
+
+    def __init__(self, optim: OptimState, units: Units) -> None:
+        self.optim = optim
+        self.units = units
+        self.params = units.params()
+        self.by_key = {unit.key: unit for unit in units.units}
+        self.keys: dict[ParamKey, str] = {}
+        self.told: tuple[tuple[str, ...], ...] | None = None
+        self.proved: list[str] = []
+
+    def contradictions(self) -> Iterator[str]:
+        """Everything in keys, groups and ``param_names`` that the units do not allow."""
+        if self.optim.key_type == "name":
+            yield from self._by_name()
+        elif self.optim.param_groups is None:
+            yield from self._ungrouped()
+        else:
+            yield from self._by_id(self.optim.param_groups)
+
+    def _by_name(self) -> Iterator[str]:
+        known = [*self.by_key, *(param.name for param in self.units.unmanaged)]
+        possible = dict.fromkeys(self.params if self.units.use_orig_params else known)
+        listed = [key for group in self.optim.param_groups or () for key in group_params(group) or ()]
+        for key in dict.fromkeys([*self.optim.state, *listed]):
+            if clean(str(key)) in possible:
+                self.keys[key] = clean(str(key))
+            elif key in listed:
+                yield f"optim: the groups list {key}, which the units do not have"
+
+    def _ungrouped(self) -> Iterator[str]:
+        order = self.units.id_order()
+        self.keys.update({key: order[key] for key in self.optim.state if isinstance(key, int) and key < len(order)})
+        yield from (
+            f"optim {key}: the units have {len(order)} parameters" for key in self.optim.state if key not in self.keys
+        )
+
+    def _by_id(self, groups: Sequence[Mapping[Key, Value]]) -> Iterator[str]:
+        ids = [group_params(group) or [] for group in groups]
+        names = self._groups([len(listed) for listed in ids], groups)
+        if isinstance(names, str):
+            yield names
+            return
+        for number, (listed, own) in enumerate(zip(ids, names, strict=True)):
+            if len(listed) != len(own):
+                yield f"param group {number} lists {len(listed)} parameters, by the units it has {len(own)}"
+                return
+            self.keys.update(zip(listed, own, strict=True))
+        yield from self._compare_param_names(groups)
+
+    def _groups(self, lengths: Sequence[int], groups: Sequence[Mapping[Key, Value]]) -> Sequence[Sequence[str]] | str:
+        """The keys of each param group, or why they are not known."""
+        if self.units.groups is not None:
+            if len(self.units.groups) != len(lengths):
+                return f"the optimizer has {len(lengths)} param groups, by the units {len(self.units.groups)}"
+            return self.units.groups
+        told = [_param_names(group) for group in groups]
+        if all(told):
+            self.told = tuple(tuple(clean(name) for name in names) for names in told)
+            return self.told
+        if len(lengths) > 1:
+            return (
+                f"the optimizer has {len(lengths)} param groups, and the units do not say which parameters are in which"
+            )
+        order = self.units.optimizer_keys()
+        trained = tuple(key for key in order if self._requires_grad(key))
+        return [order if lengths[0] == len(order) else trained]
+
+    def _requires_grad(self, key: str) -> bool:
+        return self.by_key[key].requires_grad if key in self.by_key else self.params[key].requires_grad
+
+    def _compare_param_names(self, groups: Sequence[Mapping[Key, Value]]) -> Iterator[str]:
+        known = {*self.by_key, *self.params}
+        compared = 0
+        for group in groups:
+            for key, name in zip(group_params(group) or (), _param_names(group), strict=False):
+                compared += 1
+                if clean(name) not in known:
+                    yield f"param_names: {clean(name)} is not among the units' parameters"
+                elif self.keys[key] != clean(name):
+                    yield f"optim {key} is {clean(name)} by param_names, {self.keys[key]} by the units"
+        if compared:
+            self.proved.append(f"{compared} param_names of the groups agree with the units")
+
+
+def _param_names(group: Mapping[Key, Value]) -> list[str]:
+    names = group.get("param_names")
+    return [str(name) for name in names] if isinstance(names, (list, tuple)) else []

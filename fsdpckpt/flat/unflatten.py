@@ -1,4 +1,4 @@
-"""Turns the slices of a flattened checkpoint into the tensors they are slices of, once units are proved.
+"""Turn the slices of a flattened checkpoint into the tensors they are slices of, once units are proved.
 
 The counterparts in PyTorch, ``_unflatten_optim_state`` and ``_convert_state_with_orig_params``, gather first; here
 nothing moves: each slice becomes boxes of its parameter, lying where the slice lies.
@@ -12,17 +12,23 @@ from typing import TypeAlias
 
 import numpy as np
 
+from fsdpckpt.errors import NeedsInformationError, SourceCorruptError
 from fsdpckpt.flat.match import FlatMatch
-from fsdpckpt.flat.slice_lengths import carried_whole, is_flat_key, is_step, slice_lengths
-from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, OptimState, ParamKey, group_params
+from fsdpckpt.flat.proofs import compare_replicas, require_padding
+from fsdpckpt.flat.slices import is_number_per_rank, is_step, slice_lengths
+from fsdpckpt.flat.units.request import ResolvedUnits
+from fsdpckpt.flat.units.source import UnitsRequest, is_flattened, source_units
+from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, OptimState, ParamKey, Problem, group_params
 from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.invariants import fatal, problems
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.tensors import ONE_SLICE, SLICES, Chunks, Int64Array, Tensor, contiguous_stride
 from fsdpckpt.ir.units import Unit, UnitParam
 from fsdpckpt.ir.values import Key, Value
-from fsdpckpt.layouts.flattened import FlatLayout, flat_boxes
+from fsdpckpt.layouts.flattened import FlatLayout, flat_boxes, is_flat_key
+from fsdpckpt.storage.sources import Sources
 
-__all__ = ["unflatten"]
+__all__ = ["logical", "name_slices", "unflatten"]
 
 PLACEMENT = "flattened"
 
@@ -146,7 +152,7 @@ def _of_param(param: UnitParam, leaf: Tensor | Value, match: FlatMatch, world_si
     if counts is None or lengths is None:
         return _whole(leaf) if counts is None else replace(leaf, sharded=True, placement=PLACEMENT)
     if not np.array_equal(lengths, np.resize(counts, world_size)):
-        return _whole(leaf) if carried_whole(leaf) else replace(leaf, sharded=True, placement=PLACEMENT)
+        return _whole(leaf) if is_number_per_rank(leaf) else replace(leaf, sharded=True, placement=PLACEMENT)
     starts = np.resize(np.cumsum(counts) - counts, world_size)[leaf.chunks.rank]
     return _tensor(param, leaf.dtype, _runs(leaf, starts), 0)
 
@@ -158,8 +164,8 @@ def _of_holders(leaf: Tensor, counts: Int64Array | None, world_size: int) -> Ten
     """
     if counts is None or not counts.any():
         return leaf
-    holding = np.resize(counts, world_size)[leaf.chunks.rank] > 0
-    return replace(leaf, chunks=leaf.chunks.take(holding)) if holding.any() else leaf
+    deciding_params = np.resize(counts, world_size)[leaf.chunks.rank] > 0
+    return replace(leaf, chunks=leaf.chunks.take(deciding_params)) if deciding_params.any() else leaf
 
 
 def _group(group: Mapping[Key, Value], match: FlatMatch, by_key: Mapping[str, Unit]) -> dict[Key, Value]:
@@ -230,3 +236,61 @@ def _tensor(param: UnitParam, dtype: DType, runs: Sequence[_Run], start: int) ->
     if not param.numel:
         chunks = Chunks.whole(file=0, offset=0, shape=param.shape)
     return Tensor(dtype, param.shape, chunks, sharded=True, placement=PLACEMENT)
+
+
+def name_slices(checkpoint: Checkpoint, found: ResolvedUnits, sources: Sources, *, replicas: bool = True) -> Checkpoint:
+    """``checkpoint`` with the slices turned into whole tensors by units that were proved.
+
+    ``replicas``: whether those of slices are compared here. Raises SourceCorruptError when they differ, or when what
+    the units call padding is none.
+    """
+    if found.match is None:
+        return checkpoint
+    padding = require_padding(checkpoint, found.match, sources)
+    proved = [f"{padding} elements of padding hold what FSDP1 writes there"] if padding else []
+    problems, notes = compare_replicas(checkpoint, found.match) if replicas else ([], [])
+    if problems:
+        raise fatal(problems, source=checkpoint.source)
+    told = [*notes, *(Note("units", line) for line in (*found.how, *found.match.proved, *proved))]
+    return unflatten(replace(checkpoint, notes=(*checkpoint.notes, *told)), found.match)
+
+
+def logical(checkpoint: Checkpoint, sources: Sources, *, units: str | None = None, listing: bool = False) -> Checkpoint:
+    """``checkpoint`` with slices turned into whole tensors by name, as far as its units are known.
+
+    ``units``: a units file. Without one, those beside the checkpoint, or what its own model section proves. When
+    nothing tells, the slices stay what they are, with a note that says what would name them. Raises SourceError when
+    units contradict the checkpoint, NeedsInformationError when ``units`` is given and does not settle it.
+    ``listing``: for a caller that lists problems and compares replicas itself. What contradicts the units beside the
+    checkpoint is added to its problems then.
+    """
+    request = UnitsRequest(file=units)
+    if not is_flattened(checkpoint, sources, request):
+        return checkpoint
+    try:
+        found = source_units(checkpoint, request, sources)
+    except NeedsInformationError as error:
+        if units is not None:
+            raise
+        note = Note("unnamed", f"the slices keep their ids: {error.what}")
+        return replace(checkpoint, notes=(*checkpoint.notes, note))
+    except SourceCorruptError as error:
+        if units is not None or not listing:
+            raise
+        return _with_problems(checkpoint, error)
+    try:
+        named = name_slices(checkpoint, found, sources, replicas=not listing)
+    except SourceCorruptError as error:
+        if not listing:
+            raise
+        return _with_problems(checkpoint, error)
+    # What shows in slices shows again, under names, in what they became.
+    read_as_slices = set(problems(checkpoint))
+    return replace(named, problems=tuple(problem for problem in named.problems if problem not in read_as_slices))
+
+
+def _with_problems(checkpoint: Checkpoint, error: SourceCorruptError) -> Checkpoint:
+    """``checkpoint`` as it is, with one problem for each thing that ``error`` lists."""
+    found = [Problem("units", f"{error.what}: {detail}", file=error.file) for detail in error.details]
+    found = found or [Problem("units", error.what, file=error.file)]
+    return replace(checkpoint, problems=(*checkpoint.problems, *found))

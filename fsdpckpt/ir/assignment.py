@@ -35,14 +35,14 @@ class _Path:
         self.name = name
 
 
-def in_order(groups: Sequence[int], names: int, fits: Fits) -> list[Answer] | None:
+def in_order(groups: Sequence[int], names: int, fits: Fits, *, effort: int = _EFFORT) -> list[Answer] | None:
     """At most two ways to deal ``names`` ordered names out to groups of so many ids, some names left over.
 
-    None when there are too many possibilities to try them all.
+    None when there are too many possibilities to try them all: more than ``effort`` beside those that one answer takes.
     """
     if len(groups) == 1:
         return _one_group(groups[0], names, fits)
-    return _several_groups(groups, names, fits)
+    return _several_groups(groups, names, fits, effort + _EFFORT_A_NAME * names)
 
 
 def _one_group(ids: int, names: int, fits: Fits) -> list[Answer]:
@@ -67,12 +67,11 @@ def _one_group(ids: int, names: int, fits: Fits) -> list[Answer]:
     return [tuple(early)] if early == late else [tuple(early), tuple(late)]
 
 
-def _several_groups(groups: Sequence[int], names: int, fits: Fits) -> list[Answer] | None:
+def _several_groups(groups: Sequence[int], names: int, fits: Fits, effort: int) -> list[Answer] | None:
     """Name by name; a state of the search is how many ids of each group have their name."""
     total = sum(groups)
     first = [end - size for end, size in zip(accumulate(groups), groups, strict=True)]
     frontier: dict[tuple[int, ...], list[_Path | None]] = {(0,) * len(groups): [None]}
-    effort = _EFFORT + _EFFORT_A_NAME * names
     for name in range(names):
         following: dict[tuple[int, ...], list[_Path | None]] = {}
         effort -= len(frontier)

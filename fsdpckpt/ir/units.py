@@ -119,6 +119,10 @@ class Units:
             return self.parameters
         return _traversal(self)
 
+    def id_order(self) -> tuple[str, ...]:
+        """What the ids of an optimizer count: ``groups`` one after the other, else ``optimizer_keys``."""
+        return self.optimizer_keys() if self.groups is None else tuple(key for group in self.groups for key in group)
+
 
 @dataclass(slots=True)
 class _Module:

@@ -11,20 +11,36 @@ of 16 bytes, the end is padded to a multiple of the ranks, and all of this paddi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from fsdpckpt.ir.tensors import Int64Array
-from fsdpckpt.ir.units import Strategy, Unit
+from fsdpckpt.ir.units import FLAT_PARAM, Strategy, Unit, Units
 from fsdpckpt.layouts.boxes import Box
 
-__all__ = ["FILLER", "FlatLayout", "FlatPart", "FlatSlices", "alignment", "flat_boxes", "layout_of"]
+__all__ = [
+    "FILLER",
+    "FlatLayout",
+    "FlatPart",
+    "FlatSlices",
+    "PlacedUnit",
+    "alignment",
+    "flat_boxes",
+    "is_flat_key",
+    "layout_of",
+    "place_units",
+]
 
 FILLER = 42
 """What FSDP1 writes into alignment padding (``FlatParamHandle._construct_padding_tensor``)."""
 
 _ALIGNED_BYTES = 16
+
+
+def is_flat_key(key: object) -> bool:
+    """Whether a key of a state dict names a flat parameter: ``_flat_param`` or ``<unit>._flat_param``."""
+    return isinstance(key, str) and (key == FLAT_PARAM or key.endswith(f".{FLAT_PARAM}"))
 
 
 def alignment(itemsize: int) -> int:
@@ -153,6 +169,41 @@ def layout_of(unit: Unit, *, use_orig_params: bool, world_size: int, shard_size:
         aligned=alignment(dtype.itemsize) if use_orig_params else None,
         sharded=sharded,
     )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlacedUnit:
+    """One unit and its layout in a sharding group. ``boxes``: the shards that have elements, in order."""
+
+    unit: Unit
+    layout: FlatLayout
+    boxes: tuple[Box, ...]
+    _parts: dict[int, list[FlatPart]] = field(default_factory=dict)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether FSDP1 shards it at all: not under NO_SHARD, and not in a group of one rank."""
+        return self.layout.shards > 1
+
+    def parts(self, rank: int) -> list[FlatPart]:
+        """The shard that ``rank`` holds, front to back; computed once a shard, as sections and states share it."""
+        index = rank % self.layout.shards
+        parts = self._parts.get(index)
+        if parts is None:
+            parts = self._parts[index] = self.layout.parts(index)
+        return parts
+
+
+def place_units(units: Units, world_size: int) -> list[PlacedUnit]:
+    """Every unit over ``world_size`` ranks."""
+    shard_size = units.shard_size or world_size
+    placed = []
+    for unit in units.units:
+        layout = layout_of(unit, use_orig_params=units.use_orig_params, world_size=world_size, shard_size=shard_size)
+        ranges = [layout.held(index) for index in range(layout.shards)]
+        boxes = tuple(Box((begin,), (end - begin,)) for begin, end in ranges if begin < end)
+        placed.append(PlacedUnit(unit, layout, boxes))
+    return placed
 
 
 def flat_boxes(shape: Sequence[int], begin: int, count: int, order: Sequence[int] | None = None) -> list[Box]:

@@ -15,7 +15,7 @@ import numpy as np
 from fsdpckpt.converters.target_spec import TargetSpec
 from fsdpckpt.converters.transform import transform, units_request
 from fsdpckpt.errors import NeedsInformationError, UsageError
-from fsdpckpt.flat.name_slices import is_flattened
+from fsdpckpt.flat.units.source import is_flattened
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, OptimState, Section, group_params
 from fsdpckpt.ir.targets import TargetFile
 from fsdpckpt.ir.tensors import Tensor

@@ -15,20 +15,15 @@ import numpy as np
 
 from fsdpckpt.ir.checkpoint import LOOSE, ModelState, OptimState, ParamKey, group_params
 from fsdpckpt.ir.tensors import SLICES, Int64Array, Tensor
-from fsdpckpt.ir.units import FLAT_PARAM
 from fsdpckpt.ir.values import Key, Value
+from fsdpckpt.layouts.flattened import is_flat_key
 
-__all__ = ["as_slices", "flat_parameter_keys", "in_slices", "is_flat_key", "mappings", "optimizers", "why_sliced"]
+__all__ = ["as_slices", "flat_parameter_keys", "in_slices", "is_optimizer", "mappings", "optimizers", "why_sliced"]
 
 _DEPTH = 4  # how deep an optimizer may lie; composer, the deepest producer, needs 3
 _SHOWN = 6
 
 ChecksumRow = tuple[int, int, int, int]
-
-
-def is_flat_key(key: object) -> bool:
-    """Whether a key names a flat parameter: ``_flat_param`` or ``<unit>._flat_param``."""
-    return isinstance(key, str) and (key == FLAT_PARAM or key.endswith(f".{FLAT_PARAM}"))
 
 
 def mappings(value: object, path: tuple[Key, ...] = ()) -> Iterator[tuple[tuple[Key, ...], dict[Key, Value]]]:

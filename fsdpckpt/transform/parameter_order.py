@@ -13,8 +13,9 @@ from typing import TypeAlias
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, OptimState, group_params
 from fsdpckpt.ir.names import clean, keeps_order, without_module
 from fsdpckpt.ir.tensors import SLICES, Tensor
-from fsdpckpt.ir.units import FLAT_PARAM, Units
+from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.values import Key, Value
+from fsdpckpt.layouts.flattened import is_flat_key
 
 __all__ = [
     "ParameterOrder",
@@ -26,7 +27,6 @@ __all__ = [
     "from_model",
     "from_param_names",
     "from_units",
-    "is_flat",
     "stated_shapes",
 ]
 
@@ -116,12 +116,7 @@ def _told(group: Mapping[Key, Value]) -> list[str] | None:
     """The clean ``param_names`` of one group, None unless there is one for each key."""
     params, told = group_params(group) or [], group.get("param_names")
     names = [clean(name) for name in told if isinstance(name, str)] if isinstance(told, (list, tuple)) else []
-    return None if len(names) != len(params) or any(map(is_flat, names)) else names
-
-
-def is_flat(name: str) -> bool:
-    """Whether it is the name of a flat parameter."""
-    return name.rpartition(".")[2] == FLAT_PARAM
+    return None if len(names) != len(params) or any(map(is_flat_key, names)) else names
 
 
 def from_list(names: Sequence[str], source: str = "--parameters", like: Collection[str] = ()) -> ParameterOrder:
@@ -175,7 +170,7 @@ def from_model(
 
 def _may_be_parameter(name: str, tensor: Tensor, buffers: Sequence[str], keyed: Collection[str]) -> bool:
     """An optimizer's parameter: floating or complex, and of one dimension or more, as FSDP wants them."""
-    if (not tensor.ndim and name not in keyed) or tensor.placement == SLICES or is_flat(name):
+    if (not tensor.ndim and name not in keyed) or tensor.placement == SLICES or is_flat_key(name):
         return False
     if any(fnmatchcase(name, glob) for glob in buffers if buffers != ("none",)):
         return False

@@ -1,21 +1,34 @@
-"""Passes that choose and name what is taken: ``--only``, ``--include``, ``--exclude``, prefixes, ``--rename``."""
+"""Passes that choose and name what is taken (``--only``, ``--include``, ``--rename``), and one of many equal copies."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import TypeVar
 
+import numpy as np
+
 from fsdpckpt.errors import NeedsInformationError, SourceMissingError, UsageError
-from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, OptimState, ParamKey, Section, group_params
-from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.checkpoint import (
+    Checkpoint,
+    Checksums,
+    Layout,
+    ModelState,
+    Note,
+    OptimState,
+    ParamKey,
+    Problem,
+    Section,
+    group_params,
+)
+from fsdpckpt.ir.tensors import Int64Array, Tensor
 from fsdpckpt.ir.values import Key, Value
 
-__all__ = ["rename", "select_keys", "select_section", "with_own_tensors"]
+__all__ = ["differing_copies", "rename", "select_keys", "select_section", "with_own_tensors"]
 
 SHOWN = 5  # keys in a note; its ``keys``, in --json, has them all
 
@@ -234,3 +247,71 @@ def _rekey_group(group: dict[Key, Value], names: Mapping[str, str]) -> dict[Key,
 
 def _taken(values: Iterable[T], kept: Sequence[bool]) -> list[T]:
     return [value for value, keep in zip(values, kept, strict=True) if keep]
+
+
+def differing_copies(checkpoint: Checkpoint) -> Iterator[Problem]:
+    """A fatal problem for each optimizer state of which two ranks have different copies, and for each matrix of a model
+    of which nothing is sharded.
+
+    Told by the CRC-32 that the source's files carry; what has none is left to ``fsdpckpt verify``, which reads it.
+    """
+    records = _Records(checkpoint.checksums)
+    seen: set[tuple[bytes, bytes]] = set()
+    for named in checkpoint.tensors():
+        tensor = named.tensor
+        matrix = named.section is Section.MODEL and checkpoint.layout is Layout.FULL and tensor.ndim > 1
+        if len(tensor.chunks) < 2 or not (matrix or named.section is Section.OPTIM):
+            continue
+        place = tensor.chunks.file.tobytes(), tensor.chunks.offset.tobytes()
+        if place in seen:  # the parameters of one unit share its ``step``
+            continue
+        seen.add(place)
+        rows = _whole_copies(tensor)
+        sums = records.of(tensor, rows)
+        known = np.flatnonzero(sums >= 0)
+        other = known[sums[known] != sums[known[0]]] if len(known) else known
+        if len(other):
+            one, two = (int(tensor.chunks.rank[rows[index]]) for index in (known[0], other[0]))
+            what = (
+                "nothing says whether they are parts (name one of the files to take it)"
+                if matrix
+                else "they are replicas"
+            )
+            message = f"{named.section} {named.key}: the copies of rank {one} and of rank {two} differ, and {what}"
+            yield Problem("replica", message, key=named.key, rank=two, section=named.section)
+
+
+def _whole_copies(tensor: Tensor) -> Int64Array:
+    """The rows of the chunks that are the whole tensor, laid out like the first one."""
+    chunks = tensor.chunks
+    if not len(chunks):
+        return np.empty(0, np.int64)
+    alike = (chunks.size == np.asarray(tensor.shape, np.int64)).all(axis=1)
+    return np.flatnonzero(alike & (chunks.stride == chunks.stride[0]).all(axis=1)).astype(np.int64)
+
+
+class _Records:
+    """The source's checksums by file and offset."""
+
+    def __init__(self, checksums: Checksums) -> None:
+        self._order = np.lexsort((checksums.offset, checksums.file))
+        self._keys = self._key(checksums.file, checksums.offset)[self._order]
+        self._checksums = checksums
+
+    def of(self, tensor: Tensor, rows: Int64Array) -> Int64Array:
+        """The CRC-32 of each of these chunks, -1 for one that is not exactly a record."""
+        chunks = tensor.chunks
+        keys = self._key(chunks.file[rows], chunks.offset[rows])
+        at = np.searchsorted(self._keys, keys)
+        found = np.full(len(rows), -1, np.int64)
+        inside = np.flatnonzero(at < len(self._keys))
+        inside = inside[self._keys[at[inside]] == keys[inside]]
+        record = self._order[at[inside]]
+        exact = self._checksums.nbytes[record] == tensor.nbytes
+        found[inside[exact]] = self._checksums.crc[record[exact]]
+        return found
+
+    @staticmethod
+    def _key(file: Int64Array, offset: Int64Array) -> Int64Array:
+        # Files of less than 2**42 bytes, fewer than 2**21 of them: both fit into one number.
+        return (file << np.int64(42)) + offset

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdpckpt.flat.live.units import units_of
+from fsdpckpt.flat.live.save import units_of
 from fsdpckpt.ir.units_json import loads
 from tests.cli.conftest import Run
 from tests.oracle.flat_models import Nested, Outer, Perceptron

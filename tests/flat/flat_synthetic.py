@@ -8,7 +8,7 @@ from math import prod
 
 import numpy as np
 
-from fsdpckpt.flat.units.names import NamedParam, NameList
+from fsdpckpt.flat.names import NamedParam, ParameterNames
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, OptimState, ParamKey
 from fsdpckpt.ir.dtypes import DTYPES, DType
 from fsdpckpt.ir.tensors import SLICES, Chunks, Tensor
@@ -23,8 +23,8 @@ def named(name: str, *shape: int, dtype: str = "float32", sharded: bool | None =
     return NamedParam(name, shape, DTYPES[dtype], sharded=sharded)
 
 
-def name_list(*params: NamedParam, ordered: bool = True, foreign: bool = False) -> NameList:
-    return NameList(params, ordered, "a list", foreign=foreign)
+def name_list(*params: NamedParam, ordered: bool = True, from_reference: bool = False) -> ParameterNames:
+    return ParameterNames(params, ordered, "a list", from_reference=from_reference)
 
 
 def whole(*shape: int, dtype: DType = FLOAT, sharded: bool | None = True, file: int = 0, offset: int = 0) -> Tensor:

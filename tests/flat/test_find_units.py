@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import save_file
 
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceMissingError, UsageError
+from fsdpckpt.flat.names import NamedParam
 from fsdpckpt.flat.units.build import Settings, build_units
-from fsdpckpt.flat.units.find import FoundUnits, UnitsRequest, find_units, source_units, target_units
-from fsdpckpt.flat.units.names import NamedParam
+from fsdpckpt.flat.units.source import ResolvedUnits, UnitsRequest, find_units, source_units, target_units
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout, ModelState, Note, OptimState
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.units import Strategy, Units
@@ -281,7 +281,7 @@ def test_a_glob_that_matches_nothing_shows_the_modules_there_are(tmp_path: Path,
 
 
 def test_a_target_keeps_the_wrapping_and_settings_of_its_source(sources: Sources) -> None:
-    source = FoundUnits(units_of(orig=True), None, ())
+    source = ResolvedUnits(units_of(orig=True), None, ())
     found = target_units(full(), UnitsRequest(), source, 3, sources)
     assert found.units == replace(units_of(orig=True), world_size=3, groups=(tuple(param.name for param in PARAMS),))
     assert found.how[1] == "use_orig_params=True, full-shard, aligned for float32"
@@ -315,7 +315,7 @@ def test_a_target_of_whole_tensors_needs_wrapping_and_use_orig_params(sources: S
 
 
 def test_settings_that_the_source_did_not_show_are_asked_for_the_target(sources: Sources) -> None:
-    source = FoundUnits(units_of(), None, (), unsettled=("use_orig_params",))
+    source = ResolvedUnits(units_of(), None, (), unsettled=("use_orig_params",))
     with pytest.raises(NeedsInformationError, match="use_orig_params"):
         target_units(full(), UnitsRequest(), source, 4, sources)
     assert target_units(full(), UnitsRequest(use_orig_params=False), source, 4, sources).units.units == units_of().units
@@ -389,7 +389,7 @@ def test_a_list_of_parameters_that_lacks_some_with_states_is_refused(sources: So
 
 
 def test_an_alignment_that_nothing_proves_is_mentioned(sources: Sources) -> None:
-    source = FoundUnits(units_of(), None, ())
+    source = ResolvedUnits(units_of(), None, ())
     found = target_units(full(), UnitsRequest(use_orig_params=True), source, 3, sources)
     assert any("--param-dtype" in line for line in found.how)
     found = target_units(full(), UnitsRequest(use_orig_params=True, param_dtype=BF16), source, 3, sources)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fsdpckpt.flat.match import FlatMatch, Mismatch, match
-from fsdpckpt.flat.order import out_of_order, siblings_astray
+from fsdpckpt.flat.names import first_misplaced_module, order_contradictions
 from fsdpckpt.flat.units.build import Settings, build_units
 from fsdpckpt.ir.checkpoint import UNORDERED, Checkpoint, Container
 from fsdpckpt.ir.units import Units
@@ -65,45 +65,45 @@ def test_slices_by_name_say_the_order_inside_of_a_unit() -> None:
 
 def test_a_unit_may_be_listed_before_or_after_those_in_it() -> None:
     units = ["", "a", "b", "b.x", "b.y", "c"]
-    assert siblings_astray(units, ["a", "b.x", "b.y", "b", "c", ""]) is None
-    assert siblings_astray(units, ["", "a", "b", "b.x", "b.y", "c"]) is None
-    assert siblings_astray(units, ["a", "b.y", "b.x", "b", "c", ""]) == ("b.x", "b.y")
-    assert siblings_astray(units, ["b.x", "a", "b.y", "b", "c", ""]) == ("a", "b")
+    assert first_misplaced_module(units, ["a", "b.x", "b.y", "b", "c", ""]) is None
+    assert first_misplaced_module(units, ["", "a", "b", "b.x", "b.y", "c"]) is None
+    assert first_misplaced_module(units, ["a", "b.y", "b.x", "b", "c", ""]) == ("b.x", "b.y")
+    assert first_misplaced_module(units, ["b.x", "a", "b.y", "b", "c", ""]) == ("a", "b")
 
 
 def test_names_that_only_one_side_has_do_not_count() -> None:
     units = of("012345", orig=True)
     names = ["buffer", *(param.name for param in SAME[2:]), "other"]
-    assert list(out_of_order(units, names)) == []
+    assert list(order_contradictions(units, names)) == []
 
 
 def test_own_parameters_may_be_listed_before_or_behind_those_of_children() -> None:
     """The writer of a model lists them first, whatever list the units were made of."""
     params = [named("a", 3), named("b.w", 3), named("c", 3)]
     units = build_units(params, ("", "b"), Settings(use_orig_params=True))
-    assert list(out_of_order(units, ["a", "c", "b.w"])) == []
-    assert list(out_of_order(units, ["c", "b.w", "a"])) == ["unit '': a stands where the model section has c"]
+    assert list(order_contradictions(units, ["a", "c", "b.w"])) == []
+    assert list(order_contradictions(units, ["c", "b.w", "a"])) == ["unit '': a stands where the model section has c"]
 
 
 def test_units_that_are_wrong_inside_and_among_each_other_are_told_once() -> None:
     units = of("103254", orig=True)
-    assert len(list(out_of_order(units, [f"{SAME[int(number)].name}" for number in "230145"]))) == 1
+    assert len(list(order_contradictions(units, [f"{SAME[int(number)].name}" for number in "230145"]))) == 1
 
 
 def test_across_units_nothing_is_said_where_only_the_order_within_them_is_known() -> None:
     units = of("012345", orig=True)
     other = [SAME[int(number)].name for number in "230145"]
-    assert len(list(out_of_order(units, other))) == 1
-    assert list(out_of_order(units, other, across=False)) == []
+    assert len(list(order_contradictions(units, other))) == 1
+    assert list(order_contradictions(units, other, across=False)) == []
 
 
 def test_parameters_beside_the_units_may_stand_anywhere() -> None:
     """FSDP1 registers the parameters it manages again, behind those that it ignores."""
     units = build_units(SAME, PREFIXES, Settings(use_orig_params=True), unmanaged=["b.0.up", "b.0.down"])
     names = [SAME[int(number)].name for number in "014523"]
-    assert list(out_of_order(units, names)) == []
+    assert list(order_contradictions(units, names)) == []
     later = build_units(
         [SAME[int(number)] for number in "014523"], PREFIXES, Settings(use_orig_params=True),
         unmanaged=["b.0.up", "b.0.down"],
     )  # fmt: skip
-    assert list(out_of_order(later, [one.name for one in SAME])) == []
+    assert list(order_contradictions(later, [one.name for one in SAME])) == []

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from fsdpckpt.errors import SourceCorruptError, SourceUnsupportedError
+from fsdpckpt.flat.flatten.states import require_equal_scalars
 from fsdpckpt.flat.match import FlatMatch, match
-from fsdpckpt.flat.padding import require_padding
-from fsdpckpt.flat.replicas import compare_replicas
-from fsdpckpt.flat.scalars import require_equal_scalars
+from fsdpckpt.flat.proofs import compare_replicas, require_padding
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, ModelState, OptimState, SourceFile
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.units import Strategy, Units

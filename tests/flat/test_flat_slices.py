@@ -7,7 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fsdpckpt.flat.slice_lengths import carried_whole, is_sliced, is_step, lengths_found, lengths_shown, slice_lengths
+from fsdpckpt.flat.slices import (
+    is_number_per_rank,
+    is_sliced,
+    is_step,
+    lengths_of,
+    lengths_text,
+    slice_lengths,
+)
 from fsdpckpt.flat.units.build import Settings, build_units
 from fsdpckpt.ir.checkpoint import OptimState, ParamKey
 from fsdpckpt.ir.tensors import Chunks, Tensor
@@ -44,8 +51,8 @@ def test_other_tensors_are_no_slices(tensor: Tensor) -> None:
 
 def test_one_number_a_rank_is_carried_whole_and_a_step_then_is_one() -> None:
     one, nowhere = slices([1, 1]), replace(whole(1), chunks=whole(1).chunks.take(np.zeros(1, bool)))
-    assert carried_whole(one) and not carried_whole(slices([1, 2])) and not carried_whole(nowhere)
-    assert not carried_whole(replicas(2, 1, 1))
+    assert is_number_per_rank(one) and not is_number_per_rank(slices([1, 2])) and not is_number_per_rank(nowhere)
+    assert not is_number_per_rank(replicas(2, 1, 1))
     assert is_step("step", one) and not is_step("exp_avg", one) and not is_step("step", slices([2, 2]))
 
 
@@ -96,8 +103,8 @@ def test_parameters_beside_the_units_keep_their_shape() -> None:
     ],
 )  # fmt: skip
 def test_lengths_are_shown_as_short_as_they_are_clear(lengths: list[int], text: str) -> None:
-    assert lengths_shown(np.asarray(lengths)) == text
+    assert lengths_text(np.asarray(lengths)) == text
 
 
 def test_what_is_no_slice_is_shown_by_its_shape() -> None:
-    assert lengths_found(slices([2, 5]), 2) == "2, 5" and lengths_found(whole(2, 5), 2) == "shape [2, 5]"
+    assert lengths_of(slices([2, 5]), 2) == "2, 5" and lengths_of(whole(2, 5), 2) == "shape [2, 5]"

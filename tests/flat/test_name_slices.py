@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from fsdpckpt.errors import SourceCorruptError
-from fsdpckpt.flat.name_slices import is_flattened, name_slices
+from fsdpckpt.flat.unflatten import name_slices
 from fsdpckpt.flat.units.build import Settings, build_units
-from fsdpckpt.flat.units.request import FoundUnits, UnitsRequest
+from fsdpckpt.flat.units.request import ResolvedUnits, UnitsRequest
+from fsdpckpt.flat.units.source import is_flattened
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout, ModelState, OptimState, ParamKey
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Strategy, Units
@@ -120,7 +121,7 @@ def test_names_are_no_ids_of_flat_parameters() -> None:
 def test_units_of_names_alone_change_nothing() -> None:
     source = one_rank()
     with Sources() as sources:
-        assert name_slices(source, FoundUnits(UNITS, None, ("told",)), sources) is source
+        assert name_slices(source, ResolvedUnits(UNITS, None, ("told",)), sources) is source
 
 
 @pytest.mark.parametrize("change", [None, 3])
@@ -132,7 +133,7 @@ def test_slices_get_their_names_once_padding_and_replicas_are_proved(tmp_path: P
     slices_ = source.optim.state[0]["sum"]
     assert isinstance(slices_, Tensor)
     source = with_checksums(source, slices_, change)
-    found = FoundUnits(units, proved(source, units), ("how they were found",))
+    found = ResolvedUnits(units, proved(source, units), ("how they were found",))
     with Sources() as sources:
         if change is not None:
             with pytest.raises(SourceCorruptError):
@@ -150,6 +151,6 @@ def test_padding_that_was_looked_at_is_told(tmp_path: Path, shapes: dict[str, tu
     played = Played(units, 4)
     source = written(played, tmp_path, optim=adagrad(units, played))
     with Sources() as sources:
-        found = name_slices(source, FoundUnits(units, proved(source, units), ()), sources)
+        found = name_slices(source, ResolvedUnits(units, proved(source, units), ()), sources)
     lines = [note.message for note in found.notes if "of padding" in note.message]
     assert lines == (["1 elements of padding hold what FSDP1 writes there"] if told else [])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fsdpckpt.errors import SourceCorruptError
-from fsdpckpt.flat.padding import require_padding
+from fsdpckpt.flat.proofs import require_padding
 from fsdpckpt.ir.checkpoint import ModelState, OptimState
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units

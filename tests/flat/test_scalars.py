@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fsdpckpt.errors import SourceUnsupportedError
-from fsdpckpt.flat.scalars import require_equal_scalars
+from fsdpckpt.flat.flatten.states import require_equal_scalars
 from fsdpckpt.flat.units.build import Settings, build_units
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout, OptimState, ParamKey, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES

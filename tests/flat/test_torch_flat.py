@@ -315,7 +315,7 @@ def test_the_versions_of_modules_are_under_the_paths_of_the_new_wrapping(tmp_pat
     raw, shapes = Raw(), {name: tuple(p.shape) for name, p in plain.named_parameters()}
     of = Units(
         tuple(
-            Unit(prefix, tuple(param(name, shape) for name, shape in shapes.items() if owner(name) == prefix))
+            Unit(prefix, tuple(param(name, shape) for name, shape in shapes.items() if innermost_unit(name) == prefix))
             for prefix in ("", "outer", "outer.inner")
         ),
         True,
@@ -327,7 +327,7 @@ def test_the_versions_of_modules_are_under_the_paths_of_the_new_wrapping(tmp_pat
     assert list(found.items()) == list(expected.items())
 
 
-def owner(name: str) -> str:
+def innermost_unit(name: str) -> str:
     return next((p for p in ("outer.inner", "outer") if name.startswith(f"{p}.")), "")
 
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fsdpckpt.flat.units.agreement import contradictions
 from fsdpckpt.flat.units.build import Settings, build_units
+from fsdpckpt.flat.units.request import contradictions
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout, ModelState, OptimState
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Chunks, Tensor
@@ -181,8 +181,8 @@ def test_states_of_several_shapes_contradict_nothing(own: dict[str, Tensor | Val
 def test_wrapped_names_of_the_optimizer_are_those_of_the_units() -> None:
     wrapped = {name.replace(".", "._fsdp_wrapped_module."): entry for name, entry in by_name().state.items()}
     assert said(full(optim=by_name(wrapped))) == []
-    grouped = replace(UNITS, groups=(NAMES,))
-    assert said(full(optim=by_name(wrapped)), grouped) == []
+    keyed_groups = replace(UNITS, groups=(NAMES,))
+    assert said(full(optim=by_name(wrapped)), keyed_groups) == []
     alien = {**wrapped, "_orig_mod.c": states((4,))}
     assert said(full(optim=by_name(alien))) == ["the optimizer has states of c, which the units do not have"]
 

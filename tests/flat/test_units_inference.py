@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdpckpt.errors import NeedsInformationError
+from fsdpckpt.flat.names import NamedParam, ParameterNames, UnitPrefixes, prefixes_of
 from fsdpckpt.flat.units.build import Settings, build_units
-from fsdpckpt.flat.units.inference import Inferred, Refusal, Wanted, infer
-from fsdpckpt.flat.units.names import NamedParam, NameList
-from fsdpckpt.flat.units.prefixes import Prefixes, prefixes_of
-from fsdpckpt.flat.units.wrappings import wrappings
+from fsdpckpt.flat.units.candidates import candidates
+from fsdpckpt.flat.units.inference import Refusal, infer
+from fsdpckpt.flat.units.request import ResolvedUnits
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.units import Strategy, Units
@@ -35,7 +35,7 @@ MODEL = (
     named("h.bias", 17),
 )
 LAYERS = ("", "l.0", "l.1")
-FROM_GLOBS = Prefixes(LAYERS, complete=False, label="--unit l.*")
+FROM_GLOBS = UnitPrefixes(LAYERS, complete=False, label="--unit l.*")
 
 
 def units_of(
@@ -46,17 +46,17 @@ def units_of(
 
 def inferred(
     source: Checkpoint,
-    names: NameList | None = None,
-    prefixes: Prefixes = FROM_GLOBS,
-    wanted: Wanted = Wanted(),  # noqa: B008
+    names: ParameterNames | None = None,
+    prefixes: UnitPrefixes = FROM_GLOBS,
+    wanted: Settings = Settings(),  # noqa: B008
     **rest: object,
-) -> Inferred | Refusal:
-    return infer(source, wrappings(source, names or name_list(*MODEL), prefixes, **rest), wanted=wanted)  # type: ignore[arg-type]
+) -> ResolvedUnits | Refusal:
+    return infer(source, candidates(source, names or name_list(*MODEL), prefixes, **rest), wanted=wanted)  # type: ignore[arg-type]
 
 
-def proved(*args: object, **rest: object) -> Inferred:
+def proved(*args: object, **rest: object) -> ResolvedUnits:
     found = inferred(*args, **rest)  # type: ignore[arg-type]
-    assert isinstance(found, Inferred), found
+    assert isinstance(found, ResolvedUnits), found
     return found
 
 
@@ -81,7 +81,7 @@ def test_an_alignment_that_makes_no_difference_is_reported_as_unsettled() -> Non
     params = (named("a.weight", 16, 8), named("b.weight", 24, 8))
     truth = units_of(params, ("",), orig=True)
     found = proved(
-        checkpoint(4, optim=optimizer(truth, 4)), name_list(*params), Prefixes(("",), complete=False, label="-")
+        checkpoint(4, optim=optimizer(truth, 4)), name_list(*params), UnitPrefixes(("",), complete=False, label="-")
     )
     assert found.unsettled == ("param_dtype",)
 
@@ -105,7 +105,7 @@ def test_no_shard_is_found(orig: bool) -> None:
 def test_another_wrapping_than_the_job_used_is_refused_with_what_contradicts_it() -> None:
     truth = units_of(orig=False)
     found = inferred(
-        checkpoint(4, optim=optimizer(truth, 4)), prefixes=Prefixes(("",), complete=False, label="--unit none")
+        checkpoint(4, optim=optimizer(truth, 4)), prefixes=UnitPrefixes(("",), complete=False, label="--unit none")
     )
     assert isinstance(found, Refusal)
     assert found.contradictions
@@ -138,7 +138,7 @@ def test_wrapper_segments_in_param_names_show_where_units_begin() -> None:
     names = [f"_fsdp_wrapped_module.{name}" for name in raw]
     source = checkpoint(4, optim=optimizer(truth, 4, param_names=[names]))
     prefixes = prefixes_of(source)
-    assert prefixes == Prefixes(LAYERS, complete=True, label="the optimizer's names (param_names)")
+    assert prefixes == UnitPrefixes(LAYERS, complete=True, label="the optimizer's names (param_names)")
     assert proved(source, prefixes=prefixes).units.units == truth.units
 
 
@@ -173,7 +173,7 @@ def test_names_that_may_be_buffers_or_parameters_with_the_same_lengths_are_refus
     """Which of two equally long vectors is in the flat parameter: no length can tell."""
     params = (named("n.weight", 9, sharded=None), named("n.running", 9, sharded=None), named("a.weight", 7, 5))
     truth = units_of((params[0], params[2]), ("",), orig=False)
-    root = Prefixes(("",), complete=False, label="--unit none")
+    root = UnitPrefixes(("",), complete=False, label="--unit none")
     with pytest.raises(NeedsInformationError, match="not certain") as caught:
         inferred(checkpoint(2, optim=optimizer(truth, 2)), name_list(*params), root)
     assert "--parameters" in str(caught.value)
@@ -221,7 +221,7 @@ def test_groups_that_two_assignments_fit_are_refused() -> None:
     groups = [["p.0", "p.2"], ["p.1", "p.3"]]
     source = checkpoint(1, optim=optimizer(truth, 1, groups=groups))
     with pytest.raises(NeedsInformationError, match="not certain"):
-        inferred(source, name_list(*params), Prefixes(("",), complete=False, label="--unit none"))
+        inferred(source, name_list(*params), UnitPrefixes(("",), complete=False, label="--unit none"))
 
 
 @pytest.mark.parametrize("orig", [False, True])
@@ -235,7 +235,7 @@ def test_names_without_an_order_are_refused_where_the_order_decides(orig: bool) 
 def test_the_order_within_one_flat_parameter_is_not_shown_by_its_length() -> None:
     params = (named("a.weight", 5, 3), named("b.weight", 7, 3))
     source = checkpoint(2, optim=optimizer(units_of(params, ("",), orig=False), 2))
-    root = Prefixes(("",), complete=False, label="--unit none")
+    root = UnitPrefixes(("",), complete=False, label="--unit none")
     with pytest.raises(NeedsInformationError, match="in an order that nothing shows"):
         inferred(source, name_list(*params, ordered=False), root)
 
@@ -246,7 +246,7 @@ def test_names_without_an_order_do_where_every_unit_has_one_parameter_of_its_own
     found = proved(
         checkpoint(2, optim=optimizer(truth, 2)),
         name_list(*params, ordered=False),
-        Prefixes(("", "a", "b", "c"), complete=False, label="--unit *"),
+        UnitPrefixes(("", "a", "b", "c"), complete=False, label="--unit *"),
     )
     assert list(found.match.keys.values()) == ["a._flat_param", "b._flat_param", "c._flat_param"]
 
@@ -254,7 +254,7 @@ def test_names_without_an_order_do_where_every_unit_has_one_parameter_of_its_own
 def test_a_reference_in_another_dtype_does_not_change_the_alignment() -> None:
     exported = tuple(replace(one, dtype=BF16) for one in MODEL)
     truth = units_of(orig=True)
-    found = proved(checkpoint(4, optim=optimizer(truth, 4)), name_list(*exported, foreign=True))
+    found = proved(checkpoint(4, optim=optimizer(truth, 4)), name_list(*exported, from_reference=True))
     assert {param.dtype.name for param in found.units.params().values()} == {"float32"}
 
 
@@ -263,7 +263,7 @@ def test_the_model_section_of_the_same_checkpoint_has_to_agree() -> None:
     swapped = (MODEL[0], MODEL[2], MODEL[1], *MODEL[3:])
     source = checkpoint(4, model=sharded_model(MODEL), optim=optimizer(truth, 4))
     assert isinstance(inferred(source, name_list(*swapped)), Refusal)
-    assert isinstance(inferred(source), Inferred)
+    assert isinstance(inferred(source), ResolvedUnits)
 
 
 def test_two_parameters_of_one_size_in_the_other_order_are_refused_by_the_model_section() -> None:
@@ -271,7 +271,7 @@ def test_two_parameters_of_one_size_in_the_other_order_are_refused_by_the_model_
     truth = units_of(params, ("",), orig=False)
     source = checkpoint(3, model=sharded_model(params), optim=optimizer(truth, 3))
     other = name_list(params[1], params[0], params[2])
-    root = Prefixes(("",), complete=False, label="--unit none")
+    root = UnitPrefixes(("",), complete=False, label="--unit none")
     assert isinstance(inferred(source, other, root), Refusal)
 
 
@@ -279,7 +279,7 @@ def test_kernels_whose_memory_order_nothing_shows_are_refused() -> None:
     """A channels_last model has the same names, shapes and lengths, and other bytes."""
     params = (named("c.weight", 4, 3, 3, 3), named("c.bias", 4))
     truth = units_of(params, ("",), orig=False)
-    root = Prefixes(("",), complete=False, label="--unit none")
+    root = UnitPrefixes(("",), complete=False, label="--unit none")
     source = checkpoint(2, optim=optimizer(truth, 2))
     with pytest.raises(NeedsInformationError, match="channels_last"):
         inferred(source, name_list(*params), root)
@@ -307,17 +307,19 @@ def test_a_large_model_that_does_not_fit_is_refused_soon() -> None:
     truth = units_of(params, ("", *layers), orig=False)
     source = checkpoint(8, optim=optimizer(truth, 8))
     begun = time.monotonic()
-    assert isinstance(inferred(source, name_list(*params), Prefixes(("",), complete=False, label="-")), Refusal)
+    assert isinstance(inferred(source, name_list(*params), UnitPrefixes(("",), complete=False, label="-")), Refusal)
     assert time.monotonic() - begun < 5
 
 
 def test_settings_that_were_given_are_not_searched() -> None:
     truth = units_of(orig=True, param_dtype=BF16)
     source = checkpoint(4, optim=optimizer(truth, 4))
-    assert isinstance(inferred(source, wanted=Wanted(use_orig_params=False)), Refusal)
-    assert isinstance(inferred(source, wanted=Wanted(param_dtype=DTYPES["float32"])), Refusal)
-    assert isinstance(inferred(source, wanted=Wanted(strategy=Strategy.NO_SHARD)), Refusal)
-    assert proved(source, wanted=Wanted(True, Strategy.SHARD_GRAD_OP, BF16)).units.units[0].strategy == "shard-grad-op"
+    assert isinstance(inferred(source, wanted=Settings(use_orig_params=False)), Refusal)
+    assert isinstance(inferred(source, wanted=Settings(param_dtype=DTYPES["float32"])), Refusal)
+    assert isinstance(inferred(source, wanted=Settings(strategy=Strategy.NO_SHARD)), Refusal)
+    assert (
+        proved(source, wanted=Settings(True, Strategy.SHARD_GRAD_OP, BF16)).units.units[0].strategy == "shard-grad-op"
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -345,10 +347,10 @@ def test_whatever_is_inferred_reads_every_key_as_the_job_that_wrote_it(data: st.
     )
     source = checkpoint(world_size, optim=optimizer(truth, world_size))
     try:
-        found = inferred(source, name_list(*params), Prefixes(prefixes, complete=False, label="--unit"))
+        found = inferred(source, name_list(*params), UnitPrefixes(prefixes, complete=False, label="--unit"))
     except NeedsInformationError:
         return
-    assert isinstance(found, Inferred), found
+    assert isinstance(found, ResolvedUnits), found
     listed = [key for group in found.units.groups or () for key in group]
     keys = dict(found.match.keys) if found.match.flat_optimizer else dict(enumerate(listed))
     told = {key: _names(found.units, name) for key, name in keys.items()}

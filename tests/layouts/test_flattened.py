@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Sha
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdpckpt.flat.live.strides import flattens_in_memory_order
+from fsdpckpt.flat.live.model import flattens_in_memory_order
 from fsdpckpt.layouts.flattened import FILLER, FlatLayout, alignment, flat_boxes
 
 WORLDS = (1, 2, 3, 5, 8, 16, 64, 512)

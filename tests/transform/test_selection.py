@@ -10,8 +10,8 @@ from fsdpckpt.errors import NeedsInformationError, SourceMissingError, UsageErro
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, OptimState, Section
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Chunks, Tensor
-from fsdpckpt.transform.management import Evidence, decide_sharded
 from fsdpckpt.transform.selection import rename, select_keys, select_section
+from fsdpckpt.transform.sharded import Evidence, decide_sharded
 
 
 def _tensor(*shape: int, sharded: bool | None = None, offset: int = 0) -> Tensor:

@@ -9,7 +9,7 @@ import pytest
 
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Layout, ModelState, OptimState, Section
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.transform.whole_copies import differing_copies
+from fsdpckpt.transform.selection import differing_copies
 from tests.flat.flat_synthetic import checkpoint, replicas, slices
 
 RANKS = 3

@@ -1,4 +1,4 @@
-"""Keys and param groups of a flattened optimizer: what ``torch.optim`` gives the wrapped model's parameters.
+"""Keys, names and param groups of a wrapped model and its optimizer.
 
 Ids count group by group, and inside a group in the order of the wrapped model's ``parameters()``; ``params`` lists have
 this order, in which ``_rekey_sharded_optim_state_dict`` sorts ids.
@@ -6,16 +6,16 @@ this order, in which ``_rekey_sharded_optim_state_dict`` sorts ids.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from fsdpckpt.errors import SourceCorruptError, SourceUnsupportedError, UsageError
-from fsdpckpt.flat.flatten.names import wrapped_name
 from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, Note, ParamKey, group_params
 from fsdpckpt.ir.units import Unit, Units
 from fsdpckpt.ir.values import Key, Value
 
-__all__ = ["FlatKeys", "settle_keys"]
+__all__ = ["FlatKeys", "flat_keys", "state_dict_order", "wrapped_metadata", "wrapped_name"]
 
 _SHOWN = 4
 
@@ -32,7 +32,7 @@ class FlatKeys:
     notes: tuple[Note, ...]
 
 
-def settle_keys(checkpoint: Checkpoint, units: Units, key_type: KeyType) -> FlatKeys:
+def flat_keys(checkpoint: Checkpoint, units: Units, key_type: KeyType) -> FlatKeys:
     """The keys of ``checkpoint``'s optimizer (keyed by name) in a flattened target of ``units``.
 
     Raises SourceUnsupportedError for units that lie in several groups, or only partly in the optimizer, where a flat
@@ -71,9 +71,9 @@ def _names(group: Mapping[Key, Value], units: Units) -> list[str]:
 
 
 def _of_units(listed: Sequence[Sequence[str]], units: Units) -> list[list[str]]:
-    """The unit keys and unmanaged names of each group. Raises SourceUnsupportedError as ``settle_keys``."""
+    """The unit keys and unmanaged names of each group. Raises SourceUnsupportedError as ``flat_keys``."""
     places: dict[str, int] = {name: number for number, names in enumerate(listed) for name in names}
-    wrong = [text for unit in units.units if (text := _divided(unit, places))]
+    wrong = [text for unit in units.units if (text := _group_division(unit, places))]
     if wrong:
         raise SourceUnsupportedError(
             "a flat parameter lies in one param group as a whole, and these units do not",
@@ -85,7 +85,7 @@ def _of_units(listed: Sequence[Sequence[str]], units: Units) -> list[list[str]]:
     return [list(dict.fromkeys(holders[n].key if n in holders else n for n in names)) for names in listed]
 
 
-def _divided(unit: Unit, places: Mapping[str, int]) -> str | None:
+def _group_division(unit: Unit, places: Mapping[str, int]) -> str | None:
     """How the parameters of ``unit`` are spread over several groups, or over a group and none."""
     by_group: dict[int | None, list[str]] = {}
     for param in unit.params:
@@ -149,3 +149,76 @@ def _group(
         names_there: list[Value] = [wrapped_name(name, prefixes) for name in names]
         written["param_names"] = names_there
     return written
+
+
+_WRAPPED = "_fsdp_wrapped_module"
+
+
+def wrapped_name(name: str, prefixes: Collection[str]) -> str:
+    """``name`` of a parameter or unit as ``named_parameters()`` of a model gives it that is wrapped at ``prefixes``."""
+    words = name.split(".")
+    found: list[str] = []
+    for index, word in enumerate(words):
+        if ".".join(words[:index]) in prefixes:
+            found.append(_WRAPPED)
+        found.append(word)
+    return ".".join(found)
+
+
+def wrapped_metadata(metadata: Value, units: Units) -> Value:
+    """``_metadata`` (module path to version) of a model, wrapped or not, as that of the model wrapped in ``units``."""
+    if not isinstance(metadata, dict):
+        return metadata
+    prefixes = {unit.prefix for unit in units.units}
+    bare: dict[str, Value] = {}
+    for key, value in metadata.items():
+        # Of a wrapper and the module in it, the module comes later and stays.
+        bare[".".join(word for word in str(key).split(".") if word != _WRAPPED)] = value
+    found: OrderedDict[Key, Value] = OrderedDict()
+    for path, value in bare.items():
+        name = wrapped_name(path, prefixes) if path else path
+        found[name] = {"version": 1} if path in prefixes else value
+        if path in prefixes:
+            found[f"{name}.{_WRAPPED}" if name else _WRAPPED] = value
+    return found
+
+
+@dataclass(slots=True)
+class _Module:
+    """One module: its own parameters and its other own keys, and its children, in the order of ``state_dict``."""
+
+    params: list[str] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
+    children: dict[str, _Module] = field(default_factory=dict)
+
+
+def state_dict_order(names: Iterable[str], units: Units) -> list[str]:
+    """``names`` (parameters, buffers) and the keys of flat parameters in the order of a ``LOCAL_STATE_DICT``.
+
+    A module's parameters come first, then its buffers, then its children. With ``use_orig_params=False`` the flat
+    parameter is a parameter of its module, registered last; with True the state dict hook puts it after everything in
+    the module. Raw order otherwise: whatever ``names`` has.
+    """
+    known = {*units.params(), *(later for later, _ in units.shared)}
+    root = _Module()
+    for name in names:
+        *path, _ = name.split(".")
+        module = root
+        for word in path:
+            module = module.children.setdefault(word, _Module())
+        (module.params if name in known else module.others).append(name)
+    found: list[str] = []
+    _list_module(root, "", {unit.prefix: unit.key for unit in units.units}, found, last=units.use_orig_params)
+    return found
+
+
+def _list_module(module: _Module, path: str, flat: dict[str, str], found: list[str], *, last: bool) -> None:
+    found.extend(module.params)
+    key = flat.get(path)
+    if key is not None and not last:
+        found.append(key)
+    found.extend(module.others)
+    for word, child in module.children.items():
+        _list_module(child, f"{path}.{word}" if path else word, flat, found, last=last)
+    if key is not None and last:
+        found.append(key)

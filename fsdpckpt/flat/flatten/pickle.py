@@ -13,14 +13,13 @@ from functools import lru_cache
 import numpy as np
 
 from fsdpckpt.errors import SourceUnsupportedError
-from fsdpckpt.flat.flatten.units import PlacedUnit
 from fsdpckpt.formats.pickle.opcodes import StorageView
 from fsdpckpt.ir.dtypes import DType, numpy_dtype
 from fsdpckpt.ir.targets import TargetFile
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import UnitParam
 from fsdpckpt.layouts.boxes import Box
-from fsdpckpt.layouts.flattened import FlatPart, flat_boxes
+from fsdpckpt.layouts.flattened import FlatPart, PlacedUnit, flat_boxes
 from fsdpckpt.writers.rank_pickle import ShardedTensorPickle, ShardList
 
 __all__ = ["FlatParameter", "FlatPickle", "FlatShard", "FlatView", "ParamSlice", "WholeParam"]

@@ -1,26 +1,36 @@
-"""A flat parameter's states out of those of its parameters; what ``_flatten_optim_state`` refuses is refused here."""
+"""The optimizer's state dict on each rank: one shard a unit, or one slice a parameter.
+
+The rules are those of ``_flatten_optim_state`` (``use_orig_params=False``) and ``_shard_orig_param_state`` (True) in
+``torch/distributed/fsdp/_optim_utils.py``: tensors in the parameter's shape are cut; 0-dim ones and values that are no
+tensors are on every rank that holds elements, and with ``use_orig_params=False`` all parameters of a unit must agree on
+them (``_flatten_zero_dim_tensor_optim_state``, ``_flatten_non_tensor_optim_state``). A tensor of shape (1,) is treated
+like a 0-dim one. Only ``require_equal_scalars`` reads data. What FSDP1 refuses is refused.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from fsdpckpt.errors import NeedsInformationError
-from fsdpckpt.flat.flatten.units import PlacedUnit
-from fsdpckpt.ir.checkpoint import Checkpoint, ParamKey
+from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUnsupportedError
+from fsdpckpt.flat.flatten.keys import FlatKeys
+from fsdpckpt.flat.flatten.pickle import FlatShard, ParamSlice, WholeParam
+from fsdpckpt.ir.checkpoint import Checkpoint, OptimState, ParamKey, stored_entry
 from fsdpckpt.ir.dtypes import DType
-from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.ir.units import Unit, UnitParam
+from fsdpckpt.ir.tensors import SLICES, Tensor
+from fsdpckpt.ir.units import Unit, UnitParam, Units
 from fsdpckpt.ir.values import Value
+from fsdpckpt.layouts.flattened import PlacedUnit
+from fsdpckpt.storage.sources import Sources
 
-__all__ = ["Cut", "UnitStates", "misshapen", "unit_states"]
+__all__ = ["FlatState", "FlatOptimizer", "UnitStates", "shape_mismatch", "require_equal_scalars", "unit_states"]
 
 _TENSOR = "a tensor"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Cut:
+class FlatState:
     """One state of a unit: a tensor in each parameter's shape, all written as ``dtype``."""
 
     tensors: Sequence[Tensor]
@@ -28,7 +38,7 @@ class Cut:
 
 
 _State: TypeAlias = Tensor | Value
-UnitStates: TypeAlias = Mapping[str, Cut | Tensor | Value]
+UnitStates: TypeAlias = Mapping[str, FlatState | Tensor | Value]
 
 
 def unit_states(
@@ -46,11 +56,11 @@ def unit_states(
     partly: list[str] = []
     for one in placed:
         unit = one.unit
-        params = holding(unit)
+        params = deciding_params(unit)
         held = [states for param in params if (states := state.get(param.name)) is not None]
         if held and len(held) < len(params):
             without = [param.name for param in params if param.name not in state]
-            partly.append(f"{_called(unit)}: no state for {', '.join(without)}")
+            partly.append(f"{_unit_text(unit)}: no state for {', '.join(without)}")
         elif held:
             found[unit.key] = _Merge(unit, casts, wrong).states(held)
     if partly:
@@ -63,12 +73,12 @@ def unit_states(
     return found, wrong
 
 
-def holding(unit: Unit) -> Sequence[UnitParam]:
+def deciding_params(unit: Unit) -> Sequence[UnitParam]:
     """The parameters that decide on the states of ``unit``: those with elements, as long as there are some."""
     return [param for param in unit.params if param.numel] or unit.params
 
 
-def misshapen(param: UnitParam, item: str, leaf: Tensor) -> str:
+def shape_mismatch(param: UnitParam, item: str, leaf: Tensor) -> str:
     return f"{param.name}: state {item} is {list(leaf.shape)}, the parameter {list(param.shape)}"
 
 
@@ -81,52 +91,54 @@ class _Merge:
     wrong: list[str]
 
     def states(self, held: Sequence[Mapping[str, _State]]) -> UnitStates:
-        """``held``: the states of each parameter of ``holding``, in the unit's order."""
-        params, first = holding(self.unit), held[0]
+        """``held``: the states of each parameter of ``deciding_params``, in the unit's order."""
+        params, first = deciding_params(self.unit), held[0]
         for param, states in zip(params, held, strict=True):
             if states.keys() != first.keys():
                 told = f"{params[0].name} has the states {', '.join(first)}, {param.name} {', '.join(states)}"
-                self.wrong.append(f"{_called(self.unit)}: {told}")
+                self.wrong.append(f"{_unit_text(self.unit)}: {told}")
                 return {}
         return {item: self._state(item, [states[item] for states in held]) for item in first}
 
-    def _state(self, item: str, leaves: Sequence[_State]) -> Cut | Tensor | Value:
+    def _state(self, item: str, leaves: Sequence[_State]) -> FlatState | Tensor | Value:
         if not self._agreed(item, [_kind(leaf) for leaf in leaves]):
             return leaves[0]
         if _kind(leaves[0]) != _TENSOR:
             return self._common(item, leaves)
-        params = holding(self.unit)
+        params = deciding_params(self.unit)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         own = [tensor.shape == param.shape for tensor, param in zip(tensors, params, strict=True)]
         if (item == "step" or not all(own)) and all(tensor.shape == (1,) for tensor in tensors):
             return tensors[0]
         self.wrong.extend(
-            misshapen(param, item, tensor) for tensor, param, fits in zip(tensors, params, own, strict=True) if not fits
+            shape_mismatch(param, item, tensor)
+            for tensor, param, fits in zip(tensors, params, own, strict=True)
+            if not fits
         )
         dtypes = [self.casts.get(tensor, tensor.dtype) for tensor in tensors]
         self._agreed(f"{item} has several dtypes", [dtype.name for dtype in dtypes])
         by_name = {param.name: tensor for param, tensor in zip(params, tensors, strict=True)}
         # Of a parameter without elements nothing is ever taken.
-        return Cut([by_name.get(param.name, tensors[0]) for param in self.unit.params], dtypes[0])
+        return FlatState([by_name.get(param.name, tensors[0]) for param in self.unit.params], dtypes[0])
 
     def _agreed(self, item: str, kinds: Sequence[str]) -> bool:
         """Whether all parameters have the same of ``kinds``."""
         if len(set(kinds)) == 1:
             return True
         named: dict[str, str] = {}
-        for kind, param in zip(kinds, holding(self.unit), strict=True):
+        for kind, param in zip(kinds, deciding_params(self.unit), strict=True):
             named.setdefault(kind, param.name)
         told = ", ".join(f"{kind} for {name}" for kind, name in named.items())
-        self.wrong.append(f"{_called(self.unit)}, state {item}: {told}")
+        self.wrong.append(f"{_unit_text(self.unit)}, state {item}: {told}")
         return False
 
     def _common(self, item: str, leaves: Sequence[_State]) -> _State:
         """A state that a unit has once: equal values, or 0-dim tensors of equal dtype."""
-        first, params = leaves[0], holding(self.unit)
+        first, params = leaves[0], deciding_params(self.unit)
         for param, leaf in zip(params, leaves, strict=True):
             if not _same(first, leaf):
                 told = f"{_truncate(first)} for {params[0].name}, {_truncate(leaf)} for {param.name}"
-                self.wrong.append(f"{_called(self.unit)}, state {item}: {told}")
+                self.wrong.append(f"{_unit_text(self.unit)}, state {item}: {told}")
                 break
         return first
 
@@ -137,7 +149,7 @@ def _same(first: _State, leaf: _State) -> bool:
     return type(leaf) is type(first) and leaf == first
 
 
-def _called(unit: Unit) -> str:
+def _unit_text(unit: Unit) -> str:
     return f"unit {unit.prefix or 'root'!r}"
 
 
@@ -150,3 +162,188 @@ def _kind(leaf: _State) -> str:
 def _truncate(leaf: _State) -> str:
     text = leaf.dtype.name if isinstance(leaf, Tensor) else repr(leaf)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+# What a state is called in a flattened source that is no slice of its parameter: ranks' parts of something else.
+_IN_SLICES = frozenset({SLICES, "flattened"})
+
+
+class FlatOptimizer:
+    """Everything about the optimizer that is the same on all ranks; ``value`` is what one rank gets."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        optim: OptimState,
+        *,
+        units: Units,
+        placed: Sequence[PlacedUnit],
+        keys: FlatKeys,
+        casts: Mapping[Tensor, DType],
+    ) -> None:
+        """Raises SourceUnsupportedError for states that no flat parameter can hold, NeedsInformationError for units
+        of which only some parameters have states."""
+        first = dict(units.shared)
+        self._params = units.params()
+        named = {first.get(key, key) if isinstance(key, str) else key: states for key, states in optim.state.items()}
+        self._state = {key: states for key, states in named.items() if states or key not in self._params}
+        self._extra = optim.extra
+        self._units = units
+        self._keys = keys
+        self._casts = casts
+        self._placed = {unit.unit.key: unit for unit in placed}
+        self._holder = {param.name: unit for unit in placed for param in unit.unit.params}
+        if units.use_orig_params:
+            self._of_units: Mapping[str, UnitStates] = {}
+            wrong = [text for name in self._holder for text in self._misshapen(name)]
+        else:
+            self._of_units, wrong = unit_states(checkpoint, placed, self._state, casts)
+        if wrong:
+            raise SourceUnsupportedError(
+                f"{checkpoint.source}: optimizer states that a flattened checkpoint cannot hold",
+                details=wrong,
+                why="a rank's slice of a parameter says nothing about a state of another shape",
+                next_step="convert to another layout (--to full, --to sharded), or only the model (--only model)",
+            )
+        self._order = [key for key in units.optimizer_keys() if key in self._of_units or key in self._state]
+        self._require_groups(checkpoint)
+
+    def value(self, rank: int) -> dict[Any, Any]:
+        """The state dict of ``rank``."""
+        state: dict[Any, Any] = {}
+        slices = self._slices(rank) if self._units.use_orig_params else {}
+        for name in self._order:
+            unit = self._of_units.get(name)
+            if unit is not None:
+                state[self._keys.keys[name]] = self._unit_entry(self._placed[name], unit, rank)
+                continue
+            holder = self._holder.get(name)
+            states = self._state[name]
+            if holder is None or not holder.sharded:
+                state[self._keys.keys[name]] = {item: self._whole(name, leaf) for item, leaf in states.items()}
+            elif name in slices:
+                state[self._keys.keys[name]] = self._slice_entry(name, states, *slices[name])
+        for key, entry in self._state.items():
+            if key not in self._params:
+                state[key] = stored_entry(entry)
+        root: dict[Any, Any] = {"state": state}
+        if self._keys.groups is not None:
+            root["param_groups"] = self._keys.groups
+        return {**root, **self._extra}
+
+    def _require_groups(self, checkpoint: Checkpoint) -> None:
+        homeless = [key for key in self._order if key not in self._keys.keys]
+        if homeless:
+            raise SourceCorruptError(
+                f"{checkpoint.source}: the optimizer has states of parameters that none of its groups lists",
+                details=homeless,
+                next_step="leave them out with --exclude",
+            )
+
+    # use_orig_params=True.
+
+    def _slices(self, rank: int) -> dict[str, tuple[int, int]]:
+        """Of which parameters ``rank`` holds elements: [begin, begin + count) each."""
+        found = {}
+        for placed in self._placed.values():
+            if placed.sharded:
+                params = placed.unit.params
+                for part in placed.parts(rank):
+                    if part.param is not None:
+                        found[params[part.param].name] = part.begin, part.count
+        return found
+
+    def _slice_entry(self, name: str, states: Mapping[str, Tensor | Value], begin: int, count: int) -> dict[str, Any]:
+        param = self._params[name]
+        return {
+            item: ParamSlice(param, leaf, begin, count, self._dtype(leaf))
+            if isinstance(leaf, Tensor) and leaf.shape and leaf.shape == param.shape
+            else leaf
+            for item, leaf in states.items()
+        }
+
+    def _whole(self, name: str, leaf: Tensor | Value) -> Any:
+        param = self._params[name]
+        if isinstance(leaf, Tensor) and param.stride is not None and leaf.shape == param.shape:
+            return WholeParam(param, leaf, self._dtype(leaf))
+        return leaf
+
+    def _misshapen(self, name: str) -> list[str]:
+        """What is wrong with the states of a parameter: one that is not sharded may have states of any shape."""
+        param, sharded = self._params[name], self._holder[name].sharded
+        return [
+            shape_mismatch(param, item, leaf)
+            for item, leaf in self._state.get(name, {}).items()
+            if isinstance(leaf, Tensor)
+            and leaf.shape not in ((), (1,), param.shape)
+            and (sharded or leaf.placement in _IN_SLICES)
+        ]
+
+    # use_orig_params=False.
+
+    def _unit_entry(self, placed: PlacedUnit, states: UnitStates, rank: int) -> dict[str, Any]:
+        return {
+            item: FlatShard(placed.unit.params, leaf.tensors, placed.parts(rank), leaf.dtype, placed.layout.shard)
+            if isinstance(leaf, FlatState)
+            else leaf
+            for item, leaf in states.items()
+        }
+
+    def _dtype(self, tensor: Tensor) -> DType:
+        return self._casts.get(tensor, tensor.dtype)
+
+
+SHOWN = 4  # parameters named for each value
+
+
+def require_equal_scalars(checkpoint: Checkpoint, units: Units, sources: Sources) -> None:
+    """Raises SourceUnsupportedError that lists every state on which the parameters of one unit disagree."""
+    optim = checkpoint.optim
+    if optim is None:
+        return
+    wrong = [text for unit in units.units for text in _disagreements(unit, optim, checkpoint, sources)]
+    if wrong:
+        raise SourceUnsupportedError(
+            f"{checkpoint.source}: parameters of one unit have different states where a flat parameter has one",
+            details=wrong,
+            why="with use_orig_params=False all parameters of a unit share one step and one value of each such state",
+            next_step="add --use-orig-params, under which each parameter keeps its own, or check the source: "
+            "fsdpckpt verify",
+        )
+
+
+def _disagreements(unit: Unit, optim: OptimState, checkpoint: Checkpoint, sources: Sources) -> Iterator[str]:
+    values: dict[str, dict[tuple[str, object], list[str]]] = {}
+    for param in unit.params:
+        for state, leaf in optim.state.get(param.name, {}).items():
+            # A parameter without elements holds nothing that took a step.
+            if param.numel and (not isinstance(leaf, Tensor) or _is_scalar(state, leaf, param)):
+                seen = values.setdefault(state, {})
+                seen.setdefault(_identity(leaf, checkpoint, sources), []).append(param.name)
+    for state, seen in values.items():
+        if len(seen) > 1:
+            told = "; ".join(f"{_shown(value)} for {_names(names)}" for value, names in seen.items())
+            yield f"unit {unit.prefix or 'root'!r}, state {state}: {told}"
+
+
+def _is_scalar(state: str, leaf: Tensor, param: UnitParam) -> bool:
+    return leaf.numel == 1 and (state == "step" or leaf.shape != param.shape)
+
+
+def _identity(leaf: Tensor | Value, checkpoint: Checkpoint, sources: Sources) -> tuple[str, object]:
+    """Type and content, hashable: equal for equal values of equal type."""
+    if not isinstance(leaf, Tensor):
+        return type(leaf).__name__, repr(leaf)
+    row = 0
+    file = checkpoint.files[int(leaf.chunks.file[row])]
+    data = sources.open(file.path).read(int(leaf.chunks.offset[row]), leaf.dtype.itemsize)
+    return leaf.dtype.name, bytes(data)
+
+
+def _shown(value: tuple[str, object]) -> str:
+    kind, content = value
+    return f"{kind} 0x{content.hex()}" if isinstance(content, bytes) else str(content)
+
+
+def _names(names: list[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

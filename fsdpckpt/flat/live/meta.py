@@ -1,21 +1,36 @@
-"""``units --model``: the units of a model that is built, on the meta device, and never wrapped."""
+"""Find the units of a model that is built on the meta device and never wrapped (``units --model``).
+
+Follows ``torch/distributed/fsdp``: ``wrap._post_order_apply`` and ``ModuleWrapPolicy`` (which modules, in which order),
+``_init_utils._get_orig_params`` (which parameters are left for a unit), and
+``FlatParamHandle._init_flat_param_and_metadata`` (their order, and shared ones).
+"""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from importlib import import_module
 
 import torch
 from torch import nn
 
 from fsdpckpt.errors import SourceUnsupportedError, UsageError
-from fsdpckpt.flat.live.importing import imported
-from fsdpckpt.flat.live.strides import dtype_of, flattens_in_memory_order, stride_of
-from fsdpckpt.flat.live.wrapping import Wrapping
+from fsdpckpt.flat.live.model import dtype_of, flattens_in_memory_order, stride_of
 from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.names import joined
 from fsdpckpt.ir.units import Strategy, Unit, UnitParam, Units, flaws
 
-__all__ = ["built", "units_from_model", "units_of_unwrapped"]
+__all__ = [
+    "WrappedUnit",
+    "SimulatedWrapping",
+    "build_on_meta",
+    "import_object",
+    "units_from_model",
+    "units_of_plain_model",
+]
 
 
 def units_from_model(
@@ -36,8 +51,8 @@ def units_from_model(
     The factory is the caller's own code, and is run. Raises UsageError.
     """
     classes = [_module_class(one) for one in wrap_classes]
-    return units_of_unwrapped(
-        built(factory),
+    return units_of_plain_model(
+        build_on_meta(factory),
         classes,
         use_orig_params=use_orig_params,
         param_dtype=param_dtype,
@@ -48,15 +63,15 @@ def units_from_model(
 
 
 def _module_class(given: str | type[nn.Module]) -> type[nn.Module]:
-    found = imported(given, "--wrap") if isinstance(given, str) else given
+    found = import_object(given, "--wrap") if isinstance(given, str) else given
     if not isinstance(found, type) or not issubclass(found, nn.Module):
         raise UsageError(f"{given} is no module class", next_step="--wrap package.module:Class")
     return found
 
 
-def built(factory: str | Callable[[], nn.Module]) -> nn.Module:
+def build_on_meta(factory: str | Callable[[], nn.Module]) -> nn.Module:
     """The model that ``factory`` makes under ``torch.device("meta")``: no memory, no weights."""
-    make = imported(factory, "--model") if isinstance(factory, str) else factory
+    make = import_object(factory, "--model") if isinstance(factory, str) else factory
     if not callable(make):
         raise UsageError(f"{factory} is nothing that can be called", next_step="--model package.module:make_model")
     try:
@@ -78,7 +93,7 @@ def built(factory: str | Callable[[], nn.Module]) -> nn.Module:
     return model
 
 
-def units_of_unwrapped(
+def units_of_plain_model(
     model: nn.Module,
     wrap_classes: Sequence[type[nn.Module]],
     *,
@@ -98,7 +113,7 @@ def units_of_unwrapped(
         if id(module) in batch_norms or (isinstance(module, tuple(wrap_classes)) and id(module) not in modules)
     }
     _require_found(model, wrap_classes)
-    wrapping = Wrapping(model, use_orig_params, params)
+    wrapping = SimulatedWrapping(model, use_orig_params, params)
     wrapping.run(chosen)
     parameters = list(wrapping.parameters())
     units = tuple(
@@ -124,7 +139,7 @@ def units_of_unwrapped(
 
 
 def _shared(
-    wrapping: Wrapping, parameters: list[tuple[str, nn.Parameter]], managed: set[str], *, use_orig_params: bool
+    wrapping: SimulatedWrapping, parameters: list[tuple[str, nn.Parameter]], managed: set[str], *, use_orig_params: bool
 ) -> tuple[tuple[str, str], ...]:
     listed = {name for name, _ in parameters if use_orig_params or name not in managed}
     found = dict(wrapping.shared)
@@ -134,9 +149,9 @@ def _shared(
 
 
 def _refuse_wrapped(model: nn.Module) -> None:
-    from fsdpckpt.flat.live.states import managed_modules
+    from fsdpckpt.flat.live.model import fsdp_modules
 
-    if managed_modules(model):
+    if fsdp_modules(model):
         raise UsageError(
             "this model is wrapped already",
             why="its units can be read from it",
@@ -216,3 +231,153 @@ def _refused(units: Units) -> Iterator[str]:
             if not p.dtype.floating
         )
         yield from (f"{p.name} has no dimensions, which FSDP1 refuses" for p in unit.params if not p.shape)
+
+
+Named = list[tuple[str, nn.Parameter]]
+
+
+@dataclass(frozen=True, slots=True)
+class WrappedUnit:
+    """One unit: the FQN of its module, its parameters in flattened order."""
+
+    prefix: str
+    module: nn.Module
+    params: Named
+
+
+@dataclass(slots=True)
+class SimulatedWrapping:
+    """A model in the making. ``own``: parameters that each module (by identity) still has, in its own order.
+
+    With ``use_orig_params=True`` flattened parameters stay where they are and are not flattened again; otherwise they
+    are gone from the unit's modules, and a parameter shared with a module outside is flattened there once more.
+    """
+
+    model: nn.Module
+    use_orig_params: bool
+    ignored: Collection[int]
+    own: dict[int, Named] = field(init=False)
+    units: list[WrappedUnit] = field(init=False, default_factory=list)
+    shared: list[tuple[str, str]] = field(init=False, default_factory=list)
+    names: dict[tuple[int, str], str] = field(init=False, default_factory=dict)
+    """(module, name in it) of each flattened parameter to its FQN."""
+    _done: set[int] = field(init=False, default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.own = {id(module): _own(module) for module in self.model.modules()}
+
+    def run(self, chosen: Collection[int]) -> None:
+        """Wrap the modules ``chosen`` (by identity), children before parents, the root last and always."""
+        found: list[tuple[str, nn.Module]] = []
+        _post_order(self.model, "", found, {id(self.model)})
+        shared: dict[str, list[tuple[str, str]]] = {}
+        for prefix, module in found:
+            if module is self.model or id(module) in chosen:
+                self._wrap(prefix, module, shared)
+        # Found children first, and listed as model.parameters() lists flat parameters: parents first.
+        places = {prefix: number for number, (prefix, _) in enumerate(self.model.named_modules())}
+        self.units.sort(key=lambda unit: places[unit.prefix])
+        self.shared = [pair for unit in self.units for pair in shared[unit.prefix]]
+
+    def _wrap(self, prefix: str, root: nn.Module, shared: dict[str, list[tuple[str, str]]]) -> None:
+        managed = {
+            id(param)
+            for module in root.modules()
+            for _, param in self.own[id(module)]
+            if id(param) not in self.ignored and id(param) not in self._done
+        }
+        if not managed:
+            return
+        first: dict[int, str] = {}
+        unit = WrappedUnit(prefix, root, [])
+        later: list[tuple[str, str]] = []
+        touched: dict[tuple[int, str], tuple[nn.Module, nn.Parameter]] = {}
+        again: dict[tuple[int, str], tuple[nn.Module, nn.Parameter]] = {}
+        for path, module in root.named_modules(prefix=prefix, remove_duplicate=False):
+            for name, param in self.own[id(module)]:
+                if id(param) not in managed:
+                    continue
+                if id(param) in first:
+                    later.append((joined(path, name), first[id(param)]))
+                    again.setdefault((id(module), name), (module, param))
+                    continue
+                first[id(param)] = joined(path, name)
+                unit.params.append((joined(path, name), param))
+                self.names[id(module), name] = joined(path, name)
+                touched[id(module), name] = (module, param)
+        self.units.append(unit)
+        shared[prefix] = later
+        self._done |= managed if self.use_orig_params else set()
+        self._register(touched | {slot: held for slot, held in again.items() if slot not in touched})
+
+    def _register(self, touched: dict[tuple[int, str], tuple[nn.Module, nn.Parameter]]) -> None:
+        """What flattening does to the modules' own parameters (``_safe_setattr_tensor_or_param``): each is deleted,
+        and with ``use_orig_params=True`` set again, which puts it last."""
+        for (module, name), (_, param) in touched.items():
+            self.own[module] = [one for one in self.own[module] if one[0] != name]
+            if self.use_orig_params:
+                self.own[module].append((name, param))
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """``model.named_parameters()``: of the wrapped model with ``use_orig_params=True``, else of the original."""
+        known = {id(param): name for unit in self.units for name, param in unit.params} if self.use_orig_params else {}
+        seen: set[int] = set()
+        for path, module in self.model.named_modules():
+            own = self.own[id(module)] if self.use_orig_params else _own(module)
+            left = {id(param) for _, param in self.own[id(module)]}
+            for name, param in own:
+                held = self.names.get((id(module), name))
+                if not self.use_orig_params and held is not None:
+                    yield held, param
+                elif id(param) in left and id(param) not in seen:
+                    seen.add(id(param))
+                    yield known.get(id(param), joined(path, name)), param
+
+    def aliases(self, listed: Collection[str]) -> Iterator[tuple[str, str]]:
+        """(later name, listed name) of parameters that are still in the modules under another name too."""
+        names = {id(param): name for name, param in self.parameters()}
+        for path, module in self.model.named_modules(remove_duplicate=False):
+            for name, param in self.own[id(module)]:
+                first = names.get(id(param))
+                if first is not None and first in listed and first != joined(path, name):
+                    yield joined(path, name), first
+
+
+def _own(module: nn.Module) -> Named:
+    return list(module.named_parameters(recurse=False, remove_duplicate=False))
+
+
+def _post_order(module: nn.Module, prefix: str, found: list[tuple[str, nn.Module]], seen: set[int]) -> None:
+    for name, child in module.named_children():
+        if id(child) not in seen:
+            seen.add(id(child))
+            _post_order(child, joined(prefix, name), found, seen)
+    found.append((prefix, module))
+
+
+def import_object(reference: str, option: str) -> object:
+    """The object that ``package.module:name`` (or ``:Outer.name``) refers to. ``option`` is named in errors.
+
+    The current directory counts as a place for modules, as it does for ``python -m``. Raises UsageError.
+    """
+    module_name, _, name = reference.partition(":")
+    if not module_name or not name:
+        raise UsageError(
+            f"{option} takes package.module:name, and {reference!r} is none", next_step=f"{option} package.module:name"
+        )
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found: object = import_module(module_name)
+    except (Exception, SystemExit) as error:  # the user's own code, which may raise anything, or be a script
+        raise UsageError(
+            f"{option} {reference}: {module_name} could not be imported: {type(error).__name__}: {error}",
+            why="it is imported as `python -m` would do from the current directory",
+            next_step=f"python -c 'import {module_name}'  # shows where it fails",
+        ) from error
+    for word in name.split("."):
+        if not hasattr(found, word):
+            raise UsageError(f"{option} {reference}: there is no {word!r}", next_step=f"{option} package.module:name")
+        found = getattr(found, word)
+    return found

@@ -1,26 +1,77 @@
-"""Makes ``Units`` of names, of unit prefixes, and of how FSDP1 was configured."""
+"""Build ``Units`` from names, from the paths of the wrapped modules (``--unit GLOB``) and from FSDP1's settings."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from fsdpckpt.flat.units.globs import owner
-from fsdpckpt.flat.units.names import NamedParam
+from fsdpckpt.errors import UsageError
+from fsdpckpt.flat.names import NamedParam
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.units import Strategy, Unit, Units
 
-__all__ = ["Settings", "build_units", "grouped", "name_groups", "with_settings"]
+__all__ = [
+    "ROOT_ONLY",
+    "Settings",
+    "build_units",
+    "expand_globs",
+    "keyed_groups",
+    "module_paths",
+    "named_groups",
+    "innermost_unit",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What decides the layout beside the parameters. ``shard_size``: ranks in one sharding group, None for all."""
+    """How FSDP1 was configured; None where that is not known, or not said.
 
-    use_orig_params: bool
-    strategy: Strategy = Strategy.FULL_SHARD
+    ``param_dtype``: ``MixedPrecision.param_dtype``. ``shard_size``: ranks in one sharding group, None for all.
+    """
+
+    use_orig_params: bool | None = None
+    strategy: Strategy | None = None
     param_dtype: DType | None = None
     shard_size: int | None = None
+
+    def fits(self, units: Units) -> bool:
+        """Whether ``units`` have all settings that are known here."""
+        return (
+            self.use_orig_params in (None, units.use_orig_params)
+            and (self.strategy is None or {unit.strategy for unit in units.units} <= {self.strategy})
+            and (self.param_dtype is None or {unit.param_dtype for unit in units.units} <= {self.param_dtype})
+            and self.shard_size in (None, units.shard_size)
+        )
+
+    def applied_to(self, units: Units) -> Units:
+        """The same wrapping of the same model with the settings that are known here; the groups follow."""
+        names = named_groups(units)
+        changed = replace(
+            units,
+            units=tuple(
+                replace(unit, strategy=self.strategy or unit.strategy, param_dtype=self.param_dtype or unit.param_dtype)
+                for unit in units.units
+            ),
+            use_orig_params=units.use_orig_params if self.use_orig_params is None else self.use_orig_params,
+            shard_size=(self.shard_size or units.shard_size)
+            if self.strategy in (None, Strategy.HYBRID_SHARD)
+            else None,
+        )
+        if changed.use_orig_params == units.use_orig_params or names is None:
+            return changed
+        return replace(changed, groups=keyed_groups(replace(changed, groups=None), names))
+
+    def options(self) -> list[str]:
+        """The options that give the known settings, as they are typed."""
+        flag = {True: "--use-orig-params", False: "--no-use-orig-params", None: ""}[self.use_orig_params]
+        given = [
+            flag,
+            f"--strategy {self.strategy.value}" if self.strategy is not None else "",
+            f"--param-dtype {self.param_dtype.name}" if self.param_dtype is not None else "",
+            f"--shard-size {self.shard_size}" if self.shard_size is not None else "",
+        ]
+        return [option for option in given if option]
 
 
 def build_units(
@@ -38,7 +89,7 @@ def build_units(
     inside: dict[str, list[NamedParam]] = {}
     outside: list[NamedParam] = []
     for param in params:
-        prefix = None if param.name in unmanaged else owner(param.name, prefixes)
+        prefix = None if param.name in unmanaged else innermost_unit(param.name, prefixes)
         if prefix is None:
             outside.append(param)
         else:
@@ -48,10 +99,15 @@ def build_units(
     order = sorted(inside, key=lambda prefix: (begins[prefix], len(prefix)))
     return Units(
         units=tuple(
-            Unit(prefix, tuple(param.unit_param() for param in inside[prefix]), settings.strategy, settings.param_dtype)
+            Unit(
+                prefix,
+                tuple(param.unit_param() for param in inside[prefix]),
+                settings.strategy or Strategy.FULL_SHARD,
+                settings.param_dtype,
+            )
             for prefix in order
         ),
-        use_orig_params=settings.use_orig_params,
+        use_orig_params=bool(settings.use_orig_params),
         parameters=tuple(param.name for param in params),
         unmanaged=tuple(param.unit_param() for param in outside),
         shared=tuple(shared),
@@ -71,32 +127,7 @@ def _begins(params: Sequence[NamedParam], prefixes: Collection[str]) -> dict[str
     return found
 
 
-def with_settings(
-    units: Units,
-    *,
-    use_orig_params: bool | None = None,
-    strategy: Strategy | None = None,
-    param_dtype: DType | None = None,
-    shard_size: int | None = None,
-) -> Units:
-    """The same wrapping of the same model under other settings, None to keep one; the groups follow."""
-    names = name_groups(units)
-    hybrid = strategy in (None, Strategy.HYBRID_SHARD)
-    changed = replace(
-        units,
-        units=tuple(
-            replace(unit, strategy=strategy or unit.strategy, param_dtype=param_dtype or unit.param_dtype)
-            for unit in units.units
-        ),
-        use_orig_params=units.use_orig_params if use_orig_params is None else use_orig_params,
-        shard_size=(shard_size or units.shard_size) if hybrid else None,
-    )
-    if changed.use_orig_params == units.use_orig_params or names is None:
-        return changed
-    return replace(changed, groups=grouped(replace(changed, groups=None), names))
-
-
-def name_groups(units: Units) -> list[list[str]] | None:
+def named_groups(units: Units) -> list[list[str]] | None:
     """The optimizer's groups as original names; None when the units do not say."""
     if units.groups is None:
         return None
@@ -104,7 +135,7 @@ def name_groups(units: Units) -> list[list[str]] | None:
     return [[name for key in group for name in inside.get(key, [key])] for group in units.groups]
 
 
-def grouped(units: Units, names: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...] | None:
+def keyed_groups(units: Units, names: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...] | None:
     """The keys that groups of original names have under ``units``, each group in the order of ``optimizer_keys``.
 
     None when a flat parameter would lie in two groups.
@@ -116,3 +147,79 @@ def grouped(units: Units, names: Sequence[Sequence[str]]) -> tuple[tuple[str, ..
     if sum(map(len, held)) != len(set().union(*held)):
         return None
     return tuple(tuple(key for key in order if key in keys) for keys in held)
+
+
+ROOT_ONLY = "none"
+"""What ``--unit`` says when no module but the root is wrapped."""
+
+
+def module_paths(names: Iterable[str]) -> list[str]:
+    """Every module on the way to a parameter, the root left out, in the order of the names."""
+    found: dict[str, None] = {}
+    for name in names:
+        words = name.split(".")
+        found.update({".".join(words[:depth]): None for depth in range(1, len(words))})
+    return list(found)
+
+
+def expand_globs(globs: Sequence[str], names: Iterable[str]) -> tuple[str, ...]:
+    """The module paths that the globs match, the root left out. ``*`` stays within a segment, ``**`` crosses dots.
+
+    Raises UsageError for a glob that matches no module, with the module paths there are.
+    """
+    if tuple(globs) == (ROOT_ONLY,):
+        return ()
+    paths = module_paths(names)
+    found: dict[str, None] = {}
+    for glob in globs:
+        if glob == ROOT_ONLY and ROOT_ONLY not in paths:
+            raise UsageError(
+                "--unit none says that only the root is wrapped, and another --unit wraps more",
+                found=" ".join(f"--unit {one}" for one in globs),
+                next_step="drop --unit none: the root is a unit beside the others",
+            )
+        pattern = _pattern(glob)
+        matched = [path for path in paths if pattern.fullmatch(path)]
+        if not matched:
+            raise _nothing(glob, paths)
+        found.update(dict.fromkeys(matched))
+    return tuple(path for path in paths if path in found)
+
+
+def _pattern(glob: str) -> re.Pattern[str]:
+    text = ""
+    for part in re.split(r"(\*\*|\*|\?|\[[^\]]+\])", glob):
+        if part == "**":
+            text += ".*"
+        elif part == "*":
+            text += r"[^.]*"
+        elif part == "?":
+            text += r"[^.]"
+        elif part.startswith("[") and part.endswith("]"):
+            inside = part[1:-1].replace("\\", "\\\\").replace("[", "\\[").replace("^", "\\^")
+            text += f"[^{inside[1:]}]" if inside.startswith("!") else f"[{inside}]"
+        else:
+            text += re.escape(part)
+    try:
+        return re.compile(text)
+    except re.error:
+        raise UsageError(f"--unit {glob}: {glob!r} is no glob", next_step="--unit 'layers.*'") from None
+
+
+def _nothing(glob: str, paths: Sequence[str]) -> UsageError:
+    return UsageError(
+        f"--unit {glob or repr(glob)} matches no module of this model",
+        details=paths,
+        why="a glob is matched against whole module paths, and * does not cross dots; these are the modules",
+        next_step="--unit 'layers.*' for every layer, --unit '**.block' for a name anywhere, --unit none for the root",
+    )
+
+
+def innermost_unit(name: str, prefixes: Collection[str]) -> str | None:
+    """The innermost of the prefixes under which a parameter lies; None when it lies under none."""
+    words = name.split(".")
+    for depth in range(len(words) - 1, -1, -1):
+        prefix = ".".join(words[:depth])
+        if prefix in prefixes:
+            return prefix
+    return None

@@ -1,59 +1,33 @@
-"""Settles by proof what a flattened checkpoint does not say of its units.
+"""Infer by proof what a flattened checkpoint does not say of its units.
 
-Every reading of the names (``unit_wrappings``) is tried with every setting (``use_orig_params``, alignment, sharding
+Every reading of the names (``candidates``) is tried with every setting (``use_orig_params``, alignment, sharding
 group, the optimizer's ids). Those that no length contradicts survive. When all survivors read the same bytes as the
-same parameters, that is the answer; otherwise nothing is chosen, and the error says what settles it.
+same parameters, that is the answer; otherwise nothing is chosen, and the error says which option decides.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import prod
+from typing import TypeAlias
+
+import numpy as np
 
 from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.flat.match import FlatMatch, match
-from fsdpckpt.flat.slice_lengths import is_flat_key
-from fsdpckpt.flat.units.build import with_settings
-from fsdpckpt.flat.units.doubts import memory_doubt, order_doubt
-from fsdpckpt.flat.units.ids import group_candidates
-from fsdpckpt.flat.units.lengths import lengths_said, possible_groups, uneven
-from fsdpckpt.flat.units.readings import reads, settings_said
-from fsdpckpt.flat.units.wrappings import Wrapping
+from fsdpckpt.flat.slices import describe_lengths, has_uneven_slices, key_lengths, possible_shard_sizes
+from fsdpckpt.flat.units.build import Settings
+from fsdpckpt.flat.units.candidates import Candidate, group_candidates
+from fsdpckpt.flat.units.request import ResolvedUnits
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.dtypes import DTYPES, DType
-from fsdpckpt.ir.units import Strategy, Units
+from fsdpckpt.ir.names import clean
+from fsdpckpt.ir.units import Strategy, Unit, UnitParam, Units
+from fsdpckpt.layouts.flattened import is_flat_key
 
-__all__ = ["Inferred", "Refusal", "Wanted", "infer"]
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """Settings that are known; None where they are to be found out."""
-
-    use_orig_params: bool | None = None
-    strategy: Strategy | None = None
-    param_dtype: DType | None = None
-    shard_size: int | None = None
-
-    def fits(self, units: Units) -> bool:
-        """Whether ``units`` have these settings."""
-        strategies = {unit.strategy for unit in units.units}
-        return (
-            self.use_orig_params in (None, units.use_orig_params)
-            and (self.strategy is None or strategies <= {self.strategy})
-            and (self.param_dtype is None or {unit.param_dtype for unit in units.units} <= {self.param_dtype})
-            and self.shard_size in (None, units.shard_size)
-        )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Inferred:
-    """The units that are proved. ``unsettled``: settings that make no difference to the bytes, so none is proved."""
-
-    units: Units
-    match: FlatMatch
-    how: tuple[str, ...]
-    unsettled: tuple[str, ...]
+__all__ = ["Refusal", "infer", "possibly_channels_last", "why_order_matters", "interpretation", "describe_settings"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,70 +39,70 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Survivor:
-    wrapping: Wrapping
+class _Fitting:
+    wrapping: Candidate
     match: FlatMatch
 
     @property
     def said(self) -> str:
-        return "; ".join((*self.wrapping.assumed, settings_said(self.match.units)))
+        return "; ".join((*self.wrapping.assumed, describe_settings(self.match.units)))
 
 
 def infer(
-    checkpoint: Checkpoint, wrappings: Iterable[Wrapping], *, wanted: Wanted, preferred: Wanted | None = None
-) -> Inferred | Refusal:
+    checkpoint: Checkpoint, candidates: Iterable[Candidate], *, wanted: Settings, preferred: Settings | None = None
+) -> ResolvedUnits | Refusal:
     """The one answer that the lengths in ``checkpoint`` allow, or what contradicts the nearest.
 
-    ``wrappings``: lower tiers first; those of a higher one are not looked at when something fits.
+    ``candidates``: lower tiers first; those of a higher one are not looked at when something fits.
     ``preferred`` decides between several that fit, where the caller has reason to expect these settings. Raises
     NeedsInformationError when several fit that read the same bytes differently, or an order is not certain.
     """
-    survivors: list[_Survivor] = []
+    survivors: list[_Fitting] = []
     nearest: Refusal | None = None
     distance = 0
-    for wrapping in wrappings:
+    for wrapping in candidates:
         if survivors and wrapping.tier > survivors[-1].wrapping.tier:
             break
-        for units, candidates in _settled(checkpoint, wrapping.units, wanted):
-            said = "; ".join((*wrapping.assumed, settings_said(units)))
-            if not candidates:
+        for units, assignments in _settled(checkpoint, wrapping.units, wanted):
+            said = "; ".join((*wrapping.assumed, describe_settings(units)))
+            if not assignments:
                 nearest = nearest or Refusal(said, ("the optimizer's states have other shapes than the parameters",))
-            for groups in candidates:
+            for groups in assignments:
                 found = match(checkpoint, units if groups is None else replace(units, groups=groups))
                 if isinstance(found, FlatMatch):
-                    survivors.append(_Survivor(wrapping, found))
+                    survivors.append(_Fitting(wrapping, found))
                 elif nearest is None or len(found.contradictions) + found.unread < distance:
                     nearest, distance = Refusal(said, found.contradictions), len(found.contradictions) + found.unread
     if not survivors:
-        return nearest or Refusal("no reading of the names at all", tuple(lengths_said(checkpoint)))
-    return _answer(checkpoint, survivors, preferred or Wanted())
+        return nearest or Refusal("no reading of the names at all", tuple(describe_lengths(checkpoint)))
+    return _answer(checkpoint, survivors, preferred or Settings())
 
 
 def _settled(
-    checkpoint: Checkpoint, units: Units, wanted: Wanted
+    checkpoint: Checkpoint, units: Units, wanted: Settings
 ) -> Iterator[tuple[Units, Sequence[tuple[tuple[str, ...], ...] | None]]]:
     """``units`` under every setting that is not known, each with every assignment of the optimizer's ids."""
     if not units.units:
         return
     flags = (wanted.use_orig_params,) if wanted.use_orig_params is not None else (False, True)
     for use_orig_params in flags:
-        if not use_orig_params and uneven(checkpoint):
+        if not use_orig_params and has_uneven_slices(checkpoint):
             continue
         for strategy, shard_size in _shardings(checkpoint, wanted):
             for param_dtype in _param_dtypes(units, use_orig_params=use_orig_params, wanted=wanted):
                 settled = replace(
-                    with_settings(units, use_orig_params=use_orig_params, strategy=strategy, param_dtype=param_dtype),
+                    Settings(use_orig_params, strategy, param_dtype).applied_to(units),
                     shard_size=shard_size,
                 )
                 yield settled, group_candidates(checkpoint, settled)
 
 
-def _shardings(checkpoint: Checkpoint, wanted: Wanted) -> Iterator[tuple[Strategy, int | None]]:
+def _shardings(checkpoint: Checkpoint, wanted: Settings) -> Iterator[tuple[Strategy, int | None]]:
     """Strategy and sharding group, full groups first. A group of one rank is NO_SHARD, and all of one rank's are."""
     world_size = checkpoint.world_size
-    sizes = possible_groups(checkpoint)
+    sizes = possible_shard_sizes(checkpoint)
     whole = wanted.strategy if wanted.strategy is Strategy.SHARD_GRAD_OP else Strategy.FULL_SHARD
-    fits = Wanted(strategy=wanted.strategy, shard_size=wanted.shard_size)
+    fits = Settings(strategy=wanted.strategy, shard_size=wanted.shard_size)
     found: list[tuple[Strategy, int | None]] = [(whole, None)] if world_size in sizes else []
     if world_size == 1 and wanted.strategy is not None:
         found = [(wanted.strategy, wanted.shard_size)]
@@ -142,7 +116,7 @@ def _shardings(checkpoint: Checkpoint, wanted: Wanted) -> Iterator[tuple[Strateg
             yield strategy, size
 
 
-def _param_dtypes(units: Units, *, use_orig_params: bool, wanted: Wanted) -> tuple[DType | None, ...]:
+def _param_dtypes(units: Units, *, use_orig_params: bool, wanted: Settings) -> tuple[DType | None, ...]:
     """What decides the alignment: the parameters' own dtype, or one of another size (half and single precision)."""
     if wanted.param_dtype is not None or not use_orig_params:
         return (wanted.param_dtype,)
@@ -151,26 +125,26 @@ def _param_dtypes(units: Units, *, use_orig_params: bool, wanted: Wanted) -> tup
     return (None, *others)
 
 
-def _answer(checkpoint: Checkpoint, survivors: list[_Survivor], preferred: Wanted) -> Inferred:
-    classes: dict[object, list[_Survivor]] = {}
+def _answer(checkpoint: Checkpoint, survivors: list[_Fitting], preferred: Settings) -> ResolvedUnits:
+    classes: dict[object, list[_Fitting]] = {}
     for survivor in survivors:
-        classes.setdefault(reads(checkpoint, survivor.match), []).append(survivor)
+        classes.setdefault(interpretation(checkpoint, survivor.match), []).append(survivor)
     if len(classes) > 1:
         liked = {key: [one for one in held if preferred.fits(one.match.units)] for key, held in classes.items()}
-        classes = {key: held for key, held in liked.items() if held} if preferred != Wanted() else classes
+        classes = {key: held for key, held in liked.items() if held} if preferred.options() else classes
     if len(classes) != 1:
         raise _ambiguous(checkpoint, [held[0] for held in classes.values()] or survivors)
     (same,) = classes.values()
     chosen = next((one for one in same if preferred.fits(one.match.units)), same[0])
     if not chosen.wrapping.ordered:
-        doubt = order_doubt(checkpoint, chosen.match)
+        doubt = why_order_matters(checkpoint, chosen.match)
         if doubt is not None:
             raise _unordered(checkpoint, chosen, doubt)
-    kernels = memory_doubt(chosen.match.units) if chosen.match.keys or _splits(checkpoint) else []
-    if kernels and not chosen.wrapping.strided:
+    kernels = possibly_channels_last(chosen.match.units) if chosen.match.keys or _splits(checkpoint) else []
+    if kernels and not chosen.wrapping.strides_known:
         raise _unstrided(checkpoint, kernels)
-    how = (chosen.wrapping.label, *chosen.wrapping.assumed, settings_said(chosen.match.units))
-    return Inferred(chosen.match.units, chosen.match, how, _differing([one.match.units for one in same]))
+    how = (chosen.wrapping.label, *chosen.wrapping.assumed, describe_settings(chosen.match.units))
+    return ResolvedUnits(chosen.match.units, chosen.match, how, _differing([one.match.units for one in same]))
 
 
 def _splits(checkpoint: Checkpoint) -> bool:
@@ -205,7 +179,7 @@ _OPTIONS = {
 }
 
 
-def _ambiguous(checkpoint: Checkpoint, several: list[_Survivor]) -> NeedsInformationError:
+def _ambiguous(checkpoint: Checkpoint, several: list[_Fitting]) -> NeedsInformationError:
     options = [_OPTIONS[name] for name in _differing([one.match.units for one in several])]
     if len({(one.wrapping.assumed, one.match.units.groups) for one in several}) > 1:
         options.append("--parameters FILE (the names of model.named_parameters(), one a line)")
@@ -218,7 +192,7 @@ def _ambiguous(checkpoint: Checkpoint, several: list[_Survivor]) -> NeedsInforma
     )
 
 
-def _first_difference(one: _Survivor, several: list[_Survivor]) -> str:
+def _first_difference(one: _Fitting, several: list[_Fitting]) -> str:
     """The first optimizer key that is another parameter elsewhere."""
     for key, name in one.match.keys.items():
         if any(other.match.keys.get(key) != name for other in several):
@@ -226,7 +200,7 @@ def _first_difference(one: _Survivor, several: list[_Survivor]) -> str:
     return ""
 
 
-def _unordered(checkpoint: Checkpoint, chosen: _Survivor, doubt: str) -> NeedsInformationError:
+def _unordered(checkpoint: Checkpoint, chosen: _Fitting, doubt: str) -> NeedsInformationError:
     return NeedsInformationError(
         f"the order of the parameters in {checkpoint.source} is not certain: {doubt}",
         details=[chosen.wrapping.label],
@@ -235,3 +209,103 @@ def _unordered(checkpoint: Checkpoint, chosen: _Survivor, doubt: str) -> NeedsIn
         next_step="add --parameters FILE (the names of model.named_parameters(), one a line), --reference PATH of a "
         "checkpoint that PyTorch wrote, or --units FILE",
     )
+
+
+def possibly_channels_last(units: Units) -> list[str]:
+    """The parameters that FSDP1 flattens in another order when the model is channels_last, which names and shapes do
+    not show: kernels of convolutions with several channels and more than one place. Those with strides are settled.
+    """
+    return [
+        param.name
+        for unit in units.units
+        for param in unit.params
+        if len(param.shape) in (4, 5) and param.stride is None and param.shape[1] > 1 and prod(param.shape[2:]) > 1
+    ]
+
+
+def why_order_matters(checkpoint: Checkpoint, match: FlatMatch) -> str | None:
+    """Why the order matters and is not proved, None when every order reads the same.
+
+    Flat parameters are cut by order alone. States by parameter name need none; by id they are certain only when each
+    id's length is that of one single parameter.
+    """
+    units = match.units
+    model = checkpoint.model.params if checkpoint.model is not None else {}
+    flat = any(is_flat_key(key) for key in model) or (checkpoint.optim is not None and not units.use_orig_params)
+    if flat:
+        crowded = [unit for unit in units.units if sum(param.numel > 0 for param in unit.params) > 1]
+        if crowded:
+            many = len(crowded[0].params)
+            return f"{many} parameters lie in unit {crowded[0].prefix!r}, in an order that nothing shows"
+    optim = checkpoint.optim
+    if optim is None or optim.key_type != "id":
+        return None
+    if not units.use_orig_params:
+        shards = Counter(layout.shard for layout in match.layouts.values())
+        return "several flat parameters are equally long" if max(shards.values()) > 1 else None
+    params = units.params()
+    times = Counter(param.numel for param in params.values())
+    lengths = key_lengths(optim, checkpoint.world_size)
+    for key, name in match.keys.items():
+        numel = params[name].numel
+        if times[numel] > 1:
+            return f"several parameters have {numel:,} elements, {name} among them"
+        if key not in lengths or int(lengths[key][: match.shard_size].sum()) != numel:
+            return f"optimizer key {key} does not show how long its parameter {name} is"
+    return None
+
+
+_Row: TypeAlias = tuple[object, ...]
+
+
+def interpretation(checkpoint: Checkpoint, match: FlatMatch) -> object:
+    """Equal for two matches of ``checkpoint`` exactly when they read the same bytes as the same parameters."""
+    units = match.units
+    by_key = {unit.key: unit for unit in units.units}
+    flat = {key: _flat(unit, match) for key, unit in by_key.items()}
+    params, inside = units.params(), units.unit_of()
+    keys = []
+    for key, name in match.keys.items():
+        if name in by_key:
+            keys.append((key, flat[name]))
+        elif name in inside:
+            keys.append((key, (_slice(params[name], match),)))
+        else:
+            keys.append((key, ((name, params[name].shape),)))
+    model = checkpoint.model.params if checkpoint.model is not None else ()
+    split = {clean(key) for key in model if is_flat_key(key)}
+    named = frozenset((key, flat[key]) for key in by_key if key in split)
+    optim = checkpoint.optim
+    whole = units.groups if optim is not None and optim.key_type == "id" and not match.flat_optimizer else None
+    return (tuple(keys), whole, named, frozenset(units.shared))
+
+
+def _flat(unit: Unit, match: FlatMatch) -> tuple[_Row, ...]:
+    """Each parameter of a flat one; where it lies in it matters only when it is not alone."""
+    layout = match.layouts[unit.key]
+    filled = [param for param in unit.params if param.numel]
+    if len(filled) == 1:
+        return (_slice(filled[0], match),)
+    starts = layout.start.tolist()
+    return tuple(
+        (param.name, param.shape, param.order, start, layout.shard, layout.shards)
+        for param, start in zip(unit.params, starts, strict=True)
+        if param.numel
+    )
+
+
+def _slice(param: UnitParam, match: FlatMatch) -> _Row:
+    counts = np.resize(match.counts[param.name], match.shard_size).astype(np.int64)
+    return (param.name, param.shape, param.order, counts.tobytes(), match.shard_size)
+
+
+def describe_settings(units: Units) -> str:
+    """The settings in words, for messages: ``use_orig_params=True, full-shard, param_dtype bfloat16``."""
+    strategies = dict.fromkeys(unit.strategy for unit in units.units)
+    said = [f"use_orig_params={units.use_orig_params}", ", ".join(one.value for one in strategies)]
+    if units.shard_size is not None and Strategy.HYBRID_SHARD in strategies:
+        said[-1] += f" in groups of {units.shard_size} ranks"
+    if units.use_orig_params:
+        dtypes = dict.fromkeys((unit.param_dtype or unit.params[0].dtype).name for unit in units.units)
+        said.append(f"aligned for {', '.join(dtypes)}")
+    return ", ".join(said)

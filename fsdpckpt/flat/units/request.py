@@ -1,63 +1,62 @@
-"""What the options say of units, and the other sources of names that units are held against."""
+"""What the options say about units, and whether units agree with them and with a checkpoint of whole tensors."""
 
 from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceMissingError, SourceUnrecognisedError
 from fsdpckpt.flat.match import FlatMatch
-from fsdpckpt.flat.units.build import with_settings
-from fsdpckpt.flat.units.globs import expand, owner
-from fsdpckpt.flat.units.names import NameList, model_names, optimizer_names
+from fsdpckpt.flat.names import ParameterNames, model_names, optimizer_names, order_contradictions
+from fsdpckpt.flat.units.build import Settings, expand_globs, innermost_unit, named_groups
+from fsdpckpt.ir.checkpoint import Checkpoint, Layout, OptimState, group_params
 from fsdpckpt.ir.dtypes import DType
-from fsdpckpt.ir.units import Strategy, Units
+from fsdpckpt.ir.names import clean
+from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.units import UnitParam, Units
 from fsdpckpt.ir.units_json import MOST_BYTES, UNITS_FILE, loads
+from fsdpckpt.ir.values import Value
 from fsdpckpt.storage.sources import Sources
 
 __all__ = [
+    "ResolvedUnits",
     "ORDER",
-    "FoundUnits",
     "UnitsRequest",
-    "against",
+    "option_contradictions",
+    "contradictions",
+    "listed_names",
     "load_units",
-    "overridden",
     "reference_names",
     "require_agreement",
-    "require_order",
-    "settings_given",
+    "require_description",
+    "require_model_order",
 ]
-
 
 ORDER = "parameters"
 """In ``FoundUnits.unsettled``: the order of ``model.parameters()`` is known inside of each unit only."""
 
 
-@dataclass(frozen=True, slots=True)
-class UnitsRequest:
-    """What the options say of units; None (and empty) where they say nothing.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitsRequest(Settings):
+    """What the options say about units, settings among it; None (and empty) where they say nothing.
 
-    ``file``: a units file. ``globs``: module paths of units, ``("none",)`` for the root alone. ``shard_size``: ranks in
-    one sharding group. ``reference``: a checkpoint with names and shapes. ``parameters``: names in the order of
-    ``model.parameters()``. ``buffers``: globs of model keys that are none, ``("none",)`` when all are.
+    ``file``: a units file. ``globs``: module paths of units, ``("none",)`` for the root alone. ``reference``: a
+    checkpoint with names and shapes. ``parameters``: names in the order of ``model.parameters()``. ``buffers``: globs
+    of model keys that are no parameters, ``("none",)`` when all are parameters.
     """
 
     file: str | None = None
     globs: tuple[str, ...] = ()
-    use_orig_params: bool | None = None
-    strategy: Strategy | None = None
-    param_dtype: DType | None = None
-    shard_size: int | None = None
     reference: str | None = None
     parameters: tuple[str, ...] | None = None
     buffers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class FoundUnits:
+class ResolvedUnits:
     """Units, how they were found and proved in words, and for a source what each of its keys is.
 
     ``unsettled``: settings that a source's bytes do not show, because they make no difference to them, and ``ORDER``.
@@ -69,7 +68,7 @@ class FoundUnits:
     unsettled: tuple[str, ...] = ()
 
 
-def require_order(found: FoundUnits, source: str) -> None:
+def require_model_order(found: ResolvedUnits, source: str) -> None:
     """Raises NeedsInformationError unless ``found`` has the order of ``model.parameters()``, which units record."""
     if ORDER in found.unsettled:
         raise NeedsInformationError(
@@ -103,30 +102,7 @@ def _no_file(path: str, *, directory: bool) -> SourceMissingError:
     )
 
 
-def settings_given(request: UnitsRequest) -> list[str]:
-    """The options that name settings, as they were typed."""
-    flag = {True: "--use-orig-params", False: "--no-use-orig-params", None: ""}[request.use_orig_params]
-    given = [
-        flag,
-        f"--strategy {request.strategy.value}" if request.strategy is not None else "",
-        f"--param-dtype {request.param_dtype.name}" if request.param_dtype is not None else "",
-        f"--shard-size {request.shard_size}" if request.shard_size is not None else "",
-    ]
-    return [option for option in given if option]
-
-
-def overridden(units: Units, request: UnitsRequest) -> Units:
-    """``units`` with the settings that the options name."""
-    return with_settings(
-        units,
-        use_orig_params=request.use_orig_params,
-        strategy=request.strategy,
-        param_dtype=request.param_dtype,
-        shard_size=request.shard_size,
-    )
-
-
-def reference_names(path: str, sources: Sources) -> NameList:
+def reference_names(path: str, sources: Sources) -> ParameterNames:
     """The names and shapes of the checkpoint at ``path``. Raises SourceUnrecognisedError when it has none."""
     from fsdpckpt.readers.detect import open_checkpoint
 
@@ -140,12 +116,12 @@ def reference_names(path: str, sources: Sources) -> NameList:
             found=f"a checkpoint that is {checkpoint.layout}",
             next_step="--reference PATH of a full or sharded checkpoint of the same model",
         )
-    return replace(names, foreign=True)
+    return replace(names, from_reference=True)
 
 
 def require_agreement(units: Units, request: UnitsRequest, sources: Sources, said: str) -> None:
     """Raises SourceCorruptError when other options contradict ``units``; ``said`` is what they contradict then."""
-    wrong = against(units, request, sources)
+    wrong = option_contradictions(units, request, sources)
     if not wrong:
         return
     held = {"--unit": request.globs, "--parameters": request.parameters, "--reference": request.reference}
@@ -158,7 +134,7 @@ def require_agreement(units: Units, request: UnitsRequest, sources: Sources, sai
     )
 
 
-def against(units: Units, request: UnitsRequest, sources: Sources) -> list[str]:
+def option_contradictions(units: Units, request: UnitsRequest, sources: Sources) -> list[str]:
     """What ``--unit``, ``--parameters`` and ``--reference`` contradict in ``units``; nothing when they agree or are
     not given."""
     wrong = list(_wrapped(units, request.globs))
@@ -175,15 +151,17 @@ def _wrapped(units: Units, globs: tuple[str, ...]) -> Iterator[str]:
     if not globs:
         return
     names = [param.name for param in units.params().values()]
-    prefixes = {"", *expand(globs, names)}
+    prefixes = {"", *expand_globs(globs, names)}
     for unit in units.units:
-        astray = next((param.name for param in unit.params if owner(param.name, prefixes) != unit.prefix), None)
+        astray = next(
+            (param.name for param in unit.params if innermost_unit(param.name, prefixes) != unit.prefix), None
+        )
         if astray is not None:
-            by_globs = owner(astray, prefixes)
+            by_globs = innermost_unit(astray, prefixes)
             yield f"{astray} is in unit {unit.prefix!r} by the units, in {by_globs!r} by --unit"
 
 
-def _reference(units: Units, names: NameList) -> list[str]:
+def _reference(units: Units, names: ParameterNames) -> list[str]:
     held = {param.name: param for param in names.params}
     tied = dict(names.shared)
     wrong: list[str] = []
@@ -199,3 +177,138 @@ def _reference(units: Units, names: NameList) -> list[str]:
         pairs = [(a, b) for a, b in zip(own, known, strict=True) if a != b]
         wrong.extend(f"{a} stands where {names.label} has {b}" for a, b in pairs)
     return wrong
+
+
+def contradictions(units: Units, checkpoint: Checkpoint, *, dtype: DType | None = None) -> list[str]:
+    """Everything in ``checkpoint`` (logical, its optimizer keyed by name) that contradicts ``units``; none if they fit.
+
+    ``dtype``: what the model section is cast to, None when it is not.
+    """
+    names = model_names(checkpoint, "the model section")
+    found = list(_model(units, names, dtype)) if names is not None else []
+    if names is not None and names.ordered and checkpoint.layout is not Layout.FLATTENED:
+        found.extend(order_contradictions(units, [param.name for param in names.params]))
+    if checkpoint.optim is not None and checkpoint.optim.key_type == "name":
+        found.extend(_optimizer(units, checkpoint.optim))
+        found.extend(_groups(units, checkpoint.optim))
+    return found
+
+
+def _model(units: Units, names: ParameterNames, dtype: DType | None) -> Iterator[str]:
+    params, later = units.params(), {name for name, _ in units.shared}
+    tied = dict(names.shared)
+    held = {param.name: param for param in names.params}
+    for name, param in params.items():
+        found = held.get(tied.get(name, name))
+        if found is None:
+            yield f"the units have {name}, the model section has not"
+        elif found.shape != param.shape:
+            yield f"{name}: {list(param.shape)} by the units, {list(found.shape)} in the model section"
+        elif (written := dtype if dtype is not None and found.dtype.floating else found.dtype) != param.dtype:
+            yield f"{name}: {param.dtype.name} by the units, {written.name} in the model section"
+        elif param.order != found.unit_param().order and found.stride is not None:
+            yield f"{name}: strides {param.stride} by the units, {found.stride} in the model section"
+    for name, found in held.items():
+        if found.sharded and name not in params and name not in later:
+            yield f"the model section has a parameter {name}, the units have not"
+
+
+def _optimizer(units: Units, optim: OptimState) -> Iterator[str]:
+    params = units.params()
+    listed = {name for group in listed_names(optim) for name in group}
+    for key, states in optim.state.items():
+        name = clean(str(key))
+        param = params.get(name)
+        tensors = [leaf for leaf in states.values() if isinstance(leaf, Tensor)]
+        if param is None:
+            # What no group lists is a user's own entry beside the parameters' (TorchRec's keyed optimizers have them).
+            if tensors and (name in listed or not listed):
+                yield f"the optimizer has states of {name}, which the units do not have"
+        else:
+            yield from _states(name, param, states)
+
+
+def _states(name: str, param: UnitParam, states: Mapping[str, Tensor | Value]) -> Iterator[str]:
+    """States of other shapes than the parameter's exist (factors); all of one other shape contradict it."""
+    shapes = {leaf.shape for leaf in states.values() if isinstance(leaf, Tensor) and leaf.numel > 1}
+    if len(shapes) == 1 and param.shape not in shapes:
+        yield f"{name}: {list(param.shape)} by the units, its optimizer states are {list(next(iter(shapes)))}"
+
+
+def _groups(units: Units, optim: OptimState) -> Iterator[str]:
+    known = set(units.params())
+    listed = listed_names(optim)
+    unknown = [name for group in listed for name in group if name not in known]
+    stated = {clean(str(key)) for key, states in optim.state.items() if states}  # of these it is said already
+    yield from (f"the param groups list {name}, which the units do not have" for name in unknown if name not in stated)
+    own = named_groups(units)
+    if own is None or unknown or not listed:
+        return
+    if len(own) != len(listed):
+        yield f"the optimizer has {len(listed)} param groups, by the units {len(own)}"
+        return
+    for number, (names, by_units) in enumerate(zip(listed, own, strict=True)):
+        for name in sorted(set(names) - set(by_units)):
+            yield f"param group {number} lists {name}, by the units it does not"
+
+
+def listed_names(optim: OptimState) -> Sequence[Sequence[str]]:
+    """The names that each param group lists; empty when there are no groups."""
+    return [[clean(str(key)) for key in group_params(group) or ()] for group in optim.param_groups or ()]
+
+
+def require_description(checkpoint: Checkpoint, units: Units) -> None:
+    """Raises SourceCorruptError that lists every parameter on which the checkpoint and ``units`` differ."""
+    params = units.params()
+    wrong = list(_model_differences(checkpoint, units, params))
+    if checkpoint.optim is not None:
+        wrong += _optim_differences(checkpoint.optim, units, params)
+    if wrong:
+        raise SourceCorruptError(
+            f"the units are not those of {checkpoint.source}",
+            details=wrong,
+            why="they describe another model, or another version of this one",
+            next_step="give the units file of the model that will load it: --units FILE",
+        )
+
+
+def _model_differences(checkpoint: Checkpoint, units: Units, params: dict[str, UnitParam]) -> Iterator[str]:
+    if checkpoint.model is None:
+        return
+    shared = dict(units.shared)
+    held = checkpoint.model.params
+    for name, param in params.items():
+        leaf = held.get(name)
+        if not isinstance(leaf, Tensor):
+            yield f"the model section has no parameter {name}"
+        elif leaf.shape != param.shape:
+            yield f"{name}: {list(param.shape)} by the units, {list(leaf.shape)} in the model section"
+    for name, leaf in held.items():
+        first = shared.get(name)
+        if first is None:
+            if isinstance(leaf, Tensor) and leaf.sharded and name not in params:
+                yield f"the units have no parameter {name}, which the model section has"
+        elif isinstance(leaf, Tensor) and first in params and leaf.shape != params[first].shape:
+            yield f"{name}: {list(params[first].shape)} by the units ({first}), {list(leaf.shape)} in the model section"
+
+
+def _optim_differences(optim: OptimState, units: Units, params: dict[str, UnitParam]) -> list[str]:
+    known = {*params, *dict(units.shared)}
+    listed = dict.fromkeys(key for group in optim.param_groups or () for key in group_params(group) or ())
+    wrong = [f"the param groups list {key}, which the units do not have" for key in listed if key not in known]
+    wrong += [
+        f"the optimizer has a state for {key}, which the units do not have"
+        for key, states in optim.state.items()
+        if key not in known and key not in listed and _looks_sharded(states)
+    ]
+    wrong += [
+        f"the optimizer has states for {first} and for {later}, which are one parameter by the units"
+        for later, first in units.shared
+        if optim.state.get(first) and optim.state.get(later)
+    ]
+    return wrong
+
+
+def _looks_sharded(states: object) -> bool:
+    """Whether an entry can only be a parameter's. A user's own entry of ``state`` is carried as it is."""
+    return isinstance(states, dict) and any(isinstance(leaf, Tensor) and leaf.sharded for leaf in states.values())

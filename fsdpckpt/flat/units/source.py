@@ -1,39 +1,87 @@
-"""The units of a flattened source: given, beside it, or inferred; proved by the elements that each rank holds."""
+"""Find the units of a flattened source: given, beside it, or inferred; proved by the elements that each rank holds."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, UsageError
 from fsdpckpt.flat.match import FlatMatch, Mismatch, match
-from fsdpckpt.flat.units.globs import expand
-from fsdpckpt.flat.units.inference import Inferred, Refusal, Wanted, infer
-from fsdpckpt.flat.units.lengths import lengths_said
-from fsdpckpt.flat.units.names import NameList, model_names, optimizer_names
-from fsdpckpt.flat.units.prefixes import Prefixes, parameter_order, prefixes_of
+from fsdpckpt.flat.names import ParameterNames, UnitPrefixes, model_names, optimizer_names, parameter_order, prefixes_of
+from fsdpckpt.flat.slices import describe_lengths, is_sliced
+from fsdpckpt.flat.units.build import Settings, expand_globs
+from fsdpckpt.flat.units.candidates import Candidate, candidates
+from fsdpckpt.flat.units.inference import Refusal, infer
 from fsdpckpt.flat.units.request import (
     ORDER,
-    FoundUnits,
+    ResolvedUnits,
     UnitsRequest,
     load_units,
-    overridden,
+    option_contradictions,
     reference_names,
     require_agreement,
-    settings_given,
+    require_model_order,
 )
-from fsdpckpt.flat.units.wrappings import Wrapping, wrappings
-from fsdpckpt.ir.checkpoint import Checkpoint
+from fsdpckpt.flat.units.target import target_units
+from fsdpckpt.ir.checkpoint import Checkpoint, Layout
+from fsdpckpt.ir.tensors import SLICES, Tensor
 from fsdpckpt.ir.units import Units
+from fsdpckpt.layouts.flattened import is_flat_key
+from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
 
-__all__ = ["source_units"]
+__all__ = [
+    "ResolvedUnits",
+    "ORDER",
+    "UnitsRequest",
+    "find_units",
+    "is_flattened",
+    "load_units",
+    "prove",
+    "source_units",
+    "target_units",
+]
 
 _SAVED = "give the units file that save_units wrote in the job that saved this: --units FILE"
 
 
+def is_flattened(checkpoint: Checkpoint, sources: Sources, request: UnitsRequest | None = None) -> bool:
+    """Whether the sections that ``checkpoint`` has hold slices of flat parameters."""
+    if checkpoint.model is not None and any(is_flat_key(key) for key in checkpoint.model.params):
+        return True
+    optim = checkpoint.optim
+    if optim is None:
+        return False
+    leaves = [leaf for states in optim.state.values() for leaf in states.values() if isinstance(leaf, Tensor)]
+    if any(leaf.placement == SLICES for leaf in leaves):
+        return True
+    return optim.key_type == "id" and _looks_whole(checkpoint, leaves, sources, request)
+
+
+def _looks_whole(
+    checkpoint: Checkpoint, leaves: Sequence[Tensor], sources: Sources, request: UnitsRequest | None
+) -> bool:
+    """Whether an optimizer is sliced although nothing in it shows: one rank's, or one without states.
+
+    The units beside it, or those given, tell.
+    """
+    units = checkpoint.units
+    if units is None and request is not None and request.file is not None:
+        units = load_units(request.file, sources)
+    if units is not None:
+        if checkpoint.layout is Layout.FLATTENED:
+            return True
+        return is_sliced(checkpoint, units) and isinstance(match(checkpoint, units), FlatMatch)
+    if request is None or not request.globs or checkpoint.world_size > 1:
+        return False
+    model = checkpoint.model.params.values() if checkpoint.model is not None else ()
+    vectors = bool(model) and all(leaf.ndim == 1 for leaf in model if isinstance(leaf, Tensor))
+    return {leaf.ndim for leaf in leaves if leaf.ndim} == {1} and not vectors
+
+
 def source_units(
     checkpoint: Checkpoint, request: UnitsRequest, sources: Sources, *, target_flattened: bool = False
-) -> FoundUnits:
+) -> ResolvedUnits:
     """The units of a flattened source, proved by the number of elements of every slice.
 
     ``target_flattened``: ``request`` describes the target, and the source only where nothing lies beside the source.
@@ -59,11 +107,11 @@ def source_units(
     return _given(checkpoint, units, request.file, request, sources)
 
 
-def _given(checkpoint: Checkpoint, units: Units, label: str, request: UnitsRequest, sources: Sources) -> FoundUnits:
+def _given(checkpoint: Checkpoint, units: Units, label: str, request: UnitsRequest, sources: Sources) -> ResolvedUnits:
     """Units from a file, with the options' settings on top; proved or refused."""
-    asked = overridden(units, request)
+    asked = request.applied_to(units)
     found = match(checkpoint, asked)
-    settings = settings_given(request)
+    settings = request.options()
     if isinstance(found, Mismatch) and settings and isinstance(match(checkpoint, units), FlatMatch):
         raise UsageError(
             f"{', '.join(settings)}: that is not how {checkpoint.source} was saved",
@@ -81,48 +129,45 @@ def _given(checkpoint: Checkpoint, units: Units, label: str, request: UnitsReque
             file=label,
         )
     require_agreement(asked, request, sources, f"the units of {label}")
-    return FoundUnits(found.units, found, (f"units: from {label}",))
+    return ResolvedUnits(found.units, found, (f"units: from {label}",))
 
 
-def _serving_both(checkpoint: Checkpoint, units: Units, label: str, sources: Sources) -> FoundUnits:
+def _serving_both(checkpoint: Checkpoint, units: Units, label: str, sources: Sources) -> ResolvedUnits:
     """The target's file, where nothing says what the source's units are: its settings may be others, if proved."""
     if isinstance(match(checkpoint, units), FlatMatch):
         return _given(checkpoint, units, label, UnitsRequest(), sources)
     # Its ranks are the target's; how many the source has, and how they share, its own lengths prove.
-    wrapping = Wrapping(replace(units, world_size=None), f"units: names and wrapping from {label}", strided=True)
-    found = infer(checkpoint, [wrapping], wanted=Wanted())
+    wrapping = Candidate(replace(units, world_size=None), f"units: names and wrapping from {label}", strides_known=True)
+    found = infer(checkpoint, [wrapping], wanted=Settings())
     if isinstance(found, Refusal):  # the file as it stands makes the better message
         return _given(checkpoint, units, label, UnitsRequest(), sources)
-    return _found(found)
-
-
-def _found(found: Inferred) -> FoundUnits:
-    return FoundUnits(found.units, found.match, found.how, found.unsettled)
+    return found
 
 
 # Nothing lies beside the source, and no units file was given.
 
 
-def _inferred(checkpoint: Checkpoint, request: UnitsRequest, sources: Sources, *, target_flattened: bool) -> FoundUnits:
+def _inferred(
+    checkpoint: Checkpoint, request: UnitsRequest, sources: Sources, *, target_flattened: bool
+) -> ResolvedUnits:
     names = _names(checkpoint, request, sources)
     prefixes = _prefixes(checkpoint, request, names, target_flattened=target_flattened)
-    asked = Wanted(request.use_orig_params, request.strategy, request.param_dtype, request.shard_size)
     found = infer(
         checkpoint,
-        wrappings(checkpoint, names, prefixes, parameters=request.parameters),
-        wanted=Wanted() if target_flattened else asked,
-        preferred=asked,
+        candidates(checkpoint, names, prefixes, parameters=request.parameters),
+        wanted=Settings() if target_flattened else request,
+        preferred=request,
     )
     if isinstance(found, Refusal):
         raise _refused(checkpoint, names, prefixes, found)
     # --unit was held against what the checkpoint shows, or describes the target.
     require_agreement(found.units, replace(request, globs=()), sources, f"what {checkpoint.source} shows of its units")
-    if names.of_model or request.parameters is not None:
-        return _found(found)
-    return replace(_found(found), unsettled=(*found.unsettled, ORDER))
+    if names.in_model_order or request.parameters is not None:
+        return found
+    return replace(found, unsettled=(*found.unsettled, ORDER))
 
 
-def _names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sources) -> NameList:
+def _names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sources) -> ParameterNames:
     """Names, shapes and order: the checkpoint's own where they are ordered, else those of the reference."""
     lists = [model_names(checkpoint, "the model section"), optimizer_names(checkpoint, "the optimizer's own names")]
     if request.reference is not None:
@@ -131,37 +176,39 @@ def _names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sources) -> N
     if not known:
         raise NeedsInformationError(
             f"{checkpoint.source} holds flat parameters, and nothing says which parameters lie in them",
-            details=lengths_said(checkpoint),
-            why="PyTorch does not save names and shapes with them, and " + _beside(checkpoint),
+            details=describe_lengths(checkpoint),
+            why="PyTorch does not save names and shapes with them, and " + _whole_beside_flat(checkpoint),
             next_step="add --units FILE (save_units or `fsdpckpt units` makes one), or --reference PATH of a full or "
             "sharded checkpoint of this model",
         )
-    best = next((names for names in known if names.ordered and names.of_model), None)
+    best = next((names for names in known if names.ordered and names.in_model_order), None)
     best = best or next((names for names in known if names.ordered), known[0])
-    if (best.ordered and best.of_model) or request.parameters is not None:
+    if (best.ordered and best.in_model_order) or request.parameters is not None:
         return best
     return best.reordered(parameter_order(checkpoint), "the checkpoint's own names")
 
 
-def _beside(checkpoint: Checkpoint) -> str:
+def _whole_beside_flat(checkpoint: Checkpoint) -> str:
     """What a user who knows of a units file there has to be told."""
     unused = [note.message for note in checkpoint.notes if note.kind == "units-unreadable"]
     return "; ".join(unused) if unused else "no units file lies beside the checkpoint"
 
 
-def _prefixes(checkpoint: Checkpoint, request: UnitsRequest, names: NameList, *, target_flattened: bool) -> Prefixes:
+def _prefixes(
+    checkpoint: Checkpoint, request: UnitsRequest, names: ParameterNames, *, target_flattened: bool
+) -> UnitPrefixes:
     """The prefixes that the checkpoint shows, else those of ``--unit``; both must agree."""
     shown = prefixes_of(checkpoint)
     if shown is None and not request.globs:
         raise NeedsInformationError(
             f"{checkpoint.source} does not say which modules were FSDP units",
-            details=lengths_said(checkpoint),
+            details=describe_lengths(checkpoint),
             why="a raw optimizer.state_dict() has neither unit names nor param_names, and wrapping is never guessed",
             next_step="add --unit GLOB (repeatable) for the wrapped modules, for example --unit 'model.layers.*' "
             "(--unit none when only the root was wrapped), or --units FILE",
         )
     if shown is None:
-        return Prefixes(
+        return UnitPrefixes(
             ("", *_expanded(request, names)), complete=False, label=f"--unit {' --unit '.join(request.globs)}"
         )
     if not request.globs or target_flattened:
@@ -183,11 +230,13 @@ def _prefixes(checkpoint: Checkpoint, request: UnitsRequest, names: NameList, *,
     return replace(shown, prefixes=(*shown.prefixes, *more))
 
 
-def _expanded(request: UnitsRequest, names: NameList) -> tuple[str, ...]:
-    return expand(request.globs, [param.name for param in names.params])
+def _expanded(request: UnitsRequest, names: ParameterNames) -> tuple[str, ...]:
+    return expand_globs(request.globs, [param.name for param in names.params])
 
 
-def _refused(checkpoint: Checkpoint, names: NameList, prefixes: Prefixes, refusal: Refusal) -> NeedsInformationError:
+def _refused(
+    checkpoint: Checkpoint, names: ParameterNames, prefixes: UnitPrefixes, refusal: Refusal
+) -> NeedsInformationError:
     return NeedsInformationError(
         f"the units of {checkpoint.source} cannot be inferred: names from {names.label}, units from {prefixes.label}",
         details=[f"nearest: {refusal.nearest}", *refusal.contradictions],
@@ -195,3 +244,46 @@ def _refused(checkpoint: Checkpoint, names: NameList, prefixes: Prefixes, refusa
         "settings that were not tried",
         next_step=f"give what is wrong above with --unit GLOB, --reference PATH or --parameters FILE, or {_SAVED}",
     )
+
+
+def find_units(checkpoint: Checkpoint, request: UnitsRequest, sources: Sources) -> ResolvedUnits:
+    """The units of any checkpoint. One that is not flattened needs ``request`` to say what whole tensors do not show.
+
+    Raises what ``source_units`` and ``target_units`` raise.
+    """
+    if is_flattened(checkpoint, sources, request):
+        found = source_units(checkpoint, request, sources)
+        require_model_order(found, checkpoint.source)
+        return replace(found, how=(*found.how, *(found.match.proved if found.match is not None else ())))
+    found = target_units(checkpoint, request, None, None, sources)
+    return replace(found, how=tuple(line.removeprefix("target ") for line in found.how))
+
+
+def prove(units: Units, source: str, sources: Sources) -> tuple[str, ...]:
+    """What the checkpoint at ``source`` confirms of ``units``, in words.
+
+    A flattened one has the number of elements of every slice, any other one names and shapes. Raises
+    SourceCorruptError, which lists everything there that contradicts the units, and SourceError.
+    """
+    checkpoint = open_checkpoint(source, sources=sources)
+    if checkpoint.layout is not Layout.FLATTENED:
+        wrong = tuple(option_contradictions(units, UnitsRequest(reference=source), sources))
+        return _confirmed(wrong, (f"names and shapes are those of {source}; its units do not show there",), source)
+    found = match(checkpoint, units)
+    if isinstance(found, Mismatch):
+        return _confirmed(found.contradictions, (), source)
+    return found.proved
+
+
+def _confirmed(wrong: tuple[str, ...], proved: tuple[str, ...], source: str) -> tuple[str, ...]:
+    if wrong:
+        raise SourceCorruptError(
+            f"the units of the model are not those of {source}",
+            details=wrong,
+            why="the checkpoint is of another model, or was saved with other classes wrapped, another "
+            "use_orig_params, strategy or MixedPrecision.param_dtype",
+            next_step="give --wrap, --use-orig-params/--no-use-orig-params, --strategy and --param-dtype as the "
+            "training script does",
+            file=source,
+        )
+    return proved

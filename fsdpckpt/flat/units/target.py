@@ -1,43 +1,46 @@
-"""The units of a flattened target: given, the source's, or made of names and ``--unit``; checked by what is written."""
+"""Find the units of a flattened target: given, the source's, or made of names and ``--unit``.
+
+They are checked against the names, shapes, dtypes and order of what is written.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, UsageError
-from fsdpckpt.flat.units.agreement import contradictions, listed_names
-from fsdpckpt.flat.units.build import Settings, build_units, grouped
-from fsdpckpt.flat.units.doubts import memory_doubt
-from fsdpckpt.flat.units.globs import expand
-from fsdpckpt.flat.units.names import units_names
-from fsdpckpt.flat.units.readings import settings_said
+from fsdpckpt.flat.names import NamedParam, ParameterNames, model_names, optimizer_names, units_names
+from fsdpckpt.flat.units.build import Settings, build_units, expand_globs, keyed_groups
+from fsdpckpt.flat.units.inference import describe_settings, possibly_channels_last
 from fsdpckpt.flat.units.request import (
-    FoundUnits,
+    ResolvedUnits,
     UnitsRequest,
+    contradictions,
+    listed_names,
     load_units,
-    overridden,
+    reference_names,
     require_agreement,
-    require_order,
+    require_model_order,
 )
-from fsdpckpt.flat.units.target_names import require_known_order, target_names
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.units import Strategy, UnitParam, Units, flaws
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.transform.parameter_order import from_param_names
 
-__all__ = ["target_units"]
+__all__ = ["require_known_order", "target_names", "target_units"]
 
 
 def target_units(
     checkpoint: Checkpoint,
     request: UnitsRequest,
-    source: FoundUnits | Units | None,
+    source: ResolvedUnits | Units | None,
     world_size: int | None,
     sources: Sources,
     *,
     dtype: DType | None = None,
-) -> FoundUnits:
+) -> ResolvedUnits:
     """The units of a flattened target of ``checkpoint`` (whole tensors, its optimizer keyed by name).
 
     ``source``: the units of a flattened source, whose wrapping is kept where ``request`` does not say another.
@@ -48,7 +51,7 @@ def target_units(
     units = wrapped
     if dtype is not None and request.file is None and checkpoint.model is not None:
         units = _cast(units, dtype)
-    units = _sharding(overridden(units, request), request, world_size)
+    units = _sharding(request.applied_to(units), request, world_size)
     units = replace(units, world_size=world_size, groups=_groups(units, checkpoint))
     _require_description(units, checkpoint, request, dtype)
     said = f"the units of {request.file}" if request.file is not None else "the target's units"
@@ -56,18 +59,18 @@ def target_units(
     _require_possible(units)
     # With use_orig_params=False nothing is aligned, so that nothing shows how it would be.
     aligned = wrapped.use_orig_params and any((request.file, source, checkpoint.units))
-    return FoundUnits(units, None, (how, *_said(units, request, aligned=aligned)))
+    return ResolvedUnits(units, None, (how, *_settings_notes(units, request, aligned=aligned)))
 
 
 def _wrapping(
-    checkpoint: Checkpoint, request: UnitsRequest, source: FoundUnits | Units | None, sources: Sources
+    checkpoint: Checkpoint, request: UnitsRequest, source: ResolvedUnits | Units | None, sources: Sources
 ) -> tuple[Units, str]:
     """Which parameters lie in which unit, and where that comes from."""
     if request.file is not None:
         return load_units(request.file, sources), f"target units: from {request.file}"
-    if isinstance(source, FoundUnits):
-        require_order(source, checkpoint.source)
-    own, unsettled = (source.units, source.unsettled) if isinstance(source, FoundUnits) else (source, ())
+    if isinstance(source, ResolvedUnits):
+        require_model_order(source, checkpoint.source)
+    own, unsettled = (source.units, source.unsettled) if isinstance(source, ResolvedUnits) else (source, ())
     label = "the source's units"
     if own is None and checkpoint.units is not None:
         own, label = checkpoint.units, f"the units of {checkpoint.units_from}"
@@ -85,7 +88,7 @@ def _wrapping(
     if own is None and request.use_orig_params is None:
         raise _which_parameters(checkpoint, "the source is not flattened")
     names = units_names(own, label) if own is not None else target_names(checkpoint, request, sources)
-    prefixes = {"", *expand(request.globs, [param.name for param in names.params])}
+    prefixes = {"", *expand_globs(request.globs, [param.name for param in names.params])}
     settings = Settings(own.use_orig_params if own is not None else bool(request.use_orig_params))
     units = build_units(
         names.params,
@@ -96,8 +99,7 @@ def _wrapping(
     )
     if own is not None and own.units:
         first = own.units[0]
-        kept = UnitsRequest(strategy=first.strategy, param_dtype=first.param_dtype, shard_size=own.shard_size)
-        units = overridden(units, kept)
+        units = Settings(None, first.strategy, first.param_dtype, own.shard_size).applied_to(units)
     require_known_order(units, names, checkpoint)
     return units, f"target units: names from {names.label}, wrapping from --unit {' --unit '.join(request.globs)}"
 
@@ -182,7 +184,7 @@ def _groups(units: Units, checkpoint: Checkpoint) -> tuple[tuple[str, ...], ...]
     if units.groups is not None or checkpoint.optim is None or checkpoint.optim.key_type == "id":
         return units.groups
     names = listed_names(checkpoint.optim)
-    found = grouped(units, names) if names else None
+    found = keyed_groups(units, names) if names else None
     if found is None or not units.use_orig_params:
         return found
     told = from_param_names(checkpoint.optim, units.parameters)
@@ -202,12 +204,158 @@ def _require_possible(units: Units) -> None:
         )
 
 
-def _said(units: Units, request: UnitsRequest, *, aligned: bool) -> list[str]:
+def _settings_notes(units: Units, request: UnitsRequest, *, aligned: bool) -> list[str]:
     """``aligned``: the alignment is recorded in a file, or proved by the source's own slices."""
-    said = [settings_said(units)]
+    said = [describe_settings(units)]
     if units.use_orig_params and not aligned and any(unit.param_dtype is None for unit in units.units):
         said.append("nothing says which MixedPrecision.param_dtype the job uses, if any: --param-dtype says it")
-    kernels = memory_doubt(units)
+    kernels = possibly_channels_last(units)
     if kernels and request.globs:
         said.append(f"{len(kernels)} kernels are taken for row-major: channels_last models need --units FILE")
     return said
+
+
+NO_BUFFERS = ("none",)
+"""What ``--buffers`` says when every model key that may be a parameter is one."""
+
+
+def target_names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sources) -> ParameterNames:
+    """The parameters in the order of ``model.parameters()``. Raises NeedsInformationError when they are not certain."""
+    own = model_names(checkpoint, "the model section")
+    if own is None:
+        own = optimizer_names(checkpoint, "the optimizer's own names")
+    chosen = own
+    if request.reference is not None and (own is None or not (own.ordered and own.in_model_order)):
+        chosen = _with_reference(own, reference_names(request.reference, sources))
+    if chosen is None:
+        raise NeedsInformationError(
+            f"{checkpoint.source} has no names and shapes to make units of",
+            next_step="add --units FILE, or --reference PATH of a full or sharded checkpoint of this model",
+        )
+    if request.parameters is not None:
+        return _explicit(chosen, request.parameters, checkpoint)
+    return _settled(_apart(chosen, request.buffers), checkpoint)
+
+
+def _apart(names: ParameterNames, buffers: Sequence[str]) -> ParameterNames:
+    """What nothing else says of a name, ``--buffers`` says: a buffer if a glob matches it, otherwise a parameter."""
+    if not buffers:
+        return names
+    globs = [glob for glob in buffers if tuple(buffers) != NO_BUFFERS]
+    useless = [glob for glob in globs if not any(fnmatchcase(param.name, glob) for param in names.params)]
+    if useless:
+        raise UsageError(
+            f"--buffers {useless[0]} matches no name of {names.label}",
+            next_step="--buffers with the names of the buffers, or --buffers none",
+        )
+    return replace(
+        names,
+        params=tuple(
+            replace(param, sharded=not any(fnmatchcase(param.name, glob) for glob in globs))
+            if param.sharded is None and param.possible
+            else param
+            for param in names.params
+        ),
+    )
+
+
+def _with_reference(own: ParameterNames | None, reference: ParameterNames) -> ParameterNames:
+    """The reference's names and order, with the dtypes and what else the checkpoint itself says of them."""
+    held = {param.name: param for param in own.params} if own is not None else {}
+    params = tuple(
+        replace(param, dtype=held[param.name].dtype, stride=held[param.name].stride or param.stride)
+        if param.name in held
+        else param
+        for param in reference.params
+        if own is None or param.name in held
+    )
+    return replace(reference, params=params)
+
+
+def _explicit(names: ParameterNames, order: tuple[str, ...], checkpoint: Checkpoint) -> ParameterNames:
+    """Exactly the parameters that ``--parameters`` lists; a sharded name that it lacks can only be a shared one."""
+    held = {param.name: param for param in names.params}
+    absent = [name for name in order if name not in held]
+    if absent:
+        raise SourceCorruptError(
+            f"--parameters lists names that {checkpoint.source} does not have",
+            details=absent,
+            next_step="--parameters FILE with the names of model.named_parameters(), one a line",
+        )
+    optim = checkpoint.optim
+    stated = [str(key) for key in optim.state if str(key) in held] if optim is not None else []
+    absent = [name for name in stated if name not in set(order)]
+    if absent:
+        raise SourceCorruptError(
+            f"--parameters does not list {len(absent)} of the parameters that the optimizer has states of",
+            details=absent,
+            next_step="--parameters FILE with the names of model.named_parameters(), one a line",
+        )
+    listed, shared = set(order), list(names.shared)
+    for name, param in held.items():
+        if param.sharded and name not in listed:
+            first = [one for one in order if held[one].shape == param.shape and held[one].dtype == param.dtype]
+            if len(first) != 1:
+                raise NeedsInformationError(
+                    f"{name} is a parameter that --parameters does not list, so it is a shared one",
+                    details=[f"it may be {one}" for one in first],
+                    next_step="add --units FILE, which says what is shared",
+                )
+            shared.append((name, first[0]))
+    params = tuple(replace(held[name], sharded=held[name].sharded is not False) for name in order)
+    return replace(
+        names,
+        params=params,
+        ordered=True,
+        in_model_order=True,
+        label=f"{names.label} and --parameters",
+        shared=tuple(shared),
+    )
+
+
+def _settled(names: ParameterNames, checkpoint: Checkpoint) -> ParameterNames:
+    """Only the parameters; what may be a parameter or a buffer, frozen or shared, raises NeedsInformationError."""
+    optim = checkpoint.optim
+    by_name = optim is not None and optim.key_type == "name"
+    trained = {name for group in listed_names(optim) for name in group} if optim is not None and by_name else set()
+    if optim is not None and by_name:
+        trained |= {str(key) for key in optim.state}
+    params: list[NamedParam] = []
+    open_: list[str] = []
+    for param in names.params:
+        if param.name in trained:
+            params.append(replace(param, sharded=param.sharded is not False))
+        elif param.sharded and not trained:
+            params.append(param)
+        elif param.sharded:
+            alike = next((one.name for one in params if one.name in trained and one.shape == param.shape), None)
+            if alike is not None:
+                open_.append(f"{param.name} has no optimizer state: it may be frozen, or shared with {alike}")
+            params.append(replace(param, requires_grad=False))
+        elif param.possible:
+            open_.append(f"{param.name} may be a parameter or a buffer")
+    if open_:
+        raise NeedsInformationError(
+            f"{checkpoint.source} does not say enough of {len(open_)} of its names to make units of them",
+            details=open_,
+            why="a flat parameter holds every parameter once, frozen ones too, and no buffer",
+            next_step="add --buffers GLOB for the buffers (--buffers none when there are none), --parameters FILE (the "
+            "names of model.named_parameters(), one a line), or --units FILE",
+        )
+    return replace(names, params=tuple(params))
+
+
+def require_known_order(units: Units, names: ParameterNames, checkpoint: Checkpoint) -> None:
+    crowded = [unit for unit in units.units if len(unit.params) > 1]
+    # A flat parameter is all about order, and so are the optimizer's ids.
+    matters = bool(crowded) or (checkpoint.optim is not None and len(units.parameters) > 1)
+    if (names.ordered and names.in_model_order) or not matters:
+        return
+    raise NeedsInformationError(
+        f"the order of the parameters is not known: {names.label} has them in no order of the model's",
+        details=[f"unit {unit.prefix!r} has {len(unit.params)} parameters" for unit in crowded],
+        why="safetensors files and some DCP directories sort their keys, FSDP1 lists an optimizer's parameters unit by "
+        "unit, and in a flat parameter and in ids the order is all there is",
+        next_step="add --parameters FILE (the names of model.named_parameters(), one a line), --reference PATH of a "
+        "checkpoint that PyTorch wrote, or --units FILE",
+    )

@@ -11,7 +11,7 @@ import re
 
 from fsdpckpt.formats.dcp.metadata import DcpMetadata
 from fsdpckpt.ir.checkpoint import Layout, Note, Problem, Section
-from fsdpckpt.readers.flat_slices import is_flat_key
+from fsdpckpt.layouts.flattened import is_flat_key
 
 __all__ = ["Flattened", "find_flattened"]
 

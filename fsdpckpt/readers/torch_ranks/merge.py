@@ -21,7 +21,8 @@ from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.ir.checkpoint import Problem
 from fsdpckpt.ir.tensors import SLICES, Chunks, Tensor
 from fsdpckpt.ir.values import Key, Value, leaf_tensors
-from fsdpckpt.readers.flat_slices import is_flat_key, is_optimizer
+from fsdpckpt.layouts.flattened import is_flat_key
+from fsdpckpt.readers.flat_slices import is_optimizer
 
 __all__ = ["Merge", "equal"]
 

@@ -10,8 +10,8 @@ import torch
 
 from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.flat.match import FlatMatch, match
-from fsdpckpt.flat.units.find import UnitsRequest, source_units
-from fsdpckpt.flat.units.readings import reads
+from fsdpckpt.flat.units.inference import interpretation
+from fsdpckpt.flat.units.source import UnitsRequest, source_units
 from fsdpckpt.ir.units_json import loads
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
@@ -37,7 +37,7 @@ def _inferred_as_recorded(oracle: Oracle, variant: Variant, form: str, path: Pat
         truth = match(source, recorded)
     assert isinstance(truth, FlatMatch)
     assert found.match is not None
-    return reads(source, truth) == reads(source, found.match)
+    return interpretation(source, truth) == interpretation(source, found.match)
 
 
 @pytest.mark.parametrize("orig", [False, True])

@@ -1,39 +1,46 @@
-"""Every reading of a list of names under unit prefixes that counts may have to decide between.
+"""Enumerate every way to read names and ids that the lengths of slices may have to decide between.
 
-A list of names may not say which of them are buffers, which are one shared parameter, which lie beside the wrapped
-modules. Each natural reading is one ``Wrapping``; ``units_inference`` finds those that the element counts allow.
+A list of names may not say which of them are buffers, which are one shared parameter, and which lie beside the wrapped
+modules. Each natural reading is one ``Candidate``; ``inference`` finds those that the element counts allow.
+
+The ids of an optimizer count group by group; within a group they follow ``model.parameters()``, and parameters that the
+optimizer was not given have none. ``group_candidates`` counts the assignments in that order whose lengths fit: one is
+an answer, two are ambiguous.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import accumulate, combinations, pairwise
+from math import prod
+from typing import TypeAlias
 
-from fsdpckpt.flat.slice_lengths import is_flat_key, slice_lengths
-from fsdpckpt.flat.units.build import Settings, build_units
-from fsdpckpt.flat.units.globs import owner
-from fsdpckpt.flat.units.lengths import elements
-from fsdpckpt.flat.units.names import NamedParam, NameList
-from fsdpckpt.flat.units.prefixes import Prefixes, raw_names
-from fsdpckpt.ir.checkpoint import Checkpoint, group_params
+import numpy as np
+
+from fsdpckpt.flat.names import NamedParam, ParameterNames, UnitPrefixes, raw_names
+from fsdpckpt.flat.slices import is_number_per_rank, is_sliced, possible_numels, slice_lengths
+from fsdpckpt.flat.units.build import Settings, build_units, innermost_unit
+from fsdpckpt.ir.assignment import in_order
+from fsdpckpt.ir.checkpoint import Checkpoint, OptimState, group_params
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.tensors import SLICES, Tensor
 from fsdpckpt.ir.units import FLAT_PARAM, Units
+from fsdpckpt.layouts.flattened import is_flat_key, layout_of
 
-__all__ = ["Wrapping", "wrappings"]
+__all__ = ["Candidate", "group_candidates", "candidates"]
 
 _PADDING = 16  # elements of alignment a parameter can bring, and more
 _CLASSES = 3  # kinds of buffers (last words of names) that are left out at once: a norm has two of its own
 
 
 @dataclass(frozen=True, slots=True)
-class Wrapping:
+class Candidate:
     """Units whose settings are open. ``ordered``: the order of their parameters is the model's.
 
-    ``label`` says where they come from, ``assumed`` what this reading takes some names for. ``strided``: strides are
-    known too. Readings of a higher ``tier`` are for when none of a lower one fits.
+    ``label`` says where they come from, ``assumed`` what this reading takes some names for. ``strides_known``: it has
+    the strides, too. Readings of a higher ``tier`` are for when none of a lower one fits.
     """
 
     units: Units
@@ -41,31 +48,31 @@ class Wrapping:
     ordered: bool = True
     assumed: tuple[str, ...] = ()
     tier: int = 0
-    strided: bool = False
+    strides_known: bool = False
 
 
-def wrappings(
-    checkpoint: Checkpoint, names: NameList, prefixes: Prefixes, *, parameters: Sequence[str] | None = None
-) -> Iterator[Wrapping]:
+def candidates(
+    checkpoint: Checkpoint, names: ParameterNames, prefixes: UnitPrefixes, *, parameters: Sequence[str] | None = None
+) -> Iterator[Candidate]:
     """The readings of ``names``, lower tiers first. ``parameters``: exactly the names of ``model.parameters()``."""
-    reading = _Reading(checkpoint, names, prefixes)
+    reading = _Candidates(checkpoint, names, prefixes)
     if parameters is not None:
         yield from reading.exact(parameters)
         return
     yield from reading.all()
 
 
-class _Reading:
-    def __init__(self, checkpoint: Checkpoint, names: NameList, prefixes: Prefixes) -> None:
+class _Candidates:
+    def __init__(self, checkpoint: Checkpoint, names: ParameterNames, prefixes: UnitPrefixes) -> None:
         self.names = names
         self.world_size = checkpoint.world_size
-        self.elements = elements(checkpoint)
+        self.elements = possible_numels(checkpoint)
         self.prefixes = prefixes
         self.label = f"units: names from {names.label}, prefixes from {prefixes.label}"
         self.dtypes = _flat_dtypes(checkpoint)
-        self.state_dtype = _state_dtype(checkpoint) if names.foreign else None
+        self.state_dtype = _state_dtype(checkpoint) if names.from_reference else None
         self.listed = _listed(checkpoint)
-        beside = _beside(checkpoint)
+        beside = _whole_beside_flat(checkpoint)
         params = [
             replace(param, sharded=False) if beside.get(param.name) == param.numel else param for param in names.params
         ]
@@ -76,7 +83,7 @@ class _Reading:
             if param.sharded is False and param.shape and param.dtype.floating and param.name not in self.listed
         ]
 
-    def exact(self, parameters: Sequence[str]) -> Iterator[Wrapping]:
+    def exact(self, parameters: Sequence[str]) -> Iterator[Candidate]:
         held = {param.name: param for param in self.names.params}
         chosen = [held[name] for name in parameters if name in held]
         order = replace(self.names, ordered=True)
@@ -87,7 +94,7 @@ class _Reading:
                 shared = [(param.name, names[0]) for param, names in zip(left, firsts, strict=True)]
                 yield self._wrapping(chosen, roots, shared=shared, names=order)
 
-    def all(self) -> Iterator[Wrapping]:
+    def all(self) -> Iterator[Candidate]:
         for roots in self._roots(self.possible):
             yield self._wrapping(self.possible, roots)
             if self.plain:
@@ -132,7 +139,7 @@ class _Reading:
         yield self.prefixes.prefixes
         inner = [prefix for prefix in self.prefixes.prefixes if prefix]
         if not self.prefixes.complete and inner:
-            beside = [param for param in params if owner(param.name, inner) is None]
+            beside = [param for param in params if innermost_unit(param.name, inner) is None]
             if beside and not any(param.sharded for param in beside):
                 yield inner
 
@@ -167,8 +174,8 @@ class _Reading:
         shared: Sequence[tuple[str, str]] = (),
         assumed: str | None = None,
         tier: int = 0,
-        names: NameList | None = None,
-    ) -> Wrapping:
+        names: ParameterNames | None = None,
+    ) -> Candidate:
         named = names or self.names
         units = build_units(
             [self._typed(param) for param in params],
@@ -177,16 +184,16 @@ class _Reading:
             unmanaged=[param.name for param in params if param.sharded is False],
             shared=(*named.shared, *shared),
         )
-        return Wrapping(units, self.label, named.ordered, (assumed,) if assumed else (), tier)
+        return Candidate(units, self.label, named.ordered, (assumed,) if assumed else (), tier)
 
     def _typed(self, param: NamedParam) -> NamedParam:
         """With the dtype that the checkpoint itself shows: a reference may have been cast."""
-        unit = owner(param.name, self.prefixes.prefixes)
+        unit = innermost_unit(param.name, self.prefixes.prefixes)
         dtype = self.dtypes.get(unit or "", self.state_dtype)
         return param if dtype is None else replace(param, dtype=dtype)
 
 
-def _beside(checkpoint: Checkpoint) -> dict[str, int]:
+def _whole_beside_flat(checkpoint: Checkpoint) -> dict[str, int]:
     """The elements of each tensor that every rank holds whole beside flat parameters: no flat parameter holds it."""
     params = checkpoint.model.params if checkpoint.model is not None else {}
     if not any(map(is_flat_key, params)):
@@ -241,3 +248,71 @@ def _listed(checkpoint: Checkpoint) -> set[str]:
     keys = [key for group in optim.param_groups or () for key in group_params(group) or ()]
     names = [*raw_names(checkpoint), *(key for key in keys if isinstance(key, str))]
     return {clean(name) for name in names if not is_flat_key(name)}
+
+
+Groups: TypeAlias = tuple[tuple[str, ...], ...]
+_Token: TypeAlias = bytes | tuple[int, ...]
+
+_MOST = 2_000_000  # states of the search; two groups of a thousand parameters each need half of it
+
+
+def group_candidates(checkpoint: Checkpoint, units: Units) -> list[Groups | None]:
+    """The groups that fit the ids of ``checkpoint``, at most two; [None] when ``match`` proves the ids by itself.
+
+    It does not where the states are whole (of one rank, with ``use_orig_params=True``): their shapes are compared here.
+    """
+    optim = checkpoint.optim
+    if optim is None or units.groups is not None or optim.key_type != "id" or not optim.param_groups:
+        return [None]
+    ids = [[key for key in group_params(group) or () if isinstance(key, int)] for group in optim.param_groups]
+    keys = units.optimizer_keys()
+    if all(group.get("param_names") for group in optim.param_groups):
+        return [None]
+    listed = sum(map(len, ids))
+    sliced = is_sliced(checkpoint, units)
+    if sliced and ((len(ids) == 1 and listed == len(keys)) or listed > len(keys)):
+        return [None]
+    if prod(len(group) + 1 for group in ids) * (len(keys) - listed + 1) > _MOST:
+        return [None]
+    shown = _tokens(optim, checkpoint.world_size)
+    expected = _expected(units, checkpoint.world_size)
+    numbers = [number for group in ids for number in group]
+
+    def fits(number: int, key: int) -> bool:
+        token = shown.get(numbers[number])
+        return token is None or token in expected[keys[key]]
+
+    answers = in_order([len(group) for group in ids], len(keys), fits, effort=_MOST) or []
+    ends = list(accumulate(map(len, ids), initial=0))
+    found = [tuple(tuple(keys[at] for at in answer[low:high]) for low, high in pairwise(ends)) for answer in answers]
+    return [*found] or ([None] if sliced else [])
+
+
+def _tokens(optim: OptimState, world_size: int) -> dict[int, _Token]:
+    """What the first state with elements shows of each id: lengths by rank, or the shape when it is whole."""
+    found: dict[int, _Token] = {}
+    for key, states in optim.state.items():
+        for leaf in states.values():
+            if isinstance(key, int) and isinstance(leaf, Tensor) and leaf.ndim and not is_number_per_rank(leaf):
+                lengths = slice_lengths(leaf, world_size)
+                found.setdefault(key, leaf.shape if lengths is None else lengths.tobytes())
+    return found
+
+
+def _expected(units: Units, world_size: int) -> dict[str, set[_Token]]:
+    """What each key of ``units`` may show."""
+    shard_size = units.shard_size or world_size
+    found: dict[str, set[_Token]] = {}
+    for param in units.unmanaged:
+        lengths = np.full(world_size, param.numel, np.int64)
+        found[param.name] = {param.shape, *([lengths.tobytes()] if len(param.shape) == 1 else [])}
+    for unit in units.units:
+        layout = layout_of(unit, use_orig_params=units.use_orig_params, world_size=world_size, shard_size=shard_size)
+        found[unit.key] = {np.full(world_size, layout.shard, np.int64).tobytes()}
+        slices = layout.slices()
+        table = np.zeros((len(unit.params), layout.shards), np.int64)
+        table[slices.param, slices.rank] = slices.count
+        for index, param in enumerate(unit.params):
+            tokens: set[_Token] = {np.resize(table[index], world_size).astype(np.int64).tobytes()}
+            found[param.name] = tokens | ({param.shape} if layout.shards == 1 else set())
+    return found

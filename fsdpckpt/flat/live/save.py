@@ -1,13 +1,11 @@
-"""``save_units``: what FSDP1 knows of a live model and never saves, written down for later conversions.
-
-Attributes are those of ``torch/distributed/fsdp/_flat_param.py`` and ``_common_utils.py``, torch 2.4 to 2.13.
-"""
+"""Save what FSDP1 knows of a live model and never writes to a checkpoint: the units file."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,15 +14,25 @@ import torch.distributed
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
-from fsdpckpt.errors import InternalError, SourceUnsupportedError, UsageError
-from fsdpckpt.flat.live.file import units_path, write_units
-from fsdpckpt.flat.live.naming import groups, names_of, parameter_order, shared, unmanaged
-from fsdpckpt.flat.live.proof import aligning_dtype, contradictions
-from fsdpckpt.flat.live.states import Managed, managed_modules
-from fsdpckpt.flat.live.strides import dtype_of, stride_of
+from fsdpckpt.errors import InternalError, SourceUnsupportedError, TargetUnwritableError, UsageError
+from fsdpckpt.flat.live.model import (
+    FsdpModule,
+    aligning_dtype,
+    contradictions,
+    dtype_of,
+    fsdp_modules,
+    groups,
+    names_of,
+    parameter_order,
+    shared,
+    stride_of,
+    unmanaged,
+)
 from fsdpckpt.ir.units import Strategy, Unit, UnitParam, Units, flaws
+from fsdpckpt.ir.units_json import UNITS_FILE, encode, render
+from fsdpckpt.storage.protocols import is_url
 
-__all__ = ["save_units", "units_of"]
+__all__ = ["save_units", "units_of", "units_path", "write_units"]
 
 _STRATEGIES = {
     "FULL_SHARD": Strategy.FULL_SHARD,
@@ -87,7 +95,7 @@ def units_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
     model without FSDP1 modules or an optimizer of another model, SourceUnsupportedError for FSDP1 on top of tensor
     parallelism.
     """
-    managed = managed_modules(model)
+    managed = fsdp_modules(model)
     if not managed:
         raise UsageError(
             "this model has no FSDP1 module",
@@ -116,11 +124,11 @@ def units_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
 
 def _writes(model: nn.Module) -> bool:
     """Whether this rank is the first of the model's process groups: stages of a pipeline each have their own."""
-    first = managed_modules(model)[0]
+    first = fsdp_modules(model)[0]
     return all(group.rank() == 0 for group in first.groups)
 
 
-def _agreed(managed: list[Managed]) -> bool:
+def _agreed(managed: list[FsdpModule]) -> bool:
     found = {one.use_orig_params for one in managed}
     if len(found) > 1:
         raise SourceUnsupportedError(
@@ -131,7 +139,7 @@ def _agreed(managed: list[Managed]) -> bool:
     return found.pop()
 
 
-def _ranks(managed: list[Managed]) -> tuple[int, int | None]:
+def _ranks(managed: list[FsdpModule]) -> tuple[int, int | None]:
     """(ranks of the model, ranks of a sharding group when those are fewer)."""
     sizes = {tuple(group.size() for group in one.groups) for one in managed}
     if len(sizes) > 1:
@@ -146,7 +154,7 @@ def _ranks(managed: list[Managed]) -> tuple[int, int | None]:
     return world, shard if shard != world else None
 
 
-def _unit(one: Managed) -> Unit:
+def _unit(one: FsdpModule) -> Unit:
     flat = one.flat_param
     if any(extension is not None for extension in getattr(flat, "_param_extensions", ())):
         raise SourceUnsupportedError(
@@ -177,7 +185,7 @@ def _stride(flat: Any, number: int) -> tuple[int, ...] | None:
     return stride_of(tuple(flat._shapes[number]), tuple(strides[number]))
 
 
-def _requires_grad(one: Managed, number: int) -> bool:
+def _requires_grad(one: FsdpModule, number: int) -> bool:
     params = one.flat_param._params
     return bool(one.flat_param.requires_grad if params is None else params[number].requires_grad)
 
@@ -186,7 +194,7 @@ def _strategy(state: Any) -> Strategy:
     return _STRATEGIES[state.sharding_strategy.name]
 
 
-def _prove(units: Units, managed: list[Managed]) -> None:
+def _prove(units: Units, managed: list[FsdpModule]) -> None:
     """The flat parameters of ``units`` are those of the model, number by number, and ``units`` are consistent."""
     shard_size = units.shard_size or units.world_size or 1
     wrong = flaws(units)
@@ -199,3 +207,45 @@ def _prove(units: Units, managed: list[Managed]) -> None:
             why=f"torch {torch.__version__} lays out flat parameters in another way, or the model was changed after "
             "it was wrapped",
         )
+
+
+def units_path(path: str) -> str:
+    """The file that ``path`` means: itself when it ends in ``.json``, else ``units.json`` in that directory."""
+    if path.endswith(".json") and not os.path.isdir(path):
+        return path
+    return os.path.join(path, UNITS_FILE)
+
+
+def write_units(units: Units, target: str, *, how: Sequence[str] = ()) -> None:
+    """Write ``units`` to the file ``target`` through a temporary file beside it; ``how`` as for ``encode``.
+
+    Makes missing directories; replaces an earlier file. Raises TargetUnwritableError.
+    """
+    if is_url(target):
+        raise UsageError(
+            f"{target}: units files are written to local disks only",
+            next_step="write it to a local file and copy that beside the checkpoint",
+        )
+    folder = os.path.dirname(os.path.abspath(target))
+    try:
+        os.makedirs(folder, exist_ok=True)
+        handle, staged = tempfile.mkstemp(prefix=".units-", suffix=".partial", dir=folder)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(render(encode(units, how=how)).encode())
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(staged, 0o666 & ~_umask())
+            os.replace(staged, target)
+        except BaseException:
+            os.unlink(staged)
+            raise
+    except OSError as error:
+        raise TargetUnwritableError(f"{target}: {error.strerror or error}", file=target) from error
+
+
+def _umask() -> int:
+    """The mask of new files: ``mkstemp`` makes them for the owner alone, and others read checkpoints too."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask

@@ -1,4 +1,4 @@
-"""What the slices of a flattened checkpoint show by their lengths alone, before any unit is known."""
+"""Slices of flat parameters by their lengths: how many elements each rank holds, before any unit is known."""
 
 from __future__ import annotations
 
@@ -7,12 +7,85 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from fsdpckpt.flat.slice_lengths import carried_whole, is_flat_key, slice_lengths
 from fsdpckpt.ir.checkpoint import Checkpoint, OptimState, ParamKey
 from fsdpckpt.ir.tensors import SLICES, Int64Array, Tensor
+from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.values import Value
+from fsdpckpt.layouts.flattened import is_flat_key
 
-__all__ = ["elements", "key_lengths", "lengths_said", "possible_groups", "uneven"]
+__all__ = [
+    "is_number_per_rank",
+    "possible_numels",
+    "is_sliced",
+    "is_step",
+    "key_lengths",
+    "lengths_of",
+    "describe_lengths",
+    "lengths_text",
+    "possible_shard_sizes",
+    "slice_lengths",
+    "has_uneven_slices",
+]
+
+
+def slice_lengths(tensor: Tensor, world_size: int) -> Int64Array | None:
+    """Elements each rank holds of a 1-D tensor, 0 where it has none; None when it is not one plain chunk a rank."""
+    chunks = tensor.chunks
+    if tensor.ndim != 1 or len(np.unique(chunks.rank)) != len(chunks):
+        return None
+    if ((chunks.stride[:, 0] != 1) & (chunks.size[:, 0] > 1)).any():  # no slice of FSDP1's, which are dense
+        return None
+    lengths = np.zeros(world_size, np.int64)
+    lengths[chunks.rank] = chunks.size[:, 0]
+    return lengths
+
+
+def is_number_per_rank(tensor: Tensor) -> bool:
+    """Whether it is one number a rank, in a tensor of shape (1,): no slice then, but like a 0-dim state."""
+    return tensor.ndim == 1 and len(tensor.chunks) > 0 and bool((tensor.chunks.size[:, 0] == 1).all())
+
+
+def is_step(state: str, tensor: Tensor) -> bool:
+    """Whether it is a step of shape (1,): never a slice, even where slices have one element too."""
+    return state == "step" and is_number_per_rank(tensor)
+
+
+def is_sliced(checkpoint: Checkpoint, units: Units) -> bool:
+    """Whether the optimizer holds slices. Of one rank they are whole 1-D tensors, and only the units tell."""
+    optim = checkpoint.optim
+    if optim is None:
+        return False
+    leaves = [
+        leaf for states in optim.state.values() for leaf in states.values() if isinstance(leaf, Tensor) and leaf.ndim
+    ]
+    if any(leaf.placement == SLICES for leaf in leaves):
+        return True
+    if not leaves:  # SGD without momentum: only the ids are there, and they are ids of what the units say
+        return optim.key_type == "id"
+    if optim.key_type != "id" or units.use_orig_params:
+        return False
+    keys = {unit.key for unit in units.units}
+    states = [
+        leaf
+        for number, key in enumerate(units.id_order())
+        if key in keys
+        for leaf in optim.state.get(number, {}).values()
+    ]
+    return all(leaf.ndim < 2 and leaf.sharded is not True for leaf in states if isinstance(leaf, Tensor))
+
+
+def lengths_text(lengths: Int64Array) -> str:
+    """The elements by rank, for a message."""
+    values: list[int] = lengths.tolist()
+    if len(set(values)) == 1 and len(values) > 1:
+        return f"{values[0]} (each of {len(values)})"
+    return ", ".join(map(str, values[:12])) + (", ..." if len(values) > 12 else "")
+
+
+def lengths_of(tensor: Tensor, world_size: int) -> str:
+    """The elements of a tensor by rank, for a message; its shape where it is no slice."""
+    lengths = slice_lengths(tensor, world_size)
+    return f"shape {list(tensor.shape)}" if lengths is None else lengths_text(lengths)
 
 
 def key_lengths(optim: OptimState, world_size: int) -> dict[ParamKey, Int64Array]:
@@ -31,7 +104,7 @@ def key_lengths(optim: OptimState, world_size: int) -> dict[ParamKey, Int64Array
 
 
 def _lengths(leaf: Tensor | Value, world_size: int) -> Int64Array | None:
-    if not isinstance(leaf, Tensor) or leaf.ndim != 1 or carried_whole(leaf):
+    if not isinstance(leaf, Tensor) or leaf.ndim != 1 or is_number_per_rank(leaf):
         return None
     if leaf.placement != SLICES and world_size > 1:  # whole vectors; of one rank, slices look the same
         return None
@@ -49,7 +122,7 @@ def _all_lengths(checkpoint: Checkpoint) -> Iterator[Int64Array]:
         yield from key_lengths(checkpoint.optim, checkpoint.world_size).values()
 
 
-def possible_groups(checkpoint: Checkpoint) -> tuple[int, ...]:
+def possible_shard_sizes(checkpoint: Checkpoint) -> tuple[int, ...]:
     """The sizes that a sharding group can have, largest first: ranks r and r % size hold equally much of everything."""
     world_size = checkpoint.world_size
     sizes = [size for size in range(world_size, 0, -1) if world_size % size == 0]
@@ -58,7 +131,7 @@ def possible_groups(checkpoint: Checkpoint) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def elements(checkpoint: Checkpoint) -> tuple[int, ...]:
+def possible_numels(checkpoint: Checkpoint) -> tuple[int, ...]:
     """How many elements the parameters may have together, padding included, one number for each sharding group.
 
     Parameters that show nothing (no state, one element a rank) are not counted.
@@ -73,21 +146,23 @@ def elements(checkpoint: Checkpoint) -> tuple[int, ...]:
         return ()
     rows = key_lengths(optim, world_size)
     whole = sum(_whole(states) for key, states in optim.state.items() if key not in rows)
-    return tuple(whole + sum(int(row[:size].sum()) for row in rows.values()) for size in possible_groups(checkpoint))
+    return tuple(
+        whole + sum(int(row[:size].sum()) for row in rows.values()) for size in possible_shard_sizes(checkpoint)
+    )
 
 
 def _whole(states: Mapping[str, Tensor | Value]) -> int:
     return max((leaf.numel for leaf in states.values() if isinstance(leaf, Tensor) and leaf.ndim > 1), default=0)
 
 
-def uneven(checkpoint: Checkpoint) -> bool:
+def has_uneven_slices(checkpoint: Checkpoint) -> bool:
     """Whether some optimizer slices differ in length between ranks, as only ``use_orig_params=True`` leaves them."""
     optim = checkpoint.optim
     lengths = key_lengths(optim, checkpoint.world_size).values() if optim is not None else ()
     return any((row != row[0]).any() for row in lengths)
 
 
-def lengths_said(checkpoint: Checkpoint) -> list[str]:
+def describe_lengths(checkpoint: Checkpoint) -> list[str]:
     """The same in words, for messages: how many slices of how many elements there are."""
     said: list[str] = []
     if checkpoint.model is not None:

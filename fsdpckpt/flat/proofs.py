@@ -1,15 +1,15 @@
-"""Padding as proof: what units call padding must hold what FSDP1 has there.
+"""Prove units by content: padding holds what FSDP1 writes there, and replicas of slices hold equal bytes.
 
 Lengths alone leave room: with ``use_orig_params=False`` a flat parameter that is a few elements longer has shards of
 the same length. But its right padding (``FlatParamHandle._get_shard``) never sees a gradient, so each state keeps there
 what the optimizer began with: zero, or one constant (Adagrad's ``initial_accumulator_value``). And the gaps of a saved
 flat parameter under ``use_orig_params=True`` hold 42 (``_construct_padding_tensor``). Units of another model have
-parameters in these places.
+parameters in these places. Ranks of several sharding groups (HYBRID_SHARD), or all (NO_SHARD), hold equal slices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,14 +17,14 @@ import numpy.typing as npt
 
 from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.flat.match import FlatMatch
-from fsdpckpt.ir.checkpoint import Checkpoint
+from fsdpckpt.ir.checkpoint import Checkpoint, Note, Problem, Section
 from fsdpckpt.ir.dtypes import numpy_dtype
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.tensors import SLICES, Tensor
-from fsdpckpt.layouts.flattened import FILLER, FlatLayout
+from fsdpckpt.layouts.flattened import FILLER, FlatLayout, is_flat_key
 from fsdpckpt.storage.sources import Sources
 
-__all__ = ["require_padding"]
+__all__ = ["compare_replicas", "require_padding"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,22 +45,22 @@ def require_padding(checkpoint: Checkpoint, match: FlatMatch, sources: Sources) 
     """
     wrong: list[str] = []
     checked = 0
-    for gap in _gaps(checkpoint, match):
+    for gap in _alignment_gaps(checkpoint, match):
         found = _read(checkpoint, sources, gap)
         checked += len(found)
         if (found != np.asarray(FILLER, found.dtype)).any():
             wrong.append(f"{gap.where}: {gap.count} elements of alignment should hold {FILLER}, and do not")
     tails: dict[str, list[_Padding]] = {}
-    for state, tail in _tails(checkpoint, match):
+    for state, tail in _right_padding(checkpoint, match):
         tails.setdefault(state, []).append(tail)
     constants = _hyper_parameters(checkpoint)
     for state, places in tails.items():
         values = [_read(checkpoint, sources, place) for place in places]
         checked += sum(map(len, values))
         if not _untouched(np.concatenate(values), constants):
-            uneven = [place.where for place, found in zip(places, values, strict=True) if found.any()]
+            misplaced = [place.where for place, found in zip(places, values, strict=True) if found.any()]
             wrong.extend(
-                f"{where} {state}: what the units call padding holds values of a parameter" for where in uneven
+                f"{where} {state}: what the units call padding holds values of a parameter" for where in misplaced
             )
     if wrong:
         raise SourceCorruptError(
@@ -88,7 +88,7 @@ def _hyper_parameters(checkpoint: Checkpoint) -> set[float]:
     return numbers | {float(np.float32(value)) for value in numbers}
 
 
-def _tails(checkpoint: Checkpoint, match: FlatMatch) -> Iterator[tuple[str, _Padding]]:
+def _right_padding(checkpoint: Checkpoint, match: FlatMatch) -> Iterator[tuple[str, _Padding]]:
     """The right padding of the optimizer's shards, with the name of the state."""
     for param, states in checkpoint.optim.state.items() if checkpoint.optim is not None else ():
         layout = match.layouts.get(match.keys.get(param, ""))
@@ -101,7 +101,7 @@ def _tails(checkpoint: Checkpoint, match: FlatMatch) -> Iterator[tuple[str, _Pad
                     yield state, _Padding(f"optim {param}, rank {rank},", leaf, row, end - begin, size - (end - begin))
 
 
-def _gaps(checkpoint: Checkpoint, match: FlatMatch) -> Iterator[_Padding]:
+def _alignment_gaps(checkpoint: Checkpoint, match: FlatMatch) -> Iterator[_Padding]:
     """The alignment between the parameters of the model's flat parameters."""
     for key, leaf in checkpoint.model.params.items() if checkpoint.model is not None else ():
         layout = match.layouts.get(clean(key))
@@ -132,3 +132,72 @@ def _read(checkpoint: Checkpoint, sources: Sources, padding: _Padding) -> npt.ND
     file = checkpoint.files[int(tensor.chunks.file[padding.row])]
     data = sources.open(file.path).read(offset, padding.count * tensor.dtype.itemsize)
     return np.frombuffer(data, numpy_dtype(tensor.dtype))
+
+
+def compare_replicas(checkpoint: Checkpoint, match: FlatMatch) -> tuple[list[Problem], list[Note]]:
+    """Problems of slices whose replicas differ, by the CRC-32 that the source's files carry; a note on the comparison.
+
+    Only records with checksums can be compared here, without reading data: ``fsdpckpt verify`` reads the others.
+    """
+    groups = checkpoint.world_size // match.shard_size
+    if groups < 2 and all(layout.shards > 1 for layout in match.layouts.values()):
+        return [], []
+    columns = (checkpoint.checksums.file, checkpoint.checksums.offset, checkpoint.checksums.crc)
+    crcs = {(file, offset): crc for file, offset, crc in zip(*(column.tolist() for column in columns), strict=True)}
+    found: list[Problem] = []
+    compared = unknown = 0
+    for section, key, tensor in _sliced(checkpoint):
+        shards = _shards(key, section, match)
+        for rank, first in _differing(tensor, shards, crcs):
+            if rank < 0:
+                unknown += 1
+                continue
+            compared += 1
+            if first >= 0:
+                message = (
+                    f"{section} {key}: the copies of rank {first} and of rank {rank} differ, and they are replicas"
+                )
+                found.append(Problem("replica", message, key=key, rank=rank, section=section))
+    notes = []
+    if compared:
+        notes.append(Note("replicas", f"{compared} replicas of slices compared by checksum, one of each is taken"))
+    if unknown:
+        notes.append(Note("replicas", f"{unknown} replicas of slices carry no checksum and were not compared"))
+    return found, notes
+
+
+def _sliced(checkpoint: Checkpoint) -> Iterator[tuple[Section, str, Tensor]]:
+    for named in checkpoint.tensors():
+        flat = named.section is Section.MODEL and is_flat_key(named.key)
+        if flat or named.tensor.placement == SLICES:
+            yield named.section, named.key, named.tensor
+
+
+def _shards(key: str, section: Section, match: FlatMatch) -> int:
+    """How many different slices the ranks of one group hold of a tensor."""
+    shards = max(layout.shards for layout in match.layouts.values())
+    if section is Section.MODEL and key in match.layouts:
+        shards = match.layouts[key].shards
+    return shards
+
+
+def _differing(tensor: Tensor, shards: int, crcs: Mapping[tuple[int, int], int]) -> Iterator[tuple[int, int]]:
+    """For each replica (rank, first rank with other bytes or -1 when equal); (-1, -1) when it has no checksum."""
+    chunks = tensor.chunks
+    rows = zip(
+        chunks.rank.tolist(), chunks.file.tolist(), chunks.offset.tolist(), chunks.size[:, 0].tolist(), strict=True
+    )
+    first: dict[tuple[int, int], tuple[int, int | None]] = {}
+    for rank, file, offset, size in sorted(rows):
+        if not size:
+            continue
+        place = (rank % shards, size)
+        crc = crcs.get((file, offset))
+        if place not in first:
+            first[place] = (rank, crc)
+            continue
+        known_rank, known = first[place]
+        if crc is None or known is None:
+            yield -1, -1
+        else:
+            yield rank, known_rank if crc != known else -1

@@ -1,0 +1,287 @@
+"""A live FSDP1 model: its units, names and order, and the numbers that prove them.
+
+Attributes are those of ``torch/distributed/fsdp/_flat_param.py`` and ``_common_utils.py``, torch 2.4 to 2.13.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import _flat_param
+
+from fsdpckpt.errors import UsageError
+from fsdpckpt.ir.dtypes import DTYPES, DType
+from fsdpckpt.ir.names import clean, joined
+from fsdpckpt.ir.units import FLAT_PARAM, Strategy, Unit, UnitParam
+from fsdpckpt.layouts.flattened import FlatLayout, alignment
+
+__all__ = [
+    "FsdpModule",
+    "LiveNames",
+    "aligning_dtype",
+    "contradictions",
+    "dtype_of",
+    "flattens_in_memory_order",
+    "groups",
+    "fsdp_modules",
+    "module_parameters",
+    "names_of",
+    "parameter_order",
+    "shared",
+    "stride_of",
+    "unmanaged",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class FsdpModule:
+    """One FSDP1 state with a flat parameter. ``prefix``: FQN of the wrapped module."""
+
+    prefix: str
+    state: Any
+    handle: Any
+
+    @property
+    def flat_param(self) -> Any:
+        return self.handle.flat_param
+
+    @property
+    def key(self) -> str:
+        return joined(self.prefix, FLAT_PARAM)
+
+    @property
+    def names(self) -> list[str]:
+        """The original parameters in flattened order."""
+        return [joined(self.prefix, clean(name)) for name in self.flat_param._fqns]
+
+    @property
+    def use_orig_params(self) -> bool:
+        return bool(self.handle._use_orig_params)
+
+    @property
+    def orig_dtype(self) -> torch.dtype:
+        """The dtype of the parameters, whichever one the flat parameter has just now.
+
+        The handle's own note of it is brought up to date by the first forward, which sets ``_local_shard``: until then
+        the flat parameter knows better, if the model was cast.
+        """
+        handle = self.handle if hasattr(self.flat_param, "_local_shard") else None
+        return self.flat_param.dtype if handle is None else handle._orig_param_dtype  # type: ignore[no-any-return]
+
+    @property
+    def param_dtype(self) -> torch.dtype | None:
+        """``MixedPrecision.param_dtype`` of this unit: none for BatchNorm and others that it leaves out."""
+        return self.state.mixed_precision.param_dtype  # type: ignore[no-any-return]
+
+    @property
+    def groups(self) -> list[Any]:
+        """The process group it is sharded over, and with HYBRID_SHARD the one over which that is replicated."""
+        between = getattr(self.state, "_inter_node_pg", None)  # only set for hybrid strategies
+        return [self.state.process_group, *([between] if between is not None else [])]
+
+
+def fsdp_modules(model: nn.Module) -> list[FsdpModule]:
+    """Every FSDP1 module (``FullyShardedDataParallel``, or ``fully_shard`` of torch 2.1 to 2.5) that manages
+    parameters, in module pre-order, which is the order of flat parameters in ``model.parameters()``."""
+    from torch.distributed.fsdp._common_utils import _get_module_fsdp_state
+
+    found: list[FsdpModule] = []
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        state = _get_module_fsdp_state(module)
+        handle = getattr(state, "_handle", None)
+        if handle is None or id(handle) in seen:
+            continue
+        seen.add(id(handle))
+        found.append(FsdpModule(clean(name), state, handle))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class LiveNames:
+    """By identity: ``managed``, original parameters of units; ``flat``, flat parameters; ``keys``, what an optimizer
+    may hold."""
+
+    managed: dict[int, str]
+    flat: dict[int, str]
+    keys: dict[int, str]
+
+
+def names_of(managed: list[FsdpModule], model: nn.Module) -> LiveNames:
+    """The names of all parameters of the wrapped model."""
+    flat = {id(one.flat_param): one.key for one in managed}
+    original = {
+        id(param): name
+        for one in managed
+        if one.flat_param._params is not None
+        for param, name in zip(one.flat_param._params, one.names, strict=True)
+    }
+    keys = dict(original) if original else dict(flat)
+    for name, param in model.named_parameters():
+        if id(param) not in flat:
+            keys.setdefault(id(param), clean(name))
+    return LiveNames(original, flat, keys)
+
+
+def unmanaged(model: nn.Module, names: LiveNames) -> Iterator[UnitParam]:
+    """The parameters of no unit."""
+    for raw, param in model.named_parameters():
+        if id(param) in names.managed or id(param) in names.flat:
+            continue
+        shape = tuple(param.shape)
+        row_major = param.is_contiguous() or not flattens_in_memory_order()
+        stride = None if row_major else stride_of(shape, tuple(param.stride()))
+        yield UnitParam(clean(raw), shape, dtype_of(param.dtype), stride, param.requires_grad)
+
+
+def parameter_order(
+    model: nn.Module, managed: list[FsdpModule], names: LiveNames, *, use_orig_params: bool
+) -> Iterator[str]:
+    """``model.parameters()`` as original names."""
+    if use_orig_params:
+        yield from (names.keys[id(param)] for param in model.parameters())
+        return
+    # The original parameters are gone from the modules: what flat parameters remember of each module stands in.
+    for name, mixed in module_parameters(model, managed):
+        if mixed:
+            warnings.warn(
+                f"module {name.rpartition('.')[0]!r} has parameters that FSDP ignores beside ones it manages: with "
+                "use_orig_params=False it is not known which come first in model.parameters(), so ids that fsdpckpt "
+                "gives to original parameters may differ there; the flattened layout is not affected",
+                stacklevel=4,
+            )
+        yield name
+
+
+def shared(
+    model: nn.Module, managed: list[FsdpModule], names: LiveNames, outside: set[str]
+) -> Iterator[tuple[str, str]]:
+    """Every further name of a parameter, with the one it is listed by. ``outside``: parameters of no unit."""
+    seen: set[str] = set()
+    for one in managed:
+        for info in one.flat_param._shared_param_infos:
+            later = joined(one.prefix, clean(joined(info.module_name, info.param_name)))
+            first = joined(one.prefix, clean(joined(info.prim_module_name, info.prim_param_name)))
+            seen.add(later)
+            yield later, first
+    for raw, param in model.named_parameters(remove_duplicate=False):
+        later, first = clean(raw), names.keys.get(id(param), "")
+        listed = id(param) in names.managed or first in outside
+        if listed and later != first and later not in seen:
+            seen.add(later)
+            yield later, first
+
+
+def groups(optimizer: torch.optim.Optimizer, keys: dict[int, str]) -> tuple[tuple[str, ...], ...]:
+    """Each group of the optimizer, in the order of ids. Raises UsageError for parameters of another model."""
+    found = []
+    for number, group in enumerate(optimizer.param_groups):
+        strange = [tuple(param.shape) for param in group["params"] if id(param) not in keys]
+        if strange:
+            raise UsageError(
+                f"group {number} of the optimizer holds {len(strange)} parameters that are not this model's",
+                details=[f"a parameter of shape {list(shape)}" for shape in strange[:10]],
+                why="the optimizer was made from the model before it was wrapped, or from another model",
+                next_step="make the optimizer after wrapping, from the wrapped model's parameters()",
+            )
+        found.append(tuple(keys[id(param)] for param in group["params"]))
+    return tuple(found)
+
+
+def module_parameters(model: nn.Module, managed: list[FsdpModule]) -> Iterator[tuple[str, bool]]:
+    """(original name, whether its place among its module's parameters is not known), module by module.
+
+    Flat parameters remember the parameters of each module in order. Of ignored ones beside them only the order among
+    themselves is known; they are listed first, as in the wrapped model.
+    """
+    held: dict[int, list[str]] = {}
+    for one in managed:
+        for info, name in zip(one.flat_param._param_infos, one.names, strict=True):
+            held.setdefault(id(info.module), []).append(name)
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        plain = []
+        for name, param in module.named_parameters(recurse=False):
+            if name != FLAT_PARAM and id(param) not in seen:
+                seen.add(id(param))
+                plain.append(joined(clean(prefix), name))
+        kept = held.get(id(module), [])
+        mixed = bool(plain and kept)
+        yield from ((name, mixed and number == 0) for number, name in enumerate([*plain, *kept]))
+
+
+def aligning_dtype(unit: Unit, one: FsdpModule) -> Unit:
+    """``unit`` with the ``param_dtype`` by which it was aligned.
+
+    A model that was cast after it was wrapped (``model.half()``) keeps the alignment of its former dtype.
+    """
+    aligned = getattr(one.handle, "_aligned_numel", 0)
+    if not aligned or alignment(_deciding(unit)) == aligned:
+        return unit
+    for name in ("float32", "bfloat16", "float64", "float8_e4m3fn"):
+        if alignment(DTYPES[name].itemsize) == aligned:
+            return replace(unit, param_dtype=DTYPES[name])
+    return unit
+
+
+def _deciding(unit: Unit) -> int:
+    """Bytes of the elements that decide the alignment."""
+    return (unit.param_dtype if unit.param_dtype is not None else unit.params[0].dtype).itemsize
+
+
+def contradictions(unit: Unit, one: FsdpModule, *, shard_size: int, use_orig_params: bool) -> Iterator[str]:
+    """Each number of the live flat parameter that the layout of ``unit`` gives otherwise."""
+    layout = FlatLayout.of(
+        [param.numel for param in unit.params],
+        world_size=shard_size,
+        aligned=alignment(_deciding(unit)) if use_orig_params else None,
+        sharded=unit.strategy is not Strategy.NO_SHARD,
+    )
+    pairs = {
+        "elements": (layout.total, _numel(getattr(one.flat_param, "_unpadded_unsharded_size", None))),
+        "elements of a shard": (layout.shard, _numel(getattr(one.flat_param, "_sharded_size", None))),
+        "places of the parameters": (layout.start.tolist(), _places(one.flat_param)),
+    }
+    for what, (computed, live) in pairs.items():
+        if live is not None and computed != live:
+            yield f"{unit.key}: {what}: computed {computed}, FSDP has {live}"
+
+
+def _numel(size: Any) -> int | None:
+    return None if size is None else int(size.numel())
+
+
+def _places(flat: Any) -> list[int] | None:
+    numels, padding = getattr(flat, "_numels_with_padding", None), getattr(flat, "_is_padding_mask", None)
+    if numels is None or padding is None:
+        return None
+    found, at = [], 0
+    for numel, filler in zip(numels, padding, strict=True):
+        if not filler:
+            found.append(at)
+        at += numel
+    return found
+
+
+def dtype_of(dtype: torch.dtype) -> DType:
+    """The ``DType`` of a torch dtype."""
+    return DTYPES[str(dtype).removeprefix("torch.")]
+
+
+def stride_of(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...] | None:
+    """``stride``, or None when the elements lie row-major: strides of dimensions of one element say nothing."""
+    said = [step for size, step in zip(shape, stride, strict=True) if size > 1]
+    return None if said == sorted(said, reverse=True) else tuple(stride)
+
+
+def flattens_in_memory_order() -> bool:
+    """Whether the installed FSDP1 flattens a parameter that is not row-major as it lies in memory.
+
+    torch 2.4 and older flatten every parameter row-major; they lack this function, which later ones decide by.
+    """
+    return hasattr(_flat_param, "_is_truly_contiguous")

@@ -1,0 +1,314 @@
+"""Ordered parameter names of a model: where a checkpoint, an optimizer or units have them, and what their order proves.
+
+A model lists a module's own parameters before its children, and children as they were registered. So two lists are
+compared where both have to agree: within a unit name by name, across units module by module among the children of one
+parent. Where sizes are equal, nothing but this order tells parameters apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import numpy as np
+
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, ParamKey, group_params
+from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.names import WRAPPERS, clean, keeps_order, sorted_by_a_tool
+from fsdpckpt.ir.tensors import SLICES, Tensor, contiguous_stride
+from fsdpckpt.ir.units import FLAT_PARAM, UnitParam, Units
+from fsdpckpt.ir.values import Value
+from fsdpckpt.layouts.flattened import is_flat_key
+
+__all__ = [
+    "ParameterNames",
+    "NamedParam",
+    "UnitPrefixes",
+    "model_names",
+    "optimizer_names",
+    "order_contradictions",
+    "parameter_order",
+    "prefixes_of",
+    "raw_names",
+    "first_misplaced_module",
+    "stride_of",
+    "units_names",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class NamedParam:
+    """One name of a model. ``sharded`` as ``Tensor.sharded``: False for buffers and what FSDP does not shard, None
+    when nothing says. ``stride``: elements, None for row-major.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: DType
+    stride: tuple[int, ...] | None = None
+    sharded: bool | None = None
+    requires_grad: bool = True
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def possible(self) -> bool:
+        """Whether it may lie in a flat parameter: FSDP1 refuses 0-dim ones, and trains floating ones."""
+        return self.sharded is not False and bool(self.shape) and self.dtype.kind in ("float", "complex")
+
+    def unit_param(self) -> UnitParam:
+        return UnitParam(self.name, self.shape, self.dtype, self.stride, self.requires_grad)
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterNames:
+    """Names in the order of ``model.state_dict()`` when ``ordered``, in any order when not.
+
+    ``label`` says in words where they come from. ``shared``: (later name, first name) of tensors known to be one; the
+    later names are not in ``params``. ``from_reference``: they come from another checkpoint, which may have been cast.
+    ``in_model_order``: False when only those of one unit are in the model's order, as where an optimizer lists them:
+    with ``use_orig_params=False`` FSDP1 lists the parameters flat parameter by flat parameter, the root's first.
+    """
+
+    params: tuple[NamedParam, ...]
+    ordered: bool
+    label: str
+    shared: tuple[tuple[str, str], ...] = ()
+    from_reference: bool = False
+    in_model_order: bool = True
+
+    def reordered(self, order: Sequence[str], label: str) -> ParameterNames:
+        """The same names, those of ``order`` first and in its order, if it has every possible parameter."""
+        place = {name: index for index, name in enumerate(order)}
+        if any(param.possible and param.name not in place for param in self.params):
+            return self
+        ranked = sorted(self.params, key=lambda param: place.get(param.name, len(place)))
+        named = f"{self.label}, ordered by {label}"
+        return replace(self, params=tuple(ranked), ordered=True, in_model_order=True, label=named)
+
+
+def model_names(checkpoint: Checkpoint, label: str) -> ParameterNames | None:
+    """The whole tensors of a model section; None when it has none, or holds flat parameters (buffers are left then)."""
+    found: list[NamedParam] = []
+    shared: list[tuple[str, str]] = []
+    first: dict[tuple[object, ...], str] = {}
+    params = checkpoint.model.params if checkpoint.model is not None else {}
+    for key, leaf in params.items() if not any(map(is_flat_key, params)) else ():
+        if not isinstance(leaf, Tensor) or leaf.placement == SLICES:
+            continue
+        name = clean(key)
+        same = first.setdefault(_place(leaf, name), name)
+        if same != name:
+            shared.append((name, same))
+        else:
+            found.append(NamedParam(name, leaf.shape, leaf.dtype, stride_of(leaf), leaf.sharded))
+    if not found:
+        return None
+    ordered = keeps_order(checkpoint, [param.name for param in found])
+    return ParameterNames(tuple(found), ordered, label, tuple(shared))
+
+
+def _place(tensor: Tensor, name: str) -> tuple[object, ...]:
+    """What two names of one stored tensor have in common; a name of its own when that cannot be said."""
+    chunks = tensor.chunks
+    if not tensor.numel or not len(chunks) or (chunks.offset < 0).any():
+        return (name,)
+    return (tensor.shape, tensor.dtype.name, *(c.tobytes() for c in (chunks.file, chunks.offset, chunks.stride)))
+
+
+def stride_of(tensor: Tensor) -> tuple[int, ...] | None:
+    """The strides of the parameter in memory when it is dense and not row-major, else None.
+
+    A chunk keeps the order of dimensions of the parameter that it was cut from.
+    """
+    chunks = tensor.chunks
+    filled = np.flatnonzero((chunks.size > 0).all(axis=1))
+    if tensor.ndim < 2 or not len(filled):
+        return None
+    row = int(filled[0])
+    size, stride = chunks.size[row].tolist(), chunks.stride[row].tolist()
+    wide = [dim for dim in range(tensor.ndim) if size[dim] > 1]
+    order = sorted(wide, key=lambda dim: -stride[dim])
+    step = 1
+    for dim in reversed(order):
+        if stride[dim] != step:
+            return None
+        step *= size[dim]
+    if order == wide:
+        return None
+    return _dense(tensor.shape, [*(dim for dim in range(tensor.ndim) if dim not in wide), *order])
+
+
+def _dense(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a dense tensor whose dimensions lie in ``order`` in memory, slowest first."""
+    inner = contiguous_stride([shape[dim] for dim in order])
+    by_dim = dict(zip(order, inner, strict=True))
+    return tuple(by_dim[dim] for dim in range(len(shape)))
+
+
+def optimizer_names(checkpoint: Checkpoint, label: str) -> ParameterNames | None:
+    """The parameters that a name-keyed optimizer with whole states names; None when it is none.
+
+    Ordered when one param group lists them all.
+    """
+    optim = checkpoint.optim
+    if optim is None or optim.key_type != "name":
+        return None
+    found: dict[str, NamedParam] = {}
+    for key, states in optim.state.items():
+        whole = _whole_state(states)
+        if whole is not None:
+            name = clean(str(key))
+            found[name] = NamedParam(name, whole.shape, whole.dtype, stride_of(whole), sharded=True)
+    groups = [group_params(group) or [] for group in optim.param_groups or ()]
+    order = [clean(str(key)) for keys in groups for key in keys]
+    ordered = len(groups) == 1 and set(found) <= set(order) and not sorted_by_a_tool(order)
+    names = [name for name in order if name in found] if ordered else list(found)
+    return ParameterNames(tuple(found[name] for name in names), ordered, label, in_model_order=False) if found else None
+
+
+def _whole_state(states: Mapping[str, Tensor | Value]) -> Tensor | None:
+    """The state shaped like its parameter: the one shape that all states with dimensions have."""
+    wide: list[Tensor] = [leaf for leaf in states.values() if isinstance(leaf, Tensor) and leaf.ndim]
+    if len({leaf.shape for leaf in wide}) != 1 or any(leaf.placement == SLICES for leaf in wide):
+        return None
+    return wide[0]
+
+
+def units_names(units: Units, label: str) -> ParameterNames:
+    """The parameters of units, in the order of ``model.parameters()``."""
+    params, sharded = units.params(), units.unit_of()
+    order: Iterable[ParamKey] = units.parameters
+    return ParameterNames(
+        tuple(
+            NamedParam(param.name, param.shape, param.dtype, param.stride, param.name in sharded, param.requires_grad)
+            for param in (params[str(name)] for name in order)
+        ),
+        ordered=True,
+        label=label,
+        shared=units.shared,
+    )
+
+
+_FSDP = "_fsdp_wrapped_module"
+
+
+@dataclass(frozen=True, slots=True)
+class UnitPrefixes:
+    """Prefixes of units, "" for the root. ``complete``: the root is a unit only when it is listed.
+
+    ``exact``: every unit of the model is among them. ``label`` says in words where they come from.
+    """
+
+    prefixes: tuple[str, ...]
+    complete: bool
+    label: str
+    exact: bool = False
+
+
+def prefixes_of(checkpoint: Checkpoint) -> UnitPrefixes | None:
+    """The unit prefixes that the checkpoint's keys show; None when they show none.
+
+    Flat parameters (``LOCAL_STATE_DICT``) name every unit. Names with FSDP's own path segments, in ``param_names`` or
+    as the keys of ``_NamedOptimizer``, show where each wrapped module begins.
+    """
+    flat = [clean(key) for key in checkpoint.model.params if is_flat_key(key)] if checkpoint.model is not None else []
+    if flat:
+        own = tuple(key[: -len(FLAT_PARAM)].rstrip(".") for key in flat)
+        return UnitPrefixes(own, complete=True, label="the flat parameters' keys", exact=True)
+    wrapped = [name for name in raw_names(checkpoint) if _FSDP in name.split(".")]
+    if wrapped:
+        return UnitPrefixes(tuple(_boundaries(wrapped)), complete=True, label="the optimizer's names (param_names)")
+    return None
+
+
+def raw_names(checkpoint: Checkpoint) -> list[str]:
+    """The names by which the optimizer calls its parameters, wrapper prefixes and all: ``param_names``, or its keys."""
+    optim = checkpoint.optim
+    if optim is None:
+        return []
+    found = [str(key) for key in optim.state if isinstance(key, str)]
+    for group in optim.param_groups or ():
+        names = group.get("param_names")
+        found.extend(str(name) for name in names) if isinstance(names, (list, tuple)) else None
+    return list(dict.fromkeys(found))
+
+
+def parameter_order(checkpoint: Checkpoint) -> list[str]:
+    """Parameters in the model's order as far as the checkpoint shows it: the by-name slices beside flat parameters, or
+    the ``param_names`` of a single group; empty when it does not."""
+    model = checkpoint.model.params if checkpoint.model is not None else {}
+    sliced = [key for key, leaf in model.items() if isinstance(leaf, Tensor) and leaf.placement == SLICES]
+    if sliced and checkpoint.container is Container.TORCH:
+        return [clean(key) for key in sliced]
+    groups = (checkpoint.optim.param_groups or []) if checkpoint.optim is not None else []
+    names = groups[0].get("param_names") if len(groups) == 1 else None
+    return [clean(str(name)) for name in names if not is_flat_key(str(name))] if isinstance(names, list) else []
+
+
+def _boundaries(names: Iterable[str]) -> list[str]:
+    found: dict[str, None] = {}
+    for name in names:
+        path: list[str] = []
+        for word in name.split("."):
+            if word == _FSDP:
+                found[".".join(path)] = None
+            elif word not in WRAPPERS:
+                path.append(word)
+    return list(found)
+
+
+def order_contradictions(units: Units, names: Iterable[str], *, across: bool = True) -> Iterator[str]:
+    """What contradicts ``names``, which are in the model's order: over all units when ``across``, else within each."""
+    place = {name: index for index, name in enumerate(names)}
+    for unit in units.units:
+        wrong = _first_misplaced([param.name for param in unit.params], place)
+        if wrong:
+            yield f"unit {unit.prefix!r}: {wrong[0]} stands where the model section has {wrong[1]}"
+            return
+    # Ids count over all units, and only their order tells units of one size apart.
+    sharded = units.unit_of()
+    wrong = first_misplaced_module(
+        [_module(name) for name in units.parameters if name in sharded], list(map(_module, place))
+    )
+    if wrong and across:
+        yield f"the units have {wrong[0]} where the model section has {wrong[1]}"
+
+
+def first_misplaced_module(modules: Sequence[str], listed: Sequence[str]) -> tuple[str, str] | None:
+    """The first of ``modules`` (paths) that is not where ``listed`` has it among the children of its parent.
+
+    A ``LOCAL_STATE_DICT`` lists a unit before or after those in it, and modules side by side in the model's order.
+    """
+    mine, its = _children(modules), _children(listed)
+    for parent, names in mine.items():
+        place = {name: index for index, name in enumerate(its.get(parent, ()))}
+        wrong = _first_misplaced(names, place)
+        if wrong:
+            return wrong
+    return None
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _children(paths: Iterable[str]) -> dict[str, list[str]]:
+    """The modules on the way to ``paths``, by their parents, in the order in which they first come."""
+    found: dict[str, dict[str, None]] = {}
+    for path in dict.fromkeys(paths):
+        words = path.split(".") if path else []
+        for depth in range(len(words)):
+            found.setdefault(".".join(words[:depth]), {})[".".join(words[: depth + 1])] = None
+    return {parent: list(names) for parent, names in found.items()}
+
+
+def _first_misplaced(names: Iterable[str], place: Mapping[str, int]) -> tuple[str, str] | None:
+    """The first of ``names`` that is not where ``place`` has it, and what is there; names it lacks do not count."""
+    known = [name for name in names if name in place]
+    return next(
+        (pair for pair in zip(known, sorted(known, key=place.__getitem__), strict=True) if pair[0] != pair[1]), None
+    )
