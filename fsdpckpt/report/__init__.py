@@ -1,1 +1,1 @@
-"""``inspect --report``: one self-contained HTML page that shows a checkpoint."""
+"""Draws a checkpoint as one self-contained HTML page: ``inspect --report``."""

@@ -1,4 +1,8 @@
-"""The drawings of the page as SVG: modules to scale over who holds them, and small histograms."""
+"""Draws the page's figures as SVG: modules to scale, below them what each rank holds, and small histograms.
+
+The tensors of one section become a tree of modules along one axis of bytes (``module_tree``), and a grid says which
+ranks hold which stretch of that axis (``holdings``).
+"""
 
 from __future__ import annotations
 
@@ -18,14 +22,181 @@ from fsdpckpt.text import count_text, plural, size_text
 
 __all__ = ["COLUMNS", "Holdings", "Module", "figure", "histogram", "holdings", "module_tree"]
 
-WIDTH = 900  # of the axis of bytes, in units of the drawing
-LABELS = 76  # left of it: ranks
-BARS = 140  # right of it: bytes of each rank
-LEVELS = 5  # shades of a cell: any share above nothing is visible
+WIDTH = 900  # units of the drawing: the axis of bytes
+LABELS = 76  # left of the axis: names of ranks
+BARS = 140  # right of the axis: bytes of each rank
+LEVELS = 5  # shades of a cell: any share above zero is visible
 DEPTH = 5  # levels of modules that are drawn
-NARROWEST = 1.5  # units: what is narrower is not drawn on its own
+NARROWEST = 1.5  # units: narrower modules are not drawn
 LEVEL_HEIGHT = 20
-LETTER = 6.6  # units of one letter, about
+LETTER = 6.6  # units: the width of one letter, roughly
+DEEPEST = 12  # path segments that become levels; the rest of a key stays one name
+COLUMNS = 600  # of the grid: the axis of bytes of a section
+MOST_ROWS = 128  # of the grid: more ranks share rows
+
+
+@dataclass(slots=True)
+class Module:
+    """A module, or one of its tensors (``tensor``). ``begin``, ``end``: its bytes on the section's axis."""
+
+    path: str
+    tensor: Tensor | None = None
+    begin: int = 0
+    end: int = 0
+    tensors: int = 0
+    elements: int = 0
+    children: dict[str, Module] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition(".")[2]
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
+
+    def leaves(self) -> Iterator[Module]:
+        """The nodes of all tensors below, in the order of the axis."""
+        if self.tensor is not None:
+            yield self
+        for child in self.children.values():
+            yield from child.leaves()
+
+
+def module_tree(named: Iterable[tuple[str, Tensor]]) -> Module:
+    """The root of the tree of all (dotted name, tensor), in the order in which they come first."""
+    root = Module("")
+    for name, tensor in named:
+        node, path = root, ""
+        for word in name.split(".", DEEPEST - 1):
+            path = f"{path}.{word}" if path else word
+            node = node.children.setdefault(word, Module(path))
+        node.tensor = tensor
+    _lay_out(root, 0)
+    return root
+
+
+def _lay_out(node: Module, at: int) -> int:
+    node.begin = at
+    if node.tensor is not None:
+        at += node.tensor.nbytes
+        node.tensors, node.elements = 1, node.tensor.numel
+    for child in node.children.values():
+        at = _lay_out(child, at)
+        node.tensors += child.tensors
+        node.elements += child.elements
+    node.end = at
+    return at
+
+
+FloatArray: TypeAlias = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Holdings:
+    """``share`` (rows, COLUMNS): the fraction, 0 to 1, of each column's bytes that the ranks of a row hold.
+
+    ``covered`` (COLUMNS,): the fraction that all ranks hold. ``nbytes``, ``chunks`` (ranks,): what each rank holds.
+    ``ranks_in_row``: how many ranks share a row, 1 when there are few.
+    """
+
+    share: FloatArray
+    covered: FloatArray
+    nbytes: FloatArray
+    chunks: Int64Array
+    ranks_in_row: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Leaf:
+    """One tensor between ``left`` and ``right`` on the axis, in columns, of which it touches ``first`` .. ``last``."""
+
+    tensor: Tensor
+    left: float
+    right: float
+    first: int
+    last: int
+
+
+def holdings(root: Module, world_size: int) -> Holdings:
+    """The grid of everything under ``root``. A replica counts in ``share`` for each rank, and once in ``covered``."""
+    leaves = list(_leaves(root))
+    ranks = max([world_size, 1, *(int(leaf.tensor.chunks.rank.max()) + 1 for leaf in leaves)])
+    in_row = -(-ranks // MOST_ROWS)
+    share, covered = np.zeros((-(-ranks // in_row), COLUMNS)), np.zeros(COLUMNS)
+    nbytes, chunks = np.zeros(ranks), np.zeros(ranks, np.int64)
+    by_ndim: dict[int, list[_Leaf]] = {}
+    for leaf in leaves:
+        by_ndim.setdefault(leaf.tensor.ndim, []).append(leaf)
+    for group in by_ndim.values():
+        rank = np.concatenate([leaf.tensor.chunks.rank for leaf in group])
+        counts = np.array([len(leaf.tensor.chunks) for leaf in group])
+        itemsize = np.array([leaf.tensor.dtype.itemsize for leaf in group])
+        held = np.concatenate([leaf.tensor.chunks.size for leaf in group]).prod(axis=1) * np.repeat(itemsize, counts)
+        nbytes += np.bincount(rank, held, ranks)
+        chunks += np.bincount(rank[held > 0], minlength=ranks)
+        _add_narrow(group, rank // in_row, held * (COLUMNS / max(root.nbytes, 1)), counts, share, covered)
+    for leaf in leaves:
+        if leaf.last - leaf.first > 1:
+            parts = _parts(leaf)
+            np.add.at(share[:, leaf.first : leaf.last], leaf.tensor.chunks.rank // in_row, parts)
+            covered[leaf.first : leaf.last] += np.minimum(parts.sum(axis=0), _overlap(leaf))
+    return Holdings(np.minimum(share, 1.0), np.minimum(covered, 1.0), nbytes, chunks, in_row)
+
+
+def _leaves(root: Module) -> Iterator[_Leaf]:
+    scale = COLUMNS / root.nbytes if root.nbytes else 0.0
+    for leaf in root.leaves():
+        if leaf.tensor is not None and len(leaf.tensor.chunks):
+            left, right = leaf.begin * scale, leaf.end * scale
+            first = min(int(left), COLUMNS - 1)
+            yield _Leaf(leaf.tensor, left, right, first, min(max(ceil(right), first + 1), COLUMNS))
+
+
+def _add_narrow(
+    group: list[_Leaf],
+    rows: Int64Array,
+    width: FloatArray,
+    counts: Int64Array,
+    share: FloatArray,
+    covered: FloatArray,
+) -> None:
+    """Add the leaves that touch one column only, all at once. ``width``: of each chunk, in columns."""
+    narrow = np.array([leaf.last - leaf.first == 1 for leaf in group])
+    first = np.array([leaf.first for leaf in group])
+    number = np.repeat(np.arange(len(group)), counts)
+    of_narrow = narrow[number]
+    cell = rows[of_narrow] * COLUMNS + first[number[of_narrow]]
+    share += np.bincount(cell, width[of_narrow], share.size).reshape(share.shape)
+    held = np.bincount(number[of_narrow], width[of_narrow], len(group))
+    whole = np.array([leaf.right - leaf.left for leaf in group])
+    covered += np.bincount(first, np.minimum(held, whole) * narrow, COLUMNS)
+
+
+def _overlap(leaf: _Leaf) -> FloatArray:
+    columns = np.arange(leaf.first, leaf.last, dtype=np.float64)
+    overlap: FloatArray = np.clip(np.minimum(leaf.right, columns + 1) - np.maximum(leaf.left, columns), 0.0, None)
+    return overlap
+
+
+def _parts(leaf: _Leaf) -> FloatArray:
+    """(chunks, columns): how much of each column each chunk fills.
+
+    Chunks are drawn from their start to their end along the first dimension in which any of them is cut.
+    """
+    tensor, chunks, width = leaf.tensor, leaf.tensor.chunks, leaf.right - leaf.left
+    begin, end = np.zeros(len(chunks)), np.ones(len(chunks))
+    cut = next((k for k, n in enumerate(tensor.shape) if (chunks.size[:, k] != n).any()), None)
+    if cut is not None:
+        begin = chunks.start[:, cut] / tensor.shape[cut]
+        end = begin + chunks.size[:, cut] / tensor.shape[cut]
+    columns = np.arange(leaf.first, leaf.last, dtype=np.float64)
+    low = np.maximum((leaf.left + begin * width)[:, None], columns)
+    high = np.minimum((leaf.left + end * width)[:, None], columns + 1)
+    # A chunk that is cut along another dimension as well fills its stretch only in part.
+    filled = chunks.size.prod(axis=1) / np.maximum((end - begin) * prod(tensor.shape), 1.0)
+    parts: FloatArray = np.clip(high - low, 0.0, None) * np.minimum(filled, 1.0)[:, None]
+    return parts
 
 
 def figure(root: Module, held: Holdings, title: str) -> str:
@@ -53,7 +224,7 @@ def figure(root: Module, held: Holdings, title: str) -> str:
 
 
 def _icicle(root: Module) -> tuple[int, list[str]]:
-    """(levels drawn, their rectangles), a text where one fits."""
+    """(number of levels, their rectangles), each with its name where that fits."""
     scale = WIDTH / root.nbytes if root.nbytes else 0.0
     parts: list[str] = []
     nodes = list(root.children.values())
@@ -72,11 +243,11 @@ def _block(node: Module, level: int, number: int, scale: float) -> list[str]:
         return []
     x, y = node.begin * scale, level * LEVEL_HEIGHT
     size, elements = size_text(node.nbytes), count_text(node.elements)
-    told = f"{clipped(node.path)}: {size}, {elements} elements, {plural(node.tensors, 'tensor')}"
+    tooltip = f"{clipped(node.path)}: {size}, {elements} elements, {plural(node.tensors, 'tensor')}"
     kind = "tensor" if node.tensor is not None and not node.children else f"module{number % 2}"
     parts = [
         f'<rect class="{kind}" x="{x:.1f}" y="{y}" width="{max(width - 0.6, 0.6):.1f}" height="{LEVEL_HEIGHT - 1}">'
-        f"<title>{escaped(told)}</title></rect>"
+        f"<title>{escaped(tooltip)}</title></rect>"
     ]
     letters = int((width - 6) / LETTER)
     name = node.name
@@ -87,7 +258,7 @@ def _block(node: Module, level: int, number: int, scale: float) -> list[str]:
 
 
 def _cells(held: Holdings, pitch: int) -> list[str]:
-    """One path for each shade; runs of equal cells are one box of it."""
+    """One path for each shade; a run of equal cells is one box of it."""
     shades = np.ceil(held.share * LEVELS - 1e-9).astype(np.int64)
     step = WIDTH / COLUMNS
     paths: list[list[str]] = [[] for _ in range(LEVELS + 1)]
@@ -100,16 +271,16 @@ def _cells(held: Holdings, pitch: int) -> list[str]:
 
 
 def _runs(cells: npt.NDArray[np.int64]) -> list[tuple[int, int, int]]:
-    """(first, behind the last, value) of each run of equal cells."""
+    """(first, last + 1, value) of each run of equal cells."""
     edges = np.flatnonzero(np.diff(cells)) + 1
     bounds = [0, *edges.tolist(), len(cells)]
     return [(a, b, int(cells[a])) for a, b in pairwise(bounds)]
 
 
 def _holes(held: Holdings, y: int) -> list[str]:
-    """Columns of which some bytes are nowhere, marked below the ranks."""
+    """Marks below the ranks for columns of which no rank holds some bytes."""
     step = WIDTH / COLUMNS
-    missing = (held.together < 1 - 1e-6).astype(np.int64)
+    missing = (held.covered < 1 - 1e-6).astype(np.int64)
     if not held.share.any():
         return []
     boxes = [f"M{a * step:g} {y + 2}h{(b - a) * step:g}v6h-{(b - a) * step:g}z" for a, b, bad in _runs(missing) if bad]
@@ -117,7 +288,7 @@ def _holes(held: Holdings, y: int) -> list[str]:
 
 
 def _ranks(held: Holdings, pitch: int) -> list[str]:
-    """The numbers of the ranks on the left, where there is room, and their bytes as bars on the right."""
+    """The names of the ranks on the left, where there is room, and their bytes as bars on the right."""
     rows, in_row = len(held.share), held.ranks_in_row
     most = float(held.nbytes.max(initial=0.0)) or 1.0
     every = max(-(-14 // pitch), 1)
@@ -128,17 +299,17 @@ def _ranks(held: Holdings, pitch: int) -> list[str]:
         if row % every == 0:
             parts.append(f'<text x="{LABELS - 8}" y="{row * pitch + min(pitch, 15)}" class="end">{label}</text>')
         mean = float(held.nbytes[first : last + 1].mean())
-        told = f"{label}: {size_text(int(mean))}{' each' if in_row > 1 else ''}"
+        tooltip = f"{label}: {size_text(int(mean))}{' each' if in_row > 1 else ''}"
         width = mean / most * (BARS - 20)
         parts.append(
             f'<rect class="bar" x="{LABELS + WIDTH + 10}" y="{row * pitch}" width="{width:.1f}" height="{pitch - 1}">'
-            f"<title>{escaped(told)}</title></rect>"
+            f"<title>{escaped(tooltip)}</title></rect>"
         )
     return parts
 
 
 def histogram(spread: Spread) -> str:
-    """Tensors by the decimal exponent of their root mean square, with the numbers as text below."""
+    """Numbers of tensors by the decimal exponent of their root mean square."""
     keys = range(min(spread.bins), max(spread.bins) + 1) if spread.bins else range(0)
     bars = [(f"1e{key}", spread.bins.get(key, 0)) for key in keys]
     if spread.zeros:
@@ -148,182 +319,12 @@ def histogram(spread: Spread) -> str:
     parts = [f'<svg class="small" viewBox="0 0 440 130" role="img" aria-label="{escaped(spread.title)}">']
     for place, (label, number) in enumerate(bars):
         x, tall = 8 + place * pitch, 80 * number / most
-        told = f"{label}: {plural(number, 'tensor')}, {percent(number, total)}"
+        tooltip = f"{label}: {plural(number, 'tensor')}, {percent(number, total)}"
         parts.append(
             f'<rect class="bar" x="{x:.1f}" y="{100 - tall:.1f}" width="{pitch - 3:.1f}" height="{tall:.1f}">'
-            f"<title>{escaped(told)}</title></rect>"
+            f"<title>{escaped(tooltip)}</title></rect>"
         )
         if pitch >= 24:
             parts.append(f'<text class="mid" x="{x + pitch / 2 - 1.5:.1f}" y="{96 - tall:.1f}">{number}</text>')
             parts.append(f'<text class="mid" x="{x + pitch / 2 - 1.5:.1f}" y="116">{escaped(label)}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
-
-
-COLUMNS = 600
-MOST_ROWS = 128
-
-FloatArray: TypeAlias = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Holdings:
-    """``share`` (rows, COLUMNS): which part of each column's bytes the ranks of a row hold together, 0 to 1.
-
-    ``together`` (COLUMNS,): the same of all ranks. ``nbytes`` (ranks,), ``chunks`` (ranks,): what each rank holds.
-    ``ranks_in_row``: ranks that share a row, 1 while there are few.
-    """
-
-    share: FloatArray
-    together: FloatArray
-    nbytes: FloatArray
-    chunks: Int64Array
-    ranks_in_row: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Leaf:
-    """One tensor between ``left`` and ``right`` on the axis, in columns, of which it touches ``first`` .. ``last``."""
-
-    tensor: Tensor
-    left: float
-    right: float
-    first: int
-    last: int
-
-
-def holdings(root: Module, world_size: int) -> Holdings:
-    """The grid of everything under ``root``. A replica counts for the rank that has it, and once for all together."""
-    leaves = list(_leaves(root))
-    ranks = max([world_size, 1, *(int(leaf.tensor.chunks.rank.max()) + 1 for leaf in leaves)])
-    in_row = -(-ranks // MOST_ROWS)
-    share, together = np.zeros((-(-ranks // in_row), COLUMNS)), np.zeros(COLUMNS)
-    nbytes, chunks = np.zeros(ranks), np.zeros(ranks, np.int64)
-    by_ndim: dict[int, list[_Leaf]] = {}
-    for leaf in leaves:
-        by_ndim.setdefault(leaf.tensor.ndim, []).append(leaf)
-    for group in by_ndim.values():
-        rank = np.concatenate([leaf.tensor.chunks.rank for leaf in group])
-        counts = np.array([len(leaf.tensor.chunks) for leaf in group])
-        itemsize = np.array([leaf.tensor.dtype.itemsize for leaf in group])
-        held = np.concatenate([leaf.tensor.chunks.size for leaf in group]).prod(axis=1) * np.repeat(itemsize, counts)
-        nbytes += np.bincount(rank, held, ranks)
-        chunks += np.bincount(rank[held > 0], minlength=ranks)
-        _add_narrow(group, rank // in_row, held * (COLUMNS / max(root.nbytes, 1)), counts, share, together)
-    for leaf in leaves:
-        if leaf.last - leaf.first > 1:
-            parts = _parts(leaf)
-            np.add.at(share[:, leaf.first : leaf.last], leaf.tensor.chunks.rank // in_row, parts)
-            together[leaf.first : leaf.last] += np.minimum(parts.sum(axis=0), _overlap(leaf))
-    return Holdings(np.minimum(share, 1.0), np.minimum(together, 1.0), nbytes, chunks, in_row)
-
-
-def _leaves(root: Module) -> Iterator[_Leaf]:
-    scale = COLUMNS / root.nbytes if root.nbytes else 0.0
-    for leaf in root.leaves():
-        if leaf.tensor is not None and len(leaf.tensor.chunks):
-            left, right = leaf.begin * scale, leaf.end * scale
-            first = min(int(left), COLUMNS - 1)
-            yield _Leaf(leaf.tensor, left, right, first, min(max(ceil(right), first + 1), COLUMNS))
-
-
-def _add_narrow(
-    group: list[_Leaf],
-    rows: Int64Array,
-    width: FloatArray,
-    counts: Int64Array,
-    share: FloatArray,
-    together: FloatArray,
-) -> None:
-    """Add the leaves of one column only, which most of very many are, all at once. ``width``: of each chunk."""
-    narrow = np.array([leaf.last - leaf.first == 1 for leaf in group])
-    first = np.array([leaf.first for leaf in group])
-    number = np.repeat(np.arange(len(group)), counts)
-    of_narrow = narrow[number]
-    cell = rows[of_narrow] * COLUMNS + first[number[of_narrow]]
-    share += np.bincount(cell, width[of_narrow], share.size).reshape(share.shape)
-    held = np.bincount(number[of_narrow], width[of_narrow], len(group))
-    whole = np.array([leaf.right - leaf.left for leaf in group])
-    together += np.bincount(first, np.minimum(held, whole) * narrow, COLUMNS)
-
-
-def _overlap(leaf: _Leaf) -> FloatArray:
-    columns = np.arange(leaf.first, leaf.last, dtype=np.float64)
-    overlap: FloatArray = np.clip(np.minimum(leaf.right, columns + 1) - np.maximum(leaf.left, columns), 0.0, None)
-    return overlap
-
-
-def _parts(leaf: _Leaf) -> FloatArray:
-    """(chunks, columns): how much of each column every chunk fills.
-
-    A chunk is drawn along the first dimension in which one is not whole, from its start to its end there.
-    """
-    tensor, chunks, width = leaf.tensor, leaf.tensor.chunks, leaf.right - leaf.left
-    begin, end = np.zeros(len(chunks)), np.ones(len(chunks))
-    cut = next((k for k, n in enumerate(tensor.shape) if (chunks.size[:, k] != n).any()), None)
-    if cut is not None:
-        begin = chunks.start[:, cut] / tensor.shape[cut]
-        end = begin + chunks.size[:, cut] / tensor.shape[cut]
-    columns = np.arange(leaf.first, leaf.last, dtype=np.float64)
-    low = np.maximum((leaf.left + begin * width)[:, None], columns)
-    high = np.minimum((leaf.left + end * width)[:, None], columns + 1)
-    # Cut along another dimension as well, it fills its stretch only in part.
-    filled = chunks.size.prod(axis=1) / np.maximum((end - begin) * prod(tensor.shape), 1.0)
-    parts: FloatArray = np.clip(high - low, 0.0, None) * np.minimum(filled, 1.0)[:, None]
-    return parts
-
-
-DEEPEST = 12  # path segments that become levels: the rest stays one name, however many dots a key has
-
-
-@dataclass(slots=True)
-class Module:
-    """A module, or a tensor of it (then ``tensor`` is that). ``begin``, ``end``: its bytes on the section's axis."""
-
-    path: str
-    tensor: Tensor | None = None
-    begin: int = 0
-    end: int = 0
-    tensors: int = 0
-    elements: int = 0
-    children: dict[str, Module] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        return self.path.rpartition(".")[2]
-
-    @property
-    def nbytes(self) -> int:
-        return self.end - self.begin
-
-    def leaves(self) -> Iterator[Module]:
-        """Every tensor below, in the order of the axis."""
-        if self.tensor is not None:
-            yield self
-        for child in self.children.values():
-            yield from child.leaves()
-
-
-def module_tree(named: Iterable[tuple[str, Tensor]]) -> Module:
-    """The root over all (dotted name, tensor); modules and tensors stand in the order in which they first come."""
-    root = Module("")
-    for name, tensor in named:
-        node, path = root, ""
-        for word in name.split(".", DEEPEST - 1):
-            path = f"{path}.{word}" if path else word
-            node = node.children.setdefault(word, Module(path))
-        node.tensor = tensor
-    _lay_out(root, 0)
-    return root
-
-
-def _lay_out(node: Module, at: int) -> int:
-    node.begin = at
-    if node.tensor is not None:
-        at += node.tensor.nbytes
-        node.tensors, node.elements = 1, node.tensor.numel
-    for child in node.children.values():
-        at = _lay_out(child, at)
-        node.tensors += child.tensors
-        node.elements += child.elements
-    node.end = at
-    return at

@@ -1,4 +1,4 @@
-"""Writes the page: complete or not at all, and never over a file that is no page of this program."""
+"""Writes the page, completely or not at all, and never over anything but an earlier page."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ __all__ = ["check_report", "write_report"]
 
 
 def check_report(path: str, source: str) -> None:
-    """Raises UsageError for a path in the checkpoint at ``source``, TargetExistsError when something else is there,
-    TargetUnwritableError for what cannot be a file.
+    """Check that a page may be written to ``path``.
+
+    Raises UsageError for a path inside the checkpoint at ``source``, TargetExistsError when something other than a page
+    exists there, TargetUnwritableError for what cannot be a file.
     """
     _refuse_source(path, source)
     _require_free(path)
@@ -45,7 +47,7 @@ def write_report(described: Description, path: str) -> int:
 
 
 def _refuse_source(path: str, source: str) -> None:
-    """Nothing is ever written into a checkpoint; ``-`` is no file, and stdout has the summary."""
+    """Raises for a path inside ``source``, a URL, and ``-``: stdout has the summary."""
     if path in ("", "-"):
         raise UsageError("--report takes the name of a file", found=repr(path), next_step="--report report.html")
     if is_url(path):
@@ -61,7 +63,7 @@ def _refuse_source(path: str, source: str) -> None:
 
 
 def _require_free(path: str) -> None:
-    """Raises when ``path`` is there and is not an earlier report."""
+    """Raises when ``path`` exists and is not an earlier page."""
     if os.path.isdir(path):
         raise TargetExistsError(
             f"{path} is a directory, and the report is one file",
@@ -78,7 +80,7 @@ def _require_free(path: str) -> None:
                 return
     except FileNotFoundError:
         return
-    except OSError:  # a file of somebody else's: not ours to replace
+    except OSError:  # unreadable: not an earlier page of this user
         pass
     raise TargetExistsError(
         f"{path} is there, and is no report that inspect --report made",

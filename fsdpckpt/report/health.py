@@ -1,4 +1,4 @@
-"""How an optimizer is doing, as far as its state tells: steps that agree, missing states, norms, NaN and Inf."""
+"""Summarises an optimizer's state and the values of tensors: steps, missing states, norms, NaN and Inf."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Health", "Spread", "health", "not_finite", "spreads"]
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The root mean squares of many tensors: ``bins`` counts them by decimal exponent, ``zeros`` those that are all 0.
+    """Root mean squares of tensors. ``bins``: how many have which decimal exponent; ``zeros``: how many are all 0.
 
     ``smallest``, ``largest``: (root mean square, key).
     """
@@ -30,9 +30,9 @@ class Spread:
 
 @dataclass(slots=True)
 class Health:
-    """``states``: state name -> (parameters that have it, its dtypes). ``steps``: value -> number of parameters.
+    """``states``: name -> (number of parameters that have it, its dtypes). ``steps``: value -> number of parameters.
 
-    ``unread``: steps that are tensors, whose values take ``--stats``. ``without``: listed parameters without state.
+    ``unread``: number of steps whose values only ``--stats`` reads. ``without``: listed parameters without state.
     """
 
     parameters: int
@@ -43,31 +43,31 @@ class Health:
 
 
 def health(optim: OptimState, described: Description) -> Health:
-    """What the states of ``optim`` say; the steps' values come from the description's statistics."""
+    """The summary of ``optim``; steps that are tensors have values only when ``described`` has statistics."""
     listed = [key for group in optim.param_groups or () for key in group_params(group) or ()]
-    found = Health(len(dict.fromkeys([*listed, *optim.state])))
-    found.without = [str(key) for key in listed if not optim.state.get(key)]
+    summary = Health(len(dict.fromkeys([*listed, *optim.state])))
+    summary.without = [str(key) for key in listed if not optim.state.get(key)]
     measured = _measured_steps(described)
     for key, states in optim.state.items():
         for state, leaf in states.items():
             if state == LOOSE:
                 continue
-            number, dtypes = found.states.setdefault(state, (0, Counter()))
+            number, dtypes = summary.states.setdefault(state, (0, Counter()))
             dtypes[leaf.dtype.name if isinstance(leaf, Tensor) else type(leaf).__name__] += 1
-            found.states[state] = number + 1, dtypes
+            summary.states[state] = number + 1, dtypes
             if state != "step":
                 continue
             if isinstance(leaf, (int, float)):
-                found.steps[float(leaf)] += 1
+                summary.steps[float(leaf)] += 1
             elif (value := measured.get(str(key))) is not None:
-                found.steps[value] += 1
+                summary.steps[value] += 1
             else:
-                found.unread += 1
-    return found
+                summary.unread += 1
+    return summary
 
 
 def _measured_steps(described: Description) -> dict[str, float]:
-    """The values of steps that are tensors of one element."""
+    """The values of steps that are one-element tensors, by parameter."""
     steps: dict[str, float] = {}
     for named, stats in zip(described.tensors, described.stats or (), strict=False):
         if named.section is Section.OPTIM and named.state == "step" and named.tensor.numel == 1 and stats is not None:
@@ -80,29 +80,29 @@ def _measured_steps(described: Description) -> dict[str, float]:
 def not_finite(
     tensors: Sequence[NamedTensor], stats: Sequence[dict[str, Json] | None], *, buffers: bool = False
 ) -> list[str]:
-    """A line for each tensor with NaN or Inf in it; of ``buffers``, where a mask of -Inf is as it should be, apart.
+    """A line for each tensor that contains NaN or Inf; ``buffers``: only of buffers that contain Inf, as masks do.
 
-    A buffer is what every rank has whole while others are sharded.
+    A buffer is a tensor that every rank has whole although others are sharded.
     """
     lines = []
-    for named, found in zip(tensors, stats, strict=True):
-        nan, inf = (_integer(found, name) for name in ("nan", "inf"))
-        whole = named.section is Section.MODEL and named.tensor.sharded is False and not nan
-        if (nan or inf) and whole is buffers:
+    for named, values in zip(tensors, stats, strict=True):
+        nan, inf = (_integer(values, name) for name in ("nan", "inf"))
+        buffer = named.section is Section.MODEL and named.tensor.sharded is False and not nan
+        if (nan or inf) and buffer is buffers:
             lines.append(f"{named.section} {named.key}: {nan:,} NaN and {inf:,} Inf of {named.tensor.numel:,} elements")
     return lines
 
 
-def _integer(found: dict[str, Json] | None, name: str) -> int:
-    value = found.get(name) if found is not None else 0
+def _integer(values: dict[str, Json] | None, name: str) -> int:
+    value = values.get(name) if values is not None else 0
     return value if isinstance(value, int) else 0
 
 
 def spreads(tensors: Sequence[NamedTensor], stats: Sequence[dict[str, Json] | None]) -> list[Spread]:
-    """One for the model's weights, and one for each state of the optimizer that has the shape of its parameter."""
+    """One for the model's parameters, and one for each optimizer state that has the shape of its parameter."""
     groups: dict[str, list[tuple[float, str]]] = {}
-    for named, found in zip(tensors, stats, strict=True):
-        norm = found.get("norm") if found is not None else None
+    for named, values in zip(tensors, stats, strict=True):
+        norm = values.get("norm") if values is not None else None
         if named.section is Section.EXTRA or not named.tensor.numel or not isinstance(norm, (int, float)):
             continue
         if named.section is Section.OPTIM and (named.state is None or not named.tensor.shape):

@@ -1,4 +1,7 @@
-"""Text for a page: every word that came from a checkpoint goes through ``escaped``, and none reaches the page raw."""
+"""Escapes and formats text for the page, and has its style sheet.
+
+All text from a checkpoint goes through ``escaped``: none of it reaches the page raw.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,11 @@ from html import escape
 __all__ = ["MOST_ROWS", "STYLE", "clipped", "escaped", "percent", "table"]
 
 MOST_ROWS = 300  # of a table; the page says how many more there are
-LONGEST = 160  # characters of one cell: a key of a megabyte must not become the page
+LONGEST = 160  # characters of one cell: a key may have a megabyte
 
 
 def escaped(text: object) -> str:
-    """HTML that shows ``text``, control characters and half surrogates in Python's notation."""
+    """HTML that shows ``text``; control characters and lone surrogates in Python's notation."""
     shown = str(text)
     if not shown.isprintable():
         shown = "".join(char if char.isprintable() else repr(char)[1:-1] for char in shown)
@@ -20,7 +23,7 @@ def escaped(text: object) -> str:
 
 
 def clipped(text: object, longest: int = LONGEST) -> str:
-    """``text`` with its middle left out when it is long; to be escaped."""
+    """``text`` without its middle when it is long. Still to be escaped."""
     shown = str(text)
     if len(shown) <= longest:
         return shown
@@ -39,9 +42,9 @@ def table(
     label: str = "",
     longest: int = LONGEST,
 ) -> str:
-    """A table of plain texts. ``right``: numbers of the columns to align right; ``label``: what it is, for a reader.
+    """A table of unescaped texts. ``right``: columns to align right; ``label``: its name for screen readers.
 
-    ``longest``: characters of a cell that are shown.
+    ``longest``: most characters of a cell that are shown.
     """
 
     def cells(row: Sequence[object], tag: str) -> str:

@@ -1,4 +1,4 @@
-"""The page: one file of HTML and SVG, no script, nothing from the network; what is wrong stands on top."""
+"""Builds the page: HTML and SVG without scripts or network access, problems first."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from fsdpckpt.version import __version__
 __all__ = ["MARK", "groups_part", "norms_part", "optimizer_part", "page", "steps_text"]
 
 MARK = "<!doctype html>\n<!-- fsdpckpt inspect --report -->\n"
-"""How every page begins: a file that begins otherwise is not ours to replace."""
+"""The beginning of every page: a file that begins otherwise is never replaced."""
 
 MOST_PROBLEMS = 200
 LONGEST_LINE = 600  # characters of a problem or a note
 
-# No script at all runs, and nothing is fetched: a key of the checkpoint cannot change that.
+# No script runs and nothing is fetched, whatever the keys of a checkpoint contain.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
 _TITLES = {Section.MODEL: "model", Section.OPTIM: "optimizer state"}
 
 
 def page(described: Description) -> str:
-    """The whole page for what ``inspect`` found; with its statistics when they were computed."""
+    """The page for what ``inspect`` describes, with statistics when they were computed."""
     checkpoint = described.checkpoint
     name = escaped(clipped(checkpoint.source))
     body = [
@@ -64,30 +64,30 @@ def _summary(described: Description) -> str:
         (count_text(len(checkpoint.files)), "file" if len(checkpoint.files) == 1 else "files"),
     ]
     for section, sums in described.sections.items():
-        told = f"{section}: {plural(sums.tensors, 'tensor')}, {count_text(sums.elements)} elements"
-        tiles.append((size_text(sums.nbytes), told))
+        label = f"{section}: {plural(sums.tensors, 'tensor')}, {count_text(sums.elements)} elements"
+        tiles.append((size_text(sums.nbytes), label))
     if described.key_type is not None:
         tiles.append((str(described.key_type), "optimizer keys"))
-    items = "".join(f"<li><b>{escaped(value)}</b>{escaped(told)}</li>" for value, told in tiles)
+    items = "".join(f"<li><b>{escaped(value)}</b>{escaped(label)}</li>" for value, label in tiles)
     return f'<ul class="tiles">{items}</ul>'
 
 
 def _problems(described: Description) -> Iterator[str]:
     checkpoint = described.checkpoint
-    found = [problem.message for problem in checkpoint.problems]
+    lines = [problem.message for problem in checkpoint.problems]
     if described.stats is not None:
-        found += not_finite(described.tensors, described.stats)
+        lines += not_finite(described.tensors, described.stats)
     if checkpoint.optim is not None:
         steps = health(checkpoint.optim, described).steps
         if len(steps) > 1:
-            found.append(f"optimizer: the steps disagree: {steps_text(steps)}")
-    if not found:
+            lines.append(f"optimizer: the steps disagree: {steps_text(steps)}")
+    if not lines:
         read = "the data" if described.stats is not None else "headers and metadata"
         yield f'<p class="whole">No problems show in {read}. <code>fsdpckpt verify</code> proves more.</p>'
         return
-    yield f'<div class="problems"><h2>{plural(len(found), "problem")}</h2><ul>'
-    yield from (f"<li>{escaped(clipped(line, LONGEST_LINE))}</li>" for line in found[:MOST_PROBLEMS])
-    yield "</ul>" + (f"<p>and {count_text(len(found) - MOST_PROBLEMS)} more</p>" if len(found) > MOST_PROBLEMS else "")
+    yield f'<div class="problems"><h2>{plural(len(lines), "problem")}</h2><ul>'
+    yield from (f"<li>{escaped(clipped(line, LONGEST_LINE))}</li>" for line in lines[:MOST_PROBLEMS])
+    yield "</ul>" + (f"<p>and {count_text(len(lines) - MOST_PROBLEMS)} more</p>" if len(lines) > MOST_PROBLEMS else "")
     yield "</div>"
 
 
@@ -115,7 +115,7 @@ def _section(described: Description, section: Section) -> Iterator[str]:
 
 
 def _rank_table(held: Holdings, root: Module) -> str:
-    """Every rank, or of very many those with the most and the fewest bytes."""
+    """Every rank; of very many those with the most and the fewest bytes."""
     order = list(range(len(held.nbytes)))
     more = ""
     if len(order) > MOST_ROWS:
@@ -136,15 +136,15 @@ def _rank_table(held: Holdings, root: Module) -> str:
 
 
 def _module_table(root: Module) -> str:
-    """Modules down to two levels, in the model's order; of very many the largest."""
+    """Modules down to two levels, in the model's order; of very many the largest ones."""
     rows: list[Module] = []
     for child in root.children.values():
         rows += [child, *child.children.values()]
     left = len(rows) - MOST_ROWS
     if left > 0:
-        kept = set(map(id, sorted(rows, key=lambda node: -node.nbytes)[:MOST_ROWS]))
-        rows = [node for node in rows if id(node) in kept]
-    told = [
+        largest = {node.path for node in sorted(rows, key=lambda node: -node.nbytes)[:MOST_ROWS]}
+        rows = [node for node in rows if node.path in largest]
+    cells = [
         (
             node.path,
             size_text(node.nbytes),
@@ -157,7 +157,7 @@ def _module_table(root: Module) -> str:
     ]
     more = f'<p class="quiet">and {plural(left, "smaller module")}</p>' if left > 0 else ""
     headings = ["module", "bytes", "share", "elements", "tensors", "tensor"]
-    return table(headings, told, right=frozenset({1, 2, 3, 4}), label="size by module") + more
+    return table(headings, cells, right=frozenset({1, 2, 3, 4}), label="size by module") + more
 
 
 def _dtypes(described: Description) -> Iterator[str]:
@@ -180,8 +180,8 @@ def _dtypes(described: Description) -> Iterator[str]:
 def _notes(checkpoint: Checkpoint) -> Iterator[str]:
     lines = [*map(str, checkpoint.evidence), *(f"{note.kind}: {note.message}" for note in checkpoint.notes)]
     if lines:
-        told = "".join(f"<li>{escaped(clipped(line, LONGEST_LINE))}</li>" for line in lines[:MOST_ROWS])
-        yield f"<h2>How it was recognised</h2><ul>{told}</ul>"
+        items = "".join(f"<li>{escaped(clipped(line, LONGEST_LINE))}</li>" for line in lines[:MOST_ROWS])
+        yield f"<h2>How it was recognised</h2><ul>{items}</ul>"
     files = [(file.path, size_text(file.nbytes)) for file in checkpoint.files[:MOST_ROWS]]
     yield f"<details><summary>{plural(len(checkpoint.files), 'file')}</summary>"
     yield table(["file", "bytes"], files, right=frozenset({1}))
@@ -192,56 +192,56 @@ MOST_FIGURES = 24  # no optimizer has more states than these
 
 
 def optimizer_part(described: Description) -> Iterator[str]:
-    """Which states there are, for how many parameters, and whether their steps agree."""
+    """The states, for how many parameters each exists, and whether the steps agree."""
     optim = described.checkpoint.optim
     if optim is None:
         return
-    found = health(optim, described)
+    summary = health(optim, described)
     yield "<h2>Optimizer state</h2>"
-    yield f"<p>{escaped(_steps_told(found))}</p>"
+    yield f"<p>{escaped(_steps_line(summary))}</p>"
     rows = [
         (
             state,
             count_text(number),
-            "all" if number == found.parameters else f"{count_text(found.parameters - number)} without",
+            "all" if number == summary.parameters else f"{count_text(summary.parameters - number)} without",
             ", ".join(f"{dtype} {times:,}" for dtype, times in dtypes.items()),
         )
-        for state, (number, dtypes) in found.states.items()
+        for state, (number, dtypes) in summary.states.items()
     ]
     yield table(["state", "parameters", "of all", "dtypes"], rows[:MOST_ROWS], right=frozenset({1}))
-    if found.without:
-        shown = ", ".join(map(clipped, found.without[:50]))
-        more = f" and {count_text(len(found.without) - 50)} more" if len(found.without) > 50 else ""
+    if summary.without:
+        shown = ", ".join(map(clipped, summary.without[:50]))
+        more = f" and {count_text(len(summary.without) - 50)} more" if len(summary.without) > 50 else ""
         yield f"<p>Without state: {escaped(shown)}{more}</p>"
 
 
-def _steps_told(found: Health) -> str:
-    told = plural(found.parameters, "parameter")
-    if found.unread and not found.steps:
-        return f"{told}; the values of step were not read (--stats reads them)"
-    if not found.steps:
-        return f"{told}; no step is kept"
-    agree = "agree" if len(found.steps) == 1 else "disagree"
-    return f"{told}; the steps {agree}: {steps_text(found.steps)}"
+def _steps_line(summary: Health) -> str:
+    count = plural(summary.parameters, "parameter")
+    if summary.unread and not summary.steps:
+        return f"{count}; the values of step were not read (--stats reads them)"
+    if not summary.steps:
+        return f"{count}; no step is kept"
+    agree = "agree" if len(summary.steps) == 1 else "disagree"
+    return f"{count}; the steps {agree}: {steps_text(summary.steps)}"
 
 
 def steps_text(steps: Mapping[float, int]) -> str:
-    """Which step how many parameters are at, the most common one first."""
+    """Each step and how many parameters are at it, the most common one first."""
     several = sorted(steps.items(), key=lambda item: -item[1])
-    told = ", ".join(f"{value:g} for {plural(times, 'parameter')}" for value, times in several[:8])
-    return told + (f" and {len(several) - 8} more values" if len(several) > 8 else "")
+    shown = ", ".join(f"{value:g} for {plural(times, 'parameter')}" for value, times in several[:8])
+    return shown + (f" and {len(several) - 8} more values" if len(several) > 8 else "")
 
 
 def norms_part(described: Description) -> Iterator[str]:
-    """How large the values are; nothing without statistics."""
+    """How large the values are; empty without statistics."""
     if described.stats is None:
         return
-    found = spreads(described.tensors, described.stats)
-    if not found:
+    distributions = spreads(described.tensors, described.stats)
+    if not distributions:
         return
     yield "<h2>Norms</h2>"
     yield '<p class="quiet">How many tensors have a root mean square of this order of magnitude.</p><div class="row">'
-    yield from (_spread(one) for one in found[:MOST_FIGURES])
+    yield from (_spread(one) for one in distributions[:MOST_FIGURES])
     yield "</div>"
     buffers = not_finite(described.tensors, described.stats, buffers=True)
     if buffers:

@@ -140,7 +140,7 @@ def test_every_byte_of_every_rank_is_counted() -> None:
         )
         assert held.nbytes[rank] == expected
     assert held.nbytes.sum() == root.nbytes
-    assert np.allclose(held.together, 1.0)
+    assert np.allclose(held.covered, 1.0)
     # What all ranks hold of each column, drawn on the grid, is the column.
     assert np.allclose(held.share.sum(axis=0), 1.0)
 
