@@ -117,13 +117,13 @@ def _settled(part: ReadPart) -> ReadPart:
 
 def _nesting(parts: Sequence[ReadPart]) -> dict[Section, tuple[Key, ...]]:
     """Where the sections of DCP parts stand: by these keys they were saved, and are loaded."""
-    found: dict[Section, tuple[Key, ...]] = {}
+    nesting: dict[Section, tuple[Key, ...]] = {}
     for part in parts:
         sections = part.sections
         for section, path in ((Section.MODEL, sections.model_path), (Section.OPTIM, sections.optim_path)):
             if path is not None and part.tree.container is Container.DCP:
-                found[section] = path
-    return found
+                nesting[section] = path
+    return nesting
 
 
 def _require_one_each(source: str, parts: Sequence[ReadPart]) -> None:
@@ -179,12 +179,12 @@ def _layout(parts: Sequence[ReadPart]) -> Layout:
 def _evidence(parts: Sequence[ReadPart]) -> tuple[Evidence, ...]:
     evidence: list[Evidence] = []
     for part in parts:
-        found = [
+        sections = [
             name
             for name, section in (("model", part.sections.model), ("optimizer", part.sections.optim))
             if section is not None
         ]
-        message = f"{part.label}: {' and '.join(found) or 'extra entries'}"
+        message = f"{part.label}: {' and '.join(sections) or 'extra entries'}"
         evidence += [Evidence(EvidenceKind.SECTIONS, message), *part.tree.evidence]
     return tuple(evidence)
 
@@ -198,15 +198,15 @@ def _notes(part: ReadPart) -> list[Note]:
 
 def _problems(part: ReadPart) -> list[Problem]:
     """Those of the tree, and values of the model or the optimizer that are not the same on every rank."""
-    found = list(part.tree.problems)
+    problems = list(part.tree.problems)
     for path in part.tree.rank_values:
         if part.sections.owns(_keys(path)):
             key = ".".join(map(str, path))
             section = Section.OPTIM if _under(path, part.sections.optim_path) else Section.MODEL
-            found.append(
+            problems.append(
                 Problem("replica", f"{key} is not the same on every rank", file=part.label, key=key, section=section)
             )
-    return found
+    return problems
 
 
 def _keys(path: tuple[Value, ...]) -> tuple[Key, ...]:
@@ -222,17 +222,17 @@ def _extras(parts: Sequence[ReadPart]) -> tuple[dict[Key, Value], list[tuple[Key
     extra: dict[Key, Value] = {}
     prefixes: list[tuple[Key, ...]] = []
     for part in parts:
-        own = part.sections.extra
+        below = part.sections.extra
         top = len(parts) == 1 or not part.auxiliary or part.stem in _EXTRA_STEMS
-        if top and not own.keys() & extra.keys():
-            extra.update(own)
+        if top and not below.keys() & extra.keys():
+            extra.update(below)
             prefixes.append(())
             continue
         stem = part.stem
         while stem in extra:
             stem += "_"
-        if own or part.auxiliary:
-            extra[stem] = part.tree.root if part.auxiliary else dict(own)
+        if below or part.auxiliary:
+            extra[stem] = part.tree.root if part.auxiliary else dict(below)
         prefixes.append((stem,))
     return extra, prefixes
 
@@ -259,13 +259,13 @@ def _absences(parts: Sequence[ReadPart], prefixes: Sequence[tuple[Key, ...]]) ->
 
 def _common(extra: dict[Key, Value], changes: Sequence[_Change], absences: Sequence[_Absence]) -> dict[Key, Value]:
     """What every rank has of ``extra``, with rank 0's values where ranks differ."""
-    own: Value = extra
+    common: Value = extra
     for path, values in changes:
         if values and values[0] is not None:
-            own = replaced(own, path, values[0])
+            common = replaced(common, path, values[0])
     for path, _ in absences:
-        own = without(own, path)
-    return own if isinstance(own, dict) else extra
+        common = without(common, path)
+    return common if isinstance(common, dict) else extra
 
 
 def _rank_extras(
@@ -277,12 +277,12 @@ def _rank_extras(
     ranks = max((len(values) for _, values in changes), default=world_size)
     result: list[dict[Key, Value]] = []
     for rank in range(ranks):
-        own: Value = extra
+        own_extra: Value = extra
         for path, values in changes:
-            own = replaced(own, path, values[rank]) if rank < len(values) else without(own, path)
+            own_extra = replaced(own_extra, path, values[rank]) if rank < len(values) else without(own_extra, path)
         for path, lacking in absences:
-            own = without(own, path) if rank in lacking else own
-        result.append(own if isinstance(own, dict) else {})
+            own_extra = without(own_extra, path) if rank in lacking else own_extra
+        result.append(own_extra if isinstance(own_extra, dict) else {})
     return tuple(result)
 
 

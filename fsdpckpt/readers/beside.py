@@ -74,9 +74,9 @@ def with_manifest(checkpoint: Checkpoint, directory: str, names: Collection[str]
         notes = (Note("manifest", problem.message) for problem in problems)  # a conversion tells of these
         return replace(checkpoint, problems=(*checkpoint.problems, *problems), notes=(*checkpoint.notes, *notes))
     manifest = _manifest(directory, document)
-    there = listed(manifest, sources)
-    checkpoint.problems = (*checkpoint.problems, *check_listing(manifest, there))
-    contradictions = _contradictions(manifest, there, sources)
+    present = listed(manifest, sources)
+    checkpoint.problems = (*checkpoint.problems, *check_listing(manifest, present))
+    contradictions = _contradictions(manifest, present, sources)
     if contradictions:
         return replace(checkpoint, manifest=manifest, problems=(*checkpoint.problems, *contradictions))
     units = units_in_manifest(document, manifest.path)
@@ -93,13 +93,13 @@ def with_manifest(checkpoint: Checkpoint, directory: str, names: Collection[str]
     return replace(checkpoint, manifest=manifest, evidence=(*checkpoint.evidence, evidence))
 
 
-def with_units(checkpoint: Checkpoint, found: BesideUnits) -> None:
+def with_units(checkpoint: Checkpoint, beside: BesideUnits) -> None:
     """Give ``checkpoint`` the units that were found."""
-    checkpoint.units, checkpoint.units_from = found.units, found.path
+    checkpoint.units, checkpoint.units_from = beside.units, beside.path
     if checkpoint.layout is Layout.FLATTENED or (checkpoint.optim is not None and checkpoint.optim.key_type == "id"):
-        checkpoint.notes = (*checkpoint.notes, *found.notes)  # where nothing is flat nobody needs to choose
-    if found.units is not None:
-        evidence = Evidence(EvidenceKind.UNITS, f"{found.path} says what lies in flat parameters")
+        checkpoint.notes = (*checkpoint.notes, *beside.notes)  # where nothing is flat nobody needs to choose
+    if beside.units is not None:
+        evidence = Evidence(EvidenceKind.UNITS, f"{beside.path} says what lies in flat parameters")
         checkpoint.evidence = (*checkpoint.evidence, evidence)
 
 
@@ -146,7 +146,7 @@ def _manifest(directory: str, document: Mapping[str, object]) -> Manifest:
 
 
 def _files(listed: object) -> dict[str, StatedFile]:
-    found: dict[str, StatedFile] = {}
+    files: dict[str, StatedFile] = {}
     for name, entry in listed.items() if isinstance(listed, dict) else ():
         nbytes, crc = (entry.get("nbytes"), entry.get("crc32")) if isinstance(entry, dict) else (None, None)
         if (
@@ -156,8 +156,8 @@ def _files(listed: object) -> dict[str, StatedFile]:
             and isinstance(crc, str)
             and _CRC.fullmatch(crc)
         ):
-            found[name] = StatedFile(nbytes, int(crc, 16))
-    return found
+            files[name] = StatedFile(nbytes, int(crc, 16))
+    return files
 
 
 def _inside(name: str) -> bool:
@@ -170,10 +170,10 @@ def _digests(listed: object) -> dict[str, str]:
     return {key: value for key, value in entries if isinstance(key, str) and isinstance(value, str)}
 
 
-def _contradictions(manifest: Manifest, there: Collection[str], sources: Sources) -> list[Problem]:
-    found = []
+def _contradictions(manifest: Manifest, present: Collection[str], sources: Sources) -> list[Problem]:
+    problems = []
     for name, stated in manifest.files.items():
-        if name not in there or not name.endswith(_SMALL):
+        if name not in present or not name.endswith(_SMALL):
             continue
         source = sources.open(f"{manifest.directory}/{name}")
         if source.nbytes != stated.nbytes or zlib.crc32(source.read(0, source.nbytes)) != stated.crc:
@@ -181,8 +181,8 @@ def _contradictions(manifest: Manifest, there: Collection[str], sources: Sources
                 f"{source.path} is not what {manifest.path} says of it: it is damaged, or another program wrote here "
                 f"since (then remove {MANIFEST})"
             )
-            found.append(Problem("checksum", message, file=source.path))
-    return found
+            problems.append(Problem("checksum", message, file=source.path))
+    return problems
 
 
 def _forget_sharded(checkpoint: Checkpoint, undetermined: object) -> None:
@@ -209,37 +209,37 @@ _DECIDING = (".metadata", ".index.json")  # small, and without them the others m
 _SECTIONS = ((Section.OPTIM, "optim"), (Section.EXTRA, "extra_state"), (Section.MODEL, "model"))
 
 
-def check_listing(manifest: Manifest, there: dict[str, Entry]) -> list[Problem]:
+def check_listing(manifest: Manifest, present: dict[str, Entry]) -> list[Problem]:
     """Problems of files that are missing, of another length, or among the listed without being one of them.
 
     ``there``: what ``listed`` found. A missing file that describes a model without being part of it is not fatal.
     """
-    found: list[Problem] = []
+    problems: list[Problem] = []
     for name, stated in manifest.files.items():
         path = f"{manifest.directory}/{name}"
-        entry = there.get(name)
+        entry = present.get(name)
         if entry is None:
             message = f"{path} is missing, and {MANIFEST} lists it (if that is meant, remove {MANIFEST} too)"
             fatal = name.endswith(_DECIDING) or not auxiliary(posixpath.basename(name))
-            found.append(Problem("missing-file", message, fatal=fatal, file=path, section=_section(name)))
+            problems.append(Problem("missing-file", message, fatal=fatal, file=path, section=_section(name)))
         elif entry.nbytes != stated.nbytes:
             message = f"{path} has {entry.nbytes} bytes, and {MANIFEST} says {stated.nbytes}"
             kind = "truncated" if entry.nbytes < stated.nbytes else "length"
-            found.append(Problem(kind, message, file=path, section=_section(name)))
-    return [*found, *_strays(manifest, there)]
+            problems.append(Problem(kind, message, file=path, section=_section(name)))
+    return [*problems, *_strays(manifest, present)]
 
 
 def listed(manifest: Manifest, sources: Sources) -> dict[str, Entry]:
     """The files of every directory that the manifest names one in, by their path below its own."""
-    found: dict[str, Entry] = {}
+    files: dict[str, Entry] = {}
     for folder in sorted({"", *(posixpath.dirname(name) for name in manifest.files)}):
         path = posixpath.join(manifest.directory, folder).rstrip("/")
         entry = sources.stat(path)
         if entry is not None and entry.directory:
             for inner in sources.list_directory(path):
                 if not inner.directory:
-                    found[posixpath.join(folder, inner.name)] = inner
-    return found
+                    files[posixpath.join(folder, inner.name)] = inner
+    return files
 
 
 def _section(name: str) -> Section | None:
@@ -247,10 +247,10 @@ def _section(name: str) -> Section | None:
     return next((section for section, word in _SECTIONS if re.search(word, name)), None)
 
 
-def _strays(manifest: Manifest, there: dict[str, Entry]) -> list[Problem]:
+def _strays(manifest: Manifest, present: dict[str, Entry]) -> list[Problem]:
     """Files of the same kind as those of the checkpoint that were not written with it."""
     kinds = {os.path.splitext(name)[1] for name in manifest.files} - {"", ".json"}
-    strays = [name for name in there if os.path.splitext(name)[1] in kinds and name not in manifest.files]
+    strays = [name for name in present if os.path.splitext(name)[1] in kinds and name not in manifest.files]
     return [
         Problem(
             "stray",
@@ -344,14 +344,14 @@ def _is_state(entry: Entry, flavor: Flavor | None, read: set[str]) -> bool:
 
 
 def _below(directory: Entry, name: str, sources: Sources) -> dict[str, Entry]:
-    found: dict[str, Entry] = {}
+    files: dict[str, Entry] = {}
     for entry in sorted(sources.list_directory(directory.path), key=lambda entry: entry.name):
         path = f"{name}/{entry.name}"
         if entry.directory:
-            found.update(_below(entry, path, sources))
+            files.update(_below(entry, path, sources))
         else:
-            found[path] = entry
-    return found
+            files[path] = entry
+    return files
 
 
 def _of_the_model(files: Iterable[str], source: Flavor | None, target: Flavor) -> dict[str, str]:
@@ -368,15 +368,15 @@ def _by_rank(
 ) -> dict[str, str]:
     """``chosen`` with the files of ranks for ``world_size`` ranks."""
     for kind in rank_files:
-        own = {rank: name for name in chosen if (rank := kind.rank_of(name)) is not None}
-        if kind.single in chosen and not own:
-            own = {0: str(kind.single)}
-        if not own or world_size is None or sorted(own) == list(range(world_size)):
+        by_rank = {rank: name for name in chosen if (rank := kind.rank_of(name)) is not None}
+        if kind.single in chosen and not by_rank:
+            by_rank = {0: str(kind.single)}
+        if not by_rank or world_size is None or sorted(by_rank) == list(range(world_size)):
             continue
-        ranks = sorted(own)
-        chosen = {target: name for target, name in chosen.items() if name not in own.values()}
+        ranks = sorted(by_rank)
+        chosen = {target: name for target, name in chosen.items() if name not in by_rank.values()}
         for rank in range(world_size):
-            chosen[kind.of(rank, world_size)] = own[ranks[rank % len(ranks)]]
+            chosen[kind.of(rank, world_size)] = by_rank[ranks[rank % len(ranks)]]
         message = f"{kind.name}: rank r of {world_size} has that of rank r modulo {len(ranks)}"
         taken.notes.append(Note("inferred", message))
     return chosen

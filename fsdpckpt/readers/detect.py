@@ -159,22 +159,22 @@ class _Opening:
                 file=self.source,
                 next_step="name the directory of one checkpoint",
             )
-        found = self._search(self.source, _DEPTH)
-        if found is None:
+        searched = self._search(self.source, _DEPTH)
+        if searched is None:
             raise self._nothing()
         read: list[ReadPart] = []
         refused: list[FsdpckptError] = []
-        for part in found.parts:
+        for part in searched.parts:
             if part.neighbour:
-                self._read_neighbour(part, read, refused, found.notes)
+                self._read_neighbour(part, read, refused, searched.notes)
             else:
-                read.append(self._read_one_of(part, found))
+                read.append(self._read_one_of(part, searched))
         if refused and all(part.auxiliary for part in read):
             raise refused[0]
-        checkpoint = join(self.source, read, self.files, flavor=PLAIN, notes=found.notes)
-        checkpoint = _with_flavor(checkpoint, found.names, found.path)
-        _add_units(checkpoint, self._directories_above(found.path), self.sources)
-        return with_manifest(checkpoint, found.path, found.names, self.sources)
+        checkpoint = join(self.source, read, self.files, flavor=PLAIN, notes=searched.notes)
+        checkpoint = _with_flavor(checkpoint, searched.names, searched.path)
+        _add_units(checkpoint, self._directories_above(searched.path), self.sources)
+        return with_manifest(checkpoint, searched.path, searched.names, self.sources)
 
     def _directories_above(self, path: str) -> list[str]:
         """Where units of a checkpoint in ``path`` may lie, nearest first: up to SRC, and above a step's directory."""
@@ -187,14 +187,14 @@ class _Opening:
             places.append(parent)
         return places
 
-    def _read_one_of(self, part: Part, found: _Found) -> ReadPart:
+    def _read_one_of(self, part: Part, searched: _Found) -> ReadPart:
         """Read a part; what stops it in a directory of many directories is that there are many."""
         try:
             return self._read(part)
         except SourceError:
-            if len(found.directories) <= _MOST_DIRECTORIES:
+            if len(searched.directories) <= _MOST_DIRECTORIES:
                 raise
-            raise _several(found.path, found.directories) from None
+            raise _several(searched.path, searched.directories) from None
 
     def _read(self, part: Part) -> ReadPart:
         tree = part.read(self.files, self.sources)
@@ -248,7 +248,7 @@ class _Opening:
                 names = ", ".join(entry.name for entry in apart)
                 joined.notes.append(Note("not-carried", f"{path}: not taken for parts of this checkpoint: {names}"))
             return joined
-        below = [found for entry in (*numbered, *others) if depth and (found := self._search(entry.path, depth - 1))]
+        below = [one for entry in (*numbered, *others) if depth and (one := self._search(entry.path, depth - 1))]
         if not below:
             return None
         if len(below) == 1 and recognise(listing.names) is None:
@@ -256,29 +256,29 @@ class _Opening:
             if all(note.kind != "found-below" for note in only.notes):  # a level further down may have said it
                 only.notes.insert(0, Note("found-below", f"the checkpoint was found in {only.path}"))
             return only
-        if sum(1 for entry in numbered if any(found.path.startswith(entry.path) for found in below)) > 1:
-            raise _several(path, [found.path for found in below])
+        if sum(1 for entry in numbered if any(one.path.startswith(entry.path) for one in below)) > 1:
+            raise _several(path, [one.path for one in below])
         return self._join_directories(listing, below)
 
     def _producer_below(self, listing: Listing, directories: list[Entry]) -> _Found | None:
         """The one sub-directory that has all that a producer saves, where no other file is a model or an optimizer."""
-        below = [found for entry in directories if (found := self._search_flat(entry.path)) and _resumed(found.names)]
+        below = [one for entry in directories if (one := self._search_flat(entry.path)) and _resumed(one.names)]
         if len(below) > 1:
-            raise _several(listing.path, [found.path for found in below])
-        for found in below:
+            raise _several(listing.path, [one.path for one in below])
+        for one in below:
             left = ", ".join([*(part.label.rpartition("/")[2] for part in listing.parts), *listing.not_carried])
-            said = f"the checkpoint was found in {found.path}; not carried from {listing.path}: {left}"
-            found.notes.insert(0, Note("found-below", said))
+            message = f"the checkpoint was found in {one.path}; not carried from {listing.path}: {left}"
+            one.notes.insert(0, Note("found-below", message))
         return below[0] if below else None
 
     def _with_neighbours(self, listing: Listing, directories: list[Entry], depth: int) -> _Found:
         """The parts of a directory and of those of its sub-directories that hold parts themselves."""
-        below = [found for entry in directories if depth and (found := self._search_flat(entry.path))]
-        parts = {found.path for found in below}
+        below = [one for entry in directories if depth and (one := self._search_flat(entry.path))]
+        parts = {one.path for one in below}
         listing.not_carried += [f"{entry.name}/" for entry in directories if entry.path not in parts]
-        found = self._join_directories(listing, below)
-        found.parts = [*listing.parts, *found.parts]
-        return found
+        one = self._join_directories(listing, below)
+        one.parts = [*listing.parts, *one.parts]
+        return one
 
     def _search_flat(self, path: str) -> _Found | None:
         listing = list_parts(path, self.options, self.sources)
@@ -289,10 +289,10 @@ class _Opening:
     def _join_directories(self, listing: Listing, below: list[_Found]) -> _Found:
         names = [*listing.names]
         joined = _Found(listing.path, names, [], _not_carried(listing))
-        for found in below:
-            joined.directories.extend(found.directories or [found.path])
-            joined.parts.extend(found.parts)
-            joined.notes.extend(found.notes)
+        for one in below:
+            joined.directories.extend(one.directories or [one.path])
+            joined.parts.extend(one.parts)
+            joined.notes.extend(one.notes)
         return joined
 
     def _nothing(self) -> SourceUnrecognisedError:
@@ -358,9 +358,9 @@ def _several(path: str, candidates: list[str]) -> NeedsInformationError:
 def _add_units(checkpoint: Checkpoint, places: Sequence[str], sources: Sources) -> None:
     """Give ``checkpoint`` the units of the nearest of the directories ``places`` that has any."""
     for place in places:
-        found = units_beside(sources.list_directory(place), sources)
-        if found is not None:
-            with_units(checkpoint, found)
+        units = units_beside(sources.list_directory(place), sources)
+        if units is not None:
+            with_units(checkpoint, units)
             return
 
 

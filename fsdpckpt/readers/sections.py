@@ -61,10 +61,10 @@ def split(root: Value) -> Sections:
     if any(isinstance(key, str) and "." in key for key in root):
         root = _regroup(root)
     notes: list[Note] = []
-    found = _find_optimizers(root)
-    if len(found) > 1:
-        root = _several_optimizers(root, found, notes)
-    optim_path = _only(found, notes)
+    paths = _find_optimizers(root)
+    if len(paths) > 1:
+        root = _several_optimizers(root, paths, notes)
+    optim_path = _only(paths, notes)
     optim = None
     if optim_path is not None:
         optim = optimizer_of(_at(root, optim_path), notes)
@@ -129,36 +129,36 @@ def _named_optimizer(path: _Path) -> bool:
 
 
 def _find_optimizers(root: dict[Key, Value]) -> list[_Path]:
-    found: list[_Path] = []
+    paths: list[_Path] = []
     for path, value in _containers(root):
-        if any(path[: len(known)] == known for known in found):
+        if any(path[: len(known)] == known for known in paths):
             continue
         if (
             is_nested(value)
             or (is_flattened(value) and (not path or _named_optimizer(path)))
             or is_state_only(value, named=_named_optimizer(path))
         ):
-            found.append(path)
-    return found
+            paths.append(path)
+    return paths
 
 
-def _only(found: list[_Path], notes: list[Note]) -> _Path | None:
+def _only(paths: list[_Path], notes: list[Note]) -> _Path | None:
     """Where the one optimizer is; None when there is none, or several."""
-    if len(found) != 1:
+    if len(paths) != 1:
         return None
-    path = found[0]
+    path = paths[0]
     if path and path not in {("optim",), ("optimizer",)}:
         notes.append(Note("optimizer-found", f"the optimizer was found under {_dotted(path)}"))
     return path
 
 
-def _several_optimizers(root: dict[Key, Value], found: list[_Path], notes: list[Note]) -> dict[Key, Value]:
+def _several_optimizers(root: dict[Key, Value], paths: list[_Path], notes: list[Note]) -> dict[Key, Value]:
     """``root`` with the ids in all of its optimizers repaired, which stay extras."""
-    names = ", ".join(_dotted(path) for path in found)
+    names = ", ".join(_dotted(path) for path in paths)
     notes.append(
-        Note("several-optimizers", f"{len(found)} optimizers found ({names}): all are carried as extra entries")
+        Note("several-optimizers", f"{len(paths)} optimizers found ({names}): all are carried as extra entries")
     )
-    for path in found:
+    for path in paths:
         optimizer = _at(root, path)
         optim = optimizer_of(optimizer, notes) if is_nested(optimizer) else None
         if optim is not None and list(optim.state) != list(_at(optimizer, ("state",))):
@@ -398,10 +398,10 @@ def optimizer_of(value: Mapping[Key, Value], notes: list[Note]) -> OptimState | 
             return None
         entries[key] = {str(name): item for name, item in states.items()}
     extra = {key: item for key, item in value.items() if key not in (_STATE, _GROUPS)}
-    found = None
+    rebuilt = None
     if isinstance(groups, list):
-        found = [dict(group) for group in groups if isinstance(group, dict)]
-    return OptimState(_repair_ids(entries, found, notes), found, extra)
+        rebuilt = [dict(group) for group in groups if isinstance(group, dict)]
+    return OptimState(_repair_ids(entries, rebuilt, notes), rebuilt, extra)
 
 
 def _repair_ids(
@@ -478,18 +478,27 @@ def _set_state(states: dict[str, Tensor | Value], names: list[str], item: Value)
 def _groups(hyper: Mapping[str, dict[Key, Value]]) -> list[dict[Key, Value]]:
     """Parameters with equal hyper-parameters share a group, in order of first appearance.
 
-    Hyper-parameters that are tensors are equal when they are one object, as ``dcp_settings`` makes equal ones.
+    Hyper-parameters that are tensors are equal when they lie in one place: ``dcp.read.share_equal_settings`` gives all
+    of equal value the place of the first.
     """
     groups: dict[str, dict[Key, Value]] = {}
     for param, values in hyper.items():
-        same = json.dumps(encode(dict(values), tensor_key=lambda tensor: f"tensor {id(tensor)}"), sort_keys=True)
+        same = json.dumps(encode(dict(values), tensor_key=_place_of), sort_keys=True)
         group = groups.get(same)
         if group is None:
             # Copies: two groups must not share a tensor just because their settings are equal now.
-            own = {name: replace(item) if isinstance(item, Tensor) else item for name, item in values.items()}
-            groups[same] = {**own, "params": [param]}
+            copies = {name: replace(item) if isinstance(item, Tensor) else item for name, item in values.items()}
+            groups[same] = {**copies, "params": [param]}
         else:
             params = group["params"]
             if isinstance(params, list):
                 params.append(param)
     return list(groups.values())
+
+
+def _place_of(tensor: Tensor) -> str:
+    """What tells a tensor apart from every other one: the places of its chunks in the files."""
+    chunks = tensor.chunks
+    item = [] if chunks.item is None else chunks.item.tolist()
+    columns = (chunks.rank, chunks.file, chunks.offset, chunks.start, chunks.size, chunks.stride)
+    return f"{tensor.dtype.name} {tensor.shape} {[column.tolist() for column in columns]} {item}"

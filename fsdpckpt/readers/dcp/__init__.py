@@ -61,7 +61,8 @@ def _part(path: str, options: ReadOptions) -> Part:
 
 @dataclass(slots=True)
 class DcpDirectory:
-    """``nbytes``: the length of every data file the metadata names, by relative path; ``ranks``: its writer."""
+    """``nbytes``: the length of every data file the metadata names, by relative path; ``ranks``: its writer;
+    ``numbers``: its number in the file table, once it is read."""
 
     path: str
     metadata: DcpMetadata
@@ -70,6 +71,7 @@ class DcpDirectory:
     world_size: int
     evidence: list[Evidence] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
+    numbers: dict[str, int] = field(default_factory=dict)
 
     def file(self, relative_path: str) -> str:
         return f"{self.path.rstrip('/')}/{relative_path}"
@@ -112,8 +114,8 @@ def _all_stored(metadata: DcpMetadata) -> Iterable[Stored]:
 def _metadata(path: str, entries: dict[str, Entry], sources: Sources) -> tuple[DcpMetadata, str]:
     if ".metadata" in entries:
         return _parse(entries[".metadata"], sources), f"a DCP directory: {path} has a .metadata file"
-    local = {int(found[1]): entries[name] for name in entries if (found := _RANK_METADATA.match(name))}
-    data = {int(found[1]) for name in entries if (found := _DATA_FILE.match(name))}
+    local = {int(match[1]): entries[name] for name in entries if (match := _RANK_METADATA.match(name))}
+    data = {int(match[1]) for name in entries if (match := _DATA_FILE.match(name))}
     if not local:
         if data or any(name.endswith(".distcp") for name in entries):
             raise SourceIncompleteError(
@@ -164,20 +166,21 @@ def _refuse_transforms(path: str, transforms: set[str]) -> None:
 
 
 def _lengths(path: str, needed: dict[str, int], entries: dict[str, Entry], sources: Sources) -> dict[str, int]:
+    """The length of every file of ``needed``, which says where the last item in each ends."""
     nbytes: dict[str, int] = {}
     missing: list[str] = []
-    short: list[str] = []
+    short: dict[str, str] = {}
     elsewhere = [name for name in needed if name not in entries and ("/" in name or is_url(path))]
     asked = sources.stat_all([f"{path.rstrip('/')}/{name}" for name in elsewhere])  # a web server lists no hidden files
-    found = {**entries, **dict(zip(elsewhere, asked, strict=True))}
+    present = {**entries, **dict(zip(elsewhere, asked, strict=True))}
     for name, end in needed.items():
-        entry = found.get(name)
+        entry = present.get(name)
         if entry is None or entry.directory:
             missing.append(name)
             continue
         nbytes[name] = entry.nbytes
         if entry.nbytes < end:
-            short.append(f"{name}: {entry.nbytes} bytes, items end at {end}")
+            short[name] = f"{name}: {entry.nbytes} bytes, items end at {end}"
     if missing:
         raise SourceIncompleteError(
             f"{path}: {len(missing)} of {len(needed)} data files {'is' if len(missing) == 1 else 'are'} missing",
@@ -189,26 +192,26 @@ def _lengths(path: str, needed: dict[str, int], entries: dict[str, Entry], sourc
     if short:
         raise SourceCorruptError(
             f"{path}: {len(short)} data {'file is' if len(short) == 1 else 'files are'} truncated",
-            details=short,
+            details=list(short.values()),
             why="the copy did not finish, or files of another save overwrote them",
             next_step="copy the checkpoint again",
-            file=f"{path.rstrip('/')}/{short[0].partition(':')[0]}",
+            file=f"{path.rstrip('/')}/{next(iter(short))}",
         )
     return nbytes
 
 
 def _rank(name: str) -> int:
-    found = _DATA_FILE.match(name.rpartition("/")[2])
-    return int(found[1]) if found else 0
+    match = _DATA_FILE.match(name.rpartition("/")[2])
+    return int(match[1]) if match else 0
 
 
 def _world_size(metadata: DcpMetadata, ranks: dict[str, int], entries: dict[str, Entry]) -> int:
     """Ranks that wrote something, or an empty file (all they had was a copy of what another rank wrote)."""
     highest = max(ranks.values(), default=0)
     for name, entry in entries.items():
-        found = _DATA_FILE.match(name)
-        if found and entry.nbytes == 0:
-            highest = max(highest, int(found[1]))
+        match = _DATA_FILE.match(name)
+        if match and entry.nbytes == 0:
+            highest = max(highest, int(match[1]))
     chunks = max((len(tensor.chunks) for tensor in metadata.tensors.values()), default=1)
     return max(highest + 1, chunks)
 

@@ -53,12 +53,12 @@ class _Job(NamedTuple):
     chunk: Chunk
 
 
-def locate_chunks(found: DcpDirectory, numbers: dict[str, int], sources: Sources, tree: Tree) -> list[ChunkedTensor]:
+def locate_chunks(directory: DcpDirectory, sources: Sources, tree: Tree) -> list[ChunkedTensor]:
     """Every tensor with its chunks located. Items are opened in file order, each read once.
 
     Raises SourceCorruptError for items that are not what the metadata says, all of them named.
     """
-    tensors = found.metadata.tensors
+    tensors = directory.metadata.tensors
     boxes: dict[str, list[Box]] = {}
     torch_jobs: list[_Job] = []
     blobs: dict[str, list[_Job]] = {}
@@ -72,10 +72,10 @@ def locate_chunks(found: DcpDirectory, numbers: dict[str, int], sources: Sources
                 blobs.setdefault(path, []).append(job)
             else:
                 torch_jobs.append(job)
-    _locate_blobs(found, numbers, sources, blobs, boxes)
+    _locate_blobs(directory, sources, blobs, boxes)
     torch_jobs.sort()
-    _locate_archives(found, numbers, sources, torch_jobs, boxes, tree)
-    _correct_uneven(found, boxes, tree)
+    _locate_archives(directory, sources, torch_jobs, boxes, tree)
+    _correct_uneven(directory, boxes, tree)
     return [ChunkedTensor(key, tensor.dtype, tensor.shape, boxes[key]) for key, tensor in tensors.items()]
 
 
@@ -84,16 +84,15 @@ _EMPTY = Box(0, 0, -1, (), ())
 
 
 def _locate_archives(
-    found: DcpDirectory,
-    numbers: dict[str, int],
+    directory: DcpDirectory,
     sources: Sources,
     jobs: list[_Job],
     boxes: dict[str, list[Box]],
     tree: Tree,
 ) -> None:
     """Fill ``boxes`` with what each item really holds: its true size, at the start the metadata declares."""
-    wrong: list[str] = []
-    tensors = found.metadata.tensors
+    wrong: list[tuple[str, str]] = []  # key, what is wrong
+    tensors = directory.metadata.tensors
     checksums = tree.checksums
     items: dict[str, list[tuple[int, int]]] = {}
     for job in jobs:
@@ -101,72 +100,70 @@ def _locate_archives(
     opened = ""
     for path, offset, length, key, place, chunk in jobs:
         if path != opened:
-            reader = ItemReader(sources.open(found.file(path)))
-            number, rank, opened = numbers[path], found.ranks[path], path
+            reader = ItemReader(sources.open(directory.file(path)))
+            number, rank, opened = directory.numbers[path], directory.ranks[path], path
             reader.announce(items[path])
         try:
             item = reader.tensor(offset, offset + length)
         except SourceUnrecognisedError:
-            with _as_corrupt(found, key):
+            with _as_corrupt(directory, key):
                 raise
         if item.crc is not None:
             checksums.append((number, item.record_offset, item.record_nbytes, item.crc))
         if item.dtype is not tensors[key].dtype or len(item.shape) != len(chunk.size):
-            wrong.append(
-                f"{key} at {chunk.start}: {path} holds {item.dtype.name} {item.shape}, "
-                f"not {tensors[key].dtype.name} {chunk.size}"
-            )
+            declared = f"{tensors[key].dtype.name} {chunk.size}"
+            text = f"{key} at {chunk.start}: {path} holds {item.dtype.name} {item.shape}, not {declared}"
+            wrong.append((key, text))
             continue
         boxes[key][place] = Box(rank, number, item.offset, chunk.start, item.shape, item.stride)
     if wrong:
         raise SourceCorruptError(
-            f"{found.path}: {len(wrong)} items are not what the metadata says",
-            details=wrong[:50],
-            file=found.path,
-            key=wrong[0].partition(" at ")[0],
+            f"{directory.path}: {len(wrong)} items are not what the metadata says",
+            details=[text for _, text in wrong[:50]],
+            file=directory.path,
+            key=wrong[0][0],
             why="data files of another save overwrote those of this one",
             next_step="use the checkpoint before this one",
         )
 
 
 def _locate_blobs(
-    found: DcpDirectory,
-    numbers: dict[str, int],
+    directory: DcpDirectory,
     sources: Sources,
     blobs: dict[str, list[_Job]],
     boxes: dict[str, list[Box]],
 ) -> None:
     """Files in the safetensors format: the header decides. A name stands in a file once, so a second chunk was lost."""
-    lost: list[str] = []
+    lost: list[tuple[str, str]] = []  # key, what is lost
     for path, jobs in blobs.items():
-        file = found.file(path)
-        header = read_header(sources.open(file), begin=min(job.offset for job in jobs), end=found.nbytes[path])
+        file = directory.file(path)
+        header = read_header(sources.open(file), begin=min(job.offset for job in jobs), end=directory.nbytes[path])
         starts = sharding_info(header, file=file) or {}
         for job in jobs:
             tensor = header.tensors.get(job.key)
-            declared = found.metadata.tensors[job.key]
+            declared = directory.metadata.tensors[job.key]
             if tensor is None or starts.get(job.key) != job.chunk.start or tensor.dtype is not declared.dtype:
-                lost.append(f"{job.key} at {job.chunk.start}: not in {path}")
+                lost.append((job.key, f"{job.key} at {job.chunk.start}: not in {path}"))
                 continue
-            rank = found.ranks[path]
-            boxes[job.key][job.place] = Box(rank, numbers[path], tensor.offset, job.chunk.start, tensor.shape)
+            rank = directory.ranks[path]
+            boxes[job.key][job.place] = Box(rank, directory.numbers[path], tensor.offset, job.chunk.start, tensor.shape)
     if lost:
         raise SourceIncompleteError(
-            f"{found.path}: {len(lost)} chunks that the metadata names are in no file",
-            details=lost[:50],
-            file=found.path,
-            key=lost[0].partition(" at ")[0],
+            f"{directory.path}: {len(lost)} chunks that the metadata names are in no file",
+            details=[text for _, text in lost[:50]],
+            file=directory.path,
+            key=lost[0][0],
             why="FileSystemWriter(serialization_format=SAFETENSORS) keeps one chunk of a name per file, the last one",
             next_step="save again with the default serialization format, or with HuggingFaceStorageWriter",
         )
 
 
-def _correct_uneven(found: DcpDirectory, boxes: dict[str, list[Box]], tree: Tree) -> None:
+def _correct_uneven(directory: DcpDirectory, boxes: dict[str, list[Box]], tree: Tree) -> None:
     """Tensors whose items have other sizes than declared: place them by the true rule, or refuse.
 
-    See ``readers.dcp_uneven``. One mesh must explain every such tensor of the checkpoint.
+    The rule is that of ``_true_box``. One mesh must explain every such tensor of the checkpoint.
     """
-    tensors = found.metadata.tensors
+    tensors = directory.metadata.tensors
     uneven = [key for key, tensor in tensors.items() if _differs(tensor, boxes[key])]
     if not uneven:
         return
@@ -176,20 +173,20 @@ def _correct_uneven(found: DcpDirectory, boxes: dict[str, list[Box]], tree: Tree
         fitting: set[Mesh] = set()
         items = rows[key]
         if items is not None:
-            fitting = fitting_meshes(tensors[key].shape[0], items, world_size=found.world_size)
+            fitting = fitting_meshes(tensors[key].shape[0], items, world_size=directory.world_size)
         meshes = fitting if meshes is None else meshes & fitting
-    unexplained: list[str] = []
+    unexplained: dict[str, str] = {}
     for key in uneven:
         items = rows[key]
         starts = None if items is None else true_starts(tensors[key].shape[0], items, meshes or ())
         if starts is None:
-            unexplained.append(_difference(key, tensors[key], boxes[key]))
+            unexplained[key] = _difference(key, tensors[key], boxes[key])
             continue
         boxes[key] = [
             box._replace(start=(start, *box.start[1:])) for box, start in zip(boxes[key], starts, strict=True)
         ]
     if unexplained:
-        raise _unplaceable(found, unexplained)
+        raise _unplaceable(directory, unexplained)
     tree.notes.append(
         Note(
             "chunks-corrected",
@@ -223,35 +220,35 @@ def _difference(key: str, tensor: DcpTensor, boxes: list[Box]) -> str:
     return f"{key}: {'; '.join(pairs[:4])}"
 
 
-def _unplaceable(found: DcpDirectory, unexplained: list[str]) -> SourceCorruptError:
+def _unplaceable(directory: DcpDirectory, unexplained: dict[str, str]) -> SourceCorruptError:
     return SourceCorruptError(
-        f"{found.path}: {len(unexplained)} tensors have items of another size than the metadata declares",
-        details=unexplained[:50],
-        file=found.path,
-        key=unexplained[0].partition(":")[0],
+        f"{directory.path}: {len(unexplained)} tensors have items of another size than the metadata declares",
+        details=list(unexplained.values())[:50],
+        file=directory.path,
+        key=next(iter(unexplained)),
         why="FSDP2 x tensor parallel with uneven rows makes torch declare wrong chunks; here several ranks declared "
         "the same one, so that rows were never stored, or no single mesh explains the sizes; or two saves are mixed",
         next_step="save full state dicts, or one torch.save file per rank",
     )
 
 
-def read_values(found: DcpDirectory, numbers: dict[str, int], sources: Sources, tree: Tree) -> dict[str, Value]:
+def read_values(directory: DcpDirectory, sources: Sources, tree: Tree) -> dict[str, Value]:
     """Every pickled value of the checkpoint, by flat key.
 
     A flattened optimizer repeats each hyper-parameter for every parameter, as the same bytes: they are parsed once.
     """
     values: dict[str, Value] = {}
     known: dict[bytes, tuple[Value, list[ChecksumRow]]] = {}
-    for key, stored in sorted(found.metadata.items.items(), key=lambda item: item[1][:2]):
+    for key, stored in sorted(directory.metadata.items.items(), key=lambda item: item[1][:2]):
         path, begin, length, _ = stored
-        source = sources.open(found.file(path))
+        source = sources.open(directory.file(path))
         data = source.read(begin, length) if length <= _SMALL_VALUE else b""
-        number, rank = numbers[path], found.ranks[path]
+        number, rank = directory.numbers[path], directory.ranks[path]
         if data and data in known:
             values[key], checksums = known[data]
             tree.checksums.extend((number, begin + at, nbytes, crc) for _, at, nbytes, crc in checksums)
             continue
-        with _as_corrupt(found, key):
+        with _as_corrupt(directory, key):
             value, checksums = load_torch(source, number, begin=begin, end=begin + length, rank=rank)
         tree.checksums.extend(checksums)
         values[key] = value
@@ -261,13 +258,13 @@ def read_values(found: DcpDirectory, numbers: dict[str, int], sources: Sources, 
 
 
 @contextmanager
-def _as_corrupt(found: DcpDirectory, key: str) -> Iterator[None]:
+def _as_corrupt(directory: DcpDirectory, key: str) -> Iterator[None]:
     """Bytes that are no archive at all, where the metadata says one is, are damage."""
     try:
         yield
     except SourceUnrecognisedError as error:
         raise SourceCorruptError(
-            f"{found.path}: the item of {key} is no torch archive",
+            f"{directory.path}: the item of {key} is no torch archive",
             file=error.file,
             key=key,
             expected=error.expected,
@@ -288,12 +285,12 @@ def locate_rows(
 ) -> list[Tensor] | None:
     """Each tensor with those rows of its chunks alone, located. Items are opened in the order of their file.
 
-    None when an item holds something else than the metadata declares: a correction takes all of them (``dcp_items``),
-    so the checkpoint has to be opened with ``locate=True``. Raises what ``ItemReader.tensor`` raises.
+    None when an item holds something else than the metadata declares: ``_correct_uneven`` needs all of them, so the
+    checkpoint has to be opened with ``locate=True``. Raises what ``ItemReader.tensor`` raises.
     """
-    found = [replace(tensor, chunks=tensor.chunks.take(rows)) for tensor, rows in wanted]
+    located = [replace(tensor, chunks=tensor.chunks.take(rows)) for tensor, rows in wanted]
     jobs: list[tuple[int, int, int, int, int]] = []
-    for number, tensor in enumerate(found):
+    for number, tensor in enumerate(located):
         chunks = tensor.chunks
         if chunks.item is None:
             continue
@@ -303,22 +300,22 @@ def locate_rows(
             if offset < 0:
                 jobs.append((file, begin, length, number, row))
     if not jobs:
-        return found
+        return located
     jobs.sort()
-    places = {number: _columns(found[number]) for *_, number, _ in jobs}
+    places = {number: _columns(located[number]) for *_, number, _ in jobs}
     readers: dict[int, ItemReader] = {}
     for file, begin, length, number, row in jobs:
         if file not in readers:
             readers = {file: ItemReader(sources.open(files[file].path))}
         offsets, strides = places[number]
-        place = _place(readers[file], begin, length, found[number], row)
+        place = _place(readers[file], begin, length, located[number], row)
         if place is None:
             return None
         offsets[row], strides[row] = place
     for number, (offsets, strides) in places.items():
-        located = replace(found[number].chunks, offset=offsets, stride=strides)
-        found[number] = replace(found[number], chunks=located)
-    return found
+        chunks = replace(located[number].chunks, offset=offsets, stride=strides)
+        located[number] = replace(located[number], chunks=chunks)
+    return located
 
 
 def _columns(tensor: Tensor) -> tuple[Int64Array, Int64Array]:

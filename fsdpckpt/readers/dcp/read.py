@@ -31,7 +31,7 @@ UNREAD = Global("fsdpckpt", "unread")
 FEW_VALUES = 1 << 14  # pickled values that are read in any case, at some microseconds each: groups, counters, ...
 
 
-def read_dcp(directory: str, files: FileTable, sources: Sources, *, locate: bool) -> Tree:
+def read_dcp(path: str, files: FileTable, sources: Sources, *, locate: bool) -> Tree:
     """The checkpoint in ``directory``.
 
     With ``locate=False`` no tensor's item is opened but those of param groups: all other chunks have offset -1, and
@@ -39,21 +39,23 @@ def read_dcp(directory: str, files: FileTable, sources: Sources, *, locate: bool
     files or items missing: all named), SourceCorruptError (contradictions), SourceUnsafeError (unknown globals),
     SourceUnsupportedError (compressed items).
     """
-    found = open_directory(directory, sources)
-    tree = Tree({}, Layout.FULL, Container.DCP, found.world_size, evidence=found.evidence, notes=found.notes)
-    if found.metadata.paths is None:  # only the planner data keep the order
+    directory = open_directory(path, sources)
+    tree = Tree(
+        {}, Layout.FULL, Container.DCP, directory.world_size, evidence=directory.evidence, notes=directory.notes
+    )
+    if directory.metadata.paths is None:  # only the planner data keep the order
         tree.evidence.append(UNORDERED)
-    numbers = {name: files.add(found.file(name), found.nbytes[name]) for name in found.nbytes}
-    flattened = find_flattened(found.metadata, directory=directory, world_size=found.world_size)
+    directory.numbers = {name: files.add(directory.file(name), directory.nbytes[name]) for name in directory.nbytes}
+    flattened = find_flattened(directory.metadata, directory=path, world_size=directory.world_size)
     if locate:
-        chunked = locate_chunks(found, numbers, sources, tree)
-        values = read_values(found, numbers, sources, tree)
+        chunked = locate_chunks(directory, sources, tree)
+        values = read_values(directory, sources, tree)
     else:
-        settings = locate_chunks(settings_of(found), numbers, sources, tree)
+        settings = locate_chunks(settings_of(directory), sources, tree)
         located = {tensor.key: tensor for tensor in settings}
-        chunked = [located.get(tensor.key, tensor) for tensor in _declared(found, numbers)]
-        values = _few_values(found, numbers, sources, tree)
-    tensors = build_tensors(chunked, world_size=found.world_size)
+        chunked = [located.get(tensor.key, tensor) for tensor in _declared(directory)]
+        values = _few_values(directory, sources, tree)
+    tensors = build_tensors(chunked, world_size=directory.world_size)
     share_equal_settings(tensors, files, sources)
     if any(len(tensor.chunks) > 1 for tensor in tensors.values()):
         tree.layout = Layout.SHARDED
@@ -62,30 +64,30 @@ def read_dcp(directory: str, files: FileTable, sources: Sources, *, locate: bool
     for key in flattened.beside:
         tensors[key] = replace(tensors[key], sharded=None, placement=ONE_SLICE)
     tree.problems.extend(flattened.problems)
-    tree.problems.extend(misnamed(found.metadata.order, found.metadata.paths))
+    tree.problems.extend(misnamed(directory.metadata.order, directory.metadata.paths))
     tree.notes.extend(flattened.notes)
     leaves: Iterator[tuple[str, Value]] = (
-        (key, tensors[key] if key in tensors else values[key]) for key in found.metadata.order
+        (key, tensors[key] if key in tensors else values[key]) for key in directory.metadata.order
     )
-    tree.root = nest(leaves, found.metadata.paths, file=directory, notes=tree.notes)
+    tree.root = nest(leaves, directory.metadata.paths, file=path, notes=tree.notes)
     return tree
 
 
-def _few_values(found: DcpDirectory, numbers: dict[str, int], sources: Sources, tree: Tree) -> dict[str, Value]:
-    items = found.metadata.items
+def _few_values(directory: DcpDirectory, sources: Sources, tree: Tree) -> dict[str, Value]:
+    items = directory.metadata.items
     if len(items) <= FEW_VALUES:
-        return read_values(found, numbers, sources, tree)
+        return read_values(directory, sources, tree)
     tree.notes.append(Note("unread", f"{len(items)} values that are no tensors were not read"))
     return dict.fromkeys(items, UNREAD)
 
 
-def _declared(found: DcpDirectory, numbers: dict[str, int]) -> Iterator[ChunkedTensor]:
+def _declared(directory: DcpDirectory) -> Iterator[ChunkedTensor]:
     """The chunks as the metadata declares them."""
-    for key, tensor in found.metadata.tensors.items():
+    for key, tensor in directory.metadata.tensors.items():
         boxes = [
             Box(
-                found.ranks[stored.relative_path],
-                numbers[stored.relative_path],
+                directory.ranks[stored.relative_path],
+                directory.numbers[stored.relative_path],
                 -1,
                 start,
                 size,
@@ -101,18 +103,18 @@ SMALL = 64  # bytes: a setting is one number or a few; anything larger is data a
 
 def _is_setting(key: str) -> bool:
     """Whether ``key`` is ``<optimizer>.param_groups.<fqn>.<name>``; with a group's number it is the nested form."""
-    _, found, rest = f".{key}".partition(".param_groups.")
-    return bool(found) and not re.fullmatch(r"\d+\.[^.]+", rest)
+    _, groups, rest = f".{key}".partition(".param_groups.")
+    return bool(groups) and not re.fullmatch(r"\d+\.[^.]+", rest)
 
 
-def settings_of(found: DcpDirectory) -> DcpDirectory:
+def settings_of(directory: DcpDirectory) -> DcpDirectory:
     """The same directory with only the small tensors of param groups in it."""
     tensors = {
         key: tensor
-        for key, tensor in found.metadata.tensors.items()
+        for key, tensor in directory.metadata.tensors.items()
         if _is_setting(key) and len(tensor.shape) == 0 and tensor.dtype.itemsize <= SMALL
     }
-    return replace(found, metadata=replace(found.metadata, tensors=tensors, items={}))
+    return replace(directory, metadata=replace(directory.metadata, tensors=tensors, items={}))
 
 
 def share_equal_settings(tensors: MutableMapping[str, Tensor], files: FileTable, sources: Sources) -> None:
@@ -169,11 +171,11 @@ def misnamed(keys: Collection[str], paths: Mapping[str, tuple[PathElement, ...]]
     if paths is None:
         return []
     joined = {key: ".".join(map(str, paths[key])) if key in paths else None for key in keys}
-    told = {key: _elsewhere(place) for key, place in joined.items() if key != place}
-    told |= {key: "holds nothing under that key" for key in paths if key not in joined}
+    misplaced = {key: _elsewhere(place) for key, place in joined.items() if key != place}
+    misplaced |= {key: "holds nothing under that key" for key in paths if key not in joined}
     return [
         Problem("names", f"the metadata calls one entry {key}, and {what}", fatal=False, key=key)
-        for key, what in told.items()
+        for key, what in misplaced.items()
     ]
 
 

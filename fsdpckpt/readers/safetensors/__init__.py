@@ -145,15 +145,15 @@ def _compare_with_index(
     path: str, weight_map: Mapping[str, str], headers: Sequence[tuple[str, Header]], tree: Tree
 ) -> None:
     held = {file_name(file): header.tensors for file, header in headers}
-    absent = [f"{key} is not in {shard}" for key, shard in weight_map.items() if key not in held[shard]]
+    absent = {key: shard for key, shard in weight_map.items() if key not in held[shard]}
     if absent:
         raise SourceIncompleteError(
             f"{len(absent)} tensors of the index are not in their shard",
-            details=absent[:50],
+            details=[f"{key} is not in {shard}" for key, shard in list(absent.items())[:50]],
             why="shards of different saves lie in one directory, or a shard was replaced",
             next_step="copy index and shards from the same save again",
             file=path,
-            key=absent[0].partition(" is not in ")[0],
+            key=next(iter(absent)),
         )
     unlisted = [key for tensors in held.values() for key in tensors if key not in weight_map]
     if unlisted:
@@ -172,9 +172,9 @@ def _require_all_parts(paths: Sequence[str]) -> None:
     ranks: set[int] = set()
     for path in paths:
         name = file_name(path)
-        found = _PART.match(name)
-        if found is not None:
-            parts.setdefault((found["stem"], int(found["total"])), set()).add(int(found["number"]))
+        numbered = _PART.match(name)
+        if numbered is not None:
+            parts.setdefault((numbered["stem"], int(numbered["total"])), set()).add(int(numbered["number"]))
         shard = _RANK_SHARD.match(name)
         if shard is not None:
             ranks.add(int(shard[1]))

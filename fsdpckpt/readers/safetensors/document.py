@@ -181,18 +181,18 @@ class _Assembly:
 
 def _references(data: Json) -> set[str]:
     """Every stored key that some encoded value refers to."""
-    found: set[str] = set()
+    keys: set[str] = set()
     stack: list[Json] = [data]
     while stack:
         item = stack.pop()
         if isinstance(item, dict):
             key = item.get("$tensor")
             if isinstance(key, str):
-                found.add(key)
+                keys.add(key)
             stack.extend(value for value in item.values() if isinstance(value, (dict, list)))
         elif isinstance(item, list):
             stack.extend(value for value in item if isinstance(value, (dict, list)))
-    return found
+    return keys
 
 
 def _retyped(file: str, raw: Json, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -204,25 +204,25 @@ def group_ranks(names: Iterable[str]) -> tuple[list[RankSet], list[str]]:
             single.append(name)
             continue
         stem, suffix, world, bare = key
-        found = sets.setdefault(key, RankSet(stem, suffix, {}, world, bare))
-        if found.files.setdefault(rank, name) != name:
+        rank_set = sets.setdefault(key, RankSet(stem, suffix, {}, world, bare))
+        if rank_set.files.setdefault(rank, name) != name:
             again.setdefault(key, []).append(name)
     accepted: list[RankSet] = []
-    for key, found in sets.items():
+    for key, rank_set in sets.items():
         others = again.get(key, [])
-        if found.bare and not _plausible(found):
-            single.extend([*found.files.values(), *others])
+        if rank_set.bare and not _plausible(rank_set):
+            single.extend([*rank_set.files.values(), *others])
             continue
         if others:
-            raise _two_saves(found, others)
-        accepted.append(found)
+            raise _two_saves(rank_set, others)
+        accepted.append(rank_set)
     return accepted, sorted(single)
 
 
-def _two_saves(found: RankSet, others: list[str]) -> NeedsInformationError:
+def _two_saves(rank_set: RankSet, others: list[str]) -> NeedsInformationError:
     return NeedsInformationError(
         f"{len(others)} ranks have two files each",
-        details=[f"{found.files[_parse(name)[1]]} and {name}" for name in others],
+        details=[f"{rank_set.files[_parse(name)[1]]} and {name}" for name in others],
         why="these are of two saves, and may not be mixed",
         next_step="move the files of one save into a directory of their own, and give that directory",
     )
@@ -230,38 +230,38 @@ def _two_saves(found: RankSet, others: list[str]) -> NeedsInformationError:
 
 def _match(name: str) -> re.Match[str] | None:
     for pattern in (_WITH_WORLD, _OF_WORLD, _WITH_WORD, _SHARD):
-        found = pattern.match(name)
-        if found and _possible(found):
-            return found
-    found = _BARE.match(name)
-    return found if found and _possible(found) and not _NO_RANK.search(found["stem"]) else None
+        match = pattern.match(name)
+        if match and _possible(match):
+            return match
+    match = _BARE.match(name)
+    return match if match and _possible(match) and not _NO_RANK.search(match["stem"]) else None
 
 
-def _possible(found: re.Match[str]) -> bool:
+def _possible(match: re.Match[str]) -> bool:
     """Whether there can be so many ranks; a larger number in a name is something else."""
-    return all(int(number) < MAX_RANKS for name, number in found.groupdict().items() if name in ("rank", "world"))
+    return all(int(number) < MAX_RANKS for name, number in match.groupdict().items() if name in ("rank", "world"))
 
 
 def _rank_in(name: str) -> tuple[int, int]:
     """Where the rank stands in a name that follows a pattern."""
-    found = _match(name)
-    return found.span("rank") if found else (len(name), len(name))
+    match = _match(name)
+    return match.span("rank") if match else (len(name), len(name))
 
 
 def _parse(name: str) -> tuple[tuple[str, str, int | None, bool] | None, int]:
-    found = _match(name)
-    if found is None:
+    match = _match(name)
+    if match is None:
         return None, 0
-    words = found.groupdict()
+    words = match.groupdict()
     stem = words["stem"] if "stem" in words else f"{words['head']}{words['tail']}".strip("_.-") or "rank"
     world = int(words["world"]) if "world" in words else None
-    bare = found.re in (_SHARD, _BARE)
+    bare = match.re in (_SHARD, _BARE)
     return (stem, words["suffix"], world, bare), int(words["rank"])
 
 
-def _plausible(found: RankSet) -> bool:
+def _plausible(rank_set: RankSet) -> bool:
     """Bare numbers are ranks when several count from 0 with few holes: 0, 1, 3 do; 0, 1000, 2000 are steps."""
-    return len(found.files) > 1 and 0 in found.files and found.absent < len(found.files)
+    return len(rank_set.files) > 1 and 0 in rank_set.files and rank_set.absent < len(rank_set.files)
 
 
 def check_names(paths: Mapping[int, str], sources: Sources) -> None:
@@ -289,7 +289,7 @@ def check_names(paths: Mapping[int, str], sources: Sources) -> None:
         first = first or path
     if first is None:
         return
-    kinds = " and ".join(word for word, found in (("swapped", swapped), ("stale", stale)) if found)
+    kinds = " and ".join(word for word, paths_of in (("swapped", swapped), ("stale", stale)) if paths_of)
     raise SourceCorruptError(
         f"{kinds} rank files: {len(swapped) + len(stale)} files were saved under another rank's name",
         details=[*swapped, *stale],

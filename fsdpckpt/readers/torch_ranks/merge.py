@@ -210,11 +210,11 @@ class Merge:
 
     def _contradiction(self, values: Sequence[object], have: list[int], path: _Path) -> Value:
         """Ranks that disagree on what a tensor is: reported, and the first rank's shown."""
-        said: dict[str, list[int]] = {}
+        kinds: dict[str, list[int]] = {}
         for i in have:
-            said.setdefault(_described(values[i]), []).append(self._ranks[i])
-        found = "; ".join(f"{what} in {_ranks_text(ranks)}" for what, ranks in said.items())
-        self.problems.append(Problem("rank-mismatch", f"{_dotted(path)} is {found}", key=_dotted(path)))
+            kinds.setdefault(_described(values[i]), []).append(self._ranks[i])
+        described = "; ".join(f"{what} in {_ranks_text(ranks)}" for what, ranks in kinds.items())
+        self.problems.append(Problem("rank-mismatch", f"{_dotted(path)} is {described}", key=_dotted(path)))
         return _located(values[have[0]], self._files[have[0]], self._ranks[have[0]])
 
 

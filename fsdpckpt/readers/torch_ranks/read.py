@@ -157,9 +157,9 @@ def _equal_on_all_ranks(
         return False
     if tensor.nbytes <= _COMPARED:
         return len({_bytes_of(tensor, row, paths, sources) for row in range(len(chunks))}) == 1
-    found = {records.get(place) for place in zip(chunks.file.tolist(), chunks.offset.tolist(), strict=True)}
-    one = found.pop()
-    return not found and one is not None and one[0] == tensor.nbytes
+    checksums = {records.get(place) for place in zip(chunks.file.tolist(), chunks.offset.tolist(), strict=True)}
+    one = checksums.pop()
+    return not checksums and one is not None and one[0] == tensor.nbytes
 
 
 def _bytes_of(tensor: Tensor, row: int, paths: Sequence[str], sources: Sources) -> bytes:

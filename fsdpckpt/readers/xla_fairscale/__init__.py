@@ -65,8 +65,8 @@ def name_shards(archives: Sequence[TorchArchive], ranks: Sequence[int], paths: M
     _require_one_model(placed, ranks, paths)
     result = NamedShards([], known[0][1].producer)
     for rank, archive, (path, metadata) in zip(ranks, archives, known, strict=True):
-        said = NamedShards([]) if result.archives else result  # what there is to say is said once, of the first rank
-        result.archives.append(_name_rank(archive, path, metadata, rank, paths, said))
+        report = NamedShards([]) if result.archives else result  # what there is to say is said once, of the first rank
+        result.archives.append(_name_rank(archive, path, metadata, rank, paths, report))
     return result
 
 
@@ -144,19 +144,19 @@ def _name_rank(
     metadata: ShardMetadata,
     named_rank: int,
     paths: Mapping[int, str],
-    said: NamedShards,
+    report: NamedShards,
 ) -> TorchArchive:
     """The archive with its shards named. Where ``metadata`` does not say the rank, the file's name does."""
     rank = metadata.rank if metadata.rank is not None else named_rank
     world_size = metadata.world_size if metadata.world_size is not None else len(paths)
     shards = RankShards(archive.root, metadata, rank, world_size, paths[named_rank])
-    _describe(shards, _title(path), said)
+    _describe(shards, _title(path), report)
     root = archive.root
     for at, model in shards.models().items():
         root = replaced(root, at, cast(Value, model))
     for at, optimizer in mappings(archive.root):
         if is_optimizer(optimizer) and "param_id_map" not in optimizer:  # with it, it was gathered already
-            named = _name_optimizer(shards, cast("dict[Key, object]", optimizer), _title(at), said)
+            named = _name_optimizer(shards, cast("dict[Key, object]", optimizer), _title(at), report)
             root = replaced(root, at, cast(Value, named))
     return replace(
         archive,
@@ -168,7 +168,7 @@ def _name_rank(
 
 
 def _name_optimizer(
-    shards: RankShards, optimizer: dict[Key, object], title: str, said: NamedShards
+    shards: RankShards, optimizer: dict[Key, object], title: str, report: NamedShards
 ) -> dict[Key, object]:
     try:
         named, ids, params = shards.named_optimizer(optimizer)
@@ -177,36 +177,36 @@ def _name_optimizer(
             f"{title}: its ids cannot be named: {error}. An optimizer made with model.named_parameters() saves the "
             "names; --only model converts the rest"
         )
-        said.problems.append(Problem("flattened", message, file=shards.file, key=title, section=Section.OPTIM))
+        report.problems.append(Problem("flattened", message, file=shards.file, key=title, section=Section.OPTIM))
         return shards.unnamed_optimizer(optimizer)
     message = f"{title}: {ids} ids are {params} parameters, by the lengths of the recorded shards"
-    said.notes.append(Note("unflattened", message))
+    report.notes.append(Note("unflattened", message))
     return named
 
 
-def _describe(shards: RankShards, title: str, said: NamedShards) -> None:
+def _describe(shards: RankShards, title: str, report: NamedShards) -> None:
     metadata = shards.metadata
     count = sum(len(tensor.params) for tensor in metadata.tensors)
     message = f"{title} is {metadata.producer}'s record of {count} parameters in {len(metadata.tensors)} tensors"
-    said.evidence.append(Evidence(EvidenceKind.METADATA, message))
+    report.evidence.append(Evidence(EvidenceKind.METADATA, message))
     if not metadata.in_model_order:
-        said.evidence.append(UNORDERED)
-    said.notes.append(Note("not-carried", f"{title} is not carried: it describes the shards of the source"))
+        report.evidence.append(UNORDERED)
+    report.notes.append(Note("not-carried", f"{title} is not carried: it describes the shards of the source"))
     absent, unlisted, retyped = shards.absent(), shards.unlisted(), shards.retyped()
     if absent:
         message = f"{len(absent)} recorded tensors are not there, first {absent[0]}"
-        said.problems.append(Problem("missing-key", message, fatal=False, key=absent[0], section=Section.MODEL))
+        report.problems.append(Problem("missing-key", message, fatal=False, key=absent[0], section=Section.MODEL))
     if unlisted:
         more = f"; {len(unlisted) - 1} more are like it" if len(unlisted) > 1 else ""
         message = (
             f"{unlisted[0]} is no recorded parameter and no buffer, so it may be one rank's shard{more}: a parameter "
             "that shares another's storage is known only where the file shares it too"
         )
-        said.problems.append(Problem("flattened", message, file=shards.file, key=unlisted[0], section=Section.MODEL))
+        report.problems.append(Problem("flattened", message, file=shards.file, key=unlisted[0], section=Section.MODEL))
     if retyped:
         shown = ", ".join(retyped[:SHOWN]) + (", ..." if len(retyped) > SHOWN else "")
         message = f"buffers had another type before they were wrapped, and keep the one saved: {shown}"
-        said.notes.append(Note("buffer-type", message, keys=tuple(retyped)))
+        report.notes.append(Note("buffer-type", message, keys=tuple(retyped)))
 
 
 def _without(value: Value, path: _Path) -> Value:

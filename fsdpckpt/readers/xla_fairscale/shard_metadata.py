@@ -233,8 +233,8 @@ def _xla_tensor(
     if _XLA_FLAT in whole:
         columns = _list(flattened.get(whole))
         _require(len(columns) == 3)
-        found = _params(whole.rpartition(".")[0], *columns)
-        params = tuple(Param(without_wrappers(param.name), param.shape) for param in found)
+        wrapped = _params(whole.rpartition(".")[0], *columns)
+        params = tuple(Param(without_wrappers(param.name), param.shape) for param in wrapped)
     _require(bool(params) and sum(param.numel for param in params) == prod(shape))
     # Trainable and frozen parameters are flattened apart, and the trainable ones first.
     frozen = _XLA_FLAT in whole and not whole.endswith(f"{_XLA_FLAT}0")
@@ -246,9 +246,9 @@ def _of_fairscale(value: Mapping[object, object], modules: Sequence[object]) -> 
     shared: list[tuple[str, str]] = []
     for entry in modules:
         module = _dict(entry)
-        found = list(_fairscale_tensors(module))
-        shared.extend(_shared(module, [param.name for tensor in found for param in tensor.params]))
-        tensors.extend(found)
+        held = list(_fairscale_tensors(module))
+        shared.extend(_shared(module, [param.name for tensor in held for param in tensor.params]))
+        tensors.extend(held)
     names = value["buffer_names"]
     if not tensors or not isinstance(names, list):
         raise _MalformedError
