@@ -73,7 +73,8 @@ class FsdpckptError(Exception):
     what was wanted. ``leftover``: what a failed run left for ``--resume``; ``resumable``: False where ``--resume`` is
     no help. ``file``, ``key``, ``rank``, ``expected`` and ``found`` are for machines (``--json``) and tests.
 
-    ``title`` and ``usual_next_step`` are those of a kind of error, for errors that do not give a next step themselves.
+    ``title`` says the kind of error before ``what``, unless it is empty. ``usual_next_step`` is for errors that name no
+    other.
     """
 
     exit_code: ClassVar[int] = 70
@@ -167,7 +168,7 @@ def leftover_of(error: BaseException) -> Leftover | None:
 
 class UsageError(FsdpckptError):
     exit_code = 2
-    title = "usage"
+    title = ""
     usual_next_step = "fsdpckpt --help lists the commands, and fsdpckpt COMMAND --help the options"
 
 

@@ -84,7 +84,7 @@ def test_inspect_returns_a_description(saved: Path) -> None:
         fsdpckpt.inspect(saved, section="models")
 
 
-def test_convert_and_diff_take_paths_and_plain_words(saved: Path, tmp_path: Path) -> None:
+def test_convert_and_diff_take_paths_and_strings(saved: Path, tmp_path: Path) -> None:
     report = fsdpckpt.convert(saved, tmp_path / "out", to="sharded", world_size=2, buffers="count", max_memory="8MiB")
     assert (report.layout, report.container, report.world_size) == ("sharded", "dcp", 2)
     assert fsdpckpt.diff(saved, tmp_path / "out").same
@@ -97,7 +97,7 @@ def test_convert_and_diff_take_paths_and_plain_words(saved: Path, tmp_path: Path
     }
 
 
-def test_wrong_words_are_usage_errors(saved: Path, tmp_path: Path) -> None:
+def test_wrong_keywords_and_values_are_usage_errors(saved: Path, tmp_path: Path) -> None:
     for wrong, words in (
         ({"colour": "red"}, "no option 'colour'"),
         ({"worldsize": 2}, r"did you mean world_size\?"),
@@ -110,7 +110,7 @@ def test_wrong_words_are_usage_errors(saved: Path, tmp_path: Path) -> None:
         fsdpckpt.open(tmp_path / "nowhere")
 
 
-def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="nonsense"):
         _ = fsdpckpt.nonsense  # type: ignore[attr-defined]
 

@@ -174,7 +174,7 @@ def _from_system(error: OSError) -> FsdpckptError:
 
 def error_text(error: FsdpckptError) -> str:
     """The error for a person, several lines."""
-    lines = [f"error: {error.title}: {error.what}"]
+    lines = [": ".join(filter(None, ("error", error.title, error.what)))]
     if error.expected is not None and error.found is not None:
         lines.append(f"  expected {error.expected}, found {error.found}")
     elif error.expected is not None:

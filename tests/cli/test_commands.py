@@ -1,4 +1,4 @@
-"""The four commands on files torch saved: what is printed where, exit codes, JSON."""
+"""``inspect``, ``convert``, ``diff`` and ``verify`` on files that torch saved: what is printed, exit codes, JSON."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_names_only_is_for_pipes(run: Run, saved: Path) -> None:
     assert done.out.splitlines() == ["2.weight", *(f"{n}.exp_avg" for n in range(6))]
 
 
-def test_no_matching_key_is_said_on_stderr_and_not_with_quiet(run: Run, saved: Path) -> None:
+def test_no_matching_key_is_reported_on_stderr_unless_quiet(run: Run, saved: Path) -> None:
     assert run("inspect", saved, "--names-only", "--keys", "nothing*").out == ""
     assert "no key matches" in run("inspect", saved, "--keys", "nothing*").err
     assert run("inspect", saved, "--keys", "nothing*", "-q").err == ""
@@ -127,7 +127,7 @@ def test_diff_within_a_tolerance(run: Run, saved: Path, tmp_path: Path) -> None:
     assert run("diff", saved, tmp_path / "b.pt", "--atol", "1e-4").code == 0
 
 
-def test_verify_says_a_sound_file_is_whole(run: Run, saved: Path) -> None:
+def test_verify_reports_an_undamaged_file_as_whole(run: Run, saved: Path) -> None:
     done = run("verify", saved)
     assert (done.code, done.out) == (0, "")
     assert f"{saved} is whole: 24 tensors" in done.err

@@ -1,4 +1,4 @@
-"""Options about flat parameters that are wrong, useless or contradictory: what is said, and that nothing is written."""
+"""Options about flat parameters that are wrong, useless or contradictory: the message, and nothing is written."""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ def test_several_settings_that_nothing_needs_are_all_named(run: Run, saved: Path
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [(b"0.weight\n0.bias\n\n0.weight\n", "more than once"), (b" \n", "names no parameter"), (b"\x80", "no text")],
     ids=["twice", "empty", "binary"],
 )
-def test_a_list_of_parameters_that_is_none_is_said(
-    run: Run, saved: Path, tmp_path: Path, text: bytes, said: str
+def test_a_file_that_is_not_a_list_of_parameters_is_refused(
+    run: Run, saved: Path, tmp_path: Path, text: bytes, message: str
 ) -> None:
     names = tmp_path / "names.txt"
     names.write_bytes(text)
     done = run("convert", saved, tmp_path / "out.pt", "--key-type", "name", "--parameters", names)
     assert done.code == 3
-    assert f"--parameters {names}" in done.err and said in done.err
+    assert f"--parameters {names}" in done.err and message in done.err
 
 
 def test_root_only_beside_other_units_is_refused(run: Run, raw: Path, saved: Path, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def test_a_report_is_written_and_what_is_printed_stays_the_same(run: Run, saved:
     assert "the steps agree: 2 for 6 parameters" in content
 
 
-def test_a_file_that_is_no_report_is_not_replaced(run: Run, saved: Path) -> None:
+def test_a_file_that_is_not_a_report_is_not_replaced(run: Run, saved: Path) -> None:
     before = saved.read_bytes()
     done = run("inspect", saved, "--report", saved)
     assert done.code == 5
@@ -55,7 +55,7 @@ def test_a_report_never_goes_into_the_checkpoint(run: Run, saved: Path, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("path", "code", "said"),
+    ("path", "code", "message"),
     [
         ("-", 2, "takes the name of a file"),
         ("", 2, "takes the name of a file"),
@@ -64,12 +64,12 @@ def test_a_report_never_goes_into_the_checkpoint(run: Run, saved: Path, tmp_path
         (".", 5, "one file"),
     ],
 )
-def test_what_cannot_be_a_report_is_told_before_anything_is_read(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, code: int, said: str
+def test_a_path_that_cannot_be_a_report_is_refused_before_anything_is_read(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, code: int, message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     done = run("inspect", tmp_path / "nowhere.pt", "--report", path)
     assert done.code == code
-    assert said in done.err
+    assert message in done.err
     assert "rm " not in done.err
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Signals at any moment, streams that are closed or full, odd names, targets and options: never a traceback."""
+"""Signals, closed or full streams, odd names, targets and options: never a traceback."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_every_error_has_a_next_step(run: Run, saved: Path, tmp_path: Path) -> N
         assert "\nnext: " in done.err, source
 
 
-def test_a_trailing_slash_behind_a_file_is_told(run: Run, saved: Path) -> None:
+def test_a_trailing_slash_after_a_file_is_explained(run: Run, saved: Path) -> None:
     assert f"give {saved} itself" in run("inspect", f"{saved}/").err
 
 
@@ -141,7 +141,7 @@ def test_a_store_that_fsspec_knows_by_its_package_alone_names_it(run: Run, monke
     assert "next: pip install adlfs" in run("inspect", "abfss://runs@account.dfs.core.windows.net/step-1").err
 
 
-def test_one_rank_file_sends_to_its_directory_and_a_damaged_one_is_not_called_missing(
+def test_the_file_of_one_rank_points_to_its_directory_and_a_damaged_one_is_not_called_missing(
     run: Run, saved: Path, tmp_path: Path
 ) -> None:
     ranks = tmp_path / "ranks"
@@ -181,17 +181,17 @@ def test_a_glob_of_buffers_that_matches_nothing_is_2(run: Run, saved: Path, tmp_
     assert "--buffers running_maen matches no model key" in done.err
 
 
-@pytest.mark.parametrize("target", ["", "mine.pt/", "mine.pt/below"])
+@pytest.mark.parametrize("target", ["", "existing.pt/", "existing.pt/below"])
 def test_odd_targets_never_replace_anything(
     run: Run, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    mine = tmp_path / "mine.pt"
-    mine.write_bytes(b"mine")
+    existing = tmp_path / "existing.pt"
+    existing.write_bytes(b"existing")
     done = run("convert", saved, target, "--to", "full")
     assert done.code in (2, 5)
-    assert mine.read_bytes() == b"mine"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.pt", "step-2.pt"]
+    assert existing.read_bytes() == b"existing"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["existing.pt", "step-2.pt"]
 
 
 def test_names_cannot_write_to_the_terminal(run: Run, tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_names_cannot_write_to_the_terminal(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8:strict"])
-def test_a_file_name_that_is_no_utf_8_can_be_shown(saved: Path, tmp_path: Path, encoding: str) -> None:
+def test_a_file_name_that_is_not_utf_8_can_be_shown(saved: Path, tmp_path: Path, encoding: str) -> None:
     name = os.fsencode(tmp_path) + b"/bad\xff.pt"
     saved.rename(os.fsdecode(name))
     environment = {**os.environ, "PYTHONIOENCODING": encoding}
@@ -222,7 +222,7 @@ def test_a_directory_of_many_checkpoints_lists_them(run: Run, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("source", "target", "code", "said"),
+    ("source", "target", "code", "message"),
     [
         ("", "out.pt", 3, "SRC is empty"),
         ("saved", "", 2, "DST is empty"),
@@ -240,13 +240,13 @@ def test_sources_and_targets_that_cannot_be_have_the_right_code(
     source: str,
     target: str,
     code: int,
-    said: str,
+    message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     before = set(tmp_path.iterdir())
     done = run("convert", saved if source == "saved" else source, target)
     assert done.code == code
-    assert said in done.err
+    assert message in done.err
     assert set(tmp_path.iterdir()) == before
 
 
@@ -256,15 +256,15 @@ def test_the_root_of_the_file_system_is_not_searched(run: Run) -> None:
     assert "root of the file system" in done.err
 
 
-def test_a_directory_that_may_not_be_read_is_3_and_says_whose_it_is(
+def test_a_directory_that_may_not_be_read_is_3_and_the_next_step_shows_its_owner(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "theirs").mkdir()
+    (tmp_path / "unreadable").mkdir()
 
     def refused(path: str) -> object:
         raise PermissionError(13, "Permission denied", path)
 
     monkeypatch.setattr(os, "scandir", refused)  # the mode of a directory does not keep root out
-    done = run("inspect", tmp_path / "theirs")
+    done = run("inspect", tmp_path / "unreadable")
     assert done.code == 3
-    assert f"ls -ld {tmp_path / 'theirs'}" in done.err
+    assert f"ls -ld {tmp_path / 'unreadable'}" in done.err

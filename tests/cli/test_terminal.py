@@ -1,4 +1,4 @@
-"""What a person at a terminal sees, and what a log gets: drawn tables and bars only where they belong."""
+"""Tables and progress on a terminal, in a log, with --quiet and with --json."""
 
 from __future__ import annotations
 
@@ -62,27 +62,27 @@ def test_a_table_wider_than_the_terminal_keeps_its_lines_whole(tmp_path: Path) -
     assert name in at_a_terminal("inspect", tmp_path / "long.pt", columns=60)
 
 
-def test_a_log_gets_lines_with_bytes_rate_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_gets_lines_with_bytes_rate_and_remaining_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output, "SECONDS_BETWEEN_LINES", 0.0)
-    said: list[str] = []
-    lines = Lines(said.append)
+    printed: list[str] = []
+    lines = Lines(printed.append)
     lines.begin("copy", 4 << 20)
     time.sleep(0.01)
     lines.advance(1 << 20)
     lines.end()
-    assert said[0].startswith("copy: 1.0 MiB of 4.0 MiB (25 %), ")
-    assert "/s" in said[0]
-    assert said[0].endswith("s left")
-    assert len(said) == 2
+    assert printed[0].startswith("copy: 1.0 MiB of 4.0 MiB (25 %), ")
+    assert "/s" in printed[0]
+    assert printed[0].endswith("s left")
+    assert len(printed) == 2
 
 
 def test_a_quick_stage_says_nothing_in_a_log() -> None:
-    said: list[str] = []
-    lines = Lines(said.append)
+    printed: list[str] = []
+    lines = Lines(printed.append)
     lines.begin("copy", 100)
     lines.advance(100)
     lines.end()
-    assert said == []
+    assert printed == []
 
 
 def test_quiet_keeps_data_and_errors(capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,7 +96,7 @@ def test_json_is_the_units_file_and_output_writes_it(run: Run, tmp_path: Path) -
     assert run(*arguments, "-o", tmp_path / "v.json", "--quiet").err == ""
 
 
-def test_what_the_users_code_prints_is_no_part_of_the_document(
+def test_output_of_the_users_code_stays_out_of_the_document(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The module lies in the current directory, as a training script does."""
@@ -111,13 +111,13 @@ def test_what_the_users_code_prints_is_no_part_of_the_document(
     done = run("units", "--model", "loud_training:make", "--wrap", "none", "--use-orig-params", "--json")
     assert (done.code, done.err) == (0, "importing\nmaking\n")
     assert [param.shape for param in loads(done.out.encode(), source="stdout").units[0].params] == [(5, 3), (5,)]
-    for name, said in {"loud_training:leave": "SystemExit", "script_without_guard:make": "usage: ..."}.items():
+    for name, message in {"loud_training:leave": "SystemExit", "script_without_guard:make": "usage: ..."}.items():
         done = run("units", "--model", name, "--wrap", "none", "--use-orig-params")
         assert (done.code, done.out) == (2, "")
-        assert said in done.err
+        assert message in done.err
 
 
-def test_an_existing_file_is_replaced_only_when_told(run: Run, tmp_path: Path) -> None:
+def test_an_existing_file_is_replaced_only_with_overwrite(run: Run, tmp_path: Path) -> None:
     arguments = ("units", *MODEL, *WRAP, "--use-orig-params", "-o", tmp_path)
     assert run(*arguments).code == 0
     before = (tmp_path / "units.json").read_bytes()
@@ -130,7 +130,7 @@ def test_an_existing_file_is_replaced_only_when_told(run: Run, tmp_path: Path) -
     assert (tmp_path / "units.json").read_bytes() != before
 
 
-def test_a_file_that_is_no_units_file_is_never_replaced(run: Run, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_units_file_is_never_replaced(run: Run, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"hidden_size": 5}')
     done = run("units", *MODEL, *WRAP, "--use-orig-params", "-o", tmp_path / "config.json", "--overwrite")
     assert done.code == 5
@@ -209,7 +209,7 @@ def test_a_units_file_is_proved_by_the_checkpoint(run: Run, trained: tuple[bool,
     assert (done.code, "units[0].strategy" in done.err) == (3, True)
 
 
-def test_a_checkpoint_alone_does_not_tell_what_was_wrapped(run: Run, trained: tuple[bool, Path, Path]) -> None:
+def test_a_checkpoint_alone_does_not_show_what_was_wrapped(run: Run, trained: tuple[bool, Path, Path]) -> None:
     _, ranks, reference = trained
     done = run("units", "--from", ranks)
     assert done.code == 4
@@ -220,7 +220,7 @@ def test_a_checkpoint_alone_does_not_tell_what_was_wrapped(run: Run, trained: tu
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "message"),
     [
         ((), 2, "--from SRC, or --model"),
         ((*MODEL, "--use-orig-params"), 4, "--wrap none"),
@@ -232,10 +232,10 @@ def test_a_checkpoint_alone_does_not_tell_what_was_wrapped(run: Run, trained: tu
         (("--model", "no_such_module:f", *WRAP, "--use-orig-params"), 2, "could not be imported"),
     ],
 )
-def test_what_is_missing_or_without_effect_is_said(run: Run, arguments: tuple[str, ...], code: int, said: str) -> None:
+def test_a_missing_or_useless_option_is_reported(run: Run, arguments: tuple[str, ...], code: int, message: str) -> None:
     done = run("units", *arguments)
     assert (done.code, done.out) == (code, "")
-    assert said in done.err
+    assert message in done.err
     assert "next: " in done.err
 
 

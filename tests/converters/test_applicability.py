@@ -1,4 +1,4 @@
-"""An option whose subject is absent is an error, and nothing is written."""
+"""An option that does not apply is an error, and nothing is written."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def saved(path: Path, *sections: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("sections", "options", "said"),
+    ("sections", "options", "message"),
     [
         (("model", "optimizer"), {"only": "model", "optim_dtype": "bfloat16"}, "--optim-dtype .* --only model"),
         (("model", "optimizer"), {"only": "model", "key_type": "name"}, "--key-type .* --only model"),
@@ -36,28 +36,28 @@ def saved(path: Path, *sections: str) -> Path:
     ],
 )
 def test_an_option_that_would_do_nothing_is_refused(
-    tmp_path: Path, sections: tuple[str, ...], options: dict[str, object], said: str
+    tmp_path: Path, sections: tuple[str, ...], options: dict[str, object], message: str
 ) -> None:
     source = saved(tmp_path / "source.pt", *sections)
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         fsdpckpt.convert(source, tmp_path / "out.pt", to="full", **options)
     assert not (tmp_path / "out.pt").exists()
 
 
-def test_an_option_about_an_optimizer_that_the_producer_does_not_keep_is_refused(tmp_path: Path) -> None:
+def test_an_option_about_an_optimizer_that_the_framework_does_not_save_is_refused(tmp_path: Path) -> None:
     source = saved(tmp_path / "source.pt", "model", "optimizer")
     with pytest.raises(UsageError, match=r"--optim-dtype .* has no place for it"):
         fsdpckpt.convert(source, tmp_path / "out", flavor="huggingface", optim_dtype="bfloat16")
 
 
-def test_a_key_type_for_a_producer_that_keeps_no_optimizer_is_not_said_to_contradict_its_own(tmp_path: Path) -> None:
+def test_a_key_type_for_a_framework_without_an_optimizer_is_refused_for_that_reason(tmp_path: Path) -> None:
     source = saved(tmp_path / "source.pt", "model", "optimizer")
     with pytest.raises(UsageError, match=r"--key-type .* has no place for it"):
         fsdpckpt.convert(source, tmp_path / "out", flavor="huggingface", key_type="name")
 
 
 @pytest.mark.parametrize("key_type", ["id", "name"])
-def test_a_form_that_settles_its_keys_itself_takes_no_key_type(tmp_path: Path, key_type: str) -> None:
+def test_a_form_with_keys_of_its_own_refuses_key_type(tmp_path: Path, key_type: str) -> None:
     source = saved(tmp_path / "source.pt", "model", "optimizer")
     options = {"flavor": "accelerate", "to": "flattened", "world_size": 2, "unit": ["none"], "use_orig_params": True}
     with pytest.raises(UsageError, match=r"--key-type .* keys of its own in this form"):
