@@ -46,7 +46,7 @@ class FlatMatch:
 class Mismatch:
     """Everything in the checkpoint that contradicts the units.
 
-    ``unread``: optimizer entries that could not be compared, because the groups that list them are others.
+    ``unread``: how many optimizer entries could not be compared, because the groups that list them are wrong.
     """
 
     contradictions: tuple[str, ...]
@@ -56,11 +56,11 @@ class Mismatch:
 def match(checkpoint: Checkpoint, units: Units) -> FlatMatch | Mismatch:
     """What every key of ``checkpoint`` is under ``units``, or all that contradicts them."""
     matching = _Matching(checkpoint, units)
-    found = list(matching.contradictions())
-    if found:
-        return Mismatch(tuple(found), matching.unread)
+    contradictions = tuple(matching.contradictions())
+    if contradictions:
+        return Mismatch(contradictions, matching.unread)
     return FlatMatch(
-        replace(units, groups=matching.told) if units.groups is None else units,
+        replace(units, groups=matching.named_groups) if units.groups is None else units,
         matching.keys,
         matching.layouts,
         matching.shard_size,
@@ -84,7 +84,7 @@ class _Matching:
         self.layouts: dict[str, FlatLayout] = {}
         self.counts: dict[str, Int64Array] = {}
         self.keys: dict[ParamKey, str] = {}
-        self.told: tuple[tuple[str, ...], ...] | None = None
+        self.named_groups: tuple[tuple[str, ...], ...] | None = None
         self.proved: list[str] = []
         self.unread = 0
         self.flat_optimizer = is_sliced(checkpoint, units)
@@ -139,8 +139,8 @@ class _Matching:
             if not isinstance(leaf, Tensor):
                 yield f"unit {unit.prefix!r}: the checkpoint has no flat parameter {unit.key}"
             elif leaf.shape != (total,):
-                found = leaf.numel if leaf.ndim == 1 else list(leaf.shape)
-                yield f"{unit.key}: {total} elements by the units, {found} in the checkpoint"
+                actual = leaf.numel if leaf.ndim == 1 else list(leaf.shape)
+                yield f"{unit.key}: {total} elements by the units, {actual} in the checkpoint"
             else:
                 yield from self._flat_chunks(unit, leaf)
         optim = self.checkpoint.optim
@@ -202,7 +202,7 @@ class _Matching:
             return
         matching = KeyMatching(optim, self.units)
         yield from matching.contradictions()
-        self.keys, self.told = matching.keys, matching.told
+        self.keys, self.named_groups = matching.keys, matching.named_groups
         self.proved += matching.proved
         groups = optim.param_groups
         listed = {key for group in groups or () for key in group_params(group) or ()}
@@ -210,11 +210,11 @@ class _Matching:
         for key, states in optim.state.items():
             name = self.keys.get(key)
             if name is None:
-                self.unread += key in listed  # the groups are others, which is said already
+                self.unread += key in listed  # its group is wrong, which is reported already
                 if isinstance(key, int) and groups is not None and key not in listed:
                     yield f"optim {key}: no param group lists it"
                 continue
-            if name not in self.by_key and name not in self.params:  # by param_names, which is said already
+            if name not in self.by_key and name not in self.params:  # from param_names, which is reported already
                 continue
             tensors = {state: leaf for state, leaf in states.items() if isinstance(leaf, Tensor) and leaf.ndim}
             wrong = {state: text for state, leaf in tensors.items() if (text := self._state(name, leaf))}
@@ -279,8 +279,8 @@ class _Matching:
 class KeyMatching:
     """One attempt; ``contradictions`` fills the other attributes.
 
-    ``keys``: each key of the optimizer to an original name or a unit's key. ``told``: the groups as ``param_names``
-    state them, where the units do not. ``proved``: what was compared, in words.
+    ``keys``: each key of the optimizer to an original name or a unit's key. ``named_groups``: the groups according to
+    ``param_names``, where the units do not have them. ``proved``: what was compared, for messages.
     """
 
     def __init__(self, optim: OptimState, units: Units) -> None:
@@ -289,7 +289,7 @@ class KeyMatching:
         self.params = units.params()
         self.by_key = {unit.key: unit for unit in units.units}
         self.keys: dict[ParamKey, str] = {}
-        self.told: tuple[tuple[str, ...], ...] | None = None
+        self.named_groups: tuple[tuple[str, ...], ...] | None = None
         self.proved: list[str] = []
 
     def contradictions(self) -> Iterator[str]:
@@ -324,11 +324,11 @@ class KeyMatching:
         if isinstance(names, str):
             yield names
             return
-        for number, (listed, own) in enumerate(zip(ids, names, strict=True)):
-            if len(listed) != len(own):
-                yield f"param group {number} lists {len(listed)} parameters, by the units it has {len(own)}"
+        for number, (listed, members) in enumerate(zip(ids, names, strict=True)):
+            if len(listed) != len(members):
+                yield f"param group {number} lists {len(listed)} parameters, by the units it has {len(members)}"
                 return
-            self.keys.update(zip(listed, own, strict=True))
+            self.keys.update(zip(listed, members, strict=True))
         yield from self._compare_param_names(groups)
 
     def _groups(self, lengths: Sequence[int], groups: Sequence[Mapping[Key, Value]]) -> Sequence[Sequence[str]] | str:
@@ -337,10 +337,10 @@ class KeyMatching:
             if len(self.units.groups) != len(lengths):
                 return f"the optimizer has {len(lengths)} param groups, by the units {len(self.units.groups)}"
             return self.units.groups
-        told = [_param_names(group) for group in groups]
-        if all(told):
-            self.told = tuple(tuple(clean(name) for name in names) for names in told)
-            return self.told
+        param_names = [_param_names(group) for group in groups]
+        if all(param_names):
+            self.named_groups = tuple(tuple(clean(name) for name in names) for names in param_names)
+            return self.named_groups
         if len(lengths) > 1:
             return (
                 f"the optimizer has {len(lengths)} param groups, and the units do not say which parameters are in which"

@@ -92,7 +92,7 @@ class ParameterNames:
 
 def model_names(checkpoint: Checkpoint, label: str) -> ParameterNames | None:
     """The whole tensors of a model section; None when it has none, or holds flat parameters (buffers are left then)."""
-    found: list[NamedParam] = []
+    named: list[NamedParam] = []
     shared: list[tuple[str, str]] = []
     first: dict[tuple[object, ...], str] = {}
     params = checkpoint.model.params if checkpoint.model is not None else {}
@@ -104,11 +104,11 @@ def model_names(checkpoint: Checkpoint, label: str) -> ParameterNames | None:
         if same != name:
             shared.append((name, same))
         else:
-            found.append(NamedParam(name, leaf.shape, leaf.dtype, stride_of(leaf), leaf.sharded))
-    if not found:
+            named.append(NamedParam(name, leaf.shape, leaf.dtype, stride_of(leaf), leaf.sharded))
+    if not named:
         return None
-    ordered = keeps_order(checkpoint, [param.name for param in found])
-    return ParameterNames(tuple(found), ordered, label, tuple(shared))
+    ordered = keeps_order(checkpoint, [param.name for param in named])
+    return ParameterNames(tuple(named), ordered, label, tuple(shared))
 
 
 def _place(tensor: Tensor, name: str) -> tuple[object, ...]:
@@ -157,17 +157,17 @@ def optimizer_names(checkpoint: Checkpoint, label: str) -> ParameterNames | None
     optim = checkpoint.optim
     if optim is None or optim.key_type != "name":
         return None
-    found: dict[str, NamedParam] = {}
+    named: dict[str, NamedParam] = {}
     for key, states in optim.state.items():
         whole = _whole_state(states)
         if whole is not None:
             name = clean(str(key))
-            found[name] = NamedParam(name, whole.shape, whole.dtype, stride_of(whole), sharded=True)
+            named[name] = NamedParam(name, whole.shape, whole.dtype, stride_of(whole), sharded=True)
     groups = [group_params(group) or [] for group in optim.param_groups or ()]
     order = [clean(str(key)) for keys in groups for key in keys]
-    ordered = len(groups) == 1 and set(found) <= set(order) and not sorted_by_a_tool(order)
-    names = [name for name in order if name in found] if ordered else list(found)
-    return ParameterNames(tuple(found[name] for name in names), ordered, label, in_model_order=False) if found else None
+    ordered = len(groups) == 1 and set(named) <= set(order) and not sorted_by_a_tool(order)
+    names = [name for name in order if name in named] if ordered else list(named)
+    return ParameterNames(tuple(named[name] for name in names), ordered, label, in_model_order=False) if named else None
 
 
 def _whole_state(states: Mapping[str, Tensor | Value]) -> Tensor | None:
@@ -217,8 +217,8 @@ def prefixes_of(checkpoint: Checkpoint) -> UnitPrefixes | None:
     """
     flat = [clean(key) for key in checkpoint.model.params if is_flat_key(key)] if checkpoint.model is not None else []
     if flat:
-        own = tuple(key[: -len(FLAT_PARAM)].rstrip(".") for key in flat)
-        return UnitPrefixes(own, complete=True, label="the flat parameters' keys", exact=True)
+        prefixes = tuple(key[: -len(FLAT_PARAM)].rstrip(".") for key in flat)
+        return UnitPrefixes(prefixes, complete=True, label="the flat parameters' keys", exact=True)
     wrapped = [name for name in raw_names(checkpoint) if _FSDP in name.split(".")]
     if wrapped:
         return UnitPrefixes(tuple(_boundaries(wrapped)), complete=True, label="the optimizer's names (param_names)")
@@ -230,11 +230,11 @@ def raw_names(checkpoint: Checkpoint) -> list[str]:
     optim = checkpoint.optim
     if optim is None:
         return []
-    found = [str(key) for key in optim.state if isinstance(key, str)]
+    raw = [str(key) for key in optim.state if isinstance(key, str)]
     for group in optim.param_groups or ():
         names = group.get("param_names")
-        found.extend(str(name) for name in names) if isinstance(names, (list, tuple)) else None
-    return list(dict.fromkeys(found))
+        raw.extend(str(name) for name in names) if isinstance(names, (list, tuple)) else None
+    return list(dict.fromkeys(raw))
 
 
 def parameter_order(checkpoint: Checkpoint) -> list[str]:
@@ -250,15 +250,15 @@ def parameter_order(checkpoint: Checkpoint) -> list[str]:
 
 
 def _boundaries(names: Iterable[str]) -> list[str]:
-    found: dict[str, None] = {}
+    boundaries: dict[str, None] = {}
     for name in names:
         path: list[str] = []
         for word in name.split("."):
             if word == _FSDP:
-                found[".".join(path)] = None
+                boundaries[".".join(path)] = None
             elif word not in WRAPPERS:
                 path.append(word)
-    return list(found)
+    return list(boundaries)
 
 
 def order_contradictions(units: Units, names: Iterable[str], *, across: bool = True) -> Iterator[str]:
@@ -283,9 +283,9 @@ def first_misplaced_module(modules: Sequence[str], listed: Sequence[str]) -> tup
 
     A ``LOCAL_STATE_DICT`` lists a unit before or after those in it, and modules side by side in the model's order.
     """
-    mine, its = _children(modules), _children(listed)
-    for parent, names in mine.items():
-        place = {name: index for index, name in enumerate(its.get(parent, ()))}
+    expected = _children(listed)
+    for parent, names in _children(modules).items():
+        place = {name: index for index, name in enumerate(expected.get(parent, ()))}
         wrong = _first_misplaced(names, place)
         if wrong:
             return wrong
@@ -298,12 +298,12 @@ def _module(name: str) -> str:
 
 def _children(paths: Iterable[str]) -> dict[str, list[str]]:
     """The modules on the way to ``paths``, by their parents, in the order in which they first come."""
-    found: dict[str, dict[str, None]] = {}
+    children: dict[str, dict[str, None]] = {}
     for path in dict.fromkeys(paths):
         words = path.split(".") if path else []
         for depth in range(len(words)):
-            found.setdefault(".".join(words[:depth]), {})[".".join(words[: depth + 1])] = None
-    return {parent: list(names) for parent, names in found.items()}
+            children.setdefault(".".join(words[:depth]), {})[".".join(words[: depth + 1])] = None
+    return {parent: list(names) for parent, names in children.items()}
 
 
 def _first_misplaced(names: Iterable[str], place: Mapping[str, int]) -> tuple[str, str] | None:

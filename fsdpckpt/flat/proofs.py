@@ -46,9 +46,9 @@ def require_padding(checkpoint: Checkpoint, match: FlatMatch, sources: Sources) 
     wrong: list[str] = []
     checked = 0
     for gap in _alignment_gaps(checkpoint, match):
-        found = _read(checkpoint, sources, gap)
-        checked += len(found)
-        if (found != np.asarray(FILLER, found.dtype)).any():
+        values_read = _read(checkpoint, sources, gap)
+        checked += len(values_read)
+        if (values_read != np.asarray(FILLER, values_read.dtype)).any():
             wrong.append(f"{gap.where}: {gap.count} elements of alignment should hold {FILLER}, and do not")
     tails: dict[str, list[_Padding]] = {}
     for state, tail in _right_padding(checkpoint, match):
@@ -58,7 +58,7 @@ def require_padding(checkpoint: Checkpoint, match: FlatMatch, sources: Sources) 
         values = [_read(checkpoint, sources, place) for place in places]
         checked += sum(map(len, values))
         if not _untouched(np.concatenate(values), constants):
-            misplaced = [place.where for place, found in zip(places, values, strict=True) if found.any()]
+            misplaced = [place.where for place, values_read in zip(places, values, strict=True) if values_read.any()]
             wrong.extend(
                 f"{where} {state}: what the units call padding holds values of a parameter" for where in misplaced
             )
@@ -144,7 +144,7 @@ def compare_replicas(checkpoint: Checkpoint, match: FlatMatch) -> tuple[list[Pro
         return [], []
     columns = (checkpoint.checksums.file, checkpoint.checksums.offset, checkpoint.checksums.crc)
     crcs = {(file, offset): crc for file, offset, crc in zip(*(column.tolist() for column in columns), strict=True)}
-    found: list[Problem] = []
+    problems: list[Problem] = []
     compared = unknown = 0
     for section, key, tensor in _sliced(checkpoint):
         shards = _shards(key, section, match)
@@ -157,13 +157,13 @@ def compare_replicas(checkpoint: Checkpoint, match: FlatMatch) -> tuple[list[Pro
                 message = (
                     f"{section} {key}: the copies of rank {first} and of rank {rank} differ, and they are replicas"
                 )
-                found.append(Problem("replica", message, key=key, rank=rank, section=section))
+                problems.append(Problem("replica", message, key=key, rank=rank, section=section))
     notes = []
     if compared:
         notes.append(Note("replicas", f"{compared} replicas of slices compared by checksum, one of each is taken"))
     if unknown:
         notes.append(Note("replicas", f"{unknown} replicas of slices carry no checksum and were not compared"))
-    return found, notes
+    return problems, notes
 
 
 def _sliced(checkpoint: Checkpoint) -> Iterator[tuple[Section, str, Tensor]]:

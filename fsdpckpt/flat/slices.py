@@ -93,14 +93,14 @@ def key_lengths(optim: OptimState, world_size: int) -> dict[ParamKey, Int64Array
 
     Keys without such a state are left out.
     """
-    found: dict[ParamKey, Int64Array] = {}
+    by_key: dict[ParamKey, Int64Array] = {}
     for key, states in optim.state.items():
         for leaf in states.values():
             lengths = _lengths(leaf, world_size)
             if lengths is not None:
-                found[key] = lengths
+                by_key[key] = lengths
                 break
-    return found
+    return by_key
 
 
 def _lengths(leaf: Tensor | Value, world_size: int) -> Int64Array | None:
@@ -164,15 +164,15 @@ def has_uneven_slices(checkpoint: Checkpoint) -> bool:
 
 def describe_lengths(checkpoint: Checkpoint) -> list[str]:
     """The same in words, for messages: how many slices of how many elements there are."""
-    said: list[str] = []
+    lines: list[str] = []
     if checkpoint.model is not None:
         flat = {key: leaf for key, leaf in checkpoint.model.params.items() if is_flat_key(key)}
-        said.extend(f"{key}: {leaf.numel:,} elements" for key, leaf in flat.items() if isinstance(leaf, Tensor))
+        lines.extend(f"{key}: {leaf.numel:,} elements" for key, leaf in flat.items() if isinstance(leaf, Tensor))
     if checkpoint.optim is not None:
         rows = key_lengths(checkpoint.optim, checkpoint.world_size)
         same = Counter(tuple(row.tolist()) for row in rows.values())
         for row, times in same.items():
             text = f"{row[0]:,}" if len(set(row)) == 1 else ", ".join(f"{n:,}" for n in row)
             where = "on every rank" if len(set(row)) == 1 else "by rank"
-            said.append(f"{times} optimizer {'key' if times == 1 else 'keys'} with slices of {text} elements {where}")
-    return said
+            lines.append(f"{times} optimizer {'key' if times == 1 else 'keys'} with slices of {text} elements {where}")
+    return lines

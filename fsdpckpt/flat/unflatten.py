@@ -118,17 +118,17 @@ def _of_unit(
 ) -> dict[ParamKey, dict[str, Tensor | Value]]:
     """The states of each parameter of a flat parameter; what is no slice belongs to all of them."""
     layout = match.layouts[unit.key]
-    found: dict[ParamKey, dict[str, Tensor | Value]] = {param.name: {} for param in unit.params}
+    by_name: dict[ParamKey, dict[str, Tensor | Value]] = {param.name: {} for param in unit.params}
     for item, leaf in states.items():
         cut = isinstance(leaf, Tensor) and leaf.ndim and not is_step(item, leaf)
         if cut and isinstance(leaf, Tensor) and _fits(leaf, layout.shard, world_size):
             starts = leaf.chunks.rank % layout.shards * layout.shard
             for name, tensor in _split(unit, leaf.dtype, _runs(leaf, starts), layout).items():
-                found[name][item] = tensor
+                by_name[name][item] = tensor
         else:
-            for entry in found.values():
+            for entry in by_name.values():
                 entry[item] = _own(leaf)
-    return found
+    return by_name
 
 
 def _fits(leaf: Tensor, shard: int, world_size: int) -> bool:
@@ -202,12 +202,12 @@ def _split(unit: Unit, dtype: DType, runs: Sequence[_Run], layout: FlatLayout) -
     """Every parameter of a flat parameter whose slices are ``runs``, sorted by where they begin."""
     ends = np.maximum.accumulate(np.asarray([run[3] + run[4] for run in runs], np.int64)) if runs else np.empty(0)
     begins = [run[3] for run in runs]
-    found = {}
+    by_name = {}
     for param, start, numel in zip(unit.params, layout.start.tolist(), layout.numel.tolist(), strict=True):
         low = int(np.searchsorted(ends, start, side="right"))
         high = int(np.searchsorted(begins, start + numel, side="left"))
-        found[param.name] = _tensor(param, dtype, runs[low:high], start)
-    return found
+        by_name[param.name] = _tensor(param, dtype, runs[low:high], start)
+    return by_name
 
 
 def _tensor(param: UnitParam, dtype: DType, runs: Sequence[_Run], start: int) -> Tensor:
@@ -238,21 +238,23 @@ def _tensor(param: UnitParam, dtype: DType, runs: Sequence[_Run], start: int) ->
     return Tensor(dtype, param.shape, chunks, sharded=True, placement=PLACEMENT)
 
 
-def name_slices(checkpoint: Checkpoint, found: ResolvedUnits, sources: Sources, *, replicas: bool = True) -> Checkpoint:
+def name_slices(
+    checkpoint: Checkpoint, resolved: ResolvedUnits, sources: Sources, *, replicas: bool = True
+) -> Checkpoint:
     """``checkpoint`` with the slices turned into whole tensors by units that were proved.
 
     ``replicas``: whether those of slices are compared here. Raises SourceCorruptError when they differ, or when what
     the units call padding is none.
     """
-    if found.match is None:
+    if resolved.match is None:
         return checkpoint
-    padding = require_padding(checkpoint, found.match, sources)
+    padding = require_padding(checkpoint, resolved.match, sources)
     proved = [f"{padding} elements of padding hold what FSDP1 writes there"] if padding else []
-    problems, notes = compare_replicas(checkpoint, found.match) if replicas else ([], [])
+    problems, notes = compare_replicas(checkpoint, resolved.match) if replicas else ([], [])
     if problems:
         raise fatal(problems, source=checkpoint.source)
-    told = [*notes, *(Note("units", line) for line in (*found.how, *found.match.proved, *proved))]
-    return unflatten(replace(checkpoint, notes=(*checkpoint.notes, *told)), found.match)
+    added = [*notes, *(Note("units", line) for line in (*resolved.how, *resolved.match.proved, *proved))]
+    return unflatten(replace(checkpoint, notes=(*checkpoint.notes, *added)), resolved.match)
 
 
 def logical(checkpoint: Checkpoint, sources: Sources, *, units: str | None = None, listing: bool = False) -> Checkpoint:
@@ -268,7 +270,7 @@ def logical(checkpoint: Checkpoint, sources: Sources, *, units: str | None = Non
     if not is_flattened(checkpoint, sources, request):
         return checkpoint
     try:
-        found = source_units(checkpoint, request, sources)
+        resolved = source_units(checkpoint, request, sources)
     except NeedsInformationError as error:
         if units is not None:
             raise
@@ -279,7 +281,7 @@ def logical(checkpoint: Checkpoint, sources: Sources, *, units: str | None = Non
             raise
         return _with_problems(checkpoint, error)
     try:
-        named = name_slices(checkpoint, found, sources, replicas=not listing)
+        named = name_slices(checkpoint, resolved, sources, replicas=not listing)
     except SourceCorruptError as error:
         if not listing:
             raise
@@ -291,6 +293,6 @@ def logical(checkpoint: Checkpoint, sources: Sources, *, units: str | None = Non
 
 def _with_problems(checkpoint: Checkpoint, error: SourceCorruptError) -> Checkpoint:
     """``checkpoint`` as it is, with one problem for each thing that ``error`` lists."""
-    found = [Problem("units", f"{error.what}: {detail}", file=error.file) for detail in error.details]
-    found = found or [Problem("units", error.what, file=error.file)]
-    return replace(checkpoint, problems=(*checkpoint.problems, *found))
+    added = [Problem("units", f"{error.what}: {detail}", file=error.file) for detail in error.details]
+    added = added or [Problem("units", error.what, file=error.file)]
+    return replace(checkpoint, problems=(*checkpoint.problems, *added))

@@ -101,9 +101,9 @@ class Units:
 
     def params(self) -> dict[str, UnitParam]:
         """Every original parameter by name, in the order of units, unmanaged ones last."""
-        found = {param.name: param for unit in self.units for param in unit.params}
-        found.update({param.name: param for param in self.unmanaged})
-        return found
+        by_name = {param.name: param for unit in self.units for param in unit.params}
+        by_name.update({param.name: param for param in self.unmanaged})
+        return by_name
 
     def unit_of(self) -> dict[str, Unit]:
         """Each sharded original parameter's unit."""
@@ -133,10 +133,10 @@ class _Module:
     children: dict[str, _Module]
 
     def keys(self) -> list[str]:
-        found = [*self.own, *([self.unit] if self.unit is not None else [])]
+        keys = [*self.own, *([self.unit] if self.unit is not None else [])]
         for child in self.children.values():
-            found.extend(child.keys())
-        return found
+            keys.extend(child.keys())
+        return keys
 
 
 def _traversal(units: Units) -> tuple[str, ...]:
@@ -161,14 +161,14 @@ def _traversal(units: Units) -> tuple[str, ...]:
 
 def flaws(units: Units) -> list[str]:
     """Every contradiction within ``units``, one sentence each; none when they describe one model."""
-    found = [*_repeated(units), *_orders(units)]
+    result = [*_repeated(units), *_orders(units)]
     for unit in units.units:
-        found.extend(_unit_flaws(unit, use_orig_params=units.use_orig_params))
+        result.extend(_unit_flaws(unit, use_orig_params=units.use_orig_params))
     for param in units.params().values():
-        found.extend(_stride_flaws(param))
-    found.extend(_shared_flaws(units))
-    found.extend(_rank_flaws(units))
-    return found
+        result.extend(_stride_flaws(param))
+    result.extend(_shared_flaws(units))
+    result.extend(_rank_flaws(units))
+    return result
 
 
 def _repeated(units: Units) -> Iterator[str]:
@@ -176,8 +176,8 @@ def _repeated(units: Units) -> Iterator[str]:
     yield from (f"parameter {name} is listed {times} times" for name, times in _twice(names))
     yield from (f"unit {prefix!r} is listed {times} times" for prefix, times in _twice(u.prefix for u in units.units))
     yield from (f"parameters: {name} is listed {times} times" for name, times in _twice(units.parameters))
-    held = [key for group in units.groups or () for key in group]
-    yield from (f"groups: {key} is in {times} places" for key, times in _twice(held))
+    listed = [key for group in units.groups or () for key in group]
+    yield from (f"groups: {key} is in {times} places" for key, times in _twice(listed))
 
 
 def _twice(names: Iterable[str]) -> list[tuple[str, int]]:

@@ -134,10 +134,10 @@ def loads(data: bytes, *, source: str) -> Units:
 
 
 def _no_duplicates(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
         raise ValueError(f"a field is given twice among {', '.join(repr(name) for name, _ in pairs[:12])}")
-    return found
+    return fields
 
 
 def decode(document: object, *, source: str) -> Units:

@@ -133,7 +133,7 @@ class FlatLayout:
     def parts(self, rank: int) -> list[FlatPart]:
         """The whole shard of ``rank``, front to back: slices of parameters, alignment (42), right padding (0)."""
         begin, end = self.held(rank)
-        found: list[FlatPart] = []
+        parts: list[FlatPart] = []
         low = int(np.searchsorted(self.start + self.numel, begin, side="right"))
         at = begin
         for index in range(low, len(self.start)):
@@ -143,16 +143,16 @@ class FlatLayout:
             if not numel:
                 continue
             if start > at:
-                found.append(FlatPart(None, 0, start - at, FILLER))
+                parts.append(FlatPart(None, 0, start - at, FILLER))
                 at = start
             count = min(start + numel, end) - at
-            found.append(FlatPart(index, at - start, count))
+            parts.append(FlatPart(index, at - start, count))
             at += count
         if at < end:
-            found.append(FlatPart(None, 0, end - at, FILLER))
+            parts.append(FlatPart(None, 0, end - at, FILLER))
         if self.shard > end - begin:
-            found.append(FlatPart(None, 0, self.shard - (end - begin)))
-        return found
+            parts.append(FlatPart(None, 0, self.shard - (end - begin)))
+        return parts
 
 
 def layout_of(unit: Unit, *, use_orig_params: bool, world_size: int, shard_size: int) -> FlatLayout:

@@ -194,14 +194,14 @@ def _cut(runs: _Runs, parts: int, index: int) -> _Runs:
     """Piece ``index`` of the ``parts`` that torch.chunk cuts the concatenated ``runs`` into."""
     low, size = chunk(sum(length for _, length in runs), parts, index)
     high = low + size
-    found: list[tuple[int, int]] = []
+    cut: list[tuple[int, int]] = []
     at = 0
     for start, length in runs:
         first, last = max(low, at), min(high, at + length)
         if first < last:
-            found.append((start + first - at, last - first))
+            cut.append((start + first - at, last - first))
         at += length
-    return tuple(found)
+    return tuple(cut)
 
 
 def _joined(runs: list[tuple[int, int]]) -> _Runs:

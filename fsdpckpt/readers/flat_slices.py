@@ -56,12 +56,12 @@ def optimizers(root: Value) -> Iterator[tuple[tuple[Key, ...], dict[Key, Value]]
 
 def flat_parameter_keys(root: object) -> list[str]:
     """The keys in ``root``, in models and in optimizers, that name a flat parameter."""
-    found: dict[str, None] = {}
+    flat_keys: dict[str, None] = {}
     for _, mapping in mappings(root):
         inner = mapping.get("state")
         for keys in (mapping, inner if is_optimizer(mapping) and isinstance(inner, dict) else {}):
-            found.update({key: None for key in keys if isinstance(key, str) and is_flat_key(key)})
-    return list(found)
+            flat_keys.update({key: None for key in keys if isinstance(key, str) and is_flat_key(key)})
+    return list(flat_keys)
 
 
 def why_sliced(
@@ -124,8 +124,8 @@ def _differ(tensors: Sequence[Tensor], checksums: Sequence[ChecksumRow]) -> bool
     records = {(file, offset): (nbytes, crc) for file, offset, nbytes, crc in checksums}
     for tensor in tensors:
         places = zip(tensor.chunks.file.tolist(), tensor.chunks.offset.tolist(), strict=True)
-        found = [records.get(place) for place in places]
-        exact = {record for record in found if record is not None and record[0] == tensor.nbytes}
+        sums = [records.get(place) for place in places]
+        exact = {record for record in sums if record is not None and record[0] == tensor.nbytes}
         if len(exact) > 1:
             return True
     return False
@@ -143,20 +143,20 @@ def in_slices(optim: OptimState) -> OptimState:
 
 
 def _entry_in_slices(entry: Mapping[str, Tensor | Value]) -> dict[str, Tensor | Value]:
-    found = {name: as_slices(leaf) if isinstance(leaf, Tensor) else leaf for name, leaf in entry.items()}
-    chunks = [leaf.chunks for leaf in found.values() if isinstance(leaf, Tensor) and leaf.placement == SLICES]
+    leaves = {name: as_slices(leaf) if isinstance(leaf, Tensor) else leaf for name, leaf in entry.items()}
+    chunks = [leaf.chunks for leaf in leaves.values() if isinstance(leaf, Tensor) and leaf.placement == SLICES]
     holders = [rank[size[:, 0] > 0] for rank, size in ((one.rank, one.size) for one in chunks)]
     if not holders or all(len(ranks) == len(one) for ranks, one in zip(holders, chunks, strict=True)):
-        return found
-    return {name: _of_ranks(leaf, np.concatenate(holders)) for name, leaf in found.items()}
+        return leaves
+    return {name: _of_ranks(leaf, np.concatenate(holders)) for name, leaf in leaves.items()}
 
 
 def _of_ranks(leaf: Tensor | Value, ranks: Int64Array) -> Tensor | Value:
     """A 0-dim tensor's replicas on ``ranks``; anything else, and what none of them has, as it is."""
     if not isinstance(leaf, Tensor) or leaf.ndim:
         return leaf
-    held = np.isin(leaf.chunks.rank, ranks)
-    return replace(leaf, chunks=leaf.chunks.take(held)) if held.any() else leaf
+    on_ranks = np.isin(leaf.chunks.rank, ranks)
+    return replace(leaf, chunks=leaf.chunks.take(on_ranks)) if on_ranks.any() else leaf
 
 
 def as_slices(tensor: Tensor) -> Tensor:

@@ -101,9 +101,9 @@ def _take_from_holders(tree: Tree, optim: OptimState, states: tuple[Key, ...]) -
         entry = optim.state.get(key) if isinstance(key, (int, str)) else None
         if entry is None or not isinstance(name, str) or name not in entry:
             continue
-        own = [values[rank] for rank in _holders(entry) if rank < len(values)]
-        if own and all(equal(value, own[0]) for value in own):
-            entry[name] = own[0]
+        held_values = [values[rank] for rank in _holders(entry) if rank < len(values)]
+        if held_values and all(equal(value, held_values[0]) for value in held_values):
+            entry[name] = held_values[0]
             del tree.rank_values[path]
 
 

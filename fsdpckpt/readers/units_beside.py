@@ -46,19 +46,19 @@ def units_beside(entries: Sequence[Entry], sources: Sources) -> BesideUnits | No
     Files that say the same count as one; when they differ, none is chosen. One that is broken is not used: a
     checkpoint that needs no units is read all the same, and one that needs them asks for them.
     """
-    found: list[tuple[str, Units]] = []
+    files: list[tuple[str, Units]] = []
     notes: list[Note] = []
     for entry in entries:
         if _may_hold_units(entry, sources):
             try:
-                found.append((entry.path, _read(entry, sources)))
+                files.append((entry.path, _read(entry, sources)))
             except SourceError as error:
                 notes.append(_unreadable(error))
-    if all(units == found[0][1] for _, units in found[1:]):
-        if not found:
+    if all(units == files[0][1] for _, units in files[1:]):
+        if not files:
             return BesideUnits(None, "", tuple(notes)) if notes else None
-        return BesideUnits(found[0][1], found[0][0], tuple(notes))
-    paths = " and ".join(path for path, _ in found)
+        return BesideUnits(files[0][1], files[0][0], tuple(notes))
+    paths = " and ".join(path for path, _ in files)
     message = f"{paths} are different units files, and none is used: name the right one with --units FILE"
     return BesideUnits(None, paths, (*notes, Note("units-ambiguous", message)))
 

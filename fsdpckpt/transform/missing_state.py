@@ -271,17 +271,17 @@ def state_form(siblings: Mapping[ParamKey, States], param_of: ParamOf, read: Rea
     if len({frozenset(states) for states in siblings.values()}) > 1:
         return StateForm({}, ("the others of its group do not have the same states",))
     doubts: list[str] = []
-    found: dict[str, ZeroForm | Tensor | Value] = {}
+    forms: dict[str, ZeroForm | Tensor | Value] = {}
     for name, first in next(iter(siblings.values())).items():
         values = {key: states[name] for key, states in siblings.items()}
         tensors = {key: value for key, value in values.items() if isinstance(value, Tensor)}
         if len(tensors) == len(values) and any(tensor.ndim for tensor in tensors.values()):
-            found[name] = _zero_form(name, tensors, param_of, doubts)
+            forms[name] = _zero_form(name, tensors, param_of, doubts)
             continue
-        found[name] = first
+        forms[name] = first
         if len({_identity(value, read) for value in values.values()}) > 1:
             doubts.append(f"the others of its group do not agree on {name}")
-    return StateForm(found, tuple(doubts))
+    return StateForm(forms, tuple(doubts))
 
 
 def _identity(value: Tensor | Value, read: Read | None) -> tuple[str, object]:

@@ -84,10 +84,12 @@ def _groups_of(units: Units) -> tuple[tuple[str, ...], ...] | None:
     """The groups by original names; those of a flat parameter follow each other as ``model.parameters()`` has them."""
     if units.groups is None or units.use_orig_params:
         return units.groups
-    held = {unit.key: tuple(param.name for param in unit.params) for unit in units.units}
+    names_of = {unit.key: tuple(param.name for param in unit.params) for unit in units.units}
     rank = {name: index for index, name in enumerate(units.parameters)}
     return tuple(
-        tuple(sorted((name for key in group for name in held.get(key, (key,))), key=lambda name: rank.get(name, -1)))
+        tuple(
+            sorted((name for key in group for name in names_of.get(key, (key,))), key=lambda name: rank.get(name, -1))
+        )
         for group in units.groups
     )
 
@@ -114,8 +116,8 @@ def from_param_names(optim: OptimState, like: Collection[str] = ()) -> Parameter
 
 def _told(group: Mapping[Key, Value]) -> list[str] | None:
     """The clean ``param_names`` of one group, None unless there is one for each key."""
-    params, told = group_params(group) or [], group.get("param_names")
-    names = [clean(name) for name in told if isinstance(name, str)] if isinstance(told, (list, tuple)) else []
+    params, recorded = group_params(group) or [], group.get("param_names")
+    names = [clean(name) for name in recorded if isinstance(name, str)] if isinstance(recorded, (list, tuple)) else []
     return None if len(names) != len(params) or any(map(is_flat_key, names)) else names
 
 
@@ -141,7 +143,7 @@ def from_model(
     """
     if checkpoint.model is None:
         return None
-    told = buffers == ("none",)
+    no_buffers = buffers == ("none",)
     cleaned = [clean(name) for name in checkpoint.model.params]
     renamed = cleaned if like is None else without_module(cleaned, like)
     tensors = {
@@ -154,9 +156,9 @@ def from_model(
     same = _repeated(tensors, checkpoint.checksums)
     names = tuple(name for name in tensors if same.get(name) is not True)
     unsure = {name for name in names if name in same}
-    if not told and any(tensor.sharded for tensor in tensors.values()):
+    if not no_buffers and any(tensor.sharded for tensor in tensors.values()):
         unsure.update(name for name in names if tensors[name].sharded is not True)
-    apart = told or any(tensor.sharded is not None for tensor in tensors.values())
+    apart = no_buffers or any(tensor.sharded is not None for tensor in tensors.values())
     return ParameterOrder(
         names=names,
         shapes={name: tensors[name].shape for name in names},
@@ -188,16 +190,16 @@ def _repeated(tensors: Mapping[str, Tensor], checksums: Checksums) -> dict[str, 
     }
     placed: set[object] = set()
     summed: set[object] = set()
-    found: dict[str, bool] = {}
+    repeats: dict[str, bool] = {}
     for name, tensor in tensors.items():
         place, content = _identity(tensor, sums)
         if place in placed:
-            found[name] = True
+            repeats[name] = True
         elif content in summed:
-            found[name] = False
+            repeats[name] = False
         placed.update([place] if place is not None else [])
         summed.update([content] if content is not None else [])
-    return found
+    return repeats
 
 
 def _identity(tensor: Tensor, sums: Mapping[tuple[int, int], tuple[int, int]]) -> tuple[object, object]:
@@ -208,9 +210,11 @@ def _identity(tensor: Tensor, sums: Mapping[tuple[int, int], tuple[int, int]]) -
     form = (tensor.shape, tensor.dtype.name, chunks.start.tobytes(), chunks.size.tobytes(), chunks.stride.tobytes())
     rows = list(zip(chunks.file.tolist(), chunks.offset.tolist(), strict=True))
     crcs = [sums.get(row) for row in rows]
-    held: list[int] = (chunks.size.prod(axis=1) * tensor.dtype.itemsize).tolist()
+    nbytes_of_chunks: list[int] = (chunks.size.prod(axis=1) * tensor.dtype.itemsize).tolist()
     known = all(
-        crc is not None and crc[1] and crc[0] == nbytes for crc, nbytes in zip(crcs, held, strict=True) if nbytes
+        crc is not None and crc[1] and crc[0] == nbytes
+        for crc, nbytes in zip(crcs, nbytes_of_chunks, strict=True)
+        if nbytes
     )
     return (form, tuple(rows)), (form, tuple(crcs)) if known else None
 
@@ -218,34 +222,36 @@ def _identity(tensor: Tensor, sums: Mapping[tuple[int, int], tuple[int, int]]) -
 def contradictions(used: ParameterOrder, other: ParameterOrder, keyed: Collection[str]) -> list[str]:
     """Everything in which ``other`` does not agree with the order that is used. ``keyed``: the optimizer's names."""
     known = {*other.names, *(other.shared or ())}
-    found = [f"{name} is not in {other.source}" for name in keyed if name not in known]
-    found += _other_shapes(used, other)
+    result = [f"{name} is not in {other.source}" for name in keyed if name not in known]
+    result += _other_shapes(used, other)
     if used.shared is not None and other.buffers_apart:
-        mine = {*used.names, *used.shared}
-        missing = [name for name in other.names if name not in mine and name not in other.optional]
-        found += [f"{name} of {other.source} is not in {used.source}" for name in missing]
+        known_names = {*used.names, *used.shared}
+        missing = [name for name in other.names if name not in known_names and name not in other.optional]
+        result += [f"{name} of {other.source} is not in {used.source}" for name in missing]
     if used.groups is not None and other.groups is not None:
-        found += _other_groups(used, other)
+        result += _other_groups(used, other)
     if used.certain and other.certain and used.of_model and other.of_model:
-        found += _other_order(used, other)
-    return found
+        result += _other_order(used, other)
+    return result
 
 
 def _other_shapes(used: ParameterOrder, other: ParameterOrder) -> list[str]:
     return [
-        f"{name} has shape {list(mine)} in {used.source}, {list(its)} in {other.source}"
+        f"{name} has shape {list(shape)} in {used.source}, {list(other_shape)} in {other.source}"
         for name in used.names
-        if (mine := used.shape(name)) is not None and (its := other.shape(name)) is not None and mine != its
+        if (shape := used.shape(name)) is not None
+        and (other_shape := other.shape(name)) is not None
+        and shape != other_shape
     ]
 
 
 def _other_groups(used: ParameterOrder, other: ParameterOrder) -> list[str]:
-    mine, its = used.groups or (), other.groups or ()
-    if len(mine) != len(its):
-        return [f"{used.source} has {len(mine)} groups, {other.source} {len(its)}"]
+    groups, other_groups = used.groups or (), other.groups or ()
+    if len(groups) != len(other_groups):
+        return [f"{used.source} has {len(groups)} groups, {other.source} {len(other_groups)}"]
     return [
         f"group {number}: {used.source} and {other.source} list other parameters, or in another order"
-        for number, (one, two) in enumerate(zip(mine, its, strict=True))
+        for number, (one, two) in enumerate(zip(groups, other_groups, strict=True))
         if one != two
     ]
 
@@ -256,9 +262,9 @@ def _other_order(used: ParameterOrder, other: ParameterOrder) -> list[str]:
     Optional names are left out: FSDP1 registers the parameters it manages again, behind those it ignores.
     """
     unsure = used.optional | other.optional
-    mine, its = set(used.names) - unsure, set(other.names) - unsure
-    one = [name for name in used.names if name in its and name in mine]
-    two = [name for name in other.names if name in mine and name in its]
+    sure, other_sure = set(used.names) - unsure, set(other.names) - unsure
+    one = [name for name in used.names if name in other_sure and name in sure]
+    two = [name for name in other.names if name in sure and name in other_sure]
     for first, second in zip(one, two, strict=True):
         if first != second:
             return [f"{used.source} and {other.source} differ in order: one has {first} where the other has {second}"]

@@ -91,17 +91,17 @@ def _require_param_names(
     """Groups that name their parameters, even if not all do, must name them alike."""
     wrong = []
     for group in optim.param_groups or ():
-        told, params = group.get("param_names"), group_params(group) or []
+        recorded, params = group.get("param_names"), group_params(group) or []
         if (
-            not isinstance(told, (list, tuple))
-            or len(told) != len(params)
-            or any(is_flat_key(str(name)) for name in told)
+            not isinstance(recorded, (list, tuple))
+            or len(recorded) != len(params)
+            or any(is_flat_key(str(name)) for name in recorded)
         ):
             continue
-        for key, name in zip(params, told, strict=True):
-            mine = str(names.get(key))
-            if clean(str(name)) not in (mine, f"module.{mine}"):
-                wrong.append(f"id {key} is {clean(str(name))} in param_names, {mine} in {order.source}")
+        for key, name in zip(params, recorded, strict=True):
+            expected = str(names.get(key))
+            if clean(str(name)) not in (expected, f"module.{expected}"):
+                wrong.append(f"id {key} is {clean(str(name))} in param_names, {expected} in {order.source}")
     if wrong:
         raise contradicted(f"the param_names of {checkpoint.source} contradict {order.source}", wrong)
 
@@ -127,8 +127,8 @@ def _require_known(checkpoint: Checkpoint, listed: Sequence[Sequence[str]], orde
     known, every = set(order.names), list(chain(*listed))
     wrong = [f"{name} is not in {order.source}" for name in every if clean(name) not in known]
     wrong += [f"{name} is listed {every.count(name)} times" for name in map(str, repeated(every))]
-    here = set(every)
-    unlisted = [key for key in optim.state if isinstance(key, str) and key not in here and clean(key) in known]
+    listed_names = set(every)
+    unlisted = [key for key in optim.state if isinstance(key, str) and key not in listed_names and clean(key) in known]
     wrong += [f"{key} has states, and no group lists it" for key in unlisted]
     for name in every:
         stated = stated_shapes(optim.state.get(name, {}))
@@ -142,9 +142,9 @@ def _require_known(checkpoint: Checkpoint, listed: Sequence[Sequence[str]], orde
 
 def _sorted_group(names: Sequence[str], index: int, order: ParameterOrder, checkpoint: Checkpoint) -> list[str]:
     """One group's names in the order of their ids."""
-    told = order.groups
-    if told is not None:
-        place = {name: at for at, name in enumerate(told[index])} if index < len(told) else {}
+    groups = order.groups
+    if groups is not None:
+        place = {name: at for at, name in enumerate(groups[index])} if index < len(groups) else {}
         stray = [name for name in names if clean(name) not in place]
         if stray:
             wrong = [f"{name} is not in group {index} of {order.source}" for name in stray]
@@ -158,15 +158,15 @@ def _sorted_group(names: Sequence[str], index: int, order: ParameterOrder, check
             "of a torch or DCP checkpoint of this model",
         )
     place = {name: at for at, name in enumerate(order.names)}
-    found = sorted(names, key=lambda name: place[clean(name)])
-    if found != list(names) and any(note.kind == "groups-rebuilt" for note in checkpoint.notes):
+    ordered = sorted(names, key=lambda name: place[clean(name)])
+    if ordered != list(names) and any(note.kind == "groups-rebuilt" for note in checkpoint.notes):
         raise NeedsInformationError(
             f"the optimizer of {checkpoint.source} lists its parameters in another order than {order.source}",
             why="its groups were rebuilt from equal hyper-parameters, so there may have been more of them, and ids "
             "count group by group",
             next_step="add --units FILE, which says the parameters of every group",
         )
-    return found
+    return ordered
 
 
 def _rekeyed(optim: OptimState, keys: Mapping[ParamKey, ParamKey], source: str) -> OptimState:
@@ -199,8 +199,8 @@ def _rekeyed_group(
 
 def _sorted_apart(params: Sequence[ParamKey], names: Sequence[Value]) -> bool:
     """Whether both list the same names in different orders, as after ``FSDP.rekey_optim_state_dict``."""
-    keys, told = [clean(str(key)) for key in params], [clean(str(name)) for name in names]
-    return keys != told and sorted(keys) == sorted(told)
+    keys, recorded = [clean(str(key)) for key in params], [clean(str(name)) for name in names]
+    return keys != recorded and sorted(keys) == sorted(recorded)
 
 
 _CANDIDATES = 48  # ids whose candidates are listed: each is compared with every name
@@ -267,33 +267,33 @@ def _required(order: ParameterOrder) -> tuple[str, ...]:
 
 def _misfits(ids: Ids, names: Sequence[str], order: ParameterOrder) -> list[str]:
     """Every id whose states do not have the shape of its name."""
-    found = []
+    misfits = []
     for number, name in zip(ids.every, names, strict=False):
         stated = ids.stated[number]
         if not fits(order.shape(name), stated):
             shapes = ", ".join(str(list(shape)) for shape in sorted(stated))
-            found.append(f"id {number} has states of shape {shapes}, {name} is {list(order.shape(name) or ())}")
-    return found
+            misfits.append(f"id {number} has states of shape {shapes}, {name} is {list(order.shape(name) or ())}")
+    return misfits
 
 
 def _by_groups(
     ids: Ids, order: ParameterOrder, groups: tuple[tuple[str, ...], ...], source: str
 ) -> dict[ParamKey, ParamKey]:
     """The source knows the groups: nothing is left to find, all to be proved."""
-    held = ids.groups
-    if held is not None and [len(group) for group in held] != [len(group) for group in groups]:
+    id_groups = ids.groups
+    if id_groups is not None and [len(group) for group in id_groups] != [len(group) for group in groups]:
         wrong = [
-            f"groups of {', '.join(str(len(group)) for group in held)} ids in the optimizer",
+            f"groups of {', '.join(str(len(group)) for group in id_groups)} ids in the optimizer",
             f"groups of {', '.join(str(len(group)) for group in groups)} parameters in {order.source}",
         ]
         raise contradicted(f"the optimizer of {source} does not fit {order.source}", wrong)
     names = tuple(chain(*groups))
-    if held is None and ids.every[-1] >= len(names):
+    if id_groups is None and ids.every[-1] >= len(names):
         raise contradicted(
             f"the optimizer of {source} does not fit {order.source}",
             [f"id {ids.every[-1]} is beyond the {len(names)} parameters of the groups"],
         )
-    taken = names if held is not None else tuple(names[number] for number in ids.every)
+    taken = names if id_groups is not None else tuple(names[number] for number in ids.every)
     _require_fit(ids, taken, order, source)
     return dict(zip(ids.every, taken, strict=True))
 
@@ -352,9 +352,11 @@ def _possible_names(ids: Ids, names: Sequence[str], possible: Callable[[int, int
     """What each of the first ids may be, in words."""
     lines = []
     for at, number in enumerate(ids.every[:_CANDIDATES]):
-        found = [names[name] for name in range(len(names)) if possible(at, name)]
-        if len(found) > 1:
-            lines.append(f"id {number} may be {', '.join(found[:4])}{' ...' if len(found) > 4 else ''}")
+        possible_names = [names[name] for name in range(len(names)) if possible(at, name)]
+        if len(possible_names) > 1:
+            lines.append(
+                f"id {number} may be {', '.join(possible_names[:4])}{' ...' if len(possible_names) > 4 else ''}"
+            )
     return lines
 
 

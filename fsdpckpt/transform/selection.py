@@ -41,14 +41,16 @@ def select_section(checkpoint: Checkpoint, only: Section | None) -> Checkpoint:
         return checkpoint
     found = {Section.MODEL: checkpoint.model is not None, Section.OPTIM: checkpoint.optim is not None}
     if not found.get(only, False):
-        present = ", ".join(section for section, there in found.items() if there) or "neither model nor optimizer"
+        present = (
+            ", ".join(section for section, is_present in found.items() if is_present) or "neither model nor optimizer"
+        )
         raise SourceMissingError(
             f"{checkpoint.source} has no {only} section",
             expected=str(only),
             found=present,
             next_step=f"fsdpckpt inspect {shlex.quote(checkpoint.source)}  # shows what it holds",
         )
-    dropped = [name for name, there in found.items() if there and name != only]
+    dropped = [name for name, is_present in found.items() if is_present and name != only]
     dropped.extend([Section.EXTRA] if checkpoint.extra or checkpoint.rank_extra else [])
     notes = [Note("dropped", f"--only {only}: the section {name} was left out") for name in dropped]
     return replace(
@@ -145,8 +147,8 @@ def _closest(given: str, names: Sequence[str]) -> list[str]:
     prefixes = (name.rpartition(".")[0] for name in names)
     known = dict.fromkeys((*(prefix for prefix in prefixes if prefix), *names))
     bare = given.strip("*.")
-    found = get_close_matches(bare, known, n=3, cutoff=0.6) or [name for name in known if bare and bare in name][:3]
-    return [f"{name} is there" for name in found]
+    closest = get_close_matches(bare, known, n=3, cutoff=0.6) or [name for name in known if bare and bare in name][:3]
+    return [f"{name} is there" for name in closest]
 
 
 def _list_keys(checkpoint: Checkpoint) -> str:
@@ -303,13 +305,13 @@ class _Records:
         chunks = tensor.chunks
         keys = self._key(chunks.file[rows], chunks.offset[rows])
         at = np.searchsorted(self._keys, keys)
-        found = np.full(len(rows), -1, np.int64)
+        rows_of = np.full(len(rows), -1, np.int64)
         inside = np.flatnonzero(at < len(self._keys))
         inside = inside[self._keys[at[inside]] == keys[inside]]
         record = self._order[at[inside]]
         exact = self._checksums.nbytes[record] == tensor.nbytes
-        found[inside[exact]] = self._checksums.crc[record[exact]]
-        return found
+        rows_of[inside[exact]] = self._checksums.crc[record[exact]]
+        return rows_of
 
     @staticmethod
     def _key(file: Int64Array, offset: Int64Array) -> Int64Array:

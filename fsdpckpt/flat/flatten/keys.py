@@ -92,12 +92,12 @@ def _group_division(unit: Unit, places: Mapping[str, int]) -> str | None:
         by_group.setdefault(places.get(param.name), []).append(param.name)
     if len(by_group) < 2:
         return None
-    told = []
+    parts = []
     for number, names in by_group.items():
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         place = "in no group" if number is None else f"in group {number}"
-        told.append(f"{', '.join(names[:_SHOWN])}{more} {place}")
-    return f"unit {unit.prefix or 'root'!r}: {'; '.join(told)}"
+        parts.append(f"{', '.join(names[:_SHOWN])}{more} {place}")
+    return f"unit {unit.prefix or 'root'!r}: {'; '.join(parts)}"
 
 
 def _ordered(
@@ -123,13 +123,13 @@ def _ordered(
     return order, (Note("inferred", message + ", ".join(map(str, moved))),)
 
 
-def _other_groups(found: Sequence[Sequence[str]], expected: Sequence[Sequence[str]]) -> list[str]:
-    if len(found) != len(expected):
-        return [f"the checkpoint has {len(found)} param groups, the units have {len(expected)}"]
+def _other_groups(listed: Sequence[Sequence[str]], expected: Sequence[Sequence[str]]) -> list[str]:
+    if len(listed) != len(expected):
+        return [f"the checkpoint has {len(listed)} param groups, the units have {len(expected)}"]
     wrong = []
-    for number, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
-        only = [key for key in mine if key not in set(theirs)]
-        missing = [key for key in theirs if key not in set(mine)]
+    for number, (members, recorded) in enumerate(zip(listed, expected, strict=True)):
+        only = [key for key in members if key not in set(recorded)]
+        missing = [key for key in recorded if key not in set(members)]
         wrong += [f"group {number}: {key} is not in it by the units" for key in only]
         wrong += [f"group {number}: {key} is in it by the units, and not in the checkpoint" for key in missing]
     return wrong
@@ -157,12 +157,12 @@ _WRAPPED = "_fsdp_wrapped_module"
 def wrapped_name(name: str, prefixes: Collection[str]) -> str:
     """``name`` of a parameter or unit as ``named_parameters()`` of a model gives it that is wrapped at ``prefixes``."""
     words = name.split(".")
-    found: list[str] = []
+    path: list[str] = []
     for index, word in enumerate(words):
         if ".".join(words[:index]) in prefixes:
-            found.append(_WRAPPED)
-        found.append(word)
-    return ".".join(found)
+            path.append(_WRAPPED)
+        path.append(word)
+    return ".".join(path)
 
 
 def wrapped_metadata(metadata: Value, units: Units) -> Value:
@@ -174,13 +174,13 @@ def wrapped_metadata(metadata: Value, units: Units) -> Value:
     for key, value in metadata.items():
         # Of a wrapper and the module in it, the module comes later and stays.
         bare[".".join(word for word in str(key).split(".") if word != _WRAPPED)] = value
-    found: OrderedDict[Key, Value] = OrderedDict()
+    wrapped: OrderedDict[Key, Value] = OrderedDict()
     for path, value in bare.items():
         name = wrapped_name(path, prefixes) if path else path
-        found[name] = {"version": 1} if path in prefixes else value
+        wrapped[name] = {"version": 1} if path in prefixes else value
         if path in prefixes:
-            found[f"{name}.{_WRAPPED}" if name else _WRAPPED] = value
-    return found
+            wrapped[f"{name}.{_WRAPPED}" if name else _WRAPPED] = value
+    return wrapped
 
 
 @dataclass(slots=True)
@@ -207,18 +207,18 @@ def state_dict_order(names: Iterable[str], units: Units) -> list[str]:
         for word in path:
             module = module.children.setdefault(word, _Module())
         (module.params if name in known else module.others).append(name)
-    found: list[str] = []
-    _list_module(root, "", {unit.prefix: unit.key for unit in units.units}, found, last=units.use_orig_params)
-    return found
+    keys: list[str] = []
+    _list_module(root, "", {unit.prefix: unit.key for unit in units.units}, keys, last=units.use_orig_params)
+    return keys
 
 
-def _list_module(module: _Module, path: str, flat: dict[str, str], found: list[str], *, last: bool) -> None:
-    found.extend(module.params)
+def _list_module(module: _Module, path: str, flat: dict[str, str], keys: list[str], *, last: bool) -> None:
+    keys.extend(module.params)
     key = flat.get(path)
     if key is not None and not last:
-        found.append(key)
-    found.extend(module.others)
+        keys.append(key)
+    keys.extend(module.others)
     for word, child in module.children.items():
-        _list_module(child, f"{path}.{word}" if path else word, flat, found, last=last)
+        _list_module(child, f"{path}.{word}" if path else word, flat, keys, last=last)
     if key is not None and last:
-        found.append(key)
+        keys.append(key)

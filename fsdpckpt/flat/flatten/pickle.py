@@ -152,10 +152,12 @@ class FlatPickle(ShardedTensorPickle):
         layout = value.placed.layout
         index, _ = self.group()
         first = self.rank - index
-        own = None if value.shard is None else (index, self._view(value.shard, 0, value.shard.numel))
+        local_shard = None if value.shard is None else (index, self._view(value.shard, 0, value.shard.numel))
         boxes = value.placed.boxes
         shards = ShardList((layout.total, layout.shard), tuple(range(first, first + len(boxes))), boxes)
-        self.sharded_tensor((layout.total,), value.dtype, shards, own, requires_grad=value.placed.unit.requires_grad)
+        self.sharded_tensor(
+            (layout.total,), value.dtype, shards, local_shard, requires_grad=value.placed.unit.requires_grad
+        )
 
 
 def _write_item(file: TargetFile, tensor: Tensor, param: UnitParam, begin: int, count: int, dtype: DType) -> None:

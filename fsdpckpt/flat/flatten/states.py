@@ -51,18 +51,18 @@ def unit_states(
 
     Raises NeedsInformationError that lists the units of which only some parameters have states.
     """
-    found: dict[str, UnitStates] = {}
+    states_of_units: dict[str, UnitStates] = {}
     wrong: list[str] = []
     partly: list[str] = []
     for one in placed:
         unit = one.unit
         params = deciding_params(unit)
-        held = [states for param in params if (states := state.get(param.name)) is not None]
-        if held and len(held) < len(params):
+        param_states = [states for param in params if (states := state.get(param.name)) is not None]
+        if param_states and len(param_states) < len(params):
             without = [param.name for param in params if param.name not in state]
             partly.append(f"{_unit_text(unit)}: no state for {', '.join(without)}")
-        elif held:
-            found[unit.key] = _Merge(unit, casts, wrong).states(held)
+        elif param_states:
+            states_of_units[unit.key] = _Merge(unit, casts, wrong).states(param_states)
     if partly:
         raise NeedsInformationError(
             f"{checkpoint.source}: only some parameters of a unit have optimizer states",
@@ -70,7 +70,7 @@ def unit_states(
             why="with use_orig_params=False a unit's states are one tensor over all of its parameters",
             next_step="--missing-state zeros, or --use-orig-params",
         )
-    return found, wrong
+    return states_of_units, wrong
 
 
 def deciding_params(unit: Unit) -> Sequence[UnitParam]:
@@ -90,15 +90,15 @@ class _Merge:
     casts: Mapping[Tensor, DType]
     wrong: list[str]
 
-    def states(self, held: Sequence[Mapping[str, _State]]) -> UnitStates:
+    def states(self, param_states: Sequence[Mapping[str, _State]]) -> UnitStates:
         """``held``: the states of each parameter of ``deciding_params``, in the unit's order."""
-        params, first = deciding_params(self.unit), held[0]
-        for param, states in zip(params, held, strict=True):
+        params, first = deciding_params(self.unit), param_states[0]
+        for param, states in zip(params, param_states, strict=True):
             if states.keys() != first.keys():
-                told = f"{params[0].name} has the states {', '.join(first)}, {param.name} {', '.join(states)}"
-                self.wrong.append(f"{_unit_text(self.unit)}: {told}")
+                difference = f"{params[0].name} has the states {', '.join(first)}, {param.name} {', '.join(states)}"
+                self.wrong.append(f"{_unit_text(self.unit)}: {difference}")
                 return {}
-        return {item: self._state(item, [states[item] for states in held]) for item in first}
+        return {item: self._state(item, [states[item] for states in param_states]) for item in first}
 
     def _state(self, item: str, leaves: Sequence[_State]) -> FlatState | Tensor | Value:
         if not self._agreed(item, [_kind(leaf) for leaf in leaves]):
@@ -107,12 +107,12 @@ class _Merge:
             return self._common(item, leaves)
         params = deciding_params(self.unit)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        own = [tensor.shape == param.shape for tensor, param in zip(tensors, params, strict=True)]
-        if (item == "step" or not all(own)) and all(tensor.shape == (1,) for tensor in tensors):
+        fitting = [tensor.shape == param.shape for tensor, param in zip(tensors, params, strict=True)]
+        if (item == "step" or not all(fitting)) and all(tensor.shape == (1,) for tensor in tensors):
             return tensors[0]
         self.wrong.extend(
             shape_mismatch(param, item, tensor)
-            for tensor, param, fits in zip(tensors, params, own, strict=True)
+            for tensor, param, fits in zip(tensors, params, fitting, strict=True)
             if not fits
         )
         dtypes = [self.casts.get(tensor, tensor.dtype) for tensor in tensors]
@@ -128,8 +128,8 @@ class _Merge:
         named: dict[str, str] = {}
         for kind, param in zip(kinds, deciding_params(self.unit), strict=True):
             named.setdefault(kind, param.name)
-        told = ", ".join(f"{kind} for {name}" for kind, name in named.items())
-        self.wrong.append(f"{_unit_text(self.unit)}, state {item}: {told}")
+        kinds_text = ", ".join(f"{kind} for {name}" for kind, name in named.items())
+        self.wrong.append(f"{_unit_text(self.unit)}, state {item}: {kinds_text}")
         return False
 
     def _common(self, item: str, leaves: Sequence[_State]) -> _State:
@@ -137,8 +137,8 @@ class _Merge:
         first, params = leaves[0], deciding_params(self.unit)
         for param, leaf in zip(params, leaves, strict=True):
             if not _same(first, leaf):
-                told = f"{_truncate(first)} for {params[0].name}, {_truncate(leaf)} for {param.name}"
-                self.wrong.append(f"{_unit_text(self.unit)}, state {item}: {told}")
+                difference = f"{_truncate(first)} for {params[0].name}, {_truncate(leaf)} for {param.name}"
+                self.wrong.append(f"{_unit_text(self.unit)}, state {item}: {difference}")
                 break
         return first
 
@@ -244,14 +244,14 @@ class FlatOptimizer:
 
     def _slices(self, rank: int) -> dict[str, tuple[int, int]]:
         """Of which parameters ``rank`` holds elements: [begin, begin + count) each."""
-        found = {}
+        ranges = {}
         for placed in self._placed.values():
             if placed.sharded:
                 params = placed.unit.params
                 for part in placed.parts(rank):
                     if part.param is not None:
-                        found[params[part.param].name] = part.begin, part.count
-        return found
+                        ranges[params[part.param].name] = part.begin, part.count
+        return ranges
 
     def _slice_entry(self, name: str, states: Mapping[str, Tensor | Value], begin: int, count: int) -> dict[str, Any]:
         param = self._params[name]
@@ -322,8 +322,8 @@ def _disagreements(unit: Unit, optim: OptimState, checkpoint: Checkpoint, source
                 seen.setdefault(_identity(leaf, checkpoint, sources), []).append(param.name)
     for state, seen in values.items():
         if len(seen) > 1:
-            told = "; ".join(f"{_shown(value)} for {_names(names)}" for value, names in seen.items())
-            yield f"unit {unit.prefix or 'root'!r}, state {state}: {told}"
+            values_text = "; ".join(f"{_shown(value)} for {_names(names)}" for value, names in seen.items())
+            yield f"unit {unit.prefix or 'root'!r}, state {state}: {values_text}"
 
 
 def _is_scalar(state: str, leaf: Tensor, param: UnitParam) -> bool:

@@ -106,16 +106,16 @@ class FlatModel:
 
     def value(self, rank: int) -> OrderedDict[str, Any]:
         """The state dict of ``rank``."""
-        held: dict[str, Any] = {}
+        flat_values: dict[str, Any] = {}
         for placed in self._cut:
-            held.update(self._of_unit(placed, rank))
-        found: OrderedDict[str, Any] = OrderedDict()
+            flat_values.update(self._of_unit(placed, rank))
+        state_dict: OrderedDict[str, Any] = OrderedDict()
         for key in self._keys:
-            cut = held.get(self._first.get(key, key))
-            found[key] = self._whole(key) if cut is None else cut
+            cut = flat_values.get(self._first.get(key, key))
+            state_dict[key] = self._whole(key) if cut is None else cut
         if self._metadata is not None:
-            vars(found)["_metadata"] = self._metadata
-        return found
+            vars(state_dict)["_metadata"] = self._metadata
+        return state_dict
 
     def _of_unit(self, placed: PlacedUnit, rank: int) -> dict[str, Any]:
         """The flat parameter, and with ``use_orig_params=True`` the slice of every parameter in it."""
@@ -123,16 +123,16 @@ class FlatModel:
         parts = [part for part in placed.parts(rank) if part.param is not None or part.filler]
         numel = sum(part.count for part in parts)
         shard = FlatShard(unit.params, self._tensors[unit.key], parts, dtype, numel) if numel else None
-        found: dict[str, Any] = {unit.key: FlatParameter(placed, shard, dtype)}
+        values: dict[str, Any] = {unit.key: FlatParameter(placed, shard, dtype)}
         if self._units.use_orig_params:
             nothing = FlatView(None, 0, 0, dtype)
-            found.update(dict.fromkeys((param.name for param in unit.params), nothing))
+            values.update(dict.fromkeys((param.name for param in unit.params), nothing))
             offset = 0
             for part in parts:
                 if part.param is not None:
-                    found[unit.params[part.param].name] = FlatView(shard, offset, part.count, dtype)
+                    values[unit.params[part.param].name] = FlatView(shard, offset, part.count, dtype)
                 offset += part.count
-        return found
+        return values
 
     def _whole(self, key: str) -> Any:
         leaf = self._leaves[key]
@@ -146,23 +146,23 @@ class FlatModel:
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     def _unit_dtypes(self, checkpoint: Checkpoint) -> dict[str, DType]:
-        found, wrong = {}, []
+        unit_dtypes, wrong = {}, []
         for placed in self._cut:
             tensors = self._tensors[placed.unit.key]
             dtypes: dict[str, UnitParam] = {}
             for tensor, param in zip(tensors, placed.unit.params, strict=True):
                 dtypes.setdefault(self._dtype(tensor).name, param)
             if len(dtypes) > 1:
-                told = ", ".join(f"{param.name} is {dtype}" for dtype, param in dtypes.items())
-                wrong.append(f"unit {placed.unit.prefix or 'root'!r}: {told}")
-            found[placed.unit.key] = self._dtype(tensors[0])
+                dtypes_text = ", ".join(f"{param.name} is {dtype}" for dtype, param in dtypes.items())
+                wrong.append(f"unit {placed.unit.prefix or 'root'!r}: {dtypes_text}")
+            unit_dtypes[placed.unit.key] = self._dtype(tensors[0])
         if wrong:
             raise SourceUnsupportedError(
                 f"{checkpoint.source}: the parameters of a flat parameter have one dtype, and these have several",
                 details=wrong,
                 next_step="wrap them apart, or cast them to one: --dtype",
             )
-        return found
+        return unit_dtypes
 
     def _ordered(self) -> list[str]:
         cut = {unit.unit.key for unit in self._cut}

@@ -63,10 +63,10 @@ def units_from_model(
 
 
 def _module_class(given: str | type[nn.Module]) -> type[nn.Module]:
-    found = import_object(given, "--wrap") if isinstance(given, str) else given
-    if not isinstance(found, type) or not issubclass(found, nn.Module):
+    module_class = import_object(given, "--wrap") if isinstance(given, str) else given
+    if not isinstance(module_class, type) or not issubclass(module_class, nn.Module):
         raise UsageError(f"{given} is no module class", next_step="--wrap package.module:Class")
-    return found
+    return module_class
 
 
 def build_on_meta(factory: str | Callable[[], nn.Module]) -> nn.Module:
@@ -126,7 +126,7 @@ def units_of_plain_model(
         for unit in wrapping.units
     )
     managed = {param.name for unit in units for param in unit.params}
-    found = Units(
+    result = Units(
         units=units,
         use_orig_params=use_orig_params,
         parameters=tuple(name for name, _ in parameters),
@@ -134,18 +134,18 @@ def units_of_plain_model(
         shared=_shared(wrapping, parameters, managed, use_orig_params=use_orig_params),
         shard_size=shard_size,
     )
-    _check(found)
-    return found
+    _check(result)
+    return result
 
 
 def _shared(
     wrapping: SimulatedWrapping, parameters: list[tuple[str, nn.Parameter]], managed: set[str], *, use_orig_params: bool
 ) -> tuple[tuple[str, str], ...]:
     listed = {name for name, _ in parameters if use_orig_params or name not in managed}
-    found = dict(wrapping.shared)
+    first_names = dict(wrapping.shared)
     for later, first in wrapping.aliases(listed):
-        found.setdefault(later, first)
-    return tuple(found.items())
+        first_names.setdefault(later, first)
+    return tuple(first_names.items())
 
 
 def _refuse_wrapped(model: nn.Module) -> None:
@@ -268,10 +268,10 @@ class SimulatedWrapping:
 
     def run(self, chosen: Collection[int]) -> None:
         """Wrap the modules ``chosen`` (by identity), children before parents, the root last and always."""
-        found: list[tuple[str, nn.Module]] = []
-        _post_order(self.model, "", found, {id(self.model)})
+        modules: list[tuple[str, nn.Module]] = []
+        _post_order(self.model, "", modules, {id(self.model)})
         shared: dict[str, list[tuple[str, str]]] = {}
-        for prefix, module in found:
+        for prefix, module in modules:
             if module is self.model or id(module) in chosen:
                 self._wrap(prefix, module, shared)
         # Found children first, and listed as model.parameters() lists flat parameters: parents first.
@@ -323,12 +323,12 @@ class SimulatedWrapping:
         known = {id(param): name for unit in self.units for name, param in unit.params} if self.use_orig_params else {}
         seen: set[int] = set()
         for path, module in self.model.named_modules():
-            own = self.own[id(module)] if self.use_orig_params else _own(module)
+            params = self.own[id(module)] if self.use_orig_params else _own(module)
             left = {id(param) for _, param in self.own[id(module)]}
-            for name, param in own:
-                held = self.names.get((id(module), name))
-                if not self.use_orig_params and held is not None:
-                    yield held, param
+            for name, param in params:
+                flattened_name = self.names.get((id(module), name))
+                if not self.use_orig_params and flattened_name is not None:
+                    yield flattened_name, param
                 elif id(param) in left and id(param) not in seen:
                     seen.add(id(param))
                     yield known.get(id(param), joined(path, name)), param
@@ -347,12 +347,12 @@ def _own(module: nn.Module) -> Named:
     return list(module.named_parameters(recurse=False, remove_duplicate=False))
 
 
-def _post_order(module: nn.Module, prefix: str, found: list[tuple[str, nn.Module]], seen: set[int]) -> None:
+def _post_order(module: nn.Module, prefix: str, modules: list[tuple[str, nn.Module]], seen: set[int]) -> None:
     for name, child in module.named_children():
         if id(child) not in seen:
             seen.add(id(child))
-            _post_order(child, joined(prefix, name), found, seen)
-    found.append((prefix, module))
+            _post_order(child, joined(prefix, name), modules, seen)
+    modules.append((prefix, module))
 
 
 def import_object(reference: str, option: str) -> object:
@@ -365,11 +365,11 @@ def import_object(reference: str, option: str) -> object:
         raise UsageError(
             f"{option} takes package.module:name, and {reference!r} is none", next_step=f"{option} package.module:name"
         )
-    here = os.getcwd()
-    if here not in sys.path:
-        sys.path.insert(0, here)
+    directory = os.getcwd()
+    if directory not in sys.path:
+        sys.path.insert(0, directory)
     try:
-        found: object = import_module(module_name)
+        target: object = import_module(module_name)
     except (Exception, SystemExit) as error:  # the user's own code, which may raise anything, or be a script
         raise UsageError(
             f"{option} {reference}: {module_name} could not be imported: {type(error).__name__}: {error}",
@@ -377,7 +377,7 @@ def import_object(reference: str, option: str) -> object:
             next_step=f"python -c 'import {module_name}'  # shows where it fails",
         ) from error
     for word in name.split("."):
-        if not hasattr(found, word):
+        if not hasattr(target, word):
             raise UsageError(f"{option} {reference}: there is no {word!r}", next_step=f"{option} package.module:name")
-        found = getattr(found, word)
-    return found
+        target = getattr(target, word)
+    return target

@@ -90,7 +90,7 @@ def fsdp_modules(model: nn.Module) -> list[FsdpModule]:
     parameters, in module pre-order, which is the order of flat parameters in ``model.parameters()``."""
     from torch.distributed.fsdp._common_utils import _get_module_fsdp_state
 
-    found: list[FsdpModule] = []
+    modules: list[FsdpModule] = []
     seen: set[int] = set()
     for name, module in model.named_modules():
         state = _get_module_fsdp_state(module)
@@ -98,8 +98,8 @@ def fsdp_modules(model: nn.Module) -> list[FsdpModule]:
         if handle is None or id(handle) in seen:
             continue
         seen.add(id(handle))
-        found.append(FsdpModule(clean(name), state, handle))
-    return found
+        modules.append(FsdpModule(clean(name), state, handle))
+    return modules
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ def shared(
 
 def groups(optimizer: torch.optim.Optimizer, keys: dict[int, str]) -> tuple[tuple[str, ...], ...]:
     """Each group of the optimizer, in the order of ids. Raises UsageError for parameters of another model."""
-    found = []
+    named_groups = []
     for number, group in enumerate(optimizer.param_groups):
         strange = [tuple(param.shape) for param in group["params"] if id(param) not in keys]
         if strange:
@@ -189,8 +189,8 @@ def groups(optimizer: torch.optim.Optimizer, keys: dict[int, str]) -> tuple[tupl
                 why="the optimizer was made from the model before it was wrapped, or from another model",
                 next_step="make the optimizer after wrapping, from the wrapped model's parameters()",
             )
-        found.append(tuple(keys[id(param)] for param in group["params"]))
-    return tuple(found)
+        named_groups.append(tuple(keys[id(param)] for param in group["params"]))
+    return tuple(named_groups)
 
 
 def module_parameters(model: nn.Module, managed: list[FsdpModule]) -> Iterator[tuple[str, bool]]:
@@ -199,10 +199,10 @@ def module_parameters(model: nn.Module, managed: list[FsdpModule]) -> Iterator[t
     Flat parameters remember the parameters of each module in order. Of ignored ones beside them only the order among
     themselves is known; they are listed first, as in the wrapped model.
     """
-    held: dict[int, list[str]] = {}
+    flattened_names: dict[int, list[str]] = {}
     for one in managed:
         for info, name in zip(one.flat_param._param_infos, one.names, strict=True):
-            held.setdefault(id(info.module), []).append(name)
+            flattened_names.setdefault(id(info.module), []).append(name)
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         plain = []
@@ -210,7 +210,7 @@ def module_parameters(model: nn.Module, managed: list[FsdpModule]) -> Iterator[t
             if name != FLAT_PARAM and id(param) not in seen:
                 seen.add(id(param))
                 plain.append(joined(clean(prefix), name))
-        kept = held.get(id(module), [])
+        kept = flattened_names.get(id(module), [])
         mixed = bool(plain and kept)
         yield from ((name, mixed and number == 0) for number, name in enumerate([*plain, *kept]))
 
@@ -260,12 +260,12 @@ def _places(flat: Any) -> list[int] | None:
     numels, padding = getattr(flat, "_numels_with_padding", None), getattr(flat, "_is_padding_mask", None)
     if numels is None or padding is None:
         return None
-    found, at = [], 0
+    places, at = [], 0
     for numel, filler in zip(numels, padding, strict=True):
         if not filler:
-            found.append(at)
+            places.append(at)
         at += numel
-    return found
+    return places
 
 
 def dtype_of(dtype: torch.dtype) -> DType:
@@ -275,8 +275,8 @@ def dtype_of(dtype: torch.dtype) -> DType:
 
 def stride_of(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...] | None:
     """``stride``, or None when the elements lie row-major: strides of dimensions of one element say nothing."""
-    said = [step for size, step in zip(shape, stride, strict=True) if size > 1]
-    return None if said == sorted(said, reverse=True) else tuple(stride)
+    strides = [step for size, step in zip(shape, stride, strict=True) if size > 1]
+    return None if strides == sorted(strides, reverse=True) else tuple(stride)
 
 
 def flattens_in_memory_order() -> bool:

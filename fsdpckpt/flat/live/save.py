@@ -108,7 +108,7 @@ def units_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
     names = names_of(managed, model)
     outside = tuple(unmanaged(model, names))
     world_size, shard_size = _ranks(managed)
-    found = Units(
+    result = Units(
         units=units,
         use_orig_params=use_orig_params,
         parameters=tuple(parameter_order(model, managed, names, use_orig_params=use_orig_params)),
@@ -118,8 +118,8 @@ def units_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
         world_size=world_size,
         shard_size=shard_size,
     )
-    _prove(found, managed)
-    return found
+    _prove(result, managed)
+    return result
 
 
 def _writes(model: nn.Module) -> bool:

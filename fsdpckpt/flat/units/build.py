@@ -117,14 +117,14 @@ def build_units(
 
 def _begins(params: Sequence[NamedParam], prefixes: Collection[str]) -> dict[str, int]:
     """Where the first parameter under each prefix stands; the root begins before all."""
-    found = {"": -1}
+    begins = {"": -1}
     for index, param in enumerate(params):
         words = param.name.split(".")
         for depth in range(1, len(words)):
             prefix = ".".join(words[:depth])
             if prefix in prefixes:
-                found.setdefault(prefix, index)
-    return found
+                begins.setdefault(prefix, index)
+    return begins
 
 
 def named_groups(units: Units) -> list[list[str]] | None:
@@ -143,10 +143,10 @@ def keyed_groups(units: Units, names: Sequence[Sequence[str]]) -> tuple[tuple[st
     key_of = {name: name if units.use_orig_params else unit.key for name, unit in units.unit_of().items()}
     key_of.update({param.name: param.name for param in units.unmanaged})
     order = units.optimizer_keys()
-    held = [{key_of[name] for name in group if name in key_of} for group in names]
-    if sum(map(len, held)) != len(set().union(*held)):
+    key_sets = [{key_of[name] for name in group if name in key_of} for group in names]
+    if sum(map(len, key_sets)) != len(set().union(*key_sets)):
         return None
-    return tuple(tuple(key for key in order if key in keys) for keys in held)
+    return tuple(tuple(key for key in order if key in keys) for keys in key_sets)
 
 
 ROOT_ONLY = "none"
@@ -155,11 +155,11 @@ ROOT_ONLY = "none"
 
 def module_paths(names: Iterable[str]) -> list[str]:
     """Every module on the way to a parameter, the root left out, in the order of the names."""
-    found: dict[str, None] = {}
+    paths: dict[str, None] = {}
     for name in names:
         words = name.split(".")
-        found.update({".".join(words[:depth]): None for depth in range(1, len(words))})
-    return list(found)
+        paths.update({".".join(words[:depth]): None for depth in range(1, len(words))})
+    return list(paths)
 
 
 def expand_globs(globs: Sequence[str], names: Iterable[str]) -> tuple[str, ...]:
@@ -170,7 +170,7 @@ def expand_globs(globs: Sequence[str], names: Iterable[str]) -> tuple[str, ...]:
     if tuple(globs) == (ROOT_ONLY,):
         return ()
     paths = module_paths(names)
-    found: dict[str, None] = {}
+    matched_paths: dict[str, None] = {}
     for glob in globs:
         if glob == ROOT_ONLY and ROOT_ONLY not in paths:
             raise UsageError(
@@ -182,8 +182,8 @@ def expand_globs(globs: Sequence[str], names: Iterable[str]) -> tuple[str, ...]:
         matched = [path for path in paths if pattern.fullmatch(path)]
         if not matched:
             raise _nothing(glob, paths)
-        found.update(dict.fromkeys(matched))
-    return tuple(path for path in paths if path in found)
+        matched_paths.update(dict.fromkeys(matched))
+    return tuple(path for path in paths if path in matched_paths)
 
 
 def _pattern(glob: str) -> re.Pattern[str]:

@@ -84,8 +84,8 @@ class _Candidates:
         ]
 
     def exact(self, parameters: Sequence[str]) -> Iterator[Candidate]:
-        held = {param.name: param for param in self.names.params}
-        chosen = [held[name] for name in parameters if name in held]
+        by_name = {param.name: param for param in self.names.params}
+        chosen = [by_name[name] for name in parameters if name in by_name]
         order = replace(self.names, ordered=True)
         left = [param for param in self.possible if param.sharded and param.name not in set(parameters)]
         firsts = [[one.name for one in chosen if _alike(one, param)] for param in left]
@@ -100,23 +100,23 @@ class _Candidates:
             if self.plain:
                 both = {param.name: param for param in (*self.possible, *self.plain)}
                 params = [both[param.name] for param in self.names.params if param.name in both]
-                said = f"taken for parameters that FSDP does not manage: {_some(self.plain)}"
-                yield self._wrapping(params, roots, assumed=said)
-            for params, said in self._without_buffers():
-                yield self._wrapping(params, roots, assumed=said)
+                assumption = f"taken for parameters that FSDP does not manage: {_some(self.plain)}"
+                yield self._wrapping(params, roots, assumed=assumption)
+            for params, assumption in self._without_buffers():
+                yield self._wrapping(params, roots, assumed=assumption)
         for roots in self._roots(self.possible):
             for later, first in self._ties():
                 params = [param for param in self.possible if param.name != later]
-                said = f"{later} taken for {first}, shared"
-                yield self._wrapping(params, roots, shared=[(later, first)], assumed=said, tier=1)
+                assumption = f"{later} taken for {first}, shared"
+                yield self._wrapping(params, roots, shared=[(later, first)], assumed=assumption, tier=1)
         for roots in self._roots(self.possible):
             for kind in self._kinds():
-                gone = [param for param in self._open() if _last(param) == kind]
-                for later, first in self._ties(gone):
-                    left_out = {later, *(param.name for param in gone)}
+                buffers = [param for param in self._open() if _last(param) == kind]
+                for later, first in self._ties(buffers):
+                    left_out = {later, *(param.name for param in buffers)}
                     params = [param for param in self.possible if param.name not in left_out]
-                    said = f"taken for buffers: {_some(gone)}; {later} taken for {first}, shared"
-                    yield self._wrapping(params, roots, shared=[(later, first)], assumed=said, tier=2)
+                    assumption = f"taken for buffers: {_some(buffers)}; {later} taken for {first}, shared"
+                    yield self._wrapping(params, roots, shared=[(later, first)], assumed=assumption, tier=2)
 
     def _open(self) -> list[NamedParam]:
         """Names that may be buffers."""
@@ -125,14 +125,14 @@ class _Candidates:
     def _kinds(self) -> list[str]:
         return list(dict.fromkeys(map(_last, self._open())))
 
-    def _explains(self, gone: Iterable[NamedParam], *, all_shown: bool) -> bool:
+    def _explains(self, omitted: Iterable[NamedParam], *, all_shown: bool) -> bool:
         """Whether the slices can hold all names but these: padding hides a few elements. ``all_shown``: no parameter
         is without state."""
-        left = sum(param.numel for param in self.possible) - sum(param.numel for param in gone)
+        left = sum(param.numel for param in self.possible) - sum(param.numel for param in omitted)
         slack = self.world_size * (len(self.prefixes.prefixes) + 1)
         if self.dtypes:  # flat parameters as they lie in the model section, alignment included
             slack += _PADDING * len(self.possible)
-        return any(left + slack >= found and (left - slack <= found or not all_shown) for found in self.elements)
+        return any(left + slack >= shown and (left - slack <= shown or not all_shown) for shown in self.elements)
 
     def _roots(self, params: Sequence[NamedParam]) -> Iterator[Collection[str]]:
         """The prefixes; whether the root is wrapped is open when nothing names it and nothing in it must be sharded."""
@@ -148,21 +148,21 @@ class _Candidates:
         kinds = self._kinds()
         for many in range(1, min(_CLASSES, len(kinds)) + 1):
             for left_out in combinations(kinds, many):
-                gone = [param for param in self._open() if _last(param) in left_out]
-                names = {param.name for param in gone}
-                if len(names) < len(self.possible) and self._explains(gone, all_shown=False):
+                buffers = [param for param in self._open() if _last(param) in left_out]
+                names = {param.name for param in buffers}
+                if len(names) < len(self.possible) and self._explains(buffers, all_shown=False):
                     params = [param for param in self.possible if param.name not in names]
-                    yield params, f"taken for buffers: {_some(gone)}"
+                    yield params, f"taken for buffers: {_some(buffers)}"
 
-    def _ties(self, gone: Sequence[NamedParam] = ()) -> Iterator[tuple[str, str]]:
+    def _ties(self, omitted: Sequence[NamedParam] = ()) -> Iterator[tuple[str, str]]:
         """Pairs that may be one parameter: of one shape, the later one not in the optimizer's list. ``gone`` are left
         out before."""
         by_shape: dict[tuple[object, ...], list[str]] = {}
         for param in self.possible:
             earlier = by_shape.setdefault((param.shape, param.dtype.name), [])
-            if param in gone:
+            if param in omitted:
                 continue
-            if param.name not in self.listed and earlier and self._explains([param, *gone], all_shown=True):
+            if param.name not in self.listed and earlier and self._explains([param, *omitted], all_shown=True):
                 yield from ((param.name, first) for first in earlier)
             earlier.append(param.name)
 
@@ -198,13 +198,13 @@ def _whole_beside_flat(checkpoint: Checkpoint) -> dict[str, int]:
     params = checkpoint.model.params if checkpoint.model is not None else {}
     if not any(map(is_flat_key, params)):
         return {}
-    found: dict[str, int] = {}
+    numels: dict[str, int] = {}
     for key, leaf in params.items():
         if isinstance(leaf, Tensor) and not is_flat_key(key):
             lengths = slice_lengths(leaf, checkpoint.world_size) if leaf.placement == SLICES else None
             if lengths is None or (lengths == lengths[0]).all():
-                found[clean(key)] = leaf.numel if lengths is None else int(lengths[0])
-    return found
+                numels[clean(key)] = leaf.numel if lengths is None else int(lengths[0])
+    return numels
 
 
 def _last(param: NamedParam) -> str:
@@ -231,13 +231,13 @@ def _flat_dtypes(checkpoint: Checkpoint) -> dict[str, DType]:
 
 def _state_dtype(checkpoint: Checkpoint) -> DType | None:
     """The dtype of the slices of the optimizer, as of its parameters, when all have one."""
-    found = {
+    dtypes = {
         leaf.dtype
         for states in (checkpoint.optim.state.values() if checkpoint.optim is not None else ())
         for leaf in states.values()
         if isinstance(leaf, Tensor) and leaf.ndim and leaf.dtype.floating
     }
-    return found.pop() if len(found) == 1 else None
+    return dtypes.pop() if len(dtypes) == 1 else None
 
 
 def _listed(checkpoint: Checkpoint) -> set[str]:
@@ -284,19 +284,21 @@ def group_candidates(checkpoint: Checkpoint, units: Units) -> list[Groups | None
 
     answers = in_order([len(group) for group in ids], len(keys), fits, effort=_MOST) or []
     ends = list(accumulate(map(len, ids), initial=0))
-    found = [tuple(tuple(keys[at] for at in answer[low:high]) for low, high in pairwise(ends)) for answer in answers]
-    return [*found] or ([None] if sliced else [])
+    assignments = [
+        tuple(tuple(keys[at] for at in answer[low:high]) for low, high in pairwise(ends)) for answer in answers
+    ]
+    return [*assignments] or ([None] if sliced else [])
 
 
 def _tokens(optim: OptimState, world_size: int) -> dict[int, _Token]:
     """What the first state with elements shows of each id: lengths by rank, or the shape when it is whole."""
-    found: dict[int, _Token] = {}
+    tokens: dict[int, _Token] = {}
     for key, states in optim.state.items():
         for leaf in states.values():
             if isinstance(key, int) and isinstance(leaf, Tensor) and leaf.ndim and not is_number_per_rank(leaf):
                 lengths = slice_lengths(leaf, world_size)
-                found.setdefault(key, leaf.shape if lengths is None else lengths.tobytes())
-    return found
+                tokens.setdefault(key, leaf.shape if lengths is None else lengths.tobytes())
+    return tokens
 
 
 def _expected(units: Units, world_size: int) -> dict[str, set[_Token]]:

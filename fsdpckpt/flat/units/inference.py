@@ -64,15 +64,20 @@ def infer(
         if survivors and wrapping.tier > survivors[-1].wrapping.tier:
             break
         for units, assignments in _settled(checkpoint, wrapping.units, wanted):
-            said = "; ".join((*wrapping.assumed, describe_settings(units)))
+            description = "; ".join((*wrapping.assumed, describe_settings(units)))
             if not assignments:
-                nearest = nearest or Refusal(said, ("the optimizer's states have other shapes than the parameters",))
+                nearest = nearest or Refusal(
+                    description, ("the optimizer's states have other shapes than the parameters",)
+                )
             for groups in assignments:
-                found = match(checkpoint, units if groups is None else replace(units, groups=groups))
-                if isinstance(found, FlatMatch):
-                    survivors.append(_Fitting(wrapping, found))
-                elif nearest is None or len(found.contradictions) + found.unread < distance:
-                    nearest, distance = Refusal(said, found.contradictions), len(found.contradictions) + found.unread
+                result = match(checkpoint, units if groups is None else replace(units, groups=groups))
+                if isinstance(result, FlatMatch):
+                    survivors.append(_Fitting(wrapping, result))
+                elif nearest is None or len(result.contradictions) + result.unread < distance:
+                    nearest, distance = (
+                        Refusal(description, result.contradictions),
+                        len(result.contradictions) + result.unread,
+                    )
     if not survivors:
         return nearest or Refusal("no reading of the names at all", tuple(describe_lengths(checkpoint)))
     return _answer(checkpoint, survivors, preferred or Settings())
@@ -103,15 +108,15 @@ def _shardings(checkpoint: Checkpoint, wanted: Settings) -> Iterator[tuple[Strat
     sizes = possible_shard_sizes(checkpoint)
     whole = wanted.strategy if wanted.strategy is Strategy.SHARD_GRAD_OP else Strategy.FULL_SHARD
     fits = Settings(strategy=wanted.strategy, shard_size=wanted.shard_size)
-    found: list[tuple[Strategy, int | None]] = [(whole, None)] if world_size in sizes else []
+    possible: list[tuple[Strategy, int | None]] = [(whole, None)] if world_size in sizes else []
     if world_size == 1 and wanted.strategy is not None:
-        found = [(wanted.strategy, wanted.shard_size)]
+        possible = [(wanted.strategy, wanted.shard_size)]
     if world_size > 1 and 1 in sizes:
-        found.append((Strategy.NO_SHARD, None))
-    found.extend((Strategy.HYBRID_SHARD, size) for size in sizes if 1 < size < world_size)
+        possible.append((Strategy.NO_SHARD, None))
+    possible.extend((Strategy.HYBRID_SHARD, size) for size in sizes if 1 < size < world_size)
     if wanted.strategy is Strategy.HYBRID_SHARD and world_size in sizes:
-        found.append((Strategy.HYBRID_SHARD, world_size))
-    for strategy, size in found:
+        possible.append((Strategy.HYBRID_SHARD, world_size))
+    for strategy, size in possible:
         if fits.strategy in (None, strategy) and fits.shard_size in (None, size):
             yield strategy, size
 

@@ -68,9 +68,9 @@ class ResolvedUnits:
     unsettled: tuple[str, ...] = ()
 
 
-def require_model_order(found: ResolvedUnits, source: str) -> None:
+def require_model_order(resolved: ResolvedUnits, source: str) -> None:
     """Raises NeedsInformationError unless ``found`` has the order of ``model.parameters()``, which units record."""
-    if ORDER in found.unsettled:
+    if ORDER in resolved.unsettled:
         raise NeedsInformationError(
             f"the order of the parameters of {source} is known inside of each unit only",
             why="the names come from the optimizer, which lists them flat parameter by flat parameter, or as its user "
@@ -91,14 +91,14 @@ def load_units(path: str, sources: Sources) -> Units:
 
 def _no_file(path: str, *, directory: bool) -> SourceMissingError:
     inside = os.path.join(path, UNITS_FILE)
-    there = path if directory else os.path.dirname(path) or "."
+    folder = path if directory else os.path.dirname(path) or "."
     return SourceMissingError(
         f"--units {path} is a directory" if directory else f"--units {path or repr(path)} does not exist",
         file=path,
         expected="the file that save_units or `fsdpckpt units` wrote",
         next_step=f"--units {shlex.quote(inside)}"
         if directory and os.path.isfile(inside)
-        else f"ls {shlex.quote(there if os.path.isdir(there) else '.')}  # shows what is there",
+        else f"ls {shlex.quote(folder if os.path.isdir(folder) else '.')}  # shows what is there",
     )
 
 
@@ -119,15 +119,15 @@ def reference_names(path: str, sources: Sources) -> ParameterNames:
     return replace(names, from_reference=True)
 
 
-def require_agreement(units: Units, request: UnitsRequest, sources: Sources, said: str) -> None:
+def require_agreement(units: Units, request: UnitsRequest, sources: Sources, described: str) -> None:
     """Raises SourceCorruptError when other options contradict ``units``; ``said`` is what they contradict then."""
     wrong = option_contradictions(units, request, sources)
     if not wrong:
         return
-    held = {"--unit": request.globs, "--parameters": request.parameters, "--reference": request.reference}
-    given = [option for option, value in held.items() if value]
+    options = {"--unit": request.globs, "--parameters": request.parameters, "--reference": request.reference}
+    given = [option for option, value in options.items() if value]
     raise SourceCorruptError(
-        f"{' and '.join(given)} {'contradicts' if len(given) == 1 else 'contradict'} {said}",
+        f"{' and '.join(given)} {'contradicts' if len(given) == 1 else 'contradict'} {described}",
         details=wrong,
         why="what was given describes another model, another wrapping, or another version of this one",
         next_step=f"drop {' and '.join(given)}, or give what belongs to this model",
@@ -139,9 +139,9 @@ def option_contradictions(units: Units, request: UnitsRequest, sources: Sources)
     not given."""
     wrong = list(_wrapped(units, request.globs))
     if request.parameters is not None:
-        for number, (given, own) in enumerate(zip_longest(request.parameters, units.parameters)):
-            if given != own:
-                wrong.append(f"parameter {number} is {own} by the units, {given} by --parameters")
+        for number, (listed, name) in enumerate(zip_longest(request.parameters, units.parameters)):
+            if listed != name:
+                wrong.append(f"parameter {number} is {name} by the units, {listed} by --parameters")
     if request.reference is not None:
         wrong.extend(_reference(units, reference_names(request.reference, sources)))
     return wrong
@@ -153,28 +153,28 @@ def _wrapped(units: Units, globs: tuple[str, ...]) -> Iterator[str]:
     names = [param.name for param in units.params().values()]
     prefixes = {"", *expand_globs(globs, names)}
     for unit in units.units:
-        astray = next(
+        misplaced = next(
             (param.name for param in unit.params if innermost_unit(param.name, prefixes) != unit.prefix), None
         )
-        if astray is not None:
-            by_globs = innermost_unit(astray, prefixes)
-            yield f"{astray} is in unit {unit.prefix!r} by the units, in {by_globs!r} by --unit"
+        if misplaced is not None:
+            by_globs = innermost_unit(misplaced, prefixes)
+            yield f"{misplaced} is in unit {unit.prefix!r} by the units, in {by_globs!r} by --unit"
 
 
 def _reference(units: Units, names: ParameterNames) -> list[str]:
-    held = {param.name: param for param in names.params}
+    by_name = {param.name: param for param in names.params}
     tied = dict(names.shared)
     wrong: list[str] = []
     for name, param in units.params().items():
-        found = held.get(tied.get(name, name))
-        if found is None:
+        referenced = by_name.get(tied.get(name, name))
+        if referenced is None:
             wrong.append(f"{name} is in the units, not in {names.label}")
-        elif found.shape != param.shape:
-            wrong.append(f"{name}: {list(param.shape)} by the units, {list(found.shape)} in {names.label}")
+        elif referenced.shape != param.shape:
+            wrong.append(f"{name}: {list(param.shape)} by the units, {list(referenced.shape)} in {names.label}")
     if not wrong and names.ordered:
         known = [param.name for param in names.params if param.name in set(units.parameters)]
-        own = [name for name in units.parameters if name in set(known)]
-        pairs = [(a, b) for a, b in zip(own, known, strict=True) if a != b]
+        ordered = [name for name in units.parameters if name in set(known)]
+        pairs = [(a, b) for a, b in zip(ordered, known, strict=True) if a != b]
         wrong.extend(f"{a} stands where {names.label} has {b}" for a, b in pairs)
     return wrong
 
@@ -185,31 +185,31 @@ def contradictions(units: Units, checkpoint: Checkpoint, *, dtype: DType | None 
     ``dtype``: what the model section is cast to, None when it is not.
     """
     names = model_names(checkpoint, "the model section")
-    found = list(_model(units, names, dtype)) if names is not None else []
+    result = list(_model(units, names, dtype)) if names is not None else []
     if names is not None and names.ordered and checkpoint.layout is not Layout.FLATTENED:
-        found.extend(order_contradictions(units, [param.name for param in names.params]))
+        result.extend(order_contradictions(units, [param.name for param in names.params]))
     if checkpoint.optim is not None and checkpoint.optim.key_type == "name":
-        found.extend(_optimizer(units, checkpoint.optim))
-        found.extend(_groups(units, checkpoint.optim))
-    return found
+        result.extend(_optimizer(units, checkpoint.optim))
+        result.extend(_groups(units, checkpoint.optim))
+    return result
 
 
 def _model(units: Units, names: ParameterNames, dtype: DType | None) -> Iterator[str]:
     params, later = units.params(), {name for name, _ in units.shared}
     tied = dict(names.shared)
-    held = {param.name: param for param in names.params}
+    by_name = {param.name: param for param in names.params}
     for name, param in params.items():
-        found = held.get(tied.get(name, name))
-        if found is None:
+        named = by_name.get(tied.get(name, name))
+        if named is None:
             yield f"the units have {name}, the model section has not"
-        elif found.shape != param.shape:
-            yield f"{name}: {list(param.shape)} by the units, {list(found.shape)} in the model section"
-        elif (written := dtype if dtype is not None and found.dtype.floating else found.dtype) != param.dtype:
+        elif named.shape != param.shape:
+            yield f"{name}: {list(param.shape)} by the units, {list(named.shape)} in the model section"
+        elif (written := dtype if dtype is not None and named.dtype.floating else named.dtype) != param.dtype:
             yield f"{name}: {param.dtype.name} by the units, {written.name} in the model section"
-        elif param.order != found.unit_param().order and found.stride is not None:
-            yield f"{name}: strides {param.stride} by the units, {found.stride} in the model section"
-    for name, found in held.items():
-        if found.sharded and name not in params and name not in later:
+        elif param.order != named.unit_param().order and named.stride is not None:
+            yield f"{name}: strides {param.stride} by the units, {named.stride} in the model section"
+    for name, named in by_name.items():
+        if named.sharded and name not in params and name not in later:
             yield f"the model section has a parameter {name}, the units have not"
 
 
@@ -241,13 +241,13 @@ def _groups(units: Units, optim: OptimState) -> Iterator[str]:
     unknown = [name for group in listed for name in group if name not in known]
     stated = {clean(str(key)) for key, states in optim.state.items() if states}  # of these it is said already
     yield from (f"the param groups list {name}, which the units do not have" for name in unknown if name not in stated)
-    own = named_groups(units)
-    if own is None or unknown or not listed:
+    recorded = named_groups(units)
+    if recorded is None or unknown or not listed:
         return
-    if len(own) != len(listed):
-        yield f"the optimizer has {len(listed)} param groups, by the units {len(own)}"
+    if len(recorded) != len(listed):
+        yield f"the optimizer has {len(listed)} param groups, by the units {len(recorded)}"
         return
-    for number, (names, by_units) in enumerate(zip(listed, own, strict=True)):
+    for number, (names, by_units) in enumerate(zip(listed, recorded, strict=True)):
         for name in sorted(set(names) - set(by_units)):
             yield f"param group {number} lists {name}, by the units it does not"
 
@@ -276,14 +276,14 @@ def _model_differences(checkpoint: Checkpoint, units: Units, params: dict[str, U
     if checkpoint.model is None:
         return
     shared = dict(units.shared)
-    held = checkpoint.model.params
+    leaves = checkpoint.model.params
     for name, param in params.items():
-        leaf = held.get(name)
+        leaf = leaves.get(name)
         if not isinstance(leaf, Tensor):
             yield f"the model section has no parameter {name}"
         elif leaf.shape != param.shape:
             yield f"{name}: {list(param.shape)} by the units, {list(leaf.shape)} in the model section"
-    for name, leaf in held.items():
+    for name, leaf in leaves.items():
         first = shared.get(name)
         if first is None:
             if isinstance(leaf, Tensor) and leaf.sharded and name not in params:

@@ -90,8 +90,8 @@ def source_units(
     """
     beside = checkpoint.units
     if beside is not None and (target_flattened or request.file is None):
-        asked = UnitsRequest() if target_flattened else request
-        return _given(checkpoint, beside, checkpoint.units_from or "beside the checkpoint", asked, sources)
+        source_request = UnitsRequest() if target_flattened else request
+        return _given(checkpoint, beside, checkpoint.units_from or "beside the checkpoint", source_request, sources)
     if beside is None and checkpoint.units_from and request.file is None:
         raise NeedsInformationError(
             f"several units files that differ lie beside {checkpoint.source}",
@@ -109,27 +109,27 @@ def source_units(
 
 def _given(checkpoint: Checkpoint, units: Units, label: str, request: UnitsRequest, sources: Sources) -> ResolvedUnits:
     """Units from a file, with the options' settings on top; proved or refused."""
-    asked = request.applied_to(units)
-    found = match(checkpoint, asked)
+    requested = request.applied_to(units)
+    result = match(checkpoint, requested)
     settings = request.options()
-    if isinstance(found, Mismatch) and settings and isinstance(match(checkpoint, units), FlatMatch):
+    if isinstance(result, Mismatch) and settings and isinstance(match(checkpoint, units), FlatMatch):
         raise UsageError(
             f"{', '.join(settings)}: that is not how {checkpoint.source} was saved",
-            details=found.contradictions,
+            details=result.contradictions,
             why=f"the units of {label} as they stand fit the lengths of all its slices",
             next_step=f"drop {' and '.join(settings)}",
         )
-    if isinstance(found, Mismatch):
+    if isinstance(result, Mismatch):
         raise SourceCorruptError(
             f"the units of {label} are not those of {checkpoint.source}",
-            details=found.contradictions,
+            details=result.contradictions,
             why="they belong to another model, another wrapping or another run, rank files were mixed up, or the "
             "optimizers of the ranks list their parameters in different orders",
             next_step=_SAVED,
             file=label,
         )
-    require_agreement(asked, request, sources, f"the units of {label}")
-    return ResolvedUnits(found.units, found, (f"units: from {label}",))
+    require_agreement(requested, request, sources, f"the units of {label}")
+    return ResolvedUnits(result.units, result, (f"units: from {label}",))
 
 
 def _serving_both(checkpoint: Checkpoint, units: Units, label: str, sources: Sources) -> ResolvedUnits:
@@ -138,10 +138,10 @@ def _serving_both(checkpoint: Checkpoint, units: Units, label: str, sources: Sou
         return _given(checkpoint, units, label, UnitsRequest(), sources)
     # Its ranks are the target's; how many the source has, and how they share, its own lengths prove.
     wrapping = Candidate(replace(units, world_size=None), f"units: names and wrapping from {label}", strides_known=True)
-    found = infer(checkpoint, [wrapping], wanted=Settings())
-    if isinstance(found, Refusal):  # the file as it stands makes the better message
+    result = infer(checkpoint, [wrapping], wanted=Settings())
+    if isinstance(result, Refusal):  # the file as it stands makes the better message
         return _given(checkpoint, units, label, UnitsRequest(), sources)
-    return found
+    return result
 
 
 # Nothing lies beside the source, and no units file was given.
@@ -152,19 +152,19 @@ def _inferred(
 ) -> ResolvedUnits:
     names = _names(checkpoint, request, sources)
     prefixes = _prefixes(checkpoint, request, names, target_flattened=target_flattened)
-    found = infer(
+    result = infer(
         checkpoint,
         candidates(checkpoint, names, prefixes, parameters=request.parameters),
         wanted=Settings() if target_flattened else request,
         preferred=request,
     )
-    if isinstance(found, Refusal):
-        raise _refused(checkpoint, names, prefixes, found)
+    if isinstance(result, Refusal):
+        raise _refused(checkpoint, names, prefixes, result)
     # --unit was held against what the checkpoint shows, or describes the target.
-    require_agreement(found.units, replace(request, globs=()), sources, f"what {checkpoint.source} shows of its units")
+    require_agreement(result.units, replace(request, globs=()), sources, f"what {checkpoint.source} shows of its units")
     if names.in_model_order or request.parameters is not None:
-        return found
-    return replace(found, unsettled=(*found.unsettled, ORDER))
+        return result
+    return replace(result, unsettled=(*result.unsettled, ORDER))
 
 
 def _names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sources) -> ParameterNames:
@@ -252,11 +252,11 @@ def find_units(checkpoint: Checkpoint, request: UnitsRequest, sources: Sources) 
     Raises what ``source_units`` and ``target_units`` raise.
     """
     if is_flattened(checkpoint, sources, request):
-        found = source_units(checkpoint, request, sources)
-        require_model_order(found, checkpoint.source)
-        return replace(found, how=(*found.how, *(found.match.proved if found.match is not None else ())))
-    found = target_units(checkpoint, request, None, None, sources)
-    return replace(found, how=tuple(line.removeprefix("target ") for line in found.how))
+        resolved = source_units(checkpoint, request, sources)
+        require_model_order(resolved, checkpoint.source)
+        return replace(resolved, how=(*resolved.how, *(resolved.match.proved if resolved.match is not None else ())))
+    resolved = target_units(checkpoint, request, None, None, sources)
+    return replace(resolved, how=tuple(line.removeprefix("target ") for line in resolved.how))
 
 
 def prove(units: Units, source: str, sources: Sources) -> tuple[str, ...]:
@@ -269,10 +269,10 @@ def prove(units: Units, source: str, sources: Sources) -> tuple[str, ...]:
     if checkpoint.layout is not Layout.FLATTENED:
         wrong = tuple(option_contradictions(units, UnitsRequest(reference=source), sources))
         return _confirmed(wrong, (f"names and shapes are those of {source}; its units do not show there",), source)
-    found = match(checkpoint, units)
-    if isinstance(found, Mismatch):
-        return _confirmed(found.contradictions, (), source)
-    return found.proved
+    result = match(checkpoint, units)
+    if isinstance(result, Mismatch):
+        return _confirmed(result.contradictions, (), source)
+    return result.proved
 
 
 def _confirmed(wrong: tuple[str, ...], proved: tuple[str, ...], source: str) -> tuple[str, ...]:

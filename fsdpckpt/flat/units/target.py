@@ -54,8 +54,8 @@ def target_units(
     units = _sharding(request.applied_to(units), request, world_size)
     units = replace(units, world_size=world_size, groups=_groups(units, checkpoint))
     _require_description(units, checkpoint, request, dtype)
-    said = f"the units of {request.file}" if request.file is not None else "the target's units"
-    require_agreement(units, request, sources, said)
+    described = f"the units of {request.file}" if request.file is not None else "the target's units"
+    require_agreement(units, request, sources, described)
     _require_possible(units)
     # With use_orig_params=False nothing is aligned, so that nothing shows how it would be.
     aligned = wrapped.use_orig_params and any((request.file, source, checkpoint.units))
@@ -70,14 +70,14 @@ def _wrapping(
         return load_units(request.file, sources), f"target units: from {request.file}"
     if isinstance(source, ResolvedUnits):
         require_model_order(source, checkpoint.source)
-    own, unsettled = (source.units, source.unsettled) if isinstance(source, ResolvedUnits) else (source, ())
+    source_units, unsettled = (source.units, source.unsettled) if isinstance(source, ResolvedUnits) else (source, ())
     label = "the source's units"
-    if own is None and checkpoint.units is not None:
-        own, label = checkpoint.units, f"the units of {checkpoint.units_from}"
-    if own is not None and request.use_orig_params is None and "use_orig_params" in unsettled:
+    if source_units is None and checkpoint.units is not None:
+        source_units, label = checkpoint.units, f"the units of {checkpoint.units_from}"
+    if source_units is not None and request.use_orig_params is None and "use_orig_params" in unsettled:
         raise _which_parameters(checkpoint, "the source's bytes are the same with both")
-    if own is not None and not request.globs:
-        return own, f"target units: {label}"
+    if source_units is not None and not request.globs:
+        return source_units, f"target units: {label}"
     if not request.globs:
         raise NeedsInformationError(
             f"nothing says which modules of {checkpoint.source} become FSDP units",
@@ -85,11 +85,11 @@ def _wrapping(
             next_step="add --units FILE (save_units or `fsdpckpt units` makes one), or --unit GLOB (repeatable) for "
             "the wrapped modules, for example --unit 'model.layers.*' (--unit none when only the root is wrapped)",
         )
-    if own is None and request.use_orig_params is None:
+    if source_units is None and request.use_orig_params is None:
         raise _which_parameters(checkpoint, "the source is not flattened")
-    names = units_names(own, label) if own is not None else target_names(checkpoint, request, sources)
+    names = units_names(source_units, label) if source_units is not None else target_names(checkpoint, request, sources)
     prefixes = {"", *expand_globs(request.globs, [param.name for param in names.params])}
-    settings = Settings(own.use_orig_params if own is not None else bool(request.use_orig_params))
+    settings = Settings(source_units.use_orig_params if source_units is not None else bool(request.use_orig_params))
     units = build_units(
         names.params,
         prefixes,
@@ -97,9 +97,9 @@ def _wrapping(
         unmanaged=[param.name for param in names.params if param.sharded is False],
         shared=names.shared,
     )
-    if own is not None and own.units:
-        first = own.units[0]
-        units = Settings(None, first.strategy, first.param_dtype, own.shard_size).applied_to(units)
+    if source_units is not None and source_units.units:
+        first = source_units.units[0]
+        units = Settings(None, first.strategy, first.param_dtype, source_units.shard_size).applied_to(units)
     require_known_order(units, names, checkpoint)
     return units, f"target units: names from {names.label}, wrapping from --unit {' --unit '.join(request.globs)}"
 
@@ -184,13 +184,13 @@ def _groups(units: Units, checkpoint: Checkpoint) -> tuple[tuple[str, ...], ...]
     if units.groups is not None or checkpoint.optim is None or checkpoint.optim.key_type == "id":
         return units.groups
     names = listed_names(checkpoint.optim)
-    found = keyed_groups(units, names) if names else None
-    if found is None or not units.use_orig_params:
-        return found
-    told = from_param_names(checkpoint.optim, units.parameters)
-    groups = told.groups if told is not None else None
-    same = groups is not None and [set(group) for group in groups] == [set(group) for group in found]
-    return groups if same else found
+    by_order = keyed_groups(units, names) if names else None
+    if by_order is None or not units.use_orig_params:
+        return by_order
+    recorded = from_param_names(checkpoint.optim, units.parameters)
+    groups = recorded.groups if recorded is not None else None
+    same = groups is not None and [set(group) for group in groups] == [set(group) for group in by_order]
+    return groups if same else by_order
 
 
 def _require_possible(units: Units) -> None:
@@ -206,13 +206,13 @@ def _require_possible(units: Units) -> None:
 
 def _settings_notes(units: Units, request: UnitsRequest, *, aligned: bool) -> list[str]:
     """``aligned``: the alignment is recorded in a file, or proved by the source's own slices."""
-    said = [describe_settings(units)]
+    lines = [describe_settings(units)]
     if units.use_orig_params and not aligned and any(unit.param_dtype is None for unit in units.units):
-        said.append("nothing says which MixedPrecision.param_dtype the job uses, if any: --param-dtype says it")
+        lines.append("nothing says which MixedPrecision.param_dtype the job uses, if any: --param-dtype says it")
     kernels = possibly_channels_last(units)
     if kernels and request.globs:
-        said.append(f"{len(kernels)} kernels are taken for row-major: channels_last models need --units FILE")
-    return said
+        lines.append(f"{len(kernels)} kernels are taken for row-major: channels_last models need --units FILE")
+    return lines
 
 
 NO_BUFFERS = ("none",)
@@ -221,12 +221,14 @@ NO_BUFFERS = ("none",)
 
 def target_names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sources) -> ParameterNames:
     """The parameters in the order of ``model.parameters()``. Raises NeedsInformationError when they are not certain."""
-    own = model_names(checkpoint, "the model section")
-    if own is None:
-        own = optimizer_names(checkpoint, "the optimizer's own names")
-    chosen = own
-    if request.reference is not None and (own is None or not (own.ordered and own.in_model_order)):
-        chosen = _with_reference(own, reference_names(request.reference, sources))
+    checkpoint_names = model_names(checkpoint, "the model section")
+    if checkpoint_names is None:
+        checkpoint_names = optimizer_names(checkpoint, "the optimizer's own names")
+    chosen = checkpoint_names
+    if request.reference is not None and (
+        checkpoint_names is None or not (checkpoint_names.ordered and checkpoint_names.in_model_order)
+    ):
+        chosen = _with_reference(checkpoint_names, reference_names(request.reference, sources))
     if chosen is None:
         raise NeedsInformationError(
             f"{checkpoint.source} has no names and shapes to make units of",
@@ -261,21 +263,21 @@ def _apart(names: ParameterNames, buffers: Sequence[str]) -> ParameterNames:
 
 def _with_reference(own: ParameterNames | None, reference: ParameterNames) -> ParameterNames:
     """The reference's names and order, with the dtypes and what else the checkpoint itself says of them."""
-    held = {param.name: param for param in own.params} if own is not None else {}
+    by_name = {param.name: param for param in own.params} if own is not None else {}
     params = tuple(
-        replace(param, dtype=held[param.name].dtype, stride=held[param.name].stride or param.stride)
-        if param.name in held
+        replace(param, dtype=by_name[param.name].dtype, stride=by_name[param.name].stride or param.stride)
+        if param.name in by_name
         else param
         for param in reference.params
-        if own is None or param.name in held
+        if own is None or param.name in by_name
     )
     return replace(reference, params=params)
 
 
 def _explicit(names: ParameterNames, order: tuple[str, ...], checkpoint: Checkpoint) -> ParameterNames:
     """Exactly the parameters that ``--parameters`` lists; a sharded name that it lacks can only be a shared one."""
-    held = {param.name: param for param in names.params}
-    absent = [name for name in order if name not in held]
+    by_name = {param.name: param for param in names.params}
+    absent = [name for name in order if name not in by_name]
     if absent:
         raise SourceCorruptError(
             f"--parameters lists names that {checkpoint.source} does not have",
@@ -283,7 +285,7 @@ def _explicit(names: ParameterNames, order: tuple[str, ...], checkpoint: Checkpo
             next_step="--parameters FILE with the names of model.named_parameters(), one a line",
         )
     optim = checkpoint.optim
-    stated = [str(key) for key in optim.state if str(key) in held] if optim is not None else []
+    stated = [str(key) for key in optim.state if str(key) in by_name] if optim is not None else []
     absent = [name for name in stated if name not in set(order)]
     if absent:
         raise SourceCorruptError(
@@ -292,9 +294,9 @@ def _explicit(names: ParameterNames, order: tuple[str, ...], checkpoint: Checkpo
             next_step="--parameters FILE with the names of model.named_parameters(), one a line",
         )
     listed, shared = set(order), list(names.shared)
-    for name, param in held.items():
+    for name, param in by_name.items():
         if param.sharded and name not in listed:
-            first = [one for one in order if held[one].shape == param.shape and held[one].dtype == param.dtype]
+            first = [one for one in order if by_name[one].shape == param.shape and by_name[one].dtype == param.dtype]
             if len(first) != 1:
                 raise NeedsInformationError(
                     f"{name} is a parameter that --parameters does not list, so it is a shared one",
@@ -302,7 +304,7 @@ def _explicit(names: ParameterNames, order: tuple[str, ...], checkpoint: Checkpo
                     next_step="add --units FILE, which says what is shared",
                 )
             shared.append((name, first[0]))
-    params = tuple(replace(held[name], sharded=held[name].sharded is not False) for name in order)
+    params = tuple(replace(by_name[name], sharded=by_name[name].sharded is not False) for name in order)
     return replace(
         names,
         params=params,

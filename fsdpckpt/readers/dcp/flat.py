@@ -35,16 +35,16 @@ class Flattened:
 
 def find_flattened(metadata: DcpMetadata, *, directory: str, world_size: int) -> Flattened:
     """Judge by keys, shapes and chunks alone."""
-    found = Flattened()
+    result = Flattened()
     flat = [key for key in metadata.tensors if is_flat_key(key)]
     if flat:
-        found.layout = Layout.FLATTENED
-        _find_beside(metadata, flat, found)
+        result.layout = Layout.FLATTENED
+        _find_beside(metadata, flat, result)
     by_id = [key for key in metadata.tensors if _STATE_BY_ID.search(key)]
     lost = _first_lost(metadata, by_id, world_size) if by_id else None
     if lost is not None:
-        found.layout = Layout.FLATTENED
-        found.problems.append(
+        result.layout = Layout.FLATTENED
+        result.problems.append(
             Problem(
                 "flattened-lost",
                 f"{directory} is the raw optimizer.state_dict() of FSDP1, saved through DCP by {world_size} ranks: "
@@ -55,10 +55,10 @@ def find_flattened(metadata: DcpMetadata, *, directory: str, world_size: int) ->
                 section=Section.OPTIM,
             )
         )
-    return found
+    return result
 
 
-def _find_beside(metadata: DcpMetadata, flat: list[str], found: Flattened) -> None:
+def _find_beside(metadata: DcpMetadata, flat: list[str], result: Flattened) -> None:
     """With use_orig_params=True every parameter also has an entry by name: one rank's slice, often of size 0."""
     sections = {_section(metadata, key) for key in flat}
     beside = [
@@ -70,13 +70,13 @@ def _find_beside(metadata: DcpMetadata, flat: list[str], found: Flattened) -> No
         and not _STATE.search(key)
         and _section(metadata, key) in sections
     ]
-    found.beside = frozenset(beside)
+    result.beside = frozenset(beside)
     if beside:
         message = (
             f"{len(beside)} vectors stand beside the flat parameters: buffers, and one rank's slices of parameters, "
             "which are not converted: their data is in the flat parameters"
         )
-        found.notes.append(Note("flattened-names", message, beside[0], tuple(beside)))
+        result.notes.append(Note("flattened-names", message, beside[0], tuple(beside)))
 
 
 def _section(metadata: DcpMetadata, key: str) -> tuple[object, ...]:
