@@ -35,14 +35,15 @@ class _Path:
         self.name = name
 
 
-def in_order(groups: Sequence[int], names: int, fits: Fits, *, effort: int = _EFFORT) -> list[Answer] | None:
+def in_order(groups: Sequence[int], names: int, fits: Fits, *, effort: int | None = None) -> list[Answer] | None:
     """At most two ways to deal ``names`` ordered names out to groups of so many ids, some names left over.
 
     None when there are too many possibilities to try them all: more than ``effort`` beside those that one answer takes.
     """
     if len(groups) == 1:
         return _one_group(groups[0], names, fits)
-    return _several_groups(groups, names, fits, effort + _EFFORT_A_NAME * names)
+    steps = (_EFFORT if effort is None else effort) + _EFFORT_A_NAME * names
+    return _several_groups(groups, names, fits, steps)
 
 
 def _one_group(ids: int, names: int, fits: Fits) -> list[Answer]:
