@@ -1,4 +1,4 @@
-"""What ``inspect`` shows, as data: summary, one row a tensor, param groups, extras, problems. Reads no tensor data."""
+"""Describes a checkpoint as ``inspect`` shows it: summary, tensors, param groups, extras, problems. Reads no data."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LONGEST_TEXT = 200  # characters of an object's or a bytes value's text in the d
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which keys to list. ``keys``: globs over the dotted key, any may match. Empty and None take all."""
+    """The keys to list. ``keys``: globs over the dotted key, any of which may match. Empty and None select all."""
 
     keys: tuple[str, ...] = ()
     section: Section | None = None
@@ -43,7 +43,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class SectionSummary:
-    """Of all its tensors. ``dtypes``: name -> number of tensors; ``parameters``: distinct parameter keys."""
+    """Totals of one section. ``dtypes``: name -> number of tensors; ``parameters``: number of parameter keys."""
 
     tensors: int
     parameters: int
@@ -54,10 +54,10 @@ class SectionSummary:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Description:
-    """``checkpoint`` under a summary. ``tensors``: the selected ones, in the checkpoint's order.
+    """``checkpoint`` and a summary of it. ``tensors``: the selected ones, in the checkpoint's order.
 
-    ``stats``: statistics of each (``verify.stats.Stats`` as a dict), None for one that has none; None if not computed.
-    ``key_type``: of the optimizer as it is stored; flattened shards are shown by name where their units are known.
+    ``stats``: the statistics of each (``verify.measures.Stats`` as a dict), or None; None when not computed.
+    ``key_type``: of the optimizer as stored; flat shards are shown by name where their units are known.
     """
 
     checkpoint: Checkpoint
@@ -67,11 +67,11 @@ class Description:
     key_type: KeyType | None = None
 
     def __repr__(self) -> str:
-        """One line: at a prompt nobody wants the positions of every chunk."""
-        found = self.checkpoint
+        """One line: the positions of all chunks would fill the screen."""
+        checkpoint = self.checkpoint
         return (
-            f"<{found.source}: {found.layout}, {found.container}, world size {found.world_size}, "
-            f"{len(self.tensors)} tensors, {len(found.problems)} problems>"
+            f"<{checkpoint.source}: {checkpoint.layout}, {checkpoint.container}, world size {checkpoint.world_size}, "
+            f"{len(self.tensors)} tensors, {len(checkpoint.problems)} problems>"
         )
 
     def to_json(self, *, ranks: bool = False) -> dict[str, Json]:
@@ -103,7 +103,7 @@ def describe(
     *,
     measure: Callable[[list[NamedTensor]], list[dict[str, Json] | None]] | None = None,
 ) -> Description:
-    """Summarise ``checkpoint`` and list what ``selection`` takes. ``measure`` computes their statistics."""
+    """Summarise ``checkpoint`` and list the tensors of ``selection``. ``measure`` computes their statistics."""
     chosen: list[NamedTensor] = []
     rows: dict[str, _Sums] = {}
     for named in checkpoint.tensors():
@@ -138,7 +138,7 @@ class _Sums:
 
 
 def tensor_rows(description: Description, *, ranks: bool) -> Iterator[Json]:
-    """One JSON object a tensor."""
+    """One JSON object for each tensor."""
     files = description.checkpoint.files
     for number, named in enumerate(description.tensors):
         tensor = named.tensor
@@ -174,7 +174,7 @@ def _chunks(tensor: Tensor, paths: list[str]) -> Iterator[Json]:
 
 
 def extra_json(checkpoint: Checkpoint) -> list[Json]:
-    """Everything that is neither model nor optimizer tensor: extras by dotted key, then values that differ by rank."""
+    """Everything else than tensors of model and optimizer: extras by dotted key, then the extras of each rank."""
     rows: list[Json] = []
     extras: list[tuple[int | None, dict[Key, Value]]] = [(None, checkpoint.extra)]
     extras += list(enumerate(checkpoint.rank_extra))
@@ -194,7 +194,7 @@ def extra_json(checkpoint: Checkpoint) -> list[Json]:
 
 
 def type_name(value: Value) -> str:
-    """What a value is, in Python's words: ``int``, ``tensor``, ``numpy.ndarray``, ..."""
+    """The name of a value's type: ``int``, ``tensor``, ``numpy.ndarray``, ..."""
     if isinstance(value, Tensor):
         return "tensor"
     if isinstance(value, Object):
@@ -203,7 +203,7 @@ def type_name(value: Value) -> str:
 
 
 def json_value(value: object) -> Json:
-    """``value`` to be read, not for a round trip: tuples become lists, tensors and objects texts, NaN a string."""
+    """``value`` as JSON, not to be read back: tuples become lists, tensors and objects text, NaN a string."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
     if value is None or isinstance(value, (bool, int, float, str)):

@@ -1,4 +1,4 @@
-"""A checkpoint as a mapping from names to tensors that are read on demand, whole, whatever the layout."""
+"""Presents a checkpoint as a mapping of names to tensors that are read on demand, whole, whatever the layout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["LazyCheckpoint", "LazyTensor"]
 
 
 class LazyTensor:
-    """One tensor, not read yet. ``shape`` is the global shape; ``dtype`` torch's name for it, e.g. ``"bfloat16"``."""
+    """A tensor that is not read yet. ``shape``: the global shape; ``dtype``: torch's name, such as ``"bfloat16"``."""
 
     def __init__(self, named: NamedTensor, checkpoint: Checkpoint, sources: Sources) -> None:
         self._named = named
@@ -43,7 +43,7 @@ class LazyTensor:
 
     @property
     def placement(self) -> str:
-        """How the source holds it, in PyTorch's words, e.g. ``[Shard(0)]``."""
+        """How the source stores it, in PyTorch's terms: ``[Shard(0)]``."""
         return self._named.tensor.placement
 
     def __repr__(self) -> str:
@@ -59,7 +59,7 @@ class LazyTensor:
         return self._read().view(numpy_dtype(self._named.tensor.dtype)).reshape(self.shape)
 
     def torch(self) -> torch.Tensor:
-        """As ``numpy``, as a torch tensor of the very dtype. Imports torch, which has to be installed."""
+        """The whole tensor as a torch tensor of its dtype. Imports torch. Raises as ``numpy``."""
         import torch
 
         dtype: torch.dtype = getattr(torch, self.dtype)
@@ -81,9 +81,9 @@ class LazyTensor:
 
 
 class LazyCheckpoint(Mapping[str, LazyTensor]):
-    """Dotted key to tensor. A key that is the same in two sections is the model's; ``section(...)`` gives one section.
+    """Dotted key -> tensor. Of a key in two sections the model's is meant; ``section(...)`` selects one section.
 
-    Use it in a ``with`` block, or call ``close()``. ``checkpoint`` is the description underneath.
+    Use it in a ``with`` block, or call ``close()``. ``checkpoint``: the description it is made of.
     """
 
     def __init__(self, checkpoint: Checkpoint, sources: Sources, section: Section | None = None) -> None:

@@ -59,7 +59,7 @@ class ByteSource(Protocol):
 
 
 class ByteTarget(Protocol):
-    """A new file of exactly ``nbytes`` bytes, written at positions in any order, by any thread.
+    """A new file of exactly ``nbytes`` bytes, written at positions in any order, by any thread at any time.
 
     Making one raises TargetUnwritableError when the file cannot be made. Only ``commit`` ends it successfully: bytes
     that were never committed must not be trusted.
@@ -70,6 +70,14 @@ class ByteTarget(Protocol):
 
     def write(self, offset: int, data: memoryview | bytes) -> None:
         """Write all of ``data`` at ``offset``. Raises TargetUnwritableError (disk full, no permission, ...)."""
+        ...
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with what was written at ``offset``. Raises TargetUnwritableError."""
+        ...
+
+    def sync(self) -> None:
+        """Make what was written so far durable. Raises TargetUnwritableError when it may be lost."""
         ...
 
     def commit(self) -> None:

@@ -94,15 +94,15 @@ def filled(path: Path, state: dict[str, Any], **options: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("source", ["full", "directory"])
 def test_every_kind_of_value_arrives_as_it_was_saved(source: str, request: pytest.FixtureRequest) -> None:
-    found = filled(request.getfixturevalue(source), blank(content()))
-    assert differences(found, content()) == []
+    loaded = filled(request.getfixturevalue(source), blank(content()))
+    assert differences(loaded, content()) == []
 
 
 def test_a_state_dict_may_have_the_sections_under_other_keys(full: Path) -> None:
     expected = content()
     state = {"app": {"weights": blank(expected["model"]), "opt": blank(expected["optimizer"])}}
-    found = filled(full, state, model="app.weights", optimizer="app.opt")
-    assert differences(found, {"app": {"weights": expected["model"], "opt": expected["optimizer"]}}) == []
+    loaded = filled(full, state, model="app.weights", optimizer="app.opt")
+    assert differences(loaded, {"app": {"weights": expected["model"], "opt": expected["optimizer"]}}) == []
 
 
 @pytest.mark.parametrize(
@@ -122,8 +122,8 @@ def test_a_bare_model_state_dict_is_filled_at_its_top_level(full: Path) -> None:
 
 
 def test_an_entry_that_nobody_asks_for_is_not_read(full: Path) -> None:
-    found = filled(full, {"model": {"up.bias": torch.empty(19, dtype=torch.bfloat16)}})
-    assert differences(found, {"model": {"up.bias": content()["model"]["up.bias"]}}) == []
+    loaded = filled(full, {"model": {"up.bias": torch.empty(19, dtype=torch.bfloat16)}})
+    assert differences(loaded, {"model": {"up.bias": content()["model"]["up.bias"]}}) == []
 
 
 def test_sections_that_would_get_the_same_keys_are_refused(tmp_path: Path) -> None:
@@ -153,20 +153,20 @@ WRONG: dict[str, dict[str, Any]] = {
 def test_a_state_dict_that_does_not_fit_is_refused_as_pytorch_refuses_it(
     what: str, full: Path, directory: Path
 ) -> None:
-    told = []
+    messages = []
     for reader in (FileSystemReader(directory), fsdpckpt.StorageReader(full)):
         with pytest.raises(CheckpointException) as caught:
             dcp.load(dict(WRONG[what]), storage_reader=reader)
-        told.append(str(caught.value).strip().splitlines()[-1])
+        messages.append(str(caught.value).strip().splitlines()[-1])
     # What the metadata calls the stored thing is PyTorch's own class in both.
-    assert told[0] == told[1]
+    assert messages[0] == messages[1]
 
 
 def test_a_partial_load_leaves_what_the_source_does_not_have(full: Path) -> None:
     kept = random(3, seed=9)
     state = {"model": {"up.weight": torch.empty(19, 7), "up.new": kept.clone()}}
-    found = filled(full, state, planner=DefaultLoadPlanner(allow_partial_load=True))
-    assert differences(found, {"model": {"up.weight": content()["model"]["up.weight"], "up.new": kept}}) == []
+    loaded = filled(full, state, planner=DefaultLoadPlanner(allow_partial_load=True))
+    assert differences(loaded, {"model": {"up.weight": content()["model"]["up.weight"], "up.new": kept}}) == []
 
 
 @pytest.mark.parametrize("at_once", [8, 60, 1 << 20])
@@ -203,8 +203,8 @@ def test_an_optimizer_that_is_keyed_by_id_asks_for_what_would_name_it(tmp_path: 
     assert differences(filled(tmp_path / "ids.pt", state, key_type="id"), {"optimizer": optimizer}) == []
     torch.save({"up.weight": random(4, 3, seed=8)}, tmp_path / "names.pt")
     named = {"state": {"up.weight": optimizer["state"][0]}, "param_groups": [{"lr": 0.5, "params": ["up.weight"]}]}
-    found = filled(tmp_path / "ids.pt", {"optimizer": blank(named)}, reference=tmp_path / "names.pt", buffers="none")
-    assert differences(found, {"optimizer": named}) == []
+    loaded = filled(tmp_path / "ids.pt", {"optimizer": blank(named)}, reference=tmp_path / "names.pt", buffers="none")
+    assert differences(loaded, {"optimizer": named}) == []
 
 
 def test_another_source_can_be_named_when_loading(full: Path, tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ def test_values_too_many_to_read_beforehand_are_read_when_asked_for(
     assert differences(filled(directory, blank(content())), content()) == []
 
 
-def test_items_that_are_no_archives_of_their_own_are_found_by_opening_all_of_them(tmp_path: Path) -> None:
+def test_items_that_are_no_archives_of_their_own_are_loaded_by_opening_all_of_them(tmp_path: Path) -> None:
     filesystem = pytest.importorskip("torch.distributed.checkpoint.filesystem")
     if not hasattr(filesystem, "SerializationFormat"):
         pytest.skip("this torch has no serialization formats")
@@ -336,20 +336,20 @@ def sharded(*shape: int) -> DTensor:
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The length of every read of a local file."""
-    found: list[int] = []
+    reads: list[int] = []
     one, other = LocalFile.read, LocalFile.read_into
 
     def counted(self: LocalFile, offset: int, nbytes: int) -> bytes:
-        found.append(nbytes)
+        reads.append(nbytes)
         return one(self, offset, nbytes)
 
     def counted_into(self: LocalFile, offset: int, buffer: memoryview) -> None:
-        found.append(len(buffer))
+        reads.append(len(buffer))
         other(self, offset, buffer)
 
     monkeypatch.setattr(LocalFile, "read", counted)
     monkeypatch.setattr(LocalFile, "read_into", counted_into)
-    return found
+    return reads
 
 
 @pytest.mark.parametrize("container", ["torch", "dcp"])
@@ -370,8 +370,8 @@ def test_a_rank_reads_its_shard_of_a_large_file_and_little_else(
             dcp.load(state, storage_reader=fsdpckpt.StorageReader(path), no_dist=True)
             for name, tensor in weights.items():
                 assert torch.equal(state["model"][name].to_local(), tensor.chunk(4)[rank])
-        own = sum(tensor.chunk(4)[rank].nbytes for tensor in weights.values())
-        assert own <= sum(read) <= own + total // 10
+        share = sum(tensor.chunk(4)[rank].nbytes for tensor in weights.values())
+        assert share <= sum(read) <= share + total // 10
 
 
 def test_items_that_a_rank_does_not_need_are_not_even_opened(tmp_path: Path, read: list[int]) -> None:

@@ -61,11 +61,11 @@ def sharded(shape: tuple[int, ...], ranks: int, skip: frozenset[int] = frozenset
 
 def checkpoint(params: dict[str, Tensor], *, ranks: int = 4, optim: OptimState | None = None) -> Checkpoint:
     files = (SourceFile("somewhere/__0_0.distcp", 1),)
-    found = Checkpoint(
+    described = Checkpoint(
         "somewhere", Layout.SHARDED, Container.DCP, "plain", ranks, files, ModelState(dict(params)), optim, {}
     )
-    found.problems = tuple(problems(found))
-    return found
+    described.problems = tuple(problems(described))
+    return described
 
 
 class Elements(HTMLParser):
@@ -73,12 +73,12 @@ class Elements(HTMLParser):
 
     def __init__(self, html: str) -> None:
         super().__init__()
-        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.text = ""
         self.feed(html)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, dict(attrs)))
+        self.tags.append((tag, dict(attrs)))
 
     def handle_data(self, data: str) -> None:
         self.text += data
@@ -89,24 +89,24 @@ def hostile_page() -> str:
     params |= {key: sharded((5, 7), 2) for key in HOSTILE}
     groups = [{"lr": 0.5, HOSTILE[0]: HOSTILE[1], "params": list(HOSTILE)}]
     optim = OptimState({key: {HOSTILE[0]: sharded((5, 7), 2), "step": 3} for key in HOSTILE}, groups)
-    found = checkpoint(params, ranks=2, optim=optim)
-    found.source = HOSTILE[2]
-    found.evidence = tuple(Evidence(EvidenceKind.CONTAINER, line) for line in HOSTILE)
-    return page(describe(found))
+    described = checkpoint(params, ranks=2, optim=optim)
+    described.source = HOSTILE[2]
+    described.evidence = tuple(Evidence(EvidenceKind.CONTAINER, line) for line in HOSTILE)
+    return page(describe(described))
 
 
 def test_keys_that_look_like_html_stay_text() -> None:
     elements = Elements(hostile_page())
-    tags = {tag for tag, _ in elements.found}
+    tags = {tag for tag, _ in elements.tags}
     assert not tags & {"script", "img", "iframe", "object", "embed", "link", "base", "a", "form"}
-    for tag, attributes in elements.found:
+    for tag, attributes in elements.tags:
         assert not [name for name in attributes if name.startswith("on") or name in ("src", "href")], tag
     assert HOSTILE[0] in elements.text
 
 
 def test_the_page_forbids_scripts_and_fetches_nothing() -> None:
     html = hostile_page()
-    policies = [a["content"] for t, a in Elements(html).found if a.get("http-equiv") == "Content-Security-Policy"]
+    policies = [a["content"] for t, a in Elements(html).tags if a.get("http-equiv") == "Content-Security-Policy"]
     assert len(policies) == 1
     assert policies[0] is not None
     assert policies[0].startswith("default-src 'none';")
@@ -133,37 +133,37 @@ def test_every_byte_of_every_rank_is_counted() -> None:
     params = {f"layers.{n}.weight": sharded((17 + n, 9), 4) for n in range(700)}
     params["one.weight"] = sharded((40_003, 31), 4)
     root = module_tree(params.items())
-    held = holdings(root, 4)
+    grid = holdings(root, 4)
     for rank in range(4):
         expected = sum(
             int(tensor.chunks.size[tensor.chunks.rank == rank].prod(axis=1).sum()) * 4 for tensor in params.values()
         )
-        assert held.nbytes[rank] == expected
-    assert held.nbytes.sum() == root.nbytes
-    assert np.allclose(held.covered, 1.0)
+        assert grid.nbytes[rank] == expected
+    assert grid.nbytes.sum() == root.nbytes
+    assert np.allclose(grid.covered, 1.0)
     # What all ranks hold of each column, drawn on the grid, is the column.
-    assert np.allclose(held.share.sum(axis=0), 1.0)
+    assert np.allclose(grid.share.sum(axis=0), 1.0)
 
 
 def test_ranks_of_one_tensor_are_drawn_one_behind_the_other() -> None:
-    held = holdings(module_tree([("w", sharded((10, 3), 4))]), 4)  # 3, 3, 3 and 1 rows
+    grid = holdings(module_tree([("w", sharded((10, 3), 4))]), 4)  # 3, 3, 3 and 1 rows
     for rank, (begin, end) in enumerate(((0, 0.3), (0.3, 0.6), (0.6, 0.9), (0.9, 1.0))):
-        filled = np.flatnonzero(held.share[rank] > 0.5)
+        filled = np.flatnonzero(grid.share[rank] > 0.5)
         assert (filled[0], filled[-1] + 1) == (begin * COLUMNS, end * COLUMNS)
 
 
 def test_a_replica_fills_the_row_of_every_rank_that_has_it() -> None:
     whole = Chunks.rows(ndim=2, rank=[0, 1, 2], file=[0] * 3, offset=[0] * 3, start=[(0, 0)] * 3, size=[(6, 5)] * 3)
-    held = holdings(module_tree([("w", Tensor(DTYPES["float32"], (6, 5), whole))]), 3)
-    assert (held.share == 1.0).all()
-    assert held.nbytes.tolist() == [120.0] * 3
+    grid = holdings(module_tree([("w", Tensor(DTYPES["float32"], (6, 5), whole))]), 3)
+    assert (grid.share == 1.0).all()
+    assert grid.nbytes.tolist() == [120.0] * 3
 
 
 def test_columns_of_a_matrix_are_drawn_as_part_of_every_row() -> None:
     halves = Chunks.rows(ndim=2, rank=[0, 1], file=[0, 0], offset=[0, 0], start=[(0, 0), (0, 4)], size=[(6, 4), (6, 4)])
-    held = holdings(module_tree([("w", Tensor(DTYPES["float32"], (6, 8), halves))]), 2)
-    assert held.nbytes.tolist() == [96.0, 96.0]
-    assert np.allclose(held.share.sum(axis=1), COLUMNS / 2)
+    grid = holdings(module_tree([("w", Tensor(DTYPES["float32"], (6, 8), halves))]), 2)
+    assert grid.nbytes.tolist() == [96.0, 96.0]
+    assert np.allclose(grid.share.sum(axis=1), COLUMNS / 2)
 
 
 def test_what_no_rank_holds_is_marked_and_stands_on_top() -> None:
@@ -178,12 +178,12 @@ def test_a_page_of_very_many_tensors_and_ranks_stays_small() -> None:
     params = {f"layers.{n // 10}.w{n}.weight": shapes[1 + n % 7] for n in range(1500)}
     many = {f"layers.{n // 10}.w{n}.weight": sharded((5, 3), 1) for n in range(20_000)}
     odd = OptimState({"w": {f"state{n}": sharded((5, 3), 1) for n in range(3000)}}, None)
-    for found in (
+    for described in (
         checkpoint(params, ranks=1024),
         checkpoint(many, ranks=1),
         checkpoint({"w": sharded((5, 3), 1)}, ranks=1, optim=odd),
     ):
-        assert len(page(describe(found))) < 1_000_000
+        assert len(page(describe(described))) < 1_000_000
 
 
 @pytest.fixture

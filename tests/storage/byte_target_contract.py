@@ -84,6 +84,27 @@ class ByteTargetContract:
         assert caught.value.exit_code == 5
         target.close()
 
+    def test_what_was_written_can_be_read_back_before_the_commit(self) -> None:
+        target = self.make("file", len(CONTENT))
+        target.write(0, CONTENT)
+        target.sync()
+        buffer = bytearray(100_000)
+        target.read_into(70_000, memoryview(buffer))
+        assert bytes(buffer) == CONTENT[70_000:170_000]
+        target.close()
+
+    def test_an_abandoned_target_is_never_said_to_be_on_the_disk(self) -> None:
+        target = self.make("file", 100)
+        target.write(0, bytes(100))
+        target.close()
+        with pytest.raises(TargetUnwritableError, match="not known to be on the disk"):
+            target.sync()
+
+    def test_a_committed_target_is_on_the_disk(self) -> None:
+        target = self.make("file", 100)
+        target.commit()
+        target.sync()
+
     def test_closing_twice_is_closing_once(self) -> None:
         abandoned = self.make("abandoned", 100)
         abandoned.close()
@@ -137,6 +158,12 @@ class StagedFile:
 
     def write(self, offset: int, data: memoryview | bytes) -> None:
         self._file.write(offset, data)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        self._file.read_into(offset, buffer)
+
+    def sync(self) -> None:
+        self._file.sync()
 
     def commit(self) -> None:
         self._file.commit()

@@ -12,7 +12,6 @@ from fsdpckpt.errors import TargetUnwritableError
 from fsdpckpt.storage.local import WritableFile
 from fsdpckpt.storage.protocols import ByteTarget
 from tests.storage.byte_target_contract import (
-    CONTENT,
     ByteTargetContract,
     PublishedTargetContract,
     StagedFile,
@@ -38,22 +37,6 @@ class TestWritableFile(ByteTargetContract):
         with pytest.raises(TargetUnwritableError) as caught:
             self.make("absent/file", 5)
         assert caught.value.file == str(self.root / "absent" / "file")
-
-    def test_an_abandoned_file_is_never_said_to_be_on_the_disk(self) -> None:
-        target = self.make("file", len(CONTENT))
-        target.write(0, CONTENT)
-        target.sync()
-        target.close()
-        with pytest.raises(TargetUnwritableError, match="not known to be on the disk"):
-            target.sync()
-
-    def test_what_was_written_can_be_read_back_before_the_commit(self) -> None:
-        target = self.make("file", len(CONTENT))
-        target.write(0, CONTENT)
-        buffer = bytearray(100_000)
-        target.read_into(70_000, memoryview(buffer))
-        assert bytes(buffer) == CONTENT[70_000:170_000]
-        target.close()
 
 
 class TestWritableFileWithoutDirectWrites(TestWritableFile):

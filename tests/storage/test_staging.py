@@ -115,14 +115,14 @@ def test_where_names_cannot_be_exchanged_the_target_is_replaced_all_the_same(tmp
 
 def test_links_among_what_was_staged_are_removed_and_never_followed(tmp_path) -> None:
     (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "one").write_bytes(b"mine")
+    (tmp_path / "elsewhere" / "one").write_bytes(b"someone's")
     staging = Staging(str(tmp_path / "out"), directory=True)
     os.symlink(tmp_path / "elsewhere", staging.locate("folder"))
     os.symlink(tmp_path / "elsewhere" / "one", staging.locate("one"))
     os.link(tmp_path / "elsewhere" / "one", staging.locate("two"))
     staging.keep_only(["one", "two", "folder/one"])
     assert os.listdir(staging.path) == []
-    assert (tmp_path / "elsewhere" / "one").read_bytes() == b"mine"
+    assert (tmp_path / "elsewhere" / "one").read_bytes() == b"someone's"
     staging.discard()
     staging.close()
 
@@ -190,9 +190,9 @@ def test_the_empty_name_is_no_target(tmp_path, monkeypatch) -> None:
 
 
 def test_an_existing_file_with_a_slash_behind_it_exists(tmp_path) -> None:
-    (tmp_path / "mine.pt").write_bytes(b"mine")
+    (tmp_path / "theirs.pt").write_bytes(b"someone's")
     with pytest.raises(TargetExistsError):
-        check_target(f"{tmp_path / 'mine.pt'}/", str(tmp_path / "in"), overwrite=False)
+        check_target(f"{tmp_path / 'theirs.pt'}/", str(tmp_path / "in"), overwrite=False)
 
 
 @pytest.mark.parametrize("target", [".", "..", "~", "fifo"])
@@ -219,22 +219,22 @@ def test_what_came_to_be_at_the_target_meanwhile_is_not_replaced(tmp_path) -> No
     target = tmp_path / "out.pt"
     staging = Staging(str(target), directory=False)
     _write(staging.locate(""), b"new")
-    target.write_bytes(b"mine")
+    target.write_bytes(b"someone's")
     with pytest.raises(TargetExistsError):
         staging.commit()
     staging.discard()
     staging.close()
-    assert target.read_bytes() == b"mine"
+    assert target.read_bytes() == b"someone's"
     assert os.listdir(tmp_path) == ["out.pt"]
 
 
 def test_a_target_that_a_killed_run_had_moved_aside_comes_back(tmp_path) -> None:
     (tmp_path / ".out.fsdpckpt-old").mkdir()
-    (tmp_path / ".out.fsdpckpt-old" / "mine").write_bytes(b"mine")
+    (tmp_path / ".out.fsdpckpt-old" / "theirs").write_bytes(b"someone's")
     with pytest.raises(TargetExistsError):
         Staging(str(tmp_path / "out"), directory=True)
     assert sorted(os.listdir(tmp_path)) == ["out"]
-    assert (tmp_path / "out" / "mine").read_bytes() == b"mine"
+    assert (tmp_path / "out" / "theirs").read_bytes() == b"someone's"
 
 
 def test_directories_made_for_an_output_that_never_came_go_again(tmp_path) -> None:
@@ -336,11 +336,11 @@ def test_the_journals_of_several_writers_count_and_go_with_the_rest(tmp_path) ->
 @pytest.mark.parametrize("resume", [False, True])
 def test_nobody_begins_while_a_worker_whose_leader_is_gone_still_writes(tmp_path, resume: bool) -> None:
     _interrupted(str(tmp_path / "out"))
-    held = lock_as_writer(staging_root(str(tmp_path / "out")), 2)
+    lock = lock_as_writer(staging_root(str(tmp_path / "out")), 2)
     with pytest.raises(TargetExistsError, match="another fsdpckpt is writing"):
         Staging(str(tmp_path / "out"), directory=True, resume=resume)
     assert journal_paths(staging_root(str(tmp_path / "out")))
-    os.close(held)
+    os.close(lock)
     staging = Staging(str(tmp_path / "out"), directory=True, resume=resume)
     assert staging.resumed is resume
     staging.discard()
@@ -415,7 +415,7 @@ def test_the_longest_name_can_be_written(tmp_path, directory: bool) -> None:
 def test_what_a_run_left_that_ended_just_after_its_target_appeared_can_be_cleared(tmp_path) -> None:
     _interrupted(str(tmp_path / "out"))
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine").write_bytes(b"mine")
+    (tmp_path / "out" / "theirs").write_bytes(b"someone's")
     clear_leftover(str(tmp_path / "out"))
     assert os.listdir(tmp_path) == ["out"]
-    assert os.listdir(tmp_path / "out") == ["mine"]
+    assert os.listdir(tmp_path / "out") == ["theirs"]

@@ -53,7 +53,7 @@ class Raw:
             self.records.append((rank, offsets[-1], len(bytes_), zlib.crc32(bytes_)))
             memory = contiguous_stride(laid.shape)
             strides.append(tuple(memory[order.index(dimension)] for dimension in range(array.ndim)))
-        found = dtype if dtype is not None else DTYPES[array.dtype.name]
+        stored_dtype = dtype if dtype is not None else DTYPES[array.dtype.name]
         chunks = Chunks.rows(
             ndim=array.ndim,
             rank=ranks,
@@ -63,7 +63,7 @@ class Raw:
             size=[box[1] for box in boxes],
             stride=strides,
         )
-        return Tensor(found, array.shape, chunks, placement="whole" if len(boxes) == 1 else "[Shard(0)]")
+        return Tensor(stored_dtype, array.shape, chunks, placement="whole" if len(boxes) == 1 else "[Shard(0)]")
 
     def checkpoint(
         self,

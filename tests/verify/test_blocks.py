@@ -28,9 +28,9 @@ def reader(raw: Raw, limit: int) -> BlockReader:
     return BlockReader(files, sources, limit)
 
 
-def joined(own: BlockReader, tensor: Tensor, limit: int) -> bytes:
+def joined(block_reader: BlockReader, tensor: Tensor, limit: int) -> bytes:
     parts = []
-    for block in own.blocks(tensor):
+    for block in block_reader.blocks(tensor):
         assert 0 < len(block) <= max(limit, tensor.dtype.itemsize)
         assert len(block) % tensor.dtype.itemsize == 0
         parts.append(block.tobytes())
@@ -103,9 +103,9 @@ def test_a_file_that_ends_early_is_an_error(tmp_path: Path) -> None:
 def test_empty_and_zero_dimensional_tensors() -> None:
     raw = Raw(Path(), 1)
     empty, scalar = raw.put(np.zeros((0, 4), np.float32)), raw.put(np.array(7.25, np.float32))
-    own = reader(raw, 64)
-    assert list(own.blocks(empty)) == []
-    assert joined(own, scalar, 64) == np.float32(7.25).tobytes()
+    block_reader = reader(raw, 64)
+    assert list(block_reader.blocks(empty)) == []
+    assert joined(block_reader, scalar, 64) == np.float32(7.25).tobytes()
 
 
 def test_memory_does_not_grow_with_the_tensor(tmp_path: Path) -> None:
@@ -116,10 +116,10 @@ def test_memory_does_not_grow_with_the_tensor(tmp_path: Path) -> None:
     checkpoint = raw.checkpoint({"w": tensor})
     expected = array.tobytes()
     with Sources() as sources:
-        own = BlockReader(checkpoint.files, sources, 1 << 20)
+        block_reader = BlockReader(checkpoint.files, sources, 1 << 20)
         tracemalloc.start()
         position = 0
-        for block in own.blocks(tensor):
+        for block in block_reader.blocks(tensor):
             assert block.data == memoryview(expected)[position : position + len(block)]
             position += len(block)
         _, peak = tracemalloc.get_traced_memory()

@@ -29,16 +29,16 @@ def record(path: Path, data: bytes, begin: int, end: int, by: str = "") -> Recor
 def drawn(path: Path, data: bytes, seed: int) -> list[Record]:
     """Records that touch, nest, overlap, lie far apart or are empty; of some files the whole is one too."""
     draw = random.Random(seed)
-    found = []
+    results = []
     for _ in range(draw.randrange(1, 12)):
         begin = draw.randrange(len(data) + 1)
         end = min(begin + draw.choice([0, 1, 5, 63, 64, 65, 200, 1000]), len(data))
-        found.append(record(path, data, begin, end))
+        results.append(record(path, data, begin, end))
         if draw.random() < 0.5:
-            found.append(record(path, data, end, min(end + draw.randrange(90), len(data))))
+            results.append(record(path, data, end, min(end + draw.randrange(90), len(data))))
     if seed % 2:
-        found.append(record(path, data, 0, len(data), "fsdpckpt.json"))
-    return found
+        results.append(record(path, data, 0, len(data), "fsdpckpt.json"))
+    return results
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -56,9 +56,9 @@ def test_every_record_is_judged_by_its_own_bytes_however_it_lies_among_others(tm
     path.write_bytes(data)
     hit = {one for one in wanted if one.offset <= place < one.end}
     with Sources() as sources:
-        found = check_records(wanted, sources=sources)
-    assert len(found) == len([one for one in wanted if one in hit])
-    for problem in found:
+        results = check_records(wanted, sources=sources)
+    assert len(results) == len([one for one in wanted if one in hit])
+    for problem in results:
         assert problem.kind == "checksum"
         assert problem.file == str(path)
         assert any(f"{one.crc:08x}" in problem.message for one in hit)
@@ -75,9 +75,9 @@ def test_a_file_that_ends_early_is_a_problem_and_its_other_records_are_judged(tm
     data[10] ^= 1
     path.write_bytes(data[:550])
     with Sources() as sources:
-        found = check_records(wanted, sources=sources)
-    assert sorted({problem.kind for problem in found}) == ["checksum", "truncated"]
-    assert len([problem for problem in found if problem.kind == "checksum"]) == 1
+        results = check_records(wanted, sources=sources)
+    assert sorted({problem.kind for problem in results}) == ["checksum", "truncated"]
+    assert len([problem for problem in results if problem.kind == "checksum"]) == 1
 
 
 def test_the_error_that_stopped_the_others_is_raised_and_not_theirs() -> None:

@@ -27,7 +27,7 @@ def measured(raw: Raw, tensor: Tensor) -> Stats | None:
 
 def test_the_digest_is_the_sha256_of_the_row_major_bytes_in_any_layout(tmp_path: Path) -> None:
     array = random_array(1, (11, 6))
-    found = set()
+    result = set()
     for name, boxes, order in (
         ("one", None, None),
         ("three", rows(array.shape, 3), None),
@@ -37,9 +37,9 @@ def test_the_digest_is_the_sha256_of_the_row_major_bytes_in_any_layout(tmp_path:
         raw = Raw(tmp_path / name, len(boxes or [0]))
         checkpoint = raw.checkpoint({"w": raw.put(array, boxes, order=order)})
         with Sources() as sources:
-            found.update(one.sha256 for one in verify_checkpoint(checkpoint, sources=sources, digests=True).digests)
+            result.update(one.sha256 for one in verify_checkpoint(checkpoint, sources=sources, digests=True).digests)
     as_torch = torch.from_numpy(array.copy()).view(torch.uint8).numpy().tobytes()
-    assert found == {hashlib.sha256(as_torch).hexdigest()}
+    assert result == {hashlib.sha256(as_torch).hexdigest()}
 
 
 def test_the_digests_of_many_tensors_come_in_their_order_from_two_threads(tmp_path: Path) -> None:
@@ -58,18 +58,20 @@ def test_the_digests_of_many_tensors_come_in_their_order_from_two_threads(tmp_pa
 def test_statistics_equal_numpys_on_the_same_numbers(tmp_path: Path, dtype: str) -> None:
     array = numbers(3, (401, 1000), dtype)  # several parts of the streaming sum
     raw = Raw(tmp_path, 3)
-    found = measured(raw, raw.put(array, rows(array.shape, 3), dtype=DTYPES[dtype]))
+    result = measured(raw, raw.put(array, rows(array.shape, 3), dtype=DTYPES[dtype]))
     exact = array.astype(np.float64)
-    assert found is not None
-    assert (found.min, found.max, found.nan, found.inf) == (exact.min(), exact.max(), 0, 0)
-    assert np.allclose([found.mean, found.std, found.norm], [exact.mean(), exact.std(), np.linalg.norm(exact)], 1e-12)
+    assert result is not None
+    assert (result.min, result.max, result.nan, result.inf) == (exact.min(), exact.max(), 0, 0)
+    assert np.allclose(
+        [result.mean, result.std, result.norm], [exact.mean(), exact.std(), np.linalg.norm(exact)], 1e-12
+    )
 
 
 def test_nan_and_inf_are_counted_and_left_out_of_the_rest(tmp_path: Path) -> None:
     array = np.array([1.0, np.nan, -3.0, np.inf, -np.inf, np.nan], np.float32)
     raw = Raw(tmp_path, 1)
-    found = measured(raw, raw.put(array))
-    assert found == Stats(-3.0, 1.0, -1.0, 2.0, np.sqrt(10.0), 2, 2)
+    result = measured(raw, raw.put(array))
+    assert result == Stats(-3.0, 1.0, -1.0, 2.0, np.sqrt(10.0), 2, 2)
 
 
 def test_integers_bools_and_complex_numbers(tmp_path: Path) -> None:
@@ -105,9 +107,9 @@ def test_not_finite_elements_are_counted_as_torch_counts_them(tmp_path: Path, dt
     real = torch.view_as_real(as_torch) if dtype == "complex64" else as_torch
     real = real.float() if dtype.startswith("float8") else real
     with Sources() as sources:
-        found = count_not_finite(BlockReader(checkpoint.files, sources), tensor)
-    assert found == (int(real.isnan().sum()), int(real.isinf().sum()))
-    assert found[0] > 0 or dtype == "int32"
+        result = count_not_finite(BlockReader(checkpoint.files, sources), tensor)
+    assert result == (int(real.isnan().sum()), int(real.isinf().sum()))
+    assert result[0] > 0 or dtype == "int32"
 
 
 def test_a_named_tensor_is_what_digests_take(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def same_content(path: Path, other: Path) -> bool:
 def flips(path: Path, whole: Path, places: list[int]) -> Iterator[tuple[int, str]]:
     """(place, what came of it) for one changed bit at each of ``places`` of the file at ``path``.
 
-    "found", "harmless" (the checkpoint at ``whole``, which holds the file, means what it meant) or "silent".
+    "detected", "harmless" (the checkpoint at ``whole``, which holds the file, means what it meant) or "silent".
     """
     untouched = whole.with_name(f"{whole.name}-untouched")
     (shutil.copytree if whole.is_dir() else shutil.copy)(whole, untouched)
@@ -84,11 +84,11 @@ def flips(path: Path, whole: Path, places: list[int]) -> Iterator[tuple[int, str
         for place in places:
             os.pwrite(descriptor, bytes([data[place] ^ (1 << draw.randrange(8))]), place)
             try:
-                found = bool(problems(whole) - before)
+                detected = bool(problems(whole) - before)
             except FsdpckptError as error:
                 assert error.exit_code in (3, 4), error
-                found = True
-            yield place, "found" if found else "harmless" if same_content(whole, untouched) else "silent"
+                detected = True
+            yield place, "detected" if detected else "harmless" if same_content(whole, untouched) else "silent"
             os.pwrite(descriptor, data[place : place + 1], place)
     finally:
         os.close(descriptor)
@@ -116,24 +116,24 @@ def test_no_byte_of_a_directory_that_this_program_wrote_can_change_unnoticed(tmp
     fsdpckpt.convert(tmp_path / "source.pt", whole, **WRITTEN[form])
     assert problems(whole) == frozenset()
     for path in sorted(whole.iterdir()):
-        told = dict(flips(path, whole, sample(path, A_FILE)))
-        assert {place: what for place, what in told.items() if what != "found"} == {}, path.name
+        outcomes = dict(flips(path, whole, sample(path, A_FILE)))
+        assert {place: what for place, what in outcomes.items() if what != "detected"} == {}, path.name
 
 
 def test_no_byte_that_means_something_in_a_torch_file_can_change_unnoticed(tmp_path: Path) -> None:
     whole = tmp_path / "whole.pt"
     torch.save(state(), whole)
-    told = dict(flips(whole, whole, sample(whole, ONE_FILE)))
-    assert "silent" not in told.values()
-    assert "harmless" in told.values()  # padding, and fields of the zip that nobody reads
+    outcomes = dict(flips(whole, whole, sample(whole, ONE_FILE)))
+    assert "silent" not in outcomes.values()
+    assert "harmless" in outcomes.values()  # padding, and fields of the zip that nobody reads
 
 
 def test_no_byte_that_means_something_in_a_dcp_directory_of_pytorch_can_change_unnoticed(tmp_path: Path) -> None:
     whole = tmp_path / "dcp"
     dcp.save(state(), checkpoint_id=whole, no_dist=True)
     for path in sorted(whole.iterdir()):
-        told = dict(flips(path, whole, sample(path, ONE_FILE // 2)))
-        assert "silent" not in told.values(), (path.name, told)
+        outcomes = dict(flips(path, whole, sample(path, ONE_FILE // 2)))
+        assert "silent" not in outcomes.values(), (path.name, outcomes)
 
 
 @pytest.mark.parametrize("source", ["f2_default/ckpt", "f1_orig_full/model.pt", "f1_orig_sh_dt_dcp/optim"])
@@ -143,7 +143,7 @@ def test_no_byte_of_a_tensor_that_pytorch_saved_can_change_unnoticed(tmp_path: P
     places = in_tensors(whole)
     assert len(places) > 5
     for path, place in random.Random(SEED).sample(places, min(60, len(places))):
-        assert dict(flips(path, whole, [place])) == {place: "found"}
+        assert dict(flips(path, whole, [place])) == {place: "detected"}
 
 
 def test_a_zip_end_record_that_a_zip64_record_overrules_is_no_crash(tmp_path: Path) -> None:
@@ -153,8 +153,8 @@ def test_a_zip_end_record_that_a_zip64_record_overrules_is_no_crash(tmp_path: Pa
     ends = [at for at in range(len(data) - 4) if data.startswith(b"PK\5\6", at)]
     for end in random.Random(SEED).sample(ends, 6):
         for field in (14, 18):  # bytes of the directory's size and place
-            told = dict(flips(path, whole, [end + field]))
-            assert "silent" not in told.values()
+            outcomes = dict(flips(path, whole, [end + field]))
+            assert "silent" not in outcomes.values()
 
 
 def test_bytes_that_keep_their_checksum_are_found_by_the_digest_that_was_recorded(tmp_path: Path) -> None:

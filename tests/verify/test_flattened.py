@@ -29,9 +29,9 @@ def edit(path: Path, key: int, state: str, value: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_parameters_that_ranks_hold_nothing_of_are_no_problem(form: str, tmp_path: Path) -> None:
-    found = fsdpckpt.verify(copied(form, tmp_path / "c"), digests=True, finite=True)
-    assert found.problems == ()
-    assert found.records > 0 and all(digest.sha256 for digest in found.digests)
+    result = fsdpckpt.verify(copied(form, tmp_path / "c"), digests=True, finite=True)
+    assert result.problems == ()
+    assert result.records > 0 and all(digest.sha256 for digest in result.digests)
 
 
 def test_one_changed_byte_in_a_slice_is_found(tmp_path: Path) -> None:
@@ -49,20 +49,20 @@ def test_steps_that_disagree_are_found_between_ranks_and_between_parameters(tmp_
     directory = copied("torch-2.4/f1_orig_raw", tmp_path / "c")
     edit(directory / "optim_1.pt", 2, "step", torch.tensor(9.0))  # ranks 0 and 1 both hold some of it
     edit(directory / "optim_0.pt", 0, "step", torch.tensor(5.0))
-    found = {(problem.kind, problem.key) for problem in fsdpckpt.verify(directory).problems}
-    assert found == {("replica", "2.step"), ("step", "0.step")}
+    result = {(problem.kind, problem.key) for problem in fsdpckpt.verify(directory).problems}
+    assert result == {("replica", "2.step"), ("step", "0.step")}
 
 
 def test_inspect_shows_slices_as_they_are_and_where_each_rank_has_its_own(tmp_path: Path) -> None:
     directory = copied("torch-2.4/f1_tiny_o", tmp_path / "c")
-    found = fsdpckpt.inspect(directory, keys=["2.exp_avg"], ranks=True)
-    assert (found.checkpoint.layout, found.checkpoint.world_size, found.key_type) == (Layout.FLATTENED, 4, "id")
-    document = found.to_json(ranks=True)
+    result = fsdpckpt.inspect(directory, keys=["2.exp_avg"], ranks=True)
+    assert (result.checkpoint.layout, result.checkpoint.world_size, result.key_type) == (Layout.FLATTENED, 4, "id")
+    document = result.to_json(ranks=True)
     (row,) = cast("list[Any]", document["tensors"])
     assert (row["shape"], row["placement"]) == ([21], SLICES)
     chunks = [(chunk["rank"], chunk["box"]) for chunk in row["pieces"]]
     assert chunks == [(1, [[0, 4]]), (2, [[4, 16]]), (3, [[16, 21]])]
-    assert "unnamed" in {note.kind for note in found.checkpoint.notes}
+    assert "unnamed" in {note.kind for note in result.checkpoint.notes}
 
 
 def test_diff_compares_slices_as_they_are(tmp_path: Path) -> None:

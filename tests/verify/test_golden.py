@@ -38,9 +38,9 @@ def test_diff_and_verify_agree_with_what_pytorch_holds(directory: str, model: st
 
 
 def test_digests_of_a_sharded_checkpoint_are_those_of_the_full_tensors() -> None:
-    found = fsdpckpt.verify(GOLDEN / "torch-2.4" / "f2_default" / "ckpt", digests=True)
+    result = fsdpckpt.verify(GOLDEN / "torch-2.4" / "f2_default" / "ckpt", digests=True)
     truth = torch.load(GOLDEN / "torch-2.4" / "f2_default" / "truth" / "full.pt", weights_only=True)["model"]
-    digests = {one.key: one.sha256 for one in found.digests if one.section == "model"}
+    digests = {one.key: one.sha256 for one in result.digests if one.section == "model"}
     assert digests == {
         name: hashlib.sha256(value.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
         for name, value in truth.items()
@@ -50,9 +50,9 @@ def test_digests_of_a_sharded_checkpoint_are_those_of_the_full_tensors() -> None
 @pytest.mark.parametrize("name", ["full_old.pt", "full_old_rekeyed_ids.pt"])
 def test_states_that_fsdp1_overwrote_on_cpu_are_named_for_every_parameter(name: str, tmp_path: Path) -> None:
     source = GOLDEN / "torch-2.4" / "f1_orig_full" / name
-    found = [problem for problem in fsdpckpt.verify(source).problems if problem.kind == "aliased-states"]
+    result = [problem for problem in fsdpckpt.verify(source).problems if problem.kind == "aliased-states"]
     params = torch.load(source, weights_only=True)["param_groups"][0]["params"]
-    assert sorted(problem.key or "" for problem in found) == sorted(f"{param}.exp_avg" for param in params)
+    assert sorted(problem.key or "" for problem in result) == sorted(f"{param}.exp_avg" for param in params)
     assert [problem.kind for problem in fsdpckpt.inspect(source).checkpoint.problems] == ["aliased-states"] * len(
         params
     )

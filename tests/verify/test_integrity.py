@@ -175,10 +175,10 @@ def test_digests_are_those_of_the_whole_tensors_with_any_number_of_threads(tmp_p
     whole = Whole(tmp_path)
     with Sources() as sources:
         result = verify_checkpoint(whole.checkpoint(), sources=sources, digests=True, threads=threads)
-    found = {one.key: one.sha256 for one in result.digests}
-    assert found["w"] == hashlib.sha256(whole.weight.tobytes()).hexdigest()
-    assert found["buffer"] == hashlib.sha256(whole.buffer.tobytes()).hexdigest()
-    assert len(found) == 8
+    digests = {one.key: one.sha256 for one in result.digests}
+    assert digests["w"] == hashlib.sha256(whole.weight.tobytes()).hexdigest()
+    assert digests["buffer"] == hashlib.sha256(whole.buffer.tobytes()).hexdigest()
+    assert len(digests) == 8
 
 
 def test_progress_adds_up_to_what_was_announced(tmp_path: Path) -> None:

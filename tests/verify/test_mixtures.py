@@ -38,7 +38,7 @@ def saved(path: Path, form: str, *, step: int, world: int = 3, sealed: bool = Tr
     return path
 
 
-def found(path: Path) -> set[str]:
+def problem_kinds(path: Path) -> set[str]:
     """The kinds of what verify lists, or the class of what stops it."""
     try:
         return {problem.kind for problem in fsdpckpt.verify(path).problems}
@@ -62,12 +62,12 @@ def data_files(path: Path) -> list[str]:
 @pytest.mark.parametrize("form", FORMS)
 def test_any_one_file_of_another_step_is_found_by_the_manifest(tmp_path: Path, form: str) -> None:
     one, other = (saved(tmp_path / f"step-{step}", form, step=step) for step in (4, 5))
-    assert found(one) == set()
+    assert problem_kinds(one) == set()
     for name in data_files(one):
         if (one / name).read_bytes() != (other / name).read_bytes():
             mixed = shutil.copytree(one, tmp_path / "mixed")
             shutil.copy(other / name, mixed / name)
-            assert found(mixed) & {"checksum", "SourceCorruptError", "SourceIncompleteError"}, name
+            assert problem_kinds(mixed) & {"checksum", "SourceCorruptError", "SourceIncompleteError"}, name
             shutil.rmtree(mixed)
 
 
@@ -77,7 +77,7 @@ def test_any_one_file_that_is_missing_is_found(tmp_path: Path, form: str) -> Non
     for name in data_files(whole):
         mixed = shutil.copytree(whole, tmp_path / "mixed")
         (mixed / name).unlink()
-        kinds = found(mixed)
+        kinds = problem_kinds(mixed)
         assert kinds & {"missing-file", "SourceIncompleteError", "SourceUnrecognisedError"}, (name, kinds)
         shutil.rmtree(mixed)
 
@@ -86,13 +86,13 @@ def test_any_one_file_that_is_missing_is_found(tmp_path: Path, form: str) -> Non
 def test_an_optimizer_file_of_another_step_is_found_by_its_steps(tmp_path: Path, *, sealed: bool) -> None:
     one, other = (saved(tmp_path / f"step-{step}", "ranks", step=step, sealed=sealed) for step in (4, 5))
     shutil.copy(other / "optim_world_size_3_rank_1.pt", one)
-    assert found(one) >= {"replica"} | ({"checksum"} if sealed else set())
+    assert problem_kinds(one) >= {"replica"} | ({"checksum"} if sealed else set())
 
 
 def test_optimizer_slices_of_another_step_are_found_by_their_steps(tmp_path: Path) -> None:
     one, other = (saved(tmp_path / f"step-{step}", "flattened", step=step, sealed=False) for step in (4, 5))
     shutil.copy(other / "optim_world_size_3_rank_1.pt", one)
-    assert found(one) & {"replica", "step", "SourceCorruptError"}
+    assert problem_kinds(one) & {"replica", "step", "SourceCorruptError"}
 
 
 @pytest.mark.parametrize("form", ["ranks", "flattened"])
@@ -102,19 +102,19 @@ def test_a_rank_file_under_another_rank_s_name_is_found(tmp_path: Path, form: st
         first, second = (f"{section}_world_size_3_rank_{rank}.pt" for rank in (0, 1))
         mixed = shutil.copytree(whole, tmp_path / "mixed")
         shutil.copy(whole / first, mixed / second)
-        assert found(mixed), "a duplicate"
+        assert problem_kinds(mixed), "a duplicate"
         shutil.copy(whole / second, mixed / first)
-        assert found(mixed), "swapped"
+        assert problem_kinds(mixed), "swapped"
         shutil.rmtree(mixed)
 
 
 def test_swapped_data_files_of_dcp_are_found(tmp_path: Path) -> None:
     whole = saved(tmp_path / "whole", "dcp", step=4, world=2)
     first, second = whole / "__0_0.distcp", whole / "__1_0.distcp"
-    held = first.read_bytes()
+    content = first.read_bytes()
     shutil.copy(second, first)
-    second.write_bytes(held)
-    assert found(whole)
+    second.write_bytes(content)
+    assert problem_kinds(whole)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -127,7 +127,7 @@ def test_files_of_a_larger_world_size_beside_those_of_the_checkpoint_are_found(
     stale = data_files(larger)[-1]
     assert not (one / stale).exists()
     shutil.copy(larger / stale, one / stale)
-    assert found(one), stale
+    assert problem_kinds(one), stale
 
 
 def test_all_that_is_wrong_is_listed_and_named(tmp_path: Path) -> None:
@@ -140,9 +140,9 @@ def test_all_that_is_wrong_is_listed_and_named(tmp_path: Path) -> None:
         byte = file.read(1)
         file.seek(200)
         file.write(bytes([byte[0] ^ 1]))
-    told = "\n".join(lines(whole))
+    text = "\n".join(lines(whole))
     for name in ("__1_0.distcp", "__2_0.distcp", "__7_0.distcp is not among the files"):
-        assert f"{whole}/{name}" in told
+        assert f"{whole}/{name}" in text
 
 
 def test_a_directory_that_cannot_be_read_still_lists_every_damaged_file(tmp_path: Path) -> None:
@@ -155,9 +155,9 @@ def test_a_directory_that_cannot_be_read_still_lists_every_damaged_file(tmp_path
     with pytest.raises(FsdpckptError) as raised:
         fsdpckpt.verify(whole)
     assert raised.value.exit_code == 3
-    told = "\n".join(raised.value.details)
-    assert "model_world_size_3_rank_0.pt has 100 bytes" in told
-    assert "optim_world_size_3_rank_2.pt" in told
+    text = "\n".join(raised.value.details)
+    assert "model_world_size_3_rank_0.pt has 100 bytes" in text
+    assert "optim_world_size_3_rank_2.pt" in text
 
 
 def test_a_conversion_refuses_metadata_that_the_manifest_contradicts(tmp_path: Path) -> None:
@@ -178,16 +178,16 @@ def test_a_manifest_that_was_damaged_is_said_to_be_and_not_used(tmp_path: Path) 
     whole = saved(tmp_path / "whole", "dcp", step=4)
     text = (whole / MANIFEST).read_text()
     (whole / MANIFEST).write_text(text.replace('"layout": "sharded"', '"layout": "shorded"'))
-    assert found(whole) == {"manifest"}
+    assert problem_kinds(whole) == {"manifest"}
     (whole / MANIFEST).write_text("{")
-    assert found(whole) == {"manifest"}
+    assert problem_kinds(whole) == {"manifest"}
 
 
 def test_files_that_only_the_manifest_misses_are_found(tmp_path: Path) -> None:
     whole = saved(tmp_path / "whole", "ranks", step=4)
     for path in whole.glob("optim_*"):
         path.unlink()
-    assert found(whole) == {"missing-file"}
+    assert problem_kinds(whole) == {"missing-file"}
     assert len(fsdpckpt.verify(whole).problems) == 3
 
 
@@ -195,11 +195,11 @@ def test_bytes_behind_the_end_of_a_file_are_found(tmp_path: Path) -> None:
     whole = saved(tmp_path / "whole", "dcp", step=4)
     with (whole / "__1_0.distcp").open("ab") as file:
         file.write(b"behind")
-    assert found(whole) == {"length"}
+    assert problem_kinds(whole) == {"length"}
 
 
 def test_files_of_other_kinds_beside_the_checkpoint_are_no_problem(tmp_path: Path) -> None:
     whole = saved(tmp_path / "whole", "ranks", step=4)
     (whole / "README.md").write_text("notes")
     (whole / "config.json").write_text("{}")
-    assert found(whole) == set()
+    assert problem_kinds(whole) == set()
