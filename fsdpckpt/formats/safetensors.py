@@ -1,8 +1,42 @@
-"""The header of a safetensors file: parsed strictly, and only then believed.
+"""Reads the header of a safetensors file strictly, and says how a checkpoint with an optimizer lies in such files.
 
 Format (safetensors README, "Format"): 8 bytes little-endian header length, a JSON object of that length (padded with
 spaces), then the data. Each tensor names its dtype, shape and ``data_offsets`` [begin, end) in the data; together they
 cover the data without overlap and without holes. ``__metadata__`` maps strings to strings.
+
+What a checkpoint has beyond named tensors is one JSON document under ``METADATA_KEY`` of ``__metadata__``, beside
+``"format": "pt"``. When a group of shards carries it, it stands in the first shard only (any shard is accepted when
+reading); several documents in one group are joined entry by entry. Files without it are plain weights.
+
+Tensor keys
+    directory form: two groups of files, read separately,
+        ``model.safetensors`` or ``model-0000i-of-0000N.safetensors`` with ``model.safetensors.index.json``,
+            key = the model FQN itself;
+        ``optimizer.safetensors`` or ``optimizer-0000i-of-0000N.safetensors`` with ``optimizer.safetensors.index.json``,
+            key = ``state.<param>.<state>``.
+    one file that holds one section only: the same keys as in the directory form.
+    one file that holds both: ``"sections": true``, keys ``model.<fqn>`` and ``optimizer.state.<param>.<state>``.
+    a tensor inside extras or param groups: any key (the writer uses ``extra.<path>``, ``optimizer.<path>``), found
+    through the ``{"$tensor": key}`` that stands in its place in the encoded value.
+
+The document (every entry but ``version`` may be absent; "encoded" means ``ir.codec.encode``)
+    ``version``          1
+    ``sections``         true when both sections share one file, see above
+    ``model_aliases``    {alias: key}: tied weights, stored once under ``key`` (a model FQN)
+    ``model_order``      [fqn, ...]: every model entry in the source's order, aliases and values included
+    ``model_values``     encoded {fqn: value}: model entries that are not tensors (``_extra_state``)
+    ``model_metadata``   encoded ``_metadata`` of the state dict
+    ``optim``            {
+        ``key_type``     "id" or "name": the type of the parameter keys
+        ``param_keys``   [[key, ...], ...]: the keys of each param group
+        ``order``        encoded [[param, [state name, ...]], ...]: every state in the source's order
+        ``state_values`` encoded {param: {state: value}}: states that are not tensors
+        ``param_groups`` encoded list of groups, null when the source has none
+        ``extra``        encoded: top-level entries beside ``state`` and ``param_groups``
+    }
+    ``extra``            encoded extras under the source's own keys
+    ``raw``              {tensor key: [torch dtype name, [shape]]}: dtypes safetensors has no code for, stored as
+                         ``U8`` with shape ``[nbytes]``
 """
 
 from __future__ import annotations
@@ -30,13 +64,15 @@ __all__ = [
     "state_key",
 ]
 
+METADATA_KEY = "fsdpckpt"
+VERSION = 1
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
 
-_LONG = 1 << 20  # bytes of a header that is looked at before it is parsed
+_LONG = 1 << 20  # bytes: a longer header is checked before it is parsed
 _STRINGS = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 
-# Codes newer libraries write that the safetensors version this program writes for cannot read back.
+# Codes that newer libraries write, and that the safetensors version this program writes for cannot read.
 _READ_ONLY_CODES = {"F8_E8M0": DTYPES["float8_e8m0fnu"]}
 
 
@@ -113,7 +149,7 @@ def _no_constant(text: str) -> NoReturn:
 
 
 class _Parser:
-    """Carries the file name into every refusal."""
+    """Checks one header; every error names the file."""
 
     def __init__(self, file: str) -> None:
         self.file = file
@@ -147,7 +183,7 @@ class _Parser:
         return table
 
     def _check_punctuation(self, text: bytes) -> None:
-        """JSON of three bytes makes a list of sixty: what no header has so many of is refused before it is parsed."""
+        """Refuse a header with more objects and lists than any honest one: three bytes of JSON make a list of sixty."""
         plain = _STRINGS.sub(b"", text)
         objects, lists, pairs, items = (plain.count(mark) for mark in (b"{", b"[", b":", b","))
         if objects > 2 + pairs // 3 or lists > 2 * objects or items > pairs + MAX_DIMENSIONS * objects:
@@ -197,7 +233,7 @@ class _Parser:
             self.refuse(f"the dtype of {key} is no string", key=key, found=truncate(code))
         if not _is_counts(shape):
             self.refuse(f"the shape of {key} is no list of counts", key=key, found=truncate(shape))
-        # Strides go on over dimensions without elements; torch too says "Stride calculation overflowed".
+        # Dimensions without elements count for strides; torch fails too: "Stride calculation overflowed".
         if len(shape) > MAX_DIMENSIONS or math.prod(filter(None, shape)) >= 1 << 59:
             self.refuse(f"the shape of {key} is larger than any can be", key=key, found=truncate(shape))
         if not _is_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
@@ -215,7 +251,7 @@ class _Parser:
         )
 
     def _check_cover(self, spans: list[tuple[int, int, str]], nbytes: int) -> None:
-        """Neither overlap nor hole, and nothing after the last tensor."""
+        """Check that tensors neither overlap nor leave holes, and that nothing follows the last one."""
         position = 0
         for begin, stop, key in sorted(spans):
             if begin < position:
@@ -229,10 +265,6 @@ class _Parser:
 
 def _is_counts(value: object) -> bool:
     return type(value) is list and all(type(item) is int and item >= 0 for item in value)
-
-
-METADATA_KEY = "fsdpckpt"
-VERSION = 1
 
 
 def model_key(fqn: str, *, sections: bool) -> str:

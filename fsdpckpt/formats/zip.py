@@ -1,8 +1,14 @@
-"""Where each record of a torch zip file lies, from the zip's own structure (no offset is computed by rule).
+"""Reads and writes the zip archives of ``torch.save``: where each stored record lies, and how to lay one out.
 
-``torch.save`` writes stored (never compressed) records. The true start of a record's bytes is in its LOCAL header
-(alignment lives in an extra field there), its true size and CRC-32 in the central directory. PKWARE's APPNOTE is the
-format's source; the zip64 forms are 4.3.14, 4.3.15 and 4.5.3 there.
+``torch.save`` writes stored (never compressed) records. Reading takes no offset from a rule: the true start of a
+record's bytes is in its LOCAL header (alignment lives in an extra field there), its true size and CRC-32 in the central
+directory. PKWARE's APPNOTE is the format's source; the zip64 forms are 4.3.14, 4.3.15 and 4.5.3 there.
+
+Writing lays out records in torch's order (``data.pkl``, ``byteorder``, ``data/0`` .., ``version``,
+``.data/serialization_id``), data 64-byte aligned. ``.format_version`` and ``.storage_alignment`` are left out on
+purpose: a reader that sees them computes offsets as torch's own writer would have placed them (``torch.serialization``,
+FakeTensorMode) instead of reading the headers. Local headers carry real sizes, so no data descriptors follow the data.
+Offsets inside the archive count from its first byte, which need not be the first byte of the file (a DCP item).
 """
 
 from __future__ import annotations
@@ -20,21 +26,24 @@ from fsdpckpt.storage.remote_file import prefetch
 
 __all__ = ["ALIGNMENT", "TorchZip", "ZipRecord", "read_directory", "top_folder"]
 
-_LOCAL = struct.Struct("<4s22xHH")  # signature, name length, extra length
-_CENTRAL = struct.Struct("<4s4xHH4xIIIHHH8xI")  # signature, flags, method, crc, csize, size, name, extra, comment, at
-_END = struct.Struct("<4sHHHHIIH")
-_END64_LOCATOR = struct.Struct("<4sIQI")
-_END64 = struct.Struct("<4sQHHIIQQQQ")
+_LOCAL_LENGTHS = struct.Struct("<4s22xHH")  # signature, name length, extra length
+# signature, flags, method, crc, csize, size, name, extra, comment, at
+_CENTRAL_FIELDS = struct.Struct("<4s4xHH4xIIIHHH8xI")
+_END_FIELDS = struct.Struct("<4sHHHHIIH")
+_LOCATOR64_FIELDS = struct.Struct("<4sIQI")
+_END64_FIELDS = struct.Struct("<4sQHHIIQQQQ")
 _LOCAL_SIZE, _CENTRAL_SIZE = 30, 46
 _ENCRYPTED = 0x1
 _MAX_COMMENT = 65535
-_MOST_NAME = 512  # of a record: file systems allow 255 bytes for the folder, and data.pkl is the first record
+_MAX_NAME = (
+    512  # bytes of a record's name: file systems allow 255 bytes for the folder, and data.pkl is the first record
+)
 _FIRST_BLOCK = 1 << 15  # local headers are fetched in blocks of this many bytes, of ever more ...
 _MAX_DIRECTORY_BYTES = 1 << 30  # ten million records
 _BLOCK = 1 << 20  # ... up to this, while there are more of them: most archives of one tensor need no second block ...
 _NEAR = 1 << 14  # ... when the next one is nearer than this: reading on is then cheaper than another request
 
-_ANNOUNCED = 1024  # local headers that a remote file is told of at a time
+_PREFETCHED = 1024  # local headers of a remote file that are requested at a time
 
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _RESAVE = "in Python, with a torch that reads it: torch.save(torch.load(path), new_path)"
@@ -83,10 +92,10 @@ def top_folder(source: ByteSource) -> str:
 
     "archive" was written to a file object; "" when the zip does not begin with a record.
     """
-    head = source.read(0, min(source.nbytes, _LOCAL_SIZE + _MOST_NAME))
+    head = source.read(0, min(source.nbytes, _LOCAL_SIZE + _MAX_NAME))
     if len(head) < _LOCAL_SIZE or not head.startswith(b"PK\3\4"):
         return ""
-    _, n_name, _ = _LOCAL.unpack_from(head)
+    _, n_name, _ = _LOCAL_LENGTHS.unpack_from(head)
     return head[_LOCAL_SIZE : _LOCAL_SIZE + n_name].decode(errors="replace").partition("/")[0]
 
 
@@ -104,27 +113,27 @@ def _corrupt(source: ByteSource, what: str, expected: str, found: str) -> NoRetu
 
 def _find_directory(source: ByteSource, begin: int, stop: int) -> tuple[bytes, int, int]:
     """The central directory's bytes, its number of entries, and its offset from ``begin``."""
-    tail_size = min(stop - begin, _END.size + _END64_LOCATOR.size + _END64.size + 1024)
+    tail_size = min(stop - begin, _END_FIELDS.size + _LOCATOR64_FIELDS.size + _END64_FIELDS.size + 1024)
     tail = source.read(stop - tail_size, tail_size)
     at = tail.rfind(b"PK\5\6")
     if at < 0 and stop - begin > tail_size:
-        tail_size = min(stop - begin, _MAX_COMMENT + _END.size + _END64_LOCATOR.size + _END64.size)
+        tail_size = min(stop - begin, _MAX_COMMENT + _END_FIELDS.size + _LOCATOR64_FIELDS.size + _END64_FIELDS.size)
         tail = source.read(stop - tail_size, tail_size)
         at = tail.rfind(b"PK\5\6")
-    if at < 0 or len(tail) - at < _END.size:
+    if at < 0 or len(tail) - at < _END_FIELDS.size:
         _explain_no_zip(source, begin, stop)
-    _, _, _, _, count, size, start, comment = _END.unpack_from(tail, at)
-    if len(tail) - at - _END.size < comment:
+    _, _, _, _, count, size, start, comment = _END_FIELDS.unpack_from(tail, at)
+    if len(tail) - at - _END_FIELDS.size < comment:
         _corrupt(source, "the zip's end record is cut off", f"a comment of {comment} bytes", "fewer")
     base = stop - tail_size
-    locator = at - _END64_LOCATOR.size
+    locator = at - _LOCATOR64_FIELDS.size
     if locator >= 0 and tail[locator : locator + 4] == b"PK\6\7":
-        _, _, where, _ = _END64_LOCATOR.unpack_from(tail, locator)
-        if begin + where + _END64.size > stop:
+        _, _, where, _ = _LOCATOR64_FIELDS.unpack_from(tail, locator)
+        if begin + where + _END64_FIELDS.size > stop:
             _corrupt(source, "the zip64 end record lies outside the archive", f"below {stop - begin}", str(where))
         found = begin + where - base
-        raw = tail[found : found + _END64.size] if found >= 0 else source.read(begin + where, _END64.size)
-        signature, _, _, _, _, _, _, count, size, start = _END64.unpack(raw)
+        raw = tail[found : found + _END64_FIELDS.size] if found >= 0 else source.read(begin + where, _END64_FIELDS.size)
+        signature, _, _, _, _, _, _, count, size, start = _END64_FIELDS.unpack(raw)
         if signature != b"PK\6\6":
             _corrupt(source, "the zip64 end record is not where it should be", "PK\\6\\6", repr(signature))
     if size > _MAX_DIRECTORY_BYTES:
@@ -139,7 +148,7 @@ def _find_directory(source: ByteSource, begin: int, stop: int) -> tuple[bytes, i
 def _parse_directory(source: ByteSource, directory: bytes, count: int) -> list[_Entry]:
     entries: list[_Entry] = []
     refused: list[str] = []
-    at, limit, unpack = 0, len(directory), _CENTRAL.unpack_from
+    at, limit, unpack = 0, len(directory), _CENTRAL_FIELDS.unpack_from
     for _ in range(count):
         if at + _CENTRAL_SIZE > limit:
             _corrupt(source, "the zip's directory is cut off", f"{count} records", f"{len(entries)}")
@@ -199,14 +208,14 @@ def _data_offsets(source: ByteSource, entries: Sequence[_Entry], begin: int, dir
     order = sorted(range(len(entries)), key=lambda i: entries[i].header)
     offsets = [0] * len(entries)
     block, block_at = b"", 0
-    unpack = _LOCAL.unpack_from
+    unpack = _LOCAL_LENGTHS.unpack_from
     grown = _FIRST_BLOCK
     apart = False
     for position, i in enumerate(order):
         entry = entries[i]
         header = begin + entry.header
-        if position % _ANNOUNCED == 0:
-            ahead = [(begin + entries[k].header, _LOCAL_SIZE) for k in order[position : position + _ANNOUNCED]]
+        if position % _PREFETCHED == 0:
+            ahead = [(begin + entries[k].header, _LOCAL_SIZE) for k in order[position : position + _PREFETCHED]]
             apart = prefetch(source, ahead)
         limit = directory
         if position + 1 < len(order):
@@ -267,11 +276,11 @@ _UTF8 = 0x0800
 _DATE = 0x0021  # 1980-01-01, the earliest a zip can say: output does not depend on the clock
 _LIMIT_32 = 0xFFFFFFFF
 _LIMIT_16 = 0xFFFF
-_LOCAL_zip_write = struct.Struct("<IHHHHHIIIHH")
-_CENTRAL_zip_write = struct.Struct("<IHHHHHHIIIHHHHHII")
-_END_zip_write = struct.Struct("<IHHHHIIH")
-_END_64 = struct.Struct("<IQHHIIQQQQ")
-_LOCATOR_64 = struct.Struct("<IIQI")
+_LOCAL_HEADER = struct.Struct("<IHHHHHIIIHH")
+_CENTRAL_HEADER = struct.Struct("<IHHHHHHIIIHHHHHII")
+_END_RECORD = struct.Struct("<IHHHHIIH")
+_END64_RECORD = struct.Struct("<IQHHIIQQQQ")
+_LOCATOR64_RECORD = struct.Struct("<IIQI")
 _PADDING = b"Z" * (ALIGNMENT + 4)
 
 
@@ -319,7 +328,7 @@ class TorchZip:
         padding = -(header - self._begin + 34 + len(name) + len(extra)) % ALIGNMENT
         extra += b"FB%b%b" % (padding.to_bytes(2, "little"), _PADDING[:padding])
         size = _LIMIT_32 if big else nbytes
-        packed = _LOCAL_zip_write.pack(
+        packed = _LOCAL_HEADER.pack(
             0x04034B50, 45 if big else 20, _UTF8, 0, 0, _DATE, crc or 0, size, size, len(name), len(extra)
         )
         file.literal(b"%b%b%b" % (packed, name, extra))
@@ -348,7 +357,7 @@ def _central(record: _Record, header: int) -> bytes:
     extra = struct.pack(f"<HH{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
     version = 45 if wide else 20
     size = min(nbytes, _LIMIT_32)
-    packed = _CENTRAL_zip_write.pack(
+    packed = _CENTRAL_HEADER.pack(
         0x02014B50, version, version, _UTF8, 0, 0, _DATE, record.crc or 0, size, size,
         len(record.name), len(extra), 0, 0, 0, 0, min(header, _LIMIT_32),
     )  # fmt: skip
@@ -359,7 +368,7 @@ def _end(records: int, nbytes: int, offset: int) -> bytes:
     """The end of the directory, in its 64-bit form too where a number needs it."""
     wide = b""
     if records >= _LIMIT_16 or nbytes >= _LIMIT_32 or offset >= _LIMIT_32:
-        wide = _END_64.pack(0x06064B50, 44, 45, 45, 0, 0, records, records, nbytes, offset)
-        wide += _LOCATOR_64.pack(0x07064B50, 0, offset + nbytes, 1)
+        wide = _END64_RECORD.pack(0x06064B50, 44, 45, 45, 0, 0, records, records, nbytes, offset)
+        wide += _LOCATOR64_RECORD.pack(0x07064B50, 0, offset + nbytes, 1)
     records, nbytes, offset = min(records, _LIMIT_16), min(nbytes, _LIMIT_32), min(offset, _LIMIT_32)
-    return wide + _END_zip_write.pack(0x06054B50, 0, 0, records, records, nbytes, offset, 0)
+    return wide + _END_RECORD.pack(0x06054B50, 0, 0, records, records, nbytes, offset, 0)

@@ -1,8 +1,8 @@
-"""The inert Python values a checkpoint is made of: what a pickle said, with nothing of it executed.
+"""Defines the inert Python values a checkpoint is made of: what a pickle said, with nothing of it executed.
 
 Plain scalars, lists, tuples and dicts stay themselves (``collections.OrderedDict`` too, its attributes such
 as ``_metadata`` kept in ``vars()``). Everything else a checkpoint may hold from the closed set of
-``containers.allowlist`` is kept as a record of what was written: ``Global`` for a name, ``Object`` for a call.
+``formats.pickle.allowlist`` is kept as a record of what was written: ``Global`` for a name, ``Object`` for a call.
 """
 
 from __future__ import annotations

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError
-from fsdpckpt.ir.assignment import Answer, in_any_order, in_order
 from fsdpckpt.ir.checkpoint import Checkpoint, Note, OptimState, ParamKey, group_params
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.layouts.flattened import is_flat_key
+from fsdpckpt.transform.assignment import Answer, in_any_order, in_order
 from fsdpckpt.transform.parameter_order import (
     ParameterOrder,
     StatedShapes,

@@ -1,6 +1,6 @@
-"""A ``torch.distributed.checkpoint`` directory: what ``dcp.save({"model": ..., "optimizer": ..., **extra})`` writes.
+"""Lays out a ``torch.distributed.checkpoint`` directory, as ``dcp.save({"model": ..., "optimizer": ..., **extra})`` does.
 
-Managed tensors are cut along dimension 0 by ``torch.chunk``'s rule and chunk r lies in rank r's ``__{r}_0.distcp``,
+Sharded tensors are cut along dimension 0 by ``torch.chunk``'s rule and chunk r lies in rank r's ``__{r}_0.distcp``,
 so that each of N loading ranks reads its own file only. What every rank holds whole lies once, in the file of the
 rank with the fewest bytes (``torch.distributed.checkpoint._dedup_save_plans``). Each item is a ``torch.save`` archive.
 """
@@ -14,9 +14,8 @@ from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
 from fsdpckpt.errors import SourceUnsupportedError
-from fsdpckpt.formats.dcp.metadata_write import DcpEntry, StoredChunk, metadata_pickle
-from fsdpckpt.formats.pickle.opcodes import PickleOpcodes, StorageView
-from fsdpckpt.formats.pickle.write import dumps
+from fsdpckpt.formats.dcp.metadata import DcpEntry, StoredChunk, metadata_pickle
+from fsdpckpt.formats.pickle.write import PickleOpcodes, StorageView, dumps
 from fsdpckpt.formats.zip import ALIGNMENT, TorchZip
 from fsdpckpt.ir.checkpoint import LOOSE, Checkpoint, Note, OptimState, group_params
 from fsdpckpt.ir.dtypes import DType
@@ -258,7 +257,11 @@ def _plain(values: list[Value]) -> bool:
 
 
 def flatten(checkpoint: Checkpoint, nesting: Nesting = PLAIN_NESTING) -> tuple[list[Leaf], list[Note]]:
-    """All leaves in ``dcp.save``'s order, with notes on what the flat form cannot hold.
+    """All leaves in ``dcp.save``'s order under DCP's flat keys, with notes on what the flat form cannot hold.
+
+    As ``torch.distributed.checkpoint._nested_dict`` and ``_traverse`` do: mappings are always entered, their keys as
+    text; lists only when they hold tensors or non-empty containers that do; tuples never. An empty mapping leaves no
+    trace, which is why it is noted.
 
     Raises SourceUnsupportedError when several entries get the same flat key.
     """

@@ -1,4 +1,4 @@
-"""The pickle of one rank's file: sharded tensors as DTensor or ShardedTensor, holding this rank's rows only.
+"""Writes the pickle of one rank's file: sharded tensors as DTensor or ShardedTensor, holding this rank's rows only.
 
 The forms are those torch 2.13 pickles (``torch.distributed.tensor``, ``torch.distributed._shard``): what FSDP2's state
 dicts and FSDP1's ``SHARDED_STATE_DICT`` hold on that rank, on a CPU device. Objects that torch's own state dicts
@@ -14,8 +14,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple, Protocol, TypeAlias
 
-from fsdpckpt.formats.pickle.opcodes import StorageView, integer, integers
-from fsdpckpt.formats.pickle.write import PickleWriter
+from fsdpckpt.formats.pickle.write import PickleWriter, StorageView, integer, integers
 from fsdpckpt.formats.zip import TorchZip
 from fsdpckpt.ir.dtypes import DTYPES, DType
 from fsdpckpt.ir.targets import TargetFile
@@ -146,7 +145,7 @@ class RankPickle(PickleWriter, ABC):
 
 
 class DTensorPickle(RankPickle):
-    """Managed tensors as DTensors on a 1-D mesh of all ranks, ``[Shard(0)]``, as FSDP2 holds them."""
+    """Sharded tensors as DTensors on a 1-D mesh of all ranks, ``[Shard(0)]``, as FSDP2 holds them."""
 
     def sharded(self, tensor: Tensor, dtype: DType, box: Box) -> None:
         text, name, raw = self.text, self.name, self.raw
@@ -203,7 +202,7 @@ class DTensorPickle(RankPickle):
 
 
 class ShardedTensorPickle(RankPickle):
-    """Managed tensors as ShardedTensors, as FSDP1's ``_create_chunk_sharded_tensor`` makes them.
+    """Sharded tensors as ShardedTensors, as FSDP1's ``_create_chunk_sharded_tensor`` makes them.
 
     Ranks without rows are no shards: they hold an empty list.
     """

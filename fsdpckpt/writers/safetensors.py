@@ -1,6 +1,6 @@
-"""safetensors files: one file, or model and optimizer shards with Hugging Face's index beside them.
+"""Lays out safetensors files: one file, or model and optimizer shards with Hugging Face's index beside them.
 
-``containers.safetensors_scheme`` says how what is no tensor travels in ``__metadata__``. Tied weights are stored once.
+``formats.safetensors`` says how values that are not tensors lie in ``__metadata__``. Tied weights are stored once.
 Tensors lie by falling element size, so that every one is aligned without the gaps the format forbids.
 """
 

@@ -14,8 +14,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from fsdpckpt.formats.pickle.opcodes import StorageView
-from fsdpckpt.formats.pickle.write import dumps
+from fsdpckpt.formats.pickle.write import StorageView, dumps
 from fsdpckpt.formats.zip import TorchZip
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.ir.dtypes import DType

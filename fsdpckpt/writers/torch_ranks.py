@@ -1,4 +1,4 @@
-"""One torch file per rank and section: ``{model,optim,extra_state}_world_size_{N}_rank_{r}.pt``.
+"""Lays out one torch file per rank and section: ``{model,optim,extra_state}_world_size_{N}_rank_{r}.pt``.
 
 Each holds its section's dict itself. Sharded tensors hold rank r's rows (``torch.chunk`` along dimension 0);
 everything else is whole in every rank's file.

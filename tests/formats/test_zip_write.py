@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fsdpckpt.formats.pickle.opcodes import StorageView
-from fsdpckpt.formats.pickle.write import dumps
+from fsdpckpt.formats.pickle.write import StorageView, dumps
 from fsdpckpt.formats.zip import ALIGNMENT, TorchZip
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.targets import Target, TargetFile

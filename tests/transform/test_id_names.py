@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import pytest
 
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError
-from fsdpckpt.ir import assignment
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout, OptimState, ParamKey
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Value
+from fsdpckpt.transform import assignment
 from fsdpckpt.transform.parameter_order import ParameterOrder
 from fsdpckpt.transform.rekey import is_keyed_by_id, to_ids, to_names
 from tests.flat.flat_synthetic import checkpoint, whole

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError
-from fsdpckpt.ir.assignment import in_any_order, in_order
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, Note, OptimState
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import SLICES, Chunks, Tensor
+from fsdpckpt.transform.assignment import in_any_order, in_order
 from fsdpckpt.transform.parameter_order import ParameterOrder, fits, from_list, stated_shapes
 from fsdpckpt.transform.rekey import to_ids, to_names
 

@@ -21,13 +21,13 @@ import numpy as np
 from fsdpckpt.flat.names import NamedParam, ParameterNames, UnitPrefixes, raw_names
 from fsdpckpt.flat.slices import is_number_per_rank, is_sliced, possible_numels, slice_lengths
 from fsdpckpt.flat.units.build import Settings, build_units, innermost_unit
-from fsdpckpt.ir.assignment import in_order
 from fsdpckpt.ir.checkpoint import Checkpoint, OptimState, group_params
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.tensors import SLICES, Tensor
 from fsdpckpt.ir.units import FLAT_PARAM, Units
 from fsdpckpt.layouts.flattened import is_flat_key, layout_of
+from fsdpckpt.transform.assignment import in_order
 
 __all__ = ["Candidate", "group_candidates", "candidates"]
 

@@ -1,8 +1,8 @@
-"""The tensor items of a DCP file, located one after the other at little cost each.
+"""Locates the tensor items of a DCP file one after the other, each at little cost.
 
 Every item of a ``.distcp`` file is a torch archive of its own holding one tensor (``FileSystemWriter`` calls
-``torch.save`` for each). Items of the same shape have the same bytes but for the tensor's data and the checksums that
-follow from it, so the structure of one, once parsed, is only compared for the next.
+``torch.save`` for each). Items of the same shape have the same bytes except for the tensor's data and the checksums
+that depend on it, so the structure of one is parsed once and only compared for the next.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ __all__ = ["ItemReader", "ItemTensor"]
 _SMALL = 1 << 15  # items up to this many bytes are read whole, many at once
 _WINDOW = 1 << 18  # bytes read at once while items are small
 _END = 1 << 12  # bytes read at each end of a larger item: all its structure, unless its names are very long
-_ANNOUNCED = 4 << 20  # bytes that a remote file is told of at a time
+_PREFETCHED = 4 << 20  # bytes of a remote file that are requested at a time
 _MAX_TEMPLATES = 1 << 14  # different item structures remembered; a model has far fewer different shapes
-_MAX_ALIKE = 16  # structures of one length remembered: comparing with more would cost as much as parsing
+_MAX_SAME_LENGTH = 16  # structures of one length remembered: comparing with more costs as much as parsing
 _CENTRAL = struct.Struct("<4s24xHHH12x")  # signature, then the lengths of name, extra field and comment
 _CRC_AT = 16  # of the CRC-32 in a central directory entry
 _HEADER_AT = 42  # of the local header's offset there
@@ -50,8 +50,8 @@ class ItemTensor(NamedTuple):
 
 
 class _Ends(NamedTuple):
-    """Bytes at hand of one item: ``head`` from its begin at index ``head_at``; ``tail`` up to its end, such that the
-    byte at offset x of the item is ``tail[tail_at + x]`` (tail_at may be negative)."""
+    """Bytes of one item that were read: ``head`` from its begin at index ``head_at``; ``tail`` up to its end, such that
+    the byte at offset x of the item is ``tail[tail_at + x]`` (tail_at may be negative)."""
 
     head: bytes
     head_at: int
@@ -83,7 +83,7 @@ class _Template(NamedTuple):
 
 
 class ItemReader:
-    """Reads the items of one DCP file; quickest when asked in the order of their offsets."""
+    """Reads the items of one DCP file; fastest in the order of their offsets."""
 
     def __init__(self, source: ByteSource) -> None:
         self._source = source
@@ -91,18 +91,18 @@ class ItemReader:
         self._templates: dict[int, list[_Template]] = {}
         self._count = 0
         self._pickles: dict[bytes, _Described] = {}
-        self._coming: list[tuple[int, int]] = []
-        self._brought = False
+        self._announced: list[tuple[int, int]] = []
+        self._prefetched = False
 
     def announce(self, items: Iterable[tuple[int, int]]) -> None:
-        """The items [begin, end) that will be asked for, in order: a remote file is told of them in time."""
-        self._coming = list(items)[::-1]
+        """Name the items [begin, end) that will be read, in order, so that a remote file can fetch them ahead."""
+        self._announced = list(items)[::-1]
 
     def tensor(self, begin: int, end: int) -> ItemTensor:
         """The tensor in the item at bytes [begin, end).
 
         Raises SourceCorruptError when the item is damaged or holds no tensor, SourceUnsupportedError when it is no
-        strided tensor, and what ``read_directory`` and ``pickle_read.load`` raise.
+        strided tensor, and what ``zip.read_directory`` and ``pickle.read.load`` raise.
         """
         length = end - begin
         if not (0 <= begin < end <= self._source.nbytes):
@@ -115,27 +115,27 @@ class ItemReader:
         return self._parse(begin, end, ends)
 
     def _ends(self, begin: int, end: int, length: int) -> _Ends:
-        if self._coming and self._coming[-1][0] <= begin:
-            self._bring()
+        if self._announced and self._announced[-1][0] <= begin:
+            self._prefetch()
         if length > _SMALL:
             return _Ends(self._source.read(begin, _END), 0, self._source.read(end - _END, _END), _END - length)
         if not self._at <= begin <= end <= self._at + len(self._window):
-            size = length if self._brought else min(max(_WINDOW, length), self._source.nbytes - begin)
+            size = length if self._prefetched else min(max(_WINDOW, length), self._source.nbytes - begin)
             self._window, self._at = self._source.read(begin, size), begin
         return _Ends(self._window, begin - self._at, self._window, begin - self._at)
 
-    def _bring(self) -> None:
-        """Tell a remote file of the next items."""
+    def _prefetch(self) -> None:
+        """Have a remote file fetch the next items."""
         ahead: list[tuple[int, int]] = []
         nbytes = 0
-        while self._coming and nbytes < _ANNOUNCED:
-            begin, end = self._coming.pop()
+        while self._announced and nbytes < _PREFETCHED:
+            begin, end = self._announced.pop()
             ahead += [(begin, end - begin)] if end - begin <= _SMALL else [(begin, _END), (end - _END, _END)]
             nbytes += min(end - begin, 2 * _END)
-        self._brought = prefetch(self._source, ahead)
+        self._prefetched = prefetch(self._source, ahead)
 
     def _parse(self, begin: int, end: int, ends: _Ends) -> ItemTensor:
-        """The long way: the item's zip directory and pickle."""
+        """Parse the item's zip directory and pickle: the slow path."""
         records = self._records(begin, end, ends)
         pickled = records.get("data.pkl")
         if pickled is None:
@@ -146,7 +146,7 @@ class ItemReader:
             described = self._pickles[data] = self._describe(data, records, begin)
         record, tensor = records[described.record], described.tensor
         checked = any(entry.crc for entry in records.values())
-        made = ItemTensor(
+        item = ItemTensor(
             tensor.dtype,
             tensor.shape,
             tensor.stride,
@@ -155,18 +155,18 @@ class ItemReader:
             record.nbytes,
             record.crc if checked else None,
         )
-        template = _template(made, f"/{described.record}".encode(), begin, end - begin, ends)
+        template = _template(item, f"/{described.record}".encode(), begin, end - begin, ends)
         known = self._templates.setdefault(end - begin, [])
-        if template is not None and len(known) < _MAX_ALIKE and self._count < _MAX_TEMPLATES:
+        if template is not None and len(known) < _MAX_SAME_LENGTH and self._count < _MAX_TEMPLATES:
             known.append(template)
             self._count += 1
-        return made
+        return item
 
     def _records(self, begin: int, end: int, ends: _Ends) -> Mapping[str, ZipRecord]:
         if end - begin > _SMALL:
             records = read_directory(self._source, begin=begin, end=end)
         else:
-            # From memory: the structure of a small item is spread over all of it.
+            # A small item is at hand as a whole, and its structure is spread over all of it.
             item = MemoryFile(ends.head[ends.head_at : ends.head_at + end - begin], self._source.path)
             found = read_directory(item).items()
             records = {name: record._replace(offset=record.offset + begin) for name, record in found}
@@ -234,7 +234,7 @@ def _template(made: ItemTensor, record: bytes, begin: int, length: int, ends: _E
         return None
     if start + size > length - _END_RECORD.size:  # these are the 32-bit fields, and the zip64 ones were believed
         return None
-    # Two checksums follow from the data: its own, and that of the id which torch computes from the checksums.
+    # Two checksums depend on the data: its own, and that of the id which torch computes from the checksums.
     runs: list[tuple[int, bytes]] = []
     at, kept, crc_at, local = start, start, -1, -1
     while at + _CENTRAL.size <= start + size:

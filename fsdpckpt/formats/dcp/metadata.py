@@ -1,25 +1,44 @@
-"""A DCP ``.metadata`` file as a typed, validated description: which tensors, in which chunks, in which files.
+"""Reads and writes the ``.metadata`` file of a DCP directory: which tensors, in which chunks, in which files.
 
-Written by ``torch.distributed.checkpoint`` (``metadata.py``, ``planner_helpers.py``, ``filesystem.py``) of torch 2.1 to
-2.14. Everything is checked before it is believed: chunks lie inside their tensor and are unique, every chunk has one
+Reading: written by ``torch.distributed.checkpoint`` (``metadata.py``, ``planner_helpers.py``, ``filesystem.py``) of
+torch 2.1 to 2.14. Everything is checked before it is used: chunks lie inside their tensor and are unique, every chunk has one
 stored item, relative paths stay inside the directory, offsets and lengths are counts of bytes.
+
+Writing: pickled under PyTorch's own class paths, in the form it has had since torch 2.3. Newer fields are instance
+attributes that older readers ignore (``StorageMeta.modules``, ``Metadata.version``), and those a newer reader adds have
+defaults. ``checkpoint_id`` stays None: it would carry a path of this machine and a ``pathlib`` class that moved between
+Python versions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from math import prod
 from operator import add, le
 from typing import NamedTuple, NoReturn, TypeGuard
 
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError
-from fsdpckpt.formats.dcp.records import Record, TorchName, load_records
+from fsdpckpt.formats.dcp.records import TorchName, load_records
 from fsdpckpt.formats.pickle.cost import MAX_DEPTH
+from fsdpckpt.formats.pickle.read import StubInstance
+from fsdpckpt.formats.pickle.write import PickleOpcodes, integer, integers
 from fsdpckpt.ir.dtypes import DTYPES, MAX_DIMENSIONS, DType
 from fsdpckpt.text import truncate
 
-__all__ = ["Chunk", "DcpMetadata", "DcpTensor", "Stored", "merge_metadata", "parse_metadata"]
+__all__ = [
+    "Chunk",
+    "DcpEntry",
+    "DcpMetadata",
+    "DcpTensor",
+    "Stored",
+    "StoredChunk",
+    "merge_metadata",
+    "metadata_pickle",
+    "parse_metadata",
+]
 
 PathElement = int | str
 _Indexes = tuple[int, ...]
@@ -89,7 +108,7 @@ def parse_metadata(data: bytes, *, file: str) -> DcpMetadata:
     """
     context = _Context(file)
     root = load_records(data, file=file)
-    if not isinstance(root, Record) or root.kind != "Metadata":
+    if not isinstance(root, StubInstance) or type(root).__name__ != "Metadata":
         context.refuse("this is a pickle, but not DCP metadata", expected="Metadata", found=type(root).__name__)
     fields = vars(root)
     entries = fields.get("state_dict_metadata")
@@ -100,18 +119,19 @@ def parse_metadata(data: bytes, *, file: str) -> DcpMetadata:
     items: dict[str, Stored] = {}
     missing: list[str] = []
     for key, entry in entries.items():
-        if type(key) is not str or not isinstance(entry, Record):
+        if type(key) is not str or not isinstance(entry, StubInstance):
             context.refuse("an entry is neither a tensor nor a value", found=key)
-        if entry.kind == "TensorStorageMetadata":
+        kind = type(entry).__name__
+        if kind == "TensorStorageMetadata":
             tensors[key] = _tensor(key, entry, stored, missing, context)
-        elif entry.kind == "BytesStorageMetadata":
+        elif kind == "BytesStorageMetadata":
             item = stored.get((key, None))
             if item is None:
                 missing.append(key)
             else:
                 items[key] = item
         else:
-            context.refuse("an entry is neither a tensor nor a value", key=key, found=entry.kind)
+            context.refuse("an entry is neither a tensor nor a value", key=key, found=kind)
     _require_all(missing, context)
     version = fields.get("version")
     paths = _paths(fields.get("planner_data"))
@@ -152,8 +172,11 @@ def _stored_items(data: object, context: _Context) -> dict[tuple[str, _Indexes |
         if type(fqn) is not str or not (start is None or _is_shape(start)):
             context.refuse("an entry of storage_data names no tensor", found=f"{truncate(fqn)} at {truncate(start)}")
         if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
-            said = f"{truncate(offset)}, {truncate(length)} bytes"
-            context.refuse("an item lies at an impossible place", key=fqn, found=said)
+            context.refuse(
+                "an item lies at an impossible place",
+                key=fqn,
+                found=f"{truncate(offset)}, {truncate(length)} bytes",
+            )
         transforms = what.get("transform_descriptors")
         stored[place] = Stored(path, offset, length, _transforms(transforms, context) if transforms else ())
     return stored
@@ -187,7 +210,7 @@ def _is_shape(value: object) -> TypeGuard[_Indexes]:
 
 def _tensor(
     key: str,
-    entry: Record,
+    entry: StubInstance,
     stored: Mapping[tuple[str, _Indexes | None], Stored],
     missing: list[str],
     context: _Context,
@@ -221,8 +244,9 @@ def _box(key: str, record: object, shape: _Indexes, context: _Context) -> tuple[
     fields = getattr(record, "__dict__", {})
     start, size = fields.get("offsets"), fields.get("sizes")
     if not _is_shape(start) or not _is_shape(size) or len(start) != len(shape) or len(size) != len(shape):
-        said = f"{key}: {truncate(start)}, {truncate(size)}"
-        context.refuse("a chunk has not its tensor's dimensions", key=key, found=said)
+        context.refuse(
+            "a chunk has not its tensor's dimensions", key=key, found=f"{key}: {truncate(start)}, {truncate(size)}"
+        )
     if not all(map(le, map(add, start, size), shape)):
         context.refuse(
             "a chunk lies outside its tensor", key=key, expected=f"inside {shape}", found=f"{start} + {size}"
@@ -232,7 +256,7 @@ def _box(key: str, record: object, shape: _Indexes, context: _Context) -> tuple[
 
 def _dtype(key: str, properties: object, context: _Context) -> DType:
     fields = getattr(properties, "__dict__", {})
-    state = fields.get("state")
+    state = fields.get("", (None,))[0]
     # (dtype, layout, requires_grad, memory_format, pin_memory): TensorProperties.__getstate__
     dtype = state[0] if isinstance(state, tuple) and state else fields.get("dtype")
     if isinstance(state, dict):
@@ -284,3 +308,133 @@ def merge_metadata(parts: Iterable[tuple[str, DcpMetadata]]) -> DcpMetadata:
         merged.order.extend(part.order)
     merged.order = list(dict.fromkeys(merged.order))
     return merged
+
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_FILESYSTEM = "torch.distributed.checkpoint.filesystem"
+_VERSION = "1.0.0"  # torch.distributed.checkpoint.planner_helpers and metadata: the only version so far
+_BATCH = 1000
+_NEW = b")\x81}("  # an empty argument tuple, __new__, and the start of the attributes
+_BUILD = b"ub"
+
+
+class StoredChunk(NamedTuple):
+    """One item of a data file: its box in elements (empty for values that are no tensor) and its bytes."""
+
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    file: str
+    offset: int
+    nbytes: int
+
+
+class DcpEntry(NamedTuple):
+    """One flat key. ``path`` is where it was nested: dict keys as text, list indexes as ints.
+
+    ``dtype`` is None for BYTES, a value that is no tensor.
+    """
+
+    key: str
+    path: tuple[str | int, ...]
+    dtype: DType | None
+    shape: tuple[int, ...]
+    chunks: Sequence[StoredChunk]
+
+
+def metadata_pickle(entries: Sequence[DcpEntry]) -> bytes:
+    """The whole file for ``entries``, in their order."""
+    writer = PickleOpcodes()
+    raw, text = writer.raw, writer.text
+    raw(writer.name(_METADATA, "Metadata") + _NEW)
+    raw(text("state_dict_metadata"))
+    _dict(writer, (_storage_metadata(writer, entry) for entry in entries))
+    raw(text("planner_data"))
+    _dict(writer, (text(entry.key) + _path(writer, entry.path) for entry in entries))
+    raw(text("storage_data"))
+    _dict(writer, _storage_data(writer, entries))
+    raw(text("storage_meta") + writer.name(_METADATA, "StorageMeta") + _NEW)
+    for absent in ("checkpoint_id", "save_id", "load_id"):
+        raw(text(absent) + b"N")
+    raw(text("modules") + b"]" + _BUILD)
+    raw(text("version") + text(_VERSION) + _BUILD)
+    return writer.finish()
+
+
+def _dict(writer: PickleOpcodes, pairs: Iterator[bytes]) -> None:
+    """A dict from opcodes of key and value. Each pair is made when it is written, so that memo places come in order."""
+    writer.raw(b"}")
+    while True:
+        first = next(pairs, None)
+        if first is None:
+            return
+        writer.raw(b"(" + first)
+        for pair in islice(pairs, _BATCH - 1):
+            writer.raw(pair)
+        writer.raw(b"u")
+
+
+def _path(writer: PickleOpcodes, path: tuple[str | int, ...]) -> bytes:
+    text = writer.text
+    body = b"".join([integer(part) if isinstance(part, int) else text(part) for part in path])
+    return b"(%bt" % body
+
+
+def _size(writer: PickleOpcodes, values: tuple[int, ...]) -> bytes:
+    return writer.name("torch", "Size") + integers(values) + b"\x85R"
+
+
+def _storage_metadata(writer: PickleOpcodes, entry: DcpEntry) -> bytes:
+    key, dtype, shape = writer.text(entry.key), entry.dtype, entry.shape
+    if dtype is None:
+        return key + writer.name(_METADATA, "BytesStorageMetadata") + b")\x81"
+    head = writer.constant((dtype.name, shape), partial(_tensor_head, writer, dtype, shape))
+    chunks = [writer.constant((start, size), partial(_chunk, writer, start, size)) for start, size, *_ in entry.chunks]
+    return b"%b%b](%beub" % (key, head, b"".join(chunks))
+
+
+def _tensor_head(writer: PickleOpcodes, dtype: DType, shape: tuple[int, ...]) -> bytes:
+    """TensorStorageMetadata up to its chunks. The properties: strided, no gradient, contiguous format, not pinned."""
+    text, name = writer.text, writer.name
+    head = name(_METADATA, "TensorStorageMetadata") + _NEW + text("properties")
+    head += name(_METADATA, "TensorProperties") + b")\x81(" + name("torch", dtype.name)
+    head += name("torch.serialization", "_get_layout") + text("torch.strided") + b"\x85R\x89"
+    head += name(_METADATA, "_MEM_FORMAT_ENCODING") + b"K\x00\x85R\x89tb"
+    return head + text("size") + _size(writer, shape) + text("chunks")
+
+
+def _chunk(writer: PickleOpcodes, start: tuple[int, ...], size: tuple[int, ...]) -> bytes:
+    text = writer.text
+    head = writer.name(_METADATA, "ChunkStorageMetadata") + _NEW
+    head += text("offsets") + _size(writer, start)
+    return head + text("sizes") + _size(writer, size) + _BUILD
+
+
+def _storage_data(writer: PickleOpcodes, entries: Sequence[DcpEntry]) -> Iterator[bytes]:
+    text, parts = writer.text, _index_parts(writer)
+    first = True
+    for entry in entries:
+        fqn = text(entry.key)
+        tensor = entry.dtype is not None
+        for number, (start, _, file, at, nbytes) in enumerate(entry.chunks):
+            head, index, offset, info, begin, length = parts
+            hint = place = b"N"
+            if tensor:
+                hint, place = integer(number), writer.constant(start, partial(_size, writer, start))
+            yield b"%b%b%b%b%b%b%b%b%b%b%b%bub" % (
+                head, fqn, index, hint, offset, place, info, text(file), begin, integer(at), length, integer(nbytes)
+            )  # fmt: skip
+            if first:
+                parts, first = _index_parts(writer), False  # from now on memo references
+
+
+def _index_parts(writer: PickleOpcodes) -> tuple[bytes, ...]:
+    """What stands between the values of one MetadataIndex (its offset None for BYTES) and one _StorageInfo."""
+    text, name = writer.text, writer.name
+    return (
+        name(_METADATA, "MetadataIndex") + _NEW + text("fqn"),
+        text("index"),
+        text("offset"),
+        _BUILD + name(_FILESYSTEM, "_StorageInfo") + _NEW + text("relative_path"),
+        text("offset"),
+        text("length"),
+    )

@@ -1,9 +1,9 @@
-"""Unpickle a DCP ``.metadata`` file into inert records, at C speed: nothing named in it is ever imported.
+"""Unpickles a DCP ``.metadata`` file into inert records, at C speed: nothing named in it is ever imported.
 
 ``.metadata`` is one plain pickle (no zip) of a closed set of dataclasses. A checkpoint of 100,000 tensors has millions
-of them, so the names resolve to empty classes made for this one load, which the C unpickler fills by itself;
-``torch.Size`` resolves to a function that makes short tuples. A name outside the set becomes an inert placeholder too,
-and at the end all such names are reported together. The set was collected from files of torch 2.1 to 2.14
+of them, so the names resolve to stub classes whose instances the C unpickler fills by itself; ``torch.Size`` resolves
+to a function that makes short tuples. A name outside the set becomes an inert placeholder too, and at the end all such
+names are reported together. The set was collected from files of torch 2.1 to 2.14
 (``torch/distributed/checkpoint/metadata.py``, ``filesystem.py``).
 """
 
@@ -14,17 +14,17 @@ from typing import NoReturn
 
 from fsdpckpt.errors import SourceCorruptError, SourceUnsafeError
 from fsdpckpt.formats.pickle.check import check_pickle
-from fsdpckpt.formats.pickle.read import buffered
+from fsdpckpt.formats.pickle.read import Swallow, buffered, instance_class
 from fsdpckpt.ir.dtypes import DTYPES, MAX_DIMENSIONS
 
-__all__ = ["Record", "TorchName", "load_records"]
+__all__ = ["TorchName", "load_records"]
 
 _INTEGERS = {int}
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 _SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.metadata"
 
-_RECORDS = frozenset(
+_CLASSES = frozenset(
     {
         (_METADATA, "Metadata"),
         (_METADATA, "MetadataIndex"),
@@ -56,40 +56,24 @@ def _size(extents: object = ()) -> tuple[int, ...]:
     return tuple(extents)  # type: ignore[arg-type]
 
 
-class Record:
-    """One call or instance of the file: ``vars(record)`` are its attributes, ``args`` what it was called with."""
-
-    kind = ""
-
-    def __init__(self, *args: object) -> None:
-        self.args = args
-
-
 class TorchName(str):
     """``torch.<name>``, a dtype. A name and not the dtype itself: a pickle may set the state of whatever it names."""
 
     __slots__ = ()
 
 
-class _Stateful(Record):
-    """A record whose state is no dict: TensorProperties pickles its five fields as one tuple."""
-
-    def __setstate__(self, state: object) -> None:
-        self.state = state
-
-
 class _Unpickler(pickle.Unpickler):
-    """Gives every name an inert class of this load's own, so that no file can leave traces for the next one."""
+    """Gives every name an inert class, which no file can change."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(buffered(data))
         self.unknown: dict[str, None] = {}
-        self._classes: dict[tuple[str, str], object] = {}
+        self._known: dict[tuple[str, str], object] = {}
 
     def find_class(self, module: str, name: str) -> object:
-        known = self._classes.get((module, name))
+        known = self._known.get((module, name))
         if known is None:
-            known = self._classes[(module, name)] = self._resolve(module, name)
+            known = self._known[(module, name)] = self._resolve(module, name)
         return known
 
     def _resolve(self, module: str, name: str) -> object:
@@ -98,11 +82,10 @@ class _Unpickler(pickle.Unpickler):
                 return _size
             if name in DTYPES:
                 return TorchName(name)
-        if (module, name) in _RECORDS:
-            base = _Stateful if name == "TensorProperties" else Record
-            return type(name, (base,), {"kind": name})
+        if (module, name) in _CLASSES:
+            return instance_class(module, name)
         self.unknown[f"{module}.{name}"] = None
-        return type("Unknown", (_Stateful,), {"kind": "Unknown"})
+        return Swallow
 
     def persistent_load(self, pid: object) -> NoReturn:
         raise pickle.UnpicklingError("a persistent id has no place in .metadata")

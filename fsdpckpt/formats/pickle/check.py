@@ -1,8 +1,12 @@
-"""Check a pickle's opcodes before the C unpickler sees them: whole, no larger than they say, and within bounds.
+"""Checks a pickle's opcodes before the C unpickler sees them: whole, no larger than they say, and within bounds.
 
 The C unpickler believes numbers: a memo number of two thousand million, which a few damaged bytes make, has it fill a
 table of 32 GB. It makes an object of 200 bytes for an opcode of one, and hashes nested tuples for as long as that
 takes. Layout of the opcodes: ``pickletools`` of the standard library.
+
+``fast_accept`` recognises, at the speed of a regular expression, pickles that need no look at their cost. What
+``torch.save`` and DCP write refers back to texts, names and results of calls alone, never to a tuple, a list or a dict,
+and nests few tuples. Then no tuple is larger than the bytes that made it, and no state is used twice.
 """
 
 from __future__ import annotations
@@ -11,12 +15,12 @@ import re
 from functools import lru_cache
 
 from fsdpckpt.errors import SourceCorruptError, SourceUnsafeError
-from fsdpckpt.formats.pickle.cost import weigh
+from fsdpckpt.formats.pickle.cost import excessive_cost
 
-__all__ = ["check_pickle", "check_size", "is_tame"]
+__all__ = ["check_pickle", "check_size", "fast_accept"]
 
 _MAX_PICKLE_BYTES = 4 << 30
-"""More than the metadata of a million tensors on thousands of ranks: what says more is damaged, and is not read."""
+"""More than the metadata of a million tensors on thousands of ranks. A larger size is damage, and is not read."""
 
 _COUNTED = {  # opcodes with a counted text: bytes of the count
     ord("U"): 1,
@@ -38,8 +42,8 @@ _MAX_NUMBER = 1785  # bytes of an integer: Python refuses to write one of more t
 _MAX_NUMBER_TEXT = 4096
 _NUMBERS = b"IL"
 
-# What takes the place of opcodes with texts in what ``is_tame`` looks at.
-_STAND_INS = {**dict.fromkeys(b"ILFSVP", b"S"), ord("c"): b"c"}
+# Stand for opcodes with texts in what ``fast_accept`` looks at.
+_REPLACEMENTS = {**dict.fromkeys(b"ILFSVP", b"S"), ord("c"): b"c"}
 
 # Bytes that an opcode of one byte makes the unpickler allocate (CPython 3.11, rounded up).
 _ALLOCATED = (
@@ -88,7 +92,7 @@ def check_pickle(data: bytes, file: str, what: str = "holds a pickle that cannot
 
     What loading it allocates is then at most 256 MiB and some 50 bytes for each of its bytes, and the time it takes is
     in proportion to its length. Raises SourceCorruptError when it is not so (``file`` and ``what`` make its sentence),
-    SourceUnsafeError for extension codes, which stand for any object.
+    SourceUnsafeError for extension codes, which can stand for any object.
     """
     runs = _fixed_opcodes(data, file, what)
     joined = b"".join(runs)
@@ -97,9 +101,9 @@ def check_pickle(data: bytes, file: str, what: str = "holds a pickle that cannot
         allocated = sum(joined.count(opcode) * nbytes for opcode, nbytes in _ALLOCATED)
         if allocated > limit:
             raise _corrupt(f"{file} {what}", file, f"values that fit into {limit} bytes", f"{allocated} bytes of them")
-    trouble = None if is_tame(joined) else weigh(data)
-    if trouble is not None:
-        raise _corrupt(f"{file} {what}", file, "values that end", trouble)
+    problem = None if fast_accept(joined) else excessive_cost(data)
+    if problem is not None:
+        raise _corrupt(f"{file} {what}", file, "values that end", problem)
 
 
 def _fixed_opcodes(data: bytes, file: str, what: str) -> list[bytes]:
@@ -127,7 +131,7 @@ def _fixed_opcodes(data: bytes, file: str, what: str) -> list[bytes]:
             return runs
         else:
             at = _after_line(data, at, opcode, file, what)
-            runs.append(_STAND_INS.get(opcode, b"?"))
+            runs.append(_REPLACEMENTS.get(opcode, b"?"))
     raise _corrupt(f"{file} {what}", file, "an end", "none")
 
 
@@ -168,7 +172,7 @@ def _corrupt(message: str, file: str, expected: str, found: str) -> SourceCorrup
 
 _MAX_NESTED = 20_000  # tuples within each other that no stack of 8 MiB is too small for
 
-_PUT_pickle_tame = rb"(?:q.|r.{4})"
+_PUT_TO_NUMBER = rb"(?:q.|r.{4})"
 _MEMOISED = rb"(?:q.|r.{4}|\x94)"
 _PLAIN = rb"[K\x80].|M..|J.{4}|[G\x95].{8}"
 _SINGLE = rb"ScNRQabe\]}stu\x81\x85-\x89\x8f\x90\x91\x93"
@@ -190,16 +194,16 @@ def _finding(found: bytes, *, skipped: bytes) -> re.Pattern[bytes]:
     )
 
 
-# Numbers of the memo are written by protocols up to 3, and counted since: a pickle that mixes them is not tame.
-# What is found is a reference, what memoises something, or any byte that makes the pickle not tame.
-_COUNTED_pickle_tame = _finding(rb"(h.|j.{4}|\)R\x94|[" + _SINGLE + rb"]\x94|\Z|.)", skipped=b"")
-_NUMBERED = _finding(
-    rb"(h.|j.{4}|\Z|.)", skipped=rb"\)R" + _PUT_pickle_tame + rb"|[" + _SINGLE + rb"]" + _PUT_pickle_tame + b"|"
+# Numbers of the memo are written by protocols up to 3, and counted since: a pickle that mixes them is not accepted.
+# What is found is a reference, what memoises something, or any byte for which the pickle is not accepted.
+_COUNTED_REFERENCES = _finding(rb"(h.|j.{4}|\)R\x94|[" + _SINGLE + rb"]\x94|\Z|.)", skipped=b"")
+_NUMBERED_REFERENCES = _finding(
+    rb"(h.|j.{4}|\Z|.)", skipped=rb"\)R" + _PUT_TO_NUMBER + rb"|[" + _SINGLE + rb"]" + _PUT_TO_NUMBER + b"|"
 )
-# Where a tuple, a list, a dict or what a call without arguments made is put; of a pickle that is otherwise tame.
+# Where a tuple, a list, a dict or what a call without arguments made is put; of a pickle that is otherwise accepted.
 _PUTS = _finding(
-    rb"(?:\)R|[" + _SINGLE + rb"])(" + _PUT_pickle_tame + rb")|\Z",
-    skipped=rb"h.|j.{4}|[Sc\x93R\x81]" + _PUT_pickle_tame + rb"|",
+    rb"(?:\)R|[" + _SINGLE + rb"])(" + _PUT_TO_NUMBER + rb")|\Z",
+    skipped=rb"h.|j.{4}|[Sc\x93R\x81]" + _PUT_TO_NUMBER + rb"|",
 )
 # A tuple of numbers and texts holds no tuple; one that a call, a state or a persistent id takes is in no tuple.
 _NESTING = re.compile(
@@ -217,7 +221,7 @@ _REFERABLE = b"Sc\x93R\x81"  # a text, a name, the result of a call
 _REFERENCES = (b"h", b"j")
 
 
-def _evident(put: bytes) -> re.Pattern[bytes]:
+def _obviously_cheap(put: bytes) -> re.Pattern[bytes]:
     """A pickle that memoises nothing but what may be referred to, and of which every tuple is of numbers and texts or
     taken at once: what this program's DCP metadata is. Quicker than looking at each reference."""
     item = rb"(?:[hK].|S" + put + rb"?+|[Jj].{4}|M..)"
@@ -229,25 +233,25 @@ def _evident(put: bytes) -> re.Pattern[bytes]:
     )
 
 
-_EVIDENT_COUNTED, _EVIDENT_NUMBERED = _evident(rb"\x94"), _evident(_PUT_pickle_tame)
+_CHEAP_COUNTED, _CHEAP_NUMBERED = _obviously_cheap(rb"\x94"), _obviously_cheap(_PUT_TO_NUMBER)
 
 
-def is_tame(opcodes: bytes) -> bool:
+def fast_accept(opcodes: bytes) -> bool:
     """Whether nothing but texts, names and results of calls is referred back to, and tuples nest little.
 
     ``opcodes``: with their operands, but S for one with a text, c for a name, ? for what needs a closer look. A call
     without arguments makes a container, and is no such result. False when in doubt.
     """
     counted = opcodes[:1] == b"\x80" and opcodes[1:2] >= b"\x04"
-    if (_EVIDENT_COUNTED if counted else _EVIDENT_NUMBERED).fullmatch(opcodes):
+    if (_CHEAP_COUNTED if counted else _CHEAP_NUMBERED).fullmatch(opcodes):
         return True
-    clean = _counted_are_clean if counted else _numbered_are_clean
-    return clean(opcodes) and _nests_little(opcodes)
+    accept = _no_counted_container if counted else _no_numbered_container
+    return accept(opcodes) and _nests_rarely(opcodes)
 
 
-def _numbered_are_clean(opcodes: bytes) -> bool:
+def _no_numbered_container(opcodes: bytes) -> bool:
     """Whether no number that is referred to is that of a tuple, a list or a dict."""
-    found = set(_NUMBERED.findall(opcodes))  # few: the same places are referred to again and again
+    found = set(_NUMBERED_REFERENCES.findall(opcodes))  # few: the same places are referred to again and again
     if any(len(match) == 1 for match in found):
         return False
     numbers = {match[1:].ljust(4, b"\0") for match in found if match}
@@ -256,9 +260,9 @@ def _numbered_are_clean(opcodes: bytes) -> bool:
     return puts.isdisjoint(_PUTS.findall(opcodes))
 
 
-def _counted_are_clean(opcodes: bytes) -> bool:
+def _no_counted_container(opcodes: bytes) -> bool:
     """The same where what is memoised has no numbers, but is counted."""
-    found = _COUNTED_pickle_tame.findall(opcodes)
+    found = _COUNTED_REFERENCES.findall(opcodes)
     kinds = set(found)
     if any(len(match) == 1 for match in kinds):
         return False
@@ -267,7 +271,7 @@ def _counted_are_clean(opcodes: bytes) -> bool:
     return all(memoised[number] for number in references if number < len(memoised))
 
 
-def _nests_little(opcodes: bytes) -> bool:
+def _nests_rarely(opcodes: bytes) -> bool:
     if sum(opcodes.count(opcode) for opcode in (b"t", b"\x85", b"\x86", b"\x87")) <= _MAX_NESTED:
         return True
     return len(_NESTING.findall(opcodes)) <= _MAX_NESTED

@@ -1,9 +1,10 @@
-"""Refuse pickles whose values would be hashed or copied for ever: small to read, endless to use.
+"""Refuses pickles whose values would take forever to hash or copy: small to read, endless to use.
 
 CPython hashes a tuple by hashing its items, each time anew, in C, without looking at the clock or at the stack: forty
 tuples, each of which holds the one before twice, are a dict key that takes a year, and a million nested ones overrun
-the stack. BUILD copies a state each time it is used. So the opcodes are gone through once before the C unpickler sees
-them, with a number in place of each value.
+the stack. BUILD copies a state each time it is used. ``excessive_cost`` walks the opcodes once before the C unpickler
+sees them, with a number in place of each value. ``check_expansion`` bounds what a loaded value has when its shared
+parts are counted everywhere they occur.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from typing import cast
 from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.ir.values import Object, Value
 
-__all__ = ["MAX_DEPTH", "check_expansion", "weigh"]
+__all__ = ["MAX_DEPTH", "check_expansion", "excessive_cost"]
 
 MAX_DEPTH = 200  # deeper nesting than any state dict, shallow enough for Python's stack
-_FREE = 1_000_000  # items hashed or copied that take no time worth speaking of ...
+_FREE_ITEMS = 1_000_000  # items that may be hashed or copied in any pickle: they take no noticeable time ...
 _PER_BYTE = 20  # ... and for each byte of the pickle
 
 # What is known of a value is one number: how many items it has, all references followed, plus these. A call's result
@@ -27,7 +28,7 @@ _DEPTH = 1 << 40  # for each level of nested tuples
 _SHARED = 1 << 56  # it is, or holds, a container that was referred back to
 _ITEMS = _DEPTH - 1
 
-# Kinds of opcodes, the most frequent ones first, as they are asked for in this order.
+# Kinds of opcodes, the most frequent ones first: they are tested in this order.
 _PUSH, _GET, _PUT, _TEXT, _MEMOIZE, _MARK, _TUPLE_N, _NEW, _TUPLE, _CALL, _UPDATE, _BUILD = range(1, 13)
 _LONG_PUT, _LONG_GET, _SKIP, _OTHER = range(13, 17)
 
@@ -71,37 +72,37 @@ _KINDS, _SIZES = _table()
 _LINES = {**dict.fromkeys(b"ILFSVPgp", 1), **dict.fromkeys(b"ci", 2)}  # opcodes with text up to a newline: how many
 
 
-class _TooHeavyError(Exception):
+class _TooCostlyError(Exception):
     pass
 
 
-def weigh(data: bytes) -> str | None:
-    """What makes the pickle ``data`` (of whole opcodes up to a STOP) endless, None when nothing does."""
+def excessive_cost(data: bytes) -> str | None:
+    """Why the pickle ``data`` (whole opcodes up to a STOP) costs too much to load; None when it does not."""
     try:
         _walk(data, _Budget(len(data)))
-    except _TooHeavyError as error:
+    except _TooCostlyError as error:
         return str(error)
     except LookupError:
-        return None  # something is taken from where nothing is: the unpickler says so
+        return None  # the stack or the memo lacks a value: the unpickler says so
     return None
 
 
 class _Budget:
-    """Counts what is hashed and what may be copied; raises _TooHeavyError when it is too much."""
+    """Counts items that are hashed or may be copied; raises _TooCostlyError when they are too many."""
 
     def __init__(self, nbytes: int) -> None:
-        self.limit = _FREE + _PER_BYTE * nbytes
+        self.limit = _FREE_ITEMS + _PER_BYTE * nbytes
         self._spent = 0
         self._largest = 1 + nbytes // 8  # items that a container in this pickle may have
 
     def tuple_of(self, items: Sequence[int]) -> int:
-        """The number of the tuple of ``items``, of which one is a tuple, shared, or large."""
+        """The number for the tuple of ``items``, one of which is a tuple, shared, or large."""
         depth = max(((item >> 40) & 0xFFFF for item in items), default=0) + 1
         if depth > MAX_DEPTH:
-            raise _TooHeavyError(f"tuples more than {MAX_DEPTH} deep")
+            raise _TooCostlyError(f"tuples more than {MAX_DEPTH} deep")
         total = sum(item & _ITEMS for item in items) + 1
         if total > self.limit:
-            raise _TooHeavyError(f"a tuple of {total:.3g} items")
+            raise _TooCostlyError(f"a tuple of {total:.3g} items")
         return total + depth * _DEPTH + (_SHARED if any(item >= _SHARED for item in items) else 0)
 
     def hashed(self, items: Sequence[int]) -> None:
@@ -117,11 +118,11 @@ class _Budget:
 
     def _check(self) -> None:
         if self._spent > self.limit:
-            raise _TooHeavyError("values that are hashed or copied again and again")
+            raise _TooCostlyError("values that are hashed or copied again and again")
 
 
 def _walk(data: bytes, budget: _Budget) -> None:  # noqa: PLR0912, PLR0915 (one loop: it runs for every opcode)
-    """The unpickler's stack and memo with numbers for values. Raises _TooHeavyError, LookupError."""
+    """The unpickler's stack and memo with numbers for values. Raises _TooCostlyError, LookupError."""
     kinds, sizes, number = _KINDS, _SIZES, int.from_bytes
     stack: list[int] = []
     push, pop = stack.append, stack.pop
@@ -207,7 +208,7 @@ def _remember(memo: dict[int, int], number: int, value: int) -> None:
 def _rare(  # noqa: PLR0912 (a case for each)
     data: bytes, at: int, stack: list[int], marks: list[int], memo: dict[int, int], budget: _Budget
 ) -> int:
-    """The effect of an opcode that is seldom seen; returns the place after it."""
+    """Apply a rare opcode; returns the position after it."""
     opcode = data[at : at + 1]
     after = at + 1
     begin = at
@@ -250,7 +251,7 @@ def _rare(  # noqa: PLR0912 (a case for each)
 
 
 def _to_the_mark(opcode: bytes, stack: list[int], marks: list[int], budget: _Budget) -> None:
-    """The opcodes that take what is above the topmost mark."""
+    """Apply an opcode that takes what is above the topmost mark."""
     begin = marks.pop()
     items = stack[begin:]
     del stack[begin:]
@@ -270,19 +271,19 @@ def _index(text: bytes) -> int:
 
 
 _SHARING = 10  # how many times larger than what is stored the expanded value may be ...
-_FREE_expansion = 1_000_000  # ... past this many entries, which every walk gets through
+_FREE_ENTRIES = 1_000_000  # ... past this many entries, which every walk gets through
 _CONTAINERS = (dict, list, tuple, set, Object)
 
 
 def check_expansion(root: Value, file: str) -> None:
-    """Raises SourceCorruptError when ``root``, its shared parts counted wherever they are, is too deep or too big."""
+    """Raises SourceCorruptError when ``root``, shared parts counted wherever they occur, is too deep or too large."""
     measure = _Measure(file)
     entries, _ = measure.of(root)
-    if entries > _FREE_expansion + _SHARING * measure.stored:
+    if entries > _FREE_ENTRIES + _SHARING * measure.stored:
         raise SourceCorruptError(
             f"{file} shares values so often that they never end",
             file=file,
-            expected=f"at most {_FREE + _SHARING * measure.stored} entries",
+            expected=f"at most {_FREE_ITEMS + _SHARING * measure.stored} entries",
             found=f"{entries:.3g}" if entries < 1e300 else "more than a number can say",
             why="the file was made to keep a reader busy; training code does not do this",
         )

@@ -1,31 +1,35 @@
-"""A torch.save archive as values: the pickle's tree with its tensors located in the file; nothing is loaded or run.
+"""Reads a ``torch.save`` archive as values: the pickle's tree with its tensors located in the file.
 
-``load_torch`` reads a whole torch file, or one item of a DCP file; for the tensor items of a DCP file, of which there
-is one for each shard of each tensor, ``containers.torch_items`` is quicker.
+Nothing is loaded or run. One pass over the unpickled tree makes its leaves, parses its distributed tensors, and refuses
+what cannot be converted, naming every key. ``load_torch`` reads a whole torch file, or one item of a DCP file; for the
+tensor items of a DCP file, one for each shard of each tensor, ``dcp.items`` is faster.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 from fsdpckpt.errors import SourceCorruptError, SourceUnrecognisedError, SourceUnsupportedError
 from fsdpckpt.formats.pickle.check import check_size
-from fsdpckpt.formats.pickle.cost import check_expansion
-from fsdpckpt.formats.pickle.read import load
-from fsdpckpt.formats.torch.tensors import StoredTensor, TensorBuilder
-from fsdpckpt.formats.torch.tree import TreeWalk
+from fsdpckpt.formats.pickle.cost import MAX_DEPTH, check_expansion
+from fsdpckpt.formats.pickle.read import StubInstance, as_object, load
+from fsdpckpt.formats.torch.distributed import Distributed, DistributedParser
+from fsdpckpt.formats.torch.tensors import Refused, StoredTensor, TensorBuilder, Wrapped
 from fsdpckpt.formats.zip import ZipRecord, read_directory
 from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.ir.tensors import Chunks, Tensor
-from fsdpckpt.ir.values import Value
+from fsdpckpt.ir.values import Global, Key, Object, Value
 from fsdpckpt.storage.protocols import ByteSource
+from fsdpckpt.text import truncate
 
 __all__ = [
     "ChecksumRow",
     "TorchArchive",
+    "TreeWalk",
     "check_byteorder",
     "checksum_rows",
     "load_torch",
@@ -33,6 +37,211 @@ __all__ = [
     "read_archive",
     "read_pickle",
 ]
+
+_PLAIN: frozenset[type] = frozenset(
+    {str, int, float, bool, type(None), bytes, complex, bytearray, Global, Tensor, Distributed}
+)
+
+
+class TreeWalk:
+    """One pass over an unpickled tree, in place: leaves made, whatever cannot be converted collected with its key."""
+
+    def __init__(
+        self, source: ByteSource, builder: TensorBuilder, leaf: Callable[[StoredTensor], object] | None
+    ) -> None:
+        self._source = source
+        self._builder = builder
+        self._parser = DistributedParser(source)
+        self._leaf: Callable[[StoredTensor], object] = leaf if leaf is not None else lambda stored: stored
+        self._path: list[Key] = []
+        self._seen: set[int] = set()
+        self._tuples: dict[int, tuple[tuple[Value, ...], Value]] = {}  # old and new, kept: ids stay theirs
+        self._dicts: dict[int, tuple[Object, dict[Key, Value]]] = {}  # of defaultdicts, kept: ids stay theirs
+        self._refused: list[str] = []
+        self._inside: str | None = None
+        self.ranks: set[int] = set()
+        self.worlds: dict[int, tuple[int, ...]] = {}
+        self.forms: set[str] = set()
+        self.devices: set[str] = set()
+
+    def value(self, value: object) -> Value:
+        """The ir value of ``value``; containers are changed in place."""
+        kind: type = type(value)
+        if kind in _PLAIN:
+            return cast(Value, value)
+        if kind is StoredTensor:
+            return self._stored(cast(StoredTensor, value))
+        if kind is dict or kind is OrderedDict:
+            return self._mapping(cast("dict[Key, Value]", value))
+        if kind is list:
+            return self._list(cast("list[Value]", value))
+        if kind is tuple:
+            return self._tuple(cast("tuple[Value, ...]", value))
+        return self._other(value)
+
+    def _enter(self, key: Key) -> None:
+        self._path.append(key)
+        if len(self._path) > MAX_DEPTH:
+            raise SourceCorruptError(
+                f"{self._source.path} nests values more than {MAX_DEPTH} deep, or a value contains itself",
+                file=self._source.path,
+                key=self._key()[:200],
+            )
+
+    def _mapping(self, mapping: dict[Key, Value]) -> Value:
+        if id(mapping) in self._seen:
+            return mapping
+        self._seen.add(id(mapping))
+        clones: list[tuple[Key, StoredTensor]] = []
+        for key, value in mapping.items():
+            kind: type = type(value)
+            if type(key) is not str and not isinstance(
+                key, (int, float, bool, bytes, tuple, Global, Object, type(None))
+            ):
+                self._refuse(f"a {type(key).__name__} as a key")
+            elif kind is StoredTensor:
+                if self._builder.any_cloned:
+                    clones.append((key, cast(StoredTensor, value)))
+                else:
+                    self._path.append(key)
+                    mapping[key] = self._stored(cast(StoredTensor, value))
+                    self._path.pop()
+            elif kind not in _PLAIN:
+                self._enter(key)
+                mapping[key] = self.value(value)
+                self._path.pop()
+        if clones:
+            self._full_state_dict(mapping, clones)
+        return mapping
+
+    def _full_state_dict(self, mapping: dict[Key, Value], tensors: list[tuple[Key, StoredTensor]]) -> None:
+        """FSDP1 marks the parameters of a full model state dict; its other tensors are buffers, whole on every rank."""
+        if any(stored.cloned for _, stored in tensors):
+            for _, stored in tensors:
+                if not stored.cloned and stored.sharded is None:
+                    stored.sharded = False
+        for key, stored in tensors:
+            mapping[key] = self._stored(stored)
+
+    def _list(self, items: list[Value]) -> Value:
+        if id(items) in self._seen:
+            return items
+        self._seen.add(id(items))
+        for index, item in enumerate(items):
+            if type(item) not in _PLAIN:
+                self._enter(index)
+                items[index] = self.value(item)
+                self._path.pop()
+        return items
+
+    def _tuple(self, items: tuple[Value, ...]) -> Value:
+        if all(type(item) in _PLAIN for item in items):
+            return items
+        known = self._tuples.get(id(items))
+        if known is None:
+            made = []
+            for index, item in enumerate(items):
+                self._enter(index)
+                made.append(self.value(item))
+                self._path.pop()
+            known = self._tuples[id(items)] = items, tuple(made)
+        return known[1]
+
+    def _stored(self, stored: StoredTensor) -> Value:
+        if self._inside is not None:
+            return self._refuse(f"a tensor inside a {self._inside}")
+        if stored.sharded is None and not stored.shape:
+            stored.sharded = False
+        return cast(Value, self._leaf(stored))
+
+    def _other(self, value: object) -> Value:
+        if isinstance(value, Wrapped):
+            return self._wrapped(value)
+        if isinstance(value, StubInstance):
+            value = as_object(value)
+        if isinstance(value, Object):
+            return self._object(value)
+        if isinstance(value, frozenset):
+            return Object(Global("builtins", "frozenset"), (cast("list[Value]", sorted(value, key=_order)),))
+        if isinstance(value, set):
+            return cast(Value, value)
+        return self._refuse_kind(value)
+
+    def _wrapped(self, value: Wrapped) -> Value:
+        if self._inside is not None:
+            return self._refuse(f"a tensor inside a {self._inside}")
+        found = self._parser.parse(value, self._key())
+        if found.rank is not None:
+            self.ranks.add(found.rank)
+        self.worlds[id(found.world)] = found.world  # one object for all tensors of a mesh: hashing it would be slow
+        self.forms.add(found.form)
+        if found.device:
+            self.devices.add(found.device)
+        return cast(Value, found)
+
+    def _refuse_kind(self, value: object) -> Value:
+        if isinstance(value, Refused):
+            return self._refuse(value.what)
+        named = getattr(value, "function", None) if isinstance(value, type) else None
+        if isinstance(named, Global):  # a class as a value, not as what makes one
+            return named
+        return self._refuse("a bare storage" if type(value).__name__ == "_Storage" else f"a {type(value).__name__}")
+
+    def _object(self, value: Object) -> Value:
+        """A record: plain when it holds no tensor; a ``defaultdict`` becomes the dict it is."""
+        if value.function.name == "defaultdict":
+            known = self._dicts.get(id(value))
+            if known is None:
+                known = self._dicts[id(value)] = value, dict(value.entries)
+            return self._mapping(known[1])
+        if id(value) in self._seen:
+            return value
+        self._seen.add(id(value))
+        outer, self._inside = self._inside, str(value.function)
+        self._enter(value.function.name)
+        value.args = cast("tuple[Value, ...]", self.value(value.args))
+        if value.has_state:
+            value.state = self.value(value.state)
+        if value.items:
+            self.value(value.items)
+        if value.entries:
+            value.entries = cast("list[tuple[Key, Value]]", self.value(value.entries))
+        self._path.pop()
+        self._inside = outer
+        return value
+
+    def _refuse(self, what: str) -> Value:
+        """Remember that the value at the current path cannot be converted; None stands in for it until ``finish``."""
+        self._refused.append(f"{self._key() or 'the whole file'}: {what}")
+        return None
+
+    def _key(self) -> str:
+        return ".".join(map(str, self._path))
+
+    def finish(self) -> None:
+        """Raises SourceUnsupportedError naming everything that was refused."""
+        if self._refused:
+            raise SourceUnsupportedError(
+                f"{self._source.path} holds {len(self._refused)} value{'s' * (len(self._refused) != 1)} that fsdpckpt "
+                "does not convert",
+                details=self._refused,
+                file=self._source.path,
+                key=self._refused[0].partition(":")[0],
+                why="only strided tensors (and DTensor and ShardedTensor of them) have bytes that can be moved",
+                next_step="leave these keys out when saving, or save them as plain tensors",
+            )
+
+    def notes(self) -> list[Note]:
+        if not self._builder.dropped:
+            return []
+        names = ", ".join(sorted(self._builder.dropped))
+        return [Note("dropped", f"Python attributes of tensors in {self._source.path} are not carried: {names}")]
+
+
+def _order(item: object) -> str:
+    """What the items of a set are sorted by: ``repr`` of scalars."""
+    return repr(item) if isinstance(item, (str, int, float, bytes)) else truncate(item)
+
 
 ChecksumRow: TypeAlias = tuple[int, int, int, int]  # file, offset, nbytes, crc
 

@@ -1,4 +1,4 @@
-"""DTensor and ShardedTensor as one rank's file describes them: which boxes of the global tensor lie where.
+"""Parses DTensor and ShardedTensor in a rank's file: which boxes of the global tensor lie where.
 
 Follows the pickled forms of ``torch.distributed.tensor`` (``DTensorSpec``, ``DeviceMesh`` of torch 2.4 to 2.14) and of
 ``torch.distributed._shard.sharded_tensor`` (2.1 to 2.14). Shard offsets are trusted, placements of ShardedTensor never
@@ -14,7 +14,7 @@ from operator import mul
 from typing import NamedTuple, NoReturn, TypeAlias
 
 from fsdpckpt.errors import SourceUnsupportedError
-from fsdpckpt.formats.pickle.stubs import Part
+from fsdpckpt.formats.pickle.read import StubInstance
 from fsdpckpt.formats.torch.mesh import MAX_RANKS, Mesh, MeshParser, contradiction, fields, integers, merged
 from fsdpckpt.formats.torch.tensors import StoredTensor, Wrapped, size_of
 from fsdpckpt.ir.dtypes import DType
@@ -68,7 +68,7 @@ class Distributed:
 
 
 class DistributedParser:
-    """Parses the wrapped tensors of one file; meshes and boxes are worked out once and reused."""
+    """Parses the wrapped tensors of one file; meshes and boxes are computed once and reused."""
 
     def __init__(self, source: ByteSource) -> None:
         self._source = source
@@ -159,20 +159,20 @@ class DistributedParser:
     def _placements(self, pickled: object, key: str) -> tuple[Placement, ...]:
         if not isinstance(pickled, (tuple, list)):
             self._corrupt(key, "a DTensor without placements", "a tuple", type(pickled).__name__)
-        said: list[tuple[str, object, object]] = []
+        written: list[tuple[str, object, object]] = []
         for item in pickled:
             name = type(item).__name__
             attributes = fields(item)
             dim, factor = attributes.get("dim"), attributes.get("split_factor")
-            said.append((name, dim if type(dim) is int else None, factor if type(factor) is int else None))
-        known = self._placed.get(tuple(said))
+            written.append((name, dim if type(dim) is int else None, factor if type(factor) is int else None))
+        known = self._placed.get(tuple(written))
         if known is None:
-            known = self._placed[tuple(said)] = self._parse_placements(said, key)
+            known = self._placed[tuple(written)] = self._parse_placements(written, key)
         return known
 
-    def _parse_placements(self, said: Sequence[tuple[str, object, object]], key: str) -> tuple[Placement, ...]:
+    def _parse_placements(self, written: Sequence[tuple[str, object, object]], key: str) -> tuple[Placement, ...]:
         found: list[Placement] = []
-        for name, dim, factor in said:
+        for name, dim, factor in written:
             if name == "Replicate":
                 found.append(Replicate())
             elif name == "Shard" and type(dim) is int:
@@ -197,17 +197,17 @@ class DistributedParser:
             return None
         order: dict[int, tuple[int, ...]] = {}
         for entry in pickled:
-            values = fields(entry).get("") if isinstance(entry, Part) else entry
+            values = fields(entry).get("") if isinstance(entry, StubInstance) else entry
             if not (isinstance(values, tuple) and len(values) == 2 and type(values[0]) is int):
                 self._corrupt(key, "an unknown shard order", "(dimension, mesh dimensions)", truncate(entry))
             mesh_dims = integers(values[1])
             if mesh_dims is None:
                 self._corrupt(key, "an unknown shard order", "(dimension, mesh dimensions)", truncate(entry))
             order[values[0]] = mesh_dims
-        said = {(dim, mesh_dim) for dim, mesh_dims in order.items() for mesh_dim in mesh_dims}
+        named = {(dim, mesh_dim) for dim, mesh_dims in order.items() for mesh_dim in mesh_dims}
         cuts = {(p.dim, mesh_dim) for mesh_dim, p in enumerate(placements) if not isinstance(p, Replicate)}
-        if said != cuts:
-            self._corrupt(key, "the shard order contradicts the placements", str(sorted(cuts)), str(sorted(said)))
+        if named != cuts:
+            self._corrupt(key, "the shard order contradicts the placements", str(sorted(cuts)), str(sorted(named)))
         return order
 
     # ShardedTensor

@@ -1,4 +1,4 @@
-"""Device meshes as a rank's file describes them: which ranks a mesh spans, and where in it the saving rank stood.
+"""Parses the device meshes in a rank's file: which ranks a mesh spans, and where in it the saving rank was.
 
 Follows ``torch.distributed.device_mesh.DeviceMesh`` as torch 2.4 to 2.14 pickle it: up to 2.9 with a tensor of ranks,
 later with a rank map and a layout of strides into it.
@@ -15,14 +15,14 @@ from typing import NoReturn, cast
 import numpy as np
 
 from fsdpckpt.errors import SourceCorruptError
-from fsdpckpt.formats.pickle.stubs import Part
+from fsdpckpt.formats.pickle.read import StubInstance
 from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.storage.protocols import ByteSource
 from fsdpckpt.text import truncate
 
 __all__ = ["MAX_RANKS", "Mesh", "MeshParser", "contradiction", "fields", "integers", "merged"]
 
-MAX_RANKS = 1 << 20  # more than any job has: a mesh that says more is damaged, and is not worked out
+MAX_RANKS = 1 << 20  # more than any job has: a larger mesh is damaged, and is not computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,8 @@ class Mesh:
 
 
 def fields(value: object) -> Mapping[object, object]:
-    """The attributes of a part of a distributed tensor."""
-    return cast("Mapping[object, object]", vars(value)) if isinstance(value, Part) else {}
+    """The attributes of one of the objects that a distributed tensor is made of."""
+    return cast("Mapping[object, object]", vars(value)) if isinstance(value, StubInstance) else {}
 
 
 def merged(pickled: object) -> Mapping[object, object]:
@@ -103,7 +103,7 @@ class MeshParser:
                 self._corrupt(key, f"the mesh has another rank at {place}", f"rank {rank}", f"rank {placed}")
             rank = placed
         root = attributes.get("_root_mesh", attributes.get("_parent_mesh"))
-        if isinstance(root, Part):
+        if isinstance(root, StubInstance):
             world = self.mesh(root, key).world
         device = attributes.get("_device_type", attributes.get("device_type"))
         return Mesh(shape, ranks, place, rank, world, device if isinstance(device, str) else "")

@@ -1,4 +1,4 @@
-"""Storages and tensors as a torch pickle describes them: each tensor located in its file, validated, not loaded.
+"""Builds the tensors that a torch pickle describes: each located in its file and validated, none loaded.
 
 Follows ``torch.serialization``'s ``persistent_load`` (a storage is the record ``data/<key>``) and the rebuild functions
 of ``torch._utils`` and ``torch._tensor``. A tensor that is not plain strided data becomes a ``Refused`` mark, so that
@@ -209,7 +209,7 @@ class TensorBuilder:
         return made
 
     def _mark(self, made: StoredTensor, kind: Global, state: object) -> None:
-        """Take from a tensor's Python attributes what says whether FSDP manages it; remember the rest's names."""
+        """Take from a tensor's Python attributes whether FSDP shards it; remember the names of the others."""
         if isinstance(state, tuple) and state:
             state = state[0]
         attributes = state if isinstance(state, dict) else {}

@@ -15,7 +15,6 @@ from typing import TypeAlias, cast
 from fsdpckpt.errors import SourceCorruptError, SourceError, SourceIncompleteError, SourceUnsupportedError
 from fsdpckpt.formats.torch.distributed import BoxInFile, Distributed
 from fsdpckpt.formats.torch.tensors import StoredTensor
-from fsdpckpt.ir.assignment import in_order
 from fsdpckpt.ir.tensors import SLICES
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.readers.flat_slices import is_optimizer, mappings
@@ -29,6 +28,7 @@ from fsdpckpt.readers.xla_fairscale.shard_metadata import (
     params_in,
     without_wrappers,
 )
+from fsdpckpt.transform.assignment import in_order
 
 __all__ = ["SHOWN", "RankShards", "UnnamedError"]
 
