@@ -1,4 +1,4 @@
-"""Lays out a ``torch.distributed.checkpoint`` directory, as ``dcp.save({"model": ..., "optimizer": ..., **extra})`` does.
+"""Lays out a DCP directory, as ``dcp.save({"model": ..., "optimizer": ..., **extra})`` writes it.
 
 Sharded tensors are cut along dimension 0 by ``torch.chunk``'s rule and chunk r lies in rank r's ``__{r}_0.distcp``,
 so that each of N loading ranks reads its own file only. What every rank holds whole lies once, in the file of the

@@ -1,8 +1,8 @@
 """Reads and writes the ``.metadata`` file of a DCP directory: which tensors, in which chunks, in which files.
 
 Reading: written by ``torch.distributed.checkpoint`` (``metadata.py``, ``planner_helpers.py``, ``filesystem.py``) of
-torch 2.1 to 2.14. Everything is checked before it is used: chunks lie inside their tensor and are unique, every chunk has one
-stored item, relative paths stay inside the directory, offsets and lengths are counts of bytes.
+torch 2.1 to 2.14. Everything is checked before it is used: chunks lie inside their tensor and are unique, every chunk
+has one stored item, relative paths stay inside the directory, offsets and lengths are counts of bytes.
 
 Writing: pickled under PyTorch's own class paths, in the form it has had since torch 2.3. Newer fields are instance
 attributes that older readers ignore (``StorageMeta.modules``, ``Metadata.version``), and those a newer reader adds have

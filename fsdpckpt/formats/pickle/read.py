@@ -231,7 +231,7 @@ def _stub_class(module: str, name: str) -> _StubClass:
 
 
 class StubInstance(metaclass=_StubClass):
-    """An instance of one of the classes that DTensor and ShardedTensor are made of: only its attributes count.
+    """An instance of a class that DTensor, ShardedTensor or DCP metadata is made of: only its attributes count.
 
     A checkpoint has several for each tensor, so the C unpickler makes and fills them by itself; ``torch.distributed``
     and ``dcp.metadata`` read them, and where they stand on their own they become Objects (``as_object``).
