@@ -26,7 +26,6 @@ from fsdpckpt.options import ConvertOptions, Launcher, LaunchOptions
 from fsdpckpt.process_role import process_role, started_as_worker
 from fsdpckpt.progress import Progress
 from fsdpckpt.progress_pipe import ProgressPipe, follow_progress
-from fsdpckpt.storage.protocols import is_url
 
 if TYPE_CHECKING:
     from fsdpckpt.comm.protocol import Group
@@ -39,7 +38,7 @@ REQUEST, REPORT, PROGRESS = "request.json", "report.json", "progress"
 def convert(source: str, target: str, options: ConvertOptions, launch: LaunchOptions, progress: Progress) -> Report:
     """Convert ``source`` to ``target`` where ``launch`` says. Every byte written is the same wherever that is.
 
-    Raises what ``converters.convert.convert`` raises, and WorkerError when a worker or the process group failed.
+    Raises what ``converters.pipeline.convert`` raises, and WorkerError when a worker or the process group failed.
     """
     if launch.launcher is not Launcher.LOCAL and started_as_worker():
         refuse_launch_options(launch, "torchrun or srun started this process as one of its workers already")
@@ -49,9 +48,10 @@ def convert(source: str, target: str, options: ConvertOptions, launch: LaunchOpt
             refuse_launch_options(launch, "--launcher local is one process")
         return _launched(source, target, options, launch, progress)
     refuse_worker_options(launch)
-    from fsdpckpt.converters.convert import convert as run
+    from fsdpckpt.comm.solo import Solo
+    from fsdpckpt.converters.pipeline import convert as run
 
-    return run(source, target, options, progress)
+    return run(Solo(), source, target, options, progress)
 
 
 def _as_worker(source: str, target: str, options: ConvertOptions, launch: LaunchOptions, progress: Progress) -> Report:
@@ -60,7 +60,8 @@ def _as_worker(source: str, target: str, options: ConvertOptions, launch: Launch
     from fsdpckpt.comm.launch import rank_from_environment
     from fsdpckpt.comm.protocol import original_error
     from fsdpckpt.comm.torch_group import TorchGroup
-    from fsdpckpt.converters.distributed import convert_together
+    from fsdpckpt.converters.pipeline import convert as run
+    from fsdpckpt.converters.publish import attach_leftovers
 
     process_role.worker = True
     place = rank_from_environment()
@@ -70,7 +71,7 @@ def _as_worker(source: str, target: str, options: ConvertOptions, launch: Launch
             TorchGroup.start(backend=launch.backend, device=launch.device, limit=launch.fault_limit) as group,
         ):
             patience.append(group)
-            return convert_together(
+            return run(
                 group,
                 source,
                 target,
@@ -84,23 +85,12 @@ def _as_worker(source: str, target: str, options: ConvertOptions, launch: Launch
         if error.rank == 0 and error.cause_exit_code == WorkerError.exit_code:
             process_role.speaker = 1  # rank 0 did not say so itself: it cannot
         original = original_error(error)
-        _say_kept(original, target, options)
+        attach_leftovers(original, target, options)
         _tell_torchrun(original)
         raise original from error
     except BaseException as error:
-        _say_kept(error, target, options)
+        attach_leftovers(error, target, options)
         raise
-
-
-def _say_kept(error: BaseException, target: str, options: ConvertOptions) -> None:
-    """Tell whoever shows ``error`` of what is left to go on with, as far as it is seen from here."""
-    from fsdpckpt.converters.delivery import say_converted
-    from fsdpckpt.converters.resumption import say_staged
-
-    if is_url(target):
-        say_converted(error, target, options)
-    else:
-        say_staged(error, target)
 
 
 def _tell_torchrun(error: Exception) -> None:
@@ -159,6 +149,7 @@ def _launched(source: str, target: str, options: ConvertOptions, launch: LaunchO
     from fsdpckpt.comm.launch import launch as start
     from fsdpckpt.comm.launch import local_workers
     from fsdpckpt.comm.protocol import decode_error, original_error
+    from fsdpckpt.converters.publish import attach_leftovers
     from fsdpckpt.option_fields import to_json
 
     workers = local_workers(launch.nproc_per_node or "auto")
@@ -186,10 +177,10 @@ def _launched(source: str, target: str, options: ConvertOptions, launch: LaunchO
             if record := _read(directory).get("error"):
                 raise decode_error(record) from error
             original = original_error(error)
-            _say_kept(original, target, options)
+            attach_leftovers(original, target, options)
             raise original from error
         except InterruptedRunError as stopped:
-            _say_kept(stopped, target, options)
+            attach_leftovers(stopped, target, options)
             raise
         found = _read(directory)
     process_role.worker, process_role.speaker = True, 0 if found["speaks"] else -1  # of several nodes one says it
@@ -209,7 +200,7 @@ def main() -> None:
     """One worker of ``_launched``. The launcher says everything; this process only works, and ends."""
     from fsdpckpt.comm.protocol import encode_error
     from fsdpckpt.comm.torch_group import TorchGroup
-    from fsdpckpt.converters.distributed import convert_together
+    from fsdpckpt.converters.pipeline import convert as run
     from fsdpckpt.option_fields import from_json
 
     (request,) = sys.argv[1:]
@@ -224,7 +215,7 @@ def main() -> None:
             TorchGroup.start(backend=launch.backend, device=launch.device, limit=launch.fault_limit) as group,
             ProgressPipe(os.path.join(directory, PROGRESS)) as progress,
         ):
-            report = convert_together(
+            report = run(
                 group,
                 cast("str", document["source"]),
                 cast("str", document["target"]),

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdpckpt import comm
 from fsdpckpt.comm.transport import Staging
-from fsdpckpt.converters import distributed
+from fsdpckpt.converters import pipeline
 from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.options import ConvertOptions, VerifyLevel, Visibility
 from fsdpckpt.progress import NoProgress
@@ -159,7 +159,7 @@ class Bench:
 
     def conversion(self, source: str, target: str) -> None:
         """One in which every byte crosses: no worker sees what it writes. And the device memory it takes."""
-        identities = distributed.identities
+        identities = pipeline.content_identities
         numbers = [int(found[1]) for name in os.listdir(source) if (found := re.search(r"_rank_(\d+)\.", name))]
         world_size, ranks = self.group.world_size, max(numbers) + 1
 
@@ -168,7 +168,7 @@ class Bench:
             seen = identities(paths, sources)  # type: ignore[arg-type]
             return [b"" if self._writes(path, ranks) else identity for path, identity in zip(paths, seen, strict=True)]
 
-        distributed.identities = others_only  # type: ignore[assignment]
+        pipeline.content_identities = others_only  # type: ignore[assignment]
         options = ConvertOptions(
             to=Layout.SHARDED, container=Container.TORCH, world_size=ranks, verify=VerifyLevel.NONE, overwrite=True
         )
@@ -178,13 +178,13 @@ class Bench:
         before = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
 
         def convert() -> None:
-            distributed.convert_together(
+            pipeline.convert(
                 self.group, source, target, options, NoProgress(), visibility=Visibility.SHARED, workers_here=world_size
             )
 
         nbytes = sum(os.path.getsize(os.path.join(source, name)) for name in os.listdir(source))
         self.rate("conversion, every byte exchanged", nbytes, convert)
-        distributed.identities = identities
+        pipeline.content_identities = identities
         if self.device.type == "cuda":
             used = torch.cuda.max_memory_allocated(self.device) - before
             row = {

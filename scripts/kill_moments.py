@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fsdpckpt.cli.main import main as fsdpckpt
-from fsdpckpt.converters import convert  # noqa: F401  # loaded before the forks
+from fsdpckpt.converters import pipeline  # noqa: F401  # loaded before the forks
 from fsdpckpt.execute import journal
 
 OLDER = "older.safetensors"  # what --overwrite is to replace: a checkpoint of one tensor
@@ -262,7 +262,6 @@ def main() -> int:
     kinds = [0, *map(int, filter(None, options.workers.split(",")))]
     if len(kinds) > 1:
         from fsdpckpt.comm import torch_group  # and torch, before the forks
-        from fsdpckpt.converters import distributed  # noqa: F401
 
         # Workers of which one was killed before they met wait two minutes for it, unless a launcher ends them.
         torch_group.TorchGroup.start.__kwdefaults__["patience"] = LIMIT

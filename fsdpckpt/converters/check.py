@@ -1,19 +1,33 @@
-"""Opens the finished output again, through the readers, and holds it against what was meant to be written."""
+"""Checks the finished output: opens it again through the readers, and compares it with what was to be written.
+
+By all ranks: 1. Rank 0 opens the output and matches its tensors with the source's, while the others serve it the files
+that only they see. With ``--verify full``: 2. All get the pairs, and each compares its share of those whose files it
+sees. 3. Rank 0 compares the rest, while the others serve it.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
+import numpy as np
+import numpy.typing as npt
+
+from fsdpckpt.comm.protocol import Group
+from fsdpckpt.converters.staging import Places
+from fsdpckpt.converters.transform import TransformedCheckpoint
 from fsdpckpt.errors import FsdpckptError, InternalError
+from fsdpckpt.execute.shared_sources import serve_sources, union_sources
 from fsdpckpt.flat.match import Mismatch, match
 from fsdpckpt.flat.unflatten import unflatten
 from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Section, SourceFile
-from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.tensors import Chunks, Int64Array, Tensor
 from fsdpckpt.ir.units import Units
-from fsdpckpt.options import VerifyLevel
+from fsdpckpt.options import ConvertOptions, VerifyLevel
 from fsdpckpt.progress import Progress
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
@@ -22,10 +36,13 @@ from fsdpckpt.transform.rekey import to_names
 from fsdpckpt.verify.elements import first_difference
 from fsdpckpt.writers.protocol import DtypeRule
 
-__all__ = ["Pair", "Verdict", "check_output", "compared", "digests_of", "matched"]
+__all__ = ["OutputCheck", "Pair", "Verdict", "divide_pairs", "pack_pairs", "unpack_pairs"]
 
 Verdict: TypeAlias = str | int
 """A tensor's SHA-256, or the number of its first element that is not as in the source."""
+
+Visible: TypeAlias = "npt.NDArray[np.bool_]"
+"""``[file, rank]``: who sees which file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,38 +54,119 @@ class Pair:
     written: Tensor
 
 
-def check_output(
-    expected: Checkpoint,
-    path: str,
-    *,
-    units: Units | None,
-    dtypes: DtypeRule,
-    level: VerifyLevel,
-    sources: Sources,
-    progress: Progress,
-    max_memory: int | None = None,
-) -> dict[str, str]:
-    """Every tensor of ``expected`` must be in the output at ``path`` with its shape, dtype and bytes in its file.
+@dataclass(frozen=True, slots=True)
+class OutputCheck:
+    """One rank's part. ``transformed``: what was to be written, on rank 0; None on the others.
 
-    With level ``full`` every element is read from both sides and compared, casts applied; returns the SHA-256 of each
-    tensor by ``<section> <key>``, empty with any other level. ``max_memory``: bytes of buffers to read with. Raises
-    InternalError: an output that fails is discarded, never committed.
+    ``files``: the source's; ``visible``: who sees which. ``holders``: by target file who sees it. ``path``: what rank 0
+    finds the output at, a directory or one file.
     """
-    with Sources() as opener:
-        pairs, files = matched(expected, path, units=units, dtypes=dtypes, level=level, opener=opener)
-        if level is not VerifyLevel.FULL:
+
+    group: Group
+    transformed: TransformedCheckpoint | None
+    options: ConvertOptions
+    dtypes: DtypeRule
+    progress: Progress
+    places: Places
+    files: Sequence[SourceFile]
+    visible: Visible
+    holders: Mapping[str, Sequence[int]]
+    path: str
+
+    def run(self) -> dict[str, str]:
+        """Every tensor must be in the output with its shape and dtype, its bytes in its file. Collective.
+
+        With ``--verify full`` every element is read from both sides and compared, casts applied; returns, on rank 0,
+        the SHA-256 of each tensor by ``<section> <key>``, else nothing. Raises InternalError: an output that fails is
+        discarded, never published.
+        """
+        group = self.group
+        pairs, written = self._match()
+        if self.options.verify is not VerifyLevel.FULL:
             return {}
-        found = compared(pairs, (expected.files, sources), (files, opener), progress, max_memory=max_memory)
-    return digests_of(pairs, found, path)
+        names = [self._name(file.path) for file in written]
+        lengths = [file.nbytes for file in written]
+        shares = [pairs, []]
+        if group.world_size > 1:
+            message = [pack_pairs(pairs), names, lengths]
+            packed, names, lengths = cast(
+                "tuple[object, list[str], list[int]]", group.broadcast_object(message, name="what is to be compared")
+            )
+            pairs = pairs if group.rank == 0 else unpack_pairs(packed)
+            shares = divide_pairs(pairs, self.visible, self._visible_output(names), group.world_size)
+        verdicts = self._compare(shares[group.rank], names, lengths)
+        verdicts |= self._compare_rest(shares[-1], written)
+        with group.step("judge the output"):
+            return _digests(pairs, verdicts, self.path) if group.rank == 0 else {}
+
+    def _match(self) -> tuple[list[Pair], Sequence[SourceFile]]:
+        with self.group.step("check the output"):
+            if self.transformed is None:
+                self._serve()
+                return [], []
+            with self.group.heartbeat(), union_sources(self.group) as opener:
+                return _match(self.transformed, self.path, dtypes=self.dtypes, level=self.options.verify, opener=opener)
+
+    def _serve(self) -> None:
+        root, own = (self.places.paths[place][0] for place in (0, self.places.place[self.group.rank] or 0))
+        serve_sources(self.group, roots={root: own})
+
+    def _name(self, path: str) -> str:
+        return "" if path == self.path else os.path.relpath(path, self.path)
+
+    def _visible_output(self, names: Sequence[str]) -> Visible:
+        visible = np.zeros((len(names), self.group.world_size), bool)
+        for number, name in enumerate(names):
+            visible[number, list(self.holders.get(name, ()))] = True
+        return visible
+
+    def _compare(self, pairs: Sequence[Pair], names: Sequence[str], lengths: Sequence[int]) -> dict[str, Verdict]:
+        """This rank's share; returns what all ranks found."""
+        paths = [self.places.locate(self.group.rank, name) for name in names]
+        written = [SourceFile(*each) for each in zip(paths, lengths, strict=True)]
+        with self.group.step("compare the output"), self.group.heartbeat(), Sources() as sources:
+            own = self._verdicts(pairs, sources, written)
+        verdicts: dict[str, Verdict] = {}
+        for each in self.group.all_gather_objects(own, name="what was compared"):
+            verdicts.update(cast("dict[str, Verdict]", each))
+        return verdicts
+
+    def _compare_rest(self, pairs: Sequence[Pair], written: Sequence[SourceFile]) -> dict[str, Verdict]:
+        if not pairs:  # the same on all ranks
+            return {}
+        with self.group.step("compare what nobody sees whole"):
+            if self.group.rank:
+                self._serve()
+                return {}
+            with self.group.heartbeat(), union_sources(self.group) as sources:
+                return self._verdicts(pairs, sources, written)
+
+    def _verdicts(self, pairs: Sequence[Pair], sources: Sources, written: Sequence[SourceFile]) -> dict[str, Verdict]:
+        """Each of ``pairs`` read from both sides, with ``--max-memory`` bytes of buffers. By name."""
+        self.progress.begin("verify", sum(pair.written.nbytes for pair in pairs))
+        verdicts: dict[str, Verdict] = {}
+        for pair in pairs:
+            total = hashlib.sha256()
+            at = first_difference(
+                (pair.source, self.files, sources),
+                (pair.written, written, sources),
+                total,
+                max_memory=self.options.max_memory,
+            )
+            verdicts[pair.name] = total.hexdigest() if at is None else at
+            self.progress.advance(pair.written.nbytes)
+        self.progress.end()
+        return verdicts
 
 
-def matched(
-    expected: Checkpoint, path: str, *, units: Units | None, dtypes: DtypeRule, level: VerifyLevel, opener: Sources
+def _match(
+    transformed: TransformedCheckpoint, path: str, *, dtypes: DtypeRule, level: VerifyLevel, opener: Sources
 ) -> tuple[list[Pair], Sequence[SourceFile]]:
-    """Every tensor of ``expected`` with the one that was written for it, and the files that these lie in.
+    """Every tensor of ``transformed`` with the one that was written for it, and the files of the latter.
 
     ``opener`` opens the output. Raises InternalError when they are not the same tensors.
     """
+    expected, units = transformed.checkpoint, transformed.units
     written = _reopen(path, opener, locate=level is VerifyLevel.FULL)
     if units is not None:
         written = _named(written, units, path)
@@ -91,27 +189,7 @@ def matched(
     return pairs, written.files
 
 
-def compared(
-    pairs: Sequence[Pair],
-    source: tuple[Sequence[SourceFile], Sources],
-    written: tuple[Sequence[SourceFile], Sources],
-    progress: Progress,
-    *,
-    max_memory: int | None,
-) -> dict[str, Verdict]:
-    """Each of ``pairs`` read from both sides: its SHA-256, or the element where they differ. By name."""
-    progress.begin("verify", sum(pair.written.nbytes for pair in pairs))
-    found: dict[str, Verdict] = {}
-    for pair in pairs:
-        total = hashlib.sha256()
-        at = first_difference((pair.source, *source), (pair.written, *written), total, max_memory=max_memory)
-        found[pair.name] = total.hexdigest() if at is None else at
-        progress.advance(pair.written.nbytes)
-    progress.end()
-    return found
-
-
-def digests_of(pairs: Sequence[Pair], found: Mapping[str, Verdict], path: str) -> dict[str, str]:
+def _digests(pairs: Sequence[Pair], found: Mapping[str, Verdict], path: str) -> dict[str, str]:
     """The SHA-256 of each of ``pairs``, in their order. Raises InternalError for those that differ."""
     verdicts = {pair.name: found[pair.name] for pair in pairs}
     wrong = [
@@ -163,3 +241,69 @@ def _compared(checkpoint: Checkpoint, empty: Collection[str]) -> Iterator[NamedT
 
 def _form(named: NamedTensor) -> str:
     return f"{named.tensor.dtype.name} {list(named.tensor.shape)}"
+
+
+def divide_pairs(pairs: Sequence[Pair], source: Visible, written: Visible, workers: int) -> list[list[Pair]]:
+    """A share of ``pairs`` for each worker that sees all files of its pairs, about as many bytes each; last the rest.
+
+    ``source``, ``written``: ``[file, worker]``, who sees which.
+    """
+    shares: list[list[Pair]] = [[] for _ in range(workers + 1)]
+    load = np.zeros(workers, np.int64)
+    for pair in pairs:
+        sees = source[pair.source.chunks.file].all(axis=0) & written[pair.written.chunks.file].all(axis=0)
+        able = np.flatnonzero(sees)
+        worker = int(able[np.argmin(load[able])]) if len(able) else workers
+        shares[worker].append(pair)
+        if len(able):
+            load[worker] += pair.written.nbytes
+    return shares
+
+
+Packed: TypeAlias = "list[object]"
+
+
+def pack_pairs(pairs: Sequence[Pair]) -> Packed:
+    """``pairs`` as text and arrays."""
+    return [
+        [pair.name for pair in pairs],
+        _pack([pair.source for pair in pairs]),
+        _pack([pair.written for pair in pairs]),
+    ]
+
+
+def unpack_pairs(value: object) -> list[Pair]:
+    """The pairs that ``pack_pairs`` made ``value`` of; of their tensors what is needed to read them."""
+    names, sources, written = cast("tuple[list[str], Packed, Packed]", value)
+    return [Pair(*each) for each in zip(names, _unpack(sources), _unpack(written), strict=True)]
+
+
+def _pack(tensors: Sequence[Tensor]) -> Packed:
+    chunks = [tensor.chunks for tensor in tensors]
+    return [
+        [tensor.dtype.name for tensor in tensors],
+        _joined(np.asarray(tensor.shape, np.int64) for tensor in tensors),
+        np.asarray([(tensor.ndim, len(tensor.chunks)) for tensor in tensors], np.int64).reshape(-1, 2),
+        _joined(np.stack([each.rank, each.file, each.offset]) for each in chunks),
+        _joined(np.stack([each.start, each.size, each.stride]) for each in chunks),
+    ]
+
+
+def _joined(arrays: Iterable[Int64Array]) -> Int64Array:
+    found = [array.ravel() for array in arrays]
+    return np.concatenate(found).astype(np.int64) if found else np.zeros(0, np.int64)
+
+
+def _unpack(value: Packed) -> list[Tensor]:
+    dtypes, shapes, counts, columns, boxes = cast(
+        "tuple[list[str], Int64Array, Int64Array, Int64Array, Int64Array]", value
+    )
+    found = []
+    shape_at = column_at = box_at = 0
+    for dtype, (ndim, count) in zip(dtypes, counts.tolist(), strict=True):
+        shape = tuple(shapes[shape_at : shape_at + ndim].tolist())
+        rank, file, offset = columns[column_at : column_at + 3 * count].reshape(3, count)
+        start, size, stride = boxes[box_at : box_at + 3 * count * ndim].reshape(3, count, ndim)
+        found.append(Tensor(DTYPES[dtype], shape, Chunks(rank, file, offset, start, size, stride)))
+        shape_at, column_at, box_at = shape_at + ndim, column_at + 3 * count, box_at + 3 * count * ndim
+    return found

@@ -1,15 +1,28 @@
-"""What one conversion did, as data: for the summary, ``--json`` and ``fsdpckpt.json``."""
+"""Reports what one conversion did: the result of the command, and ``fsdpckpt.json`` in every directory it writes."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from fsdpckpt.converters.target_spec import TargetSpec
+from fsdpckpt.converters.transform import TransformedCheckpoint
 from fsdpckpt.ir.checkpoint import Note
+from fsdpckpt.ir.targets import Target
+from fsdpckpt.ir.units_json import encode
+from fsdpckpt.producers.forms import PLAIN
+from fsdpckpt.readers.beside import SEAL
+from fsdpckpt.readers.protocol import MANIFEST
+from fsdpckpt.storage.local import WritableFile
+from fsdpckpt.storage.staging import Staging
+from fsdpckpt.version import __version__
 
-__all__ = ["PlannedFile", "Report"]
-
+__all__ = ["PlannedFile", "Report", "encode_manifest", "put_manifest"]
 
 _DERIVED = ("disk_needed", "disk_suffices")
 
@@ -75,3 +88,52 @@ class Report:
         fields["notes"] = tuple(Note(**{**note, "keys": tuple(note["keys"])}) for note in fields["notes"])
         fields["files"] = tuple(PlannedFile(**file) for file in fields["files"])
         return cls(**{**fields, "evidence": tuple(fields["evidence"])})
+
+
+def encode_manifest(
+    target: Target,
+    transformed: TransformedCheckpoint,
+    spec: TargetSpec,
+    *,
+    crcs: Mapping[str, int],
+    digests: Mapping[str, str],
+) -> bytes:
+    """The content of ``fsdpckpt.json``.
+
+    ``crcs``: CRC-32 of each file, by which ``verify`` finds damage in containers that carry no checksums of their own.
+    ``digests``: SHA-256 of each tensor's row-major bytes, where ``--verify full`` computed them.
+    """
+    checkpoint = transformed.checkpoint
+    key_type = checkpoint.optim.key_type if checkpoint.optim is not None else None
+    notes = [*checkpoint.notes, *target.notes]
+    document = {
+        "program": "fsdpckpt",
+        "version": __version__,
+        "format": 1,
+        "source": checkpoint.source,
+        "source_layout": checkpoint.layout,
+        "source_container": checkpoint.container,
+        "source_world_size": checkpoint.world_size,
+        "flavor": spec.flavor.name if spec.flavor is not None else PLAIN,
+        "layout": spec.layout,
+        "container": spec.container,
+        "world_size": spec.world_size,
+        "key_type": transformed.key_type if key_type is not None and transformed.units is not None else key_type,
+        "units": encode(transformed.units) if transformed.units is not None else None,
+        "notes": [{"kind": note.kind, "key": note.key, "message": note.message} for note in notes],
+        "undetermined": [key for note in notes if note.kind == "undetermined" for key in note.keys],
+        "files": {file.path: {"nbytes": file.nbytes, "crc32": f"{crcs[file.path]:08x}"} for file in target.files},
+        "digests": dict(digests),
+    }
+    body = json.dumps(document, indent=1).removesuffix("\n}")
+    return f'{body}{SEAL}{zlib.crc32(body.encode()):08x}"\n}}\n'.encode()
+
+
+def put_manifest(staging: Staging, data: bytes) -> None:
+    """Make ``data`` the ``fsdpckpt.json`` of the staged output, in place of an earlier one."""
+    path = staging.locate(MANIFEST)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    file = WritableFile(path, len(data))
+    file.write(0, data)
+    file.commit()

@@ -9,14 +9,20 @@ from difflib import get_close_matches
 from fsdpckpt.converters.applicability import refuse_target_options
 from fsdpckpt.errors import UsageError
 from fsdpckpt.ir.checkpoint import Container, Layout
+from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.options import ConvertOptions, TensorForm
 from fsdpckpt.producers.forms import PLAIN, Flavor, Form
 from fsdpckpt.producers.table import WRITABLE, flavor_named
 
-__all__ = ["TargetSpec", "make_target_spec", "writable_flavor"]
+__all__ = ["TargetSpec", "check_options", "make_target_spec", "writable_flavor"]
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 SAFETENSORS_SUFFIX = ".safetensors"
+
+
+# What people call them, and what torch does.
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+_SHORT |= {"fp64": "float64", "double": "float64", "fp8": "float8_e4m3fn", "float8": "float8_e4m3fn"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,3 +208,20 @@ def _words_of(suffix: str, options: ConvertOptions) -> str:
     given += [f"--container {options.container}"] if options.container is not None else []
     given += [f"--world-size {options.world_size}"] if options.world_size is not None else []
     return ", ".join([*given, *([f"a DST ending in {suffix}"] if suffix else [])]) or "nothing in particular"
+
+
+def check_options(options: ConvertOptions) -> None:
+    """Raises UsageError for a flavor or a dtype that cannot be written. Nothing is opened."""
+    if options.flavor is not None and options.flavor != PLAIN:
+        writable_flavor(options.flavor)
+    # float8_e8m0fnu has neither sign nor zero: it holds the scales of other tensors, never values.
+    known = [name for name, dtype in DTYPES.items() if dtype.floating and dtype.numpy and name != "float8_e8m0fnu"]
+    for option, name in (("--dtype", options.dtype), ("--optim-dtype", options.optim_dtype)):
+        if name is not None and name not in known:
+            meant = _SHORT.get(name, name.removeprefix("torch."))
+            raise UsageError(
+                f"{option} {name} is no floating dtype",
+                expected=", ".join(known),
+                found=name,
+                next_step=f"{option} {meant if meant in known else 'bfloat16'}",
+            )

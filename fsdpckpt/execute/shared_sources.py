@@ -106,9 +106,9 @@ class UnionSources(Sources):
         return next(iter(self._union("stat", path, [], "")), None)
 
     def list_directory(self, path: str) -> list[Entry]:
-        own = super().list_directory(path) if os.path.isdir(path) or is_url(path) else []
         if self._group.world_size == 1 or is_url(path):
-            return own
+            return super().list_directory(path)
+        own = super().list_directory(path) if os.path.isdir(path) else []
         return self._union("list", path, own, os.path.join(path, ""))
 
     def open(self, path: str) -> ByteSource:

@@ -8,11 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fsdpckpt.converters.check import Pair
-from fsdpckpt.converters.checked_together import divided
-from fsdpckpt.converters.delivered_together import sharing
-from fsdpckpt.converters.delivery_stage import Stage, is_there
-from fsdpckpt.converters.pairs_shipped import packed_pairs, unpacked_pairs
+from fsdpckpt.converters.check import Pair, divide_pairs, pack_pairs, unpack_pairs
+from fsdpckpt.converters.publish import UploadDirectory, assign_senders, is_sent
 from fsdpckpt.errors import TargetExistsError
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Chunks, Tensor
@@ -43,7 +40,7 @@ def pairs(seed: int, *, files: int = 3) -> list[Pair]:
 @pytest.mark.parametrize("seed", range(20))
 def test_pairs_that_cross_are_what_they_were(seed: int) -> None:
     before = pairs(seed)
-    after = unpacked_pairs(packed_pairs(before))
+    after = unpack_pairs(pack_pairs(before))
     assert [pair.name for pair in after] == [pair.name for pair in before]
     for one, other in zip(before, after, strict=True):
         for mine, theirs in ((one.source, other.source), (one.written, other.written)):
@@ -57,7 +54,7 @@ def test_each_tensor_is_compared_once_by_a_worker_that_sees_all_of_it_else_it_is
     rng = np.random.default_rng(seed)
     found = pairs(seed, files=4)
     source, written = (rng.random((4, 3)) < 0.7 for _ in range(2))
-    shares = divided(found, source, written, 3)
+    shares = divide_pairs(found, source, written, 3)
     assert sorted(pair.name for share in shares for pair in share) == sorted(pair.name for pair in found)
     for worker, share in enumerate(shares):
         for pair in share:
@@ -68,7 +65,7 @@ def test_each_tensor_is_compared_once_by_a_worker_that_sees_all_of_it_else_it_is
 def test_tensors_that_all_see_are_divided_evenly() -> None:
     found = pairs(3)
     everyone = np.ones((3, 4), bool)
-    shares = divided(found, everyone, everyone, 4)
+    shares = divide_pairs(found, everyone, everyone, 4)
     load = [sum(pair.written.nbytes for pair in share) for share in shares]
     assert load[4] == 0
     assert max(load) - min(load[:4]) <= max(pair.written.nbytes for pair in found)
@@ -78,10 +75,10 @@ def test_files_go_up_from_where_they_are_and_from_all_workers_alike() -> None:
     rng = random.Random(4)
     sizes = {f"file {number}": rng.randrange(1, 1000) for number in range(101)}
     holders = {name: sorted(rng.sample(range(4), rng.randrange(1, 5))) for name in sizes}
-    found = sharing(sizes, holders)
+    found = assign_senders(sizes, holders)
     assert found.keys() == sizes.keys()
     assert all(worker in holders[name] for name, worker in found.items())
-    everywhere = sharing(sizes, {name: [1, 2, 3] for name in sizes})
+    everywhere = assign_senders(sizes, {name: [1, 2, 3] for name in sizes})
     load = [sum(sizes[name] for name, worker in everywhere.items() if worker == each) for each in (1, 2, 3)]
     assert max(load) - min(load) <= max(sizes.values())
 
@@ -90,31 +87,31 @@ INFO = {"ETag": '"5d41"', "size": 5}
 
 
 def test_what_was_sent_counts_for_the_upload_it_was_sent_in_alone(tmp_path: Path) -> None:
-    stage = Stage.of("s3://runs/step-1", str(tmp_path))
+    stage = UploadDirectory.of("s3://runs/step-1", str(tmp_path))
     with stage.locked(resume=False) as first:
-        stage.arrived(first, 0, "a", INFO)
+        stage.note_sent(first, 0, "a", INFO)
     with stage.locked(resume=True) as again:
         assert again == first
-        stage.arrived(again, 1, "b", INFO)
-        assert is_there(stage.arrivals(again), "a", INFO)
-        assert is_there(stage.arrivals(again), "b", INFO)
-        assert not is_there(stage.arrivals(again), "a", {**INFO, "ETag": '"7d79"'})
-        assert not is_there(stage.arrivals(again), "c", INFO)
+        stage.note_sent(again, 1, "b", INFO)
+        assert is_sent(stage.sent(again), "a", INFO)
+        assert is_sent(stage.sent(again), "b", INFO)
+        assert not is_sent(stage.sent(again), "a", {**INFO, "ETag": '"7d79"'})
+        assert not is_sent(stage.sent(again), "c", INFO)
     kept = [path.read_bytes() for path in Path(stage.root).glob("sent-*")]
     with stage.locked(resume=False) as second:
         assert second != first
-        assert stage.arrivals(second) == {}
+        assert stage.sent(second) == {}
         (Path(stage.root) / "sent-7").write_bytes(b"".join(kept))  # notes of a node that was not there meanwhile
-        assert stage.arrivals(second) == {}
+        assert stage.sent(second) == {}
 
 
 def test_one_run_at_a_time_writes_from_a_staging_directory_and_leaves_none_without_need(tmp_path: Path) -> None:
-    stage = Stage.of("s3://runs/step-1", str(tmp_path))
+    stage = UploadDirectory.of("s3://runs/step-1", str(tmp_path))
     with stage.locked(resume=True) as upload:
         with pytest.raises(TargetExistsError), stage.locked(resume=False):
             pass
         assert stage.upload() == upload, "the other run took it away"
     assert list(tmp_path.iterdir()) == []
     with stage.locked(resume=True) as upload:
-        stage.arrived(upload, 0, "a", INFO)
+        stage.note_sent(upload, 0, "a", INFO)
     assert Path(stage.root).is_dir()

@@ -10,7 +10,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from fsdpckpt.converters.convert import convert
+from fsdpckpt.comm.solo import Solo
+from fsdpckpt.converters.pipeline import convert
 from fsdpckpt.converters.report import Report
 from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.options import ConvertOptions
@@ -18,7 +19,7 @@ from fsdpckpt.progress import NoProgress
 
 
 def export(source: Path, target: Path) -> Report:
-    return convert(str(source), str(target), ConvertOptions(flavor="huggingface"), NoProgress())
+    return convert(Solo(), str(source), str(target), ConvertOptions(flavor="huggingface"), NoProgress())
 
 
 def saved(path: Path, content: dict[str, object], configuration: str | None = None) -> Path:

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from fsdpckpt import verify
-from fsdpckpt.converters.convert import convert
+from fsdpckpt.comm.solo import Solo
+from fsdpckpt.converters.pipeline import convert
 from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.options import ConvertOptions, VerifyLevel
 from fsdpckpt.progress import NoProgress
@@ -36,14 +37,14 @@ def source(tmp_path):
 @pytest.mark.parametrize("max_memory", [1 << 20, 128 << 20])
 def test_it_states_length_and_crc_of_every_file(source, tmp_path, form: str, max_memory: int) -> None:
     out = tmp_path / "out"
-    convert(source, str(out), replace(FORMS[form], max_memory=max_memory), NoProgress())
+    convert(Solo(), source, str(out), replace(FORMS[form], max_memory=max_memory), NoProgress())
     stated = json.loads((out / "fsdpckpt.json").read_text())["files"]
     there = {path.name: path.read_bytes() for path in out.iterdir() if path.name != "fsdpckpt.json"}
     assert stated == {name: {"nbytes": len(data), "crc32": f"{zlib.crc32(data):08x}"} for name, data in there.items()}
 
 
 def test_full_verification_records_a_digest_of_every_tensor(source, tmp_path) -> None:
-    convert(source, str(tmp_path / "out"), replace(FORMS["dcp"], verify=VerifyLevel.FULL), NoProgress())
+    convert(Solo(), source, str(tmp_path / "out"), replace(FORMS["dcp"], verify=VerifyLevel.FULL), NoProgress())
     model = torch.load(source, weights_only=True)
     digests = json.loads((tmp_path / "out" / "fsdpckpt.json").read_text())["digests"]
     assert digests == {
@@ -53,7 +54,7 @@ def test_full_verification_records_a_digest_of_every_tensor(source, tmp_path) ->
 
 def test_verify_finds_a_flipped_byte_in_safetensors_by_the_stated_crc(source, tmp_path) -> None:
     out = tmp_path / "out"
-    convert(source, str(out), FORMS["safetensors"], NoProgress())
+    convert(Solo(), source, str(out), FORMS["safetensors"], NoProgress())
     assert verify(str(out)).whole
     shard = next(path for path in sorted(out.glob("*.safetensors")) if path.stat().st_size > 100_000)
     data = bytearray(shard.read_bytes())
@@ -68,6 +69,6 @@ def test_what_an_interrupted_run_left_is_removed_and_said(source, tmp_path) -> N
     left = tmp_path / ".out.fsdpckpt-staging"
     left.mkdir()
     (left / "__0_0.distcp").write_bytes(b"half")
-    report = convert(source, str(tmp_path / "out"), FORMS["dcp"], NoProgress())
+    report = convert(Solo(), source, str(tmp_path / "out"), FORMS["dcp"], NoProgress())
     assert [note.kind for note in report.notes if note.kind == "cleared"] == ["cleared"]
     assert not left.exists()

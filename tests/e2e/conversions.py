@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from fsdpckpt.converters.convert import convert
+from fsdpckpt.comm.solo import Solo
+from fsdpckpt.converters.pipeline import convert
 from fsdpckpt.converters.report import Report
 from fsdpckpt.ir.checkpoint import Container
 from fsdpckpt.options import ConvertOptions
@@ -22,7 +23,7 @@ __all__ = ["buffers", "converted", "expected", "load_full", "same_as_truth"]
 
 def converted(oracle: Oracle, form: Form, world: int, target: Path, options: ConvertOptions) -> Report:
     """Convert ``form`` as saved at ``world`` ranks to ``target``."""
-    return convert(str(oracle.checkpoints(world) / form.path), str(target), options, NoProgress())
+    return convert(Solo(), str(oracle.checkpoints(world) / form.path), str(target), options, NoProgress())
 
 
 def buffers(form: Form, world: int, container: Container) -> tuple[str, ...]:

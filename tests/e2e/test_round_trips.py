@@ -11,7 +11,8 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor
 
-from fsdpckpt.converters.convert import convert
+from fsdpckpt.comm.solo import Solo
+from fsdpckpt.converters.pipeline import convert
 from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.options import ConvertOptions, TensorForm
@@ -27,7 +28,7 @@ WORLD = 3
 
 
 def again(source: Path, target: Path, options: ConvertOptions) -> Path:
-    convert(str(source), str(target), options, NoProgress())
+    convert(Solo(), str(source), str(target), options, NoProgress())
     return target
 
 

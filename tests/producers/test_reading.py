@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from fsdpckpt.api import inspect
-from fsdpckpt.converters.convert import convert
+from fsdpckpt.comm.solo import Solo
+from fsdpckpt.converters.pipeline import convert
 from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.progress import NoProgress
@@ -46,7 +47,11 @@ def save_dcp(content: dict[str, Any], path: Path) -> None:
 
 def full(source: Path, target: Path, **options: Any) -> dict[str, Any]:
     convert(
-        str(source), str(target), ConvertOptions(to=Layout.FULL, container=Container.TORCH, **options), NoProgress()
+        Solo(),
+        str(source),
+        str(target),
+        ConvertOptions(to=Layout.FULL, container=Container.TORCH, **options),
+        NoProgress(),
     )
     content: dict[str, Any] = torch.load(target, weights_only=True)
     return content
@@ -106,7 +111,7 @@ def test_a_composer_run_goes_on_under_torchtitan(
         tmp_path / "ep1-ba20",
     )
     options = ConvertOptions(flavor="torchtitan", world_size=2)
-    convert(str(tmp_path / "ep1-ba20"), str(tmp_path / "step-20"), options, NoProgress())
+    convert(Solo(), str(tmp_path / "ep1-ba20"), str(tmp_path / "step-20"), options, NoProgress())
     content = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
     states = {
         f"state.{name}.{key}": torch.zeros_like(value)
@@ -134,6 +139,6 @@ def test_lightnings_directories_have_the_file_that_its_loaders_open(
     model, optimizer = trained
     torch.save({"model": model.state_dict(), "optimizer": by_name(model, optimizer)}, tmp_path / "full.pt")
     options = ConvertOptions(flavor=flavor, world_size=2)
-    report = convert(str(tmp_path / "full.pt"), str(tmp_path / "out"), options, NoProgress())
+    report = convert(Solo(), str(tmp_path / "full.pt"), str(tmp_path / "out"), options, NoProgress())
     assert torch.load(tmp_path / "out" / "meta.pt", weights_only=True) == expected
     assert bool(expected) == any("was added" in note.message for note in report.notes)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdpckpt.converters.convert import convert
+from fsdpckpt.comm.solo import Solo
+from fsdpckpt.converters.pipeline import convert
 from fsdpckpt.converters.report import Report
 from fsdpckpt.ir.checkpoint import Layout
 from fsdpckpt.options import ConvertOptions
@@ -41,7 +42,7 @@ def trainer(tmp_path: Path) -> Path:
 
 
 def to(source: Path, target: Path, **options: object) -> Report:
-    return convert(str(source), str(target), ConvertOptions(**options), NoProgress())  # type: ignore[arg-type]
+    return convert(Solo(), str(source), str(target), ConvertOptions(**options), NoProgress())  # type: ignore[arg-type]
 
 
 def names(path: Path) -> set[str]:

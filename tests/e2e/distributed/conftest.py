@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdpckpt.converters.convert import convert
+from fsdpckpt.comm.solo import Solo
+from fsdpckpt.converters.pipeline import convert
 from fsdpckpt.progress import NoProgress
 from tests.e2e.distributed.cases import CASES, make_sources, options
 from tests.oracle.session import Oracle
@@ -17,7 +18,7 @@ def _make(base: Path) -> None:
     make_sources(base / "disk")
     (base / "local").mkdir()
     for source, target, given in CASES.values():
-        convert(str(base / "disk" / source), str(base / "local" / target), options(given), NoProgress())
+        convert(Solo(), str(base / "disk" / source), str(base / "local" / target), options(given), NoProgress())
 
 
 @pytest.fixture(scope="session")

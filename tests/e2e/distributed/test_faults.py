@@ -16,7 +16,7 @@ from tests.oracle.launch import ROOT
 
 LIMIT = 4.0  # seconds, so that the tests do not take 15 each
 TROUBLE = os.path.join(ROOT, "tests", "e2e", "distributed", "trouble")
-COPY, READ = "fsdpckpt.execute.executor:write_window", "fsdpckpt.converters.distributed:prepare"
+COPY, READ = "fsdpckpt.execute.executor:write_window", "fsdpckpt.converters.pipeline:prepare"
 COMPARE = "fsdpckpt.converters.check:first_difference"
 FINISH, COMMIT = "fsdpckpt.execute.output:Output.state", "fsdpckpt.storage.staging:Staging.commit"
 

@@ -78,11 +78,12 @@ def test_each_node_gets_the_files_of_the_ranks_that_it_will_load(base: Path, tmp
     ranks = [sorted(int(path.stem[-1]) for path in node.glob("model_*.pt")) for node in (one, other)]
     assert ranks == [[0, 1, 2], [3, 4]]
     shutil.copytree(other, one, dirs_exist_ok=True)
-    from fsdpckpt.converters.convert import convert
+    from fsdpckpt.comm.solo import Solo
+    from fsdpckpt.converters.pipeline import convert
     from fsdpckpt.progress import NoProgress
 
     alone = options({"to": "sharded", "container": "torch", "world_size": 5})
-    convert(str(base / "disk" / "ranks"), str(tmp_path / "alone"), alone, NoProgress())
+    convert(Solo(), str(base / "disk" / "ranks"), str(tmp_path / "alone"), alone, NoProgress())
     assert unequal(tmp_path / "alone", one) == []
 
 

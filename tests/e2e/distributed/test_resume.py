@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdpckpt.converters.convert import convert
+from fsdpckpt.comm.solo import Solo
+from fsdpckpt.converters.pipeline import convert
 from fsdpckpt.errors import SourceError, TargetError
 from fsdpckpt.option_fields import to_json
 from fsdpckpt.options import ConvertOptions
@@ -96,7 +97,7 @@ def _there(notes: list[dict[str, str]]) -> int:
 
 def _alone(base: Path, name: str, target: Path, progress: NoProgress | None = None, **changed: object) -> list[str]:
     given: ConvertOptions = replace(options(CASES[name][2]), **changed)  # type: ignore[arg-type]
-    report = convert(str(base / "disk" / CASES[name][0]), str(target), given, progress or NoProgress())
+    report = convert(Solo(), str(base / "disk" / CASES[name][0]), str(target), given, progress or NoProgress())
     return [note.message for note in report.notes if note.kind == "resumed"]
 
 

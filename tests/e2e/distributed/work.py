@@ -26,7 +26,7 @@ def main(path: str) -> None:
         os.environ["GROUP_RANK"] = str(rank)
 
     from fsdpckpt.comm.torch_group import TorchGroup
-    from fsdpckpt.converters.distributed import convert_together
+    from fsdpckpt.converters.pipeline import convert
     from fsdpckpt.option_fields import from_json
     from fsdpckpt.options import ConvertOptions, Visibility
     from fsdpckpt.progress import NoProgress
@@ -36,7 +36,7 @@ def main(path: str) -> None:
     reports = []
     with TorchGroup.start(device="cpu", limit=30) as group:
         for case in plan["cases"]:
-            report = convert_together(
+            report = convert(
                 group,
                 case["source"],
                 case["target"],

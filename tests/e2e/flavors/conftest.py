@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdpckpt.converters.convert import convert
+from fsdpckpt.comm.solo import Solo
+from fsdpckpt.converters.pipeline import convert
 from fsdpckpt.converters.report import Report
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.progress import NoProgress
@@ -64,4 +65,4 @@ def library(oracle: Oracle) -> Callable[..., Library]:
 
 
 def written(source: Path, target: Path, **options: object) -> Report:
-    return convert(str(source), str(target), ConvertOptions(**options), NoProgress())  # type: ignore[arg-type]
+    return convert(Solo(), str(source), str(target), ConvertOptions(**options), NoProgress())  # type: ignore[arg-type]

@@ -241,16 +241,16 @@ def test_an_object_that_is_replaced_behind_the_last_read_is_refused_too(
 ) -> None:
     import boto3
 
-    from fsdpckpt.converters import convert as recipe
+    from fsdpckpt.converters import check
 
     client = boto3.client("s3", endpoint_url=s3.backend)
-    check = recipe.check_output
+    run = check.OutputCheck.run
 
-    def replaced(*arguments: object, **named: object) -> object:
+    def replaced(output: check.OutputCheck) -> dict[str, str]:
         client.put_object(Bucket="runs", Key="full.pt", Body=(files / "twin.pt").read_bytes())
-        return check(*arguments, **named)  # type: ignore[arg-type]
+        return run(output)
 
-    monkeypatch.setattr(recipe, "check_output", replaced)
+    monkeypatch.setattr(check.OutputCheck, "run", replaced)
     with pytest.raises(SourceCorruptError, match="changed while it was read"):
         fsdpckpt.convert("s3://runs/full.pt", tmp_path / "out.pt")
     assert not (tmp_path / "out.pt").exists()

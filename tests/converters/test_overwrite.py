@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import fsdpckpt
-from fsdpckpt.converters.replaceable import require_replaceable
+from fsdpckpt.converters.overwrite import require_replaceable
 from fsdpckpt.errors import TargetExistsError
 
 
@@ -149,18 +149,18 @@ def test_what_nfs_and_macos_leave_in_a_checkpoint_is_replaced_with_it(
 def test_what_comes_to_dst_while_it_is_written_is_not_deleted(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fsdpckpt.converters import convert as recipe
+    from fsdpckpt.converters import pipeline
 
     target = tmp_path / "out"
     fsdpckpt.convert(source, target, to="sharded", world_size=2)
-    execute = recipe.execute
+    execute = pipeline.execute
 
     def and_somebody_writes(*args: object, **named: object) -> object:
         (target / "results").mkdir()
         (target / "results" / "all.csv").write_text("42")
         return execute(*args, **named)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(recipe, "execute", and_somebody_writes)
+    monkeypatch.setattr(pipeline, "execute", and_somebody_writes)
     with pytest.raises(TargetExistsError, match="more than a checkpoint"):
         fsdpckpt.convert(source, target, to="sharded", world_size=3, overwrite=True)
     assert (target / "results" / "all.csv").read_text() == "42"

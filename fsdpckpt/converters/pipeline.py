@@ -1,0 +1,464 @@
+"""Converts one checkpoint: read, transform, lay out, plan, execute, verify, publish; the same on one process or many.
+
+By all ranks of the group: 1. Rank 0 reads the source and plans; the others serve it the files that only they see.
+2. Each says which of the files that were read it sees. 3. The leader of each place makes its staging directory, or
+opens what an interrupted run left in it. 4. Rank 0 divides the work, all get it and run it. 5. The output is read back
+(``check``). 6. Leaders publish it by a rename. A DST in an object store is converted to a local disk in the same way,
+and then uploaded (``publish``). With ``Solo``, a group of one process, nothing is communicated, and torch is never
+imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+
+from fsdpckpt.comm.liveness import ProcessIdentity, kill_stopped, process_identity
+from fsdpckpt.comm.protocol import Group, original_error
+from fsdpckpt.comm.solo import Solo
+from fsdpckpt.converters.check import OutputCheck
+from fsdpckpt.converters.lay_out import adapt_to_form, dtype_rule, export_weights, lay_out
+from fsdpckpt.converters.overwrite import require_replaceable
+from fsdpckpt.converters.publish import Upload
+from fsdpckpt.converters.report import PlannedFile, Report, encode_manifest, put_manifest
+from fsdpckpt.converters.resume import (
+    attach_staged,
+    claim_rows,
+    finished_windows,
+    is_resumable,
+    journals_of,
+    resume_note,
+    run_identity,
+    source_copies,
+)
+from fsdpckpt.converters.staging import Places, assign_segments, files_at, holders_of, open_staging
+from fsdpckpt.converters.target_spec import TargetSpec, check_options, make_target_spec
+from fsdpckpt.converters.transform import TransformedCheckpoint, transform
+from fsdpckpt.converters.without_subject import refuse_without_sections
+from fsdpckpt.errors import InternalError, Leftover, WorkerError, attach_leftover
+from fsdpckpt.execute.budget import MOST_THREADS, Budget, for_worker, make_budget, settle, threads_for
+from fsdpckpt.execute.executor import execute
+from fsdpckpt.execute.job import Job, pack_job, unpack_job
+from fsdpckpt.execute.journal import Finished, Recorder, RunIdentity, first_record, joined, run_of
+from fsdpckpt.execute.output import target_differs
+from fsdpckpt.execute.shared_sources import content_identities, find_visible, serve_sources, union_sources
+from fsdpckpt.garbage import set_aside, without_collection
+from fsdpckpt.ir.checkpoint import Note, SourceFile
+from fsdpckpt.ir.targets import Target
+from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.options import ConvertOptions, VerifyLevel, Visibility
+from fsdpckpt.plan.plan import Plan, make_plan
+from fsdpckpt.progress import NoProgress, Progress
+from fsdpckpt.readers.detect import open_checkpoint
+from fsdpckpt.readers.protocol import MANIFEST
+from fsdpckpt.storage.journal import Record
+from fsdpckpt.storage.protocols import is_url
+from fsdpckpt.storage.sources import Sources
+from fsdpckpt.storage.staging import Staging, clear_leftover, free_bytes, journal_path, journal_paths, lock_as_writer
+from fsdpckpt.storage.target_checks import check_target
+
+__all__ = ["convert"]
+
+
+def convert(
+    group: Group,
+    source: str,
+    target: str,
+    options: ConvertOptions,
+    progress: Progress,
+    *,
+    visibility: Visibility = Visibility.SHARED,
+    workers_here: int = 1,
+) -> Report:
+    """Convert ``source`` to ``target``. Collective; every byte written is the same for any number of ranks.
+
+    DST appears complete or not at all; the source is never written to. With ``options.dry_run`` everything is planned
+    and nothing written. ``workers_here``: how many ranks share this machine's processors. Returns rank 0's report.
+
+    Raises SourceError (exit code 3), NeedsInformationError (4), UsageError (2) and TargetError (5); on several ranks
+    WorkerError with one of these as its ``original``, the same on all.
+    """
+    if group.rank:
+        progress = NoProgress()
+    if not is_url(target):
+        return _Conversion(group, source, target, options, progress, visibility).run(workers_here)
+    with Upload(group, source, target, options, progress, visibility=visibility) as upload:
+        conversion = _Conversion(group, source, upload.path, upload.options, progress, upload.visibility)
+        report = conversion.run(workers_here)
+        return upload.publish(report, conversion.holders)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """A conversion of which only the copying is left."""
+
+    transformed: TransformedCheckpoint
+    spec: TargetSpec
+    output: Target
+    plan: Plan
+
+
+def prepare(source: str, target: str, options: ConvertOptions, sources: Sources) -> Prepared:
+    """Read ``source``, transform it, lay ``target`` out and plan the copies. Tensor data is not read."""
+    opened = open_checkpoint(source, sources=sources, locate=True, only=options.only)
+    spec = make_target_spec(target, options, opened.layout)
+    refuse_without_sections(opened, options, spec)
+    side_files: Mapping[str, Tensor] = {}
+    if spec.flavor is not None and spec.form is not None:
+        opened, side_files = adapt_to_form(opened, spec.flavor, spec.form, world_size=spec.world_size, sources=sources)
+        options = replace(options, key_type=spec.form.key_type if opened.optim is not None else None)
+    transformed = transform(opened, options, spec, sources)
+    if spec.form is not None and spec.form.weights:
+        transformed = replace(transformed, checkpoint=export_weights(transformed.checkpoint, sources))
+    output = lay_out(transformed, spec, options, side_files)
+    return Prepared(transformed, spec, output, make_plan(output))
+
+
+class _Conversion:
+    """One rank's part of one conversion to a local disk. ``holders``: by target file the ranks that see it."""
+
+    def __init__(
+        self,
+        group: Group,
+        source: str,
+        target: str,
+        options: ConvertOptions,
+        progress: Progress,
+        visibility: Visibility,
+    ) -> None:
+        self.holders: dict[str, list[int]] = {}
+        self._group = group
+        self._solo = isinstance(group, Solo)  # errors pass unchanged
+        self._alone = group.world_size == 1
+        self._source = source
+        self._target = target
+        self._options = options
+        self._progress = progress
+        self._visibility = visibility
+        self._prepared: Prepared | None = None  # on rank 0
+        self._peers: list[ProcessIdentity] = []
+        self._sources: list[Sources] = []  # they know what each file was when it was first opened
+        self._opened: list[str] = []  # every file that rank 0 has read
+        self._staging: list[Staging] = []  # what this rank leads: one or none
+        self._own = False  # what is staged is this run's, not an earlier one's
+        self._locks: list[int] = []
+        self._recorder: Recorder | None = None
+        self._note: Note | None = None
+
+    def run(self, workers_here: int) -> Report:
+        begun = time.monotonic()
+        self._peers = cast(
+            "list[ProcessIdentity]", self._group.all_gather_objects(process_identity(), name="processes")
+        )
+        try:
+            budget = self._check_request(workers_here)
+            self._read_and_plan()
+            if not self._options.dry_run:
+                with set_aside():
+                    self._write(budget)
+            return self._report(budget, begun)
+        except BaseException as error:
+            self._undo(error)
+            raise
+
+    def _write(self, budget: Budget) -> None:
+        """Execute, verify, publish."""
+        files, directory = self._share_files()
+        visible = self._look_at_sources(files)
+        places, job, identity, finished = self._divide(files, visible, budget, directory=directory)
+        self._prepare_staging(job, places, identity, finished)
+        self.holders = holders_of(job, places, directory=directory)
+        crcs = self._execute(job, places, visible, budget, finished)
+        self._write_manifest(crcs, {}, directory=directory)
+        if self._options.verify is not VerifyLevel.NONE and not all(places.existing):
+            digests = self._verify(job, places, visible)
+            if self._options.verify is VerifyLevel.FULL:
+                self._write_manifest(crcs, digests, directory=directory)
+        self._publish(job, places)
+
+    def _check_request(self, workers_here: int) -> Budget:
+        options = self._options
+        with self._group.step("check the request"):
+            if self._group.rank == 0:
+                check_options(options)
+                check_target(self._target, self._source, overwrite=options.overwrite, resume=options.resume)
+                if options.overwrite:
+                    require_replaceable(self._target)
+            threads = options.threads
+            if threads is None and self._alone and is_url(self._source):
+                threads = MOST_THREADS  # a store answers late and serves many at once: threads wait, not work
+            budget = make_budget(max_memory=options.max_memory, threads=threads)
+            return for_worker(budget, workers_here, max_memory=options.max_memory, chosen=threads is not None)
+
+    def _read_and_plan(self) -> None:
+        with self._group.step("read and plan"):
+            if self._group.rank:
+                serve_sources(self._group)
+                return
+            self._progress.begin("read", 0)
+            with self._group.heartbeat(), union_sources(self._group) as files, without_collection():
+                self._sources.append(files)
+                self._prepared = prepare(self._source, self._target, self._options, files)
+                self._opened = list(files.opened)
+            self._progress.end()
+
+    def _share_files(self) -> tuple[list[SourceFile], bool]:
+        """The source files of the plan, and whether DST is a directory."""
+        message = None
+        if self._prepared is not None:
+            files = self._prepared.transformed.checkpoint.files
+            paths = list(dict.fromkeys([*(file.path for file in files), *self._opened]))
+            message = (paths, [file.nbytes for file in files], self._prepared.spec.directory)
+        shared = self._group.broadcast_object(message, name="sources")
+        self._opened, lengths, directory = cast("tuple[list[str], list[int], bool]", shared)
+        return [SourceFile(*each) for each in zip(self._opened, lengths, strict=False)], directory
+
+    def _look_at_sources(self, files: list[SourceFile]) -> npt.NDArray[np.bool_]:
+        """``[file, rank]``: who sees which of ``files``."""
+        if self._alone:
+            return np.ones((len(files), 1), bool)
+        rows: list[bytes] = []
+        with Sources() as sources, self._group.step("look at the sources"):
+            self._sources.append(sources)
+            for path in self._opened:
+                rows += content_identities([path], sources)
+                self._group.beat()
+        everyone = cast("list[list[bytes]]", self._group.all_gather_objects(rows, name="who sees what"))
+        with self._group.step("compare the sources"):
+            if self._group.rank == 0:  # all would find the same to be wrong, and one says it
+                find_visible(self._opened, everyone)
+        return find_visible(self._opened, everyone)[: len(files)]
+
+    def _divide(
+        self, files: list[SourceFile], visible: npt.NDArray[np.bool_], budget: Budget, *, directory: bool
+    ) -> tuple[Places, Job, Callable[[], RunIdentity], Finished]:
+        """Who writes what where; this run's identity; and on rank 0 what an interrupted run has finished."""
+        group, options, prepared = self._group, self._options, self._prepared
+        copies = source_copies(group, files, self._sources[-1], visible[:, group.rank].tolist())
+        places = open_staging(group, self._target, options, self._visibility, self._staging, directory=directory)
+        journals = journals_of(group, self._staging[0] if self._staging else None)
+        message: object = None
+        with group.step("divide the work"), group.heartbeat():
+            if prepared is not None:
+                identity = functools.cache(lambda: run_identity(prepared.plan, options, copies))
+                windows = finished_windows(journals, places, identity, options.max_memory)
+                job = _job(prepared, places, visible, budget, windows, options.max_memory)
+                self._note = resume_note(
+                    job, self._target, self._staging[0] if self._staging else None, asked=options.resume
+                )
+                finished = joined(list(windows.values()))
+                if self._alone:
+                    return places, job, identity, finished
+                message = [pack_job(job), first_record(identity())]
+        plan, first = cast("tuple[object, Record]", group.broadcast_object(message, name="the plan"))
+        run = run_of([first])
+        if run is None:
+            raise InternalError("a run's identity does not read back")
+        return places, unpack_job(plan), lambda: run[0], finished if prepared is not None else Finished()
+
+    def _prepare_staging(
+        self, job: Job, places: Places, identity: Callable[[], RunIdentity], finished: Finished
+    ) -> None:
+        """Staging as this run needs it, without what is not resumed; and the journal of a rank that writes."""
+        group = self._group
+        place = places.place[group.rank]
+        with group.step("prepare staging"):
+            for staging in self._staging:
+                files, nbytes = files_at(job, place)
+                if staging.resumed and not (job.claims[:, 0] == place).any():
+                    staging.restart()
+                elif staging.resumed:
+                    staging.keep_only(files)
+                self._own = True
+                staging.require_space(nbytes, files=len(files))
+        with group.step("lock staging"):
+            if place is None or places.existing[place]:
+                return
+            root = places.roots[place]
+            writer = None if self._alone else group.rank
+            if writer is not None:
+                self._locks.append(lock_as_writer(root, writer))
+            self._recorder = Recorder(journal_path(root, writer), identity, finished if self._alone else Finished())
+
+    def _execute(
+        self, job: Job, places: Places, visible: npt.NDArray[np.bool_], budget: Budget, finished: Finished
+    ) -> dict[str, int]:
+        """The CRC-32 of every target file."""
+        rank = self._group.rank
+        place = places.place[rank]
+        with self._sources[-1] as sources:
+            crcs = execute(
+                self._group,
+                job,
+                visible,
+                sources=sources,
+                locate=lambda path: places.locate(rank, path),
+                threads=threads_for(job.settings, budget),
+                progress=self._progress,
+                recorder=self._recorder,
+                finished=finished,
+                compare=places.existing[place or 0],
+            )
+        with self._group.step("look for the output"):
+            for staging in self._staging:
+                staging.require_files(files_at(job, place)[0])
+        return crcs
+
+    def _write_manifest(self, crcs: Mapping[str, int], digests: Mapping[str, str], *, directory: bool) -> None:
+        """``fsdpckpt.json`` where ranks write: at every place, with the same bytes."""
+        if not directory:
+            return
+        prepared, data = self._prepared, b""
+        with self._group.step("write fsdpckpt.json"):
+            if prepared is not None and self._staging:
+                data = encode_manifest(prepared.output, prepared.transformed, prepared.spec, crcs=crcs, digests=digests)
+            elif prepared is not None:
+                data = _existing_manifest(self._target)
+        data = cast("bytes", self._group.broadcast_object(data, name="fsdpckpt.json"))
+        with self._group.step("copy fsdpckpt.json"):
+            for staging in self._staging:
+                put_manifest(staging, data)
+
+    def _verify(self, job: Job, places: Places, visible: npt.NDArray[np.bool_]) -> dict[str, str]:
+        """The output read back; on rank 0 the digests of its tensors."""
+        check = OutputCheck(
+            self._group,
+            self._prepared.transformed if self._prepared is not None else None,
+            self._options,
+            dtype_rule(self._options),
+            self._progress,
+            places=places,
+            files=job.files,
+            visible=visible,
+            holders=self.holders,
+            path=self._staging[0].visible if self._staging else os.path.realpath(self._target),
+        )
+        return check.run()
+
+    def _publish(self, job: Job, places: Places) -> None:
+        """Every output appears under its name, or is discarded where it has no file."""
+        with self._group.step("are the sources unchanged"):
+            for sources in self._sources:
+                sources.require_unchanged()
+        with self._group.step("commit"):
+            for staging in self._staging:
+                if files_at(job, places.place[self._group.rank])[0]:
+                    if self._options.overwrite:  # what came there meanwhile is not to be deleted
+                        require_replaceable(self._target)
+                    staging.commit()
+                else:
+                    staging.discard()
+            if self._group.rank in places.leaders and not self._staging:
+                clear_leftover(self._target)
+        self._release()
+
+    def _undo(self, error: BaseException) -> None:
+        """End ranks that are stopped. Remove what was staged, unless this or another run may resume it."""
+        kill_stopped(self._peers)
+        original = original_error(error) if isinstance(error, WorkerError) else error
+        lost = not self._solo and (isinstance(original, WorkerError) or not isinstance(error, WorkerError))
+        if not lost:
+            self._group.all_stopped()
+        for staging in self._staging:
+            if lost or (staging.resumed and not self._own):
+                continue
+            if not staging.committed and is_resumable(original) and self._is_journaled(staging):
+                self._attach_leftover(error, staging)
+            else:
+                with contextlib.suppress(OSError):  # a disk that takes nothing any more may not delete either
+                    staging.discard()
+        self._release()
+
+    def _is_journaled(self, staging: Staging) -> bool:
+        unused = self._solo and self._recorder is not None and not self._recorder.nbytes
+        return not unused and bool(journal_paths(staging.root))
+
+    def _attach_leftover(self, error: BaseException, staging: Staging) -> None:
+        """Add to ``error`` what is kept. Of several ranks, whoever shows the error does so (``publish``)."""
+        if self._solo and self._recorder is not None and self._prepared is not None:
+            total = self._prepared.plan.bytes_written
+            kept = f"{self._recorder.nbytes} of {total} bytes are kept in {staging.root}"
+            attach_leftover(error, Leftover(kept))
+        elif self._solo:
+            attach_staged(error, self._target)
+
+    def _release(self) -> None:
+        for staging in self._staging:
+            staging.close()
+        self._staging.clear()
+        for lock in self._locks:
+            os.close(lock)
+        self._locks.clear()
+
+    def _report(self, budget: Budget, begun: float) -> Report:
+        """Rank 0's, on every rank. The note is not in ``fsdpckpt.json``: a resumed run's is an undisturbed one's."""
+        report = None
+        if self._prepared is not None:
+            notes = () if self._note is None else (self._note,)
+            report = _report(self._prepared, self._target, self._options, budget, self._group.world_size)
+            report = replace(report, notes=(*report.notes, *notes), seconds=time.monotonic() - begun)
+            if self._alone:
+                return report
+        document = None if report is None else json.loads(json.dumps(report.to_json()))
+        return Report.from_json(cast("dict[str, object]", self._group.broadcast_object(document, name="report")))
+
+
+def _job(
+    prepared: Prepared,
+    places: Places,
+    visible: npt.NDArray[np.bool_],
+    budget: Budget,
+    windows: Mapping[int, Finished],
+    max_memory: int,
+) -> Job:
+    checkpoint = prepared.transformed.checkpoint
+    segments = assign_segments(prepared.plan, prepared.spec, places, windows)
+    writers = sorted({segment.owner for segment in segments})
+    exchanging = not bool(visible[:, writers].all())
+    settings = settle(prepared.plan, budget, max_memory, exchanging=exchanging)
+    claims = claim_rows(windows, segments)
+    return Job(prepared.plan, checkpoint.files, checkpoint.checksums, tuple(segments), settings, claims)
+
+
+def _existing_manifest(target: str) -> bytes:
+    path = os.path.join(os.path.realpath(target), MANIFEST)
+    if not os.path.isfile(path):
+        raise target_differs(target)
+    with open(path, "rb") as file:
+        return file.read()
+
+
+def _report(prepared: Prepared, target: str, options: ConvertOptions, budget: Budget, workers: int) -> Report:
+    """What was done, or with ``options.dry_run`` would be. ``budget``: that of each of the ``workers``."""
+    checkpoint, spec, output, plan = prepared.transformed.checkpoint, prepared.spec, prepared.output, prepared.plan
+    return Report(
+        source=checkpoint.source,
+        target=target,
+        layout=spec.layout,
+        container=spec.container,
+        world_size=spec.world_size,
+        tensors=sum(1 for _ in checkpoint.tensors()),
+        parameters=len(checkpoint.model.params) if checkpoint.model is not None else 0,
+        bytes_read=plan.bytes_read,
+        bytes_written=plan.bytes_written,
+        peak_memory_planned=budget.nbytes,
+        threads=budget.threads,
+        workers=workers,
+        seconds=0.0,
+        dry_run=options.dry_run,
+        verified="none" if options.dry_run else options.verify,
+        notes=(*checkpoint.notes, *output.notes),
+        files=tuple(PlannedFile(file.path, file.nbytes) for file in output.files),
+        source_files=len(checkpoint.files),
+        evidence=tuple(map(str, checkpoint.evidence)),
+        disk_free=free_bytes(target) if options.dry_run else None,
+    )

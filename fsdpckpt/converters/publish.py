@@ -1,0 +1,429 @@
+"""Publishes the output: a rename on a local disk, an upload to an object store.
+
+On a local disk, the output grows in a staging directory beside DST, and one rename makes it visible
+(``storage.staging``).
+
+For an object store the same conversion writes to a local disk, is checked there, and is then uploaded
+(``storage.upload``). The output is staged and not streamed, because the check before anything is visible, ``--verify
+full`` and ``--resume`` need all of it at hand, and a zip file's checksums stand before the data that they are of. It
+takes DST's size of local disk.
+
+The upload, by all ranks: 1. Rank 0 looks at DST, and locks the directory to upload from. Where the others see it too,
+all write to that one; else the leader of each node locks one of its own. 2. They convert to it, as to any DST. 3. Rank
+0 announces the upload. 4. Each file is sent by one rank that sees it. 5. Rank 0 sends the lists that name the files,
+and ends the upload. 6. The directories are removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from types import TracebackType
+from typing import Self, TypeAlias, TypeVar, cast
+
+from fsdpckpt.comm.liveness import Background, ProcessIdentity, kill_stopped, process_identity
+from fsdpckpt.comm.protocol import Group
+from fsdpckpt.comm.solo import Solo
+from fsdpckpt.converters.overwrite import require_replaceable
+from fsdpckpt.converters.report import Report
+from fsdpckpt.converters.resume import attach_staged, is_resumable
+from fsdpckpt.converters.staging import node_label
+from fsdpckpt.converters.target_spec import check_options
+from fsdpckpt.errors import (
+    InternalError,
+    Leftover,
+    TargetExistsError,
+    TargetUnwritableError,
+    UsageError,
+    attach_leftover,
+)
+from fsdpckpt.ir.checkpoint import Note
+from fsdpckpt.options import ConvertOptions, VerifyLevel, Visibility
+from fsdpckpt.progress import Progress
+from fsdpckpt.storage.local import target_errors
+from fsdpckpt.storage.protocols import is_url, remote_identity
+from fsdpckpt.storage.remote_store import RemoteStore, filesystem_of
+from fsdpckpt.storage.upload import RemoteTarget, Sending, open_target
+
+__all__ = ["Upload", "UploadDirectory", "assign_senders", "attach_leftovers", "is_sent"]
+
+T = TypeVar("T")
+
+BLOCK = 4 << 20  # bytes compared at once
+LOOK = 0.05  # seconds between two looks after the other ranks while files go up
+PATIENCE = 5.0  # seconds to take back the parts of an upload that is called off
+_MAKE_ROOM = "make room there, or name a local directory that has it: --staging DIR"
+
+Holders: TypeAlias = "Mapping[str, Sequence[int]]"
+"""By target file the ranks that see it in the directory that is uploaded from."""
+
+
+class Upload:
+    """One rank's part of a conversion to the object store at ``target``. As a context, it holds the locks.
+
+    ``path``, ``options`` and ``visibility``: those of the conversion to the local disk, once entered. After a failure
+    the local output stays for ``--resume``, and readers refuse what was uploaded so far.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        source: str,
+        target: str,
+        options: ConvertOptions,
+        progress: Progress,
+        *,
+        visibility: Visibility,
+    ) -> None:
+        self.options = replace(options, staging=None, overwrite=not options.resume)  # DST is this program's own
+        self.visibility = visibility
+        self._directory = UploadDirectory("", "")
+        self._group = group
+        self._source = source
+        self._target = target
+        self._requested = options
+        self._progress = progress
+        self._begun = time.monotonic()
+        self._peers: list[ProcessIdentity] = []
+        self._locks = ExitStack()
+        self._remote: RemoteTarget | None = None
+        self._upload = ""
+        self._leads = group.rank == 0
+        self._converted = False
+
+    @property
+    def path(self) -> str:
+        return self._directory.path
+
+    def __enter__(self) -> Self:
+        """Look at DST, and lock the directories to upload from. Raises what ``open_target`` raises."""
+        self._peers = cast(
+            "list[ProcessIdentity]", self._group.all_gather_objects(process_identity(), name="who uploads")
+        )
+        try:
+            self._open()
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
+        return self
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            kill_stopped(self._peers)
+            solo = isinstance(self._group, Solo)  # of several ranks, whoever shows the error adds this
+            if solo and self._converted:
+                _attach_upload(error, self._directory)
+            elif solo and isinstance(error, TargetUnwritableError) and self.path:
+                error.next_step, error.run_again = _MAKE_ROOM, False
+        self._locks.close()
+
+    def _open(self) -> None:
+        seen: object = None
+        with self._group.step("look at the target"):
+            if self._group.rank == 0:
+                seen = self._attend(lambda _: self._look())
+        url, root, names, self._upload = cast(
+            "tuple[str, str, list[str], str]", self._group.broadcast_object(seen, name="the target")
+        )
+        with self._group.step("open the target"):
+            filesystem = self._attend(lambda _: filesystem_of(url)[0])
+            self._remote = RemoteTarget(url, filesystem, root, tuple(names))
+        self._choose_directory(UploadDirectory.of(url, self._requested.staging))
+
+    def _look(self) -> list[object]:
+        options = self._requested
+        check_options(options)
+        if self.visibility is Visibility.NODE:
+            raise UsageError(
+                f"every node sees {self._target}: --output-visibility node is for disks of their own",
+                next_step="drop --output-visibility: nodes that share no --staging directory use their own",
+            )
+        remote = open_target(self._target, self._source, overwrite=options.overwrite, resume=options.resume)
+        if options.overwrite and not remote.interrupted:
+            require_replaceable(remote.url)
+        upload = self._lock(UploadDirectory.of(remote.url, options.staging))
+        return [remote.url, remote.root, list(remote.names), upload]
+
+    def _lock(self, directory: UploadDirectory) -> str:
+        options = self._requested
+        return "" if options.dry_run else self._locks.enter_context(directory.locked(resume=options.resume))
+
+    def _choose_directory(self, own: UploadDirectory) -> None:
+        """One directory for all, or one a node where they do not all see that of rank 0."""
+        group = self._group
+        everyone = group.all_gather_objects([node_label(), own.root, own.path], name="staging")
+        rows = cast("list[tuple[str, str, str]]", everyone)
+        labels = [label for label, _, _ in rows]
+        self._directory = UploadDirectory(*rows[0][1:])
+        sees = self._requested.dry_run or self._directory.upload() == self._upload
+        if all(group.all_gather_objects(sees, name="who sees staging")) or len(set(labels)) == 1:
+            self.visibility = Visibility.SHARED
+            return
+        self.visibility = Visibility.NODE
+        leader = labels.index(labels[group.rank])
+        self._directory = UploadDirectory(*rows[leader][1:])
+        with group.step("take staging"):
+            if leader == group.rank != 0:
+                self._leads = True
+                self._lock(self._directory)
+
+    def publish(self, report: Report, holders: Holders) -> Report:
+        """Upload what was converted, and remove the directories. Collective. Returns the report of the whole run."""
+        if not report.dry_run:
+            self._converted = True
+            self._send(report, holders)
+        above = os.path.dirname(self._directory.root)
+        note = Note("staged", f"converted in {above}, then uploaded")
+        seconds = time.monotonic() - self._begun
+        return replace(report, target=self._target, staged_in=above, notes=(*report.notes, note), seconds=seconds)
+
+    def _send(self, report: Report, holders: Holders) -> None:
+        group, remote = self._group, self._remote
+        if remote is None:
+            raise InternalError("an upload without a target")
+        files = {name: self._directory.locate(name) for name, ranks in holders.items() if group.rank in ranks}
+        sizes = {file.path: file.nbytes for file in report.files}
+        with group.step("announce the upload"):
+            if group.rank == 0:
+                lists = {name: os.path.getsize(path) for name, path in files.items() if name not in sizes}
+                self._attend(lambda _: remote.begin({**sizes, **lists}))
+        senders = assign_senders(sizes, holders)
+        chosen = {name: path for name, path in files.items() if senders.get(name) == group.rank}
+        earlier = self._sent_earlier()
+        self._progress.begin("upload", sum(sizes[name] for name in chosen))
+        with group.step("upload"):
+            self._attend(lambda sent: remote.send(chosen, self._sending(sent, earlier)))
+        with group.step("end the upload"):
+            if group.rank == 0:
+                self._attend(lambda sent: remote.complete(files, holders, self._sending(sent, earlier)))
+        self._progress.end()
+        with group.step("remove staging"):
+            if self._leads:
+                self._directory.remove()
+
+    def _sent_earlier(self) -> dict[str, str]:
+        """What earlier runs of this upload noted, on whichever node."""
+        noted = self._directory.sent(self._upload) if self._requested.resume else {}
+        tags: dict[str, str] = {}
+        for each in self._group.all_gather_objects(noted, name="what was sent"):
+            tags.update(cast("dict[str, str]", each))
+        return tags
+
+    def _sending(self, sent: Callable[[int], None], earlier: Mapping[str, str]) -> Sending:
+        return Sending(
+            memory=self._requested.max_memory,
+            sent=sent,
+            there=partial(is_sent, earlier),
+            arrived=partial(self._directory.note_sent, self._upload, self._group.rank),
+            check=_require_same_bytes if self._requested.verify is VerifyLevel.FULL else None,
+        )
+
+    def _attend(self, work: Callable[[Callable[[int], None]], T]) -> T:
+        """What ``work(sent)`` returns, done on another thread while this one looks after the other ranks.
+
+        When one of them fails it is called off. A store that hangs does not make this rank a lost one: its package
+        gives up by itself.
+        """
+        if isinstance(self._group, Solo):
+            return work(self._progress.advance)
+        stop = threading.Event()
+
+        def sent(nbytes: int) -> None:
+            if stop.is_set():
+                raise _CalledOff
+            self._progress.advance(nbytes)
+
+        background = Background("fsdpckpt-upload")
+        job = background.submit(lambda: work(sent))
+        try:
+            while not job.done.wait(LOOK):
+                self._group.watch(moving=True)
+        except BaseException:
+            stop.set()
+            job.done.wait(PATIENCE)
+            raise
+        finally:
+            background.close(0.0)
+        return job.result()
+
+
+class _CalledOff(Exception):
+    """The upload is of no use any more."""
+
+
+def assign_senders(sizes: Mapping[str, int], holders: Holders) -> dict[str, int]:
+    """Which rank sends each file of ``sizes`` (bytes by name): one that sees it, so that all send about as much."""
+    load: dict[int, int] = {}
+    senders: dict[str, int] = {}
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        senders[name] = min(holders[name], key=lambda rank: (load.get(rank, 0), rank))
+        load[senders[name]] = load.get(senders[name], 0) + sizes[name]
+    return senders
+
+
+def _require_same_bytes(url: str, path: str) -> None:
+    """Raises TargetUnwritableError when the object at ``url`` is not the file at ``path``, byte for byte."""
+    remote = RemoteStore().open(url)
+    with open(path, "rb") as file:
+        offset = 0
+        while data := file.read(BLOCK):
+            if remote.read(offset, len(data)) != data:
+                raise TargetUnwritableError(
+                    f"{url} is not what was uploaded",
+                    file=url,
+                    found=f"other bytes within {len(data)} from offset {offset}",
+                    why="another program writes there, or the store lost something",
+                    run_again=True,
+                )
+            offset += len(data)
+
+
+def attach_leftovers(error: BaseException, target: str, options: ConvertOptions) -> None:
+    """Add to ``error`` what workers left for ``--resume`` of the DST ``target``, as far as this process sees it."""
+    if not is_url(target):
+        attach_staged(error, target)
+        return
+    directory = UploadDirectory.of(target.rstrip("/"), options.staging)
+    if isinstance(error, TargetUnwritableError) and not is_url(error.file or target):
+        error.next_step, error.run_again = _MAKE_ROOM, False
+    if not os.path.lexists(directory.path):
+        attach_staged(error, directory.path)
+    elif is_resumable(error):
+        _attach_upload(error, directory)
+
+
+def _attach_upload(error: BaseException, directory: UploadDirectory) -> None:
+    kept = f"the converted checkpoint is kept in {directory.path}"
+    attach_leftover(error, Leftover(kept, "uploads what is missing"))
+
+
+_UPLOAD, _SENT = "upload", "sent-"
+
+
+@dataclass(frozen=True, slots=True)
+class UploadDirectory:
+    """A local directory to upload from, for one DST alone and the same in every run. ``path``: the output in it.
+
+    It holds the converted output, and notes of what the store has of it already. A note counts for one *upload* only,
+    which a run without ``--resume`` begins anew: what an earlier one has sent may be of another checkpoint.
+    """
+
+    root: str
+    path: str
+
+    @classmethod
+    def of(cls, url: str, directory: str | None) -> UploadDirectory:
+        """That of ``url`` in ``directory``, by default the system's for temporary files."""
+        above = directory or tempfile.gettempdir()
+        root = os.path.join(above, f"fsdpckpt-{os.getuid()}-{hashlib.sha256(url.encode()).hexdigest()[:16]}")
+        return cls(root, os.path.join(root, url.rpartition("/")[2]))
+
+    @contextlib.contextmanager
+    def locked(self, *, resume: bool) -> Iterator[str]:
+        """One run at a time on this machine. The value says which upload it is; anew unless to ``resume``.
+
+        Raises TargetExistsError, TargetUnwritableError.
+        """
+        with target_errors(self.root):
+            os.makedirs(self.root, mode=0o700, exist_ok=True)
+            if os.stat(self.root).st_uid != os.getuid():  # anybody may make directories in /tmp
+                raise TargetUnwritableError(
+                    f"{self.root} belongs to somebody else", file=self.root, next_step="add --staging DIR"
+                )
+            lock = os.open(self.root, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            raise TargetExistsError(
+                f"another fsdpckpt is writing from {self.root}", file=self.root, next_step="wait for it to end"
+            ) from None
+        try:
+            with target_errors(self.root):
+                if not resume:
+                    self._clear()
+                upload = self.upload() or self._begin()
+            yield upload
+        finally:
+            with contextlib.suppress(OSError):
+                if os.listdir(self.root) == [_UPLOAD]:  # else it is kept for --resume
+                    self.remove()
+            os.close(lock)
+
+    def upload(self) -> str:
+        """Which upload is under way; empty when none is, or this process does not see it."""
+        try:
+            with open(os.path.join(self.root, _UPLOAD), encoding="utf-8") as file:
+                return file.read()
+        except OSError:
+            return ""
+
+    def _begin(self) -> str:
+        upload = uuid.uuid4().hex
+        with open(os.path.join(self.root, _UPLOAD), "w", encoding="utf-8") as file:
+            file.write(upload)
+        return upload
+
+    def note_sent(self, upload: str, rank: int, name: str, info: Mapping[str, object]) -> None:
+        """Note that the store has the file ``name``, with the ``info`` it returned. ``rank``: who sent it."""
+        line = json.dumps([upload, name, remote_identity(name, info).tag])
+        with open(os.path.join(self.root, f"{_SENT}{rank}"), "a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+    def sent(self, upload: str) -> dict[str, str]:
+        """What earlier runs of ``upload`` noted: tag by name."""
+        tags: dict[str, str] = {}
+        for path in self._notes():
+            with open(path, encoding="utf-8") as file:
+                for line in file:
+                    with contextlib.suppress(ValueError):  # the last one, cut short by a kill
+                        noted, name, tag = json.loads(line)
+                        if noted == upload:
+                            tags[name] = tag
+        return tags
+
+    def _notes(self) -> list[str]:
+        try:
+            return [os.path.join(self.root, name) for name in os.listdir(self.root) if name.startswith(_SENT)]
+        except FileNotFoundError:  # this machine had nothing to convert
+            return []
+
+    def locate(self, name: str) -> str:
+        """The path of the file ``name``; "" is the name of a DST that is one file."""
+        return os.path.join(self.path, name) if name else self.path
+
+    def _clear(self) -> None:
+        """Forget what earlier runs have converted and sent; what a conversion has staged it clears itself."""
+        for path in (os.path.join(self.root, _UPLOAD), *self._notes()):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+        if os.path.isdir(self.path):
+            shutil.rmtree(self.path)
+        elif os.path.lexists(self.path):
+            os.unlink(self.path)
+
+    def remove(self) -> None:
+        """All of it; first what makes notes count."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(self.root, _UPLOAD))
+        shutil.rmtree(self.root, ignore_errors=True)
+
+
+def is_sent(earlier: Mapping[str, str], name: str, info: Mapping[str, object]) -> bool:
+    """Whether what the store says of ``name`` (``info``) is what one of the ``earlier`` tags noted."""
+    tag = remote_identity(name, info).tag
+    return bool(tag) and earlier.get(name) == tag

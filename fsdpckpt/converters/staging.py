@@ -1,0 +1,195 @@
+"""Divides the output among workers: in a staging directory that all of them see, or in one on each node.
+
+A *place* is one staging directory, made and committed by its *leader*. Workers that do not see it write nothing: what
+they see of the source they send to those that do. One process is one worker, which leads the only place.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast
+
+from fsdpckpt.comm.protocol import Group
+from fsdpckpt.converters.overwrite import require_replaceable
+from fsdpckpt.converters.target_spec import TargetSpec
+from fsdpckpt.errors import UsageError
+from fsdpckpt.execute.job import Job
+from fsdpckpt.execute.journal import Finished
+from fsdpckpt.ir.checkpoint import Layout
+from fsdpckpt.options import ConvertOptions, Visibility
+from fsdpckpt.plan.partition import Segment, cut, target_node
+from fsdpckpt.plan.plan import Plan
+from fsdpckpt.readers.protocol import MANIFEST
+from fsdpckpt.storage.staging import Staging
+
+__all__ = ["Places", "assign_segments", "files_at", "holders_of", "node_label", "open_staging"]
+
+_RANK_FILE = re.compile(r"(?:.*_rank_?(\d+)\.(?:pt|bin)|(?:.*/)?__(\d+)_\d+\.distcp)")
+_SIGN = "sign"
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """``place[worker]``: where it writes, None for one that writes nothing. ``leaders[place]``. ``nodes[worker]``.
+
+    ``paths[place]``: where its target files go, and the path of a target that is one file.
+    ``existing[place]``: DST itself exists there, and is compared with what would be written.
+    """
+
+    nodes: tuple[int, ...]
+    leaders: tuple[int, ...]
+    place: tuple[int | None, ...]
+    paths: tuple[tuple[str, str], ...]
+    existing: tuple[bool, ...]
+
+    @property
+    def roots(self) -> tuple[str, ...]:
+        """``roots[place]``: the staging directory, where the journals are."""
+        return tuple(os.path.dirname(directory) for directory, _ in self.paths)
+
+    def workers(self, place: int) -> list[int]:
+        """Those that write to ``place``."""
+        return [worker for worker, at in enumerate(self.place) if at == place]
+
+    def locate(self, rank: int, path: str) -> str:
+        """Where worker ``rank`` finds the target file ``path`` ("" is the one of a target that is a file)."""
+        directory, file = self.paths[self.place[rank] or 0]
+        return os.path.join(directory, path) if path else file
+
+
+def node_label(environment: Mapping[str, str] | None = None) -> str:
+    """Which node this worker runs on, as torchrun or srun counts them; empty when neither says."""
+    variables = os.environ if environment is None else environment
+    return variables.get("GROUP_RANK") or variables.get("SLURM_NODEID") or ""
+
+
+def open_staging(
+    group: Group, target: str, options: ConvertOptions, visibility: Visibility, made: list[Staging], *, directory: bool
+) -> Places:
+    """Make the staging directories, and find out who sees which. Collective. A leader's own is added to ``made``.
+
+    With ``--resume``, one that an interrupted run left with a journal stays, and where DST exists none is made.
+    ``directory``: whether the target is one. Raises UsageError when a node's workers do not see their leader's.
+    """
+    labels = [str(label) for label in group.all_gather_objects(node_label(), name="nodes")]
+    order = list(dict.fromkeys(labels))
+    nodes = tuple(order.index(label) for label in labels)
+    places = nodes if visibility is Visibility.NODE else (0,) * group.world_size
+    leaders = tuple(places.index(place) for place in range(max(places) + 1))
+    leads = group.rank in leaders
+    real = os.path.realpath(target)
+    existing = leads and options.resume and not options.overwrite and os.path.lexists(real)
+    opened = ("", "", "")
+    with group.step("make staging"):
+        if existing:
+            opened = (real, real, _state(real))
+        elif leads:
+            opened = _make(group, target, options, made, directory=directory)
+    compared = cast("list[bool]", group.all_gather_objects(existing, name="where DST exists"))
+    paths = cast("list[tuple[str, str, str]]", group.all_gather_objects(opened, name="staging"))
+    leader = leaders[places[group.rank]]
+    sees = group.world_size == 1 or _sees(paths[leader], existing=compared[leader])
+    seen = group.all_gather_objects(sees, name="who sees staging")
+    with group.step("staging is seen"):
+        if made and group.world_size > 1:
+            os.unlink(os.path.join(made[0].root, _SIGN))
+        blind = [worker for worker, sees in enumerate(seen) if not sees]
+        if blind and visibility is Visibility.NODE and group.rank == 0:
+            raise UsageError(
+                f"workers of one node do not see the same {target}",
+                details=[f"worker {worker} does not see that of worker {leaders[nodes[worker]]}" for worker in blind],
+                next_step="give a DST on a disk that all workers of a node share",
+            )
+    return Places(
+        nodes,
+        leaders,
+        tuple(place if sees else None for place, sees in zip(places, seen, strict=True)),
+        tuple(paths[leader][:2] for leader in leaders),
+        tuple(compared[leader] for leader in leaders),
+    )
+
+
+def _make(
+    group: Group, target: str, options: ConvertOptions, made: list[Staging], *, directory: bool
+) -> tuple[str, str, str]:
+    """Where the output goes, the path of a target that is one file, and a token that lies in the directory."""
+    if options.overwrite and group.world_size > 1:  # meanwhile the sources were looked at
+        require_replaceable(target)
+    staging = Staging(target, directory=directory, overwrite=options.overwrite, resume=options.resume)
+    made.append(staging)
+    token = uuid.uuid4().hex
+    if group.world_size > 1:
+        with open(os.path.join(staging.root, _SIGN), "w", encoding="utf-8") as file:
+            file.write(token)
+    return staging.path, staging.locate(""), token
+
+
+def _state(path: str) -> str:
+    status = os.stat(path)
+    return f"{status.st_ino} {status.st_mtime_ns} {status.st_size}"
+
+
+def _sees(opened: tuple[str, str, str], *, existing: bool) -> bool:
+    path, _, token = opened
+    try:
+        if existing:
+            return _state(path) == token
+        with open(os.path.join(os.path.dirname(path), _SIGN), encoding="utf-8") as file:
+            return file.read() == token
+    except OSError:
+        return False
+
+
+def assign_segments(
+    plan: Plan, spec: TargetSpec, places: Places, finished: Mapping[int, Finished] | None = None
+) -> list[Segment]:
+    """Who writes which bytes of which file, at which place. ``finished``: by place what an interrupted run has written.
+
+    With one place all goes there. With one a node, the files of target rank r go to the node of worker
+    ``r * workers // ranks``, which will load them; files of no rank (metadata) to every node that has files of some;
+    and a full checkpoint, which nobody loads by ranks, to the first node.
+    """
+    files: dict[int, list[int]] = {place: [] for place in range(len(places.leaders))}
+    ranks = [_rank_of(file.path) for file in plan.files]
+    world_size = spec.world_size or max((rank + 1 for rank in ranks if rank is not None), default=1)
+    nodes = dict(enumerate(places.nodes))
+    everywhere = spec.layout is Layout.FULL or len(files) == 1
+    for number, rank in enumerate(ranks):
+        if rank is not None and not everywhere:
+            files[target_node(rank, world_size, nodes)].append(number)
+    common = [number for number, rank in enumerate(ranks) if rank is None or everywhere]
+    for place, numbers in files.items():
+        if numbers or place == 0:
+            numbers[:] = sorted({*numbers, *common})
+    done = {place: windows.claims() for place, windows in (finished or {}).items()}
+    return [
+        segment
+        for place, numbers in files.items()
+        for segment in cut(plan, numbers, places.workers(place), place=place, done=done.get(place))
+    ]
+
+
+def _rank_of(path: str) -> int | None:
+    match = _RANK_FILE.fullmatch(path)
+    return int(match[1] or match[2]) if match else None
+
+
+def files_at(job: Job, place: int | None) -> tuple[list[str], int]:
+    """The target files that are written at ``place``, and how many bytes of them."""
+    segments = [segment for segment in job.segments if segment.place == place]
+    names = dict.fromkeys(job.plan.files[segment.file].path for segment in segments)
+    return list(names), sum(segment.end - segment.begin for segment in segments)
+
+
+def holders_of(job: Job, places: Places, *, directory: bool) -> dict[str, list[int]]:
+    """By target file the workers that see it where it was written. ``directory``: with ``fsdpckpt.json`` in it."""
+    holders: dict[str, set[int]] = {}
+    for segment in job.segments:
+        workers = places.workers(segment.place)
+        for path in (job.plan.files[segment.file].path, *([MANIFEST] if directory else [])):
+            holders.setdefault(path, set()).update(workers)
+    return {path: sorted(workers) for path, workers in holders.items()}
