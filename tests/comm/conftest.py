@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.oracle.launch import run
+from tests.oracle.launch import python
 from tests.oracle.session import Oracle
 
 
 def _played(oracle: Oracle, module: str, name: str) -> Path:
     def make(directory: Path) -> None:
-        run([sys.executable, "-m", module, str(directory)], limit=240)
+        python(module, str(directory), limit=240)
 
     return oracle.once(name, make)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import traceback
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.options import ConvertOptions, TensorForm
 from tests.e2e.conversions import buffers, converted
 from tests.oracle.forms import form
-from tests.oracle.launch import run
+from tests.oracle.launch import python
 from tests.oracle.session import Oracle
 
 FAKE_LIMIT = 120.0  # seconds; about 10 on an idle core
@@ -55,7 +54,7 @@ def _convert_and_compare(oracle: Oracle, directory: Path) -> None:
     jobs.append({**jobs[0], "id": "control", "truth": str(oracle.truth(1, "f1"))})
     (directory / "jobs.json").write_text(json.dumps(jobs))
     found = directory / "found.json"
-    run([sys.executable, "-m", "tests.oracle.fake", str(directory / "jobs.json"), str(found)], limit=FAKE_LIMIT)
+    python("tests.oracle.fake", str(directory / "jobs.json"), str(found), limit=FAKE_LIMIT)
     results.update(json.loads(found.read_text()))
     (directory / "results.json").write_text(json.dumps(results))
 

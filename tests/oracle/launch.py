@@ -1,14 +1,17 @@
-"""Start torchrun (or any program) so that it always ends: a hard time limit, and its whole process group killed."""
+"""Start programs and groups of ranks so that they always end: a hard time limit, all their processes killed."""
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 
-__all__ = ["ROOT", "ProcessFailed", "run", "torchrun"]
+__all__ = ["ROOT", "ProcessFailed", "python", "run", "torchrun"]
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
@@ -66,9 +69,48 @@ def run(command: Sequence[str], *, limit: float, environment: Mapping[str, str] 
     return output
 
 
+@functools.cache
+def _template() -> subprocess.Popen[str]:
+    """This test process's own ``tests.oracle.template``, which ends with it."""
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    command = [sys.executable, "-X", "faulthandler", "-m", "tests.oracle.template"]
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=variables,
+        cwd=ROOT,
+        start_new_session=True,
+    )
+
+
 def torchrun(module: str, *arguments: str, world_size: int, limit: float) -> str:
-    """Run ``python -m module`` on ``world_size`` ranks of this machine; see ``run``."""
-    # A free port each time (standalone), so that two workers of one test run never meet.
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nnodes=1"]
-    command += [f"--nproc-per-node={world_size}", "--max-restarts=0", "-m", module, *arguments]
-    return run(command, limit=limit)
+    """Run ``python -m module`` as torchrun would on ``world_size`` ranks of this machine (0: as one plain process).
+
+    Returns stdout and stderr of all together. Raises ProcessFailed when a rank fails or all take longer than ``limit``
+    seconds. The ranks are forked from a process that has imported torch and ``module``; nothing outlives this call.
+    """
+    template = _template()
+    assert template.stdin is not None and template.stdout is not None
+    with tempfile.NamedTemporaryFile("r", prefix="ranks-", errors="replace") as said:
+        job = {"module": module, "arguments": arguments, "world_size": world_size, "limit": limit}
+        job |= {"environment": {**os.environ, "OMP_NUM_THREADS": "1"}, "output": said.name}
+        template.stdin.write(json.dumps(job) + "\n")
+        template.stdin.flush()
+        answer = template.stdout.readline()
+        output = said.read()
+    name = f"{module} {' '.join(arguments)} on {world_size} ranks"
+    if not answer:
+        raise ProcessFailed(f"{name}\nthe process that forks them ended:\n{output[-6000:]}")
+    ended = json.loads(answer)
+    if ended["late"]:
+        raise ProcessFailed(f"{name}\nran past {limit} s:\n{output[-6000:]}")
+    if ended["code"]:
+        raise ProcessFailed(f"{name}\nended with {ended['code']}:\n{output[-6000:]}")
+    return output
+
+
+def python(module: str, *arguments: str, limit: float) -> str:
+    """Run ``python -m module``, at most ``limit`` seconds, forked from a process that has imported torch."""
+    return torchrun(module, *arguments, world_size=0, limit=limit)

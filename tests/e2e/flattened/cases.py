@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ import torch
 
 import fsdpckpt
 from tests.oracle.flat_scenarios import Scenario, scenario
-from tests.oracle.launch import run, torchrun
+from tests.oracle.launch import python, torchrun
 from tests.oracle.session import Oracle
 
 __all__ = ["Case", "Variant", "compared", "files", "held_results", "truth_of"]
@@ -111,7 +110,7 @@ def _held(jobs: list[dict[str, Any]], directory: Path, *, live: bool) -> dict[st
     if live:
         torchrun("tests.oracle.flat_held", *arguments, "live", world_size=jobs[0]["world_size"], limit=HELD_LIMIT)
     else:
-        run([sys.executable, "-m", "tests.oracle.flat_held", *arguments], limit=HELD_LIMIT)
+        python("tests.oracle.flat_held", *arguments, limit=HELD_LIMIT)
     return json.loads((directory / "found.json").read_text())
 
 

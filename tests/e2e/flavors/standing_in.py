@@ -59,6 +59,8 @@ def stand_in_for(*names: str) -> None:
 
 def without_running(package: str, *below: str) -> None:
     """Let modules of ``package``, and of its packages ``below``, be imported without running their ``__init__``."""
+    if package in sys.modules and sys.modules[package].__spec__ is None:
+        return  # asked for before, by whoever forked this process
     spec = find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError(package)
