@@ -34,7 +34,7 @@ from fsdpckpt.transform.missing_state import Choice, fill, note_elementless, req
 from fsdpckpt.transform.parameter_order import ParameterOrder, from_list, from_model, from_param_names, from_units
 from fsdpckpt.transform.rekey import is_keyed_by_id, to_ids, to_names
 from fsdpckpt.transform.selection import differing_copies, rename, select_keys, select_section, with_own_tensors
-from fsdpckpt.transform.sharded import Evidence, decide_sharded
+from fsdpckpt.transform.sharded import ShardingHints, decide_sharded
 
 __all__ = ["TransformedCheckpoint", "apply_key_type", "fill_missing", "parameter_orders", "transform", "units_request"]
 
@@ -235,7 +235,7 @@ def _to_flattened(
         key_type = "id"
     if spec.form is not None:  # which may shard one section where it flattens the other
         of_units = {name: name in found.units.params() for name in checkpoint.model.params} if checkpoint.model else {}
-        checkpoint = decide_sharded(checkpoint, Evidence(reference=of_units), strict=True)
+        checkpoint = decide_sharded(checkpoint, ShardingHints(reference=of_units), strict=True)
     return TransformedCheckpoint(checkpoint, found.units, key_type)
 
 
@@ -245,9 +245,9 @@ def _to_sharded(checkpoint: Checkpoint, options: ConvertOptions, spec: TargetSpe
         opened = _reference(options, sources)
         model = opened.model if opened is not None else None
         reference = {name: getattr(leaf, "sharded", None) for name, leaf in model.params.items()} if model else {}
-    evidence = Evidence(buffers=options.buffers, reference=reference)
+    hints = ShardingHints(buffers=options.buffers, reference=reference)
     # A cut that a DCP loader does not expect costs nothing; a DTensor where the model has a buffer does not load.
-    return decide_sharded(checkpoint, evidence, strict=spec.container == "torch")
+    return decide_sharded(checkpoint, hints, strict=spec.container == "torch")
 
 
 def apply_key_type(
@@ -313,7 +313,7 @@ def parameter_orders(
         found.append(from_model(reference, f"the reference {reference.source}", buffers, like, keyed))
     found.append(from_model(checkpoint, "the checkpoint's own model section", buffers, keyed=keyed))
     orders = [order for order in found if order is not None]
-    return sorted(orders, key=lambda order: not order.certain)
+    return sorted(orders, key=lambda order: not order.ordered)
 
 
 def _known_names(checkpoint: Checkpoint) -> list[str]:

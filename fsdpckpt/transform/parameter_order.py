@@ -35,24 +35,24 @@ __all__ = [
 class ParameterOrder:
     """``names``: in the order of ``model.parameters()``, clean, a shared parameter once where that is known.
 
-    ``source`` says where they are from, for messages. ``certain``: False when the source keeps names in an order of its
+    ``source`` says where they are from, for messages. ``ordered``: False when the source keeps names in an order of its
     own. ``explicit``: True when it was made to state this order, not found in something else. ``shapes``: as far as
     known. ``optional``: names the optimizer may not have (buffers, frozen parameters). ``groups``: the optimizer's
     groups, each in the order of its ids, when known. ``shared``: later names of shared parameters; None when the source
-    cannot tell. ``buffers_apart``: False when buffers may be among ``names``. ``of_model``: False when ``names`` are in
-    the optimizer's own order, which need not be the model's.
+    cannot tell. ``buffers_apart``: False when buffers may be among ``names``. ``in_model_order``: False when ``names``
+    are in the optimizer's order, which need not be the model's.
     """
 
     names: tuple[str, ...]
     shapes: Mapping[str, Shape] | None = None
     source: str = "the parameter order"
-    certain: bool = True
+    ordered: bool = True
     explicit: bool = False
     optional: frozenset[str] = frozenset()
     groups: tuple[tuple[str, ...], ...] | None = None
     shared: frozenset[str] | None = None
     buffers_apart: bool = True
-    of_model: bool = True
+    in_model_order: bool = True
 
     def shape(self, name: str) -> Shape | None:
         return None if self.shapes is None else self.shapes.get(name)
@@ -111,7 +111,7 @@ def from_param_names(optim: OptimState, like: Collection[str] = ()) -> Parameter
     if any(isinstance(key, str) for key in keys) and {clean(str(key)) for key in keys} != set(every):
         return None
     source = "param_names in the groups"
-    return ParameterOrder(names=every, source=source, explicit=True, groups=regrouped, of_model=False)
+    return ParameterOrder(names=every, source=source, explicit=True, groups=regrouped, in_model_order=False)
 
 
 def _told(group: Mapping[Key, Value]) -> list[str] | None:
@@ -163,7 +163,7 @@ def from_model(
         names=names,
         shapes={name: tensors[name].shape for name in names},
         source=source,
-        certain=keeps_order(checkpoint, names),
+        ordered=keeps_order(checkpoint, names),
         optional=frozenset(unsure),
         shared=None,
         buffers_apart=apart,
@@ -230,7 +230,7 @@ def contradictions(used: ParameterOrder, other: ParameterOrder, keyed: Collectio
         result += [f"{name} of {other.source} is not in {used.source}" for name in missing]
     if used.groups is not None and other.groups is not None:
         result += _other_groups(used, other)
-    if used.certain and other.certain and used.of_model and other.of_model:
+    if used.ordered and other.ordered and used.in_model_order and other.in_model_order:
         result += _other_order(used, other)
     return result
 

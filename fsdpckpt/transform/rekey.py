@@ -150,7 +150,7 @@ def _sorted_group(names: Sequence[str], index: int, order: ParameterOrder, check
             wrong = [f"{name} is not in group {index} of {order.source}" for name in stray]
             raise contradicted(f"the groups of {checkpoint.source} do not fit {order.source}", wrong)
         return sorted(names, key=lambda name: place[clean(name)])
-    if not order.certain and len(names) > 1:
+    if not order.ordered and len(names) > 1:
         raise NeedsInformationError(
             f"the optimizer of {checkpoint.source} cannot get ids in the order of {order.source}",
             why=f"{order.source} does not keep the order of the parameters, and ids count in it",
@@ -256,7 +256,7 @@ def name_ids(ids: Ids, order: ParameterOrder, source: str) -> dict[ParamKey, Par
         return _by_groups(ids, order, order.groups, source)
     if ids.groups is None:
         return _ungrouped(ids, order, source)
-    if not order.certain:
+    if not order.ordered:
         return _by_shapes(ids, order.names, order, source)
     return _dealt(ids, ids.groups, order, source)
 
@@ -327,7 +327,7 @@ def _by_shapes(ids: Ids, names: Sequence[str], order: ParameterOrder, source: st
     _require_enough(ids, names, order, source)
     answer = in_any_order(len(ids.every), len(names), possible)
     if answer is None:
-        why = "does not say in which groups they are" if order.certain else "does not keep the order of the parameters"
+        why = "does not say in which groups they are" if order.ordered else "does not keep the order of the parameters"
         raise _ambiguous(ids, source, order, f"{order.source} {why}", _possible_names(ids, names, possible))
     return {number: names[name] for number, name in zip(ids.every, answer, strict=True)}
 
@@ -405,7 +405,7 @@ def _ambiguous(
     if len(order.names) > len(ids.every):
         options.append("--parameters FILE (the names of the optimizer's parameters in the order of model.parameters())")
         options += [] if order.explicit else ["--buffers GLOB for the model keys that are no parameters"]
-    elif not order.certain:
+    elif not order.ordered:
         options.append("--parameters FILE (the names in the order of model.parameters())")
         options.append("--reference PATH of a torch or DCP checkpoint of this model")
     options.append("--units FILE, which also says the parameters of every group")

@@ -17,13 +17,13 @@ from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, OptimState, Par
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value
 
-__all__ = ["Evidence", "decide_sharded"]
+__all__ = ["ShardingHints", "decide_sharded"]
 
 SHOWN = 12  # keys listed in one message: enough to recognise the model, short enough to read
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
+class ShardingHints:
     """What the user gave.
 
     ``buffers``: globs of replicated model keys, or ``("none",)``. ``reference``: model key to its ``Tensor.sharded``.
@@ -33,13 +33,13 @@ class Evidence:
     reference: Mapping[str, bool | None] | None = None
 
 
-def decide_sharded(checkpoint: Checkpoint, evidence: Evidence, *, strict: bool) -> Checkpoint:
+def decide_sharded(checkpoint: Checkpoint, hints: ShardingHints, *, strict: bool) -> Checkpoint:
     """The same checkpoint with every ``Tensor.sharded`` True or False, and a note on what was inferred.
 
     ``strict`` (per-rank files, where a wrong answer does not load): what nothing settles raises
     NeedsInformationError. Otherwise (DCP, where any cut loads) it is cut like a parameter, and noted.
     """
-    model, unsettled, inferred = _decide_model(checkpoint, evidence)
+    model, unsettled, inferred = _decide_model(checkpoint, hints)
     if unsettled and strict:
         raise NeedsInformationError(
             f"{checkpoint.source} does not say which of these {len(unsettled)} model keys are parameters (sharded) and "
@@ -66,16 +66,16 @@ def decide_sharded(checkpoint: Checkpoint, evidence: Evidence, *, strict: bool) 
         what = f"{len(unsettled)} model key{'s' * many} may be parameter{'s' * many} or buffer{'s' * many}, and "
         what += f"{'are' if many else 'is'} cut like parameters: {', '.join(_shown(unsettled, 5))}"
         notes.append(Note("undetermined", what, keys=tuple(unsettled)))
-    _require_buffers(checkpoint, evidence)
+    _require_buffers(checkpoint, hints)
     extra = {key: _settle(value) for key, value in checkpoint.extra.items()}
     rank_extra = tuple({key: _settle(value) for key, value in extras.items()} for extras in checkpoint.rank_extra)
     return replace(checkpoint, model=model, optim=optim, extra=extra, rank_extra=rank_extra, notes=tuple(notes))
 
 
-def _require_buffers(checkpoint: Checkpoint, evidence: Evidence) -> None:
+def _require_buffers(checkpoint: Checkpoint, hints: ShardingHints) -> None:
     """Raises UsageError for a glob of buffers that is the name of nothing: misspelt, it would cut what is whole."""
     names = checkpoint.model.params if checkpoint.model is not None else {}
-    for glob in evidence.buffers if names and evidence.buffers != ("none",) else ():
+    for glob in hints.buffers if names and hints.buffers != ("none",) else ():
         if not any(fnmatchcase(name, glob) for name in names):
             raise UsageError(
                 f"--buffers {glob} matches no model key of {checkpoint.source}",
@@ -88,7 +88,7 @@ def _shown(keys: Sequence[str], most: int = SHOWN) -> list[str]:
     return [*keys[:most], *more]
 
 
-def _decide_model(checkpoint: Checkpoint, evidence: Evidence) -> tuple[ModelState | None, list[str], int]:
+def _decide_model(checkpoint: Checkpoint, hints: ShardingHints) -> tuple[ModelState | None, list[str], int]:
     model = checkpoint.model
     if model is None:
         return None, [], 0
@@ -101,7 +101,7 @@ def _decide_model(checkpoint: Checkpoint, evidence: Evidence) -> tuple[ModelStat
         if not isinstance(leaf, Tensor):
             params[name] = leaf
             continue
-        sharded = _from_source(leaf, name, evidence)
+        sharded = _from_source(leaf, name, hints)
         if sharded is None and not listed.isdisjoint(tied.get(name, (name,))):
             sharded = True
             inferred += 1
@@ -111,16 +111,16 @@ def _decide_model(checkpoint: Checkpoint, evidence: Evidence) -> tuple[ModelStat
     return ModelState(params, model.metadata), unsettled, inferred
 
 
-def _from_source(tensor: Tensor, name: str, evidence: Evidence) -> bool | None:
+def _from_source(tensor: Tensor, name: str, hints: ShardingHints) -> bool | None:
     """What the tensor itself, the options or the reference say; None when none of them does."""
     if tensor.ndim == 0:  # FSDP refuses to shard a 0-dim parameter, so it can only be a buffer
         return False
     if tensor.sharded is not None:
         return tensor.sharded
-    if evidence.buffers:
-        return evidence.buffers == ("none",) or not any(fnmatchcase(name, glob) for glob in evidence.buffers)
-    if evidence.reference is not None:
-        return evidence.reference.get(name)
+    if hints.buffers:
+        return hints.buffers == ("none",) or not any(fnmatchcase(name, glob) for glob in hints.buffers)
+    if hints.reference is not None:
+        return hints.reference.get(name)
     return None
 
 

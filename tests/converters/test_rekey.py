@@ -235,7 +235,7 @@ def test_a_dcp_directory_without_planner_data_is_no_order(tmp_path: Path) -> Non
         opened = _open(path)
         assert (UNORDERED in opened.evidence) is not certain
         orders = parameter_orders(opened, units=None, reference=None, parameters=None)
-        assert [order.certain for order in orders] == [certain]
+        assert [order.ordered for order in orders] == [certain]
 
 
 def _units(model: nn.Module, *, use_orig_params: bool = True) -> Units:

@@ -210,26 +210,26 @@ def test_what_would_settle_it_depends_on_what_is_open() -> None:
 
 @pytest.mark.parametrize("certain", [True, False])
 def test_names_in_no_order_are_settled_by_shapes_or_shown(certain: bool) -> None:
-    by = order("nhe", certain=certain)
+    by = order("nhe", ordered=certain)
     groups = None if certain else [[0, 1, 2]]
     wrong = refused(source(groups, "nhe"), by, error=NeedsInformationError)
     assert wrong.details == ("id 0 may be n, h", "id 1 may be n, h")
     assert ("in which groups" if certain else "does not keep the order") in wrong.why
     assert ("--reference" in wrong.next_step) is not certain
     assert ("in the order of model.parameters())" in wrong.next_step) is not certain
-    assert keys(to_names(source(None if certain else [[0, 1]], "ae"), order("ea", certain=certain))) == ["a", "e"]
+    assert keys(to_names(source(None if certain else [[0, 1]], "ae"), order("ea", ordered=certain))) == ["a", "e"]
 
 
 @pytest.mark.parametrize("count", [4, 5])
 def test_four_candidates_are_shown(count: int) -> None:
     names = "vwxyz"[:count]
-    by = ParameterOrder(tuple(names), dict.fromkeys(names, (9,)), "it", certain=False)
+    by = ParameterOrder(tuple(names), dict.fromkeys(names, (9,)), "it", ordered=False)
     wrong = refused(source([range(count)], "n" * count), by, error=NeedsInformationError)
     assert wrong.details[0] == "id 0 may be v, w, x, y" + (" ..." if count == 5 else "")
 
 
 def test_shapes_in_no_order_that_nothing_has_are_an_error_and_no_question() -> None:
-    wrong = refused(source([[0, 1]], "en"), order("ea", certain=False))
+    wrong = refused(source([[0, 1]], "en"), order("ea", ordered=False))
     assert wrong.details == ("id 1 has states of shape [9], which no parameter of the order has",)
 
 
@@ -269,7 +269,7 @@ def test_wrapped_names_get_the_ids_of_the_plain_ones() -> None:
     held = checkpoint(1, optim=OptimState(dict(wrapped), [{"lr": 0.1, "params": list(wrapped)}]), layout=Layout.FULL)
     for by in (order("nh"), order("nh", groups=(("n", "h"),))):
         assert keys(to_ids(held, by)) == [1, 0]
-    assert keys(to_ids(held, order("nh"), [order("hn", certain=False)])) == [1, 0]
+    assert keys(to_ids(held, order("nh"), [order("hn", ordered=False)])) == [1, 0]
 
 
 def test_a_name_in_another_group_than_the_order_says_is_listed() -> None:

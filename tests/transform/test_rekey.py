@@ -120,11 +120,11 @@ def test_states_of_no_or_other_shapes_say_nothing_but_the_count_does() -> None:
 
 def test_an_uncertain_order_serves_only_where_every_shape_is_another_one() -> None:
     by_id = dict(enumerate([(17, 9), (28, 9), (28,), (9, 28), (9,)]))
-    found = to_names(_checkpoint([[0, 1, 2, 3, 4]], by_id), _order("ncbae", certain=False))
+    found = to_names(_checkpoint([[0, 1, 2, 3, 4]], by_id), _order("ncbae", ordered=False))
     assert _groups(found) == [["e", "a", "b", "c", "n"]]
     by_id[5] = (9,)
     with pytest.raises(NeedsInformationError) as error:
-        to_names(_checkpoint([[0, 1, 2, 3, 4, 5]], by_id), _order(certain=False))
+        to_names(_checkpoint([[0, 1, 2, 3, 4, 5]], by_id), _order(ordered=False))
     assert error.value.details == ("id 4 may be n, h", "id 5 may be n, h")
 
 
@@ -193,9 +193,9 @@ def test_a_parameter_whose_state_is_listed_by_no_group_is_no_entry_of_a_user() -
 def test_names_cannot_get_ids_by_an_order_that_is_uncertain() -> None:
     named = _checkpoint([["e", "a"]], {"e": (17, 9), "a": (28, 9)})
     with pytest.raises(NeedsInformationError, match="cannot get ids"):
-        to_ids(named, _order(certain=False))
+        to_ids(named, _order(ordered=False))
     single = _checkpoint([["e"], ["a"]], {"e": (17, 9), "a": (28, 9)})
-    assert _groups(to_ids(single, _order(certain=False))) == [[0], [1]]
+    assert _groups(to_ids(single, _order(ordered=False))) == [[0], [1]]
 
 
 def test_names_without_groups_get_ids_by_an_explicit_order_only() -> None:
@@ -221,7 +221,7 @@ def test_a_second_source_of_the_same_sizes_in_another_order_is_a_contradiction()
         to_names(source, from_list("eabchn", "--parameters"), [_order(source="the model")])
     assert "h where the other has n" in error.value.details[0]
     assert _groups(to_names(source, from_list("eabcnh"), [_order()])) == [list("eabcnh")]
-    uncertain = _order("hncbae", certain=False)  # sorted names say nothing about order, and contradict none
+    uncertain = _order("hncbae", ordered=False)  # sorted names say nothing about order, and contradict none
     assert _groups(to_names(source, from_list("eabcnh"), [uncertain])) == [list("eabcnh")]
 
 

@@ -11,7 +11,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, Op
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.transform.selection import rename, select_keys, select_section
-from fsdpckpt.transform.sharded import Evidence, decide_sharded
+from fsdpckpt.transform.sharded import ShardingHints, decide_sharded
 
 
 def _tensor(*shape: int, sharded: bool | None = None, offset: int = 0) -> Tensor:
@@ -92,7 +92,7 @@ def _sharded(checkpoint: Checkpoint) -> dict[str, bool | None]:
 
 def test_parameters_the_optimizer_lists_are_sharded_and_the_rest_must_be_settled() -> None:
     with pytest.raises(NeedsInformationError, match="parameters") as caught:
-        decide_sharded(_checkpoint(), Evidence(), strict=True)
+        decide_sharded(_checkpoint(), ShardingHints(), strict=True)
     assert caught.value.details == ("net.running",)
     assert "--buffers" in (caught.value.next_step or "")
 
@@ -100,13 +100,13 @@ def test_parameters_the_optimizer_lists_are_sharded_and_the_rest_must_be_settled
 @pytest.mark.parametrize(
     ("evidence", "running"),
     [
-        (Evidence(buffers=("net.run*",)), False),
-        (Evidence(buffers=("none",)), True),
-        (Evidence(reference={"net.running": False}), False),
-        (Evidence(reference={"net.running": True}), True),
+        (ShardingHints(buffers=("net.run*",)), False),
+        (ShardingHints(buffers=("none",)), True),
+        (ShardingHints(reference={"net.running": False}), False),
+        (ShardingHints(reference={"net.running": True}), True),
     ],
 )
-def test_options_settle_what_a_full_source_does_not_say(evidence: Evidence, running: bool) -> None:
+def test_options_settle_what_a_full_source_does_not_say(evidence: ShardingHints, running: bool) -> None:
     decided = decide_sharded(_checkpoint(), evidence, strict=True)
     assert _sharded(decided) == {
         "net.a.weight": True,
@@ -119,28 +119,28 @@ def test_options_settle_what_a_full_source_does_not_say(evidence: Evidence, runn
 
 
 def test_what_the_source_says_wins_over_inference() -> None:
-    decided = decide_sharded(_checkpoint(sharded=False), Evidence(buffers=()), strict=False)
+    decided = decide_sharded(_checkpoint(sharded=False), ShardingHints(buffers=()), strict=False)
     assert _sharded(decided)["net.a.weight"] is False
     assert decided.optim.state["net.a.weight"]["exp_avg"].sharded is False
 
 
 def test_a_dcp_target_cuts_what_is_undetermined_and_says_so() -> None:
-    decided = decide_sharded(_checkpoint(), Evidence(), strict=False)
+    decided = decide_sharded(_checkpoint(), ShardingHints(), strict=False)
     assert [note.keys for note in decided.notes if note.kind == "undetermined"] == [("net.running",)]
 
 
 def test_as_many_ids_as_model_tensors_prove_all_of_them_parameters() -> None:
     checkpoint = _checkpoint(ids=True)
     del checkpoint.model.params["net.running"]
-    assert set(_sharded(decide_sharded(checkpoint, Evidence(), strict=True)).values()) == {True}
+    assert set(_sharded(decide_sharded(checkpoint, ShardingHints(), strict=True)).values()) == {True}
     del checkpoint.model.params["head.weight"]
     with pytest.raises(NeedsInformationError):
-        decide_sharded(checkpoint, Evidence(), strict=True)
+        decide_sharded(checkpoint, ShardingHints(), strict=True)
 
 
 def test_a_state_of_another_shape_than_its_parameter_is_whole_on_every_rank() -> None:
     checkpoint = _checkpoint()
     checkpoint.optim.state["net.a.weight"]["row"] = _tensor(5)
-    decided = decide_sharded(checkpoint, Evidence(buffers=("net.running",)), strict=True)
+    decided = decide_sharded(checkpoint, ShardingHints(buffers=("net.running",)), strict=True)
     assert decided.optim.state["net.a.weight"]["row"].sharded is False
     assert decided.optim.state["net.a.weight"]["exp_avg"].sharded is True

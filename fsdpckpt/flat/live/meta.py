@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from importlib import import_module
@@ -18,10 +19,10 @@ import torch
 from torch import nn
 
 from fsdpckpt.errors import SourceUnsupportedError, UsageError
-from fsdpckpt.flat.live.model import dtype_of, flattens_in_memory_order, stride_of
+from fsdpckpt.flat.live.model import unit_param
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.names import joined
-from fsdpckpt.ir.units import Strategy, Unit, UnitParam, Units, flaws
+from fsdpckpt.ir.units import Strategy, Unit, Units, flaws
 
 __all__ = [
     "WrappedUnit",
@@ -108,9 +109,9 @@ def units_of_plain_model(
     modules, params = _ignored(model, ignored)
     batch_norms = _left_out(model, modules) if param_dtype is not None else set()
     chosen = {
-        id(module)
+        module
         for module in model.modules()
-        if id(module) in batch_norms or (isinstance(module, tuple(wrap_classes)) and id(module) not in modules)
+        if module in batch_norms or (isinstance(module, tuple(wrap_classes)) and module not in modules)
     }
     _require_found(model, wrap_classes)
     wrapping = SimulatedWrapping(model, use_orig_params, params)
@@ -119,9 +120,9 @@ def units_of_plain_model(
     units = tuple(
         Unit(
             unit.prefix,
-            tuple(_param(name, param) for name, param in unit.params),
+            tuple(unit_param(name, param) for name, param in unit.params),
             strategy,
-            None if id(unit.module) in batch_norms and unit.prefix else param_dtype,
+            None if unit.module in batch_norms and unit.prefix else param_dtype,
         )
         for unit in wrapping.units
     )
@@ -130,7 +131,7 @@ def units_of_plain_model(
         units=units,
         use_orig_params=use_orig_params,
         parameters=tuple(name for name, _ in parameters),
-        unmanaged=tuple(_param(name, param) for name, param in parameters if name not in managed),
+        unmanaged=tuple(unit_param(name, param) for name, param in parameters if name not in managed),
         shared=_shared(wrapping, parameters, managed, use_orig_params=use_orig_params),
         shard_size=shard_size,
     )
@@ -171,19 +172,19 @@ def _require_found(model: nn.Module, wrap_classes: Sequence[type[nn.Module]]) ->
             )
 
 
-def _left_out(model: nn.Module, ignored: Collection[int]) -> set[int]:
+def _left_out(model: nn.Module, ignored: Collection[nn.Module]) -> set[nn.Module]:
     """Modules that ``MixedPrecision._module_classes_to_ignore`` wraps on their own (its default)."""
     return {
-        id(module)
+        module
         for module in model.modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and id(module) not in ignored
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module not in ignored
     }
 
 
-def _ignored(model: nn.Module, globs: Sequence[str]) -> tuple[set[int], set[int]]:
-    """(modules, parameters), by identity, that the globs name: a module with everything below it."""
-    modules: set[int] = set()
-    params: set[int] = set()
+def _ignored(model: nn.Module, globs: Sequence[str]) -> tuple[set[nn.Module], set[nn.Parameter]]:
+    """(modules, parameters) that the globs name: a module with everything below it."""
+    modules: set[nn.Module] = set()
+    params: set[nn.Parameter] = set()
     for glob in globs:
         below = [module for path, module in model.named_modules() if path and _matches(path, glob)]
         single = [param for name, param in model.named_parameters(remove_duplicate=False) if _matches(name, glob)]
@@ -193,21 +194,14 @@ def _ignored(model: nn.Module, globs: Sequence[str]) -> tuple[set[int], set[int]
                 details=[path for path, _ in model.named_modules() if path],
                 next_step="--ignore 'layers.*.adapter'; * does not cross dots",
             )
-        modules |= {id(child) for module in below for child in module.modules()}
-        params |= {id(param) for param in [*single, *(param for module in below for param in module.parameters())]}
+        modules.update(child for module in below for child in module.modules())
+        params.update(single, (param for module in below for param in module.parameters()))
     return modules, params
 
 
 def _matches(path: str, glob: str) -> bool:
     words, globs = path.split("."), glob.split(".")
     return len(words) == len(globs) and all(fnmatchcase(word, one) for word, one in zip(words, globs, strict=True))
-
-
-def _param(name: str, param: nn.Parameter) -> UnitParam:
-    shape = tuple(param.shape)
-    row_major = param.is_contiguous() or not flattens_in_memory_order()
-    stride = None if row_major else stride_of(shape, tuple(param.stride()))
-    return UnitParam(name, shape, dtype_of(param.dtype), stride, param.requires_grad)
 
 
 def _check(units: Units) -> None:
@@ -247,7 +241,7 @@ class WrappedUnit:
 
 @dataclass(slots=True)
 class SimulatedWrapping:
-    """A model in the making. ``own``: parameters that each module (by identity) still has, in its own order.
+    """A model in the making. ``own``: parameters that each module still has, in its own order.
 
     With ``use_orig_params=True`` flattened parameters stay where they are and are not flattened again; otherwise they
     are gone from the unit's modules, and a parameter shared with a module outside is flattened there once more.
@@ -255,24 +249,24 @@ class SimulatedWrapping:
 
     model: nn.Module
     use_orig_params: bool
-    ignored: Collection[int]
-    own: dict[int, Named] = field(init=False)
+    ignored: AbstractSet[nn.Parameter]
+    own: dict[nn.Module, Named] = field(init=False)
     units: list[WrappedUnit] = field(init=False, default_factory=list)
     shared: list[tuple[str, str]] = field(init=False, default_factory=list)
-    names: dict[tuple[int, str], str] = field(init=False, default_factory=dict)
+    names: dict[tuple[nn.Module, str], str] = field(init=False, default_factory=dict)
     """(module, name in it) of each flattened parameter to its FQN."""
-    _done: set[int] = field(init=False, default_factory=set)
+    _done: set[nn.Parameter] = field(init=False, default_factory=set)
 
     def __post_init__(self) -> None:
-        self.own = {id(module): _own(module) for module in self.model.modules()}
+        self.own = {module: _own(module) for module in self.model.modules()}
 
-    def run(self, chosen: Collection[int]) -> None:
-        """Wrap the modules ``chosen`` (by identity), children before parents, the root last and always."""
+    def run(self, chosen: Collection[nn.Module]) -> None:
+        """Wrap the modules ``chosen``, children before parents, the root last and always."""
         modules: list[tuple[str, nn.Module]] = []
-        _post_order(self.model, "", modules, {id(self.model)})
+        _post_order(self.model, "", modules, {self.model})
         shared: dict[str, list[tuple[str, str]]] = {}
         for prefix, module in modules:
-            if module is self.model or id(module) in chosen:
+            if module is self.model or module in chosen:
                 self._wrap(prefix, module, shared)
         # Found children first, and listed as model.parameters() lists flat parameters: parents first.
         places = {prefix: number for number, (prefix, _) in enumerate(self.model.named_modules())}
@@ -281,64 +275,64 @@ class SimulatedWrapping:
 
     def _wrap(self, prefix: str, root: nn.Module, shared: dict[str, list[tuple[str, str]]]) -> None:
         managed = {
-            id(param)
+            param
             for module in root.modules()
-            for _, param in self.own[id(module)]
-            if id(param) not in self.ignored and id(param) not in self._done
+            for _, param in self.own[module]
+            if param not in self.ignored and param not in self._done
         }
         if not managed:
             return
-        first: dict[int, str] = {}
+        first: dict[nn.Parameter, str] = {}
         unit = WrappedUnit(prefix, root, [])
         later: list[tuple[str, str]] = []
-        touched: dict[tuple[int, str], tuple[nn.Module, nn.Parameter]] = {}
-        again: dict[tuple[int, str], tuple[nn.Module, nn.Parameter]] = {}
+        touched: dict[tuple[nn.Module, str], nn.Parameter] = {}
+        again: dict[tuple[nn.Module, str], nn.Parameter] = {}
         for path, module in root.named_modules(prefix=prefix, remove_duplicate=False):
-            for name, param in self.own[id(module)]:
-                if id(param) not in managed:
+            for name, param in self.own[module]:
+                if param not in managed:
                     continue
-                if id(param) in first:
-                    later.append((joined(path, name), first[id(param)]))
-                    again.setdefault((id(module), name), (module, param))
+                if param in first:
+                    later.append((joined(path, name), first[param]))
+                    again.setdefault((module, name), param)
                     continue
-                first[id(param)] = joined(path, name)
+                first[param] = joined(path, name)
                 unit.params.append((joined(path, name), param))
-                self.names[id(module), name] = joined(path, name)
-                touched[id(module), name] = (module, param)
+                self.names[module, name] = joined(path, name)
+                touched[module, name] = param
         self.units.append(unit)
         shared[prefix] = later
         self._done |= managed if self.use_orig_params else set()
         self._register(touched | {slot: held for slot, held in again.items() if slot not in touched})
 
-    def _register(self, touched: dict[tuple[int, str], tuple[nn.Module, nn.Parameter]]) -> None:
+    def _register(self, touched: dict[tuple[nn.Module, str], nn.Parameter]) -> None:
         """What flattening does to the modules' own parameters (``_safe_setattr_tensor_or_param``): each is deleted,
         and with ``use_orig_params=True`` set again, which puts it last."""
-        for (module, name), (_, param) in touched.items():
+        for (module, name), param in touched.items():
             self.own[module] = [one for one in self.own[module] if one[0] != name]
             if self.use_orig_params:
                 self.own[module].append((name, param))
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """``model.named_parameters()``: of the wrapped model with ``use_orig_params=True``, else of the original."""
-        known = {id(param): name for unit in self.units for name, param in unit.params} if self.use_orig_params else {}
-        seen: set[int] = set()
+        known = {param: name for unit in self.units for name, param in unit.params} if self.use_orig_params else {}
+        seen: set[nn.Parameter] = set()
         for path, module in self.model.named_modules():
-            params = self.own[id(module)] if self.use_orig_params else _own(module)
-            left = {id(param) for _, param in self.own[id(module)]}
+            params = self.own[module] if self.use_orig_params else _own(module)
+            left = {param for _, param in self.own[module]}
             for name, param in params:
-                flattened_name = self.names.get((id(module), name))
+                flattened_name = self.names.get((module, name))
                 if not self.use_orig_params and flattened_name is not None:
                     yield flattened_name, param
-                elif id(param) in left and id(param) not in seen:
-                    seen.add(id(param))
-                    yield known.get(id(param), joined(path, name)), param
+                elif param in left and param not in seen:
+                    seen.add(param)
+                    yield known.get(param, joined(path, name)), param
 
     def aliases(self, listed: Collection[str]) -> Iterator[tuple[str, str]]:
         """(later name, listed name) of parameters that are still in the modules under another name too."""
-        names = {id(param): name for name, param in self.parameters()}
+        names = {param: name for name, param in self.parameters()}
         for path, module in self.model.named_modules(remove_duplicate=False):
-            for name, param in self.own[id(module)]:
-                first = names.get(id(param))
+            for name, param in self.own[module]:
+                first = names.get(param)
                 if first is not None and first in listed and first != joined(path, name):
                     yield joined(path, name), first
 
@@ -347,10 +341,10 @@ def _own(module: nn.Module) -> Named:
     return list(module.named_parameters(recurse=False, remove_duplicate=False))
 
 
-def _post_order(module: nn.Module, prefix: str, modules: list[tuple[str, nn.Module]], seen: set[int]) -> None:
+def _post_order(module: nn.Module, prefix: str, modules: list[tuple[str, nn.Module]], seen: set[nn.Module]) -> None:
     for name, child in module.named_children():
-        if id(child) not in seen:
-            seen.add(id(child))
+        if child not in seen:
+            seen.add(child)
             _post_order(child, joined(prefix, name), modules, seen)
     modules.append((prefix, module))
 

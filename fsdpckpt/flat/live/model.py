@@ -34,7 +34,8 @@ __all__ = [
     "parameter_order",
     "shared",
     "stride_of",
-    "unmanaged",
+    "params_outside_units",
+    "unit_param",
 ]
 
 
@@ -91,63 +92,67 @@ def fsdp_modules(model: nn.Module) -> list[FsdpModule]:
     from torch.distributed.fsdp._common_utils import _get_module_fsdp_state
 
     modules: list[FsdpModule] = []
-    seen: set[int] = set()
+    seen: set[object] = set()
     for name, module in model.named_modules():
         state = _get_module_fsdp_state(module)
         handle = getattr(state, "_handle", None)
-        if handle is None or id(handle) in seen:
+        if handle is None or handle in seen:
             continue
-        seen.add(id(handle))
+        seen.add(handle)
         modules.append(FsdpModule(clean(name), state, handle))
     return modules
 
 
 @dataclass(frozen=True, slots=True)
 class LiveNames:
-    """By identity: ``managed``, original parameters of units; ``flat``, flat parameters; ``keys``, what an optimizer
-    may hold."""
+    """Names by parameter object: ``original``, the parameters of units; ``flat``, flat parameters; ``keys``, what an
+    optimizer may hold."""
 
-    managed: dict[int, str]
-    flat: dict[int, str]
-    keys: dict[int, str]
+    original: dict[torch.Tensor, str]
+    flat: dict[torch.Tensor, str]
+    keys: dict[torch.Tensor, str]
 
 
-def names_of(managed: list[FsdpModule], model: nn.Module) -> LiveNames:
+def names_of(modules: list[FsdpModule], model: nn.Module) -> LiveNames:
     """The names of all parameters of the wrapped model."""
-    flat = {id(one.flat_param): one.key for one in managed}
+    flat = {one.flat_param: one.key for one in modules}
     original = {
-        id(param): name
-        for one in managed
+        param: name
+        for one in modules
         if one.flat_param._params is not None
         for param, name in zip(one.flat_param._params, one.names, strict=True)
     }
     keys = dict(original) if original else dict(flat)
     for name, param in model.named_parameters():
-        if id(param) not in flat:
-            keys.setdefault(id(param), clean(name))
+        if param not in flat:
+            keys.setdefault(param, clean(name))
     return LiveNames(original, flat, keys)
 
 
-def unmanaged(model: nn.Module, names: LiveNames) -> Iterator[UnitParam]:
+def params_outside_units(model: nn.Module, names: LiveNames) -> Iterator[UnitParam]:
     """The parameters of no unit."""
-    for raw, param in model.named_parameters():
-        if id(param) in names.managed or id(param) in names.flat:
-            continue
-        shape = tuple(param.shape)
-        row_major = param.is_contiguous() or not flattens_in_memory_order()
-        stride = None if row_major else stride_of(shape, tuple(param.stride()))
-        yield UnitParam(clean(raw), shape, dtype_of(param.dtype), stride, param.requires_grad)
+    for name, param in model.named_parameters():
+        if param not in names.original and param not in names.flat:
+            yield unit_param(clean(name), param)
+
+
+def unit_param(name: str, param: nn.Parameter) -> UnitParam:
+    """An original parameter, which is still in the model, as units record it."""
+    shape = tuple(param.shape)
+    row_major = param.is_contiguous() or not flattens_in_memory_order()
+    stride = None if row_major else stride_of(shape, tuple(param.stride()))
+    return UnitParam(name, shape, dtype_of(param.dtype), stride, param.requires_grad)
 
 
 def parameter_order(
-    model: nn.Module, managed: list[FsdpModule], names: LiveNames, *, use_orig_params: bool
+    model: nn.Module, modules: list[FsdpModule], names: LiveNames, *, use_orig_params: bool
 ) -> Iterator[str]:
     """``model.parameters()`` as original names."""
     if use_orig_params:
-        yield from (names.keys[id(param)] for param in model.parameters())
+        yield from (names.keys[param] for param in model.parameters())
         return
     # The original parameters are gone from the modules: what flat parameters remember of each module stands in.
-    for name, mixed in module_parameters(model, managed):
+    for name, mixed in module_parameters(model, modules):
         if mixed:
             warnings.warn(
                 f"module {name.rpartition('.')[0]!r} has parameters that FSDP ignores beside ones it manages: with "
@@ -159,29 +164,29 @@ def parameter_order(
 
 
 def shared(
-    model: nn.Module, managed: list[FsdpModule], names: LiveNames, outside: set[str]
+    model: nn.Module, modules: list[FsdpModule], names: LiveNames, outside: set[str]
 ) -> Iterator[tuple[str, str]]:
     """Every further name of a parameter, with the one it is listed by. ``outside``: parameters of no unit."""
     seen: set[str] = set()
-    for one in managed:
+    for one in modules:
         for info in one.flat_param._shared_param_infos:
             later = joined(one.prefix, clean(joined(info.module_name, info.param_name)))
             first = joined(one.prefix, clean(joined(info.prim_module_name, info.prim_param_name)))
             seen.add(later)
             yield later, first
     for raw, param in model.named_parameters(remove_duplicate=False):
-        later, first = clean(raw), names.keys.get(id(param), "")
-        listed = id(param) in names.managed or first in outside
+        later, first = clean(raw), names.keys.get(param, "")
+        listed = param in names.original or first in outside
         if listed and later != first and later not in seen:
             seen.add(later)
             yield later, first
 
 
-def groups(optimizer: torch.optim.Optimizer, keys: dict[int, str]) -> tuple[tuple[str, ...], ...]:
+def groups(optimizer: torch.optim.Optimizer, keys: dict[torch.Tensor, str]) -> tuple[tuple[str, ...], ...]:
     """Each group of the optimizer, in the order of ids. Raises UsageError for parameters of another model."""
     named_groups = []
     for number, group in enumerate(optimizer.param_groups):
-        strange = [tuple(param.shape) for param in group["params"] if id(param) not in keys]
+        strange = [tuple(param.shape) for param in group["params"] if param not in keys]
         if strange:
             raise UsageError(
                 f"group {number} of the optimizer holds {len(strange)} parameters that are not this model's",
@@ -189,28 +194,28 @@ def groups(optimizer: torch.optim.Optimizer, keys: dict[int, str]) -> tuple[tupl
                 why="the optimizer was made from the model before it was wrapped, or from another model",
                 next_step="make the optimizer after wrapping, from the wrapped model's parameters()",
             )
-        named_groups.append(tuple(keys[id(param)] for param in group["params"]))
+        named_groups.append(tuple(keys[param] for param in group["params"]))
     return tuple(named_groups)
 
 
-def module_parameters(model: nn.Module, managed: list[FsdpModule]) -> Iterator[tuple[str, bool]]:
+def module_parameters(model: nn.Module, modules: list[FsdpModule]) -> Iterator[tuple[str, bool]]:
     """(original name, whether its place among its module's parameters is not known), module by module.
 
     Flat parameters remember the parameters of each module in order. Of ignored ones beside them only the order among
     themselves is known; they are listed first, as in the wrapped model.
     """
-    flattened_names: dict[int, list[str]] = {}
-    for one in managed:
+    flattened_names: dict[nn.Module, list[str]] = {}
+    for one in modules:
         for info, name in zip(one.flat_param._param_infos, one.names, strict=True):
-            flattened_names.setdefault(id(info.module), []).append(name)
-    seen: set[int] = set()
+            flattened_names.setdefault(info.module, []).append(name)
+    seen: set[torch.Tensor] = set()
     for prefix, module in model.named_modules():
         plain = []
         for name, param in module.named_parameters(recurse=False):
-            if name != FLAT_PARAM and id(param) not in seen:
-                seen.add(id(param))
+            if name != FLAT_PARAM and param not in seen:
+                seen.add(param)
                 plain.append(joined(clean(prefix), name))
-        kept = flattened_names.get(id(module), [])
+        kept = flattened_names.get(module, [])
         mixed = bool(plain and kept)
         yield from ((name, mixed and number == 0) for number, name in enumerate([*plain, *kept]))
 

@@ -24,9 +24,9 @@ from fsdpckpt.flat.live.model import (
     groups,
     names_of,
     parameter_order,
+    params_outside_units,
     shared,
     stride_of,
-    unmanaged,
 )
 from fsdpckpt.ir.units import Strategy, Unit, UnitParam, Units, flaws
 from fsdpckpt.ir.units_json import UNITS_FILE, encode, render
@@ -95,30 +95,30 @@ def units_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
     model without FSDP1 modules or an optimizer of another model, SourceUnsupportedError for FSDP1 on top of tensor
     parallelism.
     """
-    managed = fsdp_modules(model)
-    if not managed:
+    modules = fsdp_modules(model)
+    if not modules:
         raise UsageError(
             "this model has no FSDP1 module",
             why="save_units is for FullyShardedDataParallel, whose flat parameters say nothing of what they hold; "
             "checkpoints of FSDP2 (fully_shard) carry all names and shapes and need no units file",
             next_step="save_units(model, optimizer, path) after the model is wrapped, with the wrapped model",
         )
-    use_orig_params = _agreed(managed)
-    units = tuple(_unit(one) for one in managed)
-    names = names_of(managed, model)
-    outside = tuple(unmanaged(model, names))
-    world_size, shard_size = _ranks(managed)
+    use_orig_params = _agreed(modules)
+    units = tuple(_unit(one) for one in modules)
+    names = names_of(modules, model)
+    outside = tuple(params_outside_units(model, names))
+    world_size, shard_size = _ranks(modules)
     result = Units(
         units=units,
         use_orig_params=use_orig_params,
-        parameters=tuple(parameter_order(model, managed, names, use_orig_params=use_orig_params)),
+        parameters=tuple(parameter_order(model, modules, names, use_orig_params=use_orig_params)),
         unmanaged=outside,
-        shared=tuple(shared(model, managed, names, {param.name for param in outside})),
+        shared=tuple(shared(model, modules, names, {param.name for param in outside})),
         groups=None if optimizer is None else groups(optimizer, names.keys),
         world_size=world_size,
         shard_size=shard_size,
     )
-    _prove(result, managed)
+    _prove(result, modules)
     return result
 
 
@@ -128,8 +128,8 @@ def _writes(model: nn.Module) -> bool:
     return all(group.rank() == 0 for group in first.groups)
 
 
-def _agreed(managed: list[FsdpModule]) -> bool:
-    found = {one.use_orig_params for one in managed}
+def _agreed(modules: list[FsdpModule]) -> bool:
+    found = {one.use_orig_params for one in modules}
     if len(found) > 1:
         raise SourceUnsupportedError(
             "some FSDP modules of this model have use_orig_params=True and some False",
@@ -139,9 +139,9 @@ def _agreed(managed: list[FsdpModule]) -> bool:
     return found.pop()
 
 
-def _ranks(managed: list[FsdpModule]) -> tuple[int, int | None]:
+def _ranks(modules: list[FsdpModule]) -> tuple[int, int | None]:
     """(ranks of the model, ranks of a sharding group when those are fewer)."""
-    sizes = {tuple(group.size() for group in one.groups) for one in managed}
+    sizes = {tuple(group.size() for group in one.groups) for one in modules}
     if len(sizes) > 1:
         raise SourceUnsupportedError(
             "the units of this model are sharded over process groups of different sizes",
@@ -194,11 +194,11 @@ def _strategy(state: Any) -> Strategy:
     return _STRATEGIES[state.sharding_strategy.name]
 
 
-def _prove(units: Units, managed: list[FsdpModule]) -> None:
+def _prove(units: Units, modules: list[FsdpModule]) -> None:
     """The flat parameters of ``units`` are those of the model, number by number, and ``units`` are consistent."""
     shard_size = units.shard_size or units.world_size or 1
     wrong = flaws(units)
-    for unit, one in zip(units.units, managed, strict=True):
+    for unit, one in zip(units.units, modules, strict=True):
         wrong += contradictions(unit, one, shard_size=shard_size, use_orig_params=units.use_orig_params)
     if wrong:
         raise InternalError(

@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 ORDER = "parameters"
-"""In ``FoundUnits.unsettled``: the order of ``model.parameters()`` is known inside of each unit only."""
+"""In ``ResolvedUnits.unsettled``: the order of ``model.parameters()`` is known inside of each unit only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
