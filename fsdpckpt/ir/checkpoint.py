@@ -1,11 +1,11 @@
-"""A checkpoint as logic: sections of named tensors and values, whatever bytes they came from."""
+"""Describes a checkpoint: sections of named tensors and values, whatever files they came from."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import numpy as np
 
@@ -27,9 +27,11 @@ __all__ = [
     "ModelState",
     "NamedTensor",
     "Note",
+    "NoteKind",
     "OptimState",
     "ParamKey",
     "Problem",
+    "ProblemKind",
     "Section",
     "STRAY",
     "SourceFile",
@@ -40,19 +42,89 @@ __all__ = [
     "stored_entry",
 ]
 
-STRAY = "stray"
+STRAY: Final = "stray"
 """The kind of notes on files of another save that lie among those of a checkpoint."""
 
 ZEROS = "zeros:"
-"""The path of a source file that is no file: it reads as zeros everywhere (``storage.sources.ZeroFile``)."""
+"""The path of a source that is not a file: it reads as zeros everywhere (``storage.sources.ZeroFile``)."""
 
 LOOSE = ""
-"""The state name of a value that a user put into an optimizer's ``state`` where the states of a parameter stand.
+"""The state name of a value that a user put into an optimizer's ``state`` in place of a parameter's states.
 
 TorchRec's keyed optimizers allow it. ``_optim_state_dict`` copies such a value, and so do all writers.
 """
 
 ParamKey: TypeAlias = int | str
+
+NoteKind: TypeAlias = Literal[
+    "buffer-type",
+    "cast",
+    "chunks-corrected",
+    "cleared",
+    "dropped",
+    "empty-entries",
+    "filled",
+    "flattened-names",
+    "found-below",
+    "groups-flattened",
+    "groups-rebuilt",
+    "ids-repaired",
+    "inferred",
+    "manifest",
+    "missing-state",
+    "model-found",
+    "normalised",
+    "not-carried",
+    "optimizer-found",
+    "rekeyed",
+    "renamed",
+    "replicas",
+    "resumed",
+    "several-models",
+    "several-optimizers",
+    "staged",
+    "stray",
+    "tied",
+    "undetermined",
+    "unflattened",
+    "units",
+    "units-ambiguous",
+    "units-unreadable",
+    "unlisted",
+    "unmatched",
+    "unnamed",
+    "unread",
+    "unshared",
+]
+"""What a note is about, as ``fsdpckpt.json`` and ``--json`` say it."""
+
+ProblemKind: TypeAlias = Literal[
+    "aliased-states",
+    "checksum",
+    "digest",
+    "flattened",
+    "flattened-lost",
+    "incomplete",
+    "length",
+    "manifest",
+    "missing-file",
+    "missing-key",
+    "missing-rank",
+    "names",
+    "not-finite",
+    "outside",
+    "overlap",
+    "parameter-order",
+    "rank-mismatch",
+    "replica",
+    "state",
+    "step",
+    "stray",
+    "truncated",
+    "units",
+    "unreadable",
+]
+"""What is wrong, as ``--json`` says it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +139,11 @@ class SourceFile:
 class Problem:
     """Something wrong with a checkpoint. ``fatal``: converting it would lose or invent data.
 
-    ``kind`` is a stable word for machines: ``missing-rank``, ``missing-key``, ``incomplete``, ``overlap``,
-    ``aliased-states``, ``flattened``, ``checksum``, ``truncated``, ``state``, ``replica`` and so on. ``section`` is
-    None when the whole checkpoint is concerned: a conversion that leaves a section out is not stopped by its problems.
+    ``section`` is None when the whole checkpoint is concerned: a conversion that leaves a section out is not stopped by
+    its problems.
     """
 
-    kind: str
+    kind: ProblemKind
     message: str
     fatal: bool = True
     file: str | None = None
@@ -83,12 +154,12 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Something that was inferred, cast, dropped, renamed, repaired or not carried: shown in every summary.
+    """Something that was inferred, cast, dropped, renamed, repaired or not carried over: shown in every summary.
 
     ``key`` names the one key concerned, ``keys`` lists them when there are many.
     """
 
-    kind: str
+    kind: NoteKind
     message: str
     key: str | None = None
     keys: tuple[str, ...] = ()
@@ -163,7 +234,7 @@ UNORDERED = Evidence(EvidenceKind.ORDER, "keys are not in the order of the state
 class ModelState:
     """``params``: FQN (exactly as the source wrote it) to tensor, in the source's order; buffers included.
 
-    A value that is no tensor (``_extra_state`` entries) stays a value. ``metadata`` is what ``nn.Module.state_dict``
+    A value that is not a tensor (``_extra_state`` entries) stays a value. ``metadata`` is what ``nn.Module.state_dict``
     attaches as ``_metadata``, None when the source has none.
     """
 

@@ -21,8 +21,10 @@ from fsdpckpt.ir.checkpoint import (
     Layout,
     Manifest,
     Note,
+    NoteKind,
     OptimState,
     Problem,
+    ProblemKind,
     Section,
     SourceFile,
     StatedFile,
@@ -224,7 +226,7 @@ def check_listing(manifest: Manifest, present: dict[str, Entry]) -> list[Problem
             problems.append(Problem("missing-file", message, fatal=fatal, file=path, section=_section(name)))
         elif entry.nbytes != stated.nbytes:
             message = f"{path} has {entry.nbytes} bytes, and {MANIFEST} says {stated.nbytes}"
-            kind = "truncated" if entry.nbytes < stated.nbytes else "length"
+            kind: ProblemKind = "truncated" if entry.nbytes < stated.nbytes else "length"
             problems.append(Problem(kind, message, file=path, section=_section(name)))
     return [*problems, *_strays(manifest, present)]
 
@@ -322,7 +324,7 @@ def side_files(checkpoint: Checkpoint, target: Flavor, world_size: int | None, s
     return taken
 
 
-def _note(kind: str, what: str, names: list[str]) -> Note:
+def _note(kind: NoteKind, what: str, names: list[str]) -> Note:
     shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
     return Note(kind, f"{what}: {shown}", keys=tuple(names))
 

@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 
 from fsdpckpt.errors import SourceCorruptError, SourceError
-from fsdpckpt.ir.checkpoint import Checkpoint, Manifest, Problem
+from fsdpckpt.ir.checkpoint import Checkpoint, Manifest, Problem, ProblemKind
 from fsdpckpt.readers.beside import check_listing, listed, read_manifest
 from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage.sources import Sources
@@ -79,7 +79,7 @@ def check_records(
         try:
             sources.open(run.path).read_into(begin, view)
         except SourceError as error:
-            kind = "truncated" if isinstance(error, SourceCorruptError) else "unreadable"
+            kind: ProblemKind = "truncated" if isinstance(error, SourceCorruptError) else "unreadable"
             return Problem(kind, str(error.what), file=run.path)
         finally:
             advance(len(view))
