@@ -1,11 +1,61 @@
-"""Hugging Face's weights: ``model-0000i-of-0000N.safetensors`` with their index, no optimizer."""
+"""accelerate's ``save_state`` and the Trainer of transformers, which calls it (``accelerate/utils/fsdp_utils.py``)."""
 
 from __future__ import annotations
 
-from fsdpckpt.ir.checkpoint import Container, Layout
-from fsdpckpt.producers.forms import Flavor, Form, Place, Sign
+from dataclasses import replace
 
-__all__ = ["HUGGINGFACE"]
+from fsdpckpt.ir.checkpoint import Container, Layout
+from fsdpckpt.producers.forms import Flavor, Form, MeshForm, Place, RankFile, Sign
+
+__all__ = ["ACCELERATE", "HUGGINGFACE", "TRAINER"]
+
+_MODEL, _OPTIM = "pytorch_model_fsdp", "optimizer"
+_STATE = rf"^{_MODEL}(_\d+)?(_rank\d+)?(\.bin)?$"
+
+_FULL = Form(Layout.FULL, Container.TORCH, Place(f"{_MODEL}.bin"), Place(f"{_OPTIM}.bin"), key_type="name")
+_SHARDED = Form(
+    Layout.SHARDED,
+    Container.DCP,
+    Place(f"{_MODEL}_0/", ("model",)),
+    Place(f"{_OPTIM}_0/", ("optimizer",)),
+    key_type="name",
+)
+_RANKS = Form(  # use_dcp=False
+    Layout.SHARDED,
+    Container.TORCH,
+    Place(f"{_MODEL}_0_rank{{rank}}.bin"),
+    Place(f"{_OPTIM}_0_rank{{rank}}.bin"),
+    key_type="name",
+    mesh=MeshForm("cuda"),
+)
+
+_LOCAL = Form(  # the optimizer is saved by name and sharded all the same
+    Layout.FLATTENED,
+    Container.TORCH,
+    Place(f"{_MODEL}_rank{{rank}}.bin"),
+    Place(f"{_OPTIM}_0/", ("optimizer",), container=Container.DCP, layout=Layout.SHARDED),
+)
+
+ACCELERATE = Flavor(
+    name="accelerate",
+    title="accelerate's save_state",
+    signs=(Sign((_STATE,)),),
+    forms=(_SHARDED, _FULL, _RANKS, _LOCAL),
+    state=rf"^({_MODEL}|{_OPTIM})(_\d+)?(_rank\d+)?(\.bin)?$",
+    rank_files=(RankFile("random_states_{rank}.pkl"),),
+    model_files="",
+    schedule=("scheduler",),
+)
+
+TRAINER = replace(
+    ACCELERATE,
+    name="trainer",
+    title="a checkpoint of the Trainer of transformers",
+    signs=(Sign((_STATE, r"^trainer_state\.json$")),),
+    rank_files=(RankFile("rng_state_{rank}.pth", single="rng_state.pth"),),
+    exports=(r"^(model|pytorch_model)([-.].*)?\.(safetensors|bin)(\.index\.json)?$",),
+)
+
 
 HUGGINGFACE = Flavor(
     name="huggingface",

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from fsdpckpt.producers.accelerate import ACCELERATE, TRAINER
 from fsdpckpt.producers.forms import PLAIN, Flavor, Sign
-from fsdpckpt.producers.huggingface import HUGGINGFACE
+from fsdpckpt.producers.huggingface import ACCELERATE, HUGGINGFACE, TRAINER
 from fsdpckpt.producers.lightning import FABRIC, LIGHTNING, LIGHTNING_MODEL_PARALLEL
 from fsdpckpt.producers.read_only import COMPOSER, FAIRSCALE, TORCH_XLA, TORCHTUNE
 from fsdpckpt.producers.torchtitan import TORCHTITAN, TORCHTITAN_OLD
