@@ -1,4 +1,4 @@
-"""The IR: one description of a checkpoint that every reader fills and every writer consumes.
+"""Holds the IR: one description of a checkpoint that every reader fills and every writer consumes.
 
-Level 1: imports nothing of this package but itself; stdlib and numpy only.
+Imports nothing of this package but itself and ``errors``; the standard library and numpy only.
 """

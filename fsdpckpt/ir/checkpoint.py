@@ -58,6 +58,7 @@ ParamKey: TypeAlias = int | str
 
 NoteKind: TypeAlias = Literal[
     "buffer-type",
+    "carried",
     "cast",
     "chunks-corrected",
     "cleared",

@@ -1,7 +1,7 @@
-"""Do the chunks of one tensor hold every element exactly once? Equal boxes are replicas; other overlaps are flaws.
+"""Checks that the chunks of a tensor hold every element once. Equal boxes are replicas; other overlaps are flaws.
 
 Three steps, cheapest first: a whole chunk; a grid (each dimension cut into intervals that tile it, every cell
-present), which is what FSDP, HSDP and FSDP x TP make; and counting on the grid of all edges, which says what is wrong.
+present), as FSDP, HSDP and FSDP x TP make; and counting on the grid of all edges, which tells what is wrong.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from fsdpckpt.ir.tensors import Int64Array, Tensor
 
 __all__ = ["Flaw", "box_text", "flaws"]
 
-SMALL = 48  # chunks: below this plain Python is quicker than numpy's cost per call
-MOST_CELLS = 1 << 24  # of the counting grid: 64 MiB of counters; what has more is compared box by box
-MOST_DIMENSIONS = 8  # that are cut: each doubles the corners to count
+SMALL = 48  # chunks: up to this many, plain Python is faster than numpy's cost per call
+MAX_CELLS = 1 << 24  # of the counting grid: 64 MiB of counters; above it, boxes are compared in pairs
+MAX_CUT_DIMENSIONS = 8  # each doubles the corners to count
 PAIRS_AT_ONCE = 1 << 22  # bounds the memory of comparing boxes pairwise
 
 
@@ -115,7 +115,7 @@ def _is_grid(shape: tuple[int, ...], start: Int64Array, size: Int64Array) -> boo
 
 
 def _examine(shape: tuple[int, ...], start: Int64Array, size: Int64Array, rank: Int64Array) -> list[Flaw]:
-    """Says exactly what is wrong, if anything is (a cover that is no grid is fine)."""
+    """Find exactly what is wrong, if anything is (a cover that is not a grid is fine)."""
     found: list[Flaw] = []
     limit = np.asarray(shape, np.int64).reshape(1, len(shape))
     filled = size.all(axis=1)
@@ -136,7 +136,7 @@ def _examine(shape: tuple[int, ...], start: Int64Array, size: Int64Array, rank: 
     cut = [k for k, edge in enumerate(edges) if len(edge) > 2]
     if 0 in shape:
         return found
-    if len(cut) > MOST_DIMENSIONS or prod(len(edges[k]) for k in cut) > MOST_CELLS:
+    if len(cut) > MAX_CUT_DIMENSIONS or prod(len(edges[k]) for k in cut) > MAX_CELLS:
         return found + _pairwise(shape, start_, size_, holders)
     return found + _counted(shape, start_, size_, holders, edges)
 
@@ -185,10 +185,10 @@ def _counted(
 
 def _volume(cells: npt.NDArray[np.bool_], edges: list[Int64Array]) -> int:
     """Elements of the marked cells, over the cut dimensions."""
-    weight: npt.NDArray[np.int64] = cells.astype(np.int64)
+    volume: npt.NDArray[np.int64] = cells.astype(np.int64)
     for edge in reversed(edges):
-        weight = weight @ np.diff(edge)
-    return int(weight)
+        volume = volume @ np.diff(edge)
+    return int(volume)
 
 
 def _holding(

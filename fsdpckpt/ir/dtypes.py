@@ -1,4 +1,4 @@
-"""Every torch dtype whose elements are whole bytes: name, size, and its name in each container.
+"""Lists every torch dtype whose elements are whole bytes: name, size, and its name in each format.
 
 Source of the rules: ``torch.serialization`` (dtypes with a typed legacy storage class are written as
 ``torch.<X>Storage``; all others as ``torch.storage.UntypedStorage`` with ``_rebuild_tensor_v3``) and the
@@ -86,8 +86,8 @@ SAFETENSORS_DTYPES: Mapping[str, DType] = {d.safetensors: d for d in DTYPES.valu
 def numpy_dtype(dtype: DType) -> NumpyDType:
     """The numpy type whose bytes are torch's, for arithmetic and casts.
 
-    Types numpy has not (bits, complex32) come back as raw bytes of the same size: copyable and
-    comparable, not castable; see ``DType.numpy``.
+    Types that numpy lacks (bits, complex32) become raw bytes of the same size, which can be copied and compared but not
+    cast; see ``DType.numpy``.
     """
     import numpy as np
 

@@ -1,6 +1,6 @@
-"""What must hold for a checkpoint to be converted without losing or inventing data: pure functions over the IR.
+"""Checks what must hold for a checkpoint to be converted without losing or inventing data: pure functions over the IR.
 
-Each returns every problem it sees, none raises; ``fatal`` turns the fatal ones into one error.
+Each returns every problem, none raises; ``fatal`` turns the fatal ones into one error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["aliased_states", "fatal", "problems", "state_completeness"]
 INCOMPLETE = frozenset({"incomplete", "missing-rank", "missing-key", "missing-file", "missing-state"})
 UNSUPPORTED = frozenset({"aliased-states", "flattened", "flattened-lost"})
 
-MANY = 48  # chunks: from here on columns are quicker than plain Python
+MANY = 48  # chunks: above this, columns are faster than plain Python
 
 ALIASED_WHY = (
     "FSDP1 with use_orig_params=True, trained on CPU and gathered with offload_to_cpu=True, hands out every state of a "
@@ -32,7 +32,7 @@ ALIASED_NEXT = "save again with FullOptimStateDictConfig(offload_to_cpu=False), 
 
 
 def problems(checkpoint: Checkpoint) -> list[Problem]:
-    """Everything wrong with ``checkpoint`` that shows without reading tensor data."""
+    """Every problem of ``checkpoint`` that can be found without reading tensor data."""
     found: list[Problem] = []
     for named in checkpoint.tensors():
         wrong = flaws(named.tensor)
@@ -240,12 +240,12 @@ def _state_problem(key: ParamKey, message: str) -> Problem:
     return Problem("state", message, fatal=False, key=str(key), section=Section.OPTIM)
 
 
-def fatal(found: Iterable[Problem], *, source: str = "the checkpoint") -> SourceError:
-    """One error that lists every fatal problem of ``found``; its class goes by their kinds.
+def fatal(problems: Iterable[Problem], *, source: str = "the checkpoint") -> SourceError:
+    """One error that lists every fatal problem; their kinds decide its class.
 
     Raises ValueError when none is fatal: ask first.
     """
-    wrong = [problem for problem in found if problem.fatal]
+    wrong = [problem for problem in problems if problem.fatal]
     if not wrong:
         raise ValueError("no fatal problem")
     one, what, why, next_step = _class_of({problem.kind for problem in wrong}, source)

@@ -1,4 +1,4 @@
-"""Fully qualified names of parameters and modules, as ``state_dict`` keys have them."""
+"""Handles fully qualified names of parameters and modules, as they are in ``state_dict`` keys."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def joined(prefix: str, name: str) -> str:
 
 
 _DISTRIBUTED = "module."  # DistributedDataParallel, DataParallel
-_SHOWN = 5  # keys in a note's message; its ``keys`` has them all
+_SHOWN = 5  # keys named in a note's message; ``keys`` lists all
 
 
 def without_module(names: Iterable[str], like: Collection[str]) -> tuple[str, ...]:
@@ -75,9 +75,9 @@ def sorted_by_a_tool(names: Sequence[str]) -> bool:
 
 
 def normalise(checkpoint: Checkpoint) -> Checkpoint:
-    """The same with wrappers' prefixes taken off model and optimizer keys, and a note that lists those.
+    """``checkpoint`` without the prefixes of wrappers on model and optimizer keys, and with a note that lists them.
 
-    ``param_names`` in groups stay as they are: they are no keys, and whoever matches them cleans them. Raises
+    ``param_names`` in groups are not keys and stay as they are; whoever matches them cleans them. Raises
     SourceUnsupportedError when two keys of one section would become one.
     """
     model, optim = checkpoint.model, checkpoint.optim
@@ -134,7 +134,7 @@ def _refuse_collisions(checkpoint: Checkpoint, names: Mapping[str, str], section
 
 
 def _metadata(metadata: Value) -> Value:
-    """``_metadata`` maps module paths to versions, and follows. Of a wrapper and what it wraps, the latter stays."""
+    """``_metadata`` with cleaned module paths. Where a wrapper and its module get one path, the module's entry stays."""
     if not isinstance(metadata, dict):
         return metadata
     cleaned = {clean(key) if isinstance(key, str) else key: value for key, value in metadata.items()}

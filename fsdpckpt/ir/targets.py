@@ -1,4 +1,4 @@
-"""What a writer lays out: target files made of literal bytes and write items for tensor data, nothing copied yet.
+"""Describes what a writer lays out: target files of literal bytes and write items for tensor data. Nothing is copied yet.
 
 A *write item* is one contiguous range of a target file that receives one box of one tensor, row-major (or in the
 memory order ``order`` says). A *checksum* is a range whose CRC-32 the executor computes while copying and
@@ -18,7 +18,7 @@ from fsdpckpt.ir.tensors import Tensor
 __all__ = ["WriteItem", "Target", "TargetFile"]
 
 
-class WriteItem(NamedTuple):  # there may be millions, and a frozen dataclass takes five times as long to make
+class WriteItem(NamedTuple):  # there may be millions, and a frozen dataclass is five times slower to make
     """``nbytes`` from ``offset``: elements ``start`` .. ``start + size`` of ``tensor``, cast to ``dtype``.
 
     ``start``, ``size``: elements, one a dimension. ``order``: the dimensions from slowest to fastest in the
@@ -38,7 +38,7 @@ class WriteItem(NamedTuple):  # there may be millions, and a frozen dataclass ta
 class TargetFile:
     """One file being laid out, front to back. ``path`` is relative to the target directory ("" for a one-file target).
 
-    ``blob`` holds every literal byte, what repeats only once; ``literals`` are (file offset, start in blob, nbytes).
+    ``blob`` holds every literal byte, repeated bytes only once; ``literals`` are (file offset, start in blob, nbytes).
     ``checksums`` are (begin, end, places) with ``places`` the file offsets that receive the CRC-32 of [begin, end).
     """
 
@@ -63,7 +63,7 @@ class TargetFile:
         return offset
 
     def repeat(self, start: int, nbytes: int) -> int:
-        """Append ``nbytes`` that stand at ``start`` of ``blob`` already; returns the file offset they start at."""
+        """Append ``nbytes`` that are already at ``start`` of ``blob``; returns the file offset they start at."""
         offset = self.nbytes
         if nbytes:
             self.literals.append((offset, start, nbytes))

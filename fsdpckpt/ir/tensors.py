@@ -1,4 +1,4 @@
-"""Logical tensors: dtype, global shape, and where every element lies, in columns.
+"""Describes logical tensors: dtype, global shape, and where every element lies, in columns.
 
 A *chunk* is a box of one tensor's elements lying in one file. Several chunks may hold the same box
 (replicas); together the chunks of a whole tensor cover every element.
@@ -21,11 +21,11 @@ __all__ = ["ONE_SLICE", "SLICES", "Int64Array", "Chunks", "Tensor", "contiguous_
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 
 SLICES = "slices"
-"""The ``placement`` of a tensor that is the ranks' 1-D slices of flat parameters one after the other, not yet named."""
+"""The ``placement`` of a tensor made of the ranks' 1-D slices of flat parameters, joined but not yet named."""
 
 ONE_SLICE = "whole, or one rank's slice"
-"""The ``placement`` of a vector that DCP saved beside flat parameters: of a buffer all of it, of a parameter the slice
-of one rank, whose data is in the flat parameter. Which it is only units tell."""
+"""The ``placement`` of a vector that DCP saved beside flat parameters: all of a buffer, or one
+rank's slice of a parameter, whose data is in the flat parameter. Only units tell which it is."""
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
@@ -40,7 +40,7 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunks:
-    """One row a chunk. n rows; d is the tensor's number of dimensions.
+    """The chunks of one tensor, one row each. n rows; d is the tensor's number of dimensions.
 
     ``rank`` (n,): the rank that held or wrote the chunk. ``file`` (n,): index into ``Checkpoint.files``.
     ``offset`` (n,): byte offset in that file of the chunk's first element, -1 while the reader has not

@@ -32,7 +32,7 @@ Value: TypeAlias = Union[
 
 @dataclass(frozen=True, slots=True)
 class Global:
-    """An allow-listed importable name, e.g. ``torch.float32``: never imported, only carried."""
+    """An allow-listed importable name, e.g. ``torch.float32``: never imported."""
 
     module: str
     name: str

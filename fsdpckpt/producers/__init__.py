@@ -1,1 +1,1 @@
-"""What each producer of checkpoints calls its files and keys: one table, one module per producer."""
+"""Says how each framework (a producer of checkpoints) names its files and keys: one table, one module a framework."""

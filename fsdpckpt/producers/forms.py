@@ -1,9 +1,13 @@
-"""The columns of the tables: where a producer puts which section, in which layout and container."""
+"""Defines how a framework's checkpoints are described: where it puts each section, in which layout and container.
+
+A ``Flavor`` is one framework (``--flavor``), a ``Form`` one way in which it saves.
+"""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from fsdpckpt.ir.checkpoint import Container, KeyType, Layout
 
@@ -24,12 +28,12 @@ __all__ = [
 ]
 
 PLAIN = "plain"
-Step = str | int  # a key of a dict, or a position in a list
+Step: TypeAlias = str | int  # a key of a dict, or an index of a list
 
 
 @dataclass(frozen=True, slots=True)
 class Nesting:
-    """Below which keys the sections stand in one state dict; () is the top, where the keys are the section's own.
+    """The path of keys of each section in one state dict; () is the top level.
 
     ``flattened``: the optimizer's keys are ``state.<name>.<state>`` and ``param_groups.<name>.<setting>``, what
     ``StateDictOptions(flatten_optimizer_state_dict=True)`` gives.
@@ -45,7 +49,7 @@ PLAIN_NESTING = Nesting()
 
 @dataclass(frozen=True, slots=True)
 class RankNames:
-    """Files of sections, one a rank, named with ``{rank}`` and ``{world_size}``."""
+    """Names of the sections' files by rank, with ``{rank}`` and ``{world_size}``."""
 
     model: str = "model_world_size_{world_size}_rank_{rank}.pt"
     optim: str = "optim_world_size_{world_size}_rank_{rank}.pt"
@@ -57,7 +61,7 @@ PLAIN_NAMES = RankNames()
 
 @dataclass(frozen=True, slots=True)
 class MeshForm:
-    """The mesh that DTensors say they are on: a live model takes them only when its own has the same.
+    """The mesh that DTensors name: a live model loads them only when its own mesh is equal.
 
     ``device``: the device type, as ``init_device_mesh`` takes it. ``names``: ``mesh_dim_names``, None without any.
     """
@@ -71,7 +75,7 @@ PLAIN_MESH = MeshForm()
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one section goes: ``file`` below DST and the keys ``at`` in it. Sections of one file share its dict.
+    """Where one section goes: ``file`` below DST, and the keys ``at`` in it. Sections of one file share its dict.
 
     ``file``: "" is DST itself, a trailing ``/`` makes a DCP directory; ``{rank}`` and ``{world_size}`` are filled in.
     ``container``, ``layout``: where they differ from the form's.
@@ -85,12 +89,13 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """One way in which a producer saves. ``optim``, ``extra`` None: it has no place for that section.
+    """One way in which a framework saves. ``optim``, ``extra`` None: it has no place for that section.
 
-    ``key_type``: what its loader takes, None where the form settles the keys itself. ``flattened``: see ``Nesting``.
-    ``mesh``: that of its DTensors. ``weights``: tensors alone, tied ones once. ``texts``: small files it needs, (name,
+    ``key_type``: what its loader takes, None where the form fixes the keys. ``flattened``: see ``Nesting``.
+    ``mesh``: that of its DTensors. ``weights``: tensors only, tied ones once. ``texts``: small files it needs, (name,
     content with ``{world_size}``). ``defaults``: extras without which its loader stops; () is an empty list.
-    ``opened``: extras that its loader opens, with keys that each must have: others' of that name are left out.
+    ``opened``: extras that its loader opens, with keys that each must have: other frameworks' extras of that name are
+    left out.
     ``schedule``: the extra that takes the state dict of another producer's LR scheduler, and the keys it must have.
     ``directory``: whether DST is one.
     """
@@ -113,7 +118,7 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class RankFile:
-    """A file that every rank has of its own, named with ``{rank}``; ``single`` is its name in a world of one."""
+    """A file that each rank has, named with ``{rank}``; ``single`` is its name in a world of one."""
 
     name: str
     single: str | None = None
@@ -122,7 +127,7 @@ class RankFile:
         return self.single if self.single is not None and world_size == 1 else self.name.format(rank=rank)
 
     def rank_of(self, name: str) -> int | None:
-        """The rank whose file ``name`` is, None when it is no such file. ``single`` names no rank."""
+        """The rank whose file ``name`` is, None when it is not such a file. ``single`` names no rank."""
         before, _, after = self.name.partition("{rank}")
         found = re.fullmatch(rf"{re.escape(before)}(\d+){re.escape(after)}", name)
         return int(found[1]) if found is not None else None
@@ -130,8 +135,8 @@ class RankFile:
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """What tells a producer: every pattern of ``files`` fits a name in the directory, every one of ``keys`` is a key
-    at the top of what is neither model nor optimizer."""
+    """How a framework is recognised: every pattern of ``files`` matches a name in the directory, and all ``keys`` are
+    top-level keys of what is neither model nor optimizer."""
 
     files: tuple[str, ...] = ()
     keys: tuple[str, ...] = ()
@@ -139,13 +144,13 @@ class Sign:
 
 @dataclass(frozen=True, slots=True)
 class Flavor:
-    """One producer. ``forms``: the first that fits what is asked for is written; () is read only.
+    """One framework. ``forms``: the first that fits the options is written; () means it is only read.
 
-    ``signs``: any one tells it. ``state``: the names of the files and directories that hold what is converted; what
-    lies beside them are side files, carried as they are. ``rank_files``: those of them that each rank has.
-    ``exports``: patterns of files that hold the model once more, ``export_directories``: directories that do.
-    ``model_files``: where Hugging Face's configuration and tokenizer lie, None when the producer keeps none.
-    ``schedule``: where among its extras the state dict of the one LR scheduler is, () when it keeps none as torch's is.
+    ``signs``: any one is enough. ``state``: a pattern for the files and directories that hold what is converted; others
+    are side files, copied unchanged. ``rank_files``: side files that each rank has.
+    ``exports``: patterns of files that hold a second copy of the model, ``export_directories``: directories that do.
+    ``model_files``: where Hugging Face's configuration and tokenizer lie, None when the framework keeps none.
+    ``schedule``: the path of the LR scheduler's state dict among its extras, () when it keeps none in torch's form.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Lightning: the Trainer's checkpoints and Fabric's (``lightning/{fabric,pytorch}/strategies/fsdp.py``)."""
+"""Describes Lightning: the Trainer's checkpoints and Fabric's (``lightning/{fabric,pytorch}/strategies/fsdp.py``)."""
 
 from __future__ import annotations
 

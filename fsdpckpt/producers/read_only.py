@@ -1,4 +1,4 @@
-"""Producers whose checkpoints are read and not written."""
+"""Describes frameworks whose checkpoints are read but not written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All producers, and how one is recognised."""
+"""Lists all frameworks, and recognises one by its files and keys."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fsdpckpt.producers.verl import VERL
 
 __all__ = ["EXPORT_DIRECTORIES", "FLAVORS", "WRITABLE", "copied_by_rank", "export_files", "flavor_named", "recognise"]
 
-FLAVORS: tuple[Flavor, ...] = (  # the first whose sign is there is meant
+FLAVORS: tuple[Flavor, ...] = (  # the first whose sign is present wins
     TRAINER, ACCELERATE, VERL, LIGHTNING, LIGHTNING_MODEL_PARALLEL, FABRIC, COMPOSER, TORCHTUNE, TORCHTITAN,
     TORCHTITAN_OLD, TORCH_XLA, FAIRSCALE, HUGGINGFACE,
 )  # fmt: skip
@@ -25,12 +25,12 @@ EXPORT_DIRECTORIES = frozenset(name for flavor in FLAVORS for name in flavor.exp
 
 
 def flavor_named(name: str) -> Flavor | None:
-    """The producer of this name; None for ``plain`` and names that are none."""
+    """The framework of this name; None for ``plain`` and unknown names."""
     return next((flavor for flavor in FLAVORS if flavor.name == name), None)
 
 
 def recognise(names: Iterable[str], *, directory: str = "", keys: Iterable[object] = ()) -> Flavor | None:
-    """The producer whose sign is among the file ``names`` of ``directory`` and the top ``keys``, None without any."""
+    """The framework whose sign is among the file ``names`` of ``directory`` and the top-level ``keys``, or None."""
     base = directory.rstrip("/").rpartition("/")[2]
     entries, top = [*names, f"../{base}"], set(keys)
     return next((flavor for flavor in FLAVORS if any(_shows(sign, entries, top) for sign in flavor.signs)), None)
@@ -43,12 +43,12 @@ def _shows(sign: Sign, entries: list[str], keys: set[object]) -> bool:
 
 
 def copied_by_rank(name: str) -> bool:
-    """Whether a producer's file of this name is each rank's own and no state: other ranks get copies of it."""
+    """Whether each rank has a side file of this name in some framework: new ranks get copies of it."""
     return any(kind.rank_of(name) is not None for flavor in FLAVORS for kind in flavor.rank_files)
 
 
 def export_files(names: Iterable[str]) -> set[str]:
-    """Those of the files of one directory that hold the model a second time, for other programs."""
+    """The files of one directory that hold a second copy of the model, for other programs."""
     known = list(names)
     flavor = recognise(known)
     patterns = flavor.exports if flavor is not None else ()

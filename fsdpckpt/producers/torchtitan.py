@@ -1,4 +1,4 @@
-"""torchtitan's ``CheckpointManager``: ``step-N`` directories of DCP, in two generations of keys."""
+"""Describes torchtitan's ``CheckpointManager``: ``step-N`` directories of DCP, in two generations of keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""verl's ``FSDPCheckpointManager``: ``global_step_N/actor`` with three files a rank."""
+"""Describes verl's ``FSDPCheckpointManager``: ``global_step_N/actor`` with three files a rank."""
 
 from __future__ import annotations
 

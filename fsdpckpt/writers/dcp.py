@@ -92,8 +92,8 @@ def _cut(value: Value, world_size: int | None) -> RankBoxes | None:
     return chunk_boxes(value.shape, world_size) if value.sharded and value.shape else None
 
 
-class _Place(NamedTuple):
-    """Where the bytes around one kind of tensor's data stand in a file's blob, and what they are counted from."""
+class _ItemParts(NamedTuple):
+    """The bytes around the data of tensors of one dtype and size: where they are in a file's blob, and how many."""
 
     before: int
     before_nbytes: int
@@ -114,7 +114,7 @@ class _DataFiles:
 
     casts: Mapping[Tensor, DType]
     files: dict[int, TargetFile] = field(default_factory=dict)
-    places: dict[tuple[int, str, tuple[int, ...]], _Place] = field(default_factory=dict)
+    parts: dict[tuple[int, str, tuple[int, ...]], _ItemParts] = field(default_factory=dict)
     items: dict[bytes, bytes] = field(default_factory=dict)
 
     def in_order(self) -> list[TargetFile]:
@@ -127,23 +127,23 @@ class _DataFiles:
         return file
 
     def tensor(self, tensor: Tensor, dtype: DType, rank: int, box: Box) -> StoredChunk:
-        """One box of a tensor as an item of rank's file."""
+        """One box of a tensor as an item of the rank's file."""
         file = self._open(rank)
-        place = self.places.get((rank, dtype.name, box.sizes))
-        if place is None:
-            place = self.places[rank, dtype.name, box.sizes] = _place(file, dtype, box.sizes)
-        begin = file.repeat(place.before, place.before_nbytes)
-        if place.data_nbytes:
+        parts = self.parts.get((rank, dtype.name, box.sizes))
+        if parts is None:
+            parts = self.parts[rank, dtype.name, box.sizes] = _item_parts(file, dtype, box.sizes)
+        begin = file.repeat(parts.before, parts.before_nbytes)
+        if parts.data_nbytes:
             data = file.nbytes
-            file.write_items.append(WriteItem(data, place.data_nbytes, tensor, box.offsets, box.sizes, dtype))
-            file.nbytes = data + place.data_nbytes
-        file.repeat(place.after, place.after_nbytes)
-        for first, end, (local, central) in place.checksums:
+            file.write_items.append(WriteItem(data, parts.data_nbytes, tensor, box.offsets, box.sizes, dtype))
+            file.nbytes = data + parts.data_nbytes
+        file.repeat(parts.after, parts.after_nbytes)
+        for first, end, (local, central) in parts.checksums:
             file.checksums.append((begin + first, begin + end, (begin + local, begin + central)))
-        return StoredChunk(box.offsets, box.sizes, file.path, begin, place.item_nbytes)
+        return StoredChunk(box.offsets, box.sizes, file.path, begin, parts.item_nbytes)
 
     def value(self, value: Value, rank: int) -> StoredChunk:
-        """A value that is no tensor (it may hold some) as an item of rank's file."""
+        """A value that is not a tensor (it may hold some) as an item of the rank's file."""
         file = self._open(rank)
         begin = file.nbytes
         if any(True for _ in leaf_tensors(value)):
@@ -159,14 +159,14 @@ class _DataFiles:
         return StoredChunk((), (), file.path, begin, end - begin)
 
 
-def _place(file: TargetFile, dtype: DType, size: tuple[int, ...]) -> _Place:
-    """Put what surrounds the data of such tensors into the blob of ``file``, which it does not lengthen."""
+def _item_parts(file: TargetFile, dtype: DType, size: tuple[int, ...]) -> _ItemParts:
+    """Put the bytes around the data of such tensors into the blob of ``file``; the file does not grow."""
     before, after, nbytes, checksums = _tensor_item(dtype, size)
     item = len(before) + nbytes + len(after)
     padding = bytes(-item % ALIGNMENT)
     begin = len(file.blob)
     file.blob += before + after + padding
-    return _Place(begin, len(before), begin + len(before), len(after) + len(padding), nbytes, item, checksums)
+    return _ItemParts(begin, len(before), begin + len(before), len(after) + len(padding), nbytes, item, checksums)
 
 
 def _value_item(pickled: bytes) -> bytes:

@@ -15,14 +15,14 @@ __all__ = ["extra_notes", "extras_of_one", "extras_of_rank", "model_dict", "nest
 
 
 def extras_of_rank(checkpoint: Checkpoint, rank: int) -> dict[Key, Value]:
-    """What target rank ``rank`` gets: the common extras, over them source rank ``rank``'s (modulo their number)."""
+    """The extras of target rank ``rank``: the common ones, and source rank ``rank``'s (modulo their number)."""
     if not checkpoint.rank_extra:
         return checkpoint.extra
     return _merged(checkpoint.extra, checkpoint.rank_extra[rank % len(checkpoint.rank_extra)])
 
 
 def extras_of_one(checkpoint: Checkpoint) -> tuple[dict[Key, Value], list[Note]]:
-    """What a target without ranks gets: rank 0's extras, and a note naming what the other ranks had of their own."""
+    """The extras of a target without ranks: rank 0's, and a note for each one in which other ranks differ."""
     notes = []
     if len(checkpoint.rank_extra) > 1:
         ranks = len(checkpoint.rank_extra)
@@ -37,7 +37,7 @@ def extras_of_one(checkpoint: Checkpoint) -> tuple[dict[Key, Value], list[Note]]
 
 
 def _merged(common: dict[Key, Value], own: dict[Key, Value]) -> dict[Key, Value]:
-    """All of both, ``own`` first: its order is that of the file."""
+    """Both, ``own`` first: its order is that of the file."""
     merged: dict[Key, Value] = {}
     for key, value in own.items():
         known = common.get(key)
@@ -91,7 +91,7 @@ def optim_dict(optim: OptimState) -> dict[Key, Value]:
 
 
 def extra_notes(checkpoint: Checkpoint, world_size: int) -> list[Note]:
-    """What happens to ranks' own extras when the number of ranks changes."""
+    """A note on what happens to the extras of ranks when the number of ranks changes."""
     own = len(checkpoint.rank_extra)
     if own in (0, world_size):
         return []

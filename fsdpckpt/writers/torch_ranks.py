@@ -93,9 +93,9 @@ def _mesh_device(checkpoint: Checkpoint) -> str | None:
 
 
 def require_memory(nbytes: int, world_size: int) -> None:
-    """Raises UsageError when what surrounds the tensors in each file, ``nbytes``, does not fit into memory for all.
+    """Raises UsageError when the bytes around the tensors, ``nbytes`` in each file, do not fit into memory.
 
-    Each names every rank, once or for every tensor, so that twice as many ranks make four times as much of it.
+    Each file names every rank, once or for every tensor, so twice as many ranks need four times as many bytes.
     """
     needed, there = nbytes * world_size, memory_bytes()
     if needed > there:
