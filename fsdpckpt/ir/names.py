@@ -134,7 +134,7 @@ def _refuse_collisions(checkpoint: Checkpoint, names: Mapping[str, str], section
 
 
 def _metadata(metadata: Value) -> Value:
-    """``_metadata`` with cleaned module paths. Where a wrapper and its module get one path, the module's entry stays."""
+    """``_metadata`` with cleaned module paths. Of a wrapper and its module with one path, the module's entry stays."""
     if not isinstance(metadata, dict):
         return metadata
     cleaned = {clean(key) if isinstance(key, str) else key: value for key, value in metadata.items()}

@@ -1,4 +1,4 @@
-"""Describes what a writer lays out: target files of literal bytes and write items for tensor data. Nothing is copied yet.
+"""Describes what a writer lays out: target files of literal bytes, and write items for tensor data.
 
 A *write item* is one contiguous range of a target file that receives one box of one tensor, row-major (or in the
 memory order ``order`` says). A *checksum* is a range whose CRC-32 the executor computes while copying and
