@@ -11,6 +11,7 @@ from bisect import bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fsdpckpt.errors import SourceUnsupportedError
@@ -49,6 +50,7 @@ STALLED = 30.0  # seconds without a byte after which a request is repeated
 
 Fetch = Callable[[int, memoryview], None]
 """(offset, buffer): one attempt to fill the buffer. Raises what the store's package raises, or ShortAnswerError."""
+AsyncFetch = Callable[[int, memoryview], Awaitable[None]]
 
 
 class RemoteFile:
@@ -183,10 +185,15 @@ class RangeCache:
 
 def fetcher(filesystem: AbstractFileSystem, name: str, identity: FileIdentity) -> Fetch:
     """A function that fetches ranges of the object ``name``, which has to be in the state ``identity``."""
+    asynchronous: AsyncFetch | None = None
     if type(filesystem).__module__.partition(".")[0] == "s3fs":
-        return _S3(filesystem, name, identity).fetch
-    if type(filesystem).__name__ == "HTTPFileSystem":
-        return _Http(filesystem, name, identity).fetch
+        asynchronous = _s3_fetch(filesystem, name, identity)
+    elif type(filesystem).__name__ == "HTTPFileSystem":
+        asynchronous = _http_fetch(filesystem, name, identity)
+    if asynchronous is not None:
+        from fsspec.asyn import sync
+
+        return partial(sync, filesystem.loop, asynchronous)
 
     def fetch(offset: int, buffer: memoryview) -> None:
         for begin in range(0, len(buffer), STEP):
@@ -199,68 +206,53 @@ def fetcher(filesystem: AbstractFileSystem, name: str, identity: FileIdentity) -
     return fetch
 
 
-class _S3:
-    def __init__(self, filesystem: Any, name: str, identity: FileIdentity) -> None:
-        self._filesystem = filesystem
-        self._bucket, self._key, self._version = filesystem.split_path(name)
-        self._identity = identity
+def _s3_fetch(filesystem: Any, name: str, identity: FileIdentity) -> AsyncFetch:
+    bucket, key, version = filesystem.split_path(name)
 
-    def fetch(self, offset: int, buffer: memoryview) -> None:
-        from fsspec.asyn import sync
-
-        sync(self._filesystem.loop, self._fetch, offset, buffer)
-
-    async def _fetch(self, offset: int, buffer: memoryview) -> None:
-        version = {"VersionId": self._version} if self._version else {}
-        answer = await self._filesystem._call_s3(  # the public call_s3 cannot be awaited
+    async def fetch(offset: int, buffer: memoryview) -> None:
+        answer = await filesystem._call_s3(  # the public call_s3 cannot be awaited
             "get_object",
-            Bucket=self._bucket,
-            Key=self._key,
+            Bucket=bucket,
+            Key=key,
             Range=f"bytes={offset}-{offset + len(buffer) - 1}",
-            **version,
+            **({"VersionId": version} if version else {}),
         )
         body = answer["Body"]
         try:
             content_range = str(answer.get("ContentRange", ""))
-            _require_same(self._identity, f"ETag={answer.get('ETag')}", content_range.rpartition("/")[2])
+            _require_same(identity, f"ETag={answer.get('ETag')}", content_range.rpartition("/")[2])
             # A server may answer a request for all bytes without a range.
-            if content_range or len(buffer) != self._identity.nbytes:
+            if content_range or len(buffer) != identity.nbytes:
                 _require_range(content_range, offset, len(buffer))
             await _fill(buffer, lambda: body.read(1 << 18))
         finally:
             body.close()
 
+    return fetch
 
-class _Http:
-    def __init__(self, filesystem: Any, url: str, identity: FileIdentity) -> None:
-        self._filesystem = filesystem
-        self._url = url
-        self._identity = identity
 
-    def fetch(self, offset: int, buffer: memoryview) -> None:
-        from fsspec.asyn import sync
-
-        sync(self._filesystem.loop, self._fetch, offset, buffer)
-
-    async def _fetch(self, offset: int, buffer: memoryview) -> None:
-        session = await self._filesystem.set_session()
-        options = http_options(self._filesystem, offset, len(buffer))
-        async with session.get(self._filesystem.encode_url(self._url), **options) as answer:
+def _http_fetch(filesystem: Any, url: str, identity: FileIdentity) -> AsyncFetch:
+    async def fetch(offset: int, buffer: memoryview) -> None:
+        session = await filesystem.set_session()
+        options = http_options(filesystem, offset, len(buffer))
+        async with session.get(filesystem.encode_url(url), **options) as answer:
             if answer.status == 200:  # the whole file; unread, so that the connection is closed
                 if offset or answer.content_length != len(buffer):
-                    raise no_ranges_error(self._url)
+                    raise no_ranges_error(url)
             elif answer.status == 416:  # the file has become shorter
-                raise changed_error(self._url, f"shrank from {self._identity.nbytes} bytes")
+                raise changed_error(url, f"shrank from {identity.nbytes} bytes")
             elif answer.status != 206:
                 if answer.status == 404:
-                    raise FileNotFoundError(self._url)
+                    raise FileNotFoundError(url)
                 raise HttpStatusError(answer.status, answer.reason or "")
-            require_plain(self._url, answer.headers)
+            require_plain(url, answer.headers)
             content_range = answer.headers.get("Content-Range", "")
-            _require_same(self._identity, http_tag(answer.headers), content_range.rpartition("/")[2])
+            _require_same(identity, http_tag(answer.headers), content_range.rpartition("/")[2])
             if answer.status == 206:
                 _require_range(content_range, offset, len(buffer))
             await _fill(buffer, answer.content.readany)
+
+    return fetch
 
 
 async def _fill(buffer: memoryview, read: Callable[[], Awaitable[bytes]]) -> None:

@@ -33,6 +33,13 @@ from fsdpckpt.storage.retry import target_error, with_retries
 
 __all__ = ["COPIES", "MOST_UPLOADS", "PART", "RemoteTarget", "Sending", "Uploader", "abort_leftovers", "open_target"]
 
+T = TypeVar("T")
+
+PART = 8 << 20  # bytes buffered for each running request; every store accepts parts of this size
+MOST_PARTS = 10_000  # of one S3 object
+COPIES = 4  # of a part in memory while it is sent: the stores' packages make copies of their own
+MOST_UPLOADS = 8  # at a time: fewer fill the line to a store already
+
 # Later ones name earlier ones: a reader of such a list relies on everything that it names being there.
 _LISTS = (".safetensors.index.json", "units.json", "fsdpckpt.json", ".metadata")
 
@@ -206,14 +213,6 @@ def _refuse_existing(remote: RemoteTarget, *, overwrite: bool, resume: bool) -> 
             why="everything in it would be deleted",
             next_step="give a DST that does not exist yet",
         )
-
-
-T = TypeVar("T")
-
-PART = 8 << 20  # bytes buffered for each running request; every store accepts parts of this size
-MOST_PARTS = 10_000  # of one S3 object
-COPIES = 4  # of a part in memory while it is sent: the stores' packages make copies of their own
-MOST_UPLOADS = 8  # at a time: fewer fill the line to a store already
 
 
 @dataclass(frozen=True, slots=True)
