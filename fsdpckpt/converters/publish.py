@@ -55,7 +55,7 @@ from fsdpckpt.progress import Progress
 from fsdpckpt.storage.local import target_errors
 from fsdpckpt.storage.protocols import is_url, remote_identity
 from fsdpckpt.storage.remote_store import RemoteStore, filesystem_of
-from fsdpckpt.storage.upload import RemoteTarget, Sending, open_target
+from fsdpckpt.storage.upload import RemoteTarget, UploadOptions, open_target
 
 __all__ = ["Upload", "UploadDirectory", "assign_senders", "attach_leftovers", "is_sent"]
 
@@ -206,10 +206,10 @@ class Upload:
         earlier = self._sent_earlier()
         self._progress.begin("upload", sum(sizes[name] for name in chosen))
         with group.step("upload"):
-            self._attend(lambda sent: remote.send(chosen, self._sending(sent, earlier)))
+            self._attend(lambda sent: remote.send(chosen, self._upload_options(sent, earlier)))
         with group.step("end the upload"):
             if group.rank == 0:
-                self._attend(lambda sent: remote.complete(files, holders, self._sending(sent, earlier)))
+                self._attend(lambda sent: remote.complete(files, holders, self._upload_options(sent, earlier)))
         self._progress.end()
         with group.step("remove staging"):
             if self._leads:
@@ -223,12 +223,12 @@ class Upload:
             tags.update(cast("dict[str, str]", each))
         return tags
 
-    def _sending(self, sent: Callable[[int], None], earlier: Mapping[str, str]) -> Sending:
-        return Sending(
+    def _upload_options(self, sent: Callable[[int], None], earlier: Mapping[str, str]) -> UploadOptions:
+        return UploadOptions(
             memory=self._requested.max_memory,
-            sent=sent,
-            there=partial(is_sent, earlier),
-            arrived=partial(self._directory.note_sent, self._upload, self._group.rank),
+            advance=sent,
+            is_uploaded=partial(is_sent, earlier),
+            on_uploaded=partial(self._directory.note_sent, self._upload, self._group.rank),
             check=_require_same_bytes if self._requested.verify is VerifyLevel.FULL else None,
         )
 

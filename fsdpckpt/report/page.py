@@ -15,7 +15,7 @@ from fsdpckpt.text import count_text, plural, size_text
 from fsdpckpt.verify.compare import value_text
 from fsdpckpt.version import __version__
 
-__all__ = ["MARK", "groups_part", "norms_part", "optimizer_part", "page", "steps_text"]
+__all__ = ["MARK", "page"]
 
 MARK = "<!doctype html>\n<!-- fsdpckpt inspect --report -->\n"
 """The beginning of every page: a file that begins otherwise is never replaced."""
@@ -39,9 +39,9 @@ def page(described: Description) -> str:
         *_problems(described),
         *(part for section in _TITLES for part in _section(described, section)),
         *_dtypes(described),
-        *optimizer_part(described),
-        *norms_part(described),
-        *groups_part(checkpoint),
+        *_optimizer_part(described),
+        *_norms_part(described),
+        *_groups_part(checkpoint),
         *_notes(checkpoint),
         f'<p class="quiet">Made by fsdpckpt {escaped(__version__)} inspect --report, from headers and metadata'
         f"{' and, for statistics, the data' if described.stats is not None else ' alone'}.</p>",
@@ -80,7 +80,7 @@ def _problems(described: Description) -> Iterator[str]:
     if checkpoint.optim is not None:
         steps = health(checkpoint.optim, described).steps
         if len(steps) > 1:
-            lines.append(f"optimizer: the steps disagree: {steps_text(steps)}")
+            lines.append(f"optimizer: the steps disagree: {_steps_text(steps)}")
     if not lines:
         read = "the data" if described.stats is not None else "headers and metadata"
         yield f'<p class="whole">No problems show in {read}. <code>fsdpckpt verify</code> proves more.</p>'
@@ -191,7 +191,7 @@ def _notes(checkpoint: Checkpoint) -> Iterator[str]:
 MOST_FIGURES = 24  # no optimizer has more states than these
 
 
-def optimizer_part(described: Description) -> Iterator[str]:
+def _optimizer_part(described: Description) -> Iterator[str]:
     """The states, for how many parameters each exists, and whether the steps agree."""
     optim = described.checkpoint.optim
     if optim is None:
@@ -222,17 +222,17 @@ def _steps_line(summary: Health) -> str:
     if not summary.steps:
         return f"{count}; no step is kept"
     agree = "agree" if len(summary.steps) == 1 else "disagree"
-    return f"{count}; the steps {agree}: {steps_text(summary.steps)}"
+    return f"{count}; the steps {agree}: {_steps_text(summary.steps)}"
 
 
-def steps_text(steps: Mapping[float, int]) -> str:
+def _steps_text(steps: Mapping[float, int]) -> str:
     """Each step and how many parameters are at it, the most common one first."""
     several = sorted(steps.items(), key=lambda item: -item[1])
     shown = ", ".join(f"{value:g} for {plural(times, 'parameter')}" for value, times in several[:8])
     return shown + (f" and {len(several) - 8} more values" if len(several) > 8 else "")
 
 
-def norms_part(described: Description) -> Iterator[str]:
+def _norms_part(described: Description) -> Iterator[str]:
     """How large the values are; empty without statistics."""
     if described.stats is None:
         return
@@ -276,7 +276,7 @@ def _number(stats: Mapping[str, Json], name: str) -> str:
     return f"{value:.4g}" if isinstance(value, (int, float)) else "-"
 
 
-def groups_part(checkpoint: Checkpoint) -> Iterator[str]:
+def _groups_part(checkpoint: Checkpoint) -> Iterator[str]:
     """The settings of each param group."""
     groups = checkpoint.optim.param_groups if checkpoint.optim is not None else None
     if not groups:

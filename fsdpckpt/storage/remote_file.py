@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AHEAD",
-    "CACHE_BYTES",
     "REQUESTS",
-    "REQUEST_COST",
     "RangeCache",
     "RemoteFile",
     "fetcher",

@@ -11,8 +11,8 @@ Protocol for a directory:
 6. Delete ``fsdpckpt.uploading``.
 
 A single object needs none of this: it appears, and replaces an older one, when its upload is completed. Either way an
-upload that fails leaves no invisible parts behind. ``RemoteTarget.upload`` is all steps in one process; when several
-share the work, one calls ``begin``, then all call ``send``, then one calls ``complete``.
+upload that fails leaves no invisible parts behind. One process calls ``RemoteTarget.begin`` (steps 1 and 2), then one
+or several call ``send`` (step 3), then one calls ``complete`` (steps 4 to 6).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fsdpckpt.storage.protocols import UPLOADING, is_url
 from fsdpckpt.storage.remote_store import filesystem_of, is_http
 from fsdpckpt.storage.retry import target_error, with_retries
 
-__all__ = ["COPIES", "MOST_UPLOADS", "PART", "RemoteTarget", "Sending", "Uploader", "abort_leftovers", "open_target"]
+__all__ = ["PART", "RemoteTarget", "UploadOptions", "Uploader", "open_target"]
 
 T = TypeVar("T")
 
@@ -45,18 +45,18 @@ _LISTS = (".safetensors.index.json", "units.json", "fsdpckpt.json", ".metadata")
 
 
 @dataclass(frozen=True, slots=True)
-class Sending:
+class UploadOptions:
     """How files are uploaded: with at most ``memory`` bytes of buffers.
 
-    ``sent(nbytes)`` is called as bytes arrive. ``there(name, info)`` says, from the store's ``info``, whether an
-    earlier run uploaded the object; ``arrived(name, info)`` is called after each upload. ``check(url, path)`` compares
-    an object with its file.
+    ``advance(nbytes)`` is called as bytes arrive. ``is_uploaded(name, info)`` says, from the store's ``info``, whether
+    an earlier run uploaded the object; ``on_uploaded(name, info)`` is called after each upload. ``check(url, path)``
+    compares an object with its file.
     """
 
     memory: int
-    sent: Callable[[int], None]
-    there: Callable[[str, Mapping[str, Any]], bool]
-    arrived: Callable[[str, Mapping[str, Any]], None]
+    advance: Callable[[int], None]
+    is_uploaded: Callable[[str, Mapping[str, Any]], bool]
+    on_uploaded: Callable[[str, Mapping[str, Any]], None]
     check: Callable[[str, str], None] | None
 
 
@@ -74,34 +74,28 @@ class RemoteTarget:
         """Whether an fsdpckpt upload to there was started and not completed."""
         return UPLOADING in self.names
 
-    def upload(self, files: Mapping[str, str], sending: Sending) -> None:
-        """Upload the local ``files`` (relative name -> path), all steps of the protocol above."""
-        self.begin({name: os.path.getsize(path) for name, path in files.items()})
-        self.send(files, sending)
-        self.complete(files, files, sending)
-
     def begin(self, sizes: Mapping[str, int]) -> None:
         """Steps 1 and 2. ``sizes``: bytes of every file to be uploaded, by relative name."""
-        abort_leftovers(self.filesystem, self.root, self.url)
+        _abort_leftovers(self.filesystem, self.root, self.url)
         if "" not in sizes:
             self._announce(sizes)
             for name in (name for name in self.names if name.endswith(_LISTS)):
                 self._delete(name)
 
-    def send(self, files: Mapping[str, str], sending: Sending) -> None:
+    def send(self, files: Mapping[str, str], options: UploadOptions) -> None:
         """Step 3, for ``files`` except lists; other processes may upload other files at the same time."""
         data = [name for name in files if not name.endswith(_LISTS)]
         small = [name for name in data if os.path.getsize(files[name]) <= PART]
-        pool = ThreadPoolExecutor(max(min(MOST_UPLOADS, sending.memory // (COPIES * PART)), 1))
+        pool = ThreadPoolExecutor(max(min(MOST_UPLOADS, options.memory // (COPIES * PART)), 1))
         try:
-            list(pool.map(lambda name: self._put(name, files[name], sending), small))
+            list(pool.map(lambda name: self._put(name, files[name], options), small))
         finally:  # also after a signal: uploads that have not begun are dropped
             pool.shutdown(cancel_futures=True)
         for name in data:
             if name not in small:
-                self._put(name, files[name], sending)
+                self._put(name, files[name], options)
 
-    def complete(self, files: Mapping[str, str], names: Collection[str], sending: Sending) -> None:
+    def complete(self, files: Mapping[str, str], names: Collection[str], options: UploadOptions) -> None:
         """Steps 4 to 6, after all data is uploaded. ``files``: at least the lists; ``names``: those of all files."""
         directory = "" not in names
         for name in self.names:
@@ -109,22 +103,22 @@ class RemoteTarget:
                 self._delete(name)
         for ending in _LISTS:
             for name in (name for name in files if name.endswith(ending)):
-                self._put(name, files[name], sending)
+                self._put(name, files[name], options)
         if directory:
             self._delete(UPLOADING)
 
-    def _put(self, name: str, path: str, sending: Sending) -> None:
+    def _put(self, name: str, path: str, options: UploadOptions) -> None:
         nbytes = os.path.getsize(path)
-        uploader = Uploader(self.filesystem, sending.memory, sending.sent)
+        uploader = Uploader(self.filesystem, options.memory, options.advance)
         at, url = self._name(name), self._url(name)
-        if name in self.names and not name.endswith(_LISTS) and sending.there(name, uploader.info(at, url)):
-            sending.sent(nbytes)
+        if name in self.names and not name.endswith(_LISTS) and options.is_uploaded(name, uploader.info(at, url)):
+            options.advance(nbytes)
             return
         uploader.put(path, at, url)
         info = uploader.require(at, url, nbytes)
-        if sending.check is not None:
-            sending.check(url, path)
-        sending.arrived(name, info)
+        if options.check is not None:
+            options.check(url, path)
+        options.on_uploaded(name, info)
 
     def _announce(self, sizes: Mapping[str, int]) -> None:
         text = json.dumps({"program": "fsdpckpt", "files": dict(sizes)})
@@ -217,11 +211,11 @@ def _refuse_existing(remote: RemoteTarget, *, overwrite: bool, resume: bool) -> 
 
 @dataclass(frozen=True, slots=True)
 class Uploader:
-    """Uploads files to ``filesystem`` with at most ``memory`` bytes of buffers; ``sent(nbytes)`` hears of progress."""
+    """Uploads files to ``filesystem`` with at most ``memory`` bytes of buffers, calling ``advance(nbytes)``."""
 
     filesystem: Any
     memory: int
-    sent: Callable[[int], None]
+    advance: Callable[[int], None]
 
     def put(self, path: str, name: str, url: str) -> None:
         """Upload the file at ``path`` as the object ``name``. Raises TargetUnwritableError; then nothing is visible."""
@@ -239,7 +233,7 @@ class Uploader:
             with_retries(
                 lambda: self._streamed(path, name, part), url=url, action="uploading it", make_error=target_error
             )
-            self.sent(nbytes)
+            self.advance(nbytes)
 
     def info(self, name: str, url: str) -> dict[str, Any]:
         """The store's description of the object ``name`` now."""
@@ -264,7 +258,7 @@ class Uploader:
 
     def _whole(self, path: str, name: str, nbytes: int) -> None:
         self.filesystem.pipe_file(name, _slice(path, 0, nbytes))
-        self.sent(nbytes)
+        self.advance(nbytes)
 
     def _streamed(self, path: str, name: str, part: int) -> None:
         """One request after the other, for stores that need the parts in order."""
@@ -344,7 +338,7 @@ class Uploader:
                 return None
             data = _slice(path, number * part, min(part, nbytes - number * part))
             answer = send(number, data)
-            self.sent(len(data))
+            self.advance(len(data))
             return answer
 
         with ThreadPoolExecutor(max(min(MOST_UPLOADS, self.memory // (COPIES * part)), 1)) as pool:
@@ -355,7 +349,7 @@ class Uploader:
                 stop.set()
 
 
-def abort_leftovers(filesystem: Any, name: str, url: str) -> None:
+def _abort_leftovers(filesystem: Any, name: str, url: str) -> None:
     """Remove the invisible parts that killed uploads of the object ``name``, or of objects below it, left behind."""
     if not type(filesystem).__module__.startswith("s3fs"):
         return

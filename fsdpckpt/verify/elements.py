@@ -23,7 +23,6 @@ __all__ = [
     "check_replicas",
     "compare_tensors",
     "first_difference",
-    "lockstep",
     "replica_bytes",
     "replica_sets",
 ]
@@ -62,7 +61,7 @@ def compare_tensors(
         return ", ".join(filter(None, (shapes, dtypes)))
     tally = _Tally()
     done = 0
-    for one, other in lockstep(reader_a.blocks(a), reader_b.blocks(b)):
+    for one, other in _lockstep(reader_a.blocks(a), reader_b.blocks(b)):
         if not np.array_equal(one, other):
             _count(one, other, a.dtype, tolerance, done, tally)
         done += len(one) // a.dtype.itemsize
@@ -97,7 +96,7 @@ def _count(one: Bytes, other: Bytes, dtype: DType, tolerance: Tolerance | None, 
             tally.first = done + int(where[0])
 
 
-def lockstep(left: Iterator[Bytes], right: Iterator[Bytes]) -> Iterator[tuple[Bytes, Bytes]]:
+def _lockstep(left: Iterator[Bytes], right: Iterator[Bytes]) -> Iterator[tuple[Bytes, Bytes]]:
     """Both streams in blocks of equal length. They must have the same total length."""
     one = other = np.empty(0, np.uint8)
     while True:
@@ -130,7 +129,7 @@ def first_difference(
     have, want = source[0].dtype, written[0].dtype
     done = 0
     limit = BLOCK_BYTES if max_memory is None else min(max(max_memory // _BUFFERS, _LEAST), BLOCK_BYTES)
-    for expected, actual in lockstep(_cast(_blocks(source, limit), have, want), _blocks(written, limit)):
+    for expected, actual in _lockstep(_cast(_blocks(source, limit), have, want), _blocks(written, limit)):
         if not np.array_equal(actual, expected):
             return (done + int(np.flatnonzero(actual != expected)[0])) // want.itemsize
         if digest is not None:
@@ -202,7 +201,7 @@ def check_replicas(
 
 
 def _equal(readers: tuple[BlockReader, BlockReader], tensor: Tensor, one: int, other: int, advance: Advance) -> bool:
-    for left, right in lockstep(readers[0].chunk(tensor, one), readers[1].chunk(tensor, other)):
+    for left, right in _lockstep(readers[0].chunk(tensor, one), readers[1].chunk(tensor, other)):
         advance(len(left))
         if not np.array_equal(left, right):
             return False

@@ -24,7 +24,7 @@ from fsdpckpt.verify.elements import check_replicas, replica_bytes, replica_sets
 from fsdpckpt.verify.measures import count_not_finite, digest
 from fsdpckpt.verify.parallel import DEFAULT_THREADS, for_each, in_file_order, threads_for
 
-__all__ = ["TensorDigest", "Verification", "check_steps", "verify", "verify_checkpoint"]
+__all__ = ["Verification", "verify", "verify_checkpoint"]
 
 # Kinds of notes on flat slices without names: nothing says whether they are all of a parameter.
 _UNPROVED = frozenset({"unnamed", "units-unreadable", "units-ambiguous"})
