@@ -45,13 +45,13 @@ def diff_command(output: Output, a: str, b: str, options: DiffOptions) -> int:
             progress=progress,
         )
     for note in result.notes:
-        output.talk(f"note: {note}")
+        output.message(f"note: {note}")
     output.document(lambda: _document(a, b, result), "diff")
     output.data(
         f"{entry.sigil} {entry.section} {entry.key}" + (f"  {entry.detail}" if entry.detail else "")
         for entry in result.entries
     )
-    output.talk(
+    output.message(
         f"{result.count('=')} same, {result.count('*')} differ, {result.count('-')} only in {a}, "
         f"{result.count('+')} only in {b}"
     )

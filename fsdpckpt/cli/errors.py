@@ -71,7 +71,7 @@ def catch_signals() -> None:
 
 
 def ignore_signals() -> None:
-    """The run ends already: an impatient second Ctrl-C must not turn its last message into a traceback."""
+    """From now on ignore signals: a second Ctrl-C must not turn the last message of a run into a traceback."""
     for number in _numbers():
         with suppress(ValueError):  # not in the main thread
             signal.signal(number, signal.SIG_IGN)
@@ -106,7 +106,7 @@ def _interrupted(error: BaseException) -> InterruptedRunError:
 
 def report(output: Output, error: BaseException) -> int:
     """Show ``error`` and return its exit code."""
-    from fsdpckpt.cli.output import abandon
+    from fsdpckpt.cli.output import redirect_to_null
 
     known = known_error(error)
     try:
@@ -118,12 +118,12 @@ def report(output: Output, error: BaseException) -> int:
             output.document(lambda: error_json(known), "error")
         else:
             output.error(error_text(known))
-    except OSError:  # where it should be shown is the trouble: a full disk behind stdout or stderr
-        abandon(sys.stdout)
+    except OSError:  # stdout or stderr cannot be written: a full disk
+        redirect_to_null(sys.stdout)
         try:
             output.error(error_text(known))
         except OSError:
-            abandon(sys.stderr)
+            redirect_to_null(sys.stderr)
     return known.exit_code
 
 

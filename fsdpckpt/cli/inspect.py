@@ -57,7 +57,7 @@ def inspect_command(output: Output, source: str, options: InspectOptions) -> int
         from fsdpckpt.report.file import write_report
 
         nbytes = write_report(description, options.report)
-        output.talk(f"{options.report}: {size_text(nbytes)}")
+        output.message(f"{options.report}: {size_text(nbytes)}")
     output.document(lambda: description.to_json(ranks=options.ranks), "inspect")
     if options.names_only:
         output.data(named.key for named in description.tensors)
@@ -65,7 +65,7 @@ def inspect_command(output: Output, source: str, options: InspectOptions) -> int
     output.data(_summary(description))
     _list_tensors(description, output, ranks=options.ranks)
     if not description.tensors and (options.keys or options.section is not None):
-        output.talk("no key matches --keys and --section")
+        output.message("no key matches --keys and --section")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Prints everything: data on stdout, messages and progress on stderr, with ``--json`` one document on stdout."""
+"""Prints all output: data on stdout, messages and progress on stderr, with ``--json`` one document on stdout."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from fsdpckpt.process_role import process_role
 from fsdpckpt.progress import NoProgress, Progress
 from fsdpckpt.text import size_text
 
-__all__ = ["Lines", "Output", "abandon", "visible"]
+__all__ = ["Lines", "Output", "redirect_to_null", "visible"]
 
 SCHEMA_VERSION = 1  # goes up when a key goes away or changes its meaning; new keys may come at any time
 GAP = 2  # spaces between columns
-SECONDS_BETWEEN_LINES = 5.0  # often enough to see life in a CI log, seldom enough not to fill it
+SECONDS_BETWEEN_LINES = 5.0  # often enough to show progress in a CI log, seldom enough not to fill it
 
 
 class Output:
-    """Where one command prints. ``quiet``: no talk, no progress. ``as_json``: ``document`` is all of stdout."""
+    """The streams of one command. ``quiet``: no messages, no progress. ``as_json``: ``document`` is all of stdout."""
 
     def __init__(self, *, as_json: bool, quiet: bool) -> None:
         self.as_json = as_json
         self.quiet = quiet
 
     def data(self, lines: Iterable[str]) -> None:
-        """Lines for stdout; nothing under ``--json``."""
+        """Print lines on stdout; nothing with ``--json``."""
         if not self.as_json:
             self._write(sys.stdout, "".join(f"{visible(line)}\n" for line in lines))
 
     def table(self, headings: Sequence[str], rows: Iterable[Sequence[str]], *, right: frozenset[str]) -> None:
-        """A table: by rich on a terminal, aligned plain text elsewhere. ``right``: headings of numeric columns."""
+        """Print a table, with rich on a terminal, else as aligned text. ``right``: headings of numeric columns."""
         if self.as_json:
             return
         cells = [[visible(text) for text in row] for row in rows]
@@ -52,9 +52,9 @@ class Output:
             self._write(sys.stdout, _aligned(headings, cells, widths, right))
 
     def document(self, make: Callable[[], Mapping[str, object]], schema: str | None = None) -> None:
-        """The one JSON document; ``make`` is only called under ``--json``.
+        """Print the one JSON document that ``make`` returns; without ``--json`` it is not called.
 
-        ``schema``: the name of what it follows, ``fsdpckpt/<name>/1``, in ``cli/schemas``; a units file says it itself.
+        ``schema``: its name in ``cli/schemas``. A units file names its own format instead.
         """
         if self.as_json:
             document = make() if schema is None else {"schema": f"fsdpckpt/{schema}/{SCHEMA_VERSION}", **make()}
@@ -63,48 +63,48 @@ class Output:
                 text = json.dumps(document, allow_nan=False)
             self._write(sys.stdout, text + "\n")
 
-    def talk(self, text: str) -> None:
-        """A line for whoever watches; nothing with ``--quiet``."""
+    def message(self, text: str) -> None:
+        """One line for a person, on stderr; nothing with ``--quiet``."""
         if not self.quiet:
             self._write(sys.stderr, visible(text) + "\n")
 
     def error(self, text: str) -> None:
-        """An error in words, of several lines: always shown, also with ``--quiet``."""
+        """Print an error of several lines on stderr, also with ``--quiet``."""
         self._write(sys.stderr, "".join(f"{visible(line)}\n" for line in text.split("\n")))
 
     def progress(self) -> AbstractContextManager[Progress]:
-        """A bar with bytes, rate and time left on a terminal, a line every few seconds in a log, nothing if quiet."""
+        """Show progress: a bar on a terminal, a line every few seconds in a log, nothing if quiet."""
         return _progress(self)
 
     @staticmethod
     def _write(stream: TextIO | None, text: str) -> None:
-        if stream is None or process_role.silent:  # closed by whoever started the program; one worker speaks for all
+        if stream is None or process_role.silent:  # closed by the caller, or another worker prints for all
             return
         if not _writable(stream, text):
             text = text.encode(stream.encoding, "backslashreplace").decode(stream.encoding)
         try:
             stream.write(text)
             stream.flush()
-        except BrokenPipeError:  # who read has seen enough, or is gone: the work goes on, and its exit code is true
-            abandon(stream)
+        except BrokenPipeError:  # the reader has closed the pipe: the work goes on, and its exit code is right
+            redirect_to_null(stream)
 
 
-def abandon(stream: TextIO) -> None:
-    """The interpreter flushes its streams at exit, and would complain of this one: give it somewhere to flush to."""
+def redirect_to_null(stream: TextIO) -> None:
+    """Point a broken ``stream`` at the null device: the interpreter flushes it at exit, and would print an error."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)
 
 
 def visible(text: str) -> str:
-    """``text`` on one line: a name with a line break or a terminal's control sequence in it is shown escaped."""
+    """``text`` on one line, with line breaks and control sequences of the terminal escaped."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else _escaped(char) for char in text)
 
 
 def _escaped(char: str) -> str:
-    return char if "\ud800" <= char <= "\udfff" else repr(char)[1:-1]  # half a pair is a byte of an odd file name
+    return char if "\ud800" <= char <= "\udfff" else repr(char)[1:-1]  # lone surrogates are bytes of a file name
 
 
 def _writable(stream: TextIO, text: str) -> bool:
@@ -124,7 +124,7 @@ def _progress(output: Output) -> Iterator[Progress]:
         with _bar() as stages:
             yield stages
         return
-    yield Lines(output.talk)
+    yield Lines(output.message)
 
 
 def _draw(headings: Sequence[str], rows: Iterable[Sequence[str]], right: frozenset[str]) -> None:
@@ -153,37 +153,37 @@ def _aligned(
 
 
 class Lines:
-    """A line every few seconds, and one at the end of a stage that took long enough to have had one."""
+    """Progress as a line every few seconds, and one at the end of a stage that took long enough to have had one."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
+    def __init__(self, show: Callable[[str], None]) -> None:
+        self._show = show
         self._lock = threading.Lock()
         self._stage = ""
         self._total = self._done = 0
-        self._begun = self._said = time.monotonic()
-        self._spoke = False
+        self._begun = self._shown_at = time.monotonic()
+        self._shown = False
 
     def begin(self, stage: str, total_bytes: int) -> None:
         with self._lock:
-            self._stage, self._total, self._done, self._spoke = stage, total_bytes, 0, False
-            self._begun = self._said = time.monotonic()
+            self._stage, self._total, self._done, self._shown = stage, total_bytes, 0, False
+            self._begun = self._shown_at = time.monotonic()
 
     def advance(self, nbytes: int) -> None:
         with self._lock:
             self._done += nbytes
             now = time.monotonic()
-            if now - self._said < SECONDS_BETWEEN_LINES:
+            if now - self._shown_at < SECONDS_BETWEEN_LINES:
                 return
-            self._said, self._spoke = now, True
+            self._shown_at, self._shown = now, True
             line = self._line(now - self._begun)
-        self._say(line)
+        self._show(line)
 
     def end(self) -> None:
         with self._lock:
-            if not self._spoke:
+            if not self._shown:
                 return
             line = self._line(time.monotonic() - self._begun)
-        self._say(line)
+        self._show(line)
 
     def _line(self, seconds: float) -> str:
         rate = self._done / seconds if seconds > 0 else 0.0

@@ -73,7 +73,7 @@ def units_command(output: Output, options: UnitsOptions) -> int:
         write_units(units.units, target, how=units.how)
     _show(output, units)
     if target is not None:
-        output.talk(f"wrote {target}")
+        output.message(f"wrote {target}")
     return 0
 
 

@@ -51,8 +51,8 @@ def verify_command(output: Output, source: str, options: VerifyOptions) -> int:
     )
     output.data(f"problem: {problem.kind}: {problem.message}" for problem in result.problems)
     for note in result.notes:
-        output.talk(f"note: {note}")
-    output.talk(_verdict(result))
+        output.message(f"note: {note}")
+    output.message(_verdict(result))
     return 0 if result.whole else 1
 
 

@@ -87,7 +87,7 @@ def test_a_quick_stage_says_nothing_in_a_log() -> None:
 
 def test_quiet_keeps_data_and_errors(capsys: pytest.CaptureFixture[str]) -> None:
     output = Output(as_json=False, quiet=True)
-    output.talk("talk")
+    output.message("message")
     output.data(["data"])
     output.error("error")
     assert capsys.readouterr() == ("data\n", "error\n")
