@@ -40,6 +40,7 @@ FLAVORS = (
     *("plain", "accelerate", "fabric", "huggingface", "lightning", "lightning-model-parallel", "torchtitan"),
     *("torchtitan-old", "trainer", "verl"),
 )
+# float8_e8m0fnu has neither sign nor zero: it holds the scales of other tensors, never values.
 DTYPES = (
     *("float64", "float32", "float16", "bfloat16"),
     *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),

@@ -141,8 +141,8 @@ def test_every_field_is_an_option_with_one_line_of_help(record: type) -> None:
 
 def test_the_flavors_and_dtypes_that_are_offered_are_those_that_are_taken() -> None:
     assert sorted(FLAVORS) == sorted(WRITABLE)
-    for name in DTYPES:
-        assert dtypes.DTYPES[name].floating and dtypes.DTYPES[name].numpy
+    floating = {name for name, dtype in dtypes.DTYPES.items() if dtype.floating and dtype.numpy}
+    assert set(DTYPES) == floating - {"float8_e8m0fnu"}
 
 
 def test_none_is_the_default() -> None:

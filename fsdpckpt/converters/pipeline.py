@@ -25,6 +25,7 @@ import numpy.typing as npt
 from fsdpckpt.comm.liveness import ProcessIdentity, kill_stopped, process_identity
 from fsdpckpt.comm.protocol import Group, original_error
 from fsdpckpt.comm.solo import Solo
+from fsdpckpt.converters.applicability import refuse_section_options
 from fsdpckpt.converters.check import OutputCheck
 from fsdpckpt.converters.lay_out import adapt_to_form, dtype_rule, export_weights, lay_out
 from fsdpckpt.converters.overwrite import require_replaceable
@@ -43,7 +44,6 @@ from fsdpckpt.converters.resume import (
 from fsdpckpt.converters.staging import Places, assign_segments, files_at, holders_of, open_staging
 from fsdpckpt.converters.target_spec import TargetSpec, check_options, make_target_spec
 from fsdpckpt.converters.transform import TransformedCheckpoint, transform
-from fsdpckpt.converters.without_subject import refuse_without_sections
 from fsdpckpt.errors import InternalError, Leftover, WorkerError, attach_leftover
 from fsdpckpt.execute.budget import MOST_THREADS, Budget, for_worker, make_budget, settle, threads_for
 from fsdpckpt.execute.executor import execute
@@ -111,7 +111,7 @@ def prepare(source: str, target: str, options: ConvertOptions, sources: Sources)
     """Read ``source``, transform it, lay ``target`` out and plan the copies. Tensor data is not read."""
     opened = open_checkpoint(source, sources=sources, locate=True, only=options.only)
     spec = make_target_spec(target, options, opened.layout)
-    refuse_without_sections(opened, options, spec)
+    refuse_section_options(options, opened, flavor=spec.flavor, form=spec.form)
     side_files: Mapping[str, Tensor] = {}
     if spec.flavor is not None and spec.form is not None:
         opened, side_files = adapt_to_form(opened, spec.flavor, spec.form, world_size=spec.world_size, sources=sources)

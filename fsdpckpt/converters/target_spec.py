@@ -9,8 +9,7 @@ from difflib import get_close_matches
 from fsdpckpt.converters.applicability import refuse_target_options
 from fsdpckpt.errors import UsageError
 from fsdpckpt.ir.checkpoint import Container, Layout
-from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.options import ConvertOptions, TensorForm
+from fsdpckpt.options import DTYPES, ConvertOptions, TensorForm
 from fsdpckpt.producers.forms import PLAIN, Flavor, Form
 from fsdpckpt.producers.table import WRITABLE, flavor_named
 
@@ -130,7 +129,7 @@ def writable_flavor(name: str) -> Flavor:
     if flavor is None or not flavor.forms:
         meant = get_close_matches(name, WRITABLE, n=1, cutoff=0.3)
         raise UsageError(
-            f"--flavor {name} is " + ("read, and not written" if flavor is not None else "no producer that is known"),
+            f"--flavor {name} is " + ("read, and not written" if flavor is not None else "an unknown flavor"),
             expected=", ".join(WRITABLE),
             found=name,
             next_step=f"--flavor {meant[0]}" if meant and flavor is None else "choose one of these",
@@ -214,14 +213,12 @@ def check_options(options: ConvertOptions) -> None:
     """Raises UsageError for a flavor or a dtype that cannot be written. Nothing is opened."""
     if options.flavor is not None and options.flavor != PLAIN:
         writable_flavor(options.flavor)
-    # float8_e8m0fnu has neither sign nor zero: it holds the scales of other tensors, never values.
-    known = [name for name, dtype in DTYPES.items() if dtype.floating and dtype.numpy and name != "float8_e8m0fnu"]
     for option, name in (("--dtype", options.dtype), ("--optim-dtype", options.optim_dtype)):
-        if name is not None and name not in known:
+        if name is not None and name not in DTYPES:
             meant = _SHORT.get(name, name.removeprefix("torch."))
             raise UsageError(
-                f"{option} {name} is no floating dtype",
-                expected=", ".join(known),
+                f"{option} {name} is not a floating-point dtype",
+                expected=", ".join(DTYPES),
                 found=name,
-                next_step=f"{option} {meant if meant in known else 'bfloat16'}",
+                next_step=f"{option} {meant if meant in DTYPES else 'bfloat16'}",
             )

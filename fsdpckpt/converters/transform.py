@@ -152,7 +152,7 @@ def _dtype(name: str | None) -> DType | None:
         return None
     if name not in DTYPES or not DTYPES[name].floating:
         raise UsageError(
-            f"--param-dtype {name} is no floating dtype",
+            f"--param-dtype {name} is not a floating-point dtype",
             found=name,
             expected=", ".join(key for key, dtype in DTYPES.items() if dtype.floating),
             next_step="--param-dtype bfloat16",
