@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: two workers share two cores
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job; programs under test would inherit it
@@ -12,6 +13,20 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background jo
 import pytest
 
 from tests.oracle.session import Oracle, shared_directory
+
+SLOW_FIRST = ("e2e", "faults", "comm", "recipes", "loading")
+"""Directories with long tests: they begin, so that both workers have short ones left to share at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Longest first; the order within a directory stays."""
+    tests = Path(__file__).parent
+
+    def place(item: pytest.Item) -> int:
+        directory = item.path.relative_to(tests).parts[0]
+        return SLOW_FIRST.index(directory) if directory in SLOW_FIRST else len(SLOW_FIRST)
+
+    items.sort(key=place)
 
 
 @pytest.fixture(scope="session")

@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.cli.conftest import Run, run
 from tests.e2e.conversions import expected, load_full, same_as_truth
 from tests.oracle.forms import form
 from tests.oracle.session import Oracle
 from tests.oracle.toy import BUFFERS
+
+__all__ = ["run"]
 
 BUFFER_OPTIONS = [word for name in BUFFERS for word in ("--buffers", name)]
 PROGRAM = os.path.join(os.path.dirname(sys.executable), "fsdpckpt")
@@ -51,77 +54,77 @@ def test_sharded_to_full_to_three_ranks_and_back(oracle: Oracle, tmp_path: Path)
     assert (tmp_path / "ranks" / "optim_world_size_3_rank_2.pt").is_file()
 
 
-def test_sharded_tensor_files_are_asked_for_by_an_option(oracle: Oracle, tmp_path: Path) -> None:
-    done = fsdpckpt(
+def test_sharded_tensor_files_are_asked_for_by_an_option(run: Run, oracle: Oracle, tmp_path: Path) -> None:
+    done = run(
         "convert", oracle.checkpoints(4) / "f1_dcp", tmp_path / "out", "--to", "sharded", "--container", "torch",
         "--tensor", "sharded-tensor", "--world-size", "2", *BUFFER_OPTIONS,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.err
     assert b"ShardedTensor" in (tmp_path / "out" / "model_world_size_2_rank_0.pt").read_bytes()
 
 
-def test_a_dry_run_says_what_it_would_do_and_writes_nothing(oracle: Oracle, tmp_path: Path) -> None:
-    done = fsdpckpt("convert", oracle.checkpoints(4) / "f1_ranks", tmp_path / "full.pt", "--to", "full", "--dry-run")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
+def test_a_dry_run_says_what_it_would_do_and_writes_nothing(run: Run, oracle: Oracle, tmp_path: Path) -> None:
+    done = run("convert", oracle.checkpoints(4) / "f1_ranks", tmp_path / "full.pt", "--to", "full", "--dry-run")
+    assert done.code == 0, done.err
+    assert done.out.strip()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_json_is_one_document_and_nothing_else(oracle: Oracle, tmp_path: Path) -> None:
+def test_json_is_one_document_and_nothing_else(run: Run, oracle: Oracle, tmp_path: Path) -> None:
     source = oracle.checkpoints(4) / "f1_mesh_ranks"
-    listed = fsdpckpt("inspect", source, "--json")
-    assert listed.returncode == 0, listed.stderr
-    document = json.loads(listed.stdout)
+    listed = run("inspect", source, "--json")
+    assert listed.code == 0, listed.err
+    document = json.loads(listed.out)
     assert (document["layout"], document["container"], document["world_size"]) == ("sharded", "torch", 4)
     truth = expected(oracle, form("f1_mesh_ranks"), 4)
     model = {entry["key"]: entry for entry in document["tensors"] if entry["section"] == "model"}
     assert {key: tuple(entry["shape"]) for key, entry in model.items()} == {
         key: tuple(value.shape) for key, value in truth["model"].items()
     }
-    written = fsdpckpt("convert", source, tmp_path / "dcp", "--to", "sharded", "--world-size", "2", "--json")
-    assert written.returncode == 0, written.stderr
-    assert isinstance(json.loads(written.stdout), dict)
+    written = run("convert", source, tmp_path / "dcp", "--to", "sharded", "--world-size", "2", "--json")
+    assert written.code == 0, written.err
+    assert isinstance(json.loads(written.out), dict)
 
 
-def test_an_existing_target_is_refused_unless_it_may_be_overwritten(oracle: Oracle, tmp_path: Path) -> None:
+def test_an_existing_target_is_refused_unless_it_may_be_overwritten(run: Run, oracle: Oracle, tmp_path: Path) -> None:
     source = oracle.checkpoints(4) / "f2_full.pt"
     (tmp_path / "full.pt").write_bytes(b"mine")
-    refused = fsdpckpt("convert", source, tmp_path / "full.pt", "--to", "full")
-    assert refused.returncode == 5
+    refused = run("convert", source, tmp_path / "full.pt", "--to", "full")
+    assert refused.code == 5
     assert (tmp_path / "full.pt").read_bytes() == b"mine"
     (tmp_path / "full.pt").write_bytes((oracle.checkpoints(4) / "f1_full.pt").read_bytes())
-    assert fsdpckpt("convert", source, tmp_path / "full.pt", "--to", "full", "--overwrite").returncode == 0
+    assert run("convert", source, tmp_path / "full.pt", "--to", "full", "--overwrite").code == 0
     assert same_as_truth(load_full(tmp_path / "full.pt"), expected(oracle, form("f2_full.pt"), 4)) == []
 
 
-def test_a_missing_rank_file_is_named_and_nothing_is_written(oracle: Oracle, tmp_path: Path) -> None:
+def test_a_missing_rank_file_is_named_and_nothing_is_written(run: Run, oracle: Oracle, tmp_path: Path) -> None:
     source = tmp_path / "three-of-four"
     source.mkdir()
     for path in (oracle.checkpoints(4) / "f2_ranks").iterdir():
         if "rank_2" not in path.name:
             (source / path.name).write_bytes(path.read_bytes())
-    done = fsdpckpt("convert", source, tmp_path / "full.pt", "--to", "full")
-    assert done.returncode == 3
-    assert "2" in done.stderr
-    assert "Traceback" not in done.stderr
+    done = run("convert", source, tmp_path / "full.pt", "--to", "full")
+    assert done.code == 3
+    assert "2" in done.err
+    assert "Traceback" not in done.err
     assert not (tmp_path / "full.pt").exists()
 
 
-def test_diff_sees_nothing_between_a_checkpoint_and_its_conversion(oracle: Oracle, tmp_path: Path) -> None:
+def test_diff_sees_nothing_between_a_checkpoint_and_its_conversion(run: Run, oracle: Oracle, tmp_path: Path) -> None:
     source = oracle.checkpoints(4) / "h2_ranks"
-    assert fsdpckpt("convert", source, tmp_path / "dcp", "--to", "sharded", "--world-size", "3").returncode == 0
-    same = fsdpckpt("diff", source, tmp_path / "dcp")
-    assert same.returncode == 0, same.stdout + same.stderr
-    other = fsdpckpt("diff", tmp_path / "dcp", oracle.checkpoints(4) / "f1_dcp")
-    assert other.returncode == 1
+    assert run("convert", source, tmp_path / "dcp", "--to", "sharded", "--world-size", "3").code == 0
+    same = run("diff", source, tmp_path / "dcp")
+    assert same.code == 0, same.out + same.err
+    other = run("diff", tmp_path / "dcp", oracle.checkpoints(4) / "f1_dcp")
+    assert other.code == 1
 
 
 @pytest.mark.parametrize(
     "path", ["f1_dcp", "f1_ranks", "f1_full.pt", "f2_dcp_ids", "h1_ranks", "h2_dcp", "tp_dcp", "tp_ranks"]
 )
-def test_verify_finds_nothing_wrong_with_what_pytorch_saved(oracle: Oracle, path: str) -> None:
-    done = fsdpckpt("verify", oracle.checkpoints(4) / path)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_verify_finds_nothing_wrong_with_what_pytorch_saved(run: Run, oracle: Oracle, path: str) -> None:
+    done = run("verify", oracle.checkpoints(4) / path)
+    assert done.code == 0, done.out + done.err
 
 
 def test_the_module_is_the_program_and_neither_imports_torch(oracle: Oracle) -> None:
@@ -140,15 +143,15 @@ def test_the_module_is_the_program_and_neither_imports_torch(oracle: Oracle) -> 
     assert quiet.stdout == listed.stdout
 
 
-def test_a_file_that_would_run_code_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_file_that_would_run_code_is_refused_by_name(run: Run, tmp_path: Path) -> None:
     class Harm:
         def __reduce__(self) -> tuple[object, tuple[str]]:
             return os.system, (f"touch {tmp_path / 'harmed'}",)
 
     torch.save({"model": {"w": torch.randn(3, 2)}, "extra": Harm()}, tmp_path / "bad.pt")
     for command in (("inspect", tmp_path / "bad.pt"), ("convert", tmp_path / "bad.pt", tmp_path / "out.pt")):
-        done = fsdpckpt(*command)
-        assert done.returncode == 3
-        assert "system" in done.stderr
+        done = run(*command)
+        assert done.code == 3
+        assert "system" in done.err
     assert not (tmp_path / "harmed").exists()
     assert not (tmp_path / "out.pt").exists()
