@@ -112,7 +112,7 @@ def model_names(checkpoint: Checkpoint, label: str) -> ParameterNames | None:
 
 
 def _place(tensor: Tensor, name: str) -> tuple[object, ...]:
-    """What two names of one stored tensor have in common; a name of its own when that cannot be said."""
+    """What two names of one stored tensor have in common; its own name when that is not known."""
     chunks = tensor.chunks
     if not tensor.numel or not len(chunks) or (chunks.offset < 0).any():
         return (name,)

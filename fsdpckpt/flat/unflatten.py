@@ -72,7 +72,7 @@ def _model(model: ModelState, match: FlatMatch, notes: list[Note]) -> ModelState
 
 
 def _whole(leaf: Tensor | Value) -> Tensor | Value:
-    """A 1-D tensor that every rank holds whole, read as slices because nothing said that it is a buffer."""
+    """A 1-D tensor that every rank holds whole, read as slices because nothing marks it as a buffer."""
     if not isinstance(leaf, Tensor):
         return leaf
     if leaf.placement == ONE_SLICE:

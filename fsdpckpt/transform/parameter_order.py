@@ -101,7 +101,7 @@ def from_param_names(optim: OptimState, like: Collection[str] = ()) -> Parameter
     have been renamed since, both have to be the same names; ``rekey_optim_state_dict`` sorts the keys and leaves
     ``param_names`` in the optimizer's order. A ``module.`` on every name goes unless the names of ``like`` have it.
     """
-    groups = [_told(group) for group in optim.param_groups or ()]
+    groups = [_param_names(group) for group in optim.param_groups or ()]
     every = without_module([name for group in groups for name in group or ()], like)
     if not every or None in groups or len(set(every)) != len(every):
         return None
@@ -114,7 +114,7 @@ def from_param_names(optim: OptimState, like: Collection[str] = ()) -> Parameter
     return ParameterOrder(names=every, source=source, explicit=True, groups=regrouped, in_model_order=False)
 
 
-def _told(group: Mapping[Key, Value]) -> list[str] | None:
+def _param_names(group: Mapping[Key, Value]) -> list[str] | None:
     """The clean ``param_names`` of one group, None unless there is one for each key."""
     params, recorded = group_params(group) or [], group.get("param_names")
     names = [clean(name) for name in recorded if isinstance(name, str)] if isinstance(recorded, (list, tuple)) else []

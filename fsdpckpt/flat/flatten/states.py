@@ -91,7 +91,7 @@ class _Merge:
     wrong: list[str]
 
     def states(self, param_states: Sequence[Mapping[str, _State]]) -> UnitStates:
-        """``held``: the states of each parameter of ``deciding_params``, in the unit's order."""
+        """``param_states``: the states of each parameter of ``deciding_params``, in the unit's order."""
         params, first = deciding_params(self.unit), param_states[0]
         for param, states in zip(params, param_states, strict=True):
             if states.keys() != first.keys():

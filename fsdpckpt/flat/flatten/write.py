@@ -166,14 +166,14 @@ class FlatModel:
 
     def _ordered(self) -> list[str]:
         cut = {unit.unit.key for unit in self._cut}
-        managed = {param.name for unit in self._cut for param in unit.unit.params}
+        in_units = {param.name for unit in self._cut for param in unit.unit.params}
         flat = {unit.key for unit in self._units.units}
         keys = []
         for key in state_dict_order(self._names(), self._units):
             if key in flat:
                 if key in cut:
                     keys.append(key)
-            elif self._units.use_orig_params or self._first.get(key, key) not in managed:
+            elif self._units.use_orig_params or self._first.get(key, key) not in in_units:
                 keys.append(key)
         return keys
 

@@ -126,13 +126,13 @@ def units_of_plain_model(
         )
         for unit in wrapping.units
     )
-    managed = {param.name for unit in units for param in unit.params}
+    in_units = {param.name for unit in units for param in unit.params}
     result = Units(
         units=units,
         use_orig_params=use_orig_params,
         parameters=tuple(name for name, _ in parameters),
-        unmanaged=tuple(unit_param(name, param) for name, param in parameters if name not in managed),
-        shared=_shared(wrapping, parameters, managed, use_orig_params=use_orig_params),
+        unmanaged=tuple(unit_param(name, param) for name, param in parameters if name not in in_units),
+        shared=_shared(wrapping, parameters, in_units, use_orig_params=use_orig_params),
         shard_size=shard_size,
     )
     _check(result)
@@ -140,9 +140,13 @@ def units_of_plain_model(
 
 
 def _shared(
-    wrapping: SimulatedWrapping, parameters: list[tuple[str, nn.Parameter]], managed: set[str], *, use_orig_params: bool
+    wrapping: SimulatedWrapping,
+    parameters: list[tuple[str, nn.Parameter]],
+    in_units: set[str],
+    *,
+    use_orig_params: bool,
 ) -> tuple[tuple[str, str], ...]:
-    listed = {name for name, _ in parameters if use_orig_params or name not in managed}
+    listed = {name for name, _ in parameters if use_orig_params or name not in in_units}
     first_names = dict(wrapping.shared)
     for later, first in wrapping.aliases(listed):
         first_names.setdefault(later, first)
@@ -241,7 +245,7 @@ class WrappedUnit:
 
 @dataclass(slots=True)
 class SimulatedWrapping:
-    """A model in the making. ``own``: parameters that each module still has, in its own order.
+    """A model during wrapping. ``own``: the parameters that each module still has, in its own order.
 
     With ``use_orig_params=True`` flattened parameters stay where they are and are not flattened again; otherwise they
     are gone from the unit's modules, and a parameter shared with a module outside is flattened there once more.
@@ -274,13 +278,13 @@ class SimulatedWrapping:
         self.shared = [pair for unit in self.units for pair in shared[unit.prefix]]
 
     def _wrap(self, prefix: str, root: nn.Module, shared: dict[str, list[tuple[str, str]]]) -> None:
-        managed = {
+        in_units = {
             param
             for module in root.modules()
             for _, param in self.own[module]
             if param not in self.ignored and param not in self._done
         }
-        if not managed:
+        if not in_units:
             return
         first: dict[nn.Parameter, str] = {}
         unit = WrappedUnit(prefix, root, [])
@@ -289,7 +293,7 @@ class SimulatedWrapping:
         again: dict[tuple[nn.Module, str], nn.Parameter] = {}
         for path, module in root.named_modules(prefix=prefix, remove_duplicate=False):
             for name, param in self.own[module]:
-                if param not in managed:
+                if param not in in_units:
                     continue
                 if param in first:
                     later.append((joined(path, name), first[param]))
@@ -301,7 +305,7 @@ class SimulatedWrapping:
                 touched[module, name] = param
         self.units.append(unit)
         shared[prefix] = later
-        self._done |= managed if self.use_orig_params else set()
+        self._done |= in_units if self.use_orig_params else set()
         self._register(touched | {slot: held for slot, held in again.items() if slot not in touched})
 
     def _register(self, touched: dict[tuple[nn.Module, str], nn.Parameter]) -> None:

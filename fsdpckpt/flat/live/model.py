@@ -151,7 +151,7 @@ def parameter_order(
     if use_orig_params:
         yield from (names.keys[param] for param in model.parameters())
         return
-    # The original parameters are gone from the modules: what flat parameters remember of each module stands in.
+    # The modules no longer have the original parameters; the flat parameters record those of each module.
     for name, mixed in module_parameters(model, modules):
         if mixed:
             warnings.warn(

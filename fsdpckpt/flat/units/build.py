@@ -25,7 +25,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How FSDP1 was configured; None where that is not known, or not said.
+    """How FSDP1 was configured; None where that is not known or not given.
 
     ``param_dtype``: ``MixedPrecision.param_dtype``. ``shard_size``: ranks in one sharding group, None for all.
     """

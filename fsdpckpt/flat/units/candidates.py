@@ -29,7 +29,7 @@ from fsdpckpt.ir.units import FLAT_PARAM, Units
 from fsdpckpt.layouts.flattened import is_flat_key, layout_of
 from fsdpckpt.transform.assignment import in_order
 
-__all__ = ["Candidate", "group_candidates", "candidates"]
+__all__ = ["Candidate", "candidates", "group_candidates"]
 
 _PADDING = 16  # elements of alignment a parameter can bring, and more
 _CLASSES = 3  # kinds of buffers (last words of names) that are left out at once: a norm has two of its own
@@ -55,18 +55,18 @@ def candidates(
     checkpoint: Checkpoint, names: ParameterNames, prefixes: UnitPrefixes, *, parameters: Sequence[str] | None = None
 ) -> Iterator[Candidate]:
     """The readings of ``names``, lower tiers first. ``parameters``: exactly the names of ``model.parameters()``."""
-    reading = _Candidates(checkpoint, names, prefixes)
+    options = _Candidates(checkpoint, names, prefixes)
     if parameters is not None:
-        yield from reading.exact(parameters)
+        yield from options.exact(parameters)
         return
-    yield from reading.all()
+    yield from options.all()
 
 
 class _Candidates:
     def __init__(self, checkpoint: Checkpoint, names: ParameterNames, prefixes: UnitPrefixes) -> None:
         self.names = names
         self.world_size = checkpoint.world_size
-        self.elements = possible_numels(checkpoint)
+        self.numels = possible_numels(checkpoint)
         self.prefixes = prefixes
         self.label = f"units: names from {names.label}, prefixes from {prefixes.label}"
         self.dtypes = _flat_dtypes(checkpoint)
@@ -77,7 +77,7 @@ class _Candidates:
             replace(param, sharded=False) if beside.get(param.name) == param.numel else param for param in names.params
         ]
         self.possible = [param for param in params if param.possible or param.name in self.listed]
-        self.plain = [
+        self.unsharded = [
             param
             for param in params
             if param.sharded is False and param.shape and param.dtype.floating and param.name not in self.listed
@@ -92,38 +92,38 @@ class _Candidates:
         for roots in self._roots(chosen):
             if all(len(names) == 1 for names in firsts):
                 shared = [(param.name, names[0]) for param, names in zip(left, firsts, strict=True)]
-                yield self._wrapping(chosen, roots, shared=shared, names=order)
+                yield self._candidate(chosen, roots, shared=shared, names=order)
 
     def all(self) -> Iterator[Candidate]:
         for roots in self._roots(self.possible):
-            yield self._wrapping(self.possible, roots)
-            if self.plain:
-                both = {param.name: param for param in (*self.possible, *self.plain)}
+            yield self._candidate(self.possible, roots)
+            if self.unsharded:
+                both = {param.name: param for param in (*self.possible, *self.unsharded)}
                 params = [both[param.name] for param in self.names.params if param.name in both]
-                assumption = f"taken for parameters that FSDP does not manage: {_some(self.plain)}"
-                yield self._wrapping(params, roots, assumed=assumption)
+                assumption = f"taken for parameters that FSDP does not manage: {_some(self.unsharded)}"
+                yield self._candidate(params, roots, assumed=assumption)
             for params, assumption in self._without_buffers():
-                yield self._wrapping(params, roots, assumed=assumption)
+                yield self._candidate(params, roots, assumed=assumption)
         for roots in self._roots(self.possible):
             for later, first in self._ties():
                 params = [param for param in self.possible if param.name != later]
                 assumption = f"{later} taken for {first}, shared"
-                yield self._wrapping(params, roots, shared=[(later, first)], assumed=assumption, tier=1)
+                yield self._candidate(params, roots, shared=[(later, first)], assumed=assumption, tier=1)
         for roots in self._roots(self.possible):
             for kind in self._kinds():
-                buffers = [param for param in self._open() if _last(param) == kind]
+                buffers = [param for param in self._maybe_buffers() if _last(param) == kind]
                 for later, first in self._ties(buffers):
                     left_out = {later, *(param.name for param in buffers)}
                     params = [param for param in self.possible if param.name not in left_out]
                     assumption = f"taken for buffers: {_some(buffers)}; {later} taken for {first}, shared"
-                    yield self._wrapping(params, roots, shared=[(later, first)], assumed=assumption, tier=2)
+                    yield self._candidate(params, roots, shared=[(later, first)], assumed=assumption, tier=2)
 
-    def _open(self) -> list[NamedParam]:
+    def _maybe_buffers(self) -> list[NamedParam]:
         """Names that may be buffers."""
         return [param for param in self.possible if param.sharded is None and param.name not in self.listed]
 
     def _kinds(self) -> list[str]:
-        return list(dict.fromkeys(map(_last, self._open())))
+        return list(dict.fromkeys(map(_last, self._maybe_buffers())))
 
     def _explains(self, omitted: Iterable[NamedParam], *, all_shown: bool) -> bool:
         """Whether the slices can hold all names but these: padding hides a few elements. ``all_shown``: no parameter
@@ -132,7 +132,7 @@ class _Candidates:
         slack = self.world_size * (len(self.prefixes.prefixes) + 1)
         if self.dtypes:  # flat parameters as they lie in the model section, alignment included
             slack += _PADDING * len(self.possible)
-        return any(left + slack >= shown and (left - slack <= shown or not all_shown) for shown in self.elements)
+        return any(left + slack >= shown and (left - slack <= shown or not all_shown) for shown in self.numels)
 
     def _roots(self, params: Sequence[NamedParam]) -> Iterator[Collection[str]]:
         """The prefixes; whether the root is wrapped is open when nothing names it and nothing in it must be sharded."""
@@ -148,15 +148,15 @@ class _Candidates:
         kinds = self._kinds()
         for many in range(1, min(_CLASSES, len(kinds)) + 1):
             for left_out in combinations(kinds, many):
-                buffers = [param for param in self._open() if _last(param) in left_out]
+                buffers = [param for param in self._maybe_buffers() if _last(param) in left_out]
                 names = {param.name for param in buffers}
                 if len(names) < len(self.possible) and self._explains(buffers, all_shown=False):
                     params = [param for param in self.possible if param.name not in names]
                     yield params, f"taken for buffers: {_some(buffers)}"
 
     def _ties(self, omitted: Sequence[NamedParam] = ()) -> Iterator[tuple[str, str]]:
-        """Pairs that may be one parameter: of one shape, the later one not in the optimizer's list. ``gone`` are left
-        out before."""
+        """Pairs that may be one parameter: of one shape, the later one not in the optimizer's list. ``omitted`` are
+        left out of the later ones."""
         by_shape: dict[tuple[object, ...], list[str]] = {}
         for param in self.possible:
             earlier = by_shape.setdefault((param.shape, param.dtype.name), [])
@@ -166,7 +166,7 @@ class _Candidates:
                 yield from ((param.name, first) for first in earlier)
             earlier.append(param.name)
 
-    def _wrapping(
+    def _candidate(
         self,
         params: Sequence[NamedParam],
         prefixes: Collection[str],

@@ -27,12 +27,12 @@ from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.units import Strategy, Unit, UnitParam, Units
 from fsdpckpt.layouts.flattened import is_flat_key
 
-__all__ = ["Refusal", "infer", "possibly_channels_last", "why_order_matters", "interpretation", "describe_settings"]
+__all__ = ["Refusal", "describe_settings", "infer", "interpretation", "possibly_channels_last", "why_order_matters"]
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Nothing fits. ``nearest`` says in words which reading comes closest, ``contradictions`` all against it."""
+    """Nothing fits. ``nearest`` describes the closest reading, ``contradictions`` is everything that excludes it."""
 
     nearest: str
     contradictions: tuple[str, ...]
@@ -40,12 +40,12 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Fitting:
-    wrapping: Candidate
+    candidate: Candidate
     match: FlatMatch
 
     @property
-    def said(self) -> str:
-        return "; ".join((*self.wrapping.assumed, describe_settings(self.match.units)))
+    def description(self) -> str:
+        return "; ".join((*self.candidate.assumed, describe_settings(self.match.units)))
 
 
 def infer(
@@ -60,11 +60,11 @@ def infer(
     survivors: list[_Fitting] = []
     nearest: Refusal | None = None
     distance = 0
-    for wrapping in candidates:
-        if survivors and wrapping.tier > survivors[-1].wrapping.tier:
+    for candidate in candidates:
+        if survivors and candidate.tier > survivors[-1].candidate.tier:
             break
-        for units, assignments in _settled(checkpoint, wrapping.units, wanted):
-            description = "; ".join((*wrapping.assumed, describe_settings(units)))
+        for units, assignments in _with_settings(checkpoint, candidate.units, wanted):
+            description = "; ".join((*candidate.assumed, describe_settings(units)))
             if not assignments:
                 nearest = nearest or Refusal(
                     description, ("the optimizer's states have other shapes than the parameters",)
@@ -72,7 +72,7 @@ def infer(
             for groups in assignments:
                 result = match(checkpoint, units if groups is None else replace(units, groups=groups))
                 if isinstance(result, FlatMatch):
-                    survivors.append(_Fitting(wrapping, result))
+                    survivors.append(_Fitting(candidate, result))
                 elif nearest is None or len(result.contradictions) + result.unread < distance:
                     nearest, distance = (
                         Refusal(description, result.contradictions),
@@ -83,7 +83,7 @@ def infer(
     return _answer(checkpoint, survivors, preferred or Settings())
 
 
-def _settled(
+def _with_settings(
     checkpoint: Checkpoint, units: Units, wanted: Settings
 ) -> Iterator[tuple[Units, Sequence[tuple[tuple[str, ...], ...] | None]]]:
     """``units`` under every setting that is not known, each with every assignment of the optimizer's ids."""
@@ -135,20 +135,20 @@ def _answer(checkpoint: Checkpoint, survivors: list[_Fitting], preferred: Settin
     for survivor in survivors:
         classes.setdefault(interpretation(checkpoint, survivor.match), []).append(survivor)
     if len(classes) > 1:
-        liked = {key: [one for one in held if preferred.fits(one.match.units)] for key, held in classes.items()}
-        classes = {key: held for key, held in liked.items() if held} if preferred.options() else classes
+        preferable = {key: [one for one in held if preferred.fits(one.match.units)] for key, held in classes.items()}
+        classes = {key: held for key, held in preferable.items() if held} if preferred.options() else classes
     if len(classes) != 1:
         raise _ambiguous(checkpoint, [held[0] for held in classes.values()] or survivors)
     (same,) = classes.values()
     chosen = next((one for one in same if preferred.fits(one.match.units)), same[0])
-    if not chosen.wrapping.ordered:
-        doubt = why_order_matters(checkpoint, chosen.match)
-        if doubt is not None:
-            raise _unordered(checkpoint, chosen, doubt)
+    if not chosen.candidate.ordered:
+        reason = why_order_matters(checkpoint, chosen.match)
+        if reason is not None:
+            raise _unordered(checkpoint, chosen, reason)
     kernels = possibly_channels_last(chosen.match.units) if chosen.match.keys or _splits(checkpoint) else []
-    if kernels and not chosen.wrapping.strides_known:
+    if kernels and not chosen.candidate.strides_known:
         raise _unstrided(checkpoint, kernels)
-    how = (chosen.wrapping.label, *chosen.wrapping.assumed, describe_settings(chosen.match.units))
+    how = (chosen.candidate.label, *chosen.candidate.assumed, describe_settings(chosen.match.units))
     return ResolvedUnits(chosen.match.units, chosen.match, how, _differing([one.match.units for one in same]))
 
 
@@ -186,12 +186,12 @@ _OPTIONS = {
 
 def _ambiguous(checkpoint: Checkpoint, several: list[_Fitting]) -> NeedsInformationError:
     options = [_OPTIONS[name] for name in _differing([one.match.units for one in several])]
-    if len({(one.wrapping.assumed, one.match.units.groups) for one in several}) > 1:
+    if len({(one.candidate.assumed, one.match.units.groups) for one in several}) > 1:
         options.append("--parameters FILE (the names of model.named_parameters(), one a line)")
-    said = list(dict.fromkeys(one.said + _first_difference(one, several) for one in several))
+    readings = list(dict.fromkeys(one.description + _first_difference(one, several) for one in several))
     return NeedsInformationError(
         f"the units of {checkpoint.source} are not certain: {len(several)} readings fit the lengths of all slices",
-        details=said,
+        details=readings,
         why="slices of flat parameters carry no names, and these readings would give different parameters",
         next_step="add " + ", or ".join([*options, "--units FILE"]),
     )
@@ -205,10 +205,10 @@ def _first_difference(one: _Fitting, several: list[_Fitting]) -> str:
     return ""
 
 
-def _unordered(checkpoint: Checkpoint, chosen: _Fitting, doubt: str) -> NeedsInformationError:
+def _unordered(checkpoint: Checkpoint, chosen: _Fitting, reason: str) -> NeedsInformationError:
     return NeedsInformationError(
-        f"the order of the parameters in {checkpoint.source} is not certain: {doubt}",
-        details=[chosen.wrapping.label],
+        f"the order of the parameters in {checkpoint.source} is not certain: {reason}",
+        details=[chosen.candidate.label],
         why="the names come from where keys are sorted (safetensors, some DCP directories), and lengths do not show "
         "which of two parameters comes first",
         next_step="add --parameters FILE (the names of model.named_parameters(), one a line), --reference PATH of a "
@@ -307,10 +307,10 @@ def _slice(param: UnitParam, match: FlatMatch) -> _Row:
 def describe_settings(units: Units) -> str:
     """The settings in words, for messages: ``use_orig_params=True, full-shard, param_dtype bfloat16``."""
     strategies = dict.fromkeys(unit.strategy for unit in units.units)
-    said = [f"use_orig_params={units.use_orig_params}", ", ".join(one.value for one in strategies)]
+    parts = [f"use_orig_params={units.use_orig_params}", ", ".join(one.value for one in strategies)]
     if units.shard_size is not None and Strategy.HYBRID_SHARD in strategies:
-        said[-1] += f" in groups of {units.shard_size} ranks"
+        parts[-1] += f" in groups of {units.shard_size} ranks"
     if units.use_orig_params:
         dtypes = dict.fromkeys((unit.param_dtype or unit.params[0].dtype).name for unit in units.units)
-        said.append(f"aligned for {', '.join(dtypes)}")
-    return ", ".join(said)
+        parts.append(f"aligned for {', '.join(dtypes)}")
+    return ", ".join(parts)

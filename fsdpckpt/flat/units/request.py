@@ -22,13 +22,13 @@ from fsdpckpt.ir.values import Value
 from fsdpckpt.storage.sources import Sources
 
 __all__ = [
-    "ResolvedUnits",
     "ORDER",
+    "ResolvedUnits",
     "UnitsRequest",
-    "option_contradictions",
     "contradictions",
     "listed_names",
     "load_units",
+    "option_contradictions",
     "reference_names",
     "require_agreement",
     "require_description",
@@ -57,9 +57,10 @@ class UnitsRequest(Settings):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ResolvedUnits:
-    """Units, how they were found and proved in words, and for a source what each of its keys is.
+    """Units, what proves them (for messages), and for a source what each of its keys is.
 
-    ``unsettled``: settings that a source's bytes do not show, because they make no difference to them, and ``ORDER``.
+    ``how``: where they come from and what was compared. ``unsettled``: settings that a source's bytes do not show
+    because they make no difference to them, and ``ORDER``.
     """
 
     units: Units
@@ -69,7 +70,7 @@ class ResolvedUnits:
 
 
 def require_model_order(resolved: ResolvedUnits, source: str) -> None:
-    """Raises NeedsInformationError unless ``found`` has the order of ``model.parameters()``, which units record."""
+    """Raises NeedsInformationError unless ``resolved`` has the order of ``model.parameters()``, which units record."""
     if ORDER in resolved.unsettled:
         raise NeedsInformationError(
             f"the order of the parameters of {source} is known inside of each unit only",
@@ -120,7 +121,7 @@ def reference_names(path: str, sources: Sources) -> ParameterNames:
 
 
 def require_agreement(units: Units, request: UnitsRequest, sources: Sources, described: str) -> None:
-    """Raises SourceCorruptError when other options contradict ``units``; ``said`` is what they contradict then."""
+    """Raises SourceCorruptError when other options contradict ``units``, which ``described`` names in the message."""
     wrong = option_contradictions(units, request, sources)
     if not wrong:
         return
@@ -135,8 +136,7 @@ def require_agreement(units: Units, request: UnitsRequest, sources: Sources, des
 
 
 def option_contradictions(units: Units, request: UnitsRequest, sources: Sources) -> list[str]:
-    """What ``--unit``, ``--parameters`` and ``--reference`` contradict in ``units``; nothing when they agree or are
-    not given."""
+    """What ``--unit``, ``--parameters`` and ``--reference`` contradict in ``units``; empty when they agree."""
     wrong = list(_wrapped(units, request.globs))
     if request.parameters is not None:
         for number, (listed, name) in enumerate(zip_longest(request.parameters, units.parameters)):
@@ -239,7 +239,7 @@ def _groups(units: Units, optim: OptimState) -> Iterator[str]:
     known = set(units.params())
     listed = listed_names(optim)
     unknown = [name for group in listed for name in group if name not in known]
-    stated = {clean(str(key)) for key, states in optim.state.items() if states}  # of these it is said already
+    stated = {clean(str(key)) for key, states in optim.state.items() if states}  # reported already
     yield from (f"the param groups list {name}, which the units do not have" for name in unknown if name not in stated)
     recorded = named_groups(units)
     if recorded is None or unknown or not listed:

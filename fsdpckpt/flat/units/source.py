@@ -139,7 +139,7 @@ def _serving_both(checkpoint: Checkpoint, units: Units, label: str, sources: Sou
     # Its ranks are the target's; how many the source has, and how they share, its own lengths prove.
     wrapping = Candidate(replace(units, world_size=None), f"units: names and wrapping from {label}", strides_known=True)
     result = infer(checkpoint, [wrapping], wanted=Settings())
-    if isinstance(result, Refusal):  # the file as it stands makes the better message
+    if isinstance(result, Refusal):  # the unchanged file gives the better message
         return _given(checkpoint, units, label, UnitsRequest(), sources)
     return result
 
