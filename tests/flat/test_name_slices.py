@@ -21,7 +21,7 @@ from fsdpckpt.ir.values import Value
 from fsdpckpt.storage.sources import Sources
 from tests.flat.flat_checkpoints import Played, unit, units_of
 from tests.flat.flat_synthetic import checkpoint, local_model, named, optimizer, sharded_model, slices, whole
-from tests.flat.test_flat_proofs import SHAPES, adagrad, proved, with_checksums, written
+from tests.flat.test_proofs import SHAPES, adagrad, proved, with_checksums, written
 
 PARAMS = (named("a.weight", 5, 3), named("a.bias", 5), named("b.weight", 2, 5))
 UNITS = build_units(PARAMS, ("", "a"), Settings(use_orig_params=False))

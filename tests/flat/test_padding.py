@@ -14,7 +14,7 @@ from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.storage.sources import Sources
 from tests.flat.flat_checkpoints import Played, unit, units_of
-from tests.flat.test_flat_proofs import proved, written
+from tests.flat.test_proofs import proved, written
 
 NINE = {"w": (7,), "b": (2,)}  # 9 elements: 8 ranks hold 2 each, rank 4 holds one and the last three none
 
