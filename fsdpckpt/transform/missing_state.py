@@ -21,7 +21,7 @@ from fsdpckpt.transform.parameter_order import Shape
 
 __all__ = [
     "Choice",
-    "Known",
+    "KnownParam",
     "ParamOf",
     "Read",
     "StateForm",
@@ -48,9 +48,9 @@ def without_state(checkpoint: Checkpoint, units: Units | None = None) -> list[Pa
     optim = checkpoint.optim
     if optim is None or not any(optim.state.values()):
         return []
-    told = units.params() if units is not None else {}
+    params = units.params() if units is not None else {}
     listed = [key for group in optim.param_groups or () for key in group_params(group) or ()]
-    stateless = {name for name, param in told.items() if not (param.requires_grad and param.numel)}
+    stateless = {name for name, param in params.items() if not (param.requires_grad and param.numel)}
     return [key for key in listed if not optim.state.get(key) and key not in stateless]
 
 
@@ -77,7 +77,7 @@ def fill(checkpoint: Checkpoint, choice: Choice, *, units: Units | None = None, 
         note = Note("missing-state", f"{_parameters(len(missing))} no optimizer state", keys=tuple(map(str, missing)))
         return replace(checkpoint, notes=(*checkpoint.notes, note))
     unit_of: dict[ParamKey, str] = {name: unit.key for name, unit in units.unit_of().items()} if units else {}
-    return _filled(checkpoint, optim, missing, _Making(checkpoint, read, unit_of, units.params() if units else {}))
+    return _filled(checkpoint, optim, missing, _StateMaker(checkpoint, read, unit_of, units.params() if units else {}))
 
 
 def _parameters(count: int) -> str:
@@ -85,32 +85,32 @@ def _parameters(count: int) -> str:
 
 
 @dataclass(slots=True)
-class _Making:
-    """Makes states; ``problems`` collects why some cannot be made, ``end`` is how far the zeros reach, in bytes."""
+class _StateMaker:
+    """Makes zero states. ``problems``: why some cannot be made. ``end``: bytes of zeros in use so far."""
 
     checkpoint: Checkpoint
     read: Read | None
     unit_of: Mapping[ParamKey, str]
-    told: Mapping[str, UnitParam]
+    unit_params: Mapping[str, UnitParam]
     problems: list[str] = field(default_factory=list)
     end: int = 0
 
-    def param(self, key: ParamKey) -> Known | None:
-        """What the model section says of a parameter, or else its unit."""
+    def param(self, key: ParamKey) -> KnownParam | None:
+        """Shape, dtype and sharding of a parameter, from the model section or else from its unit."""
         model = self.checkpoint.model
         leaf = model.params.get(key) if model is not None and isinstance(key, str) else None
         if isinstance(leaf, Tensor):
-            return Known(leaf.shape, leaf.dtype, leaf.sharded)
-        told = self.told.get(key) if isinstance(key, str) else None
-        return None if told is None else Known(told.shape, told.dtype, key in self.unit_of)
+            return KnownParam(leaf.shape, leaf.dtype, leaf.sharded)
+        param = self.unit_params.get(key) if isinstance(key, str) else None
+        return None if param is None else KnownParam(param.shape, param.dtype, key in self.unit_of)
 
-    def group(self, keys: list[ParamKey], held: Mapping[ParamKey, States], absent: Collection[ParamKey]) -> Made:
-        """The states of those of ``keys`` that are ``absent``, in the form of those that the group does have.
+    def group(self, keys: list[ParamKey], present: Mapping[ParamKey, States], absent: Collection[ParamKey]) -> Made:
+        """The states of the ``absent`` ones among ``keys``, in the form of the states that the group has.
 
-        Of the others those in the same flat parameter decide, which share one ``step`` with it; where it has none, all.
+        The parameters in the same flat parameter decide, because they share one ``step``; without any, the whole group.
         """
         by_unit: dict[str, dict[ParamKey, States]] = {}
-        for key, states in held.items():
+        for key, states in present.items():
             if key in self.unit_of:
                 by_unit.setdefault(self.unit_of[key], {})[key] = states
         forms: dict[str, StateForm] = {}
@@ -121,19 +121,19 @@ class _Making:
                 siblings = by_unit.get(unit)
                 place = unit if siblings is not None else ""
                 if place not in forms:
-                    forms[place] = state_form(held if siblings is None else siblings, self.param, self.read)
+                    forms[place] = state_form(present if siblings is None else siblings, self.param, self.read)
                 made[key] = self._states(key, forms[place])
         return made
 
     def _states(self, key: ParamKey, form: StateForm) -> dict[str, Tensor | Value]:
-        self.problems += [f"{key}: {doubt}" for doubt in form.doubts]
+        self.problems += [f"{key}: {problem}" for problem in form.problems]
         param = self.param(key)
         if param is None and any(isinstance(one, ZeroForm) for one in form.states.values()):
             self.problems.append(f"{key}: nothing says its shape")
             return {}
         return {name: self._state(one, param) for name, one in form.states.items()}
 
-    def _state(self, form: ZeroForm | Tensor | Value, param: Known | None) -> Tensor | Value:
+    def _state(self, form: ZeroForm | Tensor | Value, param: KnownParam | None) -> Tensor | Value:
         if isinstance(form, Tensor):
             return replace(form)
         if not isinstance(form, ZeroForm) or param is None:
@@ -146,23 +146,23 @@ class _Making:
         return tensor
 
 
-def _filled(checkpoint: Checkpoint, optim: OptimState, missing: list[ParamKey], making: _Making) -> Checkpoint:
+def _filled(checkpoint: Checkpoint, optim: OptimState, missing: list[ParamKey], maker: _StateMaker) -> Checkpoint:
     absent = set(missing)
     made: Made = {}
     for group in optim.param_groups or ():
         keys = group_params(group) or []
-        held: dict[ParamKey, States] = {key: states for key in keys if (states := optim.state.get(key))}
-        made.update(making.group(keys, held, absent))
-    if making.problems:
+        present: dict[ParamKey, States] = {key: states for key in keys if (states := optim.state.get(key))}
+        made.update(maker.group(keys, present, absent))
+    if maker.problems:
         raise NeedsInformationError(
             f"{checkpoint.source}: zeros cannot be made for {len(missing)} parameters without optimizer state",
-            details=making.problems,
+            details=maker.problems,
             why="their form is that of the other states of their group, and has to be beyond doubt",
             next_step="--missing-state skip leaves them without state; a model section or --units FILE states shapes",
         )
     what = f"{len(missing)} parameter{'s' * (len(missing) > 1)} had no optimizer state, and got zeros"
     note = Note("filled", what, keys=tuple(map(str, missing)))
-    zeros = SourceFile(ZEROS, making.end)
+    zeros = SourceFile(ZEROS, maker.end)
     state = dict(_in_group_order(optim.state, made, optim.param_groups or []))
     return replace(
         checkpoint,
@@ -177,7 +177,7 @@ def _in_group_order(
     made: Mapping[ParamKey, dict[str, Tensor | Value]],
     groups: list[dict[Key, Value]],
 ) -> Iterator[tuple[ParamKey, dict[str, Tensor | Value]]]:
-    """The states there were, in their order, with each new one behind the one that its group lists before it."""
+    """The existing states in their order, each new one after the parameter that its group lists before it."""
     behind: dict[ParamKey | None, list[ParamKey]] = {}
     last: ParamKey | None = None
     for group in groups:
@@ -196,7 +196,7 @@ def _in_group_order(
 
 
 def note_elementless(checkpoint: Checkpoint, units: Units) -> Checkpoint:
-    """With a note of the states that have no place: with ``use_orig_params=True`` they go with elements."""
+    """Note the parameters without elements, whose states no rank keeps with ``use_orig_params=True``."""
     states = checkpoint.optim.state if checkpoint.optim is not None else {}
     names = [param.name for unit in units.units for param in unit.params if not param.numel and states.get(param.name)]
     if not names:
@@ -234,7 +234,7 @@ States: TypeAlias = Mapping[str, Tensor | Value]
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class KnownParam:
     """What is known of a parameter. ``sharded`` as in ``Tensor``."""
 
     shape: Shape
@@ -242,7 +242,7 @@ class Known:
     sharded: bool | None
 
 
-ParamOf: TypeAlias = Callable[[ParamKey], Known | None]
+ParamOf: TypeAlias = Callable[[ParamKey], KnownParam | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,11 +257,11 @@ class ZeroForm:
 class StateForm:
     """``states``, in order: a form for those in the parameter's shape, the value itself for what all have equal.
 
-    ``doubts``: why there is no common form.
+    ``problems``: why there is no common form.
     """
 
     states: Mapping[str, ZeroForm | Tensor | Value]
-    doubts: tuple[str, ...]
+    problems: tuple[str, ...]
 
 
 def state_form(siblings: Mapping[ParamKey, States], param_of: ParamOf, read: Read | None) -> StateForm:
@@ -270,39 +270,39 @@ def state_form(siblings: Mapping[ParamKey, States], param_of: ParamOf, read: Rea
         return StateForm({}, ("no other parameter of its group has states to go by",))
     if len({frozenset(states) for states in siblings.values()}) > 1:
         return StateForm({}, ("the others of its group do not have the same states",))
-    doubts: list[str] = []
+    problems: list[str] = []
     forms: dict[str, ZeroForm | Tensor | Value] = {}
     for name, first in next(iter(siblings.values())).items():
         values = {key: states[name] for key, states in siblings.items()}
         tensors = {key: value for key, value in values.items() if isinstance(value, Tensor)}
         if len(tensors) == len(values) and any(tensor.ndim for tensor in tensors.values()):
-            forms[name] = _zero_form(name, tensors, param_of, doubts)
+            forms[name] = _zero_form(name, tensors, param_of, problems)
             continue
         forms[name] = first
         if len({_identity(value, read) for value in values.values()}) > 1:
-            doubts.append(f"the others of its group do not agree on {name}")
-    return StateForm(forms, tuple(doubts))
+            problems.append(f"the others of its group do not agree on {name}")
+    return StateForm(forms, tuple(problems))
 
 
 def _identity(value: Tensor | Value, read: Read | None) -> tuple[str, object]:
     """Equal for values that are equal. Without ``read`` no two tensors are known to be."""
     if isinstance(value, Tensor):
-        return value.dtype.name, read(value) if read is not None and not value.ndim else id(value)
+        return value.dtype.name, read(value) if read is not None and not value.ndim else value
     return type(value).__name__, repr(value)
 
 
-def _zero_form(name: str, tensors: Mapping[ParamKey, Tensor], param_of: ParamOf, doubts: list[str]) -> ZeroForm:
+def _zero_form(name: str, tensors: Mapping[ParamKey, Tensor], param_of: ParamOf, problems: list[str]) -> ZeroForm:
     """The dtype that all have; else the parameter's own, where each has that of its parameter."""
     params = {key: param_of(key) for key in tensors}
     for key, tensor in tensors.items():
         known = params[key]
         if known is not None and known.shape != tensor.shape:
-            doubts.append(f"the state {name} of {key} does not have the shape of its parameter")
+            problems.append(f"the state {name} of {key} does not have the shape of its parameter")
             break
     dtypes = {tensor.dtype.name: tensor.dtype for tensor in tensors.values()}
     sharded = next(iter(tensors.values())).sharded
     if len(dtypes) == 1:
         return ZeroForm(next(iter(dtypes.values())), sharded)
     if any((known := params[key]) is None or known.dtype is not tensor.dtype for key, tensor in tensors.items()):
-        doubts.append(f"{name} has several dtypes in its group: {', '.join(dtypes)}")
+        problems.append(f"{name} has several dtypes in its group: {', '.join(dtypes)}")
     return ZeroForm(None, sharded)
