@@ -18,7 +18,7 @@ from fsdpckpt.ir.tensors import SLICES, Int64Array, Tensor
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.layouts.flattened import is_flat_key
 
-__all__ = ["as_slices", "flat_parameter_keys", "in_slices", "is_optimizer", "mappings", "optimizers", "why_sliced"]
+__all__ = ["as_slices", "flat_parameter_keys", "read_as_slices", "is_optimizer", "mappings", "optimizers", "why_sliced"]
 
 _DEPTH = 4  # how deep an optimizer may lie; composer, the deepest producer, needs 3
 _SHOWN = 6
@@ -131,18 +131,18 @@ def _differ(tensors: Sequence[Tensor], checksums: Sequence[ChecksumRow]) -> bool
     return False
 
 
-def in_slices(optim: OptimState) -> OptimState:
+def read_as_slices(optim: OptimState) -> OptimState:
     """``optim`` with its vectors read as slices, its parameters in the order in which the groups list them.
 
     A 0-dim state is that of the ranks which hold elements of the parameter (``_convert_all_state_info``).
     """
-    state = {key: entry if LOOSE in entry else _entry_in_slices(entry) for key, entry in optim.state.items()}
+    state = {key: entry if LOOSE in entry else _entry_as_slices(entry) for key, entry in optim.state.items()}
     listed = [key for group in optim.param_groups or () for key in group_params(group) or ()]
     order = dict.fromkeys(key for key in (*listed, *state) if key in state)
     return OptimState({key: state[key] for key in order}, optim.param_groups, optim.extra)
 
 
-def _entry_in_slices(entry: Mapping[str, Tensor | Value]) -> dict[str, Tensor | Value]:
+def _entry_as_slices(entry: Mapping[str, Tensor | Value]) -> dict[str, Tensor | Value]:
     leaves = {name: as_slices(leaf) if isinstance(leaf, Tensor) else leaf for name, leaf in entry.items()}
     chunks = [leaf.chunks for leaf in leaves.values() if isinstance(leaf, Tensor) and leaf.placement == SLICES]
     holders = [rank[size[:, 0] > 0] for rank, size in ((one.rank, one.size) for one in chunks)]

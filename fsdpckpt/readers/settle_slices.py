@@ -17,16 +17,17 @@ from fsdpckpt.ir.checkpoint import (
 )
 from fsdpckpt.ir.tensors import SLICES, Tensor
 from fsdpckpt.ir.values import Key, Value
-from fsdpckpt.readers.flat_slices import flat_parameter_keys, in_slices, is_optimizer, mappings, why_sliced
+from fsdpckpt.readers.flat_slices import flat_parameter_keys, is_optimizer, mappings, read_as_slices, why_sliced
 from fsdpckpt.readers.protocol import Tree
 from fsdpckpt.readers.sections import Sections
 from fsdpckpt.readers.torch_ranks.merge import equal
+from fsdpckpt.text import truncate
 
 __all__ = ["settle_slices"]
 
 
 def settle_slices(tree: Tree, sections: Sections, model: ModelState | None, label: str) -> None:
-    """Change ``tree`` and ``sections`` of one part, when its optimizer is in slices, to say so.
+    """Mark the optimizer of one part as slices in ``tree`` and ``sections`` when it holds slices of flat parameters.
 
     ``model``: the checkpoint's, from whichever part; ``label`` names the part in messages.
     """
@@ -35,14 +36,14 @@ def settle_slices(tree: Tree, sections: Sections, model: ModelState | None, labe
     optim = sections.optim
     reason = why_sliced(optim.state, model, tree.checksums) if optim is not None else None
     if optim is not None and reason is not None:
-        sections.optim = in_slices(optim)
+        sections.optim = read_as_slices(optim)
         tree.layout = Layout.FLATTENED
         tree.evidence.append(Evidence(EvidenceKind.LAYOUT, f"{reason}: slices of flat parameters"))
         states = (*(sections.optim_path or ()), "state")
-        _forgive_absence(tree, states)
-        _take_from_holders(tree, sections.optim, states)
+        _drop_missing_keys(tree, states)
+        _take_values_of_holders(tree, sections.optim, states)
     if tree.world_size > 1:
-        tree.problems.extend(_in_extras(tree, sections, label))
+        tree.problems.extend(_flattened_extras(tree, sections, label))
     if optim is not None and optim.key_type == "id":
         tree.problems.extend(_orders_that_differ(tree, (*(sections.optim_path or ()), "param_groups"), label))
 
@@ -65,7 +66,7 @@ def _orders_that_differ(tree: Tree, groups: tuple[Key, ...], label: str) -> Iter
             key = ".".join(map(str, path))
             yield Problem(
                 "parameter-order",
-                f"{key} is {_shown(values[0])} on rank 0 and {_shown(values[rank])} on rank {rank}: the ranks' "
+                f"{key} is {truncate(values[0])} on rank 0 and {truncate(values[rank])} on rank {rank}: the ranks' "
                 "optimizers list their parameters in different orders, so one id is a different parameter on each of "
                 "them. Save it with FSDP.optim_state_dict, or make the optimizer with the same order on every rank",
                 file=label,
@@ -75,19 +76,14 @@ def _orders_that_differ(tree: Tree, groups: tuple[Key, ...], label: str) -> Iter
             )
 
 
-def _shown(value: Value) -> str:
-    text = str(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _forgive_absence(tree: Tree, states: tuple[Key, ...]) -> None:
-    """Under use_orig_params=True a rank has no entry of a parameter of which it holds no element."""
+def _drop_missing_keys(tree: Tree, states: tuple[Key, ...]) -> None:
+    """Drop problems of missing keys: with use_orig_params=True a rank has no entry of a parameter it has no part of."""
     prefix = ".".join(map(str, (*states, "")))
     absent = [one for one in tree.problems if one.kind == "missing-key" and (one.key or "").startswith(prefix)]
     tree.problems = [problem for problem in tree.problems if problem not in absent]
 
 
-def _take_from_holders(tree: Tree, optim: OptimState, states: tuple[Key, ...]) -> None:
+def _take_values_of_holders(tree: Tree, optim: OptimState, states: tuple[Key, ...]) -> None:
     """Values that differ only on ranks without elements of their parameter are those of the ranks that have some.
 
     The rule is that of ``_convert_all_state_info``: optimizers that make their states at once (Adagrad) have a step on
@@ -113,7 +109,7 @@ def _holders(entry: dict[str, Tensor | Value]) -> list[int]:
     return sorted({int(rank) for leaf in sliced for rank in leaf.chunks.rank[leaf.chunks.size[:, 0] > 0]})
 
 
-def _in_extras(tree: Tree, sections: Sections, label: str) -> Iterator[Problem]:
+def _flattened_extras(tree: Tree, sections: Sections, label: str) -> Iterator[Problem]:
     """Fatal problems of flat parameters and their optimizers that are no section: nothing can name what is in them."""
     for path, mapping in mappings(tree.root):
         if sections.owns((*path, next(iter(mapping), ""))):

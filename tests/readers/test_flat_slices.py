@@ -201,7 +201,7 @@ def test_ranks_that_list_their_parameters_in_different_orders_are_one_fatal_prob
     (problem,) = found.problems
     assert (problem.kind, problem.fatal, problem.section, problem.rank) == ("parameter-order", True, Section.OPTIM, 1)
     assert problem.key == "param_groups.0.param_names.0"
-    assert "is 0._fsdp_wrapped_module." in problem.message and "on rank 0" in problem.message
+    assert "is '0._fsdp_wrapped_module." in problem.message and "on rank 0" in problem.message
     assert "on rank 1: the ranks' optimizers list their parameters in different orders" in problem.message
 
 

@@ -13,15 +13,15 @@ from fsdpckpt.formats.dcp.metadata import DcpMetadata
 from fsdpckpt.ir.checkpoint import Layout, Note, Problem, Section
 from fsdpckpt.layouts.flattened import is_flat_key
 
-__all__ = ["Flattened", "find_flattened"]
+__all__ = ["FlattenedFindings", "find_flattened"]
 
 _STATE_BY_ID = re.compile(r"(?:^|\.)state\.\d+\.[^.]+$")
 # Of an optimizer: a producer (composer) that nests everything under "state." must not look like one.
 _STATE = re.compile(r"\.state\.|^state\.\d|(?:^|\.)param_groups\.")
 
 
-class Flattened:
-    """What was found: ``layout`` is FLATTENED or None; problems are fatal, notes are not.
+class FlattenedFindings:
+    """What the metadata shows: ``layout`` is FLATTENED or None; problems are fatal, notes are not.
 
     ``beside``: keys of vectors beside flat parameters, see ``ir.tensors.ONE_SLICE``.
     """
@@ -33,9 +33,9 @@ class Flattened:
         self.notes: list[Note] = []
 
 
-def find_flattened(metadata: DcpMetadata, *, directory: str, world_size: int) -> Flattened:
-    """Judge by keys, shapes and chunks alone."""
-    result = Flattened()
+def find_flattened(metadata: DcpMetadata, *, directory: str, world_size: int) -> FlattenedFindings:
+    """Decide from keys, shapes and chunks alone whether a DCP directory holds flat parameters, or lost slices."""
+    result = FlattenedFindings()
     flat = [key for key in metadata.tensors if is_flat_key(key)]
     if flat:
         result.layout = Layout.FLATTENED
@@ -58,7 +58,7 @@ def find_flattened(metadata: DcpMetadata, *, directory: str, world_size: int) ->
     return result
 
 
-def _find_beside(metadata: DcpMetadata, flat: list[str], result: Flattened) -> None:
+def _find_beside(metadata: DcpMetadata, flat: list[str], result: FlattenedFindings) -> None:
     """With use_orig_params=True every parameter also has an entry by name: one rank's slice, often of size 0."""
     sections = {_section(metadata, key) for key in flat}
     beside = [
