@@ -243,8 +243,8 @@ def name_slices(
 ) -> Checkpoint:
     """``checkpoint`` with the slices turned into whole tensors by units that were proved.
 
-    ``replicas``: whether those of slices are compared here. Raises SourceCorruptError when they differ, or when what
-    the units call padding is none.
+    ``replicas``: whether to compare replicas of slices. Raises SourceCorruptError when they differ, or when bytes that
+    are padding according to the units do not hold padding.
     """
     if resolved.match is None:
         return checkpoint
@@ -261,10 +261,10 @@ def logical(checkpoint: Checkpoint, sources: Sources, *, units: str | None = Non
     """``checkpoint`` with slices turned into whole tensors by name, as far as its units are known.
 
     ``units``: a units file. Without one, those beside the checkpoint, or what its own model section proves. When
-    nothing tells, the slices stay what they are, with a note that says what would name them. Raises SourceError when
-    units contradict the checkpoint, NeedsInformationError when ``units`` is given and does not settle it.
-    ``listing``: for a caller that lists problems and compares replicas itself. What contradicts the units beside the
-    checkpoint is added to its problems then.
+    there are none, the slices stay unchanged, with a note that says what would name them. Raises SourceError when the
+    units contradict the checkpoint, NeedsInformationError when ``units`` is given and is not enough.
+    ``listing``: for a caller that lists problems and compares replicas itself. Contradictions to the units beside the
+    checkpoint are then added to its problems.
     """
     request = UnitsRequest(file=units)
     if not is_flattened(checkpoint, sources, request):
@@ -286,9 +286,9 @@ def logical(checkpoint: Checkpoint, sources: Sources, *, units: str | None = Non
         if not listing:
             raise
         return _with_problems(checkpoint, error)
-    # What shows in slices shows again, under names, in what they became.
-    read_as_slices = set(problems(checkpoint))
-    return replace(named, problems=tuple(problem for problem in named.problems if problem not in read_as_slices))
+    # A problem of slices is found again, under a parameter's name, in the tensors made of them.
+    known = set(problems(checkpoint))
+    return replace(named, problems=tuple(problem for problem in named.problems if problem not in known))
 
 
 def _with_problems(checkpoint: Checkpoint, error: SourceCorruptError) -> Checkpoint:
