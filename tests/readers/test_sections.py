@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -175,13 +176,13 @@ def test_flattened_states_nested_below_a_parameter_keep_their_nesting() -> None:
     assert found.optim.state == {"l.weight": {"shampoo": {"left": {"0": M}}, "step": STEP}}
 
 
-def test_flattened_tensor_hyper_parameters_are_equal_only_when_they_are_one_object() -> None:
-    first, second = tensor(), tensor()
+def test_flattened_tensor_hyper_parameters_are_equal_only_when_they_lie_in_one_place() -> None:
+    first, second = (Tensor(DTYPES["float32"], (), Chunks.whole(file=0, offset=at, shape=())) for at in (64, 128))
     groups = [{"lr": first, "params": ["l.weight"]}, {"lr": second, "params": ["l.bias"]}]
     found = split({"optimizer": flattened(groups, {})})
     assert found.optim is not None
     assert [group["params"] for group in found.optim.param_groups or []] == [["l.weight"], ["l.bias"]]
-    groups[1]["lr"] = first
+    groups[1]["lr"] = replace(first)
     found = split({"optimizer": flattened(groups, {})})
     assert [group["params"] for group in found.optim.param_groups or []] == [["l.weight", "l.bias"]]
 
