@@ -1,4 +1,4 @@
-"""Join the parts that were read into one Checkpoint: at most one model and one optimizer, extras side by side."""
+"""Join the parts of a checkpoint: at most one model and one optimizer, and all extras."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ReadPart:
         return self.sections.model is None and self.sections.optim is None
 
     def whole(self) -> bool:
-        """Whether every rank's file holds all of it, as far as the part itself tells."""
+        """Whether every rank's file holds all of it, as far as this part alone shows."""
         optim = self.sections.optim
         if self.tree.layout is not Layout.FULL:
             return False
@@ -62,7 +62,7 @@ class ReadPart:
 
 
 def read_part(label: str, stem: str, tree: Tree) -> ReadPart:
-    """Tell the sections of ``tree`` apart; a part named for its extras has no others, whatever they look like."""
+    """Split ``tree`` into its sections. A part whose name says that it holds extras has nothing else in it."""
     if stem == EXTRA_STEM and isinstance(tree.root, dict):
         return _of_extras(label, stem, tree, tree.root)
     return ReadPart(label, stem, tree, split(tree.root))
@@ -76,7 +76,7 @@ def join(source: str, parts: Sequence[ReadPart], files: FileTable, *, flavor: st
     """One checkpoint of all ``parts``. Raises NeedsInformationError when two of them give the same section, or when
     the model of one and the optimizer of another have nothing in common."""
     if len(parts) > 1:
-        parts = [_settled(part) for part in parts]
+        parts = [_with_meta_as_extras(part) for part in parts]
     _require_one_each(source, parts)
     notes = [*notes, *_strange_names(source, parts)]
     main = next((part for part in parts if part.sections.model is not None), None)
@@ -108,15 +108,15 @@ def join(source: str, parts: Sequence[ReadPart], files: FileTable, *, flavor: st
     )
 
 
-def _settled(part: ReadPart) -> ReadPart:
-    """Lightning's ``meta.pt`` beside the shards: extras, also where they are a dict of tensors like a model."""
+def _with_meta_as_extras(part: ReadPart) -> ReadPart:
+    """``part``, with Lightning's ``meta.pt`` as extras, even where they are a dict of tensors like a model."""
     if part.stem == "meta" and isinstance(part.tree.root, dict):
         return _of_extras(part.label, part.stem, part.tree, part.tree.root)
     return part
 
 
 def _nesting(parts: Sequence[ReadPart]) -> dict[Section, tuple[Key, ...]]:
-    """Where the sections of DCP parts stand: by these keys they were saved, and are loaded."""
+    """The keys under which the sections of DCP parts were saved, and have to be loaded."""
     nesting: dict[Section, tuple[Key, ...]] = {}
     for part in parts:
         sections = part.sections
@@ -142,8 +142,8 @@ def _require_one_each(source: str, parts: Sequence[ReadPart]) -> None:
 
 
 def _readable(labels: Sequence[str], parts: Sequence[ReadPart]) -> str:
-    """What can be given as SRC for the first of ``labels``: its directory where that has no other one of them, and
-    holds more than this part; the directory of a set of files; otherwise the path itself."""
+    """What to give as SRC for the first of ``labels``: the directory of a set of files; its directory where that has
+    no other candidate and holds more than this part; otherwise the path itself."""
     first, several, _ = labels[0].partition(" .. ")
     folder = _folder(first)
     alone = folder and all(_folder(label) != folder for label in labels[1:])
@@ -157,7 +157,7 @@ def _folder(label: str) -> str:
 
 
 def _strange_names(source: str, parts: Sequence[ReadPart]) -> list[Note]:
-    """What the names say against the model of one part and the optimizer of another being one checkpoint's."""
+    """Notes where names suggest that the model of one part and the optimizer of another do not belong together."""
     model = next((part for part in parts if part.sections.model is not None), None)
     optim = next((part for part in parts if part.sections.optim is not None), None)
     if model is None or optim is None or model is optim:
@@ -197,7 +197,7 @@ def _notes(part: ReadPart) -> list[Note]:
 
 
 def _problems(part: ReadPart) -> list[Problem]:
-    """Those of the tree, and values of the model or the optimizer that are not the same on every rank."""
+    """The problems of the tree, and values of the model or the optimizer that differ between ranks."""
     problems = list(part.tree.problems)
     for path in part.tree.rank_values:
         if part.sections.owns(_keys(path)):
@@ -218,7 +218,7 @@ def _under(path: tuple[Value, ...], prefix: tuple[Key, ...] | None) -> bool:
 
 
 def _extras(parts: Sequence[ReadPart]) -> tuple[dict[Key, Value], list[tuple[Key, ...]]]:
-    """All extras, and for each part the path below which its own stand."""
+    """All extras joined, and for each part the path below which its extras are."""
     extra: dict[Key, Value] = {}
     prefixes: list[tuple[Key, ...]] = []
     for part in parts:
@@ -248,7 +248,7 @@ def _changes(parts: Sequence[ReadPart], prefixes: Sequence[tuple[Key, ...]]) -> 
 
 
 def _absences(parts: Sequence[ReadPart], prefixes: Sequence[tuple[Key, ...]]) -> list[_Absence]:
-    """Which of the joined extras' keys some ranks lack."""
+    """Keys of the joined extras that some ranks lack, with these ranks."""
     return [
         ((*prefix, *_keys(path)), ranks)
         for part, prefix in zip(parts, prefixes, strict=True)
@@ -291,9 +291,9 @@ _FLAT = "flat_param"  # in the names of flat parameters, of every version of FSD
 
 
 def strange_names(source: str, model: tuple[str, Collection[str]], optim: tuple[str, OptimState]) -> list[Note]:
-    """A note of the optimizer's names that the model lacks. ``model``, ``optim``: their labels, and what they hold.
+    """A note that lists the optimizer's names that the model lacks. ``model``, ``optim``: label and content of each.
 
-    Names that differ by a prefix only are alike, and those of flat parameters say nothing. Raises
+    Names that differ only by a prefix match, and names of flat parameters say nothing. Raises
     NeedsInformationError when the two have no name in common: torchtune keeps its own names for the optimizer, and
     saves the weights under those of Hugging Face.
     """

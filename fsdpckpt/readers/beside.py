@@ -1,7 +1,9 @@
-"""What ``fsdpckpt.json`` adds to a directory that this program wrote: key types, units, lengths, checksums, digests.
+"""Read what lies beside a checkpoint: ``fsdpckpt.json``, and the side files that its producer keeps there.
 
-A manifest that is damaged is not used. One that contradicts the small files beside it (DCP's metadata, an index) says
-that these are damaged, or that another program has written there since: which of the two is not for us to decide.
+``fsdpckpt.json``, the manifest, is in every directory that this program wrote: key types, units, lengths, checksums and
+digests. A damaged manifest is not used. One that contradicts the small files beside it (DCP's metadata, an index) means
+that these are damaged, or that another program wrote there since; nothing says which. Side files are configurations,
+tokenizers and logs: they are copied unchanged, without being opened.
 """
 
 from __future__ import annotations
@@ -124,9 +126,7 @@ def _document(
 
 
 def _seal_broken(data: bytes) -> bool:
-    """Whether the checksum at the end, or what it sums, is not as it was written. Who writes a manifest by hand may
-    leave it out altogether.
-    """
+    """Whether the checksum at the end, or what it covers, was changed. A manifest written by hand may have none."""
     nbytes = len(SEAL) + _CRC_DIGITS + len(_SEAL_END)
     body, end = data[:-nbytes], data[-nbytes:]
     crc = b"%08x" % zlib.crc32(body)
@@ -163,7 +163,7 @@ def _files(listed: object) -> dict[str, StatedFile]:
 
 
 def _inside(name: str) -> bool:
-    """Whether a file of this name lies in the directory: no other one is looked at."""
+    """Whether a file of this name lies in the directory; files elsewhere are never opened."""
     return "\0" not in name and not name.startswith("/") and not {"", ".", ".."} & set(name.split("/"))
 
 
@@ -188,7 +188,7 @@ def _contradictions(manifest: Manifest, present: Collection[str], sources: Sourc
 
 
 def _forget_sharded(checkpoint: Checkpoint, undetermined: object) -> None:
-    """Keys of which nobody knew whether FSDP shards them are no surer for having been written."""
+    """Where the source did not say whether FSDP shards a parameter, what was written from it does not say it either."""
     if not isinstance(undetermined, list) or checkpoint.model is None:
         return
     params = checkpoint.model.params
@@ -199,7 +199,7 @@ def _forget_sharded(checkpoint: Checkpoint, undetermined: object) -> None:
 
 
 def _with_ids(optim: OptimState) -> OptimState:
-    """Ids that a container wrote as strings and no param group tells of."""
+    """``optim`` with its ids as numbers: a container wrote them as strings, and there are no param groups."""
     if optim.param_groups or not all(
         isinstance(key, int) or (key.isdecimal() and len(key) < _MOST_DIGITS) for key in optim.state
     ):
@@ -250,7 +250,7 @@ def _section(name: str) -> Section | None:
 
 
 def _strays(manifest: Manifest, present: dict[str, Entry]) -> list[Problem]:
-    """Files of the same kind as those of the checkpoint that were not written with it."""
+    """Problems of files like those of the checkpoint that were not written with it."""
     kinds = {os.path.splitext(name)[1] for name in manifest.files} - {"", ".json"}
     strays = [name for name in present if os.path.splitext(name)[1] in kinds and name not in manifest.files]
     return [
@@ -275,7 +275,7 @@ _SHOWN = 8  # names in one note
 
 @dataclass(slots=True)
 class SideFiles:
-    """``files``: target name to the file's bytes as a tensor of them. ``sources``: what their chunks lie in."""
+    """``files``: by target name, each file's bytes as a tensor. ``sources``: the files that their chunks lie in."""
 
     files: dict[str, Tensor] = field(default_factory=dict)
     sources: list[SourceFile] = field(default_factory=list)
@@ -285,9 +285,9 @@ class SideFiles:
 def side_files(checkpoint: Checkpoint, target: Flavor, world_size: int | None, sources: Sources) -> SideFiles:
     """Files beside ``checkpoint`` that belong into a target of the producer ``target``, for ``world_size`` ranks.
 
-    The same producer's are taken as they are; those of ranks go by rank r of the target from rank r modulo the
-    source's ranks (None: all stay). Of another producer's only what Hugging Face keeps beside a model is taken. What
-    is not is in the notes.
+    From the same producer all are taken; rank r of the target gets the files of rank r modulo the source's ranks (with
+    ``world_size`` None every rank keeps its files). From another producer only what Hugging Face keeps beside a model
+    is taken. The notes list what was taken and what was not.
     """
     taken = SideFiles()
     if not checkpoint.directory:
@@ -330,7 +330,7 @@ def _note(kind: NoteKind, what: str, names: list[str]) -> Note:
 
 
 def _beside(entries: Mapping[str, Entry], flavor: Flavor | None, read: set[str]) -> dict[str, Entry]:
-    """What is to be seen beside the state itself."""
+    """The files and directories that are not hidden and not part of the state."""
     return {
         name: entry
         for name, entry in sorted(entries.items())
@@ -339,7 +339,7 @@ def _beside(entries: Mapping[str, Entry], flavor: Flavor | None, read: set[str])
 
 
 def _is_state(entry: Entry, flavor: Flavor | None, read: set[str]) -> bool:
-    """By the producer's names; without a producer what was ``read``."""
+    """Whether it is part of the state: by the producer's names, or else because it was ``read``."""
     if entry.name in (MANIFEST, UNITS, ".metadata"):
         return True
     return entry.path in read if flavor is None else re.search(flavor.state, entry.name) is not None
@@ -393,7 +393,7 @@ _NOT_STATE = re.compile(
 
 
 def flavor_of(names: Iterable[str], directory: str, keys: Iterable[object] = ()) -> str:
-    """The producer whose file names these clearly are, or whose ``keys`` beside model and optimizer; else ``plain``."""
+    """The producer that the file names show, or its ``keys`` beside model and optimizer; else ``plain``."""
     known = list(names)
     if MANIFEST in known:  # which says it itself
         return PLAIN

@@ -73,7 +73,7 @@ def _sharded(tensor: ChunkedTensor, *, any_cut: bool, world_size: int) -> bool |
 
 
 def _placement(tensor: ChunkedTensor) -> str:
-    """Along which dimensions the chunks divide the tensor, in PyTorch's words."""
+    """The dimensions along which the chunks divide the tensor, as PyTorch writes placements."""
     cut = [
         dim
         for dim, extent in enumerate(tensor.shape)

@@ -1,7 +1,7 @@
-"""Open whatever is at a path: recognised from content and structure, with the reasons in plain words.
+"""Open the checkpoint at a path: find its parts, read each with its reader, and join them.
 
-One file, a directory that is one checkpoint, a directory whose parts are (model and optimizer side by side), or a
-parent of exactly one. Two answers are never chosen between: they are listed.
+A path is one file, a directory that is one checkpoint, a directory of parts (model and optimizer side by side), or a
+directory with exactly one checkpoint below it. Where several answers are possible none is chosen: all are listed.
 """
 
 from __future__ import annotations
@@ -108,8 +108,11 @@ def _refuse_uploads(path: str, entries: Sequence[Entry]) -> None:
 
 
 @dataclass(slots=True)
-class _Found:
-    """What a search came to: parts, where they are, and what has to be said about it."""
+class _SearchResult:
+    """What a search found: the parts, the directory ``path`` they are in, and the ``names`` of its entries.
+
+    ``directories``: the sub-directories that parts are in.
+    """
 
     path: str
     names: list[str]
@@ -177,7 +180,7 @@ class _Opening:
         return with_manifest(checkpoint, searched.path, searched.names, self.sources)
 
     def _directories_above(self, path: str) -> list[str]:
-        """Where units of a checkpoint in ``path`` may lie, nearest first: up to SRC, and above a step's directory."""
+        """Directories that may hold units of a checkpoint in ``path``, nearest first: up to SRC, one above a step."""
         top = self.source.rstrip("/")
         places = [path.rstrip("/")]
         while len(places[-1]) > len(top) and "/" in places[-1]:
@@ -187,8 +190,8 @@ class _Opening:
             places.append(parent)
         return places
 
-    def _read_one_of(self, part: Part, searched: _Found) -> ReadPart:
-        """Read a part; what stops it in a directory of many directories is that there are many."""
+    def _read_one_of(self, part: Part, searched: _SearchResult) -> ReadPart:
+        """Read a part. Where many directories lie side by side, an error means that they are several checkpoints."""
         try:
             return self._read(part)
         except SourceError:
@@ -219,7 +222,7 @@ class _Opening:
     def _read_neighbour(
         self, part: Part, read: list[ReadPart], refused: list[FsdpckptError], notes: list[Note]
     ) -> None:
-        """A file beside the checkpoint that this program refuses (a training script's own classes) is not carried."""
+        """Read a file beside the checkpoint. One that cannot be read (a training script's classes) is not carried."""
         before = self.files
         self.files = FileTable()
         for file in before.files():
@@ -232,8 +235,8 @@ class _Opening:
             names = ", ".join(error.details[:5]) or error.what
             notes.append(Note("not-carried", f"{part.label} is not carried: {names}", part.stem))
 
-    def _search(self, path: str, depth: int) -> _Found | None:
-        """The parts at ``path``: of the directory itself, of it and its sub-directories, or of the only one below."""
+    def _search(self, path: str, depth: int) -> _SearchResult | None:
+        """The parts at ``path``: those of the directory and its sub-directories, or of the one checkpoint below it."""
         listing = list_parts(path, self.options, self.sources)
         numbered = [entry for entry in listing.directories if _NUMBERED.search(entry.name)]
         others = [entry for entry in listing.directories if entry not in numbered]
@@ -260,8 +263,8 @@ class _Opening:
             raise _several(path, [one.path for one in below])
         return self._join_directories(listing, below)
 
-    def _producer_below(self, listing: Listing, directories: list[Entry]) -> _Found | None:
-        """The one sub-directory that has all that a producer saves, where no other file is a model or an optimizer."""
+    def _producer_below(self, listing: Listing, directories: list[Entry]) -> _SearchResult | None:
+        """The one sub-directory with everything that a producer saves, where no file above is a model or optimizer."""
         below = [one for entry in directories if (one := self._search_flat(entry.path)) and _resumed(one.names)]
         if len(below) > 1:
             raise _several(listing.path, [one.path for one in below])
@@ -271,7 +274,7 @@ class _Opening:
             one.notes.insert(0, Note("found-below", message))
         return below[0] if below else None
 
-    def _with_neighbours(self, listing: Listing, directories: list[Entry], depth: int) -> _Found:
+    def _with_neighbours(self, listing: Listing, directories: list[Entry], depth: int) -> _SearchResult:
         """The parts of a directory and of those of its sub-directories that hold parts themselves."""
         below = [one for entry in directories if depth and (one := self._search_flat(entry.path))]
         parts = {one.path for one in below}
@@ -280,15 +283,15 @@ class _Opening:
         one.parts = [*listing.parts, *one.parts]
         return one
 
-    def _search_flat(self, path: str) -> _Found | None:
+    def _search_flat(self, path: str) -> _SearchResult | None:
         listing = list_parts(path, self.options, self.sources)
         if not listing.parts:
             return None
-        return _Found(path, listing.names, listing.parts, _not_carried(listing))
+        return _SearchResult(path, listing.names, listing.parts, _not_carried(listing))
 
-    def _join_directories(self, listing: Listing, below: list[_Found]) -> _Found:
+    def _join_directories(self, listing: Listing, below: list[_SearchResult]) -> _SearchResult:
         names = [*listing.names]
-        joined = _Found(listing.path, names, [], _not_carried(listing))
+        joined = _SearchResult(listing.path, names, [], _not_carried(listing))
         for one in below:
             joined.directories.extend(one.directories or [one.path])
             joined.parts.extend(one.parts)
@@ -321,7 +324,7 @@ def _with_flavor(checkpoint: Checkpoint, names: Sequence[str], directory: str) -
 
 
 def _resumed(names: Sequence[str]) -> bool:
-    """Whether these are the names of a producer that goes on training from its files."""
+    """Whether these are the names of a producer that resumes training from its files."""
     flavor = recognise(names)
     return flavor is not None and any(form.optim is not None for form in flavor.forms)
 
@@ -365,7 +368,7 @@ def _add_units(checkpoint: Checkpoint, places: Sequence[str], sources: Sources) 
 
 
 def missing(source: str) -> SourceMissingError:
-    """Where the path stops to exist, for most misspellings are in one word of it."""
+    """The error for a path that does not exist: says how far it does, since most misspellings are in one word."""
     if not source:
         why, next_step = "SRC is empty: a shell variable without a value, most likely", "name a file or a directory"
     elif is_url(source):

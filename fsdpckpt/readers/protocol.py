@@ -146,5 +146,5 @@ def stem_of(name: str) -> str:
 
 
 def dotted(path: tuple[object, ...]) -> str:
-    """The path of keys as people write it."""
-    return ".".join(map(str, path))
+    """The path of keys as people write it; "the top level" without any."""
+    return ".".join(map(str, path)) or "the top level"

@@ -1,8 +1,10 @@
-"""Tell the sections of one nested state dict apart: model, optimizer, and everything else.
+"""Split a nested state dict into its sections: model, optimizer, and everything else.
 
-What the structure says decides, names only break ties: an optimizer is a mapping with ``state`` and ``param_groups``
-(``torch.optim.Optimizer.state_dict``), or the flattened form of ``torch.distributed.checkpoint.state_dict``; a model is
-a mapping from names to tensors. Nothing is dropped: what is neither stays in ``extra`` under its own keys.
+Structure decides, and names only break ties. A model is a mapping from names to tensors. An optimizer has one of these
+forms: ``{"state": {key: {name: value}}, "param_groups": [...]}`` as ``torch.optim.Optimizer.state_dict`` gives it;
+``state`` or ``param_groups`` alone (DCP drops empty dicts, so SGD without momentum has no ``state``); or the flattened
+form of ``torch.distributed.checkpoint.state_dict`` (``flatten_optimizer_state_dict``): ``state.<fqn>.<name>`` and
+``param_groups.<fqn>.<hyper-parameter>``. Nothing is dropped: what is neither stays in ``extra`` under its keys.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from fsdpckpt.ir.checkpoint import LOOSE, ModelState, Note, OptimState, ParamKey
 from fsdpckpt.ir.codec import encode
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value
+from fsdpckpt.readers.protocol import dotted
 
 __all__ = ["Sections", "is_flattened", "is_nested", "is_state_only", "optimizer_of", "replaced", "split"]
 
@@ -29,7 +32,7 @@ _Path = tuple[Key, ...]
 
 @dataclass(slots=True)
 class Sections:
-    """``model_path`` and ``optim_path``: where in the root they stood (None: not there, () the root itself).
+    """``model_path`` and ``optim_path``: where in the root they were (None: not there, () the root itself).
 
     ``model_keys``: the root's own keys that belong to the model when it has no container of its own, else None.
     """
@@ -77,7 +80,7 @@ def split(root: Value) -> Sections:
 
 
 def _regroup(root: dict[Key, Value]) -> dict[Key, Value]:
-    """Flat keys ``optim.state.<fqn>.<name>`` under their first word: a save without planner data has no nesting."""
+    """Put flat keys ``optim.state.<fqn>.<name>`` under their first word: without planner data DCP keeps no nesting."""
     prefixes = {
         key.partition(".")[0]
         for key in root
@@ -108,7 +111,7 @@ def _at(root: Value, path: _Path) -> dict[Key, Value]:
 
 
 def _containers(value: Value, path: _Path = ()) -> Iterator[tuple[_Path, dict[Key, Value]]]:
-    """Every mapping that may be a section, outermost first; below a found optimizer the caller stops looking."""
+    """Every mapping that may be a section, outermost first; the entries of an optimizer are not among them."""
     if isinstance(value, dict):
         yield path, value
         children: Iterator[tuple[Key, Value]] = iter(value.items())
@@ -148,13 +151,13 @@ def _only(paths: list[_Path], notes: list[Note]) -> _Path | None:
         return None
     path = paths[0]
     if path and path not in {("optim",), ("optimizer",)}:
-        notes.append(Note("optimizer-found", f"the optimizer was found under {_dotted(path)}"))
+        notes.append(Note("optimizer-found", f"the optimizer was found under {dotted(path)}"))
     return path
 
 
 def _several_optimizers(root: dict[Key, Value], paths: list[_Path], notes: list[Note]) -> dict[Key, Value]:
     """``root`` with the ids in all of its optimizers repaired, which stay extras."""
-    names = ", ".join(_dotted(path) for path in paths)
+    names = ", ".join(dotted(path) for path in paths)
     notes.append(
         Note("several-optimizers", f"{len(paths)} optimizers found ({names}): all are carried as extra entries")
     )
@@ -164,10 +167,6 @@ def _several_optimizers(root: dict[Key, Value], paths: list[_Path], notes: list[
         if optim is not None and list(optim.state) != list(_at(optimizer, ("state",))):
             root = cast("dict[Key, Value]", replaced(root, (*path, "state"), cast(Value, optim.state)))
     return root
-
-
-def _dotted(path: _Path) -> str:
-    return ".".join(map(str, path)) or "the top level"
 
 
 def _is_model_entry(key: Key, value: Value) -> bool:
@@ -219,7 +218,7 @@ def _find_model(root: dict[Key, Value], sections: Sections) -> None:
 
 
 def _several(paths: list[_Path], sections: Sections) -> None:
-    names = ", ".join(_dotted(path) for path in paths)
+    names = ", ".join(dotted(path) for path in paths)
     sections.notes.append(
         Note("several-models", f"{len(paths)} dicts may be the model ({names}): all are carried as extra entries")
     )
@@ -232,7 +231,7 @@ def _take_model(value: dict[Key, Value], path: _Path, sections: Sections) -> Non
     )
     sections.model_path = path
     if path not in {("model",), ()}:
-        sections.notes.append(Note("model-found", f"the model was found under {_dotted(path)}"))
+        sections.notes.append(Note("model-found", f"the model was found under {dotted(path)}"))
 
 
 def _take_top_level(root: dict[Key, Value], direct: list[Key], sections: Sections) -> None:
@@ -250,7 +249,7 @@ def _take_top_level(root: dict[Key, Value], direct: list[Key], sections: Section
 
 
 def _remainder(root: dict[Key, Value], sections: Sections) -> dict[Key, Value]:
-    """What is left of ``root``; a container that became empty by the taking is gone, one that was empty stays."""
+    """What is left of ``root`` without its sections. A container that becomes empty is gone; one that was empty stays."""
     taken = [sections.optim_path] if sections.optim_path is not None else []
     rest: dict[Key, Value] = root
     if sections.model_path is not None:
@@ -268,7 +267,7 @@ def _remainder(root: dict[Key, Value], sections: Sections) -> dict[Key, Value]:
 
 
 def _place(path: _Path) -> list[tuple[int, str]]:
-    """What sorts paths of the same lists as the items lie in them."""
+    """A sort key that puts paths into the same list in the order of its items."""
     return [(key if type(key) is int else 0, str(key)) for key in path]
 
 

@@ -1,7 +1,13 @@
 """Open the stored items of a DCP directory: where each chunk's elements lie, and what the pickled values are.
 
 An item is one ``torch.save`` archive; with ``SerializationFormat.SAFETENSORS`` a data file holds one safetensors blob
-instead, and only its own header says where a chunk lies (``filesystem.py``: the offset in ``.metadata`` is the blob's).
+instead, and only its header says where a chunk lies (``filesystem.py``: the offset in ``.metadata`` is the blob's).
+
+The metadata can be wrong. When FSDP2 and tensor parallelism both shard dimension 0 and the rows do not divide evenly,
+``compute_local_shape_and_global_offset`` (``torch/distributed/tensor/_utils.py``, seen up to torch 2.14) computes other
+boxes than the ranks hold, and DCP stores the computed ones. The items carry their true number of rows. The true rule:
+``torch.chunk`` of the rows over the tensor-parallel ranks, then ``torch.chunk`` of that chunk over the FSDP ranks; rank
+= dp * TP + tp.
 """
 
 from __future__ import annotations

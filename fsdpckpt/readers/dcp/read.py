@@ -1,8 +1,9 @@
 """Read a DCP directory (``torch.distributed.checkpoint``) into one nested state dict, ranks and files merged.
 
-Order and nesting come from the planner data, chunks from ``.metadata``. With ``locate`` each stored item, a small
-``torch.save`` archive of its own, is opened to learn where its elements lie, and to check that it holds what the
-metadata says.
+Chunks come from ``.metadata``. With ``locate`` each stored item, a small ``torch.save`` archive, is opened to learn
+where its elements lie, and to check that it holds what the metadata says. Order and nesting come from the planner data:
+``DefaultSavePlanner`` flattens dicts and lists (``_nested_dict.py``, ``_traverse.py``), so that dict keys became
+strings, list positions ints, and empty dicts and lists vanished.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def settings_of(directory: DcpDirectory) -> DcpDirectory:
 
 
 def share_equal_settings(tensors: MutableMapping[str, Tensor], files: FileTable, sources: Sources) -> None:
-    """Make settings with the same dtype and bytes one object: so ``optimizers`` sees which parameters agree."""
+    """Make settings with the same dtype and bytes one tensor: so ``sections`` sees which parameters agree."""
     paths = [file.path for file in files.files()]
     seen: dict[tuple[str, bytes], Tensor] = {}
     for key, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""Give safetensors files that fsdpckpt wrote their sections back, as ``containers.safetensors_scheme`` says."""
+"""Restore the sections of safetensors files that fsdpckpt wrote, as ``formats.safetensors`` lays them out."""
 
 from __future__ import annotations
 

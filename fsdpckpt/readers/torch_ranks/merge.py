@@ -1,4 +1,4 @@
-"""Put the state dicts of several ranks together: chunks of one tensor, replicas, and values that differ.
+"""Merge the state dicts of several ranks: chunks of one tensor, replicas, and values that differ.
 
 Whether a tensor is cut or whole is decided from what kind of value it is (DTensor, ShardedTensor, plain tensor), never
 from values. Every rank's keys count. Plain vectors are the exception: in an optimizer, or beside flat parameters, they

@@ -32,7 +32,7 @@ def read_torch_ranks(paths: Mapping[int, str], files: FileTable, sources: Source
     ``extras``: the files' name says that they hold extras only, whatever these look like. Raises
     SourceIncompleteError naming every missing rank, SourceCorruptError when a file was saved by another rank than its
     name says or by another run, and what ``read_archive`` raises. Keys that ranks lack are ``problems`` of the tree.
-    An optimizer's vectors of one length on all ranks are read as replicas: ``composite.join`` knows the model and
+    An optimizer's vectors of one length on all ranks are read as replicas: ``assembly.join`` knows the model and
     decides whether they are slices.
     """
     ranks = sorted(paths)

@@ -80,7 +80,7 @@ def shards_without_metadata(root: Value, file: str) -> Iterator[Problem]:
         if not is_torch_xla_shard(keys[0]):
             producer, call = FAIRSCALE, "local_metadata_dict()"
         message = (
-            f"{_title(path)} has {len(keys)} shards of {producer}'s FSDP, first {keys[0]}, and no record of what is in "
+            f"{dotted(path)} has {len(keys)} shards of {producer}'s FSDP, first {keys[0]}, and no record of what is in "
             f"them: save model.{call} in the same file"
         )
         yield Problem("flattened", message, file=file or None, key=keys[0])
@@ -101,9 +101,9 @@ def _only_metadata(root: Value, file: str) -> tuple[_Path, ShardMetadata] | None
     path, metadata = placed[0]
     if metadata is None or not path or not metadata.consistent:
         raise SourceCorruptError(
-            f"{file}: the shard metadata under {_title(path)} contradicts itself",
+            f"{file}: the shard metadata under {dotted(path)} contradicts itself",
             file=file,
-            key=_title(path),
+            key=dotted(path),
             expected="names, shapes and lengths that agree",
             why="another version of the library wrote it, or it was changed",
             next_step="save it again, or report it with the version of the library that saved it",
@@ -111,7 +111,7 @@ def _only_metadata(root: Value, file: str) -> tuple[_Path, ShardMetadata] | None
     if len(placed) > 1:
         raise SourceUnsupportedError(
             f"{file} has the shard metadata of {len(placed)} models",
-            details=[_title(path) for path, _ in placed],
+            details=[dotted(path) for path, _ in placed],
             file=file,
             why="nothing says which shards belong to which of them",
             next_step="save one model in each file",
@@ -150,13 +150,13 @@ def _name_rank(
     rank = metadata.rank if metadata.rank is not None else named_rank
     world_size = metadata.world_size if metadata.world_size is not None else len(paths)
     shards = RankShards(archive.root, metadata, rank, world_size, paths[named_rank])
-    _describe(shards, _title(path), report)
+    _describe(shards, dotted(path), report)
     root = archive.root
     for at, model in shards.models().items():
         root = replaced(root, at, cast(Value, model))
     for at, optimizer in mappings(archive.root):
         if is_optimizer(optimizer) and "param_id_map" not in optimizer:  # with it, it was gathered already
-            named = _name_optimizer(shards, cast("dict[Key, object]", optimizer), _title(at), report)
+            named = _name_optimizer(shards, cast("dict[Key, object]", optimizer), dotted(at), report)
             root = replaced(root, at, cast(Value, named))
     return replace(
         archive,
@@ -217,7 +217,3 @@ def _without(value: Value, path: _Path) -> Value:
         holder = cast("dict[Key, Value]", holder)[key]
     rest = {key: entry for key, entry in cast("dict[Key, Value]", holder).items() if key != last}
     return replaced(value, tuple(above), rest)
-
-
-def _title(path: _Path) -> str:
-    return dotted(path) or "the top level"
