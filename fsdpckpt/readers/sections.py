@@ -249,7 +249,7 @@ def _take_top_level(root: dict[Key, Value], direct: list[Key], sections: Section
 
 
 def _remainder(root: dict[Key, Value], sections: Sections) -> dict[Key, Value]:
-    """What is left of ``root`` without its sections. A container that becomes empty is gone; one that was empty stays."""
+    """``root`` without its sections. A container that becomes empty is gone; one that was empty stays."""
     taken = [sections.optim_path] if sections.optim_path is not None else []
     rest: dict[Key, Value] = root
     if sections.model_path is not None:

@@ -85,14 +85,14 @@ def test_fsdp2_directories_of_old_torch_hold_the_truth(form: str) -> None:
     assert type(found.optim.param_groups[0]["betas"]) is tuple  # type: ignore[index]
 
 
-def test_the_raw_optimizer_of_fsdp1_put_through_dcp_is_told_apart_as_lost() -> None:
+def test_the_raw_optimizer_of_fsdp1_saved_through_dcp_is_recognised_as_lost() -> None:
     found = opened(GOLDEN / "torch-2.1/f1_flat_local_dcp/optim")
     assert found.layout is Layout.FLATTENED
     assert [(problem.kind, problem.fatal) for problem in found.problems] == [("flattened-lost", True)]
     assert "gone" in found.problems[0].message
 
 
-def test_flat_parameters_are_told_apart_and_what_stands_beside_them_is_marked() -> None:
+def test_flat_parameters_are_recognised_and_the_vectors_beside_them_are_marked() -> None:
     found = opened(GOLDEN / "torch-2.1/f1_flat_local_dcp/model")
     assert (found.layout, found.problems) == (Layout.FLATTENED, ())
     assert found.model is not None
@@ -124,7 +124,7 @@ def test_vectors_of_an_optimizer_beside_flat_parameters_are_not_marked(tmp_path:
     assert [key.rpartition(".")[2] for key in marked] == ["buf"]
 
 
-def test_slices_among_the_whole_states_of_unmanaged_parameters_are_lost_too(tmp_path: Path) -> None:
+def test_slices_among_the_whole_states_of_parameters_outside_of_fsdp_are_lost_too(tmp_path: Path) -> None:
     """A parameter outside of FSDP has whole states of two dimensions; the model beside shows what is cut."""
 
     def state_of(rank: int) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def kinds(checkpoint: Any) -> list[str]:
 # --- one file ---------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_at_the_path_is_said_so(tmp_path: Path) -> None:
+def test_a_path_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(SourceMissingError):
         opened(tmp_path / "absent")
 
@@ -398,7 +398,7 @@ def test_a_manifest_that_was_damaged_is_noted(tmp_path: Path) -> None:
         (["model.safetensors"], "/a/step-10", "plain"),
     ],
 )
-def test_flavors_are_told_by_names_alone(names: list[str], directory: str, flavor: str) -> None:
+def test_flavors_are_recognised_by_names_alone(names: list[str], directory: str, flavor: str) -> None:
     assert flavor_of(names, directory) == flavor
 
 

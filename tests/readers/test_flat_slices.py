@@ -238,7 +238,7 @@ def test_a_model_of_other_shapes_beside_the_optimizer_proves_slices(tmp_path: Pa
     assert held(leaf(found, 0, "exp_avg"), found.files) == raw(torch.cat([randn(8, rank=rank) for rank in range(3)]))
 
 
-def test_slices_as_long_as_a_vector_of_the_model_are_told_by_their_bytes(tmp_path: Path) -> None:
+def test_slices_as_long_as_a_vector_of_the_model_are_recognised_by_their_bytes(tmp_path: Path) -> None:
     """A flat parameter's shard may happen to have a bias's length; replicas would be equal."""
     weights = {"w": randn(4, 4), "b": randn(10)}
 

@@ -61,6 +61,6 @@ def test_a_prefix_on_the_models_names_alone_is_none_of_the_optimizers_business(t
     assert found.optim is not None and "unmatched" not in [note.kind for note in found.notes]
 
 
-def test_some_names_that_the_model_lacks_are_told(tmp_path: Path) -> None:
+def test_some_names_that_the_model_lacks_are_noted(tmp_path: Path) -> None:
     found = opened(saved(tmp_path, TORCHTUNE, (*TORCHTUNE, "output.weight")))
     assert [note.keys for note in found.notes if note.kind == "unmatched"] == [("output.weight",)]

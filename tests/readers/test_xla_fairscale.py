@@ -123,7 +123,7 @@ def test_a_training_job_loads_them_with_the_storage_reader(source: Path) -> None
 
 
 @each
-def test_they_are_told_by_the_record_and_proved_whole(source: Path) -> None:
+def test_they_are_named_by_the_shard_metadata_and_proved_whole(source: Path) -> None:
     checkpoint = opened(source)
     ranks = {"flat": 3, "apart": 2, "one": 1}[source.name]
     assert (checkpoint.flavor, checkpoint.world_size) == (
@@ -152,7 +152,7 @@ def test_extras_beside_the_shards_are_carried(tmp_path: Path) -> None:
     assert found["optimizer"]["loss_scale"] == 128.0
 
 
-def test_a_parameter_of_two_names_is_one_in_fairscales_record_and_in_unflattened_files(tmp_path: Path) -> None:
+def test_a_parameter_of_two_names_is_one_in_fairscales_metadata_and_in_unflattened_files(tmp_path: Path) -> None:
     for source in (FAIRSCALE / "flat", FAIRSCALE / "apart"):
         checkpoint = opened(source)
         assert checkpoint.model is not None
@@ -245,7 +245,7 @@ def test_names_in_the_groups_settle_the_ids(tmp_path: Path) -> None:
     ]
 
 
-def test_names_that_are_not_recorded_settle_nothing(tmp_path: Path) -> None:
+def test_names_that_are_not_in_the_metadata_settle_nothing(tmp_path: Path) -> None:
     def edit(content: dict[str, Any], rank: int) -> None:
         with_names(content, rank)
         content["optimizer"]["param_groups"][1]["param_names"][0] = "of.another.model"
@@ -332,7 +332,7 @@ def test_files_that_were_renamed_are_refused_though_their_lengths_are_equal(tmp_
         assert "swapped" in str(refused(target, SourceCorruptError))
 
 
-def test_the_rank_in_the_record_tells_where_names_do_not(tmp_path: Path) -> None:
+def test_the_rank_in_the_metadata_counts_where_names_have_none(tmp_path: Path) -> None:
     for rank in range(2):
         content = torch.load(XLA / "apart" / XLA_FILE.format(rank, 2), weights_only=True)
         with (tmp_path / XLA_FILE.format(1 - rank, 2)).open("wb") as file:  # the archive has no name then
@@ -364,7 +364,7 @@ def test_files_of_two_runs_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("source", [XLA / "apart", FAIRSCALE / "flat"], ids=["xla", "fairscale"])
-def test_shards_without_a_record_are_refused_not_taken_for_replicas(source: Path, tmp_path: Path) -> None:
+def test_shards_without_metadata_are_refused_not_taken_for_replicas(source: Path, tmp_path: Path) -> None:
     def edit(content: dict[str, Any], rank: int) -> None:
         del content["shard_metadata"]
 
@@ -376,7 +376,7 @@ def test_shards_without_a_record_are_refused_not_taken_for_replicas(source: Path
         full(one, tmp_path / "one.pt", only="model")
 
 
-def test_a_record_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
+def test_metadata_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
     def edit(content: dict[str, Any], rank: int) -> None:
         content["shard_metadata"]["param_metadata"][0]["params"]["flat_param_0"]["numels"][0] += 1
 
@@ -384,7 +384,7 @@ def test_a_record_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
     assert "contradicts itself" in str(error)
 
 
-def test_shards_of_another_length_than_recorded_are_refused(tmp_path: Path) -> None:
+def test_shards_of_another_length_than_in_the_metadata_are_refused(tmp_path: Path) -> None:
     def edit(content: dict[str, Any], rank: int) -> None:
         key = next(key for key in content["model"] if "_fsdp_shard" in key)
         content["model"][key] = torch.randn(640)
@@ -393,7 +393,7 @@ def test_shards_of_another_length_than_recorded_are_refused(tmp_path: Path) -> N
     assert "is not what the record beside it says" in str(error)
 
 
-def test_shards_that_the_record_does_not_have_are_refused(tmp_path: Path) -> None:
+def test_shards_that_the_metadata_does_not_list_are_refused(tmp_path: Path) -> None:
     def edit(content: dict[str, Any], rank: int) -> None:
         content["model"]["decoder.flat_param_0"] = torch.randn(9)
 
@@ -401,7 +401,7 @@ def test_shards_that_the_record_does_not_have_are_refused(tmp_path: Path) -> Non
     assert "decoder.flat_param_0" in str(error)
 
 
-def test_a_tensor_that_is_neither_recorded_nor_a_buffer_is_refused(tmp_path: Path) -> None:
+def test_a_tensor_that_is_neither_in_the_metadata_nor_a_buffer_is_refused(tmp_path: Path) -> None:
     def edit(content: dict[str, Any], rank: int) -> None:
         content["model"]["head.weight"] = content["model"][
             "head.weight"
@@ -419,7 +419,7 @@ def test_parameters_of_which_every_rank_has_its_own_are_refused(tmp_path: Path) 
     assert "every rank has its own block.flat_param_0" in str(error)
 
 
-def test_a_recorded_tensor_that_is_not_there_is_a_problem(tmp_path: Path) -> None:
+def test_a_tensor_of_the_metadata_that_is_missing_is_a_problem(tmp_path: Path) -> None:
     def edit(content: dict[str, Any], rank: int) -> None:
         del content["model"]["block.flat_param_0"]
 
@@ -427,7 +427,7 @@ def test_a_recorded_tensor_that_is_not_there_is_a_problem(tmp_path: Path) -> Non
     assert [problem.key for problem in found.problems if problem.kind == "missing-key"] == ["block.flat_param_0"]
 
 
-def test_the_type_that_a_buffer_had_is_told_and_not_restored(tmp_path: Path) -> None:
+def test_the_type_that_a_buffer_had_is_noted_and_not_restored(tmp_path: Path) -> None:
     def edit(content: dict[str, Any], rank: int) -> None:
         content["shard_metadata"]["buffer_info"] = {
             "_fsdp_wrapped_module._fpw_module.scale": {"_orig_dtype": torch.float64}
@@ -451,7 +451,7 @@ def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
     [{"world_size": 10**12}, {"rank": 5}, {"rank": "0"}, {"shard_info": []}, {"shard_info": {}}, {"flatten_info": 7}],
     ids=str,
 )
-def test_a_record_of_the_impossible_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
+def test_metadata_of_the_impossible_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
     def edit(content: dict[str, Any], rank: int) -> None:
         content["shard_metadata"].update(change)
 
