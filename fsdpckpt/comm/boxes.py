@@ -1,8 +1,8 @@
 """Boxes of global tensors that ranks hold, send and fill: each one a view of memory on this rank.
 
 A plain tensor is one box on every rank; a DTensor's and a ShardedTensor's boxes follow their own metadata, by the rules
-of ``layouts.sharded``. ``all_boxes`` tells every rank which rank holds which boxes, and ``senders`` says which rank
-sends which. ``Stream`` makes tensors one sequence of bytes, of which any part can be read or written: each tensor (a
+of ``layouts.sharded``. ``all_boxes`` tells every rank who holds which boxes, and ``assign_senders`` who sends
+which. ``Stream`` makes tensors one sequence of bytes, of which any part can be read or written: each tensor (a
 view, of any strides) contributes its elements in row-major order, from a multiple of 16 bytes on, so that a chunk whose
 bounds are multiples of 16 cuts no element. Elements are copied as bits: no value is interpreted. ``place_*`` say where
 the parts of a whole tensor go on this rank.
@@ -36,28 +36,28 @@ from fsdpckpt.layouts.flattened import flat_boxes
 
 __all__ = [
     "HeldBox",
-    "Place",
+    "Destination",
     "Placements",
     "Stream",
-    "Wanted",
+    "TensorBox",
     "all_boxes",
     "check_coverage",
-    "held",
+    "held_boxes",
     "kind_of",
     "mesh_boxes",
     "on_group_device",
-    "place_like",
-    "place_on_mesh",
-    "place_whole",
-    "senders",
-    "stream_bytes",
+    "destination_like",
+    "destination_on_mesh",
+    "destination_whole",
+    "assign_senders",
+    "stream_nbytes",
     "view_of",
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class HeldBox:
-    """``box`` of the global tensor lies in ``data``, a view of its size."""
+    """``box`` of a global tensor, and ``data``, a view of the memory that holds it."""
 
     box: Box
     data: torch.Tensor
@@ -74,7 +74,7 @@ def kind_of(tensor: torch.Tensor) -> str:
     return "Tensor"
 
 
-def held(tensor: torch.Tensor, key: str) -> list[HeldBox]:
+def held_boxes(tensor: torch.Tensor, key: str) -> list[HeldBox]:
     """The boxes of ``tensor`` on this rank; none where the rank holds nothing. ``key`` names it in messages."""
     if isinstance(tensor, ShardedTensor):
         shards = tensor.local_shards()
@@ -141,7 +141,7 @@ def view_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class TensorBox:
     """Box ``box`` of tensor number ``index``."""
 
     index: int
@@ -150,9 +150,8 @@ class Wanted:
 
 def all_boxes(group: Group, boxes: Sequence[Sequence[Box]], dimensions: Sequence[int]) -> list[list[list[Box]]]:
     """Every rank's ``boxes`` (one list a tensor, whose number of ``dimensions`` all know), by rank. All ranks."""
-    mine = _packed(boxes)
-    every = cast("list[Int64Array]", group.all_gather_objects(mine, name="tell who holds what"))
-    return [_unpacked(row, dimensions) for row in every]
+    rows = cast("list[Int64Array]", group.all_gather_objects(_packed(boxes), name="tell who holds what"))
+    return [_unpacked(row, dimensions) for row in rows]
 
 
 def _packed(boxes: Sequence[Sequence[Box]]) -> Int64Array:
@@ -196,13 +195,15 @@ def check_coverage(keys: Sequence[str], shapes: Sequence[Sequence[int]], every: 
         raise StateDictMismatchError("the ranks do not hold every element exactly once", details=found)
 
 
-def senders(every: list[list[list[Box]]], itemsizes: Sequence[int], *, to: int | None = None) -> list[list[Wanted]]:
+def assign_senders(
+    every: list[list[list[Box]]], itemsizes: Sequence[int], *, to: int | None = None
+) -> list[list[TensorBox]]:
     """For each rank the boxes that it sends: each box once, replicas' holders balanced by bytes.
 
     ``to``: the only receiver; what it holds itself is its own to send.
     """
     loads = [0] * len(every)
-    sends: list[list[Wanted]] = [[] for _ in every]
+    sends: list[list[TensorBox]] = [[] for _ in every]
     for index, itemsize in enumerate(itemsizes):
         holders: dict[Box, list[int]] = {}
         for rank, boxes in enumerate(every):
@@ -212,7 +213,7 @@ def senders(every: list[list[list[Box]]], itemsizes: Sequence[int], *, to: int |
         for box, ranks in holders.items():
             rank = to if to in ranks else min(ranks, key=lambda r: (loads[r], r))
             loads[rank] += box.numel * itemsize
-            sends[rank].append(Wanted(index, box))
+            sends[rank].append(TensorBox(index, box))
     return sends
 
 
@@ -227,7 +228,7 @@ ALIGNMENT = 16  # bytes: the largest element there is, complex128
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
-def stream_bytes(sizes: Sequence[tuple[Sequence[int], int]]) -> int:
+def stream_nbytes(sizes: Sequence[tuple[Sequence[int], int]]) -> int:
     """Bytes of the stream of tensors of these (shape, bytes an element)."""
     return sum(_aligned(prod(shape) * itemsize) for shape, itemsize in sizes)
 
@@ -237,7 +238,7 @@ def _aligned(count: int) -> int:
 
 
 class Stream:
-    """The stream of ``tensors``. Reading and writing move between them and buffers, on whatever devices each lies."""
+    """The bytes of ``tensors`` as one sequence, read into buffers and written from buffers on any device."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = [_bits(tensor) for tensor in tensors]
@@ -299,10 +300,10 @@ Placements: TypeAlias = Sequence[Placement] | Callable[[str, tuple[int, ...]], S
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """``boxes``: what this rank wants, and the memory it goes to. ``tensor``: what has it once that is filled.
+class Destination:
+    """Where a tensor goes on this rank. ``boxes``: what this rank wants of it, with the memory to fill.
 
-    ``filled``: it is already.
+    ``tensor``: the result, once that memory is filled. ``filled``: it is already.
     """
 
     boxes: list[HeldBox]
@@ -310,29 +311,29 @@ class Place:
     filled: bool = False
 
 
-def place_whole(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Place:
+def destination_whole(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Destination:
     """A whole tensor in new memory."""
     tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
-    return Place(held(tensor, ""), tensor)
+    return Destination(held_boxes(tensor, ""), tensor)
 
 
-def place_like(like: torch.Tensor, key: str, device: torch.device) -> Place:
+def destination_like(like: torch.Tensor, key: str, device: torch.device) -> Destination:
     """In the memory of ``like`` itself; where that is on the meta device, in new memory on ``device``, cut the same."""
-    if isinstance(like, ShardedTensor):  # asked about its shards: one without shards answers nothing itself
+    if isinstance(like, ShardedTensor):  # its shards are asked: without any it answers nothing itself
         on_meta = any(each.tensor.is_meta for each in like.local_shards())
-        return _new_sharded_tensor(like, device) if on_meta else Place(held(like, key), like)
+        return _new_sharded_tensor(like, device) if on_meta else Destination(held_boxes(like, key), like)
     if not like.is_meta:
-        return Place(held(like, key), like)
+        return Destination(held_boxes(like, key), like)
     if isinstance(like, DTensor):
         local = torch.empty(like.to_local().shape, dtype=like.dtype, device=device)
         made = DTensor.from_local(
             local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )
-        return Place(held(made, key), made)
-    return place_whole(like.shape, like.dtype, device)
+        return Destination(held_boxes(made, key), made)
+    return destination_whole(like.shape, like.dtype, device)
 
 
-def _new_sharded_tensor(like: ShardedTensor, device: torch.device) -> Place:
+def _new_sharded_tensor(like: ShardedTensor, device: torch.device) -> Destination:
     shards = [
         LocalShard(torch.empty(shard.tensor.shape, dtype=shard.tensor.dtype, device=device), shard.metadata)
         for shard in like.local_shards()
@@ -340,25 +341,25 @@ def _new_sharded_tensor(like: ShardedTensor, device: torch.device) -> Place:
     made = ShardedTensor._init_from_local_shards_and_global_metadata(
         shards, like.metadata(), process_group=like._process_group, sharding_spec=like.sharding_spec()
     )
-    return Place(held(made, ""), made)
+    return Destination(held_boxes(made, ""), made)
 
 
-def place_on_mesh(
+def destination_on_mesh(
     shape: Sequence[int],
     dtype: torch.dtype,
     key: str,
     device: torch.device,
     mesh: DeviceMesh,
     placements: Sequence[Placement],
-) -> Place:
+) -> Destination:
     """A new DTensor: what ``distribute_tensor`` would make of a whole contiguous tensor."""
     boxes = mesh_boxes(shape, mesh, placements, None, key)
     local_shape = sharded.local_shape(boxes, shape)
     if local_shape is None:
-        # Nothing here: the shape of nothing is torch's to say.
+        # This rank holds nothing, of a shape that torch chooses.
         local_shape = tuple(compute_local_shape_and_global_offset(tuple(shape), mesh, list(placements))[0])
     local = torch.empty(local_shape, dtype=dtype, device=device)
     made = DTensor.from_local(
         local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=contiguous_stride(shape)
     )
-    return Place([HeldBox(one.box, view_of(local, Box(one.local_offsets, one.box.sizes))) for one in boxes], made)
+    return Destination([HeldBox(one.box, view_of(local, Box(one.local_offsets, one.box.sizes))) for one in boxes], made)

@@ -1,12 +1,12 @@
-"""Exchanges bytes between all ranks (``exchange``), or from one to all (``spread``), through bounded buffers.
+"""Exchanges bytes between all ranks (``exchange``), or from one rank to all (``spread``), through bounded buffers.
 
 The caller says how many bytes go where, and reads and writes them in chunks; nothing here knows what they mean. Gloo
-has no all-to-all, so an exchange is a sequence of ``SendRecv``: in number k rank r sends to r + k and receives from
+has no all-to-all, so an exchange is a sequence of ``SendRecv``: in number k, rank r sends to r + k and receives from
 r - k.
 
-All ranks order the chunks of all of them alike, and each has several under way: it posts the next ones before it waits
-for the first. Nobody deadlocks: of the chunks that have not crossed, both sides of the first one in that order have
-posted it, or wait for nothing but their own disks.
+All ranks order all chunks alike, and each has several in flight: it posts the next ones before it waits for the first.
+Nobody deadlocks: of the chunks that have not crossed, both sides of the first one in that order have posted it, or wait
+for nothing but their own disks.
 """
 
 from __future__ import annotations
@@ -23,70 +23,35 @@ from typing import Generic, Self, TypeAlias, TypeVar
 import torch
 
 from fsdpckpt.comm.protocol import Group
-from fsdpckpt.comm.store_monitor import LOOK
-from fsdpckpt.comm.transport import Flight, Staging, chunk_bytes
+from fsdpckpt.comm.store_monitor import POLL_INTERVAL
+from fsdpckpt.comm.transport import Staging, Transfer, chunk_bytes
 from fsdpckpt.errors import InternalError
 
-__all__ = ["Ahead", "BUDGET", "Exchanger", "LEAVING", "Landing", "Leg", "Read", "Write", "exchange", "spread"]
+__all__ = [
+    "Prefetch",
+    "BUDGET",
+    "Exchanger",
+    "SEND_BUFFERS",
+    "ReceiveInto",
+    "SendRecv",
+    "Read",
+    "Write",
+    "exchange",
+    "spread",
+]
 
-MOST = 16  # items made and not taken; what they hold is bounded elsewhere
+MOST_AHEAD = 16  # items made and not taken; what they hold is bounded elsewhere
 PATIENCE = 2.0  # seconds for the thread to end when its items are not wanted any more
 
 T = TypeVar("T")
 
 
-class Ahead(Generic[T]):
-    """``items``, made by a daemon thread. ``watch`` is called while the caller waits for one, and may raise."""
-
-    def __init__(self, items: Iterator[T], watch: Callable[[], None], name: str) -> None:
-        self._items = items
-        self._watch = watch
-        self._made: SimpleQueue[tuple[T] | BaseException] = SimpleQueue()
-        self._room = threading.Semaphore(MOST)
-        self._stopped = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> T:
-        while True:
-            try:
-                found = self._made.get(timeout=LOOK)
-            except Empty:
-                self._watch()
-                continue
-            if isinstance(found, BaseException):
-                self._made.put(found)  # for whoever asks again
-                raise found
-            self._room.release()
-            return found[0]
-
-    def close(self) -> None:
-        """No further item is wanted. Waits a little for the thread, which may be in the middle of one."""
-        self._stopped = True
-        self._room.release()
-        self._thread.join(PATIENCE)
-
-    def _run(self) -> None:
-        try:
-            for item in self._items:
-                self._made.put((item,))
-                self._room.acquire()
-                if self._stopped:
-                    return
-            self._made.put(StopIteration())
-        except BaseException as error:  # noqa: BLE001  # raised by the thread that takes the items
-            self._made.put(error)
-
-
 BUDGET = 32 << 20
 """Bytes of buffers by default: chunks of some MiB, beyond which neither Gloo nor NCCL gets faster."""
 
-UNDER_WAY = 3  # chunks: with fewer, a rank that is held up for a moment holds up the others
-LEAVING = UNDER_WAY + 1  # buffers for what leaves: one is filled while the others are under way
-DEPTH = 4  # chunks under way in ``spread``
+IN_FLIGHT = 3  # chunks: with fewer, a rank that is held up for a moment holds up the others
+SEND_BUFFERS = IN_FLIGHT + 1  # one buffer is filled while the others are in flight
+DEPTH = 4  # chunks in flight in ``spread``
 
 Read: TypeAlias = Callable[[int, int, torch.Tensor], None]
 """``read(peer, offset, buffer)``: fill ``buffer`` (1-D uint8) with the bytes for ``peer`` from ``offset`` on."""
@@ -94,8 +59,8 @@ Read: TypeAlias = Callable[[int, int, torch.Tensor], None]
 Write: TypeAlias = Callable[[int, int, torch.Tensor], None]
 """``write(peer, offset, buffer)``: take the bytes that came from ``peer`` at ``offset``; valid during the call."""
 
-Landing: TypeAlias = Callable[[int, int, int], torch.Tensor]
-"""``landing(peer, offset, count)``: a contiguous 1-D uint8 tensor of ``count`` elements, the caller's own."""
+ReceiveInto: TypeAlias = Callable[[int, int, int], torch.Tensor]
+"""``receive_into(peer, offset, count)``: a contiguous 1-D uint8 tensor of ``count`` elements, the caller's own."""
 
 
 def exchange(
@@ -121,86 +86,86 @@ def exchange(
         exchanger.check(sends, receives)
         exchanger.to_itself(sends.get(group.rank, 0), read, write)
         exchanger.run(
-            Leg(to, sends.get(to, 0), read, source, receives.get(source, 0), write=write)
+            SendRecv(to, sends.get(to, 0), read, source, receives.get(source, 0), write=write)
             for to, source in exchanger.pairs()
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Leg:
-    """``leaving`` bytes to rank ``to``, while ``coming`` bytes come from rank ``source``.
+class SendRecv:
+    """Send ``send_bytes`` to rank ``to``, while ``receive_bytes`` come from rank ``source``.
 
-    ``landing``: where what comes may arrive directly, on the group's device; ``write`` is not called then.
-    ``may_begin()``: whether there is room for what comes; where it says no, ``wait()`` returns once there is.
-    ``landed()``: all of it has come, and that of the legs before.
+    ``receive_into``: the tensors that bytes are received into directly, on the group's device; ``write`` is not called
+    then. ``has_room()``: whether there is room to receive; if not, ``wait_for_room()`` returns once there is.
+    ``on_received()`` is called once everything has come, of this ``SendRecv`` and of those before it.
     """
 
     to: int
-    leaving: int
+    send_bytes: int
     read: Read
     source: int
-    coming: int
+    receive_bytes: int
     write: Write | None = None
-    landing: Landing | None = None
-    may_begin: Callable[[], bool] | None = None
-    wait: Callable[[], None] | None = None
-    landed: Callable[[], None] | None = None
+    receive_into: ReceiveInto | None = None
+    has_room: Callable[[], bool] | None = None
+    wait_for_room: Callable[[], None] | None = None
+    on_received: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class _Hop:
-    """One chunk of a leg: ``sent`` bytes from ``offset`` on, which lie in buffer ``out``; ``received`` bytes go to
-    buffer ``into``, where the leg has no landing."""
+class _Chunk:
+    """``sent`` bytes from ``offset`` on, which lie in buffer ``send_buffer``, and ``received`` bytes, which go to
+    buffer ``receive_buffer`` unless ``of`` says where to receive into."""
 
-    leg: Leg
+    of: SendRecv
     offset: int
     sent: int
     received: int
-    out: int
-    into: int
+    send_buffer: int
+    receive_buffer: int
     last: bool
 
 
 class Exchanger:
-    """Exchanges through the same buffers, inside a step of the caller's. All ranks do the same.
+    """Runs exchanges through the same buffers, inside a step of the caller's. All ranks do the same.
 
-    ``largest``: bytes of the largest leg there will be; ``budget`` and ``on_device`` as for ``exchange``. ``landing``:
-    every leg has one, so that no buffer is needed for what comes.
+    ``largest``: bytes of the largest ``SendRecv``; ``budget`` and ``on_device`` as for ``exchange``. ``in_place``:
+    every ``SendRecv`` has ``receive_into``, so that no buffer is needed to receive.
     """
 
     def __init__(
-        self, group: Group, *, budget: int = BUDGET, largest: int, on_device: bool = False, landing: bool = False
+        self, group: Group, *, budget: int = BUDGET, largest: int, on_device: bool = False, in_place: bool = False
     ) -> None:
         self._group = group
-        count = LEAVING if landing else LEAVING + UNDER_WAY
+        count = SEND_BUFFERS if in_place else SEND_BUFFERS + IN_FLIGHT
         size = min(chunk_bytes(budget, count), chunk_bytes(largest + 4095, 1))
         self._staging = Staging(torch.device(group.device), count=count, size=size, on_device=on_device)
 
     @property
     def chunk(self) -> int:
-        """The most bytes that ``read``, ``write`` or ``landing`` are asked for."""
+        """The most bytes that ``read``, ``write`` or ``receive_into`` are asked for."""
         return self._staging.size
 
     def check(self, sends: Mapping[int, int], receives: Mapping[int, int]) -> None:
         """Raises WorkerError when a peer has other counts than this rank. Counts of several exchanges may be added."""
         group = self._group
-        strangers = [peer for peer in (*sends, *receives) if not 0 <= peer < group.world_size]
-        if strangers or sends.get(group.rank, 0) != receives.get(group.rank, 0):
+        unknown = [peer for peer in (*sends, *receives) if not 0 <= peer < group.world_size]
+        if unknown or sends.get(group.rank, 0) != receives.get(group.rank, 0):
             raise InternalError(f"rank {group.rank} was to exchange what it cannot: {dict(sends)}, {dict(receives)}")
         for to, source in self.pairs():
-            mine = torch.tensor([sends.get(to, 0)], dtype=torch.int64, device=group.device)
-            found = torch.empty_like(mine)
-            group.transport.swap(send=mine, to=to, receive=found, source=source).land()
-            if int(found) != receives.get(source, 0):
+            own = torch.tensor([sends.get(to, 0)], dtype=torch.int64, device=group.device)
+            theirs = torch.empty_like(own)
+            group.transport.send_recv(send=own, to=to, receive=theirs, source=source).wait()
+            if int(theirs) != receives.get(source, 0):
                 raise InternalError(
                     f"the plans of rank {source} and rank {group.rank} differ",
                     rank=group.rank,
                     expected=f"{receives.get(source, 0)} bytes from rank {source}",
-                    found=f"{int(found)} bytes that it sends",
+                    found=f"{int(theirs)} bytes that it sends",
                 )
 
     def pairs(self) -> list[tuple[int, int]]:
-        """Whom this rank sends to, and whom it receives from meanwhile, leg by leg."""
+        """The peers that this rank sends to and at the same time receives from: (to, source), in order."""
         rank, world_size = self._group.rank, self._group.world_size
         return [((rank + distance) % world_size, (rank - distance) % world_size) for distance in range(1, world_size)]
 
@@ -212,70 +177,71 @@ class Exchanger:
             write(self._group.rank, offset, buffer)
             self._group.beat()
 
-    def run(self, legs: Iterable[Leg], *, watch: Callable[[], None] | None = None) -> None:
-        """All ``legs``, in order and overlapping. Those of all ranks have to fit: nothing here finds out.
+    def run(self, operations: Iterable[SendRecv], *, watch: Callable[[], None] | None = None) -> None:
+        """Run ``operations``, in order and overlapping. Those of all ranks have to match: nothing here checks it.
 
-        ``watch``: given, another thread takes the legs and calls their ``read``, ahead of the communication; this one
-        calls ``watch`` while it waits for that.
+        ``watch``: given, another thread takes the operations and calls their ``read``, ahead of the communication;
+        this one calls ``watch`` while it waits for that.
         """
-        free, ended = Semaphore(LEAVING), Event()
-        hops = self._hops(legs, free, ended)
-        under_way: deque[tuple[_Hop, Flight | None]] = deque()
-        with closing(hops if watch is None else Ahead(hops, watch, "fsdpckpt-read")) as filled:
+        free, ended = Semaphore(SEND_BUFFERS), Event()
+        chunks = self._chunks(operations, free, ended)
+        in_flight: deque[tuple[_Chunk, Transfer | None]] = deque()
+        with closing(chunks if watch is None else Prefetch(chunks, watch, "fsdpckpt-read")) as filled:
             try:
-                for hop in filled:
-                    while under_way and (len(under_way) == UNDER_WAY or not _may_begin(hop)):
-                        self._land(*under_way.popleft(), free)
-                    if hop.offset == 0 and hop.leg.wait is not None:
-                        hop.leg.wait()
-                    under_way.append((hop, self._post(hop)))
-                while under_way:
-                    self._land(*under_way.popleft(), free)
+                for chunk in filled:
+                    while in_flight and (len(in_flight) == IN_FLIGHT or not _has_room(chunk)):
+                        self._complete(*in_flight.popleft(), free)
+                    if chunk.offset == 0 and chunk.of.wait_for_room is not None:
+                        chunk.of.wait_for_room()
+                    in_flight.append((chunk, self._post(chunk)))
+                while in_flight:
+                    self._complete(*in_flight.popleft(), free)
             finally:
                 ended.set()
-                free.release(LEAVING)  # nobody waits for a buffer any more
+                free.release(SEND_BUFFERS)  # nobody waits for a buffer any more
 
-    def _hops(self, legs: Iterable[Leg], free: Semaphore, ended: Event) -> Generator[_Hop]:
-        """The chunks of ``legs`` in order, each as soon as there is a buffer for it, filled."""
-        out = into = 0
-        for leg in legs:
-            total = max(leg.leaving, leg.coming)
+    def _chunks(self, operations: Iterable[SendRecv], free: Semaphore, ended: Event) -> Generator[_Chunk]:
+        """The chunks of ``operations`` in order, each once there is a buffer for it, filled."""
+        outgoing = incoming = 0
+        for of in operations:
+            total = max(of.send_bytes, of.receive_bytes)
             for offset in range(0, max(total, 1), self.chunk):
-                sent, received = (min(max(part - offset, 0), self.chunk) for part in (leg.leaving, leg.coming))
+                sent, received = (min(max(n - offset, 0), self.chunk) for n in (of.send_bytes, of.receive_bytes))
                 if sent:
                     free.acquire()
-                    if ended.is_set():  # after a failure: what is in the buffers may still be under way
+                    if ended.is_set():  # after a failure: what is in the buffers may still be in flight
                         return
-                    leg.read(leg.to, offset, self._staging.host(out, sent))
-                yield _Hop(leg, offset, sent, received, out, LEAVING + into, offset + self.chunk >= total)
-                out, into = (out + bool(sent)) % LEAVING, (into + 1) % UNDER_WAY
+                    of.read(of.to, offset, self._staging.host(outgoing, sent))
+                last = offset + self.chunk >= total
+                yield _Chunk(of, offset, sent, received, outgoing, SEND_BUFFERS + incoming, last)
+                outgoing, incoming = (outgoing + bool(sent)) % SEND_BUFFERS, (incoming + 1) % IN_FLIGHT
 
-    def _post(self, hop: _Hop) -> Flight | None:
-        leg, place = hop.leg, None
-        if not (hop.sent or hop.received):
+    def _post(self, chunk: _Chunk) -> Transfer | None:
+        of, receive = chunk.of, None
+        if not (chunk.sent or chunk.received):
             return None
-        if hop.received and leg.landing is not None:
-            place = leg.landing(leg.source, hop.offset, hop.received)
-        elif hop.received:
-            place = self._staging.device(hop.into, hop.received)
-        send = self._staging.to_device(hop.out, hop.sent) if hop.sent else None
-        flight: Flight = self._group.transport.swap(send=send, to=leg.to, receive=place, source=leg.source)
-        return flight
+        if chunk.received and of.receive_into is not None:
+            receive = of.receive_into(of.source, chunk.offset, chunk.received)
+        elif chunk.received:
+            receive = self._staging.device(chunk.receive_buffer, chunk.received)
+        send = self._staging.to_device(chunk.send_buffer, chunk.sent) if chunk.sent else None
+        transfer: Transfer = self._group.transport.send_recv(send=send, to=of.to, receive=receive, source=of.source)
+        return transfer
 
-    def _land(self, hop: _Hop, flight: Flight | None, free: Semaphore) -> None:
-        leg = hop.leg
-        if flight is not None:
-            flight.land()
-        if hop.sent:
+    def _complete(self, chunk: _Chunk, transfer: Transfer | None, free: Semaphore) -> None:
+        of = chunk.of
+        if transfer is not None:
+            transfer.wait()
+        if chunk.sent:
             free.release()
-        if hop.received and leg.write is not None and leg.landing is None:
-            leg.write(leg.source, hop.offset, self._staging.to_host(hop.into, hop.received))
-        if hop.last and leg.landed is not None:
-            leg.landed()
+        if chunk.received and of.write is not None and of.receive_into is None:
+            of.write(of.source, chunk.offset, self._staging.to_host(chunk.receive_buffer, chunk.received))
+        if chunk.last and of.on_received is not None:
+            of.on_received()
 
 
-def _may_begin(hop: _Hop) -> bool:
-    return hop.offset > 0 or hop.leg.may_begin is None or hop.leg.may_begin()
+def _has_room(chunk: _Chunk) -> bool:
+    return chunk.offset > 0 or chunk.of.has_room is None or chunk.of.has_room()
 
 
 def spread(
@@ -288,10 +254,10 @@ def spread(
     on_device: bool = False,
     name: str = "spread",
 ) -> None:
-    """Rank s's ``sizes[s]`` bytes to all others, for every s. All ranks, with the same ``sizes``.
+    """Send rank s's ``sizes[s]`` bytes to all others, for every s. All ranks, with the same ``sizes``.
 
-    ``read(own rank, offset, buffer)`` on the sender, ``write(s, offset, buffer)`` on the others. For the rest, see
-    ``exchange``.
+    ``read(own rank, offset, buffer)`` is called on the sender, ``write(s, offset, buffer)`` on the others. For the
+    rest, see ``exchange``.
     """
     if group.world_size == 1:
         return
@@ -301,22 +267,67 @@ def spread(
         chunks = [
             (s, offset) for offset in range(0, max(sizes), size) for s, total in enumerate(sizes) if offset < total
         ]
-        under_way: list[tuple[int, int, int, Flight]] = []
+        in_flight: deque[tuple[int, int, int, int, Transfer]] = deque()
+
+        def complete() -> None:
+            source, offset, count, slot, transfer = in_flight.popleft()
+            transfer.wait()
+            if source != group.rank:
+                write(source, offset, staging.to_host(slot, count))
+
         for number, (source, offset) in enumerate(chunks):
-            if len(under_way) == DEPTH:
-                _deliver(group, staging, under_way.pop(0), number % DEPTH, write)
-            count = min(size, sizes[source] - offset)
-            slot = number % DEPTH
+            if len(in_flight) == DEPTH:
+                complete()
+            count, slot = min(size, sizes[source] - offset), number % DEPTH
             if source == group.rank:
                 read(source, offset, staging.host(slot, count))
             data = staging.to_device(slot, count) if source == group.rank else staging.device(slot, count)
-            under_way.append((source, offset, count, group.transport.broadcast(data, source)))
-        for number, landing in enumerate(under_way, len(chunks) - len(under_way)):
-            _deliver(group, staging, landing, number % DEPTH, write)
+            in_flight.append((source, offset, count, slot, group.transport.broadcast(data, source)))
+        while in_flight:
+            complete()
 
 
-def _deliver(group: Group, staging: Staging, landing: tuple[int, int, int, Flight], slot: int, write: Write) -> None:
-    source, offset, count, flight = landing
-    flight.land()
-    if source != group.rank:
-        write(source, offset, staging.to_host(slot, count))
+class Prefetch(Generic[T]):
+    """``items``, made ahead by a daemon thread. ``watch`` is called while the caller waits for one, and may raise."""
+
+    def __init__(self, items: Iterator[T], watch: Callable[[], None], name: str) -> None:
+        self._items = items
+        self._watch = watch
+        self._made: SimpleQueue[tuple[T] | BaseException] = SimpleQueue()
+        self._room = Semaphore(MOST_AHEAD)
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> T:
+        while True:
+            try:
+                made = self._made.get(timeout=POLL_INTERVAL)
+            except Empty:
+                self._watch()
+                continue
+            if isinstance(made, BaseException):
+                self._made.put(made)  # for whoever asks again
+                raise made
+            self._room.release()
+            return made[0]
+
+    def close(self) -> None:
+        """No further item is wanted. Waits a little for the thread, which may be in the middle of one."""
+        self._stopped = True
+        self._room.release()
+        self._thread.join(PATIENCE)
+
+    def _run(self) -> None:
+        try:
+            for item in self._items:
+                self._made.put((item,))
+                self._room.acquire()
+                if self._stopped:
+                    return
+            self._made.put(StopIteration())
+        except BaseException as error:  # noqa: BLE001  # raised by the thread that takes the items
+            self._made.put(error)

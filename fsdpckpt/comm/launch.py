@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 __all__ = [
     "Backend",
     "DeviceKind",
-    "Place",
-    "choose",
-    "device_of",
+    "RankInfo",
+    "choose_backend",
+    "rank_device",
     "first_host",
     "has_own_gpu",
     "launch",
@@ -54,7 +54,7 @@ FIRST_PORT, PORTS = 20000, 20000  # for srun: a port that all tasks of a step fi
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankInfo:
     """One worker among ``world_size``; ``local_rank`` of ``local_world_size`` on its node; where the workers meet."""
 
     rank: int
@@ -66,7 +66,7 @@ class Place:
     started_by: Literal["torchrun", "srun"]
 
 
-def rank_from_environment(environment: Mapping[str, str] | None = None) -> Place | None:
+def rank_from_environment(environment: Mapping[str, str] | None = None) -> RankInfo | None:
     """The place of this process, None when it was started alone. UsageError when the variables contradict."""
     variables = os.environ if environment is None else environment
     if "RANK" in variables and "WORLD_SIZE" in variables:
@@ -76,10 +76,10 @@ def rank_from_environment(environment: Mapping[str, str] | None = None) -> Place
     return None
 
 
-def _of_torchrun(variables: Mapping[str, str]) -> Place:
+def _of_torchrun(variables: Mapping[str, str]) -> RankInfo:
     rank, world_size = _number(variables, "RANK"), _number(variables, "WORLD_SIZE")
     return _checked(
-        Place(
+        RankInfo(
             rank=rank,
             world_size=world_size,
             local_rank=_number(variables, "LOCAL_RANK", 0 if world_size == 1 else None),
@@ -91,12 +91,12 @@ def _of_torchrun(variables: Mapping[str, str]) -> Place:
     )
 
 
-def _of_srun(variables: Mapping[str, str]) -> Place:
+def _of_srun(variables: Mapping[str, str]) -> RankInfo:
     nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_NODELIST", "")
     job = f"{variables.get('SLURM_JOB_ID', '0')}.{variables['SLURM_STEP_ID']}"
     digits = int("".join(re.findall(r"\d", job)) or "0")
     return _checked(
-        Place(
+        RankInfo(
             rank=_number(variables, "SLURM_PROCID"),
             world_size=_number(variables, "SLURM_STEP_NUM_TASKS"),
             local_rank=_number(variables, "SLURM_LOCALID"),
@@ -132,7 +132,7 @@ def first_host(nodes: str) -> str:
     return match[1] + (match[2] or "") + (match[3] or "")
 
 
-def _checked(place: Place) -> Place:
+def _checked(place: RankInfo) -> RankInfo:
     if not 0 <= place.rank < place.world_size or not 0 <= place.local_rank < place.local_world_size <= place.world_size:
         raise UsageError(
             f"the variables of {place.started_by} contradict each other",
@@ -172,7 +172,7 @@ def local_workers(nproc_per_node: str) -> int:
     return int(nproc_per_node)
 
 
-def choose(backend: str, device: str, *, all_have_gpu: Callable[[], bool]) -> tuple[Backend, DeviceKind]:
+def choose_backend(backend: str, device: str, *, all_have_gpu: Callable[[], bool]) -> tuple[Backend, DeviceKind]:
     """The backend and kind of device for what the user asked: names, or ``auto`` for either.
 
     ``all_have_gpu`` is asked only where the answer matters; every worker has to be asked the same.
@@ -196,7 +196,7 @@ def choose(backend: str, device: str, *, all_have_gpu: Callable[[], bool]) -> tu
     return "gloo", "cpu"
 
 
-def device_of(kind: DeviceKind, place: Place | None) -> torch.device:
+def rank_device(kind: DeviceKind, place: RankInfo | None) -> torch.device:
     """This worker's device."""
     if kind == "cpu":
         return torch.device("cpu")

@@ -92,7 +92,7 @@ class Background:
             job.run()
 
 
-LOOK = 0.2  # seconds between two looks
+POLL_INTERVAL = 0.2  # seconds between two looks
 MOVED = 0.001  # seconds of processor time between two looks that count as movement
 
 
@@ -124,7 +124,7 @@ class _Heart(threading.Thread):
 
     def run(self) -> None:
         before = 0.0
-        while not self._ended.wait(LOOK):
+        while not self._ended.wait(POLL_INTERVAL):
             used = time.clock_gettime(self._clock)
             moving, before = used - before >= MOVED, used
             try:

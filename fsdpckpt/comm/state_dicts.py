@@ -22,26 +22,26 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdpckpt.comm.boxes import (
+    Destination,
     HeldBox,
-    Place,
     Placements,
     Stream,
-    Wanted,
+    TensorBox,
     all_boxes,
+    assign_senders,
     check_coverage,
-    held,
+    destination_like,
+    destination_on_mesh,
+    destination_whole,
+    held_boxes,
     kind_of,
     on_group_device,
-    place_like,
-    place_on_mesh,
-    place_whole,
-    senders,
-    stream_bytes,
+    stream_nbytes,
     view_of,
 )
 from fsdpckpt.comm.exchanger import BUDGET, exchange, spread
 from fsdpckpt.comm.protocol import Group
-from fsdpckpt.comm.trees import StateDict, Tree, agree_on_structure, raise_together, rebuild, taken_apart
+from fsdpckpt.comm.trees import StateDict, Tree, agree_on_structure, join_tensors, raise_on_all_ranks, split_tensors
 from fsdpckpt.errors import UsageError
 from fsdpckpt.layouts.boxes import Box
 
@@ -80,15 +80,15 @@ def gather(
     ranks' state dicts differ in structure or do not hold every element.
     """
     agree_on_structure(group, state)
-    tree = taken_apart(state)
+    tree = split_tensors(state)
     sharded = [
-        _Sharded(slot, key, tuple(tensor.shape), tensor.dtype, _device(tensor), held(tensor, key))
+        _Sharded(slot, key, tuple(tensor.shape), tensor.dtype, _device(tensor), held_boxes(tensor, key))
         for slot, (key, tensor) in enumerate(zip(tree.keys, tree.tensors, strict=True))
         if kind_of(tensor) != "Tensor"
     ]
     every = all_boxes(group, [[h.box for h in each.here] for each in sharded], [len(each.shape) for each in sharded])
     check_coverage([each.key for each in sharded], [each.shape for each in sharded], every)
-    sends = senders(every, [each.itemsize for each in sharded], to=to)
+    sends = assign_senders(every, [each.itemsize for each in sharded], to=to)
     receives = to is None or to == group.rank
     whole = [
         torch.empty(s.shape, dtype=s.dtype, device="cpu" if cpu_offload else s.device) for s in sharded if receives
@@ -101,7 +101,7 @@ def gather(
     ]
     for each, tensor in zip(sharded, whole, strict=True):
         tensors[each.slot] = tensor
-    return cast("StateDict", rebuild(tree.skeleton, tensors))
+    return cast("StateDict", join_tensors(tree.skeleton, tensors))
 
 
 def _empty(each: _Sharded, *, cpu_offload: bool) -> torch.Tensor:
@@ -119,7 +119,7 @@ def _transfer(
     group: Group,
     sharded: list[_Sharded],
     whole: list[torch.Tensor],
-    sends: list[list[Wanted]],
+    sends: list[list[TensorBox]],
     *,
     to: int | None,
     budget: int,
@@ -142,7 +142,7 @@ def _transfer(
             for box, data in here[index].items():
                 view_of(tensor, box).copy_(data)
         if to is None:
-            sizes = [stream_bytes([(w.box.sizes, sharded[w.index].itemsize) for w in each]) for each in sends]
+            sizes = [stream_nbytes([(w.box.sizes, sharded[w.index].itemsize) for w in each]) for each in sends]
             spread(group, sizes=sizes, read=read, write=write, budget=budget, on_device=on_device, name="gather")
             return
         coming = {rank: stream.size for rank, stream in enumerate(into) if stream is not None and rank != group.rank}
@@ -183,12 +183,12 @@ def shard(
     ``device``: where new tensors lie (default: where ``state``'s do). Raises StateDictMismatchError on all ranks,
     with every difference, when ``state`` does not fit ``like``.
     """
-    tree = taken_apart(state)
+    tree = split_tensors(state)
     whole = _described(tree)
-    places, problems = _places(whole, like, mesh, placements, device, tree)
-    raise_together(group, problems)
-    _fill(places, tree.tensors)
-    return cast("StateDict", rebuild(whole.skeleton, [place.tensor for place in places]))
+    destinations, problems = _destinations(whole, like, mesh, placements, device, tree)
+    raise_on_all_ranks(group, problems)
+    _fill(destinations, tree.tensors)
+    return cast("StateDict", join_tensors(whole.skeleton, [destination.tensor for destination in destinations]))
 
 
 def scatter(
@@ -209,18 +209,20 @@ def scatter(
     when the state dict does not fit a rank's ``like``.
     """
     with group.step("scatter"):
-        tree = taken_apart(state) if group.rank == source else None
+        tree = split_tensors(state) if group.rank == source else None
         parts = None if tree is None else _parts(_described(tree))
         whole = _Whole(*cast("tuple[object, ...]", group.broadcast_object(parts, source=source)))  # type: ignore[arg-type]
-        places, problems = _places(whole, like, mesh, placements, device or torch.device(group.device), tree)
-    raise_together(group, problems)
-    wants = [[each.box for each in place.boxes] for place in places]
+        destinations, problems = _destinations(
+            whole, like, mesh, placements, device or torch.device(group.device), tree
+        )
+    raise_on_all_ranks(group, problems)
+    wants = [[each.box for each in destination.boxes] for destination in destinations]
     every = all_boxes(group, wants, [len(shape) for shape in whole.shapes])
     with torch.no_grad():
         if tree is not None:
-            _fill(places, tree.tensors)
-        _send(group, source, tree, places, every, budget)
-    return cast("StateDict", rebuild(whole.skeleton, [place.tensor for place in places]))
+            _fill(destinations, tree.tensors)
+        _send(group, source, tree, destinations, every, budget)
+    return cast("StateDict", join_tensors(whole.skeleton, [destination.tensor for destination in destinations]))
 
 
 def broadcast(
@@ -252,32 +254,32 @@ def _parts(whole: _Whole) -> tuple[object, ...]:
     return whole.skeleton, whole.keys, whole.shapes, whole.dtypes
 
 
-def _places(
+def _destinations(
     whole: _Whole,
     like: StateDict | None,
     mesh: DeviceMesh | None,
     placements: Placements | None,
     device: torch.device | None,
     tree: Tree | None,
-) -> tuple[list[Place], list[str]]:
+) -> tuple[list[Destination], list[str]]:
     """A place for each tensor, and what does not fit."""
     if (mesh is None) != (placements is None) or (like is not None and mesh is not None):
         raise UsageError("say where tensors go by like, or by mesh and placements")
-    found: list[Place] = []
+    found: list[Destination] = []
     templates: dict[str, torch.Tensor] = {}
     problems: list[str] = []
     if like is not None:
-        wanted = taken_apart(like)
+        wanted = split_tensors(like)
         templates = dict(zip(wanted.keys, wanted.tensors, strict=True))
         problems = _misfits(whole, templates)
     for index, (key, shape, dtype) in enumerate(zip(whole.keys, whole.shapes, whole.dtypes, strict=True)):
         own = None if tree is None else tree.tensors[index]
         target = torch.device("cpu") if not shape else device or (torch.device("cpu") if own is None else own.device)
-        found.append(_place(key, shape, dtype, target, own, templates.get(key), mesh, placements))
+        found.append(_destination(key, shape, dtype, target, own, templates.get(key), mesh, placements))
     return found, problems
 
 
-def _place(
+def _destination(
     key: str,
     shape: tuple[int, ...],
     dtype: torch.dtype,
@@ -286,16 +288,16 @@ def _place(
     template: torch.Tensor | None,
     mesh: DeviceMesh | None,
     placements: Placements | None,
-) -> Place:
+) -> Destination:
     if template is not None and (kind_of(template) != "Tensor" or own is None):
-        return place_like(template, key, device)
+        return destination_like(template, key, device)
     chosen = (placements(key, shape) if callable(placements) else placements) if shape else None
     if mesh is not None and chosen is not None:
-        return place_on_mesh(shape, dtype, key, device, mesh, chosen)
+        return destination_on_mesh(shape, dtype, key, device, mesh, chosen)
     if own is not None:
         moved = own.detach().to(device)
-        return Place(held(moved, key), moved, filled=True)
-    return place_whole(shape, dtype, device)
+        return Destination(held_boxes(moved, key), moved, filled=True)
+    return destination_whole(shape, dtype, device)
 
 
 def _misfits(whole: _Whole, templates: dict[str, torch.Tensor]) -> list[str]:
@@ -309,25 +311,30 @@ def _misfits(whole: _Whole, templates: dict[str, torch.Tensor]) -> list[str]:
     return found
 
 
-def _fill(places: Sequence[Place], tensors: Sequence[torch.Tensor]) -> None:
+def _fill(destinations: Sequence[Destination], tensors: Sequence[torch.Tensor]) -> None:
     """Copy what this rank wants out of whole ``tensors`` that it has."""
     with torch.no_grad():
-        for place, tensor in zip(places, tensors, strict=True):
-            for each in () if place.filled else place.boxes:
+        for destination, tensor in zip(destinations, tensors, strict=True):
+            for each in () if destination.filled else destination.boxes:
                 each.data.copy_(view_of(tensor, each.box))
 
 
 def _send(
-    group: Group, source: int, tree: Tree | None, places: list[Place], every: list[list[list[Box]]], budget: int
+    group: Group,
+    source: int,
+    tree: Tree | None,
+    destinations: list[Destination],
+    every: list[list[list[Box]]],
+    budget: int,
 ) -> None:
     """The tensors that all want whole by broadcast, the boxes of the others each to the rank that wants it."""
-    shared = [_wanted_whole([boxes[index] for boxes in every]) for index in range(len(places))]
+    shared = [_wanted_whole([boxes[index] for boxes in every]) for index in range(len(destinations))]
     whole = [index for index, is_shared in enumerate(shared) if is_shared]
     cut = [index for index, is_shared in enumerate(shared) if not is_shared]
-    here = [each.data for place in places for each in place.boxes]
+    here = [each.data for destination in destinations for each in destination.boxes]
     on_device = on_group_device(group, here if tree is None else [*here, *tree.tensors])
-    common = [each.data for index in whole for each in places[index].boxes]
-    into = Stream([each.data for index in cut for each in places[index].boxes])
+    common = [each.data for index in whole for each in destinations[index].boxes]
+    into = Stream([each.data for index in cut for each in destinations[index].boxes])
     out: dict[int, Stream] = {}
     if tree is not None:
         common = [tree.tensors[index] for index in whole]

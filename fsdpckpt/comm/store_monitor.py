@@ -27,14 +27,14 @@ from fsdpckpt.comm.liveness import Background, Job
 from fsdpckpt.comm.protocol import ErrorRecord, encode_error
 from fsdpckpt.errors import FsdpckptError, InternalError, WorkerError
 
-__all__ = ["Board", "Failure", "LOOK", "Position", "STATUS_DIRECTORY"]
+__all__ = ["StoreMonitor", "Failure", "POLL_INTERVAL", "Position", "STATUS_DIRECTORY"]
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where one worker is. ``sequence``: steps it has entered. ``beat`` changes as long as it lives and moves.
+    """Where one rank is. ``sequence``: how many steps it has entered. ``beat`` changes as long as it makes progress.
 
-    ``silence``: seconds for which it may stay without a change beyond the usual limit, because it said so.
+    ``silence``: seconds beyond the usual limit for which it announced that it may show no progress.
     """
 
     sequence: int
@@ -52,9 +52,9 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Worker ``rank`` failed in ``step``. ``exit_code``: what the cause would have ended a lone process with.
+    """Rank ``rank`` failed in ``step``. ``exit_code``: that of a lone process with the same cause.
 
-    ``original``: the cause as a record, where it is an error that a lone process would end with.
+    ``original``: the cause as a record, where it is an error that crosses (``protocol.encode_error``).
     """
 
     rank: int
@@ -66,7 +66,7 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException, rank: int, step: str) -> Failure:
         """The failure of ``rank``, which raised ``error`` in ``step``."""
-        return cls(rank, step, _words_of(error), _exit_code_of(error), encode_error(error))
+        return cls(rank, step, _cause_text(error), _exit_code_of(error), encode_error(error))
 
     def text(self) -> str:
         return json.dumps(asdict(self))
@@ -76,7 +76,7 @@ class Failure:
         return cls(**cast("dict[str, int]", json.loads(text)))  # type: ignore[arg-type]  # written by text()
 
     def error(self) -> WorkerError:
-        """The one error that every worker raises."""
+        """The error that every rank raises."""
         error = WorkerError(
             f"worker {self.rank} failed in step '{self.step}': {self.cause}",
             rank=self.rank,
@@ -88,8 +88,8 @@ class Failure:
         return error
 
 
-def _words_of(error: BaseException) -> str:
-    """An exception as the cause in a failure: our own in full, any other with its type."""
+def _cause_text(error: BaseException) -> str:
+    """``error`` as the text of a cause: this program's own errors in full, any other with its type."""
     if isinstance(error, FsdpckptError):
         return str(error)
     text = str(error)
@@ -102,23 +102,24 @@ def _exit_code_of(error: BaseException) -> int:
     return 130 if isinstance(error, KeyboardInterrupt) else InternalError.exit_code
 
 
-LOOK = 0.05
-"""Seconds between two patrols of a rank that waits for something else than a step; its coming ends the wait at once."""
+POLL_INTERVAL = 0.05
+"""Seconds between two checks of the peers while a rank waits for data; data that comes ends the wait at once."""
 
 STATUS_DIRECTORY = "FSDPCKPT_STATUS_DIRECTORY"
-"""Environment variable: where a launcher wants each worker to leave its position, for the day it is killed."""
+"""Environment variable: where each worker leaves its position for its launcher, in case it is killed."""
 
-SILENT = 0.7  # of the limit without a sign, and a rank is declared failed: time is left to tell the others
-SIGN = 0.1  # of the limit between two signs of life, and between two looks at a neighbour
-GRACE = 0.1  # of the limit to see whether a broken connection is explained by another rank's failure
+SILENCE_LIMIT = 0.7  # of the limit without progress: the rank has failed, and time is left to tell the others
+HEARTBEAT_INTERVAL = 0.1  # of the limit, between two heartbeats, and between two checks of the next rank
+GRACE = 0.1  # of the limit, to wait for a failure of another rank that explains a broken connection
 
 T = TypeVar("T")
 
 
-class Board:
-    """Rank ``rank`` of ``world_size`` on ``store``, which all ranks share. ``limit``: seconds until a fault is known.
+class StoreMonitor:
+    """Rank ``rank`` of ``world_size`` on ``store``, which all ranks share.
 
-    ``store`` must be the ranks' own part of a store (a ``PrefixStore``): this writes keys without further prefix.
+    ``limit``: seconds within which every rank learns of a failure. ``store`` must be a part of a store that nobody else
+    uses (a ``PrefixStore``): keys are written without a further prefix.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, *, limit: float) -> None:
@@ -134,42 +135,41 @@ class Board:
         self._step = "start"
         self._beat = 0
         self._silence = 0.0
-        self._signed = self._polled = self._looked = 0.0
-        self._seen = ""
-        self._changed = 0.0
+        self._heartbeat_at = self._polled_at = self._peer_checked_at = 0.0
+        self._peer_position = ""
+        self._peer_changed_at = 0.0
         self._store_is_gone = False
-        self._call(self._sign)
+        self._call(self._write_heartbeat)
 
     # steps
 
-    def arrive(self, name: str, digest: str = "", *, place: str | None = None) -> None:
-        """Enter the step ``name`` together with all ranks. ``digest``: what else all have to agree on.
+    def barrier(self, name: str, digest: str = "", *, place: str | None = None) -> None:
+        """Wait until all ranks have entered the step ``name``. ``digest``: must be the same on all ranks.
 
-        ``place``: where this rank says it is from now on, if not in ``name``.
-
-        Raises WorkerError when a rank is elsewhere, brought another digest, failed, or gives no sign of life.
+        ``place``: the step that this rank reports from now on, if not ``name``. Raises WorkerError when a rank is in a
+        different step, has a different digest, failed, or makes no progress.
         """
         self.raise_failure()
         self._sequence += 1
         self._step = name if place is None else place
-        self._leave_position()
-        mine = json.dumps([name, digest])
-        pinned, opened = self._call(lambda: self._enter(mine))
-        if pinned != mine:
-            raise self._out_of_step(mine, pinned)
+        self._report_position()
+        own = json.dumps([name, digest])
+        pinned, opened = self._call(lambda: self._enter(own))
+        if pinned != own:
+            raise self._out_of_step(own, pinned)
         interval = 0.0005
         while not opened:
             time.sleep(interval)
             interval = min(interval * 1.5, self._most_interval)
             opened = self._call(self._is_open)
-            self.patrol()
+            self.check_peers()
 
-    def attend(self, call: Callable[[], None]) -> None:
-        """Make ``call``, in which this rank may wait for others, and patrol meanwhile."""
+    def run_watched(self, call: Callable[[], None]) -> None:
+        """Run ``call``, in which this rank may wait for others, while checking the peers."""
         background = Background("fsdpckpt-call")
         job = background.submit(call)
-        while not job.done.wait(LOOK):
-            self.patrol()
+        while not job.done.wait(POLL_INTERVAL):
+            self.check_peers()
         background.close(1.0)
         try:
             job.result()
@@ -182,11 +182,11 @@ class Board:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _enter(self, mine: str) -> tuple[str, bool]:
+    def _enter(self, own: str) -> tuple[str, bool]:
         key = f"step/{self._sequence}"
-        self._sign()
-        pinned = self._store.compare_set(f"{key}/what", "", mine).decode()
-        if pinned == mine and self._store.add(f"{key}/count", 1) == self.world_size:
+        self._write_heartbeat()
+        pinned = self._store.compare_set(f"{key}/what", "", own).decode()
+        if pinned == own and self._store.add(f"{key}/count", 1) == self.world_size:
             self._store.set(f"{key}/open", "1")
             self._forget(self._sequence - 2)  # everybody has left that one: all have arrived at a later one
             return pinned, True
@@ -200,8 +200,8 @@ class Board:
     def _is_open(self) -> bool:
         return bool(self._store.check([f"step/{self._sequence}/open"]))
 
-    def _out_of_step(self, mine: str, pinned: str) -> WorkerError:
-        (name, _), (other, _) = json.loads(mine), json.loads(pinned)
+    def _out_of_step(self, own: str, pinned: str) -> WorkerError:
+        (name, _), (other, _) = json.loads(own), json.loads(pinned)
         if name == other:
             return self.fail(self.rank, "it brought something else to this step than the ranks before it", 6)
         elsewhere = self._call(self._ranks_elsewhere)
@@ -216,54 +216,56 @@ class Board:
             if text and (at := Position.parse(text)).sequence >= self._sequence and at.step != self._step
         ]
 
-    # signs of life
+    # heartbeats
 
     def beat(self) -> None:
-        """Say that this rank moves. Cheap: it writes at most ten times in the limit."""
+        """Report progress. Cheap: it writes at most ten times per limit."""
         self._beat += 1
-        if time.monotonic() - self._signed > SIGN * self.limit:
+        if time.monotonic() - self._heartbeat_at > HEARTBEAT_INTERVAL * self.limit:
             self.raise_failure()
-            self._call(self._sign)
-            self._look_for_failure()
+            self._call(self._write_heartbeat)
+            self._check_failure()
 
     def allow_silence(self, seconds: float) -> float:
-        """This rank may give no sign for ``seconds`` more than usual. Returns what was allowed before."""
+        """This rank may show no progress for ``seconds`` more than usual. Returns what was allowed before."""
         before, self._silence = self._silence, seconds
-        self._call(self._sign)
+        self._call(self._write_heartbeat)
         return before
 
-    def patrol(self, *, alive: bool = True) -> None:
-        """What a rank does while it waits. Raises WorkerError when a failure is known or found.
+    def check_peers(self, *, alive: bool = True) -> None:
+        """What a rank does while it waits: look for a failure, report progress, watch the next rank.
 
-        ``alive`` False: it looks after the others, and gives no sign of life itself.
+        ``alive`` False: without reporting progress. Raises WorkerError when a rank failed.
         """
         now = time.monotonic()
-        if now - self._polled > self._most_interval:
-            self._polled = now
-            self._look_for_failure()
-        if alive and now - self._signed > SIGN * self.limit:
+        if now - self._polled_at > self._most_interval:
+            self._polled_at = now
+            self._check_failure()
+        if alive and now - self._heartbeat_at > HEARTBEAT_INTERVAL * self.limit:
             self._beat += 1
-            self._call(self._sign)
-        if now - self._looked > SIGN * self.limit:
+            self._call(self._write_heartbeat)
+        if now - self._peer_checked_at > HEARTBEAT_INTERVAL * self.limit:
             self._watch((self.rank + 1) % self.world_size, now)
 
     def _watch(self, neighbour: int, now: float) -> None:
-        continuous = now - self._looked < 4 * SIGN * self.limit  # else it may have moved while nobody looked
-        self._looked = now
+        continuous = (
+            now - self._peer_checked_at < 4 * HEARTBEAT_INTERVAL * self.limit
+        )  # else it may have made progress unseen
+        self._peer_checked_at = now
         text = self._call(lambda: self._position(neighbour))
-        if text != self._seen or not continuous:
-            self._seen, self._changed = text, now
+        if text != self._peer_position or not continuous:
+            self._peer_position, self._peer_changed_at = text, now
             return
         silence = Position.parse(text).silence if text else 0.0
-        if now - self._changed > SILENT * self.limit + silence:
-            raise self._lost(neighbour, text, f"no sign of life for {now - self._changed:.0f} s")
+        if now - self._peer_changed_at > SILENCE_LIMIT * self.limit + silence:
+            raise self._lost(neighbour, text, f"no sign of life for {now - self._peer_changed_at:.0f} s")
 
     def _lost(self, rank: int, position: str, cause: str) -> WorkerError:
         step = Position.parse(position).step if position else "start"
         return self.fail(rank, cause, WorkerError.exit_code, step=step)
 
-    def _sign(self) -> None:
-        self._signed = time.monotonic()
+    def _write_heartbeat(self) -> None:
+        self._heartbeat_at = time.monotonic()
         position = Position(self._sequence, self._step, self._beat, self._silence)
         self._store.set(f"at/{self.rank}", position.text())
 
@@ -274,7 +276,7 @@ class Board:
     # failures
 
     def raise_failure(self) -> None:
-        """Raise the failure that is known here already."""
+        """Raise the failure that this rank knows of, if any."""
         if self.failure is not None:
             raise self.failure.error()
 
@@ -288,48 +290,48 @@ class Board:
 
     def _pin(self, failure: Failure) -> WorkerError:
         if self.failure is None:
-            self.failure = failure  # stands if the store cannot be asked
+            self.failure = failure  # stays if the store does not answer
             pinned = self._call(lambda: self._store.compare_set("failure", "", failure.text()).decode())
             self.failure = Failure.parse(pinned)
-            self._leave_failure()
+            self._report_failure()
         return self.failure.error()
 
     def connection_lost(self, error: BaseException, peer: int | None) -> WorkerError:
-        """The error to raise when the process group broke: whoever failed first, then ``peer``, then who is silent."""
+        """The error to raise when the process group broke: of who failed first, else ``peer``, else who is silent."""
         deadline = time.monotonic() + GRACE * self.limit
         while time.monotonic() < deadline:
             try:
-                self._look_for_failure()
+                self._check_failure()
             except WorkerError as known:
                 return known
             time.sleep(0.02)
         if peer is not None:
             return self._lost(peer, self._call(lambda: self._position(peer)), "its connection broke: did it end?")
-        silent = self._roll_call()
+        silent = self._first_silent_rank()
         if silent is not None:
             return self._lost(*silent, "its connections broke: did it end?")
         return self.fail_with(error)
 
-    def _roll_call(self) -> tuple[int, str] | None:
-        """The first rank that gives no sign of life, with its last one; None when all do."""
+    def _first_silent_rank(self) -> tuple[int, str] | None:
+        """The first rank that makes no progress, with its last position; None when all do."""
         ranks = [rank for rank in range(self.world_size) if rank != self.rank]
         before = self._call(lambda: {rank: self._position(rank) for rank in ranks})
-        deadline = time.monotonic() + (SILENT - GRACE) * self.limit
+        deadline = time.monotonic() + (SILENCE_LIMIT - GRACE) * self.limit
         silent = set(ranks)
         while silent and time.monotonic() < deadline:
-            time.sleep(SIGN * self.limit / 2)
+            time.sleep(HEARTBEAT_INTERVAL * self.limit / 2)
             self._beat += 1
-            self._call(self._sign)
+            self._call(self._write_heartbeat)
             now = self._call(lambda: {rank: self._position(rank) for rank in ranks})
             silent = {rank for rank in silent if now[rank] == before[rank]}
             if self._call(self._pinned_failure):
                 break
         return (min(silent), before[min(silent)]) if silent else None
 
-    def _look_for_failure(self) -> None:
+    def _check_failure(self) -> None:
         if text := self._call(self._pinned_failure):
             self.failure = Failure.parse(text)
-            self._leave_failure()  # the launcher of this node may have no worker that failed itself
+            self._report_failure()  # this node's launcher may have no failed worker of its own
             raise self.failure.error()
 
     def _pinned_failure(self) -> str:
@@ -338,57 +340,57 @@ class Board:
     # the store, and the launcher
 
     def _call(self, call: Callable[[], T]) -> T:
-        """``call``, which talks to the store, made in the background with the limit."""
+        """Run ``call``, which talks to the store, in the background, and wait at most the limit."""
         job: Job[T] = self._control.submit(call)
         if not job.done.wait(self.limit):
-            raise self._without_store(f"no answer within {self.limit:.0f} s")
+            raise self._store_lost(f"no answer within {self.limit:.0f} s")
         try:
             return job.result()
         except RuntimeError as error:  # what every store of torch raises; its subclasses differ between versions
-            raise self._without_store(str(error).splitlines()[0]) from error
+            raise self._store_lost(str(error).splitlines()[0]) from error
 
-    def _without_store(self, cause: str) -> WorkerError:
+    def _store_lost(self, cause: str) -> WorkerError:
         self._store_is_gone = True
         if self.failure is None:
             by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             keeper = "the launcher" if by_agent else "rank 0"
             gone = f"the rendezvous store is gone ({cause}): the process that keeps it, {keeper}, ended or hangs"
             self.failure = Failure(self.rank if by_agent else 0, self._step, gone, WorkerError.exit_code)
-            self._leave_failure()
+            self._report_failure()
         return self.failure.error()
 
-    def _leave_position(self) -> None:
-        self._leave(f"position-{self.rank}.json", Position(self._sequence, self._step, self._beat, 0.0).text())
+    def _report_position(self) -> None:
+        self._write_status(f"position-{self.rank}.json", Position(self._sequence, self._step, self._beat, 0.0).text())
 
-    def _leave_failure(self) -> None:
+    def _report_failure(self) -> None:
         if self.failure is not None:
-            self._leave(f"failure-{self.rank}.json", self.failure.text())
+            self._write_status(f"failure-{self.rank}.json", self.failure.text())
 
     @staticmethod
-    def _leave(name: str, text: str) -> None:
+    def _write_status(name: str, text: str) -> None:
         directory = os.environ.get(STATUS_DIRECTORY)
         if directory:
             with open(os.path.join(directory, name), "w", encoding="utf-8") as file:
                 file.write(text)
 
     def close(self) -> None:
-        """End the background thread. Rank 0 stays until the others have left too: it may keep the store they ask.
+        """End the background thread. Rank 0 waits until the others have left, too: it may serve the store they use.
 
-        After a failure all stay until all have left: a launcher that sees one end kills the others, in the middle of
-        what they tidy up. It is a moment only when a rank was lost, since not all may be there to leave.
+        After a failure all wait for all: a launcher that sees one end kills the others, in the middle of their
+        clean-up. Only briefly when a rank was lost, which may never leave.
         """
         if not self._store_is_gone:
             with suppress(WorkerError):
-                self._meet_at_the_end("left", wait=self.rank == 0 or self.failure is not None)
+                self._wait_for_all("left", wait=self.rank == 0 or self.failure is not None)
         self._control.close(0.0 if self._store_is_gone else 1.0)
 
     def all_stopped(self) -> None:
-        """After a failure: wait until it stopped every rank, so that none works any more on what is tidied up now."""
+        """After a failure: wait until it has stopped every rank, so that none still works on what is cleaned up now."""
         if not self._store_is_gone:
             with suppress(WorkerError):
-                self._meet_at_the_end("stopped", wait=True)
+                self._wait_for_all("stopped", wait=True)
 
-    def _meet_at_the_end(self, key: str, *, wait: bool) -> None:
+    def _wait_for_all(self, key: str, *, wait: bool) -> None:
         lost = self.failure is not None and self.failure.exit_code == WorkerError.exit_code
         deadline = time.monotonic() + (GRACE if lost else 1.0) * self.limit
         met = self._call(lambda: self._store.add(key, 1))

@@ -19,26 +19,26 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
 
 from fsdpckpt.comm.exchanger import spread
-from fsdpckpt.comm.launch import Place, choose, device_of, has_own_gpu, rank_from_environment
+from fsdpckpt.comm.launch import RankInfo, choose_backend, has_own_gpu, rank_device, rank_from_environment
 from fsdpckpt.comm.liveness import end_with_launcher, heartbeat
 from fsdpckpt.comm.objects import decode, encode
 from fsdpckpt.comm.protocol import Group
 from fsdpckpt.comm.solo import Solo
-from fsdpckpt.comm.store_monitor import Board
+from fsdpckpt.comm.store_monitor import StoreMonitor
 from fsdpckpt.comm.transport import Transport
 from fsdpckpt.errors import UsageError, WorkerError
 
 __all__ = ["LIMIT", "PATIENCE", "TorchGroup"]
 
 LIMIT = 15.0
-"""Seconds within which a fault of one worker ends all of them."""
+"""Seconds within which a failure of one rank ends all of them."""
 
 PATIENCE = 120.0
-"""Seconds that workers may start apart: importing torch from a busy network disk takes its time."""
+"""Seconds that ranks may start apart: importing torch from a busy network disk takes its time."""
 
 
 class TorchGroup(Group):
-    """``rank`` of ``world_size`` workers; ``device``: where data must lie to cross between them.
+    """The ranks of a process group; ``device``: where data must lie to cross between them.
 
     Made by ``over`` (a live process group, which stays the caller's) or ``start`` (makes its own).
     """
@@ -48,14 +48,14 @@ class TorchGroup(Group):
     transport: Transport
 
     def __init__(
-        self, *, device: torch.device, backend: str, transport: Transport, board: Board, owned: bool = False
+        self, *, device: torch.device, backend: str, transport: Transport, monitor: StoreMonitor, owned: bool = False
     ) -> None:
-        self.rank = board.rank
-        self.world_size = board.world_size
+        self.rank = monitor.rank
+        self.world_size = monitor.world_size
         self.device = device
         self.backend = backend
         self.transport = transport
-        self._board = board
+        self._monitor = monitor
         self._owned = owned
         self._steps: list[str] = []
 
@@ -63,10 +63,10 @@ class TorchGroup(Group):
     def over(
         cls, process_group: dist.ProcessGroup | None = None, *, device: torch.device | None = None, limit: float = LIMIT
     ) -> Group:
-        """The workers of a live process group (default: the default one; ``Solo`` when none was initialised).
+        """The ranks of a live process group (default: the default one; ``Solo`` when none was initialised).
 
-        Every rank of it has to call this, in the same order where there are several. ``device``: default the current
-        GPU where the group has NCCL, else the CPU.
+        Every rank of it calls this, in the same order where there are several. ``device``: by default the current GPU
+        where the group has NCCL, else the CPU.
         """
         if not (dist.is_available() and dist.is_initialized()):
             if process_group is not None:
@@ -81,8 +81,8 @@ class TorchGroup(Group):
             device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
         backend = "nccl" if nccl and device.type == "cuda" else "gloo"
         store = _own_part(distributed_c10d._get_process_group_store(group), rank)
-        board = Board(store, rank, world_size, limit=limit)
-        return cls(device=device, backend=backend, transport=Transport(group, board, device), board=board)
+        monitor = StoreMonitor(store, rank, world_size, limit=limit)
+        return cls(device=device, backend=backend, transport=Transport(group, monitor, device), monitor=monitor)
 
     @classmethod
     def start(
@@ -92,31 +92,33 @@ class TorchGroup(Group):
         device: str = "auto",
         limit: float = LIMIT,
         patience: float = PATIENCE,
-        place: Place | None = None,
+        place: RankInfo | None = None,
     ) -> Group:
-        """Meet the other workers as the environment (torchrun, srun) or ``place`` says; ``Solo`` without either.
+        """Meet the other ranks as the environment (torchrun, srun) or ``place`` says; ``Solo`` without either.
 
-        ``patience``: seconds that one worker may start later than another. Initialises the default process group;
-        ``close`` destroys it. Raises WorkerError when a worker does not come.
+        ``patience``: seconds that one rank may start later than another. Initialises the default process group;
+        ``close`` destroys it. Raises WorkerError when a rank does not come.
         """
-        here = rank_from_environment() if place is None else place
-        if here is None:
-            _, kind = choose(backend, device, all_have_gpu=lambda: has_own_gpu(1))
-            return Solo(device_of(kind, None))
+        place = rank_from_environment() if place is None else place
+        if place is None:
+            _, kind = choose_backend(backend, device, all_have_gpu=lambda: has_own_gpu(1))
+            return Solo(rank_device(kind, None))
         end_with_launcher()
-        store = _rendezvous(here, patience)
-        store.add("fsdpckpt/own-gpu", int(has_own_gpu(here.local_world_size)))
-        with Board(PrefixStore("fsdpckpt/start", store), here.rank, here.world_size, limit=patience) as board:
-            board.arrive("start", json.dumps([backend, device]))
-            every = store.add("fsdpckpt/own-gpu", 0) == here.world_size  # all have voted: all have arrived
-            chosen, kind = choose(backend, device, all_have_gpu=lambda: every)
-            mine = device_of(kind, here)
+        store = _rendezvous(place, patience)
+        store.add("fsdpckpt/own-gpu", int(has_own_gpu(place.local_world_size)))
+        with StoreMonitor(
+            PrefixStore("fsdpckpt/start", store), place.rank, place.world_size, limit=patience
+        ) as monitor:
+            monitor.barrier("start", json.dumps([backend, device]))
+            every = store.add("fsdpckpt/own-gpu", 0) == place.world_size  # all have voted: all have entered the step
+            name, kind = choose_backend(backend, device, all_have_gpu=lambda: every)
+            own_device = rank_device(kind, place)
             if kind == "cuda":
-                torch.cuda.set_device(mine)
-            own = PrefixStore("fsdpckpt/group", store)
-            # Without limit it would wait half an hour for a worker that ended since.
-            board.attend(lambda: _connect(chosen, mine, own, here))
-        group = cls.over(device=mine, limit=limit)
+                torch.cuda.set_device(own_device)
+            part = PrefixStore("fsdpckpt/group", store)
+            # Unwatched it would wait half an hour for a rank that has ended since.
+            monitor.run_watched(lambda: _connect(name, own_device, part, place))
+        group = cls.over(device=own_device, limit=limit)
         if isinstance(group, TorchGroup):
             group._owned = True
         return group
@@ -125,42 +127,42 @@ class TorchGroup(Group):
 
     @contextmanager
     def step(self, name: str, *, agree: str = "") -> Iterator[None]:
-        board = self._board
+        monitor = self._monitor
         self._steps.append(name)
         path = " / ".join(self._steps)
         try:
-            board.arrive(path, agree)
+            monitor.barrier(path, agree)
             yield
             outer = " / ".join(self._steps[:-1])
-            board.arrive(f"{path} (end)", place=outer or f"what follows {path}")
+            monitor.barrier(f"{path} (end)", place=outer or f"what follows {path}")
         except WorkerError as error:
-            if board.failure is None:  # not one of the board's own, which everybody knows already
-                raise board.fail_with(error) from error
+            if monitor.failure is None:  # not one of the monitor's own, which every rank knows already
+                raise monitor.fail_with(error) from error
             raise
         except Exception as error:  # the rank boundary: one of the program's two broad excepts
-            raise board.fail_with(error) from error
+            raise monitor.fail_with(error) from error
         except BaseException as error:
-            board.fail_with(error)
+            monitor.fail_with(error)
             raise
         finally:
             self._steps.pop()
 
     def beat(self) -> None:
-        self._board.beat()
+        self._monitor.beat()
 
     def watch(self, *, moving: bool) -> None:
-        self._board.patrol(alive=moving)
+        self._monitor.check_peers(alive=moving)
 
     def heartbeat(self) -> Context[None]:
         return heartbeat(lambda moving: self.watch(moving=moving))
 
     @contextmanager
     def silent_for(self, seconds: float) -> Iterator[None]:
-        before = self._board.allow_silence(seconds)
+        before = self._monitor.allow_silence(seconds)
         try:
             yield
         finally:
-            self._board.allow_silence(before)
+            self._monitor.allow_silence(before)
 
     # values
 
@@ -177,12 +179,12 @@ class TorchGroup(Group):
             return self._spread(value, has_value=self.rank == source)[source]
 
     def _spread(self, value: object, *, has_value: bool) -> list[object]:
-        mine = encode(value) if has_value else b""
-        sizes = [size for (size,) in self.transport.all_counts([len(mine)])]
+        own = encode(value) if has_value else b""
+        sizes = [size for (size,) in self.transport.all_counts([len(own)])]
         received = [bytearray(size if rank != self.rank else 0) for rank, size in enumerate(sizes)]
 
         def read(_: int, offset: int, buffer: torch.Tensor) -> None:
-            buffer.copy_(torch.frombuffer(bytearray(mine[offset : offset + len(buffer)]), dtype=torch.uint8))
+            buffer.copy_(torch.frombuffer(bytearray(own[offset : offset + len(buffer)]), dtype=torch.uint8))
 
         def write(source: int, offset: int, buffer: torch.Tensor) -> None:
             received[source][offset : offset + len(buffer)] = buffer.numpy().tobytes()
@@ -196,43 +198,43 @@ class TorchGroup(Group):
         data = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8).to(self.device)
         count = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
         for part in (count, data):
-            self.transport.swap(send=part, to=to, receive=None, source=None).land()
+            self.transport.send_recv(send=part, to=to, receive=None, source=None).wait()
 
     def receive_object(self, *, source: int) -> object:
         count = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self.transport.swap(send=None, to=None, receive=count, source=source).land()
+        self.transport.send_recv(send=None, to=None, receive=count, source=source).wait()
         data = torch.empty(int(count), dtype=torch.uint8, device=self.device)
-        self.transport.swap(send=None, to=None, receive=data, source=source).land()
+        self.transport.send_recv(send=None, to=None, receive=data, source=source).wait()
         return decode(data.cpu().numpy().tobytes())
 
     # the end
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is not None and self._board.failure is None:
-            self._board.fail_with(error)
+        if error is not None and self._monitor.failure is None:
+            self._monitor.fail_with(error)
         self.close()
 
     def all_stopped(self) -> None:
-        if self._board.failure is not None:
-            self._board.all_stopped()
+        if self._monitor.failure is not None:
+            self._monitor.all_stopped()
 
     def close(self) -> None:
-        """Leave together; destroys the process group that ``start`` made. After a failure it only lets go."""
-        failed = self._board.failure is not None
+        """Leave together; destroy the process group that ``start`` made. After a failure only release resources."""
+        failed = self._monitor.failure is not None
         if not failed:
             with self.step("close"):
                 pass
         self.transport.close()
-        self._board.close()
+        self._monitor.close()
         if self._owned and not failed:
             dist.destroy_process_group()
 
 
-def _connect(backend: str, device: torch.device, store: Store, place: Place) -> None:
+def _connect(backend: str, device: torch.device, store: Store, place: RankInfo) -> None:
     """Initialise the default process group. For any thread.
 
-    NCCL connects here and now, to this worker's GPU, and not in the first operation: that would be a long call without
-    a sign of life.
+    NCCL connects at once, to this rank's GPU, and not in the first operation: that would be a long call without
+    progress.
     """
     if device.type == "cpu":
         dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size)
@@ -247,7 +249,7 @@ def _own_part(store: Store, rank: int) -> Store:
     return PrefixStore(f"fsdpckpt/{count}", store)
 
 
-def _rendezvous(place: Place, patience: float) -> Store:
+def _rendezvous(place: RankInfo, patience: float) -> Store:
     """The store where the workers meet: torchrun's own where it keeps one, else one that rank 0 serves."""
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = place.rank == 0 and not by_agent

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 from fsdpckpt.comm.liveness import Background, Job
-from fsdpckpt.comm.store_monitor import LOOK, Board
+from fsdpckpt.comm.store_monitor import POLL_INTERVAL, StoreMonitor
 
-__all__ = ["Flight", "Staging", "Transport", "chunk_bytes"]
+__all__ = ["Transfer", "Staging", "Transport", "chunk_bytes"]
 
 ALIGNMENT = 4096  # pages; also a multiple of every element size, so that no chunk cuts an element
 
@@ -48,10 +48,10 @@ class Staging:
         self._copies: torch.cuda.Stream | None = None
         if self._host is not self._device:
             self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            # Memory that the allocator gives anew may still be written by what its last owner has queued.
+            # The allocator may reuse memory that its last owner's queued work still writes to.
             self._copies.wait_stream(torch.cuda.current_stream(device))
             for buffer in self._device:
-                buffer.record_stream(self._copies)  # and it must not be given on while a copy of ours is queued
+                buffer.record_stream(self._copies)  # nor may it give this memory on while a copy is queued
 
     def host(self, slot: int, count: int) -> torch.Tensor:
         """The caller's side of buffer ``slot``: ``count`` bytes."""
@@ -62,7 +62,7 @@ class Staging:
         return self._device[slot][:count]
 
     def to_device(self, slot: int, count: int) -> torch.Tensor:
-        """What the caller filled, ready to be sent."""
+        """What the caller filled, ready to send."""
         if self._copies is not None:
             with torch.cuda.stream(self._copies):
                 self.device(slot, count).copy_(self.host(slot, count), non_blocking=True)
@@ -70,7 +70,7 @@ class Staging:
         return self.device(slot, count)
 
     def to_host(self, slot: int, count: int) -> torch.Tensor:
-        """What was received (and has landed), for the caller to read."""
+        """What was received, for the caller to read; only once its transfer is complete."""
         if self._copies is not None:
             with torch.cuda.stream(self._copies):
                 self.host(slot, count).copy_(self.device(slot, count), non_blocking=True)
@@ -81,40 +81,40 @@ class Staging:
 _Post: TypeAlias = "Callable[[], Sequence[dist.Work]]"
 
 
-class Flight:
-    """Communication on its way; ``land`` waits for it."""
+class Transfer:
+    """Communication in flight."""
 
     def __init__(self, transport: Transport, job: Job[None], peer: int | None) -> None:
         self._transport = transport
         self._job = job
         self._peer = peer
 
-    def land(self) -> None:
-        """Wait. Raises WorkerError when a worker failed meanwhile, be it another than the one waited for."""
-        board = self._transport.board
-        while not self._job.done.wait(LOOK):
-            board.patrol()
+    def wait(self) -> None:
+        """Wait until it is complete. Raises WorkerError when any rank failed meanwhile, not only the peer."""
+        monitor = self._transport.monitor
+        while not self._job.done.wait(POLL_INTERVAL):
+            monitor.check_peers()
         try:
             self._job.result()
         except RuntimeError as error:  # what process groups raise; its subclasses differ between versions
-            raise board.connection_lost(error, self._peer) from error
-        board.beat()
+            raise monitor.connection_lost(error, self._peer) from error
+        monitor.beat()
 
 
 class Transport:
-    """The process group ``group`` as seen by one worker of ``board``. Peers and sources are ranks in the group."""
+    """The process group ``group`` of the rank that ``monitor`` watches. Peers and sources are ranks in the group."""
 
-    def __init__(self, group: dist.ProcessGroup, board: Board, device: torch.device) -> None:
-        self.board = board
+    def __init__(self, group: dist.ProcessGroup, monitor: StoreMonitor, device: torch.device) -> None:
+        self.monitor = monitor
         self.device = device
         self._group = group
         self._background = Background("fsdpckpt-data")
         self._waiting: torch.cuda.Stream | None = None
 
-    def swap(
+    def send_recv(
         self, *, send: torch.Tensor | None, to: int | None, receive: torch.Tensor | None, source: int | None
-    ) -> Flight:
-        """Send to one rank and receive from one, together (either may be None). Both sides post in the same order."""
+    ) -> Transfer:
+        """Send to one rank and receive from one together; either may be None. Both sides post in the same order."""
         operations: list[dist.P2POp] = []
         # One batch: NCCL would otherwise order a send and a receive of the same pair, and both sides would wait.
         if receive is not None and source is not None:
@@ -123,40 +123,40 @@ class Transport:
             operations.append(dist.P2POp(dist.isend, send, self._global(to), self._group))
         peers = {rank for rank, data in ((to, send), (source, receive)) if data is not None}
         blamed = peers.pop() if len(peers) == 1 else None
-        return self._fly(lambda: dist.batch_isend_irecv(operations), blamed)
+        return self._start(lambda: dist.batch_isend_irecv(operations), blamed)
 
-    def broadcast(self, tensor: torch.Tensor, source: int) -> Flight:
+    def broadcast(self, tensor: torch.Tensor, source: int) -> Transfer:
         """Rank ``source``'s ``tensor`` into everyone's. All ranks, in the same order."""
 
         def post() -> list[dist.Work]:
             return [dist.broadcast(tensor, self._global(source), group=self._group, async_op=True)]
 
-        return self._fly(post, None)
+        return self._start(post, None)
 
     def all_counts(self, counts: Sequence[int]) -> list[list[int]]:
         """Every rank's ``counts``, of one length everywhere, by rank. All ranks."""
-        mine = torch.tensor(list(counts), dtype=torch.int64, device=self.device)
-        found = [torch.empty_like(mine) for _ in range(self.board.world_size)]
-        self._fly(lambda: [dist.all_gather(found, mine, group=self._group, async_op=True)], None).land()
-        return [tensor.tolist() for tensor in found]
+        own = torch.tensor(list(counts), dtype=torch.int64, device=self.device)
+        gathered = [torch.empty_like(own) for _ in range(self.monitor.world_size)]
+        self._start(lambda: [dist.all_gather(gathered, own, group=self._group, async_op=True)], None).wait()
+        return [tensor.tolist() for tensor in gathered]
 
-    def _fly(self, post: _Post, peer: int | None) -> Flight:
+    def _start(self, post: _Post, peer: int | None) -> Transfer:
         """Post now, in the caller's order; wait in the background."""
-        self.board.raise_failure()
+        self.monitor.raise_failure()
         try:
             works = post()
         except RuntimeError as error:
-            raise self.board.connection_lost(error, peer) from error
-        return Flight(self, self._background.submit(lambda: self._wait(works)), peer)
+            raise self.monitor.connection_lost(error, peer) from error
+        return Transfer(self, self._background.submit(lambda: self._wait(works)), peer)
 
     def _wait(self, works: Sequence[dist.Work]) -> None:
         if self.device.type != "cuda":
             for work in works:
                 work.wait()
             return
-        # NCCL's wait only orders the stream that is current; the buffer may be used again once the device is through.
-        # On a stream of its own, since others may have any amount of work of the caller's.
-        torch.cuda.set_device(self.device)  # of this thread: a new one is on the first GPU, whichever the worker's is
+        # NCCL's wait only orders the current stream; the buffer may be reused once the device is done. On a stream of
+        # its own, because other streams may hold any amount of the caller's work.
+        torch.cuda.set_device(self.device)  # of this thread: new threads start on the first GPU
         if self._waiting is None:
             self._waiting = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._waiting):
@@ -169,4 +169,4 @@ class Transport:
 
     def close(self) -> None:
         """End the background thread, unless it is stuck in a wait that will not end."""
-        self._background.close(0.0 if self.board.failure else 1.0)
+        self._background.close(0.0 if self.monitor.failure else 1.0)

@@ -1,6 +1,6 @@
 """Takes state dicts apart, compares their structure, and copies them to host memory.
 
-``taken_apart`` puts the tensors of a state dict into one list, and leaves a ``Slot`` where each tensor was. Dicts,
+``split_tensors`` puts the tensors of a state dict into one list, and leaves a ``Slot`` where each tensor was. Dicts,
 lists and tuples are looked into, keys keep their types; everything else that is no tensor stays where it is.
 
 A trainer that saves every few minutes keeps one state dict in host memory (``empty_on_cpu``): pinned memory takes
@@ -37,9 +37,9 @@ __all__ = [
     "differences",
     "empty_on_cpu",
     "offload_to_cpu",
-    "raise_together",
-    "rebuild",
-    "taken_apart",
+    "raise_on_all_ranks",
+    "join_tensors",
+    "split_tensors",
 ]
 
 StateDict: TypeAlias = dict[str, object]
@@ -54,7 +54,7 @@ class Tree:
     tensors: tuple[torch.Tensor, ...]
 
 
-def taken_apart(state: object) -> Tree:
+def split_tensors(state: object) -> Tree:
     """``state`` as a tree; tensors in the order of the dicts."""
     keys: list[str] = []
     tensors: list[torch.Tensor] = []
@@ -66,20 +66,20 @@ def taken_apart(state: object) -> Tree:
             return Slot(len(tensors) - 1)
         return value
 
-    skeleton = _mapped(state, visit, "")
+    skeleton = _map_leaves(state, visit, "")
     return Tree(skeleton, tuple(keys), tuple(tensors))
 
 
-def rebuild(skeleton: object, tensors: list[torch.Tensor]) -> object:
+def join_tensors(skeleton: object, tensors: list[torch.Tensor]) -> object:
     """The state dict of which ``skeleton`` is left, with ``tensors`` in its slots."""
-    return _mapped(skeleton, lambda value, _: tensors[value.index] if isinstance(value, Slot) else value, "")
+    return _map_leaves(skeleton, lambda value, _: tensors[value.index] if isinstance(value, Slot) else value, "")
 
 
-def _mapped(value: object, visit: Callable[[object, str], object], key: str) -> object:
+def _map_leaves(value: object, visit: Callable[[object, str], object], key: str) -> object:
     if type(value) in {dict, OrderedDict}:
         mapping: dict[object, object] = value  # type: ignore[assignment]  # by the exact type
         items = [
-            (name, _mapped(child, visit, f"{key}.{name}" if key else str(name))) for name, child in mapping.items()
+            (name, _map_leaves(child, visit, f"{key}.{name}" if key else str(name))) for name, child in mapping.items()
         ]
         if not isinstance(mapping, OrderedDict):
             return dict(items)
@@ -87,7 +87,7 @@ def _mapped(value: object, visit: Callable[[object, str], object], key: str) -> 
         vars(ordered).update(vars(mapping))  # torch's _metadata
         return ordered
     if type(value) in {list, tuple}:
-        children = [_mapped(child, visit, f"{key}[{i}]") for i, child in enumerate(value)]  # type: ignore[arg-type,var-annotated]
+        children = [_map_leaves(child, visit, f"{key}[{i}]") for i, child in enumerate(value)]  # type: ignore[arg-type,var-annotated]
         return children if type(value) is list else tuple(children)
     return visit(value, key)
 
@@ -157,7 +157,7 @@ def agree_on_structure(group: Group, state: object) -> None:
     _raise(found or ["the keys come in another order"])
 
 
-def raise_together(group: Group, problems: list[str]) -> None:
+def raise_on_all_ranks(group: Group, problems: list[str]) -> None:
     """Raise StateDictMismatchError with every rank's ``problems``, on every rank. All ranks."""
     every = cast("list[list[str]]", group.all_gather_objects(problems, name="compare structures"))
     found: dict[str, list[int]] = {}
@@ -184,8 +184,8 @@ def empty_on_cpu(state: StateDict, *, pin: bool = False, share: bool = False) ->
 
     ``pin``: page-locked, as far as this torch can (a GPU is needed). ``share``: visible to other processes.
     """
-    tree = taken_apart(state)
-    return _rebuilt(tree.skeleton, [_mapped_copies(tensor, pin=pin, share=share) for tensor in tree.tensors])
+    tree = split_tensors(state)
+    return _joined(tree.skeleton, [_empty_like(tensor, pin=pin, share=share) for tensor in tree.tensors])
 
 
 def copy_state_dict(state: StateDict, into: StateDict, *, non_blocking: bool = False) -> StateDict:
@@ -195,12 +195,12 @@ def copy_state_dict(state: StateDict, into: StateDict, *, non_blocking: bool = F
     memory may be under way on return; synchronize the device before reading.
     """
     check_similar(state, into)
-    tree, companion = taken_apart(state), taken_apart(into)
+    tree, companion = split_tensors(state), split_tensors(into)
     with torch.no_grad():
         for one, other in zip(tree.tensors, _in_order(tree.keys, companion.keys, companion.tensors), strict=True):
             for source, target in zip(_locals(one), _locals(other), strict=True):
                 target.copy_(source, non_blocking=non_blocking)
-    return _rebuilt(tree.skeleton, _in_order(tree.keys, companion.keys, companion.tensors))
+    return _joined(tree.skeleton, _in_order(tree.keys, companion.keys, companion.tensors))
 
 
 def offload_to_cpu(state: StateDict) -> StateDict:
@@ -220,7 +220,7 @@ def _locals(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [tensor.to_local() if isinstance(tensor, DTensor) else tensor]
 
 
-def _mapped_copies(tensor: torch.Tensor, *, pin: bool, share: bool) -> torch.Tensor:
+def _empty_like(tensor: torch.Tensor, *, pin: bool, share: bool) -> torch.Tensor:
     if isinstance(tensor, ShardedTensor):
         made = copy.copy(tensor)
         made._local_shards = [copy.copy(each) for each in tensor.local_shards()]
@@ -245,5 +245,5 @@ def _empty(tensor: torch.Tensor, *, pin: bool, share: bool) -> torch.Tensor:
     return made
 
 
-def _rebuilt(skeleton: object, tensors: list[torch.Tensor]) -> StateDict:
-    return cast("StateDict", rebuild(skeleton, tensors))
+def _joined(skeleton: object, tensors: list[torch.Tensor]) -> StateDict:
+    return cast("StateDict", join_tensors(skeleton, tensors))

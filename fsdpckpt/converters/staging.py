@@ -21,7 +21,7 @@ from fsdpckpt.execute.job import Job
 from fsdpckpt.execute.journal import Finished
 from fsdpckpt.ir.checkpoint import Layout
 from fsdpckpt.options import ConvertOptions, Visibility
-from fsdpckpt.plan.partition import Segment, cut, target_node
+from fsdpckpt.plan.partition import Segment, partition, target_node
 from fsdpckpt.plan.plan import Plan
 from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage.staging import Staging
@@ -165,11 +165,11 @@ def assign_segments(
     for place, numbers in files.items():
         if numbers or place == 0:
             numbers[:] = sorted({*numbers, *common})
-    done = {place: windows.claims() for place, windows in (finished or {}).items()}
+    written = {place: windows.claims() for place, windows in (finished or {}).items()}
     return [
         segment
         for place, numbers in files.items()
-        for segment in cut(plan, numbers, places.workers(place), place=place, done=done.get(place))
+        for segment in partition(plan, numbers, places.workers(place), place=place, written=written.get(place))
     ]
 
 

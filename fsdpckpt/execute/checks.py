@@ -21,7 +21,7 @@ from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.plan.plan import Copies, Plan
-from fsdpckpt.plan.windows import Range, split
+from fsdpckpt.plan.windows import Range, split_copies
 from fsdpckpt.storage.sources import Sources
 
 __all__ = [
@@ -32,9 +32,9 @@ __all__ = [
     "crc32",
     "has_gaps",
     "patch_effect",
-    "read_again",
-    "require_sum",
-    "unjudged",
+    "reread",
+    "require_checksum",
+    "unproved",
     "window_crc",
 ]
 
@@ -102,7 +102,7 @@ class SourceCheck:
         self._fresh: list[tuple[int, int, int, int, int]] = []
         self._keep_fresh = False
         self._lock = threading.Lock()
-        _require_one_sum(files, checksums)
+        _require_one_checksum(files, checksums)
         order = np.lexsort((checksums.offset, checksums.file))
         numbers = checksums.file[order]
         for number in np.unique(numbers).tolist():
@@ -161,7 +161,7 @@ class SourceCheck:
                 raise _read_differently(self._files[file].path, begin, end - begin, sums[end], total)
         return sums.get(begin + records.lengths[index])
 
-    def unjudged(self, file: int, begins: Int64Array, ends: Int64Array) -> list[SourceRecord]:
+    def unproved(self, file: int, begins: Int64Array, ends: Int64Array) -> list[SourceRecord]:
         """The records of ``file`` that have bytes in ``begins[i]`` .. ``ends[i]``, and of which parts are missing."""
         records = self._records.get(file)
         if records is None:
@@ -195,10 +195,12 @@ class SourceCheck:
             self._parts.setdefault((file, index), []).append((offset, nbytes, crc))
 
     def _compare(self, file: int, records: _Records, index: int, crc: int) -> None:
-        require_sum(self._files[file].path, records.offsets[index], records.lengths[index], records.crcs[index], crc)
+        require_checksum(
+            self._files[file].path, records.offsets[index], records.lengths[index], records.crcs[index], crc
+        )
 
 
-def _require_one_sum(files: Sequence[SourceFile], checksums: Checksums) -> None:
+def _require_one_checksum(files: Sequence[SourceFile], checksums: Checksums) -> None:
     """Raises SourceCorruptError when two sums are stated for the same bytes: whichever is right, the file is not."""
     table = np.stack([checksums.file, checksums.offset, checksums.nbytes, checksums.crc])
     table = table[:, np.lexsort(table[::-1])]
@@ -215,7 +217,7 @@ def _require_one_sum(files: Sequence[SourceFile], checksums: Checksums) -> None:
         )
 
 
-def require_sum(path: str, offset: int, nbytes: int, expected: int, found: int) -> None:
+def require_checksum(path: str, offset: int, nbytes: int, expected: int, found: int) -> None:
     """Raises SourceCorruptError when the record at ``offset`` of ``path`` sums to ``found``, not to ``expected``."""
     if found == expected:
         return
@@ -248,7 +250,7 @@ def has_gaps(plan: Plan) -> bool:
     return any(_gapped(plan, file.copies).any() for file in plan.files)
 
 
-def unjudged(check: SourceCheck, plan: Plan, received: Mapping[int, Sequence[Range]]) -> list[SourceRecord]:
+def unproved(check: SourceCheck, plan: Plan, received: Mapping[int, Sequence[Range]]) -> list[SourceRecord]:
     """The records that ``check`` has not all parts of, among those whose rows lie apart, and those of ``received``.
 
     ``received[file]``: ranges of target files, of which other workers read the sources.
@@ -257,14 +259,14 @@ def unjudged(check: SourceCheck, plan: Plan, received: Mapping[int, Sequence[Ran
     for number, ranges in received.items():
         file = plan.files[number]
         begins, ends = np.asarray(ranges, np.int64).reshape(-1, 2).T
-        parts = split(file, plan, np.ones(len(file.copies.rows), bool), begins, ends)
+        parts = split_copies(file, plan, np.ones(len(file.copies.rows), bool), begins, ends)
         _add(spans, parts.copies, parts.nbytes // parts.copies.rows, np.ones(len(parts.copies), bool))
     for file in plan.files:
         copies = file.copies
         _add(spans, copies, plan.source_bytes(copies.width, copies.cast), _gapped(plan, copies))
     found: list[SourceRecord] = []
     for source, several in sorted(spans.items()):
-        found += check.unjudged(source, *np.concatenate(several, axis=1))
+        found += check.unproved(source, *np.concatenate(several, axis=1))
     return found
 
 
@@ -283,7 +285,7 @@ def _gapped(plan: Plan, copies: Copies) -> npt.NDArray[np.bool_]:
     return found
 
 
-def read_again(
+def reread(
     records: Iterable[SourceRecord], files: Sequence[SourceFile], sources: Sources, moved: Callable[[], None]
 ) -> None:
     """Raises SourceCorruptError for a record that does not match its checksum. Calls ``moved`` all the time."""
@@ -296,4 +298,4 @@ def read_again(
             source.read_into(offset + at, view)
             total = crc32(view, total)
             moved()
-        require_sum(files[file].path, offset, nbytes, expected, total)
+        require_checksum(files[file].path, offset, nbytes, expected, total)

@@ -25,15 +25,15 @@ from fsdpckpt.execute.checks import SourceCheck
 from fsdpckpt.execute.copy_pool import PATIENCE, SLOWEST_DISK, CopyPool
 from fsdpckpt.execute.job import Job
 from fsdpckpt.execute.journal import Finished, Recorder
-from fsdpckpt.execute.output import ComparedOutput, Kept, Output, OutputState, write_window
-from fsdpckpt.execute.resume import Done, judge_again, resume
+from fsdpckpt.execute.output import ComparedOutput, Output, OutputState, Resumed, write_window
+from fsdpckpt.execute.resume import Written, reread_unproved, resume
 from fsdpckpt.execute.window import Assembler
 from fsdpckpt.plan.transfer import Visible, Window, plan_transfers
 from fsdpckpt.progress import Progress
 from fsdpckpt.storage.sources import Sources
 
 if TYPE_CHECKING:
-    from fsdpckpt.execute.send_recv import SendRecv
+    from fsdpckpt.execute.send_recv import Exchange
 
 __all__ = ["execute", "is_written"]
 
@@ -73,11 +73,13 @@ def execute(
         pass
     own = sum(segment.end - segment.begin for segment in job.segments if segment.owner == group.rank)
     progress.begin("copy", own)
-    kept, done = resume(group, job, locate, threads)
-    if kept:
-        progress.advance(sum(nbytes for file in kept.values() for _, nbytes, _ in file.parts))
+    resumed, written = resume(group, job, locate, threads)
+    if resumed:
+        progress.advance(sum(nbytes for file in resumed.values() for _, nbytes, _ in file.parts))
     with group.step("find routes"), group.heartbeat():
-        run = _Run(group, job, visible, sources, locate, threads, progress, recorder, finished, kept, done, compare)
+        run = _Run(
+            group, job, visible, sources, locate, threads, progress, recorder, finished, resumed, written, compare
+        )
     try:
         if several:
             with group.step("make shared files"):
@@ -117,8 +119,8 @@ class _Run:
         progress: Progress,
         recorder: Recorder | None,
         finished: Finished | None,
-        kept: Mapping[int, Kept],
-        done: Done,
+        resumed: Mapping[int, Resumed],
+        written: Written,
         compare: bool,  # noqa: FBT001  # named by the only caller
     ) -> None:
         self._group = group
@@ -130,29 +132,29 @@ class _Run:
         self._progress = progress
         self._recorder = recorder
         self._finished = finished or Finished()
-        self._routes = plan_transfers(
+        self._transfers = plan_transfers(
             job.plan,
             job.segments,
             visible,
             rank=group.rank,
             window=job.settings.window,
             round_bytes=job.settings.round_bytes,
-            done=done,
+            written=written,
         )
         self._check = SourceCheck(job.files, job.checksums)
-        self._exchange: SendRecv | None = None
+        self._exchange: Exchange | None = None
         if job.settings.exchange_bytes:  # the same on all ranks, unlike the number of rounds
-            from fsdpckpt.execute.send_recv import SendRecv
+            from fsdpckpt.execute.send_recv import Exchange
 
-            self._exchange = SendRecv(group, job, self._routes, sources)
+            self._exchange = Exchange(group, job, self._transfers, sources)
             self._sources, self._files = self._exchange.sources, self._exchange.files
             self._check = self._exchange.check
         self._pool: CopyPool | None = None
-        count = Counter(window.segment for window in self._routes.windows)
+        count = Counter(window.segment for window in self._transfers.windows)
         kind = ComparedOutput if compare else Output
         self._outputs: dict[int, Output] = {}
         for number, windows in count.items():
-            segment, file = job.segments[number], self._routes.files[number]
+            segment, file = job.segments[number], self._transfers.files[number]
             self._outputs[number] = kind(
                 file,
                 locate(file.path),
@@ -160,7 +162,7 @@ class _Run:
                 first=segment.begin == 0,
                 alone=(segment.begin, segment.end) == (0, file.nbytes),
                 expect_silence=self._expect_silence,
-                kept=kept.get(number),
+                resumed=resumed.get(number),
             )
 
     def _expect_silence(self, nbytes: int) -> None:
@@ -207,7 +209,7 @@ class _Run:
         if self._recorder is not None:
             self._check.fresh()
             self._recorder.start(self._check.fresh)
-        pool = self._pool = CopyPool(self._routes.windows, self._threads, copy)
+        pool = self._pool = CopyPool(self._transfers.windows, self._threads, copy)
         try:
             if self._exchange is not None:
                 self._exchange.run(pool, self._watch)
@@ -227,7 +229,7 @@ class _Run:
         nbytes = sum(output.plan.nbytes for output in self._outputs.values() if not output.alone)
         with self._group.silent_for(nbytes / SLOWEST_DISK):
             states = {number: output.state() for number, output in self._outputs.items() if not output.alone}
-        self._judge_streams()
+        self._check_streams()
         gathered = cast(
             "list[tuple[dict[int, OutputState], SourceRows]]",
             self._group.all_gather_objects((states, self._check.unfinished()), name="join"),
@@ -237,7 +239,7 @@ class _Run:
                 self._check.absorb(rows)
             self._check.absorb(self._finished.parts)
             self._check.finish()
-        judge_again(self._group, self._job, self._check, self._finished, self._visible, self._sources)
+        reread_unproved(self._group, self._job, self._check, self._finished, self._visible, self._sources)
         with self._group.silent_for(nbytes / SLOWEST_DISK):
             self._finish_shared({number: state for theirs, _ in gathered for number, state in theirs.items()})
         crcs = {output.plan.path: output.crc for output in self._outputs.values() if output.first}
@@ -247,7 +249,7 @@ class _Run:
             self._recorder.close(complete=True)
         return crcs
 
-    def _judge_streams(self) -> None:
+    def _check_streams(self) -> None:
         """Compare what was received with what was sent. What was written of damaged bytes is disowned."""
         if self._exchange is None:
             return

@@ -19,6 +19,7 @@ import numpy as np
 
 from fsdpckpt.execute.checks import Part
 from fsdpckpt.plan.plan import COPY_COLUMNS, Claim, Plan
+from fsdpckpt.plan.windows import Range
 from fsdpckpt.storage.journal import Journal, Record, read_records
 from fsdpckpt.storage.local import WritableFile, sync_directory, target_errors
 from fsdpckpt.storage.protocols import FileIdentity, change_between
@@ -110,12 +111,12 @@ class Finished:
         """Bytes of the longest window: what a buffer to read it back needs."""
         return max((end - begin for _, begin, end in self.crcs), default=0)
 
-    def received_ranges(self) -> dict[int, list[tuple[int, int]]]:
+    def received_ranges(self) -> dict[int, list[Range]]:
         """By file, in order, what ``received`` holds of ``claims``."""
         return {
             file: ranges
             for file, claims in self.claims().items()
-            if (ranges := [(begin, end) for begin, end, _ in claims if (file, begin, end) in self.received])
+            if (ranges := [Range(begin, end) for begin, end, _ in claims if (file, begin, end) in self.received])
         }
 
     def claims(self) -> dict[int, list[Claim]]:
@@ -124,7 +125,7 @@ class Finished:
         for (file, begin, end), crc in sorted(self.crcs.items(), key=lambda item: (*item[0][:2], -item[0][2])):
             own = found.setdefault(file, [])
             if begin < end and (not own or own[-1][1] <= begin):
-                own.append((begin, end, crc))
+                own.append(Claim(begin, end, crc))
         return found
 
 

@@ -20,7 +20,7 @@ from fsdpckpt.storage.local import WritableFile, target_errors
 
 __all__ = [
     "ComparedOutput",
-    "Kept",
+    "Resumed",
     "LatePlaces",
     "Output",
     "OutputState",
@@ -34,7 +34,7 @@ OutputState: TypeAlias = "list[object]"
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class Resumed:
     """Of one target file what is kept: ``parts`` of it, in order, and what ``TargetChecks.unfinished`` says of them."""
 
     parts: tuple[Part, ...] = ()
@@ -43,15 +43,15 @@ class Kept:
 
     @property
     def ranges(self) -> list[Range]:
-        return [(begin, begin + nbytes) for begin, nbytes, _ in self.parts]
+        return [Range(begin, begin + nbytes) for begin, nbytes, _ in self.parts]
 
 
 class Output:
     """This rank's windows of one target file, in any order: created by the first window, committed by the last.
 
     ``windows``: how many there are. ``first``: this rank creates the file; ``alone``: no other rank writes to it.
-    ``expect_silence(nbytes)`` is called before something that may take long. ``kept``: what an interrupted run left of
-    the file; None for a new one.
+    ``expect_silence(nbytes)`` is called before something that may take long. ``resumed``: what an interrupted run left
+    of the file; None for a new one.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Output:
         first: bool = True,
         alone: bool = True,
         expect_silence: Callable[[int], None] = lambda _: None,
-        kept: Kept | None = None,
+        resumed: Resumed | None = None,
     ) -> None:
         self.plan = file
         self.checks = TargetChecks(file)
@@ -72,14 +72,14 @@ class Output:
         self.first = first
         self.alone = alone
         self._expect_silence = expect_silence
-        self._resumed = kept is not None
+        self._resumed = resumed is not None
         self._left = windows
         self._lock = threading.Lock()
         self._file: WritableFile | None = None
         self._patched = 0
-        if kept is not None:
-            self.parts += kept.parts
-            self.checks.absorb(kept.rows, kept.late)
+        if resumed is not None:
+            self.parts += resumed.parts
+            self.checks.absorb(resumed.rows, resumed.late)
 
     @property
     def crc(self) -> int:

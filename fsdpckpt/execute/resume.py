@@ -12,11 +12,11 @@ from typing import TypeAlias, cast
 import numpy as np
 
 from fsdpckpt.comm.protocol import Group
-from fsdpckpt.execute.checks import Part, SourceCheck, SourceRecord, crc32, has_gaps, read_again, unjudged
+from fsdpckpt.execute.checks import Part, SourceCheck, SourceRecord, crc32, has_gaps, reread, unproved
 from fsdpckpt.execute.copy_pool import PATIENCE, CopyPool
 from fsdpckpt.execute.job import Job
 from fsdpckpt.execute.journal import Finished
-from fsdpckpt.execute.output import Kept, LatePlaces, TargetChecks
+from fsdpckpt.execute.output import LatePlaces, Resumed, TargetChecks
 from fsdpckpt.plan.partition import Segment
 from fsdpckpt.plan.plan import Claim, FilePlan
 from fsdpckpt.plan.transfer import Visible, Window
@@ -24,9 +24,9 @@ from fsdpckpt.plan.windows import Range
 from fsdpckpt.storage.local import BLOCK, WritableFile, aligned_buffer
 from fsdpckpt.storage.sources import Sources
 
-__all__ = ["Done", "ReadBack", "judge_again", "read_back", "resume"]
+__all__ = ["Written", "ReadBack", "reread_unproved", "read_back", "resume"]
 
-Done: TypeAlias = "dict[int, list[Range]]"
+Written: TypeAlias = "dict[int, list[Range]]"
 """By segment, in order, what an interrupted run has written of it."""
 
 
@@ -53,12 +53,12 @@ class ReadBack:
             self._checks.window(begin, view, {})
             self._parts.append((begin, end - begin, crc))
 
-    def close(self) -> Kept:
+    def close(self) -> Resumed:
         """What ``take`` has kept."""
         if self._file is not None:
             self._file.close()
         rows, late = self._checks.unfinished()
-        return Kept(tuple(sorted(self._parts)), tuple(rows), tuple(late))
+        return Resumed(tuple(sorted(self._parts)), tuple(rows), tuple(late))
 
 
 def read_back(group: Group, backs: Mapping[int, ReadBack], threads: int, nbytes: int) -> None:
@@ -69,7 +69,7 @@ def read_back(group: Group, backs: Mapping[int, ReadBack], threads: int, nbytes:
     crcs = {(number, begin): crc for number, back in backs.items() for begin, _, crc in back.claims}
 
     def take(thread: int, window: Window) -> None:
-        claim = (window.begin, window.end, crcs[window.segment, window.begin])
+        claim = Claim(window.begin, window.end, crcs[window.segment, window.begin])
         backs[window.segment].take(claim, buffers[thread])
 
     windows = [Window(number, *claim[:2], -1) for number, back in backs.items() for claim in back.claims]
@@ -80,7 +80,7 @@ def read_back(group: Group, backs: Mapping[int, ReadBack], threads: int, nbytes:
         pool.stop(PATIENCE if group.world_size > 1 else None)
 
 
-def resume(group: Group, job: Job, locate: Callable[[str], str], threads: int) -> tuple[dict[int, Kept], Done]:
+def resume(group: Group, job: Job, locate: Callable[[str], str], threads: int) -> tuple[dict[int, Resumed], Written]:
     """What this rank keeps of its segments, and what all ranks keep of theirs; each by segment. All ranks."""
     if not len(job.claims):
         return {}, {}
@@ -92,28 +92,28 @@ def resume(group: Group, job: Job, locate: Callable[[str], str], threads: int) -
                 file = job.plan.files[segment.file]
                 backs[number] = ReadBack(file, locate(file.path), claims[number])
         read_back(group, backs, threads, job.settings.windows)
-        kept = {number: back.close() for number, back in backs.items()}
+        resumed = {number: back.close() for number, back in backs.items()}
     lost: set[tuple[int, int]] = set()
     own: list[list[int]] = []
-    for number, each in kept.items():
+    for number, each in resumed.items():
         there = set(each.ranges)
         own += [[number, begin] for begin, end, _ in claims[number] if (begin, end) not in there]
     for theirs in cast("list[list[list[int]]]", group.all_gather_objects(own, name="what is there")):
         lost |= {(number, begin) for number, begin in theirs}
-    done = {
-        number: [(begin, end) for begin, end, _ in found if (number, begin) not in lost]
+    written = {
+        number: [Range(begin, end) for begin, end, _ in found if (number, begin) not in lost]
         for number, found in claims.items()
     }
-    return kept, done
+    return resumed, written
 
 
 def _claims(job: Job, segment: Segment) -> list[Claim]:
     place, file, begin, end, _ = job.claims.T
     inside = (place == segment.place) & (file == segment.file) & (begin >= segment.begin) & (end <= segment.end)
-    return [(low, high, crc) for _, _, low, high, crc in job.claims[np.flatnonzero(inside)].tolist()]
+    return [Claim(low, high, crc) for _, _, low, high, crc in job.claims[np.flatnonzero(inside)].tolist()]
 
 
-def judge_again(
+def reread_unproved(
     group: Group, job: Job, check: SourceCheck, finished: Finished, visible: Visible, sources: Sources
 ) -> None:
     """Once ``check`` on rank 0 knows all parts that are known: read the records again that lack some. All ranks.
@@ -125,7 +125,7 @@ def judge_again(
     found: object = None
     if group.rank == 0:
         with group.heartbeat():
-            found = [list(record) for record in unjudged(check, job.plan, finished.received_ranges())]
+            found = [list(record) for record in unproved(check, job.plan, finished.received_ranges())]
     records = [cast("SourceRecord", tuple(row)) for row in cast("list[list[int]]", group.broadcast_object(found))]
     readers = [np.flatnonzero(visible[file]) for file, _, _, _ in records]
     mine = [
@@ -134,4 +134,4 @@ def judge_again(
         if seers[number % len(seers)] == group.rank
     ]
     with group.step("read again what no sum proves"):
-        read_again(mine, job.files, sources, group.beat)
+        reread(mine, job.files, sources, group.beat)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fsdpckpt.comm.exchanger import Exchanger, Leg
+from fsdpckpt.comm.exchanger import Exchanger, SendRecv
 from fsdpckpt.comm.protocol import Group
 from fsdpckpt.errors import InternalError, WorkerError
 from fsdpckpt.execute.checks import Part, SourceCheck, combine, window_crc
@@ -30,74 +30,74 @@ from fsdpckpt.plan.transfer import TransferPlan
 from fsdpckpt.storage.protocols import ByteSource
 from fsdpckpt.storage.sources import Sources
 
-__all__ = ["ReceiveBuffers", "SendRecv", "SentChecksums", "SourcesAndStreams", "StreamCheck", "stream_file"]
+__all__ = ["Exchange", "ReceiveBuffers", "SentChecksums", "SourcesAndStreams", "StreamCheck", "stream_file"]
 
 
-class SendRecv:
+class Exchange:
     """This rank's part of the exchange of one run.
 
     ``files``: the sources of the job, then the stream of each rank. ``sources`` opens both. ``check``: what checks the
     bytes of both.
     """
 
-    def __init__(self, group: Group, job: Job, routes: TransferPlan, sources: Sources) -> None:
+    def __init__(self, group: Group, job: Job, transfers: TransferPlan, sources: Sources) -> None:
         self._group = group
         self._job = job
-        self._routes = routes
-        windows_of_round = Counter(window.round for window in routes.windows if window.round >= 0)
-        self.buffers = ReceiveBuffers(routes.receives, windows_of_round, routes.rounds, job.settings.rounds)
+        self._transfers = transfers
+        windows_of_round = Counter(window.round for window in transfers.windows if window.round >= 0)
+        self.buffers = ReceiveBuffers(transfers.receives, windows_of_round, transfers.rounds, job.settings.rounds)
         self.files = (*job.files, *map(stream_file, range(group.world_size)))
         self.sources = SourcesAndStreams(sources, self.buffers, group.world_size)
         self.check = StreamCheck(job.files, job.checksums)
         self.sent = SentChecksums()
-        self._begins = {peer: np.cumsum(column) - column for peer, column in routes.sends.items()}
+        self._begins = {peer: np.cumsum(column) - column for peer, column in transfers.sends.items()}
         self._on_host = torch.device(group.device).type == "cpu"  # what is received can land where it is kept
 
     def run(self, pool: CopyPool, watch: Callable[[], None]) -> None:
         """All rounds, while the threads of ``pool`` write what has been received. All ranks."""
-        columns = (*self._routes.sends.values(), *self._routes.receives.values(), np.ones(1))
+        columns = (*self._transfers.sends.values(), *self._transfers.receives.values(), np.ones(1))
         exchanger = Exchanger(
             self._group,
             budget=self._job.settings.exchange_bytes,
             largest=max(int(column.max()) for column in columns),
-            landing=self._on_host,
+            in_place=self._on_host,
         )
-        exchanger.check(_totals(self._routes.sends), _totals(self._routes.receives))
+        exchanger.check(_totals(self._transfers.sends), _totals(self._transfers.receives))
         reader = Assembler(self._job.plan, self.files, self.sources, self.check, exchanger.chunk)
-        exchanger.run(self._legs(exchanger.pairs(), reader, pool, watch), watch=watch)
+        exchanger.run(self._send_recvs(exchanger.pairs(), reader, pool, watch), watch=watch)
 
-    def _legs(
+    def _send_recvs(
         self, pairs: Sequence[tuple[int, int]], reader: Assembler, pool: CopyPool, watch: Callable[[], None]
-    ) -> Iterator[Leg]:
+    ) -> Iterator[SendRecv]:
         """Round by round, and in each the ``pairs`` of ranks (to whom, from whom) between which bytes cross."""
-        sends, receives = self._routes.sends, self._routes.receives
+        sends, receives = self._transfers.sends, self._transfers.receives
         near = [(to, source) for to, source in pairs if to in sends or source in receives]
-        for number in range(self._routes.rounds):
+        for number in range(self._transfers.rounds):
             counts = [(to, _at(sends, to, number), source, _at(receives, source, number)) for to, source in near]
-            legs = [leg for leg in counts if leg[1] or leg[3]]
+            send_recvs = [send_recv for send_recv in counts if send_recv[1] or send_recv[3]]
             claim = partial(self.buffers.claim, number)
-            for index, (to, leaving, source, coming) in enumerate(legs):
-                first, last = index == 0, index == len(legs) - 1
-                yield Leg(
+            for index, (to, send_bytes, source, receive_bytes) in enumerate(send_recvs):
+                first, last = index == 0, index == len(send_recvs) - 1
+                yield SendRecv(
                     to,
-                    leaving,
+                    send_bytes,
                     partial(self._read, reader, number),
                     source,
-                    coming,
+                    receive_bytes,
                     write=partial(self._write, number),
-                    landing=partial(self._landing, number) if self._on_host else None,
-                    may_begin=claim if first else None,
-                    wait=partial(pool.wait, watch, claim) if first else None,
-                    landed=partial(pool.arrived, number) if last else None,
+                    receive_into=partial(self._receive_into, number) if self._on_host else None,
+                    has_room=claim if first else None,
+                    wait_for_room=partial(pool.wait, watch, claim) if first else None,
+                    on_received=partial(pool.arrived, number) if last else None,
                 )
 
     def _read(self, reader: Assembler, number: int, peer: int, offset: int, buffer: torch.Tensor) -> None:
         begin = int(self._begins[peer][number]) + offset
-        stream, view = self._routes.streams[peer], buffer.numpy().data
+        stream, view = self._transfers.streams[peer], buffer.numpy().data
         _, known = reader.assemble(stream, begin, begin + len(buffer), into=view)
         self.sent.add(peer, begin, view, known)
 
-    def _landing(self, number: int, peer: int, offset: int, count: int) -> torch.Tensor:
+    def _receive_into(self, number: int, peer: int, offset: int, count: int) -> torch.Tensor:
         return torch.from_numpy(self.buffers.place(peer, number, offset, count))
 
     def _write(self, number: int, peer: int, offset: int, buffer: torch.Tensor) -> None:

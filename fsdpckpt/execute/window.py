@@ -61,13 +61,13 @@ class Assembler:
         if not plain.all():
             numbers = np.flatnonzero(~plain) + rows.start
             widths = self._plan.source_bytes(file.copies.width[numbers], file.copies.cast[numbers])
-            for sheet in strided_batches(file.copies, numbers, widths, begin, end, len(self._scratch)):
-                self._pitched(file, sheet, begin, view)
+            for batch in strided_batches(file.copies, numbers, widths, begin, end, len(self._scratch)):
+                self._strided(file, batch, begin, view)
         return view, known
 
     def buffer(self, begin: int, end: int) -> memoryview:
         """Where the bytes [begin, end) of a file are put together; valid until the next call."""
-        shift = begin % BLOCK  # the same alignment in memory as in the file, so that it can be written directly
+        shift = begin % BLOCK  # the same alignment in memory as in the file, so that it can be done directly
         return self._window[shift : shift + end - begin]
 
     def _literals(self, file: FilePlan, begin: int, view: memoryview) -> None:
@@ -143,9 +143,9 @@ class Assembler:
             view[place : place + length] = part
             known[begin + place, length] = self._check.saw(number, at, part)
 
-    def _pitched(self, file: FilePlan, sheet: StridedBatch, begin: int, view: memoryview) -> None:
+    def _strided(self, file: FilePlan, batch: StridedBatch, begin: int, view: memoryview) -> None:
         """Copies by rows, or with a cast. One alone is clipped to the window: part of a row, whole rows, a part."""
-        copies, index = file.copies, sheet.first
+        copies, index = file.copies, batch.first
         number, source, source_pitch = (
             int(copies.file[index]),
             int(copies.source[index]),
@@ -175,7 +175,7 @@ class Assembler:
                 high - low,
                 whole,
                 casting,
-                sheet,
+                batch,
             )
             first += whole
 
@@ -189,15 +189,15 @@ class Assembler:
         width: int,
         rows: int,
         casting: tuple[DType, DType] | None,
-        sheet: StridedBatch,
+        batch: StridedBatch,
     ) -> None:
         """``rows`` whole rows of ``width`` target bytes, through scratch, as many a request as fit there.
 
-        Of every row the copies of ``sheet`` are read together, ``stretch`` bytes.
+        Of every row the copies of ``batch`` are read together, ``stretch`` bytes.
         """
         have, want = _item_types(casting, width)
         source_width = width // want.itemsize * have.itemsize
-        stretch = (sheet.count - 1) * sheet.source_step + source_width
+        stretch = (batch.count - 1) * batch.source_step + source_width
         limit = len(self._scratch)
         done = 0
         while done < rows:
@@ -215,12 +215,12 @@ class Assembler:
             self._read(number, at, span)
             if count == 1 or source_pitch == stretch:
                 self._check.saw(number, at, span)
-            shape = (sheet.count, count, source_width // have.itemsize)
+            shape = (batch.count, count, source_width // have.itemsize)
             taken: npt.NDArray[np.generic] = np.ndarray(
-                shape, have, span, 0, (sheet.source_step, source_pitch, have.itemsize)
+                shape, have, span, 0, (batch.source_step, source_pitch, have.itemsize)
             )
             placed: npt.NDArray[np.generic] = np.ndarray(
-                shape, want, view, done * pitch, (sheet.target_step, pitch, want.itemsize)
+                shape, want, view, done * pitch, (batch.target_step, pitch, want.itemsize)
             )
             _store(taken, placed)
             done += count

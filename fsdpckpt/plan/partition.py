@@ -1,9 +1,8 @@
-"""Who writes what: the bytes of all target files cut into one share a worker. Pure arithmetic on a plan.
+"""Partitions the bytes of all target files over the ranks that write them. Pure arithmetic on a plan.
 
-The files a set of workers has to write are laid end to end and cut into as many parts of equal bytes as there are
-workers, so that the files of one target rank stay together. A cut moves to the nearest end of a file when that is near
-enough; inside a file it falls on a block of the disk, unless that lies within an element that is cast, or within a
-window of an interrupted run, which stays whole.
+The files are laid end to end and divided into as many parts of equal bytes as there are ranks, so that the files of one
+target rank stay together. A boundary moves to the end of a file when one is near; inside a file it falls on a block of
+the disk, unless that lies within an element that is cast, or within a window of an interrupted run, which stays whole.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ import numpy as np
 
 from fsdpckpt.plan.plan import Claim, FilePlan, Plan
 
-__all__ = ["Segment", "cut", "target_node"]
+__all__ = ["Segment", "partition", "target_node"]
 
-NEAR = 0.05  # of a share: a worker may have so much more than another if that spares a file with two writers
+NEAR = 0.05  # of a part: a rank may have so much more than another if that saves a file from having two writers
 BLOCK = 1 << 16  # bytes: no page of any system in use is larger, so no page of a file has two writers
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The bytes [begin, end) of target file number ``file``, which worker ``owner`` writes.
+    """The bytes [begin, end) of target file number ``file``, which rank ``owner`` writes.
 
-    ``place``: which of the places that each keep their own files; 0 where all workers write to one.
+    ``place``: which output directory, where each node keeps its own; 0 where all ranks write to the same.
     """
 
     file: int
@@ -36,17 +35,17 @@ class Segment:
     owner: int
 
 
-def cut(
+def partition(
     plan: Plan,
     files: Sequence[int],
     workers: Sequence[int],
     *,
     place: int = 0,
-    done: Mapping[int, Sequence[Claim]] | None = None,
+    written: Mapping[int, Sequence[Claim]] | None = None,
 ) -> list[Segment]:
-    """``files`` (their numbers in ``plan``) cut over ``workers``. Every file has a segment, an empty one too.
+    """Partition ``files`` (their numbers in ``plan``) over ``workers``. Every file has a segment, even an empty one.
 
-    ``done``: by file, in order, what an interrupted run has written of it.
+    ``written``: by file, in order, what an interrupted run has written of it.
     """
     ends = np.cumsum([plan.files[number].nbytes for number in files], dtype=np.int64)
     total = int(ends[-1]) if len(ends) else 0
@@ -58,7 +57,7 @@ def cut(
         file = plan.files[number]
         at = 0
         while worker < len(marks) and marks[worker] < end:
-            stop = _outside(_allowed(file, plan, marks[worker] - begin), (done or {}).get(number, ()))
+            stop = _outside(_allowed(file, plan, marks[worker] - begin), (written or {}).get(number, ()))
             if stop > at:
                 segments.append(Segment(number, place, at, stop, workers[worker]))
                 at = stop
@@ -92,10 +91,10 @@ def _allowed(file: FilePlan, plan: Plan, at: int) -> int:
     return at - (at - int(offset)) % plan.casts[cast][1].itemsize
 
 
-def _outside(at: int, done: Sequence[Claim]) -> int:
-    """``at``, or where the window in ``done`` begins that it lies in."""
-    index = bisect_left(done, at, key=lambda claim: claim[0]) - 1  # the last that begins before it
-    return done[index][0] if index >= 0 and done[index][1] > at else at
+def _outside(at: int, written: Sequence[Claim]) -> int:
+    """``at``, or where the window in ``written`` begins that it lies in."""
+    index = bisect_left(written, at, key=lambda claim: claim[0]) - 1  # the last that begins before it
+    return written[index][0] if index >= 0 and written[index][1] > at else at
 
 
 def target_node(target_rank: int, world_size: int, nodes: Mapping[int, int]) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, product
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -21,8 +21,14 @@ from fsdpckpt.ir.tensors import Chunks, Int64Array, Tensor, contiguous_stride
 
 __all__ = ["COPY_COLUMNS", "Claim", "Copies", "FilePlan", "Plan", "make_plan"]
 
-Claim = tuple[int, int, int]
-"""(begin, end, crc) of a window of a target file."""
+
+class Claim(NamedTuple):
+    """A journal's claim that the window [begin, end) of a target file is on the disk, with this CRC-32."""
+
+    begin: int
+    end: int
+    crc: int
+
 
 COPY_COLUMNS = ("file", "source", "source_pitch", "target", "target_pitch", "width", "rows", "cast")
 

@@ -1,8 +1,9 @@
-"""How every byte reaches the worker that writes it: read by that worker itself, or sent by one that sees the file.
+"""Plans how every byte reaches the rank that writes it: read by that rank itself, or sent by one that sees the file.
 
-What worker s sends to worker o is one *stream*: the source bytes of o's copies that o cannot read and s shall, cut at
-the windows of o, window by window. Streams travel in *rounds*: a round holds what whole windows need, and no worker
-receives more than ``round_bytes`` in one. All workers derive all of it from the same plan, so nobody asks for anything.
+What rank s sends to rank o is one *stream*: the source bytes of those copies of o that o cannot read and that s is to
+read, window by window. Streams cross in *rounds*: a round holds what whole windows need, and no rank receives more than
+``round_bytes`` in one. All ranks derive everything from the same plan, so nobody asks for anything. A rank that sees
+all of its sources has an empty plan: windows, and no streams.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy.typing as npt
 from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.plan.partition import Segment
 from fsdpckpt.plan.plan import Copies, FilePlan, Plan
-from fsdpckpt.plan.windows import Parts, Range, open_windows, split
+from fsdpckpt.plan.windows import CopyParts, Range, open_windows, split_copies
 
 __all__ = ["Window", "TransferPlan", "plan_transfers"]
 
@@ -25,7 +26,7 @@ Visible = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The bytes [begin, end) of segment number ``segment``. ``round``: when its bytes have come, -1 if none have to."""
+    """The bytes [begin, end) of segment number ``segment``. ``round``: the one that brings its bytes; -1: none."""
 
     segment: int
     begin: int
@@ -35,11 +36,11 @@ class Window:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TransferPlan:
-    """What one worker does. ``files[segment]``: the plan by which it fills its windows of that segment; in it, source
-    file ``first_stream + s`` is the stream of worker s.
+    """What one rank writes, sends and receives.
 
-    ``streams[o]``: the stream to worker o as a plan: a file of its bytes, made of this worker's sources.
-    ``sends[o]``, ``receives[s]``: bytes of each round. ``rounds``: of those in which this worker has a part.
+    ``files[segment]``: the plan by which it fills its windows of that segment; in it, source file ``first_stream + s``
+    is the stream of rank s. ``streams[o]``: the stream to rank o as the plan of a file, made of this rank's sources.
+    ``sends[o]``, ``receives[s]``: bytes of each round. ``rounds``: how many this rank has a part in.
     """
 
     windows: tuple[Window, ...]
@@ -53,11 +54,11 @@ class TransferPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Need:
-    """What worker ``owner`` cannot read: parts by target file, who sends each, in which round."""
+    """What rank ``owner`` cannot read: parts by segment, which rank sends each, in which round."""
 
     owner: int
     windows: list[Window]
-    parts: list[tuple[int, Parts]]
+    parts: list[tuple[int, CopyParts]]
     sender: Int64Array
     round: Int64Array
     nbytes: Int64Array
@@ -71,11 +72,11 @@ def plan_transfers(
     rank: int,
     window: int,
     round_bytes: int,
-    done: Mapping[int, Sequence[Range]] | None = None,
+    written: Mapping[int, Sequence[Range]] | None = None,
 ) -> TransferPlan:
-    """The routes of worker ``rank``. ``visible[file, worker]``: who sees which source file, each seen by somebody.
+    """The plan of rank ``rank``. ``visible[file, rank]``: who sees which source file; somebody sees each.
 
-    ``done``: by segment, in order, what an interrupted run has written of it; a segment of which that is all has an
+    ``written``: by segment, in order, what an interrupted run has written of it; a segment of which that is all has an
     empty window. A window must not need more than ``round_bytes``; rounds are fuller the less it needs.
     """
     senders = _senders(visible)
@@ -85,26 +86,29 @@ def plan_transfers(
     served = (~visible & (senders == rank)).any(axis=0)
     served[rank] = True
     needs = [
-        _need(plan, segments, own[owner], visible, senders, owner, window, round_bytes, done or {})
+        _need(plan, segments, own[owner], visible, senders, owner, window, round_bytes, written or {})
         for owner in sorted(own)
         if served[owner]
     ]
     rounds = max((int(need.round.max()) + 1 for need in needs if len(need.round)), default=0)
-    mine = next((need for need in needs if need.owner == rank), None)
+    own_need = next((need for need in needs if need.owner == rank), None)
+    receives: dict[int, Int64Array] = {}
+    if own_need is not None:
+        receives = {s: _by_round(own_need, s, rounds) for s in np.unique(own_need.sender).tolist()}
     streams = {need.owner: _stream(need, rank) for need in needs if (need.sender == rank).any()}
     return TransferPlan(
-        windows=tuple(mine.windows) if mine is not None else (),
-        files=_own_files(plan, segments, mine, visible, rank) if mine is not None else {},
+        windows=tuple(own_need.windows) if own_need is not None else (),
+        files=_files_with_streams(plan, segments, own_need, visible, rank) if own_need is not None else {},
         first_stream=len(visible),
         streams=streams,
         sends={need.owner: _by_round(need, rank, rounds) for need in needs if need.owner in streams},
-        receives={} if mine is None else {s: _by_round(mine, s, rounds) for s in np.unique(mine.sender).tolist()},
+        receives=receives,
         rounds=rounds,
     )
 
 
 def _senders(visible: Visible) -> Int64Array:
-    """Who sends file f to worker o, as [f, o], where anybody has to: those who see f take turns."""
+    """Which rank sends file f to rank o, as [f, o], where one has to: those that see f take turns."""
     found = np.zeros(visible.shape, np.int64)
     for file in np.flatnonzero(~visible.all(axis=1)).tolist():
         sees = np.flatnonzero(visible[file])
@@ -121,21 +125,23 @@ def _need(
     owner: int,
     window: int,
     round_bytes: int,
-    done: Mapping[int, Sequence[Range]],
+    written: Mapping[int, Sequence[Range]],
 ) -> _Need:
     bounds: list[tuple[int, int, int]] = []
-    parts: list[tuple[int, Parts]] = []
+    parts: list[tuple[int, CopyParts]] = []
     needing: list[Int64Array] = []
     for number in own:
         segment = segments[number]
         file = plan.files[segment.file]
-        windows = open_windows(file, plan, window, begin=segment.begin, end=segment.end, done=done.get(number, ()))
+        windows = open_windows(
+            file, plan, window, begin=segment.begin, end=segment.end, written=written.get(number, ())
+        )
         first = len(bounds)
         bounds += [(number, begin, end) for begin, end in windows] or [(number, segment.end, segment.end)]
         begins, ends = np.asarray(windows, np.int64).reshape(-1, 2).T
         foreign = ~visible[file.copies.file, owner]
         if foreign.any():
-            found = split(file, plan, foreign, begins, ends)
+            found = split_copies(file, plan, foreign, begins, ends)
             if len(found.copies):
                 parts.append((number, found))
                 needing.append(found.window + first)
@@ -192,7 +198,7 @@ def _columns(copies: Copies) -> list[Int64Array]:
     ]
 
 
-def _own_files(
+def _files_with_streams(
     plan: Plan, segments: Sequence[Segment], need: _Need, visible: Visible, rank: int
 ) -> dict[int, FilePlan]:
     """By segment: the plan of its file, with what comes by streams taken from there."""
@@ -205,21 +211,21 @@ def _own_files(
     for number, found in need.parts:
         rows = slice(first, first + len(found.copies))
         first = rows.stop
-        files[number] = _rewritten(files[number], found, visible, rank, need.sender[rows], position[rows])
+        files[number] = _with_streams(files[number], found, visible, rank, need.sender[rows], position[rows])
     return files
 
 
-def _rewritten(
-    file: FilePlan, found: Parts, visible: Visible, rank: int, sender: Int64Array, position: Int64Array
+def _with_streams(
+    file: FilePlan, found: CopyParts, visible: Visible, rank: int, sender: Int64Array, position: Int64Array
 ) -> FilePlan:
-    kept = np.flatnonzero(visible[file.copies.file, rank])
+    resumed = np.flatnonzero(visible[file.copies.file, rank])
     parts = np.stack(_columns(found.copies))
     parts[0] = len(visible) + sender
     parts[1] = position
     parts[2] = found.nbytes // found.copies.rows  # rows lie end to end in a stream
-    copy = np.concatenate([kept, found.copy])
+    copy = np.concatenate([resumed, found.copy])
     order = np.argsort(copy, kind="stable")
-    table = np.concatenate([np.stack(_columns(file.copies))[:, kept], parts], axis=1)[:, order]
+    table = np.concatenate([np.stack(_columns(file.copies))[:, resumed], parts], axis=1)[:, order]
     return FilePlan(
         path=file.path,
         nbytes=file.nbytes,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,10 +18,15 @@ import numpy.typing as npt
 from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.plan.plan import COPY_COLUMNS, Copies, FilePlan, Plan
 
-__all__ = ["Parts", "Range", "StridedBatch", "open_windows", "strided_batches", "split", "window_bounds"]
+__all__ = ["CopyParts", "Range", "StridedBatch", "open_windows", "strided_batches", "split_copies", "window_bounds"]
 
-Range = tuple[int, int]
-"""The bytes [begin, end) of a target file."""
+
+class Range(NamedTuple):
+    """The bytes [begin, end) of a target file."""
+
+    begin: int
+    end: int
+
 
 CAST_GRAIN = 16  # bytes: the largest element; a cast element must not be split between two windows
 
@@ -39,19 +45,20 @@ def window_bounds(file: FilePlan, plan: Plan, window: int, *, begin: int = 0, en
 
 
 def open_windows(
-    file: FilePlan, plan: Plan, window: int, *, begin: int = 0, end: int | None = None, done: Sequence[Range] = ()
+    file: FilePlan, plan: Plan, window: int, *, begin: int = 0, end: int | None = None, written: Sequence[Range] = ()
 ) -> list[Range]:
-    """The windows between ``begin`` and ``end`` (the whole file by default) without what is ``done``, in order.
+    """The windows between ``begin`` and ``end`` (the whole file by default) without what is ``written``, in order.
 
-    ``done``: disjoint windows of an earlier run between ``begin`` and ``end``, in order. Empty when they are all.
+    ``written``: disjoint windows of an earlier run between ``begin`` and ``end``, in order. Empty when they are all.
     """
     last = file.nbytes if end is None else end
-    found: list[Range] = []
+    windows: list[Range] = []
     at = begin
-    for low, high in (*done, (last, last)):
-        found += pairwise(window_bounds(file, plan, window, begin=at, end=low).tolist())
+    for low, high in (*written, (last, last)):
+        bounds = window_bounds(file, plan, window, begin=at, end=low).tolist()
+        windows += (Range(*pair) for pair in pairwise(bounds))
         at = high
-    return found
+    return windows
 
 
 def _next_bound(file: FilePlan, plan: Plan, begin: int, window: int) -> int:
@@ -65,8 +72,8 @@ def _next_bound(file: FilePlan, plan: Plan, begin: int, window: int) -> int:
     if limit >= offset + nbytes:
         return limit
     grain = _grain(file, plan, write_item)
-    cut: int = offset + (limit - offset) // grain * grain
-    return cut if cut > begin else offset + (limit - offset) // CAST_GRAIN * CAST_GRAIN
+    bound: int = offset + (limit - offset) // grain * grain
+    return bound if bound > begin else offset + (limit - offset) // CAST_GRAIN * CAST_GRAIN
 
 
 def _grain(file: FilePlan, plan: Plan, write_item: int) -> int:
@@ -83,7 +90,7 @@ _SOURCE, _SOURCE_PITCH, _TARGET, _PITCH, _WIDTH, _ROWS = (
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Parts:
+class CopyParts:
     """``copies``: the parts, by window and within it by copy. ``window``, ``copy``: where each lies, what it is of.
 
     ``nbytes``: bytes each takes of its source.
@@ -95,7 +102,9 @@ class Parts:
     nbytes: Int64Array
 
 
-def split(file: FilePlan, plan: Plan, wanted: npt.NDArray[np.bool_], begins: Int64Array, ends: Int64Array) -> Parts:
+def split_copies(
+    file: FilePlan, plan: Plan, wanted: npt.NDArray[np.bool_], begins: Int64Array, ends: Int64Array
+) -> CopyParts:
     """The ``wanted`` copies of ``file``, as far as they lie in the windows ``begins[i]`` .. ``ends[i]`` (ascending)."""
     table = np.stack([getattr(file.copies, name) for name in COPY_COLUMNS])
     plain = _plain(table, np.flatnonzero(wanted & (file.copies.rows == 1)), plan, begins, ends)
@@ -103,7 +112,7 @@ def split(file: FilePlan, plan: Plan, wanted: npt.NDArray[np.bool_], begins: Int
     rows = np.concatenate([plain, pitched], axis=1)
     rows = rows[:, np.lexsort((rows[2], rows[1], rows[0]))]  # by window, copy, and place in the target
     copies = Copies(*np.ascontiguousarray(rows[3:]))
-    return Parts(copies, rows[0], rows[1], plan.source_bytes(copies.width * copies.rows, copies.cast))
+    return CopyParts(copies, rows[0], rows[1], plan.source_bytes(copies.width * copies.rows, copies.cast))
 
 
 def _plain(

@@ -29,10 +29,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdpckpt import comm
-from fsdpckpt.comm.exchanger import Exchanger, Leg
+from fsdpckpt.comm.exchanger import Exchanger, SendRecv
 from fsdpckpt.comm.launch import FIRST_PORT
 from fsdpckpt.errors import StateDictMismatchError, UsageError, WorkerError
-from tests.comm.crew import crew
+from tests.comm.forked_workers import forked_workers
 from tests.comm.group_contract import GroupContract
 
 WORLD_SIZES = (2, 3, 4)
@@ -383,7 +383,7 @@ def check_exchange_moves_any_amount_between_any_pair(group: comm.Group) -> None:
     assert largest <= BUDGET // 4
 
 
-def check_legs_of_any_size_cross_while_there_is_room_for_two_rounds(group: comm.Group) -> None:
+def check_send_recvs_of_any_size_cross_while_there_is_room_for_two_rounds(group: comm.Group) -> None:
     """Read by another thread, received where they are wanted."""
     rank, rounds = group.rank, 13
 
@@ -393,51 +393,51 @@ def check_legs_of_any_size_cross_while_there_is_room_for_two_rounds(group: comm.
         )  # of several chunks, and of one
         return random(count, dtype=torch.uint8, seed=source * 1000 + target * 100 + number)
 
-    exchanger = Exchanger(group, budget=BUDGET, largest=9003, landing=True)
+    exchanger = Exchanger(group, budget=BUDGET, largest=9003, in_place=True)
     pairs = exchanger.pairs()
     found = [{source: torch.zeros_like(data(source, rank, number)) for _, source in pairs} for number in range(rounds)]
     threads: set[str] = set()
-    room, claimed, landed = threading.Semaphore(2), [0], []
+    room, claimed, on_received = threading.Semaphore(2), [0], []
 
-    def may_begin(number: int) -> bool:
+    def has_room(number: int) -> bool:
         claimed[0] += claimed[0] == number and room.acquire(blocking=False)
         return claimed[0] > number
 
     def wait(number: int) -> None:
-        while not may_begin(number):
-            assert len(landed) >= number - 1, "it waits for room that only what is under way can give"
+        while not has_room(number):
+            assert len(on_received) >= number - 1, "it waits for room that only what is under way can give"
             time.sleep(0.001)
 
     def read(number: int, peer: int, offset: int, buffer: torch.Tensor) -> None:
         threads.add(threading.current_thread().name)
         buffer.copy_(data(rank, peer, number)[offset : offset + len(buffer)])
 
-    def landing(number: int, peer: int, offset: int, count: int) -> torch.Tensor:
-        assert len(landed) + 2 > number, "a round began without room"
+    def receive_into(number: int, peer: int, offset: int, count: int) -> torch.Tensor:
+        assert len(on_received) + 2 > number, "a round began without room"
         return found[number][peer][offset : offset + count]
 
     def done(number: int) -> None:
-        landed.append(number)
+        on_received.append(number)
         threading.Timer(0.003 * rank, room.release).start()
 
-    def legs() -> Iterator[Leg]:
+    def send_recvs() -> Iterator[SendRecv]:
         for number in range(rounds):
             for index, (to, source) in enumerate(pairs):
-                yield Leg(
+                yield SendRecv(
                     to,
                     len(data(rank, to, number)),
                     partial(read, number),
                     source,
                     len(found[number][source]),
-                    landing=partial(landing, number),
-                    may_begin=None if index else partial(may_begin, number),
-                    wait=None if index else partial(wait, number),
-                    landed=partial(done, number) if index == len(pairs) - 1 else None,
+                    receive_into=partial(receive_into, number),
+                    has_room=None if index else partial(has_room, number),
+                    wait_for_room=None if index else partial(wait, number),
+                    on_received=partial(done, number) if index == len(pairs) - 1 else None,
                 )
 
-    with group.step("legs"):
-        exchanger.run(legs(), watch=lambda: group.watch(moving=False))
-    assert landed == list(range(rounds))
+    with group.step("send_recvs"):
+        exchanger.run(send_recvs(), watch=lambda: group.watch(moving=False))
+    assert on_received == list(range(rounds))
     assert threads == {"fsdpckpt-read"}
     for number, each in enumerate(found):
         same(each, {source: data(source, rank, number) for _, source in pairs}, f"round {number}")
@@ -453,8 +453,10 @@ def check_what_a_reading_thread_raises_fails_the_step_on_all(group: comm.Group) 
     try:
         with apart.step("copy"):
             exchanger = Exchanger(apart, budget=BUDGET, largest=1 << 20)
-            legs = (Leg(to, 99_999, read, source, 99_999, write=lambda *_: None) for to, source in exchanger.pairs())
-            exchanger.run(legs, watch=lambda: apart.watch(moving=False))
+            send_recvs = (
+                SendRecv(to, 99_999, read, source, 99_999, write=lambda *_: None) for to, source in exchanger.pairs()
+            )
+            exchanger.run(send_recvs, watch=lambda: apart.watch(moving=False))
     except WorkerError as error:
         assert error.rank == 1 and "this disk is gone" in str(error), error
         assert error.cause_exit_code == UsageError.exit_code
@@ -555,11 +557,11 @@ SITUATIONS = tuple(name for name in globals() if name.startswith("check_"))
 
 
 def main(out: str) -> int:
-    crew(2, lambda rank: work_under_srun(rank, out), limit=60)
+    forked_workers(2, lambda rank: work_under_srun(rank, out), limit=60)
     for world_size in WORLD_SIZES:
         directory = os.path.join(out, str(world_size))
         os.makedirs(directory)
-        crew(world_size, lambda _, to=directory: work(to), limit=90)
+        forked_workers(world_size, lambda _, to=directory: work(to), limit=90)
     return 0
 
 

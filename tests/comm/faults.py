@@ -19,7 +19,7 @@ import torch
 from fsdpckpt import comm
 from fsdpckpt.comm.torch_group import PATIENCE
 from fsdpckpt.errors import WorkerError
-from tests.comm.crew import crew
+from tests.comm.forked_workers import forked_workers
 from tests.oracle.process import quiet_worker
 
 LIMIT = 4.0
@@ -149,7 +149,7 @@ def play(place: str, trouble: str, out: str) -> dict[str, object]:
         return code
 
     unattended = {CULPRIT} if trouble in {"hang", "stop"} else set()
-    codes = crew(3, body, limit=40, unattended=unattended)
+    codes = forked_workers(3, body, limit=40, unattended=unattended)
     said = []
     for rank in range(3):
         path = os.path.join(out, f"{place}-{trouble}-{rank}")

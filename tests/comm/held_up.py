@@ -15,45 +15,45 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from fsdpckpt.comm.exchanger import Exchanger, Leg
+from fsdpckpt.comm.exchanger import Exchanger, SendRecv
 from fsdpckpt.comm.protocol import Group
 from fsdpckpt.comm.torch_group import TorchGroup
-from tests.comm.crew import crew
+from tests.comm.forked_workers import forked_workers
 
 CHUNK = 1 << 20  # bytes
-ROUND = 3  # chunks of one leg: as many as are under way at once
-LEGS = 2
+ROUND = 3  # chunks of one send_recv: as many as are under way at once
+EXCHANGES = 2
 
 
 def work(rank: int, out: str) -> None:
-    """Every chunk holds its number, from 1 on. The second worker notes the chunks of each leg that has arrived."""
-    into = np.zeros(LEGS * ROUND * CHUNK, np.uint8)
+    """Every chunk holds its number, from 1 on. The second worker notes the chunks of each exchange that has arrived."""
+    into = np.zeros(EXCHANGES * ROUND * CHUNK, np.uint8)
 
-    def read(leg: int) -> Callable[[int, int, torch.Tensor], None]:
-        return lambda to, offset, buffer: _fill(buffer, leg * ROUND + offset // CHUNK + 1)
+    def read(send_recv: int) -> Callable[[int, int, torch.Tensor], None]:
+        return lambda to, offset, buffer: _fill(buffer, send_recv * ROUND + offset // CHUNK + 1)
 
-    def landing(leg: int) -> Callable[[int, int, int], torch.Tensor]:
+    def receive_into(send_recv: int) -> Callable[[int, int, int], torch.Tensor]:
         def place(source: int, offset: int, nbytes: int) -> torch.Tensor:
-            begin = leg * ROUND * CHUNK + offset
+            begin = send_recv * ROUND * CHUNK + offset
             if begin == 0:
                 time.sleep(1.0)  # as the main thread of a busy machine
             return torch.from_numpy(into[begin : begin + nbytes])
 
         return place
 
-    def landed(leg: int) -> Callable[[], None]:
+    def on_received(send_recv: int) -> Callable[[], None]:
         def note() -> None:
-            begin = leg * ROUND * CHUNK
-            held = into[begin : begin + ROUND * CHUNK : CHUNK].tolist()
+            begin = send_recv * ROUND * CHUNK
+            held_boxes = into[begin : begin + ROUND * CHUNK : CHUNK].tolist()
             with open(out, "a", encoding="utf-8") as file:
-                file.write(json.dumps(held) + "\n")
+                file.write(json.dumps(held_boxes) + "\n")
 
         return note
 
     with TorchGroup.start(backend="gloo", device="cpu") as group:
         try:
             with group.step("copy"):
-                _move(group, rank, read, landing, landed)
+                _move(group, rank, read, receive_into, on_received)
         except Exception:  # noqa: BLE001  # each of them ends so: the last one's disk is full
             time.sleep(1.5)  # until nobody can take anything any more
             os._exit(6)
@@ -63,29 +63,29 @@ def _move(
     group: Group,
     rank: int,
     read: Callable[[int], Callable[[int, int, torch.Tensor], None]],
-    landing: Callable[[int], Callable[[int, int, int], torch.Tensor]],
-    landed: Callable[[int], Callable[[], None]],
+    receive_into: Callable[[int], Callable[[int, int, int], torch.Tensor]],
+    on_received: Callable[[int], Callable[[], None]],
 ) -> None:
-    exchanger = Exchanger(group, budget=4 * CHUNK, largest=LEGS * ROUND * CHUNK, landing=True)
-    size = LEGS * ROUND * CHUNK
+    exchanger = Exchanger(group, budget=4 * CHUNK, largest=EXCHANGES * ROUND * CHUNK, in_place=True)
+    size = EXCHANGES * ROUND * CHUNK
     exchanger.check({1: size} if rank == 0 else {}, {0: size} if rank == 1 else {})
     if rank == 2:
         time.sleep(0.4)
         raise OSError(errno.ENOSPC, "No space left on device")
-    leaving, coming = (ROUND * CHUNK if rank == each else 0 for each in (0, 1))
-    legs = [
-        Leg(
+    send_bytes, receive_bytes = (ROUND * CHUNK if rank == each else 0 for each in (0, 1))
+    send_recvs = [
+        SendRecv(
             1 if rank == 0 else 2,
-            leaving,
-            read(leg),
+            send_bytes,
+            read(exchange),
             2 if rank == 0 else 0,
-            coming,
-            landing=landing(leg),
-            landed=landed(leg) if rank == 1 else None,
+            receive_bytes,
+            receive_into=receive_into(exchange),
+            on_received=on_received(exchange) if rank == 1 else None,
         )
-        for leg in range(LEGS)
+        for exchange in range(EXCHANGES)
     ]
-    exchanger.run(iter(legs), watch=lambda: group.watch(moving=True))
+    exchanger.run(iter(send_recvs), watch=lambda: group.watch(moving=True))
 
 
 def _fill(buffer: torch.Tensor, number: int) -> None:
@@ -97,7 +97,7 @@ def main(out: str) -> None:
         work(rank, out)
         return 0
 
-    codes = crew(3, body, limit=60)
+    codes = forked_workers(3, body, limit=60)
     print(json.dumps(codes))
 
 

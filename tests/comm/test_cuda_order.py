@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fsdpckpt.comm import torch_group, transport
-from fsdpckpt.comm.launch import Place
+from fsdpckpt.comm.launch import RankInfo
 
 GPU = torch.device("cuda", 3)
 
@@ -124,7 +124,7 @@ def test_nccl_connects_at_once_to_the_gpu_of_this_worker(recorder: Recorder, mon
         recorder.events.append(f"{backend} {given['rank']} of {given['world_size']} device {given.get('device_id')}")
 
     monkeypatch.setattr(torch_group.dist, "init_process_group", init)
-    place = Place(7, 8, 3, 4, "127.0.0.1", 1, "torchrun")
+    place = RankInfo(7, 8, 3, 4, "127.0.0.1", 1, "torchrun")
     torch_group._connect("nccl", GPU, None, place)  # type: ignore[arg-type]
     torch_group._connect("gloo", torch.device("cpu"), None, place)  # type: ignore[arg-type]
     assert recorder.events == [f"device {GPU}", f"nccl 7 of 8 device {GPU}", "gloo 7 of 8 device None"]

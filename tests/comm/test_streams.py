@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from fsdpckpt.comm.boxes import Stream, stream_bytes
+from fsdpckpt.comm.boxes import Stream, stream_nbytes
 from tests.comm.checks import random as random_tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.bool, torch.float8_e5m2, torch.complex128, torch.int64, torch.uint16)
@@ -32,7 +32,7 @@ def test_what_is_read_in_chunks_and_written_in_others_is_the_same_bits(seed: int
     source, target = tensors(seed), [torch.empty_like(tensor) for tensor in tensors(seed + 50)]
     target[1] = target[1].transpose(1, 2).contiguous().transpose(1, 2)
     out, into = Stream(source), Stream(target)
-    assert out.size == into.size == stream_bytes([(tensor.shape, tensor.element_size()) for tensor in source])
+    assert out.size == into.size == stream_nbytes([(tensor.shape, tensor.element_size()) for tensor in source])
     data = torch.randint(0, 256, (out.size,), dtype=torch.uint8)
     choose = random.Random(seed)
     for stream, move in ((out, out.read), (into, into.write)):

@@ -13,7 +13,7 @@ import time
 import numpy as np
 import pytest
 
-from fsdpckpt.comm.exchanger import LEAVING
+from fsdpckpt.comm.exchanger import SEND_BUFFERS
 from fsdpckpt.comm.liveness import kill_stopped, process_identity
 from fsdpckpt.comm.protocol import encode_error, original_error
 from fsdpckpt.errors import SourceCorruptError, UsageError, WorkerError
@@ -118,7 +118,7 @@ def test_all_buffers_of_a_worker_fit_its_memory(mebibytes: int, threads: int, ca
     for exchanging in (False, True):
         settings = settle(plan, budget, memory, exchanging=exchanging)
         count = threads_for(settings, budget)
-        chunk = settings.exchange_bytes // LEAVING
+        chunk = settings.exchange_bytes // SEND_BUFFERS
         rounds = settings.rounds * settings.round_bytes
         used = count * 2 * settings.window + rounds + settings.exchange_bytes + 2 * chunk
         assert used <= memory

@@ -23,8 +23,8 @@ from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES, numpy_dtype
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.ir.tensors import Chunks, Tensor
-from fsdpckpt.plan import partition as shares
-from fsdpckpt.plan.partition import Segment, cut, target_node
+from fsdpckpt.plan import partition as partitioning
+from fsdpckpt.plan.partition import Segment, partition, target_node
 from fsdpckpt.plan.plan import Plan, make_plan
 from fsdpckpt.plan.transfer import TransferPlan, plan_transfers
 from fsdpckpt.storage.protocols import ByteSource
@@ -50,11 +50,13 @@ class Worker:
 
     def __init__(self, rank: int, job: Job, visible: np.ndarray, folder: str) -> None:
         window, round_bytes = job.settings.window, job.settings.round_bytes
-        self.routes: TransferPlan = plan_transfers(
+        self.transfers: TransferPlan = plan_transfers(
             job.plan, job.segments, visible, rank=rank, window=window, round_bytes=round_bytes
         )
-        windows_of_round = Counter(window.round for window in self.routes.windows if window.round >= 0)
-        self.buffers = ReceiveBuffers(self.routes.receives, windows_of_round, self.routes.rounds, job.settings.rounds)
+        windows_of_round = Counter(window.round for window in self.transfers.windows if window.round >= 0)
+        self.buffers = ReceiveBuffers(
+            self.transfers.receives, windows_of_round, self.transfers.rounds, job.settings.rounds
+        )
         workers = visible.shape[1]
         seen = {file.path for number, file in enumerate(job.files) if visible[number, rank]}
         files = (*job.files, *map(stream_file, range(workers)))
@@ -63,10 +65,10 @@ class Worker:
         self.sources = SourcesAndStreams(Machine(seen), self.buffers, workers)
         self.assembler = Assembler(job.plan, files, self.sources, check, window)
         self.reader = Assembler(job.plan, files, self.sources, check, 64)
-        count = Counter(window.segment for window in self.routes.windows)
+        count = Counter(window.segment for window in self.transfers.windows)
         self.outputs: dict[int, Output] = {}
         for number in count:
-            segment, file = job.segments[number], self.routes.files[number]
+            segment, file = job.segments[number], self.transfers.files[number]
             self.outputs[number] = Output(
                 file,
                 os.path.join(folder, file.path),
@@ -76,7 +78,7 @@ class Worker:
             )
 
     def copy(self, number: int) -> None:
-        for window in self.routes.windows:
+        for window in self.transfers.windows:
             if window.round == number:
                 write_window(self.outputs[window.segment], self.assembler, window.begin, window.end)
                 if number >= 0:
@@ -95,15 +97,15 @@ def run(job: Job, visible: np.ndarray, folder: str, *, flip: int | None = None) 
             if output.first:
                 output.open()
         worker.copy(-1)
-    rounds = max(worker.routes.rounds for worker in workers)
+    rounds = max(worker.transfers.rounds for worker in workers)
     sent: Counter[tuple[int, int]] = Counter()
     held = job.settings.rounds
     for number in range(rounds + held):
         for worker in workers if number < rounds else ():
             assert worker.buffers.claim(number), "no room, though rounds are written as late as they may be"
         for rank, worker in enumerate(workers):
-            for peer, counts in worker.routes.sends.items() if number < rounds else ():
-                expected = workers[peer].routes.receives[rank]
+            for peer, counts in worker.transfers.sends.items() if number < rounds else ():
+                expected = workers[peer].transfers.receives[rank]
                 assert counts[number:].sum() == expected[number:].sum(), "one of them knows of later rounds"
                 if number >= min(len(counts), len(expected)):
                     continue
@@ -111,7 +113,7 @@ def run(job: Job, visible: np.ndarray, folder: str, *, flip: int | None = None) 
                 for offset in range(0, int(counts[number]), 64):
                     begin = sent[rank, peer] + offset
                     end = sent[rank, peer] + min(offset + 64, int(counts[number]))
-                    data, known = worker.reader.assemble(worker.routes.streams[peer], begin, end)
+                    data, known = worker.reader.assemble(worker.transfers.streams[peer], begin, end)
                     worker.sent.add(peer, begin, data, known)
                     place = workers[peer].buffers.place(rank, number, offset, len(data))
                     place[:] = np.frombuffer(data, np.uint8)
@@ -128,9 +130,9 @@ def run(job: Job, visible: np.ndarray, folder: str, *, flip: int | None = None) 
                 file = job.segments[number].file
                 output.finish([s for other, s in told.items() if other != number and job.segments[other].file == file])
     for worker in workers:
-        received = sum((int(counts.max()) for counts in worker.routes.receives.values() if len(counts)), 0)
-        assert received <= len(worker.routes.receives) * job.settings.round_bytes
-        totals = sum(worker.routes.receives.values(), np.zeros(worker.routes.rounds, np.int64))
+        received = sum((int(counts.max()) for counts in worker.transfers.receives.values() if len(counts)), 0)
+        assert received <= len(worker.transfers.receives) * job.settings.round_bytes
+        totals = sum(worker.transfers.receives.values(), np.zeros(worker.transfers.rounds, np.int64))
         assert (totals <= job.settings.round_bytes).all(), "more than a round may hold"
     return [rank for rank in range(len(workers)) if changed(workers, rank)]
 
@@ -159,8 +161,8 @@ def test_any_division_of_any_plan_writes_what_one_process_would(seed: int) -> No
             row[rng.randrange(count)] = True
         writers = sorted(rng.sample(range(count), rng.randrange(1, count + 1)))
         window = rng.choice([16, 48, 96, 4096])
-        with patch.object(shares, "BLOCK", rng.choice([1, 16])):
-            segments = tuple(cut(plan, range(len(files)), writers))
+        with patch.object(partitioning, "BLOCK", rng.choice([1, 16])):
+            segments = tuple(partition(plan, range(len(files)), writers))
         job = Job(plan, sources, Checksums.of([]), segments, Settings(window, 0, 4 * window, rng.randrange(1, 5), 256))
         again = unpack_job(pack_job(job))
         assert again.digest() == job.digest()
@@ -180,8 +182,8 @@ def test_what_is_cast_is_sent_as_it_was_and_never_cut_within_an_element(tmp_path
     file.literal(bytes(3))
     file.write_item(tensor, dtype=DTYPES[name])
     plan = make_plan(Target([file]))
-    with patch.object(shares, "BLOCK", block):
-        segments = tuple(cut(plan, [0], [0, 1, 2]))
+    with patch.object(partitioning, "BLOCK", block):
+        segments = tuple(partition(plan, [0], [0, 1, 2]))
     assert len(segments) == 3
     job = Job(plan, disk.save(), Checksums.of([]), segments, Settings(96, 0, 1000, 2, 0))
     apart = np.array([[False, False, False, True]])
@@ -201,14 +203,14 @@ def test_one_bit_that_changes_on_its_way_is_found_by_whoever_it_came_to(seed: in
         plan = make_plan(Target(files))
         sources = disk.save()
         visible = np.array([[number % 2 == 0, number % 2 == 1] for number in range(len(sources))])
-        with patch.object(shares, "BLOCK", 16):
-            segments = tuple(cut(plan, range(len(files)), [0, 1]))
+        with patch.object(partitioning, "BLOCK", 16):
+            segments = tuple(partition(plan, range(len(files)), [0, 1]))
         window = rng.choice([48, 96, 4096])
         job = Job(plan, sources, Checksums.of([]), segments, Settings(window, 0, 4 * window, 2, 256))
-        routes = [
+        transfers = [
             plan_transfers(plan, segments, visible, rank=r, window=window, round_bytes=4 * window) for r in (0, 1)
         ]
-        crossing = [sum(int(counts.sum()) for counts in each.receives.values()) for each in routes]
+        crossing = [sum(int(counts.sum()) for counts in each.receives.values()) for each in transfers]
         if not sum(crossing):
             return
         (found,) = run(job, visible, folder, flip=where % sum(crossing))
@@ -231,7 +233,7 @@ def test_every_byte_of_every_file_has_one_writer_and_all_write_about_as_much(wor
     rng = random.Random(workers)
     sizes = [rng.randrange(8, 3_000_000) for _ in range(20)]
     plan = _plan_of(sizes)
-    segments = cut(plan, range(20), list(range(workers)))
+    segments = partition(plan, range(20), list(range(workers)))
     for number, nbytes in enumerate(sizes):
         own = [segment for segment in segments if segment.file == number]
         assert own[0].begin == 0 and own[-1].end == nbytes
@@ -244,19 +246,19 @@ def test_every_byte_of_every_file_has_one_writer_and_all_write_about_as_much(wor
 
 
 def test_files_of_equal_ranks_are_not_shared_between_workers() -> None:
-    segments = cut(_plan_of([1_000_000] * 8), range(8), [0, 1, 2, 3])
+    segments = partition(_plan_of([1_000_000] * 8), range(8), [0, 1, 2, 3])
     assert [(s.file, s.owner) for s in segments] == [(number, number // 2) for number in range(8)]
 
 
 def test_one_file_is_cut_between_blocks_of_the_disk() -> None:
-    segments = cut(_plan_of([10_000_003]), [0], [0, 1, 2])
+    segments = partition(_plan_of([10_000_003]), [0], [0, 1, 2])
     assert [segment.owner for segment in segments] == [0, 1, 2]
     assert all(segment.begin % 65536 == 0 for segment in segments)
 
 
 def test_files_without_bytes_are_written_too() -> None:
     plan = make_plan(Target([TargetFile("a"), TargetFile("b")]))
-    assert cut(plan, [0, 1], [0, 1]) == [Segment(0, 0, 0, 0, 0), Segment(1, 0, 0, 0, 0)]
+    assert partition(plan, [0, 1], [0, 1]) == [Segment(0, 0, 0, 0, 0), Segment(1, 0, 0, 0, 0)]
 
 
 @pytest.mark.parametrize(
@@ -276,7 +278,7 @@ def test_those_who_see_a_file_take_turns_in_sending_it() -> None:
         file.write_item(Tensor(DTYPES["uint8"], shape, Chunks.whole(file=number, offset=0, shape=shape)))
         target.append(file)
     plan = make_plan(Target(target))
-    segments = cut(plan, range(12), [0])
+    segments = partition(plan, range(12), [0])
     visible = np.array([[False, True, True, True]] * 12)
     found = plan_transfers(plan, segments, visible, rank=0, window=4096, round_bytes=1 << 20)
     assert {sender: int(counts.sum()) for sender, counts in found.receives.items()} == {1: 4000, 2: 4000, 3: 4000}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fsdpckpt.comm.exchanger import MOST, Ahead
+from fsdpckpt.comm.exchanger import MOST_AHEAD, Prefetch
 
 
 def nothing() -> None:
@@ -22,7 +22,7 @@ def test_items_come_in_order_and_from_another_thread() -> None:
             makers.add(threading.current_thread().name)
             yield number
 
-    assert list(Ahead(make(), nothing, "maker")) == list(range(1000))
+    assert list(Prefetch(make(), nothing, "maker")) == list(range(1000))
     assert makers == {"maker"}
 
 
@@ -31,7 +31,7 @@ def test_what_the_maker_raises_comes_after_what_it_made_and_again_at_every_later
         yield 1
         raise OSError("gone")
 
-    items = Ahead(make(), nothing, "maker")
+    items = Prefetch(make(), nothing, "maker")
     assert next(items) == 1
     for _ in range(2):
         with pytest.raises(OSError, match="gone"):
@@ -49,7 +49,7 @@ def test_whoever_waits_watches_and_may_stop_waiting() -> None:
     def watch() -> None:
         raise TimeoutError("another worker failed")
 
-    items = Ahead(make(), watch, "maker")
+    items = Prefetch(make(), watch, "maker")
     with pytest.raises(TimeoutError, match="another worker"):
         next(items)
     go.set()
@@ -64,13 +64,13 @@ def test_the_maker_is_ahead_by_a_bounded_number_and_ends_when_nobody_wants_more(
         number = 0
         while True:
             made.append(number)
-            if len(made) == MOST:
+            if len(made) == MOST_AHEAD:
                 full.set()
             yield number
             number += 1
 
-    items = Ahead(make(), nothing, "maker")
+    items = Prefetch(make(), nothing, "maker")
     assert full.wait(20)
     items.close()
     assert not any(thread.name == "maker" for thread in threading.enumerate())
-    assert len(made) <= MOST + 1
+    assert len(made) <= MOST_AHEAD + 1

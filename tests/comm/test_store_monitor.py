@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
-from fsdpckpt.comm.store_monitor import STATUS_DIRECTORY, Board, Failure
+from fsdpckpt.comm.store_monitor import STATUS_DIRECTORY, Failure, StoreMonitor
 from fsdpckpt.errors import TargetUnwritableError, WorkerError
 
 
@@ -18,12 +18,12 @@ def test_a_failure_on_another_node_is_left_for_the_launcher_of_this_one(
     here, there = tmp_path / "here", tmp_path / "there"
     for directory in (here, there):
         directory.mkdir()
-    with Board(store, 0, 2, limit=1) as failed, Board(store, 1, 2, limit=1) as other:
+    with StoreMonitor(store, 0, 2, limit=1) as failed, StoreMonitor(store, 1, 2, limit=1) as other:
         monkeypatch.setenv(STATUS_DIRECTORY, str(there))
         said = failed.fail_with(TargetUnwritableError("the disk is full"))
         monkeypatch.setenv(STATUS_DIRECTORY, str(here))
         with pytest.raises(WorkerError, match="worker 0 failed"):
-            other.patrol()
+            other.check_peers()
     found = Failure.parse((here / "failure-1.json").read_text())
     assert (found.rank, found.exit_code) == (0, 5)
     assert found.error().what == said.what

@@ -15,8 +15,8 @@ from fsdpckpt.execute.budget import Budget
 from fsdpckpt.execute.journal import Finished, joined
 from fsdpckpt.execute.output import LatePlaces
 from fsdpckpt.execute.resume import ReadBack, read_back
-from fsdpckpt.plan import partition as shares
-from fsdpckpt.plan.partition import cut
+from fsdpckpt.plan import partition as partitioning
+from fsdpckpt.plan.partition import partition
 from fsdpckpt.plan.transfer import plan_transfers
 from fsdpckpt.plan.windows import open_windows
 from tests.execute.test_resume import Scene, scene
@@ -109,24 +109,26 @@ def test_of_windows_that_overlap_one_is_believed() -> None:
 def test_however_work_is_divided_each_open_byte_has_one_window_and_no_claim_is_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    monkeypatch.setattr(shares, "BLOCK", 16)
+    monkeypatch.setattr(partitioning, "BLOCK", 16)
     rng = random.Random(seed)
     made = scene(str(tmp_path), seed)
     claims = _written(made, seed).claims()
     workers = rng.randrange(1, 5)
-    segments = cut(made.plan, range(len(made.plan.files)), list(range(workers)), done=claims)
-    done = {
+    segments = partition(made.plan, range(len(made.plan.files)), list(range(workers)), written=claims)
+    written = {
         number: [(low, high) for low, high, _ in claims.get(s.file, ()) if s.begin <= low and high <= s.end]
         for number, s in enumerate(segments)
     }
-    assert sum(map(len, done.values())) == sum(map(len, claims.values())), "a claim lies across a cut"
+    assert sum(map(len, written.values())) == sum(map(len, claims.values())), "a claim lies across a cut"
     visible = np.asarray([[rng.random() < 0.5 for _ in range(workers)]])
     visible[0, rng.randrange(workers)] = True
     found: dict[int, list[tuple[int, int]]] = {number: [] for number in range(len(made.plan.files))}
     for rank in range(workers):
-        routes = plan_transfers(made.plan, segments, visible, rank=rank, window=100, round_bytes=1000, done=done)
-        assert {window.segment for window in routes.windows} == set(routes.files)
-        for window in routes.windows:
+        transfers = plan_transfers(
+            made.plan, segments, visible, rank=rank, window=100, round_bytes=1000, written=written
+        )
+        assert {window.segment for window in transfers.windows} == set(transfers.files)
+        for window in transfers.windows:
             found[segments[window.segment].file].append((window.begin, window.end))
     for number, file in enumerate(made.plan.files):
         taken = sorted([*found[number], *((low, high) for low, high, _ in claims.get(number, ()))])
@@ -139,7 +141,7 @@ def test_open_windows_end_where_what_is_done_begins(tmp_path: Path) -> None:
     made = scene(str(tmp_path), 7)
     file = max(made.plan.files, key=lambda each: each.nbytes)
     middle = file.nbytes // 2
-    windows = open_windows(file, made.plan, 64, done=[(10, 20), (20, 50), (middle, file.nbytes)])
+    windows = open_windows(file, made.plan, 64, written=[(10, 20), (20, 50), (middle, file.nbytes)])
     assert [windows[0], windows[1][0], windows[-1][1]] == [(0, 10), 50, middle]
     assert max(high - low for low, high in windows) <= 64
-    assert open_windows(file, made.plan, 64, done=[(0, file.nbytes)]) == []
+    assert open_windows(file, made.plan, 64, written=[(0, file.nbytes)]) == []

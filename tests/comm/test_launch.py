@@ -92,7 +92,7 @@ def test_variables_that_contradict_are_a_usage_error(change: dict[str, str]) -> 
 def test_nccl_is_chosen_only_when_every_worker_has_a_gpu(
     backend: str, device: str, own_gpu: bool, chosen: tuple[str, str]
 ) -> None:
-    assert launch.choose(backend, device, all_have_gpu=lambda: own_gpu) == chosen
+    assert launch.choose_backend(backend, device, all_have_gpu=lambda: own_gpu) == chosen
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_nccl_is_chosen_only_when_every_worker_has_a_gpu(
 )
 def test_what_cannot_be_had_is_a_usage_error_never_another_backend(backend: str, device: str) -> None:
     with pytest.raises(UsageError):
-        launch.choose(backend, device, all_have_gpu=lambda: False)
+        launch.choose_backend(backend, device, all_have_gpu=lambda: False)
 
 
 def test_the_number_of_workers_follows_the_gpus_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:

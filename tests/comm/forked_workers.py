@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable
 
 from tests.oracle.process import quiet_worker
 
-__all__ = ["crew"]
+__all__ = ["forked_workers"]
 
 
-def crew(
+def forked_workers(
     world_size: int, body: Callable[[int], int], *, limit: float, unattended: Iterable[int] = ()
 ) -> list[int | None]:
     """``body(rank)`` in ``world_size`` processes with torchrun's variables set; their exit codes (negative: a signal).
