@@ -131,8 +131,9 @@ def _find_directory(source: ByteSource, begin: int, stop: int) -> tuple[bytes, i
         _, _, where, _ = _LOCATOR64_FIELDS.unpack_from(tail, locator)
         if begin + where + _END64_FIELDS.size > stop:
             _corrupt(source, "the zip64 end record lies outside the archive", f"below {stop - begin}", str(where))
-        found = begin + where - base
-        raw = tail[found : found + _END64_FIELDS.size] if found >= 0 else source.read(begin + where, _END64_FIELDS.size)
+        inside = begin + where - base
+        at_hand = tail[inside : inside + _END64_FIELDS.size] if inside >= 0 else None
+        raw = source.read(begin + where, _END64_FIELDS.size) if at_hand is None else at_hand
         signature, _, _, _, _, _, _, count, size, start = _END64_FIELDS.unpack(raw)
         if signature != b"PK\6\6":
             _corrupt(source, "the zip64 end record is not where it should be", "PK\\6\\6", repr(signature))

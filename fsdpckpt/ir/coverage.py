@@ -116,13 +116,13 @@ def _is_grid(shape: tuple[int, ...], start: Int64Array, size: Int64Array) -> boo
 
 def _examine(shape: tuple[int, ...], start: Int64Array, size: Int64Array, rank: Int64Array) -> list[Flaw]:
     """Find exactly what is wrong, if anything is (a cover that is not a grid is fine)."""
-    found: list[Flaw] = []
+    flaws: list[Flaw] = []
     limit = np.asarray(shape, np.int64).reshape(1, len(shape))
     filled = size.all(axis=1)
     inside = ((start >= 0) & (size >= 0) & (start + size <= limit)).all(axis=1)
     for row in np.flatnonzero(filled & ~inside).tolist():
         begin, count = tuple(start[row].tolist()), tuple(size[row].tolist())
-        found.append(Flaw("outside", _outside(shape, begin, count), begin, count, (int(rank[row]),)))
+        flaws.append(Flaw("outside", _outside(shape, begin, count), begin, count, (int(rank[row]),)))
     good = filled & inside
     boxes = np.concatenate([start[good], size[good]], axis=1)
     if len(boxes):
@@ -135,10 +135,10 @@ def _examine(shape: tuple[int, ...], start: Int64Array, size: Int64Array, rank: 
     ]
     cut = [k for k, edge in enumerate(edges) if len(edge) > 2]
     if 0 in shape:
-        return found
+        return flaws
     if len(cut) > MAX_CUT_DIMENSIONS or prod(len(edges[k]) for k in cut) > MAX_CELLS:
-        return found + _pairwise(shape, start_, size_, holders)
-    return found + _counted(shape, start_, size_, holders, edges)
+        return flaws + _pairwise(shape, start_, size_, holders)
+    return flaws + _counted(shape, start_, size_, holders, edges)
 
 
 def _outside(shape: tuple[int, ...], start: tuple[int, ...], size: tuple[int, ...]) -> int:
@@ -167,7 +167,7 @@ def _counted(
     for axis in range(len(cut)):
         np.cumsum(counts, axis=axis, out=counts)
     counts = counts[tuple(slice(0, -1) for _ in cut)]
-    found: list[Flaw] = []
+    flaws: list[Flaw] = []
     marked: tuple[tuple[FlawKind, npt.NDArray[np.bool_]], ...] = (("incomplete", counts == 0), ("overlap", counts > 1))
     for kind, wrong in marked:
         if not wrong.any():
@@ -179,8 +179,8 @@ def _counted(
         box = tuple(e - b for b, e in zip(begin, end, strict=True))
         ranks = _holding(holders, begin, end) if kind == "overlap" else ()
         elements = _volume(wrong, [edges[k] for k in cut]) * prod(n for k, n in enumerate(shape) if k not in cut)
-        found.append(Flaw(kind, elements, tuple(begin), box, ranks))
-    return found
+        flaws.append(Flaw(kind, elements, tuple(begin), box, ranks))
+    return flaws
 
 
 def _volume(cells: npt.NDArray[np.bool_], edges: list[Int64Array]) -> int:

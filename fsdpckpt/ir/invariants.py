@@ -33,15 +33,15 @@ ALIASED_NEXT = "save again with FullOptimStateDictConfig(offload_to_cpu=False), 
 
 def problems(checkpoint: Checkpoint) -> list[Problem]:
     """Every problem of ``checkpoint`` that can be found without reading tensor data."""
-    found: list[Problem] = []
+    all_problems: list[Problem] = []
     for named in checkpoint.tensors():
         wrong = flaws(named.tensor)
         if wrong:
-            found.extend(_coverage_problem(named, flaw, checkpoint) for flaw in wrong)
+            all_problems.extend(_coverage_problem(named, flaw, checkpoint) for flaw in wrong)
     if checkpoint.optim is not None:
-        found.extend(aliased_states(checkpoint.optim, checkpoint))
-        found.extend(state_completeness(checkpoint.optim))
-    return found
+        all_problems.extend(aliased_states(checkpoint.optim, checkpoint))
+        all_problems.extend(state_completeness(checkpoint.optim))
+    return all_problems
 
 
 def _coverage_problem(named: NamedTensor, flaw: Flaw, checkpoint: Checkpoint) -> Problem:

@@ -129,8 +129,8 @@ class RankFile:
     def rank_of(self, name: str) -> int | None:
         """The rank whose file ``name`` is, None when it is not such a file. ``single`` names no rank."""
         before, _, after = self.name.partition("{rank}")
-        found = re.fullmatch(rf"{re.escape(before)}(\d+){re.escape(after)}", name)
-        return int(found[1]) if found is not None else None
+        match = re.fullmatch(rf"{re.escape(before)}(\d+){re.escape(after)}", name)
+        return int(match[1]) if match is not None else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -210,8 +210,8 @@ class ShardedTensorPickle(RankPickle):
     def sharded(self, tensor: Tensor, dtype: DType, box: Box) -> None:
         shape = tensor.shape
         shards = _shards(shape, self.world_size)
-        own = (self.rank, self.stored(tensor, dtype, box)) if self.rank < len(shards.ranks) else None
-        self.sharded_tensor(shape, dtype, shards, own)
+        shard = (self.rank, self.stored(tensor, dtype, box)) if self.rank < len(shards.ranks) else None
+        self.sharded_tensor(shape, dtype, shards, shard)
 
     def sharded_tensor(
         self,
@@ -243,14 +243,16 @@ class ShardedTensorPickle(RankPickle):
         return self.rank, self.world_size
 
     def _shard_list(self, shards: ShardList) -> bytes:
-        found = [self._shard_metadata(shards.ranks[0], shards.boxes[0])]
+        metadata = [self._shard_metadata(shards.ranks[0], shards.boxes[0])]
         # From here on every name is a memo reference, the same for each: lists are as long as the world is large.
         head = self.name(f"{_SHARD}.metadata", "ShardMetadata") + b")\x81N}(" + self.text("shard_offsets")
         sizes, placement = self.text("shard_sizes"), self.text("placement")
         for rank, box in zip(shards.ranks[1:], shards.boxes[1:], strict=True):
             where = self._placement(rank)
-            found.append(b"%b%b%b%b%b%bu\x86b" % (head, _list(box.offsets), sizes, _list(box.sizes), placement, where))
-        return b"](" + b"".join(found) + b"e"
+            metadata.append(
+                b"%b%b%b%b%b%bu\x86b" % (head, _list(box.offsets), sizes, _list(box.sizes), placement, where)
+            )
+        return b"](" + b"".join(metadata) + b"e"
 
     def _shard_metadata(self, rank: int, box: Box) -> bytes:
         text = self.text

@@ -36,10 +36,10 @@ def extras_of_one(checkpoint: Checkpoint) -> tuple[dict[Key, Value], list[Note]]
     return extras_of_rank(checkpoint, 0), notes
 
 
-def _merged(common: dict[Key, Value], own: dict[Key, Value]) -> dict[Key, Value]:
+def _merged(common: dict[Key, Value], of_rank: dict[Key, Value]) -> dict[Key, Value]:
     """Both, ``own`` first: its order is that of the file."""
     merged: dict[Key, Value] = {}
-    for key, value in own.items():
+    for key, value in of_rank.items():
         known = common.get(key)
         merged[key] = _merged(known, value) if isinstance(known, dict) and isinstance(value, dict) else value
     return {**merged, **{key: value for key, value in common.items() if key not in merged}}
@@ -92,14 +92,14 @@ def optim_dict(optim: OptimState) -> dict[Key, Value]:
 
 def extra_notes(checkpoint: Checkpoint, world_size: int) -> list[Note]:
     """A note on what happens to the extras of ranks when the number of ranks changes."""
-    own = len(checkpoint.rank_extra)
-    if own in (0, world_size):
+    ranks = len(checkpoint.rank_extra)
+    if ranks in (0, world_size):
         return []
-    if own > world_size:
-        return [Note("dropped", f"the extras of ranks {world_size} to {own - 1} have no rank in the target")]
+    if ranks > world_size:
+        return [Note("dropped", f"the extras of ranks {world_size} to {ranks - 1} have no rank in the target")]
     return [
         Note(
             "inferred",
-            f"ranks {own} to {world_size - 1} get the extras of rank r modulo {own}: the source has no others",
+            f"ranks {ranks} to {world_size - 1} get the extras of rank r modulo {ranks}: the source has no others",
         )
     ]

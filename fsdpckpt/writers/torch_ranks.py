@@ -97,11 +97,11 @@ def require_memory(nbytes: int, world_size: int) -> None:
 
     Each file names every rank, once or for every tensor, so twice as many ranks need four times as many bytes.
     """
-    needed, there = nbytes * world_size, memory_bytes()
-    if needed > there:
+    needed, available = nbytes * world_size, memory_bytes()
+    if needed > available:
         raise UsageError(
             f"--world-size {world_size} with files for each rank is more than this machine can lay out",
-            expected=f"up to {size_text(there)} of memory",
+            expected=f"up to {size_text(available)} of memory",
             found=f"{size_text(nbytes)} around the tensors of each of {world_size} files",
             why="every such file names every rank, and all are planned before the first is written",
             next_step="--container dcp, whose files do not, or a smaller --world-size",

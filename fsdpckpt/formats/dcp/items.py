@@ -168,8 +168,8 @@ class ItemReader:
         else:
             # A small item is at hand as a whole, and its structure is spread over all of it.
             item = MemoryFile(ends.head[ends.head_at : ends.head_at + end - begin], self._source.path)
-            found = read_directory(item).items()
-            records = {name: record._replace(offset=record.offset + begin) for name, record in found}
+            entries = read_directory(item).items()
+            records = {name: record._replace(offset=record.offset + begin) for name, record in entries}
         check_byteorder(self._source, records)
         return records
 

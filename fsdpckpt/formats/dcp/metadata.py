@@ -218,14 +218,14 @@ def _tensor(
     fields = entry.__dict__
     shape = fields.get("size")
     dtype = _dtype(key, fields.get("properties"), context)
-    found = fields.get("chunks")
-    if not _is_shape(shape) or not isinstance(found, list):
+    entries = fields.get("chunks")
+    if not _is_shape(shape) or not isinstance(entries, list):
         context.refuse("a tensor has no shape or no chunks", key=key, found=f"{key}: {truncate(shape)}")
     if len(shape) > MAX_DIMENSIONS or prod(filter(None, shape)) * dtype.itemsize >= 1 << 63:
         context.refuse("a tensor is larger than any can be", key=key, found=f"{key}: {truncate(shape)}")
     chunks: list[Chunk] = []
     starts: set[_Indexes] = set()
-    for record in found:
+    for record in entries:
         start, size = _box(key, record, shape, context)
         if start in starts:
             if 0 in size:  # ranks beyond the last row all write the same empty chunk

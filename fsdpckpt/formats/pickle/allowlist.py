@@ -31,8 +31,6 @@ class Kind(Enum):
     GETATTR = "getattr"  # getattr, for the pairs of NESTED_CLASSES and for members of allowed enums only
 
 
-_TYPES = "bool complex32 complex64 complex128 float16 float32 float64 bfloat16 int8 int16 int32 int64 uint8"
-
 # Modules that moved: the same class was pickled under each of these paths by some torch from 2.1 to 2.14.
 _DTENSOR_MODULES = (
     "torch.distributed.tensor",

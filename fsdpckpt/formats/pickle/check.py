@@ -112,10 +112,10 @@ def _fixed_opcodes(data: bytes, file: str, what: str) -> list[bytes]:
     at, end = 0, len(data)
     runs: list[bytes] = []
     while at < end:
-        found = run(data, at)
-        if found is not None:
-            runs.append(found[0])
-            at = found.end()
+        match = run(data, at)
+        if match is not None:
+            runs.append(match[0])
+            at = match.end()
         if at == end:
             break
         opcode = data[at]
@@ -251,10 +251,10 @@ def fast_accept(opcodes: bytes) -> bool:
 
 def _no_numbered_container(opcodes: bytes) -> bool:
     """Whether no number that is referred to is that of a tuple, a list or a dict."""
-    found = set(_NUMBERED_REFERENCES.findall(opcodes))  # few: the same places are referred to again and again
-    if any(len(match) == 1 for match in found):
+    references = set(_NUMBERED_REFERENCES.findall(opcodes))  # few: the same places are referred to again and again
+    if any(len(match) == 1 for match in references):
         return False
-    numbers = {match[1:].ljust(4, b"\0") for match in found if match}
+    numbers = {match[1:].ljust(4, b"\0") for match in references if match}
     puts = {b"r" + number for number in numbers}
     puts |= {b"q" + number[:1] for number in numbers if number.endswith(b"\0\0\0")}
     return puts.isdisjoint(_PUTS.findall(opcodes))
@@ -262,12 +262,12 @@ def _no_numbered_container(opcodes: bytes) -> bool:
 
 def _no_counted_container(opcodes: bytes) -> bool:
     """The same where what is memoised has no numbers, but is counted."""
-    found = _COUNTED_REFERENCES.findall(opcodes)
-    kinds = set(found)
+    matches = _COUNTED_REFERENCES.findall(opcodes)
+    kinds = set(matches)
     if any(len(match) == 1 for match in kinds):
         return False
     references = {int.from_bytes(match[1:], "little") for match in kinds if match[:1] in _REFERENCES}
-    memoised = [match[0] in _REFERABLE for match in found if match and match[:1] not in _REFERENCES]
+    memoised = [match[0] in _REFERABLE for match in matches if match and match[:1] not in _REFERENCES]
     return all(memoised[number] for number in references if number < len(memoised))
 
 

@@ -139,12 +139,12 @@ class TreeWalk:
             return items
         known = self._tuples.get(id(items))
         if known is None:
-            made = []
+            values = []
             for index, item in enumerate(items):
                 self._enter(index)
-                made.append(self.value(item))
+                values.append(self.value(item))
                 self._path.pop()
-            known = self._tuples[id(items)] = items, tuple(made)
+            known = self._tuples[id(items)] = items, tuple(values)
         return known[1]
 
     def _stored(self, stored: StoredTensor) -> Value:
@@ -170,14 +170,15 @@ class TreeWalk:
     def _wrapped(self, value: Wrapped) -> Value:
         if self._inside is not None:
             return self._refuse(f"a tensor inside a {self._inside}")
-        found = self._parser.parse(value, self._key())
-        if found.rank is not None:
-            self.ranks.add(found.rank)
-        self.worlds[id(found.world)] = found.world  # one object for all tensors of a mesh: hashing it would be slow
-        self.forms.add(found.form)
-        if found.device:
-            self.devices.add(found.device)
-        return cast(Value, found)
+        distributed = self._parser.parse(value, self._key())
+        if distributed.rank is not None:
+            self.ranks.add(distributed.rank)
+        # One object for all tensors of a mesh, so its id stands for it: hashing so many ranks would be slow.
+        self.worlds[id(distributed.world)] = distributed.world
+        self.forms.add(distributed.form)
+        if distributed.device:
+            self.devices.add(distributed.device)
+        return cast(Value, distributed)
 
     def _refuse_kind(self, value: object) -> Value:
         if isinstance(value, Refused):
@@ -339,13 +340,13 @@ def read_pickle(source: ByteSource, records: Mapping[str, ZipRecord], record: Zi
     data = source.read(record.offset, record.nbytes)
     if not any(entry.crc for entry in records.values()):
         return data
-    found = zlib.crc32(data)
-    if found != record.crc:
+    crc = zlib.crc32(data)
+    if crc != record.crc:
         raise SourceCorruptError(
             f"{source.path}: the checksum of {record.name} is wrong",
             file=source.path,
             expected=f"{record.crc:#010x}",
-            found=f"{found:#010x}",
+            found=f"{crc:#010x}",
             why="bytes of the file were changed after it was saved",
             next_step="copy or save the checkpoint again",
             run_again=True,

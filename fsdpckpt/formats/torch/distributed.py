@@ -110,9 +110,9 @@ class DistributedParser:
         order = self._shard_order(spec.get("shard_order"), placements, key) if len(placements) > 1 else None
         places, text = self._places(wrapped.shape, mesh, placements, order, local, key)
         first, itemsize, stride = local.offset, local.dtype.itemsize, local.stride
-        found = tuple([BoxInFile(start, size, first + at * itemsize, stride) for start, size, at in places])
+        boxes = tuple([BoxInFile(start, size, first + at * itemsize, stride) for start, size, at in places])
         return Distributed(
-            "DTensor", local.dtype, wrapped.shape, text, mesh.rank, mesh.ranks, mesh.world, found, mesh.device
+            "DTensor", local.dtype, wrapped.shape, text, mesh.rank, mesh.ranks, mesh.world, boxes, mesh.device
         )
 
     def _places(
@@ -171,14 +171,14 @@ class DistributedParser:
         return known
 
     def _parse_placements(self, written: Sequence[tuple[str, object, object]], key: str) -> tuple[Placement, ...]:
-        found: list[Placement] = []
+        placements: list[Placement] = []
         for name, dim, factor in written:
             if name == "Replicate":
-                found.append(Replicate())
+                placements.append(Replicate())
             elif name == "Shard" and type(dim) is int:
-                found.append(Shard(dim))
+                placements.append(Shard(dim))
             elif name == "_StridedShard" and type(dim) is int and type(factor) is int and 0 < factor <= MAX_RANKS:
-                found.append(StridedShard(dim, factor))
+                placements.append(StridedShard(dim, factor))
             else:
                 raise SourceUnsupportedError(
                     f"{key} is placed as {name}, which is not a cut or a copy",
@@ -187,7 +187,7 @@ class DistributedParser:
                     why="partial sums are values in the middle of a computation, not a checkpoint's state",
                     next_step="redistribute the tensor to Shard or Replicate before saving",
                 )
-        return tuple(found)
+        return tuple(placements)
 
     def _shard_order(
         self, pickled: object, placements: Sequence[Placement], key: str
