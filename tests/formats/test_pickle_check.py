@@ -81,14 +81,14 @@ def test_the_quick_look_says_what_a_slow_one_says_of_opcodes_in_any_order() -> N
     one = [bytes([opcode]) for opcode in b"ScNR)]}(tbuQ20?\x81\x85\x86\x87\x94"]
     more = [b")R", b"K\x01", b"M\x01\x02", b"q\x01", b"q\x02", b"r\x03\0\0\0", b"h\x00", b"h\x01", b"h\x02"]
     chunks = [*one, *more, b"j\x03\0\0\0", b"Sq\x01", b"h\x03R", b"(K\x01h\x02t"]
-    told = {True: 0, False: 0}
+    counts = {True: 0, False: 0}
     for _ in range(8_000):
         opcodes = b"".join(generator.choices(chunks, k=generator.randint(1, 9)))
         for protocol in (b"\x80\x02", b"\x80\x04"):
             expected = accepted_step_by_step(protocol + opcodes)
             assert fast_accept(protocol + opcodes) == expected, opcodes
-            told[expected] += 1
-    assert min(told.values()) > 500
+            counts[expected] += 1
+    assert min(counts.values()) > 500
 
 
 def accepted_step_by_step(opcodes: bytes) -> bool:

@@ -50,10 +50,10 @@ class Views:
     def add(self, tensor: torch.Tensor, key: str) -> Tensor:
         dtype = DTYPES[str(tensor.dtype).removeprefix("torch.")]
         shape = tuple(tensor.shape)
-        stand_in = Tensor(dtype, shape, Chunks.whole(file=0, offset=0, shape=shape))
+        placeholder = Tensor(dtype, shape, Chunks.whole(file=0, offset=0, shape=shape))
         nbytes = tensor.untyped_storage().nbytes()
-        self.known[id(stand_in)] = StorageView(key, dtype, tensor.storage_offset(), shape, tensor.stride(), nbytes)
-        return stand_in
+        self.known[id(placeholder)] = StorageView(key, dtype, tensor.storage_offset(), shape, tensor.stride(), nbytes)
+        return placeholder
 
     def __call__(self, tensor: Tensor) -> StorageView:
         return self.known[id(tensor)]
@@ -124,19 +124,19 @@ def test_a_state_dict_gets_the_opcodes_torch_save_gives_it():
     }
     keys: dict[int, str] = {}
     views = Views()
-    stand_ins: OrderedDict = OrderedDict()
+    placeholders: OrderedDict = OrderedDict()
     real: OrderedDict = OrderedDict()
     for name, tensor in tensors.items():
         pointer = tensor.untyped_storage().data_ptr() or -len(keys) - 1
         key = keys.setdefault(pointer, str(len(keys)))
-        stand_ins[name], real[name] = views.add(tensor, key), tensor
-    for holder in (stand_ins, real):
+        placeholders[name], real[name] = views.add(tensor, key), tensor
+    for holder in (placeholders, real):
         holder._metadata = OrderedDict([("", {"version": 1}), ("l", {"version": 2})])
     optimizer = {
         "state": {0: {"betas": (0.9, 0.95)}},
         "param_groups": [{"params": [0, 1], "lr": 1e-3, "foreach": None}],
     }
-    written = dumps({"model": stand_ins, "optimizer": optimizer}, views)
+    written = dumps({"model": placeholders, "optimizer": optimizer}, views)
     assert opcodes(written) == opcodes(data_pkl({"model": real, "optimizer": optimizer}))
 
 

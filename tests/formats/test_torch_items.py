@@ -136,7 +136,7 @@ def test_a_tensor_that_is_not_strided_is_refused() -> None:
 
 
 def with_zip64_end(item: bytes) -> bytes:
-    """The same archive, its directory's place told by a zip64 end record alone."""
+    """The same archive, where only a zip64 end record says where the directory is."""
     signature, disk, disk_too, here, count, size, start, comment = struct.unpack("<4sHHHHIIH", item[-22:])
     assert signature == b"PK\5\6"
     end64 = struct.pack("<4sQHHIIQQQQ", b"PK\6\6", 44, 45, 45, 0, 0, here, count, size, start)

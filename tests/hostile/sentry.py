@@ -46,7 +46,7 @@ def main(warm: list[str]) -> None:
         found: dict[str, object] = {"path": path, "code": 0}
         try:
             api.inspect(path).to_json(ranks=True)
-        except Exception as error:  # noqa: BLE001 (whatever it is: it is told)
+        except Exception as error:  # noqa: BLE001 (whatever it is, it is reported)
             ours = known_error(error)
             found |= {"code": ours.exit_code, "error": type(error).__name__, "text": str(ours)[:4000]}
             found["ours"] = isinstance(error, FsdpckptError)

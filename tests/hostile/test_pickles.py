@@ -87,9 +87,9 @@ def test_no_way_of_calling_runs_anything_and_each_name_is_told(tmp_path: Path) -
     for title, both in _watched(tmp_path / "d", _forms()).items():
         gadget = title.partition(" by ")[0]
         for seen in both:
-            # getattr itself may be named, for one pair of names: what is told then is what it was asked for.
-            told = gadget in seen["text"] or (gadget == "builtins.getattr" and "os.path" in seen["text"])
-            trouble = _trouble(seen) or (None if told else f"does not name it: {seen['text'][:300]}")
+            # getattr itself may be named, for one pair of names: the message then names what it was asked for.
+            named = gadget in seen["text"] or (gadget == "builtins.getattr" and "os.path" in seen["text"])
+            trouble = _trouble(seen) or (None if named else f"does not name it: {seen['text'][:300]}")
             if trouble:
                 wrong[title] = trouble
     assert wrong == {}

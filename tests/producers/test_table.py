@@ -1,4 +1,4 @@
-"""Producers are told by their files and keys, and every form of the tables can be asked for."""
+"""Frameworks are recognised by their files and keys, and every form in the tables can be asked for."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ META, DCP = "meta.pt", ".metadata"
         (["model-00001-of-00002.safetensors", "config.json"], "/a", [], "huggingface"),
     ],
 )
-def test_a_producer_is_told_by_its_files_and_keys(
+def test_a_framework_is_recognised_by_its_files_and_keys(
     names: list[str], directory: str, keys: list[str], flavor: str
 ) -> None:
     found = recognise(names, directory=directory, keys=keys)
@@ -42,7 +42,7 @@ def test_a_producer_is_told_by_its_files_and_keys(
 @pytest.mark.parametrize(
     "names", [[DCP], ["model.safetensors"], ["model_world_size_2_rank_0.pt"], ["optimizer.bin"], []]
 )
-def test_what_several_producers_write_tells_none(names: list[str]) -> None:
+def test_files_that_several_frameworks_write_name_none(names: list[str]) -> None:
     assert recognise(names, directory="/a/x") is None
 
 
