@@ -15,7 +15,7 @@ from typing import Any, cast
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from fsdpckpt.errors import SourceMissingError, SourceUnrecognisedError
-from fsdpckpt.storage.protocols import UPLOADING, FileIdentity
+from fsdpckpt.storage.protocols import UPLOADING, FileIdentity, NoFile
 from fsdpckpt.storage.remote_file import (
     REQUESTS,
     RangeCache,
@@ -44,14 +44,14 @@ _ABSENT = frozenset({401, 403, 404, 410})  # stores answer 403 for what does not
 _HREF = re.compile(r"""\shref\s*=\s*(?:"([^"]*)"|'([^']*)'|([^\s"'>]+))""", re.IGNORECASE)
 
 
-def look_up(filesystem: Any, url: str) -> FileIdentity | bool:
-    """The identity of the file at ``url``; True for a directory, False for nothing. Raises SourceError.
+def look_up(filesystem: Any, url: str) -> FileIdentity | NoFile:
+    """The identity of the file at ``url``, or what is there instead. Raises SourceError.
 
     Raises SourceUnsupportedError when the server does not send ranges of the file.
     """
     answer = _request(filesystem, url)
-    if answer is False and _files(filesystem, (f"{url}/{name}" for name in _PROBED)):
-        return True
+    if answer is NoFile.NOTHING and _files(filesystem, (f"{url}/{name}" for name in _PROBED)):
+        return NoFile.DIRECTORY
     return answer
 
 
@@ -84,11 +84,11 @@ def _files(filesystem: Any, urls: Iterable[str]) -> list[FileIdentity]:
         return [answer for answer in answers if isinstance(answer, FileIdentity)]
 
 
-def _request(filesystem: Any, url: str) -> FileIdentity | bool:
+def _request(filesystem: Any, url: str) -> FileIdentity | NoFile:
     """As ``look_up``, from one request alone: of the first byte, since its headers describe the file."""
     from fsspec.asyn import sync
 
-    async def first_byte() -> FileIdentity | bool:
+    async def first_byte() -> FileIdentity | NoFile:
         session = await filesystem.set_session()
         async with session.get(filesystem.encode_url(url), **http_options(filesystem, 0, 1)) as answer:
             require_plain(url, answer.headers)
@@ -96,20 +96,20 @@ def _request(filesystem: Any, url: str) -> FileIdentity | bool:
             if answer.status in (206, 416) and identity is not None:
                 return identity
             if answer.status in _ABSENT:
-                return bool(answer.url.path.endswith("/"))
+                return NoFile.DIRECTORY if answer.url.path.endswith("/") else NoFile.NOTHING
             if answer.status != 200:
                 raise HttpStatusError(answer.status, answer.reason or "")
             if answer.url.path.endswith("/") or answer.content_type == "text/html":  # most likely an index page
-                return True
+                return NoFile.DIRECTORY
             if answer.content_length == 0:
                 return FileIdentity(url, 0, tag=http_tag(answer.headers))
             raise no_ranges_error(url)
 
     try:
         request = with_retries(lambda: sync(filesystem.loop, first_byte), url=url, action="looking it up")
-        return cast("FileIdentity | bool", request)
+        return cast("FileIdentity | NoFile", request)
     except SourceMissingError:
-        return False
+        return NoFile.NOTHING
 
 
 def _links(filesystem: Any, directory: str) -> list[str]:

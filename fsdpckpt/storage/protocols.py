@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol
 
 from fsdpckpt.errors import SourceCorruptError, SourceError, SourceMissingError
@@ -19,6 +20,7 @@ __all__ = [
     "ByteTarget",
     "Entry",
     "FileIdentity",
+    "NoFile",
     "change_between",
     "changed_error",
     "identity_now",
@@ -147,6 +149,13 @@ class FileIdentity:
     mtime_ns: int = 0
     inode: int = 0
     tag: str = ""
+
+
+class NoFile(Enum):
+    """What is at a URL that is not a file."""
+
+    DIRECTORY = "directory"
+    NOTHING = "nothing"
 
 
 def identity_of_status(path: str, status: os.stat_result) -> FileIdentity:

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from fsdpckpt.errors import SourceError, SourceMissingError, SourceUnrecognisedError
-from fsdpckpt.storage.protocols import Entry, FileIdentity, remote_identity
+from fsdpckpt.storage.protocols import Entry, FileIdentity, NoFile, remote_identity
 from fsdpckpt.storage.remote_file import REQUESTS, RangeCache, RemoteFile, fetcher
 from fsdpckpt.storage.retry import with_retries
 
@@ -98,7 +98,7 @@ class RemoteStore:
         answer = self._identities.get(url) or self._look_up(url)
         if isinstance(answer, FileIdentity):
             return Entry(name, url, self._remember(answer).nbytes, directory=False)
-        return Entry(name, url, 0, directory=True) if answer else None
+        return Entry(name, url, 0, directory=True) if answer is NoFile.DIRECTORY else None
 
     def list_directory(self, url: str) -> list[Entry]:
         """The entries of a directory, sorted by name. Raises SourceError."""
@@ -147,8 +147,8 @@ class RemoteStore:
         with self._lock:
             return self._identities.setdefault(identity.path, identity)
 
-    def _look_up(self, url: str, *, again: bool = False) -> FileIdentity | bool:
-        """The identity of an object, True for a directory, False for nothing."""
+    def _look_up(self, url: str, *, again: bool = False) -> FileIdentity | NoFile:
+        """The identity of the object at ``url``, or what is there instead."""
         filesystem, name = self._filesystem(url)
         if is_http(url):
             from fsdpckpt.storage import http
@@ -159,8 +159,8 @@ class RemoteStore:
         try:
             info = with_retries(lambda: filesystem.info(name), url=url, action="looking it up")
         except SourceMissingError:
-            return False
-        return True if info["type"] == "directory" else remote_identity(url, info)
+            return NoFile.NOTHING
+        return NoFile.DIRECTORY if info["type"] == "directory" else remote_identity(url, info)
 
     def _list_names(self, directory: str) -> tuple[list[FileIdentity], list[str]]:
         """The objects right below ``directory``, and its subdirectories."""
