@@ -16,7 +16,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import numpy as np
@@ -123,46 +123,43 @@ def prepare(source: str, target: str, options: ConvertOptions, sources: Sources)
     return Prepared(transformed, spec, output, make_plan(output))
 
 
+@dataclass(slots=True, eq=False)
 class _Conversion:
     """One rank's part of one conversion to a local disk. ``holders``: by target file the ranks that see it."""
 
-    def __init__(
-        self,
-        group: Group,
-        source: str,
-        target: str,
-        options: ConvertOptions,
-        progress: Progress,
-        visibility: Visibility,
-    ) -> None:
-        self.holders: dict[str, list[int]] = {}
-        self._group = group
-        self._solo = isinstance(group, Solo)  # errors pass unchanged
-        self._alone = group.world_size == 1
-        self._source = source
-        self._target = target
-        self._options = options
-        self._progress = progress
-        self._visibility = visibility
-        self._prepared: Prepared | None = None  # on rank 0
-        self._peers: list[ProcessIdentity] = []
-        self._sources: list[Sources] = []  # they know what each file was when it was first opened
-        self._opened: list[str] = []  # every file that rank 0 has read
-        self._staging: list[Staging] = []  # what this rank leads: one or none
-        self._own = False  # what is staged is this run's, not an earlier one's
-        self._locks: list[int] = []
-        self._recorder: Recorder | None = None
-        self._note: Note | None = None
+    group: Group
+    source: str
+    target: str
+    options: ConvertOptions
+    progress: Progress
+    visibility: Visibility
+    holders: dict[str, list[int]] = field(default_factory=dict)
+    _prepared: Prepared | None = None  # on rank 0
+    _peers: list[ProcessIdentity] = field(default_factory=list)
+    _sources: list[Sources] = field(default_factory=list)  # they know what each file was when it was first opened
+    _opened: list[str] = field(default_factory=list)  # every file that rank 0 has read
+    _staging: list[Staging] = field(default_factory=list)  # what this rank leads: one or none
+    _own: bool = False  # what is staged is this run's, not an earlier one's
+    _locks: list[int] = field(default_factory=list)
+    _recorder: Recorder | None = None
+    _note: Note | None = None
+
+    @property
+    def _solo(self) -> bool:
+        """Whether errors pass unchanged."""
+        return isinstance(self.group, Solo)
+
+    @property
+    def _alone(self) -> bool:
+        return self.group.world_size == 1
 
     def run(self, workers_here: int) -> Report:
         begun = time.monotonic()
-        self._peers = cast(
-            "list[ProcessIdentity]", self._group.all_gather_objects(process_identity(), name="processes")
-        )
+        self._peers = cast("list[ProcessIdentity]", self.group.all_gather_objects(process_identity(), name="processes"))
         try:
             budget = self._check_request(workers_here)
             self._read_and_plan()
-            if not self._options.dry_run:
+            if not self.options.dry_run:
                 with set_aside():
                     self._write(budget)
             return self._report(budget, begun)
@@ -179,37 +176,37 @@ class _Conversion:
         self.holders = holders_of(job, places, directory=directory)
         crcs = self._execute(job, places, visible, budget, finished)
         self._write_manifest(crcs, {}, directory=directory)
-        if self._options.verify is not VerifyLevel.NONE and not all(places.existing):
+        if self.options.verify is not VerifyLevel.NONE and not all(places.existing):
             digests = self._verify(job, places, visible)
-            if self._options.verify is VerifyLevel.FULL:
+            if self.options.verify is VerifyLevel.FULL:
                 self._write_manifest(crcs, digests, directory=directory)
         self._publish(job, places)
 
     def _check_request(self, workers_here: int) -> Budget:
-        options = self._options
-        with self._group.step("check the request"):
-            if self._group.rank == 0:
+        options = self.options
+        with self.group.step("check the request"):
+            if self.group.rank == 0:
                 check_options(options)
-                check_target(self._target, self._source, overwrite=options.overwrite, resume=options.resume)
+                check_target(self.target, self.source, overwrite=options.overwrite, resume=options.resume)
                 if options.overwrite:
-                    require_replaceable(self._target)
+                    require_replaceable(self.target)
             threads = options.threads
-            if threads is None and self._alone and is_url(self._source):
+            if threads is None and self._alone and is_url(self.source):
                 threads = MOST_THREADS  # a store answers late and serves many at once: threads wait, not work
             budget = make_budget(max_memory=options.max_memory, threads=threads)
             return for_worker(budget, workers_here, max_memory=options.max_memory, chosen=threads is not None)
 
     def _read_and_plan(self) -> None:
-        with self._group.step("read and plan"):
-            if self._group.rank:
-                serve_sources(self._group)
+        with self.group.step("read and plan"):
+            if self.group.rank:
+                serve_sources(self.group)
                 return
-            self._progress.begin("read", 0)
-            with self._group.heartbeat(), union_sources(self._group) as files, without_collection():
+            self.progress.begin("read", 0)
+            with self.group.heartbeat(), union_sources(self.group) as files, without_collection():
                 self._sources.append(files)
-                self._prepared = prepare(self._source, self._target, self._options, files)
+                self._prepared = prepare(self.source, self.target, self.options, files)
                 self._opened = list(files.opened)
-            self._progress.end()
+            self.progress.end()
 
     def _share_files(self) -> tuple[list[SourceFile], bool]:
         """The source files of the plan, and whether DST is a directory."""
@@ -218,7 +215,7 @@ class _Conversion:
             files = self._prepared.transformed.checkpoint.files
             paths = list(dict.fromkeys([*(file.path for file in files), *self._opened]))
             message = (paths, [file.nbytes for file in files], self._prepared.spec.directory)
-        shared = self._group.broadcast_object(message, name="sources")
+        shared = self.group.broadcast_object(message, name="sources")
         self._opened, lengths, directory = cast("tuple[list[str], list[int], bool]", shared)
         return [SourceFile(*each) for each in zip(self._opened, lengths, strict=False)], directory
 
@@ -227,14 +224,14 @@ class _Conversion:
         if self._alone:
             return np.ones((len(files), 1), bool)
         rows: list[bytes] = []
-        with Sources() as sources, self._group.step("look at the sources"):
+        with Sources() as sources, self.group.step("look at the sources"):
             self._sources.append(sources)
             for path in self._opened:
                 rows += content_identities([path], sources)
-                self._group.beat()
-        everyone = cast("list[list[bytes]]", self._group.all_gather_objects(rows, name="who sees what"))
-        with self._group.step("compare the sources"):
-            if self._group.rank == 0:  # all would find the same to be wrong, and one says it
+                self.group.beat()
+        everyone = cast("list[list[bytes]]", self.group.all_gather_objects(rows, name="who sees what"))
+        with self.group.step("compare the sources"):
+            if self.group.rank == 0:  # all would find the same to be wrong, and one says it
                 find_visible(self._opened, everyone)
         return find_visible(self._opened, everyone)[: len(files)]
 
@@ -242,9 +239,9 @@ class _Conversion:
         self, files: list[SourceFile], visible: npt.NDArray[np.bool_], budget: Budget, *, directory: bool
     ) -> tuple[Places, Job, Callable[[], RunIdentity], Finished]:
         """Who writes what where; this run's identity; and on rank 0 what an interrupted run has finished."""
-        group, options, prepared = self._group, self._options, self._prepared
+        group, options, prepared = self.group, self.options, self._prepared
         copies = source_copies(group, files, self._sources[-1], visible[:, group.rank].tolist())
-        places = open_staging(group, self._target, options, self._visibility, self._staging, directory=directory)
+        places = open_staging(group, self.target, options, self.visibility, self._staging, directory=directory)
         journals = journals_of(group, self._staging[0] if self._staging else None)
         message: object = None
         with group.step("divide the work"), group.heartbeat():
@@ -253,7 +250,7 @@ class _Conversion:
                 windows = finished_windows(journals, places, identity, options.max_memory)
                 job = _job(prepared, places, visible, budget, windows, options.max_memory)
                 self._note = resume_note(
-                    job, self._target, self._staging[0] if self._staging else None, asked=options.resume
+                    job, self.target, self._staging[0] if self._staging else None, asked=options.resume
                 )
                 finished = joined(list(windows.values()))
                 if self._alone:
@@ -269,7 +266,7 @@ class _Conversion:
         self, job: Job, places: Places, identity: Callable[[], RunIdentity], finished: Finished
     ) -> None:
         """Staging as this run needs it, without what is not resumed; and the journal of a rank that writes."""
-        group = self._group
+        group = self.group
         place = places.place[group.rank]
         with group.step("prepare staging"):
             for staging in self._staging:
@@ -293,22 +290,22 @@ class _Conversion:
         self, job: Job, places: Places, visible: npt.NDArray[np.bool_], budget: Budget, finished: Finished
     ) -> dict[str, int]:
         """The CRC-32 of every target file."""
-        rank = self._group.rank
+        rank = self.group.rank
         place = places.place[rank]
         with self._sources[-1] as sources:
             crcs = execute(
-                self._group,
+                self.group,
                 job,
                 visible,
                 sources=sources,
                 locate=lambda path: places.locate(rank, path),
                 threads=threads_for(job.settings, budget),
-                progress=self._progress,
+                progress=self.progress,
                 recorder=self._recorder,
                 finished=finished,
                 compare=places.existing[place or 0],
             )
-        with self._group.step("look for the output"):
+        with self.group.step("look for the output"):
             for staging in self._staging:
                 staging.require_files(files_at(job, place)[0])
         return crcs
@@ -318,47 +315,47 @@ class _Conversion:
         if not directory:
             return
         prepared, data = self._prepared, b""
-        with self._group.step("write fsdpckpt.json"):
+        with self.group.step("write fsdpckpt.json"):
             if prepared is not None and self._staging:
                 data = encode_manifest(prepared.output, prepared.transformed, prepared.spec, crcs=crcs, digests=digests)
             elif prepared is not None:
-                data = _existing_manifest(self._target)
-        data = cast("bytes", self._group.broadcast_object(data, name="fsdpckpt.json"))
-        with self._group.step("copy fsdpckpt.json"):
+                data = _existing_manifest(self.target)
+        data = cast("bytes", self.group.broadcast_object(data, name="fsdpckpt.json"))
+        with self.group.step("copy fsdpckpt.json"):
             for staging in self._staging:
                 put_manifest(staging, data)
 
     def _verify(self, job: Job, places: Places, visible: npt.NDArray[np.bool_]) -> dict[str, str]:
         """The output read back; on rank 0 the digests of its tensors."""
         check = OutputCheck(
-            self._group,
+            self.group,
             self._prepared.transformed if self._prepared is not None else None,
-            self._options,
-            dtype_rule(self._options),
-            self._progress,
+            self.options,
+            dtype_rule(self.options),
+            self.progress,
             places=places,
             files=job.files,
             visible=visible,
             holders=self.holders,
-            path=self._staging[0].visible if self._staging else os.path.realpath(self._target),
+            path=self._staging[0].visible if self._staging else os.path.realpath(self.target),
         )
         return check.run()
 
     def _publish(self, job: Job, places: Places) -> None:
         """Every output appears under its name, or is discarded where it has no file."""
-        with self._group.step("are the sources unchanged"):
+        with self.group.step("are the sources unchanged"):
             for sources in self._sources:
                 sources.require_unchanged()
-        with self._group.step("commit"):
+        with self.group.step("commit"):
             for staging in self._staging:
-                if files_at(job, places.place[self._group.rank])[0]:
-                    if self._options.overwrite:  # what came there meanwhile is not to be deleted
-                        require_replaceable(self._target)
+                if files_at(job, places.place[self.group.rank])[0]:
+                    if self.options.overwrite:  # what came there meanwhile is not to be deleted
+                        require_replaceable(self.target)
                     staging.commit()
                 else:
                     staging.discard()
-            if self._group.rank in places.leaders and not self._staging:
-                clear_leftover(self._target)
+            if self.group.rank in places.leaders and not self._staging:
+                clear_leftover(self.target)
         self._release()
 
     def _undo(self, error: BaseException) -> None:
@@ -367,7 +364,7 @@ class _Conversion:
         original = original_error(error) if isinstance(error, WorkerError) else error
         lost = not self._solo and (isinstance(original, WorkerError) or not isinstance(error, WorkerError))
         if not lost:
-            self._group.all_stopped()
+            self.group.all_stopped()
         for staging in self._staging:
             if lost or (staging.resumed and not self._own):
                 continue
@@ -389,7 +386,7 @@ class _Conversion:
             kept = f"{self._recorder.nbytes} of {total} bytes are kept in {staging.root}"
             attach_leftover(error, Leftover(kept))
         elif self._solo:
-            attach_staged(error, self._target)
+            attach_staged(error, self.target)
 
     def _release(self) -> None:
         for staging in self._staging:
@@ -404,12 +401,12 @@ class _Conversion:
         report = None
         if self._prepared is not None:
             notes = () if self._note is None else (self._note,)
-            report = _report(self._prepared, self._target, self._options, budget, self._group.world_size)
+            report = _report(self._prepared, self.target, self.options, budget, self.group.world_size)
             report = replace(report, notes=(*report.notes, *notes), seconds=time.monotonic() - begun)
             if self._alone:
                 return report
         document = None if report is None else json.loads(json.dumps(report.to_json()))
-        return Report.from_json(cast("dict[str, object]", self._group.broadcast_object(document, name="report")))
+        return Report.from_json(cast("dict[str, object]", self.group.broadcast_object(document, name="report")))
 
 
 def _job(

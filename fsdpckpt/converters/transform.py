@@ -1,4 +1,4 @@
-"""What happens to a checkpoint between reading and writing, in the order in which a user thinks of it."""
+"""Transforms a checkpoint between reading and writing: selects, unflattens, keys, fills, renames, shards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,17 @@ from fsdpckpt.flat.units.source import (
     source_units,
     target_units,
 )
-from fsdpckpt.ir.checkpoint import UNORDERED, Checkpoint, KeyType, Layout, Note, OptimState, Section, group_params
+from fsdpckpt.ir.checkpoint import (
+    UNORDERED,
+    Checkpoint,
+    Container,
+    KeyType,
+    Layout,
+    Note,
+    OptimState,
+    Section,
+    group_params,
+)
 from fsdpckpt.ir.dtypes import DTYPES, DType
 from fsdpckpt.ir.invariants import fatal
 from fsdpckpt.ir.names import clean, normalise
@@ -41,8 +51,11 @@ __all__ = ["TransformedCheckpoint", "apply_key_type", "fill_missing", "parameter
 
 @dataclass(frozen=True, slots=True)
 class TransformedCheckpoint:
-    """What is to be written: whole tensors. ``units``: those of a flattened target, whose optimizer is keyed by name
-    until the writer gives it keys of ``key_type``."""
+    """What is to be written: whole tensors.
+
+    ``units``: those of a flattened target, whose optimizer is keyed by name until the writer gives it keys of
+    ``key_type``.
+    """
 
     checkpoint: Checkpoint
     units: Units | None = None
@@ -50,86 +63,153 @@ class TransformedCheckpoint:
 
 
 def transform(opened: Checkpoint, options: ConvertOptions, spec: TargetSpec, sources: Sources) -> TransformedCheckpoint:
-    """All passes: what to take, what it is, how it is keyed, how to name it, how it is sharded."""
+    """Select, unflatten, key, rename and shard: ``opened`` as ``options`` and ``spec`` ask for it.
+
+    Raises SourceError for a source that is incomplete or contradicts itself, NeedsInformationError, UsageError.
+    """
     request = units_request(options)
     checkpoint = select_section(opened, options.only)
-    _refuse(checkpoint, options.only)
+    _require_sound(checkpoint, options.only)
+    to_flattened = spec.layout is Layout.FLATTENED
     refuse_flat_options(
         options,
         checkpoint.source,
-        has_flat=lambda: spec.layout is Layout.FLATTENED or is_flattened(checkpoint, sources, request),
+        has_flat=lambda: to_flattened or is_flattened(checkpoint, sources, request),
     )
-    own_keys = checkpoint.optim.key_type if checkpoint.optim is not None else None
-    found: ResolvedUnits | None = None
-    flattened = spec.layout is Layout.FLATTENED
+    source_keys = checkpoint.optim.key_type if checkpoint.optim is not None else None
+    resolved: ResolvedUnits | None = None
     if is_flattened(checkpoint, sources, request):
-        found = source_units(opened, request, sources, target_flattened=flattened)
-        checkpoint = name_slices(checkpoint, found, sources)
-        if ORDER in found.unsettled:
+        resolved = source_units(opened, request, sources, target_flattened=to_flattened)
+        checkpoint = name_slices(checkpoint, resolved, sources)
+        if ORDER in resolved.unsettled:
             checkpoint = replace(checkpoint, evidence=(*checkpoint.evidence, UNORDERED))
     checkpoint = normalise(checkpoint)
-    _refuse_differing(checkpoint)
-    units = _recorded(found, request, sources)
-    keying = _Keying(units, request, options, sources)
-    if flattened:
-        checkpoint = _renamed(keying.to(checkpoint, "name"), options)
-        return _to_flattened(checkpoint, found, request, options, spec, own_keys, sources)
+    _require_equal_copies(checkpoint)
+    steps = _Steps(options, request, sources, _ordered_units(resolved, request, sources))
+    if to_flattened:
+        checkpoint = steps.rename(steps.select(steps.key(checkpoint, "name")))
+        return steps.flatten(checkpoint, resolved, spec, source_keys)
     by_name = bool(options.include or options.exclude or options.missing_state)
-    checkpoint = keying.to(checkpoint, "name" if by_name else options.key_type)
-    checkpoint = select_keys(checkpoint, include=options.include, exclude=options.exclude)
-    checkpoint = _filled(checkpoint, options, found.units if found is not None else units, sources)
+    checkpoint = steps.select(steps.key(checkpoint, "name" if by_name else options.key_type))
+    checkpoint = steps.fill(checkpoint, resolved.units if resolved is not None else steps.units)
     # Names change last: what says which id is which parameter says it in the source's names.
-    checkpoint = _renamed(keying.to(checkpoint, options.key_type or own_keys), options, selected=True)
-    if spec.layout is not Layout.SHARDED:
-        return TransformedCheckpoint(checkpoint)
-    return TransformedCheckpoint(_to_sharded(checkpoint, options, spec, sources))
+    checkpoint = steps.rename(steps.key(checkpoint, options.key_type or source_keys))
+    if spec.layout is Layout.SHARDED:
+        # A cut that a DCP loader does not expect costs nothing; a DTensor where the model has a buffer does not load.
+        checkpoint = steps.shard(checkpoint, strict=spec.container is Container.TORCH)
+    return TransformedCheckpoint(checkpoint)
 
 
-def _filled(checkpoint: Checkpoint, options: ConvertOptions, units: Units | None, sources: Sources) -> Checkpoint:
-    """As ``--missing-state`` says; without it nothing is made, and what has no state is noted."""
-    choice: Choice = options.missing_state.value if options.missing_state is not None else "skip"
-    return fill_missing(checkpoint, choice, units=units, sources=sources)
+def _require_sound(checkpoint: Checkpoint, only: Section | None) -> None:
+    """Raises a SourceError that lists every fatal problem of the sections that are asked for, present or not."""
+    sections = {None, only} if only is not None else {None, *Section}
+    problems = [problem for problem in checkpoint.problems if problem.fatal and problem.section in sections]
+    if problems:
+        raise fatal(problems, source=checkpoint.source)
 
 
-def _recorded(found: ResolvedUnits | None, request: UnitsRequest, sources: Sources) -> Units | None:
+def _require_equal_copies(checkpoint: Checkpoint) -> None:
+    problems = list(differing_copies(checkpoint))
+    if problems:
+        raise fatal(problems, source=checkpoint.source)
+
+
+def _ordered_units(resolved: ResolvedUnits | None, request: UnitsRequest, sources: Sources) -> Units | None:
     """The units that say which id is which parameter: the source's, or those of ``--units``."""
-    if found is None:
+    if resolved is None:
         return load_units(request.file, sources) if request.file else None
-    return None if ORDER in found.unsettled else found.units
+    return None if ORDER in resolved.unsettled else resolved.units
 
 
 @dataclass(frozen=True, slots=True)
-class _Keying:
-    """Brings an optimizer to ids or names, with all that says which is which."""
+class _Steps:
+    """The single steps. ``units``: see ``_ordered_units``."""
 
-    units: Units | None
-    request: UnitsRequest
     options: ConvertOptions
+    request: UnitsRequest
     sources: Sources
+    units: Units | None
 
-    def to(self, checkpoint: Checkpoint, key_type: KeyType | None) -> Checkpoint:
+    def select(self, checkpoint: Checkpoint) -> Checkpoint:
+        return select_keys(checkpoint, include=self.options.include, exclude=self.options.exclude)
+
+    def key(self, checkpoint: Checkpoint, key_type: KeyType | None) -> Checkpoint:
+        """The optimizer keyed as ``key_type`` says; None leaves the keys as they are."""
         optim = checkpoint.optim
-        if optim is None or key_type is None or key_type == ("id" if is_keyed_by_id(optim) else "name"):
+        if optim is None or key_type is None or key_type == _key_type(optim):
             return checkpoint
         return apply_key_type(
             checkpoint,
             key_type,
             units=self.units,
-            reference=_reference(self.options, self.sources),
+            reference=self._reference(),
             parameters=self.request.parameters,
             buffers=self.options.buffers,
         )
 
+    def fill(self, checkpoint: Checkpoint, units: Units | None) -> Checkpoint:
+        """As ``--missing-state`` says; without it nothing is made, and what has no state is noted."""
+        missing = self.options.missing_state
+        choice: Choice = missing.value if missing is not None else "skip"
+        return fill_missing(checkpoint, choice, units=units, sources=self.sources)
 
-def _renamed(checkpoint: Checkpoint, options: ConvertOptions, *, selected: bool = False) -> Checkpoint:
-    if not selected:
-        checkpoint = select_keys(checkpoint, include=options.include, exclude=options.exclude)
-    checkpoint = rename(
-        checkpoint, strip_prefix=options.strip_prefix, add_prefix=options.add_prefix, pairs=options.rename
-    )
-    if options.dtype is not None or options.optim_dtype is not None:
-        checkpoint = with_own_tensors(checkpoint)
-    return checkpoint
+    def rename(self, checkpoint: Checkpoint) -> Checkpoint:
+        options = self.options
+        checkpoint = rename(
+            checkpoint, strip_prefix=options.strip_prefix, add_prefix=options.add_prefix, pairs=options.rename
+        )
+        cast = options.dtype is not None or options.optim_dtype is not None
+        return with_own_tensors(checkpoint) if cast else checkpoint
+
+    def shard(self, checkpoint: Checkpoint, *, strict: bool) -> Checkpoint:
+        """Decide which tensors are sharded, by ``--buffers`` and ``--reference``."""
+        reference = None
+        opened = self._reference()
+        if opened is not None:
+            params = opened.model.params if opened.model is not None else {}
+            reference = {name: getattr(leaf, "sharded", None) for name, leaf in params.items()}
+        hints = ShardingHints(buffers=self.options.buffers, reference=reference)
+        return decide_sharded(checkpoint, hints, strict=strict)
+
+    def flatten(
+        self,
+        checkpoint: Checkpoint,
+        source: ResolvedUnits | None,
+        spec: TargetSpec,
+        source_keys: KeyType | None,
+    ) -> TransformedCheckpoint:
+        """Whole tensors by name, complete and consistent within each unit of the target."""
+        options = self.options
+        if checkpoint.model is None and checkpoint.optim is None:
+            raise UsageError(
+                f"{checkpoint.source} has neither a model nor an optimizer to flatten",
+                next_step=f"fsdpckpt inspect {shlex.quote(checkpoint.source)}",
+            )
+        cast = DTYPES[options.dtype] if options.dtype is not None else None
+        target = target_units(checkpoint, self.request, source, spec.world_size or 1, self.sources, dtype=cast)
+        checkpoint = replace(checkpoint, notes=(*checkpoint.notes, *(Note("units", line) for line in target.how)))
+        checkpoint = self.fill(checkpoint, target.units)
+        key_type = options.key_type or source_keys or "id"
+        if target.units.use_orig_params:
+            checkpoint = note_elementless(checkpoint, target.units)
+        else:
+            require_complete(checkpoint, target.units)
+            require_equal_scalars(checkpoint, target.units, self.sources)
+            if options.key_type == "name":
+                raise UsageError(
+                    "--key-type name cannot key flat parameters: with use_orig_params=False one entry holds many names",
+                    next_step="drop --key-type, or add --use-orig-params",
+                )
+            key_type = "id"
+        if spec.form is not None:  # which may shard one section where it flattens the other
+            flat, params = target.units.params(), checkpoint.model.params if checkpoint.model is not None else {}
+            hints = ShardingHints(reference={name: name in flat for name in params})
+            checkpoint = decide_sharded(checkpoint, hints, strict=True)
+        return TransformedCheckpoint(checkpoint, target.units, key_type)
+
+    def _reference(self) -> Checkpoint | None:
+        path = self.options.reference
+        return None if path is None else open_checkpoint(path, sources=self.sources, locate=False)
 
 
 def units_request(options: ConvertOptions) -> UnitsRequest:
@@ -177,77 +257,6 @@ def _names_of(path: str) -> tuple[str, ...]:
             next_step=next_step,
         )
     return names
-
-
-def _refuse(checkpoint: Checkpoint, only: Section | None) -> None:
-    """Raises a SourceError that lists every fatal problem of the sections that are asked for, there or not."""
-    wanted = {None, only} if only is not None else {None, *Section}
-    wrong = [problem for problem in checkpoint.problems if problem.fatal and problem.section in wanted]
-    if wrong:
-        raise fatal(wrong, source=checkpoint.source)
-
-
-def _refuse_differing(checkpoint: Checkpoint) -> None:
-    wrong = list(differing_copies(checkpoint))
-    if wrong:
-        raise fatal(wrong, source=checkpoint.source)
-
-
-def _reference(options: ConvertOptions, sources: Sources) -> Checkpoint | None:
-    if options.reference is None:
-        return None
-    return open_checkpoint(options.reference, sources=sources, locate=False)
-
-
-def _to_flattened(
-    checkpoint: Checkpoint,
-    source: ResolvedUnits | None,
-    request: UnitsRequest,
-    options: ConvertOptions,
-    spec: TargetSpec,
-    own_keys: KeyType | None,
-    sources: Sources,
-) -> TransformedCheckpoint:
-    """Whole tensors by name, complete and consistent within each unit of the target."""
-    world_size = spec.world_size or 1
-    if checkpoint.model is not None or checkpoint.optim is not None:
-        cast = DTYPES[options.dtype] if options.dtype is not None else None
-        found = target_units(checkpoint, request, source, world_size, sources, dtype=cast)
-        checkpoint = replace(checkpoint, notes=(*checkpoint.notes, *(Note("units", line) for line in found.how)))
-    else:
-        raise UsageError(
-            f"{checkpoint.source} has neither a model nor an optimizer to flatten",
-            next_step=f"fsdpckpt inspect {shlex.quote(checkpoint.source)}",
-        )
-    checkpoint = _filled(checkpoint, options, found.units, sources)
-    if found.units.use_orig_params:
-        checkpoint = note_elementless(checkpoint, found.units)
-    else:
-        require_complete(checkpoint, found.units)
-        require_equal_scalars(checkpoint, found.units, sources)
-    key_type = options.key_type or own_keys or "id"
-    if not found.units.use_orig_params:
-        if options.key_type == "name":
-            raise UsageError(
-                "--key-type name cannot key flat parameters: with use_orig_params=False one entry holds many names",
-                next_step="drop --key-type, or add --use-orig-params",
-            )
-        key_type = "id"
-    if spec.form is not None:  # which may shard one section where it flattens the other
-        of_units = {name: name in found.units.params() for name in checkpoint.model.params} if checkpoint.model else {}
-        checkpoint = decide_sharded(checkpoint, ShardingHints(reference=of_units), strict=True)
-    return TransformedCheckpoint(checkpoint, found.units, key_type)
-
-
-def _to_sharded(checkpoint: Checkpoint, options: ConvertOptions, spec: TargetSpec, sources: Sources) -> Checkpoint:
-    reference = None
-    if options.reference is not None:
-        opened = _reference(options, sources)
-        model = opened.model if opened is not None else None
-        reference = {name: getattr(leaf, "sharded", None) for name, leaf in model.params.items()} if model else {}
-    hints = ShardingHints(buffers=options.buffers, reference=reference)
-    # A cut that a DCP loader does not expect costs nothing; a DTensor where the model has a buffer does not load.
-    return decide_sharded(checkpoint, hints, strict=spec.container == "torch")
 
 
 def apply_key_type(
