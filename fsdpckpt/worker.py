@@ -67,10 +67,10 @@ def _as_worker(source: str, target: str, options: ConvertOptions, launch: Launch
     place = rank_from_environment()
     try:
         with (
-            _patient(launch.fault_limit) as patience,
+            _defer_sigterm(launch.fault_limit) as groups,
             TorchGroup.start(backend=launch.backend, device=launch.device, limit=launch.fault_limit) as group,
         ):
-            patience.append(group)
+            groups.append(group)
             return run(
                 group,
                 source,
@@ -86,14 +86,14 @@ def _as_worker(source: str, target: str, options: ConvertOptions, launch: Launch
             process_role.speaker = 1  # rank 0 did not say so itself: it cannot
         original = original_error(error)
         attach_leftovers(original, target, options)
-        _tell_torchrun(original)
+        _report_to_torchrun(original)
         raise original from error
     except BaseException as error:
         attach_leftovers(error, target, options)
         raise
 
 
-def _tell_torchrun(error: Exception) -> None:
+def _report_to_torchrun(error: Exception) -> None:
     """Put ``error`` where torchrun looks for it, so that its own summary ends with the cause.
 
     The form is that of ``torch.distributed.elastic.multiprocessing.errors.ErrorHandler``.
@@ -108,9 +108,11 @@ def _tell_torchrun(error: Exception) -> None:
 
 
 @contextmanager
-def _patient(limit: float) -> Iterator[list[Group]]:
-    """SIGTERM finds out first whether another worker was lost: a launcher that sees one end stops the others at once,
-    before any of them could have noticed, and which one it was would never be said.
+def _defer_sigterm(limit: float) -> Iterator[list[Group]]:
+    """On SIGTERM, find out first whether another worker was lost.
+
+    A launcher that sees one end stops the others at once, before any of them noticed, and nobody would report which
+    one it was.
 
     The body puts the group into the list. Once a loss is known, SIGTERM changes nothing any more.
     """
@@ -132,7 +134,7 @@ def _patient(limit: float) -> Iterator[list[Group]]:
             return
         if callable(before):
             before(number, frame)
-        raise InterruptedRunError("by SIGTERM", next_step="run it again")
+        raise InterruptedRunError("by SIGTERM", run_again=True)
 
     if threading.current_thread() is not threading.main_thread():
         yield groups
@@ -182,18 +184,18 @@ def _launched(source: str, target: str, options: ConvertOptions, launch: LaunchO
         except InterruptedRunError as stopped:
             attach_leftovers(stopped, target, options)
             raise
-        found = _read(directory)
-    process_role.worker, process_role.speaker = True, 0 if found["speaks"] else -1  # of several nodes one says it
-    return Report.from_json(found["report"])
+        result = _read(directory)
+    process_role.worker, process_role.speaker = True, 0 if result["speaks"] else -1  # of several nodes one says it
+    return Report.from_json(result["report"])
 
 
 def _read(directory: str) -> dict[str, Any]:
     try:
         with open(os.path.join(directory, REPORT), encoding="utf-8") as file:
-            found: dict[str, Any] = json.load(file)
+            document: dict[str, Any] = json.load(file)
     except (FileNotFoundError, ValueError):  # the worker was killed before, or while, it wrote this
         return {}
-    return found
+    return document
 
 
 def main() -> None:
@@ -238,12 +240,12 @@ def main() -> None:
 
 
 def _end(code: int) -> NoReturn:
-    """End now: torch's threads can abort an orderly end, and the destructors of a process group that failed hang.
+    """End now: torch's threads can abort an orderly end, and the destructors of a failed process group hang.
 
     What this worker has written is closed by now, and the launcher looks at nothing but the exit code.
     """
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # nobody listens any more
+        with suppress(OSError, ValueError):  # the reader is gone
             stream.flush()
     os._exit(code)
 

@@ -121,7 +121,7 @@ class OutputCheck:
         return visible
 
     def _compare(self, pairs: Sequence[Pair], names: Sequence[str], lengths: Sequence[int]) -> dict[str, Verdict]:
-        """This rank's share; returns what all ranks found."""
+        """This rank's share; returns the verdicts of all ranks."""
         paths = [self.places.locate(self.group.rank, name) for name in names]
         written = [SourceFile(*each) for each in zip(paths, lengths, strict=True)]
         with self.group.step("compare the output"), self.group.heartbeat(), Sources() as sources:
@@ -134,7 +134,7 @@ class OutputCheck:
     def _compare_rest(self, pairs: Sequence[Pair], written: Sequence[SourceFile]) -> dict[str, Verdict]:
         if not pairs:  # the same on all ranks
             return {}
-        with self.group.step("compare what nobody sees whole"):
+        with self.group.step("compare the rest"):
             if self.group.rank:
                 self._serve()
                 return {}
@@ -172,10 +172,10 @@ def _match(
         written = _named(written, units, path)
     wrong = [problem.message for problem in written.problems if problem.fatal]
     empty = frozenset(name for name, param in units.params().items() if not param.numel) if units else frozenset()
-    found = {(named.section, named.key): named for named in _compared(written, empty)}
+    unmatched = {(named.section, named.key): named for named in _compared(written, empty)}
     pairs = []
     for named in _compared(expected, empty):
-        other = found.pop((named.section, named.key), None)
+        other = unmatched.pop((named.section, named.key), None)
         dtype = dtypes.of(named.section, named.state, named.tensor)
         if other is None:
             wrong.append(f"{named.section} {named.key} was not written")
@@ -183,21 +183,21 @@ def _match(
             wrong.append(f"{named.section} {named.key} was written as {_form(other)}, not as {_form(named)}")
         else:
             pairs.append(Pair(f"{named.section} {named.key}", named.tensor, other.tensor))
-    wrong.extend(f"{named.section} {named.key} was written and should not be there" for named in found.values())
+    wrong.extend(f"{named.section} {named.key} was written and should not be there" for named in unmatched.values())
     if wrong:
         raise _not_as_planned(path, wrong)
     return pairs, written.files
 
 
-def _digests(pairs: Sequence[Pair], found: Mapping[str, Verdict], path: str) -> dict[str, str]:
+def _digests(pairs: Sequence[Pair], verdicts: Mapping[str, Verdict], path: str) -> dict[str, str]:
     """The SHA-256 of each of ``pairs``, in their order. Raises InternalError for those that differ."""
-    verdicts = {pair.name: found[pair.name] for pair in pairs}
+    ordered = {pair.name: verdicts[pair.name] for pair in pairs}
     wrong = [
-        f"{name} differs from the source at element {at}" for name, at in verdicts.items() if not isinstance(at, str)
+        f"{name} differs from the source at element {at}" for name, at in ordered.items() if not isinstance(at, str)
     ]
     if wrong:
         raise _not_as_planned(path, wrong)
-    return {name: digest for name, digest in verdicts.items() if isinstance(digest, str)}
+    return {name: digest for name, digest in ordered.items() if isinstance(digest, str)}
 
 
 def _not_as_planned(path: str, wrong: Sequence[str]) -> InternalError:
@@ -217,12 +217,13 @@ def _reopen(path: str, sources: Sources, *, locate: bool) -> Checkpoint:
 
 def _named(written: Checkpoint, units: Units, path: str) -> Checkpoint:
     """Flattened output as whole tensors by name, proved by the units it was written with."""
-    found = match(written, units)
-    if isinstance(found, Mismatch):
+    matched = match(written, units)
+    if isinstance(matched, Mismatch):
         raise InternalError(
-            f"the flattened output does not fit its own units; {path} was discarded", details=found.contradictions[:20]
+            f"the flattened output does not fit its own units; {path} was discarded",
+            details=matched.contradictions[:20],
         )
-    named = unflatten(written, found)
+    named = unflatten(written, matched)
     if named.optim is None or named.optim.key_type != "id":
         return named
     return to_names(named, from_units(units, "the units it was written with"))  # NO_SHARD and one rank cut nothing
@@ -290,20 +291,20 @@ def _pack(tensors: Sequence[Tensor]) -> Packed:
 
 
 def _joined(arrays: Iterable[Int64Array]) -> Int64Array:
-    found = [array.ravel() for array in arrays]
-    return np.concatenate(found).astype(np.int64) if found else np.zeros(0, np.int64)
+    flat = [array.ravel() for array in arrays]
+    return np.concatenate(flat).astype(np.int64) if flat else np.zeros(0, np.int64)
 
 
 def _unpack(value: Packed) -> list[Tensor]:
     dtypes, shapes, counts, columns, boxes = cast(
         "tuple[list[str], Int64Array, Int64Array, Int64Array, Int64Array]", value
     )
-    found = []
+    tensors = []
     shape_at = column_at = box_at = 0
     for dtype, (ndim, count) in zip(dtypes, counts.tolist(), strict=True):
         shape = tuple(shapes[shape_at : shape_at + ndim].tolist())
         rank, file, offset = columns[column_at : column_at + 3 * count].reshape(3, count)
         start, size, stride = boxes[box_at : box_at + 3 * count * ndim].reshape(3, count, ndim)
-        found.append(Tensor(DTYPES[dtype], shape, Chunks(rank, file, offset, start, size, stride)))
+        tensors.append(Tensor(DTYPES[dtype], shape, Chunks(rank, file, offset, start, size, stride)))
         shape_at, column_at, box_at = shape_at + ndim, column_at + 3 * count, box_at + 3 * count * ndim
-    return found
+    return tensors

@@ -246,13 +246,13 @@ def _adapt_extras(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> Checkpo
 def _schedule(checkpoint: Checkpoint) -> Value:
     """The state dict of the source's LR scheduler, None where its producer keeps none that is torch's own."""
     source = flavor_named(checkpoint.flavor)
-    found: Value = checkpoint.extra if source is not None and source.schedule else None
+    value: Value = checkpoint.extra if source is not None and source.schedule else None
     for step in source.schedule if source is not None else ():
-        if isinstance(found, dict):
-            found = found.get(step)
+        if isinstance(value, dict):
+            value = value.get(step)
         else:
-            found = found[step] if isinstance(found, list) and isinstance(step, int) and step < len(found) else None
-    return found
+            value = value[step] if isinstance(value, list) and isinstance(step, int) and step < len(value) else None
+    return value
 
 
 def _has(value: Value, keys: frozenset[str]) -> bool:

@@ -1,7 +1,7 @@
-"""What ``--overwrite`` may delete, wherever DST is: a file, or a directory of one checkpoint and files beside it.
+"""Says what ``--overwrite`` may delete: a file, or a directory of one checkpoint and files beside it.
 
-Who names a file, or the directory that files lie in, means them. Who names the directory above (``runs`` for
-``runs/step-1000``, a project, a home) has mistyped: that, and a directory of several checkpoints, is refused.
+A file, or the directory that files lie in, is meant when it is named. A directory above it (``runs`` for
+``runs/step-1000``, a project, a home) is a typing mistake: that, and a directory of several checkpoints, is refused.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SHOWN = 5  # files that are named in a refusal
 # What describes the data of a checkpoint, in whichever of its directories: read, but no data file itself.
 _DESCRIPTIONS = (MANIFEST, UNITS, ".metadata")
 _DESCRIBING = (".safetensors.index.json", ".distcp")
-# What NFS (a file that was deleted while somebody had it open) and macOS leave in any directory: nobody's data.
+# What NFS (a file that was deleted while it was open) and macOS leave in any directory: not data of the user.
 _LEFT_BEHIND = re.compile(r"\.nfs[0-9a-f]{16,}|\.DS_Store")
 
 
@@ -45,29 +45,29 @@ def require_replaceable(target: str) -> None:
         known = _listed(where, sources)
         if known is None:
             known = _parts(where, target, sources)
-        strangers = list(islice(_strangers(where, known, sources), _SHOWN + 1))
-    if strangers:
+        unrelated = list(islice(_unrelated(where, known, sources), _SHOWN + 1))
+    if unrelated:
         raise _refused(
             f"{target} holds more than a checkpoint: --overwrite does not replace that",
             target,
-            [f"no part of the checkpoint: {path}" for path in strangers[:_SHOWN]]
-            + (["and more"] if len(strangers) > _SHOWN else []),
+            [f"no part of the checkpoint: {path}" for path in unrelated[:_SHOWN]]
+            + (["and more"] if len(unrelated) > _SHOWN else []),
         )
 
 
 def _parts(directory: str, target: str, sources: Sources) -> set[str]:
     """The files of the checkpoint in ``directory``, by its metadata alone; none where none can be read."""
     try:
-        found = open_checkpoint(directory, sources=sources, locate=False)
+        checkpoint = open_checkpoint(directory, sources=sources, locate=False)
     except NeedsInformationError as error:
         what = f"{target} is not one checkpoint: --overwrite does not replace that"
         raise _refused(what, target, error.details) from error
     except FsdpckptError:
         return set()
-    if found.directory and found.directory.rstrip("/") != directory.rstrip("/"):
-        what = f"{target} is no checkpoint, one lies below it: --overwrite does not replace that"
-        raise _refused(what, target, [found.directory])
-    return {posixpath.relpath(file.path, directory) for file in found.files}
+    if checkpoint.directory and checkpoint.directory.rstrip("/") != directory.rstrip("/"):
+        what = f"{target} is not a checkpoint, one lies below it: --overwrite does not replace that"
+        raise _refused(what, target, [checkpoint.directory])
+    return {posixpath.relpath(file.path, directory) for file in checkpoint.files}
 
 
 def _refused(what: str, target: str, details: list[str] | tuple[str, ...]) -> TargetExistsError:
@@ -88,7 +88,7 @@ def _listed(directory: str, sources: Sources) -> set[str] | None:
     return {MANIFEST, *manifest.files} if manifest is not None and manifest.files else None
 
 
-def _strangers(directory: str, known: set[str], sources: Sources) -> Iterator[str]:
+def _unrelated(directory: str, known: set[str], sources: Sources) -> Iterator[str]:
     """Files in directories below ``directory`` that are neither ``known`` nor describe what is known beside them."""
     folders = {posixpath.dirname(path) for path in known}
     for path in _files(directory, sources):
@@ -99,7 +99,7 @@ def _strangers(directory: str, known: set[str], sources: Sources) -> Iterator[st
 
 
 def _files(directory: str, sources: Sources) -> Iterator[str]:
-    """What somebody may miss below ``directory``, by relative path: no directory of its own, and a link as one file."""
+    """What a user may miss below ``directory``, by relative path: files and links, not directories."""
     for path in _everything(directory, sources):
         if not _LEFT_BEHIND.fullmatch(posixpath.basename(path)):
             yield path

@@ -342,7 +342,7 @@ class UploadDirectory:
             os.makedirs(self.root, mode=0o700, exist_ok=True)
             if os.stat(self.root).st_uid != os.getuid():  # anybody may make directories in /tmp
                 raise TargetUnwritableError(
-                    f"{self.root} belongs to somebody else", file=self.root, next_step="add --staging DIR"
+                    f"{self.root} belongs to another user", file=self.root, next_step="add --staging DIR"
                 )
             lock = os.open(self.root, os.O_RDONLY | os.O_CLOEXEC)
         try:

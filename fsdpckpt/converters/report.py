@@ -40,7 +40,7 @@ class Report:
     """Sizes are bytes, ``seconds`` wall time. ``peak_memory_planned``: the copy buffers, under ``--max-memory``.
 
     ``bytes_read`` is tensor data; headers and metadata come on top. ``disk_needed`` is what DST will occupy,
-    ``disk_free`` what a dry run found free there (None: nobody looked).
+    ``disk_free`` what a dry run found free there (None: not looked up).
     ``staged_in``: the local directory it needs that in, when DST is in an object store.
     ``workers``: processes, each with ``threads`` threads and ``peak_memory_planned`` bytes.
     """
@@ -73,7 +73,7 @@ class Report:
 
     @property
     def disk_suffices(self) -> bool | None:
-        """Whether DST fits; None when nobody looked."""
+        """Whether DST fits; None when that was not looked up."""
         return None if self.disk_free is None else self.disk_needed <= self.disk_free
 
     def to_json(self) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Settles what a conversion writes: layout, container and world size, from the options, DST's suffix and the source."""
+"""Decides what a conversion writes: layout, container and world size, from the options, DST's suffix and the source."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ __all__ = ["TargetSpec", "check_options", "make_target_spec", "writable_flavor"]
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 SAFETENSORS_SUFFIX = ".safetensors"
-
 
 # What people call them, and what torch does.
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
@@ -118,7 +117,7 @@ def _layout(container: Container, suffix: str, options: ConvertOptions, source_l
     if layout is not Layout.FULL and suffix in TORCH_SUFFIXES:
         raise UsageError(
             f"--to {layout} writes a directory, and DST ends in {suffix}",
-            next_step="give DST a name without suffix",
+            next_step="give DST a name without a suffix",
         )
     return layout
 
@@ -187,7 +186,7 @@ def _what_to_drop(flavor: Flavor, one_file: bool, options: ConvertOptions) -> st
         "drop --container": (one_file, replace(options, container=None)),
         "drop --to": (one_file, replace(options, to=None)),
         "drop --world-size": (one_file, replace(options, world_size=None)),
-        "give DST a name without suffix": (False, options),
+        "give DST a name without a suffix": (False, options),
         "drop --to and --container": (one_file, replace(options, to=None, container=None)),
         "drop --to, --container and --world-size": (
             one_file,
@@ -195,7 +194,7 @@ def _what_to_drop(flavor: Flavor, one_file: bool, options: ConvertOptions) -> st
         ),
     }
     fits = [what for what, (file, changed) in without.items() if _fitting(flavor, file, changed)]
-    return fits[0] if fits else "drop --to, --container and --world-size, and give DST a name without suffix"
+    return fits[0] if fits else "drop --to, --container and --world-size, and give DST a name without a suffix"
 
 
 def _words(form: Form) -> str:

@@ -246,7 +246,7 @@ def _names_of(path: str) -> tuple[str, ...]:
         with open(path, encoding="utf-8") as file:
             names = tuple(line.strip() for line in file if line.strip())
     except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path, bytes that are no text
-        reason = error.strerror if isinstance(error, OSError) else "it is no text file"
+        reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
         raise SourceMissingError(f"--parameters {path}: {reason}", file=path, next_step=next_step) from error
     twice = [name for name, times in Counter(names).items() if times > 1]
     if twice or not names:
@@ -270,11 +270,12 @@ def apply_key_type(
 ) -> Checkpoint:
     """``checkpoint`` with its optimizer keyed as ``key_type`` says; None leaves the keys as they are.
 
-    ``units``: given, or found with the source; those beside the checkpoint count when None. ``reference``: a checkpoint
-    whose model section states names, shapes and order. ``parameters``: names in the order of ``model.parameters()``.
-    ``buffers``: globs of model keys that are no parameters. Raises NeedsInformationError when nothing states the
-    order, or what does leaves several answers, and SourceCorruptError when the sources contradict the optimizer or each
-    other.
+    ``units``: those of the source or of ``--units``; when None, those beside the checkpoint. ``reference``: a
+    checkpoint whose model section states names, shapes and order. ``parameters``: names in the order of
+    ``model.parameters()``. ``buffers``: globs of model keys that are not parameters.
+
+    Raises NeedsInformationError when nothing states the order, or what does leaves several answers, and
+    SourceCorruptError when the sources contradict the optimizer or each other.
     """
     optim = checkpoint.optim
     if optim is None or key_type is None or optim.key_type is None or key_type == _key_type(optim):
@@ -309,20 +310,20 @@ def parameter_orders(
     """Every source that states an order, the one to use first: those that do not keep the order come last."""
     held = units if units is not None else checkpoint.units
     like = _known_names(checkpoint)
-    found: list[ParameterOrder | None] = []
+    orders: list[ParameterOrder | None] = []
     if held is not None:
         beside = held is checkpoint.units and checkpoint.units_from
-        found.append(from_units(held, f"the units of {checkpoint.units_from}" if beside else "the units"))
+        orders.append(from_units(held, f"the units of {checkpoint.units_from}" if beside else "the units"))
     if checkpoint.optim is not None:
-        found.append(from_param_names(checkpoint.optim, like))
+        orders.append(from_param_names(checkpoint.optim, like))
     if parameters is not None:
-        found.append(from_list(parameters, like=like))
-    keyed = _keyed_names(checkpoint).union(*(order.names for order in found if order is not None))
+        orders.append(from_list(parameters, like=like))
+    keyed = _keyed_names(checkpoint).union(*(order.names for order in orders if order is not None))
     if reference is not None:
-        found.append(from_model(reference, f"the reference {reference.source}", buffers, like, keyed))
-    found.append(from_model(checkpoint, "the checkpoint's own model section", buffers, keyed=keyed))
-    orders = [order for order in found if order is not None]
-    return sorted(orders, key=lambda order: not order.ordered)
+        orders.append(from_model(reference, f"the reference {reference.source}", buffers, like, keyed))
+    orders.append(from_model(checkpoint, "the checkpoint's own model section", buffers, keyed=keyed))
+    stated = [order for order in orders if order is not None]
+    return sorted(stated, key=lambda order: not order.ordered)
 
 
 def _known_names(checkpoint: Checkpoint) -> list[str]:

@@ -74,7 +74,7 @@ def test_a_world_size_for_a_full_source_says_what_to_add() -> None:
         ("out", {"flavor": "verl", "to": FULL}, "drop --to"),
         ("out", {"flavor": "verl", "to": FULL, "container": Container.SAFETENSORS}, "drop --to and --container"),
         ("out", {"flavor": "huggingface", "world_size": 4}, "drop --world-size"),
-        ("out.pt", {"flavor": "torchtitan"}, "give DST a name without suffix"),
+        ("out.pt", {"flavor": "torchtitan"}, "give DST a name without a suffix"),
     ],
 )
 def test_a_form_that_a_producer_does_not_have_names_the_option_to_drop(

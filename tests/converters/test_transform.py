@@ -294,7 +294,11 @@ def test_a_list_with_names_twice_or_without_any_is_refused(
 
 def test_a_list_that_cannot_be_read_is_missing(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    for path, told in ((tmp_path / "binary", "no text file"), (tmp_path / "none", "No such file"), ("a\0b", "no text")):
+    for path, reason in (
+        (tmp_path / "binary", "not a text file"),
+        (tmp_path / "none", "No such file"),
+        ("a\0b", "not a text"),
+    ):
         with pytest.raises(SourceMissingError) as caught:
             units_request(ConvertOptions(parameters=str(path)))
-        assert told in caught.value.what
+        assert reason in caught.value.what
