@@ -53,11 +53,11 @@ WINDOWS_HELD = 2 * WINDOWS_A_ROUND  # at least: two rounds
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Bytes, alike on all workers. ``window``: assembled and written at once; ``windows``: of all threads together.
+    """Bytes, the same on all ranks. ``window``: assembled and written at once; ``windows``: of all threads together.
     ``round_bytes``: received in one round, of which ``rounds`` are held. ``exchange_bytes``: buffers of the process
     group.
 
-    The last three are 0 where every worker sees all that it needs.
+    The last three are 0 where every rank sees all of its sources.
     """
 
     window: int
@@ -68,11 +68,11 @@ class Settings:
 
 
 def settle(plan: Plan, budget: Budget, max_memory: int, *, exchanging: bool) -> Settings:
-    """The settings for ``max_memory`` bytes a worker; ``budget`` has its number of threads.
+    """The settings for ``max_memory`` bytes per rank; ``budget`` has its number of threads.
 
     Where bytes are exchanged: an eighth of it for the exchange, half as much to read what is sent; at most half for
-    windows, each no more than a sixteenth; rounds of four windows take what is left. Raises UsageError when that is too
-    little.
+    windows, each no more than a sixteenth; rounds of four windows take what is left. Raises UsageError when that is not
+    enough.
     """
     if not exchanging:
         return Settings(budget.window, max_memory, 0, 0, 0)
@@ -87,12 +87,12 @@ def settle(plan: Plan, budget: Budget, max_memory: int, *, exchanging: bool) -> 
 
 
 def threads_for(settings: Settings, budget: Budget) -> int:
-    """How many of the threads of ``budget`` this worker has memory for."""
+    """How many of the threads of ``budget`` this rank has memory for."""
     return max(min(budget.threads, settings.windows // (BUFFERS_PER_THREAD * settings.window)), 1)
 
 
 def for_worker(budget: Budget, local_workers: int, *, max_memory: int, chosen: bool) -> Budget:
-    """``budget`` for one of ``local_workers`` workers that share a machine. ``chosen``: threads are as the user said.
+    """``budget`` for one of ``local_workers`` workers that share a machine. ``chosen``: by the user, with --threads.
 
     At least two threads: one assembles while the other one waits for the disk.
     """

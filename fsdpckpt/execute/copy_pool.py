@@ -1,4 +1,4 @@
-"""The threads of one worker, which take windows as their bytes arrive; the main thread communicates meanwhile."""
+"""Copies windows on the threads of one rank, as their bytes arrive, while the main thread communicates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fsdpckpt.plan.transfer import Window
 
 __all__ = ["CopyPool"]
 
-SLOWEST_DISK = 20e6  # bytes a second: slower than that, a disk that makes files durable counts as one that hangs
+SLOWEST_DISK = 20e6  # bytes a second: a disk that makes files durable more slowly counts as hung
 LOOK = 0.05  # seconds
 PATIENCE = 2.0  # seconds for threads to stop once the run failed
 
@@ -44,7 +44,7 @@ class CopyPool:
             thread.start()
 
     def arrived(self, number: int) -> None:
-        """All bytes for the windows of round ``number`` are there."""
+        """All bytes for the windows of round ``number`` have been received."""
         with self._changed:
             self._arrived.extend(self._waiting.pop(number, ()))
             self._changed.notify_all()
@@ -54,7 +54,7 @@ class CopyPool:
         self._quiet_until = max(self._quiet_until, time.monotonic() + nbytes / SLOWEST_DISK)
 
     def moved(self) -> bool:
-        """Whether the threads got anywhere since the last call, or have a reason not to."""
+        """Whether the threads made progress since the last call, or announced that they would not."""
         before, self._seen = self._seen, self._moves
         return before != self._seen or time.monotonic() < self._quiet_until
 

@@ -1,6 +1,6 @@
 """Resumes an interrupted run: reads back what its journals name, on the ranks that would write it otherwise.
 
-A window that is as it was written is kept, any other one is copied again.
+A window whose bytes are as claimed is kept, any other one is copied again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Written: TypeAlias = "dict[int, list[Range]]"
 
 
 class ReadBack:
-    """The ``claims`` of one target file that an earlier run has left at ``path``. Any thread may call ``take``."""
+    """Verifies the ``claims`` of one target file that an earlier run left at ``path``. Any thread may call ``take``."""
 
     def __init__(self, file: FilePlan, path: str, claims: Sequence[Claim]) -> None:
         self._checks = TargetChecks(file)
@@ -42,7 +42,7 @@ class ReadBack:
         self._file = WritableFile(path, file.nbytes, existing=True) if self.claims else None
 
     def take(self, claim: Claim, buffer: memoryview) -> None:
-        """Keep the window of ``claim`` if it is on the disk. ``buffer`` is as long as it at least."""
+        """Keep the window of ``claim`` if its bytes are as claimed. ``buffer`` is at least as long as the window."""
         if self._file is None:
             return
         begin, end, crc = claim
@@ -62,7 +62,7 @@ class ReadBack:
 
 
 def read_back(group: Group, backs: Mapping[int, ReadBack], threads: int, nbytes: int) -> None:
-    """All claims of all ``backs``, on at most ``threads`` threads with ``nbytes`` of buffers together."""
+    """Verify all claims of all ``backs``, on at most ``threads`` threads that share ``nbytes`` of buffers."""
     longest = max((end - begin for back in backs.values() for begin, end, _ in back.claims), default=0)
     most = max(min(threads, nbytes // max(longest, 1)), 1)
     buffers = [aligned_buffer(longest + BLOCK) for _ in range(most)]

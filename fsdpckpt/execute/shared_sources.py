@@ -35,7 +35,7 @@ Question = tuple[str, str, int, int]
 
 
 def serve_sources(group: Group, *, roots: Mapping[str, str] | None = None) -> None:
-    """Answer rank 0 until it is done. All ranks but 0. ``roots``: rank 0's name of a directory -> this worker's own."""
+    """Answer rank 0 until it is done. All ranks but 0. ``roots``: rank 0's path of a directory -> this rank's own."""
     with Sources() as sources:
         while True:
             what, path, offset, nbytes = cast("Question", group.receive_object(source=0))
@@ -46,7 +46,7 @@ def serve_sources(group: Group, *, roots: Mapping[str, str] | None = None) -> No
                     path = own + path[len(root) :]
             try:
                 answer: object = _answer(sources, what, path, offset, nbytes)
-            except (FsdpckptError, OSError) as error:  # rank 0's to tell, as if its own disk had said so
+            except (FsdpckptError, OSError) as error:  # raised on rank 0, as if its own disk had failed
                 answer = encode_error(error)
             group.send_object(answer, to=0)
 
@@ -63,7 +63,7 @@ def _answer(sources: Sources, what: str, path: str, offset: int, nbytes: int) ->
 
 @contextmanager
 def union_sources(group: Group) -> Iterator[UnionSources]:
-    """The union of what the workers see, for rank 0, while the others ``serve_sources``."""
+    """The union of what all ranks see, for rank 0, while the others are in ``serve_sources``."""
     files = UnionSources(group)
     with files:
         yield files

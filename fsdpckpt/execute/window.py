@@ -30,7 +30,7 @@ Segment = tuple[int, int, int, int]
 
 
 class Assembler:
-    """One thread's buffers. ``window`` bytes for the result and as many for scratch, allocated once."""
+    """Assembles windows in one thread's buffers: ``window`` bytes for the result and as many for scratch."""
 
     def __init__(
         self, plan: Plan, files: Sequence[SourceFile], sources: Sources, check: SourceCheck, window: int
