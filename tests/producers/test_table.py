@@ -83,7 +83,7 @@ def test_the_sources_layout_decides_where_nothing_else_does(layout: Layout) -> N
 @pytest.mark.parametrize(
     ("target", "options", "what"),
     [
-        ("out", {"flavor": "acelerate"}, "no producer"),
+        ("out", {"flavor": "acelerate"}, "an unknown flavor"),
         ("out", {"flavor": "composer"}, "read, and not written"),
         ("out", {"flavor": "huggingface", "to": Layout.SHARDED}, "does not save"),
         ("out.ckpt", {"flavor": "torchtitan"}, "does not save"),
