@@ -1,0 +1,116 @@
+"""The README and the pages of docs/: each command in them runs, and links lead somewhere.
+
+Commands on ``demo-run/`` run on what ``scripts/demo`` trains. All others name files of the reader's own: of those the
+command line must accept every option, and find nothing wrong but the missing source.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run, run
+
+__all__ = ["run"]
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+MISSING_SOURCE = 3
+REFUSED = {"demo-run/two": 4}  # a page shows what this command prints when it needs more information
+
+
+def commands(page: Path) -> list[str]:
+    """The ``fsdpckpt`` commands of a page's console blocks, in order."""
+    found = []
+    for block in re.findall(r"^```console\n(.*?)^```", page.read_text(), re.M | re.S):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line.removeprefix("$ "), comments=True) if line.startswith("$ ") else []
+            if "fsdpckpt" in words:
+                found.append(shlex.join(words))
+    return found
+
+
+COMMANDS = {page.name: commands(page) for page in PAGES}
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with ``demo-run`` as the demo leaves it before its first conversion."""
+    directory = tmp_path_factory.mktemp("reader")
+    for action in ("train", "train1"):
+        subprocess.run(
+            [*TORCHRUN, str(ROOT / "scripts" / "demo_worker.py"), action, "demo-run"],
+            cwd=directory,
+            check=True,
+            capture_output=True,
+            timeout=240,
+        )
+    return directory
+
+
+@pytest.mark.parametrize("page", [page.name for page in PAGES if commands(page)])
+def test_every_command_on_the_demos_checkpoints_runs(
+    page: str, demo: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(demo / "demo-run", tmp_path / "demo-run", copy_function=shutil.copy)
+    monkeypatch.chdir(tmp_path)
+    everywhere = [command for each in COMMANDS.values() for command in each if "demo-run/" in command]
+    own = [command for command in COMMANDS[page] if "demo-run/" in command]
+    needed = [command for command in everywhere if command not in own and makes_a_source_of(command, own)]
+    for command in dict.fromkeys([*needed, *own]):
+        words = shlex.split(command)[1:]
+        target = words[2] if words[0] == "convert" else ""
+        done = run(*words)
+        assert done.code == REFUSED.get(target, 0), f"{command}\n{done.err}"
+
+
+def makes_a_source_of(command: str, others: list[str]) -> bool:
+    words = shlex.split(command)
+    return words[1] == "convert" and "--dry-run" not in words and any(f" {words[3]}" in other for other in others)
+
+
+@pytest.mark.parametrize("page", [page.name for page in PAGES if commands(page)])
+def test_the_command_line_accepts_every_other_command(
+    page: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for command in COMMANDS[page]:
+        words = shlex.split(command)
+        options = words[words.index("fsdpckpt") + 1 :]
+        theirs = words[0] != "fsdpckpt" or "--nproc-per-node" in words or "://" in command or "--model" in words
+        if "demo-run/" in command or theirs or "[" in command or options == ["--help"]:
+            continue
+        assert run(*options).code == MISSING_SOURCE, command
+
+
+def test_there_are_commands_to_run() -> None:
+    assert len(COMMANDS["README.md"]) >= 10
+    assert sum(map(len, COMMANDS.values())) >= 25
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_pages_and_headings_that_are_there(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if target.startswith(("http://", "https://")):
+            continue
+        name, _, heading = target.partition("#")
+        path = (page.parent / name).resolve() if name else page
+        assert path.exists(), f"{page.name}: {target}"
+        if heading:
+            headings = [
+                re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ", "-")
+                for line in path.read_text().splitlines()
+                if line.startswith("#")
+            ]
+            assert heading in headings, f"{page.name}: {target}"
+
+
+def test_the_readme_fits_its_page() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 220
