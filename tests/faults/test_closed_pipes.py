@@ -15,7 +15,7 @@ from tests.faults.runs import CODE, SMALL, same
 
 Whole = Callable[..., Path]
 # A line of progress at every write, as a long run has them.
-TALKATIVE = "from fsdpckpt.cli import progress; progress.SECONDS_BETWEEN_LINES = 0"
+TALKATIVE = "from fsdpckpt.cli import output; output.SECONDS_BETWEEN_LINES = 0"
 
 
 def unread(*words: str, stream: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
