@@ -1,10 +1,20 @@
-"""Defines the Progress protocol: whatever takes long reports bytes, and the command line draws them."""
+"""Reports progress: whatever takes long reports bytes to a ``Progress``, which the command line draws.
+
+A worker that another process started writes its events to a file (``ProgressPipe``), which that process follows.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Protocol, TextIO
 
-__all__ = ["NoProgress", "Progress"]
+__all__ = ["NoProgress", "Progress", "ProgressPipe", "follow_progress"]
 
 
 class Progress(Protocol):
@@ -34,3 +44,93 @@ class NoProgress:
 
     def end(self) -> None:
         return None
+
+
+INTERVAL = 0.1  # seconds: as often as a bar is redrawn
+
+
+class ProgressPipe:
+    """A ``Progress`` that appends its events to ``path``, one JSON list a line. Nothing is written before the first."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._file: TextIO | None = None
+        self._done = 0
+        self._written = 0.0
+
+    def begin(self, stage: str, total_bytes: int) -> None:
+        with self._lock:
+            self._write("begin", stage, total_bytes)
+
+    def advance(self, nbytes: int) -> None:
+        with self._lock:
+            self._done += nbytes
+            if time.monotonic() - self._written > INTERVAL:
+                self._flush()
+
+    def end(self) -> None:
+        with self._lock:
+            self._flush()
+            self._write("end")
+
+    def _flush(self) -> None:
+        self._written = time.monotonic()
+        if self._done:
+            self._write("advance", self._done)
+            self._done = 0
+
+    def _write(self, *event: object) -> None:
+        if self._file is None:
+            self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115  # closed by __exit__
+        self._file.write(json.dumps(event) + "\n")
+        self._file.flush()
+
+    def __enter__(self) -> ProgressPipe:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+@contextmanager
+def follow_progress(path: str, progress: Progress) -> Iterator[None]:
+    """While the body runs, report to ``progress`` what a ``ProgressPipe`` writes to ``path``."""
+    ended = threading.Event()
+    thread = threading.Thread(target=_follow, args=(path, progress, ended), name="fsdpckpt-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _follow(path: str, progress: Progress, ended: threading.Event) -> None:
+    at = 0
+    while True:
+        last = ended.is_set()
+        if os.path.exists(path):
+            with open(path, encoding="utf-8") as file:
+                file.seek(at)
+                text = file.read()
+            whole = text[: text.rfind("\n") + 1]
+            at += len(whole.encode())
+            for line in whole.splitlines():
+                _report(progress, json.loads(line))
+        if last:
+            return
+        ended.wait(INTERVAL)
+
+
+def _report(progress: Progress, event: list[object]) -> None:
+    kind, *rest = event
+    if kind == "begin":
+        progress.begin(str(rest[0]), int(str(rest[1])))
+    elif kind == "advance":
+        progress.advance(int(str(rest[0])))
+    else:
+        progress.end()

@@ -19,13 +19,12 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-from fsdpckpt.converters.applicability import refuse_launch_options, refuse_worker_options
 from fsdpckpt.converters.report import Report
+from fsdpckpt.converters.target_spec import refuse_launch_options, refuse_worker_options
 from fsdpckpt.errors import FsdpckptError, InterruptedRunError, WorkerError
 from fsdpckpt.options import ConvertOptions, Launcher, LaunchOptions
 from fsdpckpt.process_role import process_role, started_as_worker
-from fsdpckpt.progress import Progress
-from fsdpckpt.progress_pipe import ProgressPipe, follow_progress
+from fsdpckpt.progress import Progress, ProgressPipe, follow_progress
 
 if TYPE_CHECKING:
     from fsdpckpt.comm.protocol import Group
@@ -48,7 +47,7 @@ def convert(source: str, target: str, options: ConvertOptions, launch: LaunchOpt
             refuse_launch_options(launch, "--launcher local is one process")
         return _launched(source, target, options, launch, progress)
     refuse_worker_options(launch)
-    from fsdpckpt.comm.solo import Solo
+    from fsdpckpt.comm.protocol import Solo
     from fsdpckpt.converters.pipeline import convert as run
 
     return run(Solo(), source, target, options, progress)

@@ -38,7 +38,7 @@ def inspect_command(output: Output, source: str, options: InspectOptions) -> int
     from fsdpckpt.api import inspect
 
     if options.report is not None:  # before an hour of --stats, not after it
-        from fsdpckpt.report.file import check_report
+        from fsdpckpt.report.page import check_report
 
         check_report(options.report, source)
     # Without --stats there is nothing to wait for, and a bar costs its import.
@@ -54,7 +54,7 @@ def inspect_command(output: Output, source: str, options: InspectOptions) -> int
             progress=progress,
         )
     if options.report is not None:
-        from fsdpckpt.report.file import write_report
+        from fsdpckpt.report.page import write_report
 
         nbytes = write_report(description, options.report)
         output.message(f"{options.report}: {size_text(nbytes)}")

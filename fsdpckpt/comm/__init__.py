@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fsdpckpt.comm.exchanger import exchange, spread
-    from fsdpckpt.comm.protocol import Group
-    from fsdpckpt.comm.solo import Solo
+    from fsdpckpt.comm.protocol import Group, Solo
     from fsdpckpt.comm.state_dicts import broadcast, gather, scatter, shard
     from fsdpckpt.comm.torch_group import TorchGroup
     from fsdpckpt.comm.trees import StateDict, check_similar, copy_state_dict, empty_on_cpu, offload_to_cpu

@@ -1,6 +1,6 @@
 """``Group``: one rank among the ranks of a run, what they do together, and how their errors cross.
 
-``comm.solo.Solo`` is a group of one process and never imports torch; ``comm.torch_group.TorchGroup`` is a group over a
+``Solo`` is a group of one process and never imports torch; ``comm.torch_group.TorchGroup`` is a group over a
 live process group. Code written against ``Group`` runs the same on one rank and on a thousand.
 
 An error crosses as a record of its type and its fields, so that a damaged source is exit code 3 whichever rank reads
@@ -12,12 +12,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager as Context
+from contextlib import nullcontext
 from typing import Any, Protocol, Self, TypeAlias
 
 from fsdpckpt import errors
 from fsdpckpt.errors import FsdpckptError, InternalError, WorkerError
 
-__all__ = ["ErrorRecord", "Group", "decode_error", "encode_error", "original_error"]
+__all__ = ["ErrorRecord", "Group", "Solo", "decode_error", "encode_error", "original_error"]
 
 
 class Group(Protocol):
@@ -138,3 +139,50 @@ def original_error(error: WorkerError) -> Exception:
     if isinstance(original, FsdpckptError) and error.rank:
         original.details = (*original.details, f"met by worker {error.rank} in step '{error.step}'")
     return original
+
+
+class Solo(Group):
+    """Rank 0 of 1. ``device``: where tensors are made, a ``torch.device`` or the name of one."""
+
+    def __init__(self, device: object = "cpu") -> None:
+        self.rank = 0
+        self.world_size = 1
+        self.backend = None
+        self.device = device
+        self.transport = None
+
+    def step(self, name: str, *, agree: str = "") -> Context[None]:  # nobody to agree with
+        return nullcontext()
+
+    def beat(self) -> None:
+        return None
+
+    def watch(self, *, moving: bool) -> None:
+        return None
+
+    def heartbeat(self) -> Context[None]:
+        return nullcontext()
+
+    def silent_for(self, seconds: float) -> Context[None]:  # nobody listens
+        return nullcontext()
+
+    def all_gather_objects(self, value: object, *, name: str = "") -> list[object]:
+        return [value]
+
+    def broadcast_object(self, value: object = None, *, source: int = 0, name: str = "") -> object:
+        return value
+
+    def send_object(self, value: object, *, to: int) -> None:
+        raise InternalError(f"a lone process was to send a value to rank {to}")
+
+    def receive_object(self, *, source: int) -> object:
+        raise InternalError(f"a lone process was to receive a value from rank {source}")
+
+    def all_stopped(self) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        return None

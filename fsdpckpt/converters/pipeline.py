@@ -23,9 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fsdpckpt.comm.liveness import ProcessIdentity, kill_stopped, process_identity
-from fsdpckpt.comm.protocol import Group, original_error
-from fsdpckpt.comm.solo import Solo
-from fsdpckpt.converters.applicability import refuse_section_options
+from fsdpckpt.comm.protocol import Group, Solo, original_error
 from fsdpckpt.converters.check import OutputCheck
 from fsdpckpt.converters.lay_out import adapt_to_form, dtype_rule, export_weights, lay_out
 from fsdpckpt.converters.overwrite import require_replaceable
@@ -42,12 +40,21 @@ from fsdpckpt.converters.resume import (
     source_copies,
 )
 from fsdpckpt.converters.staging import Places, assign_segments, files_at, holders_of, open_staging
-from fsdpckpt.converters.target_spec import TargetSpec, check_options, make_target_spec
+from fsdpckpt.converters.target_spec import TargetSpec, check_options, make_target_spec, refuse_section_options
 from fsdpckpt.converters.transform import TransformedCheckpoint, transform
 from fsdpckpt.errors import InternalError, Leftover, WorkerError, attach_leftover
-from fsdpckpt.execute.budget import MOST_THREADS, Budget, for_worker, make_budget, settle, threads_for
 from fsdpckpt.execute.executor import execute
-from fsdpckpt.execute.job import Job, pack_job, unpack_job
+from fsdpckpt.execute.job import (
+    MOST_THREADS,
+    Budget,
+    Job,
+    for_worker,
+    make_budget,
+    pack_job,
+    settle,
+    threads_for,
+    unpack_job,
+)
 from fsdpckpt.execute.journal import Finished, Recorder, RunIdentity, first_record, joined, run_of
 from fsdpckpt.execute.output import target_differs
 from fsdpckpt.execute.shared_sources import content_identities, find_visible, serve_sources, union_sources

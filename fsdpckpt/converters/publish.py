@@ -34,8 +34,7 @@ from types import TracebackType
 from typing import Self, TypeAlias, TypeVar, cast
 
 from fsdpckpt.comm.liveness import Background, ProcessIdentity, kill_stopped, process_identity
-from fsdpckpt.comm.protocol import Group
-from fsdpckpt.comm.solo import Solo
+from fsdpckpt.comm.protocol import Group, Solo
 from fsdpckpt.converters.overwrite import require_replaceable
 from fsdpckpt.converters.report import Report
 from fsdpckpt.converters.resume import attach_staged, is_resumable

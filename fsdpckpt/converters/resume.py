@@ -32,8 +32,8 @@ from fsdpckpt.ir.checkpoint import ZEROS, Note, SourceFile
 from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.option_fields import identity as option_texts
 from fsdpckpt.options import ConvertOptions
-from fsdpckpt.plan.partition import Segment
 from fsdpckpt.plan.plan import Plan
+from fsdpckpt.plan.transfer import Segment
 from fsdpckpt.storage.journal import Record, read_records
 from fsdpckpt.storage.protocols import FileIdentity, changed_error, is_url
 from fsdpckpt.storage.sources import Sources

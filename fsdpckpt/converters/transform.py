@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fsdpckpt.converters.applicability import refuse_flat_options
-from fsdpckpt.converters.target_spec import TargetSpec
+from fsdpckpt.converters.target_spec import TargetSpec, refuse_flat_options
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceMissingError, UsageError
 from fsdpckpt.flat.flatten.states import require_equal_scalars
 from fsdpckpt.flat.unflatten import name_slices

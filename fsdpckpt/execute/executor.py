@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 
 import numpy as np
 
-from fsdpckpt.comm.protocol import Group
-from fsdpckpt.comm.solo import Solo
+from fsdpckpt.comm.protocol import Group, Solo
 from fsdpckpt.errors import TargetExistsError, WorkerError
 from fsdpckpt.execute.checks import SourceCheck
 from fsdpckpt.execute.copy_pool import PATIENCE, SLOWEST_DISK, CopyPool

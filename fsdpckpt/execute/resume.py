@@ -17,9 +17,8 @@ from fsdpckpt.execute.copy_pool import PATIENCE, CopyPool
 from fsdpckpt.execute.job import Job
 from fsdpckpt.execute.journal import Finished
 from fsdpckpt.execute.output import LatePlaces, Resumed, TargetChecks
-from fsdpckpt.plan.partition import Segment
 from fsdpckpt.plan.plan import Claim, FilePlan
-from fsdpckpt.plan.transfer import Visible, Window
+from fsdpckpt.plan.transfer import Segment, Visible, Window
 from fsdpckpt.plan.windows import Range
 from fsdpckpt.storage.local import BLOCK, WritableFile, aligned_buffer
 from fsdpckpt.storage.sources import Sources

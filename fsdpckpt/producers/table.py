@@ -1,4 +1,4 @@
-"""Lists all frameworks, and recognises one by its files and keys."""
+"""Lists all frameworks, those that are only read included, and recognises one by its files and keys."""
 
 from __future__ import annotations
 
@@ -8,11 +8,51 @@ from collections.abc import Iterable
 from fsdpckpt.producers.forms import PLAIN, Flavor, Sign
 from fsdpckpt.producers.huggingface import ACCELERATE, HUGGINGFACE, TRAINER
 from fsdpckpt.producers.lightning import FABRIC, LIGHTNING, LIGHTNING_MODEL_PARALLEL
-from fsdpckpt.producers.read_only import COMPOSER, FAIRSCALE, TORCH_XLA, TORCHTUNE
 from fsdpckpt.producers.torchtitan import TORCHTITAN, TORCHTITAN_OLD
 from fsdpckpt.producers.verl import VERL
 
-__all__ = ["EXPORT_DIRECTORIES", "FLAVORS", "WRITABLE", "copied_by_rank", "export_files", "flavor_named", "recognise"]
+__all__ = [
+    "COMPOSER",
+    "EXPORT_DIRECTORIES",
+    "FAIRSCALE",
+    "FLAVORS",
+    "TORCHTUNE",
+    "TORCH_XLA",
+    "WRITABLE",
+    "copied_by_rank",
+    "export_files",
+    "flavor_named",
+    "recognise",
+]
+
+COMPOSER = Flavor(
+    name="composer",
+    title="Composer",
+    signs=(Sign((r"^\.metadata$", r"^\.\./ep\d+-ba\d+$")), Sign(keys=("state", "rng"))),
+)
+
+TORCHTUNE = Flavor(
+    name="torchtune",
+    title="torchtune",
+    signs=(Sign((r"^recipe_state\.pt$",)), Sign((r"^\.metadata$", r"^\.\./(dist_)?epoch_\d+$"))),
+)
+
+
+_RANK = r"^rank\d+-of-\d+-(model|optimizer|optim|pytorch_model|adapter_model)\.(bin|pt|pth)$"
+_OTHER = r"[_-]rank-\d{8}-of-\d{8}\.pth?$"
+
+TORCH_XLA = Flavor(
+    name="torch_xla",
+    title="torch_xla's FSDP",
+    signs=(Sign((_RANK,)), Sign((_OTHER,))),
+    state=rf"{_RANK}|{_OTHER}",
+    model_files="",
+    exports=(r"^(model|pytorch_model)([-.].*)?\.(safetensors|bin)(\.index\.json)?$", r"_consolidated\.pth$"),
+)
+
+FAIRSCALE = Flavor(
+    name="fairscale", title="fairscale's FSDP", signs=(), state=r"[_.-]shard[_-]?\d+\.[^.]+$", model_files=""
+)
 
 FLAVORS: tuple[Flavor, ...] = (  # the first whose sign is present wins
     TRAINER, ACCELERATE, VERL, LIGHTNING, LIGHTNING_MODEL_PARALLEL, FABRIC, COMPOSER, TORCHTUNE, TORCHTITAN,

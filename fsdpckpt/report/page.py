@@ -1,21 +1,28 @@
-"""Builds the page: HTML and SVG without scripts or network access, problems first."""
+"""Builds the page, HTML and SVG without scripts or network access, problems first; and writes it.
+
+The file appears complete or not at all, and never over anything but an earlier page.
+"""
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Iterator, Mapping
 
 import numpy as np
 
 from fsdpckpt.describe import Description, Json
+from fsdpckpt.errors import TargetExistsError, TargetUnwritableError, UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint, Section, group_params
 from fsdpckpt.report.figures import Holdings, Module, figure, histogram, holdings, module_tree
 from fsdpckpt.report.health import Health, Spread, health, not_finite, spreads
 from fsdpckpt.report.html import MOST_ROWS, STYLE, clipped, escaped, percent, table
+from fsdpckpt.storage.protocols import is_url
 from fsdpckpt.text import count_text, plural, size_text
 from fsdpckpt.verify.compare import value_text
 from fsdpckpt.version import __version__
 
-__all__ = ["MARK", "page"]
+__all__ = ["MARK", "check_report", "page", "write_report"]
 
 MARK = "<!doctype html>\n<!-- fsdpckpt inspect --report -->\n"
 """The beginning of every page: a file that begins otherwise is never replaced."""
@@ -287,3 +294,80 @@ def _groups_part(checkpoint: Checkpoint) -> Iterator[str]:
         rows.append((number, count_text(len(group_params(group) or ())), ", ".join(hyper)))
     yield f"<h2>{plural(len(groups), 'param group')}</h2>"
     yield table(["group", "parameters", "settings"], rows, right=frozenset({0, 1}), longest=2000)
+
+
+def check_report(path: str, source: str) -> None:
+    """Check that a page may be written to ``path``.
+
+    Raises UsageError for a path inside the checkpoint at ``source``, TargetExistsError when something other than a page
+    exists there, TargetUnwritableError for what cannot be a file.
+    """
+    _refuse_source(path, source)
+    _require_free(path)
+
+
+def write_report(described: Description, path: str) -> int:
+    """Write the page for ``described`` to ``path``; returns its length in bytes.
+
+    Raises what ``check_report`` does.
+    """
+    check_report(path, described.checkpoint.source)
+    content = page(described).encode("utf-8", "backslashreplace")
+    beside = f"{path}.{os.getpid()}.tmp"
+    try:
+        with open(beside, "wb") as file:
+            file.write(content)
+        os.replace(beside, path)
+    except OSError as error:
+        if os.path.lexists(beside):
+            os.unlink(beside)
+        raise TargetUnwritableError(
+            f"the report cannot be written to {path}: {error.strerror}",
+            file=path,
+            next_step="give --report a file in a directory that exists and is yours",
+        ) from None
+    return len(content)
+
+
+def _refuse_source(path: str, source: str) -> None:
+    """Raises for a path inside ``source``, a URL, and ``-``: stdout has the summary."""
+    if path in ("", "-"):
+        raise UsageError("--report takes the name of a file", found=repr(path), next_step="--report report.html")
+    if is_url(path):
+        raise UsageError(f"--report {path}: a report is a file of this machine", next_step="--report report.html")
+    if not is_url(source) and os.path.isdir(source):
+        real, inside = os.path.realpath(path), os.path.realpath(source)
+        if os.path.commonpath([real, inside]) == inside:
+            raise UsageError(
+                f"--report {path} lies inside the source, which is never written to",
+                file=path,
+                next_step="give --report a file outside of SRC",
+            )
+
+
+def _require_free(path: str) -> None:
+    """Raises when ``path`` exists and is not an earlier page."""
+    if os.path.isdir(path):
+        raise TargetExistsError(
+            f"{path} is a directory, and the report is one file",
+            file=path,
+            next_step=f"--report {shlex.quote(os.path.join(path, 'report.html'))}",
+        )
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise TargetUnwritableError(
+            f"{path} is a pipe or a device, and the report is a file", file=path, next_step="--report report.html"
+        )
+    try:
+        with open(path, "rb") as file:
+            if file.read(len(MARK)) == MARK.encode():
+                return
+    except FileNotFoundError:
+        return
+    except OSError:  # unreadable: not an earlier page of this user
+        pass
+    raise TargetExistsError(
+        f"{path} is there, and is no report that inspect --report made",
+        file=path,
+        why="an earlier report would be replaced; anything else is left alone",
+        next_step=f"give --report another name, or remove it: rm {shlex.quote(path)}",
+    )

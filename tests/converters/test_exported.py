@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from fsdpckpt.comm.solo import Solo
+from fsdpckpt.comm.protocol import Solo
 from fsdpckpt.converters.pipeline import convert
 from fsdpckpt.converters.report import Report
 from fsdpckpt.errors import SourceCorruptError

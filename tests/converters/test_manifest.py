@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fsdpckpt import verify
-from fsdpckpt.comm.solo import Solo
+from fsdpckpt.comm.protocol import Solo
 from fsdpckpt.converters.pipeline import convert
 from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.options import ConvertOptions, VerifyLevel

@@ -71,7 +71,7 @@ def test_a_full_verification_finds_nothing_wrong(oracle: Oracle, tmp_path: Path,
 def test_tied_weights_of_a_full_file_still_share_one_storage(oracle: Oracle, tmp_path: Path) -> None:
     weight = torch.randn(5, 3)
     torch.save({"model": {"a": weight, "b": weight, "c": weight[1:3]}}, tmp_path / "tied.pt")
-    from fsdpckpt.comm.solo import Solo
+    from fsdpckpt.comm.protocol import Solo
     from fsdpckpt.converters.pipeline import convert
     from fsdpckpt.progress import NoProgress
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from fsdpckpt.comm.solo import Solo
-from fsdpckpt.execute.budget import Budget
+from fsdpckpt.comm.protocol import Solo
 from fsdpckpt.execute.executor import execute
-from fsdpckpt.execute.job import Job
+from fsdpckpt.execute.job import Budget, Job
 from fsdpckpt.execute.journal import Recorder
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.plan.plan import Plan

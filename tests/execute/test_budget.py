@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdpckpt.errors import UsageError
-from fsdpckpt.execute.budget import BUFFERS_PER_THREAD, LARGEST_WINDOW, SMALLEST_WINDOW, make_budget
+from fsdpckpt.execute.job import BUFFERS_PER_THREAD, LARGEST_WINDOW, SMALLEST_WINDOW, make_budget
 
 LEAST = BUFFERS_PER_THREAD * SMALLEST_WINDOW
 

@@ -17,8 +17,8 @@ from fsdpckpt.comm.exchanger import SEND_BUFFERS
 from fsdpckpt.comm.liveness import kill_stopped, process_identity
 from fsdpckpt.comm.protocol import encode_error, original_error
 from fsdpckpt.errors import SourceCorruptError, UsageError, WorkerError
-from fsdpckpt.execute.budget import for_worker, make_budget, settle, threads_for
 from fsdpckpt.execute.copy_pool import CopyPool
+from fsdpckpt.execute.job import for_worker, make_budget, settle, threads_for
 from fsdpckpt.execute.send_recv import ReceiveBuffers
 from fsdpckpt.execute.shared_sources import content_identities, find_visible
 from fsdpckpt.ir.checkpoint import ZEROS

@@ -14,8 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fsdpckpt.errors import SourceMissingError, WorkerError
-from fsdpckpt.execute.budget import Settings
-from fsdpckpt.execute.job import Job, pack_job, unpack_job
+from fsdpckpt.execute.job import Job, Settings, pack_job, unpack_job
 from fsdpckpt.execute.output import Output, write_window
 from fsdpckpt.execute.send_recv import ReceiveBuffers, SentChecksums, SourcesAndStreams, StreamCheck, stream_file
 from fsdpckpt.execute.window import Assembler
@@ -23,10 +22,9 @@ from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES, numpy_dtype
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.ir.tensors import Chunks, Tensor
-from fsdpckpt.plan import partition as partitioning
-from fsdpckpt.plan.partition import Segment, partition, target_node
+from fsdpckpt.plan import transfer as partitioning
 from fsdpckpt.plan.plan import Plan, make_plan
-from fsdpckpt.plan.transfer import TransferPlan, plan_transfers
+from fsdpckpt.plan.transfer import Segment, TransferPlan, partition, plan_transfers, target_node
 from fsdpckpt.storage.protocols import ByteSource
 from fsdpckpt.storage.sources import Sources
 from tests.execute.random_files import Disk, random_files

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fsdpckpt.errors import SourceCorruptError, TargetUnwritableError
-from fsdpckpt.execute.budget import Budget
+from fsdpckpt.execute.job import Budget
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES, numpy_dtype
 from fsdpckpt.ir.targets import Target, TargetFile

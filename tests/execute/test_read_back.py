@@ -9,15 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fsdpckpt.comm.solo import Solo
+from fsdpckpt.comm.protocol import Solo
 from fsdpckpt.errors import SourceCorruptError
-from fsdpckpt.execute.budget import Budget
+from fsdpckpt.execute.job import Budget
 from fsdpckpt.execute.journal import Finished, joined
 from fsdpckpt.execute.output import LatePlaces
 from fsdpckpt.execute.resume import ReadBack, read_back
-from fsdpckpt.plan import partition as partitioning
-from fsdpckpt.plan.partition import partition
-from fsdpckpt.plan.transfer import plan_transfers
+from fsdpckpt.plan import transfer as partitioning
+from fsdpckpt.plan.transfer import partition, plan_transfers
 from fsdpckpt.plan.windows import open_windows
 from tests.execute.test_resume import Scene, scene
 

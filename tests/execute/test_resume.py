@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 
 from fsdpckpt.errors import SourceCorruptError, TargetUnwritableError
 from fsdpckpt.execute import journal
-from fsdpckpt.execute.budget import Budget
 from fsdpckpt.execute.executor import is_written
-from fsdpckpt.execute.job import Job
+from fsdpckpt.execute.job import Budget, Job
 from fsdpckpt.execute.journal import Finished, Recorder, RunIdentity, plan_digest, read_run
 from fsdpckpt.execute.output import LatePlaces
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile

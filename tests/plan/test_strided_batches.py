@@ -13,7 +13,7 @@ import pytest
 
 from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.execute import window
-from fsdpckpt.execute.budget import Budget
+from fsdpckpt.execute.job import Budget
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.targets import Target, TargetFile

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from fsdpckpt.api import inspect
-from fsdpckpt.comm.solo import Solo
+from fsdpckpt.comm.protocol import Solo
 from fsdpckpt.converters.pipeline import convert
 from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.options import ConvertOptions

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdpckpt.comm.solo import Solo
+from fsdpckpt.comm.protocol import Solo
 from fsdpckpt.converters.pipeline import convert
 from fsdpckpt.converters.report import Report
 from fsdpckpt.ir.checkpoint import Layout

@@ -30,8 +30,7 @@ from fsdpckpt.ir.invariants import problems
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.layouts.sharded import chunk_boxes
 from fsdpckpt.report.figures import COLUMNS, holdings, module_tree
-from fsdpckpt.report.file import write_report
-from fsdpckpt.report.page import MARK, page
+from fsdpckpt.report.page import MARK, page, write_report
 
 torch = pytest.importorskip("torch")
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdpckpt.converters.transform import fill_missing
 from fsdpckpt.errors import NeedsInformationError, SourceIncompleteError
-from fsdpckpt.execute.budget import Budget
+from fsdpckpt.execute.job import Budget
 from fsdpckpt.ir.checkpoint import ZEROS, Checkpoint
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.invariants import problems

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdpckpt.comm.solo import Solo
+from fsdpckpt.comm.protocol import Solo
 from fsdpckpt.converters.pipeline import convert
 from fsdpckpt.progress import NoProgress
 from tests.e2e.distributed.cases import CASES, make_sources, options

@@ -78,7 +78,7 @@ def test_each_node_gets_the_files_of_the_ranks_that_it_will_load(base: Path, tmp
     ranks = [sorted(int(path.stem[-1]) for path in node.glob("model_*.pt")) for node in (one, other)]
     assert ranks == [[0, 1, 2], [3, 4]]
     shutil.copytree(other, one, dirs_exist_ok=True)
-    from fsdpckpt.comm.solo import Solo
+    from fsdpckpt.comm.protocol import Solo
     from fsdpckpt.converters.pipeline import convert
     from fsdpckpt.progress import NoProgress
 

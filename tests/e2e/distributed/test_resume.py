@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdpckpt.comm.solo import Solo
+from fsdpckpt.comm.protocol import Solo
 from fsdpckpt.converters.pipeline import convert
 from fsdpckpt.errors import SourceError, TargetError
 from fsdpckpt.option_fields import to_json

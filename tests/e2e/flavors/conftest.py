@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdpckpt.comm.solo import Solo
+from fsdpckpt.comm.protocol import Solo
 from fsdpckpt.converters.pipeline import convert
 from fsdpckpt.converters.report import Report
 from fsdpckpt.options import ConvertOptions
