@@ -36,8 +36,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "protocol": ("Group",),
-    "solo": ("Solo",),
+    "protocol": ("Group", "Solo"),
     "torch_group": ("TorchGroup",),
     "exchanger": ("exchange", "spread"),
     "state_dicts": ("broadcast", "gather", "scatter", "shard"),
