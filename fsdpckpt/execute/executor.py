@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 
 import numpy as np
 
-from fsdpckpt.comm.protocol import Group, Solo
-from fsdpckpt.errors import TargetExistsError, WorkerError
+from fsdpckpt.comm.protocol import Group
+from fsdpckpt.errors import WorkerError
 from fsdpckpt.execute.checks import SourceCheck
 from fsdpckpt.execute.copy_pool import PATIENCE, SLOWEST_DISK, CopyPool
 from fsdpckpt.execute.job import Job
@@ -34,7 +34,7 @@ from fsdpckpt.storage.sources import Sources
 if TYPE_CHECKING:
     from fsdpckpt.execute.send_recv import Exchange
 
-__all__ = ["execute", "is_written"]
+__all__ = ["execute"]
 
 SourceRows: TypeAlias = "list[tuple[int, int, int, int, int]]"
 """What ``SourceCheck.unfinished`` returns."""
@@ -90,18 +90,6 @@ def execute(
     except BaseException:
         run.abandon()
         raise
-
-
-def is_written(job: Job, *, sources: Sources, locate: Callable[[str], str], threads: int, progress: Progress) -> bool:
-    """In a world of one: whether every file stands where ``locate`` says, with the bytes that ``execute`` would write.
-
-    Holds half as much again as ``execute``. Raises what reading the source raises.
-    """
-    try:
-        execute(Solo(), job, sources=sources, locate=locate, threads=threads, progress=progress, compare=True)
-    except TargetExistsError:
-        return False
-    return True
 
 
 class _Run:

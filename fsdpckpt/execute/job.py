@@ -15,7 +15,6 @@ from typing import TypeAlias, cast
 import numpy as np
 
 from fsdpckpt.errors import UsageError
-from fsdpckpt.execute.journal import Finished
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Int64Array
@@ -142,21 +141,6 @@ class Job:
     segments: tuple[Segment, ...]
     settings: Settings
     claims: Int64Array = field(default_factory=lambda: np.zeros((0, 5), np.int64))
-
-    @classmethod
-    def of_one(
-        cls,
-        plan: Plan,
-        files: Sequence[SourceFile],
-        checksums: Checksums,
-        budget: Budget,
-        finished: Finished | None = None,
-    ) -> Job:
-        """The job of a single rank, which writes everything. ``finished``: what an interrupted run has written."""
-        segments = tuple(Segment(number, 0, 0, file.nbytes, 0) for number, file in enumerate(plan.files))
-        claims = [(0, file, *claim) for file, found in (finished or Finished()).claims().items() for claim in found]
-        settings = Settings(budget.window, budget.nbytes, 0, 0, 0)
-        return cls(plan, tuple(files), checksums, segments, settings, np.asarray(claims, np.int64).reshape(-1, 5))
 
     def digest(self) -> str:
         """SHA-256 over every column of it."""

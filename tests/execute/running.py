@@ -4,16 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from fsdpckpt.comm.protocol import Solo
 from fsdpckpt.execute.executor import execute
-from fsdpckpt.execute.job import Budget, Job
-from fsdpckpt.execute.journal import Recorder
+from fsdpckpt.execute.job import Budget, Job, Settings
+from fsdpckpt.execute.journal import Finished, Recorder
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.plan.plan import Plan
+from fsdpckpt.plan.transfer import Segment
 from fsdpckpt.progress import NoProgress, Progress
 from fsdpckpt.storage.sources import Sources
 
-__all__ = ["run_plan"]
+__all__ = ["job_of_one_rank", "run_plan"]
+
+
+def job_of_one_rank(
+    plan: Plan, files: Sequence[SourceFile], checksums: Checksums, budget: Budget, finished: Finished | None = None
+) -> Job:
+    """The job of a rank that writes everything. ``finished``: what an interrupted run has written."""
+    segments = tuple(Segment(number, 0, 0, file.nbytes, 0) for number, file in enumerate(plan.files))
+    claims = [(0, file, *claim) for file, rows in (finished or Finished()).claims().items() for claim in rows]
+    settings = Settings(budget.window, budget.nbytes, 0, 0, 0)
+    return Job(plan, tuple(files), checksums, segments, settings, np.asarray(claims, np.int64).reshape(-1, 5))
 
 
 def run_plan(
@@ -31,7 +44,7 @@ def run_plan(
     finished = recorder.finished if recorder is not None else None
     return execute(
         Solo(),
-        Job.of_one(plan, files, checksums, budget, finished),
+        job_of_one_rank(plan, files, checksums, budget, finished),
         sources=sources,
         locate=locate,
         threads=budget.threads,

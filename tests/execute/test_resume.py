@@ -15,10 +15,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fsdpckpt.errors import SourceCorruptError, TargetUnwritableError
+from fsdpckpt.comm.protocol import Solo
+from fsdpckpt.errors import SourceCorruptError, TargetExistsError, TargetUnwritableError
 from fsdpckpt.execute import journal
-from fsdpckpt.execute.executor import is_written
-from fsdpckpt.execute.job import Budget, Job
+from fsdpckpt.execute.executor import execute
+from fsdpckpt.execute.job import Budget
 from fsdpckpt.execute.journal import Finished, Recorder, RunIdentity, plan_digest, read_run
 from fsdpckpt.execute.output import LatePlaces
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
@@ -30,7 +31,7 @@ from fsdpckpt.progress import NoProgress
 from fsdpckpt.storage.local import WritableFile
 from fsdpckpt.storage.protocols import FileIdentity
 from fsdpckpt.storage.sources import Sources
-from tests.execute.running import run_plan
+from tests.execute.running import job_of_one_rank, run_plan
 
 BYTES = DTYPES["uint8"]
 
@@ -294,13 +295,19 @@ def test_finished_files_are_told_from_others_by_every_byte(tmp_path: Path, seed:
 
     def written() -> bool:
         with Sources() as sources:
-            return is_written(
-                Job.of_one(made.plan, made.files, made.checksums, made.budget),
-                sources=sources,
-                locate=made.locate,
-                threads=made.budget.threads,
-                progress=NoProgress(),
-            )
+            try:
+                execute(
+                    Solo(),
+                    job_of_one_rank(made.plan, made.files, made.checksums, made.budget),
+                    sources=sources,
+                    locate=made.locate,
+                    threads=made.budget.threads,
+                    progress=NoProgress(),
+                    compare=True,
+                )
+            except TargetExistsError:
+                return False
+        return True
 
     assert written()
     rng = random.Random(seed)
