@@ -48,10 +48,10 @@ from fsdpckpt.execute.job import (
     MOST_THREADS,
     Budget,
     Job,
+    choose_settings,
     for_worker,
     make_budget,
     pack_job,
-    settle,
     threads_for,
     unpack_job,
 )
@@ -428,7 +428,7 @@ def _job(
     segments = assign_segments(prepared.plan, prepared.spec, places, windows)
     writers = sorted({segment.owner for segment in segments})
     exchanging = not bool(visible[:, writers].all())
-    settings = settle(prepared.plan, budget, max_memory, exchanging=exchanging)
+    settings = choose_settings(prepared.plan, budget, max_memory, exchanging=exchanging)
     claims = claim_rows(windows, segments)
     return Job(prepared.plan, checkpoint.files, checkpoint.checksums, tuple(segments), settings, claims)
 

@@ -1,10 +1,12 @@
-"""Proves source records by their checksums while they are copied. CRC-32 of ranges whose parts are seen in any order.
+"""Checks source records against their CRC-32 while they are copied, whatever the order in which their parts are read.
 
-A record is checked by the checksums of the parts that were read of it. Some records have to be read once more: rows
-that lie apart in the source, as those of a transposed tensor or of a tensor cut by columns do, are read with the gaps
-between them, in spans that overlap or leave some out. And of what an interrupted run of several ranks read no journal
-may have all parts: a rank checksums what it reads, and names the checksums in its journal with the windows that it
-writes itself, so that those of what it sent to another rank may be lost while that window is on the disk.
+The checksum of a record is combined from those of its parts. Some records have to be read a second time:
+
+- Rows that are not contiguous in the source (a transposed tensor, or one split by columns) are read with the gaps
+  between them, in spans that may overlap or skip bytes.
+- After an interrupted run of several ranks, no journal may have all parts. A rank journals the checksums of what it
+  read with the windows that it wrote itself. The checksums of what it sent to another rank can be lost although that
+  rank's window is on the disk.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ __all__ = [
     "window_crc",
 ]
 
-FEW = 64  # ranges: beyond, summing all bytes again costs less than putting the parts together
+FEW = 64  # ranges: with more of them, checksumming all bytes again is cheaper than combining
 
 Part = tuple[int, int, int]
 """(offset, nbytes, crc) of one part of a range."""
@@ -53,7 +55,10 @@ def combine(parts: list[Part]) -> int:
 
 
 def window_crc(begin: int, view: memoryview, known: Mapping[tuple[int, int], int]) -> int:
-    """The CRC-32 of ``view``, which lies at ``begin``; ``known`` ranges (offset, nbytes) in it are not summed again."""
+    """The CRC-32 of ``view``, which starts at file offset ``begin``.
+
+    ``known``: (offset, nbytes) of ranges in it whose CRC-32 is known; they are not read again.
+    """
     if len(known) > FEW:
         return crc32(view)
     parts: list[Part] = []
@@ -68,9 +73,9 @@ def window_crc(begin: int, view: memoryview, known: Mapping[tuple[int, int], int
 
 
 def patch_effect(value: bytes, following: int) -> int:
-    """What writing ``value`` over zeros, ``following`` bytes before the end, changes in a range's CRC-32 (by XOR).
+    """The XOR difference in a range's CRC-32 when ``value`` replaces zeros; ``following`` bytes come after it.
 
-    CRC-32 is affine: the difference of two sums depends only on the difference of the bytes and its place.
+    CRC-32 is affine: the difference of two checksums depends only on which bytes differ, and where.
     """
     return int(crc32_combine(crc32(value) ^ crc32(bytes(len(value))), 0, following))
 
@@ -89,10 +94,10 @@ class _Records:
 
 
 class SourceCheck:
-    """Compares what was read with the CRC-32 the source carries, for every record that is read whole.
+    """Compares every record that is read completely with the CRC-32 that the source stores for it.
 
-    A flipped byte in the source is thereby an error and never gets a fresh, valid checksum in the target. A file
-    whose records all say 0 was saved without checksums (``torch.serialization.set_crc32_options``) and is not checked.
+    A flipped byte in the source is therefore an error and never gets a fresh, valid checksum in the target. A file
+    whose checksums are all 0 was saved without any (``torch.serialization.set_crc32_options``) and is not checked.
     """
 
     def __init__(self, files: Sequence[SourceFile], checksums: Checksums) -> None:
@@ -113,9 +118,10 @@ class SourceCheck:
                 )
 
     def saw(self, file: int, offset: int, data: memoryview) -> int:
-        """``data`` was read from ``offset`` of ``file``; returns its CRC-32.
+        """Take note of ``data``, read from ``offset`` of ``file``; returns its CRC-32.
 
-        Raises SourceCorruptError when that completes a record and the record does not match its checksum.
+        Raises SourceCorruptError when ``data`` is a whole record and does not match its checksum. Records read in
+        parts are compared by ``finish``.
         """
         crc = crc32(data)
         records = self._records.get(file)
@@ -135,21 +141,21 @@ class SourceCheck:
         return crc
 
     def finish(self) -> None:
-        """Compare the records that were read in parts; one of which some bytes were not needed is not judged."""
+        """Compare the records that were read in parts. Records that were read incompletely are not compared."""
         for file, index in self._parts:
             crc = self._sum(file, index)
             if crc is not None:
                 self._compare(file, self._records[file], index, crc)
 
     def _sum(self, file: int, index: int) -> int | None:
-        """The CRC-32 of a record by its parts; None when they are not all there.
+        """The CRC-32 of a record, combined from its parts; None when some are missing.
 
-        It may have been read more than once, in other parts each time: any of them that tile it will do. Raises
-        SourceCorruptError when the same bytes were not the same each time: then one of the reads was wrong.
+        A record may have been read more than once, split differently each time: any parts that tile it will do. Raises
+        SourceCorruptError when two reads of the same bytes differ.
         """
         records = self._records[file]
         begin = records.offsets[index]
-        sums = {begin: 0}  # of the record's bytes up to there
+        sums = {begin: 0}  # offset to the CRC-32 of the record's bytes before it
         read: dict[tuple[int, int], int] = {}
         for offset, nbytes, crc in sorted(set(self._parts.get((file, index), ()))):
             if read.setdefault((offset, nbytes), crc) != crc:
@@ -162,7 +168,7 @@ class SourceCheck:
         return sums.get(begin + records.lengths[index])
 
     def unproved(self, file: int, begins: Int64Array, ends: Int64Array) -> list[SourceRecord]:
-        """The records of ``file`` that have bytes in ``begins[i]`` .. ``ends[i]``, and of which parts are missing."""
+        """The records of ``file`` that overlap a range ``begins[i]`` .. ``ends[i]`` and have parts missing."""
         records = self._records.get(file)
         if records is None:
             return []
@@ -179,18 +185,18 @@ class SourceCheck:
         ]
 
     def fresh(self) -> list[tuple[int, int, int, int, int]]:
-        """The parts of records seen since the last call, as ``unfinished`` gives them; none at the first call."""
+        """The parts read since the last call, as ``unfinished`` returns them; none at the first call."""
         with self._lock:
             self._keep_fresh = True
             found, self._fresh = self._fresh, []
         return found
 
     def unfinished(self) -> list[tuple[int, int, int, int, int]]:
-        """The parts of records that were not read whole: (file, record, offset, nbytes, crc)."""
+        """The parts of records that were read in parts: (file, record, offset, nbytes, crc)."""
         return [(file, index, *part) for (file, index), parts in self._parts.items() for part in parts]
 
     def absorb(self, rows: Iterable[tuple[int, int, int, int, int]]) -> None:
-        """Take what another worker's ``unfinished`` says, or a journal, which read other parts of the same records."""
+        """Add parts of the same records, from another worker's ``unfinished`` or an earlier run's journal."""
         for file, index, offset, nbytes, crc in rows:
             self._parts.setdefault((file, index), []).append((offset, nbytes, crc))
 
@@ -201,7 +207,7 @@ class SourceCheck:
 
 
 def _require_one_checksum(files: Sequence[SourceFile], checksums: Checksums) -> None:
-    """Raises SourceCorruptError when two sums are stated for the same bytes: whichever is right, the file is not."""
+    """Raises SourceCorruptError when the file lists two checksums for the same bytes."""
     table = np.stack([checksums.file, checksums.offset, checksums.nbytes, checksums.crc])
     table = table[:, np.lexsort(table[::-1])]
     same = (table[:3, 1:] == table[:3, :-1]).all(axis=0) & (table[3, 1:] != table[3, :-1])
@@ -246,14 +252,14 @@ CHUNK = 1 << 20  # bytes read at a time
 
 
 def has_gaps(plan: Plan) -> bool:
-    """Whether any rows of ``plan`` lie apart in their source."""
+    """Whether ``plan`` copies any rows that are not contiguous in their source."""
     return any(_gapped(plan, file.copies).any() for file in plan.files)
 
 
 def unproved(check: SourceCheck, plan: Plan, received: Mapping[int, Sequence[Range]]) -> list[SourceRecord]:
-    """The records that ``check`` has not all parts of, among those whose rows lie apart, and those of ``received``.
+    """The records of which ``check`` lacks parts: those with gaps between their rows, and those behind ``received``.
 
-    ``received[file]``: ranges of target files, of which other workers read the sources.
+    ``received[file]``: ranges of that target file whose source bytes were read by other workers.
     """
     spans: dict[int, list[Int64Array]] = {}
     for number, ranges in received.items():
@@ -271,7 +277,7 @@ def unproved(check: SourceCheck, plan: Plan, received: Mapping[int, Sequence[Ran
 
 
 def _add(spans: dict[int, list[Int64Array]], copies: Copies, width: Int64Array, wanted: npt.NDArray[np.bool_]) -> None:
-    """Add where the ``wanted`` of ``copies`` begin and end, by their source file. Their rows are of ``width`` bytes."""
+    """Add to ``spans``, by source file, where the ``wanted`` copies begin and end. Their rows have ``width`` bytes."""
     ends = copies.source + (copies.rows - 1) * copies.source_pitch + width
     for source in np.unique(copies.file[wanted]).tolist():
         chosen = wanted & (copies.file == source)
@@ -288,7 +294,10 @@ def _gapped(plan: Plan, copies: Copies) -> npt.NDArray[np.bool_]:
 def reread(
     records: Iterable[SourceRecord], files: Sequence[SourceFile], sources: Sources, moved: Callable[[], None]
 ) -> None:
-    """Raises SourceCorruptError for a record that does not match its checksum. Calls ``moved`` all the time."""
+    """Read ``records`` again and compare their checksums; calls ``moved`` after every read, to show progress.
+
+    Raises SourceCorruptError for a record that does not match.
+    """
     buffer = memoryview(bytearray(CHUNK))
     for file, offset, nbytes, expected in records:
         source = sources.open(files[file].path)

@@ -12,14 +12,14 @@ from fsdpckpt.plan.transfer import Window
 __all__ = ["CopyPool"]
 
 SLOWEST_DISK = 20e6  # bytes a second: a disk that makes files durable more slowly counts as hung
-LOOK = 0.05  # seconds
-PATIENCE = 2.0  # seconds for threads to stop once the run failed
+POLL_INTERVAL = 0.05  # seconds
+PATIENCE = 2.0  # seconds to wait for the threads once the run has failed
 
 
 class CopyPool:
-    """``copy(thread, window)`` copies one window, on any of ``threads`` threads.
+    """Threads that call ``copy(thread, window)`` for every window, once its bytes have been received.
 
-    Threads are daemons: one that hangs in a system call holds nobody up when the run ends.
+    They are daemons, so that one that hangs in a system call does not keep the process from ending.
     """
 
     def __init__(self, windows: Sequence[Window], threads: int, copy: Callable[[int, Window], None]) -> None:
@@ -50,22 +50,22 @@ class CopyPool:
             self._changed.notify_all()
 
     def expect_silence(self, nbytes: int) -> None:
-        """A thread is about to make ``nbytes`` durable, which may take a while."""
+        """A thread is about to sync ``nbytes`` to the disk: no progress for a while does not mean that it hangs."""
         self._quiet_until = max(self._quiet_until, time.monotonic() + nbytes / SLOWEST_DISK)
 
     def moved(self) -> bool:
-        """Whether the threads made progress since the last call, or announced that they would not."""
+        """Whether the threads made progress since the last call, or ``expect_silence`` still applies."""
         before, self._seen = self._seen, self._moves
         return before != self._seen or time.monotonic() < self._quiet_until
 
     def wait(self, watch: Callable[[], None], until: Callable[[], bool] | None = None) -> None:
-        """Until all windows are written, or ``until()``, which windows change; calls ``watch`` meanwhile.
+        """Wait until all windows are written, or until ``until()`` is true; calls ``watch`` while waiting.
 
-        Raises what a thread raised.
+        ``until`` is asked again after every window. Raises what a thread raised.
         """
         with self._changed:
             while self._error is None and (self._left if until is None else not until()):
-                self._changed.wait(LOOK)
+                self._changed.wait(POLL_INTERVAL)
                 self._changed.release()
                 try:
                     watch()
@@ -75,7 +75,7 @@ class CopyPool:
                 raise self._error
 
     def stop(self, patience: float | None = PATIENCE) -> None:
-        """No thread takes another window; waits at most ``patience`` seconds for those at work, None: for all."""
+        """Let no thread take another window; wait for the threads, at most ``patience`` seconds (None: no limit)."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -86,7 +86,7 @@ class CopyPool:
     def _next(self) -> Window | None:
         with self._changed:
             while not self._stopped:
-                if self._arrived:  # first what holds memory
+                if self._arrived:  # these first: their bytes take up memory
                     return self._arrived.popleft()
                 if self._ready:
                     return self._ready.popleft()

@@ -29,7 +29,7 @@ __all__ = [
     "for_worker",
     "make_budget",
     "pack_job",
-    "settle",
+    "choose_settings",
     "threads_for",
     "unpack_job",
 ]
@@ -91,7 +91,7 @@ class Settings:
     exchange_bytes: int
 
 
-def settle(plan: Plan, budget: Budget, max_memory: int, *, exchanging: bool) -> Settings:
+def choose_settings(plan: Plan, budget: Budget, max_memory: int, *, exchanging: bool) -> Settings:
     """The settings for ``max_memory`` bytes per rank; ``budget`` has its number of threads.
 
     Where bytes are exchanged: an eighth of it for the exchange, half as much to read what is sent; at most half for

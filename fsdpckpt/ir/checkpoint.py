@@ -21,7 +21,7 @@ __all__ = [
     "Evidence",
     "EvidenceKind",
     "KeyType",
-    "LOOSE",
+    "BARE_VALUE",
     "Layout",
     "Manifest",
     "ModelState",
@@ -35,7 +35,7 @@ __all__ = [
     "Section",
     "STRAY",
     "SourceFile",
-    "StatedFile",
+    "ManifestFile",
     "UNORDERED",
     "ZEROS",
     "group_params",
@@ -48,7 +48,7 @@ STRAY: Final = "stray"
 ZEROS = "zeros:"
 """The path of a source that is not a file: it reads as zeros everywhere (``storage.sources.ZeroFile``)."""
 
-LOOSE = ""
+BARE_VALUE = ""
 """The state name of a value that a user put into an optimizer's ``state`` in place of a parameter's states.
 
 TorchRec's keyed optimizers allow it. ``_optim_state_dict`` copies such a value, and so do all writers.
@@ -183,7 +183,7 @@ class Checksums:
 
 
 @dataclass(frozen=True, slots=True)
-class StatedFile:
+class ManifestFile:
     """Length and CRC-32 of a whole file."""
 
     nbytes: int
@@ -199,7 +199,7 @@ class Manifest:
 
     path: str
     directory: str
-    files: Mapping[str, StatedFile]
+    files: Mapping[str, ManifestFile]
     digests: Mapping[str, str]
 
 
@@ -252,14 +252,14 @@ def group_params(group: Mapping[Key, Value]) -> list[ParamKey] | None:
 
 
 def stored_entry(states: Mapping[str, Tensor | Value]) -> Mapping[str, Tensor | Value] | Tensor | Value:
-    """What stands in a state dict for one entry of ``OptimState.state``: its states, or the one ``LOOSE`` value."""
-    return states[LOOSE] if states.keys() == {LOOSE} else states
+    """What a state dict has for one entry of ``OptimState.state``: the dict of its states, or the bare value."""
+    return states[BARE_VALUE] if states.keys() == {BARE_VALUE} else states
 
 
 @dataclass(slots=True)
 class OptimState:
     """``state``: parameter key (int id or name) to {state name: tensor or value}, in the source's order; a user's own
-    value that is no dict of states stands under the state name ``LOOSE``.
+    value that is no dict of states is stored under the state name ``BARE_VALUE``.
 
     ``param_groups`` as in ``torch.optim``, each with its ``params`` list of the same key type; None when the
     source has no groups. ``extra``: top-level entries a user added beside ``state`` and ``param_groups``.
@@ -272,7 +272,7 @@ class OptimState:
     @property
     def key_type(self) -> KeyType | None:
         """``"id"`` when all keys (of state and groups) are ints, ``"name"`` when not, None when there are none."""
-        keys: list[ParamKey] = [key for key, states in self.state.items() if LOOSE not in states]
+        keys: list[ParamKey] = [key for key, states in self.state.items() if BARE_VALUE not in states]
         for group in self.param_groups or []:
             keys.extend(group_params(group) or ())
         if not keys:
@@ -341,7 +341,7 @@ class Checkpoint:
             for param, states in self.optim.state.items():
                 for state, leaf in states.items():
                     if isinstance(leaf, Tensor):
-                        key = f"{param}.{state}" if state != LOOSE else str(param)
+                        key = f"{param}.{state}" if state != BARE_VALUE else str(param)
                         yield NamedTensor(Section.OPTIM, str(param), state or None, key, leaf)
             rest: dict[Key, Value] = {"param_groups": list(self.optim.param_groups or []), **self.optim.extra}
             for path, tensor in leaf_tensors(rest):

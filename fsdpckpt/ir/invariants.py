@@ -11,7 +11,16 @@ from math import gcd
 import numpy as np
 
 from fsdpckpt.errors import SourceCorruptError, SourceError, SourceIncompleteError, SourceUnsupportedError
-from fsdpckpt.ir.checkpoint import LOOSE, Checkpoint, NamedTensor, OptimState, ParamKey, Problem, Section, group_params
+from fsdpckpt.ir.checkpoint import (
+    BARE_VALUE,
+    Checkpoint,
+    NamedTensor,
+    OptimState,
+    ParamKey,
+    Problem,
+    Section,
+    group_params,
+)
 from fsdpckpt.ir.coverage import Flaw, box_text, flaws
 from fsdpckpt.ir.tensors import Chunks, Int64Array, Tensor
 from fsdpckpt.ir.values import Value
@@ -205,7 +214,7 @@ def state_completeness(optim: OptimState) -> Iterator[Problem]:
                     yield _state_problem(key, f"optim {key}: in param group {number}, but has no optimizer state")
             yield from _uneven_states(number, keys, optim.state)
     for key, states in optim.state.items():
-        if key not in seen and LOOSE not in states:
+        if key not in seen and BARE_VALUE not in states:
             yield _state_problem(key, f"optim {key}: has state, but is in no param group")
 
 

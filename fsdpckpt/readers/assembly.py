@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.ir.checkpoint import (
-    LOOSE,
+    BARE_VALUE,
     Checkpoint,
     Checksums,
     Container,
@@ -25,9 +25,9 @@ from fsdpckpt.ir.checkpoint import (
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.readers.flat_slices import why_sliced
+from fsdpckpt.readers.mark_slices import mark_slices
 from fsdpckpt.readers.protocol import EXTRA_STEM, FileTable, Tree
 from fsdpckpt.readers.sections import Sections, replaced, split, without
-from fsdpckpt.readers.settle_slices import settle_slices
 
 __all__ = ["ReadPart", "join", "read_part", "strange_names"]
 
@@ -84,7 +84,7 @@ def join(source: str, parts: Sequence[ReadPart], files: FileTable, *, flavor: st
     world_size = max(part.tree.world_size for part in parts if not part.auxiliary or part is main)
     model = next((part.sections.model for part in parts if part.sections.model is not None), None)
     for part in parts:
-        settle_slices(part.tree, part.sections, model, part.label)
+        mark_slices(part.tree, part.sections, model, part.label)
     optim = next((part.sections.optim for part in parts if part.sections.optim is not None), None)
     extra, prefixes = _extras(parts)
     changes, absences = _changes(parts, prefixes), _absences(parts, prefixes)
@@ -323,7 +323,7 @@ def strange_names(source: str, model: tuple[str, Collection[str]], optim: tuple[
 
 def _named(optim: OptimState) -> list[str]:
     """The parameters' names among the optimizer's keys, each once."""
-    stated = [key for key, states in optim.state.items() if LOOSE not in states]
+    stated = [key for key, states in optim.state.items() if BARE_VALUE not in states]
     listed = [key for group in optim.param_groups or () for key in group_params(group) or ()]
     return list(dict.fromkeys(key for key in (*stated, *listed) if isinstance(key, str)))
 

@@ -22,6 +22,7 @@ from fsdpckpt.ir.checkpoint import (
     EvidenceKind,
     Layout,
     Manifest,
+    ManifestFile,
     Note,
     NoteKind,
     OptimState,
@@ -29,7 +30,6 @@ from fsdpckpt.ir.checkpoint import (
     ProblemKind,
     Section,
     SourceFile,
-    StatedFile,
 )
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Chunks, Tensor
@@ -147,8 +147,8 @@ def _manifest(directory: str, document: Mapping[str, object]) -> Manifest:
     return Manifest(_path(directory), directory.rstrip("/"), files, digests)
 
 
-def _files(listed: object) -> dict[str, StatedFile]:
-    files: dict[str, StatedFile] = {}
+def _files(listed: object) -> dict[str, ManifestFile]:
+    files: dict[str, ManifestFile] = {}
     for name, entry in listed.items() if isinstance(listed, dict) else ():
         nbytes, crc = (entry.get("nbytes"), entry.get("crc32")) if isinstance(entry, dict) else (None, None)
         if (
@@ -158,7 +158,7 @@ def _files(listed: object) -> dict[str, StatedFile]:
             and isinstance(crc, str)
             and _CRC.fullmatch(crc)
         ):
-            files[name] = StatedFile(nbytes, int(crc, 16))
+            files[name] = ManifestFile(nbytes, int(crc, 16))
     return files
 
 

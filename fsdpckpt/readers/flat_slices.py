@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from fsdpckpt.ir.checkpoint import LOOSE, ModelState, OptimState, ParamKey, group_params
+from fsdpckpt.ir.checkpoint import BARE_VALUE, ModelState, OptimState, ParamKey, group_params
 from fsdpckpt.ir.tensors import SLICES, Int64Array, Tensor
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.layouts.flattened import is_flat_key
@@ -75,7 +75,7 @@ def why_sliced(
     flat parameters. Equal shapes on all ranks are slices when all states are vectors and the model, as far as there is
     one, has tensors of other shapes. Where shapes leave it open, ``checksums`` tell replicas from slices.
     """
-    entries = [entry for entry in state.values() if LOOSE not in entry]
+    entries = [entry for entry in state.values() if BARE_VALUE not in entry]
     leaves = [leaf for entry in entries for leaf in entry.values() if isinstance(leaf, Tensor) and leaf.ndim]
     proved = [leaf for leaf in leaves if leaf.placement == SLICES]
     if proved:
@@ -136,7 +136,7 @@ def read_as_slices(optim: OptimState) -> OptimState:
 
     A 0-dim state is that of the ranks which hold elements of the parameter (``_convert_all_state_info``).
     """
-    state = {key: entry if LOOSE in entry else _entry_as_slices(entry) for key, entry in optim.state.items()}
+    state = {key: entry if BARE_VALUE in entry else _entry_as_slices(entry) for key, entry in optim.state.items()}
     listed = [key for group in optim.param_groups or () for key in group_params(group) or ()]
     order = dict.fromkeys(key for key in (*listed, *state) if key in state)
     return OptimState({key: state[key] for key in order}, optim.param_groups, optim.extra)

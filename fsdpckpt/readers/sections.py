@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import cast
 
-from fsdpckpt.ir.checkpoint import LOOSE, ModelState, Note, OptimState, ParamKey
+from fsdpckpt.ir.checkpoint import BARE_VALUE, ModelState, Note, OptimState, ParamKey
 from fsdpckpt.ir.codec import encode
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value
@@ -391,7 +391,7 @@ def optimizer_of(value: Mapping[Key, Value], notes: list[Note]) -> OptimState | 
         if not isinstance(key, (int, str)):
             return None
         if not isinstance(states, dict):
-            entries[key] = {LOOSE: states}
+            entries[key] = {BARE_VALUE: states}
             continue
         if not all(isinstance(name, str) for name in states):
             return None
@@ -410,7 +410,7 @@ def _repair_ids(
 
     DCP writes every key as a string; ``dcp_to_torch_save`` leaves it so, and then ``load_state_dict`` finds no state.
     """
-    keyed = {key for key, states in entries.items() if LOOSE not in states}
+    keyed = {key for key, states in entries.items() if BARE_VALUE not in states}
     if not any(isinstance(key, str) for key in keyed):
         return entries
     ids: set[int] = set()

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fsdpckpt.describe import Description, Json
-from fsdpckpt.ir.checkpoint import LOOSE, NamedTensor, OptimState, Section, group_params
+from fsdpckpt.ir.checkpoint import BARE_VALUE, NamedTensor, OptimState, Section, group_params
 from fsdpckpt.ir.tensors import Tensor
 
 __all__ = ["Health", "Spread", "health", "not_finite", "spreads"]
@@ -50,7 +50,7 @@ def health(optim: OptimState, described: Description) -> Health:
     measured = _measured_steps(described)
     for key, states in optim.state.items():
         for state, leaf in states.items():
-            if state == LOOSE:
+            if state == BARE_VALUE:
                 continue
             number, dtypes = summary.states.setdefault(state, (0, Counter()))
             dtypes[leaf.dtype.name if isinstance(leaf, Tensor) else type(leaf).__name__] += 1

@@ -67,8 +67,8 @@ def decide_sharded(checkpoint: Checkpoint, hints: ShardingHints, *, strict: bool
         what += f"{'are' if many else 'is'} cut like parameters: {', '.join(_shown(unsettled, 5))}"
         notes.append(Note("undetermined", what, keys=tuple(unsettled)))
     _require_buffers(checkpoint, hints)
-    extra = {key: _settle(value) for key, value in checkpoint.extra.items()}
-    rank_extra = tuple({key: _settle(value) for key, value in extras.items()} for extras in checkpoint.rank_extra)
+    extra = {key: _as_in_source(value) for key, value in checkpoint.extra.items()}
+    rank_extra = tuple({key: _as_in_source(value) for key, value in extras.items()} for extras in checkpoint.rank_extra)
     return replace(checkpoint, model=model, optim=optim, extra=extra, rank_extra=rank_extra, notes=tuple(notes))
 
 
@@ -158,8 +158,8 @@ def _decide_optim(optim: OptimState | None, model: ModelState | None) -> tuple[O
     state = {key: _decide_entry(key, entry, model, ambiguous) for key, entry in optim.state.items()}
     groups = None
     if optim.param_groups is not None:
-        groups = [{name: _settle(value) for name, value in group.items()} for group in optim.param_groups]
-    return OptimState(state, groups, {key: _settle(value) for key, value in optim.extra.items()}), ambiguous
+        groups = [{name: _as_in_source(value) for name, value in group.items()} for group in optim.param_groups]
+    return OptimState(state, groups, {key: _as_in_source(value) for key, value in optim.extra.items()}), ambiguous
 
 
 def _decide_entry(
@@ -182,19 +182,19 @@ def _decide_entry(
     return decided
 
 
-def _settle(value: Value) -> Value:
+def _as_in_source(value: Value) -> Value:
     """Tensors outside of the model and the states: sharded only where the source had them sharded."""
     if isinstance(value, Tensor):
         return replace(value, sharded=value.sharded is True)
     if isinstance(value, dict):
-        changed: dict[Key, Value] = {key: _settle(child) for key, child in value.items()}
+        changed: dict[Key, Value] = {key: _as_in_source(child) for key, child in value.items()}
         if type(value) is dict:
             return changed
         copy = type(value)(changed)
         vars(copy).update(vars(value))
         return copy
     if isinstance(value, list):
-        return [_settle(child) for child in value]
+        return [_as_in_source(child) for child in value]
     if isinstance(value, tuple):
-        return tuple(_settle(child) for child in value)
+        return tuple(_as_in_source(child) for child in value)
     return value

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from fsdpckpt.errors import NeedsInformationError
-from fsdpckpt.ir.checkpoint import LOOSE, Checkpoint, OptimState, ParamKey, Section, group_params
+from fsdpckpt.ir.checkpoint import BARE_VALUE, Checkpoint, OptimState, ParamKey, Section, group_params
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Global, Key, Object, Value, walk
 from fsdpckpt.storage.sources import Sources
@@ -143,7 +143,7 @@ def _optimizer_leaves(optim: OptimState, renamed: Mapping[ParamKey, ParamKey]) -
             if isinstance(leaf, (dict, list, tuple)):  # an optimizer may nest values in a state
                 yield from ((".".join((str(name), state, *map(str, path))), item) for path, item in walk(leaf))
             else:
-                yield (f"{name}.{state}" if state != LOOSE else str(name)), leaf
+                yield (f"{name}.{state}" if state != BARE_VALUE else str(name)), leaf
     for index, group in enumerate(optim.param_groups or []):
         for key, value in group.items():
             if key == "params" and isinstance(value, (list, tuple)):

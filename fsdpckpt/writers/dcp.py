@@ -17,7 +17,7 @@ from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.formats.dcp.metadata import DcpEntry, StoredChunk, metadata_pickle
 from fsdpckpt.formats.pickle.write import PickleOpcodes, StorageView, dumps
 from fsdpckpt.formats.zip import ALIGNMENT, TorchZip
-from fsdpckpt.ir.checkpoint import LOOSE, Checkpoint, Note, OptimState, group_params
+from fsdpckpt.ir.checkpoint import BARE_VALUE, Checkpoint, Note, OptimState, group_params
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import Target, TargetFile, WriteItem
 from fsdpckpt.ir.tensors import Tensor, contiguous_stride
@@ -302,7 +302,7 @@ def _flat_optimizer(optim: OptimState, at: Path, notes: list[Note]) -> Iterator[
     entries: list[tuple[str, Value]] = []
     for param, states in optim.state.items():
         for name, value in states.items():
-            entries.append((f"state.{param}.{name}" if name != LOOSE else f"state.{param}", value))
+            entries.append((f"state.{param}.{name}" if name != BARE_VALUE else f"state.{param}", value))
     for group in optim.param_groups or []:
         for param in group_params(group) or ():
             for setting, value in group.items():

@@ -18,7 +18,7 @@ from fsdpckpt.comm.liveness import kill_stopped, process_identity
 from fsdpckpt.comm.protocol import encode_error, original_error
 from fsdpckpt.errors import SourceCorruptError, UsageError, WorkerError
 from fsdpckpt.execute.copy_pool import CopyPool
-from fsdpckpt.execute.job import for_worker, make_budget, settle, threads_for
+from fsdpckpt.execute.job import choose_settings, for_worker, make_budget, threads_for
 from fsdpckpt.execute.send_recv import ReceiveBuffers
 from fsdpckpt.execute.shared_sources import content_identities, find_visible
 from fsdpckpt.ir.checkpoint import ZEROS
@@ -116,7 +116,7 @@ def test_all_buffers_of_a_worker_fit_its_memory(mebibytes: int, threads: int, ca
     plan = Plan((), tuple((DTYPES[source], DTYPES[target]) for source, target in casts))
     budget = make_budget(max_memory=memory, threads=threads)
     for exchanging in (False, True):
-        settings = settle(plan, budget, memory, exchanging=exchanging)
+        settings = choose_settings(plan, budget, memory, exchanging=exchanging)
         count = threads_for(settings, budget)
         chunk = settings.exchange_bytes // SEND_BUFFERS
         rounds = settings.rounds * settings.round_bytes

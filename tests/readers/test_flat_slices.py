@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, StateDictType
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from fsdpckpt.ir.checkpoint import LOOSE, Checkpoint, Layout, Section
+from fsdpckpt.ir.checkpoint import BARE_VALUE, Checkpoint, Layout, Section
 from fsdpckpt.ir.tensors import SLICES, Tensor
 from tests.readers.contents import Held, held, opened, raw
 from tests.readers.played_ranks import as_rank
@@ -323,7 +323,7 @@ def test_a_keyed_optimizer_keeps_its_own_value_among_the_states(tmp_path: Path) 
     found = opened(save(tmp_path / "c", 2, state_of))
     assert found.optim is not None
     assert (found.problems, found.optim.key_type) == ((), "name")
-    tables = leaf(found, "tables", LOOSE)
+    tables = leaf(found, "tables", BARE_VALUE)
     assert (tables.placement, held(tables, found.files)) == ("whole", raw(randn(4)))
     assert [named.key for named in found.tensors()] == ["a.w.exp_avg", "tables"]
 

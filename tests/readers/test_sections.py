@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fsdpckpt.ir.checkpoint import LOOSE
+from fsdpckpt.ir.checkpoint import BARE_VALUE
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.invariants import state_completeness
 from fsdpckpt.ir.tensors import Chunks, Tensor
@@ -214,7 +214,7 @@ def test_a_users_own_value_among_the_states_stays_there_without_being_a_paramete
     optimizer = {"state": {0: {"step": 1}, "tables": 7.5}, "param_groups": [{"params": [0]}]}
     found = split({"optimizer": optimizer})
     assert found.optim is not None
-    assert found.optim.state == {0: {"step": 1}, "tables": {LOOSE: 7.5}}
+    assert found.optim.state == {0: {"step": 1}, "tables": {BARE_VALUE: 7.5}}
     assert (found.optim.key_type, list(state_completeness(found.optim))) == ("id", [])
     assert optim_dict(found.optim) == optimizer
     for wrong in ({"state": {0: 7.5}, "param_groups": []}, {"state": {"w": 1}, "param_groups": [{"params": ["w"]}]}):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fsdpckpt.ir.checkpoint import (
-    LOOSE,
+    BARE_VALUE,
     Container,
     Evidence,
     EvidenceKind,
@@ -23,10 +23,10 @@ from fsdpckpt.readers.sections import Sections
 from fsdpckpt.readers.torch_ranks.merge import equal
 from fsdpckpt.text import truncate
 
-__all__ = ["settle_slices"]
+__all__ = ["mark_slices"]
 
 
-def settle_slices(tree: Tree, sections: Sections, model: ModelState | None, label: str) -> None:
+def mark_slices(tree: Tree, sections: Sections, model: ModelState | None, label: str) -> None:
     """Mark the optimizer of one part as slices in ``tree`` and ``sections`` when it holds slices of flat parameters.
 
     ``model``: the checkpoint's, from whichever part; ``label`` names the part in messages.
@@ -135,5 +135,5 @@ def _flattened_extras(tree: Tree, sections: Sections, label: str) -> Iterator[Pr
 
 def _entry(entry: Value) -> dict[str, Tensor | Value]:
     if not isinstance(entry, dict):
-        return {LOOSE: entry}
+        return {BARE_VALUE: entry}
     return {str(name): leaf for name, leaf in entry.items()}
