@@ -29,7 +29,6 @@ from fsdpckpt.ir.checkpoint import (
     Note,
     OptimState,
     Section,
-    group_params,
 )
 from fsdpckpt.ir.dtypes import DTYPES, DType
 from fsdpckpt.ir.invariants import fatal
@@ -336,7 +335,7 @@ def _keyed_names(checkpoint: Checkpoint) -> set[str]:
     """The names that the optimizer has states or groups for."""
     if checkpoint.optim is None:
         return set()
-    listed = [key for group in checkpoint.optim.param_groups or () for key in group_params(group) or ()]
+    listed = checkpoint.optim.grouped_keys()
     return {clean(key) for key in (*checkpoint.optim.state, *listed) if isinstance(key, str)}
 
 

@@ -204,14 +204,13 @@ class _Matching:
         yield from matching.contradictions()
         self.keys, self.named_groups = matching.keys, matching.named_groups
         self.proved += matching.proved
-        groups = optim.param_groups
-        listed = {key for group in groups or () for key in group_params(group) or ()}
+        listed = set(optim.grouped_keys())
         compared = 0
         for key, states in optim.state.items():
             name = self.keys.get(key)
             if name is None:
                 self.unread += key in listed  # its group is wrong, which is reported already
-                if isinstance(key, int) and groups is not None and key not in listed:
+                if isinstance(key, int) and optim.param_groups is not None and key not in listed:
                     yield f"optim {key}: no param group lists it"
                 continue
             if name not in self.by_key and name not in self.params:  # from param_names, which is reported already
@@ -304,7 +303,7 @@ class KeyMatching:
     def _by_name(self) -> Iterator[str]:
         known = [*self.by_key, *(param.name for param in self.units.unmanaged)]
         possible = dict.fromkeys(self.params if self.units.use_orig_params else known)
-        listed = [key for group in self.optim.param_groups or () for key in group_params(group) or ()]
+        listed = self.optim.grouped_keys()
         for key in dict.fromkeys([*self.optim.state, *listed]):
             if clean(str(key)) in possible:
                 self.keys[key] = clean(str(key))

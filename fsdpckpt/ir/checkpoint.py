@@ -272,12 +272,14 @@ class OptimState:
     @property
     def key_type(self) -> KeyType | None:
         """``"id"`` when all keys (of state and groups) are ints, ``"name"`` when not, None when there are none."""
-        keys: list[ParamKey] = [key for key, states in self.state.items() if BARE_VALUE not in states]
-        for group in self.param_groups or []:
-            keys.extend(group_params(group) or ())
+        keys = [key for key, states in self.state.items() if BARE_VALUE not in states] + self.grouped_keys()
         if not keys:
             return None
         return "id" if all(isinstance(key, int) for key in keys) else "name"
+
+    def grouped_keys(self) -> list[ParamKey]:
+        """The keys that the param groups list, group by group; a key that two of them list is there twice."""
+        return [key for group in self.param_groups or () for key in group_params(group) or ()]
 
 
 @dataclass(frozen=True, slots=True)

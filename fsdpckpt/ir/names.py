@@ -108,7 +108,7 @@ def _names(optim: OptimState | None) -> list[str]:
     """Every string key of the optimizer, once, in order."""
     if optim is None:
         return []
-    listed = [key for group in optim.param_groups or () for key in group_params(group) or ()]
+    listed = optim.grouped_keys()
     return list(dict.fromkeys(key for key in (*optim.state, *listed) if isinstance(key, str)))
 
 

@@ -20,7 +20,6 @@ from fsdpckpt.ir.checkpoint import (
     OptimState,
     Problem,
     Section,
-    group_params,
 )
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.values import Key, Value
@@ -324,7 +323,7 @@ def strange_names(source: str, model: tuple[str, Collection[str]], optim: tuple[
 def _named(optim: OptimState) -> list[str]:
     """The parameters' names among the optimizer's keys, each once."""
     stated = [key for key, states in optim.state.items() if BARE_VALUE not in states]
-    listed = [key for group in optim.param_groups or () for key in group_params(group) or ()]
+    listed = optim.grouped_keys()
     return list(dict.fromkeys(key for key in (*stated, *listed) if isinstance(key, str)))
 
 

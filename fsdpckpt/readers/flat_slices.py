@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from fsdpckpt.ir.checkpoint import BARE_VALUE, ModelState, OptimState, ParamKey, group_params
+from fsdpckpt.ir.checkpoint import BARE_VALUE, ModelState, OptimState, ParamKey
 from fsdpckpt.ir.tensors import SLICES, Int64Array, Tensor
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.layouts.flattened import is_flat_key
@@ -137,7 +137,7 @@ def read_as_slices(optim: OptimState) -> OptimState:
     A 0-dim state is that of the ranks which hold elements of the parameter (``_convert_all_state_info``).
     """
     state = {key: entry if BARE_VALUE in entry else _entry_as_slices(entry) for key, entry in optim.state.items()}
-    listed = [key for group in optim.param_groups or () for key in group_params(group) or ()]
+    listed = optim.grouped_keys()
     order = dict.fromkeys(key for key in (*listed, *state) if key in state)
     return OptimState({key: state[key] for key in order}, optim.param_groups, optim.extra)
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fsdpckpt.describe import Description, Json
-from fsdpckpt.ir.checkpoint import BARE_VALUE, NamedTensor, OptimState, Section, group_params
+from fsdpckpt.ir.checkpoint import BARE_VALUE, NamedTensor, OptimState, Section
 from fsdpckpt.ir.tensors import Tensor
 
 __all__ = ["Health", "Spread", "health", "not_finite", "spreads"]
@@ -44,7 +44,7 @@ class Health:
 
 def health(optim: OptimState, described: Description) -> Health:
     """The summary of ``optim``; steps that are tensors have values only when ``described`` has statistics."""
-    listed = [key for group in optim.param_groups or () for key in group_params(group) or ()]
+    listed = optim.grouped_keys()
     summary = Health(len(dict.fromkeys([*listed, *optim.state])))
     summary.without = [str(key) for key in listed if not optim.state.get(key)]
     measured = _measured_steps(described)

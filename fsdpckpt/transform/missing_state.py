@@ -16,7 +16,7 @@ from fsdpckpt.ir.checkpoint import ZEROS, Checkpoint, Note, OptimState, ParamKey
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.units import UnitParam, Units
-from fsdpckpt.ir.values import Key, Value
+from fsdpckpt.ir.values import Value
 from fsdpckpt.transform.parameter_order import Shape
 
 __all__ = [
@@ -49,7 +49,7 @@ def without_state(checkpoint: Checkpoint, units: Units | None = None) -> list[Pa
     if optim is None or not any(optim.state.values()):
         return []
     params = units.params() if units is not None else {}
-    listed = [key for group in optim.param_groups or () for key in group_params(group) or ()]
+    listed = optim.grouped_keys()
     stateless = {name for name, param in params.items() if not (param.requires_grad and param.numel)}
     return [key for key in listed if not optim.state.get(key) and key not in stateless]
 
@@ -163,7 +163,7 @@ def _filled(checkpoint: Checkpoint, optim: OptimState, missing: list[ParamKey], 
     what = f"{len(missing)} parameter{'s' * (len(missing) > 1)} had no optimizer state, and got zeros"
     note = Note("filled", what, keys=tuple(map(str, missing)))
     zeros = SourceFile(ZEROS, maker.end)
-    state = dict(_in_group_order(optim.state, made, optim.param_groups or []))
+    state = dict(_in_group_order(optim, made))
     return replace(
         checkpoint,
         optim=OptimState(state, optim.param_groups, optim.extra),
@@ -173,22 +173,19 @@ def _filled(checkpoint: Checkpoint, optim: OptimState, missing: list[ParamKey], 
 
 
 def _in_group_order(
-    state: Mapping[ParamKey, dict[str, Tensor | Value]],
-    made: Mapping[ParamKey, dict[str, Tensor | Value]],
-    groups: list[dict[Key, Value]],
+    optim: OptimState, made: Mapping[ParamKey, dict[str, Tensor | Value]]
 ) -> Iterator[tuple[ParamKey, dict[str, Tensor | Value]]]:
     """The existing states in their order, each new one after the parameter that its group lists before it."""
     behind: dict[ParamKey | None, list[ParamKey]] = {}
     last: ParamKey | None = None
-    for group in groups:
-        for key in group_params(group) or ():
-            if key in made:
-                behind.setdefault(last, []).append(key)
-            else:
-                last = key if key in state else last
+    for key in optim.grouped_keys():
+        if key in made:
+            behind.setdefault(last, []).append(key)
+        else:
+            last = key if key in optim.state else last
     for key in behind.get(None, ()):
         yield key, made[key]
-    for key, states in state.items():
+    for key, states in optim.state.items():
         if key not in made:
             yield key, states
         for new in behind.get(key, ()):

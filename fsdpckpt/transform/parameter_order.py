@@ -107,7 +107,7 @@ def from_param_names(optim: OptimState, like: Collection[str] = ()) -> Parameter
         return None
     left = iter(every)
     regrouped = tuple(tuple(next(left) for _ in group or ()) for group in groups)
-    keys = [key for group in optim.param_groups or () for key in group_params(group) or ()]
+    keys = optim.grouped_keys()
     if any(isinstance(key, str) for key in keys) and {clean(str(key)) for key in keys} != set(every):
         return None
     source = "param_names in the groups"

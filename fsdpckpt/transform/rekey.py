@@ -31,7 +31,7 @@ __all__ = ["Ids", "contradicted", "is_keyed_by_id", "name_ids", "repeated", "to_
 
 def is_keyed_by_id(optim: OptimState) -> bool:
     """Whether the parameters are ids. What the groups list decides: users put entries of their own into ``state``."""
-    listed = [key for group in optim.param_groups or () for key in group_params(group) or ()]
+    listed = optim.grouped_keys()
     keys = listed or list(optim.state)
     return bool(keys) and all(type(key) is int for key in keys)
 

@@ -164,9 +164,7 @@ def _names(checkpoint: Checkpoint) -> list[str]:
     names: dict[str, None] = dict.fromkeys(checkpoint.model.params if checkpoint.model is not None else ())
     optim = checkpoint.optim
     if optim is not None and optim.key_type == "name":
-        names.update(dict.fromkeys(str(key) for key in optim.state))
-        for group in optim.param_groups or ():
-            names.update(dict.fromkeys(str(key) for key in group_params(group) or ()))
+        names.update(dict.fromkeys(map(str, [*optim.state, *optim.grouped_keys()])))
     return list(names)
 
 

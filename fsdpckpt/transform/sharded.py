@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from fsdpckpt.errors import NeedsInformationError, UsageError
-from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, OptimState, ParamKey, group_params
+from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, OptimState, ParamKey
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value
 
@@ -128,9 +128,7 @@ def _listed_by_optimizer(optim: OptimState | None, model: ModelState, tied: Mapp
     """Names the optimizer proves to be parameters: its own keys, or all when there are as many ids as model tensors."""
     if optim is None:
         return set()
-    keys: list[ParamKey] = list(optim.state)
-    for group in optim.param_groups or ():
-        keys.extend(group_params(group) or ())
+    keys = [*optim.state, *optim.grouped_keys()]
     if optim.key_type == "name":
         return {str(key) for key in keys}
     tensors = [name for name, leaf in model.params.items() if isinstance(leaf, Tensor)]

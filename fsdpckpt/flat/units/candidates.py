@@ -245,7 +245,7 @@ def _listed(checkpoint: Checkpoint) -> set[str]:
     optim = checkpoint.optim
     if optim is None:
         return set()
-    keys = [key for group in optim.param_groups or () for key in group_params(group) or ()]
+    keys = optim.grouped_keys()
     names = [*raw_names(checkpoint), *(key for key in keys if isinstance(key, str))]
     return {clean(name) for name in names if not is_flat_key(name)}
 

@@ -294,7 +294,7 @@ def _model_differences(checkpoint: Checkpoint, units: Units, params: dict[str, U
 
 def _optim_differences(optim: OptimState, units: Units, params: dict[str, UnitParam]) -> list[str]:
     known = {*params, *dict(units.shared)}
-    listed = dict.fromkeys(key for group in optim.param_groups or () for key in group_params(group) or ())
+    listed = dict.fromkeys(optim.grouped_keys())
     wrong = [f"the param groups list {key}, which the units do not have" for key in listed if key not in known]
     wrong += [
         f"the optimizer has a state for {key}, which the units do not have"
