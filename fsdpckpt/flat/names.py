@@ -100,7 +100,7 @@ def model_names(checkpoint: Checkpoint, label: str) -> ParameterNames | None:
         if not isinstance(leaf, Tensor) or leaf.placement == SLICES:
             continue
         name = clean(key)
-        same = first.setdefault(_place(leaf, name), name)
+        same = first.setdefault(leaf.place() or (name,), name)
         if same != name:
             shared.append((name, same))
         else:
@@ -109,14 +109,6 @@ def model_names(checkpoint: Checkpoint, label: str) -> ParameterNames | None:
         return None
     ordered = keeps_order(checkpoint, [param.name for param in named])
     return ParameterNames(tuple(named), ordered, label, tuple(shared))
-
-
-def _place(tensor: Tensor, name: str) -> tuple[object, ...]:
-    """What two names of one stored tensor have in common; its own name when that is not known."""
-    chunks = tensor.chunks
-    if not tensor.numel or not len(chunks) or (chunks.offset < 0).any():
-        return (name,)
-    return (tensor.shape, tensor.dtype.name, *(c.tobytes() for c in (chunks.file, chunks.offset, chunks.stride)))
 
 
 def stride_of(tensor: Tensor) -> tuple[int, ...] | None:

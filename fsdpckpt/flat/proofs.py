@@ -142,13 +142,12 @@ def compare_replicas(checkpoint: Checkpoint, match: FlatMatch) -> tuple[list[Pro
     groups = checkpoint.world_size // match.shard_size
     if groups < 2 and all(layout.shards > 1 for layout in match.layouts.values()):
         return [], []
-    columns = (checkpoint.checksums.file, checkpoint.checksums.offset, checkpoint.checksums.crc)
-    crcs = {(file, offset): crc for file, offset, crc in zip(*(column.tolist() for column in columns), strict=True)}
+    sums = checkpoint.checksums.by_place()
     problems: list[Problem] = []
     compared = unknown = 0
     for section, key, tensor in _sliced(checkpoint):
         shards = _shards(key, section, match)
-        for rank, first in _differing(tensor, shards, crcs):
+        for rank, first in _differing(tensor, shards, sums):
             if rank < 0:
                 unknown += 1
                 continue
@@ -181,7 +180,9 @@ def _shards(key: str, section: Section, match: FlatMatch) -> int:
     return shards
 
 
-def _differing(tensor: Tensor, shards: int, crcs: Mapping[tuple[int, int], int]) -> Iterator[tuple[int, int]]:
+def _differing(
+    tensor: Tensor, shards: int, sums: Mapping[tuple[int, int], tuple[int, int]]
+) -> Iterator[tuple[int, int]]:
     """For each replica (rank, first rank with other bytes or -1 when equal); (-1, -1) when it has no checksum."""
     chunks = tensor.chunks
     rows = zip(
@@ -192,7 +193,7 @@ def _differing(tensor: Tensor, shards: int, crcs: Mapping[tuple[int, int], int])
         if not size:
             continue
         place = (rank % shards, size)
-        crc = crcs.get((file, offset))
+        _, crc = sums.get((file, offset), (0, None))
         if place not in first:
             first[place] = (rank, crc)
             continue

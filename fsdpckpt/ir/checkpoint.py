@@ -181,6 +181,11 @@ class Checksums:
         table = np.asarray(rows, np.int64).reshape(len(rows), 4)
         return cls(table[:, 0], table[:, 1], table[:, 2], table[:, 3])
 
+    def by_place(self) -> dict[tuple[int, int], tuple[int, int]]:
+        """(nbytes, crc) of each record by its (file, offset)."""
+        columns = (self.file.tolist(), self.offset.tolist(), self.nbytes.tolist(), self.crc.tolist())
+        return {(file, offset): (nbytes, crc) for file, offset, nbytes, crc in zip(*columns, strict=True)}
+
 
 @dataclass(frozen=True, slots=True)
 class ManifestFile:

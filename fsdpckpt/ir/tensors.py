@@ -139,3 +139,13 @@ class Tensor:
     @property
     def ndim(self) -> int:
         return len(self.shape)
+
+    def place(self) -> tuple[object, ...] | None:
+        """Where every element lies, and in which form: equal for two names of one stored tensor. None when nothing says
+        so: it has no elements, or the reader has not located them.
+        """
+        chunks = self.chunks
+        if not self.numel or not len(chunks) or (chunks.offset < 0).any():
+            return None
+        columns = (chunks.file, chunks.offset, chunks.start, chunks.size, chunks.stride)
+        return self.shape, self.dtype.name, *(column.tobytes() for column in columns)

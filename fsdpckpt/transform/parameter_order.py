@@ -181,18 +181,12 @@ def _may_be_parameter(name: str, tensor: Tensor, buffers: Sequence[str], keyed: 
 
 def _repeated(tensors: Mapping[str, Tensor], checksums: Checksums) -> dict[str, bool]:
     """Keys that repeat an earlier one: True on the same bytes of a file, False when only checksums are equal."""
-    sums = {
-        (file, offset): (nbytes, crc)
-        for file, offset, nbytes, crc in zip(
-            *(column.tolist() for column in (checksums.file, checksums.offset, checksums.nbytes, checksums.crc)),
-            strict=True,
-        )
-    }
+    sums = checksums.by_place()
     placed: set[object] = set()
     summed: set[object] = set()
     repeats: dict[str, bool] = {}
     for name, tensor in tensors.items():
-        place, content = _identity(tensor, sums)
+        place, content = tensor.place(), _content(tensor, sums)
         if place in placed:
             repeats[name] = True
         elif content in summed:
@@ -202,21 +196,18 @@ def _repeated(tensors: Mapping[str, Tensor], checksums: Checksums) -> dict[str, 
     return repeats
 
 
-def _identity(tensor: Tensor, sums: Mapping[tuple[int, int], tuple[int, int]]) -> tuple[object, object]:
-    """What makes two tensors one: where they lie, and what their bytes sum to; None where that is not known."""
+def _content(tensor: Tensor, sums: Mapping[tuple[int, int], tuple[int, int]]) -> tuple[object, ...] | None:
+    """The form of a tensor and what its bytes sum to; None where that is not known."""
+    if tensor.place() is None:
+        return None
     chunks = tensor.chunks
-    if not tensor.numel or not len(chunks) or bool((chunks.offset < 0).any()):
-        return None, None
-    form = (tensor.shape, tensor.dtype.name, chunks.start.tobytes(), chunks.size.tobytes(), chunks.stride.tobytes())
-    rows = list(zip(chunks.file.tolist(), chunks.offset.tolist(), strict=True))
-    crcs = [sums.get(row) for row in rows]
+    crcs = [sums.get(row) for row in zip(chunks.file.tolist(), chunks.offset.tolist(), strict=True)]
     nbytes_of_chunks: list[int] = (chunks.size.prod(axis=1) * tensor.dtype.itemsize).tolist()
-    known = all(
-        crc is not None and crc[1] and crc[0] == nbytes
-        for crc, nbytes in zip(crcs, nbytes_of_chunks, strict=True)
-        if nbytes
-    )
-    return (form, tuple(rows)), (form, tuple(crcs)) if known else None
+    for crc, nbytes in zip(crcs, nbytes_of_chunks, strict=True):
+        if nbytes and (crc is None or not crc[1] or crc[0] != nbytes):
+            return None
+    form = (chunks.start.tobytes(), chunks.size.tobytes(), chunks.stride.tobytes())
+    return tensor.shape, tensor.dtype.name, *form, tuple(crcs)
 
 
 def contradictions(used: ParameterOrder, other: ParameterOrder, keyed: Collection[str]) -> list[str]:

@@ -140,11 +140,8 @@ def _ties(model: ModelState) -> dict[str, tuple[str, ...]]:
     """Each model key that shares its bytes with others, with all keys of that group."""
     places: dict[tuple[object, ...], list[str]] = {}
     for name, leaf in model.params.items():
-        if isinstance(leaf, Tensor) and leaf.numel:
-            chunks = leaf.chunks
-            identity = (leaf.shape, chunks.file.tobytes(), chunks.offset.tobytes(), chunks.stride.tobytes())
-            if (chunks.offset >= 0).all():
-                places.setdefault(identity, []).append(name)
+        if isinstance(leaf, Tensor) and (place := leaf.place()) is not None:
+            places.setdefault(place, []).append(name)
     return {name: tuple(names) for names in places.values() if len(names) > 1 for name in names}
 
 
