@@ -17,14 +17,15 @@ PATIENCE = 2.0  # seconds to wait for the threads once the run has failed
 
 
 class CopyPool:
-    """Threads that call ``copy(thread, window)`` for every window, once its bytes have been received.
+    """Threads that, from ``start`` on, call ``copy(thread, window)`` for every window whose bytes have been received.
 
     They are daemons, so that one that hangs in a system call does not keep the process from ending.
     """
 
     def __init__(self, windows: Sequence[Window], threads: int, copy: Callable[[int, Window], None]) -> None:
         self._copy = copy
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # entered by itself: a signal in Condition.__enter__ would leave it locked
+        self._changed = threading.Condition(self._lock)
         self._ready = deque(window for window in windows if window.round < 0)
         self._arrived: deque[Window] = deque()
         self._waiting: dict[int, list[Window]] = {}
@@ -40,12 +41,15 @@ class CopyPool:
             threading.Thread(target=self._work, args=(number,), name=f"fsdpckpt-copy-{number}", daemon=True)
             for number in range(threads)
         ]
+
+    def start(self) -> None:
+        """Start the threads. Where ``stop`` is sure to follow: a signal may arrive when only some of them run."""
         for thread in self._threads:
             thread.start()
 
     def arrived(self, number: int) -> None:
         """All bytes for the windows of round ``number`` have been received."""
-        with self._changed:
+        with self._lock:
             self._arrived.extend(self._waiting.pop(number, ()))
             self._changed.notify_all()
 
@@ -63,28 +67,27 @@ class CopyPool:
 
         ``until`` is asked again after every window. Raises what a thread raised.
         """
-        with self._changed:
-            while self._error is None and (self._left if until is None else not until()):
+        while True:
+            with self._lock:
+                if self._error is not None:
+                    raise self._error
+                if not self._left if until is None else until():
+                    return
                 self._changed.wait(POLL_INTERVAL)
-                self._changed.release()
-                try:
-                    watch()
-                finally:
-                    self._changed.acquire()
-            if self._error is not None:
-                raise self._error
+            watch()
 
     def stop(self, patience: float | None = PATIENCE) -> None:
         """Let no thread take another window; wait for the threads, at most ``patience`` seconds (None: no limit)."""
-        with self._changed:
+        with self._lock:
             self._stopped = True
             self._changed.notify_all()
         deadline = None if patience is None else time.monotonic() + patience
         for thread in self._threads:
-            thread.join(None if deadline is None else max(deadline - time.monotonic(), 0.0))
+            if thread.is_alive():  # one that a signal kept from starting finds the pool stopped
+                thread.join(None if deadline is None else max(deadline - time.monotonic(), 0.0))
 
     def _next(self) -> Window | None:
-        with self._changed:
+        with self._lock:
             while not self._stopped:
                 if self._arrived:  # these first: their bytes take up memory
                     return self._arrived.popleft()
@@ -99,12 +102,12 @@ class CopyPool:
         try:
             while (window := self._next()) is not None:
                 self._copy(number, window)
-                with self._changed:
+                with self._lock:
                     self._moves += 1
                     self._left -= 1
                     self._changed.notify_all()
         except BaseException as error:  # noqa: BLE001  # raised by the main thread, in ``wait``
-            with self._changed:
+            with self._lock:
                 self._stopped = True
                 self._error = self._error or error
                 self._changed.notify_all()

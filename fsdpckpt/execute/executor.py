@@ -198,6 +198,7 @@ class _Run:
             self._recorder.start(self._check.fresh)
         pool = self._pool = CopyPool(self._transfers.windows, self._threads, copy)
         try:
+            pool.start()
             if self._exchange is not None:
                 self._exchange.run(pool, self._watch)
             pool.wait(self._watch)

@@ -238,8 +238,9 @@ class Recorder:
     def start(self, fresh: Callable[[], list[SourcePart]]) -> None:
         """Begin. ``fresh`` returns the parts of source records that were summed since it was last asked."""
         self._fresh = fresh
-        self._thread = threading.Thread(target=self._run, name="fsdpckpt-journal", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, name="fsdpckpt-journal", daemon=True)
+        thread.start()
+        self._thread = thread  # not earlier: ``close`` would wait for a thread that a signal kept from starting
 
     def wrote(self, number: int, file: WritableFile, part: Part, *, received: bool = False) -> None:
         """``part`` of target file ``number`` is written. Raises what went wrong when others were synced.

@@ -74,6 +74,7 @@ def read_back(group: Group, backs: Mapping[int, ReadBack], threads: int, nbytes:
     windows = [Window(number, *claim[:2], -1) for number, back in backs.items() for claim in back.claims]
     pool = CopyPool(windows, most, take)
     try:
+        pool.start()
         pool.wait(lambda: group.watch(moving=pool.moved()))
     finally:
         pool.stop(PATIENCE if group.world_size > 1 else None)

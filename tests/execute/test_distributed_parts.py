@@ -190,6 +190,7 @@ def test_windows_of_a_round_wait_until_it_has_arrived() -> None:
     windows = [Window(0, number, number + 1, number % 3 - 1) for number in range(30)]
     done: list[int] = []
     pool = CopyPool(windows, 2, lambda _, window: done.append(window.round))
+    pool.start()
     pool.wait(lambda: None, lambda: len(done) == 10)
     assert set(done) == {-1}
     pool.arrived(0)
@@ -206,6 +207,7 @@ def test_what_a_thread_raises_the_main_thread_raises() -> None:
         raise UsageError(f"window {window.begin}")
 
     pool = CopyPool([Window(0, 5, 6, -1)], 2, copy)
+    pool.start()
     with pytest.raises(UsageError, match="window 5"):
         pool.wait(lambda: None)
     pool.stop()
@@ -214,6 +216,7 @@ def test_what_a_thread_raises_the_main_thread_raises() -> None:
 def test_a_pool_moves_when_a_window_is_written_and_while_it_said_it_would_be_silent() -> None:
     go = threading.Event()
     pool = CopyPool([Window(0, 0, 1, -1)], 1, lambda *_: void(go.wait(5)))
+    pool.start()
     assert not pool.moved()
     pool.expect_silence(10_000_000)
     assert pool.moved()

@@ -6,6 +6,8 @@ import errno
 import os
 import random
 import tempfile
+import threading
+import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -280,6 +282,50 @@ def test_a_file_whose_sync_failed_once_is_not_in_the_journal(tmp_path: Path, mon
         made.run(Finished())
     assert failed
     assert not os.path.exists(made.journal) or read_run(made.journal)[1].nbytes == 0
+
+
+def test_a_signal_while_the_threads_start_waits_for_the_window_that_is_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writing, signalled = threading.Event(), threading.Event()
+    start, write = threading.Thread.start, WritableFile.write
+
+    def interrupted(self: threading.Thread) -> None:
+        if self.name == "fsdpckpt-copy-1":
+            assert writing.wait(10)
+            signalled.set()
+            raise Stop
+        start(self)
+
+    def slow(self: WritableFile, offset: int, data: memoryview | bytes) -> None:
+        writing.set()
+        assert signalled.wait(10)
+        time.sleep(0.2)
+        write(self, offset, data)
+
+    made = scene(str(tmp_path), 1, threads=2)
+    with monkeypatch.context() as patched, pytest.raises(Stop):
+        patched.setattr(threading.Thread, "start", interrupted)
+        patched.setattr(WritableFile, "write", slow)
+        made.run(Finished())
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("fsdpckpt-")]
+    found = read_run(made.journal)
+    assert found is not None
+    assert found[1].nbytes > 0
+    made.require_expected(made.run(found[1]))
+
+
+def test_a_signal_while_the_thread_of_the_journal_starts_hangs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: threading.Thread) -> None:
+        raise Stop
+
+    made = scene(str(tmp_path), 1)
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(Stop):
+        made.run(Finished())
+    assert not os.path.exists(made.journal)
 
 
 def test_a_quick_run_leaves_no_journal(tmp_path: Path) -> None:
