@@ -9,10 +9,16 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: two workers share two cores
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job; programs under test would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # started with nohup: the same
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+import hypothesis
 import pytest
 
 from tests.oracle.session import Oracle, shared_directory
+
+hypothesis.settings.register_profile("suite", deadline=None)  # a busy machine is slow now and then
+hypothesis.settings.load_profile("suite")
 
 SLOW_FIRST = ("e2e", "faults", "comm", "recipes", "loading")
 """Directories with long tests: they begin, so that both workers have short ones left to share at the end."""
