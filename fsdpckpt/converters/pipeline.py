@@ -42,7 +42,7 @@ from fsdpckpt.converters.resume import (
 from fsdpckpt.converters.staging import Places, assign_segments, files_at, holders_of, open_staging
 from fsdpckpt.converters.target_spec import TargetSpec, check_options, make_target_spec, refuse_section_options
 from fsdpckpt.converters.transform import TransformedCheckpoint, transform
-from fsdpckpt.errors import InternalError, Leftover, WorkerError, attach_leftover
+from fsdpckpt.errors import InternalError, Leftover, TargetExistsError, WorkerError, attach_leftover
 from fsdpckpt.execute.executor import execute
 from fsdpckpt.execute.job import (
     MOST_THREADS,
@@ -300,18 +300,23 @@ class _Conversion:
         rank = self.group.rank
         place = places.place[rank]
         with self._sources[-1] as sources:
-            crcs = execute(
-                self.group,
-                job,
-                visible,
-                sources=sources,
-                locate=lambda path: places.locate(rank, path),
-                threads=threads_for(job.settings, budget),
-                progress=self.progress,
-                recorder=self._recorder,
-                finished=finished,
-                compare=places.existing[place or 0],
-            )
+            try:
+                crcs = execute(
+                    self.group,
+                    job,
+                    visible,
+                    sources=sources,
+                    locate=lambda path: places.locate(rank, path),
+                    threads=threads_for(job.settings, budget),
+                    progress=self.progress,
+                    recorder=self._recorder,
+                    finished=finished,
+                    compare=places.existing[place or 0],
+                )
+            except TargetExistsError:
+                if self._alone and places.existing[place or 0]:
+                    raise target_differs(self.target) from None  # the user knows DST, and replaces all of it
+                raise
         with self.group.step("look for the output"):
             for staging in self._staging:
                 staging.require_files(files_at(job, place)[0])
