@@ -1,15 +1,15 @@
-"""Starts processes as ranks, and recognises how this one was started: by whom, as which rank, with which device.
+"""Launches workers, and recognises how this process was launched: by torchrun or srun, as which rank, on which device.
 
 torchrun (any elastic launch) sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. srun
 sets SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_STEP_TASKS_PER_NODE, SLURM_NODEID and SLURM_STEP_NODELIST;
 a batch script without srun has some of them, but no SLURM_STEP_ID.
 
-Backend ``auto`` is NCCL when every rank has a GPU of its own, else Gloo on the CPU. Whether every rank has one is a
-vote of all ranks, because one node may have fewer than another.
+Backend ``auto`` is NCCL when every rank has a GPU of its own, else Gloo on the CPU. All ranks vote on that, because
+nodes may have different numbers of GPUs.
 
-``launch`` starts workers through PyTorch's elastic launch, and turns however they end into one error. Each worker
-leaves its position and a failure it knows of in a directory of the launcher's, so that the error names rank and step
-even of a worker that was killed. No worker is restarted, and none outlives the launcher.
+``launch`` starts workers through PyTorch's elastic launch, and reports their failure as one error. Each worker writes
+its position, and its failure if it can, to a directory of the launcher, so that the error names rank and step even of a
+worker that was killed. No worker is restarted, and none outlives the launcher.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ __all__ = [
     "local_workers",
 ]
 
-FIRST_PORT, PORTS = 20000, 20000  # for srun: a port that all tasks of a step find, and other steps avoid
+FIRST_PORT, PORTS = 20000, 20000  # for srun: all tasks of a step compute the same port in this range from the step's id
 
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """One worker among ``world_size``; ``local_rank`` of ``local_world_size`` on its node; where the workers meet."""
+    """This worker's rank, its local rank on its node, and the ``address`` and ``port`` of the rendezvous store."""
 
     rank: int
     world_size: int
@@ -67,7 +67,10 @@ class RankInfo:
 
 
 def rank_from_environment(environment: Mapping[str, str] | None = None) -> RankInfo | None:
-    """The place of this process, None when it was started alone. UsageError when the variables contradict."""
+    """The rank of this process; None when it was started alone.
+
+    Raises UsageError when the environment variables contradict each other.
+    """
     variables = os.environ if environment is None else environment
     if "RANK" in variables and "WORLD_SIZE" in variables:
         return _of_torchrun(variables)
@@ -109,7 +112,7 @@ def _of_srun(variables: Mapping[str, str]) -> RankInfo:
 
 
 def _tasks_here(variables: Mapping[str, str]) -> int:
-    """SLURM_STEP_TASKS_PER_NODE, e.g. ``2(x3),1``: tasks of three nodes, then of one; SLURM_NODEID counts nodes."""
+    """This node's number of tasks. SLURM_STEP_TASKS_PER_NODE ``2(x3),1`` is two on each of three nodes, then one."""
     counts: list[int] = []
     for part in variables.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
         if match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip()):
@@ -161,7 +164,7 @@ def has_own_gpu(local_world_size: int) -> bool:
 
 
 def local_workers(nproc_per_node: str) -> int:
-    """``--nproc-per-node`` as a number: itself, ``gpu`` (this node's GPUs), ``auto`` (GPUs, one where none is)."""
+    """``--nproc-per-node`` as a number; ``gpu``: this node's GPUs, ``auto``: the same, or 1 where there is none."""
     if nproc_per_node in {"gpu", "auto"}:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if count == 0 and nproc_per_node == "gpu":
@@ -173,16 +176,16 @@ def local_workers(nproc_per_node: str) -> int:
 
 
 def choose_backend(backend: str, device: str, *, all_have_gpu: Callable[[], bool]) -> tuple[Backend, DeviceKind]:
-    """The backend and kind of device for what the user asked: names, or ``auto`` for either.
+    """The backend and device kind for the options ``--backend`` and ``--device``; either may be ``auto``.
 
-    ``all_have_gpu`` is asked only where the answer matters; every worker has to be asked the same.
+    ``all_have_gpu`` is collective, and called only where the answer matters: all workers need equal options.
     """
     if backend not in {"auto", "nccl", "gloo"} or device not in {"auto", "cpu", "cuda"}:
         raise UsageError(f"no such backend or device: {backend}, {device}", expected="auto|nccl|gloo, auto|cpu|cuda")
     if backend == "nccl" and device == "cpu":
         raise UsageError("NCCL moves data between GPUs only", next_step="--backend gloo, or --device cuda")
     if backend == "gloo":
-        # Gloo moves host memory; a GPU would only be a detour of two copies.
+        # Gloo sends host memory: with tensors on a GPU everything would be copied twice more.
         return "gloo", "cpu"
     if device == "cpu":
         return "gloo", "cpu"
@@ -203,7 +206,7 @@ def rank_device(kind: DeviceKind, place: RankInfo | None) -> torch.device:
     return torch.device("cuda", 0 if place is None else place.local_rank)
 
 
-PATIENCE = 5  # seconds between SIGTERM and SIGKILL for the workers that are left when one failed
+PATIENCE = 5  # seconds between SIGTERM and SIGKILL for the remaining workers when one has failed
 
 
 def launch(
@@ -215,20 +218,20 @@ def launch(
     node_rank: int | None = None,
     endpoint: str | None = None,
 ) -> None:
-    """Run ``python -m module *arguments`` as ``workers`` workers on this node, one of ``nodes``; return when all ended.
+    """Run ``python -m module *arguments`` as ``workers`` workers on this node; return when all have ended.
 
-    One node meets at a free port of its own. Several meet at ``endpoint`` (``host:port``), which all name alike; the
-    host listens on it. Raises WorkerError with rank, step and cause when a worker fails, InterruptedRunError when the
-    launcher is told to stop; no worker is left then.
+    With one of ``nodes``, the workers meet at a free local port. With several, they meet at ``endpoint``
+    (``host:port``), the same on every node; that host listens on it. Raises WorkerError with rank, step and cause when
+    a worker fails, InterruptedRunError when the launcher gets a signal; all workers have ended by then.
     """
-    from torch.distributed.elastic.multiprocessing.api import SignalException  # not by the workers: takes its time
+    from torch.distributed.elastic.multiprocessing.api import SignalException  # slow to import; workers never need it
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
     with tempfile.TemporaryDirectory(prefix="fsdpckpt-") as status:
         variables = {STATUS_DIRECTORY: status, LAUNCHER: str(os.getpid()), "TORCH_CPP_LOG_LEVEL": "ERROR"}
         if workers > 1 and "OMP_NUM_THREADS" not in os.environ:
-            variables["OMP_NUM_THREADS"] = "1"  # as torchrun: N workers with N threads each stand in each other's way
+            variables["OMP_NUM_THREADS"] = "1"  # as torchrun does: N workers with N threads each slow each other down
         config = _config(workers, nodes, node_rank, endpoint, status)
         with _environment(variables), _quiet():
             try:
@@ -257,7 +260,7 @@ def _config(workers: int, nodes: int, node_rank: int | None, endpoint: str | Non
         "max_restarts": 0,
         "monitor_interval": 0.1,
         "run_id": "fsdpckpt" if nodes > 1 else uuid.uuid4().hex,
-        "logs_specs": DefaultLogsSpecs(log_dir=directory),  # else it makes a directory for them that it leaves behind
+        "logs_specs": DefaultLogsSpecs(log_dir=directory),  # by default it leaves a directory behind in /tmp
     }
     if endpoint is None:
         settings |= {"rdzv_backend": "c10d", "rdzv_endpoint": "127.0.0.1:0", "local_addr": "127.0.0.1"}
@@ -271,7 +274,7 @@ def _config(workers: int, nodes: int, node_rank: int | None, endpoint: str | Non
 
 
 def _explained(failed: ChildFailedError, status: str) -> WorkerError:
-    """The error for the first worker that ended badly: what the workers said, else what its end says."""
+    """The error for the first worker that failed: as the workers reported it, else from its exit code or signal."""
     for name in sorted(os.listdir(status)):
         if name.startswith("failure-"):
             return Failure.parse(_text(status, name)).error()
@@ -293,7 +296,7 @@ def _text(directory: str, name: str) -> str:
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """``variables`` set for what is started meanwhile."""
+    """Set environment ``variables`` for the processes that are started in the body."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -308,14 +311,14 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the launcher's own account of a failure: ours is shorter and names the step."""
+    """Silence the elastic launcher's own report of a failure: ours is shorter and names the step."""
     logger = logging.getLogger("torch.distributed.elastic")
     children = [logger, *(logging.getLogger(name) for name in logging.root.manager.loggerDict if "elastic" in name)]
-    before = [each.level for each in children]
-    for each in children:
-        each.setLevel(logging.CRITICAL)
+    before = [child.level for child in children]
+    for child in children:
+        child.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        for each, level in zip(children, before, strict=True):
-            each.setLevel(level)
+        for child, level in zip(children, before, strict=True):
+            child.setLevel(level)

@@ -1,8 +1,8 @@
-"""Encodes values as bytes and back, by a closed encoding: nothing that comes from another worker is ever executed.
+"""Encodes values as bytes, and decodes them, for a closed set of types: nothing that another worker sends is executed.
 
-Layout: 8 bytes (little-endian length of the JSON), the JSON, then the blobs one after the other. The JSON is that of
-``ir.codec`` with a few more types; bytes and arrays are blobs, by their index in a list of lengths. Every value comes
-back equal and of the same type; a type outside the closed set is refused, never approximated.
+Layout: 8 bytes (length of the JSON, little-endian), the JSON, then the blobs one after another. The JSON is that of
+``ir.codec`` with a few more types; it refers to bytes and arrays by their index among the blobs. Every value comes back
+equal and of the same type; a value of any other type is refused, never approximated.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ __all__ = ["Slot", "decode", "encode"]
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where tensor number ``index`` belongs in a tree that travels without its tensors."""
+    """The place of tensor number ``index`` in a tree that is sent without its tensors."""
 
     index: int
 
 
 def encode(value: object) -> bytes:
-    """``value`` as bytes. UsageError for a type that cannot cross; the message says where in ``value`` it is."""
+    """``value`` as bytes. Raises UsageError for a type that cannot be sent; the error says where in ``value`` it is."""
     encoder = _Encoder()
     tree = encoder.json(value, "")
     header = json.dumps({"tree": tree, "blobs": [len(blob) for blob in encoder.blobs]}).encode()
@@ -39,7 +39,7 @@ def encode(value: object) -> bytes:
 
 
 def decode(data: bytes) -> object:
-    """The value that ``encode`` made ``data`` of. Raises InternalError for bytes that it did not make."""
+    """The value that ``encode`` encoded as ``data``. Raises InternalError for any other bytes."""
     (length,) = struct.unpack_from("<q", data)
     header = json.loads(data[8 : 8 + length])
     blobs, offset = [], 8 + length

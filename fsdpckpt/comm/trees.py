@@ -1,11 +1,11 @@
-"""Takes state dicts apart, compares their structure, and copies them to host memory.
+"""Splits state dicts into structure and tensors, compares structures, and copies state dicts to host memory.
 
-``split_tensors`` puts the tensors of a state dict into one list, and leaves a ``Slot`` where each tensor was. Dicts,
-lists and tuples are looked into, keys keep their types; everything else that is no tensor stays where it is.
+``split_tensors`` collects the tensors of a state dict in one list and leaves a ``Slot`` in the place of each. It
+descends into dicts, lists and tuples and keeps the types of keys; any other value stays where it is.
 
-A trainer that saves every few minutes keeps one state dict in host memory (``empty_on_cpu``): pinned memory takes
-copies from a GPU while it computes, shared memory lets another process write the file. Nothing is communicated; sharded
-tensors keep their shards.
+A trainer that saves every few minutes reuses one state dict in host memory (``empty_on_cpu``). Pinned memory lets the
+GPU compute while it is copied from; shared memory lets another process write the file. These copies need no
+communication: sharded tensors keep their shards.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ StateDict: TypeAlias = dict[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """``skeleton`` with ``Slot(i)`` for ``tensors[i]``, whose dotted key is ``keys[i]``."""
+    """A split state dict: ``skeleton`` has ``Slot(i)`` for ``tensors[i]``, whose dotted key is ``keys[i]``."""
 
     skeleton: object
     keys: tuple[str, ...]
@@ -55,7 +55,7 @@ class Tree:
 
 
 def split_tensors(state: object) -> Tree:
-    """``state`` as a tree; tensors in the order of the dicts."""
+    """Split ``state``; the tensors are in the order of the dicts."""
     keys: list[str] = []
     tensors: list[torch.Tensor] = []
 
@@ -71,7 +71,7 @@ def split_tensors(state: object) -> Tree:
 
 
 def join_tensors(skeleton: object, tensors: list[torch.Tensor]) -> object:
-    """The state dict of which ``skeleton`` is left, with ``tensors`` in its slots."""
+    """The reverse of ``split_tensors``: the state dict with ``tensors`` in the slots of ``skeleton``."""
     return _map_leaves(skeleton, lambda value, _: tensors[value.index] if isinstance(value, Slot) else value, "")
 
 
@@ -93,15 +93,15 @@ def _map_leaves(value: object, visit: Callable[[object, str], object], key: str)
 
 
 Description: TypeAlias = dict[str, str]
-"""Dotted key -> what is there, in words: ``DTensor [5, 3] float32``, ``int``, ``dict of 2``."""
+"""Dotted key to a description of the value: ``DTensor [5, 3] float32``, ``int``, ``dict of 2``."""
 
-MOST_SHOWN = 200  # differences in one message; the number of all is said
+MOST_SHOWN = 200  # differences listed in one message, which also gives their total number
 
 
 def describe(state: object, *, plain_shapes: bool = True) -> Description:
-    """The structure of ``state``. ``plain_shapes`` False: of plain tensors only that they are there.
+    """The structure of ``state``. ``plain_shapes`` False: without shapes and dtypes of plain tensors.
 
-    A key that is no string is shown as Python writes it, and a string of digits in quotes, so that 0 and "0" differ.
+    Keys that are not strings are shown by their ``repr``, and so are strings of digits, so that 0 and "0" differ.
     """
     found: Description = {}
     _describe(state, "", found, plain_shapes=plain_shapes)
@@ -127,7 +127,7 @@ def _describe(value: object, key: str, found: Description, *, plain_shapes: bool
 
 
 def differences(one: Description, other: Description, names: tuple[str, str] = ("one", "the other")) -> list[str]:
-    """Every difference in words. A container whose entries differ is not listed beside them."""
+    """Every difference, one line each. A dict is not listed itself when only its entries differ."""
     found = [f"{key}: only in {names[0]} ({words})" for key, words in one.items() if key not in other]
     found += [f"{key}: only in {names[1]} ({words})" for key, words in other.items() if key not in one]
     for key, words in one.items():
@@ -142,15 +142,15 @@ def check_similar(state: object, companion: object) -> None:
 
 
 def agree_on_structure(group: Group, state: object) -> None:
-    """Raise StateDictMismatchError, the same on all ranks, unless all ranks' state dicts are alike. All ranks.
+    """Collective. Raise the same StateDictMismatchError on all ranks unless their state dicts have one structure.
 
-    Plain tensors may differ in shape: they are each rank's own.
+    Plain tensors may differ in shape and dtype from rank to rank.
     """
-    mine = describe(state, plain_shapes=False)
-    digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
+    description = describe(state, plain_shapes=False)
+    digest = hashlib.sha256(json.dumps(description).encode()).hexdigest()
     if len(set(group.all_gather_objects(digest, name="compare structures"))) == 1:
         return
-    every = cast("list[Description]", group.all_gather_objects(mine, name="list the differences"))
+    every = cast("list[Description]", group.all_gather_objects(description, name="list the differences"))
     found: list[str] = []
     for rank, other in enumerate(every[1:], 1):
         found += differences(every[0], other, ("rank 0", f"rank {rank}"))
@@ -158,14 +158,13 @@ def agree_on_structure(group: Group, state: object) -> None:
 
 
 def raise_on_all_ranks(group: Group, problems: list[str]) -> None:
-    """Raise StateDictMismatchError with every rank's ``problems``, on every rank. All ranks."""
+    """Collective. Raise StateDictMismatchError with the ``problems`` of all ranks on every rank, if there are any."""
     every = cast("list[list[str]]", group.all_gather_objects(problems, name="compare structures"))
     found: dict[str, list[int]] = {}
-    for rank, each in enumerate(every):
-        for problem in each:
+    for rank, rank_problems in enumerate(every):
+        for problem in rank_problems:
             found.setdefault(problem, []).append(rank)
-    everybody = len(every)
-    _raise([text if len(ranks) == everybody else f"{text} (rank {ranks[0]})" for text, ranks in found.items()])
+    _raise([text if len(ranks) == len(every) else f"{text} (rank {ranks[0]})" for text, ranks in found.items()])
 
 
 def _raise(found: list[str]) -> None:
@@ -180,19 +179,19 @@ def _raise(found: list[str]) -> None:
 
 
 def empty_on_cpu(state: StateDict, *, pin: bool = False, share: bool = False) -> StateDict:
-    """A state dict of the structure of ``state``, its tensors new and unfilled in host memory.
+    """A state dict with the structure of ``state`` and new, uninitialized tensors in host memory.
 
-    ``pin``: page-locked, as far as this torch can (a GPU is needed). ``share``: visible to other processes.
+    ``pin``: page-locked, where torch can do that (it needs a GPU). ``share``: visible to other processes.
     """
     tree = split_tensors(state)
     return _joined(tree.skeleton, [_empty_like(tensor, pin=pin, share=share) for tensor in tree.tensors])
 
 
 def copy_state_dict(state: StateDict, into: StateDict, *, non_blocking: bool = False) -> StateDict:
-    """Copy every tensor of ``state`` into its companion in ``into``; returns ``state`` with those in place of its own.
+    """Copy every tensor of ``state`` into the one of the same key in ``into``; returns ``state`` with the copies.
 
-    Raises StateDictMismatchError, with every difference, before anything is copied. ``non_blocking``: copies to pinned
-    memory may be under way on return; synchronize the device before reading.
+    Raises StateDictMismatchError, which lists every difference, before anything is copied. ``non_blocking``: copies to
+    pinned memory may still be running on return; synchronize the device before reading them.
     """
     check_similar(state, into)
     tree, companion = split_tensors(state), split_tensors(into)
@@ -204,7 +203,7 @@ def copy_state_dict(state: StateDict, into: StateDict, *, non_blocking: bool = F
 
 
 def offload_to_cpu(state: StateDict) -> StateDict:
-    """A copy of ``state`` in host memory; tensors that lie there already are copied too."""
+    """A copy of ``state`` in host memory; tensors that are on the CPU already are copied too."""
     return copy_state_dict(state, empty_on_cpu(state))
 
 
@@ -214,7 +213,7 @@ def _in_order(keys: tuple[str, ...], others: tuple[str, ...], tensors: tuple[tor
 
 
 def _locals(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The memory of ``tensor`` on this rank."""
+    """The local shards of ``tensor``, or the tensor itself when it is plain."""
     if isinstance(tensor, ShardedTensor):
         return [each.tensor for each in tensor.local_shards()]
     return [tensor.to_local() if isinstance(tensor, DTensor) else tensor]
@@ -239,7 +238,7 @@ def _empty(tensor: torch.Tensor, *, pin: bool, share: bool) -> torch.Tensor:
     if share:
         made.share_memory_()  # type: ignore[no-untyped-call]
     if can_pin and share:
-        # Shared memory is made first; the driver then locks its pages where they are.
+        # Shared memory cannot be allocated pinned: allocate it, then let the driver lock its pages.
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         runtime.cudaHostRegister(made.data_ptr(), made.numel() * made.element_size(), 0)
     return made

@@ -1,9 +1,9 @@
-"""Journals what a run has written, so that a run that is killed can be resumed; and reads journals back.
+"""Journals what a run has written, so that a killed run can be resumed; and reads journals back.
 
-A journal's first record is the run's identity: same plan, same source, same program. The others say which windows of
-which target files are on the disk with which CRC-32, and the checksums of the parts of source records that were read
-for them. Which process wrote a window, alone or as one of several, does not matter: later runs may divide the rest
-differently. ``Recorder`` keeps the journal while a plan runs: it names a window once that is on the disk.
+The first record of a journal is the run's identity: plan, source, options and program version. Every other record
+lists windows of target files that are on the disk, each with its CRC-32, and the checksums of the parts of source
+records that were read for them. It does not matter which process wrote a window: a later run may divide the remaining
+ones differently. ``Recorder`` appends to the journal while a plan runs, and lists a window only once it is synced.
 """
 
 from __future__ import annotations
@@ -38,17 +38,18 @@ __all__ = [
 ]
 
 SourcePart = tuple[int, int, int, int, int]
-"""(source file, record, offset, nbytes, crc), as ``SourceCheck`` keeps them."""
+"""(source file, record, offset, nbytes, crc), as in ``SourceCheck``."""
 
-FORMAT = 2  # of the journal: another one belongs to another program version
+FORMAT = 2  # of the journal; journals of any other format are ignored
 
 
 @dataclass(frozen=True, slots=True)
 class RunIdentity:
-    """``plan``: ``plan_digest``. ``options``: those that decide what is written, as text, to say what changed.
+    """What has to be equal for a run to be resumed.
 
-    ``sources``: the files that tensor data comes from, in the checkpoint's order; each is one copy of the file, or
-    several where workers see different disks.
+    ``plan``: ``plan_digest``. ``options``: those that decide what is written, as text, to say what changed.
+    ``sources``: the files that tensor data comes from, in the checkpoint's order; for each file one copy, or several
+    where workers see different disks.
     """
 
     version: str
@@ -57,7 +58,7 @@ class RunIdentity:
     sources: Sequence[Sequence[FileIdentity]]
 
     def source_changes(self, now: RunIdentity) -> list[str]:
-        """What happened to the source's files since this run, one line each: every copy has to be one known then."""
+        """What changed in the source's files since this run, one line for each copy that this run did not know."""
         if len(self.sources) != len(now.sources):
             return [f"the source had {len(self.sources)} files and has {len(now.sources)} now"]
         return [
@@ -68,7 +69,7 @@ class RunIdentity:
         ]
 
     def other_changes(self, now: RunIdentity) -> list[str]:
-        """What else is not as it was: program version, options, or the plan for a reason these do not tell."""
+        """What else changed: program version, options, or a plan that differs although these are equal."""
         changes = []
         if self.version != now.version:
             changes.append(f"fsdpckpt {self.version} began it, this is fsdpckpt {now.version}")
@@ -94,8 +95,7 @@ def _change(before: FileIdentity, now: FileIdentity) -> str | None:
 class Finished:
     """Windows that are on the disk: (file, begin, end) to CRC-32. ``parts``: of the source records read for them.
 
-    ``received``: those of the windows for which bytes came from other workers: the parts of these may be in none of
-    the journals.
+    ``received``: the windows that contain bytes from other workers; the source parts of these may be in no journal.
     """
 
     crcs: Mapping[tuple[int, int, int], int] = field(default_factory=dict)
@@ -112,7 +112,7 @@ class Finished:
         return max((end - begin for _, begin, end in self.crcs), default=0)
 
     def received_ranges(self) -> dict[int, list[Range]]:
-        """By file, in order, what ``received`` holds of ``claims``."""
+        """By file, in order: the ranges of ``claims`` that are in ``received``."""
         return {
             file: ranges
             for file, claims in self.claims().items()
@@ -120,7 +120,7 @@ class Finished:
         }
 
     def claims(self) -> dict[int, list[Claim]]:
-        """By file the windows in order, disjoint: of two that overlap, one that was written anew, either will do."""
+        """By file: the windows in order, disjoint. Of two that overlap (one was written again) the first is used."""
         found: dict[int, list[Claim]] = {}
         for (file, begin, end), crc in sorted(self.crcs.items(), key=lambda item: (*item[0][:2], -item[0][2])):
             own = found.setdefault(file, [])
@@ -130,7 +130,7 @@ class Finished:
 
 
 def joined(several: Sequence[Finished]) -> Finished:
-    """What the journals of several processes say together."""
+    """The union of what the journals of several processes say."""
     crcs = {window: crc for each in several for window, crc in each.crcs.items()}
     parts = [part for each in several for part in each.parts]
     return Finished(crcs, parts, frozenset().union(*(each.received for each in several)))
@@ -158,7 +158,7 @@ def run_of(records: Sequence[Record]) -> tuple[RunIdentity, Finished] | None:
     """As ``read_run``, from the journal's records."""
     try:
         return _run(records)
-    except (LookupError, TypeError, ValueError, AttributeError):  # whole records, but of another program
+    except (LookupError, TypeError, ValueError, AttributeError):  # complete records, but of another program
         return None
 
 
@@ -196,7 +196,7 @@ def _copies(value: object) -> list[list[dict[str, object]]]:
 
 
 def plan_digest(plan: Plan) -> str:
-    """SHA-256 of all that decides which bytes a plan writes where, and whence they come."""
+    """SHA-256 of everything that decides which bytes a plan writes, where, and where they come from."""
     total = hashlib.sha256()
     total.update(repr([(source.name, target.name) for source, target in plan.casts]).encode())
     for file in plan.files:
@@ -209,14 +209,14 @@ def plan_digest(plan: Plan) -> str:
     return total.hexdigest()
 
 
-SYNC_SECONDS = 2.0  # between two syncs: what a kill may cost; a run that is shorter costs no sync more than it must
+SYNC_SECONDS = 2.0  # between two syncs: a kill loses at most this much work; shorter runs need no extra sync
 
 
 class Recorder:
-    """Collects the windows that are written; a thread of its own syncs their files and then names them in the journal.
+    """Collects the windows that were written; its own thread syncs their files and then lists them in the journal.
 
-    ``path``: of the journal. ``identity`` is asked for once, when the journal begins. ``finished``: what earlier runs
-    have left, in this journal or others. ``nbytes``: how many bytes are on the disk and named by some journal.
+    ``path``: of the journal. ``identity`` is called once, when the journal begins. ``finished``: what earlier runs
+    left, in this journal or others. ``nbytes``: how many bytes are on the disk and listed in some journal.
     """
 
     def __init__(self, path: str, identity: Callable[[], RunIdentity], finished: Finished) -> None:
@@ -236,14 +236,14 @@ class Recorder:
         self._failure: BaseException | None = None
 
     def start(self, fresh: Callable[[], list[SourcePart]]) -> None:
-        """Begin. ``fresh`` returns the parts of source records that were summed since it was last asked."""
+        """Start the thread. ``fresh`` returns the parts of source records that were read since its last call."""
         self._fresh = fresh
         thread = threading.Thread(target=self._run, name="fsdpckpt-journal", daemon=True)
         thread.start()
         self._thread = thread  # not earlier: ``close`` would wait for a thread that a signal kept from starting
 
     def wrote(self, number: int, file: WritableFile, part: Part, *, received: bool = False) -> None:
-        """``part`` of target file ``number`` is written. Raises what went wrong when others were synced.
+        """``part`` of target file ``number`` is written. Raises the error of an earlier sync, if there was one.
 
         ``received``: bytes of it came from another worker.
         """
@@ -254,7 +254,7 @@ class Recorder:
                 self._pending.append((number, file, part, received))
 
     def retract(self) -> None:
-        """What was written is not to be trusted: the journal goes, and ``close`` adds nothing."""
+        """Delete the journal, because what was written cannot be trusted; ``close`` then adds nothing."""
         self._retracted = True
         self._stop.set()
         if self._thread is not None:
@@ -263,9 +263,9 @@ class Recorder:
             os.unlink(self._journal.path)
 
     def close(self, *, complete: bool, patience: float | None = None) -> None:
-        """End. Unless all is ``complete`` and was quick, the journal names all that was written when this returns.
+        """Stop. When this returns the journal lists all that was written, unless a short run is already ``complete``.
 
-        After ``patience`` seconds it returns all the same: a disk that hangs holds nobody up.
+        Returns after ``patience`` seconds in any case, so that a disk that hangs does not block the run.
         """
         self._complete = complete
         self._stop.set()
@@ -273,7 +273,7 @@ class Recorder:
             self._end()
         else:
             self._ended.wait(patience)
-        if complete and self._failure is not None:  # a disk tells of a lost write once, and it has told us
+        if complete and self._failure is not None:  # a disk reports a lost write only once, and that was to the thread
             raise self._failure
 
     def _run(self) -> None:
@@ -291,14 +291,14 @@ class Recorder:
     def _attempt(self) -> None:
         try:
             self._record()
-        except BaseException as error:  # noqa: BLE001  # raised by whoever writes, or closes
+        except BaseException as error:  # noqa: BLE001  # raised by ``wrote`` or ``close``
             self._failure = error
 
     def _record(self) -> None:
-        """Sync what was written, then say so."""
+        """Sync what was written, then append it to the journal."""
         with self._lock:
             windows, self._pending = self._pending, []
-        parts = self._fresh()  # after the windows: theirs are all among these
+        parts = self._fresh()  # after taking the windows, so that the parts of all of them are included
         if not windows and not parts:
             return
         for file in {id(file): file for _, file, _, _ in windows}.values():

@@ -19,11 +19,11 @@ from fsdpckpt.storage.sources import Sources
 
 __all__ = ["Assembler"]
 
-DIRECT = 128 * 1024  # bytes: from here on a range is read straight into place, below it neighbours share a request
-GAP = 32 * 1024  # bytes: unwanted bytes between two small ranges that are cheaper to read than to skip
-WIDE_ROW = 16 * 1024  # bytes: rows at least this wide get a request each, narrower ones are cut out of one span
+DIRECT = 128 * 1024  # bytes: ranges of this size or more are read straight into place; smaller neighbours share a read
+GAP = 32 * 1024  # bytes: a gap of this size between two small ranges is cheaper to read than to skip
+WIDE_ROW = 16 * 1024  # bytes: rows of this width or more are read one by one, narrower ones in one span
 
-CAST_AT_ONCE = 1 << 16  # elements: their copies stay in a processor's cache
+CAST_AT_ONCE = 1 << 16  # elements: their temporary copies fit into the processor's cache
 
 Segment = tuple[int, int, int, int]
 """(source file, source offset, window offset, nbytes)"""
@@ -46,9 +46,9 @@ class Assembler:
     def assemble(
         self, file: FilePlan, begin: int, end: int, *, into: memoryview | None = None
     ) -> tuple[memoryview, dict[tuple[int, int], int]]:
-        """The bytes [begin, end) of ``file``, and the CRC-32 of ranges summed on the way, by (file offset, nbytes).
+        """The bytes [begin, end) of ``file``, and the CRC-32 of the ranges that were read, by (file offset, nbytes).
 
-        The view is valid until the next call. ``into``: a buffer of the caller's to put them into instead.
+        The view is valid until the next call. ``into``: a buffer of the caller's to use instead.
         """
         view = self.buffer(begin, end) if into is None else into
         self._literals(file, begin, view)
@@ -66,8 +66,8 @@ class Assembler:
         return view, known
 
     def buffer(self, begin: int, end: int) -> memoryview:
-        """Where the bytes [begin, end) of a file are put together; valid until the next call."""
-        shift = begin % BLOCK  # the same alignment in memory as in the file, so that it can be done directly
+        """The buffer for the bytes [begin, end) of a file; valid until the next call."""
+        shift = begin % BLOCK  # the same alignment in memory as in the file, as direct writes need it
         return self._window[shift : shift + end - begin]
 
     def _literals(self, file: FilePlan, begin: int, view: memoryview) -> None:
@@ -93,7 +93,7 @@ class Assembler:
         view: memoryview,
         known: dict[tuple[int, int], int],
     ) -> None:
-        """Contiguous copies: large ones read in place, small neighbours read together and dealt out."""
+        """Contiguous copies: large ones are read in place, small neighbours in one read and then distributed."""
         copies = file.copies
         target = copies.target[rows][plain]
         first = np.maximum(target, begin)
@@ -144,7 +144,7 @@ class Assembler:
             known[begin + place, length] = self._check.saw(number, at, part)
 
     def _strided(self, file: FilePlan, batch: StridedBatch, begin: int, view: memoryview) -> None:
-        """Copies by rows, or with a cast. One alone is clipped to the window: part of a row, whole rows, a part."""
+        """Copies by rows, or with a cast. A single one is clipped to the window: part of a row, full rows, a part."""
         copies, index = file.copies, batch.first
         number, source, source_pitch = (
             int(copies.file[index]),
@@ -191,9 +191,9 @@ class Assembler:
         casting: tuple[DType, DType] | None,
         batch: StridedBatch,
     ) -> None:
-        """``rows`` whole rows of ``width`` target bytes, through scratch, as many a request as fit there.
+        """``rows`` full rows of ``width`` target bytes, through scratch, as many in one read as fit there.
 
-        Of every row the copies of ``batch`` are read together, ``stretch`` bytes.
+        One read takes the copies of ``batch`` of every row: ``stretch`` bytes of each.
         """
         have, want = _item_types(casting, width)
         source_width = width // want.itemsize * have.itemsize
@@ -207,7 +207,7 @@ class Assembler:
                 continue
             gap = source_pitch - stretch
             apart = gap > self._cost(number) and (stretch >= WIDE_ROW or gap > GAP)
-            # rows may overlap in the source, and then the last of a span ends behind its pitch
+            # rows may overlap in the source; the last one of a span then ends beyond its pitch
             count = 1 if apart else (limit - stretch) // max(source_pitch, 1) + 1
             count = min(rows - done, count)
             span = self._scratch[: (count - 1) * source_pitch + stretch]
@@ -254,7 +254,7 @@ def _item_types(casting: tuple[DType, DType] | None, width: int) -> tuple[np.dty
 
 
 def _store(taken: npt.NDArray[np.generic], placed: npt.NDArray[np.generic]) -> None:
-    """Cast rows of elements from ``taken`` to ``placed``, few at a time: a cast makes copies that no budget counts."""
+    """Cast elements from ``taken`` to ``placed``, a few rows at a time: numpy's copies are not in the memory budget."""
     if taken.dtype == placed.dtype:
         placed[...] = taken
         return

@@ -1,8 +1,8 @@
-"""Prove units against a flattened checkpoint: every slice of every rank must have the length that they give.
+"""Proves units against a flattened checkpoint: every slice on every rank must have the length that the units give.
 
-``match`` takes the units as fully given (``use_orig_params``, strategy, alignment, sharding group) and either finds
-what each key of the checkpoint is, a parameter or a whole unit, or lists everything that contradicts them. It searches
-and guesses nothing.
+``match`` needs every setting of the units (``use_orig_params``, strategy, alignment, sharding group). It either says
+what each key of the checkpoint is, a parameter or a whole unit, or lists everything that contradicts the units. It does
+not search or guess; ``units.inference`` tries several units with it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class FlatMatch:
     """Units that fit. ``keys``: each optimizer key of the checkpoint to an original name or a unit's key.
 
     ``layouts``: each unit's key to its layout. ``shard_size``: ranks in one sharding group; rank r holds shard
-    r % ``shard_size``. ``counts``: for each sharded parameter, the elements each shard holds of it.
-    ``flat_optimizer``: whether the optimizer holds slices at all. ``proved``: what was compared, in words.
+    r % ``shard_size``. ``counts``: for each sharded parameter, its number of elements in each shard.
+    ``flat_optimizer``: whether the optimizer holds slices at all. ``proved``: what was compared, for messages.
     """
 
     units: Units
@@ -54,7 +54,7 @@ class Mismatch:
 
 
 def match(checkpoint: Checkpoint, units: Units) -> FlatMatch | Mismatch:
-    """What every key of ``checkpoint`` is under ``units``, or all that contradicts them."""
+    """What every key of ``checkpoint`` is according to ``units``, or everything that contradicts them."""
     matching = _Matching(checkpoint, units)
     contradictions = tuple(matching.contradictions())
     if contradictions:
@@ -71,7 +71,7 @@ def match(checkpoint: Checkpoint, units: Units) -> FlatMatch | Mismatch:
 
 
 class _Matching:
-    """One attempt; ``contradictions`` fills the attributes that ``FlatMatch`` takes."""
+    """One comparison; ``contradictions`` fills the attributes that ``FlatMatch`` takes."""
 
     def __init__(self, checkpoint: Checkpoint, units: Units) -> None:
         self.checkpoint = checkpoint
@@ -117,7 +117,7 @@ class _Matching:
             self.counts.update({param.name: table[index] for index, param in enumerate(unit.params)})
 
     def _spread(self, counts: Int64Array) -> Int64Array:
-        """What each rank holds, from what each shard holds."""
+        """Numbers for each rank, from numbers for each shard."""
         return np.resize(counts, self.world_size)
 
     # The model.
@@ -162,7 +162,7 @@ class _Matching:
                 yield f"{unit.key}: rank {rank} holds {start}:{start + size}, by the units {begin}:{end}"
 
     def _names(self, params: Mapping[str, Tensor | Value], flat: Collection[str]) -> Iterator[str]:
-        """Names beside the flat parameters: whole parameters and buffers, or one slice a rank (use_orig_params)."""
+        """Names beside the flat parameters: whole parameters and buffers, or slices by rank (use_orig_params)."""
         shared = dict(self.units.shared)
         cleaned = {clean(key): leaf for key, leaf in params.items() if key not in flat}
         compared = 0
@@ -219,7 +219,7 @@ class _Matching:
             wrong = {state: text for state, leaf in tensors.items() if (text := self._state(name, leaf))}
             compared += len(tensors)
             for state, text in wrong.items():
-                # One number a rank beside states that do fit is a counter of shape (1,); alone it would prove nothing.
+                # One number per rank is a counter of shape (1,) when other states fit; alone it would prove nothing.
                 if len(wrong) == len(tensors) or not is_number_per_rank(tensors[state]):
                     yield f"optim {key} ({name}) {state}: {text}"
         if compared:
@@ -258,7 +258,7 @@ class _Matching:
             return None
         lengths = slice_lengths(leaf, self.world_size)
         expected = self._spread(self.counts[param.name])
-        if leaf.placement == ONE_SLICE:  # DCP kept that of one rank, and does not say of which
+        if leaf.placement == ONE_SLICE:  # DCP saved the slice of only one rank, and does not say which rank
             if leaf.shape[0] not in expected:
                 return f"{lengths_text(expected)} elements by rank by the units, found a slice of {leaf.shape[0]}"
             return None
@@ -267,7 +267,7 @@ class _Matching:
         return None
 
     def _whole_vector(self, param: UnitParam, leaf: Tensor) -> bool:
-        """Whether a slices tensor is a 1-D tensor that every rank which has it holds whole."""
+        """Whether ``leaf``, read as slices, is a 1-D tensor of which every rank that has it holds all elements."""
         return (
             leaf.placement == SLICES
             and len(param.shape) == 1
@@ -276,10 +276,10 @@ class _Matching:
 
 
 class KeyMatching:
-    """One attempt; ``contradictions`` fills the other attributes.
+    """Maps the keys of one optimizer to the units; ``contradictions`` fills the attributes.
 
     ``keys``: each key of the optimizer to an original name or a unit's key. ``named_groups``: the groups according to
-    ``param_names``, where the units do not have them. ``proved``: what was compared, for messages.
+    ``param_names``, where the units have no groups. ``proved``: what was compared, for messages.
     """
 
     def __init__(self, optim: OptimState, units: Units) -> None:
@@ -292,7 +292,7 @@ class KeyMatching:
         self.proved: list[str] = []
 
     def contradictions(self) -> Iterator[str]:
-        """Everything in keys, groups and ``param_names`` that the units do not allow."""
+        """Everything in keys, groups and ``param_names`` that contradicts the units."""
         if self.optim.key_type == "name":
             yield from self._by_name()
         elif self.optim.param_groups is None:

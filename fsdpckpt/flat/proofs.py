@@ -1,10 +1,14 @@
-"""Prove units by content: padding holds what FSDP1 writes there, and replicas of slices hold equal bytes.
+"""Proves units by content: padding holds what FSDP1 writes there, and replicas of slices hold equal bytes.
 
-Lengths alone leave room: with ``use_orig_params=False`` a flat parameter that is a few elements longer has shards of
-the same length. But its right padding (``FlatParamHandle._get_shard``) never sees a gradient, so each state keeps there
-what the optimizer began with: zero, or one constant (Adagrad's ``initial_accumulator_value``). And the gaps of a saved
-flat parameter under ``use_orig_params=True`` hold 42 (``_construct_padding_tensor``). Units of another model have
-parameters in these places. Ranks of several sharding groups (HYBRID_SHARD), or all (NO_SHARD), hold equal slices.
+Lengths alone are not enough: with ``use_orig_params=False``, flat parameters that differ by a few elements can have
+shards of the same length. Three facts about the content decide more:
+
+- Right padding (``FlatParamHandle._get_shard``) never gets a gradient, so each state has its initial value there: zero,
+  or one constant (Adagrad's ``initial_accumulator_value``).
+- The alignment gaps of a saved flat parameter under ``use_orig_params=True`` hold 42 (``_construct_padding_tensor``).
+- Corresponding ranks of several sharding groups (HYBRID_SHARD), or all ranks (NO_SHARD), hold equal slices.
+
+With the units of another model, values of parameters would be in these places.
 """
 
 from __future__ import annotations
@@ -39,9 +43,9 @@ class _Padding:
 
 
 def require_padding(checkpoint: Checkpoint, match: FlatMatch, sources: Sources) -> int:
-    """How many elements of padding were read and hold what they should.
+    """Check all padding; return how many elements were read.
 
-    Raises SourceCorruptError when some do not: the units are not those of this checkpoint.
+    Raises SourceCorruptError for padding with other values: the units are not those of this checkpoint.
     """
     wrong: list[str] = []
     checked = 0
@@ -74,7 +78,10 @@ def require_padding(checkpoint: Checkpoint, match: FlatMatch, sources: Sources) 
 
 
 def _untouched(values: npt.NDArray[np.generic], constants: set[float]) -> bool:
-    """Whether these are what an optimizer begins with: zeros, or one constant that is no accident."""
+    """Whether ``values`` are an optimizer's initial ones: zeros, or one constant.
+
+    A single element other than zero counts only if it is one of ``constants``; it may be a coincidence otherwise.
+    """
     if not values.any():
         return True
     first = values[:1]
@@ -82,14 +89,14 @@ def _untouched(values: npt.NDArray[np.generic], constants: set[float]) -> bool:
 
 
 def _hyper_parameters(checkpoint: Checkpoint) -> set[float]:
-    """The numbers in the param groups, as the states' own dtype would round them."""
+    """The numbers in the param groups, exact and rounded to float32."""
     groups = (checkpoint.optim.param_groups if checkpoint.optim is not None else None) or []
     numbers = {float(value) for group in groups for value in group.values() if isinstance(value, (int, float))}
     return numbers | {float(np.float32(value)) for value in numbers}
 
 
 def _right_padding(checkpoint: Checkpoint, match: FlatMatch) -> Iterator[tuple[str, _Padding]]:
-    """The right padding of the optimizer's shards, with the name of the state."""
+    """The right padding of the optimizer's shards, each with the name of its state."""
     for param, states in checkpoint.optim.state.items() if checkpoint.optim is not None else ():
         layout = match.layouts.get(match.keys.get(param, ""))
         for state, leaf in states.items():

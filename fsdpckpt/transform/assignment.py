@@ -1,8 +1,9 @@
-"""Which parameters the ids of an optimizer mean: every answer that fits, up to two, because two are already too many.
+"""Assigns parameter names to the ids of an optimizer: finds every assignment that fits, and stops at two.
 
 Ids count group by group, and inside a group in the order of the model's parameters (``torch.optim.Optimizer.
-state_dict``). Which group a parameter is in, and which are in none (buffers, frozen ones), may not be known: then an
-answer is one way to deal the names out in their order, and only a single one proves anything.
+state_dict``). It may not be known which group a parameter is in, or which names are in no group (buffers, frozen
+parameters). Then every way to distribute the names in their order is an assignment. Only when exactly one fits is it
+proved; two are enough to know that it is ambiguous.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ Answer: TypeAlias = tuple[int, ...]
 Fits: TypeAlias = Callable[[int, int], bool]
 """(id, name index): whether the shapes allow it."""
 
-_EFFORT = 200_000  # steps on top of what one answer takes: about a second; past it nothing is proved
-_EFFORT_A_NAME = 16
-_PAIRS = 4_000_000  # (id, name) pairs: a model this large has parameters of one shape, so it is not worth the look
+_EFFORT = 200_000  # search steps beside those that one answer takes, about a second; past it nothing is proved
+_EFFORT_PER_NAME = 16
+_PAIRS = 4_000_000  # (id, name) pairs: a model with more surely has parameters of equal shape, so a search is futile
 
 
 class _Path:
@@ -36,18 +37,18 @@ class _Path:
 
 
 def in_order(groups: Sequence[int], names: int, fits: Fits, *, effort: int | None = None) -> list[Answer] | None:
-    """At most two ways to deal ``names`` ordered names out to groups of so many ids, some names left over.
+    """At most two ways to distribute ``names`` ordered names to groups of ``groups[i]`` ids; names may be left over.
 
-    None when there are too many possibilities to try them all: more than ``effort`` beside those that one answer takes.
+    None when the search would take more than ``effort`` steps beside those that one answer takes.
     """
     if len(groups) == 1:
         return _one_group(groups[0], names, fits)
-    steps = (_EFFORT if effort is None else effort) + _EFFORT_A_NAME * names
+    steps = (_EFFORT if effort is None else effort) + _EFFORT_PER_NAME * names
     return _several_groups(groups, names, fits, steps)
 
 
 def _one_group(ids: int, names: int, fits: Fits) -> list[Answer]:
-    """The answers that take each name as early, and as late, as possible: equal when there is only one."""
+    """The answers that use each name as early, and as late, as possible; one if they are equal, none if none fits."""
     early: list[int] = []
     at = 0
     for number in range(ids):
@@ -69,7 +70,7 @@ def _one_group(ids: int, names: int, fits: Fits) -> list[Answer]:
 
 
 def _several_groups(groups: Sequence[int], names: int, fits: Fits, effort: int) -> list[Answer] | None:
-    """Name by name; a state of the search is how many ids of each group have their name."""
+    """Breadth-first search, name by name; its state is how many ids of each group have a name already."""
     total = sum(groups)
     first = [end - size for end, size in zip(accumulate(groups), groups, strict=True)]
     frontier: dict[tuple[int, ...], list[_Path | None]] = {(0,) * len(groups): [None]}
@@ -105,9 +106,9 @@ def _answer(path: _Path | None, total: int) -> Answer:
 
 
 def in_any_order(ids: int, names: int, fits: Fits) -> Answer | None:
-    """The one way to give each id its own name when the names are in no order; None when there is none, or several.
+    """The only way to give each id its own name when the names have no order; None when there is none, or several.
 
-    Only an id that fits a single name, or the last id for the last name, is settled.
+    Repeatedly assigns the ids that fit only one of the remaining names.
     """
     if ids * names > _PAIRS:
         return None
@@ -115,13 +116,13 @@ def in_any_order(ids: int, names: int, fits: Fits) -> Answer | None:
     found: dict[int, int] = {}
     taken: set[int] = set()
     while len(found) < ids:
-        settled = {
+        forced = {
             number: next(iter(left))
             for number, choice in enumerate(choices)
             if number not in found and len(left := choice - taken) == 1
         }
-        if not settled or len(set(settled.values())) < len(settled):
+        if not forced or len(set(forced.values())) < len(forced):
             return None
-        found.update(settled)
-        taken.update(settled.values())
+        found.update(forced)
+        taken.update(forced.values())
     return tuple(found[number] for number in range(ids))

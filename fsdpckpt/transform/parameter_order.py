@@ -1,6 +1,7 @@
-"""The order of ``model.parameters()``, from whatever states it: what turns optimizer ids into names and back.
+"""Finds the order of ``model.parameters()``, which turns optimizer ids into names and back.
 
-Several sources may state it. The first one is used, the others have to agree with it.
+Several sources may have it: a units file, ``--parameters``, ``param_names``, a model section. The first is used, and
+the others have to agree with it.
 """
 
 from __future__ import annotations
@@ -20,27 +21,28 @@ from fsdpckpt.layouts.flattened import is_flat_key
 __all__ = [
     "ParameterOrder",
     "Shape",
-    "StatedShapes",
+    "StateShapes",
     "contradictions",
     "fits",
     "from_list",
     "from_model",
     "from_param_names",
     "from_units",
-    "stated_shapes",
+    "shapes_of_states",
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterOrder:
-    """``names``: in the order of ``model.parameters()``, clean, a shared parameter once where that is known.
+    """Parameter names in the order of ``model.parameters()``, and how much their source says about them.
 
-    ``source`` says where they are from, for messages. ``ordered``: False when the source keeps names in an order of its
-    own. ``explicit``: True when it was made to state this order, not found in something else. ``shapes``: as far as
-    known. ``optional``: names the optimizer may not have (buffers, frozen parameters). ``groups``: the optimizer's
-    groups, each in the order of its ids, when known. ``shared``: later names of shared parameters; None when the source
-    cannot tell. ``buffers_apart``: False when buffers may be among ``names``. ``in_model_order``: False when ``names``
-    are in the optimizer's order, which need not be the model's.
+    ``names``: without wrapper prefixes; a shared parameter once where that is known. ``source``: where they are from,
+    for messages. ``ordered``: False when the source does not preserve the order. ``explicit``: True for a source whose
+    purpose is this order (``--parameters``, a units file), not a model section. ``shapes``: those that are known.
+    ``optional``: names that the optimizer may lack (buffers, frozen parameters). ``groups``: the optimizer's groups,
+    each in the order of its ids, when known. ``shared``: later names of shared parameters; None when the source cannot
+    say. ``buffers_apart``: False when buffers may be among ``names``. ``in_model_order``: False when ``names`` are in
+    the optimizer's order, which may differ from the model's.
     """
 
     names: tuple[str, ...]
@@ -58,7 +60,7 @@ class ParameterOrder:
         return None if self.shapes is None else self.shapes.get(name)
 
     def with_shapes_of(self, others: Sequence[ParameterOrder]) -> ParameterOrder:
-        """The same; shapes that this source does not know are those of the first other one that does."""
+        """The same; shapes that this source lacks are taken from the first of ``others`` that has them."""
         known: dict[str, Shape] = {}
         for order in (*reversed(others), self):
             known.update(order.shapes or {})
@@ -66,7 +68,7 @@ class ParameterOrder:
 
 
 def from_units(units: Units, source: str) -> ParameterOrder:
-    """What a units file states: everything."""
+    """The order in a units file, which also has shapes, groups and shared names."""
     params = units.params()
     names = tuple(name for name in units.parameters if name in params)
     return ParameterOrder(
@@ -95,11 +97,12 @@ def _groups_of(units: Units) -> tuple[tuple[str, ...], ...] | None:
 
 
 def from_param_names(optim: OptimState, like: Collection[str] = ()) -> ParameterOrder | None:
-    """What an optimizer built from ``named_parameters()`` says of itself; None unless every group says it of every key.
+    """The ``param_names`` of an optimizer built from ``named_parameters()``; None unless every key has one.
 
-    Names of flat parameters are none: one stands for many parameters. Where the keys are names themselves, which may
-    have been renamed since, both have to be the same names; ``rekey_optim_state_dict`` sorts the keys and leaves
-    ``param_names`` in the optimizer's order. A ``module.`` on every name goes unless the names of ``like`` have it.
+    Names of flat parameters do not count: each stands for many parameters. Where the keys are names themselves, both
+    have to be the same names, since keys may have been renamed; their order may differ, because
+    ``rekey_optim_state_dict`` sorts the keys and leaves ``param_names`` in the optimizer's order. A ``module.`` prefix
+    of all names is removed unless the names of ``like`` have it.
     """
     groups = [_param_names(group) for group in optim.param_groups or ()]
     every = without_module([name for group in groups for name in group or ()], like)
@@ -122,7 +125,7 @@ def _param_names(group: Mapping[Key, Value]) -> list[str] | None:
 
 
 def from_list(names: Sequence[str], source: str = "--parameters", like: Collection[str] = ()) -> ParameterOrder:
-    """The order of ``model.parameters()``, written down. ``like`` as above."""
+    """The order as the user lists it. ``like``: as for ``from_param_names``."""
     cleaned = without_module(dict.fromkeys(clean(name) for name in names), like)
     return ParameterOrder(names=cleaned, source=source, explicit=True)
 
@@ -134,12 +137,12 @@ def from_model(
     like: Collection[str] | None = None,
     keyed: Collection[str] = (),
 ) -> ParameterOrder | None:
-    """The model section of a checkpoint: its ``state_dict`` has parameters in order, and buffers among them.
+    """The order of a checkpoint's model section: a ``state_dict`` has parameters in order, with buffers among them.
 
-    ``buffers``: globs of keys that are none. ``like`` as above. ``keyed``: the names an optimizer has states or groups
-    for, which are parameters also where they have no dimensions. What lies on the same bytes as an earlier key is the
-    same parameter under another name, and what has the same shape and checksums may be. None without a model section
-    that has whole tensors.
+    ``buffers``: globs of keys that are no parameters. ``like``: as for ``from_param_names``. ``keyed``: the names for
+    which an optimizer has states or groups; they are parameters even when 0-dim. A key with the same bytes in the file
+    as an earlier one is the same parameter under another name; one with the same shape and checksums may be. None
+    without a model section that has whole tensors.
     """
     if checkpoint.model is None:
         return None
@@ -171,7 +174,7 @@ def from_model(
 
 
 def _may_be_parameter(name: str, tensor: Tensor, buffers: Sequence[str], keyed: Collection[str]) -> bool:
-    """An optimizer's parameter: floating or complex, and of one dimension or more, as FSDP wants them."""
+    """Whether FSDP could have this parameter: floating or complex, and not 0-dim."""
     if (not tensor.ndim and name not in keyed) or tensor.placement == SLICES or is_flat_key(name):
         return False
     if any(fnmatchcase(name, glob) for glob in buffers if buffers != ("none",)):
@@ -180,7 +183,7 @@ def _may_be_parameter(name: str, tensor: Tensor, buffers: Sequence[str], keyed: 
 
 
 def _repeated(tensors: Mapping[str, Tensor], checksums: Checksums) -> dict[str, bool]:
-    """Keys that repeat an earlier one: True on the same bytes of a file, False when only checksums are equal."""
+    """Keys that repeat an earlier one: True when they are the same bytes of a file, False for equal checksums only."""
     sums = checksums.by_place()
     placed: set[object] = set()
     summed: set[object] = set()
@@ -197,7 +200,7 @@ def _repeated(tensors: Mapping[str, Tensor], checksums: Checksums) -> dict[str, 
 
 
 def _content(tensor: Tensor, sums: Mapping[tuple[int, int], tuple[int, int]]) -> tuple[object, ...] | None:
-    """The form of a tensor and what its bytes sum to; None where that is not known."""
+    """The shape, dtype, chunks and checksums of a tensor; None where these are not known."""
     if tensor.place() is None:
         return None
     chunks = tensor.chunks
@@ -211,7 +214,7 @@ def _content(tensor: Tensor, sums: Mapping[tuple[int, int], tuple[int, int]]) ->
 
 
 def contradictions(used: ParameterOrder, other: ParameterOrder, keyed: Collection[str]) -> list[str]:
-    """Everything in which ``other`` does not agree with the order that is used. ``keyed``: the optimizer's names."""
+    """Everything in which ``other`` contradicts the order that is used. ``keyed``: the optimizer's names."""
     known = {*other.names, *(other.shared or ())}
     result = [f"{name} is not in {other.source}" for name in keyed if name not in known]
     result += _other_shapes(used, other)
@@ -263,13 +266,13 @@ def _other_order(used: ParameterOrder, other: ParameterOrder) -> list[str]:
 
 
 Shape: TypeAlias = tuple[int, ...]
-StatedShapes: TypeAlias = frozenset[Shape]
+StateShapes: TypeAlias = frozenset[Shape]
 
 _FACTORS = frozenset({"row", "col"})  # words in the names of factored states
 
 
-def stated_shapes(states: Mapping[str, Tensor | Value]) -> StatedShapes:
-    """The shapes of the states that say something about the parameter's; empty when none does."""
+def shapes_of_states(states: Mapping[str, Tensor | Value]) -> StateShapes:
+    """The shapes of the states from which a parameter's shape can be seen; empty when there are none."""
     return frozenset(
         state.shape
         for name, state in states.items()
@@ -280,15 +283,15 @@ def stated_shapes(states: Mapping[str, Tensor | Value]) -> StatedShapes:
     )
 
 
-def fits(shape: Shape | None, stated: StatedShapes) -> bool:
-    """Whether a parameter of ``shape`` (None: not known) may have states of the ``stated`` shapes.
+def fits(shape: Shape | None, state_shapes: StateShapes) -> bool:
+    """Whether a parameter of ``shape`` (None: not known) may have states of these shapes.
 
-    One of them has to be its own shape. Several that are all smaller along some dimensions are taken for factors; a
-    single other shape never is: it is what another parameter's states look like.
+    One of them has to be its own shape, or there are several and all can be factors of it (as Adafactor's). A single
+    other shape never fits: it is what another parameter's states look like.
     """
-    if shape is None or not stated or shape in stated:
+    if shape is None or not state_shapes or shape in state_shapes:
         return True
-    return len(stated) > 1 and all(_factor(part, shape) for part in stated)
+    return len(state_shapes) > 1 and all(_factor(part, shape) for part in state_shapes)
 
 
 def _factor(part: Shape, whole: Shape) -> bool:

@@ -1,9 +1,9 @@
-"""Optimizer keys: ids to names and names to ids, for every layout, by an order that is stated and proved.
+"""Rekeys an optimizer from ids to names and from names to ids, for every layout, by a parameter order that is proved.
 
 Ids are what ``torch.optim`` gives: group by group, inside a group in the order of ``model.parameters()``, a shared
-parameter once (``FSDP.rekey_optim_state_dict``). The proof: as many ids as parameters, and every state in a shape that
-its parameter can have. A map that contradicts either is refused with all contradictions, one that is not the only
-possible one with the candidates.
+parameter once (``FSDP.rekey_optim_state_dict``). The proof: there are as many ids as parameters, and every state has a
+shape that its parameter allows. An order that contradicts either is refused, and the error lists all contradictions;
+when several maps are possible, the error lists the candidates.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from fsdpckpt.layouts.flattened import is_flat_key
 from fsdpckpt.transform.assignment import Answer, in_any_order, in_order
 from fsdpckpt.transform.parameter_order import (
     ParameterOrder,
-    StatedShapes,
+    StateShapes,
     contradictions,
     fits,
-    stated_shapes,
+    shapes_of_states,
 )
 
 __all__ = ["Ids", "contradicted", "is_keyed_by_id", "name_ids", "repeated", "to_ids", "to_names"]
 
 
 def is_keyed_by_id(optim: OptimState) -> bool:
-    """Whether the parameters are ids. What the groups list decides: users put entries of their own into ``state``."""
+    """Whether the keys are ids. The groups decide where there are any: ``state`` may have entries of the user's own."""
     listed = optim.grouped_keys()
     keys = listed or list(optim.state)
     return bool(keys) and all(type(key) is int for key in keys)
 
 
 def to_names(checkpoint: Checkpoint, order: ParameterOrder, others: Sequence[ParameterOrder] = ()) -> Checkpoint:
-    """The same with the optimizer keyed by name. ``others`` are further sources, which must agree with ``order``.
+    """The same with the optimizer keyed by name. ``others``: further sources of the order, which must agree with it.
 
     Raises SourceCorruptError for an order that does not fit, NeedsInformationError for one that fits in several ways.
     """
@@ -49,10 +49,10 @@ def to_names(checkpoint: Checkpoint, order: ParameterOrder, others: Sequence[Par
     names = name_ids(ids, full, checkpoint.source)
     _require_agreement(checkpoint, full, others, [str(name) for name in names.values()])
     _require_param_names(optim, names, order, checkpoint)
-    stated = sum(1 for number in ids.every if ids.stated[number])
+    shaped = sum(1 for number in ids.every if ids.state_shapes[number])
     note = Note(
         "rekeyed",
-        f"{len(ids.every)} optimizer ids became names, from {order.source}; the states of {stated} parameters have the "
+        f"{len(ids.every)} optimizer ids became names, from {order.source}; the states of {shaped} parameters have the "
         "shapes that this needs",
     )
     renamed = _rekeyed(optim, names, checkpoint.source)
@@ -60,7 +60,10 @@ def to_names(checkpoint: Checkpoint, order: ParameterOrder, others: Sequence[Par
 
 
 def to_ids(checkpoint: Checkpoint, order: ParameterOrder, others: Sequence[ParameterOrder] = ()) -> Checkpoint:
-    """The same with the optimizer keyed by id; groups list their parameters in the order of their ids. See above."""
+    """The same with the optimizer keyed by id; groups list their parameters in the order of their ids.
+
+    Arguments and errors as for ``to_names``.
+    """
     optim = checkpoint.optim
     if optim is None or is_keyed_by_id(optim):
         return checkpoint
@@ -88,7 +91,7 @@ def _require_agreement(
 def _require_param_names(
     optim: OptimState, names: Mapping[ParamKey, ParamKey], order: ParameterOrder, checkpoint: Checkpoint
 ) -> None:
-    """Groups that name their parameters, even if not all do, must name them alike."""
+    """Raises SourceCorruptError when a group has ``param_names`` that differ from ``names``."""
     wrong = []
     for group in optim.param_groups or ():
         recorded, params = group.get("param_names"), group_params(group) or []
@@ -131,10 +134,10 @@ def _require_known(checkpoint: Checkpoint, listed: Sequence[Sequence[str]], orde
     unlisted = [key for key in optim.state if isinstance(key, str) and key not in listed_names and clean(key) in known]
     wrong += [f"{key} has states, and no group lists it" for key in unlisted]
     for name in every:
-        stated = stated_shapes(optim.state.get(name, {}))
+        state_shapes = shapes_of_states(optim.state.get(name, {}))
         shape = order.shape(clean(name))
-        if not fits(shape, stated):
-            text = ", ".join(str(list(one)) for one in sorted(stated))
+        if not fits(shape, state_shapes):
+            text = ", ".join(str(list(one)) for one in sorted(state_shapes))
             wrong.append(f"{name} has states of shape {text}, and is {list(shape or ())} in {order.source}")
     if wrong:
         raise contradicted(f"the optimizer of {checkpoint.source} does not fit {order.source}", wrong)
@@ -170,7 +173,7 @@ def _sorted_group(names: Sequence[str], index: int, order: ParameterOrder, check
 
 
 def _rekeyed(optim: OptimState, keys: Mapping[ParamKey, ParamKey], source: str) -> OptimState:
-    """``keys``: old to new, in the order in which groups list the new ones. What it does not have, a user put there."""
+    """``keys``: old to new, in the order in which groups list the new ones. Other entries, a user's own, stay."""
     kept = [key for key in optim.state if key not in keys]
     state = {keys.get(key, key): states for key, states in optim.state.items()}
     if len(state) != len(optim.state):
@@ -208,29 +211,29 @@ _CANDIDATES = 48  # ids whose candidates are listed: each is compared with every
 
 @dataclass(frozen=True, slots=True)
 class Ids:
-    """The ids of an optimizer. ``groups``: None when it has none. ``stated``: what each one's states say."""
+    """The ids of an optimizer. ``groups``: None when it has none. ``state_shapes``: the shapes of each id's states."""
 
     groups: tuple[tuple[int, ...], ...] | None
     every: tuple[int, ...]
-    stated: Mapping[int, StatedShapes]
+    state_shapes: Mapping[int, StateShapes]
 
     @classmethod
     def of(cls, optim: OptimState, source: str) -> Ids:
         """Raises SourceCorruptError for a state that no group lists, or an id that two do."""
-        stated = {key: stated_shapes(states) for key, states in optim.state.items() if isinstance(key, int)}
+        state_shapes = {key: shapes_of_states(states) for key, states in optim.state.items() if isinstance(key, int)}
         if optim.param_groups is None:
-            every = tuple(sorted(stated))
-            return cls(None, every, stated)
+            every = tuple(sorted(state_shapes))
+            return cls(None, every, state_shapes)
         groups = tuple(
             tuple(key for key in group_params(group) or () if isinstance(key, int)) for group in optim.param_groups
         )
         every = tuple(chain(*groups))
         known = set(every)
-        wrong = [f"id {key} has states, and no group lists it" for key in stated if key not in known]
+        wrong = [f"id {key} has states, and no group lists it" for key in state_shapes if key not in known]
         wrong += [f"id {key} is listed {every.count(key)} times" for key in repeated(every)]
         if wrong:
             raise contradicted(f"the ids of the optimizer of {source} contradict each other", wrong)
-        return cls(groups, every, {key: stated.get(key, frozenset()) for key in every})
+        return cls(groups, every, {key: state_shapes.get(key, frozenset()) for key in every})
 
 
 def repeated(keys: Sequence[ParamKey]) -> list[ParamKey]:
@@ -248,7 +251,7 @@ def contradicted(what: str, details: Sequence[str]) -> SourceCorruptError:
 
 
 def name_ids(ids: Ids, order: ParameterOrder, source: str) -> dict[ParamKey, ParamKey]:
-    """The name of each id, of which there is one at least. ``source`` names the checkpoint in errors.
+    """The name of each id; there must be at least one id. ``source`` names the checkpoint in errors.
 
     Raises SourceCorruptError for an order that does not fit, NeedsInformationError for one that fits in several ways.
     """
@@ -269,9 +272,9 @@ def _misfits(ids: Ids, names: Sequence[str], order: ParameterOrder) -> list[str]
     """Every id whose states do not have the shape of its name."""
     misfits = []
     for number, name in zip(ids.every, names, strict=False):
-        stated = ids.stated[number]
-        if not fits(order.shape(name), stated):
-            shapes = ", ".join(str(list(shape)) for shape in sorted(stated))
+        state_shapes = ids.state_shapes[number]
+        if not fits(order.shape(name), state_shapes):
+            shapes = ", ".join(str(list(shape)) for shape in sorted(state_shapes))
             misfits.append(f"id {number} has states of shape {shapes}, {name} is {list(order.shape(name) or ())}")
     return misfits
 
@@ -279,7 +282,7 @@ def _misfits(ids: Ids, names: Sequence[str], order: ParameterOrder) -> list[str]
 def _by_groups(
     ids: Ids, order: ParameterOrder, groups: tuple[tuple[str, ...], ...], source: str
 ) -> dict[ParamKey, ParamKey]:
-    """The source knows the groups: nothing is left to find, all to be proved."""
+    """The order has the groups, so each id's name follows from its place; lengths and shapes have to prove it."""
     id_groups = ids.groups
     if id_groups is not None and [len(group) for group in id_groups] != [len(group) for group in groups]:
         wrong = [
@@ -305,7 +308,7 @@ def _require_fit(ids: Ids, names: Sequence[str], order: ParameterOrder, source: 
 
 
 def _ungrouped(ids: Ids, order: ParameterOrder, source: str) -> dict[ParamKey, ParamKey]:
-    """Without groups an id says its place in a list that only an explicit order can be."""
+    """Without groups, an id is an index into the names of an explicit order; other orders leave only the shapes."""
     if not order.explicit:
         return _by_shapes(ids, order.names, order, source)
     if ids.every[-1] >= len(order.names):
@@ -317,12 +320,12 @@ def _ungrouped(ids: Ids, order: ParameterOrder, source: str) -> dict[ParamKey, P
 
 
 def _by_shapes(ids: Ids, names: Sequence[str], order: ParameterOrder, source: str) -> dict[ParamKey, ParamKey]:
-    """The names are in no order that says anything: only shapes can."""
+    """The order of the names says nothing, so only shapes can decide."""
     shapes = [order.shape(name) for name in names]
-    stated = [ids.stated[number] for number in ids.every]
+    state_shapes = [ids.state_shapes[number] for number in ids.every]
 
     def possible(number: int, name: int) -> bool:
-        return fits(shapes[name], stated[number])
+        return fits(shapes[name], state_shapes[number])
 
     _require_enough(ids, names, order, source)
     answer = in_any_order(len(ids.every), len(names), possible)
@@ -340,16 +343,16 @@ def _require_enough(ids: Ids, names: Sequence[str], order: ParameterOrder, sourc
         wrong += _misfits(ids, names, order)
     shapes = {order.shape(name) for name in names}
     for number in ids.every:
-        stated = ids.stated[number]
-        if stated and not any(fits(shape, stated) for shape in shapes):
-            text = ", ".join(str(list(shape)) for shape in sorted(stated))
+        state_shapes = ids.state_shapes[number]
+        if state_shapes and not any(fits(shape, state_shapes) for shape in shapes):
+            text = ", ".join(str(list(shape)) for shape in sorted(state_shapes))
             wrong.append(f"id {number} has states of shape {text}, which no parameter of {order.source} has")
     if wrong:
         raise contradicted(f"the optimizer of {source} does not fit {order.source}", list(dict.fromkeys(wrong)))
 
 
 def _possible_names(ids: Ids, names: Sequence[str], possible: Callable[[int, int], bool]) -> list[str]:
-    """What each of the first ids may be, in words."""
+    """The possible names of each of the first ids, one line each, for messages."""
     lines = []
     for at, number in enumerate(ids.every[:_CANDIDATES]):
         possible_names = [names[name] for name in range(len(names)) if possible(at, name)]
@@ -361,7 +364,7 @@ def _possible_names(ids: Ids, names: Sequence[str], possible: Callable[[int, int
 
 
 def _dealt(ids: Ids, groups: Sequence[Sequence[int]], order: ParameterOrder, source: str) -> dict[ParamKey, ParamKey]:
-    """Some names have no id, or which group each is in is not known: the one way to deal them out in order."""
+    """Some names have no id, or their groups are not known: use the only way to distribute them in order."""
     _require_enough(ids, order.names, order, source)
     required = _required(order)
     for pool in dict.fromkeys([required, order.names] if len(required) == len(ids.every) else [order.names]):
@@ -384,9 +387,9 @@ def _deal(
     ids: Ids, groups: Sequence[Sequence[int]], names: Sequence[str], order: ParameterOrder
 ) -> list[Answer] | None:
     shapes = [order.shape(name) for name in names]
-    stated = [ids.stated[number] for number in ids.every]
+    state_shapes = [ids.state_shapes[number] for number in ids.every]
     return in_order(
-        [len(group) for group in groups], len(names), lambda number, name: fits(shapes[name], stated[number])
+        [len(group) for group in groups], len(names), lambda number, name: fits(shapes[name], state_shapes[number])
     )
 
 

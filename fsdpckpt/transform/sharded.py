@@ -1,8 +1,8 @@
-"""Decides, for a sharded target, which tensors FSDP shards and which every rank holds whole.
+"""Decides, for a sharded target, which tensors FSDP shards and which it replicates.
 
-FSDP shards parameters and the optimizer states shaped like them; buffers, 0-dim states and what FSDP does not manage
-are replicated. A sharded source says so itself (placements, chunks). A full one may not: then the optimizer's lists,
-a reference or ``--buffers`` decide, and what none of them settles is an error, never a choice.
+FSDP shards parameters and the optimizer states of their shape; buffers, 0-dim states and what FSDP does not manage are
+replicated. A sharded source shows which are which (placements, chunks). A full one may not: then the optimizer's lists,
+a reference or ``--buffers`` decide. What none of them decides is an error; nothing is guessed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SHOWN = 12  # keys listed in one message: enough to recognise the model, short e
 
 @dataclass(frozen=True, slots=True)
 class ShardingHints:
-    """What the user gave.
+    """What the user's options say.
 
     ``buffers``: globs of replicated model keys, or ``("none",)``. ``reference``: model key to its ``Tensor.sharded``.
     """
@@ -36,8 +36,8 @@ class ShardingHints:
 def decide_sharded(checkpoint: Checkpoint, hints: ShardingHints, *, strict: bool) -> Checkpoint:
     """The same checkpoint with every ``Tensor.sharded`` True or False, and a note on what was inferred.
 
-    ``strict`` (per-rank files, where a wrong answer does not load): what nothing settles raises
-    NeedsInformationError. Otherwise (DCP, where any cut loads) it is cut like a parameter, and noted.
+    ``strict`` (per-rank files, where a wrong answer does not load): raises NeedsInformationError for tensors that
+    remain undecided. Otherwise (DCP, where any sharding loads) they are sharded like parameters, with a note.
     """
     model, unsettled, inferred = _decide_model(checkpoint, hints)
     if unsettled and strict:
@@ -73,7 +73,7 @@ def decide_sharded(checkpoint: Checkpoint, hints: ShardingHints, *, strict: bool
 
 
 def _require_buffers(checkpoint: Checkpoint, hints: ShardingHints) -> None:
-    """Raises UsageError for a glob of buffers that is the name of nothing: misspelt, it would cut what is whole."""
+    """Raises UsageError for a ``--buffers`` glob that matches nothing: misspelt, it would let a buffer be sharded."""
     names = checkpoint.model.params if checkpoint.model is not None else {}
     for glob in hints.buffers if names and hints.buffers != ("none",) else ():
         if not any(fnmatchcase(name, glob) for name in names):
@@ -112,7 +112,7 @@ def _decide_model(checkpoint: Checkpoint, hints: ShardingHints) -> tuple[ModelSt
 
 
 def _from_source(tensor: Tensor, name: str, hints: ShardingHints) -> bool | None:
-    """What the tensor itself, the options or the reference say; None when none of them does."""
+    """What the tensor itself, the options or the reference say; None when none of them says anything."""
     if tensor.ndim == 0:  # FSDP refuses to shard a 0-dim parameter, so it can only be a buffer
         return False
     if tensor.sharded is not None:
@@ -125,7 +125,7 @@ def _from_source(tensor: Tensor, name: str, hints: ShardingHints) -> bool | None
 
 
 def _listed_by_optimizer(optim: OptimState | None, model: ModelState, tied: Mapping[str, tuple[str, ...]]) -> set[str]:
-    """Names the optimizer proves to be parameters: its own keys, or all when there are as many ids as model tensors."""
+    """The names that the optimizer proves to be parameters: its keys, or all when ids and model tensors are as many."""
     if optim is None:
         return set()
     keys = [*optim.state, *optim.grouped_keys()]
@@ -137,7 +137,7 @@ def _listed_by_optimizer(optim: OptimState | None, model: ModelState, tied: Mapp
 
 
 def _ties(model: ModelState) -> dict[str, tuple[str, ...]]:
-    """Each model key that shares its bytes with others, with all keys of that group."""
+    """Each model key that shares its bytes with others, to all keys that share them."""
     places: dict[tuple[object, ...], list[str]] = {}
     for name, leaf in model.params.items():
         if isinstance(leaf, Tensor) and (place := leaf.place()) is not None:
@@ -146,7 +146,7 @@ def _ties(model: ModelState) -> dict[str, tuple[str, ...]]:
 
 
 def _decide_optim(optim: OptimState | None, model: ModelState | None) -> tuple[OptimState | None, list[str]]:
-    """The optimizer decided, and the keys of those parameters for which nothing settles it."""
+    """The optimizer with every ``Tensor.sharded`` decided, and the keys of the parameters that remain undecided."""
     if optim is None:
         return None, []
     ambiguous: list[str] = []
@@ -160,7 +160,7 @@ def _decide_optim(optim: OptimState | None, model: ModelState | None) -> tuple[O
 def _decide_entry(
     key: ParamKey, entry: Mapping[str, Tensor | Value], model: ModelState | None, ambiguous: list[str]
 ) -> dict[str, Tensor | Value]:
-    """One parameter's states: those shaped like the parameter follow it, all others are whole on every rank."""
+    """One parameter's states: those of the parameter's shape are sharded if it is, all others are replicated."""
     param = model.params.get(key) if model is not None and isinstance(key, str) else None
     shapes = {leaf.shape for leaf in entry.values() if isinstance(leaf, Tensor) and leaf.ndim}
     like = param.shape if isinstance(param, Tensor) else next(iter(shapes), None) if len(shapes) == 1 else None
@@ -178,7 +178,7 @@ def _decide_entry(
 
 
 def _as_in_source(value: Value) -> Value:
-    """Tensors outside of the model and the states: sharded only where the source had them sharded."""
+    """Tensors outside of the model and the states: sharded only where they are in the source."""
     if isinstance(value, Tensor):
         return replace(value, sharded=value.sharded is True)
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Build ``Units`` from names, from the paths of the wrapped modules (``--unit GLOB``) and from FSDP1's settings."""
+"""Builds ``Units`` from names, the paths of the wrapped modules (``--unit GLOB``) and FSDP1's settings."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Settings:
     shard_size: int | None = None
 
     def fits(self, units: Units) -> bool:
-        """Whether ``units`` have all settings that are known here."""
+        """Whether ``units`` have all the settings that are not None here."""
         return (
             self.use_orig_params in (None, units.use_orig_params)
             and (self.strategy is None or {unit.strategy for unit in units.units} <= {self.strategy})
@@ -45,7 +45,7 @@ class Settings:
         )
 
     def applied_to(self, units: Units) -> Units:
-        """The same wrapping of the same model with the settings that are known here; the groups follow."""
+        """``units`` with the settings that are not None here; their groups are adapted."""
         names = named_groups(units)
         changed = replace(
             units,
@@ -116,7 +116,7 @@ def build_units(
 
 
 def _begins(params: Sequence[NamedParam], prefixes: Collection[str]) -> dict[str, int]:
-    """Where the first parameter under each prefix stands; the root begins before all."""
+    """The index of the first parameter under each prefix; the root comes before all."""
     begins = {"": -1}
     for index, param in enumerate(params):
         words = param.name.split(".")
@@ -216,7 +216,7 @@ def _nothing(glob: str, paths: Sequence[str]) -> UsageError:
 
 
 def innermost_unit(name: str, prefixes: Collection[str]) -> str | None:
-    """The innermost of the prefixes under which a parameter lies; None when it lies under none."""
+    """The innermost of the prefixes that contain a parameter; None when none does."""
     words = name.split(".")
     for depth in range(len(words) - 1, -1, -1):
         prefix = ".".join(words[:depth])

@@ -1,11 +1,12 @@
-"""Enumerate every way to read names and ids that the lengths of slices may have to decide between.
+"""Enumerates the ways to interpret names and ids, for the lengths of slices to decide between.
 
-A list of names may not say which of them are buffers, which are one shared parameter, and which lie beside the wrapped
-modules. Each natural reading is one ``Candidate``; ``inference`` finds those that the element counts allow.
+A list of names may not say which of them are buffers, which are one shared parameter, and which are outside of the
+wrapped modules. Each plausible interpretation is one ``Candidate``; ``inference`` finds those that the element counts
+allow.
 
 The ids of an optimizer count group by group; within a group they follow ``model.parameters()``, and parameters that the
-optimizer was not given have none. ``group_candidates`` counts the assignments in that order whose lengths fit: one is
-an answer, two are ambiguous.
+optimizer was not given have none. ``group_candidates`` finds the assignments in that order whose lengths fit: one is an
+answer, two are ambiguous.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ from fsdpckpt.transform.assignment import in_order
 
 __all__ = ["Candidate", "candidates", "group_candidates"]
 
-_PADDING = 16  # elements of alignment a parameter can bring, and more
-_CLASSES = 3  # kinds of buffers (last words of names) that are left out at once: a norm has two of its own
+_PADDING = 16  # elements: an upper bound of the alignment that one parameter adds
+_CLASSES = 3  # kinds of buffers (last components of names) that are left out at once: a norm layer alone has two
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Units whose settings are open. ``ordered``: the order of their parameters is the model's.
+    """Units whose settings are still to be found. ``ordered``: their parameters are in the model's order.
 
-    ``label`` says where they come from, ``assumed`` what this reading takes some names for. ``strides_known``: it has
-    the strides, too. Readings of a higher ``tier`` are for when none of a lower one fits.
+    ``label``: where they come from. ``assumed``: what this interpretation takes some names for. ``strides_known``:
+    whether it has the parameters' strides. Those of a higher ``tier`` are tried only when none of a lower one fits.
     """
 
     units: Units
@@ -54,7 +55,7 @@ class Candidate:
 def candidates(
     checkpoint: Checkpoint, names: ParameterNames, prefixes: UnitPrefixes, *, parameters: Sequence[str] | None = None
 ) -> Iterator[Candidate]:
-    """The readings of ``names``, lower tiers first. ``parameters``: exactly the names of ``model.parameters()``."""
+    """The interpretations of ``names``, lower tiers first. ``parameters``: exactly those of ``model.parameters()``."""
     options = _Candidates(checkpoint, names, prefixes)
     if parameters is not None:
         yield from options.exact(parameters)
@@ -126,8 +127,10 @@ class _Candidates:
         return list(dict.fromkeys(map(_last, self._maybe_buffers())))
 
     def _explains(self, omitted: Iterable[NamedParam], *, all_shown: bool) -> bool:
-        """Whether the slices can hold all names but these: padding hides a few elements. ``all_shown``: no parameter
-        is without state."""
+        """Whether the slices can hold all names except ``omitted``, give or take padding.
+
+        ``all_shown``: every parameter has states, so that the slices must not hold more than that, either.
+        """
         left = sum(param.numel for param in self.possible) - sum(param.numel for param in omitted)
         slack = self.world_size * (len(self.prefixes.prefixes) + 1)
         if self.dtypes:  # flat parameters as they lie in the model section, alignment included
@@ -135,7 +138,7 @@ class _Candidates:
         return any(left + slack >= shown and (left - slack <= shown or not all_shown) for shown in self.numels)
 
     def _roots(self, params: Sequence[NamedParam]) -> Iterator[Collection[str]]:
-        """The prefixes; whether the root is wrapped is open when nothing names it and nothing in it must be sharded."""
+        """The prefixes, with and without the root where nothing shows whether the root module is wrapped."""
         yield self.prefixes.prefixes
         inner = [prefix for prefix in self.prefixes.prefixes if prefix]
         if not self.prefixes.complete and inner:
@@ -144,7 +147,7 @@ class _Candidates:
                 yield inner
 
     def _without_buffers(self) -> Iterator[tuple[list[NamedParam], str]]:
-        """Without the names that may be buffers, by their last words: all of a kind are, or none."""
+        """The parameters without some possible buffers; those with the same last name component go together."""
         kinds = self._kinds()
         for many in range(1, min(_CLASSES, len(kinds)) + 1):
             for left_out in combinations(kinds, many):
@@ -155,8 +158,10 @@ class _Candidates:
                     yield params, f"taken for buffers: {_some(buffers)}"
 
     def _ties(self, omitted: Sequence[NamedParam] = ()) -> Iterator[tuple[str, str]]:
-        """Pairs that may be one parameter: of one shape, the later one not in the optimizer's list. ``omitted`` are
-        left out of the later ones."""
+        """Pairs (later, first) that may be one shared parameter.
+
+        Both have one shape, and the optimizer does not list the later one, which is not among ``omitted``.
+        """
         by_shape: dict[tuple[object, ...], list[str]] = {}
         for param in self.possible:
             earlier = by_shape.setdefault((param.shape, param.dtype.name), [])
@@ -187,14 +192,14 @@ class _Candidates:
         return Candidate(units, self.label, named.ordered, (assumed,) if assumed else (), tier)
 
     def _typed(self, param: NamedParam) -> NamedParam:
-        """With the dtype that the checkpoint itself shows: a reference may have been cast."""
+        """``param`` with the dtype that the checkpoint itself shows, since a reference may have been cast."""
         unit = innermost_unit(param.name, self.prefixes.prefixes)
         dtype = self.dtypes.get(unit or "", self.state_dtype)
         return param if dtype is None else replace(param, dtype=dtype)
 
 
 def _whole_beside_flat(checkpoint: Checkpoint) -> dict[str, int]:
-    """The elements of each tensor that every rank holds whole beside flat parameters: no flat parameter holds it."""
+    """The number of elements of each tensor that is whole beside flat parameters, and so in none of them."""
     params = checkpoint.model.params if checkpoint.model is not None else {}
     if not any(map(is_flat_key, params)):
         return {}
@@ -291,7 +296,7 @@ def group_candidates(checkpoint: Checkpoint, units: Units) -> list[Groups | None
 
 
 def _tokens(optim: OptimState, world_size: int) -> dict[int, _Token]:
-    """What the first state with elements shows of each id: lengths by rank, or the shape when it is whole."""
+    """What the first state with elements shows of each id: lengths by rank, or the shape of a whole tensor."""
     tokens: dict[int, _Token] = {}
     for key, states in optim.state.items():
         for leaf in states.values():

@@ -1,8 +1,8 @@
-"""Infer by proof what a flattened checkpoint does not say of its units.
+"""Infers the units of a flattened checkpoint, by excluding all others.
 
-Every reading of the names (``candidates``) is tried with every setting (``use_orig_params``, alignment, sharding
-group, the optimizer's ids). Those that no length contradicts survive. When all survivors read the same bytes as the
-same parameters, that is the answer; otherwise nothing is chosen, and the error says which option decides.
+Every interpretation of the names (``candidates``) is tried with every setting (``use_orig_params``, alignment, sharding
+group, the optimizer's ids). Those that the lengths of slices contradict are dropped. When all the others read the same
+bytes as the same parameters, that is the answer. Otherwise the error says which option decides; nothing is guessed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["Refusal", "describe_settings", "infer", "interpretation", "possibly_
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Nothing fits. ``nearest`` describes the closest reading, ``contradictions`` is everything that excludes it."""
+    """No candidate fits. ``nearest`` describes the closest one, ``contradictions`` is everything that excludes it."""
 
     nearest: str
     contradictions: tuple[str, ...]
@@ -51,11 +51,11 @@ class _Fitting:
 def infer(
     checkpoint: Checkpoint, candidates: Iterable[Candidate], *, wanted: Settings, preferred: Settings | None = None
 ) -> ResolvedUnits | Refusal:
-    """The one answer that the lengths in ``checkpoint`` allow, or what contradicts the nearest.
+    """The only units that the lengths in ``checkpoint`` allow, or what contradicts the nearest candidate.
 
-    ``candidates``: lower tiers first; those of a higher one are not looked at when something fits.
-    ``preferred`` decides between several that fit, where the caller has reason to expect these settings. Raises
-    NeedsInformationError when several fit that read the same bytes differently, or an order is not certain.
+    ``candidates``: lower tiers first; a higher tier is tried only when nothing of a lower one fits. ``preferred``:
+    settings that the caller has reason to expect; they decide when several fit. Raises NeedsInformationError when
+    several fit that read the same bytes differently, or when an order is not certain.
     """
     survivors: list[_Fitting] = []
     nearest: Refusal | None = None
@@ -217,8 +217,10 @@ def _unordered(checkpoint: Checkpoint, chosen: _Fitting, reason: str) -> NeedsIn
 
 
 def possibly_channels_last(units: Units) -> list[str]:
-    """The parameters that FSDP1 flattens in another order when the model is channels_last, which names and shapes do
-    not show: kernels of convolutions with several channels and more than one place. Those with strides are settled.
+    """The parameters whose elements FSDP1 flattens in another order when the model is channels_last.
+
+    They are convolution kernels with several channels and several elements per channel. Names and shapes do not show
+    the memory format; parameters with known strides are not listed.
     """
     return [
         param.name
@@ -229,10 +231,10 @@ def possibly_channels_last(units: Units) -> list[str]:
 
 
 def why_order_matters(checkpoint: Checkpoint, match: FlatMatch) -> str | None:
-    """Why the order matters and is not proved, None when every order reads the same.
+    """Why the order of the parameters matters and is not proved; None when every order gives the same result.
 
-    Flat parameters are cut by order alone. States by parameter name need none; by id they are certain only when each
-    id's length is that of one single parameter.
+    Only the order says where parameters are in a flat parameter. States by name need no order; states by id are
+    certain without one only when each id has the length of exactly one parameter.
     """
     units = match.units
     model = checkpoint.model.params if checkpoint.model is not None else {}

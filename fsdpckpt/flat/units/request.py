@@ -1,4 +1,4 @@
-"""What the options say about units, and whether units agree with them and with a checkpoint of whole tensors."""
+"""Collects what the options say about units, and compares units with it and with a checkpoint of whole tensors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 ORDER = "parameters"
-"""In ``ResolvedUnits.unsettled``: the order of ``model.parameters()`` is known inside of each unit only."""
+"""In ``ResolvedUnits.unsettled``: the order of ``model.parameters()`` is known only inside each unit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +59,8 @@ class UnitsRequest(Settings):
 class ResolvedUnits:
     """Units, what proves them (for messages), and for a source what each of its keys is.
 
-    ``how``: where they come from and what was compared. ``unsettled``: settings that a source's bytes do not show
-    because they make no difference to them, and ``ORDER``.
+    ``how``: where they come from and what was compared. ``unsettled``: settings that make no difference to the
+    source's bytes and so cannot be read from them, and ``ORDER``.
     """
 
     units: Units
@@ -229,7 +229,7 @@ def _optimizer(units: Units, optim: OptimState) -> Iterator[str]:
 
 
 def _states(name: str, param: UnitParam, states: Mapping[str, Tensor | Value]) -> Iterator[str]:
-    """States of other shapes than the parameter's exist (factors); all of one other shape contradict it."""
+    """States may have other shapes than their parameter (factors), but not all of them one single other shape."""
     shapes = {leaf.shape for leaf in states.values() if isinstance(leaf, Tensor) and leaf.numel > 1}
     if len(shapes) == 1 and param.shape not in shapes:
         yield f"{name}: {list(param.shape)} by the units, its optimizer states are {list(next(iter(shapes)))}"
@@ -310,5 +310,5 @@ def _optim_differences(optim: OptimState, units: Units, params: dict[str, UnitPa
 
 
 def _looks_sharded(states: object) -> bool:
-    """Whether an entry can only be a parameter's. A user's own entry of ``state`` is carried as it is."""
+    """Whether an entry can only be a parameter's. A user's own entry of ``state`` is copied unchanged."""
     return isinstance(states, dict) and any(isinstance(leaf, Tensor) and leaf.sharded for leaf in states.values())

@@ -1,4 +1,4 @@
-"""Find the units of a flattened source: given, beside it, or inferred; proved by the elements that each rank holds."""
+"""Finds the units of a flattened source (given, beside it, or inferred) and proves them by each rank's elements."""
 
 from __future__ import annotations
 
@@ -55,15 +55,15 @@ def is_flattened(checkpoint: Checkpoint, sources: Sources, request: UnitsRequest
     leaves = [leaf for states in optim.state.values() for leaf in states.values() if isinstance(leaf, Tensor)]
     if any(leaf.placement == SLICES for leaf in leaves):
         return True
-    return optim.key_type == "id" and _looks_whole(checkpoint, leaves, sources, request)
+    return optim.key_type == "id" and _is_sliced_by_units(checkpoint, leaves, sources, request)
 
 
-def _looks_whole(
+def _is_sliced_by_units(
     checkpoint: Checkpoint, leaves: Sequence[Tensor], sources: Sources, request: UnitsRequest | None
 ) -> bool:
-    """Whether an optimizer is sliced although nothing in it shows: one rank's, or one without states.
+    """Whether an optimizer holds slices although nothing in it shows that: it is one rank's, or has no states.
 
-    The units beside it, or those given, tell.
+    The units beside it, or those given, decide.
     """
     units = checkpoint.units
     if units is None and request is not None and request.file is not None:
@@ -84,7 +84,7 @@ def source_units(
 ) -> ResolvedUnits:
     """The units of a flattened source, proved by the number of elements of every slice.
 
-    ``target_flattened``: ``request`` describes the target, and the source only where nothing lies beside the source.
+    ``target_flattened``: ``request`` describes the target, and the source only when no units are beside the source.
     Raises SourceCorruptError for units that contradict the checkpoint, NeedsInformationError when several units fit or
     something has to be given.
     """
@@ -168,7 +168,7 @@ def _inferred(
 
 
 def _names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sources) -> ParameterNames:
-    """Names, shapes and order: the checkpoint's own where they are ordered, else those of the reference."""
+    """Names, shapes and order: the checkpoint's own where they have an order, else those of the reference."""
     lists = [model_names(checkpoint, "the model section"), optimizer_names(checkpoint, "the optimizer's own names")]
     if request.reference is not None:
         lists.append(reference_names(request.reference, sources))
@@ -177,7 +177,7 @@ def _names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sources) -> P
         raise NeedsInformationError(
             f"{checkpoint.source} holds flat parameters, and nothing says which parameters lie in them",
             details=describe_lengths(checkpoint),
-            why="PyTorch does not save names and shapes with them, and " + _whole_beside_flat(checkpoint),
+            why="PyTorch does not save names and shapes with them, and " + _why_no_units_file(checkpoint),
             next_step="add --units FILE (save_units or `fsdpckpt units` makes one), or --reference PATH of a full or "
             "sharded checkpoint of this model",
         )
@@ -188,8 +188,8 @@ def _names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sources) -> P
     return best.reordered(parameter_order(checkpoint), "the checkpoint's own names")
 
 
-def _whole_beside_flat(checkpoint: Checkpoint) -> str:
-    """What a user who knows of a units file there has to be told."""
+def _why_no_units_file(checkpoint: Checkpoint) -> str:
+    """Why no units file beside the checkpoint was used, for messages."""
     unused = [note.message for note in checkpoint.notes if note.kind == "units-unreadable"]
     return "; ".join(unused) if unused else "no units file lies beside the checkpoint"
 
@@ -247,7 +247,7 @@ def _refused(
 
 
 def find_units(checkpoint: Checkpoint, request: UnitsRequest, sources: Sources) -> ResolvedUnits:
-    """The units of any checkpoint. One that is not flattened needs ``request`` to say what whole tensors do not show.
+    """The units of any checkpoint. For one that is not flattened, ``request`` has to say how the model was wrapped.
 
     Raises what ``source_units`` and ``target_units`` raise.
     """
@@ -260,10 +260,10 @@ def find_units(checkpoint: Checkpoint, request: UnitsRequest, sources: Sources) 
 
 
 def prove(units: Units, source: str, sources: Sources) -> tuple[str, ...]:
-    """What the checkpoint at ``source`` confirms of ``units``, in words.
+    """What the checkpoint at ``source`` confirms of ``units``, for messages.
 
-    A flattened one has the number of elements of every slice, any other one names and shapes. Raises
-    SourceCorruptError, which lists everything there that contradicts the units, and SourceError.
+    A flattened checkpoint confirms the number of elements of every slice, any other one names and shapes. Raises
+    SourceCorruptError, which lists everything that contradicts the units, and SourceError.
     """
     checkpoint = open_checkpoint(source, sources=sources)
     if checkpoint.layout is not Layout.FLATTENED:

@@ -43,7 +43,7 @@ def target_units(
 ) -> ResolvedUnits:
     """The units of a flattened target of ``checkpoint`` (whole tensors, its optimizer keyed by name).
 
-    ``source``: the units of a flattened source, whose wrapping is kept where ``request`` does not say another.
+    ``source``: the units of a flattened source; the target is wrapped like it unless ``request`` says otherwise.
     ``dtype``: what the model section is cast to. Raises NeedsInformationError when wrapping or ``use_orig_params`` are
     not known, SourceCorruptError when the units are those of another model, UsageError for what FSDP1 cannot wrap.
     """
@@ -65,7 +65,7 @@ def target_units(
 def _wrapping(
     checkpoint: Checkpoint, request: UnitsRequest, source: ResolvedUnits | Units | None, sources: Sources
 ) -> tuple[Units, str]:
-    """Which parameters lie in which unit, and where that comes from."""
+    """Which parameters are in which unit, and where that is known from."""
     if request.file is not None:
         return load_units(request.file, sources), f"target units: from {request.file}"
     if isinstance(source, ResolvedUnits):
@@ -123,7 +123,7 @@ def _require_description(units: Units, checkpoint: Checkpoint, request: UnitsReq
 
 
 def _cast(units: Units, dtype: DType) -> Units:
-    """The same with the dtype that a cast gives its floating parameters: it decides how they are aligned."""
+    """The same with the floating dtype that the model is cast to, which decides how parameters are aligned."""
 
     def cast(params: tuple[UnitParam, ...]) -> tuple[UnitParam, ...]:
         return tuple(replace(param, dtype=dtype) if param.dtype.floating else param for param in params)
@@ -148,7 +148,7 @@ def _which_parameters(checkpoint: Checkpoint, why: str) -> NeedsInformationError
 
 
 def _sharding(units: Units, request: UnitsRequest, world_size: int | None) -> Units:
-    """The sharding group settled: HYBRID_SHARD needs its size, every other strategy has none."""
+    """The units with their sharding group decided: HYBRID_SHARD needs its size, every other strategy has none."""
     hybrid = any(unit.strategy is Strategy.HYBRID_SHARD for unit in units.units)
     if request.shard_size is not None and not hybrid:
         raise UsageError(
@@ -240,7 +240,7 @@ def target_names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sources
 
 
 def _apart(names: ParameterNames, buffers: Sequence[str]) -> ParameterNames:
-    """What nothing else says of a name, ``--buffers`` says: a buffer if a glob matches it, otherwise a parameter."""
+    """Names that nothing else decides: buffers where a ``--buffers`` glob matches, parameters otherwise."""
     if not buffers:
         return names
     globs = [glob for glob in buffers if tuple(buffers) != NO_BUFFERS]
