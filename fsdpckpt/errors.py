@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 __all__ = [
+    "COPY_AGAIN",
     "FsdpckptError",
     "InternalError",
     "InterruptedRunError",
@@ -45,6 +46,7 @@ __all__ = [
     "UsageError",
     "WorkerError",
     "attach_leftover",
+    "damaged",
     "leftover_of",
 ]
 
@@ -53,6 +55,7 @@ _FIELDS = (
     *("file", "key", "rank", "expected", "found"),
 )
 _AGAIN = "run the command again"
+COPY_AGAIN = "copy or save the checkpoint again"
 _OTHER_TARGET = "give another DST"
 
 
@@ -200,6 +203,30 @@ class SourceIncompleteError(SourceError):
 class SourceCorruptError(SourceError):
     title = "source corrupt"
     usual_next_step = "copy or save the checkpoint again, then run the command again"
+
+
+def damaged(
+    file: str,
+    what: str,
+    expected: str | None = None,
+    found: str | None = None,
+    *,
+    why: str,
+    key: str | None = None,
+    next_step: str | None = None,
+    run_again: bool = False,
+) -> SourceCorruptError:
+    """The error of ``file``, in which ``what`` is wrong: its sentence begins with the file's name."""
+    return SourceCorruptError(
+        f"{file}: {what}",
+        file=file,
+        key=key,
+        expected=expected,
+        found=found,
+        why=why,
+        next_step=next_step,
+        run_again=run_again,
+    )
 
 
 class SourceUnsafeError(SourceError):

@@ -48,7 +48,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
-from fsdpckpt.errors import SourceCorruptError, SourceError, SourceUnsupportedError
+from fsdpckpt.errors import COPY_AGAIN, SourceError, SourceUnsupportedError, damaged
 from fsdpckpt.ir.dtypes import DTYPES, MAX_DIMENSIONS, SAFETENSORS_DTYPES, DType
 from fsdpckpt.storage.protocols import ByteSource
 from fsdpckpt.text import truncate
@@ -157,15 +157,8 @@ class _Parser:
     def refuse(
         self, what: str, *, key: str | None = None, expected: str | None = None, found: str | None = None
     ) -> NoReturn:
-        raise SourceCorruptError(
-            f"{self.file}: {what}",
-            file=self.file,
-            key=key,
-            expected=expected,
-            found=found,
-            why="the file was truncated, is still being written, or is no safetensors file",
-            next_step="copy or save the checkpoint again",
-        )
+        why = "the file was truncated, is still being written, or is no safetensors file"
+        raise damaged(self.file, what, expected, found, key=key, why=why, next_step=COPY_AGAIN)
 
     def parse(self, text: bytes) -> dict[str, object]:
         if not text.startswith(b"{"):

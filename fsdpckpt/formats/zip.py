@@ -19,7 +19,7 @@ from typing import NamedTuple, NoReturn
 
 from isal import isal_zlib
 
-from fsdpckpt.errors import SourceCorruptError, SourceUnrecognisedError, SourceUnsupportedError
+from fsdpckpt.errors import COPY_AGAIN, SourceUnrecognisedError, SourceUnsupportedError, damaged
 from fsdpckpt.ir.targets import TargetFile
 from fsdpckpt.storage.protocols import ByteSource
 from fsdpckpt.storage.remote_file import prefetch
@@ -100,15 +100,8 @@ def top_folder(source: ByteSource) -> str:
 
 
 def _corrupt(source: ByteSource, what: str, expected: str, found: str) -> NoReturn:
-    raise SourceCorruptError(
-        f"{source.path}: {what}",
-        file=source.path,
-        expected=expected,
-        found=found,
-        why="the file is damaged or truncated, or is still being written",
-        next_step="copy or save the checkpoint again",
-        run_again=True,
-    )
+    why = "the file is damaged or truncated, or is still being written"
+    raise damaged(source.path, what, expected, found, why=why, next_step=COPY_AGAIN, run_again=True)
 
 
 def _find_directory(source: ByteSource, begin: int, stop: int) -> tuple[bytes, int, int]:

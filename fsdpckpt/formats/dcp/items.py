@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, TypeAlias
 
-from fsdpckpt.errors import SourceCorruptError, SourceUnsupportedError
+from fsdpckpt.errors import COPY_AGAIN, SourceCorruptError, SourceUnsupportedError
 from fsdpckpt.formats.pickle.read import load
 from fsdpckpt.formats.torch.archive import check_byteorder, read_pickle
 from fsdpckpt.formats.torch.tensors import Refused, StoredTensor, TensorBuilder
@@ -206,7 +206,7 @@ class ItemReader:
             expected=f"an item at bytes {begin} to {end}",
             found=f"{self._source.nbytes} bytes",
             why="the file is truncated, or belongs to another checkpoint",
-            next_step="copy or save the checkpoint again",
+            next_step=COPY_AGAIN,
         )
 
 

@@ -20,7 +20,7 @@ from math import prod
 from operator import add, le
 from typing import NamedTuple, NoReturn, TypeGuard
 
-from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError
+from fsdpckpt.errors import SourceIncompleteError, damaged
 from fsdpckpt.formats.dcp.records import TorchName, load_records
 from fsdpckpt.formats.pickle.cost import MAX_DEPTH
 from fsdpckpt.formats.pickle.read import StubInstance
@@ -90,14 +90,9 @@ class _Context(NamedTuple):
     def refuse(
         self, what: str, *, key: str | None = None, expected: str | None = None, found: object = None
     ) -> NoReturn:
-        raise SourceCorruptError(
-            f"{self.file}: {what}",
-            file=self.file,
-            key=key,
-            expected=expected,
-            found=None if found is None else found[:200] if isinstance(found, str) else truncate(found),
-            why="the metadata was damaged or edited, or a custom planner wrote it",
-        )
+        text = None if found is None else found[:200] if isinstance(found, str) else truncate(found)
+        why = "the metadata was damaged or edited, or a custom planner wrote it"
+        raise damaged(self.file, what, expected, text, key=key, why=why)
 
 
 def parse_metadata(data: bytes, *, file: str) -> DcpMetadata:
@@ -190,16 +185,11 @@ def _transforms(value: object, context: _Context) -> tuple[str, ...]:
 
 def _checked_path(path: object, context: _Context) -> str:
     """``path``; a relative path may not leave the directory it is relative to."""
-    if type(path) is not str:
-        context.refuse(
-            "an item lies outside the checkpoint directory", expected="a relative path", found=truncate(path)
-        )
-    bad = not path or path.startswith(("/", "\\")) or "\0" in path or ":" in path.split("/")[0]
-    if bad or ".." in str(path).replace("\\", "/").split("/"):
-        context.refuse(
-            "an item lies outside the checkpoint directory", expected="a relative path", found=truncate(path)
-        )
-    return path
+    text = path if type(path) is str else ""
+    outside = not text or text.startswith(("/", "\\")) or "\0" in text or ":" in text.split("/")[0]
+    if outside or ".." in text.replace("\\", "/").split("/"):
+        context.refuse("an item lies outside the checkpoint directory", expected="a relative path", found=truncate(path))
+    return text
 
 
 def _is_shape(value: object) -> TypeGuard[_Indexes]:

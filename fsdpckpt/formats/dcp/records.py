@@ -12,7 +12,7 @@ from __future__ import annotations
 import pickle
 from typing import NoReturn
 
-from fsdpckpt.errors import SourceCorruptError, SourceUnsafeError
+from fsdpckpt.errors import COPY_AGAIN, SourceCorruptError, SourceUnsafeError
 from fsdpckpt.formats.pickle.check import check_pickle
 from fsdpckpt.formats.pickle.read import Swallow, buffered, instance_class
 from fsdpckpt.ir.dtypes import DTYPES, MAX_DIMENSIONS
@@ -128,7 +128,7 @@ def load_records(data: bytes, *, file: str) -> object:
             f"{file} is not a readable DCP metadata file",
             found=f"{type(failure).__name__}: {failure}",
             why="the file was truncated or is still being written",
-            next_step="copy or save the checkpoint again",
+            next_step=COPY_AGAIN,
             file=file,
         )
     return loaded

@@ -15,7 +15,7 @@ import re
 from functools import lru_cache
 
 from fsdpckpt.errors import SourceCorruptError, SourceUnsafeError
-from fsdpckpt.formats.pickle.cost import excessive_cost
+from fsdpckpt.formats.pickle.cost import LINES, excessive_cost
 
 __all__ = ["check_pickle", "check_size", "fast_accept"]
 
@@ -35,7 +35,6 @@ _COUNTED = {  # opcodes with a counted text: bytes of the count
     0x8E: 8,
     0x96: 8,
 }
-_LINES = {**dict.fromkeys(b"ILFSVgP", 1), **dict.fromkeys(b"ci", 2)}  # opcodes with text up to a newline: how many
 _PUT, _STOP, _LONG4 = ord("p"), ord("."), 0x8B
 _EXTENSIONS = (0x82, 0x83, 0x84)
 _MAX_NUMBER = 1785  # bytes of an integer: Python refuses to write one of more than 4300 digits as text
@@ -144,7 +143,7 @@ def _after_line(data: bytes, at: int, opcode: int, file: str, what: str) -> int:
             found=f"opcode {opcode:#04x} at byte {at}",
             why="an extension code stands for any object that some library registered",
         )
-    lines = 1 if opcode == _PUT else _LINES.get(opcode)
+    lines = LINES.get(opcode)
     if lines is None:
         raise _corrupt(f"{file} {what}", file, "an opcode", f"byte {opcode:#04x} at {at}")
     after = at

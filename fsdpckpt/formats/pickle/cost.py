@@ -15,7 +15,7 @@ from typing import cast
 from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.ir.values import Object, Value
 
-__all__ = ["MAX_DEPTH", "check_expansion", "excessive_cost"]
+__all__ = ["MAX_DEPTH", "LINES", "check_expansion", "excessive_cost", "too_deep"]
 
 MAX_DEPTH = 200  # deeper nesting than any state dict, shallow enough for Python's stack
 _FREE_ITEMS = 1_000_000  # items that may be hashed or copied in any pickle: they take no noticeable time ...
@@ -69,7 +69,7 @@ def _table() -> tuple[bytes, bytes]:
 
 
 _KINDS, _SIZES = _table()
-_LINES = {**dict.fromkeys(b"ILFSVPgp", 1), **dict.fromkeys(b"ci", 2)}  # opcodes with text up to a newline: how many
+LINES = {**dict.fromkeys(b"ILFSVPgp", 1), **dict.fromkeys(b"ci", 2)}  # opcodes with text up to a newline: how many
 
 
 class _TooCostlyError(Exception):
@@ -212,7 +212,7 @@ def _rare(  # noqa: PLR0912 (a case for each)
     opcode = data[at : at + 1]
     after = at + 1
     begin = at
-    for _ in range(_LINES.get(data[at], 0)):
+    for _ in range(LINES.get(data[at], 0)):
         begin = after
         after = data.index(b"\n", after) + 1
     if opcode in b"ILFSVPc":
@@ -289,6 +289,12 @@ def check_expansion(root: Value, file: str) -> None:
         )
 
 
+def too_deep(file: str, key: str | None = None) -> SourceCorruptError:
+    """The error of a value in ``file`` that Python's stack is too small for."""
+    what = f"{file} nests values more than {MAX_DEPTH} deep, or a value contains itself"
+    return SourceCorruptError(what, file=file, key=key)
+
+
 class _Measure:
     def __init__(self, file: str) -> None:
         self._file = file
@@ -302,7 +308,7 @@ class _Measure:
         if id(value) in self._known:
             known = self._known[id(value)]
             if known is None:
-                raise self._too_deep()
+                raise too_deep(self._file)
             return known
         self._known[id(value)] = None
         children = _children(value)
@@ -314,14 +320,9 @@ class _Measure:
                 entries += inner
                 depth = max(depth, below)
         if depth >= MAX_DEPTH:
-            raise self._too_deep()
+            raise too_deep(self._file)
         self._known[id(value)] = entries, depth + 1
         return entries, depth + 1
-
-    def _too_deep(self) -> SourceCorruptError:
-        return SourceCorruptError(
-            f"{self._file} nests values more than {MAX_DEPTH} deep, or a value contains itself", file=self._file
-        )
 
 
 def _children(value: Value) -> Collection[Value]:

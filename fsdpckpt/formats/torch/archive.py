@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias, cast
 
-from fsdpckpt.errors import SourceCorruptError, SourceUnrecognisedError, SourceUnsupportedError
+from fsdpckpt.errors import COPY_AGAIN, SourceUnrecognisedError, SourceUnsupportedError, damaged
 from fsdpckpt.formats.pickle.check import check_size
-from fsdpckpt.formats.pickle.cost import MAX_DEPTH, check_expansion
+from fsdpckpt.formats.pickle.cost import MAX_DEPTH, check_expansion, too_deep
 from fsdpckpt.formats.pickle.read import StubInstance, as_object, load
 from fsdpckpt.formats.torch.distributed import Distributed, DistributedParser
 from fsdpckpt.formats.torch.tensors import Refused, StoredTensor, TensorBuilder, Wrapped
@@ -82,11 +82,7 @@ class TreeWalk:
     def _enter(self, key: Key) -> None:
         self._path.append(key)
         if len(self._path) > MAX_DEPTH:
-            raise SourceCorruptError(
-                f"{self._source.path} nests values more than {MAX_DEPTH} deep, or a value contains itself",
-                file=self._source.path,
-                key=self._key()[:200],
-            )
+            raise too_deep(self._source.path, key=self._key()[:200])
 
     def _mapping(self, mapping: dict[Key, Value]) -> Value:
         if id(mapping) in self._seen:
@@ -342,15 +338,9 @@ def read_pickle(source: ByteSource, records: Mapping[str, ZipRecord], record: Zi
         return data
     crc = zlib.crc32(data)
     if crc != record.crc:
-        raise SourceCorruptError(
-            f"{source.path}: the checksum of {record.name} is wrong",
-            file=source.path,
-            expected=f"{record.crc:#010x}",
-            found=f"{crc:#010x}",
-            why="bytes of the file were changed after it was saved",
-            next_step="copy or save the checkpoint again",
-            run_again=True,
-        )
+        what, why = f"the checksum of {record.name} is wrong", "bytes of the file were changed after it was saved"
+        stored, computed = f"{record.crc:#010x}", f"{crc:#010x}"
+        raise damaged(source.path, what, stored, computed, why=why, next_step=COPY_AGAIN, run_again=True)
     return data
 
 

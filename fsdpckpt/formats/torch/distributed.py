@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from operator import mul
-from typing import NamedTuple, NoReturn, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.formats.pickle.read import StubInstance
-from fsdpckpt.formats.torch.mesh import MAX_RANKS, Mesh, MeshParser, contradiction, fields, integers, merged
+from fsdpckpt.formats.torch.mesh import MAX_RANKS, FileParser, Mesh, MeshParser, fields, integers, merged
 from fsdpckpt.formats.torch.tensors import StoredTensor, Wrapped, size_of
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.layouts.sharded import (
@@ -67,11 +67,11 @@ class Distributed:
     device: str = ""
 
 
-class DistributedParser:
+class DistributedParser(FileParser):
     """Parses the wrapped tensors of one file; meshes and boxes are computed once and reused."""
 
     def __init__(self, source: ByteSource) -> None:
-        self._source = source
+        super().__init__(source)
         self._meshes = MeshParser(source)
         self._placed: dict[object, tuple[Placement, ...]] = {}
         self._boxes: dict[object, tuple[tuple[_Place, ...], str]] = {}
@@ -243,9 +243,6 @@ class DistributedParser:
     def _cut(self, spec: object) -> str:
         dim = fields(spec).get("dim")
         return f"Shard({dim})" if type(dim) is int else "shards"
-
-    def _corrupt(self, key: str, what: str, expected: str, found: str) -> NoReturn:
-        raise contradiction(self._source.path, key, what, expected, found)
 
 
 def _fits(boxes: Sequence[LocalBox], shape: Sequence[int], local: Sequence[int]) -> bool:

@@ -14,13 +14,13 @@ from typing import NoReturn, cast
 
 import numpy as np
 
-from fsdpckpt.errors import SourceCorruptError
+from fsdpckpt.errors import damaged
 from fsdpckpt.formats.pickle.read import StubInstance
 from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.storage.protocols import ByteSource
 from fsdpckpt.text import truncate
 
-__all__ = ["MAX_RANKS", "Mesh", "MeshParser", "contradiction", "fields", "integers", "merged"]
+__all__ = ["MAX_RANKS", "FileParser", "Mesh", "MeshParser", "fields", "integers", "merged"]
 
 MAX_RANKS = 1 << 20  # more than any job has: a larger mesh is damaged, and is not computed
 
@@ -68,11 +68,23 @@ def integers(value: object) -> tuple[int, ...] | None:
     return None
 
 
-class MeshParser:
-    """Parses the meshes of one file, each once."""
+class FileParser:
+    """Parses what one file says of distributed tensors."""
 
     def __init__(self, source: ByteSource) -> None:
         self._source = source
+
+    def _corrupt(self, key: str, what: str, expected: str, found: str) -> NoReturn:
+        """Refuse the tensor ``key``, whose parts do not fit each other."""
+        why = "the file is damaged, or a torch version wrote it that fsdpckpt does not know"
+        raise damaged(self._source.path, f"{key}: {what}", expected, found, key=key, why=why)
+
+
+class MeshParser(FileParser):
+    """Parses the meshes of one file, each once."""
+
+    def __init__(self, source: ByteSource) -> None:
+        super().__init__(source)
         self._meshes: dict[int, tuple[object, Mesh]] = {}
 
     def mesh(self, pickled: object, key: str) -> Mesh:
@@ -171,9 +183,6 @@ class MeshParser:
         values = np.lib.stride_tricks.as_strided(raw, pickled.shape, strides)
         return pickled.shape, tuple(int(n) for n in values.reshape(-1))
 
-    def _corrupt(self, key: str, what: str, expected: str, found: str) -> NoReturn:
-        raise contradiction(self._source.path, key, what, expected, found)
-
 
 def _position(place: Sequence[int], shape: Sequence[int]) -> int:
     """The row-major index of ``place`` in ``shape``."""
@@ -181,15 +190,3 @@ def _position(place: Sequence[int], shape: Sequence[int]) -> int:
     for c, n in zip(place, shape, strict=True):
         at = at * n + c
     return at
-
-
-def contradiction(file: str, key: str, what: str, expected: str, found: str) -> SourceCorruptError:
-    """The error of a distributed tensor whose parts do not fit each other."""
-    return SourceCorruptError(
-        f"{file}: {key}: {what}",
-        file=file,
-        key=key,
-        expected=expected,
-        found=found,
-        why="the file is damaged, or a torch version wrote it that fsdpckpt does not know",
-    )

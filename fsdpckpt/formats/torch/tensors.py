@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from math import prod
 from typing import NoReturn, cast
 
-from fsdpckpt.errors import SourceCorruptError
+from fsdpckpt.errors import COPY_AGAIN, damaged
 from fsdpckpt.formats.zip import ZipRecord
 from fsdpckpt.ir.dtypes import DTYPES, MAX_DIMENSIONS, STORAGE_DTYPES, DType
 from fsdpckpt.ir.values import Global, Object
@@ -222,15 +222,8 @@ class TensorBuilder:
         self.dropped.update(str(name) for name in attributes if name not in _HARMLESS_ATTRIBUTES)
 
     def _corrupt(self, what: str, expected: str, found: str) -> NoReturn:
-        raise SourceCorruptError(
-            f"{self._file}: {what}",
-            file=self._file,
-            expected=expected,
-            found=found,
-            why="the file is damaged, or was changed after it was saved",
-            next_step="copy or save the checkpoint again",
-            run_again=True,
-        )
+        why = "the file is damaged, or was changed after it was saved"
+        raise damaged(self._file, what, expected, found, why=why, next_step=COPY_AGAIN, run_again=True)
 
 
 # What ``rebuild`` does for functions other than ``_rebuild_tensor_v2``, which nearly every tensor has.
