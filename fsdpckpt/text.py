@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["truncate", "count_text", "dtypes_text", "plural", "shape_text", "size_text"]
+__all__ = ["truncate", "count_text", "dtypes_text", "first_of", "plural", "shape_text", "size_text"]
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -46,6 +46,11 @@ def dtypes_text(dtypes: Mapping[str, int]) -> str:
 _SCALARS = (str, int, float, complex, bytes, bytearray, type(None))
 _SHOWN = 80  # characters
 _MOST_DIGITS = 1 << 12  # bits of an int that Python writes as text
+
+
+def first_of(values: Sequence[object], most: int) -> str:
+    """The first ``most`` of ``values``, separated by commas, and ``...`` where there are more."""
+    return ", ".join(map(str, values[:most])) + (", ..." if len(values) > most else "")
 
 
 def truncate(value: object) -> str:

@@ -27,6 +27,7 @@ from fsdpckpt.readers.flat_slices import why_sliced
 from fsdpckpt.readers.mark_slices import mark_slices
 from fsdpckpt.readers.protocol import EXTRA_STEM, FileTable, Tree
 from fsdpckpt.readers.sections import Sections, replaced, split, without
+from fsdpckpt.text import first_of
 
 __all__ = ["ReadPart", "join", "read_part", "strange_names"]
 
@@ -306,13 +307,13 @@ def strange_names(source: str, model: tuple[str, Collection[str]], optim: tuple[
     missing = [name for name in missing if clean(name) not in ends and held.isdisjoint(_ends(clean(name)))]
     if not missing:
         return []
-    shown = _first(missing)
+    shown = first_of(missing, _SHOWN)
     if len(missing) < len(named):
         keys = "1 optimizer key is" if len(missing) == 1 else f"{len(missing)} optimizer keys are"
         return [Note("unmatched", f"{keys} none of the model's: {shown}", keys=tuple(missing))]
     raise NeedsInformationError(
         f"{source} holds a model and an optimizer that have no parameter name in common",
-        details=[f"{where}: {_first(list(names))}", f"{other}: {shown}"],
+        details=[f"{where}: {first_of(list(names), _SHOWN)}", f"{other}: {shown}"],
         why="they are of different models, or a tool renamed the parameters of one of them (torchtune saves weights "
         "under Hugging Face's names, and its optimizer under its own)",
         next_step=f"name the one to read, for example {shlex.quote(where)}",
@@ -325,10 +326,6 @@ def _named(optim: OptimState) -> list[str]:
     stated = [key for key, states in optim.state.items() if BARE_VALUE not in states]
     listed = optim.grouped_keys()
     return list(dict.fromkeys(key for key in (*stated, *listed) if isinstance(key, str)))
-
-
-def _first(names: Sequence[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
 
 
 def _ends(name: str) -> list[str]:

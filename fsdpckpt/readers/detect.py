@@ -37,6 +37,7 @@ from fsdpckpt.readers.torch_ranks import slices_of_one_rank
 from fsdpckpt.readers.units_beside import units_beside
 from fsdpckpt.storage.protocols import UPLOADING, Entry, is_url
 from fsdpckpt.storage.sources import Sources
+from fsdpckpt.text import first_of
 
 __all__ = ["missing", "open_checkpoint"]
 
@@ -300,13 +301,12 @@ class _Opening:
 
     def _nothing(self) -> SourceUnrecognisedError:
         listing = list_parts(self.source, self.options, self.sources)
-        seen = ", ".join(listing.names[:8]) + (", ..." if len(listing.names) > 8 else "")
         return SourceUnrecognisedError(
             f"no checkpoint was found in {self.source}",
             file=self.source,
             expected=".metadata (DCP), *.safetensors, torch.save files, or one file per rank, here or one to three "
             "directories below",
-            found=seen or "an empty directory",
+            found=first_of(listing.names, 8) or "an empty directory",
             next_step=f"ls -l {shlex.quote(self.source)}  # and name the directory of one checkpoint",
         )
 
@@ -329,12 +329,8 @@ def _resumed(names: Sequence[str]) -> bool:
     return flavor is not None and any(form.optim is not None for form in flavor.forms)
 
 
-def _parent(path: str) -> str:
-    return path.rpartition("/")[0] or "."
-
-
 def _parent_quoted(path: str) -> str:
-    return shlex.quote(_parent(path))
+    return shlex.quote(path.rpartition("/")[0] or ".")
 
 
 def _kind(tree: Tree) -> str:
@@ -344,7 +340,7 @@ def _kind(tree: Tree) -> str:
 def _not_carried(listing: Listing) -> list[Note]:
     if not listing.not_carried:
         return []
-    shown = ", ".join(listing.not_carried[:6]) + (", ..." if len(listing.not_carried) > 6 else "")
+    shown = first_of(listing.not_carried, 6)
     return [Note("not-carried", f"not carried from {listing.path}: {shown}", keys=tuple(listing.not_carried))]
 
 

@@ -17,6 +17,7 @@ from fsdpckpt.ir.checkpoint import BARE_VALUE, ModelState, OptimState, ParamKey
 from fsdpckpt.ir.tensors import SLICES, Int64Array, Tensor
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.layouts.flattened import is_flat_key
+from fsdpckpt.text import first_of
 
 __all__ = ["as_slices", "flat_parameter_keys", "read_as_slices", "is_optimizer", "mappings", "optimizers", "why_sliced"]
 
@@ -97,7 +98,7 @@ def _why_not_replicas(
     fit = all(leaf.shape in known for leaf in vectors)
     if alone and not fit:
         sizes = sorted({leaf.shape[0] for leaf in vectors})
-        text = ", ".join(map(str, sizes[:_SHOWN])) + (", ..." if len(sizes) > _SHOWN else "")
+        text = first_of(sizes, _SHOWN)
         return f"all optimizer states are plain one-dimensional tensors (of {text} elements), one on each rank"
     open_case = max(map(len, known), default=0) > 1 if alone else not fit
     if open_case and _differ(vectors, checksums):

@@ -20,7 +20,7 @@ from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.readers.protocol import dotted
 
-__all__ = ["Sections", "is_flattened", "is_nested", "is_state_only", "optimizer_of", "replaced", "split"]
+__all__ = ["Sections", "at", "is_flattened", "is_nested", "is_state_only", "optimizer_of", "replaced", "split"]
 
 _MODEL_NAMES = ("model", "state_dict", "model_state_dict", "module", "model_state", "net", "network", "weights")
 _OPTIM_NAMES = frozenset({"optim", "optimizer", "optimizer_state_dict", "optim_state_dict", "optimizer_state", "opt"})
@@ -70,7 +70,7 @@ def split(root: Value) -> Sections:
     optim_path = _only(paths, notes)
     optim = None
     if optim_path is not None:
-        optim = optimizer_of(_at(root, optim_path), notes)
+        optim = optimizer_of(at(root, optim_path), notes)
         if optim is None:
             optim_path = None
     sections = Sections(None, optim, {}, None, optim_path, None, notes)
@@ -103,10 +103,11 @@ def _regroup(root: dict[Key, Value]) -> dict[Key, Value]:
     return regrouped
 
 
-def _at(root: Value, path: _Path) -> dict[Key, Value]:
+def at(root: Value, path: _Path) -> dict[Key, Value]:
+    """The mapping at ``path``, which was found by walking ``root``."""
     value = root
     for key in path:
-        value = value[key]  # type: ignore[index]  # the path was found by walking
+        value = value[key]  # type: ignore[index]
     return value  # type: ignore[return-value]
 
 
@@ -162,9 +163,9 @@ def _several_optimizers(root: dict[Key, Value], paths: list[_Path], notes: list[
         Note("several-optimizers", f"{len(paths)} optimizers found ({names}): all are carried as extra entries")
     )
     for path in paths:
-        optimizer = _at(root, path)
+        optimizer = at(root, path)
         optim = optimizer_of(optimizer, notes) if is_nested(optimizer) else None
-        if optim is not None and list(optim.state) != list(_at(optimizer, ("state",))):
+        if optim is not None and list(optim.state) != list(at(optimizer, ("state",))):
             root = cast("dict[Key, Value]", replaced(root, (*path, "state"), cast(Value, optim.state)))
     return root
 
@@ -206,13 +207,13 @@ def _find_model(root: dict[Key, Value], sections: Sections) -> None:
     if all(_is_generator_state(root[key]) for key in direct):
         direct = []
     if len(named) == 1 and not (direct and _is_model(root, named=True)):
-        _take_model(_at(root, named[0]), named[0], sections)
+        _take_model(at(root, named[0]), named[0], sections)
     elif len(named) > 1:
         _several(named, sections)
     elif direct:
         _take_top_level(root, direct, sections)
     elif len(candidates) == 1:
-        _take_model(_at(root, candidates[0]), candidates[0], sections)
+        _take_model(at(root, candidates[0]), candidates[0], sections)
     elif candidates:
         _several(candidates, sections)
 

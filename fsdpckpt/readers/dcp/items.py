@@ -22,13 +22,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnrecognisedError
+from fsdpckpt.errors import COPY_AGAIN, SourceCorruptError, SourceIncompleteError, SourceUnrecognisedError
 from fsdpckpt.formats.dcp.items import ItemReader
 from fsdpckpt.formats.dcp.metadata import Chunk, DcpTensor
 from fsdpckpt.formats.safetensors import read_header
 from fsdpckpt.formats.torch.archive import ChecksumRow, load_torch
 from fsdpckpt.ir.checkpoint import Note, SourceFile
-from fsdpckpt.ir.tensors import Int64Array, Tensor
+from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Value, leaf_tensors
 from fsdpckpt.readers.chunks import Box, ChunkedTensor
 from fsdpckpt.readers.dcp import DcpDirectory
@@ -170,7 +170,11 @@ def _correct_uneven(directory: DcpDirectory, boxes: dict[str, list[Box]], tree: 
     The rule is that of ``_true_box``. One mesh must explain every such tensor of the checkpoint.
     """
     tensors = directory.metadata.tensors
-    uneven = [key for key, tensor in tensors.items() if _differs(tensor, boxes[key])]
+    uneven = [
+        key
+        for key, tensor in tensors.items()
+        if any(chunk.size != box.size for chunk, box in zip(tensor.chunks, boxes[key], strict=True))
+    ]
     if not uneven:
         return
     rows = {key: _stored_rows(tensors[key], boxes[key]) for key in uneven}
@@ -201,10 +205,6 @@ def _correct_uneven(directory: DcpDirectory, boxes: dict[str, list[Box]], tree: 
             uneven[0],
         )
     )
-
-
-def _differs(tensor: DcpTensor, boxes: list[Box]) -> bool:
-    return any(chunk.size != box.size for chunk, box in zip(tensor.chunks, boxes, strict=True))
 
 
 def _stored_rows(tensor: DcpTensor, boxes: list[Box]) -> list[StoredRows] | None:
@@ -276,7 +276,7 @@ def _as_corrupt(directory: DcpDirectory, key: str) -> Iterator[None]:
             expected=error.expected,
             found=error.found,
             why="the data file was damaged, or overwritten by another save",
-            next_step="copy or save the checkpoint again",
+            next_step=COPY_AGAIN,
         ) from None
 
 
@@ -308,7 +308,8 @@ def locate_rows(
     if not jobs:
         return located
     jobs.sort()
-    places = {number: _columns(located[number]) for *_, number, _ in jobs}
+    columns = {number: located[number].chunks for *_, number, _ in jobs}
+    places = {number: (chunks.offset.copy(), chunks.stride.copy()) for number, chunks in columns.items()}
     readers: dict[int, ItemReader] = {}
     for file, begin, length, number, row in jobs:
         if file not in readers:
@@ -322,10 +323,6 @@ def locate_rows(
         chunks = replace(located[number].chunks, offset=offsets, stride=strides)
         located[number] = replace(located[number], chunks=chunks)
     return located
-
-
-def _columns(tensor: Tensor) -> tuple[Int64Array, Int64Array]:
-    return tensor.chunks.offset.copy(), tensor.chunks.stride.copy()
 
 
 def _place(reader: ItemReader, begin: int, length: int, tensor: Tensor, row: int) -> tuple[int, tuple[int, ...]] | None:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import replace
 
-from fsdpckpt.errors import SourceCorruptError
+from fsdpckpt.errors import SourceCorruptError, damaged
 from fsdpckpt.formats.dcp.metadata import DcpMetadata, PathElement
 from fsdpckpt.ir.checkpoint import UNORDERED, Container, Layout, Note, Problem, Section
 from fsdpckpt.ir.tensors import ONE_SLICE, Tensor
@@ -206,12 +206,8 @@ def _descend(root: _Node, path: tuple[PathElement, ...], key: str, file: str) ->
 
 
 def _clash(key: str, file: str) -> SourceCorruptError:
-    return SourceCorruptError(
-        f"{file}: the nesting of {key} runs through another entry",
-        file=file,
-        key=key,
-        why="the planner data of the metadata does not fit its keys",
-    )
+    why = "the planner data of the metadata does not fit its keys"
+    return damaged(file, f"the nesting of {key} runs through another entry", key=key, why=why)
 
 
 def _require_positions(root: _Node, file: str) -> None:
@@ -222,13 +218,11 @@ def _require_positions(root: _Node, file: str) -> None:
         if all(type(key) is int for key in node):
             length += max((key for key in node if isinstance(key, int)), default=0)
         if length > _MOST_POSITIONS + len(nodes):
-            raise SourceCorruptError(
-                f"{file}: the planner data names list positions beyond {length}",
-                file=file,
-                expected=f"at most {_MOST_POSITIONS} positions",
-                found=str(length),
-                why="the metadata was damaged or edited",
+            what, most = (
+                f"the planner data names list positions beyond {length}",
+                f"at most {_MOST_POSITIONS} positions",
             )
+            raise damaged(file, what, most, str(length), why="the metadata was damaged or edited")
 
 
 def _finish(node: _Node, path: tuple[PathElement, ...], notes: list[Note]) -> Value:

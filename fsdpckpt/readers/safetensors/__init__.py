@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain, islice
 from math import prod
 
-from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError
+from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, damaged
 from fsdpckpt.formats.safetensors import Header, HeaderTensor, looks_like_safetensors, read_header
 from fsdpckpt.ir.checkpoint import Container, Evidence, EvidenceKind, Layout, Note
 from fsdpckpt.ir.tensors import Tensor
@@ -214,12 +214,8 @@ def sharding_info(header: Header, *, file: str) -> dict[str, tuple[int, ...]] | 
                 raise ValueError(f"{saved} for {key}")
             offsets[key] = tuple(saved)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise SourceCorruptError(
-            f"{file}: {_SHARDING_KEY} does not fit the tensors of the file",
-            file=file,
-            found=f"{type(error).__name__}: {error}"[:200],
-            why="the file was edited, or a newer torch wrote it",
-        ) from None
+        what, found = f"{_SHARDING_KEY} does not fit the tensors of the file", f"{type(error).__name__}: {error}"[:200]
+        raise damaged(file, what, found=found, why="the file was edited, or a newer torch wrote it") from None
     return offsets
 
 
@@ -283,13 +279,8 @@ def _whole(tensor: ChunkedTensor, file: str) -> ChunkedTensor:
         return tensor
     shape = tuple(max(box.start[dim] + box.size[dim] for box in boxes) for dim in range(len(tensor.shape)))
     if prod(filter(None, shape)) * tensor.dtype.itemsize >= 1 << 63:
-        raise SourceCorruptError(
-            f"{file}: {_SHARDING_KEY} places {tensor.key} where no tensor reaches",
-            file=file,
-            key=tensor.key,
-            found=truncate(shape),
-            why="the file was edited or damaged",
-        )
+        what = f"{_SHARDING_KEY} places {tensor.key} where no tensor reaches"
+        raise damaged(file, what, found=truncate(shape), key=tensor.key, why="the file was edited or damaged")
     return tensor._replace(shape=shape)
 
 

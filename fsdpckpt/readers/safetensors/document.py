@@ -7,7 +7,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
-from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsupportedError
+from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsupportedError, damaged
 from fsdpckpt.formats.safetensors import METADATA_KEY, VERSION, model_key, state_key
 from fsdpckpt.ir.checkpoint import Evidence, EvidenceKind, ParamKey
 from fsdpckpt.ir.codec import Json, decode
@@ -57,9 +57,7 @@ def _merge(documents: Sequence[tuple[str, str]]) -> tuple[str, dict[str, Json]]:
 
 
 def _corrupt(file: str, what: str) -> SourceCorruptError:
-    return SourceCorruptError(
-        f"{file}: the {METADATA_KEY!r} entry of the header {what}", file=file, why="the file was edited or damaged"
-    )
+    return damaged(file, f"the {METADATA_KEY!r} entry of the header {what}", why="the file was edited or damaged")
 
 
 class _Assembly:

@@ -20,6 +20,7 @@ from fsdpckpt.readers.torch_ranks import check_names
 from fsdpckpt.readers.torch_ranks.merge import Merge
 from fsdpckpt.readers.xla_fairscale import find_shard_metadata, name_shards, shards_without_metadata
 from fsdpckpt.storage.sources import Sources
+from fsdpckpt.text import first_of
 
 __all__ = ["read_torch_file", "read_torch_ranks"]
 
@@ -121,7 +122,7 @@ def _recognise_slices(tree: Tree, merge: Merge) -> None:
     """Say in the tree that it holds flat parameters, where that is certain from the files alone."""
     keys = flat_parameter_keys(tree.root)
     if keys:
-        message = f"keys of flat parameters: {', '.join(keys[:3])}" + (", ..." if len(keys) > 3 else "")
+        message = f"keys of flat parameters: {first_of(keys, 3)}"
         tree.evidence.append(Evidence(EvidenceKind.LAYOUT, message))
     if keys or merge.slices:
         tree.layout = Layout.FLATTENED

@@ -16,7 +16,7 @@ from fsdpckpt.ir.checkpoint import UNORDERED, Evidence, EvidenceKind, Note, Prob
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.readers.flat_slices import is_optimizer, mappings
 from fsdpckpt.readers.protocol import dotted
-from fsdpckpt.readers.sections import replaced
+from fsdpckpt.readers.sections import at, replaced
 from fsdpckpt.readers.xla_fairscale.models import SHOWN, RankShards, UnnamedError
 from fsdpckpt.readers.xla_fairscale.shard_metadata import (
     FAIRSCALE,
@@ -27,6 +27,7 @@ from fsdpckpt.readers.xla_fairscale.shard_metadata import (
     is_torch_xla_shard,
     metadata_in,
 )
+from fsdpckpt.text import first_of
 
 __all__ = ["NamedShards", "find_shard_metadata", "name_shards", "shards_without_metadata"]
 
@@ -152,15 +153,16 @@ def _name_rank(
     shards = RankShards(archive.root, metadata, rank, world_size, paths[named_rank])
     _describe(shards, dotted(path), report)
     root = archive.root
-    for at, model in shards.models().items():
-        root = replaced(root, at, cast(Value, model))
-    for at, optimizer in mappings(archive.root):
+    for place, model in shards.models().items():
+        root = replaced(root, place, cast(Value, model))
+    for place, optimizer in mappings(archive.root):
         if is_optimizer(optimizer) and "param_id_map" not in optimizer:  # with it, it was gathered already
-            named = _name_optimizer(shards, cast("dict[Key, object]", optimizer), dotted(at), report)
-            root = replaced(root, at, cast(Value, named))
+            named = _name_optimizer(shards, cast("dict[Key, object]", optimizer), dotted(place), report)
+            root = replaced(root, place, cast(Value, named))
+    rest = {key: entry for key, entry in at(root, path[:-1]).items() if key != path[-1]}
     return replace(
         archive,
-        root=_without(root, path),
+        root=replaced(root, path[:-1], rest),
         ranks=frozenset({rank}) if metadata.rank is not None else frozenset(),
         worlds=(all_ranks(world_size),),
         forms=frozenset({f"{metadata.producer} FSDP shard"}),
@@ -204,16 +206,6 @@ def _describe(shards: RankShards, title: str, report: NamedShards) -> None:
         )
         report.problems.append(Problem("flattened", message, file=shards.file, key=unlisted[0], section=Section.MODEL))
     if retyped:
-        shown = ", ".join(retyped[:SHOWN]) + (", ..." if len(retyped) > SHOWN else "")
+        shown = first_of(retyped, SHOWN)
         message = f"buffers had another type before they were wrapped, and keep the one saved: {shown}"
         report.notes.append(Note("buffer-type", message, keys=tuple(retyped)))
-
-
-def _without(value: Value, path: _Path) -> Value:
-    """``value`` without the entry at ``path``."""
-    *above, last = path
-    holder: Value = value
-    for key in above:
-        holder = cast("dict[Key, Value]", holder)[key]
-    rest = {key: entry for key, entry in cast("dict[Key, Value]", holder).items() if key != last}
-    return replaced(value, tuple(above), rest)
