@@ -188,7 +188,9 @@ def _checked_path(path: object, context: _Context) -> str:
     text = path if type(path) is str else ""
     outside = not text or text.startswith(("/", "\\")) or "\0" in text or ":" in text.split("/")[0]
     if outside or ".." in text.replace("\\", "/").split("/"):
-        context.refuse("an item lies outside the checkpoint directory", expected="a relative path", found=truncate(path))
+        context.refuse(
+            "an item lies outside the checkpoint directory", expected="a relative path", found=truncate(path)
+        )
     return text
 
 

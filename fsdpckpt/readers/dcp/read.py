@@ -218,10 +218,8 @@ def _require_positions(root: _Node, file: str) -> None:
         if all(type(key) is int for key in node):
             length += max((key for key in node if isinstance(key, int)), default=0)
         if length > _MOST_POSITIONS + len(nodes):
-            what, most = (
-                f"the planner data names list positions beyond {length}",
-                f"at most {_MOST_POSITIONS} positions",
-            )
+            what = f"the planner data names list positions beyond {length}"
+            most = f"at most {_MOST_POSITIONS} positions"
             raise damaged(file, what, most, str(length), why="the metadata was damaged or edited")
 
 
