@@ -115,7 +115,8 @@ def convert(
     """
     from fsdpckpt.worker import convert as run
 
-    chosen, launched = with_named((options or ConvertOptions(), launch or LaunchOptions()), named)
+    records = (ConvertOptions() if options is None else options, LaunchOptions() if launch is None else launch)
+    chosen, launched = with_named(records, named)
     return run(os.fspath(source), os.fspath(target), chosen, launched, progress or NoProgress())
 
 

@@ -29,9 +29,8 @@ from fsdpckpt.comm.protocol import Group
 from fsdpckpt.errors import StateDictMismatchError, UsageError
 from fsdpckpt.ir.coverage import box_text, flaws
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.tensors import Chunks, Int64Array, Tensor, contiguous_stride
+from fsdpckpt.ir.tensors import Box, Chunks, Int64Array, Tensor, contiguous_stride
 from fsdpckpt.layouts import sharded
-from fsdpckpt.layouts.boxes import Box
 from fsdpckpt.layouts.flattened import flat_boxes
 
 __all__ = [

@@ -43,7 +43,7 @@ from fsdpckpt.comm.exchanger import BUDGET, exchange, spread
 from fsdpckpt.comm.protocol import Group
 from fsdpckpt.comm.trees import StateDict, Tree, agree_on_structure, join_tensors, raise_on_all_ranks, split_tensors
 from fsdpckpt.errors import UsageError
-from fsdpckpt.layouts.boxes import Box
+from fsdpckpt.ir.tensors import Box
 
 __all__ = ["broadcast", "gather", "scatter", "shard"]
 

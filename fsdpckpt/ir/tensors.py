@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from fsdpckpt.ir.dtypes import DType
 
-__all__ = ["ONE_SLICE", "SLICES", "Int64Array", "Chunks", "Tensor", "contiguous_stride"]
+__all__ = ["Box", "Chunks", "Int64Array", "ONE_SLICE", "RankBoxes", "SLICES", "Tensor", "contiguous_stride"]
 
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 
@@ -149,3 +149,24 @@ class Tensor:
             return None
         columns = (chunks.file, chunks.offset, chunks.start, chunks.size, chunks.stride)
         return self.shape, self.dtype.name, *(column.tobytes() for column in columns)
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """``offsets`` and ``sizes`` in elements of the whole tensor, one number a dimension."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Box:
+        """All of a tensor of ``shape``."""
+        return cls((0,) * len(shape), shape)
+
+    @property
+    def numel(self) -> int:
+        return prod(self.sizes)
+
+
+RankBoxes: TypeAlias = Sequence[tuple[int, Box]]
+"""Which rank stores which box of one tensor."""

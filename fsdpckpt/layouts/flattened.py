@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fsdpckpt.ir.tensors import Int64Array
+from fsdpckpt.ir.tensors import Box, Int64Array
 from fsdpckpt.ir.units import FLAT_PARAM, Strategy, Unit, Units
-from fsdpckpt.layouts.boxes import Box
 
 __all__ = [
     "FILLER",

@@ -15,8 +15,7 @@ from itertools import product
 from math import prod
 from typing import TypeAlias
 
-from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.layouts.boxes import Box, RankBoxes
+from fsdpckpt.ir.tensors import Box, RankBoxes, Tensor
 
 __all__ = [
     "LocalBox",

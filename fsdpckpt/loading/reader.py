@@ -27,8 +27,7 @@ from torch.futures import Future
 
 from fsdpckpt.errors import SourceUnsupportedError, StateDictMismatchError, UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint, KeyType
-from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.layouts.boxes import Box
+from fsdpckpt.ir.tensors import Box, Tensor
 from fsdpckpt.loading.source import BoxToRead, Entries, Names, as_saved, entries_of, open_to_load, read_boxes
 from fsdpckpt.option_fields import changed
 from fsdpckpt.options import ConvertOptions

@@ -18,9 +18,8 @@ from fsdpckpt.errors import NeedsInformationError, UsageError
 from fsdpckpt.flat.units.source import is_flattened
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, OptimState, Section, group_params
 from fsdpckpt.ir.targets import TargetFile
-from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.tensors import Box, Tensor
 from fsdpckpt.ir.values import Value
-from fsdpckpt.layouts.boxes import Box
 from fsdpckpt.options import ConvertOptions, TensorForm
 from fsdpckpt.readers.dcp.items import is_located, locate_rows
 from fsdpckpt.readers.detect import open_checkpoint

@@ -60,11 +60,11 @@ def list_directory(path: str) -> list[Entry]:
     entries = []
     with os.scandir(path) as scan:
         for item in scan:
-            directory = item.is_dir()
             try:
+                directory = item.is_dir()
                 nbytes = 0 if directory else item.stat().st_size
-            except FileNotFoundError:  # a dangling link: opening it reports that
-                nbytes = 0
+            except OSError:  # a dangling link, or a link to itself: opening it reports that
+                directory, nbytes = False, 0
             entries.append(Entry(item.name, item.path, nbytes, directory))
     return sorted(entries, key=lambda entry: entry.name)
 

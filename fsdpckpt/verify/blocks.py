@@ -16,8 +16,7 @@ import numpy.typing as npt
 from fsdpckpt.errors import SourceIncompleteError
 from fsdpckpt.ir.checkpoint import SourceFile
 from fsdpckpt.ir.coverage import box_text, flaws
-from fsdpckpt.ir.tensors import Chunks, Tensor, contiguous_stride
-from fsdpckpt.layouts.boxes import Box
+from fsdpckpt.ir.tensors import Box, Chunks, Tensor, contiguous_stride
 from fsdpckpt.storage.protocols import ByteSource
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.parallel import raise_if_cancelled

@@ -20,9 +20,8 @@ from fsdpckpt.formats.zip import ALIGNMENT, TorchZip
 from fsdpckpt.ir.checkpoint import BARE_VALUE, Checkpoint, Note, OptimState, group_params
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import Target, TargetFile, WriteItem
-from fsdpckpt.ir.tensors import Tensor, contiguous_stride
+from fsdpckpt.ir.tensors import Box, RankBoxes, Tensor, contiguous_stride
 from fsdpckpt.ir.values import Key, Value, leaf_tensors
-from fsdpckpt.layouts.boxes import Box, RankBoxes
 from fsdpckpt.layouts.sharded import chunk_boxes, source_boxes
 from fsdpckpt.producers.forms import PLAIN_NESTING, Nesting
 from fsdpckpt.writers.protocol import WriteSpec

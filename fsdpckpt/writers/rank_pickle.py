@@ -18,8 +18,7 @@ from fsdpckpt.formats.pickle.write import PickleWriter, StorageView, integer, in
 from fsdpckpt.formats.zip import TorchZip
 from fsdpckpt.ir.dtypes import DTYPES, DType
 from fsdpckpt.ir.targets import TargetFile
-from fsdpckpt.ir.tensors import Tensor, contiguous_stride
-from fsdpckpt.layouts.boxes import Box
+from fsdpckpt.ir.tensors import Box, Tensor, contiguous_stride
 from fsdpckpt.layouts.sharded import rank_box
 from fsdpckpt.producers.forms import PLAIN_MESH, MeshForm
 

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from fsdpckpt.ir.tensors import Box
 from fsdpckpt.layouts import sharded
-from fsdpckpt.layouts.boxes import Box
 from fsdpckpt.layouts.sharded import LocalBox, chunk, in_placement_order, local_boxes, local_shape, rank_box
 from tests.readers.played_ranks import as_rank, shard_rows_twice
 

@@ -415,3 +415,9 @@ def test_a_url_is_opened_like_a_directory() -> None:
         name: tuple(value.shape) for name, value in truth["model"].items()
     }
     assert all(file.path.startswith("memory://") for file in found.files)
+
+
+def test_a_link_to_itself_beside_a_checkpoint_does_not_hide_it(tmp_path: Path) -> None:
+    torch.save({"a": torch.randn(3)}, tmp_path / "model.pt")
+    (tmp_path / "loop").symlink_to("loop")
+    assert opened(tmp_path / "model.pt").model is not None

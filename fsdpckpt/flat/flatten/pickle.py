@@ -16,9 +16,8 @@ from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.formats.pickle.write import StorageView
 from fsdpckpt.ir.dtypes import DType, numpy_dtype
 from fsdpckpt.ir.targets import TargetFile
-from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.tensors import Box, Tensor
 from fsdpckpt.ir.units import UnitParam
-from fsdpckpt.layouts.boxes import Box
 from fsdpckpt.layouts.flattened import FlatPart, PlacedUnit, flat_boxes
 from fsdpckpt.writers.rank_pickle import ShardedTensorPickle, ShardList
 
