@@ -51,7 +51,11 @@ def test_several_settings_that_nothing_needs_are_all_named(run: Run, saved: Path
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [(b"0.weight\n0.bias\n\n0.weight\n", "more than once"), (b" \n", "names no parameter"), (b"\x80", "no text")],
+    [
+        (b"0.weight\n0.bias\n\n0.weight\n", "more than once"),
+        (b" \n", "names no parameter"),
+        (b"\x80", "not a text file"),
+    ],
     ids=["twice", "empty", "binary"],
 )
 def test_a_file_that_is_not_a_list_of_parameters_is_refused(
