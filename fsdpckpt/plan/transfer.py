@@ -182,7 +182,7 @@ def plan_transfers(
     own_need = next((need for need in needs if need.owner == rank), None)
     receives: dict[int, Int64Array] = {}
     if own_need is not None:
-        receives = {s: _by_round(own_need, s, rounds) for s in np.unique(own_need.sender).tolist()}
+        receives = {s: _by_round(own_need, s, rounds) for s in sorted(set(own_need.sender.tolist()))}
     streams = {need.owner: _stream(need, rank) for need in needs if (need.sender == rank).any()}
     return TransferPlan(
         windows=tuple(own_need.windows) if own_need is not None else (),
@@ -240,8 +240,11 @@ def _need(
     # Windows that begin within the same stretch take at most that and one window's bytes more.
     stretch = max(round_bytes - int(per_window.max(initial=0)), 1)
     round_of = (np.cumsum(per_window) - per_window) // stretch
-    _, round_of = np.unique(np.where(per_window > 0, round_of, -1), return_inverse=True)  # without empty rounds
-    round_of = round_of - (1 if (per_window == 0).any() else 0)
+    if needing:
+        _, round_of = np.unique(np.where(per_window > 0, round_of, -1), return_inverse=True)  # without empty rounds
+        round_of = round_of - (1 if (per_window == 0).any() else 0)
+    else:  # nothing is sent, as in a run of one process, which does not pay for what np.unique imports
+        round_of = np.full(len(bounds), -1, np.int64)
     found_windows = [Window(*bound, int(when)) for bound, when in zip(bounds, round_of, strict=True)]
     return _Need(owner, found_windows, parts, sender, round_of[window_of], nbytes)
 
@@ -292,7 +295,7 @@ def _files_with_streams(
     """By segment: the plan of its file, with what comes by streams taken from there."""
     files = {window.segment: plan.files[segments[window.segment].file] for window in need.windows}
     position = np.zeros(len(need.nbytes), np.int64)
-    for sender in np.unique(need.sender).tolist():
+    for sender in sorted(set(need.sender.tolist())):
         sent = need.sender == sender
         position[sent] = np.cumsum(need.nbytes[sent]) - need.nbytes[sent]
     first = 0
