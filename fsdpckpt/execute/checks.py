@@ -110,7 +110,7 @@ class SourceCheck:
         _require_one_checksum(files, checksums)
         order = np.lexsort((checksums.offset, checksums.file))
         numbers = checksums.file[order]
-        for number in np.unique(numbers).tolist():
+        for number in numbers[np.diff(numbers, prepend=-1) != 0].tolist():
             rows = order[slice(*np.searchsorted(numbers, [number, number + 1]).tolist())]
             if checksums.crc[rows].any():
                 self._records[number] = _Records(
