@@ -27,6 +27,7 @@ from torch.distributed.tensor.placement_types import Placement, Shard
 
 from fsdpckpt.comm.protocol import Group
 from fsdpckpt.errors import StateDictMismatchError, UsageError
+from fsdpckpt.ir import mesh as ir_mesh
 from fsdpckpt.ir.coverage import box_text, flaws
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Box, Chunks, Int64Array, Tensor, contiguous_stride
@@ -109,9 +110,9 @@ def mesh_boxes(
     return sharded.local_boxes(shape, tuple(mesh.mesh.shape), ours, coordinate, order)
 
 
-def _placement(placement: Placement, dimensions: int, key: str) -> sharded.Placement:
+def _placement(placement: Placement, dimensions: int, key: str) -> ir_mesh.Placement:
     if placement.is_replicate():
-        return sharded.Replicate()
+        return ir_mesh.Replicate()
     dim = getattr(placement, "dim", None)
     if dim is None:
         raise UsageError(
@@ -123,7 +124,7 @@ def _placement(placement: Placement, dimensions: int, key: str) -> sharded.Place
     if not 0 <= dim < dimensions:
         raise UsageError(f"{placement} cuts a dimension that a tensor of {dimensions} dimensions has not", key=key)
     factor = getattr(placement, "split_factor", None)
-    return sharded.Shard(dim) if factor is None or type(placement) is Shard else sharded.StridedShard(dim, factor)
+    return ir_mesh.Shard(dim) if factor is None or type(placement) is Shard else ir_mesh.StridedShard(dim, factor)
 
 
 def _order(spec: object) -> Mapping[int, Sequence[int]] | None:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.mesh import Sharding
 
 __all__ = ["Box", "Chunks", "Int64Array", "ONE_SLICE", "RankBoxes", "SLICES", "Tensor", "contiguous_stride"]
 
@@ -120,6 +121,8 @@ class Tensor:
     the source does not say. It comes from metadata, never from values.
     ``placement``: how the source held it, in PyTorch's words, e.g. ``"[Shard(0)]"``, ``"[Replicate(), Shard(0)]"``,
     ``"whole"`` for a plain tensor.
+    ``sharding``: how it lies on a device mesh, the source's until the target's is decided. None when nothing says so:
+    only DTensors name a mesh.
     """
 
     dtype: DType
@@ -127,6 +130,7 @@ class Tensor:
     chunks: Chunks
     sharded: bool | None = None
     placement: str = "whole"
+    sharding: Sharding | None = None
 
     @property
     def numel(self) -> int:

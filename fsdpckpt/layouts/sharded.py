@@ -4,6 +4,20 @@ Rules, from PyTorch: ``torch.chunk`` (pieces of ``ceil(n / parts)``, the last on
 ``_ext_chunk_tensor`` and ``_ext_chunk_dtensor``, FSDP2's ``_chunk_with_empty`` and DTensor's ``Shard`` cut with.
 On a mesh, ``torch.distributed.tensor.placement_types`` applies one placement per mesh dimension: in the order of the
 mesh dimensions, or in the order that ``DTensorSpec.shard_order`` or the split factors of ``_StridedShard`` say.
+
+What torch 2.13 holds and saves on meshes of two and three dimensions (seen, and tested against it):
+
+- ``fully_shard`` on a mesh (replicate, shard) gives ``[Replicate(), Shard(0)]``; with ``shard_placement_fn``
+  ``Shard(1)``, which has to divide evenly (``_fsdp_param.py``, ``_init_sharded_param``).
+- After ``parallelize_module``, FSDP cuts each rank's tensor-parallel shard. Where both cut one dimension FSDP's
+  placement is ``_StridedShard(dim, split_factor=<tensor-parallel shards>)`` (``_init_sharding_spec_tp``), else plain.
+  A parameter that tensor parallelism leaves alone is a DTensor on FSDP's own submesh.
+- ``dcp.save`` stores one item for each distinct offset of a tensor. An empty shard's offset is the end of every
+  dimension that leaves it empty (``compute_local_shape_and_global_offset`` in ``tensor/_utils.py``), and all empty ones
+  there are one item. For ``_StridedShard`` and sizes that do not divide evenly that function computes other boxes than
+  the ranks hold; here are those they hold.
+- Among the ranks that hold an item, the first with the fewest bytes so far writes it
+  (``checkpoint/_dedup_save_plans.py``).
 """
 
 from __future__ import annotations
@@ -13,57 +27,28 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from math import prod
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
+from fsdpckpt.errors import InternalError
+from fsdpckpt.ir.mesh import MeshShape, Placement, Replicate, Shard, Sharding, StridedShard
 from fsdpckpt.ir.tensors import Box, RankBoxes, Tensor
 
 __all__ = [
+    "HeldChunk",
     "LocalBox",
-    "Placement",
-    "Replicate",
-    "Shard",
-    "StridedShard",
     "chunk",
-    "chunk_boxes",
     "decoded_order",
     "local_boxes",
     "local_shape",
-    "placements_text",
+    "mesh_box",
+    "mesh_chunks",
+    "on_one_dimension",
     "rank_box",
     "source_boxes",
+    "strided",
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """``Shard(dim)``: cut along tensor dimension ``dim``."""
-
-    dim: int
-
-    def __str__(self) -> str:
-        return f"Shard({self.dim})"
-
-
-@dataclass(frozen=True, slots=True)
-class Replicate:
-    """``Replicate()``: every rank of the mesh dimension holds the same."""
-
-    def __str__(self) -> str:
-        return "Replicate()"
-
-
-@dataclass(frozen=True, slots=True)
-class StridedShard:
-    """``_StridedShard(dim, split_factor)``: cut as if ``split_factor`` cuts by later mesh dimensions came before."""
-
-    dim: int
-    split_factor: int
-
-    def __str__(self) -> str:
-        return f"_StridedShard({self.dim}, sf={self.split_factor})"
-
-
-Placement: TypeAlias = Shard | Replicate | StridedShard
 _Runs: TypeAlias = tuple[tuple[int, int], ...]  # (global start, length) one after the other in the local tensor
 
 
@@ -73,11 +58,6 @@ class LocalBox:
 
     box: Box
     local_offsets: tuple[int, ...]
-
-
-def placements_text(placements: Sequence[Placement]) -> str:
-    """As PyTorch's words, e.g. ``[Replicate(), Shard(0)]``."""
-    return f"[{', '.join(map(str, placements))}]"
 
 
 def chunk(length: int, parts: int, index: int) -> tuple[int, int]:
@@ -98,16 +78,67 @@ def rank_box(shape: tuple[int, ...], world_size: int, rank: int) -> Box:
     return Box((start, *(0,) * (len(shape) - 1)), (rows, *shape[1:]))
 
 
+def on_one_dimension(world_size: int, names: tuple[str, ...] | None = None) -> Sharding:
+    """All ranks, rows cut: FSDP without replicas and without other parallelism."""
+    return Sharding(MeshShape((world_size,), names), (Shard(0),))
+
+
+def strided(mesh: MeshShape, placements: Sequence[Placement | None]) -> Sharding:
+    """``placements`` (plain shards) as ``fully_shard`` makes them: of the mesh dimensions that cut one tensor dimension
+    the last cuts first, which the others say as ``_StridedShard``."""
+    found: list[Placement | None] = []
+    shards: dict[int, int] = {}  # tensor dimension to how many pieces later mesh dimensions cut it into
+    for size, placement in zip(reversed(mesh.sizes), reversed(placements), strict=True):
+        if not isinstance(placement, Shard):
+            found.append(placement)
+            continue
+        factor = shards.get(placement.dim, 1)
+        found.append(StridedShard(placement.dim, factor) if factor > 1 else placement)
+        shards[placement.dim] = factor * size
+    return Sharding(mesh, tuple(reversed(found)))
+
+
+@lru_cache(maxsize=65536)
+def mesh_box(shape: tuple[int, ...], sharding: Sharding, rank: int) -> Box:
+    """The one box that ``rank`` holds; an empty one begins at the end of each dimension that leaves it empty.
+
+    Raises InternalError for split factors that fit no order (packed weights): these ranks hold several boxes.
+    """
+    mesh = sharding.mesh
+    order = _cut_order(sharding)
+    if order is None:
+        raise InternalError(f"{sharding} on {mesh} is no single box")
+    coordinate = mesh.coordinate(rank)
+    offsets, sizes = [0] * len(shape), list(shape)
+    for dim, mesh_dims in order.items():
+        for mesh_dim in mesh_dims:
+            start, sizes[dim] = chunk(sizes[dim], mesh.sizes[mesh_dim], coordinate[mesh_dim])
+            offsets[dim] += start
+        if not sizes[dim]:
+            offsets[dim] = shape[dim]
+    return Box(tuple(offsets), tuple(sizes))
+
+
 @lru_cache(maxsize=4096)
-def chunk_boxes(shape: tuple[int, ...], world_size: int) -> RankBoxes:
-    """The boxes ``dcp.save`` records for such a tensor: one for each rank with rows, one empty for all the others."""
-    boxes = []
-    for rank in range(world_size):
-        box = rank_box(shape, world_size, rank)
-        boxes.append((rank, box))
-        if not box.sizes[0]:
-            break
-    return tuple(boxes)
+def _cut_order(sharding: Sharding) -> Mapping[int, tuple[int, ...]] | None:
+    return decoded_order(sharding.mesh.sizes, [placement or Replicate() for placement in sharding.placements])
+
+
+class HeldChunk(NamedTuple):
+    """A box of a tensor, and the ranks that hold it, in order."""
+
+    box: Box
+    ranks: tuple[int, ...]
+
+
+@lru_cache(maxsize=4096)
+def mesh_chunks(shape: tuple[int, ...], sharding: Sharding) -> tuple[HeldChunk, ...]:
+    """The items that ``dcp.save`` makes of such a tensor, in the order of the first rank that holds each."""
+    held: dict[tuple[int, ...], tuple[Box, list[int]]] = {}
+    for rank in range(sharding.mesh.world_size):
+        box = mesh_box(shape, sharding, rank)
+        held.setdefault(box.offsets, (box, []))[1].append(rank)
+    return tuple(HeldChunk(box, tuple(ranks)) for box, ranks in held.values())
 
 
 def source_boxes(tensor: Tensor) -> RankBoxes:

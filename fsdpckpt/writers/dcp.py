@@ -1,16 +1,18 @@
 """Lays out a DCP directory, as ``dcp.save({"model": ..., "optimizer": ..., **extra})`` writes it.
 
-Sharded tensors are cut along dimension 0 by ``torch.chunk``'s rule and chunk r lies in rank r's ``__{r}_0.distcp``,
-so that each of N loading ranks reads its own file only. What every rank holds whole lies once, in the file of the
-rank with the fewest bytes (``torch.distributed.checkpoint._dedup_save_plans``). Each item is a ``torch.save`` archive.
+Sharded tensors are cut as their mesh cuts them (by default along dimension 0), and rank r's chunks lie in
+``__{r}_0.distcp``, so that each of N loading ranks reads its own file only. What several ranks hold lies once, in the
+file of the rank that ``torch.distributed.checkpoint._dedup_save_plans`` chooses. Each item is a ``torch.save`` archive.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain
+from operator import itemgetter
 from typing import NamedTuple, TypeAlias
 
 from fsdpckpt.errors import SourceUnsupportedError
@@ -22,7 +24,7 @@ from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import Target, TargetFile, WriteItem
 from fsdpckpt.ir.tensors import Box, RankBoxes, Tensor, contiguous_stride
 from fsdpckpt.ir.values import Key, Value, leaf_tensors
-from fsdpckpt.layouts.sharded import chunk_boxes, source_boxes
+from fsdpckpt.layouts.sharded import HeldChunk, mesh_chunks, source_boxes
 from fsdpckpt.producers.forms import PLAIN_NESTING, Nesting
 from fsdpckpt.writers.protocol import WriteSpec
 from fsdpckpt.writers.state_dicts import extras_of_one, optim_dict
@@ -37,8 +39,9 @@ _METADATA = ".metadata"
 def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     """One data file for each rank that has an item, ``.metadata`` last; their names begin with ``spec.path``.
 
-    ``spec.world_size`` ranks share the tensors whose ``sharded`` is True (0-dim ones are never cut). None keeps the
-    source's own chunks and ranks, replicas written once. Raises SourceUnsupportedError when two keys flatten to one.
+    ``spec.world_size`` ranks share the tensors whose ``sharded`` is True, as ``Tensor.sharding`` says (0-dim ones are
+    never cut). None keeps the source's own chunks and ranks, replicas written once. Raises SourceUnsupportedError when
+    two keys flatten to one.
     """
     world_size = spec.world_size
     casts, notes = spec.dtypes.casts(checkpoint)
@@ -46,9 +49,9 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     notes += flattening
     writer = _DataFiles(casts)
     entries = []
-    cuts = [_cut(leaf.value, world_size) for leaf in leaves]
-    ranks = max((rank + 1 for boxes in cuts for rank, _ in boxes or ()), default=1)
-    for leaf, boxes in zip(leaves, _assign(leaves, cuts, max(ranks, world_size or 1)), strict=True):
+    held = [_held(leaf.value, spec) for leaf in leaves]
+    ranks = max((rank + 1 for chunks in held for chunk in chunks or () for rank in chunk.ranks), default=1)
+    for leaf, boxes in zip(leaves, _dedup(leaves, held, casts, max(ranks, world_size or 1)), strict=True):
         if isinstance(leaf.value, Tensor):
             dtype = casts.get(leaf.value, leaf.value.dtype)
             chunks = [writer.tensor(leaf.value, dtype, rank, box) for rank, box in boxes]
@@ -63,32 +66,51 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     return Target(files, notes=notes)
 
 
-def _assign(leaves: list[Leaf], cuts: list[RankBoxes | None], ranks: int) -> Iterator[RankBoxes]:
-    """For each leaf its (rank, box)es: what is not cut goes to the rank with the fewest bytes so far."""
-    loads = [0] * ranks
-    for leaf, boxes in zip(leaves, cuts, strict=True):
-        if boxes is not None and isinstance(leaf.value, Tensor):
-            for rank, box in boxes:
-                loads[rank] += box.numel * leaf.value.dtype.itemsize
-    heap = [(load, rank) for rank, load in enumerate(loads)]
-    heapq.heapify(heap)
-    for leaf, boxes in zip(leaves, cuts, strict=True):
-        if boxes is not None:
-            yield boxes
-            continue
-        load, rank = heap[0]
-        shape, nbytes = (leaf.value.shape, leaf.value.nbytes) if isinstance(leaf.value, Tensor) else ((), 0)
-        heapq.heapreplace(heap, (load + nbytes, rank))
-        yield [(rank, Box.whole(shape))]
-
-
-def _cut(value: Value, world_size: int | None) -> RankBoxes | None:
-    """The chunks of a tensor that ranks share, None for what is stored once."""
+def _held(value: Value, spec: WriteSpec) -> Sequence[HeldChunk] | None:
+    """The chunks of a tensor with the ranks that hold each, None for what all ranks hold whole."""
     if not isinstance(value, Tensor):
         return None
-    if world_size is None:
-        return source_boxes(value)
-    return chunk_boxes(value.shape, world_size) if value.sharded and value.shape else None
+    if spec.world_size is None:
+        return [HeldChunk(box, (rank,)) for rank, box in source_boxes(value)]
+    return mesh_chunks(value.shape, spec.sharding(value)) if value.sharded and value.shape else None
+
+
+def _dedup(
+    leaves: list[Leaf], held: list[Sequence[HeldChunk] | None], casts: Mapping[Tensor, DType], ranks: int
+) -> list[RankBoxes]:
+    """For each leaf its (rank, box)es, in the order of the ranks that write them.
+
+    As ``dedup_save_plans``: item by item, those of rank 0 first, then what rank 1 has beside them, and so on. Of the
+    ranks that hold an item the first with the smallest load writes it, and its load grows by the size of the *whole*
+    tensor (``WriteItem.tensor_storage_size``), or by 1.
+    """
+    items: list[list[tuple[int, HeldChunk | None]]] = [[] for _ in range(ranks)]
+    for number, chunks in enumerate(held):
+        if chunks is None:
+            items[0].append((number, None))
+        for held_chunk in chunks or ():
+            items[held_chunk.ranks[0]].append((number, held_chunk))
+    loads = [0] * ranks
+    least = list(range(ranks))  # a heap of load * ranks + rank; what a later load has outdated is dropped when met
+    placed: list[list[tuple[int, Box]]] = [[] for _ in leaves]
+    for number, chunk in chain.from_iterable(items):
+        value = leaves[number].value
+        nbytes = value.numel * casts.get(value, value.dtype).itemsize if isinstance(value, Tensor) else 0
+        if chunk is None:
+            while least[0] != loads[least[0] % ranks] * ranks + least[0] % ranks:
+                heapq.heappop(least)
+            rank, box = least[0] % ranks, Box.whole(value.shape if isinstance(value, Tensor) else ())
+        else:
+            # A set, as there: in its order the first of equals is met.
+            rank = chunk.ranks[0] if len(chunk.ranks) == 1 else min(set(chunk.ranks), key=loads.__getitem__)
+            box = chunk.box
+        loads[rank] += nbytes or 1
+        if chunk is None or not chunk.ranks[0]:  # later items are all chunks
+            heapq.heappush(least, loads[rank] * ranks + rank)
+        placed[number].append((rank, box))
+    for boxes in placed:
+        boxes.sort(key=itemgetter(0))
+    return list(placed)
 
 
 class _ItemParts(NamedTuple):

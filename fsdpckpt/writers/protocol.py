@@ -14,9 +14,11 @@ from typing import Protocol
 from fsdpckpt.errors import InternalError
 from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, Note, Section
 from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.mesh import MeshShape, Sharding
 from fsdpckpt.ir.targets import Target
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units
+from fsdpckpt.layouts.sharded import on_one_dimension
 from fsdpckpt.options import DEFAULT_MAX_SHARD_SIZE, TensorForm
 from fsdpckpt.producers.forms import PLAIN_MESH, PLAIN_NAMES, PLAIN_NESTING, MeshForm, Nesting, RankNames
 
@@ -76,7 +78,8 @@ class WriteSpec:
     ``nesting``: below which keys the sections stand in one state dict.
     ``unwrap``: a torch file of one section without extras holds that section's dict itself.
     ``names``, ``tensor``, ``mesh``, ``mesh_device``: of files by rank, what they are called, what a sharded tensor
-    becomes, the mesh that DTensors name, and its device type where the user gave one.
+    becomes, the form of the mesh that DTensors name, and its device type where the user gave one.
+    ``device_mesh``: the mesh that each ``Tensor.sharding`` is on, None for all ranks in one dimension.
     ``max_shard_size``: bytes of tensor data in a safetensors file; ``single_file``: one file whatever its size;
     ``weights_only``: the model's tensors and ``{"format": "pt"}`` alone, as Hugging Face's libraries write.
     ``units``, ``key_type``: of FSDP1's flat parameters, and whether its optimizer is keyed by name or by id.
@@ -91,11 +94,23 @@ class WriteSpec:
     tensor: TensorForm = TensorForm.DTENSOR
     mesh: MeshForm = PLAIN_MESH
     mesh_device: str | None = None
+    device_mesh: MeshShape | None = None
     max_shard_size: int = DEFAULT_MAX_SHARD_SIZE
     single_file: bool = False
     weights_only: bool = False
     units: Units | None = None
     key_type: KeyType = "id"
+
+    def sharding(self, tensor: Tensor) -> Sharding:
+        """How a sharded ``tensor`` is cut: over ``device_mesh``, without one along dimension 0 over all ranks.
+
+        Raises InternalError for a tensor that nothing placed on that mesh.
+        """
+        if self.device_mesh is None:
+            return on_one_dimension(self.ranks(), self.mesh.names)
+        if tensor.sharding is None or tensor.sharding.mesh != self.device_mesh:
+            raise InternalError(f"a tensor of shape {tensor.shape} has no place on the mesh {self.device_mesh}")
+        return tensor.sharding
 
     def ranks(self) -> int:
         """``world_size``, for a target of files by rank. Raises InternalError when it was not settled."""

@@ -17,9 +17,10 @@ from typing import NamedTuple, Protocol, TypeAlias
 from fsdpckpt.formats.pickle.write import PickleWriter, StorageView, integer, integers
 from fsdpckpt.formats.zip import TorchZip
 from fsdpckpt.ir.dtypes import DTYPES, DType
+from fsdpckpt.ir.mesh import MeshShape, Placement, Replicate, Shard, Sharding, StridedShard
 from fsdpckpt.ir.targets import TargetFile
 from fsdpckpt.ir.tensors import Box, Tensor, contiguous_stride
-from fsdpckpt.layouts.sharded import rank_box
+from fsdpckpt.layouts.sharded import mesh_box, rank_box
 from fsdpckpt.producers.forms import PLAIN_MESH, MeshForm
 
 __all__ = ["DTensorPickle", "Filling", "RankPickle", "ShardList", "ShardedTensorPickle"]
@@ -54,21 +55,21 @@ class ShardList(NamedTuple):
 
 
 class RankPickle(PickleWriter, ABC):
-    """Writes a section's dict for ``rank`` of ``world_size``; the ``sharded_tensors`` are cut.
+    """Writes a section's dict for ``rank`` of ``world_size``; the tensors of ``shardings`` are cut as they say.
 
     ``canonical`` maps a tied tensor to the tensor it shares its record with. Subclasses say what wraps
     the local rows.
     """
 
     def __init__(
-        self, *, rank: int, world_size: int, sharded_tensors: frozenset[Tensor], casts: Mapping[Tensor, DType],
+        self, *, rank: int, world_size: int, shardings: Mapping[Tensor, Sharding], casts: Mapping[Tensor, DType],
         canonical: Mapping[Tensor, Tensor], mesh: MeshForm = PLAIN_MESH,
     ) -> None:  # fmt: skip
         super().__init__()
         self.rank = rank
         self.world_size = world_size
         self.mesh = mesh
-        self._sharded_tensors = sharded_tensors
+        self._shardings = shardings
         self._casts = casts
         self._canonical = canonical
         self._keys: dict[Hashable, str] = {}
@@ -76,14 +77,15 @@ class RankPickle(PickleWriter, ABC):
 
     def tensor(self, value: Tensor) -> None:
         dtype = self._casts.get(value, value.dtype)
-        if value in self._sharded_tensors:
-            self.sharded(value, dtype, rank_box(value.shape, self.world_size, self.rank))
+        sharding = self._shardings.get(value)
+        if sharding is not None:
+            self.sharded(value, dtype, sharding)
         else:
             self.view(self.stored(value, dtype, Box.whole(value.shape)))
 
     @abstractmethod
-    def sharded(self, tensor: Tensor, dtype: DType, box: Box) -> None:
-        """Write a sharded tensor of which this rank holds ``box``."""
+    def sharded(self, tensor: Tensor, dtype: DType, sharding: Sharding) -> None:
+        """Write what this rank holds of a sharded tensor."""
 
     def stored(self, tensor: Tensor, dtype: DType, box: Box) -> StorageView:
         """A compact record of ``box``, the same one for tied tensors."""
@@ -144,60 +146,109 @@ class RankPickle(PickleWriter, ABC):
 
 
 class DTensorPickle(RankPickle):
-    """Sharded tensors as DTensors on a 1-D mesh of all ranks, ``[Shard(0)]``, as FSDP2 holds them."""
+    """Sharded tensors as DTensors on the mesh of their sharding, as FSDP2 holds them."""
 
-    def sharded(self, tensor: Tensor, dtype: DType, box: Box) -> None:
+    def sharded(self, tensor: Tensor, dtype: DType, sharding: Sharding) -> None:
         text, name, raw = self.text, self.name, self.raw
         self.wrapper((_TENSOR, "DTensor"), tensor.shape, dtype)
         raw(b"N}(" + text("_local_tensor"))
-        self.view(self.stored(tensor, dtype, box))
+        self.view(self.stored(tensor, dtype, mesh_box(tensor.shape, sharding, self.rank)))
         spec = f"{_TENSOR}._dtensor_spec"
         raw(text("_spec") + name(spec, "DTensorSpec") + _NEW + text("mesh"))
-        self._mesh()
-        raw(
-            text("placements")
-            + self.once("placements", self._placements)
-            + text("tensor_meta")
-            + name(spec, "TensorMeta")
-        )
-        raw(
-            self.size(tensor.shape)
-            + integers(contiguous_stride(tensor.shape))
-            + name("torch", dtype.name)
-            + b"\x87\x81"
-        )
-        raw(
-            text("shard_order")
-            + self.once("order", lambda: name(spec, "ShardOrderEntry") + b"K\x00K\x00\x85\x86\x81\x85")
-        )
-        raw(text("use_strided_shard_as_shard_order") + b"\x89" + text("_hash") + b"N" + _BUILD + b"u\x86tR")
+        self._mesh(sharding.mesh, tuple(dim for dim, placed in enumerate(sharding.placements) if placed is not None))
+        placements = tuple(placement for placement in sharding.placements if placement is not None)
+        raw(text("placements") + self.once(placements, lambda: self._placements(placements)))
+        raw(text("tensor_meta") + name(spec, "TensorMeta") + self.size(tensor.shape))
+        raw(integers(contiguous_stride(tensor.shape)) + name("torch", dtype.name) + b"\x87\x81")
+        # DTensorSpec.__post_init__: split factors say the order themselves, and shard_order is None beside them.
+        is_strided = any(isinstance(placement, StridedShard) for placement in placements)
+        raw(text("shard_order"))
+        raw(b"N" if is_strided else self.once(("order", placements), lambda: self._shard_order(placements)))
+        raw(text("use_strided_shard_as_shard_order") + _flag(is_strided) + text("_hash") + b"N" + _BUILD + b"u\x86tR")
 
-    def _placements(self) -> bytes:
-        shard = self.name(f"{_TENSOR}.placement_types", "Shard") + _NEW
-        return shard + self.text("dim") + b"K\x00" + _BUILD + b"\x85"
+    def _placements(self, placements: Sequence[Placement]) -> bytes:
+        return _tuple([self._placement_of(placement) for placement in placements])
 
-    def _mesh(self) -> None:
-        """The mesh ``init_device_mesh(device, (world_size,))`` makes: over the default process group."""
-        known = self._once.get("mesh")
+    def _placement_of(self, placement: Placement) -> bytes:
+        text, types = self.text, f"{_TENSOR}.placement_types"
+        match placement:
+            case Replicate():
+                return self.name(types, "Replicate") + b")\x81"
+            case Shard(dim):
+                return self.name(types, "Shard") + _NEW + text("dim") + integer(dim) + _BUILD
+            case StridedShard(dim, factor):
+                head = self.name(types, "_StridedShard") + _NEW + text("dim") + integer(dim)
+                return head + text("split_factor") + integer(factor) + _BUILD
+
+    def _shard_order(self, placements: Sequence[Placement]) -> bytes:
+        """``DTensorSpec.compute_default_shard_order``: each cut tensor dimension with its mesh dimensions."""
+        order: dict[int, list[int]] = {}
+        for mesh_dim, placement in enumerate(placements):
+            if isinstance(placement, Shard):
+                order.setdefault(placement.dim, []).append(mesh_dim)
+        entry = self.name(f"{_TENSOR}._dtensor_spec", "ShardOrderEntry")
+        entries = [entry + integer(dim) + integers(mesh_dims) + b"\x86\x81" for dim, mesh_dims in sorted(order.items())]
+        return _tuple(entries)
+
+    def _mesh(self, mesh: MeshShape, dims: tuple[int, ...]) -> None:
+        """The mesh that ``init_device_mesh(device, sizes)`` makes, or its submesh of ``dims``."""
+        key = ("mesh", mesh, dims)
+        known = self._once.get(key)
         if known is not None:
             self.raw(known)
             return
-        text, raw, world = self.text, self.raw, self.world_size
+        text, raw = self.text, self.raw
         raw(self.name("torch.distributed.device_mesh", "DeviceMesh") + _NEW + text("_device_type"))
         raw(text(self.mesh.device))
         raw(text("_layout") + self.name(_LAYOUT, "_MeshLayout") + _NEW + text("axes"))
-        axis, step = ((world,), (1,)) if world > 1 else ((), ())  # torch drops an axis of one rank from its layout
-        raw(self.name(_LAYOUT, "_FlatLayout") + _NEW + text("shape") + integers(axis))
-        raw(text("stride") + integers(step) + _BUILD + b"\x85" + _BUILD + text("_rank_map"))
-        packed, ranks = _all_ranks(world)
+        strides = contiguous_stride(mesh.sizes)
+        raw(_tuple([self._axis(mesh.sizes[dim], strides[dim]) for dim in dims]) + _BUILD + text("_rank_map"))
+        packed, ranks = _all_ranks(self.world_size)
         self.view(self.literal(DTYPES["int32"], packed))
-        names = b"N" if self.mesh.names is None else b"(" + b"".join(map(text, self.mesh.names)) + b"t"
-        raw(text("_mesh_dim_names") + names + text("_root_mesh") + b"N")
-        raw(text("_flatten_rank_map") + ranks + text("_thread_id") + b"N")
-        raw(text("_flatten_mapping") + b"}" + text("_dim_group_names") + b"](" + text(_WORLD_GROUP) + b"e")
-        raw(text("_rank") + integer(self.rank) + text("_coordinate_on_dim") + integers((self.rank,)))
+        names = b"N" if mesh.names is None else _tuple([text(mesh.names[dim]) for dim in dims])
+        raw(text("_mesh_dim_names") + names + text("_root_mesh"))
+        if len(dims) < len(mesh.sizes):
+            self._mesh(mesh, tuple(range(len(mesh.sizes))))
+        else:
+            raw(b"N")
+        raw(text("_flatten_rank_map") + ranks + text("_thread_id") + b"N" + text("_flatten_mapping") + b"}")
+        groups = group_names(mesh, self.rank)
+        raw(text("_dim_group_names") + b"](" + b"".join([text(groups[dim]) for dim in dims]) + b"e")
+        coordinate = mesh.coordinate(self.rank)
+        raw(text("_rank") + integer(self.rank) + text("_coordinate_on_dim"))
+        raw(integers(tuple(coordinate[dim] for dim in dims)))
         # The cached hash is of the process that saved: None makes the next one compute its own.
-        raw(text("_hash") + b"N" + _BUILD + self.once("mesh", lambda: b""))
+        raw(text("_hash") + b"N" + _BUILD + self.once(key, lambda: b""))
+
+    def _axis(self, size: int, stride: int) -> bytes:
+        extent, step = ((size,), (stride,)) if size > 1 else ((), ())  # torch drops an axis of one rank from its layout
+        head = self.name(_LAYOUT, "_FlatLayout") + _NEW + self.text("shape") + integers(extent)
+        return head + self.text("stride") + integers(step) + _BUILD
+
+
+def group_names(mesh: MeshShape, rank: int) -> list[str]:
+    """The names of this rank's process group along each mesh dimension, where ``mesh`` is the first that a job makes.
+
+    ``DeviceMesh._init_process_groups`` makes all groups of one dimension after those of the one before, numbered on;
+    a dimension that spans all ranks has the default group.
+    """
+    coordinate, made, names = mesh.coordinate(rank), 0, []
+    for dim, size in enumerate(mesh.sizes):
+        if size == mesh.world_size:
+            names.append(_WORLD_GROUP)
+            continue
+        number = 0
+        for other, extent in enumerate(mesh.sizes):
+            number = number * extent + coordinate[other] if other != dim else number
+        names.append(str(1 + made + number))
+        made += mesh.world_size // size
+    return names
+
+
+def _tuple(items: Sequence[bytes]) -> bytes:
+    if len(items) > 3:
+        return b"(" + b"".join(items) + b"t"
+    return b"".join(items) + (b")", b"\x85", b"\x86", b"\x87")[len(items)]
 
 
 class ShardedTensorPickle(RankPickle):
@@ -206,10 +257,13 @@ class ShardedTensorPickle(RankPickle):
     Ranks without rows are no shards: they hold an empty list.
     """
 
-    def sharded(self, tensor: Tensor, dtype: DType, box: Box) -> None:
+    def sharded(self, tensor: Tensor, dtype: DType, sharding: Sharding) -> None:
         shape = tensor.shape
-        shards = _shards(shape, self.world_size)
-        shard = (self.rank, self.stored(tensor, dtype, box)) if self.rank < len(shards.ranks) else None
+        place, ranks = self.group()
+        shards = _shards(shape, ranks)
+        shard = None
+        if place < len(shards.ranks):
+            shard = (place, self.stored(tensor, dtype, mesh_box(shape, sharding, self.rank)))
         self.sharded_tensor(shape, dtype, shards, shard)
 
     def sharded_tensor(

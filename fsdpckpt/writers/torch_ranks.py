@@ -1,7 +1,7 @@
 """Lays out one torch file per rank and section: ``{model,optim,extra_state}_world_size_{N}_rank_{r}.pt``.
 
-Each holds its section's dict itself. Sharded tensors hold rank r's rows (``torch.chunk`` along dimension 0);
-everything else is whole in every rank's file.
+Each holds its section's dict itself. Sharded tensors hold what their mesh gives rank r, by default its rows
+(``torch.chunk`` along dimension 0); everything else is whole in every rank's file.
 """
 
 from __future__ import annotations
@@ -43,7 +43,11 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     device = spec.mesh_device or _mesh_device(checkpoint)
     mesh = replace(spec.mesh, device=device) if device is not None else spec.mesh
     casts, notes = spec.dtypes.casts(checkpoint)
-    cut = frozenset(named.tensor for named in checkpoint.tensors() if named.tensor.sharded and named.tensor.shape)
+    cut = {
+        named.tensor: spec.sharding(named.tensor)
+        for named in checkpoint.tensors()
+        if named.tensor.sharded and named.tensor.shape
+    }
 
     def section(name: str, values: list[Value], tied: Mapping[Tensor, Tensor] | None = None) -> list[TargetFile]:
         """One file for each rank, called ``name``; ``values`` by rank."""
@@ -52,7 +56,7 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
             file = TargetFile(name.format(rank=rank, world_size=world_size))
             stem = posixpath.splitext(posixpath.basename(file.path))[0]
             writer = _FORMS[spec.tensor](
-                rank=rank, world_size=world_size, sharded_tensors=cut, casts=casts, canonical=tied or {}, mesh=mesh
+                rank=rank, world_size=world_size, shardings=cut, casts=casts, canonical=tied or {}, mesh=mesh
             )
             writer.value(value)
             writer.write(file, stem=stem)
@@ -65,7 +69,7 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     if checkpoint.model is not None:
         model = model_dict(checkpoint.model)
         tied = ties([leaf for leaf in checkpoint.model.params.values() if isinstance(leaf, Tensor)])
-        tied = {key: first for key, first in tied.items() if (key in cut) == (first in cut)}
+        tied = {key: first for key, first in tied.items() if cut.get(key) == cut.get(first)}
         files += section(names.model, [model] * world_size, tied)
     if checkpoint.optim is not None:
         files += section(names.optim, [optim_dict(checkpoint.optim)] * world_size)

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from fsdpckpt.ir import mesh as ir_mesh
 from fsdpckpt.ir.tensors import Box
 from fsdpckpt.layouts import sharded
 from fsdpckpt.layouts.sharded import LocalBox, chunk, in_placement_order, local_boxes, local_shape, rank_box
@@ -23,15 +24,15 @@ from tests.readers.played_ranks import as_rank, shard_rows_twice
 ROWS = (1, 2, 3, 5, 7, 8, 9, 12, 13)
 
 
-def ours(placements: Sequence[Any]) -> list[sharded.Placement]:
-    made: list[sharded.Placement] = []
+def ours(placements: Sequence[Any]) -> list[ir_mesh.Placement]:
+    made: list[ir_mesh.Placement] = []
     for placement in placements:
         if isinstance(placement, _StridedShard):
-            made.append(sharded.StridedShard(placement.dim, placement.split_factor))
+            made.append(ir_mesh.StridedShard(placement.dim, placement.split_factor))
         elif isinstance(placement, Shard):
-            made.append(sharded.Shard(placement.dim))
+            made.append(ir_mesh.Shard(placement.dim))
         else:
-            made.append(sharded.Replicate())
+            made.append(ir_mesh.Replicate())
     return made
 
 
@@ -109,7 +110,7 @@ def test_what_fully_shard_leaves_of_a_tensor_parallel_shard(data: int, tensor: i
             for name, whole in weights.items():
                 value = state[f"{name}.weight"]
                 placements = ours(value.placements)
-                assert isinstance(placements[0], sharded.StridedShard)
+                assert isinstance(placements[0], ir_mesh.StridedShard)
                 boxes = local_boxes(whole.shape, (data, tensor), placements, divmod(rank, tensor))
                 assert torch.equal(cut_out(whole, boxes, value.to_local().shape), value.to_local()), (name, rank)
                 seen[name] += sum(held.box.numel for held in boxes)
@@ -117,12 +118,12 @@ def test_what_fully_shard_leaves_of_a_tensor_parallel_shard(data: int, tensor: i
 
 
 def test_shards_are_cut_in_the_order_the_spec_says() -> None:
-    placements = [sharded.Shard(0), sharded.Shard(0)]
+    placements = [ir_mesh.Shard(0), ir_mesh.Shard(0)]
     default = local_boxes((8, 2), (2, 2), placements, (0, 1))
     reversed_order = local_boxes((8, 2), (2, 2), placements, (0, 1), {0: (1, 0)})
     assert default == (LocalBox(Box((2, 0), (2, 2)), (0, 0)),)
     assert reversed_order == (LocalBox(Box((4, 0), (2, 2)), (0, 0)),)
-    strided = [sharded.StridedShard(0, 2), sharded.Shard(0)]
+    strided = [ir_mesh.StridedShard(0, 2), ir_mesh.Shard(0)]
     assert local_boxes((8, 2), (2, 2), strided, (0, 1)) == reversed_order
 
 
@@ -140,10 +141,10 @@ def test_split_factors_are_decoded_as_dtensor_encodes_them() -> None:
 
 
 def test_packed_weights_are_interleaved_boxes() -> None:
-    boxes = local_boxes((8, 3), (2,), [sharded.StridedShard(0, 2)], (1,))
+    boxes = local_boxes((8, 3), (2,), [ir_mesh.StridedShard(0, 2)], (1,))
     assert boxes == (LocalBox(Box((2, 0), (2, 3)), (0, 0)), LocalBox(Box((6, 0), (2, 3)), (2, 0)))
 
 
 def test_placements_read_as_pytorch_writes_them() -> None:
-    placements = [sharded.Replicate(), sharded.StridedShard(1, 2), sharded.Shard(0)]
-    assert sharded.placements_text(placements) == "[Replicate(), _StridedShard(1, sf=2), Shard(0)]"
+    placements = [ir_mesh.Replicate(), ir_mesh.StridedShard(1, 2), ir_mesh.Shard(0)]
+    assert ir_mesh.placements_text(placements) == "[Replicate(), _StridedShard(1, sf=2), Shard(0)]"

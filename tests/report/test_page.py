@@ -28,7 +28,7 @@ from fsdpckpt.ir.checkpoint import (
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.invariants import problems
 from fsdpckpt.ir.tensors import Chunks, Tensor
-from fsdpckpt.layouts.sharded import chunk_boxes
+from fsdpckpt.layouts.sharded import mesh_chunks, on_one_dimension
 from fsdpckpt.report.figures import COLUMNS, holdings, module_tree
 from fsdpckpt.report.page import MARK, page, write_report
 
@@ -46,7 +46,8 @@ HOSTILE = (
 
 def sharded(shape: tuple[int, ...], ranks: int, skip: frozenset[int] = frozenset()) -> Tensor:
     """A tensor of which every rank but those of ``skip`` holds its rows."""
-    boxes = [(rank, box) for rank, box in chunk_boxes(shape, ranks) if rank not in skip]
+    held = mesh_chunks(shape, on_one_dimension(ranks))
+    boxes = [(on[0], box) for box, on in held if on[0] not in skip]
     chunks = Chunks.rows(
         ndim=len(shape),
         rank=[rank for rank, _ in boxes],

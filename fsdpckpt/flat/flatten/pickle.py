@@ -95,7 +95,7 @@ class FlatPickle(ShardedTensorPickle):
     """Writes a flattened section's dict for ``rank`` of ``world_size``, in sharding groups of ``shard_size`` ranks."""
 
     def __init__(self, *, rank: int, world_size: int, shard_size: int, casts: Mapping[Tensor, DType]) -> None:
-        super().__init__(rank=rank, world_size=world_size, sharded_tensors=frozenset(), casts=casts, canonical={})
+        super().__init__(rank=rank, world_size=world_size, shardings={}, casts=casts, canonical={})
         self._shard_size = shard_size
         self._writers.update(
             {

@@ -18,17 +18,8 @@ from fsdpckpt.formats.pickle.read import StubInstance
 from fsdpckpt.formats.torch.mesh import MAX_RANKS, FileParser, Mesh, MeshParser, fields, integers, merged
 from fsdpckpt.formats.torch.tensors import StoredTensor, Wrapped, size_of
 from fsdpckpt.ir.dtypes import DType
-from fsdpckpt.layouts.sharded import (
-    LocalBox,
-    Placement,
-    Replicate,
-    Shard,
-    StridedShard,
-    in_placement_order,
-    local_boxes,
-    local_shape,
-    placements_text,
-)
+from fsdpckpt.ir.mesh import Placement, Replicate, Shard, StridedShard, placements_text
+from fsdpckpt.layouts.sharded import LocalBox, in_placement_order, local_boxes, local_shape
 from fsdpckpt.storage.protocols import ByteSource
 from fsdpckpt.text import truncate
 

@@ -1,0 +1,192 @@
+"""Targets on meshes of two and three dimensions, against what FSDP2 and tensor parallelism hold and save."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections import OrderedDict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor
+
+from fsdpckpt.ir.checkpoint import Checkpoint, OptimState
+from fsdpckpt.ir.mesh import Shard, StridedShard
+from fsdpckpt.layouts.sharded import strided
+from fsdpckpt.writers import dcp as dcp_writer
+from fsdpckpt.writers import torch_ranks
+from fsdpckpt.writers.protocol import WriteSpec
+from tests.materialise import materialise
+from tests.readers.played_ranks import as_rank, save_as_ranks
+from tests.writers.meshes import MESHES, MeshCase, Net, our_sharding, sharded_model
+from tests.writers.source import Raw, checkpoint, same
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def net(case: MeshCase, odd: int) -> Net:
+    torch.manual_seed(3)
+    return Net(case.world_size, odd)
+
+
+def some_ranks(world_size: int) -> range:
+    return range(0, world_size, max(1, world_size // 3))
+
+
+def source_of(case: MeshCase, odd: int) -> tuple[Raw, Checkpoint]:
+    """The whole model and one moment of each parameter, placed as torch places them."""
+    raw = Raw()
+    whole = net(case, odd)
+    with as_rank(0, case.world_size):
+        placed = {n: our_sharding(case, v) for n, v in sharded_model(case, lambda: net(case, odd)).named_parameters()}
+    model = OrderedDict(
+        (name, replace(raw.whole(value, sharded=name in placed), sharding=placed.get(name)))
+        for name, value in whole.state_dict().items()
+    )
+    state = {
+        name: {
+            "step": raw.whole(torch.tensor(4.0), sharded=False),
+            "exp_avg": replace(raw.whole(value.detach() * 2, sharded=True), sharding=placed[name]),
+        }
+        for name, value in whole.named_parameters()
+    }
+    groups: list[dict[Any, Any]] = [{"params": list(state), "lr": 0.1, "betas": (0.9, 0.99)}]
+    return raw, checkpoint(model, OptimState(state, groups))  # type: ignore[arg-type]
+
+
+def held(case: MeshCase, odd: int) -> dict[str, Any]:
+    """This rank's state dict, saved by torch itself."""
+    model = sharded_model(case, lambda: net(case, odd))
+    state = {}
+    for name, parameter in model.named_parameters():
+        moment = DTensor.from_local(
+            parameter.to_local().detach() * 2, parameter.device_mesh, parameter.placements,
+            run_check=False, shape=parameter.shape, stride=parameter.stride(),
+        )  # fmt: skip
+        state[name] = {"step": torch.tensor(4.0), "exp_avg": moment}
+    groups = [{"params": list(state), "lr": 0.1, "betas": (0.9, 0.99)}]
+    return {"model": model.state_dict(), "optimizer": {"state": state, "param_groups": groups}}
+
+
+def spec_of(case: MeshCase) -> WriteSpec:
+    return WriteSpec(world_size=case.world_size, device_mesh=case.mesh, mesh_device="cpu")
+
+
+@pytest.mark.parametrize("odd", [0, 3])
+@pytest.mark.parametrize("case", MESHES, ids=str)
+def test_every_rank_holds_the_dtensors_of_that_mesh(case: MeshCase, odd: int, tmp_path: Path) -> None:
+    raw, source = source_of(case, odd)
+    target = torch_ranks.lay_out(source, spec_of(case))
+    materialise(target, raw.files, str(tmp_path))
+    for rank in some_ranks(case.world_size):
+        with as_rank(rank, case.world_size):
+            truth = held(case, odd)
+            for section, expected in (("model", truth["model"]), ("optim", truth["optimizer"])):
+                path = tmp_path / f"{section}_world_size_{case.world_size}_rank_{rank}.pt"
+                found = torch.load(path, weights_only=True)
+                assert_equal(found, expected, section)
+
+
+def assert_equal(found: Any, expected: Any, where: str) -> None:
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), where
+        for key, value in expected.items():
+            assert_equal(found[key], value, f"{where}.{key}")
+    elif isinstance(expected, DTensor):
+        assert type(found) is DTensor, where
+        assert found._spec == expected._spec, where
+        assert hash(found._spec) == hash(expected._spec), where
+        assert found.stride() == expected.stride(), where
+        assert same(found.to_local(), expected.to_local()), where
+        ours, theirs = found.device_mesh, expected.device_mesh
+        for mine, real in ((ours, theirs), (ours._get_root_mesh(), theirs._get_root_mesh())):
+            assert mine._dim_group_names == real._dim_group_names, where
+            assert mine.get_coordinate() == real.get_coordinate(), where
+            assert torch.equal(mine.mesh, real.mesh) and mine.get_rank() == real.get_rank(), where
+            assert vars(mine).keys() == vars(real).keys()
+    elif isinstance(expected, torch.Tensor):
+        assert type(found) is torch.Tensor and same(found, expected), where
+    else:
+        assert found == expected, where
+
+
+def torch_saves_it_right(case: MeshCase, odd: int) -> bool:
+    """Not uneven rows that FSDP and tensor parallelism both cut: DCP declares other boxes than the ranks hold."""
+    return not odd or case.tp is None or 1 in (case.shape["tp"], case.shape["dp_shard"])
+
+
+@pytest.mark.parametrize(
+    ("case", "odd"),
+    [(case, odd) for case in MESHES for odd in (0, 1) if case.world_size <= 8 and torch_saves_it_right(case, odd)],
+    ids=str,
+)
+def test_dcp_has_the_items_of_that_mesh_in_the_files_of_the_ranks_that_write_them(
+    case: MeshCase, odd: int, tmp_path: Path
+) -> None:
+    raw, source = source_of(case, odd)
+    materialise(dcp_writer.lay_out(source, spec_of(case)), raw.files, str(tmp_path / "ours"))
+    ranks: list[dict[str, Any]] = []
+    for rank in range(case.world_size):
+        with as_rank(rank, case.world_size):
+            ranks.append(held(case, odd))
+    save_as_ranks(tmp_path / "theirs", lambda rank: ranks[rank], case.world_size)
+    ours, theirs = (metadata(tmp_path / name) for name in ("ours", "theirs"))
+    assert ours.state_dict_metadata.keys() == theirs.state_dict_metadata.keys()
+    for key, entry in theirs.state_dict_metadata.items():
+        mine = ours.state_dict_metadata[key]
+        assert type(mine) is type(entry)
+        if hasattr(entry, "chunks"):
+            assert (mine.size, mine.chunks) == (entry.size, entry.chunks), key
+    files = [{(i.fqn, i.offset): info.relative_path for i, info in one.storage_data.items()} for one in (ours, theirs)]
+    assert files[0] == files[1]
+    loaded = [joined(tmp_path / name, tmp_path) for name in ("ours", "theirs")]
+    assert_equal(loaded[0], loaded[1], "joined")
+
+
+def metadata(directory: Path) -> Any:
+    with open(directory / ".metadata", "rb") as file:
+        return pickle.load(file)
+
+
+def joined(directory: Path, tmp_path: Path) -> Any:
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    dcp_to_torch_save(str(directory), str(tmp_path / "joined.pt"))
+    return torch.load(tmp_path / "joined.pt", weights_only=True)
+
+
+@pytest.mark.parametrize("case", [case for case in MESHES if case.tp and case.world_size in (4, 8)], ids=str)
+def test_uneven_rows_cut_twice_are_saved_as_the_ranks_hold_them(case: MeshCase, tmp_path: Path) -> None:
+    raw, source = source_of(case, 3)
+    materialise(dcp_writer.lay_out(source, spec_of(case)), raw.files, str(tmp_path))
+    state = joined(tmp_path, tmp_path)
+    for name, value in net(case, 3).state_dict().items():
+        assert same(state["model"][name], value), name
+
+
+def test_fsdp_over_tensor_parallelism_cuts_last_and_says_so_by_split_factors() -> None:
+    mesh = MESHES[-3].mesh
+    assert strided(mesh, [None] * len(mesh.sizes)).placements == (None,) * len(mesh.sizes)
+    three = next(case for case in MESHES if len(case.shape) == 3 and case.world_size == 64).mesh
+    assert strided(three, [Shard(0), Shard(0), Shard(0)]).placements == (
+        StridedShard(0, 16),
+        StridedShard(0, 4),
+        Shard(0),
+    )
+    assert strided(three, [Shard(1), Shard(0), Shard(1)]).placements == (StridedShard(1, 4), Shard(0), Shard(1))
+
+
+def test_dcp_load_fills_a_model_on_that_mesh(tmp_path: Path) -> None:
+    case = MESHES[14]
+    raw, source = source_of(case, 0)
+    materialise(dcp_writer.lay_out(source, spec_of(case)), raw.files, str(tmp_path))
+    for rank in (0, 3, case.world_size - 1):
+        with as_rank(rank, case.world_size):
+            truth = held(case, 0)
+            state = {"model": {n: torch.zeros_like(value) for n, value in truth["model"].items()}}
+            dcp.load(state, checkpoint_id=os.fspath(tmp_path), no_dist=True)
+            assert_equal(state, {"model": truth["model"]}, "")
