@@ -223,7 +223,12 @@ class ConvertOptions:
         default=VerifyLevel.STRUCTURE,
         changes_output=False,
     )
-    overwrite: bool = option("Replace an existing DST.", Group.SAFETY, default=False, changes_output=False)
+    overwrite: bool = option(
+        "Replace the checkpoint at DST; refused if DST holds anything else.",
+        Group.SAFETY,
+        default=False,
+        changes_output=False,
+    )
     resume: bool = option("Resume an interrupted run.", Group.SAFETY, default=False, changes_output=False)
     max_memory: int = option(
         "Limit on copy buffers (default: 128MiB).",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from fsdpckpt.text import plural, size_text
 
 if TYPE_CHECKING:
     from fsdpckpt.cli.output import Output
-    from fsdpckpt.converters.report import Report
+    from fsdpckpt.converters.report import PlannedFile, Report
 
 __all__ = ["convert_command"]
 
@@ -121,13 +121,26 @@ def done_lines(report: Report) -> Iterator[str]:
         f"  {plural(report.tensors, 'tensor')}, {_written(report)}, "
         f"{report.seconds:.1f} s ({rate}/s), verified: {report.verified}"
     )
+    if report.replaced:
+        yield f"  replaced the checkpoint that was there: {_replaced(report)}"
     yield from _notes(report)
+
+
+def _replaced(report: Report) -> str:
+    return f"{plural(len(report.replaced), 'file')}, {size_text(sum(file.nbytes for file in report.replaced))}"
 
 
 def _room(report: Report) -> str:
     if report.disk_free is None:
         return ""
     return f", {size_text(report.disk_free)} free" + ("" if report.disk_suffices else ": NOT ENOUGH")
+
+
+def _listed(label: str, files: Sequence[PlannedFile], target: str) -> Iterator[str]:
+    for file in files[:MOST_FILES]:
+        yield f"  {label} {file.path or target}  {size_text(file.nbytes)}"
+    if len(files) > MOST_FILES:
+        yield f"  and {len(files) - MOST_FILES} more files: --json lists them all"
 
 
 def plan_lines(report: Report) -> Iterator[str]:
@@ -138,9 +151,9 @@ def plan_lines(report: Report) -> Iterator[str]:
     yield f"  disk    {size_text(report.disk_needed)} needed {place}{_room(report)}"
     yield f"  memory  {size_text(report.peak_memory_planned)} of buffers"
     yield f"  workers {_workers(report)}"
-    for file in report.files[:MOST_FILES]:
-        yield f"  file    {file.path or report.target}  {size_text(file.nbytes)}"
-    if len(report.files) > MOST_FILES:
-        yield f"  and {len(report.files) - MOST_FILES} more files: --json lists them all"
+    yield from _listed("file   ", report.files, report.target)
+    if report.replaced:
+        yield f"  replace {_replaced(report)}, deleted once the new checkpoint is complete:"
+        yield from _listed("delete ", report.replaced, report.target)
     yield from _notes(report)
     yield "nothing was written (--dry-run)"

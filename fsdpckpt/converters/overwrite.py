@@ -1,7 +1,8 @@
-"""Says what ``--overwrite`` may delete: a file, or a directory of one checkpoint and files beside it.
+"""Says what ``--overwrite`` may delete: one checkpoint, in which every file is a part of it.
 
-A file, or the directory that files lie in, is meant when it is named. A directory above it (``runs`` for
-``runs/step-1000``, a project, a home) is a typing mistake: that, and a directory of several checkpoints, is refused.
+Parts are what the readers open, what ``fsdpckpt.json`` lists, and the side files that frameworks and Hugging Face's
+libraries keep in a checkpoint. Anything else (a project, notes, results, a link, a file that is no checkpoint) is a
+user's own: it is named, and nothing is deleted.
 """
 
 from __future__ import annotations
@@ -10,113 +11,142 @@ import os
 import posixpath
 import re
 import shlex
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Iterable, Iterator
 
 from fsdpckpt.errors import FsdpckptError, NeedsInformationError, TargetExistsError
-from fsdpckpt.readers.beside import read_manifest
+from fsdpckpt.ir.checkpoint import Checkpoint
+from fsdpckpt.producers.table import EXPORT_DIRECTORIES, belongs, flavor_named
+from fsdpckpt.readers.beside import describes_model, read_manifest
 from fsdpckpt.readers.detect import open_checkpoint
-from fsdpckpt.readers.protocol import MANIFEST, UNITS
+from fsdpckpt.readers.protocol import MANIFEST
+from fsdpckpt.storage.contents import LINK, Contents, added_since, contents_of, is_left_behind
 from fsdpckpt.storage.local import target_errors
-from fsdpckpt.storage.protocols import is_url
+from fsdpckpt.storage.protocols import FileIdentity, is_url
 from fsdpckpt.storage.sources import Sources
 
-__all__ = ["require_replaceable"]
+__all__ = ["find_replaceable", "foreign_files_error", "still_replaceable"]
 
-_SHOWN = 5  # files that are named in a refusal
-# What describes the data of a checkpoint, in whichever of its directories: read, but no data file itself.
-_DESCRIPTIONS = (MANIFEST, UNITS, ".metadata")
-_DESCRIBING = (".safetensors.index.json", ".distcp")
-# What NFS (a file that was deleted while it was open) and macOS leave in any directory: not data of the user.
-_LEFT_BEHIND = re.compile(r"\.nfs[0-9a-f]{16,}|\.DS_Store")
+_SHOWN = 10  # files that are named in a refusal
+# What describes the data of a checkpoint, beside its data: read, but no data file itself. Or data of an older save.
+_DESCRIBING = re.compile(r"fsdpckpt\.json|units\.json|\.metadata|.*\.(safetensors|bin)\.index\.json|__\d+_\d+\.distcp")
+# torch files beside a model and an optimizer that frameworks and training scripts keep there. Any other one may be a
+# data set or a result, although a reader can open it.
+_TORCH = (".pt", ".pth", ".bin", ".ckpt", ".tar", ".pkl")
+_TRAINING_STATE = re.compile(
+    r"model|optim|state|weights|params|sched|rng|random|scaler|sampler|loader|extra|meta|ema|adapter|lora|rank|shard",
+    re.IGNORECASE,
+)
 
 
-def require_replaceable(target: str) -> None:
-    """Raises TargetExistsError when deleting ``target``, a path or a URL, would delete more than one checkpoint.
+def find_replaceable(target: str) -> Contents:
+    """What is at ``target``, a path or a URL, of which all may be deleted; nothing when nothing is there.
 
-    In a directory, that is a directory below it that is no part of the checkpoint there (by its ``fsdpckpt.json``, or
-    as it is read), or a second checkpoint. Files right in it go with it.
+    Raises TargetExistsError when it is neither empty nor a checkpoint, or when it holds a file that is no part of one.
     """
     with Sources() as sources, target_errors(target):
         where = target.rstrip("/") if is_url(target) else os.path.realpath(target)
-        entry = sources.stat(where)
-        if entry is None or not entry.directory:
-            return
-        known = _listed(where, sources)
-        if known is None:
-            known = _parts(where, target, sources)
-        unrelated = list(islice(_unrelated(where, known, sources), _SHOWN + 1))
-    if unrelated:
-        raise _refused(
-            f"{target} holds more than a checkpoint: --overwrite does not replace that",
-            target,
-            [f"no part of the checkpoint: {path}" for path in unrelated[:_SHOWN]]
-            + (["and more"] if len(unrelated) > _SHOWN else []),
-        )
+        found = _contents_of_url(where, sources) if is_url(where) else contents_of(where)
+        mine = [name for name in found if not is_left_behind(name)]
+        if not mine or (mine == [""] and not found[""].nbytes):
+            return found
+        foreign = list(_foreign(where, target, found, sources))
+    if foreign:
+        raise foreign_files_error(target, foreign)
+    return found
 
 
-def _parts(directory: str, target: str, sources: Sources) -> set[str]:
-    """The files of the checkpoint in ``directory``, by its metadata alone; none where none can be read."""
+def still_replaceable(target: str, before: Contents) -> Contents:
+    """What is at ``target`` now; it is looked at again where it is not what was looked at ``before``."""
+    with target_errors(target):
+        now = contents_of(os.path.realpath(target))
+    return now if not added_since(before, now) else find_replaceable(target)
+
+
+def foreign_files_error(target: str, names: Iterable[str]) -> TargetExistsError:
+    """The error for files at ``target`` that are no part of a checkpoint, by their paths below it."""
+    foreign = sorted(names)
+    more = [f"and {len(foreign) - _SHOWN} more"] if len(foreign) > _SHOWN else []
+    return _refused(
+        f"{target} holds files that are no part of a checkpoint, and --overwrite would delete them",
+        target,
+        [*foreign[:_SHOWN], *more],
+        why="--overwrite replaces a checkpoint, and nothing else",
+    )
+
+
+def _foreign(where: str, target: str, found: Contents, sources: Sources) -> Iterator[str]:
+    """The files of ``found``, at ``where``, that are no part of the checkpoint there.
+
+    Raises TargetExistsError when there is none, or when several are.
+    """
+    if "" in found:
+        _open(where, target, sources, found)
+        return
+    names = [name for name in found if "/" not in name]
+    manifest, _ = read_manifest(where, names, sources)
+    checkpoint = None
+    if manifest is not None and manifest.files:
+        parts = {MANIFEST, *manifest.files}
+    else:
+        checkpoint = _open(where, target, sources, found)
+        opened = {posixpath.relpath(file.path, where) for file in checkpoint.files}
+        parts = {name for name in opened if _is_training_state(posixpath.basename(name))} or opened
+    flavor = flavor_named(checkpoint.flavor) if checkpoint is not None else None
+    folders = {"", *EXPORT_DIRECTORIES, *(posixpath.dirname(name) for name in parts)}
+    for name in found:
+        folder, base = posixpath.split(name)
+        described = folder in folders and (_DESCRIBING.fullmatch(base) or describes_model(base))
+        part = name in parts or described or belongs(flavor, name) or is_left_behind(name)
+        if not part or found[name].tag == LINK:
+            yield name
+
+
+def _is_training_state(name: str) -> bool:
+    return not name.endswith(_TORCH) or _TRAINING_STATE.search(name) is not None
+
+
+def _open(where: str, target: str, sources: Sources, found: Contents) -> Checkpoint:
+    """The checkpoint at ``where``, by its metadata alone."""
+    shown = [name or posixpath.basename(where) for name in sorted(found)]
+    shown = [*shown[:_SHOWN], *([f"and {len(shown) - _SHOWN} more"] if len(shown) > _SHOWN else [])]
     try:
-        checkpoint = open_checkpoint(directory, sources=sources, locate=False)
+        checkpoint = open_checkpoint(where, sources=sources, locate=False)
     except NeedsInformationError as error:
-        what = f"{target} is not one checkpoint: --overwrite does not replace that"
-        raise _refused(what, target, error.details) from error
-    except FsdpckptError:
-        return set()
-    if checkpoint.directory and checkpoint.directory.rstrip("/") != directory.rstrip("/"):
-        what = f"{target} is not a checkpoint, one lies below it: --overwrite does not replace that"
-        raise _refused(what, target, [checkpoint.directory])
-    return {posixpath.relpath(file.path, directory) for file in checkpoint.files}
+        raise _refused(f"{target} is not one checkpoint", target, error.details or shown, why=_ONLY_ONE) from error
+    except FsdpckptError as error:
+        raise _refused(f"{target} does not read as a checkpoint", target, shown, why=error.what) from error
+    if checkpoint.directory and checkpoint.directory.rstrip("/") != where:
+        what = f"{target} is not a checkpoint, it contains one"
+        raise _refused(what, target, [checkpoint.directory], why=_ONLY_ONE)
+    return checkpoint
 
 
-def _refused(what: str, target: str, details: list[str] | tuple[str, ...]) -> TargetExistsError:
+_ONLY_ONE = "--overwrite replaces one checkpoint, and everything at DST would be deleted"
+
+
+def _refused(what: str, target: str, details: Iterable[str], *, why: str) -> TargetExistsError:
     remove = "remove it with the store's own tools" if is_url(target) else f"rm -r {shlex.quote(target)}"
     return TargetExistsError(
         what,
-        details=details,
+        details=tuple(details),
         file=target,
-        why="everything there would be deleted",
+        why=why,
         next_step=f"give a DST that does not exist yet; or, when nothing there is needed, remove it yourself: {remove}",
     )
 
 
-def _listed(directory: str, sources: Sources) -> set[str] | None:
-    """The files that ``fsdpckpt.json`` says were written with it, by their paths below ``directory``."""
-    names = [entry.name for entry in sources.list_directory(directory)]
-    manifest, _ = read_manifest(directory, names, sources)
-    return {MANIFEST, *manifest.files} if manifest is not None and manifest.files else None
+def _contents_of_url(url: str, sources: Sources) -> dict[str, FileIdentity]:
+    entry = sources.stat(url)
+    if entry is None:
+        return {}
+    if not entry.directory:
+        return {"": FileIdentity("", entry.nbytes)}
+    return {name: FileIdentity(name, nbytes) for name, nbytes in _below(url, sources)}
 
 
-def _unrelated(directory: str, known: set[str], sources: Sources) -> Iterator[str]:
-    """Files in directories below ``directory`` that are neither ``known`` nor describe what is known beside them."""
-    folders = {posixpath.dirname(path) for path in known}
-    for path in _files(directory, sources):
-        folder, name = posixpath.split(path)
-        describes = folder in folders and (name in _DESCRIPTIONS or name.endswith(_DESCRIBING))
-        if folder and path not in known and not describes:
-            yield path
-
-
-def _files(directory: str, sources: Sources) -> Iterator[str]:
-    """What a user may miss below ``directory``, by relative path: files and links, not directories."""
-    for path in _everything(directory, sources):
-        if not _LEFT_BEHIND.fullmatch(posixpath.basename(path)):
-            yield path
-
-
-def _everything(directory: str, sources: Sources) -> Iterator[str]:
-    """All but real directories."""
-    if is_url(directory):
-        for entry in sources.list_directory(directory):
-            below = (f"{entry.name}/{path}" for path in _everything(entry.path, sources))
-            yield from below if entry.directory else [entry.name]
-        return
-    for folder, directories, names in os.walk(directory, onerror=_raise):
-        links = [name for name in directories if os.path.islink(os.path.join(folder, name))]
-        for name in (*names, *links):
-            yield posixpath.relpath(os.path.join(folder, name), directory)
-
-
-def _raise(error: OSError) -> None:
-    raise error
+def _below(url: str, sources: Sources) -> Iterator[tuple[str, int]]:
+    for entry in sources.list_directory(url):
+        if entry.directory:
+            yield from ((f"{entry.name}/{name}", nbytes) for name, nbytes in _below(entry.path, sources))
+        else:
+            yield entry.name, entry.nbytes

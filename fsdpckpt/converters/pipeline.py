@@ -26,9 +26,9 @@ from fsdpckpt.comm.liveness import ProcessIdentity, kill_stopped, process_identi
 from fsdpckpt.comm.protocol import Group, Solo, original_error
 from fsdpckpt.converters.check import OutputCheck
 from fsdpckpt.converters.lay_out import adapt_to_form, dtype_rule, export_weights, lay_out
-from fsdpckpt.converters.overwrite import require_replaceable
+from fsdpckpt.converters.overwrite import find_replaceable, still_replaceable
 from fsdpckpt.converters.publish import Upload
-from fsdpckpt.converters.report import PlannedFile, Report, encode_manifest, put_manifest
+from fsdpckpt.converters.report import PlannedFile, Report, encode_manifest, put_manifest, replaced_files
 from fsdpckpt.converters.resume import (
     attach_staged,
     claim_rows,
@@ -67,6 +67,7 @@ from fsdpckpt.plan.plan import Plan, make_plan
 from fsdpckpt.progress import NoProgress, Progress
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.protocol import MANIFEST
+from fsdpckpt.storage.contents import Contents
 from fsdpckpt.storage.journal import Record
 from fsdpckpt.storage.protocols import is_url
 from fsdpckpt.storage.sources import Sources
@@ -150,6 +151,7 @@ class _Conversion:
     _locks: list[int] = field(default_factory=list)
     _recorder: Recorder | None = None
     _note: Note | None = None
+    _replaces: Contents = field(default_factory=dict)  # on rank 0: what was at DST
 
     @property
     def _solo(self) -> bool:
@@ -196,7 +198,7 @@ class _Conversion:
                 check_options(options)
                 check_target(self.target, self.source, overwrite=options.overwrite, resume=options.resume)
                 if options.overwrite:
-                    require_replaceable(self.target)
+                    self._replaces = find_replaceable(self.target)
             threads = options.threads
             if threads is None and self._alone and is_url(self.source):
                 threads = MOST_THREADS  # a store answers late and serves many at once: threads wait, not work
@@ -248,7 +250,11 @@ class _Conversion:
         """Who writes what where; this run's identity; and on rank 0 what an interrupted run has finished."""
         group, options, prepared = self.group, self.options, self._prepared
         copies = source_copies(group, files, self._sources[-1], visible[:, group.rank].tolist())
-        places = open_staging(group, self.target, options, self.visibility, self._staging, directory=directory)
+        places = open_staging(
+            *(group, self.target, options, self.visibility, self._staging),
+            directory=directory,
+            replaces=self._replaces,
+        )
         journals = journals_of(group, self._staging[0] if self._staging else None)
         message: object = None
         with group.step("divide the work"), group.heartbeat():
@@ -361,8 +367,8 @@ class _Conversion:
         with self.group.step("commit"):
             for staging in self._staging:
                 if files_at(job, places.place[self.group.rank])[0]:
-                    if self.options.overwrite:  # what came there meanwhile is not to be deleted
-                        require_replaceable(self.target)
+                    if staging.replaces is not None:  # what came there meanwhile is not to be deleted
+                        staging.replaces = still_replaceable(self.target, staging.replaces)
                     staging.commit()
                 else:
                     staging.discard()
@@ -414,7 +420,12 @@ class _Conversion:
         if self._prepared is not None:
             notes = () if self._note is None else (self._note,)
             report = _report(self._prepared, self.target, self.options, budget, self.group.world_size)
-            report = replace(report, notes=(*report.notes, *notes), seconds=time.monotonic() - begun)
+            report = replace(
+                report,
+                notes=(*report.notes, *notes),
+                replaced=replaced_files(self._replaces),
+                seconds=time.monotonic() - begun,
+            )
             if self._alone:
                 return report
         document = None if report is None else json.loads(json.dumps(report.to_json()))

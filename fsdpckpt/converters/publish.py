@@ -35,8 +35,8 @@ from typing import Self, TypeAlias, TypeVar, cast
 
 from fsdpckpt.comm.liveness import Background, ProcessIdentity, kill_stopped, process_identity
 from fsdpckpt.comm.protocol import Group, Solo
-from fsdpckpt.converters.overwrite import require_replaceable
-from fsdpckpt.converters.report import Report
+from fsdpckpt.converters.overwrite import find_replaceable, foreign_files_error
+from fsdpckpt.converters.report import PlannedFile, Report, replaced_files
 from fsdpckpt.converters.resume import attach_staged, is_resumable
 from fsdpckpt.converters.staging import node_label
 from fsdpckpt.converters.target_spec import check_options
@@ -101,6 +101,7 @@ class Upload:
         self._upload = ""
         self._leads = group.rank == 0
         self._converted = False
+        self._replaced: tuple[PlannedFile, ...] = ()
 
     @property
     def path(self) -> str:
@@ -135,9 +136,11 @@ class Upload:
         with self._group.step("look at the target"):
             if self._group.rank == 0:
                 seen = self._attend(lambda _: self._look())
-        url, root, names, self._upload = cast(
-            "tuple[str, str, list[str], str]", self._group.broadcast_object(seen, name="the target")
+        url, root, names, self._upload, replaced = cast(
+            "tuple[str, str, list[str], str, list[tuple[str, int]]]",
+            self._group.broadcast_object(seen, name="the target"),
         )
+        self._replaced = tuple(PlannedFile(*each) for each in replaced)
         with self._group.step("open the target"):
             filesystem = self._attend(lambda _: filesystem_of(url)[0])
             self._remote = RemoteTarget(url, filesystem, root, tuple(names))
@@ -152,10 +155,11 @@ class Upload:
                 next_step="drop --output-visibility: nodes that share no --staging directory use their own",
             )
         remote = open_target(self._target, self._source, overwrite=options.overwrite, resume=options.resume)
-        if options.overwrite and not remote.interrupted:
-            require_replaceable(remote.url)
+        if remote.interrupted and (foreign := remote.foreign()):
+            raise foreign_files_error(remote.url, foreign)
+        replaced = replaced_files(find_replaceable(remote.url)) if options.overwrite and not remote.interrupted else ()
         upload = self._lock(UploadDirectory.of(remote.url, options.staging))
-        return [remote.url, remote.root, list(remote.names), upload]
+        return [remote.url, remote.root, list(remote.names), upload, [[file.path, file.nbytes] for file in replaced]]
 
     def _lock(self, directory: UploadDirectory) -> str:
         options = self._requested
@@ -188,7 +192,14 @@ class Upload:
         above = os.path.dirname(self._directory.root)
         note = Note("staged", f"converted in {above}, then uploaded")
         seconds = time.monotonic() - self._begun
-        return replace(report, target=self._target, staged_in=above, notes=(*report.notes, note), seconds=seconds)
+        return replace(
+            report,
+            target=self._target,
+            staged_in=above,
+            notes=(*report.notes, note),
+            replaced=self._replaced,
+            seconds=seconds,
+        )
 
     def _send(self, report: Report, holders: Holders) -> None:
         group, remote = self._group, self._remote

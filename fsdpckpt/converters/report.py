@@ -18,11 +18,12 @@ from fsdpckpt.ir.units_json import encode
 from fsdpckpt.producers.forms import PLAIN
 from fsdpckpt.readers.beside import SEAL
 from fsdpckpt.readers.protocol import MANIFEST
+from fsdpckpt.storage.contents import Contents
 from fsdpckpt.storage.local import WritableFile
 from fsdpckpt.storage.staging import Staging
 from fsdpckpt.version import __version__
 
-__all__ = ["PlannedFile", "Report", "encode_manifest", "put_manifest"]
+__all__ = ["PlannedFile", "Report", "encode_manifest", "put_manifest", "replaced_files"]
 
 _DERIVED = ("disk_needed", "disk_suffices")
 
@@ -42,6 +43,7 @@ class Report:
     ``bytes_read`` is tensor data; headers and metadata come on top. ``disk_needed`` is what DST will occupy,
     ``disk_free`` what a dry run found free there (None: not looked up).
     ``staged_in``: the local directory it needs that in, when DST is in an object store.
+    ``replaced``: the files of the checkpoint that was at DST, replaced by ``--overwrite`` (``dry_run``: to be).
     ``workers``: processes, each with ``threads`` threads and ``peak_memory_planned`` bytes.
     """
 
@@ -66,6 +68,7 @@ class Report:
     workers: int = 1
     disk_free: int | None = None
     staged_in: str | None = None
+    replaced: tuple[PlannedFile, ...] = ()
 
     @property
     def disk_needed(self) -> int:
@@ -86,8 +89,14 @@ class Report:
         """The report that ``to_json`` made ``document`` of."""
         fields = {name: value for name, value in document.items() if name not in _DERIVED}
         fields["notes"] = tuple(Note(**{**note, "keys": tuple(note["keys"])}) for note in fields["notes"])
-        fields["files"] = tuple(PlannedFile(**file) for file in fields["files"])
+        for name in ("files", "replaced"):
+            fields[name] = tuple(PlannedFile(**file) for file in fields[name])
         return cls(**{**fields, "evidence": tuple(fields["evidence"])})
+
+
+def replaced_files(replaces: Contents) -> tuple[PlannedFile, ...]:
+    """``Report.replaced`` of what was at DST."""
+    return tuple(PlannedFile(name, found.nbytes) for name, found in sorted(replaces.items()))
 
 
 def encode_manifest(

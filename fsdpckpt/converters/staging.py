@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from fsdpckpt.comm.protocol import Group
-from fsdpckpt.converters.overwrite import require_replaceable
+from fsdpckpt.converters.overwrite import still_replaceable
 from fsdpckpt.converters.target_spec import TargetSpec
 from fsdpckpt.errors import UsageError
 from fsdpckpt.execute.job import Job
@@ -24,6 +24,7 @@ from fsdpckpt.options import ConvertOptions, Visibility
 from fsdpckpt.plan.plan import Plan
 from fsdpckpt.plan.transfer import Segment, partition, target_node
 from fsdpckpt.readers.protocol import MANIFEST
+from fsdpckpt.storage.contents import Contents, is_empty_directory
 from fsdpckpt.storage.staging import Staging
 
 __all__ = ["Places", "assign_segments", "files_at", "holders_of", "node_label", "open_staging"]
@@ -68,12 +69,20 @@ def node_label(environment: Mapping[str, str] | None = None) -> str:
 
 
 def open_staging(
-    group: Group, target: str, options: ConvertOptions, visibility: Visibility, made: list[Staging], *, directory: bool
+    group: Group,
+    target: str,
+    options: ConvertOptions,
+    visibility: Visibility,
+    made: list[Staging],
+    *,
+    directory: bool,
+    replaces: Contents,
 ) -> Places:
     """Make the staging directories, and find out who sees which. Collective. A leader's own is added to ``made``.
 
     With ``--resume``, one that an interrupted run left with a journal stays, and where DST exists none is made.
-    ``directory``: whether the target is one. Raises UsageError when a node's workers do not see their leader's.
+    ``directory``: whether the target is one. ``replaces``: what this rank found at DST that may be deleted.
+    Raises UsageError when a node's workers do not see their leader's.
     """
     labels = [str(label) for label in group.all_gather_objects(node_label(), name="nodes")]
     order = list(dict.fromkeys(labels))
@@ -83,12 +92,13 @@ def open_staging(
     leads = group.rank in leaders
     real = os.path.realpath(target)
     existing = leads and options.resume and not options.overwrite and os.path.lexists(real)
+    existing = existing and not is_empty_directory(real)
     opened = ("", "", "")
     with group.step("make staging"):
         if existing:
             opened = (real, real, _state(real))
         elif leads:
-            opened = _make(group, target, options, made, directory=directory)
+            opened = _make(group, target, options, made, replaces, directory=directory)
     compared = cast("list[bool]", group.all_gather_objects(existing, name="where DST exists"))
     paths = cast("list[tuple[str, str, str]]", group.all_gather_objects(opened, name="staging"))
     leader = leaders[places[group.rank]]
@@ -114,12 +124,11 @@ def open_staging(
 
 
 def _make(
-    group: Group, target: str, options: ConvertOptions, made: list[Staging], *, directory: bool
+    group: Group, target: str, options: ConvertOptions, made: list[Staging], replaces: Contents, *, directory: bool
 ) -> tuple[str, str, str]:
     """Where the output goes, the path of a target that is one file, and a token that lies in the directory."""
-    if options.overwrite and group.world_size > 1:  # meanwhile the sources were looked at
-        require_replaceable(target)
-    staging = Staging(target, directory=directory, overwrite=options.overwrite, resume=options.resume)
+    seen = still_replaceable(target, replaces) if options.overwrite else None
+    staging = Staging(target, directory=directory, replaces=seen, resume=options.resume)
     made.append(staging)
     token = uuid.uuid4().hex
     if group.world_size > 1:

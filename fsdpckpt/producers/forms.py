@@ -147,7 +147,8 @@ class Flavor:
     """One framework. ``forms``: the first that fits the options is written; () means it is only read.
 
     ``signs``: any one is enough. ``state``: a pattern for the files and directories that hold what is converted; others
-    are side files, copied unchanged. ``rank_files``: side files that each rank has.
+    are side files, copied unchanged. ``rank_files``: side files that each rank has; ``side_files``: a pattern for the
+    others that it saves itself.
     ``exports``: patterns of files that hold a second copy of the model, ``export_directories``: directories that do.
     ``model_files``: where Hugging Face's configuration and tokenizer lie, None when the framework keeps none.
     ``schedule``: the path of the LR scheduler's state dict among its extras, () when it keeps none in torch's form.
@@ -159,6 +160,7 @@ class Flavor:
     forms: tuple[Form, ...] = ()
     state: str = r"^(\.metadata|.*\.distcp)$"
     rank_files: tuple[RankFile, ...] = ()
+    side_files: str = r"^$"
     exports: tuple[str, ...] = ()
     export_directories: tuple[str, ...] = ()
     model_files: str | None = None

@@ -7,10 +7,15 @@ from dataclasses import replace
 from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.producers.forms import Flavor, Form, MeshForm, Place, RankFile, Sign
 
-__all__ = ["ACCELERATE", "HUGGINGFACE", "TRAINER"]
+__all__ = ["ACCELERATE", "HUGGINGFACE", "TRAINER", "WEIGHTS"]
+
+WEIGHTS = r"^(model|pytorch_model)([-.].*)?\.(safetensors|bin)(\.index\.json)?$"
+"""Names of the files that ``save_pretrained`` writes weights to."""
 
 _MODEL, _OPTIM = "pytorch_model_fsdp", "optimizer"
 _STATE = rf"^{_MODEL}(_\d+)?(_rank\d+)?(\.bin)?$"
+
+_SCHEDULING = r"^(scheduler(_\d+)?|scaler)\.(bin|pt)$"
 
 _FULL = Form(Layout.FULL, Container.TORCH, Place(f"{_MODEL}.bin"), Place(f"{_OPTIM}.bin"), key_type="name")
 _SHARDED = Form(
@@ -43,6 +48,7 @@ ACCELERATE = Flavor(
     forms=(_SHARDED, _FULL, _RANKS, _LOCAL),
     state=rf"^({_MODEL}|{_OPTIM})(_\d+)?(_rank\d+)?(\.bin)?$",
     rank_files=(RankFile("random_states_{rank}.pkl"),),
+    side_files=rf"{_SCHEDULING}|^(sampler(_\d+)?|dl_state_dict(_\d+)?)\.bin$|^custom_checkpoint_\d+\.pkl$",
     model_files="",
     schedule=("scheduler",),
 )
@@ -53,7 +59,8 @@ TRAINER = replace(
     title="a checkpoint of the Trainer of transformers",
     signs=(Sign((_STATE, r"^trainer_state\.json$")),),
     rank_files=(RankFile("rng_state_{rank}.pth", single="rng_state.pth"),),
-    exports=(r"^(model|pytorch_model)([-.].*)?\.(safetensors|bin)(\.index\.json)?$",),
+    side_files=rf"{_SCHEDULING}|^(trainer_state\.json|training_args\.bin)$",
+    exports=(WEIGHTS,),
 )
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 from fsdpckpt.producers.forms import PLAIN, Flavor, Sign
-from fsdpckpt.producers.huggingface import ACCELERATE, HUGGINGFACE, TRAINER
+from fsdpckpt.producers.huggingface import ACCELERATE, HUGGINGFACE, TRAINER, WEIGHTS
 from fsdpckpt.producers.lightning import FABRIC, LIGHTNING, LIGHTNING_MODEL_PARALLEL
 from fsdpckpt.producers.torchtitan import TORCHTITAN, TORCHTITAN_OLD
 from fsdpckpt.producers.verl import VERL
@@ -19,6 +19,7 @@ __all__ = [
     "TORCHTUNE",
     "TORCH_XLA",
     "WRITABLE",
+    "belongs",
     "copied_by_rank",
     "export_files",
     "flavor_named",
@@ -47,7 +48,7 @@ TORCH_XLA = Flavor(
     signs=(Sign((_RANK,)), Sign((_OTHER,))),
     state=rf"{_RANK}|{_OTHER}",
     model_files="",
-    exports=(r"^(model|pytorch_model)([-.].*)?\.(safetensors|bin)(\.index\.json)?$", r"_consolidated\.pth$"),
+    exports=(WEIGHTS, r"_consolidated\.pth$"),
 )
 
 FAIRSCALE = Flavor(
@@ -80,6 +81,18 @@ def _shows(sign: Sign, entries: list[str], keys: set[object]) -> bool:
     return all(any(re.search(pattern, name) for name in entries) for pattern in sign.files) and keys.issuperset(
         sign.keys
     )
+
+
+def belongs(flavor: Flavor | None, path: str) -> bool:
+    """Whether ``flavor``, or the export of any framework, has a file at ``path`` below the checkpoint's directory."""
+    folder, _, name = path.rpartition("/")
+    if folder in EXPORT_DIRECTORIES and re.search(WEIGHTS, name):
+        return True
+    if flavor is None:
+        return False
+    names = {kind.single for kind in flavor.rank_files}
+    patterns = (flavor.state, flavor.side_files, *flavor.exports)
+    return path in names or copied_by_rank(path) or any(re.search(pattern, path) for pattern in patterns)
 
 
 def copied_by_rank(name: str) -> bool:

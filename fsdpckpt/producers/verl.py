@@ -50,6 +50,7 @@ VERL = Flavor(
     ),
     state=r"^((model|optim|extra_state)_world_size_\d+_rank_\d+\.pt|fsdp_config\.json)$",
     rank_files=(RankFile("data_{rank}.pt"),),  # its supervised training's data loaders
+    side_files=r"^data\.pt$|^lora_(train_meta\.json|adapter/adapter_(config\.json|model\.safetensors))$",
     export_directories=("huggingface",),
     model_files="huggingface/",
     schedule=(_SCHEDULE,),

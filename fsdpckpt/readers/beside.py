@@ -45,6 +45,7 @@ __all__ = [
     "SideFiles",
     "auxiliary",
     "check_listing",
+    "describes_model",
     "flavor_of",
     "listed",
     "read_manifest",
@@ -271,6 +272,11 @@ _OF_THE_MODEL = re.compile(
     r"processor_config|adapter_config)\.(json|jinja|model)$|^(vocab|merges)\.txt$|^(spiece|sentencepiece.*)\.model$"
 )
 _SHOWN = 8  # names in one note
+
+
+def describes_model(name: str) -> bool:
+    """Whether a file of this name is one that Hugging Face's libraries keep beside weights."""
+    return _OF_THE_MODEL.match(name) is not None
 
 
 @dataclass(slots=True)

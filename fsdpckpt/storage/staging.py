@@ -24,9 +24,10 @@ import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from fsdpckpt.errors import TargetExistsError, TargetUnwritableError
+from fsdpckpt.storage.contents import Contents, added_since, contents_of, is_empty_directory
 from fsdpckpt.storage.local import sync_directory, target_errors
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
 
 NAME_LIMIT = 255  # bytes of one file name on every file system in use; some allow fewer
 _JOURNAL, _WRITER = "journal", "writer"
+_SHOWN = 10  # files that are named in an error
 
 
 def _hidden_name(name: str, suffix: str) -> str:
@@ -108,13 +110,14 @@ class Staging:
     ``root``: the directory itself. ``path``: the directory in it to write to. ``journal``: the path of this process's
     journal (``journal_paths(root)``: all of them). ``leftover``: an interrupted run had left a staging directory.
     ``journaled``: it had a journal. ``resumed``: it was kept (needs ``resume`` and a journal); else it was removed.
-    ``overwrite``: ``commit`` may replace what is at DST by then. ``committed``: DST is complete.
+    ``replaces``: what ``commit`` may delete at DST; None where DST has to be new, or an empty directory.
+    ``committed``: DST is complete.
     """
 
-    def __init__(self, target: str, *, directory: bool, overwrite: bool = False, resume: bool = False) -> None:
+    def __init__(self, target: str, *, directory: bool, replaces: Contents | None = None, resume: bool = False) -> None:
         self._target = os.path.realpath(target)
         self._directory = directory
-        self._overwrite = overwrite
+        self.replaces = replaces
         parent, name = os.path.split(self._target)
         self.root = staging_root(target)
         self.path = os.path.join(self.root, "output")
@@ -136,10 +139,7 @@ class Staging:
         """Remove what an interrupted run left, unless it is resumed, and move back a DST that it moved aside."""
         with target_errors(self._target):
             if os.path.lexists(self._aside):
-                if os.path.lexists(self._target):
-                    _remove(self._aside)
-                else:
-                    os.rename(self._aside, self._target)
+                self._settle_aside()
             self.leftover = os.path.lexists(self.root)
             self._refuse_writers()
             self.journaled = bool(journal_paths(self.root))
@@ -149,6 +149,21 @@ class Staging:
             self._refuse_to_replace()
             if not self.resumed:
                 self._make()
+
+    def _settle_aside(self) -> None:
+        """Remove the older DST where the new one is in its place, else move it back."""
+        if not os.path.lexists(self._target):
+            os.rename(self._aside, self._target)
+        elif not os.path.lexists(self.visible):
+            _remove(self._aside)
+        else:
+            raise TargetExistsError(
+                f"another program wrote {self._target} while an earlier run was replacing it",
+                details=[f"what was there before is in {self._aside}"],
+                file=self._target,
+                next_step=f"move {self._target} away",
+                run_again=True,
+            )
 
     def _refuse_writers(self) -> None:
         """Workers outlive a killed leader by a few seconds, in which they still write."""
@@ -252,17 +267,22 @@ class Staging:
     def commit(self) -> None:
         """Make the output durable and visible under DST's name. The files in it must be synced already.
 
-        Raises TargetExistsError when DST has come into existence meanwhile and ``overwrite`` was not given.
+        Raises TargetExistsError, with DST as it was, when something came there that ``replaces`` does not have.
         """
         with target_errors(self._target):
             for folder, _, _ in os.walk(self.path):
                 sync_directory(folder)
             self._refuse_to_replace()
-            # A file replaces a file with one rename: no detour is needed.
-            detour = os.path.lexists(self._target) and (self._directory or os.path.isdir(self._target))
-            if not detour or not exchange(self.visible, self._target):
-                if detour:
-                    os.rename(self._target, self._aside)
+            if not os.path.lexists(self._target) or self.replaces is None:
+                self._appear()
+            elif exchange(self.visible, self._target):
+                self._check_replaced(self.visible, lambda: exchange(self.visible, self._target))
+            elif not self._directory and os.path.isfile(self._target):  # one rename replaces it: no detour is needed
+                self._check_replaced(self._target, lambda: None)
+                os.rename(self.visible, self._target)
+            else:
+                os.rename(self._target, self._aside)
+                self._check_replaced(self._aside, lambda: os.rename(self._aside, self._target))
                 os.rename(self.visible, self._target)
             sync_directory(os.path.dirname(self._target))
             self.committed = True
@@ -270,14 +290,44 @@ class Staging:
                 _remove(self._aside)
             self.discard()
 
-    def _refuse_to_replace(self) -> None:
-        if os.path.lexists(self._target) and not self._overwrite:
+    def _appear(self) -> None:
+        if is_empty_directory(self._target):
+            os.rmdir(self._target)
+        try:
+            if not _rename(self.visible, self._target, _NOREPLACE):
+                self._refuse_to_replace()
+                os.rename(self.visible, self._target)
+        except FileExistsError:
+            raise self._exists_error() from None
+
+    def _check_replaced(self, path: str, undo: Callable[[], object]) -> None:
+        """Nobody reaches ``path``, the older DST, by its name any more: what is there now is what is deleted."""
+        try:
+            added = added_since(self.replaces or {}, contents_of(path))
+        except OSError:
+            undo()
+            raise
+        if added:
+            undo()
             raise TargetExistsError(
-                f"{self._target} exists",
+                f"{self._target} changed while it was being replaced",
+                details=[name or self._target for name in added[:_SHOWN]],
                 file=self._target,
-                why="another program created it meanwhile, or it had been moved aside by an interrupted run",
-                next_step="give another DST, or add --overwrite to replace it",
+                why="another program writes there: what it wrote would be deleted",
+                next_step="give another DST, or end that program and run the command again",
             )
+
+    def _refuse_to_replace(self) -> None:
+        if os.path.lexists(self._target) and self.replaces is None and not is_empty_directory(self._target):
+            raise self._exists_error()
+
+    def _exists_error(self) -> TargetExistsError:
+        return TargetExistsError(
+            f"{self._target} exists",
+            file=self._target,
+            why="another program created it meanwhile, or it had been moved aside by an interrupted run",
+            next_step="give another DST, or add --overwrite to replace it",
+        )
 
     def discard(self) -> None:
         """Remove what was staged, the journals first."""
@@ -301,7 +351,7 @@ def clear_leftover(target: str) -> None:
     """Remove what a run left that was killed after DST became visible."""
     parent, name = os.path.split(os.path.realpath(target))
     if any(os.path.lexists(os.path.join(parent, _hidden_name(name, suffix))) for suffix in ("staging", "lock", "old")):
-        staging = Staging(target, directory=True, overwrite=True)
+        staging = Staging(target, directory=True, replaces={})
         staging.discard()
         staging.close()
 
@@ -340,7 +390,7 @@ def _remove(path: str) -> None:
 
 
 _AT_FDCWD = -100
-_EXCHANGE = 2  # RENAME_EXCHANGE of linux/fs.h
+_NOREPLACE, _EXCHANGE = 1, 2  # RENAME_NOREPLACE and RENAME_EXCHANGE of linux/fs.h
 # Errors that mean "not possible here": old kernels, NFS and some network file systems, sandboxes that refuse unknown
 # calls. Where the permission is missing, the plain renames that are tried next lack it as well.
 _UNSUPPORTED = frozenset({errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM})
@@ -351,10 +401,14 @@ def exchange(one: str, other: str) -> bool:
 
     False, with nothing done, where the system cannot do that. Raises OSError for what would stop any rename.
     """
+    return _rename(one, other, _EXCHANGE)
+
+
+def _rename(one: str, other: str, flags: int) -> bool:
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
-    if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), ctypes.c_uint(_EXCHANGE)) == 0:
+    if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), ctypes.c_uint(flags)) == 0:
         return True
     number = ctypes.get_errno()
     if number in _UNSUPPORTED:

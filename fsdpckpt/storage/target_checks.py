@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shlex
 
 from fsdpckpt.errors import TargetExistsError, TargetUnwritableError, UsageError
+from fsdpckpt.storage.contents import is_empty_directory
 from fsdpckpt.storage.local import target_errors
 from fsdpckpt.storage.protocols import is_url
 from fsdpckpt.storage.staging import NAME_LIMIT
@@ -15,7 +17,8 @@ __all__ = ["check_target"]
 def check_target(target: str, source: str, *, overwrite: bool, resume: bool = False) -> None:
     """Refuse a DST that exists, lies in SRC, or cannot be created. Nothing is written.
 
-    With ``resume`` DST may exist: whether it is what this command writes is checked once the plan is known.
+    DST may be an empty directory. With ``resume`` DST may exist: whether it is what this command writes is checked once
+    the plan is known.
 
     Raises UsageError, TargetExistsError or TargetUnwritableError.
     """
@@ -47,7 +50,7 @@ def _refuse_source(target: str, real: str, source: str, *, overwrite: bool) -> N
 
 
 def _refuse_existing(target: str, real: str, *, overwrite: bool) -> None:
-    if not overwrite:
+    if not overwrite and not is_empty_directory(real):
         raise TargetExistsError(
             f"{target} exists",
             file=target,
@@ -64,11 +67,12 @@ def _refuse_existing(target: str, real: str, *, overwrite: bool) -> None:
     elif os.path.exists(real) and not os.path.isdir(real) and not os.path.isfile(real):
         kind = "neither a file nor a directory"
     if kind is not None:
+        inside = f", for example {shlex.quote(os.path.join(real, 'converted'))}" if os.path.isdir(real) else ""
         raise TargetExistsError(
-            f"{target} is {kind}: --overwrite does not replace that",
+            f"{target} is {kind}, which fsdpckpt does not replace",
             file=target,
-            why="everything in it would be deleted",
-            next_step="give a DST that does not exist yet",
+            why="DST appears in one step, by a rename, and everything that was there would be deleted",
+            next_step=f"give a DST that does not exist yet{inside}",
         )
 
 

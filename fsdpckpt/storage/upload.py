@@ -2,7 +2,8 @@
 
 Protocol for a directory:
 
-1. Put an object ``fsdpckpt.uploading`` there: readers refuse a directory that has it.
+1. Put an object ``fsdpckpt.uploading`` there: readers refuse a directory that has it. It lists what is uploaded and
+   what is replaced, so that a later run deletes nothing else.
 2. Delete the lists of an older checkpoint, which say that it is complete.
 3. Upload the data files, in parallel.
 4. Delete objects of an older checkpoint that the new one does not have.
@@ -17,6 +18,7 @@ or several call ``send`` (step 3), then one calls ``complete`` (steps 4 to 6).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -74,6 +76,21 @@ class RemoteTarget:
         """Whether an fsdpckpt upload to there was started and not completed."""
         return UPLOADING in self.names
 
+    def foreign(self) -> list[str]:
+        """Of an interrupted upload, the objects there that are neither its own nor those that it replaces."""
+        name = self._name(UPLOADING)
+        data = with_retries(
+            lambda: self.filesystem.cat_file(name),
+            url=self._url(UPLOADING),
+            action="reading it",
+            make_error=target_error,
+        )
+        known = {UPLOADING}
+        with contextlib.suppress(ValueError, AttributeError, TypeError):  # it is not what this program wrote
+            marker = json.loads(data)
+            known |= {*marker.get("files", {}), *marker.get("replaced", ())}
+        return sorted(set(self.names) - known)
+
     def begin(self, sizes: Mapping[str, int]) -> None:
         """Steps 1 and 2. ``sizes``: bytes of every file to be uploaded, by relative name."""
         _abort_leftovers(self.filesystem, self.root, self.url)
@@ -121,7 +138,8 @@ class RemoteTarget:
         options.on_uploaded(name, info)
 
     def _announce(self, sizes: Mapping[str, int]) -> None:
-        text = json.dumps({"program": "fsdpckpt", "files": dict(sizes)})
+        replaced = [name for name in self.names if name != UPLOADING]
+        text = json.dumps({"program": "fsdpckpt", "files": dict(sizes), "replaced": replaced})
         with_retries(
             lambda: self.filesystem.pipe_file(self._name(UPLOADING), text.encode()),
             url=self._url(UPLOADING),

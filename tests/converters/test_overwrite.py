@@ -1,16 +1,23 @@
-"""What ``--overwrite`` may delete: a file, or the files of one directory with at most one checkpoint in it."""
+"""What ``--overwrite`` may delete: a checkpoint in which every file is a part of it. Nothing else is ever deleted."""
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
 import fsdpckpt
-from fsdpckpt.converters.overwrite import require_replaceable
+from fsdpckpt.converters.overwrite import find_replaceable
 from fsdpckpt.errors import TargetExistsError
+from fsdpckpt.storage import staging
 
 
 def state(seed: int = 1) -> dict[str, dict[str, torch.Tensor]]:
@@ -24,147 +31,461 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "source.pt"
 
 
-def everything(directory: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+def everything(path: Path) -> dict[str, bytes | str]:
+    """What is at and below ``path``: contents of files, targets of links."""
+    below = [path, *path.rglob("*")] if path.is_dir() else [path]
+    return {
+        str(one.relative_to(path)): os.readlink(one) if one.is_symlink() else one.read_bytes()
+        for one in below
+        if one.is_symlink() or one.is_file()
+    }
 
 
-def replaced(source: Path, target: Path) -> bool:
-    """Whether a conversion with ``overwrite`` replaced ``target``; when it was refused nothing there changed."""
-    before = everything(target) if target.is_dir() else target.read_bytes()
-    try:
-        fsdpckpt.convert(source, target, overwrite=True)
-    except TargetExistsError as error:
-        assert "rm -r" in str(error.next_step)
-        assert (everything(target) if target.is_dir() else target.read_bytes()) == before
-        return False
-    assert fsdpckpt.diff(source, target).same
-    return True
+def convert(source: Path, target: Path, **options: object) -> object:
+    """Replace ``target`` by a checkpoint of the same kind, a file or a directory."""
+    to = "full" if target.suffix else "sharded"
+    container = {"container": "dcp"} if to == "sharded" else {}
+    return fsdpckpt.convert(source, target, to=to, overwrite=True, **container, **options)  # type: ignore[arg-type]
 
 
-def test_a_directory_of_somebody_is_never_replaced(source: Path, tmp_path: Path) -> None:
-    home = tmp_path / "home"
-    (home / "thesis").mkdir(parents=True)
-    (home / "thesis" / "chapter.tex").write_text("of data and loss")
-    assert not replaced(source, home)
+def refused(source: Path, target: Path) -> TargetExistsError:
+    """The error of a conversion that should have replaced ``target``: nothing there, or beside it, has changed."""
+    before = everything(target.parent)
+    with pytest.raises(TargetExistsError) as plan:
+        convert(source, target, dry_run=True)
+    with pytest.raises(TargetExistsError) as error:
+        convert(source, target)
+    assert everything(target.parent) == before
+    assert str(plan.value) == str(error.value)
+    return error.value
 
 
-@pytest.mark.parametrize(
-    ("kind", "stranger"),
-    [
-        *(("dcp", name) for name in ("data/train.bin", ".git/HEAD", "other-run/model.pt")),
-        ("file", "notes/one.txt"),
-        ("ours", "step-1000/__0_0.distcp"),
-    ],
-)
-def test_a_checkpoint_with_a_directory_of_something_else_beside_it_is_not_replaced(
-    source: Path, tmp_path: Path, kind: str, stranger: str
-) -> None:
-    target = tmp_path / "runs"
+def write(path: Path, text: str = "mine") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def project(target: Path) -> None:
+    write(target / "train.py")
+    write(target / "results.csv")
+
+
+def chapters(target: Path) -> None:
+    for number in (1, 2, 3):
+        write(target / f"chapter{number}.tex")
+
+
+def home(target: Path) -> None:
+    write(target / "thesis" / "chapter.tex")
+    write(target / ".bashrc")
+
+
+def git(target: Path) -> None:
+    write(target / ".git" / "HEAD")
+    write(target / ".git" / "objects" / "pack" / "pack-1.pack")
+
+
+def data_set(target: Path) -> None:
+    import numpy as np
+
     target.mkdir()
-    if kind == "dcp":
-        dcp.save(state(2), checkpoint_id=target, no_dist=True)
-    elif kind == "file":
-        torch.save(state(2), target / "full.pt")
-    else:
-        fsdpckpt.convert(source, target, to="sharded", world_size=2, overwrite=True)
-    (target / stranger).parent.mkdir(exist_ok=True)
-    (target / stranger).write_text("mine")
-    with pytest.raises(TargetExistsError) as refused:
-        fsdpckpt.convert(source, target, to="sharded", world_size=2, overwrite=True)
-    assert any(stranger in detail for detail in refused.value.details)
-    assert (target / stranger).read_text() == "mine"
+    np.savez(target / "train.npz", x=np.zeros(8))
 
 
-@pytest.mark.parametrize("name", ["old.pt", "old", "old/notes.txt"])
-def test_a_file_or_files_in_the_directory_that_was_named_are_replaced(source: Path, tmp_path: Path, name: str) -> None:
-    target = tmp_path / Path(name).parts[0]
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    (tmp_path / name).write_text("an older one")
-    assert replaced(source, target)
+def damaged(target: Path) -> None:
+    target.mkdir()
+    (target / "model.pt").write_bytes(b"PK\x03\x04 and then nothing of use")
 
 
-def test_a_folder_that_holds_a_run_is_not_taken_for_its_checkpoint(source: Path, tmp_path: Path) -> None:
-    (tmp_path / "runs" / "step-100").mkdir(parents=True)
-    torch.save(state(2), tmp_path / "runs" / "step-100" / "model.pt")
-    assert not replaced(source, tmp_path / "runs")
-
-
-def test_two_checkpoints_in_one_folder_are_not_replaced(source: Path, tmp_path: Path) -> None:
-    (tmp_path / "zoo").mkdir()
-    for number, name in enumerate(("bert.pt", "gpt.pt")):
-        torch.save(state(number + 2)["model"], tmp_path / "zoo" / name)
-    assert not replaced(source, tmp_path / "zoo")
-
-
-def test_what_a_link_in_the_directory_leads_to_stays(source: Path, tmp_path: Path) -> None:
-    target = tmp_path / "dcp"
+def left_by_a_crash(target: Path) -> None:
     dcp.save(state(2), checkpoint_id=target, no_dist=True)
-    (tmp_path / "dataset").mkdir()
-    (tmp_path / "dataset" / "train.bin").write_bytes(b"train")
+    (target / ".metadata").unlink()
+
+
+def run(target: Path) -> None:
+    (target / "step-100").mkdir(parents=True)
+    torch.save(state(2), target / "step-100" / "model.pt")
+
+
+def zoo(target: Path) -> None:
+    target.mkdir()
+    for number, name in enumerate(("bert.pt", "gpt.pt")):
+        torch.save(state(number + 2)["model"], target / name)
+
+
+def nothing_but_a_link(target: Path) -> None:
+    target.mkdir()
+    (target / "data").symlink_to(target.parent)
+
+
+def only_settings(target: Path) -> None:
+    write(target / "config.json", "{}")
+    write(target / "tokenizer.json", "{}")
+
+
+KINDS: list[Callable[[Path], None]] = [
+    *(project, chapters, home, git, data_set, damaged, left_by_a_crash, run, zoo, nothing_but_a_link, only_settings)
+]
+
+
+@pytest.mark.parametrize("make", KINDS)
+def test_a_directory_that_is_no_checkpoint_is_never_deleted(
+    source: Path, tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    target = tmp_path / "theirs" / "out"
+    target.parent.mkdir()
+    make(target)
+    error = refused(source, target)
+    assert error.exit_code == 5
+    found = [name for name in everything(target) if any(name in detail or detail in name for detail in error.details)]
+    assert found or any(str(target) in detail for detail in error.details), error
+    assert f"rm -r {target}" in str(error.next_step)
+
+
+def text(target: Path) -> None:
+    write(target, "Dear diary")
+
+
+def archive(target: Path) -> None:
+    with zipfile.ZipFile(target, "w") as file:
+        file.writestr("photo.jpg", b"photo")
+
+
+def half_a_file(target: Path) -> None:
+    torch.save(state(2), target)
+    os.truncate(target, target.stat().st_size // 2)
+
+
+def pickled(target: Path) -> None:
+    torch.save(torch.nn.Linear(2, 2), target)
+
+
+@pytest.mark.parametrize("name", ["x.pt", "x.safetensors", "x"])
+@pytest.mark.parametrize("make", [text, archive, half_a_file, pickled])
+def test_a_file_that_does_not_read_as_a_checkpoint_is_never_deleted(
+    source: Path, tmp_path: Path, make: Callable[[Path], None], name: str
+) -> None:
+    (tmp_path / "theirs").mkdir()
+    make(tmp_path / "theirs" / name)
+    error = refused(source, tmp_path / "theirs" / name)
+    assert "does not read as a checkpoint" in error.what
+
+
+def of_dcp(target: Path) -> None:
+    dcp.save(state(2), checkpoint_id=target, no_dist=True)
+
+
+def of_ranks(target: Path) -> None:
+    torch.save(state(), target.parent / "full.pt")
+    fsdpckpt.convert(target.parent / "full.pt", target, to="sharded", container="torch", world_size=2, buffers="none")
+    (target / "fsdpckpt.json").unlink()
+
+
+def of_one_file(target: Path) -> None:
+    target.mkdir()
+    torch.save(state(2), target / "full.pt")
+
+
+def of_safetensors(target: Path) -> None:
+    torch.save(state(), target.parent / "full.pt")
+    fsdpckpt.convert(target.parent / "full.pt", target, container="safetensors")
+    (target / "fsdpckpt.json").unlink()
+
+
+def ours(target: Path) -> None:
+    torch.save(state(), target.parent / "full.pt")
+    fsdpckpt.convert(target.parent / "full.pt", target, to="sharded", world_size=2)
+
+
+def trainer(target: Path) -> None:
+    """A folder as the Trainer of transformers saves it."""
+    torch.manual_seed(3)
+    dcp.save({"model": state(2)["model"]}, checkpoint_id=target / "pytorch_model_fsdp_0", no_dist=True)
+    adam = {"state": {"w.bias": {"exp_avg": torch.randn(7)}}, "param_groups": [{"lr": 0.1, "params": ["w.bias"]}]}
+    dcp.save({"optimizer": adam}, checkpoint_id=target / "optimizer_0", no_dist=True)
+    torch.save({"last_epoch": 3}, target / "scheduler.pt")
+    torch.save({"python": (3, (1, 2), None)}, target / "rng_state_0.pth")
+    torch.save({"python": (3, (1, 2), None)}, target / "rng_state_1.pth")
+    torch.save({"learning_rate": 0.1}, target / "training_args.bin")
+    for name in ("trainer_state.json", "config.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt"):
+        write(target / name, "{}")
+
+
+def accelerate(target: Path) -> None:
+    target.mkdir()
+    torch.save(state(2)["model"], target / "pytorch_model_fsdp.bin")
+    torch.save({"last_epoch": 3}, target / "scheduler.bin")
+    write(target / "random_states_0.pkl", "a pickle of numpy's")
+    write(target / "custom_checkpoint_0.pkl", "a pickle of anything")
+
+
+def verl(target: Path) -> None:
+    of_ranks(target)
+    write(target / "fsdp_config.json", '{"FSDP_version": 2, "world_size": 2}')
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "model.safetensors.index.json"):
+        write(target / "huggingface" / name, "{}")
+
+
+CHECKPOINTS = [of_dcp, of_ranks, of_one_file, of_safetensors, ours, trainer, accelerate, verl]
+
+
+@pytest.mark.parametrize("make", CHECKPOINTS)
+def test_a_checkpoint_is_replaced_with_its_side_files_and_the_plan_lists_them(
+    source: Path, tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    target = tmp_path / "out"
+    make(target)
+    files = everything(target)
+    plan = convert(source, target, dry_run=True)
+    assert everything(target) == files
+    report = convert(source, target)
+    for one in (plan, report):
+        assert {file.path: file.nbytes for file in one.replaced} == {name: len(data) for name, data in files.items()}  # type: ignore[attr-defined]
+    assert fsdpckpt.diff(source, target).same
+    assert sorted(os.listdir(target)) == ["." + "metadata", "__0_0.distcp", "fsdpckpt.json"]
+    assert not [name for name in os.listdir(tmp_path) if "fsdpckpt-" in name]
+
+
+STRANGERS = ["notes.txt", "train.py", "data/train.bin", ".git/HEAD", "other-run/model.pt", "optimizer_0/notes.md"]
+
+
+@pytest.mark.parametrize("make", CHECKPOINTS)
+def test_a_checkpoint_with_a_file_of_something_else_in_it_is_never_deleted(
+    source: Path, tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    target = tmp_path / "theirs" / "out"
+    target.parent.mkdir()
+    make(target)
+    find_replaceable(str(target))
+    for stranger in STRANGERS:
+        shutil.copytree(target, target.parent / "copy")
+        write(target.parent / "copy" / stranger)
+        with pytest.raises(TargetExistsError) as error:
+            find_replaceable(str(target.parent / "copy"))
+        assert stranger in error.value.details or "not one checkpoint" in error.value.what, error.value
+        shutil.rmtree(target.parent / "copy")
+    write(target / STRANGERS[0])
+    assert refused(source, target).details == (STRANGERS[0],)
+
+
+@pytest.mark.parametrize("make", [of_dcp, of_one_file, ours, trainer])
+def test_a_torch_file_that_is_no_training_state_is_never_deleted_with_a_checkpoint(
+    source: Path, tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    """A reader opens it as something that was saved beside the model; it may be a data set."""
+    target = tmp_path / "out"
+    make(target)
+    if make is of_one_file:
+        (target / "full.pt").rename(target / "model.pt")
+    torch.save({"labels": [1, 2, 3]}, target / "mnist.pt")
+    assert refused(source, target).details == ("mnist.pt",)
+    torch.save({"images": torch.zeros(3)}, target / "mnist.pt")
+    assert any(detail.endswith("mnist.pt") for detail in refused(source, target).details)
+
+
+@pytest.mark.parametrize("make", [of_dcp, ours])
+def test_a_link_is_never_deleted_nor_what_it_leads_to(
+    source: Path, tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    target = tmp_path / "out"
+    make(target)
+    write(tmp_path / "dataset" / "train.bin")
     (target / "data").symlink_to(tmp_path / "dataset")
-    assert replaced(source, target)
-    assert (tmp_path / "dataset" / "train.bin").read_bytes() == b"train"
+    assert refused(source, target).details == ("data",)
+    (target / "data").unlink()
+    (target / "__0_0.distcp").rename(tmp_path / "moved")
+    (target / "__0_0.distcp").symlink_to(tmp_path / "moved")
+    assert refused(source, target).details == ("__0_0.distcp",)
+
+
+def test_a_link_to_a_directory_that_is_no_checkpoint_is_not_followed_to_delete_it(source: Path, tmp_path: Path) -> None:
+    project(tmp_path / "project")
+    (tmp_path / "latest").symlink_to(tmp_path / "project")
+    refused(source, tmp_path / "latest")
+
+
+def test_a_manifest_does_not_cover_what_was_put_beside_the_files_that_it_lists(source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    ours(target)
+    for name in list(json.loads((target / "fsdpckpt.json").read_text())["files"]):
+        (target / name).unlink()
+    write(target / "thesis.tex")
+    assert refused(source, target).details == ("thesis.tex",)
 
 
 @pytest.mark.parametrize(
-    "kind", ["empty directory", "empty file", "file", "dcp", "ours", "safetensors", "damaged ours"]
+    "kind", ["empty directory", "empty file", "file", "safetensors file", "damaged ours", "older DCP files"]
 )
-def test_a_checkpoint_or_nothing_is_replaced(source: Path, tmp_path: Path, kind: str) -> None:
-    target = tmp_path / ("out.pt" if "file" in kind else "out")
+def test_an_older_checkpoint_or_nothing_is_replaced(source: Path, tmp_path: Path, kind: str) -> None:
+    target = tmp_path / {"file": "out.pt", "empty file": "out.pt", "safetensors file": "out.safetensors"}.get(
+        kind, "out"
+    )
     if kind == "empty directory":
         target.mkdir()
     elif kind == "empty file":
         target.touch()
     elif kind == "file":
         torch.save(state(2), target)
-    elif kind == "dcp":
-        dcp.save(state(2), checkpoint_id=target, no_dist=True)
-    elif kind == "safetensors":
-        fsdpckpt.convert(source, target, container="safetensors")
+    elif kind == "safetensors file":
+        fsdpckpt.convert(source, target)
     else:
         fsdpckpt.convert(source, target, to="sharded", world_size=3)
         if kind == "damaged ours":
             (target / "__1_0.distcp").unlink()
-    fsdpckpt.convert(source, target, to="sharded" if target.suffix == "" else "full", overwrite=True)
+        else:
+            shutil.copy(target / "__1_0.distcp", target / "__7_0.distcp")
+    convert(source, target)
     assert fsdpckpt.diff(source, target).same
 
 
 @pytest.mark.parametrize("name", [".DS_Store", ".nfs00000000a1b2c3d400000001"])
-@pytest.mark.parametrize("kind", ["dcp", "ours", "nothing"])
+@pytest.mark.parametrize("make", [of_dcp, ours, Path.mkdir])
 def test_what_nfs_and_macos_leave_in_a_checkpoint_is_replaced_with_it(
-    source: Path, tmp_path: Path, kind: str, name: str
+    source: Path, tmp_path: Path, make: Callable[[Path], None], name: str
 ) -> None:
     target = tmp_path / "out"
-    if kind == "dcp":
-        dcp.save(state(2), checkpoint_id=target, no_dist=True)
-    elif kind == "ours":
-        fsdpckpt.convert(source, target, to="sharded")
-    else:
-        target.mkdir()
+    make(target)
     (target / name).write_bytes(b"left behind")
-    fsdpckpt.convert(source, target, to="sharded", overwrite=True)
+    convert(source, target)
     assert fsdpckpt.diff(source, target).same and not (target / name).exists()
 
 
-def test_what_comes_to_dst_while_it_is_written_is_not_deleted(
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_an_empty_directory_is_as_good_as_none(source: Path, tmp_path: Path, overwrite: bool) -> None:
+    target = tmp_path / "out"
+    target.mkdir()
+    report = fsdpckpt.convert(source, target, to="sharded", overwrite=overwrite)
+    assert fsdpckpt.diff(source, target).same
+    assert not report.replaced and os.listdir(tmp_path).count("out") == 1
+
+
+def test_the_current_directory_is_no_dst_though_it_is_empty(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(TargetExistsError, match="current directory") as error:
+        fsdpckpt.convert(source, ".", to="sharded")
+    assert str(tmp_path / "here" / "converted") in str(error.value.next_step)
+
+
+def after_the_check(monkeypatch: pytest.MonkeyPatch, name: str, action: Callable[[], None]) -> None:
+    """Do ``action`` once right before ``storage.staging`` calls its ``name``: all checks have passed by then."""
+    real, done = getattr(staging, name), []
+
+    def interfere(*arguments: object) -> object:
+        if not done:
+            done.append(True)
+            action()
+        return real(*arguments)
+
+    monkeypatch.setattr(staging, name, interfere)
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+@pytest.mark.parametrize("directory", [True, False])
+@pytest.mark.parametrize("when", ["copying", "at the last moment"])
+def test_what_comes_to_dst_while_it_is_replaced_is_not_deleted(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str, directory: bool, exchanges: bool
 ) -> None:
     from fsdpckpt.converters import pipeline
 
-    target = tmp_path / "out"
-    fsdpckpt.convert(source, target, to="sharded", world_size=2)
-    execute = pipeline.execute
+    (tmp_path / "theirs").mkdir()
+    target = tmp_path / "theirs" / ("out" if directory else "out.pt")
+    (ours if directory else half_a_file)(target)
+    if not directory:
+        torch.save(state(2), target)
+    (tmp_path / "theirs" / "full.pt").unlink(missing_ok=True)
 
-    def and_somebody_writes(*args: object, **named: object) -> object:
-        (target / "results").mkdir()
-        (target / "results" / "all.csv").write_text("42")
-        return execute(*args, **named)  # type: ignore[arg-type]
+    def somebody_writes() -> None:
+        write(target / "results" / "all.csv" if directory else target, "42")
 
-    monkeypatch.setattr(pipeline, "execute", and_somebody_writes)
-    with pytest.raises(TargetExistsError, match="more than a checkpoint"):
-        fsdpckpt.convert(source, target, to="sharded", world_size=3, overwrite=True)
-    assert (target / "results" / "all.csv").read_text() == "42"
+    if not exchanges:
+        monkeypatch.setattr(staging, "exchange", lambda *_: False)
+    if when == "copying":
+        execute = pipeline.execute
+        monkeypatch.setattr(pipeline, "execute", lambda *all, **more: (somebody_writes(), execute(*all, **more))[1])
+    else:
+        after_the_check(monkeypatch, "exchange", somebody_writes)
+    before = everything(target)
+    with pytest.raises(TargetExistsError):
+        convert(source, target)
+    now = everything(target)
+    assert now.pop("results/all.csv" if directory else ".") == b"42"
+    assert now == {name: data for name, data in before.items() if name != "."}
+
+
+@pytest.mark.parametrize("directory", [True, False])
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_what_appears_at_a_new_dst_meanwhile_is_not_deleted(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, directory: bool, overwrite: bool
+) -> None:
+    target = tmp_path / ("out" if directory else "out.pt")
+    after_the_check(monkeypatch, "_rename", lambda: write(target / "all.csv" if directory else target, "42"))
+    with pytest.raises(TargetExistsError, match=r"exists|no part|not read|changed"):
+        fsdpckpt.convert(source, target, to="sharded" if directory else "full", overwrite=overwrite)
+    assert everything(target) == {"all.csv" if directory else ".": b"42"}
+
+
+@pytest.fixture
+def store() -> Iterator[Any]:
+    """An object store in memory, in which ``memory://bucket`` is empty."""
+    import fsspec
+
+    memory = fsspec.filesystem("memory")
+    yield memory
+    memory.store.clear()
+    memory.pseudo_dirs[:] = [""]
+
+
+def objects(store: Any) -> dict[str, bytes]:
+    return {name: store.cat_file(name) for name in store.find("/bucket")}
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "data/train.bin", "other-run/model.pt"])
+def test_an_object_of_something_else_is_never_deleted_from_a_store(source: Path, store: Any, name: str) -> None:
+    url = "memory://bucket/run"
+    fsdpckpt.convert(source, url, to="sharded", world_size=2)
+    assert fsdpckpt.convert(source, url, to="sharded", overwrite=True, dry_run=True).replaced
+    store.pipe_file(f"/bucket/run/{name}", b"mine")
+    before = objects(store)
+    with pytest.raises(TargetExistsError) as error:
+        fsdpckpt.convert(source, url, to="sharded", overwrite=True)
+    assert name in error.value.details and objects(store) == before
+
+
+@pytest.mark.parametrize("url", ["memory://bucket/x.pt", "memory://bucket/thesis"])
+def test_what_is_no_checkpoint_in_a_store_is_never_deleted(source: Path, store: Any, url: str) -> None:
+    store.pipe_file(f"/bucket/{'x.pt' if url.endswith('.pt') else 'thesis/chapter.tex'}", b"mine")
+    before = objects(store)
+    with pytest.raises(TargetExistsError, match="does not read as a checkpoint"):
+        fsdpckpt.convert(source, url, overwrite=True, to="full" if url.endswith(".pt") else "sharded")
+    assert objects(store) == before
+
+
+@pytest.mark.parametrize("named", [{"overwrite": True}, {"resume": True}])
+def test_an_upload_that_was_interrupted_deletes_nothing_that_came_since(
+    source: Path, store: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, named: dict[str, bool]
+) -> None:
+    from fsdpckpt.storage.upload import RemoteTarget
+
+    def convert(**options: bool) -> None:
+        fsdpckpt.convert(source, "memory://bucket/run", to="sharded", staging=tmp_path / "staging", **options)
+
+    fsdpckpt.convert(source, "memory://bucket/run", to="sharded", world_size=3)
+    with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
+        broken.setattr(RemoteTarget, "complete", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        convert(overwrite=True)
+    store.pipe_file("/bucket/run/notes.txt", b"mine")
+    before = objects(store)
+    with pytest.raises(TargetExistsError) as error:
+        convert(**named)
+    assert error.value.details == ("notes.txt",) and objects(store) == before
+    store.rm_file("/bucket/run/notes.txt")
+    convert(**named)
+    assert fsdpckpt.diff(source, "memory://bucket/run").same
+    assert len([name for name in objects(store) if name.endswith(".distcp")]) == 1  # of the older one nothing is left
 
 
 def test_nothing_at_all_is_replaceable(tmp_path: Path) -> None:
-    require_replaceable(str(tmp_path / "nowhere"))
+    assert find_replaceable(str(tmp_path / "nowhere")) == {}

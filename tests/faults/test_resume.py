@@ -282,12 +282,11 @@ def test_a_kill_at_either_side_of_the_swap_leaves_a_target_that_is_whole(
 ) -> None:
     target = tmp_path / "target"
     assert convert(source, target, "--to", "sharded", "--world-size", "2").code == 0
-    mine = tmp_path / "mine"
-    mine.write_text("mine")
     older = max(target.glob("*.distcp"))
     assert older.name in os.listdir(whole(*DCP))
-    older.unlink()
-    older.symlink_to(mine)
+    mine = tmp_path / "mine"
+    os.link(older, mine)
+    content = mine.read_bytes()
     before = sorted(os.listdir(target))
     swap = KILLED_BY_THE_SWAP.format(exchanged=exchanged)
     assert convert(source, target, *DCP, "--overwrite", hook=(1, swap)).code == -signal.SIGKILL
@@ -295,7 +294,7 @@ def test_a_kill_at_either_side_of_the_swap_leaves_a_target_that_is_whole(
     done = convert(source, target, *DCP, "--overwrite", "--resume")
     assert done.code == 0, done.err
     assert same(whole(*DCP), target)
-    assert mine.read_text() == "mine"
+    assert mine.read_bytes() == content
     assert not hidden(target).exists()
 
 

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from fsdpckpt.errors import TargetExistsError, TargetUnwritableError, UsageError
+from fsdpckpt.storage.contents import contents_of
 from fsdpckpt.storage.local import WritableFile, aligned_buffer
 from fsdpckpt.storage.staging import (
     Staging,
@@ -61,7 +62,7 @@ def test_replacing_leaves_only_the_new_output(tmp_path, monkeypatch, directory: 
     target = tmp_path / "out"
     target.mkdir()
     (target / "old").write_bytes(b"old")
-    staging = Staging(str(target), directory=directory, overwrite=True)
+    staging = Staging(str(target), directory=directory, replaces=contents_of(str(target)))
     _write(staging.locate("" if not directory else "new"), b"new")
     assert (target / "old").exists()
     staging.commit()
@@ -80,7 +81,7 @@ def test_where_two_names_can_change_places_there_is_no_moment_without_a_target(
         pytest.skip("this file system cannot exchange two names: a target that is replaced is moved aside")
     target = tmp_path / "out"
     target.mkdir()
-    staging = Staging(str(target), directory=directory, overwrite=True)
+    staging = Staging(str(target), directory=directory, replaces=contents_of(str(target)))
     _write(staging.locate("" if not directory else "new"), b"new")
     with monkeypatch.context() as refused:
         refused.setattr(os, "rename", lambda *_: pytest.fail("the older target was moved away"))
@@ -105,7 +106,7 @@ def test_where_names_cannot_be_exchanged_the_target_is_replaced_all_the_same(tmp
 
     monkeypatch.setattr("ctypes.CDLL", lambda *_, **__: SimpleNamespace(renameat2=refused))
     (tmp_path / "out").mkdir()
-    staging = Staging(str(tmp_path / "out"), directory=True, overwrite=True)
+    staging = Staging(str(tmp_path / "out"), directory=True, replaces={})
     _write(staging.locate("a"), b"new")
     staging.commit()
     staging.close()
@@ -165,6 +166,8 @@ def test_more_bytes_than_the_disk_has_are_refused_before_the_first_write(tmp_pat
 
 def test_an_existing_target_is_refused_without_overwrite(tmp_path) -> None:
     (tmp_path / "out").mkdir()
+    check_target(str(tmp_path / "out"), str(tmp_path / "in"), overwrite=False)  # nothing is in it
+    (tmp_path / "out" / "theirs").touch()
     with pytest.raises(TargetExistsError):
         check_target(str(tmp_path / "out"), str(tmp_path / "in"), overwrite=False)
     check_target(str(tmp_path / "out"), str(tmp_path / "in"), overwrite=True)
@@ -200,7 +203,7 @@ def test_overwrite_does_not_replace_what_nobody_means(tmp_path, monkeypatch, tar
     (tmp_path / "here").mkdir()
     os.mkfifo(tmp_path / "here" / "fifo")
     monkeypatch.chdir(tmp_path / "here")
-    with pytest.raises(TargetExistsError, match="--overwrite does not replace that"):
+    with pytest.raises(TargetExistsError, match="which fsdpckpt does not replace"):
         check_target(os.path.expanduser(target), "/somewhere/else", overwrite=True)
 
 
@@ -226,6 +229,19 @@ def test_what_came_to_be_at_the_target_meanwhile_is_not_replaced(tmp_path) -> No
     staging.close()
     assert target.read_bytes() == b"someone's"
     assert os.listdir(tmp_path) == ["out.pt"]
+
+
+def test_what_another_program_wrote_while_a_killed_run_had_the_target_aside_costs_neither(tmp_path) -> None:
+    target, aside = tmp_path / "out", tmp_path / ".out.fsdpckpt-old"
+    staging = Staging(str(target), directory=True, replaces={})
+    _write(staging.journal, b"some windows")
+    staging.close()
+    for each in (target, aside):
+        each.mkdir()
+        (each / "theirs").write_bytes(b"someone's")
+    with pytest.raises(TargetExistsError, match="another program wrote"):
+        Staging(str(target), directory=True, replaces=contents_of(str(target)), resume=True)
+    assert (target / "theirs").exists() and (aside / "theirs").exists()
 
 
 def test_a_target_that_a_killed_run_had_moved_aside_comes_back(tmp_path) -> None:
