@@ -5,15 +5,18 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from fsdpckpt.version import __version__
 
 if _TYPE_CHECKING:
+    from fsdpckpt import comm
     from fsdpckpt.api import convert, diff, inspect, open, save_units, verify  # noqa: A004
     from fsdpckpt.loading.reader import StorageReader
 
-__all__ = ["StorageReader", "__version__", "convert", "diff", "inspect", "open", "save_units", "verify"]
+__all__ = ["StorageReader", "__version__", "comm", "convert", "diff", "inspect", "open", "save_units", "verify"]
 
 
 def __dir__() -> list[str]:
-    """The public names: what ``fsdpckpt.<TAB>`` offers."""
-    return __all__
+    """The public names: what ``fsdpckpt.<TAB>`` offers. Without torch, no ``StorageReader``: it subclasses torch's."""
+    from importlib.util import find_spec
+
+    return [name for name in __all__ if name != "StorageReader" or find_spec("torch") is not None]
 
 
 def __getattr__(name: str) -> object:
@@ -22,5 +25,11 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'fsdpckpt' has no attribute {name!r}")
     from importlib import import_module
 
-    # The storage reader is a subclass of torch's: only those who ask for it pay for that import.
-    return getattr(import_module("fsdpckpt.loading.reader" if name == "StorageReader" else "fsdpckpt.api"), name)
+    if name == "comm":
+        return import_module("fsdpckpt.comm")
+    if name == "StorageReader":
+        from fsdpckpt.errors import require_torch
+
+        require_torch("StorageReader needs")
+        return import_module("fsdpckpt.loading.reader").StorageReader
+    return getattr(import_module("fsdpckpt.api"), name)

@@ -1,6 +1,6 @@
 """Offers the Python API: ``inspect``, ``convert``, ``diff``, ``verify``, ``open`` and, for training, ``save_units``.
 
-The commands are thin wrappers of these. Only ``save_units``, and ``convert`` with workers, import torch.
+The commands are thin wrappers of these. Only ``save_units``, ``model_units`` and ``convert`` with workers import torch.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Unpack
 
+from fsdpckpt.errors import require_torch
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout, NamedTensor
 from fsdpckpt.ir.invariants import problems
 from fsdpckpt.ir.vocabulary import Strategy
@@ -208,6 +209,7 @@ def save_units(model: nn.Module, optimizer: Optimizer | None, path: Path) -> Non
     directory that gets a ``units.json``. Write it beside the checkpoints, where ``fsdpckpt`` finds it. Raises
     UsageError for a model without FSDP1 modules: FSDP2 needs no units file.
     """
+    require_torch("save_units needs")
     from fsdpckpt.flat.live.save import save_units as save
 
     save(model, optimizer, path)
@@ -241,6 +243,7 @@ def model_units(model: str, options: UnitsOptions) -> ResolvedUnits:
     FSDP1 wraps the classes ``options.wrap``. ``options.source``: a checkpoint to check the units against. Raises
     UsageError, SourceError.
     """
+    require_torch("building a model needs")
     from fsdpckpt.flat.live.meta import units_from_model
     from fsdpckpt.flat.units.source import ResolvedUnits, prove
 

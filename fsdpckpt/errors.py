@@ -2,7 +2,8 @@
 
 FsdpckptError                    70  (a bug when raised as itself)
 ├── UsageError                    2  the command line or the arguments are wrong
-│   └── StateDictMismatchError       two state dicts, or those of two ranks, differ in structure
+│   ├── StateDictMismatchError       two state dicts, or those of two ranks, differ in structure
+│   └── TorchMissingError            what was asked for needs PyTorch; also an ImportError
 ├── SourceError                   3  the source cannot be used
 │   ├── SourceMissingError           nothing is there
 │   ├── SourceUnrecognisedError      something is there, but no checkpoint this program knows
@@ -43,11 +44,13 @@ __all__ = [
     "TargetError",
     "TargetExistsError",
     "TargetUnwritableError",
+    "TorchMissingError",
     "UsageError",
     "WorkerError",
     "attach_leftover",
     "damaged",
     "leftover_of",
+    "require_torch",
 ]
 
 _FIELDS = (
@@ -177,6 +180,22 @@ class UsageError(FsdpckptError):
 
 class StateDictMismatchError(UsageError):
     """``details`` lists every difference: keys, kinds, shapes, dtypes."""
+
+
+class TorchMissingError(UsageError, ImportError):
+    """What was asked for needs PyTorch, which is not installed."""
+
+
+def require_torch(what: str) -> None:
+    """Raise TorchMissingError if PyTorch is not installed. ``what`` is the subject and verb: ``"workers need"``."""
+    from importlib.util import find_spec
+
+    if find_spec("torch") is None:
+        raise TorchMissingError(
+            f"{what} PyTorch, which is not installed",
+            why="it is optional: only workers, StorageReader, save_units, `units --model` and fsdpckpt.comm use it",
+            next_step='pip install "fsdpckpt[torch]"',
+        )
 
 
 class SourceError(FsdpckptError):

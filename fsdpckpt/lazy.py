@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from fsdpckpt.errors import require_torch
 from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Section
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.storage.sources import Sources
@@ -60,6 +61,7 @@ class LazyTensor:
 
     def torch(self) -> torch.Tensor:
         """The whole tensor as a torch tensor of its dtype. Imports torch. Raises as ``numpy``."""
+        require_torch("LazyTensor.torch() needs")
         import torch
 
         dtype: torch.dtype = getattr(torch, self.dtype)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from fsdpckpt.converters.report import Report
 from fsdpckpt.converters.target_spec import refuse_launch_options, refuse_worker_options
-from fsdpckpt.errors import FsdpckptError, InterruptedRunError, WorkerError
+from fsdpckpt.errors import FsdpckptError, InterruptedRunError, WorkerError, require_torch
 from fsdpckpt.options import ConvertOptions, Launcher, LaunchOptions
 from fsdpckpt.process_role import process_role, started_as_worker
 from fsdpckpt.progress import Progress, ProgressPipe, follow_progress
@@ -55,6 +55,7 @@ def convert(source: str, target: str, options: ConvertOptions, launch: LaunchOpt
 
 def _as_worker(source: str, target: str, options: ConvertOptions, launch: LaunchOptions, progress: Progress) -> Report:
     """This process's part of a run of several. Leaves in ``process_role`` who speaks."""
+    require_torch("workers need")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch: who was lost we say, in fewer words
     from fsdpckpt.comm.launch import rank_from_environment
     from fsdpckpt.comm.protocol import original_error
@@ -147,6 +148,7 @@ def _defer_sigterm(limit: float) -> Iterator[list[Group]]:
 
 def _launched(source: str, target: str, options: ConvertOptions, launch: LaunchOptions, progress: Progress) -> Report:
     """Start workers on this node, wait for them, and take what rank 0 reports."""
+    require_torch("workers need")
     from fsdpckpt.comm.launch import launch as start
     from fsdpckpt.comm.launch import local_workers
     from fsdpckpt.comm.protocol import decode_error, original_error

@@ -45,6 +45,25 @@ def test_the_package_offers_its_public_names_only() -> None:
     assert all(hasattr(fsdpckpt, name) for name in dir(fsdpckpt))
 
 
+def test_without_torch_what_needs_it_names_the_command_that_installs_it(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert set(fsdpckpt.__all__) - set(dir(fsdpckpt)) == {"StorageReader"}
+    with fsdpckpt.open(saved) as checkpoint:
+        for needs_torch in (
+            lambda: fsdpckpt.StorageReader,
+            lambda: fsdpckpt.comm.gather,
+            lambda: fsdpckpt.save_units(None, None, tmp_path),  # type: ignore[arg-type]
+            checkpoint["a.weight"].torch,
+            lambda: fsdpckpt.convert(saved, tmp_path / "out.pt", nproc_per_node=2),
+        ):
+            with pytest.raises(ImportError, match="PyTorch, which is not installed") as raised:
+                needs_torch()
+            assert isinstance(raised.value, UsageError)
+            assert raised.value.next_step == 'pip install "fsdpckpt[torch]"'
+
+
 def test_verify_is_a_function_before_and_after_its_package_is_imported(saved: Path) -> None:
     code = (
         "import sys, fsdpckpt; first = fsdpckpt.verify(sys.argv[1])\n"

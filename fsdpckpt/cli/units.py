@@ -68,7 +68,7 @@ def units_command(output: Output, options: UnitsOptions) -> int:
             next_step=_HELP,
         )
     if target is not None:
-        from fsdpckpt.flat.live.save import write_units
+        from fsdpckpt.flat.units.file import write_units
 
         write_units(units.units, target, how=units.how)
     _show(output, units)

@@ -11,6 +11,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from fsdpckpt.errors import require_torch
+
 if TYPE_CHECKING:
     from fsdpckpt.comm.exchanger import exchange, spread
     from fsdpckpt.comm.protocol import Group, Solo
@@ -45,7 +47,13 @@ _MODULES = {
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> object:
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'fsdpckpt.comm' has no attribute {name!r}")
+    if _MODULE_OF[name] != "protocol":
+        require_torch(f"fsdpckpt.comm.{name} needs")
     return getattr(import_module(f"fsdpckpt.comm.{_MODULE_OF[name]}"), name)
