@@ -62,13 +62,13 @@ class BlockReader:
         Raises SourceIncompleteError when the chunks do not hold every element exactly once, SourceCorruptError
         when a file ends before a chunk does.
         """
-        wrong = flaws(tensor)
-        if wrong:
-            raise SourceIncompleteError(
-                f"a tensor of shape {list(tensor.shape)} cannot be read: {wrong[0].kind} at "
-                f"{box_text(wrong[0].start, wrong[0].size)}"
-            )
+        _require_whole(tensor)
         return self._blocks(tensor, rows_to_read(tensor.chunks))
+
+    def boxes(self, tensor: Tensor) -> ChunkReader:
+        """A reader of the boxes of ``tensor``. Raises as ``blocks``, for a flaw anywhere in it."""
+        _require_whole(tensor)
+        return ChunkReader(self, tensor)
 
     def chunk(self, tensor: Tensor, row: int) -> Iterator[Bytes]:
         """As ``blocks``, for the box of the chunk in ``row`` alone (row-major within the box)."""
@@ -126,6 +126,15 @@ class BlockReader:
     @property
     def limit(self) -> int:
         return self._limit
+
+
+def _require_whole(tensor: Tensor) -> None:
+    wrong = flaws(tensor)
+    if wrong:
+        raise SourceIncompleteError(
+            f"a tensor of shape {list(tensor.shape)} cannot be read: {wrong[0].kind} at "
+            f"{box_text(wrong[0].start, wrong[0].size)}"
+        )
 
 
 def _row_major(chunks: Chunks, row: int) -> bool:
