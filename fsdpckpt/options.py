@@ -90,7 +90,8 @@ class ConvertOptions:
 
     to: Layout | None = option("Target layout (default: the source's).", Group.WRITTEN)
     container: Container | None = option(
-        "File format (default: by DST's suffix, else torch for full and dcp for sharded).", Group.WRITTEN
+        "File format (default: by DST's suffix, else the framework's; plain: torch for full, dcp for sharded).",
+        Group.WRITTEN,
     )
     world_size: int | None = option(
         "Number of ranks of the target; for dcp, how it is split into files.", Group.WRITTEN, metavar="N", minimum=1
@@ -113,7 +114,7 @@ class ConvertOptions:
         scope=(Scope.OPTIMIZER,),
     )
     flavor: str | None = option(
-        f"Framework whose file names and keys are written: {', '.join(FLAVORS)} (default: plain).",
+        f"Framework whose file names and keys are written: {', '.join(FLAVORS)} (default: the source's).",
         Group.WRITTEN,
         metavar="NAME",
         completion=FLAVORS,

@@ -83,6 +83,7 @@ def test_a_report_crosses_as_json_and_is_the_same() -> None:
         target="t",
         layout="full",
         container="torch",
+        flavor="plain",
         world_size=None,
         tensors=1,
         parameters=2,

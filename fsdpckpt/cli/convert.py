@@ -23,6 +23,9 @@ __all__ = ["convert_command"]
 
 EXAMPLES = """\b
 Examples:
+  fsdpckpt convert checkpoint-500 on-6-gpus --world-size 6
+  fsdpckpt convert runs/global_step_7/actor titan --flavor torchtitan \\
+      --world-size 8
   fsdpckpt convert runs/step-1000 full.pt
   fsdpckpt convert full.pt runs/resharded --to sharded --world-size 8
   fsdpckpt convert runs/step-1000 ranks --to sharded --container torch \\
@@ -33,7 +36,6 @@ Examples:
       --reference model.pt --key-type name
   fsdpckpt convert runs/step-1000 weights --container safetensors \\
       --only model --dtype bfloat16
-  fsdpckpt convert checkpoint-500 on-6-gpus --flavor trainer --world-size 6
   fsdpckpt convert runs/step-1000 full.pt --dry-run
   fsdpckpt convert runs/step-1000 full.pt --resume
   fsdpckpt convert runs/step-1000 full.pt --nproc-per-node 4
@@ -97,8 +99,11 @@ def _to_the_end() -> Iterator[None]:
 
 
 def _heading(report: Report) -> str:
+    from fsdpckpt.producers.forms import PLAIN
+
     ranks = f", {plural(report.world_size, 'rank')}" if report.world_size else ""
-    return f"{report.target}: {report.layout}, {report.container}{ranks}"
+    flavor = f" ({report.flavor})" if report.flavor != PLAIN else ""
+    return f"{report.target}: {report.layout}, {report.container}{flavor}{ranks}"
 
 
 def _notes(report: Report) -> Iterator[str]:

@@ -12,7 +12,7 @@ from fsdpckpt.converters.target_spec import TargetSpec
 from fsdpckpt.converters.transform import TransformedCheckpoint
 from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.flat.flatten import write as torch_flat
-from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, Note
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, Note, Section
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.ir.tensors import Tensor
@@ -175,10 +175,19 @@ def _format_of(place: Place, form: Form) -> tuple[Container, Layout]:
 
 
 def adapt_to_form(
-    checkpoint: Checkpoint, flavor: Flavor, form: Form, *, world_size: int | None, sources: Sources
+    checkpoint: Checkpoint,
+    flavor: Flavor,
+    form: Form,
+    *,
+    world_size: int | None,
+    sources: Sources,
+    only: Section | None = None,
 ) -> tuple[Checkpoint, Mapping[str, Tensor]]:
-    """``checkpoint`` with the sections that ``form`` has a place for, and the files beside it that go along."""
-    beside = side_files(checkpoint, flavor, world_size, sources)
+    """``checkpoint`` with the sections that ``form`` has a place for, and the files beside it that go along.
+
+    ``only``: the section that is taken.
+    """
+    beside = side_files(checkpoint, flavor, world_size, sources, only=only)
     notes = [note for note in checkpoint.notes if note.kind != "not-carried"]  # said again, for this producer
     optim = checkpoint.optim
     if optim is not None and form.optim is None:

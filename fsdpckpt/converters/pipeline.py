@@ -64,6 +64,7 @@ from fsdpckpt.ir.targets import Target
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.options import ConvertOptions, VerifyLevel, Visibility
 from fsdpckpt.plan.plan import Plan, make_plan
+from fsdpckpt.producers.forms import PLAIN
 from fsdpckpt.progress import NoProgress, Progress
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.protocol import MANIFEST
@@ -118,11 +119,14 @@ class Prepared:
 def prepare(source: str, target: str, options: ConvertOptions, sources: Sources) -> Prepared:
     """Read ``source``, transform it, lay ``target`` out and plan the copies. Tensor data is not read."""
     opened = open_checkpoint(source, sources=sources, locate=True, only=options.only)
-    spec = make_target_spec(target, options, opened.layout)
+    spec = make_target_spec(target, options, opened)
+    opened = replace(opened, notes=(*opened.notes, *spec.notes))
     refuse_section_options(options, opened, flavor=spec.flavor, form=spec.form)
     side_files: Mapping[str, Tensor] = {}
     if spec.flavor is not None and spec.form is not None:
-        opened, side_files = adapt_to_form(opened, spec.flavor, spec.form, world_size=spec.world_size, sources=sources)
+        opened, side_files = adapt_to_form(
+            opened, spec.flavor, spec.form, world_size=spec.world_size, sources=sources, only=options.only
+        )
         options = replace(options, key_type=spec.form.key_type if opened.optim is not None else None)
     transformed = transform(opened, options, spec, sources)
     if spec.form is not None and spec.form.weights:
@@ -465,6 +469,7 @@ def _report(prepared: Prepared, target: str, options: ConvertOptions, budget: Bu
         target=target,
         layout=spec.layout,
         container=spec.container,
+        flavor=spec.flavor.name if spec.flavor is not None else PLAIN,
         world_size=spec.world_size,
         tensors=sum(1 for _ in checkpoint.tensors()),
         parameters=len(checkpoint.model.params) if checkpoint.model is not None else 0,

@@ -51,6 +51,7 @@ class Report:
     target: str
     layout: str
     container: str
+    flavor: str
     world_size: int | None
     tensors: int
     parameters: int

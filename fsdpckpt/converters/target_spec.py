@@ -8,15 +8,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 
+from fsdpckpt.converters.form_choice import default_form, is_per_rank, ranks_of, requested_form, writable_flavor
 from fsdpckpt.errors import UsageError
-from fsdpckpt.ir.checkpoint import Checkpoint
+from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.ir.vocabulary import Container, Layout, Section
 from fsdpckpt.option_fields import Scope, given
 from fsdpckpt.options import DTYPES, ConvertOptions, LaunchOptions, TensorForm
 from fsdpckpt.producers.forms import PLAIN, Flavor, Form
-from fsdpckpt.producers.table import WRITABLE, flavor_named
 
 __all__ = [
     "TargetSpec",
@@ -27,7 +26,6 @@ __all__ = [
     "refuse_section_options",
     "refuse_target_options",
     "refuse_worker_options",
-    "writable_flavor",
 ]
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
@@ -43,6 +41,7 @@ class TargetSpec:
     """What is written. ``world_size``: ranks of the target, None to keep the source's cuts (DCP) or for one file.
 
     ``directory``: whether DST is a directory. ``flavor``, ``form``: the producer whose names it gets; None is plain.
+    ``notes``: why it is plain, where the source is not.
     """
 
     layout: Layout
@@ -52,13 +51,29 @@ class TargetSpec:
     directory: bool
     flavor: Flavor | None = None
     form: Form | None = None
+    notes: tuple[Note, ...] = ()
 
 
-def make_target_spec(target: str, options: ConvertOptions, source_layout: Layout) -> TargetSpec:
-    """The spec of one conversion. Raises UsageError when the options contradict each other or DST's suffix."""
+def make_target_spec(target: str, options: ConvertOptions, source: Checkpoint) -> TargetSpec:
+    """The spec of one conversion of ``source``. Without ``--flavor`` the source's own, where it has such a form.
+
+    Raises UsageError when the options contradict each other or DST's suffix.
+    """
     suffix = os.path.splitext(target.rstrip("/"))[1]
-    if options.flavor is not None and options.flavor != PLAIN:
-        return _producer_spec(suffix, options, source_layout)
+    named = suffix if suffix in (*TORCH_SUFFIXES, SAFETENSORS_SUFFIX) else ""
+    notes: tuple[Note, ...] = ()
+    if options.flavor is None:
+        found = default_form(named, options, source)
+        if not isinstance(found, Note) and found is not None:
+            return _producer_spec(*found, options, source)
+        notes = () if found is None else (found,)
+    elif options.flavor != PLAIN:
+        flavor = writable_flavor(options.flavor)
+        return _producer_spec(flavor, requested_form(flavor, named, options, source), options, source)
+    return replace(_plain_spec(suffix, options, source.layout), notes=notes)
+
+
+def _plain_spec(suffix: str, options: ConvertOptions, source_layout: Layout) -> TargetSpec:
     container = _container(suffix, options, source_layout)
     layout = _layout(container, suffix, options, source_layout)
     if options.world_size is not None and options.world_size < 1:
@@ -73,9 +88,8 @@ def make_target_spec(target: str, options: ConvertOptions, source_layout: Layout
             f"--world-size says for how many ranks to shard, and {_why_full(container, suffix)} is not sharded",
             next_step="drop --world-size",
         )
-    ranks = layout is Layout.FLATTENED or (layout is Layout.SHARDED and container is Container.TORCH)
-    if ranks and options.world_size is None:
-        raise UsageError("per-rank files need to know for how many ranks", next_step="add --world-size N")
+    if is_per_rank(layout, container):
+        _require_ranks(options.world_size)
     if layout is Layout.FLATTENED and container is not Container.TORCH:
         raise UsageError(
             f"flattened shards are written as torch files, one a rank, and --container says {container}",
@@ -84,6 +98,19 @@ def make_target_spec(target: str, options: ConvertOptions, source_layout: Layout
     _refuse_unused(layout, container, options, source_layout)
     one_file = layout is Layout.FULL and (container is Container.TORCH or suffix == SAFETENSORS_SUFFIX)
     return TargetSpec(layout, container, options.world_size, options.tensor, directory=not one_file)
+
+
+def _producer_spec(flavor: Flavor, form: Form, options: ConvertOptions, source: Checkpoint) -> TargetSpec:
+    world_size = ranks_of(flavor, form, options, source)
+    if is_per_rank(form.layout, form.container):
+        _require_ranks(world_size)
+    _refuse_unused(form.layout, form.container, options, source.layout)
+    return TargetSpec(form.layout, form.container, world_size, options.tensor, form.directory, flavor, form)
+
+
+def _require_ranks(world_size: int | None) -> None:
+    if world_size is None:
+        raise UsageError("per-rank files need to know for how many ranks", next_step="add --world-size N")
 
 
 def _why_full(container: Container, suffix: str) -> str:
@@ -135,92 +162,6 @@ def _layout(container: Container, suffix: str, options: ConvertOptions, source_l
             next_step="give DST a name without a suffix",
         )
     return layout
-
-
-def writable_flavor(name: str) -> Flavor:
-    """The flavor of that name. Raises UsageError when none is written under it."""
-    flavor = flavor_named(name)
-    if flavor is None or not flavor.forms:
-        meant = get_close_matches(name, WRITABLE, n=1, cutoff=0.3)
-        raise UsageError(
-            f"--flavor {name} is " + ("read, and not written" if flavor is not None else "an unknown flavor"),
-            expected=", ".join(WRITABLE),
-            found=name,
-            next_step=f"--flavor {meant[0]}" if meant and flavor is None else "choose one of these",
-        )
-    return flavor
-
-
-def _producer_spec(suffix: str, options: ConvertOptions, source_layout: Layout) -> TargetSpec:
-    """The spec of a conversion with ``--flavor``: the producer's first form that fits what is asked for."""
-    flavor = writable_flavor(options.flavor or "")
-    form = _form(flavor, suffix, options, source_layout)
-    ranks = form.layout is Layout.FLATTENED or (form.layout is Layout.SHARDED and form.container is Container.TORCH)
-    if ranks and options.world_size is None:
-        raise UsageError("per-rank files need to know for how many ranks", next_step="add --world-size N")
-    if form.optim is not None and options.key_type not in (None, form.key_type):
-        keys = f"keys its optimizer by {form.key_type}" if form.key_type else "has keys of its own in this form"
-        raise UsageError(
-            f"--key-type {options.key_type} does not fit {flavor.title}, which {keys}",
-            next_step="drop --key-type",
-        )
-    _refuse_unused(form.layout, form.container, options, source_layout)
-    return TargetSpec(
-        form.layout, form.container, options.world_size, options.tensor, form.directory, flavor=flavor, form=form
-    )
-
-
-def _form(flavor: Flavor, suffix: str, options: ConvertOptions, source_layout: Layout) -> Form:
-    one_file = suffix in (*TORCH_SUFFIXES, SAFETENSORS_SUFFIX)
-    fitting = _fitting(flavor, one_file, options)
-    if not fitting:
-        forms = "; ".join(_words(form) for form in flavor.forms)
-        raise UsageError(
-            f"{flavor.title} does not save what is asked for",
-            expected=forms,
-            found=_words_of(suffix if one_file else "", options),
-            next_step=_what_to_drop(flavor, one_file, options),
-        )
-    return next((form for form in fitting if form.layout is source_layout), fitting[0])
-
-
-def _fitting(flavor: Flavor, one_file: bool, options: ConvertOptions) -> list[Form]:  # noqa: FBT001  # of DST's name
-    return [
-        form
-        for form in flavor.forms
-        if options.to in (None, form.layout)
-        and options.container in (None, form.container)
-        and not (one_file and form.directory)
-        and not (options.world_size is not None and form.layout is Layout.FULL)
-    ]
-
-
-def _what_to_drop(flavor: Flavor, one_file: bool, options: ConvertOptions) -> str:  # noqa: FBT001
-    """The least change after which one of the forms fits."""
-    without = {
-        "drop --container": (one_file, replace(options, container=None)),
-        "drop --to": (one_file, replace(options, to=None)),
-        "drop --world-size": (one_file, replace(options, world_size=None)),
-        "give DST a name without a suffix": (False, options),
-        "drop --to and --container": (one_file, replace(options, to=None, container=None)),
-        "drop --to, --container and --world-size": (
-            one_file,
-            replace(options, to=None, container=None, world_size=None),
-        ),
-    }
-    fits = [what for what, (file, changed) in without.items() if _fitting(flavor, file, changed)]
-    return fits[0] if fits else "drop --to, --container and --world-size, and give DST a name without a suffix"
-
-
-def _words(form: Form) -> str:
-    return f"--to {form.layout} --container {form.container}" + ("" if form.directory else ", one file")
-
-
-def _words_of(suffix: str, options: ConvertOptions) -> str:
-    given = [f"--to {options.to}"] if options.to is not None else []
-    given += [f"--container {options.container}"] if options.container is not None else []
-    given += [f"--world-size {options.world_size}"] if options.world_size is not None else []
-    return ", ".join([*given, *([f"a DST ending in {suffix}"] if suffix else [])]) or "nothing in particular"
 
 
 def check_options(options: ConvertOptions) -> None:

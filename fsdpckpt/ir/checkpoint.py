@@ -77,6 +77,7 @@ NoteKind: TypeAlias = Literal[
     "normalised",
     "not-carried",
     "optimizer-found",
+    "plain",
     "rekeyed",
     "renamed",
     "replicas",
@@ -111,6 +112,7 @@ ProblemKind: TypeAlias = Literal[
     "missing-file",
     "missing-key",
     "missing-rank",
+    "missing-section",
     "names",
     "not-finite",
     "outside",
@@ -314,7 +316,7 @@ class Checkpoint:
     was found, at ``source`` or below; "" for one file.
     ``mesh_devices``: the device types of the meshes that its DTensors are on.
     ``manifest``: that of the directory, when this program wrote it. ``nesting``: the path of keys under which a DCP
-    checkpoint has each section.
+    checkpoint has each section, and ``flattened_keys`` whether its optimizer's keys are ``state.<name>.<state>``.
     """
 
     source: str
@@ -336,6 +338,7 @@ class Checkpoint:
     directory: str = ""
     manifest: Manifest | None = None
     nesting: Mapping[Section, tuple[Key, ...]] = field(default_factory=dict)
+    flattened_keys: bool = False
     mesh_devices: frozenset[str] = frozenset()
 
     def tensors(self) -> Iterator[NamedTensor]:

@@ -27,7 +27,9 @@ from fsdpckpt.ir.values import Value
 
 __all__ = ["aliased_states", "fatal", "problems", "state_completeness"]
 
-INCOMPLETE = frozenset({"incomplete", "missing-rank", "missing-key", "missing-file", "missing-state"})
+INCOMPLETE = frozenset(
+    {"incomplete", "missing-rank", "missing-key", "missing-file", "missing-section", "missing-state"}
+)
 UNSUPPORTED = frozenset({"aliased-states", "flattened", "flattened-lost"})
 
 MANY = 48  # chunks: above this, columns are faster than plain Python
@@ -257,8 +259,11 @@ def fatal(problems: Iterable[Problem], *, source: str = "the checkpoint") -> Sou
     wrong = [problem for problem in problems if problem.fatal]
     if not wrong:
         raise ValueError("no fatal problem")
-    one, what, why, next_step = _class_of({problem.kind for problem in wrong}, source)
     first = wrong[0]
+    one, what, why, next_step = _class_of({problem.kind for problem in wrong}, source)
+    if first.kind == "missing-section":
+        present = Section.MODEL if first.section is Section.OPTIM else Section.OPTIM
+        next_step = f"copy the missing files there, or convert what there is: add --only {present}"
     return one(
         what,
         details=[problem.message for problem in wrong],

@@ -97,7 +97,8 @@ class Form:
     ``opened``: extras that its loader opens, with keys that each must have: other frameworks' extras of that name are
     left out.
     ``schedule``: the extra that takes the state dict of another producer's LR scheduler, and the keys it must have.
-    ``directory``: whether DST is one.
+    ``directory``: whether DST is one; ``suffix``: what a DST that is one file ends in, "" for no custom.
+    ``own_keys``: the keys of the sections are the user's, so that the source's are kept.
     """
 
     layout: Layout
@@ -114,6 +115,8 @@ class Form:
     opened: tuple[tuple[str, frozenset[str]], ...] = ()
     schedule: tuple[str, frozenset[str]] | None = None
     directory: bool = True
+    suffix: str = ""
+    own_keys: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +139,16 @@ class RankFile:
 @dataclass(frozen=True, slots=True)
 class Sign:
     """How a framework is recognised: every pattern of ``files`` matches a name in the directory, and all ``keys`` are
-    top-level keys of what is neither model nor optimizer."""
+    top-level keys of what is neither model nor optimizer.
+
+    ``model``: the path of keys of a DCP checkpoint's model, None for any. ``flattened``: whether its optimizer's keys
+    are (see ``Nesting``), None for any.
+    """
 
     files: tuple[str, ...] = ()
     keys: tuple[str, ...] = ()
+    model: tuple[Step, ...] | None = None
+    flattened: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +161,8 @@ class Flavor:
     ``exports``: patterns of files that hold a second copy of the model, ``export_directories``: directories that do.
     ``model_files``: where Hugging Face's configuration and tokenizer lie, None when the framework keeps none.
     ``schedule``: the path of the LR scheduler's state dict among its extras, () when it keeps none in torch's form.
+    ``training_files``, ``training_keys``: patterns of files, and extras that are not empty, which it saves only with
+    both the model and the optimizer; a save of the model alone has none of them.
     """
 
     name: str
@@ -165,3 +176,5 @@ class Flavor:
     export_directories: tuple[str, ...] = ()
     model_files: str | None = None
     schedule: tuple[Step, ...] = ()
+    training_files: tuple[str, ...] = ()
+    training_keys: tuple[str, ...] = ()

@@ -14,6 +14,8 @@ WEIGHTS = r"^(model|pytorch_model)([-.].*)?\.(safetensors|bin)(\.index\.json)?$"
 
 _MODEL, _OPTIM = "pytorch_model_fsdp", "optimizer"
 _STATE = rf"^{_MODEL}(_\d+)?(_rank\d+)?(\.bin)?$"
+_OPTIM_STATE = rf"^{_OPTIM}(_\d+(_rank\d+\.bin)?|\.bin)$"
+_TRAINED = r"^trainer_state\.json$"
 
 _SCHEDULING = r"^(scheduler(_\d+)?|scaler)\.(bin|pt)$"
 
@@ -44,23 +46,25 @@ _LOCAL = Form(  # the optimizer is saved by name and sharded all the same
 ACCELERATE = Flavor(
     name="accelerate",
     title="accelerate's save_state",
-    signs=(Sign((_STATE,)),),
+    signs=(Sign((_STATE,)), Sign((_OPTIM_STATE, r"^random_states_\d+\.pkl$"))),
     forms=(_SHARDED, _FULL, _RANKS, _LOCAL),
     state=rf"^({_MODEL}|{_OPTIM})(_\d+)?(_rank\d+)?(\.bin)?$",
     rank_files=(RankFile("random_states_{rank}.pkl"),),
     side_files=rf"{_SCHEDULING}|^(sampler(_\d+)?|dl_state_dict(_\d+)?)\.bin$|^custom_checkpoint_\d+\.pkl$",
     model_files="",
     schedule=("scheduler",),
+    training_files=(r"^scheduler(_\d+)?\.bin$", r"^random_states_\d+\.pkl$", r"^scaler\.pt$"),
 )
 
 TRAINER = replace(
     ACCELERATE,
     name="trainer",
     title="a checkpoint of the Trainer of transformers",
-    signs=(Sign((_STATE, r"^trainer_state\.json$")),),
+    signs=(Sign((_STATE, _TRAINED)), Sign((_OPTIM_STATE, _TRAINED))),
     rank_files=(RankFile("rng_state_{rank}.pth", single="rng_state.pth"),),
     side_files=rf"{_SCHEDULING}|^(trainer_state\.json|training_args\.bin)$",
     exports=(WEIGHTS,),
+    training_files=(r"^scheduler\.pt$", r"^rng_state(_\d+)?\.pth$", r"^scaler\.pt$"),  # none with save_only_model
 )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.producers.forms import Flavor, Form, Place, Sign
 
@@ -13,6 +15,8 @@ _FILES = (r"^meta\.pt$", r"^\.metadata$")
 _STATE = r"^(meta\.pt|\.metadata|.*\.distcp)$"
 _VERSION = "pytorch-lightning_version"
 
+
+_TRAINING_KEYS = ("lr_schedulers",)  # absent with save_weights_only
 
 # The oldest version that saves what is written here: a Trainer brings what is older up to its own.
 _DEFAULTS: _Defaults = ((_VERSION, "2.0.0"), ("epoch", 0), ("global_step", 0), ("lr_schedulers", ()))
@@ -32,6 +36,7 @@ _TRAINER_FULL = Form(
     key_type="id",
     defaults=_DEFAULTS,
     directory=False,
+    suffix=".ckpt",
 )
 
 LIGHTNING = Flavor(
@@ -41,14 +46,17 @@ LIGHTNING = Flavor(
     forms=(_sharded("model", "optimizer_0", _DEFAULTS), _TRAINER_FULL),
     state=_STATE,
     schedule=("lr_schedulers", 0),
+    training_keys=_TRAINING_KEYS,
 )
 
 LIGHTNING_MODEL_PARALLEL = Flavor(  # ModelParallelStrategy: FSDP2
     name="lightning-model-parallel",
     title="Lightning's Trainer with ModelParallelStrategy",
-    signs=(),
+    signs=(Sign(_FILES, ("loops",), model=("state_dict",)),),
     forms=(_sharded("state_dict", "optimizer_0", _DEFAULTS), _TRAINER_FULL),
     state=_STATE,
+    schedule=("lr_schedulers", 0),
+    training_keys=_TRAINING_KEYS,
 )
 
 FABRIC = Flavor(
@@ -57,7 +65,7 @@ FABRIC = Flavor(
     signs=(Sign(_FILES),),
     state=_STATE,
     forms=(
-        _sharded("model", "optimizer"),
+        replace(_sharded("model", "optimizer"), own_keys=True),
         Form(
             Layout.FULL,
             Container.TORCH,
@@ -66,6 +74,7 @@ FABRIC = Flavor(
             Place(""),
             key_type="name",
             directory=False,
+            suffix=".ckpt",
         ),
     ),
 )

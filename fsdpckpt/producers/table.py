@@ -56,7 +56,7 @@ FAIRSCALE = Flavor(
 )
 
 FLAVORS: tuple[Flavor, ...] = (  # the first whose sign is present wins
-    TRAINER, ACCELERATE, VERL, LIGHTNING, LIGHTNING_MODEL_PARALLEL, FABRIC, COMPOSER, TORCHTUNE, TORCHTITAN,
+    TRAINER, ACCELERATE, VERL, LIGHTNING_MODEL_PARALLEL, LIGHTNING, FABRIC, COMPOSER, TORCHTUNE, TORCHTITAN,
     TORCHTITAN_OLD, TORCH_XLA, FAIRSCALE, HUGGINGFACE,
 )  # fmt: skip
 
@@ -70,17 +70,30 @@ def flavor_named(name: str) -> Flavor | None:
     return next((flavor for flavor in FLAVORS if flavor.name == name), None)
 
 
-def recognise(names: Iterable[str], *, directory: str = "", keys: Iterable[object] = ()) -> Flavor | None:
-    """The framework whose sign is among the file ``names`` of ``directory`` and the top-level ``keys``, or None."""
+def recognise(
+    names: Iterable[str],
+    *,
+    directory: str = "",
+    keys: Iterable[object] = (),
+    model: tuple[object, ...] | None = None,
+    flattened: bool = False,
+) -> Flavor | None:
+    """The framework whose sign is among the file ``names`` of ``directory`` and the top-level ``keys``, or None.
+
+    ``model`` and ``flattened``: of a DCP checkpoint's keys, as in ``Sign``.
+    """
     base = directory.rstrip("/").rpartition("/")[2]
     entries, top = [*names, f"../{base}"], set(keys)
-    return next((flavor for flavor in FLAVORS if any(_shows(sign, entries, top) for sign in flavor.signs)), None)
 
+    def shown(sign: Sign) -> bool:
+        return (
+            all(any(re.search(pattern, name) for name in entries) for pattern in sign.files)
+            and top.issuperset(sign.keys)
+            and sign.model in (None, model)
+            and sign.flattened in (None, flattened)
+        )
 
-def _shows(sign: Sign, entries: list[str], keys: set[object]) -> bool:
-    return all(any(re.search(pattern, name) for name in entries) for pattern in sign.files) and keys.issuperset(
-        sign.keys
-    )
+    return next((flavor for flavor in FLAVORS if any(map(shown, flavor.signs))), None)
 
 
 def belongs(flavor: Flavor | None, path: str) -> bool:

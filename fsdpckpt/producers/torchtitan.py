@@ -8,6 +8,9 @@ from fsdpckpt.producers.forms import Flavor, Form, Place, Sign
 __all__ = ["TORCHTITAN", "TORCHTITAN_OLD"]
 
 
+_DCP = r"^\.metadata$"
+
+
 def _form(*model: str) -> Form:
     return Form(
         Layout.SHARDED,
@@ -20,11 +23,25 @@ def _form(*model: str) -> Form:
     )
 
 
+_TRAINING_KEYS = ("lr_scheduler", "train_state")  # absent with last_save_model_only
+_STEP = r"^\.\./step-\d+$"  # anybody calls a directory so: the keys in it say whose it is
+
+
 TORCHTITAN = Flavor(
     name="torchtitan",
     title="torchtitan, the model's names at the top",
-    signs=(Sign((r"^\.metadata$", r"^\.\./step-\d+$")), Sign((r"^\.metadata$",), ("train_state",))),
+    signs=(Sign((_DCP, _STEP), model=()), Sign((_DCP,), ("train_state",), model=())),
     forms=(_form(),),
+    training_keys=_TRAINING_KEYS,
 )
 
-TORCHTITAN_OLD = Flavor(name="torchtitan-old", title="torchtitan, names below model", signs=(), forms=(_form("model"),))
+TORCHTITAN_OLD = Flavor(
+    name="torchtitan-old",
+    title="torchtitan, names below model",
+    signs=(
+        Sign((_DCP, _STEP), model=("model",), flattened=True),
+        Sign((_DCP,), ("train_state",), model=("model",)),
+    ),
+    forms=(_form("model"),),
+    training_keys=_TRAINING_KEYS,
+)

@@ -19,7 +19,7 @@ _CONFIG = '{{\n    "FSDP_version": {version},\n    "world_size": {{world_size}}\
 VERL = Flavor(
     name="verl",
     title="verl's FSDP checkpoint manager",
-    signs=(Sign((r"^model_world_size_\d+_rank_\d+\.pt$", r"^(fsdp_config\.json|huggingface)$")),),
+    signs=(Sign((r"^(model|optim)_world_size_\d+_rank_\d+\.pt$", r"^(fsdp_config\.json|huggingface)$")),),
     forms=(
         Form(
             Layout.SHARDED,
@@ -54,4 +54,5 @@ VERL = Flavor(
     export_directories=("huggingface",),
     model_files="huggingface/",
     schedule=(_SCHEDULE,),
+    training_files=(r"^extra_state_world_size_\d+_rank_\d+\.pt$",),  # what save_contents calls "extra"
 )

@@ -104,6 +104,7 @@ def join(source: str, parts: Sequence[ReadPart], files: FileTable, *, flavor: st
         problems=tuple(problem for part in parts for problem in _problems(part)),
         notes=(*notes, *(note for part in parts for note in _notes(part))),
         nesting=_nesting(parts),
+        flattened_keys=any(part.sections.flattened for part in parts),
         mesh_devices=frozenset(device for part in parts for device in part.tree.devices),
     )
 

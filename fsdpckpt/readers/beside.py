@@ -288,12 +288,15 @@ class SideFiles:
     notes: list[Note] = field(default_factory=list)
 
 
-def side_files(checkpoint: Checkpoint, target: Flavor, world_size: int | None, sources: Sources) -> SideFiles:
+def side_files(
+    checkpoint: Checkpoint, target: Flavor, world_size: int | None, sources: Sources, *, only: Section | None = None
+) -> SideFiles:
     """Files beside ``checkpoint`` that belong into a target of the producer ``target``, for ``world_size`` ranks.
 
     From the same producer all are taken; rank r of the target gets the files of rank r modulo the source's ranks (with
     ``world_size`` None every rank keeps its files). From another producer only what Hugging Face keeps beside a model
-    is taken. The notes list what was taken and what was not.
+    is taken, and with ``only`` nothing that means that both sections were saved. The notes list what was taken and what
+    was not.
     """
     taken = SideFiles()
     if not checkpoint.directory:
@@ -310,6 +313,9 @@ def side_files(checkpoint: Checkpoint, target: Flavor, world_size: int | None, s
     same = source is not None and source.name == target.name
     exports = export_files(entries)  # they hold the model once more, as it was
     chosen = {name: name for name in files if name not in exports} if same else _of_the_model(files, source, target)
+    if same and only is not None:
+        pattern = "|".join(target.training_files)
+        chosen = {name: name for name in chosen if not pattern or re.search(pattern, name) is None}
     if same:
         chosen = _by_rank(chosen, target.rank_files, world_size, taken)
     numbers = {file.path: number for number, file in enumerate(checkpoint.files)}  # some were read, as extras
@@ -398,12 +404,18 @@ _NOT_STATE = re.compile(
 )
 
 
-def flavor_of(names: Iterable[str], directory: str, keys: Iterable[object] = ()) -> str:
-    """The producer that the file names show, or its ``keys`` beside model and optimizer; else ``plain``."""
+def flavor_of(checkpoint: Checkpoint, names: Iterable[str], directory: str) -> str:
+    """The producer that the file names show, or the keys beside model and optimizer; else ``plain``."""
     known = list(names)
     if MANIFEST in known:  # which says it itself
         return PLAIN
-    flavor = recognise(known, directory=directory, keys=keys)
+    flavor = recognise(
+        known,
+        directory=directory,
+        keys=checkpoint.extra,
+        model=checkpoint.nesting.get(Section.MODEL),
+        flattened=checkpoint.flattened_keys,
+    )
     return flavor.name if flavor is not None else PLAIN
 
 

@@ -32,6 +32,7 @@ from fsdpckpt.producers.table import EXPORT_DIRECTORIES, export_files, flavor_na
 from fsdpckpt.readers import READERS
 from fsdpckpt.readers.assembly import ReadPart, join, read_part
 from fsdpckpt.readers.beside import flavor_of, with_manifest, with_units
+from fsdpckpt.readers.missing_sections import missing_sections
 from fsdpckpt.readers.protocol import MANIFEST, UNITS, FileTable, Part, ReadOptions, Tree
 from fsdpckpt.readers.torch_ranks import slices_of_one_rank
 from fsdpckpt.readers.units_beside import units_beside
@@ -151,7 +152,8 @@ class _Opening:
             error.run_again = False
             raise
         checkpoint = _with_flavor(join(self.source, [read], self.files, flavor=PLAIN, notes=[]), [entry.name], "")
-        checkpoint.problems = (*checkpoint.problems, *slices_of_one_rank(checkpoint, part.stem))
+        found = (*slices_of_one_rank(checkpoint, part.stem), *missing_sections(checkpoint, ()))
+        checkpoint.problems = (*checkpoint.problems, *found)
         if not is_url(self.source):
             _add_units(checkpoint, [os.path.dirname(self.source) or "."], self.sources)
         return checkpoint
@@ -178,7 +180,9 @@ class _Opening:
         checkpoint = join(self.source, read, self.files, flavor=PLAIN, notes=searched.notes)
         checkpoint = _with_flavor(checkpoint, searched.names, searched.path)
         _add_units(checkpoint, self._directories_above(searched.path), self.sources)
-        return with_manifest(checkpoint, searched.path, searched.names, self.sources)
+        checkpoint = with_manifest(checkpoint, searched.path, searched.names, self.sources)
+        checkpoint.problems = (*checkpoint.problems, *missing_sections(checkpoint, searched.names))
+        return checkpoint
 
     def _directories_above(self, path: str) -> list[str]:
         """Directories that may hold units of a checkpoint in ``path``, nearest first: up to SRC, one above a step."""
@@ -315,7 +319,7 @@ def _with_flavor(checkpoint: Checkpoint, names: Sequence[str], directory: str) -
     """``checkpoint``, found in ``directory`` ("": it is one file), with its producer's name."""
     checkpoint.directory = directory
     if checkpoint.flavor == PLAIN:
-        checkpoint.flavor = flavor_of(names, directory, checkpoint.extra)
+        checkpoint.flavor = flavor_of(checkpoint, names, directory)
     flavor = flavor_named(checkpoint.flavor)
     if flavor is not None:
         evidence = Evidence(EvidenceKind.FLAVOR, f"flavor {flavor.name}: names of {flavor.title}")

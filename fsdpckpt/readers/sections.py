@@ -35,6 +35,7 @@ class Sections:
     """``model_path`` and ``optim_path``: where in the root they were (None: not there, () the root itself).
 
     ``model_keys``: the root's own keys that belong to the model when it has no container of its own, else None.
+    ``flattened``: whether the optimizer's keys were ``state.<name>.<state>``.
     """
 
     model: ModelState | None
@@ -43,6 +44,7 @@ class Sections:
     model_path: _Path | None = None
     optim_path: _Path | None = None
     model_keys: frozenset[Key] | None = None
+    flattened: bool = False
     notes: list[Note] = field(default_factory=list)
 
     def owns(self, path: _Path) -> bool:
@@ -68,12 +70,13 @@ def split(root: Value) -> Sections:
     if len(paths) > 1:
         root = _several_optimizers(root, paths, notes)
     optim_path = _only(paths, notes)
-    optim = None
+    optim, flattened = None, False
     if optim_path is not None:
-        optim = optimizer_of(at(root, optim_path), notes)
+        held = at(root, optim_path)
+        optim, flattened = optimizer_of(held, notes), is_flattened(held)
         if optim is None:
             optim_path = None
-    sections = Sections(None, optim, {}, None, optim_path, None, notes)
+    sections = Sections(None, optim, {}, None, optim_path, None, flattened, notes)
     _find_model(root, sections)
     sections.extra = _remainder(root, sections)
     return sections

@@ -8,6 +8,7 @@ from fsdpckpt.converters.target_spec import make_target_spec
 from fsdpckpt.errors import UsageError
 from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.options import ConvertOptions
+from tests.flat.flat_synthetic import checkpoint
 
 FULL, SHARDED = Layout.FULL, Layout.SHARDED
 TORCH, DCP, SAFETENSORS = Container.TORCH, Container.DCP, Container.SAFETENSORS
@@ -32,7 +33,7 @@ TORCH, DCP, SAFETENSORS = Container.TORCH, Container.DCP, Container.SAFETENSORS
 def test_options_suffix_and_source_together_say_what_is_written(
     target: str, options: dict[str, object], source: Layout, layout: Layout, container: Container, directory: bool
 ) -> None:
-    spec = make_target_spec(target, ConvertOptions(**options), source)
+    spec = make_target_spec(target, ConvertOptions(**options), checkpoint(4, layout=source))
     assert (spec.layout, spec.container, spec.directory) == (layout, container, directory)
     assert spec.world_size == options.get("world_size")
 
@@ -57,22 +58,23 @@ def test_contradictions_are_refused_with_what_to_type_instead(
     target: str, options: dict[str, object], words: str
 ) -> None:
     with pytest.raises(UsageError, match=words) as caught:
-        make_target_spec(target, ConvertOptions(**options), SHARDED)
+        make_target_spec(target, ConvertOptions(**options), checkpoint(4, layout=SHARDED))
     assert caught.value.next_step or caught.value.expected
 
 
 def test_a_world_size_for_a_full_source_says_what_to_add() -> None:
     with pytest.raises(UsageError, match="the source is full") as caught:
-        make_target_spec("out", ConvertOptions(world_size=4), FULL)
+        make_target_spec("out", ConvertOptions(world_size=4), checkpoint(1, layout=FULL))
     assert str(caught.value.next_step).startswith("add --to sharded")
 
 
 @pytest.mark.parametrize(
     ("target", "options", "next_step"),
     [
-        ("out", {"flavor": "verl", "container": DCP}, "drop --container"),
-        ("out", {"flavor": "verl", "to": FULL}, "drop --to"),
-        ("out", {"flavor": "verl", "to": FULL, "container": Container.SAFETENSORS}, "drop --to and --container"),
+        ("out", {"flavor": "verl", "container": DCP}, "drop --container, and add --world-size N"),
+        ("out", {"flavor": "verl", "container": DCP, "world_size": 3}, "drop --container"),
+        ("out", {"flavor": "verl", "to": FULL}, "drop --to, and add --world-size N"),
+        ("out", {"flavor": "torchtitan", "to": FULL, "container": SAFETENSORS}, "drop --to and --container"),
         ("out", {"flavor": "huggingface", "world_size": 4}, "drop --world-size"),
         ("out.pt", {"flavor": "torchtitan"}, "give DST a name without a suffix"),
     ],
@@ -81,5 +83,5 @@ def test_a_form_that_a_producer_does_not_have_names_the_option_to_drop(
     target: str, options: dict[str, object], next_step: str
 ) -> None:
     with pytest.raises(UsageError, match="does not save what is asked for") as caught:
-        make_target_spec(target, ConvertOptions(**options), SHARDED)
+        make_target_spec(target, ConvertOptions(**options), checkpoint(4, layout=SHARDED))
     assert caught.value.next_step == next_step

@@ -10,6 +10,7 @@ from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.producers.forms import Form, RankFile
 from fsdpckpt.producers.table import FLAVORS, WRITABLE, export_files, flavor_named, recognise
+from tests.flat.flat_synthetic import checkpoint
 
 META, DCP = "meta.pt", ".metadata"
 
@@ -24,8 +25,6 @@ META, DCP = "meta.pt", ".metadata"
         ([DCP, META], "/a", ["loops", "epoch"], "lightning"),
         ([DCP, META], "/a", ["iteration"], "fabric"),
         (["last.ckpt"], "", ["pytorch-lightning_version"], "lightning"),
-        ([DCP, "__0_0.distcp"], "/run/step-20/", [], "torchtitan"),
-        ([DCP, "__0_0.distcp"], "/run/latest", ["train_state", "dataloader"], "torchtitan"),
         ([DCP, "__0_0.distcp"], "/run/ep1-ba20", [], "composer"),
         ([DCP, "__0_0.distcp"], "/run/dist_epoch_2", [], "torchtune"),
         (["recipe_state.pt", "model-00001-of-00002.safetensors"], "/epoch_1", [], "torchtune"),
@@ -37,6 +36,26 @@ def test_a_framework_is_recognised_by_its_files_and_keys(
 ) -> None:
     found = recognise(names, directory=directory, keys=keys)
     assert found is not None and found.name == flavor
+
+
+@pytest.mark.parametrize(
+    ("names", "directory", "keys", "model", "flattened", "flavor"),
+    [
+        ([DCP], "/run/step-20/", [], (), True, "torchtitan"),
+        ([DCP], "/run/step-20/", [], (), False, "torchtitan"),  # the last save, of the model alone
+        ([DCP], "/run/latest", ["train_state", "dataloader"], (), True, "torchtitan"),
+        ([DCP], "/run/step-20", [], ("model",), True, "torchtitan-old"),
+        ([DCP], "/run/latest", ["train_state"], ("model",), True, "torchtitan-old"),
+        ([DCP], "/run/step-20", [], ("model",), False, None),  # as anybody saves it
+        ([DCP, META], "/a", ["loops"], ("model",), False, "lightning"),
+        ([DCP, META], "/a", ["loops"], ("state_dict",), False, "lightning-model-parallel"),
+    ],
+)
+def test_the_keys_of_a_dcp_directory_tell_frameworks_of_equal_files_apart(
+    names: list[str], directory: str, keys: list[str], model: tuple[str, ...], flattened: bool, flavor: str | None
+) -> None:
+    found = recognise(names, directory=directory, keys=keys, model=model, flattened=flattened)
+    assert (found.name if found is not None else None) == flavor
 
 
 @pytest.mark.parametrize(
@@ -70,13 +89,14 @@ def test_only_the_trainer_exports_the_model_beside_its_state() -> None:
 def test_every_form_is_reached_by_layout_and_container(flavor: str, form: Form) -> None:
     world_size = None if form.layout is Layout.FULL else 2
     options = ConvertOptions(flavor=flavor, to=form.layout, container=form.container, world_size=world_size)
-    spec = make_target_spec("out" if form.directory else "out.ckpt", options, Layout.FULL)
+    source = checkpoint(1, layout=Layout.FULL)
+    spec = make_target_spec("out" if form.directory else "out.ckpt", options, source)
     assert spec.form is form and spec.directory is form.directory
 
 
 @pytest.mark.parametrize("layout", [Layout.FULL, Layout.SHARDED])
 def test_the_sources_layout_decides_where_nothing_else_does(layout: Layout) -> None:
-    spec = make_target_spec("out", ConvertOptions(flavor="accelerate"), layout)
+    spec = make_target_spec("out", ConvertOptions(flavor="accelerate"), checkpoint(1, layout=layout))
     assert spec.layout is layout
 
 
@@ -94,7 +114,7 @@ def test_the_sources_layout_decides_where_nothing_else_does(layout: Layout) -> N
 )
 def test_what_a_producer_does_not_save_is_refused(target: str, options: dict[str, object], what: str) -> None:
     with pytest.raises(UsageError, match=what):
-        make_target_spec(target, ConvertOptions(**options), Layout.SHARDED)  # type: ignore[arg-type]
+        make_target_spec(target, ConvertOptions(**options), checkpoint(1, layout=Layout.SHARDED))  # type: ignore[arg-type]
 
 
 def test_a_world_of_one_has_the_trainers_single_name() -> None:

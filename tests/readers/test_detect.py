@@ -26,6 +26,7 @@ from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.readers.beside import flavor_of
 from fsdpckpt.readers.torch_ranks import group_ranks
+from tests.flat.flat_synthetic import checkpoint
 from tests.readers.contents import held, opened, raw, same_values
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -389,7 +390,7 @@ def test_a_manifest_that_was_damaged_is_noted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "directory", "flavor"),
     [
-        ([".metadata", "__0_0.distcp"], "/a/step-10", "torchtitan"),
+        ([".metadata", "__0_0.distcp"], "/a/step-10", "plain"),
         ([".metadata", "__0_0.distcp", "fsdpckpt.json"], "/a/step-10", "plain"),
         ([".metadata", "meta.pt"], "/a/x", "fabric"),
         (["model_world_size_2_rank_0.pt"], "/a", "plain"),
@@ -399,7 +400,7 @@ def test_a_manifest_that_was_damaged_is_noted(tmp_path: Path) -> None:
     ],
 )
 def test_flavors_are_recognised_by_names_alone(names: list[str], directory: str, flavor: str) -> None:
-    assert flavor_of(names, directory) == flavor
+    assert flavor_of(checkpoint(1), names, directory) == flavor
 
 
 def test_a_url_is_opened_like_a_directory() -> None:

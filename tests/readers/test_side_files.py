@@ -50,7 +50,7 @@ def names(path: Path) -> set[str]:
 
 
 def test_the_same_producers_files_arrive_byte_for_byte(trainer: Path, tmp_path: Path) -> None:
-    report = to(trainer, tmp_path / "out", flavor="trainer", to=Layout.SHARDED, world_size=2)
+    report = to(trainer, tmp_path / "out", to=Layout.SHARDED, world_size=2)
     state = {name for name in names(tmp_path / "out") if "/" in name}
     carried = names(trainer) - {"pytorch_model_fsdp.bin", "pytorch_model.bin", "optimizer.bin", "rng_state_2.pth"}
     assert names(tmp_path / "out") - state == carried
@@ -110,8 +110,8 @@ def test_what_was_written_is_known_as_the_producers_and_goes_on_with_its_files(t
     assert torch.equal(torch.load(tmp_path / "again" / "pytorch_model_fsdp.bin", weights_only=True)["w"], saved["w"])
 
 
-def test_without_a_flavor_nothing_is_copied(trainer: Path, tmp_path: Path) -> None:
-    to(trainer, tmp_path / "out", to=Layout.SHARDED, world_size=2)
+def test_a_plain_target_gets_none_of_them(trainer: Path, tmp_path: Path) -> None:
+    to(trainer, tmp_path / "out", flavor="plain", to=Layout.SHARDED, world_size=2)
     assert "training_args.bin" not in names(tmp_path / "out")
 
 

@@ -1,4 +1,4 @@
-"""accelerate and the Trainer of transformers train on 3 ranks, we convert, they go on with 2.
+"""accelerate and the Trainer of transformers train on 3 ranks, we convert without ``--flavor``, they go on with 2.
 
 The same losses as by PyTorch's resharding. Both in one start: the Trainer saves by accelerate.
 """
@@ -17,6 +17,7 @@ from fsdpckpt.ir.checkpoint import Container, Layout
 from tests.e2e.flavors.conftest import Job, Library, written
 from tests.oracle.compare import differences
 
+DEFAULT = {"world_size": 2}  # what a user types who must resume on 2 GPUs
 FORMS = {
     "full": {"to": Layout.FULL},
     "sharded": {"to": Layout.SHARDED, "container": Container.DCP, "world_size": 2},
@@ -36,8 +37,17 @@ PATHS = (
     ("full1", "ranks2"),
     ("ranks2", "sharded2"),
     ("sharded2", "full2"),
+    ("sharded1", "sharded1"),
+    ("ranks2", "ranks2"),
 )
-TRAINER_PATHS = (("sharded1", "full2"), ("full2", "sharded1"), ("sharded2", "full2"), ("full1", "sharded2"))
+TRAINER_PATHS = (
+    ("sharded1", "full2"),
+    ("full2", "sharded1"),
+    ("sharded2", "full2"),
+    ("full1", "sharded2"),
+    ("sharded2", "sharded2"),
+    ("full1", "full1"),
+)
 STEP = "checkpoint-3"
 
 
@@ -52,12 +62,14 @@ def converted(saved: Library, tmp_path_factory: pytest.TempPathFactory) -> dict[
     below, jobs = tmp_path_factory.mktemp("converted"), []
     for source, form in PATHS:
         target = below / f"{source}-{form}"
-        written(saved.saved / f"accelerate-{source}", target, flavor="accelerate", **FORMS[form[:-1]])
+        device = {"mesh_device": "cpu"} if form == "ranks2" else {}
+        options = {**DEFAULT, **device} if source == form else FORMS[form[:-1]]
+        written(saved.saved / f"accelerate-{source}", target, **options)
         jobs.append(Job(f"{source} to {form}", form, target))
     for source, form in TRAINER_PATHS:
         target = below / f"trainer-{source}-{form}" / STEP
         target.parent.mkdir()
-        written(saved.saved / f"trainer-{source}", target, flavor="trainer", **FORMS[form[:-1]])
+        written(saved.saved / f"trainer-{source}", target, **(DEFAULT if source == form else FORMS[form[:-1]]))
         jobs.append(Job(f"trainer: {source} to {form}", f"trainer-{form}", target))
     for trained, loaded in sorted({source[-1] + form[-1] for source, form in PATHS}):
         jobs.append(Job(trained + loaded, f"sharded{loaded}", saved.saved / f"accelerate-sharded{trained}"))
@@ -102,7 +114,7 @@ def test_every_file_beside_a_checkpoint_of_the_trainer_arrives(saved: Library, c
         assert inspect(run).checkpoint.flavor == "trainer"
         beside = {path.name for path in (run / STEP).iterdir() if path.suffix in (".pt", ".pth", ".json")}
         assert {"scheduler.pt", "trainer_state.json", "rng_state_0.pth", "rng_state_2.pth"} <= beside
-        if form.startswith("sharded"):
+        if form.startswith("sharded") or source == form:
             beside.remove("rng_state_2.pth")
             assert not (target / "rng_state_2.pth").exists()
         for name in beside:
@@ -110,17 +122,15 @@ def test_every_file_beside_a_checkpoint_of_the_trainer_arrives(saved: Library, c
 
 
 @pytest.mark.parametrize(
-    ("producer", "source", "name"),
+    ("source", "name"),
     [
-        ("accelerate", "accelerate-sharded2", "random_states_{}.pkl"),
-        ("accelerate", "accelerate-full1", "random_states_{}.pkl"),
-        ("trainer", f"trainer-sharded2/{STEP}", "rng_state_{}.pth"),
+        ("accelerate-sharded2", "random_states_{}.pkl"),
+        ("accelerate-full1", "random_states_{}.pkl"),
+        (f"trainer-sharded2/{STEP}", "rng_state_{}.pth"),
     ],
 )
-def test_more_ranks_than_saved_share_the_random_states(
-    producer: str, source: str, name: str, saved: Library, tmp_path: Path
-) -> None:
-    written(saved.saved / source, tmp_path / "five", flavor=producer, to=Layout.SHARDED, world_size=5)
+def test_more_ranks_than_saved_share_the_random_states(source: str, name: str, saved: Library, tmp_path: Path) -> None:
+    written(saved.saved / source, tmp_path / "five", to=Layout.SHARDED, world_size=5)
     for rank in range(5):
         expected = (saved.saved / source / name.format(rank % 3)).read_bytes()
         assert (tmp_path / "five" / name.format(rank)).read_bytes() == expected
@@ -131,16 +141,15 @@ def test_more_ranks_than_saved_share_the_random_states(
 def test_every_form_of_one_training_becomes_the_full_checkpoint_that_accelerate_saves(
     source: str, saved: Library, tmp_path: Path
 ) -> None:
-    written(saved.saved / f"accelerate-{source}", tmp_path / "full", flavor="accelerate", to=Layout.FULL)
+    written(saved.saved / f"accelerate-{source}", tmp_path / "full", to=Layout.FULL)
     assert_full(tmp_path / "full", saved.saved / f"accelerate-full{source[-1]}")
 
 
 def test_local_state_dicts_for_other_ranks_hold_the_same_training(saved: Library, tmp_path: Path) -> None:
-    flattened = {"flavor": "accelerate", "to": Layout.FLATTENED, "world_size": 2}
-    written(saved.saved / "accelerate-local1", tmp_path / "two", **flattened)
+    written(saved.saved / "accelerate-local1", tmp_path / "two", **DEFAULT)
     names = {path.relative_to(tmp_path / "two").as_posix() for path in (tmp_path / "two").rglob("*") if path.is_file()}
     assert {"pytorch_model_fsdp_rank0.bin", "pytorch_model_fsdp_rank1.bin", "optimizer_0/.metadata"} <= names
-    written(tmp_path / "two", tmp_path / "full", flavor="accelerate", to=Layout.FULL)
+    written(tmp_path / "two", tmp_path / "full", to=Layout.FULL)
     assert_full(tmp_path / "full", saved.saved / "accelerate-full1")
 
 

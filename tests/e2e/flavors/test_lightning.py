@@ -11,16 +11,16 @@ from fsdpckpt.api import inspect
 from fsdpckpt.ir.checkpoint import Layout
 from tests.e2e.flavors.conftest import Job, Library, written
 
-FULL: dict[str, object] = {"to": Layout.FULL}
 SHARDED: dict[str, object] = {"to": Layout.SHARDED, "world_size": 2}
 # What was saved, what Lightning loads, and the conversion between them.
 PATHS = (
     ("fabric-full", "fabric-sharded", {"flavor": "fabric", **SHARDED}),
-    ("fabric-sharded", "fabric-full", {"flavor": "fabric", **FULL}),
-    ("trainer-full", "trainer-sharded", {"flavor": "lightning", "buffers": ("inner.scale",), **SHARDED}),
-    ("trainer-sharded", "trainer-full", {"flavor": "lightning", **FULL}),
-    ("parallel-sharded", "parallel-sharded", {"flavor": "lightning-model-parallel", **SHARDED}),
-    ("parallel-sharded", "parallel-full", {"flavor": "lightning-model-parallel", **FULL}),
+    ("fabric-sharded", "fabric-full", {}),
+    ("fabric-sharded", "fabric-sharded", {"world_size": 2}),
+    ("trainer-full", "trainer-sharded", {"buffers": ("inner.scale",), **SHARDED}),
+    ("trainer-sharded", "trainer-full", {}),
+    ("parallel-sharded", "parallel-sharded", {"world_size": 2}),
+    ("parallel-sharded", "parallel-full", {}),
 )
 
 
@@ -31,7 +31,11 @@ def lightning(library: Callable[..., Library]) -> Library:
 
 def test_training_goes_on_from_every_form_as_from_pytorchs_own_resharding(lightning: Library, tmp_path: Path) -> None:
     jobs = []
-    told = {"fabric-full": "plain", "fabric-sharded": "fabric"}  # one file of Fabric's is as anyone saves it
+    told = {  # one file of Fabric's is as anyone saves it
+        "fabric-full": "plain",
+        "fabric-sharded": "fabric",
+        "parallel-sharded": "lightning-model-parallel",
+    }
     for source, form, options in PATHS:
         assert inspect(lightning.saved / named(source)).checkpoint.flavor == told.get(source, "lightning")
         target = tmp_path / named(form, f"{source}-")

@@ -30,14 +30,16 @@ def loaded(
     """Every conversion, and what torchtitan's ranks say of them."""
     scratch = tmp_path_factory.mktemp("torchtitan")
     new, old = torchtitan.saved / "torchtitan", torchtitan.saved / "torchtitan-old"
-    for name, source in (("new", new), ("from-old", old)):
-        written(source, scratch / name / "step-3", flavor="torchtitan", **SHARDED)
+    written(new, scratch / "new" / "step-3", world_size=2)
+    written(old, scratch / "old-kept" / "step-3", world_size=2)
+    written(old, scratch / "from-old" / "step-3", flavor="torchtitan", **SHARDED)
     written(new, scratch / "old" / "step-3", flavor="torchtitan-old", **SHARDED)
     jobs = [
         Job("reference", "torchtitan", new),
         Job("new", "torchtitan", scratch / "new"),
         Job("from-old", "torchtitan", scratch / "from-old"),
         Job("old", "torchtitan-old", scratch / "old" / "step-3"),
+        Job("old-kept", "torchtitan-old", scratch / "old-kept" / "step-3"),
     ]
     if find_spec("verl") is not None:
         verl = library("verl", ranks=4).saved
@@ -47,7 +49,7 @@ def loaded(
     return scratch, torchtitan.losses(jobs, scratch)
 
 
-@pytest.mark.parametrize("name", ["new", "from-old", "old"])
+@pytest.mark.parametrize("name", ["new", "from-old", "old", "old-kept"])
 def test_torchtitan_goes_on_as_from_its_own_resharding(
     loaded: tuple[Path, dict[str, list[list[str]]]], name: str
 ) -> None:

@@ -20,11 +20,11 @@ from tests.e2e.flavors.truth import differences, of_reference
 UNITS: dict[str, object] = {"unit": ("model.layers.*",)}
 SHARDED: dict[str, object] = {"to": Layout.SHARDED, "world_size": 2}
 FLATTENED: dict[str, object] = {"to": Layout.FLATTENED, "world_size": 2, **UNITS}
-VERL: dict[str, object] = {"flavor": "verl", "mesh_device": "cpu"}
+VERL: dict[str, object] = {"mesh_device": "cpu"}
 # What was saved, what is loaded (1 and 2 are FSDP1 and FSDP2, h a mesh of replicas), and the conversion between them.
 PATHS: tuple[tuple[str, str, dict[str, object]], ...] = (
-    ("2", "2", SHARDED),
-    ("1", "1", FLATTENED),
+    ("2", "2", {"world_size": 2}),  # what a user types who must resume on 2 GPUs
+    ("1", "1", {"world_size": 2, **UNITS}),
     ("1", "2", {**SHARDED, **UNITS}),
     ("2", "1", {**FLATTENED, "use_orig_params": False}),
     ("1h", "2", {**SHARDED, **UNITS}),
@@ -49,7 +49,7 @@ def loaded(verl: Library, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
         jobs.append(Job(target.name, f"verl{goes_on}", target))
     bare = of_reference(verl.saved / "reference2" / "step-3", scratch / "bare.pt")
     torch.save({section: bare[section] for section in ("model", "optimizer")}, scratch / "bare.pt")
-    written(scratch / "bare.pt", scratch / "bare", **VERL, **SHARDED, buffers=("none",))
+    written(scratch / "bare.pt", scratch / "bare", flavor="verl", **VERL, **SHARDED, buffers=("none",))
     jobs.append(Job("bare", "verl2", scratch / "bare"))
     for saved, goes_on in sorted({(saved, goes_on) for saved, goes_on, _ in PATHS}):
         path = verl.saved / f"reference{saved}" / "step-3"

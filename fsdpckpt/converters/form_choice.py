@@ -1,0 +1,179 @@
+"""Chooses the form in which a conversion writes: of the source's own framework by default, or of ``--flavor``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from difflib import get_close_matches
+
+from fsdpckpt.errors import UsageError
+from fsdpckpt.ir.checkpoint import Checkpoint, Note
+from fsdpckpt.ir.values import Key
+from fsdpckpt.ir.vocabulary import Container, Layout, Section
+from fsdpckpt.options import ConvertOptions
+from fsdpckpt.producers.forms import Flavor, Form, Step
+from fsdpckpt.producers.table import WRITABLE, flavor_named
+
+__all__ = ["default_form", "is_per_rank", "ranks_of", "requested_form", "writable_flavor"]
+
+_PLAIN = "written with plain names and keys"
+_UNSETTLED = frozenset({"several-models", "several-optimizers"})  # notes on extras that may be sections
+
+
+def writable_flavor(name: str) -> Flavor:
+    """The flavor of that name. Raises UsageError when none is written under it."""
+    flavor = flavor_named(name)
+    if flavor is None or not flavor.forms:
+        meant = get_close_matches(name, WRITABLE, n=1, cutoff=0.3)
+        raise UsageError(
+            f"--flavor {name} is " + ("read, and not written" if flavor is not None else "an unknown flavor"),
+            expected=", ".join(WRITABLE),
+            found=name,
+            next_step=f"--flavor {meant[0]}" if meant and flavor is None else "choose one of these",
+        )
+    return flavor
+
+
+def is_per_rank(layout: Layout, container: Container) -> bool:
+    """Whether each rank has files of its own."""
+    return layout is Layout.FLATTENED or (layout is Layout.SHARDED and container is Container.TORCH)
+
+
+def ranks_of(flavor: Flavor, form: Form, options: ConvertOptions, source: Checkpoint) -> int | None:
+    """The world size of the target: ``--world-size``; without it the source's, where its files by rank are kept."""
+    kept = _kept(flavor, form, source) and is_per_rank(form.layout, form.container)
+    return source.world_size if options.world_size is None and kept else options.world_size
+
+
+def default_form(suffix: str, options: ConvertOptions, source: Checkpoint) -> tuple[Flavor, Form] | Note | None:
+    """The form of the source's framework that is written without ``--flavor``, or a note why the target is plain.
+
+    It has the layout that the options ask for (else the source's), and a place for each section that is taken. None
+    for a source of no framework. ``suffix``: that of a DST which is one file by its name, else "".
+    """
+    flavor = flavor_named(source.flavor)
+    if flavor is None:
+        return None
+    if not flavor.forms:
+        return Note("plain", f"{_PLAIN}: flavor {flavor.name} is read, and not written")
+    layout = options.to or (Layout.FULL if suffix else source.layout)
+    fitting = [
+        form
+        for form in _fitting(flavor, suffix, options, source)
+        if form.layout is layout and (not suffix or suffix == form.suffix) and _takes(form, options, source)
+    ]
+    unsettled = any(note.kind in _UNSETTLED for note in source.notes)
+    if fitting and not unsettled:
+        return flavor, _as_the_source(_preferred(flavor, fitting, source), source)
+    form = _preferred(flavor, list(flavor.forms), source)
+    asked = _words_of(suffix, options) or "all that is taken from this source"
+    why = "which sections it has is not settled" if unsettled else f"flavor {flavor.name} does not save {asked}"
+    resumes = "resumes" if form.optim is not None else "loads"
+    return Note("plain", f"{_PLAIN}: {why}. What {resumes} with it: --flavor {flavor.name} {_words(form)}")
+
+
+def _takes(form: Form, options: ConvertOptions, source: Checkpoint) -> bool:
+    """Whether ``form`` has a place for the sections that are taken, a model among them, and fits the optimizer's keys.
+
+    A DCP directory that only looks like the framework's by its names has keys that its loader does not expect.
+    """
+    if source.model is None or options.only is Section.OPTIM:
+        return False
+    if source.optim is None or options.only is Section.MODEL:
+        return True
+    same = (form.container, form.layout) == (source.container, source.layout)
+    if form.optim is None or (same and form.flattened != source.flattened_keys):
+        return False
+    return options.key_type in (None, form.key_type)
+
+
+def _as_the_source(form: Form, source: Checkpoint) -> Form:
+    """``form`` with the source's own keys, where the framework leaves them to its user."""
+    model, optim = (source.nesting.get(section) for section in (Section.MODEL, Section.OPTIM))
+    if not form.own_keys or model is None:
+        return form
+    place = form.optim if form.optim is None or optim is None else replace(form.optim, at=_steps(optim))
+    return replace(form, model=replace(form.model, at=_steps(model)), optim=place)
+
+
+def _steps(path: tuple[Key, ...]) -> tuple[Step, ...]:
+    return tuple(key for key in path if isinstance(key, (str, int)))
+
+
+def requested_form(flavor: Flavor, suffix: str, options: ConvertOptions, source: Checkpoint) -> Form:
+    """The form of ``--flavor`` that fits the options best. Raises UsageError when none does."""
+    fitting = _fitting(flavor, suffix, options, source)
+    if not fitting:
+        raise UsageError(
+            f"{flavor.title} does not save what is asked for",
+            expected="; ".join(map(_words, flavor.forms)),
+            found=_words_of(suffix, options) or "nothing in particular",
+            next_step=_what_to_change(flavor, suffix, options, source),
+        )
+    form = _preferred(flavor, fitting, source)
+    if form.optim is not None and options.key_type not in (None, form.key_type):
+        keys = f"keys its optimizer by {form.key_type}" if form.key_type else "has keys of its own in this form"
+        raise UsageError(
+            f"--key-type {options.key_type} does not fit {flavor.title}, which {keys}",
+            next_step="drop --key-type",
+        )
+    return form
+
+
+def _fitting(flavor: Flavor, suffix: str, options: ConvertOptions, source: Checkpoint) -> list[Form]:
+    return [
+        form
+        for form in flavor.forms
+        if options.to in (None, form.layout)
+        and options.container in (None, form.container)
+        and not (suffix and form.directory)
+        and (options.world_size is None or form.layout is not Layout.FULL or _by_rank_beside(flavor, form, source))
+    ]
+
+
+def _by_rank_beside(flavor: Flavor, form: Form, source: Checkpoint) -> bool:
+    """Whether a full checkpoint of the source's own framework has files for each rank: random states."""
+    return form.directory and bool(flavor.rank_files) and _kept(flavor, form, source)
+
+
+def _kept(flavor: Flavor, form: Form, source: Checkpoint) -> bool:
+    """Whether the source has this form."""
+    return (flavor.name, form.layout, form.container) == (source.flavor, source.layout, source.container)
+
+
+def _preferred(flavor: Flavor, forms: list[Form], source: Checkpoint) -> Form:
+    """The source's own form, else the first of its layout, else the first."""
+    return min(forms, key=lambda form: (form.layout is not source.layout, not _kept(flavor, form, source)))
+
+
+def _what_to_change(flavor: Flavor, suffix: str, options: ConvertOptions, source: Checkpoint) -> str:
+    """The least change after which one of the forms fits."""
+    without: Mapping[str, tuple[str, ConvertOptions]] = {
+        "drop --container": (suffix, replace(options, container=None)),
+        "drop --to": (suffix, replace(options, to=None)),
+        "drop --world-size": (suffix, replace(options, world_size=None)),
+        "give DST a name without a suffix": ("", options),
+        "drop --to and --container": (suffix, replace(options, to=None, container=None)),
+        "drop --to, --container and --world-size": (suffix, replace(options, to=None, container=None, world_size=None)),
+    }
+    for what, (named, changed) in without.items():
+        fitting = _fitting(flavor, named, changed, source)
+        if fitting:
+            form = _preferred(flavor, fitting, source)
+            unknown = is_per_rank(form.layout, form.container) and ranks_of(flavor, form, changed, source) is None
+            return f"{what}, and add --world-size N" if unknown else what
+    return "drop --to, --container and --world-size, and give DST a name without a suffix"
+
+
+def _words(form: Form) -> str:
+    ranks = " --world-size N" if is_per_rank(form.layout, form.container) else ""
+    return f"--to {form.layout} --container {form.container}" + ranks + ("" if form.directory else ", one file")
+
+
+def _words_of(suffix: str, options: ConvertOptions) -> str:
+    given = [f"--to {options.to}"] if options.to is not None else []
+    given += [f"--container {options.container}"] if options.container is not None else []
+    given += [f"--world-size {options.world_size}"] if options.world_size is not None else []
+    given += [f"--key-type {options.key_type}"] if options.key_type is not None else []
+    given += [f"--only {options.only}"] if options.only is not None else []
+    return ", ".join([*given, *([f"one {suffix} file"] if suffix else [])])

@@ -1,0 +1,162 @@
+"""Without ``--flavor`` the target is what the source's framework loads, or plain with a note that names that form."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fsdpckpt.converters.target_spec import TargetSpec, make_target_spec
+from fsdpckpt.errors import UsageError
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, Note, OptimState, Section
+from fsdpckpt.options import ConvertOptions
+from fsdpckpt.producers.table import FLAVORS
+from tests.flat.flat_synthetic import checkpoint
+
+FULL, SHARDED, FLATTENED = Layout.FULL, Layout.SHARDED, Layout.FLATTENED
+TORCH, DCP, SAFETENSORS = Container.TORCH, Container.DCP, Container.SAFETENSORS
+FLATTENED_KEYS = ("torchtitan", "torchtitan-old")
+
+
+def source(flavor: str, layout: Layout, container: Container, *, optim: bool = True) -> Checkpoint:
+    """A checkpoint of 4 ranks."""
+    model, state = ModelState({}), OptimState({}, []) if optim else None
+    held = checkpoint(4, model=model, optim=state, layout=layout, container=container)
+    return replace(held, flavor=flavor, flattened_keys=flavor in FLATTENED_KEYS)
+
+
+def spec(held: Checkpoint, target: str = "out", **options: object) -> TargetSpec:
+    return make_target_spec(target, ConvertOptions(**options), held)  # type: ignore[arg-type]
+
+
+def described(found: TargetSpec) -> tuple[str, Layout, Container, int | None]:
+    return found.flavor.name if found.flavor is not None else "plain", found.layout, found.container, found.world_size
+
+
+SIX: dict[str, object] = {"world_size": 6}
+TO_SIX: dict[str, object] = {"to": SHARDED, **SIX}
+
+
+@pytest.mark.parametrize(
+    ("flavor", "held", "options", "expected"),
+    [
+        # N -> M: the source's own form
+        ("trainer", (SHARDED, DCP), SIX, (SHARDED, DCP, 6)),
+        ("trainer", (FULL, TORCH), SIX, (FULL, TORCH, 6)),  # the same weights, random states for 6 ranks
+        ("accelerate", (SHARDED, TORCH), SIX, (SHARDED, TORCH, 6)),
+        ("accelerate", (SHARDED, TORCH), TO_SIX, (SHARDED, TORCH, 6)),
+        ("accelerate", (FLATTENED, TORCH), SIX, (FLATTENED, TORCH, 6)),
+        ("verl", (SHARDED, TORCH), SIX, (SHARDED, TORCH, 6)),
+        ("verl", (FLATTENED, TORCH), SIX, (FLATTENED, TORCH, 6)),
+        ("lightning", (SHARDED, DCP), SIX, (SHARDED, DCP, 6)),
+        ("lightning-model-parallel", (SHARDED, DCP), SIX, (SHARDED, DCP, 6)),
+        ("fabric", (SHARDED, DCP), SIX, (SHARDED, DCP, 6)),
+        ("torchtitan", (SHARDED, DCP), SIX, (SHARDED, DCP, 6)),
+        ("torchtitan-old", (SHARDED, DCP), SIX, (SHARDED, DCP, 6)),
+        # the same number of ranks
+        ("trainer", (SHARDED, DCP), {}, (SHARDED, DCP, None)),
+        ("verl", (SHARDED, TORCH), {}, (SHARDED, TORCH, 4)),
+        ("accelerate", (SHARDED, TORCH), {"dtype": "bfloat16"}, (SHARDED, TORCH, 4)),
+        # another layout or container, where the framework has it
+        ("trainer", (SHARDED, DCP), {"to": FULL}, (FULL, TORCH, None)),
+        ("trainer", (FULL, TORCH), TO_SIX, (SHARDED, DCP, 6)),
+        ("accelerate", (SHARDED, TORCH), {**SIX, "container": DCP}, (SHARDED, DCP, 6)),
+        ("accelerate", (SHARDED, DCP), {"to": FLATTENED, **SIX}, (FLATTENED, TORCH, 6)),
+        ("verl", (SHARDED, TORCH), {"to": FLATTENED, **SIX}, (FLATTENED, TORCH, 6)),
+        ("lightning", (SHARDED, DCP), {"to": FULL}, (FULL, TORCH, None)),
+        ("lightning", (FULL, TORCH), TO_SIX, (SHARDED, DCP, 6)),
+        ("trainer", (SHARDED, DCP), {"only": Section.MODEL, **SIX}, (SHARDED, DCP, 6)),
+    ],
+)
+def test_the_form_of_the_sources_framework_is_the_default(
+    flavor: str,
+    held: tuple[Layout, Container],
+    options: dict[str, object],
+    expected: tuple[Layout, Container, int | None],
+) -> None:
+    found = spec(source(flavor, *held), **options)
+    assert described(found) == (flavor, *expected) and not found.notes
+
+
+@pytest.mark.parametrize("flavor", ["lightning", "lightning-model-parallel", "fabric"])
+def test_one_file_by_lightnings_own_suffix_is_lightnings(flavor: str) -> None:
+    found = spec(source(flavor, SHARDED, DCP), "last.ckpt")
+    assert described(found) == (flavor, FULL, TORCH, None) and not found.directory
+    assert described(spec(source(flavor, SHARDED, DCP), "full.pt"))[0] == "plain"
+
+
+def test_hugging_faces_weights_stay_what_they_are() -> None:
+    weights = source("huggingface", FULL, SAFETENSORS, optim=False)
+    assert described(spec(weights, dtype="bfloat16")) == ("huggingface", FULL, SAFETENSORS, None)
+    with_optimizer = source("huggingface", FULL, SAFETENSORS)
+    assert described(spec(with_optimizer)) == ("plain", FULL, TORCH, None), "its optimizer has no place there"
+
+
+@pytest.mark.parametrize(
+    ("flavor", "held", "target", "options", "expected", "named"),
+    [
+        ("trainer", (SHARDED, DCP), "full.pt", {}, (FULL, TORCH, None), "--flavor trainer --to sharded"),
+        ("verl", (SHARDED, TORCH), "full.pt", {}, (FULL, TORCH, None), "--flavor verl --to sharded --container torch"),
+        ("verl", (SHARDED, TORCH), "out", {"container": DCP}, (SHARDED, DCP, None), "--world-size N"),
+        ("verl", (FLATTENED, TORCH), "out", {"to": FULL}, (FULL, TORCH, None), "--flavor verl --to flattened"),
+        ("accelerate", (SHARDED, DCP), "out", {"container": SAFETENSORS}, (FULL, SAFETENSORS, None), "accelerate"),
+        ("torchtitan", (SHARDED, DCP), "out", {"to": FLATTENED, **SIX}, (FLATTENED, TORCH, 6), "torchtitan"),
+        ("trainer", (SHARDED, DCP), "out", {"key_type": "id"}, (SHARDED, DCP, None), "--key-type id"),
+        ("trainer", (SHARDED, DCP), "out", {"only": Section.OPTIM}, (SHARDED, DCP, None), "--only optim"),
+        ("huggingface", (FULL, SAFETENSORS), "out", TO_SIX, (SHARDED, DCP, 6), "loads with it"),
+        ("composer", (SHARDED, DCP), "out", SIX, (SHARDED, DCP, 6), "composer is read, and not written"),
+    ],
+)
+def test_where_the_framework_has_no_such_form_the_target_is_plain_and_says_what_resumes(
+    flavor: str,
+    held: tuple[Layout, Container],
+    target: str,
+    options: dict[str, object],
+    expected: tuple[Layout, Container, int | None],
+    named: str,
+) -> None:
+    found = spec(source(flavor, *held), target, **options)
+    assert described(found) == ("plain", *expected)
+    (note,) = found.notes
+    assert note.kind == "plain" and named in note.message
+
+
+def test_plain_is_what_the_source_or_the_user_says_and_needs_no_note() -> None:
+    assert described(spec(source("plain", SHARDED, DCP), **SIX)) == ("plain", SHARDED, DCP, 6)
+    asked = spec(source("trainer", SHARDED, DCP), flavor="plain", **SIX)
+    assert described(asked) == ("plain", SHARDED, DCP, 6) and not asked.notes
+    ranks = spec(source("verl", SHARDED, TORCH), flavor="plain", **SIX)
+    assert described(ranks) == ("plain", SHARDED, DCP, 6)
+
+
+def test_keys_that_are_not_the_frameworks_stay_as_they_are() -> None:
+    nested = replace(source("torchtitan", SHARDED, DCP), flattened_keys=False)
+    assert described(spec(nested, **SIX))[0] == "plain", "its loader takes flattened keys only"
+    own = replace(
+        source("fabric", SHARDED, DCP), nesting={Section.MODEL: ("net",), Section.OPTIM: ("training", "adam")}
+    )
+    form = spec(own, **SIX).form
+    assert form is not None and form.optim is not None
+    assert (form.model.at, form.optim.at) == (("net",), ("training", "adam"))
+
+
+@pytest.mark.parametrize("kind", ["several-models", "several-optimizers"])
+def test_extras_that_may_be_sections_are_not_put_elsewhere(kind: str) -> None:
+    held = replace(source("lightning", SHARDED, DCP), notes=(Note(kind, "two"),))  # type: ignore[arg-type]
+    found = spec(held, **SIX)
+    assert described(found)[0] == "plain" and "not settled" in found.notes[0].message
+
+
+def test_every_writable_framework_is_the_default_of_each_of_its_own_forms() -> None:
+    for flavor in FLAVORS:
+        for form in flavor.forms:
+            held = source(flavor.name, form.layout, form.container, optim=form.optim is not None)
+            found = spec(held)
+            assert found.form is form and found.flavor is flavor, flavor.name
+
+
+def test_ranks_of_another_framework_have_to_be_named() -> None:
+    with pytest.raises(UsageError, match="how many ranks"):
+        spec(source("trainer", SHARDED, DCP), flavor="verl")
+    with pytest.raises(UsageError, match="the source is full"):
+        spec(source("lightning", FULL, TORCH), **SIX)

@@ -1,0 +1,140 @@
+"""A checkpoint without its optimizer is a problem where what lies beside it was saved only together with one."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import fsdpckpt
+from fsdpckpt.errors import SourceIncompleteError
+
+MODEL = {"w": torch.randn(5, 3)}
+OPTIMIZER = {"state": {"w": {"exp_avg": torch.randn(5, 3)}}, "param_groups": [{"lr": 0.1, "params": ["w"]}]}
+FLATTENED = {"state.w.exp_avg": torch.randn(5, 3), "param_groups.w.lr": 0.1}
+SCHEDULE = {"last_epoch": 4, "_last_lr": [0.1]}
+
+
+def put(content: dict[str, Any], path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(content, checkpoint_id=str(path))
+
+
+def trainer(path: Path) -> None:
+    put({"model": MODEL}, path / "pytorch_model_fsdp_0")
+    put({"optimizer": OPTIMIZER}, path / "optimizer_0")
+    torch.save(SCHEDULE, path / "scheduler.pt")
+    torch.save({"cpu": torch.get_rng_state()}, path / "rng_state.pth")
+    (path / "trainer_state.json").write_text("{}")
+
+
+def accelerate(path: Path) -> None:
+    path.mkdir()
+    torch.save(MODEL, path / "pytorch_model_fsdp.bin")
+    torch.save(OPTIMIZER, path / "optimizer.bin")
+    torch.save({"step": 4}, path / "random_states_0.pkl")
+
+
+def verl(path: Path) -> None:
+    path.mkdir()
+    by_id = {"state": {0: OPTIMIZER["state"]["w"]}, "param_groups": [{"lr": 0.1, "params": [0]}]}  # type: ignore[call-overload, index]
+    for rank in range(2):
+        for section, content in (("model", MODEL), ("optim", by_id), ("extra_state", {"lr_scheduler": SCHEDULE})):
+            torch.save(content, path / f"{section}_world_size_2_rank_{rank}.pt")
+    (path / "fsdp_config.json").write_text('{"FSDP_version": 2, "world_size": 2}')
+
+
+def lightning(path: Path, *, optim: bool = True, training: bool = True) -> None:
+    put({"model": MODEL, **({"optimizer_0": OPTIMIZER} if optim else {})}, path)
+    own = {"lr_schedulers": [SCHEDULE]} if training else {}
+    torch.save({"loops": {}, "epoch": 1, "pytorch-lightning_version": "2.6.6", **own}, path / "meta.pt")
+
+
+def torchtitan(path: Path, *, optim: bool = True, training: bool = True) -> None:
+    own = {"lr_scheduler": SCHEDULE, "train_state": {"step": 4}} if training else {}
+    put({**MODEL, **({"optimizer": FLATTENED} if optim else {}), **own}, path / "step-4")
+
+
+def removed(path: Path, *patterns: str) -> None:
+    for pattern in patterns:
+        found = list(path.glob(pattern))
+        assert found, pattern
+        for one in found:
+            shutil.rmtree(one) if one.is_dir() else one.unlink()
+
+
+# What each framework saves, and how its optimizer, its model, or all that only a complete save has is taken away.
+FOLDERS: dict[str, tuple[Callable[[Path], None], str, str, tuple[str, ...]]] = {
+    "trainer": (trainer, "optimizer_0", "pytorch_model_fsdp_0", ("scheduler.pt", "rng_state*")),
+    "accelerate": (accelerate, "optimizer.bin", "pytorch_model_fsdp.bin", ("random_states_*",)),
+    "verl": (verl, "optim_*", "model_*", ("extra_state_*",)),
+}
+INSIDE = {"lightning": lightning, "torchtitan": torchtitan}  # all sections in one DCP directory
+
+
+def messages(path: Path) -> list[str]:
+    return [problem.message for problem in fsdpckpt.verify(path).problems]
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_an_optimizer_that_is_not_there_is_a_problem_and_stops_a_conversion(name: str, tmp_path: Path) -> None:
+    save, optimizer, _, training = FOLDERS[name]
+    save(source := tmp_path / "checkpoint-4")
+    assert messages(source) == []
+    removed(source, optimizer)
+    (found,) = messages(source)
+    assert "has no optimizer" in found and training[0].partition("_")[0].rstrip("*") in found
+    with pytest.raises(SourceIncompleteError, match="not whole") as caught:
+        fsdpckpt.convert(source, tmp_path / "out", to="sharded", container="dcp", world_size=2, flavor="plain")
+    assert "--only model" in str(caught.value.next_step)
+    fsdpckpt.convert(source, tmp_path / "weights", only="model", world_size=1, to="sharded", buffers=["none"])
+    assert fsdpckpt.verify(tmp_path / "weights").whole, "what belongs to the optimizer was left out, too"
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_save_of_the_model_alone_is_whole(name: str, tmp_path: Path) -> None:
+    save, optimizer, _, training = FOLDERS[name]
+    save(source := tmp_path / "checkpoint-4")
+    removed(source, optimizer, *training)
+    assert fsdpckpt.verify(source).whole
+    fsdpckpt.convert(source, tmp_path / "out.pt")
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_model_that_is_not_there_is_a_problem_too(name: str, tmp_path: Path) -> None:
+    save, _, model, _ = FOLDERS[name]
+    save(source := tmp_path / "checkpoint-4")
+    removed(source, model)
+    assert any("has no model" in message for message in messages(source))
+    with pytest.raises(SourceIncompleteError) as caught:
+        fsdpckpt.convert(source, tmp_path / "out.pt")
+    assert "--only optim" in str(caught.value.next_step)
+    fsdpckpt.convert(source, tmp_path / "optim.pt", only="optim")
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_sections_of_one_directory_are_told_by_the_extras_in_it(name: str, tmp_path: Path) -> None:
+    save: Callable[..., None] = INSIDE[name]
+    save(tmp_path / "whole")
+    save(tmp_path / "lost", optim=False)
+    save(tmp_path / "weights", optim=False, training=False)
+    assert fsdpckpt.verify(tmp_path / "whole").whole and fsdpckpt.verify(tmp_path / "weights").whole
+    assert any("has no optimizer" in message for message in messages(tmp_path / "lost"))
+    with pytest.raises(SourceIncompleteError):
+        fsdpckpt.convert(tmp_path / "lost", tmp_path / "out.pt")
+
+
+def test_two_optimizers_are_no_missing_one(tmp_path: Path) -> None:
+    lightning(tmp_path / "two", optim=False)
+    shutil.rmtree(tmp_path / "two")
+    put({"model": MODEL, "optimizer_0": OPTIMIZER, "optimizer_1": OPTIMIZER}, tmp_path / "two")
+    content = {"loops": {}, "lr_schedulers": [SCHEDULE], "pytorch-lightning_version": "2.6.6"}
+    torch.save(content, tmp_path / "two" / "meta.pt")
+    assert not any("has no optimizer" in message for message in messages(tmp_path / "two"))
