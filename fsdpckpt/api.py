@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Unpack
 
+import fsdpckpt.wording  # noqa: F401  # errors name the keywords of Python
 from fsdpckpt.errors import require_torch
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout, NamedTensor
 from fsdpckpt.ir.invariants import problems

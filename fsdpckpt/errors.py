@@ -22,7 +22,7 @@ FsdpckptError                    70  (a bug when raised as itself)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -84,6 +84,7 @@ class FsdpckptError(Exception):
     """
 
     exit_code: ClassVar[int] = 70
+    wording: ClassVar[Callable[[str], str]] = staticmethod(str)  # of options in ``str(error)``: ``fsdpckpt.wording``
     title: ClassVar[str] = "internal error"
     usual_next_step: ClassVar[str] = (
         "run the command again with FSDPCKPT_DEBUG=1 set, and send what it prints with the output of "
@@ -137,7 +138,9 @@ class FsdpckptError(Exception):
             steps = ", then ".join(filter(None, (self.next_step, _AGAIN if self.run_again else None)))
         return "; or, ".join(filter(None, (steps, self.alternative))) or None
 
-    def __str__(self) -> str:
+    @property
+    def text(self) -> str:
+        """All that the error says, in several lines, with the options of the command line."""
         lines = [self.what]
         if self.expected is not None or self.found is not None:
             lines.append(f"  expected {self.expected}, found {self.found}")
@@ -147,6 +150,9 @@ class FsdpckptError(Exception):
         if self.next_steps is not None:
             lines.append(f"  next: {self.next_steps}")
         return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return type(self).wording(self.text)
 
     def to_json(self) -> dict[str, Any]:
         """Every field but the class, for ``from_json`` in another process."""

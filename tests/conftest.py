@@ -15,10 +15,15 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # started with nohup: the
 import hypothesis
 import pytest
 
+import fsdpckpt.wording  # noqa: F401  # before any test, so that the next assignment is the last one
+from fsdpckpt.errors import FsdpckptError
 from tests.oracle.session import Oracle, shared_directory
 
 hypothesis.settings.register_profile("suite", deadline=None)  # a busy machine is slow now and then
 hypothesis.settings.load_profile("suite")
+
+FsdpckptError.wording = staticmethod(str)
+"""Tests match errors as they are written, with options; ``test_wording`` has the words that Python shows."""
 
 SLOW_FIRST = ("e2e", "faults", "comm", "recipes", "loading")
 """Directories with long tests: they begin, so that both workers have short ones left to share at the end."""

@@ -91,7 +91,7 @@ class Failure:
 def _cause_text(error: BaseException) -> str:
     """``error`` as the text of a cause: this program's own errors in full, any other with its type."""
     if isinstance(error, FsdpckptError):
-        return str(error)
+        return error.text
     text = str(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

@@ -51,11 +51,8 @@ def open_to_load(path: str, options: ConvertOptions, sources: Sources, *, locate
     try:
         return transform(checkpoint, options, _SPEC, sources).checkpoint
     except NeedsInformationError as error:
-        by_id = "; or key_type='id' for an optimizer.state_dict() that is keyed by id itself"
-        error.alternative = (
-            "in Python: StorageReader(path, reference=..., units=..., parameters=..., buffers=...)"
-            f"{by_id if options.key_type == 'name' else ''}"
-        )
+        if options.key_type == "name":
+            error.alternative = "--key-type id for an optimizer.state_dict() that is keyed by id itself"
         raise
 
 
