@@ -318,6 +318,7 @@ class InspectOptions:
     section: Section | None = option("Show only this section.")
     names_only: bool = option("Print only the keys, one per line, for pipes.", default=False)
     ranks: bool = option("Show who holds which chunk: rank, file, byte offset, box.", default=False)
+    all_keys: bool = option("One row for each key, also of repeated layers.", default=False, flag="--all")
     stats: bool = option("Read the data: min, max, mean, std, norm, NaN and Inf counts of each tensor.", default=False)
     report: str | None = option(
         "Also write a self-contained page: who holds what, sizes by module, the optimizer's health.",

@@ -225,5 +225,5 @@ def _program(
 ) -> None:
     del version
     if ctx.invoked_subcommand is None:
-        Output(as_json=False, quiet=False).error(ctx.get_help())
+        Output(as_json=False, quiet=False).error(ctx.get_help().split("\n"))
         raise typer.Exit(2)

@@ -24,7 +24,7 @@ from fsdpckpt.errors import (
 )
 
 if TYPE_CHECKING:
-    from fsdpckpt.cli.output import Output
+    from fsdpckpt.cli.output import Line, Output
 
 __all__ = [
     "Interruption",
@@ -113,15 +113,16 @@ def report(output: Output, error: BaseException) -> int:
         if os.environ.get("FSDPCKPT_DEBUG") == "1":
             import traceback
 
-            output.error("".join(traceback.format_exception(error)).rstrip())
+            output.error("".join(traceback.format_exception(error)).rstrip().split("\n"))
         if output.as_json:
             output.document(lambda: error_json(known), "error")
+            output.error(_lines(known)[:1])  # the document may go to a file: a log should say what happened
         else:
-            output.error(error_text(known))
+            output.error(_lines(known))
     except OSError:  # stdout or stderr cannot be written: a full disk
         redirect_to_null(sys.stdout)
         try:
-            output.error(error_text(known))
+            output.error(_lines(known))
         except OSError:
             redirect_to_null(sys.stderr)
     return known.exit_code
@@ -170,6 +171,13 @@ def _from_system(error: OSError) -> FsdpckptError:
         why="the operating system refused to read it",
         next_step=next_step,
     )
+
+
+def _lines(error: FsdpckptError) -> list[Line]:
+    from fsdpckpt.cli.output import Colour, Styled
+
+    first, *rest = error_text(error).split("\n")
+    return [Styled(first, Colour.BAD, end=len("error:")), *rest]
 
 
 def error_text(error: FsdpckptError) -> str:

@@ -1,18 +1,22 @@
-"""Runs ``fsdpckpt inspect``: a summary, then one line per key."""
+"""Runs ``fsdpckpt inspect``: a row for each key and a summary, which comes last on a terminal and first in a pipe."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
+from fsdpckpt.cli.output import Colour, Line, Styled
+from fsdpckpt.cli.table import cut
 from fsdpckpt.options import InspectOptions
-from fsdpckpt.text import count_text, dtypes_text, plural, shape_text, size_text
+from fsdpckpt.text import count_text, dtypes_text, plural, size_text
 
 if TYPE_CHECKING:
     from fsdpckpt.cli.output import Output
-    from fsdpckpt.describe import Description, Json
-    from fsdpckpt.ir.checkpoint import NamedTensor
+    from fsdpckpt.describe import Description
+    from fsdpckpt.ir.checkpoint import Checkpoint, Evidence
+    from fsdpckpt.ir.values import Key, Value
 
 __all__ = ["inspect_command"]
 
@@ -27,15 +31,17 @@ Examples:
 """
 
 HYPER_PARAMETERS_SHOWN = 12
-MOST_EXTRAS = 20
+MOST_GROUPS = 3  # on a terminal
+MOST_PROBLEMS = 20
 
 
 def inspect_command(output: Output, source: str, options: InspectOptions) -> int:
     """Show what a checkpoint holds: every key with section, shape, dtype, bytes and how it is sharded.
 
-    Reads headers and metadata only, unless --stats.
+    Reads headers and metadata only, unless --stats. On a terminal, repeated layers share a row: --all lists every key.
     """
     from fsdpckpt.api import inspect
+    from fsdpckpt.cli.listing import listing
 
     if options.report is not None:  # before an hour of --stats, not after it
         from fsdpckpt.report.page import check_report
@@ -62,118 +68,116 @@ def inspect_command(output: Output, source: str, options: InspectOptions) -> int
     if options.names_only:
         output.data(named.key for named in description.tensors)
         return 0
-    output.data(_summary(description))
-    _list_tensors(description, output, ranks=options.ranks)
+    columns = output.columns
+    unfold = options.all_keys or columns is None
+    lines, headings = listing(description, ranks=options.ranks, unfold=unfold, columns=columns)
+    table: list[Line] = [Styled(line, Colour.HEADING) if at in headings else line for at, line in enumerate(lines)]
+    if columns is None:
+        output.data([*_summary(description, None), "", *table])
+    else:  # the summary last: it is what stays on the screen
+        folded = len(description.tensors) - (len(lines) - len(headings))
+        aside = "repeated keys are folded: --all lists each" if folded > 0 and not options.ranks else ""
+        output.data([*(table if description.tensors else ()), Styled(aside, Colour.ASIDE)])
+        output.data(_summary(description, columns))
     if not description.tensors and (options.keys or options.section is not None):
         output.message("no key matches --keys and --section")
     return 0
 
 
-def _summary(description: Description) -> Iterator[str]:
+def _summary(description: Description, columns: int | None) -> Iterator[Line]:
+    """``columns``: of the terminal. In a pipe the lines are as long as they are, and list everything."""
     checkpoint = description.checkpoint
     ranks = plural(checkpoint.world_size, "rank")
-    yield f"{checkpoint.source}: {checkpoint.layout}, {checkpoint.container} ({checkpoint.flavor}), {ranks}"
-    for line in checkpoint.evidence:
-        yield f"  recognised: {line}"
+    title = f"{checkpoint.source}: {checkpoint.layout}, {checkpoint.container} ({checkpoint.flavor}), {ranks}"
+    yield from _wrapped(title, columns)
+    for line in _recognised(checkpoint.evidence):
+        yield from _wrapped(f"  recognised: {line.replace(f'{checkpoint.source}/', '')}", columns)
     for section, sums in description.sections.items():
         parts = [plural(sums.tensors, "tensor"), f"{count_text(sums.elements)} elements", size_text(sums.nbytes)]
         if section == "optim":
             parts.insert(0, f"keys: {description.key_type}")
-        yield f"{section}: {', '.join(parts)}, {dtypes_text(sums.dtypes)}"
+        yield cut(f"{section}: {', '.join(parts)}, {dtypes_text(sums.dtypes)}", columns)
     if checkpoint.optim is not None:
-        yield from _groups(checkpoint.optim.param_groups)
-    yield from _extras(description)
+        yield from _groups(checkpoint.optim.param_groups, columns)
+    yield from _extras(checkpoint, columns)
     for note in checkpoint.notes:
-        yield f"note: {note.message}"
-    yield from (f"problem: {problem.message}" for problem in checkpoint.problems)
-    yield f"problems: {len(checkpoint.problems) or 'none'}"
-    yield ""
+        yield from _wrapped(f"note: {note.message}", columns)
+    problems = checkpoint.problems
+    for problem in problems if columns is None else problems[:MOST_PROBLEMS]:
+        first, *rest = _wrapped(f"problem: {problem.message}", columns)
+        yield Styled(first, Colour.BAD, end=len("problem:"))
+        yield from rest
+    if columns is not None and len(problems) > MOST_PROBLEMS:
+        yield f"  and {len(problems) - MOST_PROBLEMS} more: fsdpckpt verify lists them all"
+    yield f"problems: {len(problems)}" if problems else Styled("problems: none", Colour.GOOD, len("problems: "))
 
 
-def _groups(groups: Iterable[dict[object, object]] | object) -> Iterator[str]:
-    from fsdpckpt.verify.compare import value_text
+def _recognised(evidence: Iterable[Evidence]) -> Iterator[str]:
+    """What decided the flavor (for plain files, the container) and the layout; --json has every reason."""
+    from fsdpckpt.ir.checkpoint import EvidenceKind
 
-    if not isinstance(groups, list):
+    by_kind: dict[EvidenceKind, list[str]] = {}
+    for one in evidence:
+        by_kind.setdefault(one.kind, []).append(one.message)
+    yield from (by_kind.get(EvidenceKind.FLAVOR) or by_kind.get(EvidenceKind.CONTAINER, []))[:1]
+    yield from by_kind.get(EvidenceKind.LAYOUT, [])
+
+
+def _wrapped(line: str, columns: int | None) -> list[str]:
+    """A sentence loses nothing on a narrow screen."""
+    if columns is None or len(line) <= columns:
+        return [line]
+    width = max(columns, 20)
+    return textwrap.wrap(line, width, subsequent_indent="    ", break_on_hyphens=False) or [line]
+
+
+def _groups(groups: list[dict[Key, Value]] | None, columns: int | None) -> Iterator[str]:
+    if groups is None:
         yield "param groups: none in this checkpoint"
         return
-    yield f"param groups: {len(groups)}"
-    for number, group in enumerate(groups):
-        params = group.get("params")
-        count = len(params) if isinstance(params, (list, tuple)) else 0
-        hyper = [f"{key}={value_text(value)}" for key, value in group.items() if key not in ("params", "param_names")]
-        shown = ", ".join(hyper[:HYPER_PARAMETERS_SHOWN])
-        more = f", and {len(hyper) - HYPER_PARAMETERS_SHOWN} more" if len(hyper) > HYPER_PARAMETERS_SHOWN else ""
-        yield f"  {number}: {plural(count, 'parameter')}; {shown}{more}"
+    if len(groups) != 1 or columns is None:
+        yield f"param groups: {len(groups)}"
+    for number, group in enumerate(groups[: None if columns is None else MOST_GROUPS]):
+        label = "param group" if len(groups) == 1 and columns is not None else " "
+        yield cut(f"{label} {number}: {_group(group, short=columns is not None)}", columns)
+    if columns is not None and len(groups) > MOST_GROUPS:
+        yield f"  and {len(groups) - MOST_GROUPS} more: --json lists them all"
 
 
-def _extras(description: Description) -> Iterator[str]:
+def _group(group: dict[Key, Value], *, short: bool) -> str:
+    """``short``: without the settings that are None or False."""
+    from fsdpckpt.verify.compare import value_text
+
+    params = group.get("params")
+    count = len(params) if isinstance(params, (list, tuple)) else 0
+    hyper = [
+        f"{key!s}={value_text(value)}"
+        for key, value in group.items()
+        if key not in ("params", "param_names") and not (short and (value is None or value is False))
+    ]
+    shown = ", ".join(hyper[:HYPER_PARAMETERS_SHOWN])
+    more = f", and {len(hyper) - HYPER_PARAMETERS_SHOWN} more" if len(hyper) > HYPER_PARAMETERS_SHOWN else ""
+    return f"{plural(count, 'parameter')}; {shown}{more}"
+
+
+def _extras(checkpoint: Checkpoint, columns: int | None) -> Iterator[str]:
+    """The extras, one text for each key at their top: its value, or how many it has."""
     from fsdpckpt.ir.values import walk
     from fsdpckpt.verify.compare import value_text
 
-    extra = description.checkpoint.extra
-    leaves = [(".".join(map(str, path)), leaf) for path, leaf in walk(extra)] if extra else []
-    if leaves:
-        yield f"extra: {plural(len(leaves), 'value')}"
-        yield from (f"  {key} = {value_text(leaf)}" for key, leaf in leaves[:MOST_EXTRAS])
-        if len(leaves) > MOST_EXTRAS:
-            yield f"  and {len(leaves) - MOST_EXTRAS} more: --json lists them all"
-    if description.checkpoint.rank_extra:
-        yield f"extra of each rank: {plural(len(description.checkpoint.rank_extra), 'rank')}"
-
-
-def _list_tensors(description: Description, output: Output, *, ranks: bool) -> None:
-    headings = ["section", "key", "dtype", "shape", "bytes", "placement"]
-    measured = description.stats is not None
-    if measured:
-        headings += ["min", "max", "mean", "std", "norm", "NaN", "Inf"]
-    if ranks:
-        headings += ["rank", "box", "file", "offset"]
-    right = frozenset({"bytes", "min", "max", "mean", "std", "norm", "NaN", "Inf", "rank", "offset"})
-    output.table(headings, _rows(description, ranks=ranks), right=right)
-
-
-def _rows(description: Description, *, ranks: bool) -> Iterator[list[str]]:
-    source = description.checkpoint.source.rstrip("/")
-    paths = [_below(file.path, source) for file in description.checkpoint.files]
-    for number, named in enumerate(description.tensors):
-        tensor = named.tensor
-        row = [
-            str(named.section),
-            named.key,
-            tensor.dtype.name,
-            shape_text(tensor.shape),
-            size_text(tensor.nbytes),
-            tensor.placement,
-        ]
-        if description.stats is not None:
-            row += _stats_cells(description.stats[number])
-        if not ranks:
-            yield row
-            continue
-        blank = [""] * len(row)
-        chunks = list(_chunk_cells(named, paths)) or [["", "", "", ""]]
-        for index, cells in enumerate(chunks):
-            yield (blank if index else row) + cells
-
-
-def _below(path: str, source: str) -> str:
-    """The path of a file as seen from the source, which the summary names already."""
-    return path.removeprefix(source + "/") if path != source else path.rpartition("/")[2]
-
-
-def _stats_cells(stats: dict[str, Json] | None) -> list[str]:
-    if stats is None:
-        return ["-"] * 7
-    values = [stats[name] for name in ("min", "max", "mean", "std", "norm")]
-    numbers = [f"{value:.5g}" if isinstance(value, (int, float)) else "-" for value in values]
-    return [*numbers, str(stats["nan"]), str(stats["inf"])]
-
-
-def _chunk_cells(named: NamedTensor, paths: list[str]) -> Iterator[list[str]]:
-    from fsdpckpt.ir.coverage import box_text
-
-    chunks = named.tensor.chunks
-    columns = (chunks.rank, chunks.start, chunks.size, chunks.file, chunks.offset)
-    for rank, start, size, file, offset in zip(*(column.tolist() for column in columns), strict=True):
-        path = paths[file] if 0 <= file < len(paths) else "?"
-        yield [str(rank), box_text(start, size), path, str(offset)]
+    if checkpoint.extra:
+        texts = []
+        for name, value in checkpoint.extra.items():
+            key = str(name)
+            inner = isinstance(value, (dict, list, tuple)) and bool(value)
+            texts.append(
+                f"{key}: {plural(len(list(walk(value))), 'value')}" if inner else f"{key} = {value_text(value)}"
+            )
+        heading = f"extra: {plural(len(list(walk(checkpoint.extra))), 'value')}"
+        if columns is None:
+            yield heading
+            yield from (f"  {text}" for text in texts)
+        else:
+            yield cut(f"extra: {', '.join(sorted(texts, key=lambda text: ' = ' not in text))}", columns)
+    if checkpoint.rank_extra:
+        yield f"extra of each rank: {plural(len(checkpoint.rank_extra), 'rank')}"

@@ -8,19 +8,45 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import TextIO
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TextIO, TypeAlias
 
+from fsdpckpt.cli.table import visible
 from fsdpckpt.process_role import process_role
 from fsdpckpt.progress import NoProgress, Progress
 from fsdpckpt.text import size_text
 
-__all__ = ["Lines", "Output", "redirect_to_null", "visible"]
+__all__ = ["Colour", "Line", "Lines", "Output", "Styled", "redirect_to_null"]
 
 SCHEMA_VERSION = 1  # goes up when a key goes away or changes its meaning; new keys may come at any time
-GAP = 2  # spaces between columns
 SECONDS_BETWEEN_LINES = 5.0  # often enough to show progress in a CI log, seldom enough not to fill it
+
+
+class Colour(StrEnum):
+    """What a colour says. The values are those of the terminal's control sequence."""
+
+    BAD = "1;31"
+    GOOD = "1;32"
+    NEW = "32"
+    CHANGED = "33"
+    HEADING = "1"
+    ASIDE = "2"
+
+
+@dataclass(frozen=True, slots=True)
+class Styled:
+    """A line of which ``begin`` to ``end`` is coloured where colours are shown."""
+
+    text: str
+    colour: Colour
+    begin: int = 0
+    end: int | None = None
+
+
+Line: TypeAlias = str | Styled
 
 
 class Output:
@@ -30,26 +56,15 @@ class Output:
         self.as_json = as_json
         self.quiet = quiet
 
-    def data(self, lines: Iterable[str]) -> None:
+    def data(self, lines: Iterable[Line]) -> None:
         """Print lines on stdout; nothing with ``--json``."""
         if not self.as_json:
-            self._write(sys.stdout, "".join(f"{visible(line)}\n" for line in lines))
+            self._write(sys.stdout, _text(lines, sys.stdout))
 
-    def table(self, headings: Sequence[str], rows: Iterable[Sequence[str]], *, right: frozenset[str]) -> None:
-        """Print a table, with rich on a terminal, else as aligned text. ``right``: headings of numeric columns."""
-        if self.as_json:
-            return
-        cells = [[visible(text) for text in row] for row in rows]
-        widths = [max(map(len, column)) for column in zip(headings, *cells, strict=True)]
-        # A table wider than the terminal would be folded within its columns: plain lines wrap more legibly.
-        if (
-            sys.stdout is not None
-            and sys.stdout.isatty()
-            and sum(widths) + GAP * (len(widths) - 1) <= shutil.get_terminal_size().columns
-        ):
-            _draw(headings, cells, right)
-        else:
-            self._write(sys.stdout, _aligned(headings, cells, widths, right))
+    @property
+    def columns(self) -> int | None:
+        """The width of the terminal that data goes to, None when it goes anywhere else."""
+        return shutil.get_terminal_size().columns if _is_terminal(sys.stdout) and not self.as_json else None
 
     def document(self, make: Callable[[], Mapping[str, object]], schema: str | None = None) -> None:
         """Print the one JSON document that ``make`` returns; without ``--json`` it is not called.
@@ -63,14 +78,14 @@ class Output:
                 text = json.dumps(document, allow_nan=False)
             self._write(sys.stdout, text + "\n")
 
-    def message(self, text: str) -> None:
+    def message(self, text: Line) -> None:
         """One line for a person, on stderr; nothing with ``--quiet``."""
         if not self.quiet:
-            self._write(sys.stderr, visible(text) + "\n")
+            self._write(sys.stderr, _text([text], sys.stderr))
 
-    def error(self, text: str) -> None:
-        """Print an error of several lines on stderr, also with ``--quiet``."""
-        self._write(sys.stderr, "".join(f"{visible(line)}\n" for line in text.split("\n")))
+    def error(self, lines: Iterable[Line]) -> None:
+        """Print an error on stderr, also with ``--quiet``."""
+        self._write(sys.stderr, _text(lines, sys.stderr))
 
     def progress(self) -> AbstractContextManager[Progress]:
         """Show progress: a bar on a terminal, a line every few seconds in a log, nothing if quiet."""
@@ -89,22 +104,33 @@ class Output:
             redirect_to_null(stream)
 
 
+def _text(lines: Iterable[Line], stream: TextIO | None) -> str:
+    """The lines as ``stream`` shows them: with colours on a terminal, unless NO_COLOR says otherwise."""
+    environment = os.environ
+    colours = bool(environment.get("FORCE_COLOR")) or (_is_terminal(stream) and environment.get("TERM") != "dumb")
+    colours = colours and not environment.get("NO_COLOR")
+    parts = []
+    for line in lines:
+        if isinstance(line, str):
+            parts.append(visible(line))
+        elif not colours:
+            parts.append(visible(line.text))
+        else:
+            before, middle = line.text[: line.begin], line.text[line.begin : line.end]
+            after = "" if line.end is None else line.text[line.end :]
+            parts.append(f"{visible(before)}\x1b[{line.colour}m{visible(middle)}\x1b[0m{visible(after)}")
+    return "".join(f"{part}\n" for part in parts)
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    return stream is not None and stream.isatty()
+
+
 def redirect_to_null(stream: TextIO) -> None:
     """Point a broken ``stream`` at the null device: the interpreter flushes it at exit, and would print an error."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)
-
-
-def visible(text: str) -> str:
-    """``text`` on one line, with line breaks and control sequences of the terminal escaped."""
-    if text.isprintable():
-        return text
-    return "".join(char if char.isprintable() else _escaped(char) for char in text)
-
-
-def _escaped(char: str) -> str:
-    return char if "\ud800" <= char <= "\udfff" else repr(char)[1:-1]  # lone surrogates are bytes of a file name
 
 
 def _writable(stream: TextIO, text: str) -> bool:
@@ -120,36 +146,11 @@ def _progress(output: Output) -> Iterator[Progress]:
     if output.quiet or process_role.silent:
         yield NoProgress()
         return
-    if sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
+    if _is_terminal(sys.stderr) and os.environ.get("TERM") != "dumb":
         with _bar() as stages:
             yield stages
         return
     yield Lines(output.message)
-
-
-def _draw(headings: Sequence[str], rows: Iterable[Sequence[str]], right: frozenset[str]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
-    for heading in headings:
-        table.add_column(heading, justify="right" if heading in right else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*(text.replace("[", r"\[") for text in row))
-    Console(file=sys.stdout).print(table)
-
-
-def _aligned(
-    headings: Sequence[str], rows: Sequence[Sequence[str]], widths: Sequence[int], right: frozenset[str]
-) -> str:
-    lines = []
-    for row in (headings, *rows):
-        cells = [
-            text.rjust(width) if heading in right else text.ljust(width)
-            for heading, text, width in zip(headings, row, widths, strict=True)
-        ]
-        lines.append((" " * GAP).join(cells).rstrip() + "\n")
-    return "".join(lines)
 
 
 class Lines:

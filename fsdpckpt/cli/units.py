@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import redirect_stdout
 from typing import TYPE_CHECKING
 
+from fsdpckpt.cli.table import Cell, Name, table_lines
 from fsdpckpt.errors import NeedsInformationError, TargetExistsError, UsageError
 from fsdpckpt.option_fields import Scope, given
 from fsdpckpt.options import UnitsOptions
@@ -42,7 +43,7 @@ writes the same file without inference.
 
 UNITS_FILE = "units.json"  # in a directory given to --output, where it is found beside a checkpoint
 HEADINGS = ("flat parameter", "strategy", "parameters", "frozen", "elements", "dtype", "param_dtype")
-NUMERIC = frozenset({"parameters", "frozen", "elements"})
+NUMERIC = frozenset({2, 3, 4})
 _MARK, _HEAD = b'"fsdpckpt-units"', 4096  # what every units file has near its beginning
 _HELP = "fsdpckpt units --help  # the options, with examples"
 
@@ -138,7 +139,7 @@ def _show(output: Output, result: ResolvedUnits) -> None:
     units = result.units
     output.document(lambda: encode(units, how=result.how))
     output.data(_summary(units))
-    output.table(HEADINGS, map(_row, units.units), right=NUMERIC)
+    output.data(table_lines([HEADINGS, *map(_row, units.units)], right=NUMERIC, columns=output.columns))
     output.data(_rest(units))
     output.data(result.how)
     output.data(f"not settled by the checkpoint, and without effect on it: {name}" for name in result.unsettled)
@@ -157,11 +158,11 @@ def _summary(units: Units) -> Iterator[str]:
     yield ""
 
 
-def _row(unit: Unit) -> list[str]:
+def _row(unit: Unit) -> list[Cell]:
     """The cells of one unit, under ``HEADINGS``."""
     frozen = sum(not param.requires_grad for param in unit.params)
     return [
-        unit.key,
+        Name(unit.key),
         unit.strategy.value,
         count_text(len(unit.params)),
         count_text(frozen) if frozen else "-",

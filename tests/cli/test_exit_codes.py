@@ -169,7 +169,7 @@ def test_a_signal_to_the_process_is_130(tmp_path: Path, number: int) -> None:
 
 def test_with_json_an_error_is_a_document_too(run: Run, tmp_path: Path) -> None:
     done = run("verify", tmp_path / "nowhere", "--json")
-    assert (done.code, done.err) == (3, "")
+    assert (done.code, done.err) == (3, f"error: source missing: {tmp_path / 'nowhere'} does not exist\n")  # for a log
     error = json.loads(done.out)["error"]
     assert (error["type"], error["exit_code"], error["file"]) == ("SourceMissingError", 3, str(tmp_path / "nowhere"))
     usage = run("convert", "--json")

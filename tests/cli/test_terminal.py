@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import re
@@ -15,7 +16,10 @@ import pytest
 import torch
 
 from fsdpckpt.cli import output
+from fsdpckpt.cli.errors import report
 from fsdpckpt.cli.output import Lines, Output
+from fsdpckpt.cli.table import table_lines
+from fsdpckpt.errors import SourceError
 from fsdpckpt.text import plural, size_text
 
 
@@ -56,10 +60,14 @@ def test_a_terminal_gets_a_drawn_table_and_a_bar(saved: Path) -> None:
     assert "━" not in at_a_terminal("verify", saved, "--digests", "-q")
 
 
-def test_a_table_wider_than_the_terminal_keeps_its_lines_whole(tmp_path: Path) -> None:
+def test_a_name_wider_than_the_terminal_is_cut_in_its_middle_and_no_line_is_folded(tmp_path: Path) -> None:
     name = "a.very.long.name.of.a.module." * 3 + "weight"
     torch.save({name: torch.randn(2, 3)}, tmp_path / "long.pt")
-    assert name in at_a_terminal("inspect", tmp_path / "long.pt", columns=60)
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", at_a_terminal("inspect", tmp_path / "long.pt", columns=60))
+    (row,) = [line for line in shown.splitlines() if "24 B" in line and "weight" in line and "model:" not in line]
+    assert len(row) <= 60
+    assert row.startswith("a.very.")
+    assert "…" in row
 
 
 def test_a_log_gets_lines_with_bytes_rate_and_remaining_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,21 +97,48 @@ def test_quiet_keeps_data_and_errors(capsys: pytest.CaptureFixture[str]) -> None
     output = Output(as_json=False, quiet=True)
     output.message("message")
     output.data(["data"])
-    output.error("error")
+    output.error(["error"])
     assert capsys.readouterr() == ("data\n", "error\n")
 
 
 def test_json_is_all_of_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     output = Output(as_json=True, quiet=False)
     output.data(["data"])
-    output.table(["key"], [["w"]], right=frozenset())
     output.document(lambda: {"key": "é"})
     assert capsys.readouterr().out == '{"key": "é"}\n'
 
 
-def test_plain_tables_align_numbers_right(capsys: pytest.CaptureFixture[str]) -> None:
-    Output(as_json=False, quiet=False).table(["key", "bytes"], [["w", "12"], ["bias", "7"]], right=frozenset({"bytes"}))
-    assert capsys.readouterr().out == "key   bytes\nw        12\nbias      7\n"
+def test_tables_align_numbers_right() -> None:
+    rows = [["key", "bytes"], ["w", "12"], ["bias", "7"]]
+    assert table_lines(rows, right={1}) == ["key   bytes", "w        12", "bias      7"]
+
+
+@pytest.mark.parametrize(
+    ("terminal", "variables", "coloured"),
+    [
+        (True, {}, True),
+        (False, {}, False),
+        (True, {"NO_COLOR": "1"}, False),
+        (True, {"TERM": "dumb"}, False),
+        (False, {"FORCE_COLOR": "1"}, True),
+        (True, {"FORCE_COLOR": "1", "NO_COLOR": "1"}, False),
+    ],
+)
+def test_colours_are_for_terminals_unless_a_variable_says_otherwise(
+    terminal: bool, variables: dict[str, str], coloured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: terminal, raising=False)
+    monkeypatch.setattr("sys.stderr", stream)
+    for name in ("NO_COLOR", "FORCE_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    report(Output(as_json=False, quiet=True), SourceError("it is \x1b[2J torn"))
+    first = stream.getvalue().splitlines()[0]
+    label, rest = ("\x1b[1;31merror:\x1b[0m", " ") if coloured else ("error:", " ")
+    assert first.startswith(label + rest)
+    assert "\x1b[2J" not in first
 
 
 def test_sizes_and_counts_read_well() -> None:

@@ -1,0 +1,241 @@
+"""Lists the tensors of ``inspect``: one row a key, or, on a terminal, one row for the keys of all layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from fsdpckpt.cli.table import Cell, Name, table_lines
+from fsdpckpt.describe import Description, Json
+from fsdpckpt.folding import braces, fold
+from fsdpckpt.ir.checkpoint import NamedTensor, OptimState, Section
+from fsdpckpt.text import count_text, shape_text, size_text
+
+__all__ = ["Row", "folded_rows", "listing"]
+
+FIELDS = ("section", "key", "dtype", "shape", "bytes", "placement")
+STATS = ("min", "max", "mean", "std", "norm", "NaN", "Inf")
+PIECES = ("rank", "box", "file", "offset")
+NUMBERS = frozenset({"bytes", *STATS, "rank", "offset"})  # aligned right
+IN_MODEL = "as in model"  # the shape or the placement of a state that has its parameter's
+SEVERAL = "several"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One key, or the ``count`` keys that ``key`` stands for; ``nbytes``: of all of them.
+
+    ``more``: the cells of statistics or of one piece. ``again``: a further piece of the key in the row above.
+    """
+
+    section: Section
+    key: str
+    dtype: str
+    shape: str
+    nbytes: int
+    placement: str
+    count: int = 1
+    more: tuple[Cell, ...] = ()
+    again: bool = False
+
+    def cells(self, fields: Iterable[str]) -> tuple[Cell, ...]:
+        return (*("" if self.again else self._cell(field) for field in fields), *self.more)
+
+    def _cell(self, field: str) -> Cell:
+        if field == "key":
+            return Name(self.key, f"  x{count_text(self.count)}" if self.count > 1 else "")
+        return size_text(self.nbytes) if field == "bytes" else str(getattr(self, field))
+
+
+def listing(
+    description: Description, *, ranks: bool, unfold: bool, columns: int | None
+) -> tuple[list[str], frozenset[int]]:
+    """The lines of the table, and which of them are headings. ``columns``: of the terminal, None in a pipe."""
+    measured = description.stats is not None
+    more = (*(STATS if measured else ()), *(PIECES if ranks else ()))
+    rows = folded_rows(description) if not unfold and not more else _rows(description, short=columns is not None)
+    if ranks:
+        rows = list(_pieces(description, rows))
+    lines = _lines([(*FIELDS, *more), *(row.cells(FIELDS) for row in rows)], (*FIELDS, *more), None)
+    if columns is None or not rows or max(map(len, lines)) <= columns:
+        return lines, frozenset({0})
+    return _by_section(rows, more, columns)
+
+
+def _lines(cells: Sequence[Sequence[Cell]], headings: Sequence[str], columns: int | None) -> list[str]:
+    right = frozenset(at for at, heading in enumerate(headings) if heading in NUMBERS)
+    return table_lines(cells, right=right, columns=columns)
+
+
+def _by_section(rows: Sequence[Row], more: Sequence[str], columns: int) -> tuple[list[str], frozenset[int]]:
+    """A heading for each section, which says what its rows have in common, and no columns for that."""
+    sections = {row.section: [each for each in rows if each.section is row.section] for row in rows}
+    common = {section: _common(of_section) for section, of_section in sections.items()}
+    fields = [field for field in FIELDS[2:] if any(field not in each for each in common.values())]
+    if more:  # which needs the room
+        fields = [field for field in fields if field == "shape" and more == PIECES]
+    cells: list[Sequence[Cell]] = []
+    headings = set()
+    for section, of_section in sections.items():
+        told = ", ".join(text for field, text in common[section].items() if field not in fields)
+        headings.add(len(cells))
+        cells.append((Name(f"{section}: {told}" if told else str(section)), *fields, *more))
+        cells += [row.cells(("key", *fields)) for row in of_section]
+    return _lines(cells, ("key", *fields, *more), columns), frozenset(headings)
+
+
+def _common(rows: Sequence[Row]) -> dict[str, str]:
+    """The dtype and the placement of all rows, as far as they have one; a scalar that is whole goes with any."""
+    dtypes = {row.dtype for row in rows}
+    placements = {row.placement for row in rows if (row.shape, row.placement) != ("[]", "whole")} or {"whole"}
+    found = {"dtype": dtypes, "placement": placements}
+    return {field: next(iter(texts)) for field, texts in found.items() if len(texts) == 1}
+
+
+def _row(named: NamedTensor) -> Row:
+    tensor = named.tensor
+    return Row(named.section, named.key, tensor.dtype.name, shape_text(tensor.shape), tensor.nbytes, tensor.placement)
+
+
+def _rows(description: Description, *, short: bool) -> list[Row]:
+    """One row a key. ``short``: numbers with fewer digits."""
+    shown = [_row(named) for named in description.tensors]
+    if description.stats is None:
+        return shown
+    return [
+        replace(row, more=_stats_cells(stats, 3 if short else 5))
+        for row, stats in zip(shown, description.stats, strict=True)
+    ]
+
+
+def _stats_cells(stats: dict[str, Json] | None, digits: int) -> tuple[Cell, ...]:
+    if stats is None:
+        return ("-",) * len(STATS)
+    values = [stats[name] for name in STATS[:5]]
+    numbers = [f"{value:.{digits}g}" if isinstance(value, (int, float)) else "-" for value in values]
+    return (*numbers, str(stats["nan"]), str(stats["inf"]))
+
+
+def _pieces(description: Description, rows: Sequence[Row]) -> Iterator[Row]:
+    """One row a stored piece."""
+    from fsdpckpt.ir.coverage import box_text
+
+    source = description.checkpoint.source.rstrip("/")
+    paths = [_below(file.path, source) for file in description.checkpoint.files]
+    for row, named in zip(rows, description.tensors, strict=True):
+        chunks = named.tensor.chunks
+        columns = (chunks.rank, chunks.start, chunks.size, chunks.file, chunks.offset)
+        number = -1
+        for number, (rank, start, size, file, offset) in enumerate(
+            zip(*(column.tolist() for column in columns), strict=True)
+        ):
+            path = paths[file] if 0 <= file < len(paths) else "?"
+            piece = (str(rank), box_text(start, size), Name(path), str(offset))
+            again = number > 0
+            yield replace(row, more=(*(("",) * len(row.more) if again else row.more), *piece), again=again)
+        if number < 0:
+            yield replace(row, more=(*row.more, "", "", "", ""))
+
+
+def _below(path: str, source: str) -> str:
+    """The path of a file as seen from the source, which the summary names already."""
+    return path.removeprefix(source + "/") if path != source else path.rpartition("/")[2]
+
+
+def folded_rows(description: Description) -> list[Row]:
+    """One row for all keys that differ in numbers only and agree in dtype, shape and placement.
+
+    An optimizer state that all parameters have is one row: ``*.exp_avg``. What the extras have in common, when ranks
+    saved their own, is a copy of rank 0's and has no row.
+    """
+    tensors = description.tensors
+    extras = {named.key for named in tensors if named.section is Section.EXTRA}
+    taken: dict[Section, list[NamedTensor]] = {}
+    for named in tensors:
+        if named.section is not Section.EXTRA or f"rank0.{named.key}" not in extras:
+            taken.setdefault(named.section, []).append(named)
+    rows: list[Row] = []
+    for section, of_section in taken.items():
+        if section is Section.OPTIM:
+            optim = description.checkpoint.optim
+            general, rest = _of_all_parameters(optim, of_section, taken.get(Section.MODEL, ()))
+            rows += [*general, *_states(rest)]
+        else:
+            rows += _folded([(named.key, _row(named)) for named in of_section])
+    return rows
+
+
+def _folded(keyed: Sequence[tuple[str, Row]]) -> list[Row]:
+    """``keyed``: the key to fold, and its row."""
+    alike = [(key, (row.section, row.dtype, row.shape, row.placement)) for key, row in keyed]
+    return [_joined(one.key, [keyed[at][1] for at in one.members]) for one in fold(alike)]
+
+
+def _joined(key: str, rows: Sequence[Row]) -> Row:
+    """One row for several that have everything else in common."""
+    return replace(rows[0], key=key, nbytes=sum(row.nbytes for row in rows), count=sum(row.count for row in rows))
+
+
+def _states(tensors: Sequence[NamedTensor]) -> list[Row]:
+    """States of parameters whose numbers are folded, those that a parameter has alike in one row."""
+    by_state: dict[str | None, list[tuple[str, Row]]] = {}
+    for named in tensors:
+        key = named.param if named.state is not None else named.key
+        by_state.setdefault(named.state, []).append((key, _row(named)))
+    several: dict[tuple[object, ...], list[tuple[str | None, Row]]] = {}
+    for state, keyed in by_state.items():
+        for row in _folded(keyed):
+            several.setdefault((row.key, row.dtype, row.shape, row.placement, row.count), []).append((state, row))
+    return [
+        _joined(_with_states(found[0][1].key, [state for state, _ in found if state]), [row for _, row in found])
+        for found in several.values()
+    ]
+
+
+def _with_states(key: str, states: Sequence[str]) -> str:
+    return f"{key}.{braces(states)}" if states else key
+
+
+def _of_all_parameters(
+    optim: OptimState | None, tensors: Sequence[NamedTensor], model: Sequence[NamedTensor]
+) -> tuple[list[Row], list[NamedTensor]]:
+    """A row for the states that every parameter of the optimizer has, and the tensors of all other states.
+
+    Only where the model's rows are there to say which parameters these are.
+    """
+    if optim is None or not model:
+        return [], list(tensors)
+    parameters = {str(key) for key in (*optim.grouped_keys(), *optim.state)}
+    of_model = {named.key: _row(named) for named in model}
+    by_state: dict[str | None, list[NamedTensor]] = {}
+    for named in tensors:
+        by_state.setdefault(named.state, []).append(named)
+    rest: list[NamedTensor] = []
+    several: dict[tuple[str, ...], list[tuple[str, list[Row]]]] = {}
+    for state, of_state in by_state.items():
+        rows = [_row(named) for named in of_state]
+        fields = [
+            _of_all(rows, field, [of_model.get(named.param) for named in of_state])
+            for field in ("dtype", "shape", "placement")
+        ]
+        if state is None or {named.param for named in of_state} != parameters or None in fields:
+            rest += of_state
+        else:
+            several.setdefault(tuple(map(str, fields)), []).append((state, rows))
+    general = []
+    for (_, shape, placement), found in several.items():
+        row = _joined(_with_states("*", [state for state, _ in found]), [row for _, rows in found for row in rows])
+        general.append(replace(row, shape=shape, placement=placement))
+    return general, rest
+
+
+def _of_all(rows: Sequence[Row], field: str, of_model: Sequence[Row | None]) -> str | None:
+    """What all rows have in ``field``, in words; None when they differ and not as their parameters do."""
+    values = [getattr(row, field) for row in rows]
+    if len(set(values)) == 1:
+        return str(values[0])
+    if field == "dtype":
+        return None
+    if all(one is None for one in of_model):  # an optimizer by ids: nothing says which parameter is which
+        return SEVERAL
+    return IN_MODEL if values == [getattr(one, field, None) for one in of_model] else None

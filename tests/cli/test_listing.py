@@ -1,0 +1,192 @@
+"""The rows of ``inspect``: everything in a pipe, at most as wide as the screen and folded on a terminal."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdpckpt.api import inspect
+from fsdpckpt.cli.listing import folded_rows, listing
+from fsdpckpt.describe import Description, describe
+from fsdpckpt.ir.checkpoint import (
+    Checkpoint,
+    Container,
+    Evidence,
+    EvidenceKind,
+    Layout,
+    ModelState,
+    OptimState,
+    SourceFile,
+)
+from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.tensors import Chunks, Tensor
+from tests.cli.conftest import Run, run, saved
+
+__all__ = ["run", "saved"]
+
+WIDTH, FEED = 16384, 53248
+MATRICES = {
+    "self_attn.q_proj": (WIDTH, WIDTH), "self_attn.k_proj": (1024, WIDTH), "self_attn.v_proj": (1024, WIDTH),
+    "self_attn.o_proj": (WIDTH, WIDTH), "mlp.gate_proj": (FEED, WIDTH), "mlp.up_proj": (FEED, WIDTH),
+    "mlp.down_proj": (WIDTH, FEED), "input_layernorm": (WIDTH,), "post_attention_layernorm": (WIDTH,),
+}  # fmt: skip
+
+
+def tensor(shape: tuple[int, ...], dtype: str = "float32", placement: str = "[Shard(0)]") -> Tensor:
+    chunks = Chunks.rows(ndim=len(shape), rank=[0], file=[0], offset=[0], start=[(0,) * len(shape)], size=[shape])
+    return Tensor(DTYPES[dtype], shape, chunks, True, placement if shape else "whole")
+
+
+def described(params: dict[str, Tensor], *, ids: bool = False, without: frozenset[str] = frozenset()) -> Description:
+    state = {
+        (number if ids else name): {
+            "step": tensor(()),
+            "exp_avg": tensor(param.shape),
+            "exp_avg_sq": tensor(param.shape),
+        }
+        for number, (name, param) in enumerate(params.items())
+        if name not in without
+    }
+    groups = [{"lr": 0.001, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": None, "params": list(state)}]
+    optim = OptimState(dict(state), groups)
+    files = (SourceFile("405b/__0_0.distcp", 1),)
+    evidence = (
+        Evidence(EvidenceKind.SECTIONS, "405b: model and optimizer"),
+        Evidence(EvidenceKind.CONTAINER, "a DCP directory: 405b has a .metadata file"),
+    )
+    model = ModelState(dict(params))
+    return describe(
+        Checkpoint("405b", Layout.SHARDED, Container.DCP, "plain", 8, files, model, optim, {}, evidence=evidence)
+    )
+
+
+def llama(layers: int = 126) -> dict[str, Tensor]:
+    shapes = {"model.embed_tokens.weight": (128256, WIDTH)}
+    shapes |= {f"model.layers.{n}.{name}.weight": shape for n in range(layers) for name, shape in MATRICES.items()}
+    shapes |= {"model.norm.weight": (WIDTH,), "lm_head.weight": (128256, WIDTH)}
+    return {name: tensor(shape, "bfloat16") for name, shape in shapes.items()}
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def on_screen(description: Description, columns: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What ``inspect`` prints on a terminal of this width."""
+    from fsdpckpt.cli.inspect import inspect_command
+    from fsdpckpt.cli.output import Output
+    from fsdpckpt.options import InspectOptions
+
+    screen = Screen()
+    monkeypatch.setattr("sys.stdout", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr("fsdpckpt.api.inspect", lambda *_, **__: description)
+    assert inspect_command(Output(as_json=False, quiet=False), "405b", InspectOptions()) == 0
+    return re.sub(r"\x1b\[[0-9;]*m", "", screen.getvalue()).splitlines()
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_a_model_of_405_billion_parameters_fits_the_screen(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = on_screen(described(llama()), columns, monkeypatch)
+    assert len(lines) < 24  # the prompt has a line, too
+    assert max(map(len, lines)) <= columns
+    text = "\n".join(lines)
+    assert "model.layers.{0..125}.self_attn.q_proj.weight  x126" in text
+    assert "*.{exp_avg,exp_avg_sq}  x2,274" in text
+    assert lines[-1] == "problems: none"
+    assert lines[-6].startswith("405b: sharded, dcp")
+    assert lines[-3].startswith("optim: keys: name, 3,411 tensors")
+    assert "lr=0.001, betas=(0.9, 0.95), weight_decay=0.1" in lines[-2]
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100, 120, 200])
+def test_no_row_is_wider_than_the_screen_and_no_two_are_the_same(columns: int) -> None:
+    params = {f"{tower}.blocks.{n}.layer.{k}.SelfAttention.relative_attention_bias.weight": tensor((n + 2, k + 2))
+              for tower in ("encoder", "decoder") for n in range(3) for k in range(2)}  # fmt: skip
+    for unfold in (False, True):
+        lines, headings = listing(described(params), ranks=False, unfold=unfold, columns=columns)
+        assert max(map(len, lines)) <= columns
+        assert 0 in headings
+        assert columns < 80 or len(set(lines)) == len(lines)
+
+
+def test_ranks_fit_110_columns() -> None:
+    lines, _ = listing(described(llama(2)), ranks=True, unfold=False, columns=110)
+    assert max(map(len, lines)) <= 110
+    assert len(lines) == 2 + 4 * 21  # each key: a model of 2 layers has 21 parameters
+    assert lines[0].split() == ["model:", "bfloat16,", "[Shard(0)]", "shape", "rank", "box", "file", "offset"]
+
+
+def test_a_pipe_gets_every_key() -> None:
+    description = described(llama(3))
+    lines, _ = listing(description, ranks=False, unfold=True, columns=None)
+    assert [line.split()[1] for line in lines[1:]] == [named.key for named in description.tensors]
+
+
+def test_states_that_differ_from_their_parameters_are_told() -> None:
+    params = {f"layers.{n}.weight": tensor((4, 3)) for n in range(4)}
+    description = described(params)
+    optim = description.checkpoint.optim
+    assert optim is not None
+    optim.state["layers.2.weight"]["exp_avg"] = tensor((4, 3), "bfloat16")
+    rows = folded_rows(describe(description.checkpoint))
+    assert [(row.key, row.dtype, row.count) for row in rows] == [
+        ("layers.{0..3}.weight", "float32", 4),
+        ("*.step", "float32", 4),
+        ("*.exp_avg_sq", "float32", 4),
+        ("layers.{0..1,3}.weight.exp_avg", "float32", 3),
+        ("layers.2.weight.exp_avg", "bfloat16", 1),
+    ]
+
+
+def test_a_parameter_without_state_is_not_hidden_by_a_star() -> None:
+    params = {f"layers.{n}.weight": tensor((4, 3)) for n in range(4)}
+    description = described(params)
+    optim = description.checkpoint.optim
+    assert optim is not None
+    del optim.state["layers.1.weight"]  # its group still lists it
+    rows = folded_rows(describe(description.checkpoint))
+    assert [(row.key, row.count) for row in rows[1:]] == [
+        ("layers.{0,2..3}.weight.step", 3),
+        ("layers.{0,2..3}.weight.{exp_avg,exp_avg_sq}", 6),
+    ]
+
+
+def test_an_optimizer_by_ids_does_not_claim_the_models_shapes() -> None:
+    rows = folded_rows(described(llama(2), ids=True))
+    assert [(row.key, row.shape, row.count) for row in rows[-2:]] == [
+        ("*.step", "[]", 21),
+        ("*.{exp_avg,exp_avg_sq}", "several", 42),
+    ]
+
+
+def test_states_alone_are_folded_by_layer() -> None:
+    from fsdpckpt.describe import Selection
+    from fsdpckpt.ir.checkpoint import Section
+
+    description = describe(described(llama()).checkpoint, Selection(section=Section.OPTIM))
+    keys = [row.key for row in folded_rows(description)]
+    assert "model.layers.{0..125}.mlp.up_proj.weight.{exp_avg,exp_avg_sq}" in keys
+    assert len(keys) == 2 * 12
+
+
+def test_the_random_states_of_all_ranks_are_one_row(tmp_path: Path) -> None:
+    for rank in range(3):
+        model = {"w": torch.full((2, 2), 3.0)}
+        extra = {"rng": {"cpu": torch.full((16,), rank, dtype=torch.uint8)}, "epoch": 2}
+        torch.save(model, tmp_path / f"model_world_size_3_rank_{rank}.pt")
+        torch.save(extra, tmp_path / f"extra_state_world_size_3_rank_{rank}.pt")
+    rows = folded_rows(inspect(tmp_path))
+    assert [(row.key, row.count) for row in rows if row.section == "extra"] == [("rank{0..2}.rng.cpu", 3)]
+
+
+def test_all_unfolds_and_a_pipe_is_never_folded(run: Run, saved: Path) -> None:
+    piped = run("inspect", saved).out
+    assert piped == run("inspect", saved, "--all").out
+    assert len(piped.splitlines()[piped.splitlines().index("") + 1 :]) == 1 + 24
