@@ -119,7 +119,7 @@ def test_convert_shows_every_option_as_a_keyword() -> None:
 @pytest.mark.parametrize(
     ("record", "function", "of_the_command_line"),
     [
-        (InspectOptions, api.inspect, {"names_only", "report"}),
+        (InspectOptions, api.inspect, {"all_keys", "names_only", "report"}),
         (DiffOptions, api.diff, set()),
         (VerifyOptions, api.verify, set()),
     ],
