@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final, Literal, TypeAlias
@@ -182,6 +182,12 @@ class Checksums:
         """From rows of (file, offset, nbytes, crc)."""
         table = np.asarray(rows, np.int64).reshape(len(rows), 4)
         return cls(table[:, 0], table[:, 1], table[:, 2], table[:, 3])
+
+    @classmethod
+    def joined(cls, parts: Iterable[Checksums]) -> Checksums:
+        """The records of all ``parts``."""
+        columns = [(part.file, part.offset, part.nbytes, part.crc) for part in parts]
+        return cls(*map(np.concatenate, zip(*columns, strict=True))) if columns else cls.of([])
 
     def by_place(self) -> dict[tuple[int, int], tuple[int, int]]:
         """(nbytes, crc) of each record by its (file, offset)."""

@@ -17,7 +17,10 @@ import numpy.typing as npt
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.mesh import Sharding
 
-__all__ = ["Box", "Chunks", "Int64Array", "ONE_SLICE", "RankBoxes", "SLICES", "Tensor", "contiguous_stride"]
+__all__ = [
+    "Box", "Chunks", "Int64Array", "ONE_SLICE", "RankBoxes", "SLICES", "Tensor", "contiguous_stride",
+    "contiguous_strides",
+]  # fmt: skip
 
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 
@@ -37,6 +40,17 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
         stride.append(step)
         step *= max(size, 1)
     return tuple(reversed(stride))
+
+
+def contiguous_strides(size: Int64Array) -> Int64Array:
+    """``contiguous_stride`` of each of n boxes (n, d); read-only, and one row in memory where all are the same."""
+    n, d = size.shape
+    if n and (size[1:, 1:] == size[0, 1:]).all():  # the first dimension is in no stride
+        return np.broadcast_to(np.array(contiguous_stride(size[0].tolist()), np.int64), (n, d))
+    stride = np.ones((n, d), np.int64)
+    for dim in range(d - 1, 0, -1):
+        np.multiply(stride[:, dim], np.maximum(size[:, dim], 1), out=stride[:, dim - 1])
+    return stride
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,14 +102,14 @@ class Chunks:
     ) -> Chunks:
         """Several chunks; ``stride`` None means each is row-major."""
         n = len(rank)
-        strides = [contiguous_stride(s) for s in size] if stride is None else stride
+        sizes = np.asarray(size, np.int64).reshape(n, ndim)
         return cls(
             np.asarray(rank, np.int64).reshape(n),
             np.asarray(file, np.int64).reshape(n),
             np.asarray(offset, np.int64).reshape(n),
             np.asarray(start, np.int64).reshape(n, ndim),
-            np.asarray(size, np.int64).reshape(n, ndim),
-            np.asarray(strides, np.int64).reshape(n, ndim),
+            sizes,
+            contiguous_strides(sizes) if stride is None else np.asarray(stride, np.int64).reshape(n, ndim),
         )
 
     def take(self, index: npt.NDArray[np.intp] | npt.NDArray[np.bool_]) -> Chunks:

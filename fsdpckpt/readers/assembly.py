@@ -99,7 +99,7 @@ def join(source: str, parts: Sequence[ReadPart], files: FileTable, *, flavor: st
         optim=optim,
         extra=_common(extra, changes, absences),
         rank_extra=_rank_extras(extra, changes, absences, world_size),
-        checksums=Checksums.of([row for part in parts for row in part.tree.checksums]),
+        checksums=Checksums.joined(part.tree.checksums for part in parts),
         evidence=_evidence(parts),
         problems=tuple(problem for part in parts for problem in _problems(part)),
         notes=(*notes, *(note for part in parts for note in _notes(part))),

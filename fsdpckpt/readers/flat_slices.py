@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from fsdpckpt.ir.checkpoint import BARE_VALUE, ModelState, OptimState, ParamKey
+from fsdpckpt.ir.checkpoint import BARE_VALUE, Checksums, ModelState, OptimState, ParamKey
 from fsdpckpt.ir.tensors import SLICES, Int64Array, Tensor
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.layouts.flattened import is_flat_key
@@ -23,8 +23,6 @@ __all__ = ["as_slices", "flat_parameter_keys", "read_as_slices", "is_optimizer",
 
 _DEPTH = 4  # how deep an optimizer may lie; composer, the deepest producer, needs 3
 _SHOWN = 6
-
-ChecksumRow = tuple[int, int, int, int]
 
 
 def mappings(value: object, path: tuple[Key, ...] = ()) -> Iterator[tuple[tuple[Key, ...], dict[Key, Value]]]:
@@ -68,7 +66,7 @@ def flat_parameter_keys(root: object) -> list[str]:
 def why_sliced(
     state: Mapping[ParamKey, Mapping[str, Tensor | Value]],
     model: ModelState | None,
-    checksums: Sequence[ChecksumRow] = (),
+    checksums: Checksums | None = None,
 ) -> str | None:
     """Why the states of ``state`` are the ranks' slices of flat parameters; None when they are whole on every rank.
 
@@ -91,7 +89,7 @@ def why_sliced(
 
 
 def _why_not_replicas(
-    vectors: Sequence[Tensor], known: set[tuple[int, ...]], checksums: Sequence[ChecksumRow], *, alone: bool
+    vectors: Sequence[Tensor], known: set[tuple[int, ...]], checksums: Checksums | None, *, alone: bool
 ) -> str | None:
     """Why vectors of one length on all ranks are slices. ``known``: shapes of the model; ``alone``: the optimizer has
     no state of more dimensions."""
@@ -120,9 +118,9 @@ def _whole_shapes(model: ModelState | None) -> set[tuple[int, ...]]:
     }
 
 
-def _differ(tensors: Sequence[Tensor], checksums: Sequence[ChecksumRow]) -> bool:
+def _differ(tensors: Sequence[Tensor], checksums: Checksums | None) -> bool:
     """Whether by CRC-32 some tensor's chunks are no copies of each other. What has no checksum says nothing."""
-    records = {(file, offset): (nbytes, crc) for file, offset, nbytes, crc in checksums}
+    records = checksums.by_place() if checksums is not None else {}
     for tensor in tensors:
         places = zip(tensor.chunks.file.tolist(), tensor.chunks.offset.tolist(), strict=True)
         sums = [records.get(place) for place in places]

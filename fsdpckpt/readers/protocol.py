@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
-from fsdpckpt.ir.checkpoint import Evidence, Layout, Note, Problem, Section, SourceFile
+from fsdpckpt.ir.checkpoint import Checksums, Evidence, Layout, Note, Problem, Section, SourceFile
 from fsdpckpt.ir.values import Value
 from fsdpckpt.storage.protocols import Entry
 from fsdpckpt.storage.sources import Sources
@@ -112,7 +112,7 @@ class Tree:
     ``rank_values``: for per-rank files, the non-tensor leaves (and plain tensors of extras) that differ between ranks:
     path -> value of each rank, index = rank (None where that rank has no such key). ``root`` has rank 0's.
     ``absences``: the same files' keys that some ranks lack: path -> those ranks.
-    ``checksums``: rows (file, offset, nbytes, crc). ``world_size``: how many ranks wrote it, from the metadata.
+    ``checksums``: CRC-32 records of its files. ``world_size``: how many ranks wrote it, from the metadata.
     ``container``: one of ``ir.checkpoint.Container``, or the name of a format that can only be read.
     ``evidence``: what says that the files are what they were taken for. ``devices``: the device types of the meshes of
     DTensors. ``flavor``: the producer where the content says it, or "".
@@ -124,7 +124,7 @@ class Tree:
     world_size: int
     rank_values: dict[tuple[Value, ...], tuple[Value, ...]] = field(default_factory=dict)
     absences: dict[tuple[Value, ...], frozenset[int]] = field(default_factory=dict)
-    checksums: list[tuple[int, int, int, int]] = field(default_factory=list)
+    checksums: Checksums = field(default_factory=lambda: Checksums.of([]))
     evidence: list[Evidence] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)

@@ -25,6 +25,7 @@ from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUns
 from fsdpckpt.formats.dcp.metadata import DcpMetadata, merge_metadata, parse_metadata
 from fsdpckpt.formats.pickle.read import instance_class
 from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.storage.local import MemoryFile
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
@@ -56,7 +57,18 @@ def metadata(**changes: Any) -> Metadata:
 
 
 def parse(value: Any) -> DcpMetadata:
-    return parse_metadata(value if isinstance(value, bytes) else pickle.dumps(value, protocol=4), file="d/.metadata")
+    data = value if isinstance(value, bytes) else pickle.dumps(value, protocol=4)
+    return parse_metadata(MemoryFile(data, "d/.metadata"))
+
+
+def rows(found: DcpMetadata, key: str) -> list[tuple[Any, ...]]:
+    """Start, size, path, offset and length of each chunk."""
+    chunks = found.tensors[key].chunks
+    columns = (column.tolist() for column in (chunks.start, chunks.size, chunks.file, chunks.item))
+    return [
+        (tuple(start), tuple(extent), found.files[file], *item)
+        for start, extent, file, item in zip(*columns, strict=True)
+    ]
 
 
 def refusal(value: Any) -> SourceCorruptError:
@@ -70,9 +82,9 @@ def test_every_field_is_understood() -> None:
     found = parse(metadata())
     tensor = found.tensors["m.w"]
     assert (tensor.dtype.name, tensor.shape) == ("bfloat16", (7, 3))
-    assert tensor.chunks == [
-        ((0, 0), (4, 3), ("__0_0.distcp", 0, 100, ())),
-        ((4, 0), (3, 3), ("__1_0.distcp", 7, 90, ())),
+    assert rows(found, "m.w") == [
+        ((0, 0), (4, 3), "__0_0.distcp", 0, 100),
+        ((4, 0), (3, 3), "__1_0.distcp", 7, 90),
     ]
     assert found.items == {"m.lr": ("__0_0.distcp", 100, 50, ())}
     assert found.paths == {"m.lr": ("m", "lr"), "m.w": ("m", "w")}
@@ -91,10 +103,10 @@ def test_real_files_of_old_versions_are_read_as_torch_reads_them(path: str) -> N
             continue
         tensor = found.tensors[key]
         assert (tensor.shape, tensor.dtype.name) == (tuple(entry.size), str(entry.properties.dtype)[6:])
-        for ours, theirs in zip(tensor.chunks, entry.chunks, strict=True):
+        for ours, theirs in zip(rows(found, key), entry.chunks, strict=True):
             info = expected.storage_data[MetadataIndex(key, theirs.offsets)]
             assert ours[:2] == (tuple(theirs.offsets), tuple(theirs.sizes))
-            assert ours.stored[:3] == (info.relative_path, info.offset, info.length)
+            assert ours[2:] == (info.relative_path, info.offset, info.length)
     assert found.paths == expected.planner_data
 
 
@@ -118,7 +130,7 @@ def test_an_empty_chunk_that_several_ranks_declared_is_one() -> None:
         MetadataIndex("w", size(1)): _StorageInfo("__1_0.distcp", 0, 9),
     }
     found = parse(Metadata({"w": entry}, None, stored))
-    assert [c.size for c in found.tensors["w"].chunks] == [(1,), (0,)]
+    assert [extent for _, extent, *_ in rows(found, "w")] == [(1,), (0,)]
     assert found.paths is None and found.order == ["w"]
 
 
@@ -236,7 +248,7 @@ def test_rank_local_descriptions_are_joined_and_contradictions_refused() -> None
 
     first, second = part(0, 4, size(7), "__0_0.distcp"), part(4, 3, size(7), "__1_0.distcp")
     merged = merge_metadata([("a", first), ("b", second)])
-    assert [(c.start, c.stored.relative_path) for c in merged.tensors["w"].chunks] == [
+    assert [(start, path) for start, _, path, *_ in rows(merged, "w")] == [
         ((0,), "__0_0.distcp"),
         ((4,), "__1_0.distcp"),
     ]

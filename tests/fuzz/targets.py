@@ -54,7 +54,7 @@ def _values(data: bytes) -> object:
 TARGETS: dict[str, Target] = {
     "pickle": _pickle,
     "plain-pickle": lambda data: load(data, file="it.pkl"),
-    "dcp-metadata": lambda data: parse_metadata(data, file="d/.metadata"),
+    "dcp-metadata": lambda data: parse_metadata(MemoryFile(data, "d/.metadata")),
     "zip": _zip,
     "torch": lambda data: read_archive(MemoryFile(data, "it.pt"), 0),
     "dcp-item": lambda data: ItemReader(MemoryFile(data, "__0_0.distcp")).tensor(0, len(data)),

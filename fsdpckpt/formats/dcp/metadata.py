@@ -12,28 +12,42 @@ Python versions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from math import prod
-from operator import add, le
+from operator import add, itemgetter, le
 from typing import NamedTuple, NoReturn, TypeGuard
 
-from fsdpckpt.errors import SourceIncompleteError, damaged
+import numpy as np
+
+from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsafeError, damaged
+from fsdpckpt.formats.dcp.chunk_table import (
+    ChunkTable,
+    Indexes,
+    Stored,
+    StoredChunks,
+    disjoint_and_inside,
+    is_inside,
+)
+from fsdpckpt.formats.dcp.fields import UnusualError
 from fsdpckpt.formats.dcp.records import TorchName, load_records
+from fsdpckpt.formats.dcp.reduce import Reduced, Run, reduce_pickle
+from fsdpckpt.formats.dcp.runs import INDEX
 from fsdpckpt.formats.pickle.cost import MAX_DEPTH
 from fsdpckpt.formats.pickle.read import StubInstance
 from fsdpckpt.formats.pickle.write import PickleOpcodes, integer, integers
 from fsdpckpt.ir.dtypes import DTYPES, MAX_DIMENSIONS, DType
+from fsdpckpt.ir.tensors import Int64Array
+from fsdpckpt.storage.protocols import ByteSource
 from fsdpckpt.text import truncate
 
 __all__ = [
-    "Chunk",
     "DcpEntry",
     "DcpMetadata",
     "DcpTensor",
-    "Stored",
     "StoredChunk",
     "merge_metadata",
     "metadata_pickle",
@@ -41,40 +55,25 @@ __all__ = [
 ]
 
 PathElement = int | str
-_Indexes = tuple[int, ...]
 _INTEGERS = {int}
+_FEW_CHUNKS = 8  # up to this many, plain Python is faster than numpy's cost per call
 
 
-class Stored(NamedTuple):
-    """Where one item lies: ``length`` bytes from ``offset`` of ``relative_path``, encoded by ``transforms``."""
-
-    relative_path: str
-    offset: int
-    length: int
-    transforms: tuple[str, ...] = ()
-
-
-class Chunk(NamedTuple):
-    """One box of a tensor, ``start`` .. ``start + size`` in elements, and the item that holds it."""
-
-    start: _Indexes
-    size: _Indexes
-    stored: Stored
-
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class DcpTensor:
     """One tensor: ``shape`` is global, ``chunks`` in the file's order, each offset once."""
 
     dtype: DType
     shape: tuple[int, ...]
-    chunks: list[Chunk]
+    chunks: StoredChunks
 
 
 @dataclass(slots=True)
 class DcpMetadata:
-    """``tensors`` and ``items`` (pickled values) by flat key. ``paths``: flat key to its nesting, dict keys as str and
-    list positions as int; None when the save did not flatten. ``version``: None before torch wrote one.
+    """``tensors`` and ``items`` (pickled values) by flat key. ``files``: relative paths, which chunks name by position.
+
+    ``paths``: flat key to its nesting, dict keys as str and list positions as int; None when the save did not flatten.
+    ``version``: None before torch wrote one. ``transforms``: how items are encoded, of those that are.
     """
 
     tensors: dict[str, DcpTensor]
@@ -82,6 +81,8 @@ class DcpMetadata:
     paths: dict[str, tuple[PathElement, ...]] | None
     version: str | None = None
     order: list[str] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+    transforms: frozenset[str] = frozenset()
 
 
 class _Context(NamedTuple):
@@ -95,65 +96,81 @@ class _Context(NamedTuple):
         raise damaged(self.file, what, expected, text, key=key, why=why)
 
 
-def parse_metadata(data: bytes, *, file: str) -> DcpMetadata:
-    """Parse and validate the bytes of ``.metadata``; ``file`` names it in messages.
+def parse_metadata(source: ByteSource) -> DcpMetadata:
+    """Parse and validate a ``.metadata`` file.
 
     Raises SourceUnsafeError (unknown globals), SourceCorruptError (contradictions), SourceIncompleteError (entries
     without a stored item, all named).
     """
+    reduced = reduce_pickle(source)
+    if reduced is not None:
+        # Anything unexpected is for the general reader to accept or to name: it sees each record.
+        with suppress(UnusualError, SourceCorruptError, SourceUnsafeError):
+            return _parse(load_records(reduced.pickle, file=source.path, runs=reduced.runs), source.path, reduced)
+    return _parse(load_records(source.read(0, source.nbytes), file=source.path), source.path, None)
+
+
+def _parse(root: object, file: str, reduced: Reduced | None) -> DcpMetadata:
     context = _Context(file)
-    root = load_records(data, file=file)
     if not isinstance(root, StubInstance) or type(root).__name__ != "Metadata":
         context.refuse("this is a pickle, but not DCP metadata", expected="Metadata", found=type(root).__name__)
     fields = vars(root)
     entries = fields.get("state_dict_metadata")
     if not isinstance(entries, dict):
         context.refuse("there is no table of entries", expected="state_dict_metadata")
-    stored = _stored_items(fields.get("storage_data"), context)
-    tensors: dict[str, DcpTensor] = {}
+    table = ChunkTable(reduced)
+    _read_storage_data(fields.get("storage_data"), table, context)
+    heads: dict[str, tuple[DType, Indexes]] = {}
     items: dict[str, Stored] = {}
-    missing: list[str] = []
+    missing: list[tuple[float, str]] = []  # number of tensors before it, what
     for key, entry in entries.items():
         if type(key) is not str or not isinstance(entry, StubInstance):
             context.refuse("an entry is neither a tensor nor a value", found=key)
         kind = type(entry).__name__
         if kind == "TensorStorageMetadata":
-            tensors[key] = _tensor(key, entry, stored, missing, context)
+            heads[key] = _tensor(key, entry, table, context)
         elif kind == "BytesStorageMetadata":
-            item = stored.get((key, None))
+            item = table.single.get((key, None))
             if item is None:
-                missing.append(key)
+                missing.append((len(table) - 0.5, key))
             else:
                 items[key] = item
         else:
             context.refuse("an entry is neither a tensor nor a value", key=key, found=kind)
-    _require_all(missing, context)
-    version = fields.get("version")
     paths = _paths(fields.get("planner_data"))
+    chunks, unstored = table.finish()
+    _require_all([*missing, *unstored], context)
+    tensors = {key: DcpTensor(*head, rows) for (key, head), rows in zip(heads.items(), chunks, strict=True)}
+    version = fields.get("version")
     order = list(entries)
     if paths is not None:  # planner_data keeps the state dict's own order, the table of entries does not
         order = list(dict.fromkeys([*(key for key in paths if key in entries), *order]))
-    return DcpMetadata(tensors, items, paths, version if isinstance(version, str) else None, order)
+    transforms = table.transforms.union(*(item.transforms for item in items.values()))
+    version = version if isinstance(version, str) else None
+    return DcpMetadata(tensors, items, paths, version, order, table.files, frozenset(transforms))
 
 
-def _require_all(missing: list[str], context: _Context) -> None:
+def _require_all(missing: list[tuple[float, str]], context: _Context) -> None:
     if missing:
+        names = [name for _, name in sorted(missing, key=itemgetter(0))]
         raise SourceIncompleteError(
-            f"{context.file}: {len(missing)} entries have no stored data",
-            details=missing[:50],
+            f"{context.file}: {len(names)} entries have no stored data",
+            details=names[:50],
             why="the save did not finish, or the metadata was damaged",
             next_step="save the checkpoint again",
             file=context.file,
-            key=missing[0],
+            key=names[0],
         )
 
 
-def _stored_items(data: object, context: _Context) -> dict[tuple[str, _Indexes | None], Stored]:
+def _read_storage_data(data: object, table: ChunkTable, context: _Context) -> None:
     if not isinstance(data, dict):
         context.refuse("there is no table of stored items", expected="storage_data")
-    stored: dict[tuple[str, _Indexes | None], Stored] = {}
     checked: set[str] = set()
     for index, info in data.items():
+        if isinstance(index, Run) and info is index:
+            table.use(index, INDEX)
+            continue
         try:
             where = index.__dict__
             what = info.__dict__
@@ -166,15 +183,14 @@ def _stored_items(data: object, context: _Context) -> dict[tuple[str, _Indexes |
         fqn, start = place
         if type(fqn) is not str or not (start is None or _is_shape(start)):
             context.refuse("an entry of storage_data names no tensor", found=f"{truncate(fqn)} at {truncate(start)}")
-        if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
+        if type(offset) is not int or type(length) is not int or not (0 <= offset < 1 << 63 and 0 <= length < 1 << 63):
             context.refuse(
                 "an item lies at an impossible place",
                 key=fqn,
                 found=f"{truncate(offset)}, {truncate(length)} bytes",
             )
         transforms = what.get("transform_descriptors")
-        stored[place] = Stored(path, offset, length, _transforms(transforms, context) if transforms else ())
-    return stored
+        table.single[place] = Stored(path, offset, length, _transforms(transforms, context) if transforms else ())
 
 
 def _transforms(value: object, context: _Context) -> tuple[str, ...]:
@@ -184,29 +200,21 @@ def _transforms(value: object, context: _Context) -> tuple[str, ...]:
 
 
 def _checked_path(path: object, context: _Context) -> str:
-    """``path``; a relative path may not leave the directory it is relative to."""
-    text = path if type(path) is str else ""
-    outside = not text or text.startswith(("/", "\\")) or "\0" in text or ":" in text.split("/")[0]
-    if outside or ".." in text.replace("\\", "/").split("/"):
+    if type(path) is not str or not is_inside(path):
         context.refuse(
             "an item lies outside the checkpoint directory", expected="a relative path", found=truncate(path)
         )
-    return text
+    return path
 
 
-def _is_shape(value: object) -> TypeGuard[_Indexes]:
+def _is_shape(value: object) -> TypeGuard[Indexes]:
     if type(value) is not tuple:
         return False
     return not value or (_INTEGERS.issuperset(map(type, value)) and min(value) >= 0)  # a bool is no extent
 
 
-def _tensor(
-    key: str,
-    entry: StubInstance,
-    stored: Mapping[tuple[str, _Indexes | None], Stored],
-    missing: list[str],
-    context: _Context,
-) -> DcpTensor:
+def _tensor(key: str, entry: StubInstance, table: ChunkTable, context: _Context) -> tuple[DType, Indexes]:
+    """Add the chunks of a tensor to ``table``; returns its dtype and shape."""
     fields = entry.__dict__
     shape = fields.get("size")
     dtype = _dtype(key, fields.get("properties"), context)
@@ -215,35 +223,48 @@ def _tensor(
         context.refuse("a tensor has no shape or no chunks", key=key, found=f"{key}: {truncate(shape)}")
     if len(shape) > MAX_DIMENSIONS or prod(filter(None, shape)) * dtype.itemsize >= 1 << 63:
         context.refuse("a tensor is larger than any can be", key=key, found=f"{key}: {truncate(shape)}")
-    chunks: list[Chunk] = []
-    starts: set[_Indexes] = set()
+    runs = [table.of_run(record) for record in entries if isinstance(record, Run)]
+    if runs and len(runs) == len(entries) and sum(len(start) for start, _ in runs) > _FEW_CHUNKS:
+        start, size = runs[0] if len(runs) == 1 else map(np.concatenate, zip(*runs, strict=True))
+        if disjoint_and_inside(shape, start, size):
+            table.add_rows(key, start, size)
+            return dtype, shape
+    table.add(key, len(shape), _boxes(key, shape, _pairs(entries, runs), context))
+    return dtype, shape
+
+
+def _pairs(entries: list[object], runs: list[tuple[Int64Array, Int64Array]]) -> Iterator[tuple[object, object]]:
+    """Start and size of each chunk; ``runs`` stand for those entries that are one."""
+    columns = iter(runs)
     for record in entries:
-        start, size = _box(key, record, shape, context)
+        if isinstance(record, Run):
+            start, size = next(columns)
+            yield from zip(map(tuple, start.tolist()), map(tuple, size.tolist()), strict=True)
+        else:
+            fields = getattr(record, "__dict__", {})
+            yield fields.get("offsets"), fields.get("sizes")
+
+
+def _boxes(
+    key: str, shape: Indexes, pairs: Iterable[tuple[object, object]], context: _Context
+) -> Iterator[tuple[Indexes, Indexes]]:
+    """Each box once."""
+    starts: set[Indexes] = set()
+    for start, size in pairs:
+        if not _is_shape(start) or not _is_shape(size) or len(start) != len(shape) or len(size) != len(shape):
+            context.refuse(
+                "a chunk has not its tensor's dimensions", key=key, found=f"{key}: {truncate(start)}, {truncate(size)}"
+            )
+        if not all(map(le, map(add, start, size), shape)):
+            context.refuse(
+                "a chunk lies outside its tensor", key=key, expected=f"inside {shape}", found=f"{start} + {size}"
+            )
         if start in starts:
             if 0 in size:  # ranks beyond the last row all write the same empty chunk
                 continue
             context.refuse("two chunks of one tensor start at the same place", key=key, found=f"{key} at {start}")
         starts.add(start)
-        item = stored.get((key, start))
-        if item is None:
-            missing.append(f"{key} at {start}")
-        else:
-            chunks.append(Chunk(start, size, item))
-    return DcpTensor(dtype, shape, chunks)
-
-
-def _box(key: str, record: object, shape: _Indexes, context: _Context) -> tuple[_Indexes, _Indexes]:
-    fields = getattr(record, "__dict__", {})
-    start, size = fields.get("offsets"), fields.get("sizes")
-    if not _is_shape(start) or not _is_shape(size) or len(start) != len(shape) or len(size) != len(shape):
-        context.refuse(
-            "a chunk has not its tensor's dimensions", key=key, found=f"{key}: {truncate(start)}, {truncate(size)}"
-        )
-    if not all(map(le, map(add, start, size), shape)):
-        context.refuse(
-            "a chunk lies outside its tensor", key=key, expected=f"inside {shape}", found=f"{start} + {size}"
-        )
-    return start, size
+        yield start, size
 
 
 def _dtype(key: str, properties: object, context: _Context) -> DType:
@@ -278,26 +299,32 @@ def merge_metadata(parts: Iterable[tuple[str, DcpMetadata]]) -> DcpMetadata:
     replicas. Raises SourceCorruptError when two ranks disagree on a shape or dtype.
     """
     merged = DcpMetadata({}, {}, None)
+    chunks: dict[str, list[StoredChunks]] = {}
+    numbers: dict[str, int] = {}
     for file, part in parts:
+        renumbered = np.array([numbers.setdefault(path, len(numbers)) for path in part.files], np.int64)
         for key, tensor in part.tensors.items():
-            known = merged.tensors.get(key)
-            if known is None:
-                merged.tensors[key] = DcpTensor(tensor.dtype, tensor.shape, list(tensor.chunks))
-            elif (known.dtype, known.shape) != (tensor.dtype, tensor.shape):
+            known = merged.tensors.setdefault(key, tensor)
+            if (known.dtype, known.shape) != (tensor.dtype, tensor.shape):
                 _Context(file).refuse(
                     "two ranks disagree on a tensor",
                     key=key,
                     expected=f"{known.dtype.name} {known.shape}",
                     found=f"{tensor.dtype.name} {tensor.shape}",
                 )
-            else:
-                known.chunks.extend(tensor.chunks)
+            chunks.setdefault(key, []).append(replace(tensor.chunks, file=renumbered[tensor.chunks.file]))
         for key, item in part.items.items():
             merged.items.setdefault(key, item)
         if part.paths is not None:
             merged.paths = {**(merged.paths or {}), **part.paths}
         merged.version = merged.version or part.version
         merged.order.extend(part.order)
+        merged.transforms |= part.transforms
+    merged.files = list(numbers)
+    for key, rows in chunks.items():
+        columns = ([part.start for part in rows], [part.size for part in rows], [part.file for part in rows])
+        joined = (*map(np.concatenate, columns), np.concatenate([part.item for part in rows]))
+        merged.tensors[key] = replace(merged.tensors[key], chunks=StoredChunks(*joined))
     merged.order = list(dict.fromkeys(merged.order))
     return merged
 

@@ -10,9 +10,10 @@ names are reported together. The set was collected from files of torch 2.1 to 2.
 from __future__ import annotations
 
 import pickle
-from typing import NoReturn
+from collections.abc import Sequence
 
 from fsdpckpt.errors import COPY_AGAIN, SourceCorruptError, SourceUnsafeError
+from fsdpckpt.formats.dcp.reduce import Run
 from fsdpckpt.formats.pickle.check import check_pickle
 from fsdpckpt.formats.pickle.read import Swallow, buffered, instance_class
 from fsdpckpt.ir.dtypes import DTYPES, MAX_DIMENSIONS
@@ -65,8 +66,9 @@ class TorchName(str):
 class _Unpickler(pickle.Unpickler):
     """Gives every name an inert class, which no file can change."""
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data: bytes, runs: Sequence[Run]) -> None:
         super().__init__(buffered(data))
+        self._runs = runs
         self.unknown: dict[str, None] = {}
         self._known: dict[tuple[str, str], object] = {}
 
@@ -87,17 +89,19 @@ class _Unpickler(pickle.Unpickler):
         self.unknown[f"{module}.{name}"] = None
         return Swallow
 
-    def persistent_load(self, pid: object) -> NoReturn:
-        raise pickle.UnpicklingError("a persistent id has no place in .metadata")
+    def persistent_load(self, pid: object) -> Run:
+        if type(pid) is not int or not 0 <= pid < len(self._runs):
+            raise pickle.UnpicklingError("a persistent id has no place in .metadata")
+        return self._runs[pid]
 
 
-def load_records(data: bytes, *, file: str) -> object:
-    """The object in ``data``: records, tuples, dicts, scalars and ``TorchName``.
+def load_records(data: bytes, *, file: str, runs: Sequence[Run] = ()) -> object:
+    """The object in ``data``: records, tuples, dicts, scalars and ``TorchName``; persistent id n is ``runs[n]``.
 
     Raises SourceUnsafeError naming every global outside the closed set, SourceCorruptError when it is no pickle.
     """
     check_pickle(data, file, "is not a readable DCP metadata file")
-    unpickler = _Unpickler(data)
+    unpickler = _Unpickler(data, runs)
     failure: Exception | None = None
     loaded: object = None
     try:

@@ -7,18 +7,21 @@ into place last, and with ``use_collectives=False`` each rank leaves its own ``_
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnrecognisedError, SourceUnsupportedError
 from fsdpckpt.ir.checkpoint import STRAY, Evidence, EvidenceKind, Note
+from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.readers.protocol import Claim, FileTable, Part, ReadOptions, Tree
 from fsdpckpt.storage.protocols import Entry, is_url
 from fsdpckpt.storage.sources import Sources
 
 if TYPE_CHECKING:
-    from fsdpckpt.formats.dcp.metadata import DcpMetadata, Stored
+    from fsdpckpt.formats.dcp.metadata import DcpMetadata
 
 __all__ = ["DcpDirectory", "DcpReader", "open_directory"]
 
@@ -76,6 +79,10 @@ class DcpDirectory:
     def file(self, relative_path: str) -> str:
         return f"{self.path.rstrip('/')}/{relative_path}"
 
+    def by_file(self, values: Mapping[str, int]) -> Int64Array:
+        """``values`` by relative path as a column, for the numbers that chunks have for their files."""
+        return np.array([values[path] for path in self.metadata.files], np.int64)
+
 
 def open_directory(path: str, sources: Sources) -> DcpDirectory:
     """Read the metadata in ``path`` and check the files it names against what is there.
@@ -85,15 +92,8 @@ def open_directory(path: str, sources: Sources) -> DcpDirectory:
     """
     entries = {entry.name: entry for entry in sources.list_directory(path)}
     metadata, evidence = _metadata(path, entries, sources)
-    needed: dict[str, int] = {}
-    transforms: set[str] = set()
-    for stored in _all_stored(metadata):
-        end = stored.offset + stored.length
-        if end > needed.get(stored.relative_path, -1):
-            needed[stored.relative_path] = end
-        if stored.transforms:
-            transforms.update(stored.transforms)
-    _refuse_transforms(path, transforms)
+    _refuse_transforms(path, metadata.transforms)
+    needed = _ends(metadata)
     nbytes = _lengths(path, needed, entries, sources)
     ranks = {name: _rank(name) for name in needed}
     world_size = _world_size(metadata, ranks, entries)
@@ -104,11 +104,18 @@ def open_directory(path: str, sources: Sources) -> DcpDirectory:
     return directory
 
 
-def _all_stored(metadata: DcpMetadata) -> Iterable[Stored]:
-    for tensor in metadata.tensors.values():
-        for chunk in tensor.chunks:
-            yield chunk.stored
-    yield from metadata.items.values()
+def _ends(metadata: DcpMetadata) -> dict[str, int]:
+    """Where the last item of each file ends."""
+    ends = np.zeros(len(metadata.files), np.uint64)  # two counts below 2^63 fit
+    files = [tensor.chunks.file for tensor in metadata.tensors.values()]
+    items = [tensor.chunks.item for tensor in metadata.tensors.values()]
+    if files:
+        np.maximum.at(ends, np.concatenate(files), np.concatenate(items).view(np.uint64).sum(axis=1))
+    needed = dict(zip(metadata.files, ends.tolist(), strict=True))
+    for stored in metadata.items.values():
+        end = stored.offset + stored.length
+        needed[stored.relative_path] = max(end, needed.get(stored.relative_path, 0))
+    return needed
 
 
 def _metadata(path: str, entries: dict[str, Entry], sources: Sources) -> tuple[DcpMetadata, str]:
@@ -150,10 +157,10 @@ def _parse(entry: Entry, sources: Sources) -> DcpMetadata:
 
     source = sources.open(entry.path)
     check_size(source.nbytes, entry.path)
-    return parse_metadata(source.read(0, source.nbytes), file=entry.path)
+    return parse_metadata(source)
 
 
-def _refuse_transforms(path: str, transforms: set[str]) -> None:
+def _refuse_transforms(path: str, transforms: Collection[str]) -> None:
     if transforms:
         names = ", ".join(sorted(transforms))
         raise SourceUnsupportedError(

@@ -16,21 +16,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
-from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from fsdpckpt.errors import COPY_AGAIN, SourceCorruptError, SourceIncompleteError, SourceUnrecognisedError
 from fsdpckpt.formats.dcp.items import ItemReader
-from fsdpckpt.formats.dcp.metadata import Chunk, DcpTensor
 from fsdpckpt.formats.safetensors import read_header
 from fsdpckpt.formats.torch.archive import ChecksumRow, load_torch
-from fsdpckpt.ir.checkpoint import Note, SourceFile
-from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.checkpoint import Checksums, Note, SourceFile
+from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.tensors import Chunks, Tensor, contiguous_stride, contiguous_strides
 from fsdpckpt.ir.values import Value, leaf_tensors
-from fsdpckpt.readers.chunks import Box, ChunkedTensor
+from fsdpckpt.readers.chunks import ChunkedTensor
 from fsdpckpt.readers.dcp import DcpDirectory
 from fsdpckpt.readers.protocol import Tree
 from fsdpckpt.readers.safetensors import sharding_info
@@ -39,6 +38,7 @@ from fsdpckpt.storage.sources import Sources
 __all__ = [
     "Mesh",
     "StoredRows",
+    "declared_chunks",
     "fitting_meshes",
     "is_located",
     "locate_chunks",
@@ -48,15 +48,21 @@ __all__ = [
 ]
 
 
-class _Job(NamedTuple):
-    """One chunk to locate: ``place`` is its row in the result."""
-
-    path: str
-    offset: int
-    length: int
-    key: str
-    place: int
-    chunk: Chunk
+def declared_chunks(directory: DcpDirectory) -> list[ChunkedTensor]:
+    """Every tensor with the chunks that the metadata declares, none of them located."""
+    tensors = directory.metadata.tensors
+    file = np.concatenate([np.zeros(0, np.int64), *(tensor.chunks.file for tensor in tensors.values())])
+    rank, file = directory.by_file(directory.ranks)[file], directory.by_file(directory.numbers)[file]
+    offset = np.broadcast_to(np.array(-1, np.int64), file.shape)
+    declared: list[ChunkedTensor] = []
+    first = 0
+    for key, tensor in tensors.items():
+        stored, rows = tensor.chunks, slice(first, first + len(tensor.chunks))
+        first = rows.stop
+        stride = contiguous_strides(stored.size)
+        chunks = Chunks(rank[rows], file[rows], offset[rows], stored.start, stored.size, stride, stored.item)
+        declared.append(ChunkedTensor(key, tensor.dtype, tensor.shape, chunks))
+    return declared
 
 
 def locate_chunks(directory: DcpDirectory, sources: Sources, tree: Tree) -> list[ChunkedTensor]:
@@ -64,95 +70,155 @@ def locate_chunks(directory: DcpDirectory, sources: Sources, tree: Tree) -> list
 
     Raises SourceCorruptError for items that are not what the metadata says, all of them named.
     """
-    tensors = directory.metadata.tensors
-    boxes: dict[str, list[Box]] = {}
-    torch_jobs: list[_Job] = []
-    blobs: dict[str, list[_Job]] = {}
-    for key, tensor in tensors.items():
-        boxes[key] = [_EMPTY] * len(tensor.chunks)
-        itemsize = tensor.dtype.itemsize
-        for place, chunk in enumerate(tensor.chunks):
-            path, offset, length, _ = chunk.stored
-            job = _Job(path, offset, length, key, place, chunk)
-            if length == prod(chunk.size) * itemsize:  # an archive is always longer than its data
-                blobs.setdefault(path, []).append(job)
-            else:
-                torch_jobs.append(job)
-    _locate_blobs(directory, sources, blobs, boxes)
-    torch_jobs.sort()
-    _locate_archives(directory, sources, torch_jobs, boxes, tree)
-    _correct_uneven(directory, boxes, tree)
-    return [ChunkedTensor(key, tensor.dtype, tensor.shape, boxes[key]) for key, tensor in tensors.items()]
+    declared = declared_chunks(directory)
+    if not declared:
+        return []
+    contents = _Contents(directory, declared)
+    _read_blobs(contents, sources)
+    _read_archives(contents, sources, tree)
+    located = contents.located()
+    uneven = [tensor for tensor in declared if located[tensor.key].chunks.size is not tensor.chunks.size]
+    if uneven:
+        _correct_uneven(directory, uneven, located, tree)
+    return list(located.values())
 
 
 _SMALL_VALUE = 1 << 14  # bytes of a pickled value that is compared with those already read
-_EMPTY = Box(0, 0, -1, (), ())
 
 
-def _locate_archives(
-    directory: DcpDirectory,
-    sources: Sources,
-    jobs: list[_Job],
-    boxes: dict[str, list[Box]],
-    tree: Tree,
-) -> None:
-    """Fill ``boxes`` with what each item really holds: its true size, at the start the metadata declares."""
-    wrong: list[tuple[str, str]] = []  # key, what is wrong
-    tensors = directory.metadata.tensors
-    checksums = tree.checksums
-    items: dict[str, list[tuple[int, int]]] = {}
-    for job in jobs:
-        items.setdefault(job.path, []).append((job.offset, job.offset + job.length))
-    opened = ""
-    for path, offset, length, key, place, chunk in jobs:
-        if path != opened:
-            reader = ItemReader(sources.open(directory.file(path)))
-            number, rank, opened = directory.numbers[path], directory.ranks[path], path
-            reader.announce(items[path])
-        try:
-            item = reader.tensor(offset, offset + length)
-        except SourceUnrecognisedError:
-            with _as_corrupt(directory, key):
-                raise
-        if item.crc is not None:
-            checksums.append((number, item.record_offset, item.record_nbytes, item.crc))
-        if item.dtype is not tensors[key].dtype or len(item.shape) != len(chunk.size):
-            declared = f"{tensors[key].dtype.name} {chunk.size}"
-            text = f"{key} at {chunk.start}: {path} holds {item.dtype.name} {item.shape}, not {declared}"
-            wrong.append((key, text))
-            continue
-        boxes[key][place] = Box(rank, number, item.offset, chunk.start, item.shape, item.stride)
-    if wrong:
+class _Contents:
+    """What the items of all chunks hold, in columns, tensor after tensor.
+
+    ``order``: the rows in the order of their files' names and offsets. ``offset``: of the first element, in the file.
+    ``kind``: a position in ``kinds``, which has the different dtypes, shapes and strides.
+    """
+
+    def __init__(self, directory: DcpDirectory, declared: Sequence[ChunkedTensor]) -> None:
+        self.directory, self.declared = directory, declared
+        chunks = [tensor.chunks for tensor in declared]
+        self._first = np.cumsum([0, *map(len, chunks)])
+        self._file = np.concatenate([rows.file for rows in chunks])
+        self.item = np.concatenate([rows.item for rows in chunks if rows.item is not None])
+        nbytes = [tensor.chunks.size.prod(axis=1) * tensor.dtype.itemsize for tensor in declared]
+        self.is_blob = self.item[:, 1] == np.concatenate(nbytes)  # an archive is always longer than its data
+        self._paths = {number: path for path, number in directory.numbers.items()}
+        names = np.zeros(max(self._paths, default=0) + 1, np.int64)
+        names[[directory.numbers[path] for path in sorted(directory.numbers)]] = np.arange(len(self._paths))
+        self.order = np.lexsort((self.item[:, 1], self.item[:, 0], names[self._file]))
+        self._offset = np.full(len(self._file), -1, np.int64)
+        self._kind = np.zeros(len(self._file), np.int64)
+        self._kinds: dict[tuple[str, tuple[int, ...], tuple[int, ...]], int] = {}
+
+    def in_files(self, rows: npt.NDArray[np.intp]) -> Iterator[tuple[str, npt.NDArray[np.intp]]]:
+        """``rows`` file by file, with the relative path of each."""
+        for part in np.split(rows, np.flatnonzero(np.diff(self._file[rows])) + 1):
+            if len(part):
+                yield self._paths[int(self._file[part[0]])], part
+
+    def tensor(self, row: int) -> tuple[ChunkedTensor, int]:
+        """The tensor that ``row`` is a chunk of, and the number of the chunk."""
+        number = int(np.searchsorted(self._first, row, side="right")) - 1
+        return self.declared[number], row - int(self._first[number])
+
+    def kind(self, dtype: DType, shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+        return self._kinds.setdefault((dtype.name, shape, stride), len(self._kinds))
+
+    def put(self, rows: npt.NDArray[np.intp], offsets: list[int], kinds: list[int]) -> None:
+        self._offset[rows], self._kind[rows] = offsets, kinds
+
+    def located(self) -> dict[str, ChunkedTensor]:
+        """Every tensor by its key, with the offsets, the sizes and the strides that its items have.
+
+        Raises SourceCorruptError when items have another dtype or number of dimensions than the metadata declares.
+        """
+        kinds = list(self._kinds)
+        counts = np.diff(self._first)
+        names = {name: number for number, (name, *_) in enumerate(kinds)}
+        declared = np.array([(names.get(t.dtype.name, -1), len(t.shape)) for t in self.declared], np.int64)
+        held = np.array([(names[name], len(shape)) for name, shape, _ in kinds], np.int64)
+        wrong = np.flatnonzero((held[self._kind] != np.repeat(declared, counts, axis=0)).any(axis=1))
+        if len(wrong):
+            self._refuse(wrong, kinds)
+        tables: dict[int, npt.NDArray[np.int64]] = {}  # by number of dimensions: shape and strides of each kind
+        for number, (_, shape, stride) in enumerate(kinds):
+            table = tables.setdefault(len(shape), np.zeros((2, len(kinds), len(shape)), np.int64))
+            table[0, number], table[1, number] = shape, stride
+        located: dict[str, ChunkedTensor] = {}
+        for tensor, first, end in zip(self.declared, self._first[:-1].tolist(), self._first[1:].tolist(), strict=True):
+            chunks = replace(tensor.chunks, offset=self._offset[first:end], item=None)
+            if end > first:
+                size, stride = tables[len(tensor.shape)].take(self._kind[first:end], axis=1)
+                if not np.array_equal(size, chunks.size):
+                    chunks = replace(chunks, size=size)
+                if not np.array_equal(stride, chunks.stride):
+                    chunks = replace(chunks, stride=stride)
+            located[tensor.key] = tensor._replace(chunks=chunks)
+        return located
+
+    def _refuse(
+        self, wrong: npt.NDArray[np.intp], kinds: Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]]
+    ) -> NoReturn:
+        rows = self.order[np.isin(self.order, wrong)].tolist()
+        texts: list[str] = []
+        for row in rows[:50]:
+            tensor, chunk = self.tensor(row)
+            dtype, shape, _ = kinds[int(self._kind[row])]
+            start, size = tuple(tensor.chunks.start[chunk].tolist()), tuple(tensor.chunks.size[chunk].tolist())
+            path = self._paths[int(self._file[row])]
+            texts.append(f"{tensor.key} at {start}: {path} holds {dtype} {shape}, not {tensor.dtype.name} {size}")
         raise SourceCorruptError(
-            f"{directory.path}: {len(wrong)} items are not what the metadata says",
-            details=[text for _, text in wrong[:50]],
-            file=directory.path,
-            key=wrong[0][0],
+            f"{self.directory.path}: {len(rows)} items are not what the metadata says",
+            details=texts,
+            file=self.directory.path,
+            key=self.tensor(rows[0])[0].key,
             why="data files of another save overwrote those of this one",
             next_step="use the checkpoint before this one",
         )
 
 
-def _locate_blobs(
-    directory: DcpDirectory,
-    sources: Sources,
-    blobs: dict[str, list[_Job]],
-    boxes: dict[str, list[Box]],
-) -> None:
+def _read_archives(contents: _Contents, sources: Sources, tree: Tree) -> None:
+    """Find the data of each item that is a torch archive."""
+    directory = contents.directory
+    checksums = [tree.checksums]
+    for path, rows in contents.in_files(contents.order[~contents.is_blob[contents.order]]):
+        reader = ItemReader(sources.open(directory.file(path)))
+        places = [(begin, begin + nbytes) for begin, nbytes in contents.item[rows].tolist()]
+        reader.announce(places)
+        offsets: list[int] = []
+        kinds: list[int] = []
+        records: list[ChecksumRow] = []
+        for begin, end in places:
+            try:
+                item = reader.tensor(begin, end)
+            except SourceUnrecognisedError:
+                with _as_corrupt(directory, contents.tensor(int(rows[len(offsets)]))[0].key):
+                    raise
+            offsets.append(item.offset)
+            kinds.append(contents.kind(item.dtype, item.shape, item.stride))
+            if item.crc is not None:
+                records.append((directory.numbers[path], item.record_offset, item.record_nbytes, item.crc))
+        contents.put(rows, offsets, kinds)
+        checksums.append(Checksums.of(records))
+    tree.checksums = Checksums.joined(checksums)
+
+
+def _read_blobs(contents: _Contents, sources: Sources) -> None:
     """Files in the safetensors format: the header decides. A name stands in a file once, so a second chunk was lost."""
     lost: list[tuple[str, str]] = []  # key, what is lost
-    for path, jobs in blobs.items():
+    directory = contents.directory
+    for path, rows in contents.in_files(contents.order[contents.is_blob[contents.order]]):
         file = directory.file(path)
-        header = read_header(sources.open(file), begin=min(job.offset for job in jobs), end=directory.nbytes[path])
+        begin = int(contents.item[rows, 0].min())
+        header = read_header(sources.open(file), begin=begin, end=directory.nbytes[path])
         starts = sharding_info(header, file=file) or {}
-        for job in jobs:
-            tensor = header.tensors.get(job.key)
-            declared = directory.metadata.tensors[job.key]
-            if tensor is None or starts.get(job.key) != job.chunk.start or tensor.dtype is not declared.dtype:
-                lost.append((job.key, f"{job.key} at {job.chunk.start}: not in {path}"))
+        for row in rows.tolist():
+            (key, dtype, _, chunks), chunk = contents.tensor(row)
+            tensor, start = header.tensors.get(key), tuple(chunks.start[chunk].tolist())
+            if tensor is None or starts.get(key) != start or tensor.dtype is not dtype:
+                lost.append((key, f"{key} at {start}: not in {path}"))
                 continue
-            rank = directory.ranks[path]
-            boxes[job.key][job.place] = Box(rank, directory.numbers[path], tensor.offset, job.chunk.start, tensor.shape)
+            kind = contents.kind(dtype, tensor.shape, contiguous_stride(tensor.shape))
+            contents.put(np.array([row]), [tensor.offset], [kind])
     if lost:
         raise SourceIncompleteError(
             f"{directory.path}: {len(lost)} chunks that the metadata names are in no file",
@@ -164,37 +230,32 @@ def _locate_blobs(
         )
 
 
-def _correct_uneven(directory: DcpDirectory, boxes: dict[str, list[Box]], tree: Tree) -> None:
+def _correct_uneven(
+    directory: DcpDirectory, uneven: Sequence[ChunkedTensor], located: dict[str, ChunkedTensor], tree: Tree
+) -> None:
     """Tensors whose items have other sizes than declared: place them by the true rule, or refuse.
 
-    The rule is that of ``_true_box``. One mesh must explain every such tensor of the checkpoint.
+    ``uneven``: as declared. The rule is that of ``_true_box``. One mesh must explain every such tensor.
     """
-    tensors = directory.metadata.tensors
-    uneven = [
-        key
-        for key, tensor in tensors.items()
-        if any(chunk.size != box.size for chunk, box in zip(tensor.chunks, boxes[key], strict=True))
-    ]
-    if not uneven:
-        return
-    rows = {key: _stored_rows(tensors[key], boxes[key]) for key in uneven}
+    rows = {tensor.key: _stored_rows(tensor, located[tensor.key].chunks) for tensor in uneven}
     meshes: set[Mesh] | None = None
-    for key in uneven:
+    for tensor in uneven:
         fitting: set[Mesh] = set()
-        items = rows[key]
+        items = rows[tensor.key]
         if items is not None:
-            fitting = fitting_meshes(tensors[key].shape[0], items, world_size=directory.world_size)
+            fitting = fitting_meshes(tensor.shape[0], items, world_size=directory.world_size)
         meshes = fitting if meshes is None else meshes & fitting
     unexplained: dict[str, str] = {}
-    for key in uneven:
-        items = rows[key]
-        starts = None if items is None else true_starts(tensors[key].shape[0], items, meshes or ())
+    for tensor in uneven:
+        chunks = located[tensor.key].chunks
+        items = rows[tensor.key]
+        starts = None if items is None else true_starts(tensor.shape[0], items, meshes or ())
         if starts is None:
-            unexplained[key] = _difference(key, tensors[key], boxes[key])
+            unexplained[tensor.key] = _difference(tensor, chunks)
             continue
-        boxes[key] = [
-            box._replace(start=(start, *box.start[1:])) for box, start in zip(boxes[key], starts, strict=True)
-        ]
+        start = chunks.start.copy()
+        start[:, 0] = starts
+        located[tensor.key] = tensor._replace(chunks=replace(chunks, start=start))
     if unexplained:
         raise _unplaceable(directory, unexplained)
     tree.notes.append(
@@ -202,28 +263,26 @@ def _correct_uneven(directory: DcpDirectory, boxes: dict[str, list[Box]], tree: 
             "chunks-corrected",
             f"the metadata declares wrong chunks for {len(uneven)} tensors (uneven rows, FSDP2 x tensor parallel); "
             "they were placed by the sizes the items really have",
-            uneven[0],
+            uneven[0].key,
         )
     )
 
 
-def _stored_rows(tensor: DcpTensor, boxes: list[Box]) -> list[StoredRows] | None:
+def _stored_rows(declared: ChunkedTensor, chunks: Chunks) -> list[StoredRows] | None:
     """The items as rows of dimension 0; None when another dimension is cut as well."""
-    items: list[StoredRows] = []
-    for chunk, box in zip(tensor.chunks, boxes, strict=True):
-        if not tensor.shape or len(box.size) != len(tensor.shape) or box.size[1:] != tensor.shape[1:]:
-            return None
-        items.append(StoredRows(box.rank, box.size[0], chunk.start[0], chunk.size[0]))
-    return items
+    if not declared.shape or (chunks.size[:, 1:] != np.array(declared.shape[1:], np.int64)).any():
+        return None
+    start, rows = declared.chunks.start[:, 0], declared.chunks.size[:, 0]
+    columns = (chunks.rank, chunks.size[:, 0], start, rows)
+    return [StoredRows(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
 
-def _difference(key: str, tensor: DcpTensor, boxes: list[Box]) -> str:
-    pairs = [
-        f"at {chunk.start} declared {chunk.size}, stored {box.size}"
-        for chunk, box in zip(tensor.chunks, boxes, strict=True)
-        if chunk.size != box.size
-    ]
-    return f"{key}: {'; '.join(pairs[:4])}"
+def _difference(declared: ChunkedTensor, chunks: Chunks) -> str:
+    differs = np.flatnonzero((declared.chunks.size != chunks.size).any(axis=1))[:4]
+    columns = (declared.chunks.start, declared.chunks.size, chunks.size)
+    rows = zip(*(map(tuple, column[differs].tolist()) for column in columns), strict=True)
+    texts = [f"at {start} declared {size}, stored {held}" for start, size, held in rows]
+    return f"{declared.key}: {'; '.join(texts)}"
 
 
 def _unplaceable(directory: DcpDirectory, unexplained: dict[str, str]) -> SourceCorruptError:
@@ -245,6 +304,7 @@ def read_values(directory: DcpDirectory, sources: Sources, tree: Tree) -> dict[s
     """
     values: dict[str, Value] = {}
     known: dict[bytes, tuple[Value, list[ChecksumRow]]] = {}
+    records: list[ChecksumRow] = []
     for key, stored in sorted(directory.metadata.items.items(), key=lambda item: item[1][:2]):
         path, begin, length, _ = stored
         source = sources.open(directory.file(path))
@@ -252,14 +312,15 @@ def read_values(directory: DcpDirectory, sources: Sources, tree: Tree) -> dict[s
         number, rank = directory.numbers[path], directory.ranks[path]
         if data and data in known:
             values[key], checksums = known[data]
-            tree.checksums.extend((number, begin + at, nbytes, crc) for _, at, nbytes, crc in checksums)
+            records.extend((number, begin + at, nbytes, crc) for _, at, nbytes, crc in checksums)
             continue
         with _as_corrupt(directory, key):
             value, checksums = load_torch(source, number, begin=begin, end=begin + length, rank=rank)
-        tree.checksums.extend(checksums)
+        records.extend(checksums)
         values[key] = value
         if data and not any(True for _ in leaf_tensors(value)):  # a tensor inside lies in its own item
             known[data] = value, [(file, at - begin, nbytes, crc) for file, at, nbytes, crc in checksums]
+    tree.checksums = Checksums.joined([tree.checksums, Checksums.of(records)])
     return values
 
 

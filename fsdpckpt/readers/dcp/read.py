@@ -18,9 +18,9 @@ from fsdpckpt.ir.checkpoint import UNORDERED, Container, Layout, Note, Problem, 
 from fsdpckpt.ir.tensors import ONE_SLICE, Tensor
 from fsdpckpt.ir.values import Global, Key, Value
 from fsdpckpt.layouts.flattened import is_flat_key
-from fsdpckpt.readers.chunks import Box, ChunkedTensor, build_tensors
+from fsdpckpt.readers.chunks import build_tensors
 from fsdpckpt.readers.dcp import DcpDirectory, open_directory
-from fsdpckpt.readers.dcp.items import locate_chunks, read_values
+from fsdpckpt.readers.dcp.items import declared_chunks, locate_chunks, read_values
 from fsdpckpt.readers.protocol import FileTable, Tree
 from fsdpckpt.storage.sources import Sources
 
@@ -63,7 +63,7 @@ def read_dcp(path: str, files: FileTable, sources: Sources, *, locate: bool) -> 
     else:
         settings = locate_chunks(settings_of(directory), sources, tree)
         located = {tensor.key: tensor for tensor in settings}
-        chunked = [located.get(tensor.key, tensor) for tensor in _declared(directory)]
+        chunked = [located.get(tensor.key, tensor) for tensor in declared_chunks(directory)]
         values = _few_values(directory, sources, tree)
     tensors = build_tensors(chunked, world_size=directory.world_size)
     share_equal_settings(tensors, files, sources)
@@ -89,23 +89,6 @@ def _few_values(directory: DcpDirectory, sources: Sources, tree: Tree) -> dict[s
         return read_values(directory, sources, tree)
     tree.notes.append(Note("unread", f"{len(items)} values that are no tensors were not read"))
     return dict.fromkeys(items, UNREAD)
-
-
-def _declared(directory: DcpDirectory) -> Iterator[ChunkedTensor]:
-    """The chunks as the metadata declares them."""
-    for key, tensor in directory.metadata.tensors.items():
-        boxes = [
-            Box(
-                directory.ranks[stored.relative_path],
-                directory.numbers[stored.relative_path],
-                -1,
-                start,
-                size,
-                item=(stored.offset, stored.length),
-            )
-            for start, size, stored in tensor.chunks
-        ]
-        yield ChunkedTensor(key, tensor.dtype, tensor.shape, boxes)
 
 
 SMALL = 64  # bytes: a setting is one number or a few; anything larger is data and not looked at

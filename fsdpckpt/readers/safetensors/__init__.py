@@ -12,12 +12,13 @@ import re
 from collections.abc import Mapping, Sequence
 from itertools import chain, islice
 from math import prod
+from typing import NamedTuple
 
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, damaged
 from fsdpckpt.formats.safetensors import Header, HeaderTensor, looks_like_safetensors, read_header
 from fsdpckpt.ir.checkpoint import Container, Evidence, EvidenceKind, Layout, Note
-from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.readers.chunks import Box, ChunkedTensor, build_tensors
+from fsdpckpt.ir.tensors import Chunks, Tensor
+from fsdpckpt.readers.chunks import ChunkedTensor, build_tensors
 from fsdpckpt.readers.protocol import Claim, FileTable, Part, ReadOptions, Tree, file_name, stem_of
 from fsdpckpt.readers.safetensors.document import assemble
 from fsdpckpt.storage.protocols import Entry
@@ -224,8 +225,7 @@ def _evidence(message: str) -> Evidence:
 
 
 def _tree(headers: Sequence[tuple[str, Header]], files: FileTable) -> Tree:
-    chunked: dict[str, ChunkedTensor] = {}
-    holders: dict[str, str] = {}
+    chunked: dict[str, list[_Chunk]] = {}
     documents: list[tuple[str, str]] = []
     ranks = 1
     for path, header in headers:
@@ -238,16 +238,11 @@ def _tree(headers: Sequence[tuple[str, Header]], files: FileTable) -> Tree:
             documents.append((path, header.metadata["fsdpckpt"]))
         for key, tensor in header.tensors.items():
             start = offsets[key] if offsets is not None else (0,) * len(tensor.shape)
-            box = Box(rank, number, tensor.offset, start, tensor.shape)
-            known = chunked.get(key)
-            if known is None:
-                chunked[key] = ChunkedTensor(key, tensor.dtype, tensor.shape, [box])
-                holders[key] = path
-                continue
-            if offsets is None or len(box.start) != len(known.shape) or tensor.dtype is not known.dtype:
-                raise _contradiction(known, tensor, (holders[key], path))
-            known.boxes.append(box)
-    tensors = build_tensors([_whole(tensor, holders[tensor.key]) for tensor in chunked.values()], world_size=ranks)
+            chunks = chunked.setdefault(key, [])
+            if chunks and (offsets is None or not _fit(chunks[0].tensor, tensor)):
+                raise _contradiction(key, chunks[0], tensor, path)
+            chunks.append(_Chunk(path, rank, number, start, tensor))
+    tensors = build_tensors([_whole(key, chunks) for key, chunks in chunked.items()], world_size=ranks)
     tree = Tree({}, _layout(tensors, ranks), Container.SAFETENSORS, ranks)
     tree.root = assemble(tensors, documents, tree)
     tree.evidence.append(_evidence(f"{len(headers)} safetensors file(s) with {len(tensors)} tensors"))
@@ -256,32 +251,56 @@ def _tree(headers: Sequence[tuple[str, Header]], files: FileTable) -> Tree:
     return tree
 
 
-def _contradiction(known: ChunkedTensor, other: HeaderTensor, paths: tuple[str, str]) -> SourceCorruptError:
+class _Chunk(NamedTuple):
+    """A tensor of the file ``path``, which begins at ``start`` of its global tensor."""
+
+    path: str
+    rank: int
+    file: int
+    start: tuple[int, ...]
+    tensor: HeaderTensor
+
+
+def _fit(one: HeaderTensor, other: HeaderTensor) -> bool:
+    return one.dtype is other.dtype and len(one.shape) == len(other.shape)
+
+
+def _contradiction(key: str, known: _Chunk, other: HeaderTensor, path: str) -> SourceCorruptError:
     return SourceCorruptError(
-        f"{known.key} stands in two files that do not fit together",
-        details=paths,
-        file=paths[1],
-        key=known.key,
-        expected=f"one file, or chunks of one {known.dtype.name} tensor with {len(known.shape)} dimensions",
+        f"{key} stands in two files that do not fit together",
+        details=[known.path, path],
+        file=path,
+        key=key,
+        expected=f"one file, or chunks of one {known.tensor.dtype.name} tensor with "
+        f"{len(known.tensor.shape)} dimensions",
         found=f"another {other.dtype.name} tensor with {len(other.shape)} dimensions",
         why="files of different saves lie in one directory",
         next_step="give only the files of one save",
     )
 
 
-def _whole(tensor: ChunkedTensor, file: str) -> ChunkedTensor:
+def _whole(key: str, chunks: list[_Chunk]) -> ChunkedTensor:
     """With the global shape: as far as the farthest chunk reaches (``hf_storage.py`` reads it the same way).
 
-    Raises SourceCorruptError, naming ``file``, when no tensor can be that large.
+    Raises SourceCorruptError when no tensor can be that large.
     """
-    boxes = tensor.boxes
-    if len(boxes) == 1 and not any(boxes[0].start):
-        return tensor
-    shape = tuple(max(box.start[dim] + box.size[dim] for box in boxes) for dim in range(len(tensor.shape)))
-    if prod(filter(None, shape)) * tensor.dtype.itemsize >= 1 << 63:
-        what = f"{_SHARDING_KEY} places {tensor.key} where no tensor reaches"
-        raise damaged(file, what, found=truncate(shape), key=tensor.key, why="the file was edited or damaged")
-    return tensor._replace(shape=shape)
+    path, rank, file, start, (dtype, shape, offset, *_) = chunks[0]
+    if len(chunks) == 1 and not any(start):
+        return ChunkedTensor(key, dtype, shape, Chunks.whole(file=file, offset=offset, shape=shape, rank=rank))
+    ndim = len(shape)
+    shape = tuple(max(chunk.start[dim] + chunk.tensor.shape[dim] for chunk in chunks) for dim in range(ndim))
+    if prod(filter(None, shape)) * dtype.itemsize >= 1 << 63:
+        what = f"{_SHARDING_KEY} places {key} where no tensor reaches"
+        raise damaged(path, what, found=truncate(shape), key=key, why="the file was edited or damaged")
+    rows = Chunks.rows(
+        ndim=ndim,
+        rank=[chunk.rank for chunk in chunks],
+        file=[chunk.file for chunk in chunks],
+        offset=[chunk.tensor.offset for chunk in chunks],
+        start=[chunk.start for chunk in chunks],
+        size=[chunk.tensor.shape for chunk in chunks],
+    )
+    return ChunkedTensor(key, dtype, shape, rows)
 
 
 def _layout(tensors: Mapping[str, Tensor], ranks: int) -> Layout:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError
 from fsdpckpt.formats.torch.archive import TorchArchive, local_tensor, read_archive
-from fsdpckpt.ir.checkpoint import Container, Evidence, EvidenceKind, Layout
+from fsdpckpt.ir.checkpoint import Checksums, Container, Evidence, EvidenceKind, Layout
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Value, walk
 from fsdpckpt.readers.flat_slices import flat_parameter_keys
@@ -56,8 +56,8 @@ def read_torch_ranks(paths: Mapping[int, str], files: FileTable, sources: Source
     tree.problems.extend(merge.problems)
     tree.rank_values.update(merge.rank_values)
     tree.absences.update(merge.absences)
+    tree.checksums = Checksums.of([row for archive in archives for row in archive.checksums])
     for archive in archives:
-        tree.checksums.extend(archive.checksums)
         tree.notes.extend(archive.notes)
         tree.devices |= archive.devices
     _separate_extras(tree, files, sources, extras=extras)
@@ -144,7 +144,7 @@ def _separate_extras(tree: Tree, files: FileTable, sources: Sources, *, extras: 
         if sections is not None and sections.owns(path):
             continue
         if leaf.nbytes > _COMPARED and not records:
-            records = {(file, offset): (nbytes, crc) for file, offset, nbytes, crc in tree.checksums}
+            records = tree.checksums.by_place()
         if not _equal_on_all_ranks(leaf, paths, sources, records):
             tree.rank_values[path] = _by_rank(leaf, tree.world_size)
 
@@ -195,7 +195,8 @@ def read_torch_file(path: str, files: FileTable, sources: Sources) -> Tree:
     if archive.forms or metadata is not None:
         rank = min(archive.ranks, default=0) if metadata is None or metadata.rank is None else metadata.rank
         return read_torch_ranks({rank: path}, files, sources)
-    tree = Tree(archive.root, Layout.FULL, Container.TORCH, 1, checksums=archive.checksums, notes=archive.notes)
+    checksums = Checksums.of(archive.checksums)
+    tree = Tree(archive.root, Layout.FULL, Container.TORCH, 1, checksums=checksums, notes=archive.notes)
     tree.evidence.append(Evidence(EvidenceKind.CONTAINER, f"{path} is one torch.save file of plain tensors"))
     keys = flat_parameter_keys(archive.root)
     if keys:

@@ -1,0 +1,287 @@
+"""Makes the columns of all chunks of a DCP checkpoint: boxes, and for each the item that holds it.
+
+Chunks come one by one or as a run of rows that ``reduce`` parsed; so do the stored items. An item belongs to
+the chunk of its tensor that starts where it says. Its index says which one that is, and is checked.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from fsdpckpt.formats.dcp.fields import UnusualError
+from fsdpckpt.formats.dcp.reduce import Columns, Reduced, Run
+from fsdpckpt.formats.dcp.runs import CHUNK
+from fsdpckpt.ir.tensors import Int64Array
+
+__all__ = ["ChunkTable", "Indexes", "Stored", "StoredChunks", "disjoint_and_inside", "is_inside"]
+
+Indexes: TypeAlias = tuple[int, ...]
+
+
+class Stored(NamedTuple):
+    """Where one item lies: ``length`` bytes from ``offset`` of ``relative_path``, encoded by ``transforms``."""
+
+    relative_path: str
+    offset: int
+    length: int
+    transforms: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredChunks:
+    """The chunks of one tensor of d dimensions, one row each, each offset once.
+
+    ``start``, ``size`` (n, d): the box in elements. ``file`` (n,): the data file, a position in ``DcpMetadata.files``.
+    ``item`` (n, 2): first byte and length in it of the item that holds the chunk.
+    """
+
+    start: Int64Array
+    size: Int64Array
+    file: Int64Array
+    item: Int64Array
+
+    def __len__(self) -> int:
+        return len(self.file)
+
+
+class _Boxes:
+    """Starts and sizes of all chunks of ``ndim`` dimensions, in the order they are added."""
+
+    def __init__(self, ndim: int) -> None:
+        self.count = 0
+        self.start: Int64Array = np.zeros((0, ndim), np.int64)
+        self.size = self.start
+        self._ndim = ndim
+        self._single: list[int] = []
+        self._parts: list[tuple[Int64Array, Int64Array]] = []
+
+    def add(self, start: Indexes, size: Indexes) -> None:
+        self._single += start
+        self._single += size
+        self.count += 1
+
+    def add_rows(self, start: Int64Array, size: Int64Array) -> None:
+        self._collect()
+        self._parts.append((start, size))
+        self.count += len(start)
+
+    def finish(self) -> None:
+        self._collect()
+        if self._parts and self._ndim:
+            starts, sizes = zip(*self._parts, strict=True)
+            self.start, self.size = np.concatenate(starts), np.concatenate(sizes)
+        elif not self._ndim:
+            self.start = self.size = np.zeros((self.count, 0), np.int64)
+        self._parts = []
+
+    def _collect(self) -> None:
+        if self._single:
+            table = np.array(self._single, np.int64).reshape(-1, 2, self._ndim)
+            self._parts.append((table[:, 0], table[:, 1]))
+            self._single = []
+
+
+class _Place(NamedTuple):
+    """Where the chunks of one tensor are: the first row of all, how many, and the first row among its ``ndim``."""
+
+    key: str
+    first: int
+    rows: int
+    ndim: int
+    at: int
+
+
+class ChunkTable:
+    """Is filled tensor by tensor, and then joined with the stored items.
+
+    ``single``: the items that the pickle has one by one, by key and start. Those in ``reduced`` come in columns.
+    Raises UnusualError where runs are used for anything else than to be the chunks of a tensor or the stored items.
+    """
+
+    def __init__(self, reduced: Reduced | None) -> None:
+        self.single: dict[tuple[str, Indexes | None], Stored] = {}
+        self.transforms: set[str] = set()
+        self.files: list[str] = []
+        self._numbers: dict[str, int] = {}
+        self._reduced = reduced
+        self._unused = set(reduced.runs) if reduced is not None else set()
+        self._boxes: dict[int, _Boxes] = {}
+        self._places: list[_Place] = []
+        self._in_rows: dict[str, int] = {}  # tensors that were added in columns
+        self._starts: dict[int, dict[Indexes, int]] = {}
+        self._count = 0
+        self._stored: list[tuple[int, int, int, int]] = []  # row, file, offset, length
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def use(self, run: Run, kind: tuple[bytes, bytes]) -> None:
+        """``run`` stands where records of ``kind`` belong."""
+        if run.kind != kind or run not in self._unused:
+            raise UnusualError("a run in two places, or in a wrong one")
+        self._unused.discard(run)
+
+    def of_run(self, run: Run) -> tuple[Int64Array, Int64Array]:
+        """The starts and sizes of the chunks in ``run``."""
+        self.use(run, CHUNK)
+        chunks = self._reduced.chunks if self._reduced is not None else {}
+        rows = slice(run.begin, run.end)
+        ndim = int(chunks["ndim"][run.begin])
+        return chunks["start"][rows, :ndim], chunks["size"][rows, :ndim]
+
+    def add(self, key: str, ndim: int, boxes: Iterable[tuple[Indexes, Indexes]]) -> None:
+        """Add a tensor with these boxes."""
+        columns = self._boxes.setdefault(ndim, _Boxes(ndim))
+        at, first = columns.count, self._count
+        for start, size in boxes:
+            item = self.single.get((key, start))
+            if item is not None:
+                self._store(self._count, item)
+            columns.add(start, size)
+            self._count += 1
+        self._places.append(_Place(key, first, self._count - first, ndim, at))
+
+    def add_rows(self, key: str, start: Int64Array, size: Int64Array) -> None:
+        """Add a tensor with the boxes in columns."""
+        n, ndim = start.shape
+        self._in_rows[key] = len(self._places)
+        columns = self._boxes.setdefault(ndim, _Boxes(ndim))
+        self._places.append(_Place(key, self._count, n, ndim, columns.count))
+        columns.add_rows(start, size)
+        self._count += n
+
+    def _store(self, row: int, item: Stored) -> None:
+        self.transforms.update(item.transforms)
+        self._stored.append((row, self._file(item.relative_path), item.offset, item.length))
+
+    def finish(self) -> tuple[list[StoredChunks], list[tuple[int, str]]]:
+        """The chunks of each tensor, and those that no item holds: number of the tensor, and what to call it."""
+        if self._unused:
+            raise UnusualError("a run that is nowhere")
+        for boxes in self._boxes.values():
+            boxes.finish()
+        if self._reduced is not None:
+            self._reduced.chunks.clear()
+        file = np.full(self._count, -1, np.int64)
+        item = np.full((self._count, 2), -1, np.int64)
+        for (key, start), stored in self.single.items():
+            row = self._row(self._in_rows[key], start) if start is not None and key in self._in_rows else -1
+            if row >= 0:
+                self._store(row, stored)
+        if self._stored:
+            table = np.array(self._stored, np.int64)
+            file[table[:, 0]], item[table[:, 0]] = table[:, 1], table[:, 2:]
+        if self._reduced is not None:
+            self._join(self._reduced, file, item)
+        missing = np.flatnonzero(file < 0).tolist()
+        if missing:
+            return [], list(self._named(missing))
+        self._sort_files(file)
+        return [self._chunks(place, file, item) for place in self._places], []
+
+    def _chunks(self, place: _Place, file: Int64Array, item: Int64Array) -> StoredChunks:
+        rows, boxes = slice(place.first, place.first + place.rows), self._boxes[place.ndim]
+        cut = slice(place.at, place.at + place.rows)
+        return StoredChunks(boxes.start[cut], boxes.size[cut], file[rows], item[rows])
+
+    def _file(self, path: str) -> int:
+        number = self._numbers.get(path)
+        if number is None:
+            number = self._numbers[path] = len(self.files)
+            self.files.append(path)
+        return number
+
+    def _sort_files(self, file: Int64Array) -> None:
+        """Number the files in the order of the first chunk of each, without those that hold none."""
+        first = np.full(len(self.files), len(file), np.int64)
+        first[file[::-1]] = np.arange(len(file))[::-1]
+        order = [number for number in np.argsort(first, kind="stable").tolist() if first[number] < len(file)]
+        if order != list(range(len(self.files))):
+            numbers = np.zeros(len(self.files), np.int64)
+            numbers[order] = np.arange(len(order))
+            file[:] = numbers[file]
+            self.files = [self.files[number] for number in order]
+
+    def _join(self, reduced: Reduced, file: Int64Array, item: Int64Array) -> None:
+        """Give each item in a run to its chunk. Two for one chunk are left to the general reader."""
+        texts = reduced.texts
+        known = {place.key: number for number, place in enumerate(self._places)}
+        tensor = np.array([known.get(text, -1) for text in texts], np.int64)
+        places = np.array([(place.first, place.rows, place.ndim, place.at) for place in self._places], np.int64)
+        places = places.reshape(len(self._places), 4)
+        paths = np.full(len(texts), -1, np.int64)
+        assigned = len(self._stored)
+        while reduced.items:
+            part = reduced.items.pop()
+            for number in np.flatnonzero(np.bincount(part["path"])).tolist():
+                if not is_inside(texts[number]):
+                    raise UnusualError("a path that leaves the directory")
+                paths[number] = self._file(texts[number])
+            holder = tensor[part["name"]]
+            inner = np.flatnonzero(holder >= 0)
+            rows = np.full(len(holder), -1, np.int64)
+            rows[inner] = self._rows(part, inner, holder[inner], places)
+            for row in np.flatnonzero((rows < 0) & (holder >= 0)).tolist():  # its index is that of another chunk
+                rows[row] = self._row(int(holder[row]), tuple(part["start"][row, : part["ndim"][row]].tolist()))
+            hit = np.flatnonzero(rows >= 0)
+            rows = rows[hit]
+            file[rows] = paths[part["path"][hit]]
+            item[rows, 0], item[rows, 1] = part["offset"][hit], part["length"][hit]
+            assigned += len(hit)
+        if np.count_nonzero(file >= 0) != assigned:
+            raise UnusualError("two items of one chunk")
+
+    def _rows(self, part: Columns, inner: Int64Array, holder: Int64Array, places: Int64Array) -> Int64Array:
+        """The rows of the chunks that items ``inner`` say they hold, -1 where that chunk starts somewhere else."""
+        first, count, ndim, at = places[holder].T
+        index = part["index"][inner].astype(np.int64)
+        fits = (index < count) & (part["ndim"][inner] == ndim)
+        rows = np.where(fits, first + index, -1)
+        for dimensions, boxes in self._boxes.items():
+            some = np.flatnonzero(fits & (ndim == dimensions))
+            if not len(some):
+                continue
+            declared = part["start"][inner[some], :dimensions]
+            same = (boxes.start[at[some] + index[some]] == declared).all(axis=1)
+            rows[some[~same]] = -1
+        return rows
+
+    def _row(self, number: int, start: Indexes) -> int:
+        """The chunk of a tensor that begins at ``start``; -1 when none does."""
+        starts = self._starts.get(number)
+        if starts is None:
+            place = self._places[number]
+            table = self._boxes[place.ndim].start[place.at : place.at + place.rows].tolist()
+            starts = {tuple(each): place.first + index for index, each in enumerate(table)}
+            self._starts[number] = starts
+        return starts.get(start, -1)
+
+    def _named(self, missing: list[int]) -> Iterator[tuple[int, str]]:
+        first = [place.first for place in self._places]
+        for row in missing:
+            number = bisect_right(first, row) - 1
+            place = self._places[number]
+            start = self._boxes[place.ndim].start[place.at + row - place.first]
+            yield number, f"{place.key} at {tuple(start.tolist())}"
+
+
+def disjoint_and_inside(shape: Indexes, start: Int64Array, size: Int64Array) -> bool:
+    """Whether all boxes lie in a tensor of ``shape``, and no two start at the same place."""
+    limit = np.array(shape, np.int64)
+    if start.shape[1] != len(shape) or not ((start <= limit).all() and (size <= limit - start).all()):
+        return False
+    if len(start) < 2 or (start.shape[1] and (start[1:, 0] > start[:-1, 0]).all()):
+        return True
+    ordered = start[np.lexsort(start.T[::-1])] if start.shape[1] else start
+    return bool((ordered[1:] != ordered[:-1]).any(axis=1).all())
+
+
+def is_inside(path: str) -> bool:
+    """Whether a relative path stays in the directory that it is relative to."""
+    outside = not path or path.startswith(("/", "\\")) or "\0" in path or ":" in path.partition("/")[0]
+    return not outside and ".." not in path.replace("\\", "/").split("/")

@@ -1,0 +1,189 @@
+"""Parses one field of many pickled records at once: literal bytes, integers, ``torch.Size``, texts.
+
+All functions take a ``Block`` of opcodes and the places where the field begins, one for each record, and say for which
+records it has the expected form. A record may reach past the end of the block: there are zeros, which are no opcodes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from fsdpckpt.ir.tensors import Int64Array
+
+__all__ = ["EMPTY_SIZE", "MOST_DIMENSIONS", "SIZE_END", "Block", "BoolArray", "Texts", "UnusualError"]
+
+BoolArray = npt.NDArray[np.bool_]
+UInt64Array = npt.NDArray[np.uint64]
+
+MOST_DIMENSIONS = 8  # of a size that is read here: more is rare
+SIZE_END = b"\x94\x85\x94R\x94"  # the tuple of extents, memoised; the arguments; the call of torch.Size
+EMPTY_SIZE = b")\x85\x94R\x94"
+_PADDING = bytes(1024)  # more than the bytes of one record, right or wrong
+_LONG = 0x8A
+_WIDTH = np.zeros(256, np.int64)  # bytes of an unsigned operand by opcode
+_WIDTH[list(b"KMJ")] = (1, 2, 4)
+_MASK = np.array([(1 << (8 * width)) - 1 for width in range(9)], np.uint64)
+_AT_ONCE = 1 << 16  # texts compared at once
+_WEIGHTS = np.array([pow(0x9E3779B97F4A7C15, word, 1 << 64) for word in range(1, 33)], np.uint64)  # of a hash's words
+
+
+class UnusualError(Exception):
+    """The pickle has not the form that is read in bulk. No error of the file: the general reader decides."""
+
+
+class Block:
+    """Opcodes, as bytes and as the number of 8 bytes at every place."""
+
+    def __init__(self, data: bytes) -> None:
+        padded = data + _PADDING
+        self.data = data
+        self.bytes = np.frombuffer(padded, np.uint8)
+        self._words: UInt64Array = np.ndarray((len(padded) - 7,), "<u8", padded, strides=(1,))
+
+    def words(self, at: npt.NDArray[np.signedinteger]) -> UInt64Array:
+        """The little-endian number in the 8 bytes at each place."""
+        words: UInt64Array = self._words[at]
+        return words
+
+    def opcodes(self, at: Int64Array) -> npt.NDArray[np.uint8]:
+        return self.bytes[at]
+
+    def has(self, at: Int64Array, literal: bytes) -> BoolArray:
+        """Where ``literal`` stands."""
+        ok = np.ones(len(at), np.bool_)
+        for begin in range(0, len(literal), 8):
+            part = literal[begin : begin + 8]
+            ok &= (self.words(at + begin) & _MASK[len(part)]) == np.uint64(int.from_bytes(part, "little"))
+        return ok
+
+    def integers(self, at: Int64Array) -> tuple[Int64Array, Int64Array, BoolArray]:
+        """The values (0 up to 2^63 - 1) and the ends of the integers at ``at``."""
+        opcode = self.opcodes(at)
+        width = _WIDTH[opcode]
+        value = self.words(at + 1) & _MASK[width]
+        ok = (width > 0) & ~((opcode == ord("J")) & (value >= 1 << 31))
+        end = at + 1 + width
+        long = np.flatnonzero(opcode == _LONG)
+        if len(long):
+            nbytes = self.opcodes(at[long] + 1).astype(np.int64)
+            fits = (nbytes > 0) & (nbytes <= 8)
+            nbytes[~fits] = 1
+            value[long] = self.words(at[long] + 2) & _MASK[nbytes]
+            ok[long] = fits & ((value[long] >> (8 * nbytes - 1).astype(np.uint64)) == 0)
+            end[long] = at[long] + 2 + nbytes
+        return value.astype(np.int64), end, ok
+
+    def references(self, at: Int64Array) -> tuple[Int64Array, Int64Array, BoolArray]:
+        """The memo numbers and the ends of the GETs at ``at``."""
+        opcode = self.opcodes(at)
+        short = opcode == ord("h")
+        number = (self.words(at + 1) & np.where(short, _MASK[1], _MASK[4])).astype(np.int64)
+        return number, at + np.where(short, 2, 5), short | (opcode == ord("j"))
+
+    def sizes(self, at: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array, BoolArray]:
+        """What follows the name of ``torch.Size``: extents (n, most dimensions of any), their count, ends."""
+        n = len(at)
+        ndim = np.full(n, -1, np.int64)
+        end = at.copy()
+        columns: list[Int64Array] = []
+        ok = np.ones(n, np.bool_)
+        first = self.opcodes(at)
+        empty = np.flatnonzero(first == ord(")"))
+        ndim[empty] = 0
+        ok[empty] = self.has(at[empty], EMPTY_SIZE)
+        end[empty] += len(EMPTY_SIZE)
+        marked = first == ord("(")  # more than three: from a mark to TUPLE, not TUPLE1 to TUPLE3
+        end[marked] += 1
+        rows = np.flatnonzero(ndim < 0)
+        for count in range(MOST_DIMENSIONS + 1):
+            if count:
+                opcode = self.opcodes(end[rows])
+                several, few = (opcode == ord("t")) & (count > 3), (opcode == 0x84 + count) & (count < 4)
+                closed = np.where(marked[rows], several, few)
+                done = rows[closed]
+                ok[done] &= self.has(end[done] + 1, SIZE_END)
+                end[done] += 1 + len(SIZE_END)
+                ndim[done] = count
+                rows = rows[~closed]
+            if not len(rows) or count == MOST_DIMENSIONS:
+                break
+            value, after, fine = self.integers(end[rows])
+            column = np.zeros(n, np.int64)
+            column[rows] = value
+            columns.append(column)
+            end[rows] = after
+            rows = rows[fine]
+        extents = np.stack(columns, 1) if columns else np.zeros((n, 0), np.int64)
+        return extents, ndim, end, ok & (ndim >= 0)
+
+    def texts(self, at: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array, BoolArray]:
+        """The short texts at ``at``, memoised: where the characters begin, how many bytes they are, ends."""
+        nbytes = self.opcodes(at + 1).astype(np.int64)
+        end = at + 2 + nbytes
+        return at + 2, nbytes, end + 1, (self.opcodes(at) == 0x8C) & (self.opcodes(end) == 0x94)
+
+
+class Texts:
+    """Numbers texts in the order of their first appearance, many at a time."""
+
+    def __init__(self) -> None:
+        self.all: list[bytes] = []
+        self._numbers: dict[bytes, int] = {}
+        # by length: hashes in order, and for each the number and the bytes of the text that has it
+        self._hashed: dict[int, tuple[UInt64Array, Int64Array, UInt64Array]] = {}
+
+    def number(self, text: bytes) -> int:
+        number = self._numbers.get(text)
+        if number is None:
+            number = self._numbers[text] = len(self.all)
+            self.all.append(text)
+        return number
+
+    def numbers(
+        self, block: Block, at: npt.NDArray[np.signedinteger], nbytes: npt.NDArray[np.signedinteger]
+    ) -> npt.NDArray[np.int32]:
+        """The numbers of the texts of ``nbytes`` at ``at``."""
+        numbers = np.empty(len(at), np.int32)
+        for length in np.flatnonzero(np.bincount(nbytes)).tolist():
+            rows = np.flatnonzero(nbytes == length)
+            for begin in range(0, len(rows), _AT_ONCE):
+                part = rows[begin : begin + _AT_ONCE]
+                numbers[part] = self._of_length(block, at[part], length)
+        return numbers
+
+    def _of_length(self, block: Block, at: npt.NDArray[np.signedinteger], length: int) -> Int64Array:
+        """By a hash; then each text is compared with the one that has this hash, byte for byte."""
+        words = -(-length // 8)
+        table = np.empty((len(at), words), np.uint64)
+        for word in range(words):
+            table[:, word] = block.words(at + 8 * word)
+        if length % 8:
+            table[:, -1] &= _MASK[length % 8]
+        hashes = (table * _WEIGHTS[:words]).sum(axis=1, dtype=np.uint64)
+        none = np.zeros(0, np.uint64), np.zeros(0, np.int64), np.zeros((0, words), np.uint64)
+        known, numbers, content = self._hashed.get(length, none)
+        place = np.searchsorted(known, hashes)
+        place[place == len(known)] = 0
+        new = known[place] != hashes if len(known) else np.ones(len(hashes), np.bool_)
+        if new.any():
+            first = _first_of_each(hashes[new])
+            added, rows = hashes[new][first], table[new][first]
+            fresh = np.array([self.number(row.tobytes()[:length]) for row in rows], np.int64)
+            order = np.argsort(known := np.concatenate([known, added]))
+            known, numbers = known[order], np.concatenate([numbers, fresh])[order]
+            content = np.concatenate([content, rows])[order]
+            self._hashed[length] = known, numbers, content
+            place = np.searchsorted(known, hashes)
+        if not np.array_equal(content[place], table):
+            raise UnusualError("two texts with one hash")
+        result: Int64Array = numbers[place]
+        return result
+
+
+def _first_of_each(values: UInt64Array) -> Int64Array:
+    """The index of the first of each value. (np.unique would import numpy.ma.)"""
+    order = np.argsort(values, kind="stable")
+    ordered = values[order]
+    first: Int64Array = order[np.concatenate([[True], ordered[1:] != ordered[:-1]])]
+    return first

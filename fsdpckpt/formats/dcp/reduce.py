@@ -1,0 +1,355 @@
+"""Takes the runs of equal records out of a ``.metadata`` pickle: what is left is a small pickle, the runs are columns.
+
+A checkpoint of a large run has millions of chunks, all described alike, and one object for each takes minutes and tens
+of gigabytes. ``reduce_pickle`` walks the opcodes once. Where a run of records begins (``runs``), it puts a persistent
+id in its place, and counts on after it; every other opcode is copied, with the memo numbers that it then has.
+
+Every byte is accounted for: it is an opcode that is walked over, or part of a record of which each byte was compared or
+parsed, right after the one before. Anything out of the ordinary ends the walk, and the general reader reads it
+all: other opcodes, references into a run, runs that are used for something else than to be appended.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from fsdpckpt.formats.dcp.fields import Block, Texts, UnusualError
+from fsdpckpt.formats.dcp.runs import CHUNK, INDEX, Form, Found, learn
+from fsdpckpt.storage.protocols import ByteSource
+
+__all__ = ["Columns", "Reduced", "Run", "reduce_pickle"]
+
+_BLOCK = 16 << 20
+_ROOM = 4096  # bytes at the end of a block in which no opcode or record begins that might not end there
+_PROTOCOLS = (b"\x80\x04", b"\x80\x05")
+_FRAME = 0x95
+_WIDTH = bytearray(256)  # of opcodes that are copied as they are
+for _opcode in b")]}(teausbR\x81\x85\x86\x87\x88\x89N0":
+    _WIDTH[_opcode] = 1
+for _opcode, _width in ((ord("K"), 2), (ord("M"), 3), (ord("J"), 5), (ord("G"), 9)):
+    _WIDTH[_opcode] = _width
+_MEMOIZE, _STACK_GLOBAL, _SHORT_TEXT, _TEXT, _LONG, _STOP = 0x94, 0x93, 0x8C, ord("X"), 0x8A, ord(".")
+_GETS = {ord("h"): 1, ord("j"): 4}
+
+Columns: TypeAlias = dict[str, npt.NDArray[np.signedinteger]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Run:
+    """Stands in the loaded value for rows ``begin`` to ``end`` of the columns: in a list for chunks (``kind`` is
+    ``CHUNK``), in a dict as a key and its value for items."""
+
+    kind: tuple[bytes, bytes]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """``pickle``: what is left, whose persistent id n stands for ``runs[n]``.
+
+    ``chunks``: start and size (n, most dimensions of any) and ndim. ``items``, in parts: name and path (numbers of
+    ``texts``), index, start, ndim, offset and length.
+    """
+
+    pickle: bytes
+    runs: list[Run]
+    chunks: Columns
+    items: list[Columns]
+    texts: list[str]
+
+
+def reduce_pickle(source: ByteSource) -> Reduced | None:
+    """``source`` without its runs; None when it has none, or anything that a DCP save has not."""
+    walk = _Walk()
+    try:
+        for data, boundaries in _unframed(source):
+            walk.read(data, boundaries)
+        walk.finish()
+        texts = [text.decode("utf-8", "surrogatepass") for text in walk.texts.all]
+    except (UnusualError, IndexError, UnicodeDecodeError):
+        return None
+    if not walk.runs:
+        return None
+    chunks: Columns = {}
+    parts = walk.columns[CHUNK]
+    for name in list(parts[0]) if parts else ():
+        chunks[name] = _joined([part.pop(name) for part in parts])
+    return Reduced(bytes(walk.out), walk.runs, chunks, walk.columns[INDEX], texts)
+
+
+def _joined(parts: list[npt.NDArray[np.signedinteger]]) -> npt.NDArray[np.signedinteger]:
+    width = max(part.shape[1] for part in parts) if parts[0].ndim == 2 else 0
+    if width:
+        parts = [np.pad(part, ((0, 0), (0, width - part.shape[1]))) for part in parts]
+    return np.concatenate(parts)
+
+
+def _unframed(source: ByteSource) -> Iterator[tuple[bytes, list[int]]]:
+    """The opcodes of a pickle without its frames, in blocks, and where in each block a frame ends."""
+    if source.nbytes < 2 or source.read(0, 2) not in _PROTOCOLS:
+        raise UnusualError("another protocol")
+    at, block, begin = 2, b"", 0
+    parts: list[bytes] = []
+    ends: list[int] = []
+    held = 0
+    while at < source.nbytes:
+        if at + 9 > begin + len(block):
+            block, begin = source.read(at, min(_BLOCK, source.nbytes - at)), at
+        inner = at - begin
+        nbytes = int.from_bytes(block[inner + 1 : inner + 9], "little")
+        if block[inner] != _FRAME or nbytes > min(_BLOCK - 9, source.nbytes - at - 9):
+            raise UnusualError("bytes in no frame, or in a large one")
+        if inner + 9 + nbytes > len(block):
+            block, begin, inner = source.read(at, min(_BLOCK, source.nbytes - at)), at, 0
+        parts.append(block[inner + 9 : inner + 9 + nbytes])
+        held += nbytes
+        ends.append(held)
+        at += 9 + nbytes
+        if held >= _BLOCK:
+            yield b"".join(parts), ends
+            parts, ends, held = [], [], 0
+    yield b"".join(parts), ends
+
+
+class _Memo:
+    def __init__(self) -> None:
+        self.count = 0
+        self.texts: dict[int, bytes] = {}
+        self.names: dict[int, tuple[bytes, bytes]] = {}
+        # Values memoised in runs: the first and the last number of each, and how many up to there.
+        self._first: list[int] = []
+        self._last: list[int] = []
+        self._removed: list[int] = []
+
+    def text(self, number: int) -> bytes | None:
+        return self.texts.get(number)
+
+    def name(self, number: int) -> tuple[bytes, bytes] | None:
+        return self.names.get(number)
+
+    def remove(self, count: int) -> None:
+        """The next ``count`` values are in a run."""
+        self._first.append(self.count)
+        self.count += count
+        self._last.append(self.count)
+        self._removed.append(count + (self._removed[-1] if self._removed else 0))
+
+    def left(self, number: int) -> int:
+        """The number that value ``number`` has without the runs."""
+        place = bisect_right(self._first, number) - 1
+        if place < 0:
+            return number
+        if number < self._last[place]:
+            raise UnusualError("a reference into a run")
+        return number - self._removed[place]
+
+
+class _Walk:
+    """``out``: the opcodes that were kept, and the placeholders."""
+
+    def __init__(self) -> None:
+        self.out = bytearray(_PROTOCOLS[0])
+        self.runs: list[Run] = []
+        self.columns: dict[tuple[bytes, bytes], list[Columns]] = {CHUNK: [], INDEX: []}
+        self.texts = Texts()
+        self._counts = {CHUNK: 0, INDEX: 0}
+        self._forms: dict[tuple[bytes, bytes], Form] = {}
+        self._memo = _Memo()
+        self._gets: dict[bytes, bytes] = {}  # what a GET becomes
+        self._rest, self._ends = b"", [0]  # bytes that were not walked over yet, and where in them frames end
+        self._read = 0
+        self._stopped = False
+
+    def read(self, data: bytes, ends: list[int]) -> None:
+        """Walk over the next block, up to what may not be whole."""
+        self._read += len(data)
+        self._ends += [end + len(self._rest) for end in ends]
+        block = Block(self._rest + data)
+        self._step(block, len(block.data) - _ROOM)
+        if len(self.out) > _BLOCK + 3 * self._read // 4:
+            raise UnusualError("little of it is in runs")
+
+    def finish(self) -> None:
+        """Walk over the rest."""
+        self._step(Block(self._rest), len(self._rest))
+        if not self._stopped or self._rest:
+            raise UnusualError("no end")
+
+    def _step(self, block: Block, limit: int) -> None:
+        """Walk from the begin of ``block`` at least until ``limit``."""
+        taken = _Taken(block, limit, self._forms)
+        at = self._copy(block.data, limit, taken)
+        for kind, (found, slices) in taken.found.items():
+            if slices:
+                self.columns[kind].append(self._columns(kind, block, found, slices))
+        self._rest = block.data[at:]
+        self._ends = [end - at for end in self._ends if end >= at]
+
+    def _copy(self, data: bytes, limit: int, taken: _Taken) -> int:  # noqa: PLR0912, PLR0915 (one loop: it runs for every opcode)
+        """Copy the opcodes of ``data`` but for the runs; returns where the walk ended."""
+        memo, out, texts, gets, width_of = self._memo, self.out, self._memo.texts, self._gets, _WIDTH
+        heads = taken.heads
+        frames = iter([end for end in self._ends if end <= len(data)])
+        frame = next(frames, -1)
+        if data and self._stopped:
+            raise UnusualError("bytes after the end")
+        at = kept = 0
+        earlier = later = (0, 0, b"")  # the last two texts: begin, end, content
+        while at < limit:
+            if frame >= 0 and at >= frame:
+                if at > frame:
+                    raise UnusualError("an opcode in two frames")
+                frame = next(frames, -1)
+                continue
+            if at in heads:
+                out += data[kept:at]
+                begin, at = at, self._take(heads[at], taken)
+                kept = at
+                while 0 <= frame <= at:
+                    _require_boundary(data, taken.record(begin, frame), frame)
+                    frame = next(frames, -1)
+                continue
+            opcode = data[at]
+            if opcode == _MEMOIZE:
+                memo.count += 1
+                at += 1
+            elif opcode in _GETS:
+                end = at + 1 + _GETS[opcode]
+                raw = data[at:end]
+                number = int.from_bytes(raw[1:], "little")
+                name = memo.names.get(number)
+                if name in self._counts and name not in self._forms and self._learn(name, data, at, taken):
+                    continue
+                kept_text = texts.get(number)
+                if kept_text is not None:
+                    earlier, later = later, (at, end, kept_text)
+                new = gets.get(raw)
+                if new is None:
+                    new = gets[raw] = _get(memo.left(number))
+                if new != raw:
+                    out += data[kept:at]
+                    out += new
+                    kept = end
+                at = end
+            elif opcode in (_SHORT_TEXT, _TEXT):
+                begin = at + (2 if opcode == _SHORT_TEXT else 5)
+                end = begin + int.from_bytes(data[at + 1 : begin], "little")
+                text = data[begin:end]
+                if data[end] == _MEMOIZE:
+                    texts[memo.count] = text
+                    earlier, later = later, (at, end + 1, text)
+                else:
+                    earlier, later = later, (at, end, text)
+                at = end
+            elif opcode == _STACK_GLOBAL:
+                if data[at + 1] == _MEMOIZE and later[1] == at and earlier[1] == later[0]:
+                    memo.names[memo.count] = (earlier[2], later[2])
+                at += 1
+            elif width_of[opcode]:
+                at += width_of[opcode]
+            elif opcode == _LONG:
+                at += 2 + data[at + 1]
+            elif opcode == _STOP:
+                self._stopped = True
+                at += 1
+                break
+            else:
+                raise UnusualError(f"opcode {opcode:#x}")
+        out += data[kept:at]
+        return at
+
+    def _learn(self, kind: tuple[bytes, bytes], data: bytes, at: int, taken: _Taken) -> bool:
+        """Whether a run begins at ``at``, with the first record of which the form can be learned."""
+        form = learn(kind, data, at, self._memo)
+        if form is None:
+            return False
+        self._forms[kind] = form
+        taken.find(kind, form, at)
+        return at in taken.heads
+
+    def _take(self, head: tuple[tuple[bytes, bytes], int], taken: _Taken) -> int:
+        """Put a placeholder for the run; returns where it ends."""
+        kind, row = head
+        form, (found, slices) = self._forms[kind], taken.found[kind]
+        stop = int(found.last[row]) + 1
+        slices.append(slice(row, stop))
+        self._memo.remove(int(found.memoised[row:stop].sum()))
+        end = int(found.end[stop - 1])
+        data = taken.block.data
+        alone = stop - row == 1 and data[end] == form.append[1]
+        if data[end] != form.append[0] and not alone and not data.startswith(form.prefix, end):
+            raise UnusualError("records that are not appended")
+        count = self._counts[kind]
+        self._counts[kind] += stop - row
+        self.out += (b"J" + len(self.runs).to_bytes(4, "little") + b"Q") * form.objects
+        self.runs.append(Run(kind, count, count + stop - row))
+        return end
+
+    def _columns(self, kind: tuple[bytes, bytes], block: Block, found: Found, slices: list[slice]) -> Columns:
+        """The fields of the records that were taken, as small as they can be kept."""
+        columns: Columns = {**found.columns}
+        if sum(part.stop - part.start for part in slices) != len(found.begin):
+            columns = {name: np.concatenate([column[part] for part in slices]) for name, column in columns.items()}
+        if kind == INDEX:
+            columns["name"] = self.texts.numbers(block, columns.pop("text"), columns.pop("nbytes"))
+            columns["path"] = self._paths(columns["path"])
+            columns["index"] = np.minimum(columns["index"], np.iinfo(np.int32).max).astype(np.int32)
+        columns["ndim"] = columns["ndim"].astype(np.int8)
+        return columns
+
+    def _paths(self, references: npt.NDArray[np.signedinteger]) -> npt.NDArray[np.int32]:
+        """The numbers of the texts that are referred to: few, one after the other."""
+        changes = np.flatnonzero(np.diff(references, prepend=-1))
+        texts = [self._memo.text(number) for number in references[changes].tolist()]
+        if None in texts:
+            raise UnusualError("a path that is no text")
+        numbers = np.array([self.texts.number(text) for text in texts if text is not None], np.int32)
+        return np.repeat(numbers, np.diff(changes, append=len(references)))
+
+
+class _Taken:
+    """The records in one block, and which of them were taken. ``heads``: the first of each run by its place."""
+
+    def __init__(self, block: Block, limit: int, forms: dict[tuple[bytes, bytes], Form]) -> None:
+        self.block = block
+        self.found: dict[tuple[bytes, bytes], tuple[Found, list[slice]]] = {}
+        self.heads: dict[int, tuple[tuple[bytes, bytes], int]] = {}
+        self._limit = limit
+        for kind, form in forms.items():
+            self.find(kind, form, 0)
+
+    def find(self, kind: tuple[bytes, bytes], form: Form, begin: int) -> None:
+        found = form.find(self.block, begin, max(self._limit, begin))
+        self.found[kind] = (found, [])
+        if len(found.begin):
+            first = np.flatnonzero(np.diff(found.last, prepend=-1))
+            heads = zip(found.begin[first].tolist(), first.tolist(), strict=True)
+            self.heads.update((at, (kind, row)) for at, row in heads)
+
+    def record(self, begin: int, place: int) -> int:
+        """Where the last record before ``place`` begins, in the run that begins at ``begin``."""
+        found, _ = self.found[self.heads[begin][0]]
+        return int(found.begin[np.searchsorted(found.begin, place) - 1])
+
+
+def _require_boundary(data: bytes, at: int, boundary: int) -> None:
+    """The unpickler reads the opcodes of a record, and finds the begin of a frame where the next one should be."""
+    while at < boundary:
+        opcode = data[at]
+        if opcode in (_SHORT_TEXT, _LONG):
+            at += 2 + data[at + 1]
+        else:
+            at += 1 + _GETS[opcode] if opcode in _GETS else _WIDTH[opcode] or 1
+    if at != boundary:
+        raise UnusualError("an opcode in two frames")
+
+
+def _get(number: int) -> bytes:
+    return b"h" + bytes((number,)) if number < 256 else b"j" + number.to_bytes(4, "little")

@@ -1,0 +1,245 @@
+"""Parses runs of equal records of a DCP ``.metadata`` pickle into columns: chunks, and where each is stored.
+
+Records of one class have the same bytes in one file, but for numbers and names: names and attributes are references to
+the memo after their first occurrence. A *form* has these bytes, learned from the first record that consists of
+references; ``find`` gives every place of a block where a whole record of this form stands. Such a place may lie within
+a text: it counts only when an opcode begins there, which the one who walks the opcodes knows (``reduce``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import numpy as np
+
+from fsdpckpt.formats.dcp.fields import Block, BoolArray
+from fsdpckpt.ir.tensors import Int64Array
+
+__all__ = ["CHUNK", "FILESYSTEM", "INDEX", "METADATA", "ChunkForm", "Form", "Found", "ItemForm", "Memo", "learn"]
+
+METADATA = "torch.distributed.checkpoint.metadata"
+FILESYSTEM = "torch.distributed.checkpoint.filesystem"
+CHUNK = (METADATA.encode(), b"ChunkStorageMetadata")
+INDEX = (METADATA.encode(), b"MetadataIndex")
+_INFO = (FILESYSTEM.encode(), b"_StorageInfo")
+_SIZE = (b"torch", b"Size")
+_NEW = b")\x81\x94}\x94("  # an instance, memoised; its attributes, a dict, memoised; a mark before them
+_BUILD = b"ub"
+_Parse = Callable[[Int64Array], tuple[Int64Array, Int64Array, BoolArray]]  # places to values, ends, whether it fits
+
+
+class Memo(Protocol):
+    """What a pickle's memo holds so far: texts, and names as (module, name)."""
+
+    def text(self, number: int) -> bytes | None: ...
+
+    def name(self, number: int) -> tuple[bytes, bytes] | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The records in one block, in the order of their places.
+
+    ``begin``, ``end``: of their bytes. ``memoised``: how many values each memoises. ``last``: for each the number of
+    the last record of its run, in which each begins where the one before ends, or after the ``separator`` of batches.
+    ``columns``: the fields.
+    """
+
+    begin: Int64Array
+    end: Int64Array
+    memoised: Int64Array
+    last: Int64Array
+    columns: dict[str, Int64Array]
+
+
+def _candidates(block: Block, prefix: bytes, begin: int, end: int) -> Int64Array:
+    rare = prefix.index(b"\x81")
+    at = np.flatnonzero(block.bytes[begin + rare : end + rare] == 0x81) + begin
+    return at[block.has(at, prefix)]
+
+
+def _runs(block: Block, begin: Int64Array, end: Int64Array, append: bytes, same: Int64Array | None) -> Int64Array:
+    """For each record the last one of its run. ``same``: a field that all records of a run have in common."""
+    n = len(begin)
+    linked = np.zeros(n, np.bool_)
+    if n > 1:
+        gap = begin[1:] - end[:-1]
+        linked[:-1] = (gap == 0) | ((gap == 2) & block.has(end[:-1], append[:1] + b"("))
+        if same is not None:
+            linked[:-1] &= same[1:] == same[:-1]
+    stops = np.flatnonzero(~linked)
+    return stops[np.searchsorted(stops, np.arange(n))]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkForm:
+    """``ChunkStorageMetadata(offsets, sizes)``. ``prefix`` ends with the name of ``offsets``' class, ``sizes`` too.
+
+    ``objects``: how many a record leaves on the stack. ``append``: the opcodes that take those of a batch, and of one.
+    """
+
+    prefix: bytes
+    sizes: bytes
+    objects: int = 1
+    append: bytes = b"ea"
+
+    def find(self, block: Block, begin: int, end: int) -> Found:
+        """The whole records that begin in [begin, end)."""
+        at = _candidates(block, self.prefix, begin, end)
+        start, ndim, after, ok = block.sizes(at + len(self.prefix))
+        ok &= block.has(after, self.sizes)
+        size, ndim_of_size, after, fine = block.sizes(after + len(self.sizes))
+        ok &= fine & (ndim == ndim_of_size) & block.has(after, _BUILD)
+        after += len(_BUILD)
+        rows = np.flatnonzero(ok & (after <= len(block.data)))
+        at, after, ndim = at[rows], after[rows], ndim[rows]
+        last = _runs(block, at, after, self.append, ndim)
+        memoised = 2 + 2 * np.where(ndim > 0, 3, 2)
+        return Found(at, after, memoised, last, {"start": start[rows], "size": size[rows], "ndim": ndim})
+
+
+@dataclass(frozen=True, slots=True)
+class ItemForm:
+    """``MetadataIndex(fqn, offset, index)`` and its ``_StorageInfo(relative_path, offset, length)``.
+
+    ``prefix`` ends before the text of the fqn; the other fields are what stands before the value they are named after.
+    """
+
+    prefix: bytes
+    index: bytes
+    start: bytes
+    path: bytes
+    offset: bytes
+    length: bytes
+    objects: int = 2
+    append: bytes = b"us"
+
+    def find(self, block: Block, begin: int, end: int) -> Found:
+        """The whole records that begin in [begin, end)."""
+        at = _candidates(block, self.prefix, begin, end)
+        text, nbytes, after, ok = block.texts(at + len(self.prefix))
+
+        def field(
+            parse: Callable[[Int64Array], tuple[Int64Array, Int64Array, BoolArray]], literal: bytes
+        ) -> Int64Array:
+            nonlocal after, ok
+            ok &= block.has(after, literal)
+            value, after, fine = parse(after + len(literal))
+            ok &= fine
+            return value
+
+        index = field(block.integers, self.index)
+        ok &= block.has(after, self.start)
+        start, ndim, after, fine = block.sizes(after + len(self.start))
+        ok &= fine
+        path = field(block.references, self.path)
+        offset = field(block.integers, self.offset)
+        length = field(block.integers, self.length)
+        ok &= block.has(after, _BUILD)
+        after += len(_BUILD)
+        rows = np.flatnonzero(ok & (after <= len(block.data)))
+        fields = {"text": text, "nbytes": nbytes, "index": index, "start": start, "ndim": ndim, "path": path}
+        columns = {name: column[rows] for name, column in {**fields, "offset": offset, "length": length}.items()}
+        last = _runs(block, at[rows], after[rows], self.append, None)
+        memoised = 5 + np.where(columns["ndim"] > 0, 3, 2)
+        return Found(at[rows], after[rows], memoised, last, columns)
+
+
+Form: TypeAlias = ChunkForm | ItemForm
+
+
+def learn(kind: tuple[bytes, bytes], data: bytes, at: int, memo: Memo) -> Form | None:
+    """The form of the record of class ``kind`` at ``at``, whose name is a reference; None when it has another one."""
+    cursor = _Cursor(data, at, memo)
+    try:
+        return _learn_chunk(cursor) if kind == CHUNK else _learn_item(cursor)
+    except (_AnotherFormError, IndexError):
+        return None
+
+
+class _AnotherFormError(Exception):
+    pass
+
+
+class _Cursor:
+    """Walks over one record. ``take`` gives the bytes since it was last called."""
+
+    def __init__(self, data: bytes, at: int, memo: Memo) -> None:
+        self._data, self._at, self._memo = data, at, memo
+        self._kept = at
+
+    def take(self) -> bytes:
+        taken, self._kept = self._data[self._kept : self._at], self._at
+        return taken
+
+    def literal(self, text: bytes) -> None:
+        self._require(self._data.startswith(text, self._at))
+        self._at += len(text)
+
+    def name(self, name: tuple[bytes, bytes]) -> None:
+        self._require(self._memo.name(self._reference()) == name)
+
+    def attribute(self, text: bytes) -> None:
+        self._require(self._memo.text(self._reference()) == text)
+
+    def text_of_a_path(self) -> None:
+        self._require(self._memo.text(self._reference()) is not None)
+        self.take()
+
+    def value(self, parse: Callable[[Block, Int64Array], tuple[Int64Array | BoolArray, ...]]) -> None:
+        """Go past a field."""
+        *_, end, ok = parse(Block(self._data[self._at : self._at + 512]), np.zeros(1, np.int64))
+        self._require(bool(ok[0]))
+        self._at += int(end[0])
+        self.take()
+
+    def _reference(self) -> int:
+        opcode = self._data[self._at]
+        self._require(opcode in b"hj")
+        width = 1 if opcode == ord("h") else 4
+        self._at += 1 + width
+        return int.from_bytes(self._data[self._at - width : self._at], "little")
+
+    def _require(self, ok: bool) -> None:  # noqa: FBT001 (what is required)
+        if not ok:
+            raise _AnotherFormError
+
+
+def _learn_chunk(cursor: _Cursor) -> ChunkForm:
+    cursor.name(CHUNK)
+    cursor.literal(_NEW)
+    cursor.attribute(b"offsets")
+    cursor.name(_SIZE)
+    prefix = cursor.take()
+    cursor.value(Block.sizes)
+    cursor.attribute(b"sizes")
+    cursor.name(_SIZE)
+    return ChunkForm(prefix, cursor.take())
+
+
+def _learn_item(cursor: _Cursor) -> ItemForm:
+    cursor.name(INDEX)
+    cursor.literal(_NEW)
+    cursor.attribute(b"fqn")
+    prefix = cursor.take()
+    cursor.value(Block.texts)
+    cursor.attribute(b"index")
+    index = cursor.take()
+    cursor.value(Block.integers)
+    cursor.attribute(b"offset")
+    cursor.name(_SIZE)
+    start = cursor.take()
+    cursor.value(Block.sizes)
+    cursor.literal(_BUILD)
+    cursor.name(_INFO)
+    cursor.literal(_NEW)
+    cursor.attribute(b"relative_path")
+    path = cursor.take()
+    cursor.text_of_a_path()
+    cursor.attribute(b"offset")
+    offset = cursor.take()
+    cursor.value(Block.integers)
+    cursor.attribute(b"length")
+    return ItemForm(prefix, index, start, path, offset, cursor.take())

@@ -1,0 +1,238 @@
+"""Runs of records are read in columns: equal to what the general reader reads, for whole files and for damaged ones."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import random
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from fsdpckpt.errors import FsdpckptError
+from fsdpckpt.formats.dcp import metadata as reader
+from fsdpckpt.formats.dcp import reduce
+from fsdpckpt.formats.dcp.metadata import DcpMetadata, parse_metadata
+from fsdpckpt.storage.local import MemoryFile
+from tests.fuzz.mutations import mutated
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+FILES = sorted(GOLDEN.rglob(".metadata"))
+
+
+def facts(found: DcpMetadata) -> tuple[object, ...]:
+    """Everything in it, comparable."""
+    tensors = {
+        key: (
+            tensor.dtype.name,
+            tensor.shape,
+            *(getattr(tensor.chunks, name).tolist() for name in ("start", "size", "file", "item")),
+        )
+        for key, tensor in found.tensors.items()
+    }
+    return tensors, found.items, found.paths, found.version, found.order, found.files, found.transforms
+
+
+def outcome(data: bytes) -> object:
+    try:
+        return facts(parse_metadata(MemoryFile(data, "d/.metadata")))
+    except FsdpckptError as error:
+        return type(error), str(error), error.details
+
+
+def both(data: bytes, monkeypatch: pytest.MonkeyPatch) -> tuple[object, object]:
+    """What comes of ``data`` with and without the reading of runs."""
+    fast = outcome(data)
+    with monkeypatch.context() as patch:
+        patch.setattr(reader, "reduce_pickle", lambda _: None)
+        return fast, outcome(data)
+
+
+def in_runs(data: bytes) -> tuple[int, int]:
+    """How many chunks and items are read in runs."""
+    reduced = reduce.reduce_pickle(MemoryFile(data, "d/.metadata"))
+    if reduced is None:
+        return 0, 0
+    return len(reduced.chunks.get("ndim", ())), sum(len(part["ndim"]) for part in reduced.items)
+
+
+def copied(value: Any) -> Any:
+    """Equal, but nothing in it is the same object: as what other ranks send."""
+    return pickle.loads(pickle.dumps(value))
+
+
+def saved(ranks: int, shapes: dict[str, tuple[int, ...]], *, protocol: int = 4, seed: int = 0) -> bytes:
+    """A file as the coordinator writes it for ``ranks`` ranks; uneven rows, large offsets, empty chunks."""
+    numbers = random.Random(seed)
+    entries: dict[str, Any] = {"value": BytesStorageMetadata()}
+    stored: dict[Any, Any] = {}
+    rows = {name: -(-shape[0] // ranks) for name, shape in shapes.items() if shape}
+    for name, shape in shapes.items():
+        starts = range(0, shape[0] + 1, rows[name]) if shape else [None]
+        chunks = []
+        for start in list(starts)[:ranks]:
+            offsets = torch.Size(() if start is None else (start, *(0 for _ in shape[1:])))
+            sizes = torch.Size(() if start is None else (min(rows[name], shape[0] - start), *shape[1:]))
+            chunks.append(copied(ChunkStorageMetadata(offsets, sizes)))
+        entries[name] = TensorStorageMetadata(TensorProperties(torch.bfloat16), torch.Size(shape), chunks)
+    for rank in range(ranks):
+        path = f"__{rank}_0.distcp"
+        for name in shapes:
+            chunks = entries[name].chunks
+            if rank < len(chunks):
+                index = copied(MetadataIndex(name, chunks[rank].offsets, rank))
+                length = numbers.choice((3, 300, 70_000, 1 << 31, 1 << 40, (1 << 63) - 1))
+                stored[index] = _StorageInfo(path, numbers.choice((0, 255, 256, 65536, 1 << 31, 1 << 50)), length)
+    stored[MetadataIndex("value")] = _StorageInfo("__0_0.distcp", 9, 9)
+    paths = {key: tuple(key.split(".")) for key in entries}
+    return pickle.dumps(Metadata(entries, paths, stored), protocol=protocol)
+
+
+SHAPES = {
+    "m.w": (17, 5),
+    "m.b": (40,),
+    "m.s": (),
+    "m.conv": (9, 3, 2),
+    "m.deep": (12, 2, 1, 3, 2),
+    "m." + "long" * 60: (70000, 1),
+    "m.\u00e4\u0434": (8, 2),
+}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(GOLDEN).parent))
+def test_real_files_are_read_in_runs_and_as_the_general_reader_reads_them(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = path.read_bytes()
+    chunks, items = in_runs(data)
+    assert min(chunks, items) > 0
+    fast, general = both(data, monkeypatch)
+    assert fast == general
+
+
+@pytest.mark.parametrize("protocol", [4, 5])
+@pytest.mark.parametrize("ranks", [1, 7, 40])
+def test_many_ranks_are_read_in_runs_whatever_their_numbers(
+    ranks: int, protocol: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = saved(ranks, SHAPES, protocol=protocol, seed=ranks)
+    fast, general = both(data, monkeypatch)
+    assert fast == general and isinstance(fast, tuple)
+    chunks, items = in_runs(data)
+    total = sum(len(tensor[2]) for tensor in fast[0].values())
+    assert chunks == total - 1, "the first has no form to be compared with"
+    assert items >= total - 2 - ranks, "the first item of a file has its path as a text"
+
+
+@pytest.mark.parametrize("protocol", [2, 3])
+def test_other_protocols_are_left_to_the_general_reader(protocol: int) -> None:
+    assert in_runs(data := saved(4, SHAPES, protocol=protocol)) == (0, 0)
+    assert outcome(data)
+
+
+def blocks(data: bytes, nbytes: int) -> bytes:
+    """The same opcodes in frames of ``nbytes`` (with no regard for where opcodes end)."""
+    opcodes = b""
+    at = 2
+    while at < len(data):
+        (size,) = struct.unpack_from("<Q", data, at + 1)
+        opcodes += data[at + 9 : at + 9 + size]
+        at += 9 + size
+    parts = [opcodes[begin : begin + nbytes] for begin in range(0, len(opcodes), nbytes)]
+    return data[:2] + b"".join(b"\x95" + struct.pack("<Q", len(part)) + part for part in parts)
+
+
+def test_runs_reach_over_the_blocks_that_a_file_is_read_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = saved(40, SHAPES)
+    whole = facts(parse_metadata(MemoryFile(data, "d/.metadata")))
+    pieces = in_runs(data)
+    monkeypatch.setattr(reduce, "_BLOCK", 9000)
+    monkeypatch.setattr(reduce, "_ROOM", 700)
+    assert facts(parse_metadata(MemoryFile(at_opcodes(data, 4000), "d/.metadata"))) == whole
+    assert in_runs(at_opcodes(data, 4000)) == pieces
+
+
+def at_opcodes(data: bytes, nbytes: int) -> bytes:
+    """The same pickle in frames of about ``nbytes``, as a pickler of that frame size writes it."""
+
+    class Framer(pickle._Framer):  # type: ignore[name-defined,misc]
+        _FRAME_SIZE_TARGET = nbytes
+
+    class Small(pickle._Pickler):
+        def __init__(self, file: Any) -> None:
+            super().__init__(file, 4)
+            self.framer = Framer(file.write)
+            self.write = self.framer.write
+
+    buffer = io.BytesIO()
+    Small(buffer).dump(pickle.loads(data))
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("nbytes", [1, 7, 64, 1000])
+def test_a_frame_that_begins_within_an_opcode_is_not_taken_for_its_argument(
+    nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast, general = both(blocks(saved(7, SHAPES), nbytes), monkeypatch)
+    assert fast == general
+
+
+def edits(data: bytes) -> Iterator[tuple[str, bytes]]:
+    """Damage to the runs themselves, by name."""
+    chunk_end = data.index(b"ub", data.index(b"sizes")) + 2
+    second = data.index(b"ub", chunk_end) + 2
+    record = data[chunk_end:second]
+    yield "a record twice", data[:second] + record + data[second:]
+    yield "a record less", data[:chunk_end] + data[second:]
+    yield "popped", data[:second] + b"0" + data[second:]
+    yield "popped twice", data[:second] + b"00" + data[second:]
+    yield "memoised", data[:second] + b"\x94" + data[second:]
+    yield "appended alone", data[:second] + b"a" + data[second:]
+    yield "in a tuple", data[:second] + b"\x86" + data[second:]
+    yield "appended early", data[:second] + b"e(" + data[second:]
+    yield "a stop", data[:second] + b"." + data[second:]
+    yield "bytes after the end", data + b"N"
+    yield "built", data[:second] + b"}b" + data[second:]
+
+
+@pytest.mark.parametrize("number", range(11))
+def test_a_run_that_is_used_otherwise_is_judged_by_the_general_reader(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, data = list(edits(saved(7, SHAPES)[11:]))[number]
+    framed = b"\x80\x04\x95" + struct.pack("<Q", len(data)) + data
+    fast, general = both(framed, monkeypatch)
+    assert fast == general, name
+
+
+def test_damaged_files_come_to_the_end_that_the_general_reader_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus = [path.read_bytes() for path in FILES if path.stat().st_size < 7000] + [saved(5, {"w": (9, 2), "b": (7,)})]
+    generator = random.Random(5)
+    reduced = accepted = 0
+    for number in range(800):
+        data = mutated(generator, corpus)
+        if number % 2:  # a byte or two, so that most of it still has its form
+            damaged = bytearray(generator.choice(corpus))
+            for _ in range(generator.randint(1, 2)):
+                at = generator.randrange(len(damaged))
+                damaged[at] = generator.choice((damaged[at] ^ 1, 0, 1, 255, *b"(ebua0hK.", damaged[at - 1]))
+            data = bytes(damaged)
+        fast, general = both(data, monkeypatch)
+        assert fast == general, data
+        if in_runs(data) != (0, 0):
+            reduced += 1
+            accepted += isinstance(fast[0], dict)  # type: ignore[index]
+    assert reduced > 200 and accepted > 20, "hardly any was read in runs"
