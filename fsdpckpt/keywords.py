@@ -18,6 +18,9 @@ class ConvertKeywords(TypedDict, total=False):
     to: Layout | Literal["full", "sharded", "flattened"] | None
     container: Container | Literal["torch", "dcp", "safetensors"] | None
     world_size: int | None
+    mesh: str | None
+    placements: str | os.PathLike[str] | None
+    like: str | os.PathLike[str] | None
     tensor: TensorForm | Literal["dtensor", "sharded-tensor"]
     mesh_device: str | None
     key_type: Literal["name", "id"] | None

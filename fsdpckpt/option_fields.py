@@ -64,6 +64,7 @@ class Scope(Enum):
     OPTIMIZER = auto()  # an optimizer section that is taken and written
     FLAT_PARAMETERS = auto()  # FSDP1's flat parameters, in the source or in the target
     PER_RANK_FILES = auto()  # a sharded target in one torch file per rank
+    SHARDED = auto()  # a sharded or flattened target
     DTENSORS = auto()  # per-rank files or flat parameters
     SHARDED_OR_KEYED = auto()  # a sharded target, flat parameters, or --key-type
     KEYED = auto()  # flat parameters, or --key-type

@@ -40,6 +40,7 @@ from fsdpckpt.converters.resume import (
     source_copies,
 )
 from fsdpckpt.converters.staging import Places, assign_segments, files_at, holders_of, open_staging
+from fsdpckpt.converters.target_mesh import check_mesh, on_mesh, requested_mesh, with_mesh
 from fsdpckpt.converters.target_spec import TargetSpec, check_options, make_target_spec, refuse_section_options
 from fsdpckpt.converters.transform import TransformedCheckpoint, transform
 from fsdpckpt.errors import InternalError, Leftover, TargetExistsError, WorkerError, attach_leftover
@@ -119,7 +120,9 @@ class Prepared:
 def prepare(source: str, target: str, options: ConvertOptions, sources: Sources) -> Prepared:
     """Read ``source``, transform it, lay ``target`` out and plan the copies. Tensor data is not read."""
     opened = open_checkpoint(source, sources=sources, locate=True, only=options.only)
-    spec = make_target_spec(target, options, opened)
+    mesh = requested_mesh(options, opened, sources)
+    options = with_mesh(options, opened.layout, mesh)
+    spec = on_mesh(make_target_spec(target, options, opened), opened, mesh)
     opened = replace(opened, notes=(*opened.notes, *spec.notes))
     refuse_section_options(options, opened, flavor=spec.flavor, form=spec.form)
     side_files: Mapping[str, Tensor] = {}
@@ -200,6 +203,7 @@ class _Conversion:
         with self.group.step("check the request"):
             if self.group.rank == 0:
                 check_options(options)
+                check_mesh(options)
                 check_target(self.target, self.source, overwrite=options.overwrite, resume=options.resume)
                 if options.overwrite:
                     self._replaces = find_replaceable(self.target)

@@ -16,6 +16,7 @@ from fsdpckpt.ir.vocabulary import Container, Layout, Section
 from fsdpckpt.option_fields import Scope, given
 from fsdpckpt.options import DTYPES, ConvertOptions, LaunchOptions, TensorForm
 from fsdpckpt.producers.forms import PLAIN, Flavor, Form
+from fsdpckpt.transform.placements import TargetMesh
 
 __all__ = [
     "TargetSpec",
@@ -42,6 +43,7 @@ class TargetSpec:
 
     ``directory``: whether DST is a directory. ``flavor``, ``form``: the producer whose names it gets; None is plain.
     ``notes``: why it is plain, where the source is not.
+    ``mesh``: the device mesh of a sharded target, None for one dimension along which rows are cut.
     """
 
     layout: Layout
@@ -52,6 +54,7 @@ class TargetSpec:
     flavor: Flavor | None = None
     form: Form | None = None
     notes: tuple[Note, ...] = ()
+    mesh: TargetMesh | None = None
 
 
 def make_target_spec(target: str, options: ConvertOptions, source: Checkpoint) -> TargetSpec:
@@ -78,6 +81,8 @@ def _plain_spec(suffix: str, options: ConvertOptions, source_layout: Layout) -> 
     layout = _layout(container, suffix, options, source_layout)
     if options.world_size is not None and options.world_size < 1:
         raise UsageError("--world-size counts ranks", expected="1 or more", found=str(options.world_size))
+    if layout is Layout.FULL:
+        _refuse_mesh(options, f"{_why_full(container, suffix)} is not sharded")
     if layout is Layout.FULL and options.world_size is not None:
         if options.to is None and container is not Container.SAFETENSORS and suffix not in TORCH_SUFFIXES:
             raise UsageError(
@@ -111,6 +116,12 @@ def _producer_spec(flavor: Flavor, form: Form, options: ConvertOptions, source: 
 def _require_ranks(world_size: int | None) -> None:
     if world_size is None:
         raise UsageError("per-rank files need to know for how many ranks", next_step="add --world-size N")
+
+
+def _refuse_mesh(options: ConvertOptions, why: str) -> None:
+    named = given(options, Scope.SHARDED)
+    if named:
+        raise UsageError(f"{' and '.join(named)} would do nothing: {why}", next_step=f"drop {' and '.join(named)}")
 
 
 def _why_full(container: Container, suffix: str) -> str:
@@ -188,6 +199,7 @@ def refuse_target_options(
     keyed = flat or options.key_type is not None
     for scope, applies, instead in (
         (Scope.PER_RANK_FILES, per_rank, "--to sharded --container torch"),
+        (Scope.SHARDED, layout is not Layout.FULL, "--to sharded"),
         (Scope.DTENSORS, flat or per_rank, "--to sharded --container torch"),
         (Scope.KEYED, keyed, "--key-type name"),
         (Scope.SHARDED_OR_KEYED, layout is Layout.SHARDED or keyed, "--to sharded or --key-type"),

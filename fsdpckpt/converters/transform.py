@@ -40,6 +40,7 @@ from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.transform.missing_state import Choice, fill, note_elementless, require_complete
 from fsdpckpt.transform.parameter_order import ParameterOrder, from_list, from_model, from_param_names, from_units
+from fsdpckpt.transform.placements import TargetMesh, place, place_rest
 from fsdpckpt.transform.rekey import is_keyed_by_id, to_ids, to_names
 from fsdpckpt.transform.selection import differing_copies, rename, select_keys, select_section, with_own_tensors
 from fsdpckpt.transform.sharded import ShardingHints, decide_sharded
@@ -87,14 +88,17 @@ def transform(opened: Checkpoint, options: ConvertOptions, spec: TargetSpec, sou
     if to_flattened:
         checkpoint = steps.rename(steps.select(steps.key(checkpoint, "name")))
         return steps.flatten(checkpoint, resolved, spec, source_keys)
-    by_name = bool(options.include or options.exclude or options.missing_state)
+    by_name = bool(options.include or options.exclude or options.missing_state or options.placements or options.like)
     checkpoint = steps.select(steps.key(checkpoint, "name" if by_name else options.key_type))
     checkpoint = steps.fill(checkpoint, resolved.units if resolved is not None else steps.units)
+    checkpoint = steps.place(checkpoint, spec.mesh)
     # Names change last: what says which id is which parameter says it in the source's names.
     checkpoint = steps.rename(steps.key(checkpoint, options.key_type or source_keys))
     if spec.layout is Layout.SHARDED:
         # A cut that a DCP loader does not expect costs nothing; a DTensor where the model has a buffer does not load.
         checkpoint = steps.shard(checkpoint, strict=spec.container is Container.TORCH)
+    if spec.mesh is not None:
+        checkpoint = place_rest(checkpoint, spec.mesh)
     return TransformedCheckpoint(checkpoint)
 
 
@@ -159,6 +163,18 @@ class _Steps:
         cast = options.dtype is not None or options.optim_dtype is not None
         return with_own_tensors(checkpoint) if cast else checkpoint
 
+    def place(self, checkpoint: Checkpoint, target: TargetMesh | None) -> Checkpoint:
+        """Every sharded tensor on the mesh of the target, by the names that it will have there."""
+        if target is None:
+            return checkpoint
+        if target.note is not None:
+            checkpoint = replace(checkpoint, notes=(*checkpoint.notes, Note("inferred", target.note)))
+        options = self.options
+        named = rename(
+            checkpoint, strip_prefix=options.strip_prefix, add_prefix=options.add_prefix, pairs=options.rename
+        )
+        return place(checkpoint, named, target)
+
     def shard(self, checkpoint: Checkpoint, *, strict: bool) -> Checkpoint:
         """Decide which tensors are sharded, by ``--buffers`` and ``--reference``."""
         reference = None
@@ -202,7 +218,8 @@ class _Steps:
         if spec.form is not None:  # which may shard one section where it flattens the other
             flat, params = target.units.params(), checkpoint.model.params if checkpoint.model is not None else {}
             hints = ShardingHints(reference={name: name in flat for name in params})
-            checkpoint = decide_sharded(checkpoint, hints, strict=True)
+            checkpoint = self.place(decide_sharded(checkpoint, hints, strict=True), spec.mesh)
+            checkpoint = place_rest(checkpoint, spec.mesh) if spec.mesh is not None else checkpoint
         return TransformedCheckpoint(checkpoint, target.units, key_type)
 
     def _reference(self) -> Checkpoint | None:

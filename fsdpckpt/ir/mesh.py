@@ -68,6 +68,11 @@ class MeshShape:
     def world_size(self) -> int:
         return prod(self.sizes)
 
+    @property
+    def dimension_names(self) -> tuple[str, ...]:
+        """What each dimension is called: its name, in a mesh without names its number."""
+        return self.names if self.names is not None else tuple(map(str, range(len(self.sizes))))
+
     def coordinate(self, rank: int) -> tuple[int, ...]:
         """The place of ``rank`` in the mesh."""
         found: list[int] = []

@@ -43,6 +43,7 @@ __all__ = [
     "mesh_box",
     "mesh_chunks",
     "on_one_dimension",
+    "on_sizes",
     "rank_box",
     "source_boxes",
     "strided",
@@ -86,16 +87,29 @@ def on_one_dimension(world_size: int, names: tuple[str, ...] | None = None) -> S
 def strided(mesh: MeshShape, placements: Sequence[Placement | None]) -> Sharding:
     """``placements`` (plain shards) as ``fully_shard`` makes them: of the mesh dimensions that cut one tensor dimension
     the last cuts first, which the others say as ``_StridedShard``."""
-    found: list[Placement | None] = []
-    shards: dict[int, int] = {}  # tensor dimension to how many pieces later mesh dimensions cut it into
-    for size, placement in zip(reversed(mesh.sizes), reversed(placements), strict=True):
-        if not isinstance(placement, Shard):
-            found.append(placement)
-            continue
-        factor = shards.get(placement.dim, 1)
-        found.append(StridedShard(placement.dim, factor) if factor > 1 else placement)
-        shards[placement.dim] = factor * size
-    return Sharding(mesh, tuple(reversed(found)))
+    order: dict[int, tuple[int, ...]] = {}
+    for mesh_dim, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            order[placement.dim] = (mesh_dim, *order.get(placement.dim, ()))
+    return _in_order(mesh, placements, order)
+
+
+def on_sizes(sharding: Sharding, mesh: MeshShape) -> Sharding:
+    """The same cuts in the same order on ``mesh``, which has the same dimensions in other sizes."""
+    order = _cut_order(sharding)
+    if order is None:
+        raise InternalError(f"{sharding} on {sharding.mesh} has no order of cuts")
+    return _in_order(mesh, sharding.placements, order)
+
+
+def _in_order(mesh: MeshShape, placements: Sequence[Placement | None], order: Mapping[int, Sequence[int]]) -> Sharding:
+    """As ``DTensorSpec._convert_shard_order_to_StridedShard``: see ``decoded_order``, the inverse."""
+    found = list(placements)
+    for dim, mesh_dims in order.items():
+        for place, mesh_dim in enumerate(mesh_dims):
+            factor = prod(mesh.sizes[before] for before in mesh_dims[:place] if before > mesh_dim)
+            found[mesh_dim] = StridedShard(dim, factor) if factor > 1 else Shard(dim)
+    return Sharding(mesh, tuple(found))
 
 
 @lru_cache(maxsize=65536)
@@ -169,7 +183,8 @@ def decoded_order(mesh: Sequence[int], placements: Sequence[Placement]) -> Mappi
         before = [prod(mesh[d] for d in dims[:i]) for i in range(len(dims) + 1)]
         if factor not in before:
             return None
-        dims.insert(before.index(factor), mesh_dim)
+        # The last of equals: beside a later dimension of one rank this one cuts last, as FSDP does.
+        dims.insert(len(dims) - before[::-1].index(factor), mesh_dim)
     return {dim: tuple(mesh_dims) for dim, mesh_dims in order.items()}
 
 

@@ -64,10 +64,13 @@ class MeshForm:
     """The mesh that DTensors name: a live model loads them only when its own mesh is equal.
 
     ``device``: the device type, as ``init_device_mesh`` takes it. ``names``: ``mesh_dim_names``, None without any.
+    ``hybrid``: those of its mesh of two dimensions, of which the first replicates and the second shards rows; None when
+    it has none of its own.
     """
 
     device: str = "cpu"
     names: tuple[str, ...] | None = None
+    hybrid: tuple[str, str] | None = None
 
 
 PLAIN_MESH = MeshForm()

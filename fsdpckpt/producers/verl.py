@@ -10,7 +10,7 @@ __all__ = ["VERL"]
 _MODEL, _OPTIM, _EXTRA = (
     f"{section}_world_size_{{world_size}}_rank_{{rank}}.pt" for section in ("model", "optim", "extra_state")
 )
-_MESH = MeshForm("cuda", ("fsdp",))
+_MESH = MeshForm("cuda", ("fsdp",), hybrid=("ddp", "fsdp"))
 _SCHEDULE = "lr_scheduler"  # its loader opens it in any case, and "rng" where it is
 _OPENED = ((_SCHEDULE, frozenset({"last_epoch", "_last_lr"})), ("rng", frozenset({"cpu", "numpy", "random"})))
 _LAMBDAS = (_SCHEDULE, frozenset({"last_epoch", "_last_lr", "lr_lambdas"}))  # all of verl's schedules are LambdaLR

@@ -8,7 +8,7 @@ a reference or ``--buffers`` decide. What none of them decides is an error; noth
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -17,7 +17,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, OptimState, Par
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value
 
-__all__ = ["ShardingHints", "decide_sharded"]
+__all__ = ["ShardingHints", "decide_sharded", "with_tensors"]
 
 SHOWN = 12  # keys listed in one message: enough to recognise the model, short enough to read
 
@@ -179,17 +179,22 @@ def _decide_entry(
 
 def _as_in_source(value: Value) -> Value:
     """Tensors outside of the model and the states: sharded only where they are in the source."""
+    return with_tensors(value, lambda tensor: replace(tensor, sharded=tensor.sharded is True))
+
+
+def with_tensors(value: Value, change: Callable[[Tensor], Tensor]) -> Value:
+    """``value`` with every tensor in it changed; containers are copied with their types and attributes."""
     if isinstance(value, Tensor):
-        return replace(value, sharded=value.sharded is True)
+        return change(value)
     if isinstance(value, dict):
-        changed: dict[Key, Value] = {key: _as_in_source(child) for key, child in value.items()}
+        changed: dict[Key, Value] = {key: with_tensors(child, change) for key, child in value.items()}
         if type(value) is dict:
             return changed
         copy = type(value)(changed)
         vars(copy).update(vars(value))
         return copy
     if isinstance(value, list):
-        return [_as_in_source(child) for child in value]
+        return [with_tensors(child, change) for child in value]
     if isinstance(value, tuple):
-        return tuple(_as_in_source(child) for child in value)
+        return tuple(with_tensors(child, change) for child in value)
     return value

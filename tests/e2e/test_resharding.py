@@ -43,7 +43,9 @@ class Case:
         if self.kind == "full":
             return ConvertOptions(to=Layout.FULL)
         container = Container.DCP if self.kind.startswith("dcp") else Container.TORCH
+        meshed = self.source in ("h1_mesh_ranks", "h2_ranks", "tp_ranks")  # kept, if not told otherwise
         return ConvertOptions(
+            mesh=str(self.target_world) if meshed and self.kind != "ranks_st" else None,
             to=Layout.SHARDED,
             container=container,
             world_size=self.target_world,

@@ -10,14 +10,27 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdpckpt.ir import mesh as ir_mesh
 from fsdpckpt.ir.mesh import MeshShape, Sharding
+from tests.writers.source import same
 
-__all__ = ["MESHES", "MeshCase", "Net", "our_sharding", "sharded_model"]
+__all__ = [
+    "MESHES",
+    "MeshCase",
+    "Net",
+    "all_three",
+    "assert_equal",
+    "held",
+    "hsdp",
+    "net",
+    "our_sharding",
+    "sharded_model",
+    "over_tp",
+]
 
 
 class Net(nn.Module):
@@ -54,22 +67,22 @@ class MeshCase:
         return f"{self.mesh}-Shard({self.rows})".replace(",", "-")
 
 
-def _hsdp(replicate: int, shard: int) -> MeshCase:
+def hsdp(replicate: int, shard: int) -> MeshCase:
     return MeshCase({"dp_replicate": replicate, "dp_shard": shard}, ("dp_replicate", "dp_shard"))
 
 
-def _tp(shard: int, tp: int) -> MeshCase:
+def over_tp(shard: int, tp: int) -> MeshCase:
     return MeshCase({"dp_shard": shard, "tp": tp}, ("dp_shard",), "tp")
 
 
-def _all(replicate: int, shard: int, tp: int) -> MeshCase:
+def all_three(replicate: int, shard: int, tp: int) -> MeshCase:
     return MeshCase({"dp_replicate": replicate, "dp_shard": shard, "tp": tp}, ("dp_replicate", "dp_shard"), "tp")
 
 
 MESHES = [
-    _hsdp(1, 2), _hsdp(2, 1), _hsdp(2, 2), _hsdp(2, 4), _hsdp(4, 4), _hsdp(8, 8),
-    _tp(1, 2), _tp(2, 1), _tp(2, 2), _tp(4, 2), _tp(2, 4), _tp(4, 4), _tp(8, 8),
-    _all(2, 1, 2), _all(2, 2, 2), _all(2, 4, 2), _all(4, 4, 4),
+    hsdp(1, 2), hsdp(2, 1), hsdp(2, 2), hsdp(2, 4), hsdp(4, 4), hsdp(8, 8),
+    over_tp(1, 2), over_tp(2, 1), over_tp(2, 2), over_tp(4, 2), over_tp(2, 4), over_tp(4, 4), over_tp(8, 8),
+    all_three(2, 1, 2), all_three(2, 2, 2), all_three(2, 4, 2), all_three(4, 4, 4),
     MeshCase({"fsdp": 4}, ("fsdp",), rows=1), MeshCase({"a": 2, "b": 2}, ("a", "b"), rows=1),
 ]  # fmt: skip
 
@@ -105,3 +118,47 @@ def _ours(placement: Any) -> ir_mesh.Placement:
     if isinstance(placement, _StridedShard):
         return ir_mesh.StridedShard(placement.dim, placement.split_factor)
     return ir_mesh.Replicate() if isinstance(placement, Replicate) else ir_mesh.Shard(placement.dim)
+
+
+def net(size: int, odd: int) -> Net:
+    """The weights that every case of this size has."""
+    torch.manual_seed(3)
+    return Net(size, odd)
+
+
+def held(case: MeshCase, odd: int, size: int | None = None) -> dict[str, Any]:
+    """This rank's state dict of a net of that ``size`` (default: the world's), as torch itself has it."""
+    model = sharded_model(case, lambda: net(size or case.world_size, odd))
+    state = {}
+    for name, parameter in model.named_parameters():
+        moment = DTensor.from_local(
+            parameter.to_local().detach() * 2, parameter.device_mesh, parameter.placements,
+            run_check=False, shape=parameter.shape, stride=parameter.stride(),
+        )  # fmt: skip
+        state[name] = {"step": torch.tensor(4.0), "exp_avg": moment}
+    groups = [{"params": list(state), "lr": 0.1, "betas": (0.9, 0.99)}]
+    return {"model": model.state_dict(), "optimizer": {"state": state, "param_groups": groups}}
+
+
+def assert_equal(found: Any, expected: Any, where: str) -> None:
+    """Both state dicts hold the same bytes, sharded alike on equal meshes."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), where
+        for key, value in expected.items():
+            assert_equal(found[key], value, f"{where}.{key}")
+    elif isinstance(expected, DTensor):
+        assert type(found) is DTensor, where
+        assert found._spec == expected._spec, where
+        assert hash(found._spec) == hash(expected._spec), where
+        assert found.stride() == expected.stride(), where
+        assert same(found.to_local(), expected.to_local()), where
+        ours, theirs = found.device_mesh, expected.device_mesh
+        for mine, real in ((ours, theirs), (ours._get_root_mesh(), theirs._get_root_mesh())):
+            assert mine._dim_group_names == real._dim_group_names, where
+            assert mine.get_coordinate() == real.get_coordinate(), where
+            assert torch.equal(mine.mesh, real.mesh) and mine.get_rank() == real.get_rank(), where
+            assert vars(mine).keys() == vars(real).keys()
+    elif isinstance(expected, torch.Tensor):
+        assert type(found) is torch.Tensor and same(found, expected), where
+    else:
+        assert found == expected, where

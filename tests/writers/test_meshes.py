@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.tensor import DTensor
 
 from fsdpckpt.ir.checkpoint import Checkpoint, OptimState
 from fsdpckpt.ir.mesh import Shard, StridedShard
@@ -22,15 +21,10 @@ from fsdpckpt.writers import torch_ranks
 from fsdpckpt.writers.protocol import WriteSpec
 from tests.materialise import materialise
 from tests.readers.played_ranks import as_rank, save_as_ranks
-from tests.writers.meshes import MESHES, MeshCase, Net, our_sharding, sharded_model
+from tests.writers.meshes import MESHES, MeshCase, assert_equal, held, net, our_sharding, sharded_model
 from tests.writers.source import Raw, checkpoint, same
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-def net(case: MeshCase, odd: int) -> Net:
-    torch.manual_seed(3)
-    return Net(case.world_size, odd)
 
 
 def some_ranks(world_size: int) -> range:
@@ -40,9 +34,12 @@ def some_ranks(world_size: int) -> range:
 def source_of(case: MeshCase, odd: int) -> tuple[Raw, Checkpoint]:
     """The whole model and one moment of each parameter, placed as torch places them."""
     raw = Raw()
-    whole = net(case, odd)
+    whole = net(case.world_size, odd)
     with as_rank(0, case.world_size):
-        placed = {n: our_sharding(case, v) for n, v in sharded_model(case, lambda: net(case, odd)).named_parameters()}
+        placed = {
+            n: our_sharding(case, v)
+            for n, v in sharded_model(case, lambda: net(case.world_size, odd)).named_parameters()
+        }
     model = OrderedDict(
         (name, replace(raw.whole(value, sharded=name in placed), sharding=placed.get(name)))
         for name, value in whole.state_dict().items()
@@ -56,20 +53,6 @@ def source_of(case: MeshCase, odd: int) -> tuple[Raw, Checkpoint]:
     }
     groups: list[dict[Any, Any]] = [{"params": list(state), "lr": 0.1, "betas": (0.9, 0.99)}]
     return raw, checkpoint(model, OptimState(state, groups))  # type: ignore[arg-type]
-
-
-def held(case: MeshCase, odd: int) -> dict[str, Any]:
-    """This rank's state dict, saved by torch itself."""
-    model = sharded_model(case, lambda: net(case, odd))
-    state = {}
-    for name, parameter in model.named_parameters():
-        moment = DTensor.from_local(
-            parameter.to_local().detach() * 2, parameter.device_mesh, parameter.placements,
-            run_check=False, shape=parameter.shape, stride=parameter.stride(),
-        )  # fmt: skip
-        state[name] = {"step": torch.tensor(4.0), "exp_avg": moment}
-    groups = [{"params": list(state), "lr": 0.1, "betas": (0.9, 0.99)}]
-    return {"model": model.state_dict(), "optimizer": {"state": state, "param_groups": groups}}
 
 
 def spec_of(case: MeshCase) -> WriteSpec:
@@ -89,29 +72,6 @@ def test_every_rank_holds_the_dtensors_of_that_mesh(case: MeshCase, odd: int, tm
                 path = tmp_path / f"{section}_world_size_{case.world_size}_rank_{rank}.pt"
                 found = torch.load(path, weights_only=True)
                 assert_equal(found, expected, section)
-
-
-def assert_equal(found: Any, expected: Any, where: str) -> None:
-    if isinstance(expected, dict):
-        assert found.keys() == expected.keys(), where
-        for key, value in expected.items():
-            assert_equal(found[key], value, f"{where}.{key}")
-    elif isinstance(expected, DTensor):
-        assert type(found) is DTensor, where
-        assert found._spec == expected._spec, where
-        assert hash(found._spec) == hash(expected._spec), where
-        assert found.stride() == expected.stride(), where
-        assert same(found.to_local(), expected.to_local()), where
-        ours, theirs = found.device_mesh, expected.device_mesh
-        for mine, real in ((ours, theirs), (ours._get_root_mesh(), theirs._get_root_mesh())):
-            assert mine._dim_group_names == real._dim_group_names, where
-            assert mine.get_coordinate() == real.get_coordinate(), where
-            assert torch.equal(mine.mesh, real.mesh) and mine.get_rank() == real.get_rank(), where
-            assert vars(mine).keys() == vars(real).keys()
-    elif isinstance(expected, torch.Tensor):
-        assert type(found) is torch.Tensor and same(found, expected), where
-    else:
-        assert found == expected, where
 
 
 def torch_saves_it_right(case: MeshCase, odd: int) -> bool:
@@ -164,7 +124,7 @@ def test_uneven_rows_cut_twice_are_saved_as_the_ranks_hold_them(case: MeshCase, 
     raw, source = source_of(case, 3)
     materialise(dcp_writer.lay_out(source, spec_of(case)), raw.files, str(tmp_path))
     state = joined(tmp_path, tmp_path)
-    for name, value in net(case, 3).state_dict().items():
+    for name, value in net(case.world_size, 3).state_dict().items():
         assert same(state["model"][name], value), name
 
 

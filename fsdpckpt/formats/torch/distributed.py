@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from operator import mul
 from typing import NamedTuple, TypeAlias
@@ -18,8 +19,8 @@ from fsdpckpt.formats.pickle.read import StubInstance
 from fsdpckpt.formats.torch.mesh import MAX_RANKS, FileParser, Mesh, MeshParser, fields, integers, merged
 from fsdpckpt.formats.torch.tensors import StoredTensor, Wrapped, size_of
 from fsdpckpt.ir.dtypes import DType
-from fsdpckpt.ir.mesh import Placement, Replicate, Shard, StridedShard, placements_text
-from fsdpckpt.layouts.sharded import LocalBox, in_placement_order, local_boxes, local_shape
+from fsdpckpt.ir.mesh import MeshShape, Placement, Replicate, Shard, Sharding, StridedShard, placements_text
+from fsdpckpt.layouts.sharded import LocalBox, decoded_order, in_placement_order, local_boxes, local_shape
 from fsdpckpt.storage.protocols import ByteSource
 from fsdpckpt.text import truncate
 
@@ -44,7 +45,8 @@ class Distributed:
 
     ``form``: ``DTensor`` or ``ShardedTensor``. ``rank``: the rank that saved it, as the file says (None: not said).
     ``holders``: the ranks that together hold it; ``world``: all ranks of the job as far as the file knows. ``device``:
-    the device type of a DTensor's mesh, "" when not said.
+    the device type of a DTensor's mesh, "" when not said. ``sharding``: how a DTensor lies on its own mesh; None where
+    its ranks hold interleaved boxes, or a mesh of another order than ``init_device_mesh`` makes.
     """
 
     form: str
@@ -56,6 +58,7 @@ class Distributed:
     world: tuple[int, ...]
     boxes: tuple[BoxInFile, ...]
     device: str = ""
+    sharding: Sharding | None = None
 
 
 class DistributedParser(FileParser):
@@ -65,7 +68,7 @@ class DistributedParser(FileParser):
         super().__init__(source)
         self._meshes = MeshParser(source)
         self._placed: dict[object, tuple[Placement, ...]] = {}
-        self._boxes: dict[object, tuple[tuple[_Place, ...], str]] = {}
+        self._boxes: dict[object, tuple[tuple[_Place, ...], str, Sharding | None]] = {}
         self._worlds: dict[int, tuple[int, ...]] = {}
 
     def parse(self, wrapped: Wrapped, key: str) -> Distributed:
@@ -99,11 +102,11 @@ class DistributedParser(FileParser):
         if any(not isinstance(p, Replicate) and not 0 <= p.dim < len(wrapped.shape) for p in placements):
             self._corrupt(key, f"placements do not fit shape {wrapped.shape}", "dimensions", str(placements))
         order = self._shard_order(spec.get("shard_order"), placements, key) if len(placements) > 1 else None
-        places, text = self._places(wrapped.shape, mesh, placements, order, local, key)
+        places, text, sharding = self._places(wrapped.shape, mesh, placements, order, local, key)
         first, itemsize, stride = local.offset, local.dtype.itemsize, local.stride
         boxes = tuple([BoxInFile(start, size, first + at * itemsize, stride) for start, size, at in places])
         return Distributed(
-            "DTensor", local.dtype, wrapped.shape, text, mesh.rank, mesh.ranks, mesh.world, boxes, mesh.device
+            "DTensor", local.dtype, wrapped.shape, text, mesh.rank, mesh.ranks, mesh.world, boxes, mesh.device, sharding
         )
 
     def _places(
@@ -114,14 +117,15 @@ class DistributedParser(FileParser):
         order: Mapping[int, tuple[int, ...]] | None,
         local: StoredTensor,
         key: str,
-    ) -> tuple[tuple[_Place, ...], str]:
-        """The boxes that ``local`` holds, and the placements in words."""
+    ) -> tuple[tuple[_Place, ...], str, Sharding | None]:
+        """The boxes that ``local`` holds, the placements in words, and the sharding."""
         if mesh.coordinate is None:
-            return (), placements_text(placements)
+            return (), placements_text(placements), None
         # Placements are one object for equal ones (see _placements): their id stands for them.
         memo = (
             shape,
             mesh.shape,
+            mesh.names,
             mesh.coordinate,
             id(placements),
             order and tuple(order.items()),
@@ -131,10 +135,15 @@ class DistributedParser(FileParser):
         known = self._boxes.get(memo)
         if known is not None:
             return known
+        decoded = decoded_order(mesh.shape, placements)
+        sharding = None
+        if decoded is not None and order in (None, decoded) and mesh.ascending:
+            sharding = _sharding(MeshShape(mesh.shape, mesh.names), placements)
         boxes = local_boxes(shape, mesh.shape, placements, mesh.coordinate, order)
         # distribute_tensor itself and fully_shard over a cut tensor differ for uneven sizes, with the same placements.
         if not _fits(boxes, shape, local.shape) and any(isinstance(p, StridedShard) for p in placements):
             boxes = in_placement_order(shape, mesh.shape, placements, mesh.coordinate)
+            sharding = None
         if not _fits(boxes, shape, local.shape):
             self._corrupt(
                 key,
@@ -144,7 +153,7 @@ class DistributedParser(FileParser):
                 f"{local.shape}",
             )
         places = [(held.box.offsets, held.box.sizes, sum(map(mul, held.local_offsets, local.stride))) for held in boxes]
-        known = self._boxes[memo] = (tuple(places), placements_text(placements))
+        known = self._boxes[memo] = (tuple(places), placements_text(placements), sharding)
         return known
 
     def _placements(self, pickled: object, key: str) -> tuple[Placement, ...]:
@@ -239,3 +248,9 @@ class DistributedParser(FileParser):
 def _fits(boxes: Sequence[LocalBox], shape: Sequence[int], local: Sequence[int]) -> bool:
     wanted = local_shape(boxes, shape)
     return prod(local) == 0 if wanted is None else wanted == tuple(local)
+
+
+@lru_cache(maxsize=1024)
+def _sharding(mesh: MeshShape, placements: tuple[Placement, ...]) -> Sharding:
+    """One object for all files and tensors."""
+    return Sharding(mesh, placements)

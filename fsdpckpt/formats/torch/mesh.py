@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
+from operator import lt
 from typing import NoReturn, cast
 
 import numpy as np
@@ -31,7 +32,8 @@ class Mesh:
 
     ``coordinate`` is the saving rank's place, None when it was outside. ``rank``: the saving rank, None when not
     recorded. ``world``: the ranks of the mesh this one was cut from (itself when it was not). ``device``: the type of
-    its devices, "" when the file does not say.
+    its devices, "" when the file does not say. ``names``: its ``mesh_dim_names``, None without any. ``ascending``: its
+    ranks stand as ``init_device_mesh`` places them; False when the file does not say.
     """
 
     shape: tuple[int, ...]
@@ -40,6 +42,8 @@ class Mesh:
     rank: int | None
     world: tuple[int, ...]
     device: str
+    names: tuple[str, ...] | None
+    ascending: bool
 
 
 def fields(value: object) -> Mapping[object, object]:
@@ -118,7 +122,18 @@ class MeshParser(FileParser):
         if isinstance(root, StubInstance):
             world = self.mesh(root, key).world
         device = attributes.get("_device_type", attributes.get("device_type"))
-        return Mesh(shape, ranks, place, rank, world, device if isinstance(device, str) else "")
+        names = attributes.get("_mesh_dim_names", attributes.get("mesh_dim_names"))
+        named = isinstance(names, (tuple, list)) and len(names) == len(shape) and all(type(n) is str for n in names)
+        return Mesh(
+            shape,
+            ranks,
+            place,
+            rank,
+            world,
+            device if isinstance(device, str) else "",
+            tuple(cast("Sequence[str]", names)) if named else None,
+            bool(ranks) and all(map(lt, ranks, ranks[1:])),
+        )
 
     def _layout_ranks(
         self, attributes: Mapping[object, object], place: tuple[int, ...] | None, rank: int | None, key: str

@@ -158,7 +158,9 @@ class Merge:
             rows.append((self._ranks[have[0]], self._files[have[0]], 0, *(0,) * ndim, *first.shape, *(1,) * ndim))
             if 0 not in first.shape:
                 rows.clear()
-        return Tensor(first.dtype, first.shape, _chunks(rows, ndim), sharded=True, placement=first.placement)
+        sharding = first.sharding if all(values[i].sharding is first.sharding for i in have) else None
+        chunks = _chunks(rows, ndim)
+        return Tensor(first.dtype, first.shape, chunks, sharded=True, placement=first.placement, sharding=sharding)
 
     def _are_slices(self, held: Sequence[object], place: _Place) -> bool:
         """Whether vectors that stand in ``place`` on the ranks that have them are certain to be slices."""

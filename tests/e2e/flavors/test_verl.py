@@ -27,9 +27,9 @@ PATHS: tuple[tuple[str, str, dict[str, object]], ...] = (
     ("1", "1", {"world_size": 2, **UNITS}),
     ("1", "2", {**SHARDED, **UNITS}),
     ("2", "1", {**FLATTENED, "use_orig_params": False}),
-    ("1h", "2", {**SHARDED, **UNITS}),
+    ("1h", "2", {**SHARDED, **UNITS, "mesh": "fsdp=2"}),
     ("1h", "1", FLATTENED),
-    ("2h", "2", SHARDED),
+    ("2h", "2", {**SHARDED, "mesh": "fsdp=2"}),
 )
 
 

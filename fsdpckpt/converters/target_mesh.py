@@ -1,0 +1,290 @@
+"""Decides on which device mesh a target is sharded: ``--mesh``, ``--placements``, ``--like``, else the source's own."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from fsdpckpt.converters.target_spec import TargetSpec
+from fsdpckpt.errors import NeedsInformationError, UsageError
+from fsdpckpt.ir.checkpoint import Checkpoint
+from fsdpckpt.ir.mesh import MeshShape, Placement, Replicate, Shard, Sharding
+from fsdpckpt.ir.vocabulary import Layout, Strategy
+from fsdpckpt.options import ConvertOptions, TensorForm
+from fsdpckpt.producers.table import flavor_named
+from fsdpckpt.readers.detect import open_checkpoint
+from fsdpckpt.storage.sources import Sources
+from fsdpckpt.transform.placements import AsSource, Like, Plan, PlanEntry, TargetMesh, replaced_on, resized, source_mesh
+
+__all__ = ["check_mesh", "on_mesh", "parse_mesh", "parse_plan", "requested_mesh", "with_mesh"]
+
+_EXAMPLE = "--mesh dp_replicate=2,dp_shard=4,tp=2"
+_SHARD = re.compile(r"shard\(\s*(?:dim\s*=\s*)?(\d+)\s*\)", re.IGNORECASE)
+_REPLICATE = re.compile(r"replicate(\(\s*\))?", re.IGNORECASE)
+
+
+def check_mesh(options: ConvertOptions) -> MeshShape | None:
+    """What ``--mesh`` says. Raises UsageError when it says nothing, or the options contradict each other.
+
+    Nothing is opened.
+    """
+    mesh = parse_mesh(options.mesh) if options.mesh is not None else None
+    if mesh is not None and options.world_size not in (None, mesh.world_size):
+        raise UsageError(
+            f"--mesh {mesh} is {' x '.join(map(str, mesh.sizes))} = {mesh.world_size} ranks, and --world-size says "
+            f"{options.world_size}",
+            expected=str(mesh.world_size),
+            found=str(options.world_size),
+            next_step="drop --world-size, or change a size of --mesh",
+        )
+    if options.placements is not None and options.like is not None:
+        raise UsageError("--placements and --like both say how tensors are cut", next_step="drop one of them")
+    if options.placements is not None and mesh is None:
+        raise UsageError(
+            "--placements says how tensors lie on a mesh, and there is no --mesh",
+            next_step=f"add --mesh NAME=SIZE,..., for example {_EXAMPLE}",
+        )
+    return mesh
+
+
+def requested_mesh(options: ConvertOptions, source: Checkpoint, sources: Sources) -> TargetMesh | None:
+    """The mesh that ``--mesh``, ``--placements`` and ``--like`` ask for; None without any of them.
+
+    Raises what ``check_mesh`` raises, UsageError for a plan or another checkpoint that does not fit the mesh,
+    NeedsInformationError where nothing says how tensors lie on it.
+    """
+    mesh = check_mesh(options)
+    if mesh is not None and options.placements is not None:
+        return TargetMesh(mesh, parse_plan(options.placements, mesh, sources))
+    if options.like is not None:
+        return _like(options.like, options, mesh, sources)
+    if mesh is None:
+        return None
+    own = source_mesh(source)
+    if own is not None and own.dimension_names == mesh.dimension_names:
+        return _as_source(mesh, _shardings(source, own))
+    flat = (options.to or source.layout) is Layout.FLATTENED
+    hybrid = options.tensor is TensorForm.SHARDED_TENSOR or _has_hybrid(options.flavor or source.flavor)
+    if len(mesh.sizes) == 1 or flat or (hybrid and len(mesh.sizes) == 2):
+        return TargetMesh(mesh, None, _rows(mesh))
+    raise _how_to_place(mesh, source.source, own)
+
+
+def with_mesh(options: ConvertOptions, source_layout: Layout, mesh: TargetMesh | None) -> ConvertOptions:
+    """``options`` with the world size of ``mesh``; of flat parameters on two dimensions with the sharding groups that
+    FSDP1 makes of them: the first replicates, the second shards.
+
+    Raises UsageError for flat parameters on a mesh that FSDP1 does not have.
+    """
+    if mesh is None:
+        return options
+    sizes = mesh.mesh.sizes
+    options = replace(options, world_size=mesh.mesh.world_size)
+    if (options.to or source_layout) is not Layout.FLATTENED:
+        return options
+    asked = {"--placements": options.placements, "--like": options.like}
+    named = [option for option, value in asked.items() if value is not None]
+    if named or len(sizes) > 2 or (len(sizes) == 2 and options.strategy not in (None, Strategy.HYBRID_SHARD)):
+        what = f"{named[0]} does" if named else f"--mesh {mesh.mesh} does"
+        raise UsageError(
+            f"{what} not fit flat parameters",
+            why="FSDP1 flattens on one mesh dimension, or with hybrid-shard on two: the first replicates, the second "
+            "shards",
+            next_step="--mesh replicate=2,shard=4 --strategy hybrid-shard, or --to sharded",
+        )
+    if len(sizes) == 1:
+        return options
+    return replace(options, strategy=Strategy.HYBRID_SHARD, shard_size=sizes[1])
+
+
+def on_mesh(spec: TargetSpec, source: Checkpoint, mesh: TargetMesh | None) -> TargetSpec:
+    """``spec`` on ``mesh``, without one on that of the source with as many ranks as ``spec`` has.
+
+    ShardedTensors, and frameworks that make their own mesh, get one dimension unless they are asked for another.
+    Raises NeedsInformationError where no mesh of that many ranks keeps what the source has.
+    """
+    if spec.layout is Layout.FULL or spec.world_size is None or (spec.layout is Layout.FLATTENED and spec.form is None):
+        return spec
+    if mesh is not None:
+        return replace(spec, mesh=mesh)
+    own = source_mesh(source)
+    if own is None or spec.layout is Layout.FLATTENED or spec.tensor is TensorForm.SHARDED_TENSOR:
+        return spec
+    shardings = _shardings(source, own)
+    if spec.form is not None and spec.form.mesh.names is not None:  # it has meshes of its own
+        placements = {sharding.placements for sharding in shardings}
+        if placements != {(Replicate(), Shard(0))} or spec.form.mesh.hybrid is None:
+            return spec
+        own = replace(own, names=spec.form.mesh.hybrid)
+        shardings = [replace(sharding, mesh=own) for sharding in shardings]
+    found = resized(own, shardings, spec.world_size, source=source.source)
+    note = f"the source's mesh is kept: {found}" if found == own else f"the source's mesh {own} is resized to {found}"
+    if spec.form is not None and spec.form.mesh.names is not None:
+        return replace(spec, mesh=TargetMesh(found, None, _rows(found), note))
+    return replace(spec, mesh=_as_source(found, shardings, note if len(found.sizes) > 1 else None))
+
+
+def _as_source(mesh: MeshShape, shardings: Sequence[Sharding], note: str | None = None) -> TargetMesh:
+    """The source's placements on ``mesh``; tensors without any (of flat parameters) lie as all others do, if all are
+    alike."""
+    placed = {replaced_on(sharding, mesh) for sharding in shardings}
+    return TargetMesh(mesh, AsSource(), placed.pop() if len(placed) == 1 else None, note)
+
+
+def _has_hybrid(flavor: str) -> bool:
+    """Whether a framework's own mesh of two dimensions says how tensors lie on it."""
+    known = flavor_named(flavor)
+    return known is not None and any(form.mesh.hybrid is not None for form in known.forms)
+
+
+def _rows(mesh: MeshShape) -> Sharding:
+    return Sharding(mesh, tuple(_hybrid(mesh).values()))
+
+
+def _hybrid(mesh: MeshShape) -> dict[str, Placement]:
+    """What FSDP does without being told: the last dimension cuts rows, those before it replicate."""
+    *before, last = mesh.dimension_names
+    return {**dict.fromkeys(before, Replicate()), last: Shard(0)}
+
+
+def _shardings(checkpoint: Checkpoint, mesh: MeshShape) -> list[Sharding]:
+    found = {named.tensor.sharding for named in checkpoint.tensors()}
+    return [replaced_on(sharding, mesh) for sharding in found if sharding is not None]
+
+
+def _like(path: str, options: ConvertOptions, mesh: MeshShape | None, sources: Sources) -> TargetMesh:
+    other = open_checkpoint(path, sources=sources, locate=False)
+    own = source_mesh(other)
+    if own is None:
+        raise UsageError(
+            f"--like {path} does not say how its tensors lie on a mesh",
+            why="only per-rank files of DTensors record their mesh: a DCP directory, ShardedTensors and whole tensors "
+            "do not",
+            next_step="give the mesh and a plan instead: --mesh NAME=SIZE,... --placements FILE",
+        )
+    if mesh is None:
+        mesh = resized(own, _shardings(other, own), options.world_size or own.world_size, source=path)
+    elif mesh.dimension_names != own.dimension_names:
+        raise UsageError(
+            f"--mesh {mesh} does not have the dimensions of --like {path}",
+            expected=", ".join(own.dimension_names),
+            found=", ".join(mesh.dimension_names),
+            next_step=f"--mesh {own} with other sizes, or --placements FILE instead of --like",
+        )
+    shardings: dict[str, Sharding | None] = {}
+    for named in other.tensors():
+        sharding = named.tensor.sharding
+        if named.tensor.shape and (named.state is None or sharding is not None):
+            shardings.setdefault(named.param, replaced_on(sharding, own) if sharding is not None else None)
+    return TargetMesh(mesh, Like(path, shardings))
+
+
+def _how_to_place(mesh: MeshShape, source: str, own: MeshShape | None) -> NeedsInformationError:
+    placed = ", ".join(f'"{name}": "{placement}"' for name, placement in _hybrid(mesh).items())
+    return NeedsInformationError(
+        f"nothing says how tensors lie on --mesh {mesh}",
+        why=f"{source} is on the mesh {own}" if own is not None else f"{source} is on no mesh of several dimensions",
+        next_step="add --like PATH (per-rank DTensor files of this model on such a mesh), or --placements FILE with, "
+        f'for example, {{"*": {{{placed}}}}}',
+    )
+
+
+def parse_mesh(text: str) -> MeshShape:
+    """``dp_replicate=2,dp_shard=4,tp=2`` or, for a mesh without names, ``2,4``. Raises UsageError."""
+    parts = [part.strip() for part in text.split(",")]
+    pairs = [part.rpartition("=") for part in parts]
+    names = [name.strip() for name, _, _ in pairs]
+    sizes = [size.strip() for _, _, size in pairs]
+    wrong = next((part for part, size in zip(parts, sizes, strict=True) if not size.isdecimal() or int(size) < 1), None)
+    if wrong is None and len({bool(name) for name in names}) > 1:
+        wrong = next(part for part, name in zip(parts, names, strict=True) if not name)
+    if wrong is not None:
+        raise UsageError(
+            f"--mesh {text}: {wrong!r} is not a dimension and its number of ranks",
+            expected="NAME=SIZE,NAME=SIZE,...",
+            found=wrong,
+            next_step=f"for example {_EXAMPLE}",
+        )
+    twice = next((name for name in names if name and names.count(name) > 1), None)
+    if twice is not None:
+        raise UsageError(
+            f"--mesh {text} names {twice} twice", found=twice, next_step="give each dimension its own name"
+        )
+    return MeshShape(tuple(map(int, sizes)), tuple(names) if names[0] else None)
+
+
+def parse_plan(path: str, mesh: MeshShape, sources: Sources) -> Plan:
+    """The plan in the JSON file ``path``, whose dimensions are those of ``mesh``. Raises UsageError."""
+    source = sources.open(path)
+    try:
+        document = json.loads(source.read(0, source.nbytes), object_pairs_hook=_Pairs)
+    except ValueError as error:
+        raise UsageError(f"--placements {path} is not JSON: {error}", file=path, next_step=_form(mesh)) from None
+    if not isinstance(document, _Pairs) or not document:
+        raise UsageError(f"--placements {path} is not a JSON object", file=path, next_step=_form(mesh))
+    globs = [glob for glob, _ in document]
+    twice = next((glob for glob in globs if globs.count(glob) > 1), None)
+    if twice is not None:
+        raise UsageError(f"{path} has two entries for {twice}", file=path, key=twice, next_step="remove one of them")
+    return Plan(path, tuple(PlanEntry(glob, _entry(path, glob, placed, mesh)) for glob, placed in document))
+
+
+class _Pairs(list[tuple[str, object]]):
+    """A JSON object with all its keys, equal ones too."""
+
+
+def _entry(path: str, glob: str, placed: object, mesh: MeshShape) -> Mapping[str, Placement] | None:
+    if placed is None:
+        return None
+    if not isinstance(placed, _Pairs) or not placed:
+        raise UsageError(
+            f"{path}: {glob} has no placements",
+            file=path,
+            key=glob,
+            expected="an object of mesh dimension to placement, or null for a tensor that every rank holds whole",
+            found=json.dumps(placed),
+            next_step=_form(mesh),
+        )
+    found: dict[str, Placement] = {}
+    for name, text in placed:
+        if name not in mesh.dimension_names or name in found:
+            raise UsageError(
+                f"{path}: {glob} names the mesh dimension {name}"
+                + (" twice" if name in found else f", which --mesh {mesh} does not have"),
+                file=path,
+                key=glob,
+                expected=", ".join(mesh.dimension_names),
+                found=name,
+                next_step="correct the name, or add the dimension to --mesh",
+            )
+        found[name] = _placement(path, glob, text)
+    return found
+
+
+def _placement(path: str, glob: str, text: object) -> Placement:
+    if isinstance(text, str):
+        shard = _SHARD.fullmatch(text.strip())
+        if shard is not None:
+            return Shard(int(shard[1]))
+        if _REPLICATE.fullmatch(text.strip()):
+            return Replicate()
+    strided = isinstance(text, str) and "strided" in text.lower()
+    raise UsageError(
+        f"{path}: {glob} has a placement that cannot be written: {text}",
+        file=path,
+        key=glob,
+        expected="Shard(DIM), Replicate()",
+        found=str(text),
+        why="_StridedShard follows from the mesh: where two dimensions cut one, the last cuts first, as FSDP after "
+        "tensor parallelism does"
+        if strided
+        else None,
+        next_step="write Shard(DIM)" if strided else 'for example "Shard(0)"',
+    )
+
+
+def _form(mesh: MeshShape) -> str:
+    placed = ", ".join(f'"{name}": "Shard(0)"' for name in mesh.dimension_names[-1:])
+    return f'write globs of parameter names and their placements, for example {{"*": {{{placed}}}}}'

@@ -1,0 +1,389 @@
+"""Places the sharded tensors of a checkpoint on the device mesh of the target.
+
+By a plan (``--placements``: globs of parameter names to placements), as another checkpoint has them (``--like``), or as
+the source itself has them, on a mesh of other sizes. The optimizer's states of a parameter's shape lie as the
+parameter does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from math import prod
+from typing import TypeAlias
+
+from fsdpckpt.errors import NeedsInformationError, UsageError
+from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, NamedTensor, OptimState, Section
+from fsdpckpt.ir.mesh import MeshShape, Placement, Replicate, Sharding
+from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.values import Value
+from fsdpckpt.layouts.sharded import on_sizes, strided
+from fsdpckpt.text import plural, shape_text
+from fsdpckpt.transform.sharded import with_tensors
+
+__all__ = [
+    "AsSource",
+    "Like",
+    "Plan",
+    "PlanEntry",
+    "Placing",
+    "TargetMesh",
+    "place",
+    "replaced_on",
+    "place_rest",
+    "resized",
+    "source_mesh",
+]
+
+_SHOWN = 12  # keys, or meshes, listed in one message
+_SHARD_DIMENSION = "which of its dimensions FSDP shards over"
+
+
+@dataclass(frozen=True, slots=True)
+class PlanEntry:
+    """One line of a plan: parameters that match ``glob`` have ``placements``, by the name of the mesh dimension.
+
+    A dimension that is not named is none of the tensor's mesh. None: not a DTensor; every rank holds it whole.
+    """
+
+    glob: str
+    placements: Mapping[str, Placement] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The entries of the plan in ``file``; the first whose glob matches decides."""
+
+    file: str
+    entries: tuple[PlanEntry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Like:
+    """How ``source`` has each parameter, by name; None: every rank holds it whole."""
+
+    source: str
+    shardings: Mapping[str, Sharding | None]
+
+
+@dataclass(frozen=True, slots=True)
+class AsSource:
+    """Each tensor keeps its placements."""
+
+
+Placing: TypeAlias = Plan | Like | AsSource
+
+
+@dataclass(frozen=True, slots=True)
+class TargetMesh:
+    """The mesh of the target, and what places tensors on it.
+
+    ``rest``: how the sharded tensors lie that ``placing`` says nothing of; None: that is an error. ``note`` says where
+    the mesh comes from, when it is not from the user.
+    """
+
+    mesh: MeshShape
+    placing: Placing | None
+    rest: Sharding | None = None
+    note: str | None = None
+
+
+def source_mesh(checkpoint: Checkpoint) -> MeshShape | None:
+    """The mesh of all ranks that the source's DTensors are on, or on submeshes of; None when there is no such mesh."""
+    meshes = {sharding.mesh for named in checkpoint.tensors() if (sharding := named.tensor.sharding) is not None}
+    whole = [mesh for mesh in meshes if mesh.world_size == checkpoint.world_size]
+    largest = max(whole, key=lambda mesh: len(mesh.sizes), default=None)
+    if largest is None or all(_is_submesh(mesh, largest) for mesh in meshes):
+        return largest
+    return None
+
+
+def _is_submesh(mesh: MeshShape, whole: MeshShape) -> bool:
+    if mesh == whole:
+        return True
+    if mesh.names is None or whole.names is None:
+        return False
+    sizes = dict(zip(whole.names, whole.sizes, strict=True))
+    own = dict(zip(mesh.names, mesh.sizes, strict=True))
+    return [name for name in whole.names if name in own] == list(mesh.names) and own.items() <= sizes.items()
+
+
+def resized(mesh: MeshShape, shardings: Sequence[Sharding], world_size: int, *, source: str) -> MeshShape:
+    """``mesh`` with so many ranks along the dimension that FSDP shards over that it has ``world_size`` in all.
+
+    That is the first dimension that cuts every tensor: the replicas of HSDP come before it and cut none, other
+    parallelism comes after it. Raises NeedsInformationError, with the meshes that there are, when the other dimensions
+    do not divide ``world_size``, and when no dimension cuts every tensor.
+    """
+    if mesh.world_size == world_size:
+        return mesh
+    over = _shard_dimension(mesh, shardings)
+    if over is None:
+        raise NeedsInformationError(
+            f"{source} is on the mesh {mesh}, and nothing says {_SHARD_DIMENSION}",
+            why="no dimension of the mesh cuts every tensor",
+            next_step=f"add --mesh with the sizes for {plural(world_size, 'rank')}, for example --mesh {mesh}",
+        )
+    others = mesh.world_size // mesh.sizes[over]
+    if world_size % others == 0:
+        return _with_size(mesh, over, world_size // others)
+    fitting = [str(one) for one in _fitting(mesh, over, world_size)]
+    kept = " x ".join(str(size) for dim, size in enumerate(mesh.sizes) if dim != over)
+    name = f"'{mesh.names[over]}'" if mesh.names is not None else str(over)
+    raise NeedsInformationError(
+        f"--world-size {world_size} does not fit the mesh of {source}, {mesh}",
+        details=[f"--mesh {one}" for one in fitting[:_SHOWN]],
+        why=f"all dimensions but {name}, which FSDP shards over, keep their {kept} ranks, and {others} does not "
+        f"divide {world_size}",
+        next_step=f"add --mesh {fitting[0]}" + (", or another of those above" if len(fitting) > 1 else ""),
+        expected=f"a multiple of {others}",
+        found=str(world_size),
+    )
+
+
+def _shard_dimension(mesh: MeshShape, shardings: Sequence[Sharding]) -> int | None:
+    """The first dimension of ``mesh`` that cuts every tensor; the only one of a mesh of one dimension."""
+    if len(mesh.sizes) == 1:
+        return 0
+    for dim in range(len(mesh.sizes)):
+        placements = [sharding.placements[dim] for sharding in shardings]
+        if placements and all(not isinstance(placement, Replicate | None) for placement in placements):
+            return dim
+    return None
+
+
+def _with_size(mesh: MeshShape, dim: int, size: int) -> MeshShape:
+    return replace(mesh, sizes=(*mesh.sizes[:dim], size, *mesh.sizes[dim + 1 :]))
+
+
+def _fitting(mesh: MeshShape, over: int, world_size: int) -> list[MeshShape]:
+    """Meshes of ``world_size`` ranks whose other dimensions have divisors of what they have: those that keep most of
+    the parallelism after FSDP's first, then those that keep most replicas."""
+
+    def rest(dims: Sequence[int], left: int) -> Iterator[tuple[int, ...]]:
+        if not dims:
+            yield ()
+            return
+        for size in range(mesh.sizes[dims[0]], 0, -1):
+            if mesh.sizes[dims[0]] % size == 0 and left % size == 0:
+                for others in rest(dims[1:], left // size):
+                    yield (size, *others)
+
+    dims = [*range(over + 1, len(mesh.sizes)), *range(over)]
+    found = []
+    for chosen in rest(dims, world_size):
+        sizes = list(mesh.sizes)
+        for dim, size in zip(dims, chosen, strict=True):
+            sizes[dim] = size
+        sizes[over] = world_size // prod(chosen)
+        found.append(replace(mesh, sizes=tuple(sizes)))
+    return found
+
+
+def place(checkpoint: Checkpoint, named: Checkpoint, target: TargetMesh) -> Checkpoint:
+    """``checkpoint`` with the ``sharding`` of every sharded tensor on the mesh of ``target``.
+
+    ``named``: the same tensors under the target's names, the optimizer keyed by name; only then can a plan or another
+    checkpoint say what is where. Raises UsageError, with the keys, for a plan that does not fit them.
+    """
+    shardings: dict[Tensor, Sharding | None] = {}
+    match target.placing:
+        case None:
+            pass
+        case AsSource():
+            for one in checkpoint.tensors():
+                if one.tensor.sharding is not None:
+                    shardings[one.tensor] = replaced_on(one.tensor.sharding, target.mesh)
+            _follow(checkpoint, shardings)
+        case Plan() as plan:
+            shardings = _by_plan(named, plan, target.mesh)
+        case Like() as like:
+            shardings = _by_name(named, like, target.mesh)
+    return _with_shardings(checkpoint, shardings)
+
+
+def replaced_on(sharding: Sharding, mesh: MeshShape) -> Sharding:
+    """The same placements on ``mesh``, which has the same dimensions, and perhaps more, in other sizes."""
+    if sharding.mesh.names == mesh.names:
+        return on_sizes(sharding, mesh)
+    own = dict(zip(sharding.mesh.names or (), sharding.placements, strict=False))
+    sizes = dict(zip(sharding.mesh.names or (), sharding.mesh.sizes, strict=False))
+    names = mesh.names or ()
+    before = replace(mesh, sizes=tuple(sizes.get(name, 1) for name in names))
+    return on_sizes(Sharding(before, tuple(own.get(name) for name in names)), mesh)
+
+
+def _follow(checkpoint: Checkpoint, shardings: dict[Tensor, Sharding | None]) -> None:
+    """States that were made (``--missing-state zeros``) lie as others of their parameter and shape do."""
+    for param, states in checkpoint.optim.state.items() if checkpoint.optim is not None else ():
+        parameter = checkpoint.model.params.get(str(param)) if checkpoint.model is not None else None
+        leaves = [leaf for leaf in (*states.values(), parameter) if isinstance(leaf, Tensor)]
+        known = {leaf.shape: shardings[leaf] for leaf in leaves if leaf in shardings}
+        for leaf in leaves:
+            if leaf.shape in known and leaf.sharded is not False:
+                shardings.setdefault(leaf, known[leaf.shape])
+
+
+def _by_plan(named: Checkpoint, plan: Plan, mesh: MeshShape) -> dict[Tensor, Sharding | None]:
+    found: dict[str, int | None] = {}  # the entry that decides, by parameter
+
+    def entry(name: str) -> int | None:
+        if name not in found:
+            globs = enumerate(plan.entries)
+            found[name] = next((number for number, one in globs if fnmatchcase(name, one.glob)), None)
+        return found[name]
+
+    placed = {number: _placements(one, mesh) for number, one in enumerate(plan.entries)}
+    shardings: dict[Tensor, Sharding | None] = {}
+    unmatched: list[str] = []
+    for name, one in _parameters(named):
+        number = entry(name)
+        if number is None:
+            unmatched.append(name)
+        else:
+            placements = placed[number]
+            if placements is not None:
+                _require_dimensions(placements, one, f"{plan.file}: {plan.entries[number].glob}")
+            shardings[one.tensor] = strided(mesh, placements) if placements is not None else None
+    used = set(found.values())
+    idle = [one.glob for number, one in enumerate(plan.entries) if number not in used]
+    if idle:
+        raise _idle(plan, idle[0], list(found))
+    _require_matched(list(dict.fromkeys(unmatched)), f"{plan.file} says nothing of", '"*": {...} as its last entry')
+    return shardings
+
+
+def _placements(entry: PlanEntry, mesh: MeshShape) -> tuple[Placement | None, ...] | None:
+    if entry.placements is None:
+        return None
+    return tuple(entry.placements.get(name) for name in mesh.dimension_names)
+
+
+def _by_name(named: Checkpoint, like: Like, mesh: MeshShape) -> dict[Tensor, Sharding | None]:
+    shardings: dict[Tensor, Sharding | None] = {}
+    unmatched: list[str] = []
+    for name, one in _parameters(named):
+        if name not in like.shardings:
+            unmatched.append(name)
+            continue
+        sharding = like.shardings[name]
+        if sharding is not None:
+            _require_dimensions(sharding.placements, one, like.source)
+        shardings[one.tensor] = replaced_on(sharding, mesh) if sharding is not None else None
+    _require_matched(list(dict.fromkeys(unmatched)), f"{like.source} does not have", "--placements FILE instead")
+    return shardings
+
+
+def _parameters(named: Checkpoint) -> Iterator[tuple[str, NamedTensor]]:
+    """The tensors to place, with the name of their parameter: of the model all that may be sharded, of the optimizer
+    the states of their parameter's shape, of the extras those that the source has sharded.
+
+    Raises UsageError for a sharded state of another shape than its parameter.
+    """
+    params = named.model.params if named.model is not None else {}
+    shapes: dict[str, tuple[int, ...] | None] = {n: p.shape for n, p in params.items() if isinstance(p, Tensor)}
+    for key, states in named.optim.state.items() if named.optim is not None else ():
+        own = {leaf.shape for leaf in states.values() if isinstance(leaf, Tensor) and leaf.shape}
+        shapes.setdefault(str(key), next(iter(own)) if len(own) == 1 else None)
+    for one in named.tensors():
+        tensor = one.tensor
+        if not tensor.shape or tensor.sharded is False:
+            continue
+        if one.state is None:
+            if one.section is Section.MODEL or tensor.sharded:
+                yield one.param, one
+        elif tensor.shape == shapes[one.param]:
+            yield one.param, one
+        elif tensor.sharded:
+            raise UsageError(
+                f"{one.key} has another shape than its parameter, {shape_text(tensor.shape)}, and nothing says how it "
+                "lies on the mesh",
+                key=one.key,
+                next_step="drop --placements and --like, which keeps the source's placements",
+            )
+
+
+def _require_dimensions(placements: Sequence[Placement | None], named: NamedTensor, where: str) -> None:
+    """Raises UsageError for a cut along a dimension that the tensor does not have."""
+    for placement in placements:
+        if placement is not None and not isinstance(placement, Replicate) and placement.dim >= named.tensor.ndim:
+            raise UsageError(
+                f"{where} cuts {named.key} along dimension {placement.dim}, which its shape "
+                f"{shape_text(named.tensor.shape)} does not have",
+                key=named.key,
+                expected=f"Shard(0) to Shard({named.tensor.ndim - 1})" if named.tensor.ndim > 1 else "Shard(0)",
+                found=f"Shard({placement.dim})",
+                next_step="write an entry for it before this one",
+            )
+
+
+def _require_matched(names: list[str], what: str, instead: str) -> None:
+    if names:
+        more = [f"... and {len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
+        raise UsageError(
+            f"{what} {plural(len(names), 'parameter')}",
+            details=[*names[:_SHOWN], *more],
+            key=names[0],
+            why="how a tensor is cut is never guessed",
+            next_step=f"add the names, or {instead}",
+        )
+
+
+def _idle(plan: Plan, glob: str, names: Sequence[str]) -> UsageError:
+    if any(fnmatchcase(name, glob) for name in names):
+        why = "entries before it match all of its parameters, and the first match decides"
+        return UsageError(
+            f"{plan.file}: {glob} decides nothing", why=why, key=glob, next_step="move it up, or remove it"
+        )
+    meant = get_close_matches(glob.strip("*."), names, n=3, cutoff=0.5)
+    return UsageError(
+        f"{plan.file}: {glob} matches no parameter",
+        details=[f"{name} is there" for name in meant],
+        key=glob,
+        next_step="correct it, or remove it",
+    )
+
+
+def place_rest(checkpoint: Checkpoint, target: TargetMesh) -> Checkpoint:
+    """``checkpoint`` with the sharded tensors that nothing placed as ``target.rest`` says.
+
+    Raises NeedsInformationError, with their keys, when it does not say.
+    """
+    left = [one for one in checkpoint.tensors() if one.tensor.sharded and one.tensor.shape and not one.tensor.sharding]
+    rest = target.rest
+    cuts = [one.dim for one in (rest.placements if rest is not None else ()) if not isinstance(one, Replicate | None)]
+    unplaced = [one.key for one in left if rest is None or max(cuts, default=0) >= one.tensor.ndim]
+    if unplaced:
+        raise NeedsInformationError(
+            f"nothing says how {plural(len(unplaced), 'sharded tensor')} of {checkpoint.source} lie on the mesh "
+            f"{target.mesh}",
+            details=unplaced[:_SHOWN],
+            key=unplaced[0],
+            why="in the source they are not DTensors, or on a mesh of another order",
+            next_step=f"add --mesh {target.mesh} --placements FILE",
+        )
+    kept = {one.tensor: one.tensor.sharding for one in checkpoint.tensors() if one.tensor.sharding is not None}
+    return _with_shardings(checkpoint, kept | dict.fromkeys([one.tensor for one in left], rest)) if left else checkpoint
+
+
+def _with_shardings(checkpoint: Checkpoint, shardings: Mapping[Tensor, Sharding | None]) -> Checkpoint:
+    def leaf(tensor: Tensor) -> Tensor:
+        if tensor not in shardings:
+            return replace(tensor, sharding=None) if tensor.sharding is not None else tensor
+        sharding = shardings[tensor]
+        return replace(tensor, sharding=sharding, sharded=sharding is not None)
+
+    def states(entry: Mapping[str, Tensor | Value]) -> dict[str, Tensor | Value]:
+        return {name: with_tensors(value, leaf) for name, value in entry.items()}
+
+    model, optim = checkpoint.model, checkpoint.optim
+    if model is not None:
+        model = ModelState(states(model.params), model.metadata)
+    if optim is not None:
+        extra = {key: with_tensors(value, leaf) for key, value in optim.extra.items()}
+        optim = OptimState({key: states(entry) for key, entry in optim.state.items()}, optim.param_groups, extra)
+    extra = {key: with_tensors(value, leaf) for key, value in checkpoint.extra.items()}
+    rank_extra = tuple({key: with_tensors(value, leaf) for key, value in own.items()} for own in checkpoint.rank_extra)
+    return replace(checkpoint, model=model, optim=optim, extra=extra, rank_extra=rank_extra)

@@ -1,0 +1,202 @@
+"""Conversions between meshes: what each rank gets is what FSDP2 itself holds there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fsdpckpt
+from fsdpckpt.errors import NeedsInformationError, UsageError
+from tests.readers.played_ranks import as_rank
+from tests.writers.meshes import MeshCase, all_three, assert_equal, held, hsdp, over_tp
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+SIZE, ODD = 4, 3  # rows that no mesh here divides
+PLAN: dict[str, Any] = {
+    "col.*": {"dp_replicate": "Replicate()", "dp_shard": "Shard(0)", "tp": "Shard(0)"},
+    "row.weight": {"dp_replicate": "Replicate()", "dp_shard": "Shard(0)", "tp": "shard(dim=1)"},
+    "free.*": {"dp_replicate": "Replicate()", "dp_shard": "Shard(0)"},
+    "seen": None,
+    "*": {"dp_replicate": "Replicate()", "dp_shard": "Shard(0)", "tp": "replicate"},
+}
+
+
+def save(case: MeshCase, path: Path) -> None:
+    """One file a rank and section, as ``torch.save`` of real state dicts makes them."""
+    path.mkdir()
+    for rank in range(case.world_size):
+        with as_rank(rank, case.world_size):
+            state = held(case, ODD, SIZE)
+            for section, value in (("model", state["model"]), ("optim", state["optimizer"])):
+                torch.save(value, path / f"{section}_world_size_{case.world_size}_rank_{rank}.pt")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("meshes")
+    for name, case in (("tp", over_tp(2, 2)), ("hsdp", hsdp(2, 2)), ("three", all_three(2, 2, 2))):
+        save(case, base / name)
+    fsdpckpt.convert(base / "tp", base / "full.pt", to="full")
+    return base
+
+
+def assert_held(path: Path, case: MeshCase, *, ranks: range | None = None) -> None:
+    for rank in ranks or range(case.world_size):
+        with as_rank(rank, case.world_size):
+            expected = held(case, ODD, SIZE)
+            for section, value in (("model", expected["model"]), ("optim", expected["optimizer"])):
+                file = path / f"{section}_world_size_{case.world_size}_rank_{rank}.pt"
+                assert_equal(torch.load(file, weights_only=True), value, section)
+
+
+def to_ranks(source: Path, target: Path, **options: Any) -> Any:
+    return fsdpckpt.convert(source, target, to="sharded", container="torch", **options)
+
+
+@pytest.mark.parametrize(
+    ("source", "world_size", "case"),
+    [
+        ("tp", 8, over_tp(4, 2)),
+        ("tp", 2, over_tp(1, 2)),
+        ("hsdp", 6, hsdp(2, 3)),
+        ("hsdp", 2, hsdp(2, 1)),
+        ("three", 4, all_three(2, 1, 2)),
+    ],
+)
+def test_a_new_world_size_changes_the_ranks_that_fsdp_shards_over(
+    saved: Path, tmp_path: Path, source: str, world_size: int, case: MeshCase
+) -> None:
+    report = to_ranks(saved / source, tmp_path / "new", world_size=world_size, verify="full")
+    assert_held(tmp_path / "new", case)
+    assert any(f"is resized to {case.mesh}" in note.message for note in report.notes)
+
+
+@pytest.mark.parametrize(("source", "there", "back"), [("tp", 16, 4), ("three", 12, 8)])
+def test_there_and_back_is_the_same_files(saved: Path, tmp_path: Path, source: str, there: int, back: int) -> None:
+    to_ranks(saved / source, tmp_path / "there", world_size=there)
+    to_ranks(tmp_path / "there", tmp_path / "back", world_size=back)
+    to_ranks(saved / source, tmp_path / "same", world_size=back)
+    files = sorted((tmp_path / "back").glob("*.pt"))
+    assert len(files) == 2 * back
+    assert all(file.read_bytes() == (tmp_path / "same" / file.name).read_bytes() for file in files)
+    assert_held(tmp_path / "back", over_tp(2, 2) if source == "tp" else all_three(2, 2, 2), ranks=range(0, back, 3))
+
+
+@pytest.mark.parametrize(
+    ("source", "world_size", "meshes"),
+    [
+        ("tp", 3, ["dp_shard=3,tp=1"]),
+        (
+            "three",
+            6,
+            ["dp_replicate=1,dp_shard=3,tp=2", "dp_replicate=2,dp_shard=3,tp=1", "dp_replicate=1,dp_shard=6,tp=1"],
+        ),
+    ],
+)
+def test_a_world_size_that_does_not_divide_names_the_meshes_that_do(
+    saved: Path, tmp_path: Path, source: str, world_size: int, meshes: list[str]
+) -> None:
+    with pytest.raises(NeedsInformationError) as error:
+        to_ranks(saved / source, tmp_path / "new", world_size=world_size)
+    assert list(error.value.details) == [f"--mesh {mesh}" for mesh in meshes]
+    to_ranks(saved / source, tmp_path / "new", mesh=meshes[0])
+    sizes = [int(part.partition("=")[2]) for part in meshes[0].split(",")]
+    assert_held(tmp_path / "new", over_tp(*sizes) if source == "tp" else all_three(*sizes))
+
+
+@pytest.mark.parametrize("key_type", ["name", "id"])
+def test_a_plan_places_what_a_full_checkpoint_does_not_say(saved: Path, tmp_path: Path, key_type: str) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps(PLAN))
+    options = {"mesh": "dp_replicate=2,dp_shard=2,tp=2", "placements": tmp_path / "plan.json", "key_type": key_type}
+    to_ranks(saved / "full.pt", tmp_path / "new", **options)
+    if key_type == "name":
+        assert_held(tmp_path / "new", all_three(2, 2, 2))
+        return
+    to_ranks(tmp_path / "new", tmp_path / "named", mesh=options["mesh"], key_type="name")
+    assert_held(tmp_path / "named", all_three(2, 2, 2), ranks=range(0, 8, 5))
+
+
+def test_names_of_a_plan_are_those_that_are_written(saved: Path, tmp_path: Path) -> None:
+    plan = {f"net.{glob}" if glob != "*" else glob: placed for glob, placed in PLAN.items()}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    to_ranks(
+        saved / "full.pt", tmp_path / "new",
+        mesh="dp_replicate=1,dp_shard=1,tp=2", placements=tmp_path / "plan.json", add_prefix="net.",
+    )  # fmt: skip
+    with as_rank(1, 2):
+        found = torch.load(tmp_path / "new" / "model_world_size_2_rank_1.pt", weights_only=True)
+        expected = held(all_three(1, 1, 2), ODD, SIZE)["model"]
+        assert_equal(found, {f"net.{name}": value for name, value in expected.items()}, "model")
+
+
+@pytest.mark.parametrize("options", [{}, {"world_size": 8}, {"mesh": "dp_shard=1,tp=4"}])
+def test_like_another_checkpoint(saved: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    to_ranks(saved / "full.pt", tmp_path / "new", like=saved / "tp", **options)
+    case = over_tp(4, 2) if "world_size" in options else over_tp(1, 4) if "mesh" in options else over_tp(2, 2)
+    assert_held(tmp_path / "new", case)
+
+
+def test_a_dcp_directory_on_a_mesh_reads_back(saved: Path, tmp_path: Path) -> None:
+    fsdpckpt.convert(saved / "tp", tmp_path / "dcp", to="sharded", container="dcp", world_size=8)
+    assert fsdpckpt.diff(saved / "tp", tmp_path / "dcp").same
+    assert json.loads((tmp_path / "dcp" / "fsdpckpt.json").read_text())["mesh"] == "dp_shard=4,tp=2"
+    to_ranks(tmp_path / "dcp", tmp_path / "back", like=saved / "tp")
+    assert_held(tmp_path / "back", over_tp(2, 2))
+
+
+FULL = {"mesh": "dp_replicate=1,dp_shard=2,tp=2"}
+
+
+@pytest.mark.parametrize(
+    ("options", "plan", "message"),
+    [
+        ({**FULL, "world_size": 8}, None, "is 1 x 2 x 2 = 4 ranks, and --world-size says 8"),
+        ({"mesh": "dp_shard=2,tp"}, None, "'tp' is not a dimension"),
+        ({"mesh": "dp_shard=2,dp_shard=2"}, None, "names dp_shard twice"),
+        ({"mesh": "dp_shard=0"}, None, "'dp_shard=0' is not a dimension"),
+        ({}, PLAN, "there is no --mesh"),
+        (FULL, {"*": {"pp": "Shard(0)"}}, r"\* names the mesh dimension pp, which --mesh"),
+        (FULL, {"seen": None, "*": {"tp": "Shard(1)"}}, r"cuts col.bias along dimension 1, which its shape \[19\]"),
+        (FULL, {"*": {"tp": "_StridedShard(0, sf=2)"}}, "a placement that cannot be written"),
+        (FULL, {"*": {"tp": 0}}, "a placement that cannot be written: 0"),
+        (FULL, {"*": "Shard(0)"}, "has no placements"),
+        (FULL, {**PLAN, "heads.*": None}, r"heads.\* decides nothing|heads.\* matches no parameter"),
+        (FULL, {"*": {"tp": "Shard(0)"}, "col.*": None}, r"col.\* decides nothing"),
+        (FULL, {"col.*": {"tp": "Shard(0)"}}, "says nothing of 7 parameters"),
+        (FULL, [], "is not a JSON object"),
+        ({**FULL, "like": "tp"}, PLAN, "both say how"),
+        ({"like": "full.pt"}, None, "does not say how its tensors lie on a mesh"),
+        ({"like": "tp", "mesh": "a=2,b=2"}, None, "does not have the dimensions of --like"),
+    ],
+)
+def test_a_mesh_or_plan_that_does_not_fit_is_refused_with_the_key(
+    saved: Path, tmp_path: Path, options: dict[str, Any], plan: object, message: str
+) -> None:
+    options = {**options, **({"like": saved / options["like"]} if "like" in options else {})}
+    if plan is not None:
+        (tmp_path / "plan.json").write_text(json.dumps(plan))
+        options["placements"] = tmp_path / "plan.json"
+    with pytest.raises(UsageError, match=message):
+        to_ranks(saved / "full.pt", tmp_path / "new", **options)
+
+
+def test_two_entries_of_one_glob_are_refused(saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text('{"*": null, "*": {"tp": "Shard(0)"}}')
+    with pytest.raises(UsageError, match=r"two entries for \*"):
+        to_ranks(saved / "full.pt", tmp_path / "new", **FULL, placements=tmp_path / "plan.json")
+
+
+def test_a_mesh_of_two_dimensions_needs_a_plan(saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(NeedsInformationError, match="nothing says how tensors lie") as error:
+        to_ranks(saved / "full.pt", tmp_path / "new", **FULL)
+    assert "--placements" in str(error.value.next_step) and "--like" in str(error.value.next_step)
+
+
+def test_a_mesh_is_for_sharded_targets(saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--mesh would do nothing"):
+        fsdpckpt.convert(saved / "tp", tmp_path / "full.pt", mesh="dp_shard=2,tp=2")
