@@ -104,6 +104,7 @@ def _lay_out_document(
             max_shard_size=options.max_shard_size,
             single_file=plain and not spec.directory,
             weights_only=not plain,
+            default_loadable=plain,
             units=transformed.units,
             key_type=transformed.key_type or "id",
         ),

@@ -64,6 +64,7 @@ NoteKind: TypeAlias = Literal[
     "cleared",
     "dropped",
     "empty-entries",
+    "encoded",
     "filled",
     "flattened-names",
     "found-below",

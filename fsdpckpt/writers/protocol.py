@@ -82,6 +82,7 @@ class WriteSpec:
     ``device_mesh``: the mesh that each ``Tensor.sharding`` is on, None for all ranks in one dimension.
     ``max_shard_size``: bytes of tensor data in a safetensors file; ``single_file``: one file whatever its size;
     ``weights_only``: the model's tensors and ``{"format": "pt"}`` alone, as Hugging Face's libraries write.
+    ``default_loadable``: one torch file that ``torch.load`` takes with ``weights_only=True``, its default.
     ``units``, ``key_type``: of FSDP1's flat parameters, and whether its optimizer is keyed by name or by id.
     """
 
@@ -98,6 +99,7 @@ class WriteSpec:
     max_shard_size: int = DEFAULT_MAX_SHARD_SIZE
     single_file: bool = False
     weights_only: bool = False
+    default_loadable: bool = False
     units: Units | None = None
     key_type: KeyType = "id"
 

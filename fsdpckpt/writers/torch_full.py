@@ -14,7 +14,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from fsdpckpt.formats.pickle.write import StorageView, dumps
+from fsdpckpt.formats.pickle.write import PickleWriter, StorageView
+from fsdpckpt.formats.torch.loadable import is_loadable
 from fsdpckpt.formats.zip import TorchZip
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.ir.dtypes import DType
@@ -22,6 +23,7 @@ from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.ir.tensors import Chunks, Tensor, contiguous_stride
 from fsdpckpt.ir.values import Key, Value, leaf_tensors
 from fsdpckpt.producers.forms import Step
+from fsdpckpt.writers.loadable_pickle import LoadablePickle
 from fsdpckpt.writers.protocol import WriteSpec
 from fsdpckpt.writers.state_dicts import extras_of_one, model_dict, nested, optim_dict
 
@@ -46,7 +48,15 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     else:
         value = nested([*sections, ((), extra)])
     file = TargetFile(spec.path)
-    notes += dropped + lay_out_file(file, value, casts=casts, sharers=_sharers(checkpoint, extra))
+    notes += dropped
+    notes += lay_out_file(file, value, casts=casts, sharers=_sharers(checkpoint, extra), loadable=spec.default_loadable)
+    stand_ins = tuple(str(key) for key, item in extra.items() if not is_loadable(item))
+    if stand_ins and spec.default_loadable:
+        message = (
+            "NumPy arrays and values of classes are written as tensors and text, so that torch.load takes the file by "
+            f"default; fsdpckpt reads them back as they were: {', '.join(stand_ins)}"
+        )
+        notes.append(Note("encoded", message, keys=stand_ins))
     return Target([file], notes=notes)
 
 
@@ -58,15 +68,26 @@ def _sharers(checkpoint: Checkpoint, extra: dict[Key, Value]) -> list[Tensor]:
 
 
 def lay_out_file(
-    file: TargetFile, value: Value, *, casts: Mapping[Tensor, DType], sharers: list[Tensor], stem: str | None = None
+    file: TargetFile,
+    value: Value,
+    *,
+    casts: Mapping[Tensor, DType],
+    sharers: list[Tensor],
+    stem: str | None = None,
+    loadable: bool = False,
 ) -> list[Note]:
-    """Append one ``torch.save`` archive of ``value`` to ``file``; tensors among ``sharers`` may share records."""
+    """Append one ``torch.save`` archive of ``value`` to ``file``; tensors among ``sharers`` may share records.
+
+    ``loadable``: see ``WriteSpec.default_loadable``.
+    """
     shared, notes = sharing(sharers, casts)
     storages = Storages(casts, shared)
     if stem is None:
         stem = posixpath.splitext(posixpath.basename(file.path))[0] or "archive"
     archive = TorchZip(file, stem=stem)
-    archive.pickle(dumps(value, storages))
+    pickle = LoadablePickle(storages, storages.literal) if loadable else PickleWriter(storages)
+    pickle.value(value)
+    archive.pickle(pickle.finish())
     storages.write(archive, file)
     archive.finish()
     return notes
@@ -119,7 +140,7 @@ class Storages:
         self._casts = casts
         self._shared = shared
         self._views: dict[Tensor, StorageView] = {}
-        self._records: list[tuple[Tensor, DType, tuple[int, ...] | None, int]] = []
+        self._records: list[tuple[Tensor, DType, tuple[int, ...] | None, int] | bytes] = []
 
     def __call__(self, tensor: Tensor) -> StorageView:
         view = self._views.get(tensor)
@@ -146,9 +167,18 @@ class Storages:
         self._records.append((tensor, dtype, order, nbytes))
         return str(len(self._records) - 1), nbytes
 
+    def literal(self, data: bytes) -> str:
+        """The key of a record of these bytes."""
+        self._records.append(data)
+        return str(len(self._records) - 1)
+
     def write(self, archive: TorchZip, file: TargetFile) -> None:
-        """Append ``data/0``, ``data/1``, ... with a write item each."""
-        for key, (tensor, dtype, order, nbytes) in enumerate(self._records):
+        """Append ``data/0``, ``data/1``, ... with a write item each, or their bytes."""
+        for key, record in enumerate(self._records):
+            if isinstance(record, bytes):
+                archive.record(f"data/{key}", record)
+                continue
+            tensor, dtype, order, nbytes = record
             archive.begin_data(str(key), nbytes)
             file.write_item(tensor, dtype=dtype, order=order)
 

@@ -11,6 +11,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import TypeAlias, cast
 
 from fsdpckpt.errors import COPY_AGAIN, SourceUnrecognisedError, SourceUnsupportedError, damaged
@@ -18,10 +19,11 @@ from fsdpckpt.formats.pickle.check import check_size
 from fsdpckpt.formats.pickle.cost import MAX_DEPTH, check_expansion, too_deep
 from fsdpckpt.formats.pickle.read import StubInstance, as_object, load
 from fsdpckpt.formats.torch.distributed import Distributed, DistributedParser
+from fsdpckpt.formats.torch.loadable import ENCODED, array_object, restored
 from fsdpckpt.formats.torch.tensors import Refused, StoredTensor, TensorBuilder, Wrapped
 from fsdpckpt.formats.zip import ZipRecord, read_directory
 from fsdpckpt.ir.checkpoint import Note
-from fsdpckpt.ir.tensors import Chunks, Tensor
+from fsdpckpt.ir.tensors import Chunks, Tensor, contiguous_stride
 from fsdpckpt.ir.values import Global, Key, Object, Value
 from fsdpckpt.storage.protocols import ByteSource
 from fsdpckpt.text import truncate
@@ -55,6 +57,7 @@ class TreeWalk:
         self._leaf: Callable[[StoredTensor], object] = leaf if leaf is not None else lambda stored: stored
         self._path: list[Key] = []
         self._seen: set[int] = set()
+        self._restored: dict[int, tuple[object, Value]] = {}  # stand-ins and their values, kept: ids stay theirs
         self._tuples: dict[int, tuple[tuple[Value, ...], Value]] = {}  # old and new, kept: ids stay theirs
         self._dicts: dict[int, tuple[Object, dict[Key, Value]]] = {}  # of defaultdicts, kept: ids stay theirs
         self._refused: list[str] = []
@@ -86,7 +89,8 @@ class TreeWalk:
 
     def _mapping(self, mapping: dict[Key, Value]) -> Value:
         if id(mapping) in self._seen:
-            return mapping
+            known = self._restored.get(id(mapping))
+            return mapping if known is None else known[1]
         self._seen.add(id(mapping))
         clones: list[tuple[Key, StoredTensor]] = []
         for key, value in mapping.items():
@@ -108,6 +112,9 @@ class TreeWalk:
                 self._path.pop()
         if clones:
             self._full_state_dict(mapping, clones)
+        if ENCODED in mapping:
+            self._restored[id(mapping)] = mapping, restored(mapping, self._source.path)
+            return self._restored[id(mapping)][1]
         return mapping
 
     def _full_state_dict(self, mapping: dict[Key, Value], tensors: list[tuple[Key, StoredTensor]]) -> None:
@@ -146,9 +153,23 @@ class TreeWalk:
     def _stored(self, stored: StoredTensor) -> Value:
         if self._inside is not None:
             return self._refuse(f"a tensor inside a {self._inside}")
+        if stored.array:
+            return self._array(stored)
         if stored.sharded is None and not stored.shape:
             stored.sharded = False
         return cast(Value, self._leaf(stored))
+
+    def _array(self, stored: StoredTensor) -> Value:
+        known = self._restored.get(id(stored))
+        if known is not None:
+            return known[1]
+        nbytes = prod(stored.shape) * stored.dtype.itemsize
+        if stored.stride != contiguous_stride(stored.shape):
+            return self._refuse("a NumPy array whose elements were put into another order")
+        check_size(nbytes, self._source.path)
+        array = array_object(stored.array, self._source.read(stored.offset, nbytes), self._source.path)
+        self._restored[id(stored)] = stored, array
+        return array
 
     def _other(self, value: object) -> Value:
         if isinstance(value, Wrapped):

@@ -12,6 +12,7 @@ from math import prod
 from typing import NoReturn, cast
 
 from fsdpckpt.errors import COPY_AGAIN, damaged
+from fsdpckpt.formats.torch.loadable import ARRAY
 from fsdpckpt.formats.zip import ZipRecord
 from fsdpckpt.ir.dtypes import DTYPES, MAX_DIMENSIONS, STORAGE_DTYPES, DType
 from fsdpckpt.ir.values import Global, Object
@@ -20,7 +21,7 @@ from fsdpckpt.text import truncate
 __all__ = ["Refused", "StoredTensor", "TensorBuilder", "Wrapped", "size_of"]
 
 _CLONED = "_has_been_cloned"  # FSDP1 marks what it gathered into a full state dict
-_HARMLESS_ATTRIBUTES = frozenset({_CLONED, "_is_param", "_is_buffer", "persistent"})
+_HARMLESS_ATTRIBUTES = frozenset({_CLONED, ARRAY, "_is_param", "_is_buffer", "persistent"})
 
 # Rebuild functions whose result is not one strided tensor, and what that is.
 _NOT_STRIDED = {
@@ -50,10 +51,11 @@ class _Storage:
 class StoredTensor:
     """One strided tensor. ``offset``: byte offset of its first element in the file; ``stride`` in elements.
 
-    ``sharded`` as in ``ir.tensors.Tensor``; ``cloned``: it carries the mark of an FSDP1 full state dict.
+    ``sharded`` as in ``ir.tensors.Tensor``; ``cloned``: it carries the mark of an FSDP1 full state dict; ``array``: the
+    call that makes the NumPy array which it stands for (``formats.torch.loadable``), "" when it is a tensor itself.
     """
 
-    __slots__ = ("cloned", "dtype", "offset", "shape", "sharded", "stride")
+    __slots__ = ("array", "cloned", "dtype", "offset", "shape", "sharded", "stride")
 
     def __init__(self, dtype: DType, shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> None:
         self.dtype = dtype
@@ -62,6 +64,7 @@ class StoredTensor:
         self.offset = offset
         self.sharded: bool | None = None
         self.cloned = False
+        self.array = ""
 
     def __setstate__(self, _state: object) -> None:
         raise TypeError("a tensor has no state")
@@ -213,6 +216,9 @@ class TensorBuilder:
         if isinstance(state, tuple) and state:
             state = state[0]
         attributes = state if isinstance(state, dict) else {}
+        array = attributes.get(ARRAY)
+        if isinstance(array, str):
+            made.array = array
         if attributes.get(_CLONED) is True:
             made.cloned = made.sharded = self.any_cloned = True
         elif kind.name == "Parameter" or attributes.get("_is_param") is True:

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -151,6 +152,18 @@ def test_local_state_dicts_for_other_ranks_hold_the_same_training(saved: Library
     assert {"pytorch_model_fsdp_rank0.bin", "pytorch_model_fsdp_rank1.bin", "optimizer_0/.metadata"} <= names
     written(tmp_path / "two", tmp_path / "full", to=Layout.FULL)
     assert_full(tmp_path / "full", saved.saved / "accelerate-full1")
+
+
+@pytest.mark.parametrize("source", ["accelerate-sharded1", "accelerate-ranks2", "accelerate-full2", "trainer-sharded2"])
+def test_one_file_loads_with_torch_load(source: str, saved: Library, tmp_path: Path) -> None:
+    report = written(saved.saved / source, tmp_path / "full.pt")
+    found = torch.load(tmp_path / "full.pt")
+    assert found["model"] and found["optimizer"]["state"].keys() <= found["model"].keys()
+    random_states = found["rng_state" if source.startswith("trainer") else "random_states"]
+    state = random_states["numpy" if source.startswith("trainer") else "numpy_random_seed"]
+    np.random.RandomState().set_state(state)
+    (note,) = (note.message for note in report.notes if note.kind == "plain")
+    assert f"--flavor {source.partition('-')[0]}" in note
 
 
 def assert_full(found: Path, expected: Path) -> None:
