@@ -129,6 +129,7 @@ def diff(
     rtol: float | None = None,
     atol: float | None = None,
     only: str | None = None,
+    strict: bool = False,
     units: Path | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
@@ -136,7 +137,8 @@ def diff(
     """Compare two checkpoints logically, whatever their layouts, containers, key types and world sizes.
 
     Every byte counts; with ``rtol`` or ``atol`` numbers are compared as ``torch.allclose`` does. ``only`` compares one
-    section. ``units``: a units file for flattened shards on either side. Raises NeedsInformationError when
+    section. ``strict`` counts extras of ranks (random states) that only one of them has. ``units``: a units file for
+    flattened shards on either side. Raises NeedsInformationError when
     id and name keys cannot be matched, SourceError.
     """
     from fsdpckpt.readers.detect import open_checkpoint
@@ -157,6 +159,7 @@ def diff(
             other,
             sources=sources,
             tolerance=tolerance,
+            strict=strict,
             threads=threads if threads is not None else threads_for(one, other),
             advance=stages.advance,
         )

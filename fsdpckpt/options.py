@@ -355,6 +355,8 @@ class DiffOptions:
     rtol: float | None = option("Relative tolerance (default: every byte counts).", metavar="X", minimum=0.0)
     atol: float | None = option("Absolute tolerance (default: every byte counts).", metavar="X", minimum=0.0)
     only: Section | None = option("Compare only this section.", offered=SECTIONS)
+    all_keys: bool = option("Print the keys that are the same, too.", default=False, flag="--all")
+    strict: bool = option("Count the extras of ranks that only one of them has.", default=False)
     units: str | None = option("Units file for flattened shards.", **_UNITS_FILE)
     threads: int | None = option("Number of threads that read and compute.", **_THREADS)
 

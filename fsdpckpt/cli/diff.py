@@ -1,11 +1,15 @@
-"""Runs ``fsdpckpt diff``: one sigil per key."""
+"""Runs ``fsdpckpt diff``: one sigil per key that differs."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from fsdpckpt.cli.output import Colour, Line, Styled
+from fsdpckpt.folding import numbers_text
 from fsdpckpt.options import DiffOptions
+from fsdpckpt.text import plural
 
 if TYPE_CHECKING:
     from fsdpckpt.cli.output import Output
@@ -18,11 +22,13 @@ Examples:
   fsdpckpt diff runs/step-1000 full.pt
   fsdpckpt diff runs/step-1000 runs/step-1000-on-3-ranks --only model
   fsdpckpt diff a.pt b.pt --rtol 1e-5 --atol 1e-8
-  fsdpckpt diff a.pt b.pt | grep -v '^='
+  fsdpckpt diff a.pt b.pt --all
 
 \b
-Sigils: = same, * differs, - only in A, + only in B.
-The exit code is 1 if anything differs.
+Sigils: = same (with --all), * differs, - only in A, + only in B.
+The exit code is 1 if anything differs. What a number of ranks multiplies (the
+random states of each rank) is shown in one line, and is no difference where
+the other checkpoint has fewer ranks: --strict says otherwise.
 """
 
 
@@ -40,6 +46,7 @@ def diff_command(output: Output, a: str, b: str, options: DiffOptions) -> int:
             rtol=options.rtol,
             atol=options.atol,
             only=options.only,
+            strict=options.strict,
             units=options.units,
             threads=options.threads,
             progress=progress,
@@ -47,15 +54,31 @@ def diff_command(output: Output, a: str, b: str, options: DiffOptions) -> int:
     for note in result.notes:
         output.message(f"note: {note}")
     output.document(lambda: _document(a, b, result), "diff")
-    output.data(
-        f"{entry.sigil} {entry.section} {entry.key}" + (f"  {entry.detail}" if entry.detail else "")
-        for entry in result.entries
-    )
+    output.data(_lines(result, everything=options.all_keys))
     output.message(
         f"{result.count('=')} same, {result.count('*')} differ, {result.count('-')} only in {a}, "
         f"{result.count('+')} only in {b}"
     )
     return 0 if result.same else 1
+
+
+_COLOURS = {"*": Colour.CHANGED, "-": Colour.BAD, "+": Colour.NEW}
+
+
+def _lines(result: Difference, *, everything: bool) -> Iterator[Line]:
+    for entry in result.entries:
+        if (everything or entry.sigil != "=") and entry.counts:
+            line = f"{entry.sigil} {entry.section} {entry.key}" + (f"  {entry.detail}" if entry.detail else "")
+            yield Styled(line, _COLOURS[entry.sigil], end=1) if entry.sigil in _COLOURS else line
+    for sigil, side in (("-", "A"), ("+", "B")):
+        apart = [entry for entry in result.entries if entry.sigil == sigil and not entry.counts]
+        ranks = sorted({entry.rank for entry in apart if entry.rank is not None})
+        if ranks:
+            values = plural(sum(entry.rank is not None for entry in apart), "value")
+            yield f"{sigil} extra rank{numbers_text(ranks)}  {values} of ranks that only {side} has: no difference"
+        for entry in apart:
+            if entry.rank is None:
+                yield f"{sigil} {entry.section} {entry.key}  {entry.detail}, only in {side}: no difference"
 
 
 def _document(a: str, b: str, result: Difference) -> dict[str, object]:
@@ -68,6 +91,7 @@ def _document(a: str, b: str, result: Difference) -> dict[str, object]:
             "differ": result.count("*"),
             "only_a": result.count("-"),
             "only_b": result.count("+"),
+            "not_counted": sum(not entry.counts for entry in result.entries),
         },
         "entries": [asdict(entry) for entry in result.entries],
         "notes": list(result.notes),

@@ -29,13 +29,17 @@ Sigil: TypeAlias = Literal["=", "*", "-", "+"]
 class Entry:
     """One key of either checkpoint. ``sigil``: ``=`` same, ``*`` differs, ``-`` only in A, ``+`` only in B.
 
-    ``detail``: how the values differ, or the value on the only side that has it; "" for ``=``.
+    ``detail``: how the values differ, or the value on the only side that has it; "" for ``=``. ``rank``: of the extras
+    of one rank. ``counts``: False for what only one side has and the other has no place for: the extras of a rank that
+    it does not have, and an empty container.
     """
 
     sigil: Sigil
     section: Section
     key: str
     detail: str = ""
+    rank: int | None = None
+    counts: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +51,14 @@ class Difference:
 
     @property
     def same(self) -> bool:
-        return all(entry.sigil == "=" for entry in self.entries)
+        """Whether nothing that counts differs."""
+        return all(entry.sigil == "=" or not entry.counts for entry in self.entries)
 
     def count(self, sigil: Sigil) -> int:
-        return sum(1 for entry in self.entries if entry.sigil == sigil)
+        return sum(1 for entry in self.entries if entry.sigil == sigil and entry.counts)
 
 
-_Address: TypeAlias = tuple[Section, str]
+_Address: TypeAlias = tuple[Section, str, int | None]  # the rank whose extras it is among
 _Leaves: TypeAlias = dict[_Address, Value]
 
 
@@ -63,10 +68,11 @@ def compare(
     *,
     sources: Sources,
     tolerance: Tolerance | None = None,
+    strict: bool = False,
     threads: int = DEFAULT_THREADS,
     advance: Advance = no_progress,
 ) -> Difference:
-    """Compare every key of ``a`` and ``b``. ``tolerance`` None compares bytes.
+    """Compare every key of ``a`` and ``b``. ``tolerance`` None compares bytes; with ``strict`` every entry counts.
 
     Raises NeedsInformationError when the optimizers' key types differ and cannot be matched by order,
     SourceIncompleteError when a tensor that has to be read is incomplete.
@@ -90,16 +96,30 @@ def compare(
     details = for_each(pairs, work, make_reader=readers, threads=threads, order=order)
     detail_of = dict(zip(pairs, details, strict=True))
     entries = [_entry(address, left, right, detail_of.get(address, "")) for address in left]
-    entries.extend(
-        Entry("+", *address, detail=value_text(value)) for address, value in right.items() if address not in left
-    )
+    entries.extend(_entry(address, left, right, "") for address in right if address not in left)
+    if not strict:
+        ranks = {"-": len(b.rank_extra), "+": len(a.rank_extra)}  # of the side that lacks the key
+        entries = [_without_place(entry, ranks, left, right) for entry in entries]
     return Difference(tuple(entries), tuple(notes))
 
 
 def _entry(address: _Address, left: _Leaves, right: _Leaves, detail: str) -> Entry:
+    section, key, rank = address
     if address not in right:
-        return Entry("-", *address, detail=value_text(left[address]))
-    return Entry("*" if detail else "=", *address, detail=detail)
+        return Entry("-", section, key, value_text(left[address]), rank)
+    if address not in left:
+        return Entry("+", section, key, value_text(right[address]), rank)
+    return Entry("*" if detail else "=", section, key, detail, rank)
+
+
+def _without_place(entry: Entry, ranks: Mapping[str, int], left: _Leaves, right: _Leaves) -> Entry:
+    """``entry``, marked when it is there on one side only, and the other has no place for it."""
+    if entry.sigil not in ranks:
+        return entry
+    value = (left if entry.sigil == "-" else right)[entry.section, entry.key, entry.rank]
+    empty = isinstance(value, (dict, list, tuple)) and not value  # a DCP directory cannot hold it
+    beyond = entry.rank is not None and entry.rank >= ranks[entry.sigil]
+    return replace(entry, counts=False) if empty or beyond else entry
 
 
 def _compare_values(both: Sequence[_Address], left: _Leaves, right: _Leaves) -> set[_Address]:
@@ -116,15 +136,15 @@ def _leaves(checkpoint: Checkpoint, renamed: Mapping[ParamKey, ParamKey]) -> _Le
     """Every leaf by section and dotted key. ``renamed``: optimizer keys to replace."""
     leaves: _Leaves = {}
     if checkpoint.model is not None:
-        leaves.update(((Section.MODEL, name), leaf) for name, leaf in checkpoint.model.params.items())
+        leaves.update(((Section.MODEL, name, None), leaf) for name, leaf in checkpoint.model.params.items())
     if checkpoint.optim is not None:
         for key, value in _optimizer_leaves(checkpoint.optim, renamed):
-            leaves[Section.OPTIM, key] = value
+            leaves[Section.OPTIM, key, None] = value
     for path, value in _walk(checkpoint.extra):
-        leaves[Section.EXTRA, path] = value
+        leaves[Section.EXTRA, path, None] = value
     for rank, extra in enumerate(checkpoint.rank_extra):
         for path, value in _walk(extra):
-            leaves[Section.EXTRA, f"rank{rank}.{path}"] = value
+            leaves[Section.EXTRA, f"rank{rank}.{path}", rank] = value
     return leaves
 
 

@@ -94,9 +94,11 @@ def test_diff_of_equal_checkpoints_is_quiet_about_differences(run: Run, saved: P
     other = tmp_path / "b.pt"
     torch.save(training_state(), other)
     done = run("diff", saved, other)
-    assert done.code == 0
-    assert {line[0] for line in done.out.splitlines()} == {"="}
+    assert (done.code, done.out) == (0, "")
     assert "0 differ" in done.err
+    everything = run("diff", saved, other, "--all").out.splitlines()
+    assert len(everything) > 24
+    assert {line[0] for line in everything} == {"="}
 
 
 def test_diff_shows_a_sigil_a_key_and_exits_1(run: Run, saved: Path, tmp_path: Path) -> None:
@@ -108,15 +110,58 @@ def test_diff_shows_a_sigil_a_key_and_exits_1(run: Run, saved: Path, tmp_path: P
     torch.save(state, tmp_path / "b.pt")
     done = run("diff", saved, tmp_path / "b.pt")
     assert done.code == 1
-    changed = [line for line in done.out.splitlines() if not line.startswith("=")]
+    changed = done.out.splitlines()
     assert changed[0] == "- model 0.bias  tensor float32 [7]"
     assert changed[1].startswith("* model 2.bias  1 of 3 elements differ, first at [1], by up to 0.25")
     assert changed[2:] == ["* extra epoch  4 vs 5", "+ model new  tensor float32 [7]"]
     document = json.loads(run("diff", saved, tmp_path / "b.pt", "--json").out)
-    assert document["counts"] == {"same": len(document["entries"]) - 4, "differ": 2, "only_a": 1, "only_b": 1}
+    assert document["counts"] == {
+        "same": len(document["entries"]) - 4,
+        "differ": 2,
+        "only_a": 1,
+        "only_b": 1,
+        "not_counted": 0,
+    }
     assert document["same"] is False
     assert run("diff", saved, tmp_path / "b.pt", "--only", "optim").code == 0
     assert run("diff", saved, tmp_path / "b.pt", "--only", "model", "--atol", "0.5").code == 1
+
+
+def random_states(directory: Path, ranks: int, **more: object) -> Path:
+    """A model, and the random states of each rank."""
+    directory.mkdir()
+    for rank in range(ranks):
+        torch.save({"w": torch.full((2, 2), 3.0)}, directory / f"model_world_size_{ranks}_rank_{rank}.pt")
+        extra = {"rng": {"cpu": torch.full((16,), rank, dtype=torch.uint8), "python": [3, rank]}, "epoch": 2, **more}
+        torch.save(extra, directory / f"extra_state_world_size_{ranks}_rank_{rank}.pt")
+    return directory
+
+
+def test_random_states_of_ranks_that_one_side_lacks_are_listed_and_are_no_difference(run: Run, tmp_path: Path) -> None:
+    three, two = random_states(tmp_path / "three", 3), random_states(tmp_path / "two", 2)
+    done = run("diff", three, two)
+    assert done.code == 0
+    assert done.out == "- extra rank2  4 values of ranks that only A has: no difference\n"
+    assert run("diff", two, three).out == "+ extra rank2  4 values of ranks that only B has: no difference\n"
+    strict = run("diff", three, two, "--strict")
+    assert strict.code == 1
+    assert strict.out.splitlines()[0] == "- extra rank2.rng.cpu  tensor uint8 [16]"
+    document = json.loads(run("diff", three, two, "--json").out)
+    assert (document["same"], document["counts"]["only_a"], document["counts"]["not_counted"]) == (True, 0, 4)
+    assert {entry["rank"] for entry in document["entries"] if not entry["counts"]} == {2}
+
+
+def test_random_states_of_a_rank_that_both_have_count(run: Run, tmp_path: Path) -> None:
+    one, other = random_states(tmp_path / "one", 2), random_states(tmp_path / "other", 2)
+    torch.save(
+        {"rng": {"cpu": torch.full((16,), 9, dtype=torch.uint8)}, "epoch": 2},
+        other / "extra_state_world_size_2_rank_1.pt",
+    )
+    done = run("diff", one, other)
+    assert done.code == 1
+    shown = {line.split()[2]: line[0] for line in done.out.splitlines()}
+    assert shown["rank1.rng.cpu"] == "*"
+    assert shown["rank1.rng.python.1"] == "-"  # both have rank 1, and one of them lost this
 
 
 def test_diff_within_a_tolerance(run: Run, saved: Path, tmp_path: Path) -> None:

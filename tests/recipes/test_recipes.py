@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
 
 import fsdpckpt
 from tests.cli.conftest import saved
@@ -39,9 +40,22 @@ def filled(text: str, values: Mapping[str, str]) -> str:
     return re.sub(r"\$\{\{\s*([\w.-]+)\s*\}\}", lambda found: values[found[1]], text)
 
 
+@pytest.fixture
+def saved_by_ranks(tmp_path: Path) -> Path:
+    """One file a rank, with random states that differ: what new ranks get is copied, and what is left over is lost."""
+    directory = tmp_path / "step-2"
+    directory.mkdir()
+    for rank in range(3):
+        torch.save({"w": torch.full((5, 2), 3.0)}, directory / f"model_world_size_3_rank_{rank}.pt")
+        extra = {"rng": {"cpu": torch.full((16,), rank, dtype=torch.uint8)}, "epoch": 2}
+        torch.save(extra, directory / f"extra_state_world_size_3_rank_{rank}.pt")
+    return directory
+
+
 def test_the_workflow_reshards_to_every_world_size_of_its_matrix(
-    saved: Path, tmp_path: Path, shell: dict[str, str]
+    saved_by_ranks: Path, tmp_path: Path, shell: dict[str, str]
 ) -> None:
+    saved = saved_by_ranks
     workflow = yaml.safe_load((RECIPES / "github-actions.yml").read_text())
     assert workflow[True]["schedule"]  # YAML 1.1 takes the key "on" for a truth value
     jobs = workflow["jobs"]
@@ -67,7 +81,10 @@ def test_the_workflow_reshards_to_every_world_size_of_its_matrix(
                 assert done.returncode == 0, f"{command}\n{done.stderr}"
                 commands += 1
     assert commands == 4
+    assert json.loads((tmp_path / "diff.json").read_text())["same"] is True
     assert json.loads((tmp_path / "verify.json").read_text())["whole"] is True
+    for job in jobs.values():  # the report of a step that failed is the one that is wanted
+        assert [step["if"] for step in job["steps"] if "upload-artifact" in step.get("uses", "")] == ["always()"]
     assert json.loads((tmp_path / "convert.json").read_text())["world_size"] == SIZES[0]
     assert fsdpckpt.diff(saved, tmp_path / "resharded" / "17" / f"on-{SIZES[0]}").same
 
