@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Unpack
 
 import fsdpckpt.wording  # noqa: F401  # errors name the keywords of Python
-from fsdpckpt.errors import require_torch
+from fsdpckpt.errors import UsageError, require_torch
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout, NamedTensor
 from fsdpckpt.ir.invariants import problems
 from fsdpckpt.ir.vocabulary import Strategy
-from fsdpckpt.option_fields import changed, parameters, takes_options, with_named
-from fsdpckpt.options import ConvertOptions, DiffOptions, InspectOptions, LaunchOptions, UnitsOptions
+from fsdpckpt.option_fields import Scope, changed, given, parameters, takes_options, with_named
+from fsdpckpt.options import ConvertOptions, DiffOptions, InspectOptions, LaunchOptions, UnitsOptions, VerifyOptions
 from fsdpckpt.progress import NoProgress, Progress
 from fsdpckpt.storage.sources import Sources
 
@@ -172,21 +172,31 @@ def verify(
     *,
     digests: bool = False,
     finite: bool = False,
+    include: Iterable[str] = (),
+    exclude: Iterable[str] = (),
     units: Path | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Verification:
     """Check the checkpoint at ``source`` for damage: ``.problems`` lists it all, ``.whole`` is True if there is none.
 
-    ``digests`` adds a layout-independent SHA-256 per tensor, ``finite`` reports NaN and Inf. ``units``: a units file
-    for flattened shards. Raises SourceError if the source cannot be read as a checkpoint at all.
+    ``digests`` adds a layout-independent SHA-256 per tensor, ``finite`` reports NaN and Inf in parameters and
+    optimizer states; ``include``, ``exclude``: globs over the keys to search, without which buffers are left out.
+    ``units``: a units file for flattened shards. Raises SourceError if the source cannot be read as a checkpoint at
+    all, UsageError for globs without ``finite``.
     """
+    from fsdpckpt.verify.integrity import Finite
     from fsdpckpt.verify.integrity import verify as run
+
+    options = changed(VerifyOptions(), {"include": include, "exclude": exclude})
+    if not finite and (unused := given(options, Scope.FINITE)):
+        raise UsageError(f"{', '.join(unused)} would have no effect here", why="it goes with --finite alone")
+    searched = Finite(options.include, options.exclude) if finite else None
 
     def name(checkpoint: Checkpoint, sources: Sources) -> Checkpoint:
         return _named(checkpoint, sources, units, listing=True)
 
-    return run(os.fspath(source), name=name, digests=digests, finite=finite, threads=threads, progress=progress)
+    return run(os.fspath(source), name=name, digests=digests, finite=searched, threads=threads, progress=progress)
 
 
 def open(source: Path) -> LazyCheckpoint:  # noqa: A001  # the contract's name: fsdpckpt.open(src)

@@ -72,6 +72,7 @@ class Scope(Enum):
     WORKERS = auto()  # a run of several workers
     LAUNCH = auto()  # a run that starts its workers itself
     CHECKPOINT = auto()  # units from a checkpoint
+    FINITE = auto()  # a search for NaN and Inf
     LIVE_MODEL = auto()  # units from a model that is built on the meta device
 
 

@@ -356,7 +356,7 @@ class DiffOptions:
     atol: float | None = option("Absolute tolerance (default: every byte counts).", metavar="X", minimum=0.0)
     only: Section | None = option("Compare only this section.", offered=SECTIONS)
     all_keys: bool = option("Print the keys that are the same, too.", default=False, flag="--all")
-    strict: bool = option("Count the extras of ranks that only one of them has.", default=False)
+    strict: bool = option("Count extras that only one of them has a place for (random states of ranks).", default=False)
     units: str | None = option("Units file for flattened shards.", **_UNITS_FILE)
     threads: int | None = option("Number of threads that read and compute.", **_THREADS)
 
@@ -366,7 +366,19 @@ class VerifyOptions:
     """Options of ``fsdpckpt verify``."""
 
     digests: bool = option("Print a layout-independent SHA-256 of each tensor.", default=False)
-    finite: bool = option("Report NaN and Inf as problems; reads every tensor.", default=False)
+    finite: bool = option("Report NaN and Inf in parameters and optimizer states; reads them all.", default=False)
+    include: tuple[str, ...] = option(
+        "With --finite: search only matching keys, buffers too; may be repeated.",
+        default=(),
+        metavar="GLOB",
+        scope=(Scope.FINITE,),
+    )
+    exclude: tuple[str, ...] = option(
+        "With --finite: leave out matching keys; may be repeated.",
+        default=(),
+        metavar="GLOB",
+        scope=(Scope.FINITE,),
+    )
     units: str | None = option("Units file for flattened shards.", **_UNITS_FILE)
     threads: int | None = option("Number of threads that read and compute.", **_THREADS)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -26,9 +27,9 @@ Examples:
 
 \b
 Sigils: = same (with --all), * differs, - only in A, + only in B.
-The exit code is 1 if anything differs. What a number of ranks multiplies (the
-random states of each rank) is shown in one line, and is no difference where
-the other checkpoint has fewer ranks: --strict says otherwise.
+The exit code is 1 if anything differs. Extras that one side has no place for
+(random states of ranks that it does not have, what another framework keeps)
+are shown in one line each and are no difference, unless --strict is given.
 """
 
 
@@ -72,13 +73,13 @@ def _lines(result: Difference, *, everything: bool) -> Iterator[Line]:
             yield Styled(line, _COLOURS[entry.sigil], end=1) if entry.sigil in _COLOURS else line
     for sigil, side in (("-", "A"), ("+", "B")):
         apart = [entry for entry in result.entries if entry.sigil == sigil and not entry.counts]
-        ranks = sorted({entry.rank for entry in apart if entry.rank is not None})
-        if ranks:
-            values = plural(sum(entry.rank is not None for entry in apart), "value")
-            yield f"{sigil} extra rank{numbers_text(ranks)}  {values} of ranks that only {side} has: no difference"
-        for entry in apart:
-            if entry.rank is None:
-                yield f"{sigil} {entry.section} {entry.key}  {entry.detail}, only in {side}: no difference"
+        of_ranks = [entry for entry in apart if entry.rank is not None]
+        if of_ranks:
+            ranks = numbers_text(sorted({entry.rank for entry in of_ranks if entry.rank is not None}))
+            yield f"{sigil} extra rank{ranks}  {plural(len(of_ranks), 'value')} of ranks, only in {side}: no difference"
+        tops = Counter(entry.key.partition(".")[0] for entry in apart if entry.rank is None)
+        for top, number in tops.items():
+            yield f"{sigil} extra {top}  {plural(number, 'value')}, only in {side}: no difference"
 
 
 def _document(a: str, b: str, result: Difference) -> dict[str, object]:

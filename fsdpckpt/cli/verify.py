@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from fsdpckpt.cli.output import Colour, Line, Styled
 from fsdpckpt.options import VerifyOptions
 from fsdpckpt.text import plural, shape_text, size_text
 
@@ -17,7 +18,7 @@ __all__ = ["verify_command"]
 EXAMPLES = """\b
 Examples:
   fsdpckpt verify runs/step-1000
-  fsdpckpt verify full.pt --finite
+  fsdpckpt verify full.pt --finite --exclude '*.attn_mask'
   fsdpckpt verify runs/step-1000 --digests -q > digests.txt
 
 \b
@@ -40,6 +41,8 @@ def verify_command(output: Output, source: str, options: VerifyOptions) -> int:
             source,
             digests=options.digests,
             finite=options.finite,
+            include=options.include,
+            exclude=options.exclude,
             units=options.units,
             threads=options.threads,
             progress=progress,
@@ -49,18 +52,23 @@ def verify_command(output: Output, source: str, options: VerifyOptions) -> int:
         f"{one.sha256 or 'unreadable':64}  {one.section} {one.key} {one.dtype} {shape_text(one.shape)}"
         for one in result.digests
     )
-    output.data(f"problem: {problem.kind}: {problem.message}" for problem in result.problems)
+    output.data(
+        Styled(f"problem: {problem.kind}: {problem.message}", Colour.BAD, end=len("problem:"))
+        for problem in result.problems
+    )
     for note in result.notes:
         output.message(f"note: {note}")
     output.message(_verdict(result))
     return 0 if result.whole else 1
 
 
-def _verdict(result: Verification) -> str:
+def _verdict(result: Verification) -> Line:
     checked = f"{plural(result.tensors, 'tensor')}, {size_text(result.nbytes)}"
     also = f"{plural(result.records, 'checksum')} and {plural(result.replicas, 'replica')} compared"
     if result.whole:
-        return f"{result.source} is whole: {checked}; {also}"
+        begin = len(f"{result.source} is ")
+        text = f"{result.source} is whole: {checked}; {also}"
+        return Styled(text, Colour.GOOD, begin, begin + len("whole"))
     return f"{result.source} has {plural(len(result.problems), 'problem')}: {checked}; {also}"
 
 

@@ -20,6 +20,7 @@ from fsdpckpt.readers.beside import check_listing, listed, read_manifest
 from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.parallel import DEFAULT_THREADS, Advance, for_each, no_progress
+from fsdpckpt.verify.tensors import TensorsInFiles, named_text
 
 __all__ = ["Record", "bytes_to_read", "check_records", "damaged_files", "records", "stated_records"]
 
@@ -68,9 +69,17 @@ def bytes_to_read(wanted: Iterable[Record]) -> int:
 
 
 def check_records(
-    wanted: Sequence[Record], *, sources: Sources, threads: int = DEFAULT_THREADS, advance: Advance = no_progress
+    wanted: Sequence[Record],
+    *,
+    sources: Sources,
+    tensors: TensorsInFiles | None = None,
+    threads: int = DEFAULT_THREADS,
+    advance: Advance = no_progress,
 ) -> list[Problem]:
-    """A problem for each record that does not have its checksum, and for each range that cannot be read."""
+    """A problem for each record that does not have its checksum, and for each range that cannot be read.
+
+    ``tensors`` names those whose bytes are hit.
+    """
     from isal.isal_zlib import crc32
 
     def work(buffer: memoryview, run: _Run) -> list[int] | Problem:
@@ -80,7 +89,7 @@ def check_records(
             sources.open(run.path).read_into(begin, view)
         except SourceError as error:
             kind: ProblemKind = "truncated" if isinstance(error, SourceCorruptError) else "unreadable"
-            return Problem(kind, str(error.what), file=run.path)
+            return _problem(kind, str(error.what), run.path, begin, run.cuts[-1], tensors)
         finally:
             advance(len(view))
         return [crc32(view[low - begin : high - begin]) for low, high in pairwise(run.cuts)]
@@ -94,7 +103,17 @@ def check_records(
             unreadable.append(result)
         else:
             sums.add(run, result)
-    return [*unreadable, *(problem for record in wanted if (problem := sums.judge(record)) is not None)]
+    return [*unreadable, *(problem for record in wanted if (problem := sums.judge(record, tensors)) is not None)]
+
+
+def _problem(
+    kind: ProblemKind, message: str, path: str, begin: int, end: int, tensors: TensorsInFiles | None
+) -> Problem:
+    """A problem of these bytes of a file, under the name of the tensor that they belong to."""
+    hit = tensors.within(path, begin, end) if tensors is not None else []
+    if not hit:
+        return Problem(kind, message, file=path)
+    return Problem(kind, f"{named_text(hit)}: {message}", file=path, key=hit[0].key, section=hit[0].section)
 
 
 class _Sums:
@@ -110,7 +129,7 @@ class _Sums:
         self._begins.setdefault(run.path, []).extend(run.cuts[:-1])
         parts.extend((high - low, crc) for (low, high), crc in zip(pairwise(run.cuts), crcs, strict=True))
 
-    def judge(self, record: Record) -> Problem | None:
+    def judge(self, record: Record, tensors: TensorsInFiles | None) -> Problem | None:
         """None when the record has its checksum, or could not be read, which is reported already."""
         from isal.isal_zlib import crc32_combine
 
@@ -127,11 +146,9 @@ class _Sums:
         if record.stated_by:
             what = f"{record.path} ({record.nbytes} bytes) has CRC-32 {total:08x}, and {record.stated_by}"
         else:
-            what = (
-                f"{record.path}: the record of {record.nbytes} bytes at offset {record.offset} has CRC-32 "
-                f"{total:08x}, and the file"
-            )
-        return Problem("checksum", f"{what} says {record.crc:08x}", file=record.path)
+            what = f"{record.nbytes} bytes at offset {record.offset} of {record.path} have CRC-32 {total:08x}, and it"
+        message = f"{what} says {record.crc:08x}"
+        return _problem("checksum", message, record.path, record.offset, record.end, tensors)
 
 
 def _runs(wanted: Iterable[Record]) -> Iterator[_Run]:

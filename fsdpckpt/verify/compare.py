@@ -15,6 +15,7 @@ from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.ir.checkpoint import BARE_VALUE, Checkpoint, OptimState, ParamKey, Section, group_params
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Global, Key, Object, Value, walk
+from fsdpckpt.producers.forms import PLAIN
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.blocks import BlockReader
 from fsdpckpt.verify.elements import Tolerance, compare_tensors
@@ -30,8 +31,8 @@ class Entry:
     """One key of either checkpoint. ``sigil``: ``=`` same, ``*`` differs, ``-`` only in A, ``+`` only in B.
 
     ``detail``: how the values differ, or the value on the only side that has it; "" for ``=``. ``rank``: of the extras
-    of one rank. ``counts``: False for what only one side has and the other has no place for: the extras of a rank that
-    it does not have, and an empty container.
+    of one rank. ``counts``: False for what only one side has because the other has no place for it: extras of a rank
+    that it does not have, extras that B's framework does not keep or adds, and empty containers.
     """
 
     sigil: Sigil
@@ -99,7 +100,18 @@ def compare(
     entries.extend(_entry(address, left, right, "") for address in right if address not in left)
     if not strict:
         ranks = {"-": len(b.rank_extra), "+": len(a.rank_extra)}  # of the side that lacks the key
-        entries = [_without_place(entry, ranks, left, right) for entry in entries]
+        foreign = b.flavor not in (PLAIN, a.flavor)  # what frameworks keep beside the state is their own
+        entries = [
+            replace(entry, counts=False)
+            if entry.sigil in ranks
+            and (
+                (entry.rank is not None and entry.rank >= ranks[entry.sigil])
+                or (foreign and entry.section is Section.EXTRA)
+                or _is_empty((left if entry.sigil == "-" else right)[entry.section, entry.key, entry.rank])
+            )
+            else entry
+            for entry in entries
+        ]
     return Difference(tuple(entries), tuple(notes))
 
 
@@ -112,14 +124,9 @@ def _entry(address: _Address, left: _Leaves, right: _Leaves, detail: str) -> Ent
     return Entry("*" if detail else "=", section, key, detail, rank)
 
 
-def _without_place(entry: Entry, ranks: Mapping[str, int], left: _Leaves, right: _Leaves) -> Entry:
-    """``entry``, marked when it is there on one side only, and the other has no place for it."""
-    if entry.sigil not in ranks:
-        return entry
-    value = (left if entry.sigil == "-" else right)[entry.section, entry.key, entry.rank]
-    empty = isinstance(value, (dict, list, tuple)) and not value  # a DCP directory cannot hold it
-    beyond = entry.rank is not None and entry.rank >= ranks[entry.sigil]
-    return replace(entry, counts=False) if empty or beyond else entry
+def _is_empty(value: Value) -> bool:
+    """Whether a DCP directory has no place for it."""
+    return isinstance(value, (dict, list, tuple)) and not value
 
 
 def _compare_values(both: Sequence[_Address], left: _Leaves, right: _Leaves) -> set[_Address]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import numpy as np
 
@@ -18,13 +19,15 @@ from fsdpckpt.progress import NoProgress, Progress
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage.sources import Sources
+from fsdpckpt.text import first_of, plural
 from fsdpckpt.verify.blocks import BlockReader
 from fsdpckpt.verify.checksums import bytes_to_read, check_records, damaged_files, records, stated_records
 from fsdpckpt.verify.elements import check_replicas, replica_bytes, replica_sets
 from fsdpckpt.verify.measures import count_not_finite, digest
 from fsdpckpt.verify.parallel import DEFAULT_THREADS, for_each, in_file_order, threads_for
+from fsdpckpt.verify.tensors import TensorsInFiles, buffer_keys, chunk_ends, named_text
 
-__all__ = ["Verification", "verify", "verify_checkpoint"]
+__all__ = ["Finite", "Verification", "verify", "verify_checkpoint"]
 
 # Kinds of notes on flat slices without names: nothing says whether they are all of a parameter.
 _UNPROVED = frozenset({"unnamed", "units-unreadable", "units-ambiguous"})
@@ -83,28 +86,32 @@ def verify_checkpoint(
     *,
     sources: Sources,
     digests: bool = False,
-    finite: bool = False,
+    finite: Finite | None = None,
     threads: int = DEFAULT_THREADS,
     progress: Progress | None = None,
 ) -> Verification:
     """Check coverage, files, checksums, replicas and the optimizer, reading data only where a check needs it.
 
-    ``digests`` and ``finite`` read every tensor. Problems of the checkpoint are in the result, never raised.
+    ``digests`` reads every tensor, ``finite`` those that it takes. Problems of the checkpoint are in the result, never
+    raised.
     """
     stages = progress if progress is not None else NoProgress()
     named = list(checkpoint.tensors())
     problems = list(dict.fromkeys((*checkpoint.problems, *invariants.problems(checkpoint))))
-    truncated, unreadable = _truncated(checkpoint, named, sources)
+    in_files = TensorsInFiles(checkpoint, named)
+    truncated, unreadable = _truncated(checkpoint, named, in_files, sources)
     problems += truncated
     unreadable |= {number for number, one in enumerate(named) if flaws(one.tensor)}
     wanted = records(checkpoint)
     if checkpoint.manifest is not None:
         wanted += stated_records(checkpoint.manifest, sources)
     stages.begin("checksums", bytes_to_read(wanted))
-    problems += check_records(wanted, sources=sources, threads=threads, advance=stages.advance)
+    problems += check_records(wanted, sources=sources, tensors=in_files, threads=threads, advance=stages.advance)
     stages.end()
     jobs = [_Job(one, replica_sets(one.tensor) if n not in unreadable else []) for n, one in enumerate(named)]
-    outcomes = _read(checkpoint, jobs, unreadable, sources, stages, threads, digests=digests, finite=finite)
+    buffers = buffer_keys(checkpoint) if finite is not None else frozenset()
+    taken = frozenset(n for n, one in enumerate(named) if finite is not None and finite.takes(one, buffers))
+    outcomes = _read(checkpoint, jobs, unreadable, sources, stages, threads, digests=digests, finite=taken)
     problems += [problem for outcome in outcomes if outcome is not None for problem in outcome.problems]
     if checkpoint.optim is not None:
         skipped = frozenset(named[number].key for number in unreadable)
@@ -120,8 +127,39 @@ def verify_checkpoint(
         nbytes=sum(one.tensor.nbytes for one in named),
         records=len(wanted),
         replicas=sum(len(rows) - 1 for job in jobs for rows in job.replicas),
-        notes=_notes(checkpoint, len(wanted)),
+        notes=(*_notes(checkpoint, len(wanted)), *(_left_out(finite, buffers) if finite is not None else ())),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Finite:
+    """Which tensors are searched for NaN and Inf: parameters and states. Globs match keys and parameter names.
+
+    ``include``: only what matches, buffers as well; ``exclude``: not what matches.
+    """
+
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+
+    def takes(self, named: NamedTensor, buffers: frozenset[str]) -> bool:
+        if any(self._matches(named, glob) for glob in self.exclude):
+            return False
+        if self.include:
+            return any(self._matches(named, glob) for glob in self.include)
+        return named.section is not Section.MODEL or named.key not in buffers
+
+    @staticmethod
+    def _matches(named: NamedTensor, glob: str) -> bool:
+        return fnmatchcase(named.key, glob) or fnmatchcase(named.param, glob)
+
+
+def _left_out(finite: Finite, buffers: frozenset[str]) -> tuple[str, ...]:
+    """What ``finite`` did not look at because it seems to be a buffer."""
+    if finite.include or not buffers:
+        return ()
+    names = sorted(buffers)
+    what = f"{plural(len(names), 'model tensor')} not listed by the optimizer or not sharded"
+    return (f"not searched for NaN and Inf: {what} ({first_of(names, 3)}); --include GLOB names what to search",)
 
 
 def _notes(checkpoint: Checkpoint, records: int) -> tuple[str, ...]:
@@ -134,7 +172,7 @@ def _notes(checkpoint: Checkpoint, records: int) -> tuple[str, ...]:
 
 
 def _truncated(
-    checkpoint: Checkpoint, named: Sequence[NamedTensor], sources: Sources
+    checkpoint: Checkpoint, named: Sequence[NamedTensor], in_files: TensorsInFiles, sources: Sources
 ) -> tuple[list[Problem], set[int]]:
     """Problems of files that are missing or too short, and the numbers of the tensors in them."""
     lengths: list[int] = []
@@ -144,11 +182,13 @@ def _truncated(
             lengths.append(sources.open(file.path).nbytes)
         except SourceError as error:
             lengths.append(-1)
-            problems.append(Problem("missing-file", error.what, file=file.path))
+            hit = in_files.within(file.path, 0, file.nbytes)
+            message = f"{named_text(hit)}: {error.what}" if hit else error.what
+            key, section = (hit[0].key, hit[0].section) if hit else (None, None)
+            problems.append(Problem("missing-file", message, file=file.path, key=key, section=section))
     unreadable: set[int] = set()
     for number, one in enumerate(named):
-        chunks, itemsize = one.tensor.chunks, one.tensor.dtype.itemsize
-        ends = chunks.offset + (((chunks.size - 1).clip(0) * chunks.stride).sum(axis=1) + 1) * itemsize
+        chunks, ends = one.tensor.chunks, chunk_ends(one.tensor)
         filled: list[bool] = (chunks.size != 0).all(axis=1).tolist()
         for row, (end, file_number) in enumerate(zip(ends.tolist(), chunks.file.tolist(), strict=True)):
             if not filled[row]:
@@ -176,22 +216,27 @@ def _read(
     threads: int,
     *,
     digests: bool,
-    finite: bool,
+    finite: frozenset[int],
 ) -> list[_Outcome | None]:
-    """What reading each tensor showed; None where nothing had to be read or it cannot be read."""
-    passes = int(digests) + int(finite)
-    chosen = [n for n, job in enumerate(jobs) if n not in unreadable and (passes or job.replicas)]
+    """What reading each tensor showed; None where nothing had to be read or it cannot be read.
+
+    ``finite``: the numbers of those to search for NaN and Inf.
+    """
+    chosen = [n for n, job in enumerate(jobs) if n not in unreadable and (digests or n in finite or job.replicas)]
     total = sum(
-        jobs[n].named.tensor.nbytes * passes + replica_bytes(jobs[n].named.tensor, jobs[n].replicas) for n in chosen
+        jobs[n].named.tensor.nbytes * (int(digests) + int(n in finite))
+        + replica_bytes(jobs[n].named.tensor, jobs[n].replicas)
+        for n in chosen
     )
 
     def readers() -> _Readers:
         return BlockReader(checkpoint.files, sources), BlockReader(checkpoint.files, sources)
 
-    def work(pair: _Readers, job: _Job) -> _Outcome:
+    def work(pair: _Readers, number: int) -> _Outcome:
+        job = jobs[number]
         try:
             problems = check_replicas(pair, job.named, job.replicas, stages.advance)
-            if finite:
+            if number in finite:
                 problems += _not_finite(pair[0], job.named, stages)
             return _Outcome(problems, digest(pair[0], job.named.tensor, stages.advance) if digests else None)
         except SourceError as error:
@@ -202,7 +247,7 @@ def _read(
 
     stages.begin("tensors", total)
     order = in_file_order([jobs[n].named.tensor for n in chosen])
-    results = for_each([jobs[n] for n in chosen], work, make_reader=readers, threads=threads, order=order)
+    results = for_each(chosen, work, make_reader=readers, threads=threads, order=order)
     stages.end()
     outcomes: list[_Outcome | None] = [None] * len(jobs)
     for number, result in zip(chosen, results, strict=True):
@@ -254,7 +299,7 @@ def verify(
     *,
     name: Callable[[Checkpoint, Sources], Checkpoint] | None = None,
     digests: bool = False,
-    finite: bool = False,
+    finite: Finite | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Verification:

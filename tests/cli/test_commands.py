@@ -141,8 +141,8 @@ def test_random_states_of_ranks_that_one_side_lacks_are_listed_and_are_no_differ
     three, two = random_states(tmp_path / "three", 3), random_states(tmp_path / "two", 2)
     done = run("diff", three, two)
     assert done.code == 0
-    assert done.out == "- extra rank2  4 values of ranks that only A has: no difference\n"
-    assert run("diff", two, three).out == "+ extra rank2  4 values of ranks that only B has: no difference\n"
+    assert done.out == "- extra rank2  4 values of ranks, only in A: no difference\n"
+    assert run("diff", two, three).out == "+ extra rank2  4 values of ranks, only in B: no difference\n"
     strict = run("diff", three, two, "--strict")
     assert strict.code == 1
     assert strict.out.splitlines()[0] == "- extra rank2.rng.cpu  tensor uint8 [16]"
@@ -194,9 +194,9 @@ def test_verify_finds_a_flipped_byte_that_torch_loads_silently(run: Run, saved: 
     torch.load(saved, weights_only=True)
     done = run("verify", saved)
     assert done.code == 1
-    assert done.out.startswith("problem: checksum: ")
+    assert done.out.startswith("problem: checksum: model 0.weight: ")
     document = json.loads(run("verify", saved, "--json").out)
-    assert [problem["kind"] for problem in document["problems"]] == ["checksum"]
+    assert [(problem["kind"], problem["key"]) for problem in document["problems"]] == [("checksum", "0.weight")]
     assert document["whole"] is False
 
 
@@ -206,6 +206,22 @@ def test_verify_finite(run: Run, tmp_path: Path) -> None:
     done = run("verify", tmp_path / "nan.pt", "--finite")
     assert done.code == 1
     assert "a.weight: 1 NaN and 0 Inf of 2 elements" in done.out
+
+
+def test_verify_finite_leaves_out_masks_unless_they_are_named(run: Run, tmp_path: Path) -> None:
+    model = {"a.weight": torch.ones(2, 2), "attn.mask": torch.full((3, 3), float("-inf"))}
+    state = {"a.weight": {"step": torch.tensor(2.0), "exp_avg": torch.ones(2, 2)}}
+    optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": ["a.weight"]}]}
+    torch.save({"model": model, "optimizer": optimizer}, tmp_path / "named.pt")
+    done = run("verify", tmp_path / "named.pt", "--finite")
+    assert done.code == 0
+    assert "not searched for NaN and Inf: 1 model tensor" in done.err
+    named = run("verify", tmp_path / "named.pt", "--finite", "--include", "*mask")
+    assert (named.code, "attn.mask: 0 NaN and 9 Inf" in named.out) == (1, True)
+    torch.save(model, tmp_path / "alone.pt")  # nothing says which of them is a buffer
+    assert run("verify", tmp_path / "alone.pt", "--finite").code == 1
+    assert run("verify", tmp_path / "alone.pt", "--finite", "--exclude", "*.mask").code == 0
+    assert run("verify", tmp_path / "alone.pt", "--exclude", "*.mask").code == 2
 
 
 def test_states_that_share_bytes_are_shown_by_inspect_found_by_verify_and_refused_by_convert(

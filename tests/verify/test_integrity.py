@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import hashlib
+import random
+import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, OptimState
+from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, OptimState, Section
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.verify.integrity import Verification, verify_checkpoint
+from fsdpckpt.verify.integrity import Finite, Verification, verify_checkpoint
+from fsdpckpt.verify.tensors import TensorsInFiles, buffer_keys
 from tests.verify.raw import Raw, numbers, random_array, rows
 
 
 def verified(checkpoint: Checkpoint, *, digests: bool = False, finite: bool = False) -> Verification:
     with Sources() as sources:
-        return verify_checkpoint(checkpoint, sources=sources, digests=digests, finite=finite)
+        return verify_checkpoint(checkpoint, sources=sources, digests=digests, finite=Finite() if finite else None)
 
 
 def kinds(checkpoint: Checkpoint, *, finite: bool = False) -> list[tuple[str, str | None]]:
@@ -63,7 +67,57 @@ def test_a_flipped_byte_is_found_by_the_checksum_of_its_record(tmp_path: Path) -
     whole.raw.flip(whole.model["w"], row=1, byte=6)
     (problem,) = verified(checkpoint).problems
     assert (problem.kind, problem.file) == ("checksum", str(tmp_path / "rank_1.bin"))
+    assert (problem.key, problem.section) == ("w", Section.MODEL)
+    assert problem.message.startswith("model w: ")
     assert "CRC-32" in problem.message
+
+
+def test_a_record_that_several_tensors_share_names_the_first_and_how_many_more(tmp_path: Path) -> None:
+    raw = Raw(tmp_path, 1)
+    tensors = {name: raw.put(numbers(n, (3, 2)), gap=0) for n, name in enumerate("abcd")}
+    begin, end = raw.records[1][1], raw.records[3][1]
+    crc = zlib.crc32(bytes(raw.data[0][begin:end]))
+    raw.records = [(0, begin, end - begin, crc)]  # the bytes of b and c
+    checkpoint = raw.checkpoint(tensors)
+    raw.flip(tensors["c"], byte=23)
+    (problem,) = verified(checkpoint).problems
+    assert (problem.kind, problem.key) == ("checksum", "b")
+    assert problem.message.startswith("model b and 1 more tensor: ")
+
+
+def test_bytes_between_tensors_name_none(tmp_path: Path) -> None:
+    raw = Raw(tmp_path, 1)
+    first, second = (raw.put(numbers(n, (3,)), gap=8) for n in range(2))
+    begin = int(first.chunks.offset[0]) + 12
+    raw.records = [(0, begin, 8, zlib.crc32(bytes(raw.data[0][begin : begin + 8])) ^ 1)]
+    (problem,) = verified(raw.checkpoint({"a": first, "b": second})).problems
+    assert (problem.kind, problem.key) == ("checksum", None)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_tensors_of_a_stretch_of_bytes_are_those_that_lie_in_it(tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    raw = Raw(tmp_path, 3)
+    model = {
+        f"t{n}": raw.put(numbers(n, (draw.randrange(1, 9), 3)), ranks=[draw.randrange(3)], gap=draw.randrange(4))
+        for n in range(40)
+    }
+    model["strided"] = raw.put(numbers(7, (4, 5)), order=(1, 0))
+    checkpoint = raw.checkpoint(model)
+    index = TensorsInFiles(checkpoint, list(checkpoint.tensors()))
+    for _ in range(100):
+        rank = draw.randrange(3)
+        begin = draw.randrange(len(raw.data[rank]))
+        end = min(begin + draw.randrange(1, 200), len(raw.data[rank]))
+        expected = [
+            name
+            for name, tensor in model.items()
+            if int(tensor.chunks.file[0]) == rank
+            and int(tensor.chunks.offset[0]) < end
+            and int(tensor.chunks.offset[0]) + tensor.nbytes > begin
+        ]
+        assert [one.key for one in index.within(checkpoint.files[rank].path, begin, end)] == expected
+    assert index.within("nowhere", 0, 1000) == []
 
 
 def test_checksums_of_zero_everywhere_mean_there_are_none(tmp_path: Path) -> None:
@@ -81,7 +135,7 @@ def test_checksums_of_zero_everywhere_mean_there_are_none(tmp_path: Path) -> Non
 def test_a_single_zero_checksum_among_others_is_judged(tmp_path: Path) -> None:
     whole = Whole(tmp_path)
     whole.raw.records[0] = (*whole.raw.records[0][:3], 0)
-    assert kinds(whole.checkpoint()) == [("checksum", None)]
+    assert kinds(whole.checkpoint()) == [("checksum", "w")]
 
 
 def test_replicas_that_diverged_are_named_with_their_ranks(tmp_path: Path) -> None:
@@ -124,7 +178,7 @@ def test_a_missing_rank_a_truncated_file_and_an_absent_one_are_all_listed(tmp_pa
     result = verified(checkpoint, digests=True, finite=True)
     assert [(problem.kind, problem.key) for problem in result.problems] == [
         ("incomplete", "part"),
-        ("missing-file", None),
+        ("missing-file", "absent"),
         ("truncated", "short"),
     ]
     assert {one.key: one.sha256 is not None for one in result.digests} == {
@@ -198,7 +252,53 @@ def test_progress_adds_up_to_what_was_announced(tmp_path: Path) -> None:
     progress = Counted()
     with Sources() as sources:
         verify_checkpoint(
-            Whole(tmp_path).checkpoint(), sources=sources, digests=True, finite=True, threads=1, progress=progress
+            Whole(tmp_path).checkpoint(), sources=sources, digests=True, finite=Finite(), threads=1, progress=progress
         )
     assert [stage for stage, _, _ in progress.stages] == ["checksums", "tensors"]
     assert all(total == done and total for _, total, done in progress.stages)
+
+
+def searched(checkpoint: Checkpoint, **globs: tuple[str, ...]) -> tuple[set[str | None], tuple[str, ...]]:
+    with Sources() as sources:
+        result = verify_checkpoint(checkpoint, sources=sources, finite=Finite(**globs))
+    return {problem.key for problem in result.problems if problem.kind == "not-finite"}, result.notes
+
+
+def with_mask(directory: Path, keys: tuple[str | int, ...], *, sharded: bool | None) -> Checkpoint:
+    """A model with a weight, a frozen weight and a mask, all of them not finite; ``keys``: the optimizer's."""
+    raw = Raw(directory, 1)
+    bad = np.float32([[1.0, np.inf], [2.0, np.nan]])
+    model = {name: replace(raw.put(bad), sharded=sharded) for name in ("a.weight", "frozen.weight")}
+    model["mask"] = replace(raw.put(bad), sharded=None if sharded is None else False)
+    state = {key: {"exp_avg": raw.put(bad)} for key in keys}
+    return raw.checkpoint(model, OptimState(dict(state), [{"params": list(keys)}]) if keys else None)
+
+
+def test_buffers_are_searched_for_nan_only_when_they_are_named(tmp_path: Path) -> None:
+    checkpoint = with_mask(tmp_path, ("a.weight",), sharded=True)
+    found, notes = searched(checkpoint)
+    assert found == {"a.weight", "frozen.weight", "a.weight.exp_avg"}
+    assert [note for note in notes if "(mask)" in note and "--include" in note]
+    assert searched(checkpoint, include=("mask",))[0] == {"mask"}
+    assert searched(checkpoint, include=("*",))[0] == {"mask", *found}
+    assert searched(checkpoint, exclude=("*.weight",))[0] == set()  # a state goes by its parameter's name as well
+    assert searched(checkpoint, exclude=("*.exp_avg",))[0] == {"a.weight", "frozen.weight"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "sharded", "buffers"),
+    [
+        (("a.weight", "frozen.weight"), True, {"mask"}),
+        (("a.weight",), None, {"mask", "frozen.weight"}),  # one full file: only the optimizer tells
+        (("a.weight", "frozen.weight"), None, {"mask"}),
+        ((), True, {"mask"}),
+        ((), None, set()),  # nothing tells, so everything is searched
+        ((0, 1), None, set()),
+        ((0, 1), True, {"mask"}),
+        (("other.name",), None, set()),
+    ],
+)
+def test_what_counts_as_a_buffer(
+    tmp_path: Path, keys: tuple[str | int, ...], sharded: bool | None, buffers: set[str]
+) -> None:
+    assert buffer_keys(with_mask(tmp_path, keys, sharded=sharded)) == buffers
