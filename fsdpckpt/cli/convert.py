@@ -23,9 +23,9 @@ __all__ = ["convert_command"]
 
 EXAMPLES = """\b
 Examples:
-  fsdpckpt convert checkpoint-500 on-6-gpus --world-size 6
   fsdpckpt convert runs/global_step_7/actor titan --flavor torchtitan \\
       --world-size 8
+  fsdpckpt convert checkpoint-500 on-6-gpus --world-size 6
   fsdpckpt convert runs/step-1000 full.pt
   fsdpckpt convert full.pt runs/resharded --to sharded --world-size 8
   fsdpckpt convert runs/step-1000 ranks --to sharded --container torch \\
