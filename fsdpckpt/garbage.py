@@ -25,13 +25,19 @@ def without_collection() -> Iterator[None]:
                 gc.enable()
 
 
+_entered: list[object] = []
+"""One entry for each ``set_aside`` that has begun: counting frozen objects walks them all, so only the first counts."""
+
+
 @contextmanager
 def set_aside() -> Iterator[None]:
     """Inside, the collector walks only what is made inside: for long work beside the many objects that exist."""
-    frozen = gc.get_freeze_count()
+    unfreeze = not _entered and not gc.get_freeze_count()  # else whoever froze objects before us wants them to stay so
+    _entered.append(None)
     gc.freeze()
     try:
         yield
     finally:
-        if not frozen:  # else whoever froze objects before us wants them to stay so
+        _entered.pop()
+        if unfreeze:
             gc.unfreeze()

@@ -6,12 +6,13 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.comm.faults import LIMIT
-from tests.oracle.launch import ROOT, run
+from tests.oracle.forked import ROOT, processes_in, run
 
 
 @pytest.mark.parametrize(
@@ -78,11 +79,14 @@ except WorkerError as error:
         ("kill", "ERROR|1|outer / inner|killed by SIGKILL (out of memory, or by hand)"),
     ],
 )
-def test_the_launcher_raises_one_error_and_leaves_no_worker(trouble: str, error: str) -> None:
-    output = run([sys.executable, "-c", LAUNCHER, "inside", trouble], limit=90)
+def test_the_launcher_raises_one_error_and_leaves_no_worker(tmp_path: Path, trouble: str, error: str) -> None:
+    environment = {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}
+    ended = run(["-c", LAUNCHER, "inside", trouble], kind="torch", env=environment, cwd=str(tmp_path), timeout=90)
+    assert ended.returncode == 0, ended.stderr
+    output = ended.stdout
     fine = ["FINE"] if trouble == "fail" else []
     assert [line for line in output.splitlines() if line.startswith(("ERROR", "FINE"))] == [*fine, error], output
-    assert not _workers_of(None)
+    assert processes_in(tmp_path) == []
 
 
 def test_workers_end_with_a_launcher_that_is_killed() -> None:
@@ -109,12 +113,11 @@ def _patiently(look: Any) -> Any:
     return answer
 
 
-def _workers_of(parent: int | None) -> list[int]:
-    """The process ids of launched workers, of one launcher or (None) of those that are gone."""
+def _workers_of(parent: int) -> list[int]:
+    """The process ids of the workers of one launcher."""
     listing = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
     rows = [line.split(None, 2) for line in listing.splitlines()[1:]]
-    wanted = 1 if parent is None else parent
-    return [int(pid) for pid, above, args in rows if int(above) == wanted and "-m tests.comm.faults" in args]
+    return [int(pid) for pid, above, args in rows if int(above) == parent and "-m tests.comm.faults" in args]
 
 
 def _running(pid: int) -> bool:

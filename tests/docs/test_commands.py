@@ -9,19 +9,18 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.cli.conftest import Run, run
+from tests.oracle.launch import torchrun
+from tests.oracle.session import Oracle
 
 __all__ = ["run"]
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
 MISSING_SOURCE = 3
 REFUSED = {"demo-run/two": 4}  # a page shows what this command prints when it needs more information
 
@@ -40,19 +39,17 @@ def commands(page: Path) -> list[str]:
 COMMANDS = {page.name: commands(page) for page in PAGES}
 
 
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="session")
+def demo(oracle: Oracle) -> Path:
     """A directory with ``demo-run`` as the demo leaves it before its first conversion."""
-    directory = tmp_path_factory.mktemp("reader")
-    for action in ("train", "train1"):
-        subprocess.run(
-            [*TORCHRUN, str(ROOT / "scripts" / "demo_worker.py"), action, "demo-run"],
-            cwd=directory,
-            check=True,
-            capture_output=True,
-            timeout=240,
-        )
-    return directory
+
+    def trained(directory: Path) -> None:
+        for action in ("train", "train1"):
+            torchrun(
+                str(ROOT / "scripts" / "demo_worker.py"), action, str(directory / "demo-run"), world_size=4, limit=240
+            )
+
+    return oracle.once("demo", trained)
 
 
 @pytest.mark.parametrize("page", [page.name for page in PAGES if commands(page)])

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.faults.runs import convert
+from tests.oracle.session import Oracle
 
 FULL = ["--to", "full"]
 DCP = ["--to", "sharded", "--world-size", "3"]
@@ -33,11 +34,15 @@ def state(seed: int) -> dict[str, object]:
     return {"model": model, "optimizer": {"state": states, "param_groups": groups}, "epoch": seed}
 
 
+@pytest.fixture(scope="session")
+def saved(oracle: Oracle) -> Path:
+    """The checkpoint, which tests copy."""
+    return oracle.once("faults-source", lambda directory: torch.save(state(1), directory / "source.pt")) / "source.pt"
+
+
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
-    path = tmp_path / "source.pt"
-    torch.save(state(1), path)
-    return path
+def source(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copyfile(saved, tmp_path / "source.pt"))
 
 
 @pytest.fixture

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import filecmp
 import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.oracle.forked import run
 
 __all__ = ["Done", "Hook", "convert", "hidden", "removing", "same"]
 
@@ -51,14 +51,8 @@ def convert(
     """``fsdpckpt convert`` as a process, whose journal is synced all the time."""
     if hook is not None:
         environment |= {"HOOK_AT": str(hook[0]), "HOOK": hook[1]}
-    done = subprocess.run(
-        [sys.executable, "-c", CODE, "convert", str(source), str(target), *SMALL, *options],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=limit,
-        check=False,
-    )
+    words = ["-c", CODE, "convert", str(source), str(target), *SMALL, *options]
+    done = run(words, kind="plain", timeout=limit, env=environment)
     assert "Traceback" not in done.stderr, done.stderr
     return Done(done.returncode, done.stdout, done.stderr)
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.faults.conftest import DCP, FULL
 from tests.faults.runs import convert, hidden, same
+from tests.oracle.forked import run
 
 Whole = Callable[..., Path]
-KILL_TEST = Path(__file__).parents[2] / "scripts" / "kill_moments.py"
+KILL_TEST = str(Path(__file__).parents[2] / "scripts" / "kill_moments.py")
 
 
 def test_eight_conversions_from_one_source_at_once(source: Path, tmp_path: Path, whole: Whole) -> None:
@@ -50,8 +48,7 @@ def test_a_run_that_is_going_on_is_not_resumed_by_another(source: Path, tmp_path
 
 
 def test_kill_9_at_random_moments_over_all_containers(tmp_path: Path) -> None:
-    command = [sys.executable, str(KILL_TEST), "--moments", "12", "--size", "12000000", "--directory", str(tmp_path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=environment)
+    command = [KILL_TEST, "--moments", "9", "--size", "12000000", "--directory", str(tmp_path)]
+    done = run(command, kind="torch", timeout=280, env={"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
     assert "no promise broken" in done.stdout

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,25 +11,19 @@ import pytest
 
 from tests.faults.conftest import FULL
 from tests.faults.runs import CODE, SMALL, same
+from tests.oracle.forked import run
 
 Whole = Callable[..., Path]
 # A line of progress at every write, as a long run has them.
 TALKATIVE = "from fsdpckpt.cli import output; output.SECONDS_BETWEEN_LINES = 0"
 
 
-def unread(*words: str, stream: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
+def unread(*words: str, stream: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """``fsdpckpt`` whose ``stream`` goes into a pipe that nobody reads any more."""
     reading, writing = os.pipe()
     os.close(reading)
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: writing}
     try:
-        return subprocess.run(
-            [sys.executable, "-c", CODE, *words],
-            env={**os.environ, **environment},
-            timeout=60,
-            check=False,
-            **streams,
-        )
+        return run(["-c", CODE, *words], kind="plain", timeout=60, env=environment, **{stream: writing})
     finally:
         os.close(writing)
 
@@ -62,5 +55,5 @@ def test_a_pipe_that_breaks_elsewhere_is_an_error(source: Path, tmp_path: Path) 
     broken = "raise BrokenPipeError(32, 'Broken pipe')"  # as of a connection
     done = unread("convert", str(source), str(target), *FULL, *SMALL, stream="stdout", HOOK_AT="8", HOOK=broken)
     assert done.returncode not in (0, 1)
-    assert b"error: " in done.stderr
+    assert "error: " in done.stderr
     assert not target.exists()

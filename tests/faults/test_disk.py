@@ -17,6 +17,8 @@ from tests.faults.conftest import DCP, FULL
 from tests.faults.runs import convert, hidden, removing, same
 
 Whole = Callable[..., Path]
+# At every tenth write: the journal's thread comes to its turn, however busy the machine is.
+SYNCED_BETWEEN = "import time; time.sleep(0.05); written.clear()"
 
 
 def _faulty(shim: str, calls: str, path: str, nth: int, action: object, **more: str) -> dict[str, str]:
@@ -90,7 +92,8 @@ def test_whatever_the_disk_refuses_is_5_and_the_run_can_be_finished_later(
 ) -> None:
     target = tmp_path / "target"
     whole(*DCP)
-    done = convert(source, target, *DCP, **_faulty(shim, calls, "target.fsdpckpt-staging", nth, number))
+    faults = _faulty(shim, calls, "target.fsdpckpt-staging", nth, number)
+    done = convert(source, target, *DCP, hook=(10, SYNCED_BETWEEN), **faults)
     assert done.code == 5, done.err
     assert os.strerror(number) in done.err
     assert not target.exists()

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import json
+import contextlib
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 
-__all__ = ["ROOT", "ProcessFailed", "python", "run", "torchrun"]
+from tests.oracle.forked import ROOT, Program
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+__all__ = ["ROOT", "ProcessFailed", "python", "run", "torchrun"]
 
 
 class ProcessFailed(AssertionError):
@@ -69,45 +67,40 @@ def run(command: Sequence[str], *, limit: float, environment: Mapping[str, str] 
     return output
 
 
-@functools.cache
-def _template() -> subprocess.Popen[str]:
-    """This test process's own ``tests.oracle.template``, which ends with it."""
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT, "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    command = [sys.executable, "-X", "faulthandler", "-m", "tests.oracle.template"]
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=variables,
-        cwd=ROOT,
-        start_new_session=True,
-    )
-
-
 def torchrun(module: str, *arguments: str, world_size: int, limit: float) -> str:
-    """Run ``python -m module`` as torchrun would on ``world_size`` ranks of this machine (0: as one plain process).
+    """Run ``python -m module`` (or a file) as torchrun would on ``world_size`` ranks here (0: as one plain process).
 
     Returns stdout and stderr of all together. Raises ProcessFailed when a rank fails or all take longer than ``limit``
-    seconds. The ranks are forked from a process that has imported torch and ``module``; nothing outlives this call.
+    seconds. The ranks are forked from a process that has imported torch; nothing outlives this call.
     """
-    template = _template()
-    assert template.stdin is not None and template.stdout is not None
-    with tempfile.NamedTemporaryFile("r", prefix="ranks-", errors="replace") as said:
-        job = {"module": module, "arguments": arguments, "world_size": world_size, "limit": limit}
-        job |= {"environment": {**os.environ, "OMP_NUM_THREADS": "1"}, "output": said.name}
-        template.stdin.write(json.dumps(job) + "\n")
-        template.stdin.flush()
-        answer = template.stdout.readline()
+    ranks = ["-m", "tests.oracle.ranks", str(world_size)] if world_size else []
+    program = [module] if module.endswith(".py") else ["-m", module]
+    with tempfile.TemporaryFile("w+", errors="replace") as said:
+        process = Program(
+            [*ranks, *program, *arguments],
+            kind="torch",
+            env={"OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT},
+            cwd=ROOT,
+            stdout=said.fileno(),
+            stderr=said.fileno(),
+            start_new_session=True,
+        )
+        late = False
+        try:
+            process.wait(limit)
+        except subprocess.TimeoutExpired:
+            late = True
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # nothing outlives its job
+            process.wait()
+        said.seek(0)
         output = said.read()
     name = f"{module} {' '.join(arguments)} on {world_size} ranks"
-    if not answer:
-        raise ProcessFailed(f"{name}\nthe process that forks them ended:\n{output[-6000:]}")
-    ended = json.loads(answer)
-    if ended["late"]:
+    if late:
         raise ProcessFailed(f"{name}\nran past {limit} s:\n{output[-6000:]}")
-    if ended["code"]:
-        raise ProcessFailed(f"{name}\nended with {ended['code']}:\n{output[-6000:]}")
+    if process.returncode:
+        raise ProcessFailed(f"{name}\nended with {process.returncode}:\n{output[-6000:]}")
     return output
 
 

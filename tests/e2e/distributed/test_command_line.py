@@ -11,17 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.oracle.launch import ROOT
+from tests.oracle.forked import ROOT, run
 
 
 def _convert(*arguments: object) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "fsdpckpt", "convert", *map(str, arguments)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=False)
+    command = ["-m", "fsdpckpt", "convert", *map(str, arguments)]
+    return run(command, kind="torch", env={"PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}, timeout=150)
 
 
 def test_workers_that_it_starts_itself_write_the_same_file_and_report_once(base: Path, tmp_path: Path) -> None:
-    ended = _convert(base / "disk" / "ranks", tmp_path / "out.pt", "--nproc-per-node", 2, "--json")
+    given = [base / "disk" / "ranks", tmp_path / "out.pt", "--nproc-per-node", "2", "--json"]
+    command = [sys.executable, "-m", "fsdpckpt", "convert", *map(str, given)]  # nothing here is forked
+    environment = {**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=False)
     assert ended.returncode == 0, ended.stderr
     report = json.loads(ended.stdout)
     assert (report["workers"], report["verified"]) == (2, "structure")

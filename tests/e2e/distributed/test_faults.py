@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.oracle.launch import ROOT
+from tests.oracle.forked import ROOT, processes_in, run
 
 LIMIT = 4.0  # seconds, so that the tests do not take 15 each
 TROUBLE = os.path.join(ROOT, "tests", "e2e", "distributed", "trouble")
@@ -27,14 +25,13 @@ def _run(
     """Exit code, the error document, and seconds from the trouble to the end."""
     when = tmp_path / "when"
     environment = {
-        **os.environ,
         "PYTHONPATH": f"{TROUBLE}{os.pathsep}{ROOT}",
         "TROUBLE": f"{rank},{place},{trouble},{when},{call}",
     }
-    command = [sys.executable, "-m", "fsdpckpt", "convert", str(base / "disk" / "ranks"), str(tmp_path / "out.pt")]
+    command = ["-m", "fsdpckpt", "convert", str(base / "disk" / "ranks"), str(tmp_path / "out.pt")]
     command += ["--nproc-per-node", "3", "--max-memory", "1MiB", "--fault-limit", str(LIMIT), "--json"]
     command += ["--verify", "full"]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=False)
+    ended = run(command, kind="torch", env=environment, cwd=str(tmp_path), timeout=150)
     seconds = time.time() - float(when.read_text())
     assert "Traceback" not in ended.stderr
     return ended.returncode, json.loads(ended.stdout)["error"], seconds
@@ -64,7 +61,7 @@ def test_a_worker_that_is_lost_ends_all_with_one_error_that_names_it(
     assert not (tmp_path / "out.pt").exists()
     staged = any(path.name.startswith(".out.pt.fsdpckpt-staging") for path in tmp_path.iterdir())
     assert staged is (place != READ), "what was staged is kept"
-    assert _workers(tmp_path) == []
+    assert processes_in(tmp_path) == []
 
 
 def test_an_error_that_any_worker_meets_is_the_one_that_a_lone_process_would_end_with(
@@ -83,8 +80,3 @@ def test_a_full_disk_leaves_what_was_written_and_says_how_to_go_on(base: Path, t
     root = str(tmp_path / ".out.pt.fsdpckpt-staging")
     assert str(error["details"][0]).endswith(f"bytes are kept in {root}: --resume goes on from there"), error
     assert sorted(path.name for path in tmp_path.iterdir()) == [".out.pt.fsdpckpt-staging", "when"]
-
-
-def _workers(tmp_path: Path) -> list[str]:
-    listing = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
-    return [line for line in listing.splitlines() if str(tmp_path) in line]

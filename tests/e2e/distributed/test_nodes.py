@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import filecmp
 import json
-import os
 import shlex
 import shutil
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,7 @@ import pytest
 from tests.e2e.distributed.cases import disks, options, unequal
 from tests.e2e.distributed.disks import can_bind
 from tests.e2e.distributed.processes import all_ended
-from tests.oracle.launch import ROOT
+from tests.oracle.forked import ROOT, Program
 
 pytestmark = pytest.mark.skipif(not can_bind(), reason="this machine allows no mount namespaces")
 
@@ -32,15 +30,12 @@ def _free_port() -> int:
 
 def _machines(commands: list[list[str]], machines: list[dict[str, str]]) -> list[subprocess.CompletedProcess[str]]:
     """Each of ``commands`` on its machine, all at once."""
-    environment = {**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}
     started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.e2e.distributed.node", json.dumps(disk), *command],
-            env=environment,
+        Program(
+            ["-m", "tests.e2e.distributed.node", json.dumps(disk), *command],
+            kind="torch",
+            env={"PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"},
             cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
         )
         for command, disk in zip(commands, machines, strict=True)
     ]
@@ -49,14 +44,14 @@ def _machines(commands: list[list[str]], machines: list[dict[str, str]]) -> list
 
 def _torchrun(*arguments: str) -> list[list[str]]:
     port = _free_port()
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
+    command = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
     command += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
     return [[*command, "--node-rank", str(node), "-m", "fsdpckpt", *arguments] for node in range(2)]
 
 
 def _own_launcher(*arguments: str) -> list[list[str]]:
     endpoint = f"127.0.0.1:{_free_port()}"
-    command = [sys.executable, "-m", "fsdpckpt", *arguments, "--nnodes", "2", "--nproc-per-node", "2"]
+    command = ["-m", "fsdpckpt", *arguments, "--nnodes", "2", "--nproc-per-node", "2"]
     return [[*command, "--rdzv-endpoint", endpoint, "--node-rank", str(node)] for node in range(2)]
 
 
@@ -119,7 +114,7 @@ def test_where_files_lie_on_another_node_the_error_names_them_and_the_command_th
 ) -> None:
     machines = [{str(base / "disk"): own for own in disk.values()} for disk in disks_from(base, tmp_path)]
     arguments = ["convert", str(base / "disk" / "ranks"), str(tmp_path / "out.pt"), "--max-memory", "1MiB"]
-    (alone,) = _machines([[sys.executable, "-m", "fsdpckpt", *arguments, "--json"]], machines[:1])
+    (alone,) = _machines([["-m", "fsdpckpt", *arguments, "--json"]], machines[:1])
     error = json.loads(alone.stdout)["error"]
     assert (alone.returncode, error["type"]) == (3, "SourceIncompleteError"), error
     here = {path.name for path in Path(machines[0][str(base / "disk")], "ranks").iterdir()}
@@ -128,7 +123,7 @@ def test_where_files_lie_on_another_node_the_error_names_them_and_the_command_th
     command = shlex.split(error["next_step"].rsplit("NODES: ", 1)[1].replace("NODES", "2"))
     assert command[:3] == ["torchrun", "--nnodes", "2"]
     command[command.index("--rdzv-endpoint") + 1] = f"127.0.0.1:{_free_port()}"
-    together = _machines([[sys.executable, "-m", "torch.distributed.run", *command[1:]]] * 2, machines)
+    together = _machines([["-m", "torch.distributed.run", *command[1:]]] * 2, machines)
     assert [each.returncode for each in together] == [0, 0], [each.stderr[-3000:] for each in together]
     assert filecmp.cmp(tmp_path / "out.pt", base / "local" / "gathered.pt", shallow=False)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +19,8 @@ from fsdpckpt.progress import NoProgress
 from fsdpckpt.storage.staging import journal_paths, staging_root
 from tests.e2e.distributed.cases import CASES, disks, options, unequal, write_plan
 from tests.e2e.distributed.disks import can_bind
-from tests.oracle.launch import ROOT, ProcessFailed, run, torchrun
+from tests.oracle.forked import ROOT, run
+from tests.oracle.launch import torchrun
 
 TROUBLE = os.path.join(ROOT, "tests", "e2e", "distributed", "trouble")
 COPY, COMMIT = "fsdpckpt.execute.executor:write_window", "fsdpckpt.storage.staging:Staging.commit"
@@ -46,7 +46,7 @@ class Stopping(NoProgress):
 
 def _kill(plan: Path, workers: int, where: str) -> None:
     """Workers that do what ``plan`` says, of which the last is killed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
+    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
     command += ["-m", "tests.e2e.distributed.work", str(plan)]
     place, number = where.split(" ")
     variables = {
@@ -54,8 +54,7 @@ def _kill(plan: Path, workers: int, where: str) -> None:
         "TROUBLE": f"{workers - 1},{place},kill soon,{plan.parent / 'when'},{number}",
         "SYNC_SECONDS": "0.02",
     }
-    with pytest.raises(ProcessFailed):
-        run(command, limit=LIMIT, environment=variables)
+    assert run(command, kind="torch", env=variables, cwd=ROOT, timeout=LIMIT).returncode != 0
 
 
 def _killed(base: Path, folder: Path, name: str, workers: int, machines: list[dict[str, str]]) -> Path:

@@ -7,12 +7,11 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 from tests.e2e.distributed.processes import all_ended
-from tests.oracle.launch import ROOT
+from tests.oracle.forked import ROOT, Program
 
 LIMIT = 4.0  # seconds until a lost worker is noticed
 TASKS = 3
@@ -37,12 +36,10 @@ def _srun(*arguments: str, **variables: str) -> list[subprocess.CompletedProcess
         **variables,
     }
     started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "fsdpckpt", "convert", *arguments],
-            env={**os.environ, **step, "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+        Program(
+            ["-m", "fsdpckpt", "convert", *arguments],
+            kind="torch",
+            env={**step, "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)},
         )
         for task in range(TASKS)
     ]

@@ -16,13 +16,13 @@ from fsdpckpt.errors import SourceIncompleteError
 from tests.e2e.distributed.disks import can_bind
 from tests.e2e.distributed.processes import all_ended
 from tests.e2e.remote.servers import Proxy, free_port
-from tests.oracle.launch import ROOT
+from tests.oracle.forked import ROOT, Program
 
 LIMIT = 150.0  # seconds; 6 on two idle cores
 
 
 def _command(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "fsdpckpt", "convert", *map(str, arguments), "--json", "--quiet"]
+    return ["-m", "fsdpckpt", "convert", *map(str, arguments), "--json", "--quiet"]
 
 
 def _environment() -> dict[str, str]:
@@ -30,7 +30,7 @@ def _environment() -> dict[str, str]:
 
 
 def _convert(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = _command(*arguments)
+    command = [sys.executable, *_command(*arguments)]
     return subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=LIMIT, check=False)
 
 
@@ -168,13 +168,11 @@ def _on(machines: list[dict[str, str]], *arguments: object) -> list[subprocess.C
         place = {"RANK": str(number), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         place |= {"GROUP_RANK": str(number), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         started.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.e2e.distributed.node", json.dumps(disks), *_command(*arguments)],
+            Program(
+                ["-m", "tests.e2e.distributed.node", json.dumps(disks), *_command(*arguments)],
+                kind="torch",
                 env={**_environment(), **place},
                 cwd=ROOT,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
             )
         )
     return all_ended(started, seconds=LIMIT)

@@ -9,6 +9,7 @@ import importlib
 import itertools
 import os
 import signal
+import sys
 import time
 
 
@@ -56,7 +57,9 @@ def _arrange(place: str, trouble: str, path: str, number: str = "1") -> None:
         TROUBLES[trouble]()
         return original(*arguments, **named)
 
-    setattr(holder, name, troubled)
+    for each in (holder, *(module for title, module in sys.modules.items() if title.startswith("fsdpckpt."))):
+        if vars(each).get(name) is original:  # where it was imported by name, too
+            setattr(each, name, troubled)
 
 
 _HERE = os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
