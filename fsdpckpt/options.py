@@ -123,13 +123,14 @@ class ConvertOptions:
         scope=(Scope.PER_RANK_FILES,),
     )
     mesh_device: str | None = option(
-        "Device type of the DTensors' mesh: cuda, cpu, ... (default: the source's, else the flavor's).",
+        "Device type that DTensors record for their mesh: cuda, cpu, ... (default: the source's, else the flavor's).",
         Group.WRITTEN,
         metavar="TYPE",
+        completion=("cuda", "cpu"),
         scope=(Scope.DTENSORS,),
     )
     key_type: KeyType | None = option(
-        "Key optimizer state by parameter name or by id (default: as the source).",
+        "Key optimizer state by parameter name or by id (default: as in the source).",
         Group.WRITTEN,
         scope=(Scope.OPTIMIZER,),
     )
@@ -179,37 +180,39 @@ class ConvertOptions:
         scope=(Scope.OPTIMIZER,),
     )
     missing_state: MissingState | None = option(
-        "For parameters without optimizer state: stop, write zeros, or leave them out.",
+        "For parameters without optimizer state: stop with an error, write zeros, or leave them out.",
         Group.SELECTED,
         scope=(Scope.OPTIMIZER,),
     )
     buffers: tuple[str, ...] = option(
-        "Model keys that every rank holds whole ('none': there are none); may be repeated.",
+        "Model keys that every rank holds whole, such as buffers ('none': there are none); may be repeated.",
         Group.SELECTED,
         default=(),
         metavar="GLOB",
         scope=(Scope.SHARDED_OR_KEYED, Scope.MODEL),
     )
     units: str | None = option(
-        "Units file: which parameters lie in which flat parameter.",
+        "Units file: the parameters of each flat parameter (fsdpckpt units --help).",
         Group.UNITS,
         kind=PATH,
         metavar="FILE",
         scope=(Scope.FLAT_PARAMETERS,),
     )
     unit: tuple[str, ...] = option(
-        "Paths of the wrapped modules ('none': only the root); may be repeated.",
+        "Names of the modules that FSDP1 wrapped ('none': only the root); may be repeated.",
         Group.UNITS,
         default=(),
         metavar="GLOB",
         scope=(Scope.FLAT_PARAMETERS,),
     )
-    use_orig_params: bool | None = option("How FSDP1 flattens.", Group.UNITS, scope=(Scope.FLAT_PARAMETERS,))
+    use_orig_params: bool | None = option(
+        "The use_orig_params that FSDP1 was, or will be, given.", Group.UNITS, scope=(Scope.FLAT_PARAMETERS,)
+    )
     strategy: Strategy | None = option(
         "FSDP1's sharding strategy (default: full-shard).", Group.UNITS, scope=(Scope.FLAT_PARAMETERS,)
     )
     param_dtype: str | None = option(
-        "MixedPrecision.param_dtype, which decides the alignment.",
+        "MixedPrecision.param_dtype of the training job, which decides how slices are aligned.",
         Group.UNITS,
         kind=DTYPE,
         metavar="DTYPE",
@@ -276,7 +279,7 @@ class LaunchOptions:
     """On which processes a conversion runs; none of it changes a byte of what is written."""
 
     launcher: Launcher = option(
-        "Where to run; auto: use workers if requested or launched by torchrun/srun.",
+        "Where to run; auto: workers if --nproc-per-node asks for them, or torchrun or srun started this.",
         Group.WORKERS,
         default=Launcher.AUTO,
     )
@@ -299,7 +302,7 @@ class LaunchOptions:
         "Rank of this node, from 0.", Group.WORKERS, metavar="N", minimum=0, scope=(Scope.LAUNCH, Scope.WORKERS)
     )
     rdzv_endpoint: str | None = option(
-        "Where the nodes meet: the same on every node.",
+        "Address at which the nodes meet: the same on every node.",
         Group.WORKERS,
         metavar="HOST:PORT",
         scope=(Scope.LAUNCH, Scope.WORKERS),
@@ -308,16 +311,19 @@ class LaunchOptions:
         "Device used for communication.", Group.WORKERS, default="auto", scope=(Scope.WORKERS,)
     )
     backend: Literal["auto", "nccl", "gloo"] = option(
-        "auto: nccl if every worker has its own GPU.", Group.WORKERS, default="auto", scope=(Scope.WORKERS,)
+        "Backend of communication; auto: nccl if every worker has its own GPU, else gloo.",
+        Group.WORKERS,
+        default="auto",
+        scope=(Scope.WORKERS,),
     )
     output_visibility: Visibility = option(
-        "node: each node gets the files of the ranks it will load.",
+        "Who sees DST; node: each node a directory of its own, which gets the files that its ranks load.",
         Group.WORKERS,
         default=Visibility.SHARED,
         scope=(Scope.WORKERS,),
     )
     fault_limit: float = option(
-        "Abort this long after losing a worker.",
+        "End all workers this long after one is lost.",
         Group.WORKERS,
         default=15.0,
         metavar="SECONDS",
@@ -337,8 +343,10 @@ class InspectOptions:
     keys: tuple[str, ...] = option("Show only matching keys; may be repeated.", default=(), metavar="GLOB")
     section: Section | None = option("Show only this section.")
     names_only: bool = option("Print only the keys, one per line, for pipes.", default=False)
-    ranks: bool = option("Show who holds which chunk: rank, file, byte offset, box.", default=False)
     all_keys: bool = option("One row for each key, also of repeated layers.", default=False, flag="--all")
+    ranks: bool = option(
+        "Show where each chunk of a tensor lies: rank, file, byte offset, and box (offsets and sizes).", default=False
+    )
     stats: bool = option("Read the data: min, max, mean, std, norm, NaN and Inf counts of each tensor.", default=False)
     report: str | None = option(
         "Also write a self-contained page: who holds what, sizes by module, the optimizer's health.",
@@ -352,8 +360,8 @@ class InspectOptions:
 class DiffOptions:
     """Options of ``fsdpckpt diff``."""
 
-    rtol: float | None = option("Relative tolerance (default: every byte counts).", metavar="X", minimum=0.0)
-    atol: float | None = option("Absolute tolerance (default: every byte counts).", metavar="X", minimum=0.0)
+    rtol: float | None = option("Relative tolerance (default: every byte must be equal).", metavar="X", minimum=0.0)
+    atol: float | None = option("Absolute tolerance (default: every byte must be equal).", metavar="X", minimum=0.0)
     only: Section | None = option("Compare only this section.", offered=SECTIONS)
     all_keys: bool = option("Print the keys that are the same, too.", default=False, flag="--all")
     strict: bool = option("Count extras that only one of them has a place for (random states of ranks).", default=False)
@@ -396,8 +404,12 @@ def _as_in_convert(name: str, help_text: str | None = None, *scope: Scope) -> An
 class UnitsOptions:
     """Options of ``fsdpckpt units``, which makes a units file from a checkpoint or from a model."""
 
-    source: str | None = option("Infer from this checkpoint, and check against it.", flag="--from", metavar="SRC")
-    units: str | None = _as_in_convert("units", "With --from: check this units file.", Scope.CHECKPOINT)
+    source: str | None = option(
+        "Checkpoint to infer the units from, or to check those of --model against.", flag="--from", metavar="SRC"
+    )
+    units: str | None = _as_in_convert(
+        "units", "With --from: check this units file against the checkpoint.", Scope.CHECKPOINT
+    )
     reference: str | None = _as_in_convert("reference", None, Scope.CHECKPOINT)
     parameters: str | None = _as_in_convert("parameters", None, Scope.CHECKPOINT)
     buffers: tuple[str, ...] = _as_in_convert(

@@ -6,13 +6,29 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 
-from fsdpckpt.option_fields import Group, parameters
-from fsdpckpt.options import ConvertOptions, LaunchOptions, OutputOptions
+from fsdpckpt.option_fields import DTYPE, Group, parameters
+from fsdpckpt.options import (
+    ConvertOptions,
+    DiffOptions,
+    InspectOptions,
+    LaunchOptions,
+    OutputOptions,
+    UnitsOptions,
+    VerifyOptions,
+)
 from tests.cli.conftest import Run
 
+RECORDS: dict[str, tuple[type, ...]] = {
+    "inspect": (InspectOptions,),
+    "convert": (ConvertOptions, LaunchOptions),
+    "diff": (DiffOptions,),
+    "verify": (VerifyOptions,),
+    "units": (UnitsOptions,),
+}
 COMMANDS = ["", "inspect", "convert", "diff", "verify", "units"]
 
 
@@ -43,29 +59,58 @@ def test_no_word_of_the_help_is_broken(command: str, columns: str, run: Run, mon
         assert not line.endswith("-"), line
 
 
-@pytest.mark.parametrize(
-    ("words", "offered"),
-    [
-        ("fsdpckpt conv", "convert"),
-        ("fsdpckpt convert --world", "--world-size"),
-        ("fsdpckpt convert --container ", "safetensors"),
-        ("fsdpckpt convert --flavor t", "trainer"),
-        ("fsdpckpt convert --dtype ", "bfloat16"),
-    ],
-)
-def test_bash_completes_commands_options_and_values(words: str, offered: str) -> None:
-    environment = {
-        **os.environ,
-        "_FSDPCKPT_COMPLETE": "complete_bash",
-        "COMP_WORDS": words,
-        "COMP_CWORD": str(words.count(" ")),
-    }
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_has_the_same_words_at_every_width(command: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = []
+    for columns in ("80", "120", "300"):
+        monkeypatch.setenv("COLUMNS", columns)
+        texts.append(help_text(run, command).split())
+    assert texts[0] == texts[1] == texts[2]
+
+
+@pytest.fixture
+def complete(run: Run, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[str]]:
+    def offered(words: str) -> list[str]:
+        monkeypatch.setenv("_FSDPCKPT_COMPLETE", "complete_bash")
+        monkeypatch.setenv("COMP_WORDS", words)
+        monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))
+        done = run()
+        assert done.code == 0, done.err
+        return done.out.split()
+
+    return offered
+
+
+def test_bash_completes_commands_and_options(complete: Callable[[str], list[str]]) -> None:
+    assert complete("fsdpckpt conv") == ["convert"]
+    assert complete("fsdpckpt convert --world") == ["--world-size"]
+    assert complete("fsdpckpt convert --flavor t") == ["torchtitan", "torchtitan-old", "trainer"]
+
+
+@pytest.mark.parametrize("command", sorted(RECORDS))
+def test_bash_completes_the_values_of_every_option_that_lists_them(
+    command: str, complete: Callable[[str], list[str]]
+) -> None:
+    for record in RECORDS[command]:
+        for one in parameters(record):
+            values = one.choices or one.option.completion
+            if values:
+                assert complete(f"fsdpckpt {command} {one.flag} ") == list(values), one.flag
+            assert values or one.kind != DTYPE, one.flag
+
+
+def test_completion_works_in_a_shell() -> None:
+    environment = {"_FSDPCKPT_COMPLETE": "complete_bash", "COMP_WORDS": "fsdpckpt convert --dtype b", "COMP_CWORD": "3"}
     program = "import sys; sys.argv = ['fsdpckpt']; from fsdpckpt.cli.main import main; main()"
     done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", program],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
-    assert offered in done.stdout.split(), done.stderr
-    assert done.returncode == 0
+    assert (done.stdout.split(), done.returncode) == (["bfloat16"], 0), done.stderr
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
