@@ -11,7 +11,7 @@ FsdpckptError                    70  (a bug when raised as itself)
 │   ├── SourceCorruptError           bytes contradict each other (truncated, checksum, overlap)
 │   ├── SourceUnsafeError            a pickle names something outside the allow-list
 │   └── SourceUnsupportedError       recognised, and refused because converting it would lose data
-├── NeedsInformationError         4  several answers are possible; an option settles it
+├── NeedsInformationError         4  several answers are possible; an option decides
 ├── TargetError                   5  the target cannot be written
 │   ├── TargetExistsError            it is there already
 │   └── TargetUnwritableError        permission, space, file name

@@ -145,7 +145,7 @@ def golden_cases(side: Path, *, quick: bool) -> Iterator[Case]:
         units = GOLDEN_UNITS.get(directory.name, [])
         if units:
             more = [f"--reference={truth}", *units]
-            yield from converted(source, name, "told.pt", "--to=full", *more, "--key-type=name", dry=False)
+            yield from converted(source, name, "named.pt", "--to=full", *more, "--key-type=name", dry=False)
             yield from converted(source, name, "told3", "--to=flattened", "--world-size=3", *more, dry=False)
             yield Case(f"units/{name}", ("units", "--from", source, *more, "--json"))
             yield Case(f"units-text/{name}", ("units", "--from", source, *more))
@@ -437,13 +437,13 @@ def known(checkout: Path, base: Path, *, quick: bool) -> Path:
 # --- Comparing.
 
 
-def settled(value: Any, side: Path, *, words: bool) -> Any:
+def comparable(value: Any, side: Path, *, words: bool) -> Any:
     """A JSON value without what may differ from run to run."""
     if isinstance(value, dict):
         hidden = VOLATILE if words or "exit_code" not in value else VOLATILE | ERROR_WORDS
-        return {key: settled(child, side, words=words) for key, child in value.items() if key not in hidden}
+        return {key: comparable(child, side, words=words) for key, child in value.items() if key not in hidden}
     if isinstance(value, list):
-        return [settled(child, side, words=words) for child in value]
+        return [comparable(child, side, words=words) for child in value]
     return value.replace(str(side), "<here>") if isinstance(value, str) else value
 
 
@@ -475,7 +475,7 @@ def unequal_streams(one: Path, other: Path, sides: tuple[Path, Path], *, words: 
     """The first difference of what two commands printed on stdout: as JSON if it is, else as text."""
     texts = [path.read_text(errors="surrogateescape") for path in (one, other)]
     if all(text.startswith("{") for text in texts):
-        documents = [settled(json.loads(text), side, words=words) for text, side in zip(texts, sides, strict=True)]
+        documents = [comparable(json.loads(text), side, words=words) for text, side in zip(texts, sides, strict=True)]
         return first_difference(*documents)
     plain = [
         re.sub(r"\d[\d.,]* (m?s|[KMG]?i?B/s)\b", "<time>", text.replace(str(side), "<here>"))

@@ -142,7 +142,7 @@ def _show(output: Output, result: ResolvedUnits) -> None:
     output.data(table_lines([HEADINGS, *map(_row, units.units)], right=NUMERIC, columns=output.columns))
     output.data(_rest(units))
     output.data(result.how)
-    output.data(f"not settled by the checkpoint, and without effect on it: {name}" for name in result.unsettled)
+    output.data(f"not recorded in the checkpoint, and without effect on it: {name}" for name in result.unsettled)
 
 
 def _summary(units: Units) -> Iterator[str]:

@@ -409,8 +409,8 @@ class _Conversion:
         """Add to ``error`` what is kept. Of several ranks, whoever shows the error does so (``publish``)."""
         if self._solo and self._recorder is not None and self._prepared is not None:
             total = self._prepared.plan.bytes_written
-            kept = f"{self._recorder.nbytes} of {total} bytes are kept in {staging.root}"
-            attach_leftover(error, Leftover(kept))
+            what = f"{self._recorder.nbytes} of {total} bytes are kept in {staging.root}"
+            attach_leftover(error, Leftover(what))
         elif self._solo:
             attach_staged(error, self.target)
 

@@ -61,7 +61,7 @@ __all__ = ["Upload", "UploadDirectory", "assign_senders", "attach_leftovers", "i
 T = TypeVar("T")
 
 BLOCK = 4 << 20  # bytes compared at once
-LOOK = 0.05  # seconds between two looks after the other ranks while files go up
+POLL_INTERVAL = 0.05  # seconds between checks of the other ranks while files are uploaded
 PATIENCE = 5.0  # seconds to take back the parts of an upload that is called off
 _MAKE_ROOM = "make room there, or name a local directory that has it: --staging DIR"
 
@@ -260,7 +260,7 @@ class Upload:
         background = Background("fsdpckpt-upload")
         job = background.submit(lambda: work(sent))
         try:
-            while not job.done.wait(LOOK):
+            while not job.done.wait(POLL_INTERVAL):
                 self._group.watch(moving=True)
         except BaseException:
             stop.set()
@@ -317,8 +317,8 @@ def attach_leftovers(error: BaseException, target: str, options: ConvertOptions)
 
 
 def _attach_upload(error: BaseException, directory: UploadDirectory) -> None:
-    kept = f"the converted checkpoint is kept in {directory.path}"
-    attach_leftover(error, Leftover(kept, "uploads what is missing"))
+    what = f"the converted checkpoint is what in {directory.path}"
+    attach_leftover(error, Leftover(what, "uploads what is missing"))
 
 
 _UPLOAD, _SENT = "upload", "sent-"

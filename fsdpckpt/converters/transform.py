@@ -337,8 +337,8 @@ def parameter_orders(
     if reference is not None:
         orders.append(from_model(reference, f"the reference {reference.source}", buffers, like, keyed))
     orders.append(from_model(checkpoint, "the checkpoint's own model section", buffers, keyed=keyed))
-    stated = [order for order in orders if order is not None]
-    return sorted(stated, key=lambda order: not order.ordered)
+    known = [order for order in orders if order is not None]
+    return sorted(known, key=lambda order: not order.ordered)
 
 
 def _known_names(checkpoint: Checkpoint) -> list[str]:

@@ -238,16 +238,16 @@ class StreamCheck(SourceCheck):
                 self._came.setdefault(file - self._first, []).append((offset, len(data), crc))
         return crc
 
-    def require_what_was_sent(self, told: Mapping[int, int]) -> None:
-        """Raises WorkerError when what came is not what ``told`` says: by sender the sum of its whole stream."""
-        for sender in sorted(self._came.keys() | told.keys()):
+    def require_what_was_sent(self, sent: Mapping[int, int]) -> None:
+        """Raises WorkerError when what came differs from ``sent``: for each sender, the checksum of its stream."""
+        for sender in sorted(self._came.keys() | sent.keys()):
             parts = sorted(self._came.get(sender, ()))
             at = 0
             for offset, nbytes, _ in parts:
                 if offset != at:
                     raise InternalError(f"the stream of worker {sender} was not taken in once at {min(offset, at)}")
                 at += nbytes
-            found, expected = combine(parts), told.get(sender, 0)
+            found, expected = combine(parts), sent.get(sender, 0)
             if found != expected:
                 raise WorkerError(
                     f"the {at} bytes that came from worker {sender} are not those that it sent",

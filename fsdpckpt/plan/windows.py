@@ -160,7 +160,7 @@ def _pitched(
 
 @dataclass(frozen=True, slots=True)
 class StridedBatch:
-    """``count`` copies from number ``first`` on, of which each begins ``source_step`` bytes behind the one before in
+    """``count`` copies from number ``first`` on, each of which begins ``source_step`` bytes after the one before in
     the source, and ``target_step`` in the target."""
 
     first: int
@@ -172,10 +172,10 @@ class StridedBatch:
 def strided_batches(
     copies: Copies, numbers: Int64Array, source_width: Int64Array, begin: int, end: int, limit: int
 ) -> Iterator[StridedBatch]:
-    """The copies ``numbers`` (ascending), in order, as few sheets. ``source_width``: of their rows, in bytes.
+    """The copies ``numbers`` (ascending), in order, as few batches. ``source_width``: of their rows, in bytes.
 
-    Copies are joined only when they lie whole in the bytes [begin, end) of the target, and when what a sheet takes
-    of one source row is at most ``limit`` bytes and ends before the next row of the source begins.
+    Copies are joined only when they lie whole in the bytes [begin, end) of the target, and when a batch takes at
+    most ``limit`` bytes of one source row and ends before the next row of the source begins.
     """
     columns = {name: getattr(copies, name)[numbers] for name in COPY_COLUMNS}
     steps, target_steps = np.diff(columns["source"]), np.diff(columns["target"])

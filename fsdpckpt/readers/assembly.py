@@ -324,9 +324,9 @@ def strange_names(source: str, model: tuple[str, Collection[str]], optim: tuple[
 
 def _named(optim: OptimState) -> list[str]:
     """The parameters' names among the optimizer's keys, each once."""
-    stated = [key for key, states in optim.state.items() if BARE_VALUE not in states]
+    with_state = [key for key, states in optim.state.items() if BARE_VALUE not in states]
     listed = optim.grouped_keys()
-    return list(dict.fromkeys(key for key in (*stated, *listed) if isinstance(key, str)))
+    return list(dict.fromkeys(key for key in (*with_state, *listed) if isinstance(key, str)))
 
 
 def _ends(name: str) -> list[str]:

@@ -175,11 +175,11 @@ def _digests(listed: object) -> dict[str, str]:
 
 def _contradictions(manifest: Manifest, present: Collection[str], sources: Sources) -> list[Problem]:
     problems = []
-    for name, stated in manifest.files.items():
+    for name, listed in manifest.files.items():
         if name not in present or not name.endswith(_SMALL):
             continue
         source = sources.open(f"{manifest.directory}/{name}")
-        if source.nbytes != stated.nbytes or zlib.crc32(source.read(0, source.nbytes)) != stated.crc:
+        if source.nbytes != listed.nbytes or zlib.crc32(source.read(0, source.nbytes)) != listed.crc:
             message = (
                 f"{source.path} is not what {manifest.path} says of it: it is damaged, or another program wrote here "
                 f"since (then remove {MANIFEST})"
@@ -218,16 +218,16 @@ def check_listing(manifest: Manifest, present: dict[str, Entry]) -> list[Problem
     ``there``: what ``listed`` found. A missing file that describes a model without being part of it is not fatal.
     """
     problems: list[Problem] = []
-    for name, stated in manifest.files.items():
+    for name, listed in manifest.files.items():
         path = f"{manifest.directory}/{name}"
         entry = present.get(name)
         if entry is None:
             message = f"{path} is missing, and {MANIFEST} lists it (if that is meant, remove {MANIFEST} too)"
             fatal = name.endswith(_DECIDING) or not auxiliary(posixpath.basename(name))
             problems.append(Problem("missing-file", message, fatal=fatal, file=path, section=_section(name)))
-        elif entry.nbytes != stated.nbytes:
-            message = f"{path} has {entry.nbytes} bytes, and {MANIFEST} says {stated.nbytes}"
-            kind: ProblemKind = "truncated" if entry.nbytes < stated.nbytes else "length"
+        elif entry.nbytes != listed.nbytes:
+            message = f"{path} has {entry.nbytes} bytes, and {MANIFEST} says {listed.nbytes}"
+            kind: ProblemKind = "truncated" if entry.nbytes < listed.nbytes else "length"
             problems.append(Problem(kind, message, file=path, section=_section(name)))
     return [*problems, *_strays(manifest, present)]
 

@@ -284,7 +284,7 @@ def _require_range(content_range: str, offset: int, nbytes: int) -> None:
     """Raises ShortAnswerError unless ``content_range``, an answer's Content-Range, is the range requested."""
     expected = f"bytes {offset}-{offset + nbytes - 1}"
     if content_range.partition("/")[0].strip() != expected:
-        raise ShortAnswerError(f"{content_range or 'bytes of no stated range'} came, not {expected}")
+        raise ShortAnswerError(f"{content_range or 'an answer without a range'} came instead of {expected}")
 
 
 def require_plain(url: str, headers: Any) -> None:

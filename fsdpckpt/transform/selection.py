@@ -177,8 +177,8 @@ def _renamed(name: str, old: str, new: str) -> str | None:
         return new
     dotted = old if old.endswith(".") else old + "."
     if name.startswith(dotted):
-        kept = name[len(dotted) :]
-        return f"{new.rstrip('.')}.{kept}" if new else kept
+        rest = name[len(dotted) :]
+        return f"{new.rstrip('.')}.{rest}" if new else rest
     return None
 
 
@@ -236,17 +236,17 @@ def _rekey_optim(optim: OptimState, names: Mapping[str, str]) -> OptimState:
 
 def _rekey_group(group: dict[Key, Value], names: Mapping[str, str]) -> dict[Key, Value]:
     changed = dict(group)
-    kept = [str(key) in names for key in group_params(group) or ()]
+    selected = [str(key) in names for key in group_params(group) or ()]
     for field in ("params", "param_names"):
         values = group.get(field)
-        if isinstance(values, list) and len(values) == len(kept):
-            chosen = _taken(values, kept)
+        if isinstance(values, list) and len(values) == len(selected):
+            chosen = _taken(values, selected)
             changed[field] = [names.get(str(value), value) for value in chosen] if field == "params" else chosen
     return changed
 
 
-def _taken(values: Iterable[T], kept: Sequence[bool]) -> list[T]:
-    return [value for value, keep in zip(values, kept, strict=True) if keep]
+def _taken(values: Iterable[T], selected: Sequence[bool]) -> list[T]:
+    return [value for value, keep in zip(values, selected, strict=True) if keep]
 
 
 def differing_copies(checkpoint: Checkpoint) -> Iterator[Problem]:

@@ -195,12 +195,12 @@ def _cuts(records: list[Record]) -> Iterator[tuple[int, bool]]:
 
 
 def stated_records(manifest: Manifest, sources: Sources) -> list[Record]:
-    """The files that ``manifest`` lists, as records; only those that exist with the stated length."""
+    """The files that ``manifest`` lists, as records; only those that exist with the recorded length."""
     sizes = {name: entry.nbytes for name, entry in listed(manifest, sources).items()}
     return [
-        Record(f"{manifest.directory}/{name}", 0, stated.nbytes, stated.crc, MANIFEST)
-        for name, stated in manifest.files.items()
-        if sizes.get(name) == stated.nbytes
+        Record(f"{manifest.directory}/{name}", 0, listed.nbytes, listed.crc, MANIFEST)
+        for name, listed in manifest.files.items()
+        if sizes.get(name) == listed.nbytes
     ]
 
 

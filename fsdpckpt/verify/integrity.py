@@ -282,9 +282,9 @@ def _changed(checkpoint: Checkpoint, sums: Sequence[TensorDigest]) -> list[Probl
     recorded = checkpoint.manifest.digests if checkpoint.manifest is not None else {}
     problems = []
     for one in sums:
-        stated = recorded.get(f"{one.section} {one.key}")
-        if stated is not None and one.sha256 is not None and stated != one.sha256:
-            message = f"{one.section} {one.key} has SHA-256 {one.sha256}, and {MANIFEST} recorded {stated}"
+        expected = recorded.get(f"{one.section} {one.key}")
+        if expected is not None and one.sha256 is not None and expected != one.sha256:
+            message = f"{one.section} {one.key} has SHA-256 {one.sha256}, and {MANIFEST} recorded {expected}"
             problems.append(Problem("digest", message, key=one.key))
     return problems
 

@@ -115,7 +115,7 @@ class WriteSpec:
         return tensor.sharding
 
     def ranks(self) -> int:
-        """``world_size``, for a target of files by rank. Raises InternalError when it was not settled."""
+        """``world_size``, for a target of files by rank. Raises InternalError when it is not known."""
         if self.world_size is None:
             raise InternalError("files by rank without a number of ranks")
         return self.world_size

@@ -48,10 +48,10 @@ def test_the_groups_of_an_optimizer_alone_are_not_the_models_order(oracle: Oracl
         fsdpckpt.convert(source, tmp_path / "refused", key_type="id", **options)
     assert "--parameters" in str(caught.value.next_step)
     options["parameters"] = parameters(tmp_path / "names.txt", content)
-    fsdpckpt.convert(source, tmp_path / "told", key_type="id", **options)
+    fsdpckpt.convert(source, tmp_path / "decided", key_type="id", **options)
     fsdpckpt.convert(truth, tmp_path / "whole", key_type="id", **options)
     for found, expected in zip(
-        rank_files(tmp_path / "told", "optim"), rank_files(tmp_path / "whole", "optim"), strict=True
+        rank_files(tmp_path / "decided", "optim"), rank_files(tmp_path / "whole", "optim"), strict=True
     ):
         assert differences(found, expected) == []
 

@@ -193,8 +193,8 @@ def test_names_that_fsdp_sorted_get_the_ids_they_had(tmp_path: Path) -> None:
         assert list(found.optim.state) == list(optimizer.state_dict()["state"])
         listed = [dict(group) for group in optimizer.state_dict()["param_groups"]]
         assert _groups(found) == [group["params"] for group in listed]
-        told = [group.get("param_names") for group in found.optim.param_groups]
-        assert told == [group.get("param_names") for group in listed]
+        names = [group.get("param_names") for group in found.optim.param_groups]
+        assert names == [group.get("param_names") for group in listed]
 
 
 def test_buffers_of_a_parameters_shape_are_settled_by_the_option_only(tmp_path: Path) -> None:
@@ -270,10 +270,10 @@ def test_groups_of_units_name_what_shapes_cannot(tmp_path: Path) -> None:
     source = _open(tmp_path / "o.pt", optimizer.state_dict())
     units = _units(model)
     groups = tuple(tuple(n for n in units.parameters if f"layers.{index}" in n) for index in (1, 0))
-    told = Units(units.units, True, units.parameters, shared=units.shared, groups=groups)
+    grouped = Units(units.units, True, units.parameters, shared=units.shared, groups=groups)
     with pytest.raises(NeedsInformationError):
         apply_key_type(source, "name", units=units, reference=None, parameters=None)
-    named = apply_key_type(source, "name", units=told, reference=None, parameters=None)
+    named = apply_key_type(source, "name", units=grouped, reference=None, parameters=None)
     assert _groups(named) == [list(group) for group in groups]
 
 

@@ -95,35 +95,36 @@ def test_each_direction_uses_the_first_source() -> None:
 
 
 @pytest.mark.parametrize(
-    ("held", "key_type", "told"), [(full(), "name", "optimizer id is"), (full(NAMES), "id", "optimizer name's id is")]
+    ("held", "key_type", "message"),
+    [(full(), "name", "optimizer id is"), (full(NAMES), "id", "optimizer name's id is")],
 )
 def test_without_any_source_the_question_is_asked_in_the_direction_that_was_wanted(
-    held: Checkpoint, key_type: str, told: str
+    held: Checkpoint, key_type: str, message: str
 ) -> None:
     with pytest.raises(NeedsInformationError) as caught:
         rekeyed(held, key_type, units=None)
-    assert caught.value.what.endswith(told)
+    assert caught.value.what.endswith(message)
 
 
-@pytest.mark.parametrize("told", ["keys", "param_names", "parameters", "reference"])
-def test_a_parameter_without_dimensions_that_something_names_is_one(told: str) -> None:
+@pytest.mark.parametrize("named_by", ["keys", "param_names", "parameters", "reference"])
+def test_a_parameter_without_dimensions_that_something_names_is_one(named_by: str) -> None:
     params = (*PARAMS, named("temperature"))
     names = [param.name for param in params]
     state: dict[ParamKey, dict[str, Tensor | Value]] = {
-        name if told in ("keys", "reference") else index: {"exp_avg": whole(*params[index].shape)}
+        name if named_by in ("keys", "reference") else index: {"exp_avg": whole(*params[index].shape)}
         for index, name in enumerate(names)
     }
     group: dict[Key, Value] = {"lr": 0.1, "params": list(state)}
-    if told == "param_names":
+    if named_by == "param_names":
         group["param_names"] = list(names)
     model = sharded_model(params)
-    held = checkpoint(1, model=None if told == "reference" else model, optim=OptimState(state, [group]))
+    held = checkpoint(1, model=None if named_by == "reference" else model, optim=OptimState(state, [group]))
     found = apply_key_type(
         held,
-        "id" if told in ("keys", "reference") else "name",
+        "id" if named_by in ("keys", "reference") else "name",
         units=None,
-        reference=checkpoint(1, model=model) if told == "reference" else None,
-        parameters=names if told == "parameters" else None,
+        reference=checkpoint(1, model=model) if named_by == "reference" else None,
+        parameters=names if named_by == "parameters" else None,
     )
     assert found.optim is not None
-    assert list(found.optim.state) == ([0, 1, 2, 3] if told in ("keys", "reference") else names)
+    assert list(found.optim.state) == ([0, 1, 2, 3] if named_by in ("keys", "reference") else names)

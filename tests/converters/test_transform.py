@@ -247,8 +247,8 @@ def test_a_reference_names_the_ids_of_an_optimizer_alone(tmp_path: Path) -> None
 
 
 def test_how_units_were_found_is_noted(units_file: str) -> None:
-    told = [note.message for note in flattened(full(), units=units_file).checkpoint.notes if note.kind == "units"]
-    assert any(units_file in line for line in told)
+    messages = [note.message for note in flattened(full(), units=units_file).checkpoint.notes if note.kind == "units"]
+    assert any(units_file in line for line in messages)
 
 
 def test_an_unordered_model_needs_the_order_from_elsewhere(units_file: str) -> None:
@@ -279,17 +279,17 @@ def test_a_list_of_parameters_is_one_name_a_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "details", "told"),
+    ("content", "details", "message"),
     [(b"a\nb\na\nb\nc", ("a", "b"), "more than once"), (b" \n\n", (), "names no parameter")],
 )
 def test_a_list_with_names_twice_or_without_any_is_refused(
-    tmp_path: Path, content: bytes, details: tuple[str, ...], told: str
+    tmp_path: Path, content: bytes, details: tuple[str, ...], message: str
 ) -> None:
     path = tmp_path / "names.txt"
     path.write_bytes(content)
     with pytest.raises(SourceCorruptError) as caught:
         units_request(ConvertOptions(parameters=str(path)))
-    assert caught.value.details == details and told in caught.value.what
+    assert caught.value.details == details and message in caught.value.what
 
 
 def test_a_list_that_cannot_be_read_is_missing(tmp_path: Path) -> None:

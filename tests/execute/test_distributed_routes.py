@@ -121,12 +121,14 @@ def run(job: Job, visible: np.ndarray, folder: str, *, flip: int | None = None) 
                 sent[rank, peer] += int(counts[number])
         for worker in workers if number - held + 1 >= 0 else ():  # as late as the buffers allow
             worker.copy(number - held + 1)
-    told = {number: output.state() for w in workers for number, output in w.outputs.items() if not output.alone}
+    states = {number: output.state() for w in workers for number, output in w.outputs.items() if not output.alone}
     for worker in workers:
         for number, output in worker.outputs.items():
             if output.first and not output.alone:
                 file = job.segments[number].file
-                output.finish([s for other, s in told.items() if other != number and job.segments[other].file == file])
+                output.finish(
+                    [s for other, s in states.items() if other != number and job.segments[other].file == file]
+                )
     for worker in workers:
         received = sum((int(counts.max()) for counts in worker.transfers.receives.values() if len(counts)), 0)
         assert received <= len(worker.transfers.receives) * job.settings.round_bytes
@@ -136,9 +138,9 @@ def run(job: Job, visible: np.ndarray, folder: str, *, flip: int | None = None) 
 
 
 def changed(workers: list[Worker], rank: int) -> bool:
-    told = {s: worker.sent.sums[rank] for s, worker in enumerate(workers) if rank in worker.sent.sums}
+    sums = {s: worker.sent.sums[rank] for s, worker in enumerate(workers) if rank in worker.sent.sums}
     try:
-        workers[rank].check.require_what_was_sent(told)
+        workers[rank].check.require_what_was_sent(sums)
     except WorkerError:
         return True
     return False

@@ -247,7 +247,7 @@ def test_nothing_is_in_the_journal_before_its_file_and_its_name_are_synced(
 def test_a_failed_sync_ends_the_run_even_when_all_windows_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A disk tells of a lost write once, and it told the journal's sync."""
+    """A disk reports a lost write once, and it reported it to the journal's sync."""
     made = scene(str(tmp_path), 1)
     monkeypatch.setattr(journal, "SYNC_SECONDS", 0.0)
 

@@ -98,10 +98,10 @@ def test_another_length_or_form_is_named() -> None:
 
 
 def test_slices_that_begin_elsewhere_are_named_rank_by_rank() -> None:
-    told = said(local(units()), replace(units(), shard_size=2))
-    assert len(told) == 8
-    assert told[0] == "_flat_param: rank 0 holds 0:4, by the units 0:8"
-    assert told[3] == "_flat_param: rank 3 holds 12:15, by the units 8:15"
+    lines = said(local(units()), replace(units(), shard_size=2))
+    assert len(lines) == 8
+    assert lines[0] == "_flat_param: rank 0 holds 0:4, by the units 0:8"
+    assert lines[3] == "_flat_param: rank 3 holds 12:15, by the units 8:15"
 
 
 def test_replicas_and_ranks_without_elements_hold_what_the_units_say() -> None:
@@ -132,8 +132,8 @@ def test_the_order_of_flat_parameters_matters_to_ids_alone_and_only_where_it_was
 
 def test_slices_by_name_have_the_lengths_of_their_parameters() -> None:
     proved(local(units(orig=True), by_name=True), units(orig=True))
-    told = said(local(units(orig=True), by_name=True, l__bias=cut([0, 0, 5, 1])), units(orig=True))
-    assert len(told) == 1 and told[0].startswith("model l.bias: ") and told[0].endswith("found 0, 0, 5, 1")
+    lines = said(local(units(orig=True), by_name=True, l__bias=cut([0, 0, 5, 1])), units(orig=True))
+    assert len(lines) == 1 and lines[0].startswith("model l.bias: ") and lines[0].endswith("found 0, 0, 5, 1")
 
 
 def test_values_and_buffers_among_them_say_nothing() -> None:
@@ -303,8 +303,8 @@ def test_a_whole_state_is_no_slice_where_units_cut() -> None:
 def test_a_parameter_that_nothing_cut_is_whole_under_no_shard() -> None:
     none = units(orig=True, strategy=Strategy.NO_SHARD)
     proved(checkpoint(RANKS, optim=raw(none)), none)
-    told = said(with_states(raw(none), 0, exp_avg=replicas(RANKS, 3, 4)), none)
-    assert told == ("optim 0 (e.weight) exp_avg: 12 (each of 4) elements by rank by the units, found shape [3, 4]",)
+    lines = said(with_states(raw(none), 0, exp_avg=replicas(RANKS, 3, 4)), none)
+    assert lines == ("optim 0 (e.weight) exp_avg: 12 (each of 4) elements by rank by the units, found shape [3, 4]",)
 
 
 @pytest.mark.parametrize(("length", "fits"), [(4, True), (3, False)])
@@ -368,8 +368,8 @@ def test_a_group_may_leave_out_what_is_frozen_and_nothing_else() -> None:
 
 def test_param_names_that_contradict_the_units_are_named_with_both() -> None:
     recorded = replace(units(orig=True), groups=(NAMES,))
-    told = [NAMES[1], NAMES[0], *NAMES[2:]]
-    held = checkpoint(RANKS, optim=raw(units(orig=True), param_names=[told]))
+    names = [NAMES[1], NAMES[0], *NAMES[2:]]
+    held = checkpoint(RANKS, optim=raw(units(orig=True), param_names=[names]))
     assert said(held, recorded) == (
         "optim 0 is e.bias by param_names, e.weight by the units",
         "optim 1 is e.weight by param_names, e.bias by the units",
@@ -378,8 +378,8 @@ def test_param_names_that_contradict_the_units_are_named_with_both() -> None:
 
 def test_param_names_are_compared_without_the_wrappers() -> None:
     """``named_parameters()`` of a wrapped model has them."""
-    told = [[f"_fsdp_wrapped_module.{name}" for name in NAMES]]
-    held = checkpoint(RANKS, optim=raw(units(orig=True), param_names=told))
+    names = [[f"_fsdp_wrapped_module.{name}" for name in NAMES]]
+    held = checkpoint(RANKS, optim=raw(units(orig=True), param_names=names))
     assert proved(held, units(orig=True)).units.groups == (NAMES,)
     proved(held, replace(units(orig=True), groups=(NAMES,)))
     recorded = replace(units(orig=True), groups=((NAMES[1], NAMES[0], *NAMES[2:]),))
@@ -387,7 +387,7 @@ def test_param_names_are_compared_without_the_wrappers() -> None:
         "optim 0 is e.weight by param_names, e.bias by the units",
         "optim 1 is e.bias by param_names, e.weight by the units",
     )
-    alien = checkpoint(RANKS, optim=raw(units(orig=True), param_names=[[*told[0][:3], "_fsdp_wrapped_module.x"]]))
+    alien = checkpoint(RANKS, optim=raw(units(orig=True), param_names=[[*names[0][:3], "_fsdp_wrapped_module.x"]]))
     assert "param_names: x is not among the units' parameters" in said(alien, recorded)
 
 

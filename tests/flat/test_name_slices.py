@@ -121,7 +121,7 @@ def test_names_are_no_ids_of_flat_parameters() -> None:
 def test_units_of_names_alone_change_nothing() -> None:
     source = one_rank()
     with Sources() as sources:
-        assert name_slices(source, ResolvedUnits(UNITS, None, ("told",)), sources) is source
+        assert name_slices(source, ResolvedUnits(UNITS, None, ("inferred",)), sources) is source
 
 
 @pytest.mark.parametrize("change", [None, 3])
@@ -140,17 +140,17 @@ def test_slices_get_their_names_once_padding_and_replicas_are_proved(tmp_path: P
                 name_slices(source, found, sources)
         named_ = name_slices(source, found, sources, replicas=change is None)
     assert named_.optim is not None and list(named_.optim.state) == list(SHAPES)
-    told = [note.message for note in named_.notes]
-    assert "how they were found" in told
-    assert any(line.startswith("2 replicas of slices compared") for line in told) is (change is None)
+    messages = [note.message for note in named_.notes]
+    assert "how they were found" in messages
+    assert any(line.startswith("2 replicas of slices compared") for line in messages) is (change is None)
 
 
-@pytest.mark.parametrize(("shapes", "told"), [(SHAPES, True), ({"w": (2, 8)}, False)])
-def test_padding_that_was_looked_at_is_told(tmp_path: Path, shapes: dict[str, tuple[int, ...]], told: bool) -> None:
+@pytest.mark.parametrize(("shapes", "noted"), [(SHAPES, True), ({"w": (2, 8)}, False)])
+def test_padding_that_was_checked_is_noted(tmp_path: Path, shapes: dict[str, tuple[int, ...]], noted: bool) -> None:
     units = units_of(unit("", shapes), use_orig_params=False)
     played = Played(units, 4)
     source = written(played, tmp_path, optim=adagrad(units, played))
     with Sources() as sources:
         found = name_slices(source, ResolvedUnits(units, proved(source, units), ()), sources)
     lines = [note.message for note in found.notes if "of padding" in note.message]
-    assert lines == (["1 elements of padding hold what FSDP1 writes there"] if told else [])
+    assert lines == (["1 elements of padding hold what FSDP1 writes there"] if noted else [])

@@ -72,7 +72,7 @@ def _named(model: nn.Module) -> Optimizer:
 class Scenario:
     """``units``: names of the wrapped modules, the root ("") among them unless it stays outside of FSDP.
 
-    ``ignored``: parameters FSDP is told to leave alone. ``frozen``: which parameters require no gradient. ``orig``:
+    ``ignored``: the ignored parameters. ``frozen``: which parameters require no gradient. ``orig``:
     the values of ``use_orig_params`` it exists for. ``group``: ranks in one sharding group (HYBRID_SHARD). ``mix``:
     also saved as verl does. ``worlds``: where it is trained.
     """

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 __all__ = ["by_rank", "of_all_ranks", "play_jobs"]
 
 MOST = 20
-"""How many problems of one rank are told."""
+"""How many problems of one rank are reported."""
 
 
 def of_all_ranks(mine: list[str]) -> list[list[str]]:

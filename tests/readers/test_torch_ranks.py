@@ -388,9 +388,9 @@ def test_what_a_rank_lacks_is_absent_there_and_not_none(tmp_path: Path) -> None:
     report = fsdpckpt.convert(source, tmp_path / "full.pt", to="full")
     full = torch.load(tmp_path / "full.pt")
     assert {key: value for key, value in full.items() if key != "model"} == states[0]
-    told = "\n".join(note.message for note in report.notes)
+    messages = "\n".join(note.message for note in report.notes)
     for key in ("loader", "noise", "rng"):
-        assert f"{key} is not on rank 0 of 3" in told
+        assert f"{key} is not on rank 0 of 3" in messages
     fsdpckpt.convert(source, tmp_path / "five", to="sharded", container="torch", world_size=5, buffers=["none"])
     for rank in range(5):
         found = torch.load(tmp_path / "five" / f"extra_state_world_size_5_rank_{rank}.pt")

@@ -244,9 +244,9 @@ def test_param_names_are_held_against_the_order_under_any_wrapper() -> None:
     assert wrong.details == ("id 0 is h in param_names, n in the order", "id 1 is n in param_names, h in the order")
 
 
-@pytest.mark.parametrize("told", [["h"], "nh", ["layer._flat_param", "_flat_param"], None])
-def test_param_names_that_do_not_name_each_id_say_nothing(told: Value) -> None:
-    assert keys(to_names(source([[0, 1]], "nh", param_names=told), order("nh"))) == ["n", "h"]
+@pytest.mark.parametrize("param_names", [["h"], "nh", ["layer._flat_param", "_flat_param"], None])
+def test_param_names_that_do_not_name_each_id_say_nothing(param_names: Value) -> None:
+    assert keys(to_names(source([[0, 1]], "nh", param_names=param_names), order("nh"))) == ["n", "h"]
 
 
 def test_param_names_follow_ids_and_stay_where_fsdp_sorted_the_keys_only() -> None:

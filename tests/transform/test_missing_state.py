@@ -206,7 +206,7 @@ def test_a_frozen_parameter_needs_no_state_where_units_say_so(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "reason"),
     [
         (lambda state: state["a"].pop("exp_avg_sq"), "have the same states"),
         (lambda state: state["a"].update(seen=6), "do not agree on seen"),
@@ -215,7 +215,7 @@ def test_a_frozen_parameter_needs_no_state_where_units_say_so(tmp_path: Path) ->
         (lambda state: state["a"].update(exp_avg=state["a"]["exp_avg"].half()), "several dtypes"),
     ],
 )
-def test_a_form_in_doubt_is_refused_with_the_reason(change: Any, told: str, tmp_path: Path) -> None:
+def test_a_form_in_doubt_is_refused_with_the_reason(change: Any, reason: str, tmp_path: Path) -> None:
     content = _content(b=0)
     content["optimizer"]["param_groups"] = [{"lr": 0.1, "params": ["a", "b", "c", "d"]}]
     for states in content["optimizer"]["state"].values():
@@ -225,7 +225,7 @@ def test_a_form_in_doubt_is_refused_with_the_reason(change: Any, told: str, tmp_
     content["optimizer"]["state"]["e"] = {"step": torch.tensor(1.0)}
     with pytest.raises(NeedsInformationError) as error:
         _filled(_save(tmp_path / "s.pt", content), "zeros")
-    assert any(told in line for line in error.value.details)
+    assert any(reason in line for line in error.value.details)
 
 
 def test_a_parameter_of_unknown_shape_is_refused(tmp_path: Path) -> None:

@@ -148,8 +148,8 @@ def test_a_state_is_sharded_as_its_parameter_is_and_else_as_the_others_states() 
 
 def test_a_units_parameters_are_sharded_and_those_beside_are_not() -> None:
     held = source(("a.w", "a.b"), state={"a.w": states("a.w", 1)}, model=False)
-    for told, sharded in ((units(), True), (units(without=["a.b"]), False)):
-        found = fill(held, "zeros", units=told).optim
+    for known, sharded in ((units(), True), (units(without=["a.b"]), False)):
+        found = fill(held, "zeros", units=known).optim
         leaf = found.state["a.b"]["exp_avg"] if found is not None else None
         assert isinstance(leaf, Tensor) and leaf.sharded is sharded and leaf.shape == (5,)
 

@@ -47,7 +47,7 @@ def units_from_model(
     """The units of the model that ``factory`` (a callable or ``package.module:name``) makes, for any world size.
 
     Every module of ``wrap_classes`` is a unit, and the root, as under ``ModuleWrapPolicy`` and
-    ``transformer_auto_wrap_policy``. ``ignored``: globs of module paths and parameter names that FSDP was told to
+    ``transformer_auto_wrap_policy``. ``ignored``: globs of module paths and parameter names that FSDP was to
     ignore. With a ``param_dtype`` normalisations over batches are units of their own, without it, as FSDP makes them.
     The factory is the caller's own code, and is run. Raises UsageError.
     """
@@ -172,7 +172,7 @@ def _require_found(model: nn.Module, wrap_classes: Sequence[type[nn.Module]]) ->
                 f"the model has no module of class {one.__module__}:{one.__qualname__}",
                 details=kinds,
                 why="a class that is not there would leave its parameters in the root's unit; these are the classes",
-                next_step="--wrap with the class that FSDP was told to wrap",
+                next_step="--wrap with the class that the training job wraps",
             )
 
 

@@ -215,9 +215,9 @@ def module_parameters(model: nn.Module, modules: list[FsdpModule]) -> Iterator[t
             if name != FLAT_PARAM and param not in seen:
                 seen.add(param)
                 plain.append(joined(clean(prefix), name))
-        kept = flattened_names.get(module, [])
-        mixed = bool(plain and kept)
-        yield from ((name, mixed and number == 0) for number, name in enumerate([*plain, *kept]))
+        flattened = flattened_names.get(module, [])
+        mixed = bool(plain and flattened)
+        yield from ((name, mixed and number == 0) for number, name in enumerate([*plain, *flattened]))
 
 
 def aligning_dtype(unit: Unit, one: FsdpModule) -> Unit:

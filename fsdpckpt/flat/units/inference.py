@@ -95,11 +95,11 @@ def _with_settings(
             continue
         for strategy, shard_size in _shardings(checkpoint, wanted):
             for param_dtype in _param_dtypes(units, use_orig_params=use_orig_params, wanted=wanted):
-                settled = replace(
+                candidate = replace(
                     Settings(use_orig_params, strategy, param_dtype).applied_to(units),
                     shard_size=shard_size,
                 )
-                yield settled, group_candidates(checkpoint, settled)
+                yield candidate, group_candidates(checkpoint, candidate)
 
 
 def _shardings(checkpoint: Checkpoint, wanted: Settings) -> Iterator[tuple[Strategy, int | None]]:

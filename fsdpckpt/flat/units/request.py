@@ -239,8 +239,10 @@ def _groups(units: Units, optim: OptimState) -> Iterator[str]:
     known = set(units.params())
     listed = listed_names(optim)
     unknown = [name for group in listed for name in group if name not in known]
-    stated = {clean(str(key)) for key, states in optim.state.items() if states}  # reported already
-    yield from (f"the param groups list {name}, which the units do not have" for name in unknown if name not in stated)
+    with_state = {clean(str(key)) for key, states in optim.state.items() if states}  # reported already
+    yield from (
+        f"the param groups list {name}, which the units do not have" for name in unknown if name not in with_state
+    )
     recorded = named_groups(units)
     if recorded is None or unknown or not listed:
         return

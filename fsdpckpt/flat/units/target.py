@@ -285,8 +285,8 @@ def _explicit(names: ParameterNames, order: tuple[str, ...], checkpoint: Checkpo
             next_step="--parameters FILE with the names of model.named_parameters(), one a line",
         )
     optim = checkpoint.optim
-    stated = [str(key) for key in optim.state if str(key) in by_name] if optim is not None else []
-    absent = [name for name in stated if name not in set(order)]
+    with_state = [str(key) for key in optim.state if str(key) in by_name] if optim is not None else []
+    absent = [name for name in with_state if name not in set(order)]
     if absent:
         raise SourceCorruptError(
             f"--parameters does not list {len(absent)} of the parameters that the optimizer has states of",

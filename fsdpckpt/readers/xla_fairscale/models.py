@@ -264,9 +264,9 @@ class RankShards:
                 return False
             return all(fits(tensors[at], shape, self.world_size, self._multiples) for shape in shapes[number])
 
-        stated = _by_param_names(optimizer, tensors)
-        if stated is not None:
-            answers = [tuple(stated)] if all(map(fitting, range(len(ids)), stated)) else []
+        listed = _by_param_names(optimizer, tensors)
+        if listed is not None:
+            answers = [tuple(listed)] if all(map(fitting, range(len(ids)), listed)) else []
         else:
             answers = in_order([len(group) for group in groups], len(tensors), fitting) or []
         if not answers:
@@ -316,9 +316,9 @@ def _ids(group: Mapping[Key, object]) -> list[Key]:
 
 
 def _by_param_names(optimizer: Mapping[Key, object], tensors: Sequence[ShardedTensor]) -> list[int] | None:
-    """The number of each id's tensor as ``param_names`` say it, None where they do not say it of every id."""
+    """The index in ``tensors`` of each id, by the ``param_names``; None where they do not name every id once."""
     places = {without_wrappers(tensor.key): at for at, tensor in enumerate(tensors)}
-    stated: list[int] = []
+    places_of_ids: list[int] = []
     for group in cast("list[dict[Key, object]]", optimizer["param_groups"]):
         names = group.get("param_names")
         if not isinstance(names, (list, tuple)) or len(names) != len(_ids(group)):
@@ -326,8 +326,8 @@ def _by_param_names(optimizer: Mapping[Key, object], tensors: Sequence[ShardedTe
         numbers = [places.get(without_wrappers(str(name))) for name in names]
         if None in numbers:
             raise UnnamedError("its param_names are not those of the tensors recorded")
-        stated.extend(number for number in numbers if number is not None)
-    return stated if len(set(stated)) == len(stated) else None
+        places_of_ids.extend(number for number in numbers if number is not None)
+    return places_of_ids if len(set(places_of_ids)) == len(places_of_ids) else None
 
 
 def _cut_shapes(states: object) -> Iterator[tuple[int, ...]]:

@@ -274,7 +274,7 @@ def _fairscale_tensors(module: Mapping[object, object]) -> Iterator[ShardedTenso
 
 
 def _shared(module: Mapping[object, object], names: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(later name, first name) of the module's shared parameters, where the metadata settles them.
+    """(later name, first name) of the module's shared parameters, where the metadata is unambiguous.
 
     It has the last words of the two names swapped, which shows only where they differ: the parameter that is shared is
     one of ``names``, and the one that shares it is not.
@@ -284,9 +284,9 @@ def _shared(module: Mapping[object, object], names: Sequence[str]) -> Iterator[t
         _require(len(_list(pair)) == 2)
         first, later = (joined(path, _text(name)) for name in _list(pair))
         possible = {(later, first), (_with_last_word(later, first), _with_last_word(first, later))}
-        settled = [one for one in possible if one[1] in names and one[0] not in names]
-        _require(len(settled) == 1)
-        yield settled[0]
+        fitting = [one for one in possible if one[1] in names and one[0] not in names]
+        _require(len(fitting) == 1)
+        yield fitting[0]
 
 
 def _with_last_word(name: str, other: str) -> str:

@@ -1,4 +1,4 @@
-"""A worker of a conversion goes wrong: all end soon, it is told once, and DST is not half-made."""
+"""A worker of a conversion goes wrong: all end soon, it is reported once, and DST is not half-made."""
 
 from __future__ import annotations
 

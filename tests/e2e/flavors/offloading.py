@@ -24,7 +24,7 @@ def without_offloading() -> None:
 
 
 def on_cpus() -> None:
-    """FSDP1 looks for a GPU where it is not told of a device, and Lightning has none to tell."""
+    """FSDP1 looks for a GPU when it is given no device, and Lightning passes none."""
     begin = FullyShardedDataParallel.__init__
 
     def init(self: FullyShardedDataParallel, *arguments: Any, device_id: Any = None, **named: Any) -> None:

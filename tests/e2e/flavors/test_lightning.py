@@ -31,13 +31,13 @@ def lightning(library: Callable[..., Library]) -> Library:
 
 def test_training_goes_on_from_every_form_as_from_pytorchs_own_resharding(lightning: Library, tmp_path: Path) -> None:
     jobs = []
-    told = {  # one file of Fabric's is as anyone saves it
+    recognised = {  # one file of Fabric's is as anyone saves it
         "fabric-full": "plain",
         "fabric-sharded": "fabric",
         "parallel-sharded": "lightning-model-parallel",
     }
     for source, form, options in PATHS:
-        assert inspect(lightning.saved / named(source)).checkpoint.flavor == told.get(source, "lightning")
+        assert inspect(lightning.saved / named(source)).checkpoint.flavor == recognised.get(source, "lightning")
         target = tmp_path / named(form, f"{source}-")
         written(lightning.saved / named(source), target, **options)
         jobs.append(Job(f"{source} to {form}", form, target))

@@ -182,7 +182,7 @@ def test_a_large_file_goes_up_in_parts_and_an_attempt_that_broke_shows_nothing(
 def test_an_upload_that_is_stopped_shows_nothing(store: Store, large: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         fsdpckpt.convert(large, store.url("large.pt"), progress=StoppedUpload())
-    if store.scheme == "abfs":  # where what is told of an upload are its parts
+    if store.scheme == "abfs":  # which reports an upload part by part
         assert store.names("large") == set()
 
 

@@ -232,7 +232,7 @@ def test_an_object_that_is_replaced_while_it_is_read_is_refused(s3: Proxy, files
     s3.fault = replace
     with pytest.raises(SourceCorruptError, match="changed while it was read"):
         fsdpckpt.convert("s3://runs/full.pt", tmp_path / "out.pt")
-    assert replaced == [s3.count("HEAD")]  # the answer itself told, not a look at the end
+    assert replaced == [s3.count("HEAD")]  # the answer itself showed it, without a check at the end
     assert not (tmp_path / "out.pt").exists()
 
 

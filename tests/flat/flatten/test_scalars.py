@@ -1,4 +1,4 @@
-"""States that a flat parameter has once: who has to agree, on what, and how a disagreement is told."""
+"""States that a flat parameter has once: who has to agree, on what, and how a disagreement is reported."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def number(index: int, *shape: int, dtype: str = "float32") -> Tensor:
 
 
 def details(states: dict[str, dict[str, Tensor | Value]], tmp_path: Path) -> tuple[str, ...]:
-    """What is told of these states; nothing where they agree."""
+    """What is reported of these states; nothing where they agree."""
     path = tmp_path / "data"
     path.write_bytes(NUMBERS.tobytes())
     held: dict[ParamKey, dict[str, Tensor | Value]] = dict(states)
@@ -71,11 +71,11 @@ def test_a_tensor_and_a_plain_value_are_both_shown(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(("count", "told"), [(4, "l.p1, l.p2, l.p3, l.p4"), (5, "l.p1, l.p2, l.p3, l.p4 and 1 more")])
-def test_four_of_each_value_are_named(tmp_path: Path, count: int, told: str) -> None:
+@pytest.mark.parametrize(("count", "others"), [(4, "l.p1, l.p2, l.p3, l.p4"), (5, "l.p1, l.p2, l.p3, l.p4 and 1 more")])
+def test_four_of_each_value_are_named(tmp_path: Path, count: int, others: str) -> None:
     states: dict[str, dict[str, Tensor | Value]] = {f"l.p{n}": {"mode": "b"} for n in range(1, count + 1)}
     assert details({"l.p0": {"mode": "a"}, **states}, tmp_path) == (
-        f"unit 'l', state mode: 'a' for l.p0; 'b' for {told}",
+        f"unit 'l', state mode: 'a' for l.p0; 'b' for {others}",
     )
 
 

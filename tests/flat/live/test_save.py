@@ -152,19 +152,19 @@ def test_an_optimizer_of_the_model_before_wrapping_is_refused(use_orig_params: b
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "expected"),
     [
         (ShardingStrategy.FULL_SHARD, Strategy.FULL_SHARD),
         (ShardingStrategy.SHARD_GRAD_OP, Strategy.SHARD_GRAD_OP),
         (ShardingStrategy.NO_SHARD, Strategy.NO_SHARD),
     ],
 )
-def test_the_strategy_is_each_units_own(given: ShardingStrategy, told: Strategy, world: World) -> None:
+def test_the_strategy_is_each_units_own(given: ShardingStrategy, expected: Strategy, world: World) -> None:
     world(3)
     model = Nested()
     model.outer = FullyShardedDataParallel(model.outer, sharding_strategy=given, device_id=torch.device("cpu"))  # type: ignore[assignment]
     units = units_of(FullyShardedDataParallel(model, device_id=torch.device("cpu")))
-    assert [unit.strategy for unit in units.units] == [Strategy.FULL_SHARD, told]
+    assert [unit.strategy for unit in units.units] == [Strategy.FULL_SHARD, expected]
 
 
 def test_one_rank_shards_nothing(world: World) -> None:

@@ -30,7 +30,7 @@ def states(*shapes: tuple[int, ...], step: bool = True) -> dict[str, Tensor | Va
 def by_name(
     entries: Mapping[str, dict[str, Tensor | Value]] | None = None, *groups: Sequence[str], listed: bool = True
 ) -> OptimState:
-    """Adam's states of all parameters, unless told otherwise, in one group."""
+    """Adam's states of all parameters, unless given otherwise, in one group."""
     held = {param.name: states(param.shape, param.shape) for param in PARAMS} if entries is None else dict(entries)
     return OptimState(
         dict(held), [{"lr": 0.1, "params": list(group)} for group in groups or (tuple(held),)] if listed else None

@@ -353,8 +353,8 @@ def test_whatever_is_inferred_reads_every_key_as_the_job_that_wrote_it(data: st.
     assert isinstance(found, ResolvedUnits), found
     listed = [key for group in found.units.groups or () for key in group]
     keys = dict(found.match.keys) if found.match.flat_optimizer else dict(enumerate(listed))
-    told = {key: _names(found.units, name) for key, name in keys.items()}
-    assert told == {number: _names(truth, key) for number, key in enumerate(truth.optimizer_keys())}
+    assigned = {key: _names(found.units, name) for key, name in keys.items()}
+    assert assigned == {number: _names(truth, key) for number, key in enumerate(truth.optimizer_keys())}
     for unit in truth.units:
         starts = found.match.layouts[unit.key].start
         if not truth.use_orig_params:
