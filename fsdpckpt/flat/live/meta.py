@@ -47,8 +47,8 @@ def units_from_model(
     """The units of the model that ``factory`` (a callable or ``package.module:name``) makes, for any world size.
 
     Every module of ``wrap_classes`` is a unit, and the root, as under ``ModuleWrapPolicy`` and
-    ``transformer_auto_wrap_policy``. ``ignored``: globs of module paths and parameter names that FSDP was to
-    ignore. With a ``param_dtype`` normalisations over batches are units of their own, without it, as FSDP makes them.
+    ``transformer_auto_wrap_policy``. ``ignored``: globs of the module paths and parameter names that FSDP
+    ignores. With a ``param_dtype`` normalisations over batches are units of their own, without it, as FSDP makes them.
     The factory is the caller's own code, and is run. Raises UsageError.
     """
     classes = [_module_class(one) for one in wrap_classes]
