@@ -317,7 +317,7 @@ def attach_leftovers(error: BaseException, target: str, options: ConvertOptions)
 
 
 def _attach_upload(error: BaseException, directory: UploadDirectory) -> None:
-    what = f"the converted checkpoint is what in {directory.path}"
+    what = f"the converted checkpoint is kept in {directory.path}"
     attach_leftover(error, Leftover(what, "uploads what is missing"))
 
 
