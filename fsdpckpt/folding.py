@@ -12,6 +12,7 @@ __all__ = ["Folded", "braces", "fold", "numbers_text", "shorten"]
 
 _NUMBER = re.compile(r"(rank)?(0|[1-9]\d*)")  # a whole segment of a key: rank0 is how the extras of ranks begin
 _SEGMENTS = re.compile(r"\.(?![^{]*\})")  # dots, but for those within braces
+_Template: TypeAlias = tuple[str | tuple[str], ...]
 _Box: TypeAlias = tuple[tuple[int, ...], ...]  # the numbers of each numbered segment
 
 
@@ -29,7 +30,7 @@ def fold(items: Iterable[tuple[str, Hashable]]) -> list[Folded]:
     Keys are folded over any number of segments that are numbers. A key stands for the product of its numbers: where
     they have gaps that no product describes, there are several keys.
     """
-    groups: dict[tuple[tuple[str, ...], Hashable], dict[_Box, list[int]]] = {}
+    groups: dict[tuple[_Template, Hashable], dict[_Box, list[int]]] = {}
     for at, (key, equal) in enumerate(items):
         template, numbers = _split(key)
         boxes = groups.setdefault((template, equal), {})
@@ -42,20 +43,21 @@ def fold(items: Iterable[tuple[str, Hashable]]) -> list[Folded]:
     return sorted(folded, key=lambda one: one.members[0])
 
 
-def _split(key: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """The segments of ``key`` with ``{}`` for each number, and the numbers."""
-    words, numbers = [], []
+def _split(key: str) -> tuple[_Template, tuple[int, ...]]:
+    """The segments of ``key``, with what stands before the number for those that are one, and the numbers."""
+    words: list[str | tuple[str]] = []
+    numbers = []
     for word in key.split("."):
         matched = _NUMBER.fullmatch(word)
-        words.append(f"{matched[1] or ''}\0" if matched else word)
+        words.append((matched[1] or "",) if matched else word)
         if matched:
             numbers.append(int(matched[2]))
     return tuple(words), tuple(numbers)
 
 
-def _joined(template: tuple[str, ...], box: _Box) -> str:
+def _joined(template: _Template, box: _Box) -> str:
     numbers = iter(box)
-    return ".".join(word.replace("\0", numbers_text(next(numbers))) if "\0" in word else word for word in template)
+    return ".".join(word if isinstance(word, str) else word[0] + numbers_text(next(numbers)) for word in template)
 
 
 def _merged(boxes: dict[_Box, list[int]]) -> dict[_Box, list[int]]:

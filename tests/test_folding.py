@@ -55,12 +55,15 @@ def test_only_what_agrees_is_folded() -> None:
 
 
 def test_numbers_within_words_and_with_leading_zeros_stay() -> None:
-    assert folded(["ff.w1", "ff.w2", "step_010.0", "07.x", "08.x"]) == [
+    assert folded(["ff.w1", "ff.w2", "step_010.0", "07.x", "08.x", "a\0b", "..", ""]) == [
         ("ff.w1", 1),
         ("ff.w2", 1),
         ("step_010.0", 1),
         ("07.x", 1),
         ("08.x", 1),
+        ("a\0b", 1),
+        ("..", 1),
+        ("", 1),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Draws the page's figures as SVG: modules to scale, below them what each rank holds, and small histograms.
+"""Computes the page's figures: modules to scale, below them what each rank holds, and small histograms.
 
 The tensors of one section become a tree of modules along one axis of bytes (``module_tree``), and a grid says which
 ranks hold which stretch of that axis (``holdings``).
@@ -17,10 +17,22 @@ import numpy.typing as npt
 
 from fsdpckpt.ir.tensors import Int64Array, Tensor
 from fsdpckpt.report.health import Spread
-from fsdpckpt.report.html import clipped, escaped, percent
 from fsdpckpt.text import count_text, plural, size_text
 
-__all__ = ["COLUMNS", "Holdings", "Module", "figure", "histogram", "holdings", "module_tree"]
+__all__ = [
+    "COLUMNS",
+    "LONGEST",
+    "Rectangle",
+    "Figure",
+    "Holdings",
+    "Module",
+    "clipped",
+    "figure",
+    "histogram",
+    "holdings",
+    "module_tree",
+    "percent",
+]
 
 WIDTH = 900  # units of the drawing: the axis of bytes
 LABELS = 76  # left of the axis: names of ranks
@@ -199,65 +211,92 @@ def _parts(leaf: _Leaf) -> FloatArray:
     return parts
 
 
-def figure(root: Module, held: Holdings, title: str) -> str:
-    """Modules, outermost on top, over one row for each rank (or a few of them) on the same axis of bytes."""
-    levels, bars = _icicle(root)
+@dataclass(frozen=True, slots=True)
+class Rectangle:
+    """A rectangle. ``kind``: its class in the style sheet; ``label``: text in it, or below it in a histogram."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    tooltip: str
+    kind: str = "bar"
+    label: str = ""
+    count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """Modules, outermost on top, over one row for each rank (or a few of them) on the same axis of bytes.
+
+    ``cells``: (shade, path) of what ranks hold; ``holes``: the path of what no rank holds; ``names``: (y, label).
+    """
+
+    title: str
+    width: int
+    height: int
+    left: int
+    axis: int
+    top: int
+    depth: int
+    modules: list[Rectangle]
+    cells: list[tuple[int, str]]
+    holes: str
+    names: list[tuple[int, str]]
+    bars: list[Rectangle]
+
+
+def figure(root: Module, held: Holdings, title: str) -> Figure:
+    """The drawing of one section."""
+    levels, modules = _icicle(root)
     top = levels * LEVEL_HEIGHT + 8
     rows = len(held.share)
     pitch = max(min(22, 420 // rows), 3)
-    height = top + rows * pitch + 26
-    parts = [
-        f'<svg viewBox="0 0 {LABELS + WIDTH + BARS} {height}" role="img" aria-label="{escaped(title)}">',
-        f"<title>{escaped(title)}</title>",
-        f'<g transform="translate({LABELS} 0)">',
-        *bars,
-        f'<g transform="translate(0 {top})">',
-        f'<rect class="ground" width="{WIDTH}" height="{rows * pitch}"/>',
-        *_cells(held, pitch),
-        *_holes(held, rows * pitch),
-        "</g></g>",
-        f'<g transform="translate(0 {top})">',
-        *_ranks(held, pitch),
-        "</g></svg>",
-    ]
-    return "\n".join(parts) + "\n"
+    names, bars = _ranks(held, pitch)
+    return Figure(
+        title,
+        LABELS + WIDTH + BARS,
+        top + rows * pitch + 26,
+        LABELS,
+        WIDTH,
+        top,
+        rows * pitch,
+        modules,
+        _cells(held, pitch),
+        _holes(held, rows * pitch),
+        names,
+        bars,
+    )
 
 
-def _icicle(root: Module) -> tuple[int, list[str]]:
+def _icicle(root: Module) -> tuple[int, list[Rectangle]]:
     """(number of levels, their rectangles), each with its name where that fits."""
     scale = WIDTH / root.nbytes if root.nbytes else 0.0
-    parts: list[str] = []
+    boxes: list[Rectangle] = []
     nodes = list(root.children.values())
     level = 0
     while nodes and level < DEPTH:
-        parts += [part for number, node in enumerate(nodes) for part in _block(node, level, number, scale)]
-        wide = [node for node in nodes if node.nbytes * scale >= NARROWEST]
-        nodes = [child for node in wide for child in node.children.values()]
+        wide = [(number, node) for number, node in enumerate(nodes) if node.nbytes * scale >= NARROWEST]
+        boxes += [_block(node, level, number, scale) for number, node in wide]
+        nodes = [child for _, node in wide for child in node.children.values()]
         level += 1
-    return level, parts
+    return level, boxes
 
 
-def _block(node: Module, level: int, number: int, scale: float) -> list[str]:
+def _block(node: Module, level: int, number: int, scale: float) -> Rectangle:
     width = node.nbytes * scale
-    if width < NARROWEST:
-        return []
-    x, y = node.begin * scale, level * LEVEL_HEIGHT
     size, elements = size_text(node.nbytes), count_text(node.elements)
     tooltip = f"{clipped(node.path)}: {size}, {elements} elements, {plural(node.tensors, 'tensor')}"
     kind = "tensor" if node.tensor is not None and not node.children else f"module{number % 2}"
-    parts = [
-        f'<rect class="{kind}" x="{x:.1f}" y="{y}" width="{max(width - 0.6, 0.6):.1f}" height="{LEVEL_HEIGHT - 1}">'
-        f"<title>{escaped(tooltip)}</title></rect>"
-    ]
     letters = int((width - 6) / LETTER)
-    name = node.name
+    label = ""
     if letters >= 2:
-        shown = name if len(name) <= letters else name[: letters - 1] + "…"
-        parts.append(f'<text x="{x + 3:.1f}" y="{y + 14}">{escaped(shown)}</text>')
-    return parts
+        label = node.name if len(node.name) <= letters else node.name[: letters - 1] + "…"
+    shown = max(width - 0.6, 0.6)
+    return Rectangle(node.begin * scale, level * LEVEL_HEIGHT, shown, LEVEL_HEIGHT - 1, tooltip, kind, label)
 
 
-def _cells(held: Holdings, pitch: int) -> list[str]:
+def _cells(held: Holdings, pitch: int) -> list[tuple[int, str]]:
     """One path for each shade; a run of equal cells is one box of it."""
     shades = np.ceil(held.share * LEVELS - 1e-9).astype(np.int64)
     step = WIDTH / COLUMNS
@@ -267,7 +306,7 @@ def _cells(held: Holdings, pitch: int) -> list[str]:
             if shade:
                 x, width = first * step, (last - first) * step
                 paths[shade].append(f"M{x:g} {row * pitch}h{width:g}v{pitch - 1}h-{width:g}z")
-    return [f'<path class="s{shade}" d="{"".join(boxes)}"/>' for shade, boxes in enumerate(paths) if boxes]
+    return [(shade, "".join(boxes)) for shade, boxes in enumerate(paths) if boxes]
 
 
 def _runs(cells: npt.NDArray[np.int64]) -> list[tuple[int, int, int]]:
@@ -277,54 +316,65 @@ def _runs(cells: npt.NDArray[np.int64]) -> list[tuple[int, int, int]]:
     return [(a, b, int(cells[a])) for a, b in pairwise(bounds)]
 
 
-def _holes(held: Holdings, y: int) -> list[str]:
-    """Marks below the ranks for columns of which no rank holds some bytes."""
+def _holes(held: Holdings, y: int) -> str:
+    """The path of marks below the ranks for columns of which no rank holds some bytes; "" for none."""
     step = WIDTH / COLUMNS
     missing = (held.covered < 1 - 1e-6).astype(np.int64)
     if not held.share.any():
-        return []
-    boxes = [f"M{a * step:g} {y + 2}h{(b - a) * step:g}v6h-{(b - a) * step:g}z" for a, b, bad in _runs(missing) if bad]
-    return [f'<path class="bad" d="{"".join(boxes)}"><title>held by no rank</title></path>'] if boxes else []
+        return ""
+    return "".join(
+        f"M{a * step:g} {y + 2}h{(b - a) * step:g}v6h-{(b - a) * step:g}z" for a, b, bad in _runs(missing) if bad
+    )
 
 
-def _ranks(held: Holdings, pitch: int) -> list[str]:
+def _ranks(held: Holdings, pitch: int) -> tuple[list[tuple[int, str]], list[Rectangle]]:
     """The names of the ranks on the left, where there is room, and their bytes as bars on the right."""
     rows, in_row = len(held.share), held.ranks_in_row
     most = float(held.nbytes.max(initial=0.0)) or 1.0
     every = max(-(-14 // pitch), 1)
-    parts: list[str] = []
+    names: list[tuple[int, str]] = []
+    bars: list[Rectangle] = []
     for row in range(rows):
         first, last = row * in_row, min((row + 1) * in_row, len(held.nbytes)) - 1
         label = f"rank {first}" if in_row == 1 else f"{first}-{last}"
         if row % every == 0:
-            parts.append(f'<text x="{LABELS - 8}" y="{row * pitch + min(pitch, 15)}" class="end">{label}</text>')
+            names.append((row * pitch + min(pitch, 15), label))
         mean = float(held.nbytes[first : last + 1].mean())
         tooltip = f"{label}: {size_text(int(mean))}{' each' if in_row > 1 else ''}"
-        width = mean / most * (BARS - 20)
-        parts.append(
-            f'<rect class="bar" x="{LABELS + WIDTH + 10}" y="{row * pitch}" width="{width:.1f}" height="{pitch - 1}">'
-            f"<title>{escaped(tooltip)}</title></rect>"
-        )
-    return parts
+        bars.append(Rectangle(LABELS + WIDTH + 10, row * pitch, mean / most * (BARS - 20), pitch - 1, tooltip))
+    return names, bars
 
 
-def histogram(spread: Spread) -> str:
-    """Numbers of tensors by the decimal exponent of their root mean square."""
+def histogram(spread: Spread) -> list[Rectangle]:
+    """Bars: numbers of tensors by the decimal exponent of their root mean square."""
     keys = range(min(spread.bins), max(spread.bins) + 1) if spread.bins else range(0)
     bars = [(f"1e{key}", spread.bins.get(key, 0)) for key in keys]
     if spread.zeros:
         bars.insert(0, ("0", spread.zeros))
     most, total = max((number for _, number in bars), default=1), sum(number for _, number in bars)
     pitch = min(44.0, 420 / max(len(bars), 1))
-    parts = [f'<svg class="small" viewBox="0 0 440 130" role="img" aria-label="{escaped(spread.title)}">']
+    boxes = []
     for place, (label, number) in enumerate(bars):
-        x, tall = 8 + place * pitch, 80 * number / most
+        tall = 80 * number / most
         tooltip = f"{label}: {plural(number, 'tensor')}, {percent(number, total)}"
-        parts.append(
-            f'<rect class="bar" x="{x:.1f}" y="{100 - tall:.1f}" width="{pitch - 3:.1f}" height="{tall:.1f}">'
-            f"<title>{escaped(tooltip)}</title></rect>"
+        boxes.append(
+            Rectangle(
+                8 + place * pitch, 100 - tall, pitch - 3, tall, tooltip, "bar", label if pitch >= 24 else "", number
+            )
         )
-        if pitch >= 24:
-            parts.append(f'<text class="mid" x="{x + pitch / 2 - 1.5:.1f}" y="{96 - tall:.1f}">{number}</text>')
-            parts.append(f'<text class="mid" x="{x + pitch / 2 - 1.5:.1f}" y="116">{escaped(label)}</text>')
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    return boxes
+
+
+def percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "-"
+
+
+LONGEST = 160  # characters of one text: a key may have a megabyte
+
+
+def clipped(text: object, longest: int = LONGEST) -> str:
+    """``text`` without its middle when it is long."""
+    shown = str(text)
+    if len(shown) <= longest:
+        return shown
+    return f"{shown[: longest // 2]} … {shown[-longest // 2 + 3 :]}"

@@ -78,19 +78,16 @@ def _measured_steps(described: Description) -> dict[str, float]:
 
 
 def not_finite(
-    tensors: Sequence[NamedTensor], stats: Sequence[dict[str, Json] | None], *, buffers: bool = False
-) -> list[str]:
-    """A line for each tensor that contains NaN or Inf; ``buffers``: only of buffers that contain Inf, as masks do.
-
-    A buffer is a tensor that every rank has whole although others are sharded.
-    """
-    lines = []
+    tensors: Sequence[NamedTensor], stats: Sequence[dict[str, Json] | None], buffers: frozenset[str]
+) -> tuple[list[str], list[str]]:
+    """A line for each tensor that contains NaN or Inf, and one for each of ``buffers`` with Inf alone, as masks."""
+    found: tuple[list[str], list[str]] = [], []
     for named, values in zip(tensors, stats, strict=True):
         nan, inf = (_integer(values, name) for name in ("nan", "inf"))
-        buffer = named.section is Section.MODEL and named.tensor.sharded is False and not nan
-        if (nan or inf) and buffer is buffers:
-            lines.append(f"{named.section} {named.key}: {nan:,} NaN and {inf:,} Inf of {named.tensor.numel:,} elements")
-    return lines
+        if nan or inf:
+            line = f"{named.section} {named.key}: {nan:,} NaN and {inf:,} Inf of {named.tensor.numel:,} elements"
+            found[named.section is Section.MODEL and named.key in buffers and not nan].append(line)
+    return found
 
 
 def _integer(values: dict[str, Json] | None, name: str) -> int:

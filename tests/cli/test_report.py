@@ -62,6 +62,8 @@ def test_a_report_never_goes_into_the_checkpoint(run: Run, saved: Path, tmp_path
         ("s3://bucket/report.html", 2, "a file of this machine"),
         ("/dev/full", 5, "pipe or a device"),
         (".", 5, "one file"),
+        ("report.pdf", 2, "a report is an HTML page"),
+        ("report", 2, "--report report.html"),
     ],
 )
 def test_a_path_that_cannot_be_a_report_is_refused_before_anything_is_read(

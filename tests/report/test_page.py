@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from dataclasses import replace
+from datetime import UTC, datetime
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -30,7 +31,8 @@ from fsdpckpt.ir.invariants import problems
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.layouts.sharded import mesh_chunks, on_one_dimension
 from fsdpckpt.report.figures import COLUMNS, holdings, module_tree
-from fsdpckpt.report.page import MARK, page, write_report
+from fsdpckpt.report.page import page
+from fsdpckpt.report.write import MARK, write_report
 
 torch = pytest.importorskip("torch")
 
@@ -215,11 +217,12 @@ def test_a_mask_of_minus_infinity_is_no_problem_and_a_weight_is(tmp_path: Path) 
         shards = {"w": torch.full((3, 2), float("inf")), "v": torch.rand(3, 2)}
         torch.save({"mask": whole, **shards}, tmp_path / f"model_world_size_2_rank_{rank}.pt")
     described = fsdpckpt.inspect(tmp_path, stats=True)
-    tensors = [(named, named.tensor) for named in described.tensors]
-    marked = [
-        replace(named, tensor=replace(tensor, sharded=named.key != "mask")) for named, tensor in tensors
-    ]  # as a sharded checkpoint says it
-    html = page(replace(described, tensors=tuple(marked)))
+    model = described.checkpoint.model
+    assert model is not None
+    for name, tensor in model.params.items():  # as a sharded checkpoint says it
+        assert isinstance(tensor, Tensor)
+        model.params[name] = replace(tensor, sharded=name != "mask")
+    html = page(described)
     top, rest = html.split("Who holds what", 1)
     assert "model w: 0 NaN and 6 Inf of 6 elements" in top
     assert "model mask" not in top
@@ -248,3 +251,34 @@ def test_an_earlier_report_is_replaced_and_anything_else_is_left_alone(trained: 
     with pytest.raises(TargetUnwritableError):
         write_report(described, str(tmp_path / "nowhere" / "report.html"))
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["full.pt", "notes.html", "report.html"]
+
+
+def test_layers_of_a_hugging_face_model_are_one_row_with_the_size_of_each(trained: Path) -> None:
+    params = {"model.embed_tokens.weight": sharded((64, 16), 4)}
+    for n in range(32):
+        for part, shape in (("self_attn.q_proj", (16, 16)), ("mlp.up_proj", (48, 16)), ("input_layernorm", (16,))):
+            params[f"model.layers.{n}.{part}.weight"] = sharded(shape, 4)
+    params |= {"model.norm.weight": sharded((16,), 4), "lm_head.weight": sharded((64, 16), 4)}
+    html = page(describe(checkpoint(params)))
+    rows = re.findall(r"<tr>(<td data-label=\"module\".*?)</tr>", html)
+    cells = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in rows]
+    named = {row[0]: row[1:3] for row in cells}
+    assert named["model.layers.{0..31}  x32"] == ["4.1 KiB", "130.0 KiB"]
+    assert named["model.layers.{0..31}.mlp  x32"] == ["3.0 KiB", "96.0 KiB"]
+    assert named["model.layers"] == ["130.0 KiB", ""]
+    assert len(rows) < 15
+
+
+def test_the_page_says_when_it_was_made_and_how_much_there_is_in_all(trained: Path) -> None:
+    text = Elements(page(fsdpckpt.inspect(trained), datetime(2026, 3, 4, 5, 6, tzinfo=UTC))).text
+    assert "2026-03-04 05:06 UTC" in text
+    assert "in all: 9 tensors, 183 elements" in text
+
+
+def test_every_cell_says_what_it_is_on_a_narrow_screen(trained: Path) -> None:
+    html = page(fsdpckpt.inspect(trained, stats=True))
+    assert '<meta name="viewport" content="width=device-width' in html
+    assert "@media (max-width: 640px)" in html
+    cells = [attributes for tag, attributes in Elements(html).tags if tag == "td"]
+    assert cells
+    assert all(attributes.get("data-label") for attributes in cells)
