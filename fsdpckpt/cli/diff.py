@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from fsdpckpt.cli.output import Colour, Line, Styled
+from fsdpckpt.cli.output import Colour, Line, labelled
 from fsdpckpt.folding import numbers_text
 from fsdpckpt.options import DiffOptions
 from fsdpckpt.text import plural
@@ -55,7 +55,7 @@ def diff_command(output: Output, a: str, b: str, options: DiffOptions) -> int:
     for note in result.notes:
         output.message(f"note: {note}")
     output.document(lambda: _document(a, b, result), "diff")
-    output.data(_lines(result, everything=options.all_keys))
+    output.data(_lines(result, output.columns, everything=options.all_keys))
     output.message(
         f"{result.count('=')} same, {result.count('*')} differ, {result.count('-')} only in {a}, "
         f"{result.count('+')} only in {b}"
@@ -66,11 +66,11 @@ def diff_command(output: Output, a: str, b: str, options: DiffOptions) -> int:
 _COLOURS = {"*": Colour.CHANGED, "-": Colour.BAD, "+": Colour.NEW}
 
 
-def _lines(result: Difference, *, everything: bool) -> Iterator[Line]:
+def _lines(result: Difference, columns: int | None, *, everything: bool) -> Iterator[Line]:
     for entry in result.entries:
         if (everything or entry.sigil != "=") and entry.counts:
-            line = f"{entry.sigil} {entry.section} {entry.key}" + (f"  {entry.detail}" if entry.detail else "")
-            yield Styled(line, _COLOURS[entry.sigil], end=1) if entry.sigil in _COLOURS else line
+            text = f"{entry.section} {entry.key}" + (f"  {entry.detail}" if entry.detail else "")
+            yield from labelled(entry.sigil, text, _COLOURS.get(entry.sigil), columns)
     for sigil, side in (("-", "A"), ("+", "B")):
         apart = [entry for entry in result.entries if entry.sigil == sigil and not entry.counts]
         of_ranks = [entry for entry in apart if entry.rank is not None]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from fsdpckpt.cli.output import Colour, Line, Styled
-from fsdpckpt.cli.table import cut
+from fsdpckpt.cli.output import Colour, Line, Styled, labelled
+from fsdpckpt.cli.table import cut, wrapped
 from fsdpckpt.options import InspectOptions
 from fsdpckpt.text import count_text, dtypes_text, plural, size_text
 
@@ -89,9 +88,9 @@ def _summary(description: Description, columns: int | None) -> Iterator[Line]:
     checkpoint = description.checkpoint
     ranks = plural(checkpoint.world_size, "rank")
     title = f"{checkpoint.source}: {checkpoint.layout}, {checkpoint.container} ({checkpoint.flavor}), {ranks}"
-    yield from _wrapped(title, columns)
+    yield from wrapped(title, columns)
     for line in _recognised(checkpoint.evidence):
-        yield from _wrapped(f"  recognised: {line.replace(f'{checkpoint.source}/', '')}", columns)
+        yield from wrapped(f"  recognised: {line.replace(f'{checkpoint.source}/', '')}", columns)
     for section, sums in description.sections.items():
         parts = [plural(sums.tensors, "tensor"), f"{count_text(sums.elements)} elements", size_text(sums.nbytes)]
         if section == "optim":
@@ -101,12 +100,10 @@ def _summary(description: Description, columns: int | None) -> Iterator[Line]:
         yield from _groups(checkpoint.optim.param_groups, columns)
     yield from _extras(checkpoint, columns)
     for note in checkpoint.notes:
-        yield from _wrapped(f"note: {note.message}", columns)
+        yield from wrapped(f"note: {note.message}", columns)
     problems = checkpoint.problems
     for problem in problems if columns is None else problems[:MOST_PROBLEMS]:
-        first, *rest = _wrapped(f"problem: {problem.message}", columns)
-        yield Styled(first, Colour.BAD, end=len("problem:"))
-        yield from rest
+        yield from labelled("problem:", problem.message, Colour.BAD, columns)
     if columns is not None and len(problems) > MOST_PROBLEMS:
         yield f"  and {len(problems) - MOST_PROBLEMS} more: fsdpckpt verify lists them all"
     yield f"problems: {len(problems)}" if problems else Styled("problems: none", Colour.GOOD, len("problems: "))
@@ -121,14 +118,6 @@ def _recognised(evidence: Iterable[Evidence]) -> Iterator[str]:
         by_kind.setdefault(one.kind, []).append(one.message)
     yield from (by_kind.get(EvidenceKind.FLAVOR) or by_kind.get(EvidenceKind.CONTAINER, []))[:1]
     yield from by_kind.get(EvidenceKind.LAYOUT, [])
-
-
-def _wrapped(line: str, columns: int | None) -> list[str]:
-    """A sentence loses nothing on a narrow screen."""
-    if columns is None or len(line) <= columns:
-        return [line]
-    width = max(columns, 20)
-    return textwrap.wrap(line, width, subsequent_indent="    ", break_on_hyphens=False) or [line]
 
 
 def _groups(groups: list[dict[Key, Value]] | None, columns: int | None) -> Iterator[str]:

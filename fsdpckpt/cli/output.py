@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TextIO, TypeAlias
 
-from fsdpckpt.cli.table import visible
+from fsdpckpt.cli.table import visible, wrapped
 from fsdpckpt.process_role import process_role
 from fsdpckpt.progress import NoProgress, Progress
 from fsdpckpt.text import size_text
 
-__all__ = ["Colour", "Line", "Lines", "Output", "Styled", "redirect_to_null"]
+__all__ = ["Colour", "Line", "Lines", "Output", "Styled", "labelled", "redirect_to_null"]
 
 SCHEMA_VERSION = 1  # goes up when a key goes away or changes its meaning; new keys may come at any time
 SECONDS_BETWEEN_LINES = 5.0  # often enough to show progress in a CI log, seldom enough not to fill it
@@ -47,6 +47,13 @@ class Styled:
 
 
 Line: TypeAlias = str | Styled
+
+
+def labelled(label: str, text: str, colour: Colour | None, columns: int | None) -> Iterator[Line]:
+    """``label text`` with a coloured label, on several lines where the terminal is narrow."""
+    first, *rest = wrapped(f"{label} {text}", columns)
+    yield first if colour is None else Styled(first, colour, end=len(label))
+    yield from rest
 
 
 class Output:
@@ -202,12 +209,20 @@ def _bar() -> Iterator[Progress]:
     """A rich progress bar on stderr, gone when the block ends."""
     from rich import progress
     from rich.console import Console
+    from rich.text import Text
+
+    class Speed(progress.ProgressColumn):
+        """In the units of all other sizes."""
+
+        def render(self, task: progress.Task) -> Text:
+            speed = task.finished_speed or task.speed
+            return Text("" if speed is None else f"{size_text(int(speed))}/s")
 
     drawn = progress.Progress(
         progress.TextColumn("{task.description}"),
         progress.BarColumn(),
         progress.DownloadColumn(binary_units=True),
-        progress.TransferSpeedColumn(),
+        Speed(),
         progress.TimeRemainingColumn(),
         console=Console(stderr=True),
         transient=True,

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from fsdpckpt.folding import shorten
 
-__all__ = ["Cell", "Name", "cut", "table_lines", "visible", "width_of"]
+__all__ = ["Cell", "Name", "cut", "table_lines", "visible", "width_of", "wrapped"]
 
 GAP = 2  # spaces between columns
 NARROWEST = 8  # characters of a column of names, however narrow the terminal
@@ -87,3 +87,13 @@ def width_of(widths: Sequence[int]) -> int:
 def cut(line: str, columns: int | None) -> str:
     """``line`` in at most ``columns`` characters, an ellipsis where it goes on."""
     return line if columns is None or len(line) <= columns else line[: max(columns - 1, 0)] + "…"
+
+
+def wrapped(line: str, columns: int | None) -> list[str]:
+    """A sentence on as many lines as it takes: other than a row, it loses nothing on a narrow screen."""
+    if columns is None or len(line) <= columns:
+        return [line]
+    import textwrap
+
+    width = max(columns, 20)
+    return textwrap.wrap(line, width, subsequent_indent="    ", break_on_hyphens=False) or [line]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from fsdpckpt.cli.output import Colour, Line, Styled
+from fsdpckpt.cli.output import Colour, Line, Styled, labelled
 from fsdpckpt.options import VerifyOptions
 from fsdpckpt.text import plural, shape_text, size_text
 
@@ -52,10 +52,8 @@ def verify_command(output: Output, source: str, options: VerifyOptions) -> int:
         f"{one.sha256 or 'unreadable':64}  {one.section} {one.key} {one.dtype} {shape_text(one.shape)}"
         for one in result.digests
     )
-    output.data(
-        Styled(f"problem: {problem.kind}: {problem.message}", Colour.BAD, end=len("problem:"))
-        for problem in result.problems
-    )
+    for problem in result.problems:
+        output.data(labelled("problem:", f"{problem.kind}: {problem.message}", Colour.BAD, output.columns))
     for note in result.notes:
         output.message(f"note: {note}")
     output.message(_verdict(result))

@@ -144,10 +144,11 @@ class _Sums:
         if at != record.end or total == record.crc:
             return None
         if record.stated_by:
-            what = f"{record.path} ({record.nbytes} bytes) has CRC-32 {total:08x}, and {record.stated_by}"
+            what = f"{record.path} ({record.nbytes} bytes) has CRC-32 {total:08x}, and {record.stated_by} says"
         else:
-            what = f"{record.nbytes} bytes at offset {record.offset} of {record.path} have CRC-32 {total:08x}, and it"
-        message = f"{what} says {record.crc:08x}"
+            place = f"{record.nbytes} bytes at offset {record.offset} of {record.path}"
+            what = f"{place} have CRC-32 {total:08x}, and were written with"
+        message = f"{what} {record.crc:08x}"
         return _problem("checksum", message, record.path, record.offset, record.end, tensors)
 
 

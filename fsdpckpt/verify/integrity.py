@@ -158,8 +158,8 @@ def _left_out(finite: Finite, buffers: frozenset[str]) -> tuple[str, ...]:
     if finite.include or not buffers:
         return ()
     names = sorted(buffers)
-    what = f"{plural(len(names), 'model tensor')} not listed by the optimizer or not sharded"
-    return (f"not searched for NaN and Inf: {what} ({first_of(names, 3)}); --include GLOB names what to search",)
+    count = plural(len(names), "model tensor") + (" seems to be a buffer" if len(names) == 1 else " seem to be buffers")
+    return (f"{count}, not searched for NaN and Inf: {first_of(names, 3)}; --include GLOB searches what it matches",)
 
 
 def _notes(checkpoint: Checkpoint, records: int) -> tuple[str, ...]:
