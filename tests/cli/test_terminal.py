@@ -56,7 +56,7 @@ def test_a_terminal_gets_a_drawn_table_and_a_bar(saved: Path) -> None:
     assert any(row.split()[:4] == ["model", "2.weight", "float32", "[3,"] for row in rows)
     bar = at_a_terminal("verify", saved, "--digests")
     assert "━" in bar
-    assert "is whole" in bar
+    assert " is \x1b[1;32mwhole\x1b[0m: 24 tensors" in bar
     assert "━" not in at_a_terminal("verify", saved, "--digests", "-q")
 
 
