@@ -220,9 +220,12 @@ def _module_table(root: Module) -> Table:
 def _modules(node: Module, depth: int) -> Iterator[Module]:
     """The modules below ``node``: ``depth`` levels of them, all layers, and one level below these.
 
-    A layer is a module that has a number for its name.
+    A layer is a module that has a number for its name. A module with one child only is that child.
     """
-    for child in node.children.values():
+    for first in node.children.values():
+        child = first
+        while len(child.children) == 1 and child.tensor is None:
+            (child,) = child.children.values()
         numbered = child.name.isdecimal()
         if depth > 0 or numbered:
             yield child

@@ -264,7 +264,7 @@ def test_layers_of_a_hugging_face_model_are_one_row_with_the_size_of_each(traine
     cells = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in rows]
     named = {row[0]: row[1:3] for row in cells}
     assert named["model.layers.{0..31}  x32"] == ["4.1 KiB", "130.0 KiB"]
-    assert named["model.layers.{0..31}.mlp  x32"] == ["3.0 KiB", "96.0 KiB"]
+    assert named["model.layers.{0..31}.mlp.up_proj.weight  x32"] == ["3.0 KiB", "96.0 KiB"]
     assert named["model.layers"] == ["130.0 KiB", ""]
     assert len(rows) < 15
 
