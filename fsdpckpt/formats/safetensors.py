@@ -9,11 +9,12 @@ What a checkpoint has beyond named tensors is one JSON document under ``METADATA
 reading); several documents in one group are joined entry by entry. Files without it are plain weights.
 
 Tensor keys
-    directory form: two groups of files, read separately,
+    directory form: three groups of files, read separately,
         ``model.safetensors`` or ``model-0000i-of-0000N.safetensors`` with ``model.safetensors.index.json``,
             key = the model FQN itself;
         ``optimizer.safetensors`` or ``optimizer-0000i-of-0000N.safetensors`` with ``optimizer.safetensors.index.json``,
-            key = ``state.<param>.<state>``.
+            key = ``state.<param>.<state>``;
+        ``extra_state.safetensors``: all extras.
     one file that holds one section only: the same keys as in the directory form.
     one file that holds both: ``"sections": true``, keys ``model.<fqn>`` and ``optimizer.state.<param>.<state>``.
     a tensor inside extras or param groups: any key (the writer uses ``extra.<path>``, ``optimizer.<path>``), found

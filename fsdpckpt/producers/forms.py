@@ -12,6 +12,7 @@ from typing import TypeAlias
 from fsdpckpt.ir.checkpoint import Container, KeyType, Layout
 
 __all__ = [
+    "EXTRA_STEM",
     "PLAIN",
     "PLAIN_MESH",
     "PLAIN_NAMES",
@@ -28,6 +29,7 @@ __all__ = [
 ]
 
 PLAIN = "plain"
+EXTRA_STEM = "extra_state"  # of files, verl's and this program's, that hold extras and nothing else
 Step: TypeAlias = str | int  # a key of a dict, or an index of a list
 
 

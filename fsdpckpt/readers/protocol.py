@@ -14,6 +14,7 @@ from typing import Protocol, TypeAlias
 
 from fsdpckpt.ir.checkpoint import Checksums, Evidence, Layout, Note, Problem, Section, SourceFile
 from fsdpckpt.ir.values import Value
+from fsdpckpt.producers.forms import EXTRA_STEM
 from fsdpckpt.storage.protocols import Entry
 from fsdpckpt.storage.sources import Sources
 
@@ -24,7 +25,6 @@ __all__ = [
 
 MANIFEST = "fsdpckpt.json"
 UNITS = "units.json"  # what save_units calls its file in a directory
-EXTRA_STEM = "extra_state"  # of the rank files, verl's and this program's, that hold extras and nothing else
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Lays out safetensors files: one file, or model and optimizer shards with Hugging Face's index beside them.
+"""Lays out safetensors files: one file, or shards of model, optimizer and extras with Hugging Face's index beside them.
 
 ``formats.safetensors`` says how values that are not tensors lie in ``__metadata__``. Tied weights are stored once.
 Tensors lie by falling element size, so that every one is aligned without the gaps the format forbids.
@@ -17,6 +17,7 @@ from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value, leaf_tensors
+from fsdpckpt.producers.forms import EXTRA_STEM
 from fsdpckpt.writers.protocol import DtypeRule, WriteSpec
 from fsdpckpt.writers.state_dicts import extras_of_one
 from fsdpckpt.writers.torch_full import ties
@@ -50,24 +51,35 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     single_file, dtypes = spec.single_file, spec.dtypes
     sections = single_file and checkpoint.model is not None and checkpoint.optim is not None
     extra, notes = extras_of_one(checkpoint)
-    model, optim = _Group("model"), _Group("optimizer")
+    model, optim, others = _Group("model"), _Group("optimizer"), _Group(EXTRA_STEM)
     if single_file:
-        optim = model
+        optim = others = model
     _, casts = dtypes.casts(checkpoint)
     notes = casts + notes + _model(checkpoint, model, dtypes, sections=sections)
     _optim(checkpoint, optim, dtypes, sections=sections)
-    home = optim if checkpoint.model is None else model
-    if extra:
-        home.document["extra"] = _encode(extra, home, "extra")
+    if extra and not spec.weights_only:
+        others.document["extra"] = _encode(extra, others, "extra")
+        notes.append(_where(extra, others, single_file=single_file))
     if sections:
         model.document["sections"] = True
     if spec.weights_only:
         model.document.clear()
-    groups = [group for group in ([model] if single_file else [model, optim]) if group.tensors or group.document]
+    several = [model] if single_file else [model, optim, others]
+    groups = [group for group in several if group.tensors or group.document]
     _refuse(groups)
     if single_file:
         return Target([_file("", list(model.tensors), model, first=True)], notes=notes)
     return Target([file for group in groups for file in _shards(group, spec.max_shard_size)], notes=notes)
+
+
+def _where(extra: dict[Key, Value], group: _Group, *, single_file: bool) -> Note:
+    """Says where the extras are: nobody looks for them among weights."""
+    names = tuple(map(str, extra))
+    where = f"{group.stem}.safetensors"
+    if single_file:
+        tensors = any(True for _ in leaf_tensors(extra))
+        where = "the file's header" + (", their tensors in the file as extra.<name>" if tensors else "")
+    return Note("carried", f"what is neither model nor optimizer is in {where}: {', '.join(names)}", keys=names)
 
 
 def _model(checkpoint: Checkpoint, group: _Group, dtypes: DtypeRule, *, sections: bool) -> list[Note]:

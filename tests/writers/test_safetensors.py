@@ -14,6 +14,7 @@ from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.writers.protocol import DtypeRule, WriteSpec
 from fsdpckpt.writers.safetensors import lay_out
 from tests.materialise import materialise
+from tests.readers.contents import opened
 from tests.writers.source import Raw, Trained, checkpoint, random_tensor, same
 from tests.writers.writer_contract import WriterContract
 
@@ -103,7 +104,8 @@ def test_shards_follow_hugging_faces_names_and_index(tmp_path):
 def test_a_directory_keeps_model_and_optimizer_apart(tmp_path):
     source = Trained(seed=2)
     path, target = written(tmp_path, source.checkpoint, source.raw, single=False)
-    assert [file.path for file in target.files] == ["model.safetensors", "optimizer.safetensors"]
+    names = ["model.safetensors", "optimizer.safetensors", "extra_state.safetensors"]
+    assert [file.path for file in target.files] == names
     model = safetensors.torch.load_file(os.path.join(path, "model.safetensors"))
     optim = safetensors.torch.load_file(os.path.join(path, "optimizer.safetensors"))
     assert model.keys() == source.weights.keys()
@@ -111,6 +113,24 @@ def test_a_directory_keeps_model_and_optimizer_apart(tmp_path):
     for key, states in source.states.items():
         assert all(same(optim[f"state.{key}.{name}"], state) for name, state in states.items())
     assert "sections" not in document(os.path.join(path, "model.safetensors"))
+    assert "extra" not in document(os.path.join(path, "model.safetensors"))
+
+
+def test_a_directory_keeps_extras_in_a_file_of_their_own(tmp_path):
+    """Weights are what every program takes a ``model.safetensors`` for."""
+    source = Trained(seed=2)
+    rng, average = torch.arange(5, dtype=torch.uint8), torch.randn(3, 2)
+    extra = {"rng_state": {"cpu": source.raw.whole(rng)}, "ema": {"a.w": source.raw.whole(average)}, "epoch": 7}
+    held = checkpoint(source.checkpoint.model.params, source.checkpoint.optim, extra)
+    path, target = written(tmp_path, held, source.raw, single=False)
+    assert safetensors.torch.load_file(os.path.join(path, "model.safetensors")).keys() == source.weights.keys()
+    loaded = safetensors.torch.load_file(os.path.join(path, "extra_state.safetensors"))
+    assert same(loaded["extra.rng_state.cpu"], rng) and same(loaded["extra.ema.a.w"], average)
+    (note,) = (note for note in target.notes if note.kind == "carried")
+    assert "extra_state.safetensors" in note.message and note.keys == ("rng_state", "ema", "epoch")
+    again = opened(path)
+    assert again.model.params.keys() == source.weights.keys(), "an average is no second model"
+    assert list(again.extra) == ["rng_state", "ema", "epoch"] and again.extra["epoch"] == 7
 
 
 def test_tied_weights_are_stored_once_under_their_first_name(tmp_path):
