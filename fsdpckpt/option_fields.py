@@ -67,6 +67,7 @@ class Scope(Enum):
     SHARDED = auto()  # a sharded or flattened target
     DTENSORS = auto()  # per-rank files or flat parameters
     SHARDED_OR_KEYED = auto()  # a sharded target, flat parameters, or --key-type
+    REFERENCE = auto()  # as SHARDED_OR_KEYED, and Hugging Face's weights
     KEYED = auto()  # flat parameters, or --key-type
     SAFETENSORS = auto()  # a safetensors target
     WORKERS = auto()  # a run of several workers

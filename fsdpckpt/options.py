@@ -227,11 +227,12 @@ class ConvertOptions:
         scope=(Scope.FLAT_PARAMETERS,),
     )
     reference: str | None = option(
-        "A checkpoint with the model's names, shapes and order.",
+        "A checkpoint with the model's names, shapes and order; for Hugging Face's weights, a directory with its "
+        "config.json and tokenizer.",
         Group.UNITS,
         kind=PATH,
         metavar="PATH",
-        scope=(Scope.SHARDED_OR_KEYED,),
+        scope=(Scope.REFERENCE,),
     )
     parameters: str | None = option(
         "A text file with the names in the order of model.parameters(), one per line.",

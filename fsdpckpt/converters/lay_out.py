@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import posixpath
 import re
 from collections.abc import Iterator, Mapping
@@ -10,9 +9,8 @@ from dataclasses import dataclass, replace
 
 from fsdpckpt.converters.target_spec import TargetSpec
 from fsdpckpt.converters.transform import TransformedCheckpoint
-from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.flat.flatten import write as torch_flat
-from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, Note, Section
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, Note, Section
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.ir.tensors import Tensor
@@ -22,16 +20,10 @@ from fsdpckpt.producers.forms import PLAIN_MESH, PLAIN_NAMES, PLAIN_NESTING, Fla
 from fsdpckpt.producers.table import flavor_named
 from fsdpckpt.readers.beside import side_files
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.verify.elements import first_difference
 from fsdpckpt.writers import dcp, safetensors, torch_full, torch_ranks
 from fsdpckpt.writers.protocol import DtypeRule, Writer, WriteSpec
-from fsdpckpt.writers.torch_full import ties
 
-__all__ = ["WRITERS", "adapt_to_form", "dtype_rule", "export_weights", "lay_out"]
-
-_CONFIG = "config.json"
-_OUTPUT_LAYER = re.compile(r"(^|\.)lm_head\.weight$")  # what transformers leaves out of a model with tied embeddings
-_WORD_EMBEDDINGS = re.compile(r"(^|\.)(embed_tokens|embed_in|wte|word_embeddings|tok_embeddings|embeddings)\.weight$")
+__all__ = ["WRITERS", "adapt_to_form", "dtype_rule", "lay_out"]
 
 WRITERS: Mapping[tuple[Container, Layout], Writer] = {
     (Container.TORCH, Layout.FULL): torch_full.lay_out,
@@ -268,70 +260,3 @@ def _schedule(checkpoint: Checkpoint) -> Value:
 
 def _has(value: Value, keys: frozenset[str]) -> bool:
     return isinstance(value, dict) and keys <= value.keys()
-
-
-def export_weights(checkpoint: Checkpoint, sources: Sources) -> Checkpoint:
-    """``checkpoint`` without second copies of tied weights: those that share memory, and the output layer where the
-    model's configuration ties it to the word embeddings and the two are equal to the byte.
-
-    FSDP saves tied weights under both names, each with its own bytes. Copies that differ both stay, with a note.
-    """
-    model = checkpoint.model
-    if model is None:
-        return checkpoint
-    notes: list[Note] = []
-    first_of = ties([leaf for leaf in model.params.values() if isinstance(leaf, Tensor)])
-    stored: dict[Tensor, str] = {}
-    left_out: dict[str, str] = {}
-    for name, leaf in model.params.items():
-        if isinstance(leaf, Tensor):
-            first = stored.setdefault(first_of.get(leaf, leaf), name)
-            if first != name:
-                left_out[name] = first
-    left_out |= _tied_by_configuration(checkpoint, model, set(left_out), sources, notes)
-    values = [name for name, leaf in model.params.items() if not isinstance(leaf, Tensor)]
-    notes += [Note("tied", f"{name} is left out: it is tied to {first}", name) for name, first in left_out.items()]
-    notes += [Note("dropped", f"{name} is no tensor, and has no place among weights", name) for name in values]
-    params = {name: leaf for name, leaf in model.params.items() if name not in left_out and name not in values}
-    return replace(checkpoint, model=ModelState(params), notes=(*checkpoint.notes, *notes))
-
-
-def _tied_by_configuration(
-    checkpoint: Checkpoint, model: ModelState, known: set[str], sources: Sources, notes: list[Note]
-) -> dict[str, str]:
-    """The output layer to the word embeddings, where ``config.json`` says so and their bytes agree."""
-    heads = [name for name in model.params if _OUTPUT_LAYER.search(name) and name not in known]
-    words = [name for name in model.params if _WORD_EMBEDDINGS.search(name)]
-    if len(heads) != 1 or len(words) != 1 or not _configured(checkpoint, sources):
-        return {}
-    head, word = model.params[heads[0]], model.params[words[0]]
-    if not isinstance(head, Tensor) or not isinstance(word, Tensor) or head.shape != word.shape:
-        return {}
-    if head.dtype == word.dtype:
-        own = (checkpoint.files, sources)
-        if first_difference((head, *own), (word, *own), None) is None:
-            return {heads[0]: words[0]}
-    message = f"{_CONFIG} ties {heads[0]} to {words[0]}, and their values differ: both are written"
-    notes.append(Note("tied", message, heads[0]))
-    return {}
-
-
-def _configured(checkpoint: Checkpoint, sources: Sources) -> bool:
-    """Whether a configuration beside the checkpoint says that words are tied."""
-    for folder in (checkpoint.directory, f"{checkpoint.directory.rstrip('/')}/huggingface"):
-        path = f"{folder.rstrip('/')}/{_CONFIG}"
-        if not checkpoint.directory or sources.stat(path) is None:
-            continue
-        source = sources.open(path)
-        try:
-            document = json.loads(source.read(0, source.nbytes))
-        except (ValueError, RecursionError) as error:
-            raise SourceCorruptError(
-                f"{path} is no JSON",
-                file=path,
-                why="the copy did not finish, or it was edited by hand",
-                next_step="restore it from the model's own directory, or move it away",
-            ) from error
-        text = document.get("text_config", document) if isinstance(document, dict) else {}
-        return isinstance(text, dict) and text.get("tie_word_embeddings", document.get("tie_word_embeddings")) is True
-    return False

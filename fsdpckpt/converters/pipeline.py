@@ -25,7 +25,8 @@ import numpy.typing as npt
 from fsdpckpt.comm.liveness import ProcessIdentity, kill_stopped, process_identity
 from fsdpckpt.comm.protocol import Group, Solo, original_error
 from fsdpckpt.converters.check import OutputCheck
-from fsdpckpt.converters.lay_out import adapt_to_form, dtype_rule, export_weights, lay_out
+from fsdpckpt.converters.huggingface import finish_export
+from fsdpckpt.converters.lay_out import adapt_to_form, dtype_rule, lay_out
 from fsdpckpt.converters.overwrite import find_replaceable, still_replaceable
 from fsdpckpt.converters.publish import Upload
 from fsdpckpt.converters.report import PlannedFile, Report, encode_manifest, put_manifest, replaced_files
@@ -133,7 +134,8 @@ def prepare(source: str, target: str, options: ConvertOptions, sources: Sources)
         options = replace(options, key_type=spec.form.key_type if opened.optim is not None else None)
     transformed = transform(opened, options, spec, sources)
     if spec.form is not None and spec.form.weights:
-        transformed = replace(transformed, checkpoint=export_weights(transformed.checkpoint, sources))
+        weights, side_files = finish_export(transformed.checkpoint, side_files, options.reference, sources)
+        transformed = replace(transformed, checkpoint=weights)
     output = lay_out(transformed, spec, options, side_files)
     return Prepared(transformed, spec, output, make_plan(output))
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import posixpath
+import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fsdpckpt.converters.target_spec import TargetSpec
 from fsdpckpt.converters.transform import TransformedCheckpoint
-from fsdpckpt.ir.checkpoint import Note
+from fsdpckpt.ir.checkpoint import Container, Note
 from fsdpckpt.ir.targets import Target
 from fsdpckpt.ir.units_json import encode
 from fsdpckpt.producers.forms import PLAIN
@@ -116,11 +118,12 @@ def encode_manifest(
     checkpoint = transformed.checkpoint
     key_type = checkpoint.optim.key_type if checkpoint.optim is not None else None
     notes = [*checkpoint.notes, *target.notes]
+    public = spec.container is Container.SAFETENSORS  # which people upload
     document = {
         "program": "fsdpckpt",
         "version": __version__,
         "format": 1,
-        "source": checkpoint.source,
+        "source": _without_directories(checkpoint.source, (checkpoint.source,)) if public else checkpoint.source,
         "source_layout": checkpoint.layout,
         "source_container": checkpoint.container,
         "source_world_size": checkpoint.world_size,
@@ -131,13 +134,36 @@ def encode_manifest(
         "mesh": str(spec.mesh.mesh) if spec.mesh is not None else None,
         "key_type": transformed.key_type if key_type is not None and transformed.units is not None else key_type,
         "units": encode(transformed.units) if transformed.units is not None else None,
-        "notes": [{"kind": note.kind, "key": note.key, "message": note.message} for note in notes],
+        "notes": [
+            {
+                "kind": note.kind,
+                "key": note.key,
+                "message": _without_directories(note.message, (checkpoint.source, checkpoint.directory))
+                if public
+                else note.message,
+            }
+            for note in notes
+        ],
         "undetermined": [key for note in notes if note.kind == "undetermined" for key in note.keys],
         "files": {file.path: {"nbytes": file.nbytes, "crc32": f"{crcs[file.path]:08x}"} for file in target.files},
         "digests": dict(digests),
     }
     body = json.dumps(document, indent=1).removesuffix("\n}")
     return f'{body}{SEAL}{zlib.crc32(body.encode()):08x}"\n}}\n'.encode()
+
+
+# A path with a directory in it that begins at the root, in a drive or with a scheme.
+_DIRECTORIES = re.compile(r"(?<![\w.:/-])(?:[A-Za-z][\w+.-]*:/)?/(?:[^\s:;,'\"]*/)*")
+
+
+def _without_directories(text: str, known: Sequence[str] = ()) -> str:
+    """``text`` with the last name alone of every path in it that says where something lies on this machine.
+
+    ``known``: paths that may have blanks in them.
+    """
+    for path in sorted(filter(None, known), key=len, reverse=True):
+        text = text.replace(path, posixpath.basename(path.rstrip("/")) or ".")
+    return _DIRECTORIES.sub("", text)
 
 
 def put_manifest(staging: Staging, data: bytes) -> None:

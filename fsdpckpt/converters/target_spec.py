@@ -109,7 +109,7 @@ def _producer_spec(flavor: Flavor, form: Form, options: ConvertOptions, source: 
     world_size = ranks_of(flavor, form, options, source)
     if is_per_rank(form.layout, form.container):
         _require_ranks(world_size)
-    _refuse_unused(form.layout, form.container, options, source.layout)
+    _refuse_unused(form.layout, form.container, options, source.layout, weights=form.weights)
     return TargetSpec(form.layout, form.container, world_size, options.tensor, form.directory, flavor, form)
 
 
@@ -130,8 +130,10 @@ def _why_full(container: Container, suffix: str) -> str:
     return f"one file ({suffix})" if suffix in TORCH_SUFFIXES else "--to full"
 
 
-def _refuse_unused(layout: Layout, container: Container, options: ConvertOptions, source_layout: Layout) -> None:
-    refuse_target_options(options, layout=layout, container=container, source_layout=source_layout)
+def _refuse_unused(
+    layout: Layout, container: Container, options: ConvertOptions, source_layout: Layout, *, weights: bool = False
+) -> None:
+    refuse_target_options(options, layout=layout, container=container, source_layout=source_layout, weights=weights)
     if options.max_shard_size < 1:
         raise UsageError(
             "--max-shard-size is too small", found=str(options.max_shard_size), next_step="--max-shard-size 5GB"
@@ -191,9 +193,12 @@ def check_options(options: ConvertOptions) -> None:
 
 
 def refuse_target_options(
-    options: ConvertOptions, *, layout: Layout, container: Container, source_layout: Layout
+    options: ConvertOptions, *, layout: Layout, container: Container, source_layout: Layout, weights: bool = False
 ) -> None:
-    """Raises UsageError for an option that a target of this layout and container has no use for."""
+    """Raises UsageError for an option that a target of this layout and container has no use for.
+
+    ``weights``: the target is one for Hugging Face's libraries.
+    """
     per_rank = layout is Layout.SHARDED and container is Container.TORCH
     flat = Layout.FLATTENED in (layout, source_layout)
     keyed = flat or options.key_type is not None
@@ -203,6 +208,7 @@ def refuse_target_options(
         (Scope.DTENSORS, flat or per_rank, "--to sharded --container torch"),
         (Scope.KEYED, keyed, "--key-type name"),
         (Scope.SHARDED_OR_KEYED, layout is Layout.SHARDED or keyed, "--to sharded or --key-type"),
+        (Scope.REFERENCE, layout is Layout.SHARDED or keyed or weights, "--to sharded or --flavor huggingface"),
         (Scope.SAFETENSORS, container is Container.SAFETENSORS, "--container safetensors"),
     ):
         for option in given(options, scope) if not applies else ():

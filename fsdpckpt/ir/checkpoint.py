@@ -88,6 +88,7 @@ NoteKind: TypeAlias = Literal[
     "staged",
     "stray",
     "tied",
+    "unconfigured",
     "undetermined",
     "unflattened",
     "units",

@@ -13,9 +13,10 @@ import os
 import posixpath
 import re
 import zlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from fsdpckpt.errors import SourceMissingError
 from fsdpckpt.ir.checkpoint import (
     Checkpoint,
     Evidence,
@@ -46,6 +47,7 @@ __all__ = [
     "auxiliary",
     "check_listing",
     "describes_model",
+    "files_of_model",
     "flavor_of",
     "listed",
     "read_manifest",
@@ -287,6 +289,33 @@ class SideFiles:
     sources: list[SourceFile] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
 
+    def add(self, files: Mapping[str, Entry], known: Sequence[SourceFile]) -> None:
+        """Take ``files``, by target name. ``known``: the files of the checkpoint, of which some were read as extras."""
+        numbers = {file.path: number for number, file in enumerate((*known, *self.sources))}
+        for target_name, entry in files.items():
+            if entry.path not in numbers:
+                numbers[entry.path] = len(numbers)
+                self.sources.append(SourceFile(entry.path, entry.nbytes))
+            chunks = Chunks.whole(file=numbers[entry.path], offset=0, shape=(entry.nbytes,))
+            self.files[target_name] = Tensor(DTYPES["uint8"], (entry.nbytes,), chunks)
+
+
+def files_of_model(directory: str, known: Sequence[SourceFile], sources: Sources) -> SideFiles:
+    """What Hugging Face's libraries keep beside weights, from ``directory``; nothing when it is a file.
+
+    Raises SourceMissingError when it does not exist.
+    """
+    taken = SideFiles()
+    entry = sources.stat(directory)
+    if entry is None:
+        raise SourceMissingError(f"--reference {directory} does not exist", file=directory)
+    if entry.directory:
+        entries = {one.name: one for one in sources.list_directory(directory) if describes_model(one.name)}
+        taken.add({name: one for name, one in sorted(entries.items()) if not one.directory}, known)
+    if taken.files:
+        taken.notes.append(_note("carried", f"copied from {directory}", list(taken.files)))
+    return taken
+
 
 def side_files(
     checkpoint: Checkpoint, target: Flavor, world_size: int | None, sources: Sources, *, only: Section | None = None
@@ -318,14 +347,7 @@ def side_files(
         chosen = {name: name for name in chosen if not pattern or re.search(pattern, name) is None}
     if same:
         chosen = _by_rank(chosen, target.rank_files, world_size, taken)
-    numbers = {file.path: number for number, file in enumerate(checkpoint.files)}  # some were read, as extras
-    for target_name, name in chosen.items():
-        path, nbytes = files[name].path, files[name].nbytes
-        if path not in numbers:
-            numbers[path] = len(numbers)
-            taken.sources.append(SourceFile(path, nbytes))
-        chunks = Chunks.whole(file=numbers[path], offset=0, shape=(nbytes,))
-        taken.files[target_name] = Tensor(DTYPES["uint8"], (nbytes,), chunks)
+    taken.add({target_name: files[name] for target_name, name in chosen.items()}, checkpoint.files)
     if chosen:
         taken.notes.append(_note("carried", "copied as they are", list(chosen)))
     used = {name.partition("/")[0] for name in chosen.values()}

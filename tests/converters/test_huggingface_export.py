@@ -8,18 +8,20 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+import fsdpckpt
 from fsdpckpt.comm.protocol import Solo
 from fsdpckpt.converters.pipeline import convert
 from fsdpckpt.converters.report import Report
-from fsdpckpt.errors import SourceCorruptError
+from fsdpckpt.errors import SourceCorruptError, SourceMissingError, UsageError
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.progress import NoProgress
 
 
-def export(source: Path, target: Path) -> Report:
-    return convert(Solo(), str(source), str(target), ConvertOptions(flavor="huggingface"), NoProgress())
+def export(source: Path, target: Path, **options: object) -> Report:
+    chosen = ConvertOptions(flavor="huggingface", **options)  # type: ignore[arg-type]
+    return convert(Solo(), str(source), str(target), chosen, NoProgress())
 
 
 def saved(path: Path, content: dict[str, object], configuration: str | None = None) -> Path:
@@ -63,3 +65,70 @@ def test_a_configuration_that_is_no_json_is_refused(tmp_path: Path) -> None:
     content: dict[str, object] = {"wte.weight": torch.randn(3, 2), "lm_head.weight": torch.randn(3, 2)}
     with pytest.raises(SourceCorruptError, match="no JSON"):
         export(saved(tmp_path / "run", content, '{"tie_word'), tmp_path / "out")
+
+
+WEIGHTS: dict[str, object] = {"model.embed_tokens.weight": torch.randn(7, 5), "model.norm.weight": torch.randn(5)}
+
+
+def reference(path: Path, weights: dict[str, torch.Tensor] | None = None) -> Path:
+    """The directory of a model that somebody downloaded."""
+    path.mkdir()
+    for name in ("tokenizer.json", "generation_config.json", "README.md", "training_args.bin"):
+        (path / name).write_text(f'{{"of": "{name}"}}')
+    (path / "config.json").write_text('{"tie_word_embeddings": true}')
+    if weights is not None:
+        save_file(weights, path / "model.safetensors")
+    return path
+
+
+def test_a_directory_without_a_configuration_says_what_from_pretrained_needs(tmp_path: Path) -> None:
+    report = export(saved(tmp_path / "run", WEIGHTS), tmp_path / "out")
+    (note,) = (note.message for note in report.notes if note.kind == "unconfigured")
+    assert "config.json" in note and "--reference DIR" in note
+
+
+@pytest.mark.parametrize("with_weights", [False, True])
+def test_a_reference_gives_configuration_and_tokenizer(tmp_path: Path, with_weights: bool) -> None:
+    words = torch.randn(7, 5)
+    content = {**WEIGHTS, "model.embed_tokens.weight": words, "lm_head.weight": words.clone()}
+    named = {name: torch.zeros_like(tensor) for name, tensor in WEIGHTS.items() if isinstance(tensor, torch.Tensor)}
+    model = reference(tmp_path / "llama", named if with_weights else None)  # tied: it has no lm_head.weight
+    source = saved(tmp_path / "run", content, '{"tie_word_embeddings": false}')
+    report = export(source, tmp_path / "out", reference=str(model))
+    written = {path.name for path in (tmp_path / "out").iterdir()}
+    described = {"config.json", "tokenizer.json", "generation_config.json"}
+    assert written == {"model.safetensors", "fsdpckpt.json", *described}
+    assert all((tmp_path / "out" / name).read_bytes() == (model / name).read_bytes() for name in described)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == WEIGHTS.keys() and torch.equal(found["model.embed_tokens.weight"], words)
+    assert not any(note.kind == "unconfigured" for note in report.notes)
+    assert any(note.kind == "carried" and "llama" in note.message for note in report.notes)
+    text = (tmp_path / "out" / "fsdpckpt.json").read_text()
+    assert str(tmp_path) not in text and json.loads(text)["source"] == "run", "people upload it"
+
+
+def test_weights_that_are_not_the_references_are_refused_by_name_and_shape(tmp_path: Path) -> None:
+    other = {"model.embed_tokens.weight": torch.zeros(9, 5), "model.other.weight": torch.zeros(5)}
+    with pytest.raises(SourceCorruptError, match="do not fit") as caught:
+        export(saved(tmp_path / "run", WEIGHTS), tmp_path / "out", reference=str(reference(tmp_path / "llama", other)))
+    details = "\n".join(caught.value.details)
+    assert "model.embed_tokens.weight: expected [9, 5], found [7, 5]" in details
+    assert "model.norm.weight: not in" in details and "model.other.weight: not in" in details
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_reference_that_is_not_there_and_one_that_nothing_needs_are_errors(tmp_path: Path) -> None:
+    source = saved(tmp_path / "run", WEIGHTS)
+    with pytest.raises(SourceMissingError, match="does not exist"):
+        export(source, tmp_path / "out", reference=str(tmp_path / "nowhere"))
+    with pytest.raises(UsageError, match="--reference has no effect"):
+        fsdpckpt.convert(source, tmp_path / "full.pt", reference=tmp_path)
+
+
+def test_no_safetensors_directory_says_where_it_was_made(tmp_path: Path) -> None:
+    source = saved(tmp_path / "run", {**WEIGHTS, "cell._extra_state": {"seen": 5}})
+    (source / "notes.txt").write_text("not carried")
+    fsdpckpt.convert(source, tmp_path / "out", container="safetensors")
+    assert str(tmp_path) not in (tmp_path / "out" / "fsdpckpt.json").read_text()
+    fsdpckpt.convert(source, tmp_path / "dcp", to="sharded", flavor="plain")
+    assert str(source) in (tmp_path / "dcp" / "fsdpckpt.json").read_text(), "what stays here says where it is from"

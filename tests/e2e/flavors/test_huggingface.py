@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,25 @@ def test_the_export_has_what_transformers_writes_and_loads(trained: tuple[nn.Mod
 
     loaded = LlamaForCausalLM.from_pretrained(target)
     tokens = torch.arange(9).reshape(1, 9)
+    model.eval()
+    assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+
+
+def test_a_reference_makes_a_bare_checkpoint_one_that_transformers_loads(
+    trained: tuple[nn.Module, Path], tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+    model, run = trained
+    bare, base = tmp_path / "checkpoint-7", tmp_path / "base"
+    shutil.copytree(run / "checkpoint-7" / "pytorch_model_fsdp_0", bare / "pytorch_model_fsdp_0")
+    report = written(bare, tmp_path / "alone", flavor="huggingface")
+    assert any("--reference" in note.message for note in report.notes if note.kind == "unconfigured")
+    with pytest.raises((OSError, ValueError), match=r"config\.json|model_type"):  # as the note says
+        AutoModelForCausalLM.from_pretrained(tmp_path / "alone")
+    LlamaForCausalLM(model.config).save_pretrained(base)  # another model's weights, of the same names and shapes
+    written(bare, tmp_path / "out", flavor="huggingface", reference=str(base))
+    loaded, tokens = AutoModelForCausalLM.from_pretrained(tmp_path / "out"), torch.arange(9).reshape(1, 9)
     model.eval()
     assert torch.equal(loaded(tokens).logits, model(tokens).logits)
 
