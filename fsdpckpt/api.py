@@ -219,9 +219,10 @@ def open(source: Path) -> LazyCheckpoint:  # noqa: A001  # the contract's name: 
 def save_units(model: nn.Module, optimizer: Optimizer | None, path: Path) -> None:
     """Write what FSDP1 does not save: the names, shapes and order of the parameters in each flat parameter.
 
-    Call it once after wrapping, on every rank or on rank 0 alone; rank 0 writes ``path``, a ``.json`` file or a
-    directory that gets a ``units.json``. Write it beside the checkpoints, where ``fsdpckpt`` finds it. Raises
-    UsageError for a model without FSDP1 modules: FSDP2 needs no units file.
+    Call it once after wrapping, on every rank, or on rank 0 alone where all optimizers list the same parameters in the
+    same order; rank 0 writes ``path``, a ``.json`` file or a directory that gets a ``units.json``. Write it beside the
+    checkpoints, where ``fsdpckpt`` finds it. Raises UsageError for a model without FSDP1 modules: FSDP2 needs no units
+    file.
     """
     require_torch("save_units needs")
     from fsdpckpt.flat.live.save import save_units as save

@@ -13,6 +13,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager as Context
 from contextlib import nullcontext
+from importlib import import_module
 from typing import Any, Protocol, Self, TypeAlias
 
 from fsdpckpt import errors
@@ -34,6 +35,12 @@ class Group(Protocol):
     backend: str | None
     device: Any
     transport: Any
+
+    @classmethod
+    def over(cls, process_group: Any = None, *, device: Any = None) -> Group:
+        """The ranks of a live process group, as ``TorchGroup.over``."""
+        group: Group = import_module("fsdpckpt.comm.torch_group").TorchGroup.over(process_group, device=device)
+        return group
 
     @abstractmethod
     def step(self, name: str, *, agree: str = "") -> Context[None]:

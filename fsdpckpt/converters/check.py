@@ -167,7 +167,7 @@ def _match(
     ``opener`` opens the output. Raises InternalError when they are not the same tensors.
     """
     expected, units = transformed.checkpoint, transformed.units
-    written = _reopen(path, opener, locate=level is VerifyLevel.FULL)
+    written = _reopen(path, opener, locate=level is VerifyLevel.FULL, units=units)
     if units is not None:
         written = _named(written, units, path)
     wrong = [problem.message for problem in written.problems if problem.fatal]
@@ -208,9 +208,9 @@ def _not_as_planned(path: str, wrong: Sequence[str]) -> InternalError:
     )
 
 
-def _reopen(path: str, sources: Sources, *, locate: bool) -> Checkpoint:
+def _reopen(path: str, sources: Sources, *, locate: bool, units: Units | None = None) -> Checkpoint:
     try:
-        return open_checkpoint(path, sources=sources, locate=locate)
+        return open_checkpoint(path, sources=sources, locate=locate, units=units)
     except FsdpckptError as error:  # our own output: whatever is wrong with it is no fault of the user's source
         raise InternalError(f"the output does not read back: {error.what}", details=error.details) from error
 

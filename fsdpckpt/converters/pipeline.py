@@ -60,6 +60,7 @@ from fsdpckpt.execute.job import (
 from fsdpckpt.execute.journal import Finished, Recorder, RunIdentity, first_record, joined, run_of
 from fsdpckpt.execute.output import target_differs
 from fsdpckpt.execute.shared_sources import content_identities, find_visible, serve_sources, union_sources
+from fsdpckpt.flat.units.source import load_units
 from fsdpckpt.garbage import set_aside, without_collection
 from fsdpckpt.ir.checkpoint import Note, SourceFile
 from fsdpckpt.ir.targets import Target
@@ -120,7 +121,8 @@ class Prepared:
 
 def prepare(source: str, target: str, options: ConvertOptions, sources: Sources) -> Prepared:
     """Read ``source``, transform it, lay ``target`` out and plan the copies. Tensor data is not read."""
-    opened = open_checkpoint(source, sources=sources, locate=True, only=options.only)
+    units = load_units(options.units, sources) if options.units is not None else None
+    opened = open_checkpoint(source, sources=sources, locate=True, only=options.only, units=units)
     mesh = requested_mesh(options, opened, sources)
     options = with_mesh(options, opened.layout, mesh)
     spec = on_mesh(make_target_spec(target, options, opened), opened, mesh)

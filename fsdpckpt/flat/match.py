@@ -200,6 +200,9 @@ class _Matching:
         if not self.flat_optimizer:
             yield from self._whole_optimizer(optim)
             return
+        if optim.key_type == "id" and self.units.orders != self.checkpoint.orders:
+            yield "the optimizers of the ranks are in other orders by the units than by what their ids were read with"
+            return
         matching = KeyMatching(optim, self.units)
         yield from matching.contradictions()
         self.keys, self.named_groups = matching.keys, matching.named_groups
@@ -324,11 +327,21 @@ class KeyMatching:
             yield names
             return
         for number, (listed, members) in enumerate(zip(ids, names, strict=True)):
+            if self._lacks_unmanaged(listed, members):
+                self.keys.update((key, self.units.id_order()[key]) for key in listed if isinstance(key, int))
+                continue
             if len(listed) != len(members):
                 yield f"param group {number} lists {len(listed)} parameters, by the units it has {len(members)}"
                 return
             self.keys.update(zip(listed, members, strict=True))
         yield from self._compare_param_names(groups)
+
+    def _lacks_unmanaged(self, listed: Sequence[ParamKey], members: Sequence[str]) -> bool:
+        """Whether a group lists all of ``members``, by id, but unmanaged parameters that have no entry."""
+        order = self.units.id_order()
+        ids = [key for key in listed if isinstance(key, int) and key < len(order)]
+        absent = set(members) - {order[key] for key in ids}
+        return len(ids) == len(listed) < len(members) and absent <= {param.name for param in self.units.unmanaged}
 
     def _groups(self, lengths: Sequence[int], groups: Sequence[Mapping[Key, Value]]) -> Sequence[Sequence[str]] | str:
         """The keys of each param group, or why they are not known."""

@@ -10,7 +10,7 @@ from typing import Final, Literal, TypeAlias
 import numpy as np
 
 from fsdpckpt.ir.tensors import Int64Array, Tensor
-from fsdpckpt.ir.units import Units
+from fsdpckpt.ir.units import RankOrder, Units
 from fsdpckpt.ir.values import Key, Value, leaf_tensors
 from fsdpckpt.ir.vocabulary import Container, KeyType, Layout, Section
 
@@ -78,6 +78,7 @@ NoteKind: TypeAlias = Literal[
     "normalised",
     "not-carried",
     "optimizer-found",
+    "orders",
     "plain",
     "rekeyed",
     "renamed",
@@ -325,6 +326,8 @@ class Checkpoint:
     ``mesh_devices``: the device types of the meshes that its DTensors are on.
     ``manifest``: that of the directory, when this program wrote it. ``nesting``: the path of keys under which a DCP
     checkpoint has each section, and ``flattened_keys`` whether its optimizer's keys are ``state.<name>.<state>``.
+    ``orders``: ``Units.orders`` by which the ids of the ranks' optimizers were read, so that an id is one parameter on
+    all of them.
     """
 
     source: str
@@ -348,6 +351,7 @@ class Checkpoint:
     nesting: Mapping[Section, tuple[Key, ...]] = field(default_factory=dict)
     flattened_keys: bool = False
     mesh_devices: frozenset[str] = frozenset()
+    orders: tuple[RankOrder, ...] = ()
 
     def tensors(self) -> Iterator[NamedTensor]:
         """Every tensor of every section: model, then optimizer (its user-added entries last), then extra."""

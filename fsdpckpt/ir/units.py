@@ -12,13 +12,19 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
+from typing import TypeAlias, TypeVar
 
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.vocabulary import Strategy
 
-__all__ = ["FLAT_PARAM", "Strategy", "Unit", "UnitParam", "Units", "flaws"]
+__all__ = ["FLAT_PARAM", "Groups", "RankOrder", "Strategy", "Unit", "UnitParam", "Units", "flaws"]
 
 FLAT_PARAM = "_flat_param"
+
+_Item = TypeVar("_Item")
+
+Groups: TypeAlias = tuple[tuple[str, ...], ...]
+"""What each param group of an optimizer holds, in the order of ids: parameter names, or keys of units."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +85,14 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True)
+class RankOrder:
+    """The groups of the optimizers on ``ranks``, where they are not ``Units.groups``."""
+
+    ranks: tuple[int, ...]
+    groups: Groups
+
+
+@dataclass(frozen=True, slots=True)
 class Units:
     """All units of one model, and what else is needed to read or write its flattened checkpoints.
 
@@ -87,7 +101,8 @@ class Units:
     original names, a shared parameter once. ``groups``: for each group of the optimizer its parameters in the order of
     their ids: original names, or with ``use_orig_params=False`` the ``key`` of a unit; None when not known, which
     means one group in ``model.parameters()`` order. ``world_size``: ranks when it was recorded, None when it is for
-    any. ``shard_size``: ranks in one sharding group, None for all of them (HYBRID_SHARD has fewer).
+    any. ``shard_size``: ranks in one sharding group, None for all of them (HYBRID_SHARD has fewer). ``orders``: the
+    ranks whose optimizers list their parameters in another order, or lack some; ``groups`` then lists what any has.
     """
 
     units: tuple[Unit, ...]
@@ -95,9 +110,10 @@ class Units:
     parameters: tuple[str, ...]
     unmanaged: tuple[UnitParam, ...] = ()
     shared: tuple[tuple[str, str], ...] = ()
-    groups: tuple[tuple[str, ...], ...] | None = None
+    groups: Groups | None = None
     world_size: int | None = None
     shard_size: int | None = None
+    orders: tuple[RankOrder, ...] = ()
 
     def params(self) -> dict[str, UnitParam]:
         """Every original parameter by name, in the order of units, unmanaged ones last."""
@@ -122,6 +138,10 @@ class Units:
     def id_order(self) -> tuple[str, ...]:
         """What the ids of an optimizer count: ``groups`` one after the other, else ``optimizer_keys``."""
         return self.optimizer_keys() if self.groups is None else tuple(key for group in self.groups for key in group)
+
+    def groups_of(self, rank: int) -> Groups | None:
+        """The groups of the optimizer on ``rank``; None as for ``groups``."""
+        return next((order.groups for order in self.orders if rank in order.ranks), self.groups)
 
 
 @dataclass(slots=True)
@@ -180,7 +200,7 @@ def _repeated(units: Units) -> Iterator[str]:
     yield from (f"groups: {key} is in {times} places" for key, times in _twice(listed))
 
 
-def _twice(names: Iterable[str]) -> list[tuple[str, int]]:
+def _twice(names: Iterable[_Item]) -> list[tuple[_Item, int]]:
     return [(name, times) for name, times in Counter(names).items() if times > 1]
 
 
@@ -196,6 +216,18 @@ def _orders(units: Units) -> Iterator[str]:
     kind = "parameter" if units.use_orig_params else "flat parameter or unmanaged parameter"
     for group in units.groups or ():
         yield from (f"groups: {key} is no {kind} of these units" for key in group if key not in keys)
+    for number, order in enumerate(units.orders):
+        yield from (f"orders[{number}]: {text}" for text in _order_flaws(order, units.groups or ()))
+
+
+def _order_flaws(order: RankOrder, groups: Groups) -> Iterator[str]:
+    if len(order.groups) != len(groups):
+        yield f"{len(order.groups)} groups, and groups has {len(groups)}"
+        return
+    for index, (own, every) in enumerate(zip(order.groups, groups, strict=True)):
+        known = set(every)
+        yield from (f"{key} is not in group {index} of groups" for key in own if key not in known)
+        yield from (f"{key} is listed {times} times" for key, times in _twice(own))
 
 
 def _astray(units: Units) -> Iterator[str]:
@@ -254,6 +286,9 @@ def _shared_flaws(units: Units) -> Iterator[str]:
 
 def _rank_flaws(units: Units) -> Iterator[str]:
     world, shard = units.world_size, units.shard_size
+    ranks = [rank for order in units.orders for rank in order.ranks]
+    yield from (f"orders: rank {rank} has {times}" for rank, times in _twice(ranks))
+    yield from (f"orders: there is no rank {rank}" for rank in ranks if world is None or rank >= world)
     if world is not None and shard is not None and world % shard:
         yield f"shard_size: {world} ranks are no whole number of sharding groups of {shard}"
     if shard not in (None, world) and any(

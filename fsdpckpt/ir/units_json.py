@@ -1,7 +1,7 @@
 """The units file: ``Units`` as a JSON document a person can read, and back, with everything in it checked.
 
 ``{"format": "fsdpckpt-units", "version": 1, ...}``: fields that hold their default (row-major ``stride``,
-``requires_grad`` true) are left out.
+``requires_grad`` true) are left out. Version 2 has ``orders``, which only optimizers that differ by rank need.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from math import prod
 
 from fsdpckpt.errors import SourceCorruptError, SourceUnrecognisedError, SourceUnsupportedError
 from fsdpckpt.ir.dtypes import DTYPES, DType
-from fsdpckpt.ir.units import Strategy, Unit, UnitParam, Units, flaws
+from fsdpckpt.ir.units import Groups, RankOrder, Strategy, Unit, UnitParam, Units, flaws
 from fsdpckpt.version import __version__
 
 __all__ = [
@@ -33,7 +33,7 @@ __all__ = [
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
 FORMAT = "fsdpckpt-units"
-VERSION = 1
+VERSION = 2
 UNITS_FILE = "units.json"
 """What ``save_units`` calls the file in a checkpoint's directory."""
 
@@ -43,9 +43,10 @@ MOST_BYTES = 1 << 26
 _AGAIN = "write it again with fsdpckpt.save_units in the training script, or with `fsdpckpt units`"
 _UNIT_FIELDS = ("prefix", "strategy", "param_dtype", "params")
 _PARAM_FIELDS = ("name", "shape", "dtype", "stride", "requires_grad")
+_ORDER_FIELDS = ("ranks", "groups")
 _FIELDS = (
     *("format", "version", "program", "how", "use_orig_params", "world_size", "shard_size"),
-    *("units", "unmanaged", "shared", "parameters", "groups"),
+    *("units", "unmanaged", "shared", "parameters", "groups", "orders"),
 )
 
 
@@ -56,7 +57,7 @@ def encode(units: Units, *, how: Sequence[str] = ()) -> dict[str, Json]:
     """
     return {
         "format": FORMAT,
-        "version": VERSION,
+        "version": VERSION if units.orders else 1,
         "program": f"fsdpckpt {__version__}",
         **({"how": list(how)} if how else {}),
         "use_orig_params": units.use_orig_params,
@@ -67,7 +68,12 @@ def encode(units: Units, *, how: Sequence[str] = ()) -> dict[str, Json]:
         "shared": [list(pair) for pair in units.shared],
         "parameters": list(units.parameters),
         "groups": None if units.groups is None else [list(group) for group in units.groups],
+        **({"orders": [_order(order) for order in units.orders]} if units.orders else {}),
     }
+
+
+def _order(order: RankOrder) -> dict[str, Json]:
+    return {"ranks": list(order.ranks), "groups": [list(group) for group in order.groups]}
 
 
 def _unit(unit: Unit) -> dict[str, Json]:
@@ -200,7 +206,6 @@ def _decoded(document: Mapping[str, object], reader: Fields) -> Units:
     if not isinstance(document.get("program", ""), str):
         reader.complain("program", "a string", document["program"])
     reader.strings(document.get("how", []), "how")
-    groups = document.get("groups")
     return Units(
         units=tuple(
             _decoded_unit(reader.record(item, f"units[{number}]"), f"units[{number}]", reader)
@@ -212,15 +217,25 @@ def _decoded(document: Mapping[str, object], reader: Fields) -> Units:
         shared=tuple(
             reader.pair(item, f"shared[{number}]") for number, item in enumerate(reader.items(document, "shared", ""))
         ),
-        groups=None
-        if groups is None
-        else tuple(
-            reader.strings(group, f"groups[{number}]")
-            for number, group in enumerate(reader.items(document, "groups", ""))
-        ),
+        groups=None if document.get("groups") is None else _decoded_groups(document, "", reader),
         world_size=reader.count(document, "world_size"),
         shard_size=reader.count(document, "shard_size"),
+        orders=tuple(
+            _decoded_order(reader.record(item, f"orders[{number}]"), f"orders[{number}]", reader)
+            for number, item in enumerate(reader.items(document, "orders", "") if "orders" in document else ())
+        ),
     )
+
+
+def _decoded_groups(fields: Mapping[str, object], where: str, reader: Fields) -> Groups:
+    place = _place(where, "groups")
+    groups = enumerate(reader.items(fields, "groups", where))
+    return tuple(reader.strings(group, f"{place}[{number}]") for number, group in groups)
+
+
+def _decoded_order(fields: Mapping[str, object], where: str, reader: Fields) -> RankOrder:
+    reader.only(fields, _ORDER_FIELDS, where)
+    return RankOrder(reader.ranks(fields.get("ranks"), f"{where}.ranks"), _decoded_groups(fields, where, reader))
 
 
 def _decoded_unit(fields: Mapping[str, object], where: str, reader: Fields) -> Unit:
@@ -335,6 +350,12 @@ class Fields:
             return value[0], value[1]
         self.complain(where, "the later and the first name of a shared parameter", value)
         return "", ""
+
+    def ranks(self, value: object, where: str) -> tuple[int, ...]:
+        if isinstance(value, list) and all(type(item) is int and 0 <= item < _MOST for item in value):
+            return tuple(value)
+        self.complain(where, "a list of ranks", value)
+        return ()
 
     def sizes(self, value: object, where: str) -> tuple[int, ...]:
         if (

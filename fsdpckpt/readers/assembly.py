@@ -106,6 +106,7 @@ def join(source: str, parts: Sequence[ReadPart], files: FileTable, *, flavor: st
         nesting=_nesting(parts),
         flattened_keys=any(part.sections.flattened for part in parts),
         mesh_devices=frozenset(device for part in parts for device in part.tree.devices),
+        orders=next((part.tree.orders for part in parts if part.tree.orders), ()),
     )
 
 

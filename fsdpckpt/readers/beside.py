@@ -34,6 +34,7 @@ from fsdpckpt.ir.checkpoint import (
 )
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Chunks, Tensor
+from fsdpckpt.ir.units import Units
 from fsdpckpt.producers.forms import PLAIN, Flavor, RankFile
 from fsdpckpt.producers.table import export_files, flavor_named, recognise
 from fsdpckpt.readers.protocol import MANIFEST, UNITS
@@ -50,6 +51,7 @@ __all__ = [
     "files_of_model",
     "flavor_of",
     "listed",
+    "manifest_units",
     "read_manifest",
     "side_files",
     "with_manifest",
@@ -98,6 +100,18 @@ def with_manifest(checkpoint: Checkpoint, directory: str, names: Collection[str]
         checkpoint.flavor = flavor
     evidence = Evidence(EvidenceKind.MANIFEST, f"{MANIFEST}: written by fsdpckpt {document.get('version')}")
     return replace(checkpoint, manifest=manifest, evidence=(*checkpoint.evidence, evidence))
+
+
+def manifest_units(directory: str, names: Iterable[str], sources: Sources) -> Units | None:
+    """The units in the manifest of ``directory`` that say how the optimizers of the ranks differ, if it has such."""
+    if MANIFEST not in names:
+        return None
+    source = sources.open(_path(directory))
+    if b'"orders"' not in source.read(0, source.nbytes):
+        return None
+    document, _ = _document(directory, names, sources)
+    units = units_in_manifest(document, _path(directory))
+    return units.units if units is not None else None
 
 
 def with_units(checkpoint: Checkpoint, beside: BesideUnits) -> None:

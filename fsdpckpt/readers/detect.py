@@ -27,15 +27,16 @@ from fsdpckpt.garbage import without_collection
 from fsdpckpt.ir.checkpoint import Checkpoint, Evidence, EvidenceKind, Note, Section
 from fsdpckpt.ir.invariants import problems
 from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.units import Units
 from fsdpckpt.producers.forms import PLAIN
 from fsdpckpt.producers.table import EXPORT_DIRECTORIES, export_files, flavor_named, recognise
 from fsdpckpt.readers import READERS
 from fsdpckpt.readers.assembly import ReadPart, join, read_part
-from fsdpckpt.readers.beside import flavor_of, with_manifest, with_units
+from fsdpckpt.readers.beside import flavor_of, manifest_units, with_manifest, with_units
 from fsdpckpt.readers.missing_sections import missing_sections
 from fsdpckpt.readers.protocol import MANIFEST, UNITS, FileTable, Part, ReadOptions, Tree
 from fsdpckpt.readers.torch_ranks import slices_of_one_rank
-from fsdpckpt.readers.units_beside import units_beside
+from fsdpckpt.readers.units_beside import BesideUnits, units_beside
 from fsdpckpt.storage.protocols import UPLOADING, Entry, is_url
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import first_of
@@ -49,18 +50,21 @@ _MOST_DIRECTORIES = 6
 _DEPTH = 3  # levels below SRC that are searched for the one checkpoint: run / step / role
 
 
-def open_checkpoint(source: str, *, sources: Sources, locate: bool = True, only: Section | None = None) -> Checkpoint:
+def open_checkpoint(
+    source: str, *, sources: Sources, locate: bool = True, only: Section | None = None, units: Units | None = None
+) -> Checkpoint:
     """Everything about the checkpoint at ``source`` (file, directory or URL) but its tensor data.
 
     ``locate=False`` does not open the data files of DCP directories: their chunks have offset -1. ``only``: the section
-    that is wanted, so that missing rank files of another one do not matter. Raises
-    SourceMissingError, SourceUnrecognisedError, SourceIncompleteError, NeedsInformationError (several candidates), and
-    what the readers raise. Problems that do not stop reading are in ``Checkpoint.problems``.
+    that is wanted, so that missing rank files of another one do not matter. ``units``: what says the order of each
+    rank's optimizer where no units lie beside the checkpoint. Raises SourceMissingError, SourceUnrecognisedError,
+    SourceIncompleteError, NeedsInformationError (several candidates), and what the readers raise. Problems that do not
+    stop reading are in ``Checkpoint.problems``.
     """
     entry = sources.stat(source)
     if entry is None:
         raise missing(source)
-    opening = _Opening(source, sources, ReadOptions(locate, only))
+    opening = _Opening(source, sources, ReadOptions(locate, only), units)
     with without_collection():
         checkpoint = opening.directory() if entry.directory else opening.file(entry)
         checkpoint.problems = (*checkpoint.problems, *problems(checkpoint))
@@ -124,11 +128,11 @@ class _SearchResult:
 
 
 class _Opening:
-    def __init__(self, source: str, sources: Sources, options: ReadOptions) -> None:
+    def __init__(self, source: str, sources: Sources, options: ReadOptions, units: Units | None) -> None:
         self.source = source
         self.sources = sources
         self.options = options
-        self.files = FileTable()
+        self.files = FileTable(units)
 
     def file(self, entry: Entry) -> Checkpoint:
         part = next((part for reader in READERS if (part := reader.recognise_file(entry, self.sources))), None)
@@ -155,7 +159,9 @@ class _Opening:
         found = (*slices_of_one_rank(checkpoint, part.stem), *missing_sections(checkpoint, ()))
         checkpoint.problems = (*checkpoint.problems, *found)
         if not is_url(self.source):
-            _add_units(checkpoint, [os.path.dirname(self.source) or "."], self.sources)
+            units = _nearest_units([os.path.dirname(self.source) or "."], self.sources)
+            if units is not None:
+                with_units(checkpoint, units)
         return checkpoint
 
     def directory(self) -> Checkpoint:
@@ -168,6 +174,9 @@ class _Opening:
         searched = self._search(self.source, _DEPTH)
         if searched is None:
             raise self._nothing()
+        units = _nearest_units(self._directories_above(searched.path), self.sources)
+        written = manifest_units(searched.path, searched.names, self.sources)
+        self.files.units = written or (units.units if units is not None else self.files.units)
         read: list[ReadPart] = []
         refused: list[FsdpckptError] = []
         for part in searched.parts:
@@ -179,7 +188,8 @@ class _Opening:
             raise refused[0]
         checkpoint = join(self.source, read, self.files, flavor=PLAIN, notes=searched.notes)
         checkpoint = _with_flavor(checkpoint, searched.names, searched.path)
-        _add_units(checkpoint, self._directories_above(searched.path), self.sources)
+        if units is not None:
+            with_units(checkpoint, units)
         checkpoint = with_manifest(checkpoint, searched.path, searched.names, self.sources)
         checkpoint.problems = (*checkpoint.problems, *missing_sections(checkpoint, searched.names))
         return checkpoint
@@ -229,7 +239,7 @@ class _Opening:
     ) -> None:
         """Read a file beside the checkpoint. One that cannot be read (a training script's classes) is not carried."""
         before = self.files
-        self.files = FileTable()
+        self.files = FileTable(before.units)
         for file in before.files():
             self.files.add(file.path, file.nbytes)
         try:
@@ -358,13 +368,10 @@ def _several(path: str, candidates: list[str]) -> NeedsInformationError:
     )
 
 
-def _add_units(checkpoint: Checkpoint, places: Sequence[str], sources: Sources) -> None:
-    """Give ``checkpoint`` the units of the nearest of the directories ``places`` that has any."""
-    for place in places:
-        units = units_beside(sources.list_directory(place), sources)
-        if units is not None:
-            with_units(checkpoint, units)
-            return
+def _nearest_units(places: Sequence[str], sources: Sources) -> BesideUnits | None:
+    """The units of the nearest of the directories ``places`` that has any."""
+    found = (units_beside(sources.list_directory(place), sources) for place in places)
+    return next((units for units in found if units is not None), None)
 
 
 def missing(source: str) -> SourceMissingError:

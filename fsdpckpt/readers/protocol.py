@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from fsdpckpt.ir.checkpoint import Checksums, Evidence, Layout, Note, Problem, Section, SourceFile
+from fsdpckpt.ir.units import RankOrder, Units
 from fsdpckpt.ir.values import Value
 from fsdpckpt.producers.forms import EXTRA_STEM
 from fsdpckpt.storage.protocols import Entry
@@ -86,9 +87,13 @@ class Part:
 
 
 class FileTable:
-    """Numbers the files of one checkpoint; ``Chunks.file`` holds these numbers."""
+    """Numbers the files of one checkpoint; ``Chunks.file`` holds these numbers.
 
-    def __init__(self) -> None:
+    ``units``: those of the checkpoint, as far as they are known before its files are read.
+    """
+
+    def __init__(self, units: Units | None = None) -> None:
+        self.units = units
         self._ids: dict[str, int] = {}
         self._files: list[SourceFile] = []
 
@@ -115,7 +120,7 @@ class Tree:
     ``checksums``: CRC-32 records of its files. ``world_size``: how many ranks wrote it, from the metadata.
     ``container``: one of ``ir.checkpoint.Container``, or the name of a format that can only be read.
     ``evidence``: what says that the files are what they were taken for. ``devices``: the device types of the meshes of
-    DTensors. ``flavor``: the producer where the content says it, or "".
+    DTensors. ``flavor``: the producer where the content says it, or "". ``orders``: as ``Checkpoint.orders``.
     """
 
     root: Value
@@ -130,6 +135,7 @@ class Tree:
     notes: list[Note] = field(default_factory=list)
     devices: set[str] = field(default_factory=set)
     flavor: str = ""
+    orders: tuple[RankOrder, ...] = ()
 
 
 ReadPart: TypeAlias = Callable[[FileTable, Sources], Tree]

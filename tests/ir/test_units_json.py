@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 
 from fsdpckpt.errors import SourceCorruptError, SourceError, SourceUnrecognisedError, SourceUnsupportedError
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.units import Strategy, Unit, UnitParam, Units, flaws
+from fsdpckpt.ir.units import RankOrder, Strategy, Unit, UnitParam, Units, flaws
 from fsdpckpt.ir.units_json import MOST_BYTES, decode, encode, loads, render
 from tests.ir.units_strategy import any_units
 
@@ -186,9 +187,29 @@ def test_another_document_is_not_taken_for_units(document: object) -> None:
     assert error.value.key == "format"
 
 
+def test_orders_of_ranks_are_version_2_and_checked_against_the_groups() -> None:
+    orders = (RankOrder((1, 4), (("free", "h.bias"), ())), RankOrder((2,), (("h.bias",), ("e.weight",))))
+    units = replace(EXAMPLE, orders=orders)
+    document = encode(units)
+    assert (encode(EXAMPLE)["version"], document["version"]) == (1, 2)
+    assert "orders" not in encode(EXAMPLE)
+    assert decode(document, source="x") == units
+    assert [units.groups_of(rank) for rank in (0, 1, 2)] == [EXAMPLE.groups, orders[0].groups, orders[1].groups]
+    for ranks, groups in (
+        ([5], [["free"], []]),
+        ([1], [["free"], []]),
+        ([0], [["free"]]),
+        ([0], [["free", "free"], []]),
+        ([0], [["e.weight"], []]),
+        ([-1], [["free"], []]),
+        (0, [["free"], []]),
+    ):
+        wrong(lambda it, o={"ranks": ranks, "groups": groups}: it.update(orders=[*document["orders"][:1], o]))
+
+
 def test_a_later_version_is_refused_and_no_version_is_wrong() -> None:
     with pytest.raises(SourceUnsupportedError):
-        decode(encode(EXAMPLE) | {"version": 2}, source="x")
+        decode(encode(EXAMPLE) | {"version": 3}, source="x")
     for version in (None, "1", 0, True):
         with pytest.raises(SourceCorruptError):
             decode(encode(EXAMPLE) | {"version": version}, source="x")

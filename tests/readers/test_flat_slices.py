@@ -180,10 +180,9 @@ def test_hybrid_shards_are_kept_as_replicas_at_the_offsets_their_metadata_say(tm
 
 
 @pytest.mark.parametrize("orig", [False, True])
-def test_ranks_that_list_their_parameters_in_different_orders_are_one_fatal_problem(
-    tmp_path: Path, *, orig: bool
-) -> None:
+def test_ids_of_ranks_whose_param_names_come_in_other_orders_are_read_by_name(tmp_path: Path, *, orig: bool) -> None:
     """States of equal length would be joined under one id although they are of different parameters."""
+    saved = {}
 
     def state_of(rank: int) -> Any:
         model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2)))
@@ -194,14 +193,28 @@ def test_ranks_that_list_their_parameters_in_different_orders_are_one_fatal_prob
         for _, param in named:
             param.grad = randn(*param.shape, rank=rank)
         optimizer.step()
-        return optimizer.state_dict()
+        saved[rank] = optimizer.state_dict()
+        return saved[rank]
 
     found = opened(save(tmp_path / "c", 2, state_of))
-    assert found.layout is Layout.FLATTENED
-    (problem,) = found.problems
+    assert (found.layout, found.problems) == (Layout.FLATTENED, ())
+    assert "in different orders" in next(note.message for note in found.notes if note.kind == "orders")
+    assert found.optim is not None and found.optim.param_groups is not None
+    assert found.optim.param_groups[0]["param_names"] == saved[0]["param_groups"][0]["param_names"]
+    for number in range(2):
+        slices = [saved[rank]["state"][1 - number if rank else number]["exp_avg"] for rank in range(2)]
+        assert held(leaf(found, number, "exp_avg"), found.files) == raw(torch.cat(slices))
+
+
+def test_ranks_whose_param_names_say_nothing_of_their_ids_are_one_fatal_problem(tmp_path: Path) -> None:
+    def state_of(rank: int) -> Any:
+        saved = optimizer({key: {"exp_avg": randn(4, rank=rank)} for key in range(2)})
+        saved["param_groups"][0]["param_names"] = ["a", f"b{rank}", *(["c"] if rank else [])]
+        return saved
+
+    (problem,) = opened(save(tmp_path / "c", 2, state_of)).problems
     assert (problem.kind, problem.fatal, problem.section, problem.rank) == ("parameter-order", True, Section.OPTIM, 1)
-    assert problem.key == "param_groups.0.param_names.0"
-    assert "is '0._fsdp_wrapped_module." in problem.message and "on rank 0" in problem.message
+    assert problem.key == "param_groups.0.param_names"
     assert "on rank 1: the ranks' optimizers list their parameters in different orders" in problem.message
 
 

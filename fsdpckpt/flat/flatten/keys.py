@@ -15,13 +15,13 @@ from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, Note, ParamKey, group_pa
 from fsdpckpt.ir.units import Unit, Units
 from fsdpckpt.ir.values import Key, Value
 
-__all__ = ["FlatKeys", "flat_keys", "state_dict_order", "wrapped_metadata", "wrapped_name"]
+__all__ = ["FlatKeys", "RankKeys", "flat_keys", "state_dict_order", "wrapped_metadata", "wrapped_name"]
 
 _SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True)
-class FlatKeys:
+class RankKeys:
     """``keys``: each parameter name, or unit key, that the optimizer holds to its key in the target.
 
     ``groups``: the param groups as they are written, None when the source has none.
@@ -29,7 +29,18 @@ class FlatKeys:
 
     keys: Mapping[str, ParamKey]
     groups: list[dict[Key, Value]] | None
-    notes: tuple[Note, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FlatKeys:
+    """``every``: what any rank has. ``by_rank``: the ranks whose optimizers have other keys, or less."""
+
+    every: RankKeys
+    by_rank: Mapping[int, RankKeys] = field(default_factory=dict)
+    notes: tuple[Note, ...] = ()
+
+    def of(self, rank: int) -> RankKeys:
+        return self.by_rank.get(rank, self.every)
 
 
 def flat_keys(checkpoint: Checkpoint, units: Units, key_type: KeyType) -> FlatKeys:
@@ -45,22 +56,45 @@ def flat_keys(checkpoint: Checkpoint, units: Units, key_type: KeyType) -> FlatKe
             next_step="--key-type id, or --use-orig-params",
         )
     groups = checkpoint.optim.param_groups if checkpoint.optim is not None else None
-    if groups is None:
-        known = units.groups if units.groups is not None else (units.optimizer_keys(),)
-        return FlatKeys(_numbered(known, key_type), None, ())
-    listed = [_names(group, units) for group in groups]
-    members = listed if units.use_orig_params else _of_units(listed, units)
-    order, notes = _ordered(checkpoint, members, units)
-    keys = _numbered(order, key_type)
+    order: Sequence[Sequence[str]] = units.groups if units.groups is not None else (units.optimizer_keys(),)
+    notes: tuple[Note, ...] = ()
+    absent: frozenset[str] = frozenset()
+    if groups is not None:
+        listed = [_names(group, units) for group in groups]
+        members = listed if units.use_orig_params else _of_units(listed, units)
+        absent = _absent_unmanaged(members, units)
+        order, notes = _ordered(checkpoint, members, units, absent)
     prefixes = frozenset(unit.prefix for unit in units.units)
-    written = [_group(group, names, keys, prefixes) for group, names in zip(groups, order, strict=True)]
-    return FlatKeys(keys, written, notes)
+
+    def of(order: Sequence[Sequence[str]]) -> RankKeys:
+        keys = _numbered(order, key_type, prefixes)
+        if groups is None:
+            return RankKeys(keys, None)
+        there = [[name for name in names if name not in absent] for names in order]
+        return RankKeys(keys, [_group(one, names, keys, prefixes) for one, names in zip(groups, there, strict=True)])
+
+    by_rank: dict[int, RankKeys] = {}
+    for one in units.orders:
+        by_rank.update(dict.fromkeys(one.ranks, of(one.groups)))
+    return FlatKeys(of(order), by_rank, notes)
 
 
-def _numbered(order: Iterable[Sequence[str]], key_type: KeyType) -> dict[str, ParamKey]:
+def _absent_unmanaged(members: Sequence[Sequence[str]], units: Units) -> frozenset[str]:
+    """The unmanaged parameters in the optimizer of which the checkpoint has nothing.
+
+    FSDP leaves them out (``_flatten_optim_state_dict``), as another part of the job may load them; without their entry
+    ``Optimizer.load_state_dict`` refuses the group.
+    """
+    have = {name for names in members for name in names}
+    unmanaged = {param.name for param in units.unmanaged}
+    return frozenset(key for group in units.groups or () for key in group if key in unmanaged and key not in have)
+
+
+def _numbered(order: Iterable[Sequence[str]], key_type: KeyType, prefixes: Collection[str]) -> dict[str, ParamKey]:
+    """Keys that are names are those of the wrapped model, as ``_NamedOptimizer`` has and loads them."""
     names = [name for group in order for name in group]
     if key_type == "name":
-        return {name: name for name in names}
+        return {name: wrapped_name(name, prefixes) for name in names}
     return {name: number for number, name in enumerate(names)}
 
 
@@ -101,11 +135,11 @@ def _group_division(unit: Unit, places: Mapping[str, int]) -> str | None:
 
 
 def _ordered(
-    checkpoint: Checkpoint, members: Sequence[Sequence[str]], units: Units
+    checkpoint: Checkpoint, members: Sequence[Sequence[str]], units: Units, absent: Collection[str]
 ) -> tuple[Sequence[Sequence[str]], tuple[Note, ...]]:
-    """The members of each group in the order of their ids."""
+    """The members of each group in the order of their ids, ``absent`` ones too."""
     if units.groups is not None:
-        wrong = _other_groups(members, units.groups)
+        wrong = _other_groups(members, [[key for key in group if key not in absent] for group in units.groups])
         if wrong:
             raise SourceCorruptError(
                 f"the param groups of {checkpoint.source} are not those of the units",
@@ -113,7 +147,13 @@ def _ordered(
                 why="the units record another optimizer, and its ids would mean other parameters",
                 next_step="give the units file of the optimizer that will load it: --units FILE",
             )
-        return units.groups, ()
+        if not absent:
+            return units.groups, ()
+        text = (
+            f"{len(absent)} parameters of the optimizer are outside of every unit and not in the checkpoint: they get "
+            "no entry, and need one before load_state_dict"
+        )
+        return units.groups, (Note("missing-state", text, keys=tuple(sorted(absent))),)
     place = {key: number for number, key in enumerate(units.optimizer_keys())}
     order = [sorted(names, key=place.__getitem__) for names in members]
     moved = [number for number, names in enumerate(members) if list(names) != order[number]]

@@ -212,27 +212,30 @@ class FlatOptimizer:
         """The state dict of ``rank``."""
         state: dict[Any, Any] = {}
         slices = self._slices(rank) if self._units.use_orig_params else {}
+        own = self._keys.of(rank)
         for name in self._order:
+            if name not in own.keys:  # the optimizer of this rank does not have it
+                continue
             unit = self._of_units.get(name)
             if unit is not None:
-                state[self._keys.keys[name]] = self._unit_entry(self._placed[name], unit, rank)
+                state[own.keys[name]] = self._unit_entry(self._placed[name], unit, rank)
                 continue
             holder = self._holder.get(name)
             states = self._state[name]
             if holder is None or not holder.sharded:
-                state[self._keys.keys[name]] = {item: self._whole(name, leaf) for item, leaf in states.items()}
+                state[own.keys[name]] = {item: self._whole(name, leaf) for item, leaf in states.items()}
             elif name in slices:
-                state[self._keys.keys[name]] = self._slice_entry(name, states, *slices[name])
+                state[own.keys[name]] = self._slice_entry(name, states, *slices[name])
         for key, entry in self._state.items():
             if key not in self._params:
                 state[key] = stored_entry(entry)
         root: dict[Any, Any] = {"state": state}
-        if self._keys.groups is not None:
-            root["param_groups"] = self._keys.groups
+        if own.groups is not None:
+            root["param_groups"] = own.groups
         return {**root, **self._extra}
 
     def _require_groups(self, checkpoint: Checkpoint) -> None:
-        homeless = [key for key in self._order if key not in self._keys.keys]
+        homeless = [key for key in self._order if key not in self._keys.every.keys]
         if homeless:
             raise SourceCorruptError(
                 f"{checkpoint.source}: the optimizer has states of parameters that none of its groups lists",

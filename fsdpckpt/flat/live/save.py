@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed
 from torch import nn
-from torch.distributed.distributed_c10d import _get_default_store
 
 from fsdpckpt.errors import InternalError, SourceUnsupportedError, UsageError
 from fsdpckpt.flat.live.model import (
@@ -27,6 +23,7 @@ from fsdpckpt.flat.live.model import (
     shared,
     stride_of,
 )
+from fsdpckpt.flat.live.rank_orders import SharedOrders, with_orders
 from fsdpckpt.flat.units.file import units_path, write_units
 from fsdpckpt.ir.units import Strategy, Unit, UnitParam, Units, flaws
 
@@ -45,45 +42,27 @@ def save_units(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: 
     """Write the units file of a live FSDP1 model to ``path``: a ``.json`` file, or a directory for its ``units.json``.
 
     Call it on every rank; no rank waits for another, and rank 0 of the model's process group writes. ``optimizer``
-    gives the order of ids in its state; None means one group in ``model.parameters()`` order. Call it outside of
-    forward and backward. Raises UsageError for a model without FSDP1 modules (FSDP2 needs no units file),
-    SourceUnsupportedError on a rank whose optimizer lists the same parameters in a different order than that of a rank
-    that called it before.
+    gives the order of ids in its state; None means one group in ``model.parameters()`` order. Ranks whose optimizers
+    list their parameters in another order, or lack some, are recorded with their own. Call it outside of forward and
+    backward. Raises UsageError for a model without FSDP1 modules (FSDP2 needs no units file), SourceUnsupportedError
+    on a rank whose own order cannot be recorded, because it does not see the file that rank 0 wrote.
     """
     units, target = units_of(model, optimizer), units_path(os.fspath(path))
-    _require_one_order(units, target)
-    if _writes(model):
-        write_units(units, target)
-
-
-def _require_one_order(units: Units, target: str) -> None:
-    """Compare this rank's order of ids with that of the first rank that called ``save_units`` for ``target``.
-
-    The comparison goes through the store of the process group, which no rank has to wait for. Without a store that can
-    compare (MPI, or no process group) nothing is compared.
-    """
-    if units.groups is None or not torch.distributed.is_initialized():
+    rank, process_groups = _place(model)
+    orders = SharedOrders.of(units, process_groups, rank, target) if optimizer is not None else None
+    if orders is None:
+        if not rank:
+            write_units(units, target)
         return
-    members = _digest([sorted(group) for group in units.groups])
-    order = _digest(units.groups)
-    try:
-        first = _get_default_store().compare_set(f"fsdpckpt/units/{members}/{target}", "", order).decode()
-    except RuntimeError:  # this kind of store cannot compare
-        return
-    if first != order:
-        raise SourceUnsupportedError(
-            f"the optimizer of rank {torch.distributed.get_rank()} lists its parameters in a different order than the "
-            "optimizer of another rank",
-            why="the ids in optimizer.state_dict() count in this order, so one id would name different parameters on "
-            "different ranks, and a units file records one order for all of them",
-            next_step="give the optimizer its parameters in the same order on every rank, for example "
-            "model.parameters(), and do not use a units file that another rank wrote just now",
-            file=target,
-        )
-
-
-def _digest(groups: Sequence[Sequence[str]]) -> str:
-    return hashlib.sha256(json.dumps(groups).encode()).hexdigest()
+    news = orders.say(units)
+    if rank and not (news and orders.require_seen()):
+        return  # rank 0 writes it
+    known = orders.units()
+    while True:
+        orders.written(write_units(with_orders(known), target))
+        before, known = known, orders.units()
+        if known == before:
+            return
 
 
 def units_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Units:
@@ -120,10 +99,13 @@ def units_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
     return result
 
 
-def _writes(model: nn.Module) -> bool:
-    """Whether this rank is the first of the model's process groups: stages of a pipeline each have their own."""
-    first = fsdp_modules(model)[0]
-    return all(group.rank() == 0 for group in first.groups)
+def _place(model: nn.Module) -> tuple[int, list[Any]]:
+    """This rank among those of the model's checkpoint, and its process groups: stages of a pipeline have their own."""
+    groups = fsdp_modules(model)[0].groups
+    rank = 0
+    for group in reversed(groups):
+        rank = rank * group.size() + group.rank()
+    return rank, groups
 
 
 def _agreed(modules: list[FsdpModule]) -> bool:

@@ -21,10 +21,10 @@ def units_path(path: str) -> str:
     return os.path.join(path, UNITS_FILE)
 
 
-def write_units(units: Units, target: str, *, how: Sequence[str] = ()) -> None:
+def write_units(units: Units, target: str, *, how: Sequence[str] = ()) -> bytes:
     """Write ``units`` to the file ``target`` through a temporary file beside it; ``how`` as for ``encode``.
 
-    Makes missing directories; replaces an earlier file. Raises TargetUnwritableError.
+    Returns its content. Makes missing directories; replaces an earlier file. Raises TargetUnwritableError.
     """
     if is_url(target):
         raise UsageError(
@@ -32,12 +32,13 @@ def write_units(units: Units, target: str, *, how: Sequence[str] = ()) -> None:
             next_step="write it to a local file and copy that beside the checkpoint",
         )
     folder = os.path.dirname(os.path.abspath(target))
+    content = render(encode(units, how=how)).encode()
     try:
         os.makedirs(folder, exist_ok=True)
         handle, staged = tempfile.mkstemp(prefix=".units-", suffix=".partial", dir=folder)
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(render(encode(units, how=how)).encode())
+                file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
             os.chmod(staged, 0o666 & ~_umask())
@@ -47,6 +48,7 @@ def write_units(units: Units, target: str, *, how: Sequence[str] = ()) -> None:
             raise
     except OSError as error:
         raise TargetUnwritableError(f"{target}: {error.strerror or error}", file=target) from error
+    return content
 
 
 def _umask() -> int:

@@ -52,6 +52,7 @@ def target_units(
     if dtype is not None and request.file is None and checkpoint.model is not None:
         units = _cast(units, dtype)
     units = _sharding(request.applied_to(units), request, world_size)
+    _require_orders(wrapped, units, world_size, checkpoint)
     units = replace(units, world_size=world_size, groups=_groups(units, checkpoint))
     _require_description(units, checkpoint, request, dtype)
     described = f"the units of {request.file}" if request.file is not None else "the target's units"
@@ -120,6 +121,21 @@ def _require_description(units: Units, checkpoint: Checkpoint, request: UnitsReq
         else "give this model's: --units FILE (save_units or `fsdpckpt units` makes one)",
         file=request.file,
     )
+
+
+def _require_orders(recorded: Units, units: Units, world_size: int | None, checkpoint: Checkpoint) -> None:
+    """Where optimizers differ by rank, units say it of the ranks they were recorded on, and of no other target."""
+    same = recorded.world_size == world_size and recorded.use_orig_params == units.use_orig_params
+    if recorded.orders and not same and checkpoint.optim is not None:
+        raise NeedsInformationError(
+            f"the optimizers of the ranks list their parameters in different orders, and nothing says in which orders "
+            f"those of the {world_size} ranks that load {checkpoint.source} do",
+            expected=f"units of {world_size} ranks",
+            found=f"units of {recorded.world_size} ranks",
+            why="an id is the place of a parameter in the optimizer of its own rank",
+            next_step="add --units FILE that save_units wrote on every rank of the job that will load it, or give the "
+            "optimizer its parameters in the same order on every rank and save units again",
+        )
 
 
 def _cast(units: Units, dtype: DType) -> Units:

@@ -18,6 +18,7 @@ from fsdpckpt.readers.protocol import FileTable, Tree
 from fsdpckpt.readers.sections import split
 from fsdpckpt.readers.torch_ranks import check_names
 from fsdpckpt.readers.torch_ranks.merge import Merge
+from fsdpckpt.readers.torch_ranks.orders import one_order
 from fsdpckpt.readers.xla_fairscale import find_shard_metadata, name_shards, shards_without_metadata
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import first_of
@@ -51,7 +52,11 @@ def read_torch_ranks(paths: Mapping[int, str], files: FileTable, sources: Source
     forms = sorted({form for archive in archives for form in archive.forms})
     tree = Tree(None, Layout.SHARDED if forms else Layout.FULL, Container.TORCH, len(ranks), flavor=named.producer)
     merge = Merge(ranks, numbers, sharded=bool(forms))
-    tree.root = merge.value([archive.root for archive in archives])
+    ordered = one_order([archive.root for archive in archives], ranks, files.units)
+    tree.root = merge.value(ordered.roots)
+    tree.orders = ordered.orders
+    tree.notes.extend(ordered.notes)
+    tree.problems.extend(ordered.problems)
     _recognise_slices(tree, merge)
     tree.problems.extend(merge.problems)
     tree.rank_values.update(merge.rank_values)

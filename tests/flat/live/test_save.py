@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
 import fsdpckpt
-from fsdpckpt.errors import InternalError, SourceUnsupportedError, TargetUnwritableError, UsageError
+from fsdpckpt.errors import InternalError, TargetUnwritableError, UsageError
 from fsdpckpt.flat.live.model import flattens_in_memory_order
 from fsdpckpt.flat.live.save import save_units, units_of
 from fsdpckpt.ir.dtypes import DTYPES
@@ -313,24 +313,6 @@ def test_the_first_rank_writes_and_only_it(world: World, tmp_path: Path) -> None
         assert path.exists() is (rank == 0)
     assert loads(path.read_bytes(), source=str(path)) == units_of(model, optimizer)
     assert os.listdir(path.parent) == ["my.json"]
-
-
-@pytest.mark.parametrize("orig", [False, True])
-def test_a_rank_whose_optimizer_lists_its_parameters_in_another_order_is_refused(
-    world: World, tmp_path: Path, *, orig: bool
-) -> None:
-    """One id would be a different parameter on each rank, and the units file records one order for all of them."""
-    store = dist.HashStore()
-    for rank in range(3):
-        world(3, rank=rank, store=store)
-        model = wrapped(NESTED, Nested(), use_orig_params=orig)
-        params = list(model.parameters())
-        save_units(model, torch.optim.AdamW(params), tmp_path)
-        save_units(model, torch.optim.AdamW(params[:1]), tmp_path)  # other parameters are another optimizer
-        save_units(model, torch.optim.AdamW(params[::-1]), tmp_path / f"of-rank-{rank}.json")
-        if rank:
-            with pytest.raises(SourceUnsupportedError, match=f"rank {rank} lists its parameters in a different order"):
-                save_units(model, torch.optim.AdamW(params[::-1]), tmp_path)
 
 
 def test_of_several_replicas_one_rank_writes(world: World, tmp_path: Path) -> None:

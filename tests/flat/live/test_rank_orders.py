@@ -1,0 +1,163 @@
+"""Optimizers that list other parameters on each rank, or another order: saved by real FSDP1, carried, given back."""
+
+from __future__ import annotations
+
+import json
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+import fsdpckpt
+from fsdpckpt.errors import NeedsInformationError, SourceIncompleteError, SourceUnsupportedError
+from fsdpckpt.flat.live.save import save_units
+from tests.flat.live.conftest import World
+from tests.oracle.compare import differences
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+Named = list[tuple[str, nn.Parameter]]
+Arrange = Callable[[int, Named], Any]
+
+
+class Blocks(nn.Module):
+    """Units of one size, in which nothing but the order tells ids apart. ``own``: a module of this rank alone."""
+
+    def __init__(self, *, orig: bool, own: str = "") -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Linear(2, 6) for _ in range(3)))
+        for number in range(3):
+            self.blocks[number] = FullyShardedDataParallel(
+                self.blocks[number], use_orig_params=orig, device_id=torch.device("cpu")
+            )
+        if own:
+            self.add_module(own, nn.Linear(2, 3))
+
+
+def same(rank: int, named: Named) -> Any:
+    return [param for _, param in named]
+
+
+def reversed_on_odd_ranks(rank: int, named: Named) -> Any:
+    return same(rank, named[::-1] if rank % 2 else named)
+
+
+def in_groups(rank: int, named: Named) -> Any:
+    return [
+        {"params": reversed_on_odd_ranks(rank, named[1:])},
+        {"params": [named[0][1]], "weight_decay": 0.5},
+    ]
+
+
+def train(
+    world: World, folder: Path, arrange: Arrange, *, orig: bool, ranks: Sequence[int] = (0, 1), own: bool = False
+) -> list[Any]:
+    """Save each of the ranks, in this order, and return what it has; states depend on rank and name alone."""
+    store = dist.HashStore()
+    folder.mkdir(exist_ok=True)
+    saved = {}
+    for rank in ranks:
+        world(len(ranks), rank=rank, store=store)
+        torch.manual_seed(0)
+        model = Blocks(orig=orig, own=f"own{min(rank, 1)}" if own else "")
+        named = list(model.named_parameters())
+        optimizer = torch.optim.AdamW(arrange(rank, named))
+        for name, param in named:
+            seed = zlib.crc32(name.encode()) + (0 if name.startswith("own") else rank)
+            param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(seed))
+            if not param.numel():
+                param.grad = None
+        optimizer.step()
+        saved[rank] = optimizer.state_dict()
+        torch.save(saved[rank], folder / f"optim_world_size_{len(ranks)}_rank_{rank}.pt")
+        save_units(model, optimizer, folder)
+    return [saved[rank] for rank in sorted(saved)]
+
+
+def load(path: Path) -> Any:
+    return torch.load(path, weights_only=True)
+
+
+@pytest.mark.parametrize("orig", [False, True])
+@pytest.mark.parametrize(("arrange", "ranks"), [(reversed_on_odd_ranks, (0, 1)), (in_groups, (2, 1, 0))])
+def test_every_rank_s_ids_are_read_and_written_in_its_own_order(
+    world: World, tmp_path: Path, arrange: Arrange, orig: bool, ranks: Sequence[int]
+) -> None:
+    count = len(ranks)
+    train(world, tmp_path / "same", same, orig=orig, ranks=ranks)
+    saved = train(world, tmp_path / "other", arrange, orig=orig, ranks=ranks)
+    assert json.loads((tmp_path / "other" / "units.json").read_text())["version"] == 2
+    full = {}
+    for name in ("same", "other"):
+        fsdpckpt.convert(tmp_path / name, tmp_path / f"{name}.pt", to="full", key_type="name", only="optim")
+        full[name] = load(tmp_path / f"{name}.pt")["state"]
+    assert differences(full["other"], full["same"]) == []
+    again = {"to": "flattened", "world_size": count, "key_type": "id", "only": "optim"}
+    units = tmp_path / "other" / "units.json"
+    fsdpckpt.convert(tmp_path / "other.pt", tmp_path / "back", units=units, **again)
+    fsdpckpt.convert(tmp_path / "other", tmp_path / "kept", **again)
+    for folder in ("back", "kept"):
+        for rank, state in enumerate(saved):
+            written = load(tmp_path / folder / f"optim_world_size_{count}_rank_{rank}.pt")
+            assert differences(written, state) == []
+        assert fsdpckpt.verify(tmp_path / folder).whole
+    assert fsdpckpt.diff(tmp_path / "other", tmp_path / "kept").same
+    with pytest.raises(NeedsInformationError, match="different orders") as error:
+        fsdpckpt.convert(tmp_path / "other", tmp_path / "more", to="flattened", world_size=5)
+    assert "--units FILE" in str(error.value.next_step)
+
+
+def test_the_order_in_which_ranks_call_makes_no_difference(world: World, tmp_path: Path) -> None:
+    for name, ranks in {"up": (0, 1, 2), "down": (2, 1, 0), "mixed": (1, 0, 2)}.items():
+        train(world, tmp_path / name, reversed_on_odd_ranks, orig=True, ranks=ranks)
+    files = {name: (tmp_path / name / "units.json").read_bytes() for name in ("up", "down", "mixed")}
+    assert files["up"] == files["down"] == files["mixed"]
+    document = json.loads(files["up"])
+    assert document["groups"] == [[name for n in range(3) for name in (f"blocks.{n}.weight", f"blocks.{n}.bias")]]
+    assert document["orders"] == [{"ranks": [1], "groups": [document["groups"][0][::-1]]}]
+
+
+def test_parameters_that_one_rank_has_alone_stay_its_own(world: World, tmp_path: Path) -> None:
+    saved = train(world, tmp_path / "saved", same, orig=True, ranks=(0, 1, 2), own=True)
+    fsdpckpt.convert(tmp_path / "saved", tmp_path / "full.pt", to="full", key_type="name", only="optim")
+    full = load(tmp_path / "full.pt")
+    own = ["own0.weight", "own0.bias", "own1.weight", "own1.bias"]
+    assert [name for name in full["param_groups"][0]["params"] if name.startswith("own")] == own
+    assert differences(full["state"]["own1.bias"], saved[2]["state"][7]) == []
+    fsdpckpt.convert(tmp_path / "saved", tmp_path / "back", to="flattened", world_size=3, only="optim")
+    for rank, state in enumerate(saved):
+        assert differences(load(tmp_path / "back" / f"optim_world_size_3_rank_{rank}.pt"), state) == []
+
+
+def test_a_rank_that_lacks_a_sharded_parameter_is_named(world: World, tmp_path: Path) -> None:
+    train(world, tmp_path / "c", lambda rank, named: same(rank, named[:-1] if rank else named), orig=False)
+    with pytest.raises(SourceIncompleteError, match="not whole") as error:
+        fsdpckpt.convert(tmp_path / "c", tmp_path / "full.pt", to="full", key_type="name")
+    (detail,) = error.value.details
+    assert detail.startswith("the optimizer of rank 1 has no blocks.2._flat_param")
+    assert "some ranks are missing some of those states" in detail
+
+
+def test_an_order_that_cannot_be_recorded_is_an_error_on_its_rank(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory on the disk of one machine: the file of rank 0 would lack the order of the others."""
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    store = dist.HashStore()
+    for rank in range(2):
+        world(2, rank=rank, store=store)
+        model = Blocks(orig=True)
+        optimizer = torch.optim.AdamW(reversed_on_odd_ranks(rank, list(model.named_parameters())))
+        if rank:
+            (tmp_path / "units.json").unlink()
+            with pytest.raises(SourceUnsupportedError, match=r"the optimizer of rank 1 .* another order"):
+                save_units(model, optimizer, tmp_path)
+        else:
+            save_units(model, optimizer, tmp_path)
