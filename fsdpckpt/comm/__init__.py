@@ -15,7 +15,7 @@ from fsdpckpt.errors import require_torch
 
 if TYPE_CHECKING:
     from fsdpckpt.comm.exchanger import exchange, spread
-    from fsdpckpt.comm.protocol import Group, Solo
+    from fsdpckpt.comm.protocol import Group, Solo, broadcast_object
     from fsdpckpt.comm.state_dicts import broadcast, gather, scatter, shard
     from fsdpckpt.comm.torch_group import TorchGroup
     from fsdpckpt.comm.trees import StateDict, check_similar, copy_state_dict, empty_on_cpu, offload_to_cpu
@@ -26,6 +26,7 @@ __all__ = [
     "StateDict",
     "TorchGroup",
     "broadcast",
+    "broadcast_object",
     "check_similar",
     "copy_state_dict",
     "empty_on_cpu",
@@ -38,7 +39,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "protocol": ("Group", "Solo"),
+    "protocol": ("Group", "Solo", "broadcast_object"),
     "torch_group": ("TorchGroup",),
     "exchanger": ("exchange", "spread"),
     "state_dicts": ("broadcast", "gather", "scatter", "shard"),

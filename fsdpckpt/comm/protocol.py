@@ -19,7 +19,7 @@ from typing import Any, Protocol, Self, TypeAlias
 from fsdpckpt import errors
 from fsdpckpt.errors import FsdpckptError, InternalError, WorkerError
 
-__all__ = ["ErrorRecord", "Group", "Solo", "decode_error", "encode_error", "original_error"]
+__all__ = ["ErrorRecord", "Group", "Solo", "broadcast_object", "decode_error", "encode_error", "original_error"]
 
 
 class Group(Protocol):
@@ -146,6 +146,11 @@ def original_error(error: WorkerError) -> Exception:
     if isinstance(original, FsdpckptError) and error.rank:
         original.details = (*original.details, f"met by worker {error.rank} in step '{error.step}'")
     return original
+
+
+def broadcast_object(group: Group, value: object = None, *, source: int = 0) -> object:
+    """``Group.broadcast_object``, as a function like those for state dicts."""
+    return group.broadcast_object(value, source=source)
 
 
 class Solo(Group):
