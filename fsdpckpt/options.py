@@ -155,6 +155,11 @@ class ConvertOptions:
     exclude: tuple[str, ...] = option(
         "Leave out parameters whose names match; may be repeated.", Group.SELECTED, default=(), metavar="GLOB"
     )
+    clean_names: bool = option(
+        "Remove the prefixes of wrappers (_orig_mod., _checkpoint_wrapped_module., ...) from names.",
+        Group.SELECTED,
+        default=False,
+    )
     strip_prefix: str | None = option("Remove PREFIX from the start of names.", Group.SELECTED, metavar="PREFIX")
     add_prefix: str | None = option("Add PREFIX to the start of names.", Group.SELECTED, metavar="PREFIX")
     rename: tuple[tuple[str, str], ...] = option(

@@ -54,8 +54,20 @@ def lay_out(
     """
     if spec.form is not None:
         return _lay_out_form(transformed, spec, spec.form, options, side_files)
-    document = _Document(Place(""), transformed.checkpoint)
+    document = _Document(Place(""), transformed.checkpoint, _kept_nesting(transformed.checkpoint, spec))
     return _lay_out_document(document, spec.container, spec.layout, transformed, spec, options)
+
+
+def _kept_nesting(checkpoint: Checkpoint, spec: TargetSpec) -> Nesting:
+    """From DCP to DCP the keys under which the sections stand, and the form of the optimizer's, are the source's."""
+    if checkpoint.container is not Container.DCP or spec.container is not Container.DCP:
+        return PLAIN_NESTING
+    model, optim = (
+        tuple(key for key in checkpoint.nesting.get(section, default) if isinstance(key, (str, int)))
+        for section, default in ((Section.MODEL, PLAIN_NESTING.model), (Section.OPTIM, PLAIN_NESTING.optim))
+    )
+    by_name = checkpoint.optim is not None and checkpoint.optim.key_type != "id"
+    return Nesting(model, optim, flattened=checkpoint.flattened_keys and by_name)
 
 
 @dataclass(slots=True)

@@ -32,7 +32,7 @@ from fsdpckpt.ir.checkpoint import (
 )
 from fsdpckpt.ir.dtypes import DTYPES, DType
 from fsdpckpt.ir.invariants import fatal
-from fsdpckpt.ir.names import clean, normalise
+from fsdpckpt.ir.names import SourceNames, clean, leading_wrapper, normalise
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.options import ConvertOptions
@@ -42,7 +42,14 @@ from fsdpckpt.transform.missing_state import Choice, fill, note_elementless, req
 from fsdpckpt.transform.parameter_order import ParameterOrder, from_list, from_model, from_param_names, from_units
 from fsdpckpt.transform.placements import TargetMesh, place, place_rest
 from fsdpckpt.transform.rekey import is_keyed_by_id, to_ids, to_names
-from fsdpckpt.transform.selection import differing_copies, rename, select_keys, select_section, with_own_tensors
+from fsdpckpt.transform.selection import (
+    differing_copies,
+    parameter_names,
+    rename,
+    select_keys,
+    select_section,
+    with_own_tensors,
+)
 from fsdpckpt.transform.sharded import ShardingHints, decide_sharded
 
 __all__ = ["TransformedCheckpoint", "apply_key_type", "fill_missing", "parameter_orders", "transform", "units_request"]
@@ -82,24 +89,25 @@ def transform(opened: Checkpoint, options: ConvertOptions, spec: TargetSpec, sou
         checkpoint = name_slices(checkpoint, resolved, sources)
         if ORDER in resolved.unsettled:
             checkpoint = replace(checkpoint, evidence=(*checkpoint.evidence, UNORDERED))
-    checkpoint = normalise(checkpoint)
+    own_names = list(opened.model.params) if opened.model is not None else ()
+    checkpoint, called = normalise(checkpoint, leading=leading_wrapper(own_names) if resolved is not None else "")
     _require_equal_copies(checkpoint)
-    steps = _Steps(options, request, sources, _ordered_units(resolved, request, sources))
+    steps = _Steps(options, request, sources, _ordered_units(resolved, request, sources), called)
     if to_flattened:
         checkpoint = steps.rename(steps.select(steps.key(checkpoint, "name")))
         return steps.flatten(checkpoint, resolved, spec, source_keys)
     by_name = bool(options.include or options.exclude or options.missing_state or options.placements or options.like)
     checkpoint = steps.select(steps.key(checkpoint, "name" if by_name else options.key_type))
     checkpoint = steps.fill(checkpoint, resolved.units if resolved is not None else steps.units)
-    checkpoint = steps.place(checkpoint, spec.mesh)
-    # Names change last: what says which id is which parameter says it in the source's names.
-    checkpoint = steps.rename(steps.key(checkpoint, options.key_type or source_keys))
+    checkpoint = steps.key(steps.place(checkpoint, spec.mesh), options.key_type or source_keys)
+    # Names change last: sections are matched by names without the prefixes of wrappers.
+    own = not options.clean_names and not (spec.form is not None and spec.form.weights)
     if spec.layout is Layout.SHARDED:
         # A cut that a DCP loader does not expect costs nothing; a DTensor where the model has a buffer does not load.
         checkpoint = steps.shard(checkpoint, strict=spec.container is Container.TORCH)
     if spec.mesh is not None:
         checkpoint = place_rest(checkpoint, spec.mesh)
-    return TransformedCheckpoint(checkpoint)
+    return TransformedCheckpoint(steps.rename(called.restored(checkpoint) if own else called.cleaned(checkpoint)))
 
 
 def _require_sound(checkpoint: Checkpoint, only: Section | None) -> None:
@@ -125,15 +133,18 @@ def _ordered_units(resolved: ResolvedUnits | None, request: UnitsRequest, source
 
 @dataclass(frozen=True, slots=True)
 class _Steps:
-    """The single steps. ``units``: see ``_ordered_units``."""
+    """The single steps. ``units``: see ``_ordered_units``; ``called``: the source's own names."""
 
     options: ConvertOptions
     request: UnitsRequest
     sources: Sources
     units: Units | None
+    called: SourceNames
 
     def select(self, checkpoint: Checkpoint) -> Checkpoint:
-        return select_keys(checkpoint, include=self.options.include, exclude=self.options.exclude)
+        options, called = self.options, self.called
+        also = {name: (called.of_model(name), called.of_optimizer(name)) for name in parameter_names(checkpoint)}
+        return select_keys(checkpoint, include=options.include, exclude=options.exclude, also_called=also)
 
     def key(self, checkpoint: Checkpoint, key_type: KeyType | None) -> Checkpoint:
         """The optimizer keyed as ``key_type`` says; None leaves the keys as they are."""
@@ -169,11 +180,17 @@ class _Steps:
             return checkpoint
         if target.note is not None:
             checkpoint = replace(checkpoint, notes=(*checkpoint.notes, Note("inferred", target.note)))
+        named, _ = normalise(self.written(checkpoint))
+        return place(checkpoint, named, target)
+
+    def written(self, checkpoint: Checkpoint) -> Checkpoint:
+        """``checkpoint`` with the names that options and other checkpoints may use: those that will be written."""
         options = self.options
-        named = rename(
+        if not options.clean_names:
+            checkpoint = self.called.restored(checkpoint)
+        return rename(
             checkpoint, strip_prefix=options.strip_prefix, add_prefix=options.add_prefix, pairs=options.rename
         )
-        return place(checkpoint, named, target)
 
     def shard(self, checkpoint: Checkpoint, *, strict: bool) -> Checkpoint:
         """Decide which tensors are sharded, by ``--buffers`` and ``--reference``."""
@@ -182,7 +199,10 @@ class _Steps:
         if opened is not None:
             params = opened.model.params if opened.model is not None else {}
             reference = {name: getattr(leaf, "sharded", None) for name, leaf in params.items()}
-        hints = ShardingHints(buffers=self.options.buffers, reference=reference)
+        both = (checkpoint, self.written(checkpoint))
+        names = [list(one.model.params) if one.model is not None else [] for one in both]
+        written = dict(zip(*names, strict=True))
+        hints = ShardingHints(buffers=self.options.buffers, reference=reference, written=written)
         return decide_sharded(checkpoint, hints, strict=strict)
 
     def flatten(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.ir.checkpoint import (
@@ -18,7 +18,17 @@ from fsdpckpt.ir.checkpoint import (
 )
 from fsdpckpt.ir.values import Key, Value
 
-__all__ = ["WRAPPERS", "clean", "joined", "keeps_order", "normalise", "sorted_by_a_tool", "without_module"]
+__all__ = [
+    "SourceNames",
+    "WRAPPERS",
+    "clean",
+    "joined",
+    "keeps_order",
+    "leading_wrapper",
+    "normalise",
+    "sorted_by_a_tool",
+    "without_module",
+]
 
 # FSDP1, checkpoint_wrapper and offload_wrapper, torch.compile, FSDP of torch 1.11 and of fairscale
 WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "_fpw_module"})
@@ -36,6 +46,7 @@ def joined(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
+_COMPILED = "_orig_mod."
 _DISTRIBUTED = "module."  # DistributedDataParallel, DataParallel
 _SHOWN = 5  # keys named in a note's message; ``keys`` lists all
 
@@ -74,11 +85,59 @@ def sorted_by_a_tool(names: Sequence[str]) -> bool:
     return numbered and natural != sorted(natural)
 
 
-def normalise(checkpoint: Checkpoint) -> Checkpoint:
-    """``checkpoint`` without the prefixes of wrappers on model and optimizer keys, and with a note that lists them.
+@dataclass(frozen=True, slots=True)
+class SourceNames:
+    """What a source calls its parameters: its own name by the one without wrappers' prefixes, for each section.
 
-    ``param_names`` in groups are not keys and stay as they are; whoever matches them cleans them. Raises
-    SourceUnsupportedError when two keys of one section would become one.
+    ``metadata``: that of the model without such prefixes, and its own. ``leading``: what all other names begin with.
+    """
+
+    model: Mapping[str, str] = field(default_factory=dict)
+    optim: Mapping[str, str] = field(default_factory=dict)
+    metadata: tuple[Value, Value] = (None, None)
+    leading: str = ""
+
+    def of_model(self, name: str) -> str:
+        return self.model.get(name, self.leading + name)
+
+    def of_optimizer(self, name: str) -> str:
+        """An optimizer that the source keys by id is named like its model."""
+        return self.optim[name] if name in self.optim else self.of_model(name)
+
+    def restored(self, checkpoint: Checkpoint) -> Checkpoint:
+        """``checkpoint`` with the source's names in place of those without wrappers' prefixes."""
+        model, optim = checkpoint.model, checkpoint.optim
+        if model is not None:
+            cleaned, own = self.metadata
+            metadata = own if model.metadata is cleaned else model.metadata
+            model = ModelState({self.of_model(name): leaf for name, leaf in model.params.items()}, metadata)
+        if optim is not None and optim.key_type == "name":
+            optim = _renamed(optim, {name: self.of_optimizer(name) for name in _names(optim)})
+        return replace(checkpoint, model=model, optim=optim)
+
+    def cleaned(self, checkpoint: Checkpoint) -> Checkpoint:
+        """``checkpoint`` as it is, with a note that lists the names that lost a prefix."""
+        pairs = [(own, name) for names in (self.model, self.optim) for name, own in names.items()]
+        listed = list(dict.fromkeys(f"{own} -> {name}" for own, name in pairs if own != name))
+        if not listed:
+            return checkpoint
+        more = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
+        message = f"{len(listed)} keys lost the prefixes of wrappers: {', '.join(listed[:_SHOWN])}{more}"
+        note = Note("normalised", message, keys=tuple(listed))
+        return replace(checkpoint, notes=(*checkpoint.notes, note))
+
+
+def leading_wrapper(names: Iterable[str]) -> str:
+    """``_orig_mod.`` where all of ``names`` begin with it: those of a compiled model, whose flat parameters do, too."""
+    taken = list(names)
+    return _COMPILED if taken and all(name.startswith(_COMPILED) for name in taken) else ""
+
+
+def normalise(checkpoint: Checkpoint, *, leading: str = "") -> tuple[Checkpoint, SourceNames]:
+    """``checkpoint`` without the prefixes of wrappers on model and optimizer keys, and what these were.
+
+    ``param_names`` in groups are not keys and stay as they are; whoever matches them cleans them. ``leading``: see
+    ``SourceNames``. Raises SourceUnsupportedError when two keys of one section would become one.
     """
     model, optim = checkpoint.model, checkpoint.optim
     in_model = {name: clean(name) for name in model.params} if model is not None else {}
@@ -87,21 +146,19 @@ def normalise(checkpoint: Checkpoint) -> Checkpoint:
         by_section = in_model, in_optim
         in_model = _bare(in_model, by_section[1].values())
         in_optim = _bare(in_optim, by_section[0].values())
-    changed = {old: new for names in (in_model, in_optim) for old, new in names.items() if old != new}
-    if not changed:
-        return checkpoint
+    if not any(old != new for names in (in_model, in_optim) for old, new in names.items()):
+        return checkpoint, SourceNames(leading=leading)
     _refuse_collisions(checkpoint, in_model, "model")
     _refuse_collisions(checkpoint, in_optim, "optim")
+    metadata: tuple[Value, Value] = (None, None)
     if model is not None and any(old != new for old, new in in_model.items()):
         params = {in_model[name]: leaf for name, leaf in model.params.items()}
-        model = ModelState(params, _metadata(model.metadata))
+        metadata = (_metadata(model.metadata), model.metadata)
+        model = ModelState(params, metadata[0])
     if optim is not None:
         optim = _renamed(optim, in_optim)
-    listed = [f"{old} -> {new}" for old, new in changed.items()]
-    more = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
-    message = f"{len(listed)} keys lost the prefixes of wrappers: {', '.join(listed[:_SHOWN])}{more}"
-    note = Note("normalised", message, keys=tuple(listed))
-    return replace(checkpoint, model=model, optim=optim, notes=(*checkpoint.notes, note))
+    own_model, own_optim = ({new: old for old, new in names.items()} for names in (in_model, in_optim))
+    return replace(checkpoint, model=model, optim=optim), SourceNames(own_model, own_optim, metadata, leading)
 
 
 def _names(optim: OptimState | None) -> list[str]:

@@ -29,7 +29,16 @@ import fsdpckpt.wording  # noqa: F401  # errors name the keywords of Python
 from fsdpckpt.errors import SourceUnsupportedError, StateDictMismatchError, UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint, KeyType
 from fsdpckpt.ir.tensors import Box, Tensor
-from fsdpckpt.loading.source import BoxToRead, Entries, Names, as_saved, entries_of, open_to_load, read_boxes
+from fsdpckpt.loading.source import (
+    BoxToRead,
+    Entries,
+    Names,
+    as_saved,
+    entries_of,
+    matching_names,
+    open_to_load,
+    read_boxes,
+)
 from fsdpckpt.option_fields import changed
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.readers.dcp.read import UNREAD
@@ -85,6 +94,7 @@ class StorageReader(TorchStorageReader):
             ConvertOptions(),
             {
                 "key_type": key_type,
+                "clean_names": True,
                 "units": units,
                 "unit": unit,
                 "use_orig_params": use_orig_params,
@@ -123,7 +133,7 @@ class StorageReader(TorchStorageReader):
         entries = self._entries_of_rank()
         listed = {key: _storage_metadata(key, value, self._path) for key, value in entries.values.items()}
         return Metadata(
-            state_dict_metadata=listed,
+            state_dict_metadata=matching_names(listed),
             planner_data=dict(entries.paths),
             storage_data={},
             storage_meta=StorageMeta(checkpoint_id=self._path),

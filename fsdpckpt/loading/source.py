@@ -9,6 +9,7 @@ import io
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from fsdpckpt.converters.transform import transform, units_request
 from fsdpckpt.errors import NeedsInformationError, UsageError
 from fsdpckpt.flat.units.source import is_flattened
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, OptimState, Section, group_params
+from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.targets import TargetFile
 from fsdpckpt.ir.tensors import Box, Tensor
 from fsdpckpt.ir.values import Value
@@ -30,12 +32,13 @@ from fsdpckpt.writers.dcp import flatten
 from fsdpckpt.writers.state_dicts import extras_of_rank
 from fsdpckpt.writers.torch_full import lay_out_file
 
-__all__ = ["BoxToRead", "Entries", "Names", "as_saved", "entries_of", "open_to_load", "read_boxes"]
+__all__ = ["BoxToRead", "Entries", "Names", "as_saved", "entries_of", "matching_names", "open_to_load", "read_boxes"]
 
 # A source is transformed as for a conversion to whole tensors, up to the point where that would be laid out.
 _SPEC = TargetSpec(Layout.FULL, Container.DCP, None, TensorForm.DTENSOR, directory=True)
 
 Path = tuple[str | int, ...]
+T = TypeVar("T")
 
 
 def open_to_load(path: str, options: ConvertOptions, sources: Sources, *, locate: bool) -> Checkpoint:
@@ -100,7 +103,25 @@ def entries_of(checkpoint: Checkpoint, names: Names, rank: int) -> Entries:
                 next_step="give the sections other names: StorageReader(path, model=..., optimizer=...)",
             )
         values[key], paths[key] = value, path
-    return Entries(values, paths)
+    return Entries(_MatchingNames(values), paths)
+
+
+class _MatchingNames(dict[str, T]):
+    """Finds what is asked for by a name with prefixes of wrappers (a compiled model's), where one entry matches."""
+
+    def __missing__(self, key: str) -> T:
+        matched = clean(key)
+        if matched == key or not super().__contains__(matched):
+            raise KeyError(key)
+        return self[matched]
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(key) or (isinstance(key, str) and super().__contains__(clean(key)))
+
+
+def matching_names(values: Mapping[str, T]) -> dict[str, T]:
+    """``values``, which are also found by names that have prefixes of wrappers."""
+    return _MatchingNames(values)
 
 
 def _prefixes(checkpoint: Checkpoint, names: Names) -> dict[str | int, Path]:

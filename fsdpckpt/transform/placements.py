@@ -17,6 +17,7 @@ from typing import TypeAlias
 from fsdpckpt.errors import NeedsInformationError, UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, NamedTensor, OptimState, Section
 from fsdpckpt.ir.mesh import MeshShape, Placement, Replicate, Sharding
+from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Value
 from fsdpckpt.layouts.sharded import on_sizes, strided
@@ -264,11 +265,12 @@ def _placements(entry: PlanEntry, mesh: MeshShape) -> tuple[Placement | None, ..
 def _by_name(named: Checkpoint, like: Like, mesh: MeshShape) -> dict[Tensor, Sharding | None]:
     shardings: dict[Tensor, Sharding | None] = {}
     unmatched: list[str] = []
+    known = {clean(name): sharding for name, sharding in like.shardings.items()}
     for name, one in _parameters(named):
-        if name not in like.shardings:
+        if name not in known:
             unmatched.append(name)
             continue
-        sharding = like.shardings[name]
+        sharding = known[name]
         if sharding is not None:
             _require_dimensions(sharding.placements, one, like.source)
         shardings[one.tensor] = replaced_on(sharding, mesh) if sharding is not None else None

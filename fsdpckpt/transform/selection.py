@@ -25,10 +25,11 @@ from fsdpckpt.ir.checkpoint import (
     Section,
     group_params,
 )
+from fsdpckpt.ir.names import WRAPPERS
 from fsdpckpt.ir.tensors import Int64Array, Tensor
 from fsdpckpt.ir.values import Key, Value
 
-__all__ = ["differing_copies", "rename", "select_keys", "select_section", "with_own_tensors"]
+__all__ = ["differing_copies", "parameter_names", "rename", "select_keys", "select_section", "with_own_tensors"]
 
 SHOWN = 5  # keys in a note; its ``keys``, in --json, has them all
 
@@ -81,11 +82,18 @@ def _own(leaf: Tensor | Value) -> Tensor | Value:
     return replace(leaf) if isinstance(leaf, Tensor) else leaf
 
 
-def select_keys(checkpoint: Checkpoint, *, include: Sequence[str], exclude: Sequence[str]) -> Checkpoint:
+def select_keys(
+    checkpoint: Checkpoint,
+    *,
+    include: Sequence[str],
+    exclude: Sequence[str],
+    also_called: Mapping[str, Sequence[str]] | None = None,
+) -> Checkpoint:
     """Keep parameters whose name matches a glob of ``include`` (all when empty) and none of ``exclude``.
 
-    Applies to model keys and to name-keyed optimizer entries. Raises NeedsInformationError for an id-keyed optimizer (a
-    glob cannot match an id), UsageError when a glob matches nothing.
+    ``also_called``: other names of a parameter, which globs may match as well. Applies to model keys and to name-keyed
+    optimizer entries. Raises NeedsInformationError for an id-keyed optimizer (a glob cannot match an id), UsageError
+    when a glob matches nothing.
     """
     if not include and not exclude:
         return checkpoint
@@ -95,9 +103,13 @@ def select_keys(checkpoint: Checkpoint, *, include: Sequence[str], exclude: Sequ
             "--include and --exclude match parameter names, and this optimizer is keyed by parameter ids",
             next_step="add --only model, or convert the whole optimizer",
         )
-    names = _names(checkpoint)
+    names = parameter_names(checkpoint)
+
+    def matches(name: str, glob: str) -> bool:
+        return any(fnmatchcase(one, glob) for one in (name, *(also_called or {}).get(name, ())))
+
     for glob in (*include, *exclude):
-        if not any(fnmatchcase(name, glob) for name in names):
+        if not any(matches(name, glob) for name in names):
             raise UsageError(
                 f"the glob {glob!r} matches no key of {checkpoint.source}",
                 details=_closest(glob, names),
@@ -105,8 +117,8 @@ def select_keys(checkpoint: Checkpoint, *, include: Sequence[str], exclude: Sequ
             )
 
     def wanted(name: str) -> bool:
-        taken = not include or any(fnmatchcase(name, glob) for glob in include)
-        return taken and not any(fnmatchcase(name, glob) for glob in exclude)
+        taken = not include or any(matches(name, glob) for glob in include)
+        return taken and not any(matches(name, glob) for glob in exclude)
 
     dropped = [name for name in names if not wanted(name)]
     if len(dropped) == len(names):
@@ -128,13 +140,18 @@ def rename(
     """
     if strip_prefix is None and add_prefix is None and not pairs:
         return checkpoint
-    names = {name: name for name in _names(checkpoint)}
+    names = {name: name for name in parameter_names(checkpoint)}
     if strip_prefix is not None:
         _apply(names, "--strip-prefix", strip_prefix, partial(_without, prefix=strip_prefix), checkpoint)
     for old, new in pairs:
         _apply(names, "--rename", old, partial(_renamed, old=old, new=new), checkpoint)
     if add_prefix is not None:
-        names = {source: add_prefix + name for source, name in names.items()}
+        # A module is compiled once: names that have the prefix already keep it once.
+        there = add_prefix.removesuffix(".") in WRAPPERS
+        names = {
+            source: name if there and name.startswith(add_prefix) else add_prefix + name
+            for source, name in names.items()
+        }
     _refuse_collisions(names)
     changed = [f"{source} -> {name}" for source, name in names.items() if source != name]
     some = f": {_some(changed)}" if changed else ""
@@ -159,7 +176,7 @@ def _some(keys: Sequence[str]) -> str:
     return ", ".join(keys[:SHOWN]) + (f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else "")
 
 
-def _names(checkpoint: Checkpoint) -> list[str]:
+def parameter_names(checkpoint: Checkpoint) -> list[str]:
     """Every parameter name of model and name-keyed optimizer, once, in order."""
     names: dict[str, None] = dict.fromkeys(checkpoint.model.params if checkpoint.model is not None else ())
     optim = checkpoint.optim

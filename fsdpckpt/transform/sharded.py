@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from fsdpckpt.errors import NeedsInformationError, UsageError
@@ -27,10 +27,20 @@ class ShardingHints:
     """What the user's options say.
 
     ``buffers``: globs of replicated model keys, or ``("none",)``. ``reference``: model key to its ``Tensor.sharded``.
+    ``written``: model key to the name that will be written, which both may use as well.
     """
 
     buffers: tuple[str, ...] = ()
     reference: Mapping[str, bool | None] | None = None
+    written: Mapping[str, str] = field(default_factory=dict)
+
+    def is_buffer(self, name: str, glob: str) -> bool:
+        return fnmatchcase(name, glob) or fnmatchcase(self.written.get(name, name), glob)
+
+    def referenced(self, name: str) -> bool | None:
+        """What the reference says of ``name``, by the name that it has there."""
+        known = self.reference or {}
+        return known.get(name, known.get(self.written.get(name, name)))
 
 
 def decide_sharded(checkpoint: Checkpoint, hints: ShardingHints, *, strict: bool) -> Checkpoint:
@@ -76,7 +86,7 @@ def _require_buffers(checkpoint: Checkpoint, hints: ShardingHints) -> None:
     """Raises UsageError for a ``--buffers`` glob that matches nothing: misspelt, it would let a buffer be sharded."""
     names = checkpoint.model.params if checkpoint.model is not None else {}
     for glob in hints.buffers if names and hints.buffers != ("none",) else ():
-        if not any(fnmatchcase(name, glob) for name in names):
+        if not any(hints.is_buffer(name, glob) for name in names):
             raise UsageError(
                 f"--buffers {glob} matches no model key of {checkpoint.source}",
                 next_step=f"fsdpckpt inspect --names-only --section model {shlex.quote(checkpoint.source)}",
@@ -118,9 +128,9 @@ def _from_source(tensor: Tensor, name: str, hints: ShardingHints) -> bool | None
     if tensor.sharded is not None:
         return tensor.sharded
     if hints.buffers:
-        return hints.buffers == ("none",) or not any(fnmatchcase(name, glob) for glob in hints.buffers)
+        return hints.buffers == ("none",) or not any(hints.is_buffer(name, glob) for glob in hints.buffers)
     if hints.reference is not None:
-        return hints.reference.get(name)
+        return hints.referenced(name)
     return None
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import replace
 
 import pytest
 
 from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, OptimState
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.names import clean, normalise
+from fsdpckpt.ir.names import clean, leading_wrapper, normalise
 from fsdpckpt.ir.tensors import Chunks, Tensor
 
 
@@ -44,33 +45,55 @@ def test_only_whole_segments_of_wrappers_go(written: str, bare: str) -> None:
     assert clean(written) == bare
 
 
-def test_a_compiled_model_and_its_uncompiled_optimizer_come_together_and_it_is_said() -> None:
-    found = normalise(_checkpoint(["_orig_mod.l.w", "_orig_mod.b"], ["l.w", "b"]))
+def test_a_compiled_model_and_its_uncompiled_optimizer_come_together_and_get_their_names_back() -> None:
+    source = _checkpoint(["_orig_mod.l.w", "_orig_mod.b"], ["l.w", "b"], {"_orig_mod.l": {"version": 1}})
+    found, names = normalise(source)
     assert list(found.model.params) == ["l.w", "b"] == list(found.optim.state)
-    assert found.notes[-1].kind == "normalised"
-    assert found.notes[-1].keys == ("_orig_mod.l.w -> l.w", "_orig_mod.b -> b")
+    assert found.model.metadata == {"l": {"version": 1}} and found.notes == ()
+    assert names.restored(found) == source
+    cleaned = names.cleaned(found)
+    assert (cleaned.model, cleaned.optim) == (found.model, found.optim)
+    assert cleaned.notes[-1].kind == "normalised"
+    assert cleaned.notes[-1].keys == ("_orig_mod.l.w -> l.w", "_orig_mod.b -> b")
+
+
+def test_an_optimizer_that_was_keyed_by_id_is_named_like_its_model() -> None:
+    found, names = normalise(_checkpoint(["_orig_mod.l.w", "_orig_mod.b"], None))
+    state = {"l.w": {}, "b": {}}
+    named = replace(found, optim=OptimState(state, [{"params": ["l.w", "b"]}]))
+    optim = names.restored(named).optim
+    assert list(optim.state) == ["_orig_mod.l.w", "_orig_mod.b"] == optim.param_groups[0]["params"]
+
+
+def test_names_out_of_flat_parameters_of_a_compiled_model_begin_as_those_do() -> None:
+    assert leading_wrapper(["_orig_mod._flat_param", "_orig_mod.l._flat_param"]) == "_orig_mod."
+    assert leading_wrapper(["_orig_mod._flat_param", "l._flat_param"]) == leading_wrapper([]) == ""
+    found, names = normalise(_checkpoint(["l.w"], ["l.w"]), leading="_orig_mod.")
+    restored = names.restored(found)
+    assert list(restored.model.params) == ["_orig_mod.l.w"] == list(restored.optim.state)
 
 
 def test_prefixes_that_both_sections_have_go_too() -> None:
-    found = normalise(_checkpoint(["_orig_mod.b"], ["_orig_mod.b"]))
+    found, _ = normalise(_checkpoint(["_orig_mod.b"], ["_orig_mod.b"]))
     assert list(found.model.params) == ["b"] == list(found.optim.state)
     assert found.optim.param_groups[0]["params"] == ["b"]
 
 
 def test_param_names_stay_as_they_were_written() -> None:
-    found = normalise(_checkpoint(None, ["_orig_mod.b"]))
+    found, _ = normalise(_checkpoint(None, ["_orig_mod.b"]))
     assert found.optim.param_groups[0]["param_names"] == ["_orig_mod._orig_mod.b"]
 
 
 def test_clean_names_change_nothing_at_all() -> None:
     plain = _checkpoint(["l.w", "b"], ["l.w", "b"])
-    assert normalise(plain) is plain
+    assert normalise(plain)[0] is plain
+    assert normalise(plain)[1].restored(plain) == plain
 
 
 def test_module_goes_where_one_section_has_it_and_the_other_does_not() -> None:
-    found = normalise(_checkpoint(["module.l.w", "module.b"], ["l.w", "b"]))
+    found, _ = normalise(_checkpoint(["module.l.w", "module.b"], ["l.w", "b"]))
     assert list(found.model.params) == ["l.w", "b"]
-    found = normalise(_checkpoint(["l.w", "b"], ["module.l.w", "module.b"]))
+    found, _ = normalise(_checkpoint(["l.w", "b"], ["module.l.w", "module.b"]))
     assert list(found.optim.state) == ["l.w", "b"]
 
 
@@ -80,7 +103,8 @@ def test_module_stays_where_it_may_be_a_module_of_the_model() -> None:
         _checkpoint(["module.l.w", "b"], ["l.w", "b"]),
         _checkpoint(["module.w"], None),
     ):
-        assert normalise(plain) is plain
+        assert normalise(plain)[0] is plain
+    assert normalise(plain)[1].restored(plain) == plain
 
 
 def test_two_keys_that_would_become_one_are_refused_with_both_names() -> None:
@@ -91,7 +115,7 @@ def test_two_keys_that_would_become_one_are_refused_with_both_names() -> None:
 
 def test_module_versions_follow_the_keys() -> None:
     metadata = OrderedDict({"": {"version": 1}, "_orig_mod": {"version": 7}, "_orig_mod.bn": {"version": 2}})
-    found = normalise(_checkpoint(["_orig_mod.bn.w"], None, metadata))
+    found, _ = normalise(_checkpoint(["_orig_mod.bn.w"], None, metadata))
     assert found.model.metadata == {"": {"version": 7}, "bn": {"version": 2}}
     assert isinstance(found.model.metadata, OrderedDict)
 
@@ -99,5 +123,5 @@ def test_module_versions_follow_the_keys() -> None:
 def test_ids_and_entries_of_a_user_pass_untouched() -> None:
     checkpoint = _checkpoint(["_orig_mod.b"], None)
     checkpoint.optim = OptimState({0: {"exp_avg": _tensor(3)}, "mine": {"a": 1}}, [{"params": [0]}])
-    found = normalise(checkpoint)
+    found, _ = normalise(checkpoint)
     assert list(found.optim.state) == [0, "mine"] and found.optim.param_groups == [{"params": [0]}]
