@@ -25,6 +25,7 @@ from fsdpckpt.flat.match import Mismatch, match
 from fsdpckpt.flat.unflatten import unflatten
 from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Section, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.names import normalise
 from fsdpckpt.ir.tensors import Chunks, Int64Array, Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.options import ConvertOptions, VerifyLevel
@@ -223,7 +224,7 @@ def _named(written: Checkpoint, units: Units, path: str) -> Checkpoint:
             f"the flattened output does not fit its own units; {path} was discarded",
             details=matched.contradictions[:20],
         )
-    named = unflatten(written, matched)
+    named, _ = normalise(unflatten(written, matched))  # names that are keys are those of the wrapped model
     if named.optim is None or named.optim.key_type != "id":
         return named
     return to_names(named, from_units(units, "the units it was written with"))  # NO_SHARD and one rank cut nothing
