@@ -100,6 +100,7 @@ def transform(opened: Checkpoint, options: ConvertOptions, spec: TargetSpec, sou
     checkpoint = steps.select(steps.key(checkpoint, "name" if by_name else options.key_type))
     checkpoint = steps.fill(checkpoint, resolved.units if resolved is not None else steps.units)
     checkpoint = steps.key(steps.place(checkpoint, spec.mesh), options.key_type or source_keys)
+    _require_common_ids(checkpoint, steps.units, spec.layout)
     # Names change last: sections are matched by names without the prefixes of wrappers.
     own = not options.clean_names and not (spec.form is not None and spec.form.weights)
     if spec.layout is Layout.SHARDED:
@@ -116,6 +117,23 @@ def _require_sound(checkpoint: Checkpoint, only: Section | None) -> None:
     problems = [problem for problem in checkpoint.problems if problem.fatal and problem.section in sections]
     if problems:
         raise fatal(problems, source=checkpoint.source)
+
+
+def _require_common_ids(checkpoint: Checkpoint, units: Units | None, layout: Layout) -> None:
+    """Raises NeedsInformationError for ids in a target whose ranks count them in different orders.
+
+    A full checkpoint has the ids of rank 0, as ``FSDP.rekey_optim_state_dict`` gives them there.
+    """
+    optim = checkpoint.optim
+    orders = checkpoint.orders or (units.orders if units is not None else ())
+    differing = [order for order in orders if layout is Layout.SHARDED or 0 in order.ranks]
+    if optim is not None and optim.key_type == "id" and differing:
+        raise NeedsInformationError(
+            f"the optimizers of the ranks of {checkpoint.source} list their parameters in different orders, so an id "
+            "would be another parameter on each rank that loads the target",
+            why="one optimizer state for all ranks can only be keyed by what all ranks agree on",
+            next_step="--key-type name",
+        )
 
 
 def _require_equal_copies(checkpoint: Checkpoint) -> None:

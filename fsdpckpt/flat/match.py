@@ -200,7 +200,7 @@ class _Matching:
         if not self.flat_optimizer:
             yield from self._whole_optimizer(optim)
             return
-        if optim.key_type == "id" and self.units.orders != self.checkpoint.orders:
+        if optim.key_type == "id" and self.units.orders and self.units.orders != self.checkpoint.orders:
             yield "the optimizers of the ranks are in other orders by the units than by what their ids were read with"
             return
         matching = KeyMatching(optim, self.units)

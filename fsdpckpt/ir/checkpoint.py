@@ -326,8 +326,8 @@ class Checkpoint:
     ``mesh_devices``: the device types of the meshes that its DTensors are on.
     ``manifest``: that of the directory, when this program wrote it. ``nesting``: the path of keys under which a DCP
     checkpoint has each section, and ``flattened_keys`` whether its optimizer's keys are ``state.<name>.<state>``.
-    ``orders``: ``Units.orders`` by which the ids of the ranks' optimizers were read, so that an id is one parameter on
-    all of them.
+    ``orders``: of the ranks whose optimizers counted ids in another order, as the units or ``param_names`` say; here an
+    id is one parameter on all of them.
     """
 
     source: str

@@ -52,7 +52,7 @@ def target_units(
     if dtype is not None and request.file is None and checkpoint.model is not None:
         units = _cast(units, dtype)
     units = _sharding(request.applied_to(units), request, world_size)
-    _require_orders(wrapped, units, world_size, checkpoint)
+    _require_orders(wrapped, units, world_size, checkpoint, given=request.file is not None)
     units = replace(units, world_size=world_size, groups=_groups(units, checkpoint))
     _require_description(units, checkpoint, request, dtype)
     described = f"the units of {request.file}" if request.file is not None else "the target's units"
@@ -123,10 +123,16 @@ def _require_description(units: Units, checkpoint: Checkpoint, request: UnitsReq
     )
 
 
-def _require_orders(recorded: Units, units: Units, world_size: int | None, checkpoint: Checkpoint) -> None:
-    """Where optimizers differ by rank, units say it of the ranks they were recorded on, and of no other target."""
+def _require_orders(
+    recorded: Units, units: Units, world_size: int | None, checkpoint: Checkpoint, *, given: bool
+) -> None:
+    """Where optimizers differ by rank, units say it of the ranks they were recorded on, and of no other target.
+
+    ``given``: ``recorded`` are those of ``--units``.
+    """
     same = recorded.world_size == world_size and recorded.use_orig_params == units.use_orig_params
-    if recorded.orders and not same and checkpoint.optim is not None:
+    lost = not recorded.orders and not given and checkpoint.orders  # only param_names said that they differ
+    if checkpoint.optim is not None and (lost or (recorded.orders and not same)):
         raise NeedsInformationError(
             f"the optimizers of the ranks list their parameters in different orders, and nothing says in which orders "
             f"those of the {world_size} ranks that load {checkpoint.source} do",

@@ -26,7 +26,7 @@ _SHOWN = 3
 
 @dataclass(slots=True)
 class OneOrder:
-    """The ranks' state dicts with one set of optimizer keys. ``orders``: those of the units, when they were used."""
+    """The ranks' state dicts with one set of optimizer keys. ``orders``: as ``Checkpoint.orders``."""
 
     roots: list[object]
     orders: tuple[RankOrder, ...]
@@ -51,6 +51,9 @@ def one_order(roots: Sequence[object], ranks: Sequence[int], units: Units | None
             continue
         every = _united(names)
         result.notes.append(_note(names, ranks, every))
+        if _by_id(ours[0]) and not result.orders:
+            differing = [(rank, one) for rank, one in zip(ranks, names, strict=True) if one != every]
+            result.orders = tuple(RankOrder((rank,), one) for rank, one in differing)
         keys: Mapping[str, ParamKey] = {name: number for number, name in enumerate(chain(*every))}
         if not _by_id(ours[0]):
             keys = {name: name for name in keys}

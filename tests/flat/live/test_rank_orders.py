@@ -112,6 +112,27 @@ def test_every_rank_s_ids_are_read_and_written_in_its_own_order(
     with pytest.raises(NeedsInformationError, match="different orders") as error:
         fsdpckpt.convert(tmp_path / "other", tmp_path / "more", to="flattened", world_size=5)
     assert "--units FILE" in str(error.value.next_step)
+    with pytest.raises(NeedsInformationError, match="another parameter on each rank") as error:
+        fsdpckpt.convert(tmp_path / "other", tmp_path / "ids", to="sharded", container="dcp", world_size=2)
+    assert "name" in str(error.value.next_step)
+    fsdpckpt.convert(tmp_path / "other", tmp_path / "ids.pt", to="full", only="optim")
+    ids = load(tmp_path / "ids.pt")["state"]
+    assert sorted(ids) == list(range(len(full["same"])))
+
+
+def test_param_names_say_the_order_of_each_rank_and_not_that_of_the_ranks_that_will_load(
+    world: World, tmp_path: Path
+) -> None:
+    train(world, tmp_path / "same", same, orig=True)
+    train(world, tmp_path / "other", lambda rank, named: named[::-1] if rank else named, orig=True)
+    (tmp_path / "same" / "units.json").replace(tmp_path / "other" / "units.json")
+    fsdpckpt.convert(tmp_path / "other", tmp_path / "other.pt", to="full", key_type="name", only="optim")
+    units = tmp_path / "other" / "units.json"
+    fsdpckpt.convert(tmp_path / "same", tmp_path / "same.pt", to="full", key_type="name", only="optim", units=units)
+    full = [load(tmp_path / f"{name}.pt")["state"] for name in ("same", "other")]
+    assert differences(*full) == []
+    with pytest.raises(NeedsInformationError, match="different orders"):
+        fsdpckpt.convert(tmp_path / "other", tmp_path / "back", to="flattened", world_size=2)
 
 
 def test_the_order_in_which_ranks_call_makes_no_difference(world: World, tmp_path: Path) -> None:
