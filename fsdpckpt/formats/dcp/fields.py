@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from fsdpckpt.ir.tensors import Int64Array
 
-__all__ = ["EMPTY_SIZE", "MOST_DIMENSIONS", "SIZE_END", "Block", "BoolArray", "Texts", "UnusualError"]
+__all__ = ["EMPTY_SIZE", "MASK", "MOST_DIMENSIONS", "SIZE_END", "Block", "BoolArray", "Texts", "UnusualError"]
 
 BoolArray = npt.NDArray[np.bool_]
 UInt64Array = npt.NDArray[np.uint64]
@@ -23,7 +23,7 @@ _PADDING = bytes(1024)  # more than the bytes of one record, right or wrong
 _LONG = 0x8A
 _WIDTH = np.zeros(256, np.int64)  # bytes of an unsigned operand by opcode
 _WIDTH[list(b"KMJ")] = (1, 2, 4)
-_MASK = np.array([(1 << (8 * width)) - 1 for width in range(9)], np.uint64)
+MASK = np.array([(1 << (8 * width)) - 1 for width in range(9)], np.uint64)
 _AT_ONCE = 1 << 16  # texts compared at once
 _WEIGHTS = np.array([pow(0x9E3779B97F4A7C15, word, 1 << 64) for word in range(1, 33)], np.uint64)  # of a hash's words
 
@@ -54,14 +54,14 @@ class Block:
         ok = np.ones(len(at), np.bool_)
         for begin in range(0, len(literal), 8):
             part = literal[begin : begin + 8]
-            ok &= (self.words(at + begin) & _MASK[len(part)]) == np.uint64(int.from_bytes(part, "little"))
+            ok &= (self.words(at + begin) & MASK[len(part)]) == np.uint64(int.from_bytes(part, "little"))
         return ok
 
     def integers(self, at: Int64Array) -> tuple[Int64Array, Int64Array, BoolArray]:
         """The values (0 up to 2^63 - 1) and the ends of the integers at ``at``."""
         opcode = self.opcodes(at)
         width = _WIDTH[opcode]
-        value = self.words(at + 1) & _MASK[width]
+        value = self.words(at + 1) & MASK[width]
         ok = (width > 0) & ~((opcode == ord("J")) & (value >= 1 << 31))
         end = at + 1 + width
         long = np.flatnonzero(opcode == _LONG)
@@ -69,7 +69,7 @@ class Block:
             nbytes = self.opcodes(at[long] + 1).astype(np.int64)
             fits = (nbytes > 0) & (nbytes <= 8)
             nbytes[~fits] = 1
-            value[long] = self.words(at[long] + 2) & _MASK[nbytes]
+            value[long] = self.words(at[long] + 2) & MASK[nbytes]
             ok[long] = fits & ((value[long] >> (8 * nbytes - 1).astype(np.uint64)) == 0)
             end[long] = at[long] + 2 + nbytes
         return value.astype(np.int64), end, ok
@@ -78,7 +78,7 @@ class Block:
         """The memo numbers and the ends of the GETs at ``at``."""
         opcode = self.opcodes(at)
         short = opcode == ord("h")
-        number = (self.words(at + 1) & np.where(short, _MASK[1], _MASK[4])).astype(np.int64)
+        number = (self.words(at + 1) & np.where(short, MASK[1], MASK[4])).astype(np.int64)
         return number, at + np.where(short, 2, 5), short | (opcode == ord("j"))
 
     def sizes(self, at: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array, BoolArray]:
@@ -159,7 +159,7 @@ class Texts:
         for word in range(words):
             table[:, word] = block.words(at + 8 * word)
         if length % 8:
-            table[:, -1] &= _MASK[length % 8]
+            table[:, -1] &= MASK[length % 8]
         hashes = (table * _WEIGHTS[:words]).sum(axis=1, dtype=np.uint64)
         none = np.zeros(0, np.uint64), np.zeros(0, np.int64), np.zeros((0, words), np.uint64)
         known, numbers, content = self._hashed.get(length, none)

@@ -1,32 +1,38 @@
-"""Locates the tensor items of a DCP file one after the other, each at little cost.
+"""Locates the tensor items of DCP files, many at once.
 
 Every item of a ``.distcp`` file is a torch archive of its own holding one tensor (``FileSystemWriter`` calls
 ``torch.save`` for each). Items of the same shape have the same bytes except for the tensor's data and the checksums
-that depend on it, so the structure of one is parsed once and only compared for the next.
+that depend on it, so the structure of one is parsed once and only compared for all others, eight bytes at a time.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
 from fsdpckpt.errors import COPY_AGAIN, SourceCorruptError, SourceUnsupportedError
+from fsdpckpt.formats.dcp.fields import MASK
 from fsdpckpt.formats.pickle.read import load
 from fsdpckpt.formats.torch.archive import check_byteorder, read_pickle
 from fsdpckpt.formats.torch.tensors import Refused, StoredTensor, TensorBuilder
 from fsdpckpt.formats.zip import ZipRecord, read_directory
 from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.storage.local import MemoryFile
 from fsdpckpt.storage.protocols import ByteSource
 from fsdpckpt.storage.remote_file import prefetch
 
-__all__ = ["ItemReader", "ItemTensor"]
+__all__ = ["ItemReader", "ItemTensor", "ItemTensors", "Structures"]
 
-_SMALL = 1 << 15  # items up to this many bytes are read whole, many at once
-_WINDOW = 1 << 18  # bytes read at once while items are small
+_SMALL = 1 << 15  # items up to this many bytes are read whole
 _END = 1 << 12  # bytes read at each end of a larger item: all its structure, unless its names are very long
-_PREFETCHED = 4 << 20  # bytes of a remote file that are requested at a time
+_NEAR = 1 << 14  # bytes between two ranges that are read rather than making two requests of it
+_BATCH = 4 << 20  # bytes that are read before they are compared
 _MAX_TEMPLATES = 1 << 14  # different item structures remembered; a model has far fewer different shapes
 _MAX_SAME_LENGTH = 16  # structures of one length remembered: comparing with more costs as much as parsing
 _CENTRAL = struct.Struct("<4s24xHHH12x")  # signature, then the lengths of name, extra field and comment
@@ -49,12 +55,23 @@ class ItemTensor(NamedTuple):
     crc: int | None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ItemTensors:
+    """The tensors of n items, in columns (n,). ``kind``: a position in ``Structures.kinds``; the others as in
+    ``ItemTensor``, but for ``crc``, which is -1 when the file carries none."""
+
+    kind: Int64Array
+    offset: Int64Array
+    record_offset: Int64Array
+    record_nbytes: Int64Array
+    crc: Int64Array
+
+
 class _Ends(NamedTuple):
-    """Bytes of one item that were read: ``head`` from its begin at index ``head_at``; ``tail`` up to its end, such that
-    the byte at offset x of the item is ``tail[tail_at + x]`` (tail_at may be negative)."""
+    """Bytes of one item that were read: ``head`` from its begin; ``tail`` up to its end, such that the byte at offset
+    x of the item is ``tail[tail_at + x]`` (tail_at may be negative)."""
 
     head: bytes
-    head_at: int
     tail: bytes
     tail_at: int
 
@@ -68,107 +85,153 @@ class _Described(NamedTuple):
     tensor: StoredTensor
 
 
-_Runs: TypeAlias = tuple[tuple[int, bytes], ...]
+_Runs: TypeAlias = list[tuple[int, bytes]]
 
 
 class _Template(NamedTuple):
-    """The structure of one item, as runs (offset, bytes): what comes before the data, and the central directory, both
-    without the checksums that differ from item to item. ``crc_at``: where the data's checksum is; offsets from the
-    item's begin, as in ``tensor``."""
+    """The structure of one item: the ``words`` at ``places``, offsets from its begin, under their ``masks``.
 
-    head: _Runs
-    directory: _Runs
+    They are what comes before the data and, from number ``head`` on, the central directory, both without the checksums
+    that differ from item to item. ``crc_at``: where the data's checksum is; ``tensor``: with offsets from the begin.
+    """
+
+    places: Int64Array
+    words: npt.NDArray[np.uint64]
+    masks: npt.NDArray[np.uint64]
+    head: int
     crc_at: int
     tensor: ItemTensor
 
 
-class ItemReader:
-    """Reads the items of one DCP file; fastest in the order of their offsets."""
+class Structures:
+    """What is known of the items of one checkpoint: shared by the readers of its files.
 
-    def __init__(self, source: ByteSource) -> None:
-        self._source = source
-        self._window, self._at = b"", 0
-        self._templates: dict[int, list[_Template]] = {}
+    ``kinds``: the different dtypes, shapes and strides of the tensors.
+    """
+
+    def __init__(self) -> None:
+        self.kinds: list[tuple[DType, tuple[int, ...], tuple[int, ...]]] = []
+        self._numbers: dict[tuple[str, tuple[int, ...], tuple[int, ...]], int] = {}
+        self.templates: dict[int, list[_Template]] = {}  # by the length of the item
+        self.pickles: dict[bytes, _Described] = {}
         self._count = 0
-        self._pickles: dict[bytes, _Described] = {}
-        self._announced: list[tuple[int, int]] = []
-        self._prefetched = False
 
-    def announce(self, items: Iterable[tuple[int, int]]) -> None:
-        """Name the items [begin, end) that will be read, in order, so that a remote file can fetch them ahead."""
-        self._announced = list(items)[::-1]
+    def kind(self, dtype: DType, shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+        number = self._numbers.setdefault((dtype.name, shape, stride), len(self.kinds))
+        if number == len(self.kinds):
+            self.kinds.append((dtype, shape, stride))
+        return number
+
+    def remember(self, length: int, template: _Template) -> None:
+        known = self.templates.setdefault(length, [])
+        if len(known) < _MAX_SAME_LENGTH and self._count < _MAX_TEMPLATES:
+            known.append(template)
+            self._count += 1
+
+
+class ItemReader:
+    """Reads the items of one DCP file. ``reading``: the number of the item that could not be read, after an error."""
+
+    def __init__(self, source: ByteSource, structures: Structures | None = None) -> None:
+        self._source = source
+        self._known = structures if structures is not None else Structures()
+        self.reading = 0
 
     def tensor(self, begin: int, end: int) -> ItemTensor:
-        """The tensor in the item at bytes [begin, end).
+        """The tensor in the item at bytes [begin, end). Raises what ``tensors`` raises."""
+        found = self.tensors(np.array([begin], np.int64), np.array([end - begin], np.int64))
+        crc = int(found.crc[0])
+        return ItemTensor(
+            *self._known.kinds[int(found.kind[0])],
+            int(found.offset[0]),
+            int(found.record_offset[0]),
+            int(found.record_nbytes[0]),
+            crc if crc >= 0 else None,
+        )
 
-        Raises SourceCorruptError when the item is damaged or holds no tensor, SourceUnsupportedError when it is no
+    def tensors(self, begin: Int64Array, length: Int64Array) -> ItemTensors:
+        """The tensors in the items of ``length`` bytes at ``begin``; quickest in the order of the file.
+
+        Raises SourceCorruptError when an item is damaged or holds no tensor, SourceUnsupportedError when it is no
         strided tensor, and what ``zip.read_directory`` and ``pickle.read.load`` raise.
         """
-        length = end - begin
-        if not (0 <= begin < end <= self._source.nbytes):
-            raise self._outside(begin, end)
-        ends = self._ends(begin, end, length)
-        head, head_at, tail, tail_at = ends
-        for template in self._templates.get(length, ()):
-            if _matches(template.head, head, head_at) and _matches(template.directory, tail, tail_at):
-                return _moved(template, tail, tail_at, begin)
-        return self._parse(begin, end, ends)
+        inside = (begin >= 0) & (length > 0) & (begin <= self._source.nbytes - np.minimum(length, self._source.nbytes))
+        inside &= length <= self._source.nbytes
+        if not inside.all():
+            self.reading = first = int(np.argmin(inside))
+            raise self._outside(int(begin[first]), int(begin[first] + length[first]))
+        found = ItemTensors(*np.full((5, len(begin)), -1, np.int64))
+        gaps = np.clip(begin - np.concatenate([begin[:1], begin[:-1] + length[:-1]]), 0, _NEAR)
+        needed = np.cumsum(np.where(length > _SMALL, 2 * _END, length) + gaps)
+        first = 0
+        while first < len(begin):
+            end = max(int(np.searchsorted(needed, (needed[first - 1] if first else 0) + _BATCH, "right")), first + 1)
+            self._batch(found, begin, length, slice(first, end))
+            first = end
+        return found
 
-    def _ends(self, begin: int, end: int, length: int) -> _Ends:
-        if self._announced and self._announced[-1][0] <= begin:
-            self._prefetch()
-        if length > _SMALL:
-            return _Ends(self._source.read(begin, _END), 0, self._source.read(end - _END, _END), _END - length)
-        if not self._at <= begin <= end <= self._at + len(self._window):
-            size = length if self._prefetched else min(max(_WINDOW, length), self._source.nbytes - begin)
-            self._window, self._at = self._source.read(begin, size), begin
-        return _Ends(self._window, begin - self._at, self._window, begin - self._at)
+    def _batch(self, found: ItemTensors, begin: Int64Array, length: Int64Array, rows: slice) -> None:
+        """Find the tensors of some items: read their ends, compare them with what is known, parse the others."""
+        ends = _BatchEnds(self._source, begin[rows], length[rows])
+        order = np.argsort(length[rows], kind="stable")
+        of_length = length[rows][order]
+        for same in np.split(order, np.flatnonzero(np.diff(of_length)) + 1):
+            templates = self._known.templates.setdefault(int(length[rows.start + same[0]]), [])
+            left, tried = same, 0
+            while len(left):
+                if tried == len(templates):
+                    number = int(left[0])
+                    self.reading = rows.start + number
+                    self._parse(found, int(begin[self.reading]), int(length[self.reading]), ends.of(number))
+                    left = left[1:]
+                for template in templates[tried:]:
+                    fits = ends.match(template, left)
+                    self._put(found, template, begin, rows.start + left[fits], ends.crcs(template, left[fits]))
+                    left = left[~fits]
+                tried = len(templates)
 
-    def _prefetch(self) -> None:
-        """Have a remote file fetch the next items."""
-        ahead: list[tuple[int, int]] = []
-        nbytes = 0
-        while self._announced and nbytes < _PREFETCHED:
-            begin, end = self._announced.pop()
-            ahead += [(begin, end - begin)] if end - begin <= _SMALL else [(begin, _END), (end - _END, _END)]
-            nbytes += min(end - begin, 2 * _END)
-        self._prefetched = prefetch(self._source, ahead)
+    def _put(
+        self, found: ItemTensors, template: _Template, begin: Int64Array, rows: Int64Array, crcs: Int64Array
+    ) -> None:
+        """Put down the template's tensor for some items, with their own checksums."""
+        dtype, shape, stride, offset, record_offset, record_nbytes, crc = template.tensor
+        found.kind[rows] = self._known.kind(dtype, shape, stride)
+        found.offset[rows] = begin[rows] + offset
+        found.record_offset[rows] = begin[rows] + record_offset
+        found.record_nbytes[rows] = record_nbytes
+        if crc is not None:
+            found.crc[rows] = crcs
 
-    def _parse(self, begin: int, end: int, ends: _Ends) -> ItemTensor:
+    def _parse(self, found: ItemTensors, begin: int, length: int, ends: _Ends) -> None:
         """Parse the item's zip directory and pickle: the slow path."""
-        records = self._records(begin, end, ends)
+        records = self._records(begin, length, ends)
         pickled = records.get("data.pkl")
         if pickled is None:
             raise self._no_tensor(begin, "no data.pkl")
         data = read_pickle(self._source, records, pickled)
-        described = self._pickles.get(data)
+        pickles = self._known.pickles
+        described = pickles.get(data)
         if described is None or described.record not in records or records[described.record].nbytes < described.last:
-            described = self._pickles[data] = self._describe(data, records, begin)
-        record, tensor = records[described.record], described.tensor
-        checked = any(entry.crc for entry in records.values())
-        item = ItemTensor(
-            tensor.dtype,
-            tensor.shape,
-            tensor.stride,
-            record.offset + described.first,
-            record.offset,
-            record.nbytes,
-            record.crc if checked else None,
-        )
-        template = _template(item, f"/{described.record}".encode(), begin, end - begin, ends)
-        known = self._templates.setdefault(end - begin, [])
-        if template is not None and len(known) < _MAX_SAME_LENGTH and self._count < _MAX_TEMPLATES:
-            known.append(template)
-            self._count += 1
-        return item
+            described = pickles[data] = self._describe(data, records, begin)
+        record, held = records[described.record], described.tensor
+        dtype, shape, stride = held.dtype, held.shape, held.stride
+        crc = record.crc if any(entry.crc for entry in records.values()) else None
+        at = self.reading
+        found.kind[at] = self._known.kind(dtype, shape, stride)
+        found.offset[at], found.record_offset[at] = record.offset + described.first, record.offset
+        found.record_nbytes[at], found.crc[at] = record.nbytes, -1 if crc is None else crc
+        data_at = record.offset - begin
+        tensor = ItemTensor(dtype, shape, stride, data_at + described.first, data_at, record.nbytes, crc)
+        template = _template(tensor, f"/{described.record}".encode(), length, ends)
+        if template is not None:
+            self._known.remember(length, template)
 
-    def _records(self, begin: int, end: int, ends: _Ends) -> Mapping[str, ZipRecord]:
-        if end - begin > _SMALL:
-            records = read_directory(self._source, begin=begin, end=end)
+    def _records(self, begin: int, length: int, ends: _Ends) -> Mapping[str, ZipRecord]:
+        if length > _SMALL:
+            records = read_directory(self._source, begin=begin, end=begin + length)
         else:
             # A small item is at hand as a whole, and its structure is spread over all of it.
-            item = MemoryFile(ends.head[ends.head_at : ends.head_at + end - begin], self._source.path)
-            entries = read_directory(item).items()
+            entries = read_directory(MemoryFile(ends.head, self._source.path)).items()
             records = {name: record._replace(offset=record.offset + begin) for name, record in entries}
         check_byteorder(self._source, records)
         return records
@@ -210,24 +273,73 @@ class ItemReader:
         )
 
 
-def _matches(runs: _Runs, data: bytes, at: int) -> bool:
-    """Whether the item whose first byte would be at index ``at`` of ``data`` has all of ``runs``."""
-    return all(data.startswith(run, at + offset) for offset, run in runs)
+class _BatchEnds:
+    """The bytes of some items that hold their structures, read in few requests."""
+
+    def __init__(self, source: ByteSource, begin: Int64Array, length: Int64Array) -> None:
+        large = length > _SMALL
+        first = np.stack([begin, np.where(large, begin + length - _END, begin)], axis=1)
+        end = np.stack([np.where(large, begin + _END, begin + length), begin + length], axis=1)
+        ranges = first.ravel(), end.ravel()
+        fetched = prefetch(source, zip(ranges[0].tolist(), (ranges[1] - ranges[0]).tolist(), strict=True))
+        at, parts, size = _requests(*ranges, near=-1 if fetched else _NEAR)
+        self._buffer = bytearray(size + 8)
+        view = memoryview(self._buffer)
+        for place, offset, nbytes in parts:
+            if fetched:
+                view[place : place + nbytes] = source.read(offset, nbytes)
+            else:
+                source.read_into(offset, view[place : place + nbytes])
+        # Where each item would begin in the buffer, were it all there: by its head, and by its tail.
+        self._head = at[0::2]
+        self._tail = at[1::2] - (first[:, 1] - begin)
+        self._length = length
+        self._words: npt.NDArray[np.uint64] = np.ndarray((size + 1,), "<u8", self._buffer, strides=(1,))
+
+    def of(self, number: int) -> _Ends:
+        head, tail, length = int(self._head[number]), int(self._tail[number]), int(self._length[number])
+        if length <= _SMALL:
+            item = bytes(self._buffer[head : head + length])
+            return _Ends(item, item, 0)
+        end = bytes(self._buffer[tail + length - _END : tail + length])
+        return _Ends(bytes(self._buffer[head : head + _END]), end, _END - length)
+
+    def match(self, template: _Template, numbers: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
+        """Which of the items have this structure."""
+        head = self._head[numbers, None] + template.places[: template.head]
+        tail = self._tail[numbers, None] + template.places[template.head :]
+        words = self._words[np.concatenate([head, tail], axis=1)] & template.masks
+        fits: npt.NDArray[np.bool_] = np.all(words == template.words, axis=1)
+        return fits
+
+    def crcs(self, template: _Template, numbers: npt.NDArray[np.intp]) -> Int64Array:
+        crcs: Int64Array = (self._words[self._tail[numbers] + template.crc_at] & MASK[4]).astype(np.int64)
+        return crcs
 
 
-def _moved(template: _Template, tail: bytes, tail_at: int, begin: int) -> ItemTensor:
-    """The template's tensor for an item at ``begin``, with that item's own checksum."""
-    dtype, shape, stride, offset, record_offset, record_nbytes, crc = template.tensor
-    if crc is not None:
-        at = tail_at + template.crc_at
-        crc = int.from_bytes(tail[at : at + 4], "little")
-    return ItemTensor(dtype, shape, stride, offset + begin, record_offset + begin, record_nbytes, crc)
+def _requests(
+    begin: Int64Array, end: Int64Array, *, near: int
+) -> tuple[Int64Array, Iterator[tuple[int, int, int]], int]:
+    """Where each range lies in a buffer; what to read into it: place, offset, bytes; its size.
+
+    Ranges that come one after the other with at most ``near`` bytes between them are read together.
+    """
+    apart = np.concatenate([[True], (begin[1:] > end[:-1] + near) | (begin[1:] < begin[:-1])])
+    first = np.flatnonzero(apart)
+    offset, last = begin[first], np.maximum.reduceat(end, first)
+    place = np.concatenate([[0], np.cumsum(last - offset)])
+    request = np.cumsum(apart) - 1
+    at = place[request] + begin - offset[request]
+    return at, zip(place.tolist(), offset.tolist(), (last - offset).tolist(), strict=False), int(place[-1])
 
 
-def _template(made: ItemTensor, record: bytes, begin: int, length: int, ends: _Ends) -> _Template | None:
-    """What the next item of this length is compared with; None when the bytes at hand do not hold the structure."""
-    data_at = made.record_offset - begin
-    head = ends.head[ends.head_at : ends.head_at + data_at]
+def _template(made: ItemTensor, record: bytes, length: int, ends: _Ends) -> _Template | None:
+    """What the next item of this length is compared with; None when the bytes at hand do not hold the structure.
+
+    ``made``: the tensor, its offsets from the begin of the item.
+    """
+    data_at = made.record_offset
+    head = ends.head[:data_at]
     end_record = ends.tail_at + length - _END_RECORD.size
     signature, _, size, start, comment = _END_RECORD.unpack_from(ends.tail, end_record)
     if len(head) < data_at or signature != b"PK\5\6" or comment or ends.tail_at + start < 0:
@@ -235,7 +347,7 @@ def _template(made: ItemTensor, record: bytes, begin: int, length: int, ends: _E
     if start + size > length - _END_RECORD.size:  # these are the 32-bit fields, and the zip64 ones were believed
         return None
     # Two checksums depend on the data: its own, and that of the id which torch computes from the checksums.
-    runs: list[tuple[int, bytes]] = []
+    runs: _Runs = []
     at, kept, crc_at, local = start, start, -1, -1
     while at + _CENTRAL.size <= start + size:
         index = ends.tail_at + at
@@ -252,6 +364,16 @@ def _template(made: ItemTensor, record: bytes, begin: int, length: int, ends: _E
     if crc_at < 0 or at != start + size or local + 4 > data_at:
         return None
     # torch leaves the checksum in the local header 0, other writers fill it in.
-    opening = ((0, head[:local]), (local + 4, head[local + 4 :]))
-    moved = made._replace(offset=made.offset - begin, record_offset=data_at)
-    return _Template(opening, tuple(runs), crc_at, moved)
+    opening = _words([(0, head[:local]), (local + 4, head[local + 4 :])])
+    rows = [*opening, *_words(runs)]
+    places, words, masks = (np.array(column) for column in zip(*rows, strict=True))
+    return _Template(places, words, masks, len(opening), crc_at, made)
+
+
+def _words(runs: _Runs) -> list[tuple[np.int64, np.uint64, np.uint64]]:
+    """``runs`` of bytes (offset, bytes) as words: offset, value, and a mask of the bytes that count."""
+    return [
+        (np.int64(offset + at), np.uint64(int.from_bytes(run[at : at + 8], "little")), MASK[len(run[at : at + 8])])
+        for offset, run in runs
+        for at in range(0, len(run), 8)
+    ]

@@ -16,18 +16,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
+from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from fsdpckpt.errors import COPY_AGAIN, SourceCorruptError, SourceIncompleteError, SourceUnrecognisedError
-from fsdpckpt.formats.dcp.items import ItemReader
+from fsdpckpt.formats.dcp.items import ItemReader, Structures
 from fsdpckpt.formats.safetensors import read_header
 from fsdpckpt.formats.torch.archive import ChecksumRow, load_torch
 from fsdpckpt.ir.checkpoint import Checksums, Note, SourceFile
-from fsdpckpt.ir.dtypes import DType
-from fsdpckpt.ir.tensors import Chunks, Tensor, contiguous_stride, contiguous_strides
+from fsdpckpt.ir.tensors import Chunks, Int64Array, Tensor, contiguous_stride, contiguous_strides
 from fsdpckpt.ir.values import Value, leaf_tensors
 from fsdpckpt.readers.chunks import ChunkedTensor
 from fsdpckpt.readers.dcp import DcpDirectory
@@ -90,7 +91,7 @@ class _Contents:
     """What the items of all chunks hold, in columns, tensor after tensor.
 
     ``order``: the rows in the order of their files' names and offsets. ``offset``: of the first element, in the file.
-    ``kind``: a position in ``kinds``, which has the different dtypes, shapes and strides.
+    ``kind``: a position in ``structures.kinds``.
     """
 
     def __init__(self, directory: DcpDirectory, declared: Sequence[ChunkedTensor]) -> None:
@@ -107,7 +108,7 @@ class _Contents:
         self.order = np.lexsort((self.item[:, 1], self.item[:, 0], names[self._file]))
         self._offset = np.full(len(self._file), -1, np.int64)
         self._kind = np.zeros(len(self._file), np.int64)
-        self._kinds: dict[tuple[str, tuple[int, ...], tuple[int, ...]], int] = {}
+        self.structures = Structures()
 
     def in_files(self, rows: npt.NDArray[np.intp]) -> Iterator[tuple[str, npt.NDArray[np.intp]]]:
         """``rows`` file by file, with the relative path of each."""
@@ -120,10 +121,7 @@ class _Contents:
         number = int(np.searchsorted(self._first, row, side="right")) - 1
         return self.declared[number], row - int(self._first[number])
 
-    def kind(self, dtype: DType, shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
-        return self._kinds.setdefault((dtype.name, shape, stride), len(self._kinds))
-
-    def put(self, rows: npt.NDArray[np.intp], offsets: list[int], kinds: list[int]) -> None:
+    def put(self, rows: npt.NDArray[np.intp], offsets: Int64Array | list[int], kinds: Int64Array | list[int]) -> None:
         self._offset[rows], self._kind[rows] = offsets, kinds
 
     def located(self) -> dict[str, ChunkedTensor]:
@@ -131,14 +129,14 @@ class _Contents:
 
         Raises SourceCorruptError when items have another dtype or number of dimensions than the metadata declares.
         """
-        kinds = list(self._kinds)
+        kinds = self.structures.kinds
         counts = np.diff(self._first)
-        names = {name: number for number, (name, *_) in enumerate(kinds)}
+        names = {dtype.name: number for number, (dtype, *_) in enumerate(kinds)}
         declared = np.array([(names.get(t.dtype.name, -1), len(t.shape)) for t in self.declared], np.int64)
-        held = np.array([(names[name], len(shape)) for name, shape, _ in kinds], np.int64)
+        held = np.array([(names[dtype.name], len(shape)) for dtype, shape, _ in kinds], np.int64).reshape(-1, 2)
         wrong = np.flatnonzero((held[self._kind] != np.repeat(declared, counts, axis=0)).any(axis=1))
         if len(wrong):
-            self._refuse(wrong, kinds)
+            self._refuse(wrong)
         tables: dict[int, npt.NDArray[np.int64]] = {}  # by number of dimensions: shape and strides of each kind
         for number, (_, shape, stride) in enumerate(kinds):
             table = tables.setdefault(len(shape), np.zeros((2, len(kinds), len(shape)), np.int64))
@@ -155,17 +153,15 @@ class _Contents:
             located[tensor.key] = tensor._replace(chunks=chunks)
         return located
 
-    def _refuse(
-        self, wrong: npt.NDArray[np.intp], kinds: Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]]
-    ) -> NoReturn:
+    def _refuse(self, wrong: npt.NDArray[np.intp]) -> NoReturn:
         rows = self.order[np.isin(self.order, wrong)].tolist()
         texts: list[str] = []
         for row in rows[:50]:
             tensor, chunk = self.tensor(row)
-            dtype, shape, _ = kinds[int(self._kind[row])]
+            dtype, shape, _ = self.structures.kinds[int(self._kind[row])]
             start, size = tuple(tensor.chunks.start[chunk].tolist()), tuple(tensor.chunks.size[chunk].tolist())
             path = self._paths[int(self._file[row])]
-            texts.append(f"{tensor.key} at {start}: {path} holds {dtype} {shape}, not {tensor.dtype.name} {size}")
+            texts.append(f"{tensor.key} at {start}: {path} holds {dtype.name} {shape}, not {tensor.dtype.name} {size}")
         raise SourceCorruptError(
             f"{self.directory.path}: {len(rows)} items are not what the metadata says",
             details=texts,
@@ -181,24 +177,16 @@ def _read_archives(contents: _Contents, sources: Sources, tree: Tree) -> None:
     directory = contents.directory
     checksums = [tree.checksums]
     for path, rows in contents.in_files(contents.order[~contents.is_blob[contents.order]]):
-        reader = ItemReader(sources.open(directory.file(path)))
-        places = [(begin, begin + nbytes) for begin, nbytes in contents.item[rows].tolist()]
-        reader.announce(places)
-        offsets: list[int] = []
-        kinds: list[int] = []
-        records: list[ChecksumRow] = []
-        for begin, end in places:
-            try:
-                item = reader.tensor(begin, end)
-            except SourceUnrecognisedError:
-                with _as_corrupt(directory, contents.tensor(int(rows[len(offsets)]))[0].key):
-                    raise
-            offsets.append(item.offset)
-            kinds.append(contents.kind(item.dtype, item.shape, item.stride))
-            if item.crc is not None:
-                records.append((directory.numbers[path], item.record_offset, item.record_nbytes, item.crc))
-        contents.put(rows, offsets, kinds)
-        checksums.append(Checksums.of(records))
+        reader = ItemReader(sources.open(directory.file(path)), contents.structures)
+        try:
+            found = reader.tensors(*contents.item[rows].T)
+        except SourceUnrecognisedError:
+            with _as_corrupt(directory, contents.tensor(int(rows[reader.reading]))[0].key):
+                raise
+        contents.put(rows, found.offset, found.kind)
+        has = found.crc >= 0
+        file = np.full(int(has.sum()), directory.numbers[path], np.int64)
+        checksums.append(Checksums(file, found.record_offset[has], found.record_nbytes[has], found.crc[has]))
     tree.checksums = Checksums.joined(checksums)
 
 
@@ -217,7 +205,7 @@ def _read_blobs(contents: _Contents, sources: Sources) -> None:
             if tensor is None or starts.get(key) != start or tensor.dtype is not dtype:
                 lost.append((key, f"{key} at {start}: not in {path}"))
                 continue
-            kind = contents.kind(dtype, tensor.shape, contiguous_stride(tensor.shape))
+            kind = contents.structures.kind(dtype, tensor.shape, contiguous_stride(tensor.shape))
             contents.put(np.array([row]), [tensor.offset], [kind])
     if lost:
         raise SourceIncompleteError(
@@ -353,51 +341,48 @@ def locate_rows(
     """Each tensor with those rows of its chunks alone, located. Items are opened in the order of their file.
 
     None when an item holds something else than the metadata declares: ``_correct_uneven`` needs all of them, so the
-    checkpoint has to be opened with ``locate=True``. Raises what ``ItemReader.tensor`` raises.
+    checkpoint has to be opened with ``locate=True``. Raises what ``ItemReader.tensors`` raises.
     """
     located = [replace(tensor, chunks=tensor.chunks.take(rows)) for tensor, rows in wanted]
-    jobs: list[tuple[int, int, int, int, int]] = []
-    for number, tensor in enumerate(located):
-        chunks = tensor.chunks
-        if chunks.item is None:
-            continue
+    jobs = [
+        (file, begin, length, number, row)
+        for number, tensor in enumerate(located)
+        if tensor.chunks.item is not None
         for row, (file, (begin, length), offset) in enumerate(
-            zip(chunks.file.tolist(), chunks.item.tolist(), chunks.offset.tolist(), strict=True)
-        ):
-            if offset < 0:
-                jobs.append((file, begin, length, number, row))
+            zip(tensor.chunks.file.tolist(), tensor.chunks.item.tolist(), tensor.chunks.offset.tolist(), strict=True)
+        )
+        if offset < 0
+    ]
     if not jobs:
         return located
-    jobs.sort()
     columns = {number: located[number].chunks for *_, number, _ in jobs}
     places = {number: (chunks.offset.copy(), chunks.stride.copy()) for number, chunks in columns.items()}
-    readers: dict[int, ItemReader] = {}
-    for file, begin, length, number, row in jobs:
-        if file not in readers:
-            readers = {file: ItemReader(sources.open(files[file].path))}
-        offsets, strides = places[number]
-        place = _place(readers[file], begin, length, located[number], row)
-        if place is None:
+    structures = Structures()
+    for file, in_file in groupby(sorted(jobs), key=itemgetter(0)):
+        rows = list(in_file)
+        reader = ItemReader(sources.open(files[file].path), structures)
+        if not all(_is_archive(located[number], row, length) for _, _, length, number, row in rows):
             return None
-        offsets[row], strides[row] = place
+        try:
+            found = reader.tensors(*np.array([(begin, length) for _, begin, length, *_ in rows], np.int64).T)
+        except SourceUnrecognisedError:
+            return None
+        for kind, offset, (*_, number, row) in zip(found.kind.tolist(), found.offset.tolist(), rows, strict=True):
+            dtype, shape, stride = structures.kinds[kind]
+            if dtype is not located[number].dtype or list(shape) != columns[number].size[row].tolist():
+                return None
+            offsets, strides = places[number]
+            offsets[row], strides[row] = offset, stride
     for number, (offsets, strides) in places.items():
         chunks = replace(located[number].chunks, offset=offsets, stride=strides)
         located[number] = replace(located[number], chunks=chunks)
     return located
 
 
-def _place(reader: ItemReader, begin: int, length: int, tensor: Tensor, row: int) -> tuple[int, tuple[int, ...]] | None:
-    """Offset and strides of one chunk; None when its item is not a torch archive of just that box."""
-    size = tensor.chunks.size[row].tolist()
-    if begin < 0 or length <= tensor.dtype.itemsize * int(np.prod(size, dtype=np.int64)):
-        return None  # a blob of the safetensors format: only its header says where the data lies
-    try:
-        item = reader.tensor(begin, begin + length)
-    except SourceUnrecognisedError:
-        return None
-    if item.dtype is not tensor.dtype or list(item.shape) != size:
-        return None
-    return item.offset, item.stride
+def _is_archive(tensor: Tensor, row: int, length: int) -> bool:
+    """Whether an item of ``length`` can be an archive: of a blob in the safetensors format only its header says where
+    the data lies."""
+    return length > tensor.dtype.itemsize * int(np.prod(tensor.chunks.size[row], dtype=np.int64))
 
 
 class Mesh(NamedTuple):
