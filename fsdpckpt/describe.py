@@ -6,7 +6,9 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
-from typing import TypeAlias
+from typing import Any, TypeAlias
+
+import numpy as np
 
 from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, NamedTensor, Note, Problem, Section
 from fsdpckpt.ir.tensors import Tensor
@@ -76,9 +78,12 @@ class Description:
 
     def to_json(self, *, ranks: bool = False) -> dict[str, Json]:
         """The document of ``inspect --json``; with ``chunks`` for ``ranks``, with ``stats`` when they were computed."""
+        return {**self.document(ranks=ranks), "tensors": list(tensor_rows(self, ranks=ranks))}
+
+    def document(self, *, ranks: bool) -> dict[str, Any]:
+        """The same with an iterator in place of the list of tensors: their chunks are too many to be there at once."""
         checkpoint = self.checkpoint
         optim = checkpoint.optim
-        rows = tensor_rows(self, ranks=ranks)
         return {
             "source": checkpoint.source,
             "layout": str(checkpoint.layout),
@@ -87,7 +92,7 @@ class Description:
             "world_size": checkpoint.world_size,
             "key_type": self.key_type,
             "sections": {name: json_value(asdict(summary)) for name, summary in self.sections.items()},
-            "tensors": list(rows),
+            "tensors": tensor_rows(self, ranks=ranks),
             "param_groups": [json_value(group) for group in (optim.param_groups or [])] if optim is not None else [],
             "extra": extra_json(checkpoint),
             "problems": [problem_json(problem) for problem in checkpoint.problems],
@@ -139,7 +144,7 @@ class _Sums:
 
 def tensor_rows(description: Description, *, ranks: bool) -> Iterator[Json]:
     """One JSON object for each tensor."""
-    files = description.checkpoint.files
+    paths = [file.path for file in description.checkpoint.files]
     for number, named in enumerate(description.tensors):
         tensor = named.tensor
         row: dict[str, Json] = {
@@ -156,21 +161,25 @@ def tensor_rows(description: Description, *, ranks: bool) -> Iterator[Json]:
         if description.stats is not None:
             row["stats"] = description.stats[number]
         if ranks:
-            row["pieces"] = list(_chunks(tensor, [file.path for file in files]))
+            row["pieces"] = _chunks(tensor, paths)
         yield row
 
 
-def _chunks(tensor: Tensor, paths: list[str]) -> Iterator[Json]:
+def _chunks(tensor: Tensor, paths: list[str]) -> list[Json]:
     chunks = tensor.chunks
-    columns = (chunks.rank, chunks.file, chunks.offset, chunks.start, chunks.size)
-    for rank, file, offset, start, size in zip(*(column.tolist() for column in columns), strict=True):
-        yield {
+    nbytes = chunks.size.prod(axis=1) * tensor.dtype.itemsize
+    box = np.stack([chunks.start, chunks.start + chunks.size], axis=2)
+    columns = (chunks.rank, chunks.file, chunks.offset, nbytes, box)
+    return [
+        {
             "rank": rank,
             "file": paths[file] if 0 <= file < len(paths) else None,
             "offset": offset,
-            "nbytes": math.prod(size) * tensor.dtype.itemsize,
-            "box": [[begin, begin + count] for begin, count in zip(start, size, strict=True)],
+            "nbytes": held,
+            "box": bounds,
         }
+        for rank, file, offset, held, bounds in zip(*(column.tolist() for column in columns), strict=True)
+    ]
 
 
 def extra_json(checkpoint: Checkpoint) -> list[Json]:

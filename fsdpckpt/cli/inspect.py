@@ -63,7 +63,11 @@ def inspect_command(output: Output, source: str, options: InspectOptions) -> int
 
         nbytes = write_report(description, options.report)
         output.message(f"{options.report}: {size_text(nbytes)}")
-    output.document(lambda: description.to_json(ranks=options.ranks), "inspect")
+    if not description.tensors and (options.keys or options.section is not None):
+        output.message("no key matches --keys and --section")
+    if output.as_json:
+        output.document(lambda: description.document(ranks=options.ranks), "inspect")
+        return 0
     if options.names_only:
         output.data(named.key for named in description.tensors)
         return 0
@@ -78,8 +82,6 @@ def inspect_command(output: Output, source: str, options: InspectOptions) -> int
         aside = "repeated keys are folded: --all lists each" if folded > 0 and not options.ranks else ""
         output.data([*(table if description.tensors else ()), Styled(aside, Colour.ASIDE)])
         output.data(_summary(description, columns))
-    if not description.tensors and (options.keys or options.section is not None):
-        output.message("no key matches --keys and --section")
     return 0
 
 

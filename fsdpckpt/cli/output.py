@@ -22,6 +22,7 @@ from fsdpckpt.text import size_text
 __all__ = ["Colour", "Line", "Lines", "Output", "Styled", "labelled", "redirect_to_null"]
 
 SCHEMA_VERSION = 1  # goes up when a key goes away or changes its meaning; new keys may come at any time
+PRINTED_AT_ONCE = 1 << 16  # characters of a document, at least
 SECONDS_BETWEEN_LINES = 5.0  # often enough to show progress in a CI log, seldom enough not to fill it
 
 
@@ -76,14 +77,18 @@ class Output:
     def document(self, make: Callable[[], Mapping[str, object]], schema: str | None = None) -> None:
         """Print the one JSON document that ``make`` returns; without ``--json`` it is not called.
 
-        ``schema``: its name in ``cli/schemas``. A units file names its own format instead.
+        An iterator in it is a list that is printed item by item. ``schema``: its name in ``cli/schemas``. A units file
+        names its own format instead.
         """
         if self.as_json:
             document = make() if schema is None else {"schema": f"fsdpckpt/{schema}/{SCHEMA_VERSION}", **make()}
-            text = json.dumps(document, ensure_ascii=False, allow_nan=False)
-            if sys.stdout is not None and not _writable(sys.stdout, text):
-                text = json.dumps(document, allow_nan=False)
-            self._write(sys.stdout, text + "\n")
+            parts: list[str] = []
+            for part in _json_parts(document):
+                parts.append(part)
+                if len(part) > PRINTED_AT_ONCE or len(parts) > PRINTED_AT_ONCE // 1000:
+                    self._write(sys.stdout, "".join(parts))
+                    parts = []
+            self._write(sys.stdout, "".join(parts) + "\n")
 
     def message(self, text: Line) -> None:
         """One line for a person, on stderr; nothing with ``--quiet``."""
@@ -109,6 +114,28 @@ class Output:
             stream.flush()
         except BrokenPipeError:  # the reader has closed the pipe: the work goes on, and its exit code is right
             redirect_to_null(stream)
+
+
+def _json_parts(document: Mapping[str, object]) -> Iterator[str]:
+    """The text of ``document``, in parts."""
+    separator = "{"
+    for key, value in document.items():
+        yield f"{separator}{_json(key)}: "
+        separator = ", "
+        if isinstance(value, Iterator):
+            yield "["
+            yield from (f", {_json(item)}" if number else _json(item) for number, item in enumerate(value))
+            yield "]"
+        else:
+            yield _json(value)
+    yield "}" if document else "{}"
+
+
+def _json(value: object) -> str:
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    if sys.stdout is not None and not _writable(sys.stdout, text):
+        text = json.dumps(value, allow_nan=False)
+    return text
 
 
 def _text(lines: Iterable[Line], stream: TextIO | None) -> str:
