@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.ir.checkpoint import BARE_VALUE, Checkpoint, OptimState, ParamKey, Section, group_params
+from fsdpckpt.ir.names import keeps_order
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Global, Key, Object, Value, walk
 from fsdpckpt.producers.forms import PLAIN
@@ -78,8 +79,8 @@ def compare(
     Raises NeedsInformationError when the optimizers' key types differ and cannot be matched by order,
     SourceIncompleteError when a tensor that has to be read is incomplete.
     """
-    ids_to_names, notes = _match(a, b)
-    left, right = _leaves(a, {}), _leaves(b, ids_to_names)
+    matched = _match(a, b)
+    left, right = _leaves(a, {}, matched.place), _leaves(b, matched.keys, matched.place)
     both = [address for address in left if address in right]
     same = _compare_values(both, left, right)
     pairs = [address for address in both if address not in same]
@@ -112,7 +113,7 @@ def compare(
             else entry
             for entry in entries
         ]
-    return Difference(tuple(entries), tuple(notes))
+    return Difference(tuple(entries), matched.notes)
 
 
 def _entry(address: _Address, left: _Leaves, right: _Leaves, detail: str) -> Entry:
@@ -139,13 +140,13 @@ def _compare_values(both: Sequence[_Address], left: _Leaves, right: _Leaves) -> 
     return same
 
 
-def _leaves(checkpoint: Checkpoint, renamed: Mapping[ParamKey, ParamKey]) -> _Leaves:
-    """Every leaf by section and dotted key. ``renamed``: optimizer keys to replace."""
+def _leaves(checkpoint: Checkpoint, renamed: Mapping[ParamKey, ParamKey], place: Mapping[ParamKey, int]) -> _Leaves:
+    """Every leaf by section and dotted key. ``renamed``: optimizer keys to replace; ``place``: how to list them."""
     leaves: _Leaves = {}
     if checkpoint.model is not None:
         leaves.update(((Section.MODEL, name, None), leaf) for name, leaf in checkpoint.model.params.items())
     if checkpoint.optim is not None:
-        for key, value in _optimizer_leaves(checkpoint.optim, renamed):
+        for key, value in _optimizer_leaves(checkpoint.optim, renamed, place):
             leaves[Section.OPTIM, key, None] = value
     for path, value in _walk(checkpoint.extra):
         leaves[Section.EXTRA, path, None] = value
@@ -161,7 +162,9 @@ def _walk(value: dict[Key, Value]) -> Iterator[tuple[str, Value]]:
             yield ".".join(map(str, path)), leaf
 
 
-def _optimizer_leaves(optim: OptimState, renamed: Mapping[ParamKey, ParamKey]) -> Iterator[tuple[str, Value]]:
+def _optimizer_leaves(
+    optim: OptimState, renamed: Mapping[ParamKey, ParamKey], place: Mapping[ParamKey, int]
+) -> Iterator[tuple[str, Value]]:
     for param, states in optim.state.items():
         name = renamed.get(param, param)
         if not states:
@@ -175,6 +178,8 @@ def _optimizer_leaves(optim: OptimState, renamed: Mapping[ParamKey, ParamKey]) -
         for key, value in group.items():
             if key == "params" and isinstance(value, (list, tuple)):
                 params = [renamed.get(item, item) if isinstance(item, (int, str)) else item for item in value]
+                if place:
+                    params.sort(key=lambda item: place.get(item, 0) if isinstance(item, (int, str)) else 0)
                 yield f"param_groups.{index}.params", params
             elif isinstance(value, Tensor):
                 yield f"param_groups.{index}.{key!s}", value
@@ -193,36 +198,67 @@ def _tensors_apart(value: Value) -> Iterator[tuple[tuple[Key, ...], Value]]:
         yield (), value
 
 
-def _match(a: Checkpoint, b: Checkpoint) -> tuple[dict[ParamKey, ParamKey], list[str]]:
-    """A's optimizer key for each of B's when the key types differ, and a note about it."""
+@dataclass(frozen=True, slots=True)
+class _Match:
+    """``keys``: A's optimizer key for each of B's where the key types differ. ``place``: that of each of A's keys in
+    the model, where the order in which a param group lists names says nothing."""
+
+    keys: Mapping[ParamKey, ParamKey] = field(default_factory=dict)
+    place: Mapping[ParamKey, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def _match(a: Checkpoint, b: Checkpoint) -> _Match:
     one, other = a.optim, b.optim
     if one is None or other is None:
-        return {}, []
+        return _Match()
     types = one.key_type, other.key_type
     if types[0] == types[1] or None in types:
-        return {}, []
+        return _Match()
     left, right = _orders(one), _orders(other)
-    problem = None
     if left is None or right is None:
         problem = "one of them has no param groups, so nothing says which id is which name"
     elif [len(group) for group in left] != [len(group) for group in right]:
         problem = f"their param groups have {_lengths(left)} and {_lengths(right)} parameters"
     else:
-        pairs = {
-            key_b: key_a
-            for group_a, group_b in zip(left, right, strict=True)
-            for key_a, key_b in zip(group_a, group_b, strict=True)
-        }
-        problem = _unfit(one, other, pairs)
-    if problem is not None:
-        raise NeedsInformationError(
-            f"the optimizers of {a.source} and {b.source} have different keys ({types[0]} and {types[1]}), "
-            f"and cannot be matched: {problem}",
-            why="ids count in the order of the param groups, and an order that does not fit proves nothing",
-            next_step=_next_step(a, b, types[0]),
-        )
-    note = f"optimizer keys matched by the order of the param groups: {types[1]}s of B to {types[0]}s of A"
-    return pairs, [note]
+        pairs = _paired(left, right)
+        unfit = _unfit(one, other, pairs)
+        if unfit is None:
+            return _Match(pairs, notes=(_note("the param groups", types),))
+        # Names may be listed in any order; ids count in that of the model.
+        place = _model_order(a if types[0] == "id" else b)
+        in_model = ([sorted(keys, key=lambda key: place.get(key, 0)) for keys in each] for each in (left, right))
+        pairs = _paired(*in_model)
+        if place and _unfit(one, other, pairs) is None:
+            if types[0] == "id":
+                place = {key: key for keys in left for key in keys if isinstance(key, int)}
+            return _Match(pairs, place, (_note("the model's parameters", types),))
+        problem = unfit
+    raise NeedsInformationError(
+        f"the optimizers of {a.source} and {b.source} have different keys ({types[0]} and {types[1]}), "
+        f"and cannot be matched: {problem}",
+        why="ids count in the order of the param groups, and an order that does not fit proves nothing",
+        next_step=_next_step(a, b, types[0]),
+    )
+
+
+def _note(order: str, types: tuple[str | None, str | None]) -> str:
+    return f"optimizer keys matched by the order of {order}: {types[1]}s of B to {types[0]}s of A"
+
+
+def _paired(left: Sequence[Sequence[ParamKey]], right: Sequence[Sequence[ParamKey]]) -> dict[ParamKey, ParamKey]:
+    """A's key for each of B's, group by group."""
+    return {
+        key_b: key_a
+        for group_a, group_b in zip(left, right, strict=True)
+        for key_a, key_b in zip(group_a, group_b, strict=True)
+    }
+
+
+def _model_order(checkpoint: Checkpoint) -> dict[ParamKey, int]:
+    """The place of each name in the model of the checkpoint that counts in ids; empty where it keeps no order."""
+    names = list(checkpoint.model.params) if checkpoint.model is not None else []
+    return {name: at for at, name in enumerate(names)} if keeps_order(checkpoint, names) else {}
 
 
 def _next_step(a: Checkpoint, b: Checkpoint, key_type: str | None) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fsdpckpt.errors import NeedsInformationError, SourceIncompleteError
-from fsdpckpt.ir.checkpoint import Checkpoint, OptimState, Section
+from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, OptimState, Section
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.values import Global, Object
 from fsdpckpt.storage.sources import Sources
@@ -128,6 +128,24 @@ def test_ids_and_names_are_matched_through_the_order_of_the_groups(tmp_path: Pat
     assert {entry.key for entry in result.entries} >= {"c.exp_avg", "a.step", "param_groups.1.params"}
     assert "matched by the order of the param groups" in result.notes[0]
     assert difference(ids, names).same
+
+
+def test_ids_are_matched_in_the_models_order_where_the_groups_list_names_in_another(tmp_path: Path) -> None:
+    ids = optimizer(tmp_path / "ids", [0, 1, 2], [[0, 1, 2]])
+    names = optimizer(tmp_path / "names", ["a", "b", "c"], [["a", "b", "c"]])
+    assert names.optim is not None
+    assert names.optim.param_groups is not None
+    names.optim.param_groups[0]["params"] = ["c", "a", "b"]
+    with pytest.raises(NeedsInformationError):
+        difference(names, ids)
+    ids.model = ModelState(dict.fromkeys("abc"))  # its names, in the order that ids count in
+    for pair in ((names, ids), (ids, names)):
+        result = difference(*(only_section(one, Section.OPTIM) if one is names else one for one in pair))
+        assert {entry.key: entry.sigil for entry in result.entries if entry.section is Section.OPTIM}.items() >= {
+            "param_groups.0.params": "="
+        }.items()
+        assert [entry for entry in result.entries if entry.section is Section.OPTIM and entry.sigil != "="] == []
+        assert "the model's parameters" in result.notes[0]
 
 
 @pytest.mark.parametrize(
