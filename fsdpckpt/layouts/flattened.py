@@ -157,10 +157,10 @@ class FlatLayout:
 def layout_of(unit: Unit, *, use_orig_params: bool, world_size: int, shard_size: int) -> FlatLayout:
     """The layout of one unit among ``world_size`` ranks in sharding groups of ``shard_size``.
 
-    NO_SHARD pads for all ranks and cuts nothing; a group of one rank makes NO_SHARD of every strategy
+    NO_SHARD pads for all ranks and cuts nothing. A sharding group of one rank cuts nothing either, and pads for itself
     (``_init_core_state``).
     """
-    sharded = unit.strategy is not Strategy.NO_SHARD and shard_size > 1
+    sharded = unit.strategy is not Strategy.NO_SHARD
     dtype = unit.param_dtype or unit.params[0].dtype
     return FlatLayout.of(
         [param.numel for param in unit.params],

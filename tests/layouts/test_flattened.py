@@ -14,11 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp._flat_param import _get_aligned_numel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdpckpt.flat.live.model import flattens_in_memory_order
-from fsdpckpt.layouts.flattened import FILLER, FlatLayout, alignment, flat_boxes
+from fsdpckpt.flat.live.model import dtype_of, flattens_in_memory_order
+from fsdpckpt.ir.units import Strategy, Unit, UnitParam
+from fsdpckpt.layouts.flattened import FILLER, FlatLayout, alignment, flat_boxes, is_flat_key, layout_of
 
 WORLDS = (1, 2, 3, 5, 8, 16, 64, 512)
 SHAPES = ((17, 9), (1,), (5, 3, 2), (28,), (3, 1), (7, 11), (2,))  # of one unit, in order
@@ -34,11 +36,14 @@ class Block(nn.Module):
 
 
 def flattened_by_fsdp(
-    dtype: torch.dtype, world_size: int, rank: int, **options: Any
+    dtype: torch.dtype, world_size: int, rank: int, group: int, **options: Any
 ) -> Iterator[tuple[list[torch.Tensor], Any]]:
     """(the unit's parameters before, its flat parameter) of real FSDP1 on this rank, root and nested."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
+        if options.get("sharding_strategy") is ShardingStrategy.HYBRID_SHARD:
+            own = range(rank - rank % group, rank - rank % group + group)
+            options["process_group"] = tuple(dist.new_group(list(ranks)) for ranks in (own, range(world_size)))
         torch.manual_seed(11)
         model = nn.Sequential(nn.Linear(3, 5, dtype=dtype), Block(dtype))
         before = {name: param.detach().clone() for name, param in model.named_parameters()}
@@ -58,24 +63,29 @@ def ranks_of(world_size: int) -> list[int]:
     return sorted(rank for rank in chosen if 0 <= rank < world_size)
 
 
-def check_against_fsdp(dtype: torch.dtype, world_size: int, rank: int, *, orig: bool, **options: Any) -> None:
-    for params, flat in flattened_by_fsdp(dtype, world_size, rank, use_orig_params=orig, **options):
+def check_against_fsdp(
+    dtype: torch.dtype, world_size: int, rank: int, *, orig: bool, group: int | None = None, **options: Any
+) -> None:
+    size = group or world_size
+    for params, flat in flattened_by_fsdp(dtype, world_size, rank, size, use_orig_params=orig, **options):
         mixed: MixedPrecision | None = options.get("mixed_precision")
-        decides = mixed.param_dtype if mixed is not None and mixed.param_dtype is not None else dtype
-        layout = FlatLayout.of(
-            [param.numel() for param in params],
-            world_size=world_size,
-            aligned=alignment(decides.itemsize) if orig else None,
-            sharded=options.get("sharding_strategy") is not ShardingStrategy.NO_SHARD and world_size > 1,
+        low = mixed.param_dtype if mixed is not None else None
+        strategy = options.get("sharding_strategy", ShardingStrategy.FULL_SHARD)
+        unit = Unit(
+            "",
+            tuple(UnitParam(str(number), tuple(param.shape), dtype_of(dtype)) for number, param in enumerate(params)),
+            Strategy[strategy.name],
+            None if low is None else dtype_of(low),
         )
+        layout = layout_of(unit, use_orig_params=orig, world_size=world_size, shard_size=size)
         ends = np.cumsum(flat._numels_with_padding)
         starts = (ends - flat._numels_with_padding)[~np.asarray(flat._is_padding_mask)]
         assert layout.start.tolist() == starts.tolist()
         assert layout.total == flat._unpadded_unsharded_size.numel() == ends[-1]
         assert layout.shard == flat._sharded_size.numel()
-        own = 0 if layout.shards == 1 else rank
+        own = 0 if layout.shards == 1 else rank % size
         if layout.shards > 1:
-            assert slices_of(layout, rank) == [
+            assert slices_of(layout, own) == [
                 (number, info.intra_param_start_idx, info.numel_in_shard, info.offset_in_shard)
                 for number, info in enumerate(flat._shard_param_infos)
                 if info.in_shard
@@ -123,12 +133,34 @@ def test_without_sharding_every_rank_holds_all_with_the_same_padding(orig: bool,
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("world_size", "group"), [(7, 1), (4, 2), (10, 5)])
+@pytest.mark.parametrize("orig", [False, True])
+def test_groups_of_hybrid_sharding_pad_for_their_own_ranks(orig: bool, world_size: int, group: int) -> None:
+    hybrid = {"group": group, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+    for rank in ranks_of(world_size):
+        check_against_fsdp(torch.float32, world_size, rank, orig=orig, **hybrid)
+
+
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 16])
 @pytest.mark.parametrize("orig", [False, True])
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float64, torch.float16])
 def test_mixed_precision_decides_the_alignment(low: torch.dtype, orig: bool, world_size: int) -> None:
     for rank in ranks_of(world_size):
         check_against_fsdp(torch.float32, world_size, rank, orig=orig, mixed_precision=MixedPrecision(param_dtype=low))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.float64, torch.complex128])
+def test_parameters_are_aligned_as_fsdp_aligns_them(dtype: torch.dtype) -> None:
+    assert alignment(dtype.itemsize) == _get_aligned_numel(dtype)
+
+
+@pytest.mark.parametrize(
+    ("key", "flat"),
+    [("_flat_param", True), ("a.b._flat_param", True), ("a_flat_param", False), ("_flat_param.a", False), (3, False)],
+)
+def test_a_flat_parameter_is_known_by_the_last_part_of_its_key(key: object, flat: bool) -> None:
+    assert is_flat_key(key) is flat
 
 
 layouts = st.tuples(
