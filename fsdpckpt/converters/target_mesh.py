@@ -182,12 +182,13 @@ def _like(path: str, options: ConvertOptions, mesh: MeshShape | None, sources: S
 
 
 def _how_to_place(mesh: MeshShape, source: str, own: MeshShape | None) -> NeedsInformationError:
-    placed = ", ".join(f'"{name}": "{placement}"' for name, placement in _hybrid(mesh).items())
+    first, *others = mesh.dimension_names
+    placed = ", ".join([f'"{first}": "Shard(0)"', *(f'"{name}": "Replicate()"' for name in others)])
     return NeedsInformationError(
         f"nothing says how tensors lie on --mesh {mesh}",
         why=f"{source} is on the mesh {own}" if own is not None else f"{source} is on no mesh of several dimensions",
-        next_step="add --like PATH (per-rank DTensor files of this model on such a mesh), or --placements FILE with, "
-        f'for example, {{"*": {{{placed}}}}}',
+        next_step="add --like PATH (per-rank DTensor files of this model on such a mesh), or --placements FILE, "
+        f'a plan like {{"GLOB": {{{placed}}}, ...}}',
     )
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,9 +24,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader as TorchStorageReader
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.futures import Future
 
 import fsdpckpt.wording  # noqa: F401  # errors name the keywords of Python
+from fsdpckpt.comm.boxes import held_boxes
 from fsdpckpt.errors import SourceUnsupportedError, StateDictMismatchError, UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint, KeyType
 from fsdpckpt.ir.tensors import Box, Tensor
@@ -159,15 +164,22 @@ class StorageReader(TorchStorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Step 5: fill this rank's shards. Raises StateDictMismatchError, naming every tensor that does not fit."""
         values = [item for item in plan.items if item.type is LoadItemType.BYTE_IO]
-        shards = [item for item in plan.items if item.type is not LoadItemType.BYTE_IO]
-        targets = [planner.resolve_tensor(item).detach() for item in shards]
         entries = self._entries_of_rank()
-        self._require_match(shards, targets, planner, entries)
+        misplaced = _misplaced(planner, entries)
+        shards = [
+            item
+            for item in plan.items
+            if item.type is not LoadItemType.BYTE_IO and item.storage_index.fqn not in misplaced
+        ]
+        targets = [planner.resolve_tensor(item).detach() for item in shards]
+        wanted = [_wanted(item, target) for item, target in zip(shards, targets, strict=True)]
+        wanted += [one for held in misplaced.values() for one in held]
+        self._require_match(wanted, planner, entries)
         if any(entries.values[item.storage_index.fqn] is UNREAD for item in values):
             entries = self._reopened()
-        boxes = _boxes(shards, targets, entries)
+        boxes = _boxes(wanted, entries)
         if not read_boxes(boxes, self._checkpoint, self._sources, threads=self._threads):
-            boxes = _boxes(shards, targets, self._reopened())
+            boxes = _boxes(wanted, self._reopened())
             read_boxes(boxes, self._checkpoint, self._sources, threads=self._threads)
         for item, target in zip(shards, targets, strict=True):
             planner.commit_tensor(item, target)
@@ -205,19 +217,16 @@ class StorageReader(TorchStorageReader):
         self._open(self._path, locate=True)
         return self._entries_of_rank()
 
-    def _require_match(
-        self, items: list[ReadItem], targets: list[torch.Tensor], planner: LoadPlanner, entries: Entries
-    ) -> None:
+    def _require_match(self, wanted: list[_Wanted], planner: LoadPlanner, entries: Entries) -> None:
         """Raises when a tensor has another dtype or shape; older versions of torch do not check the shape."""
         whole = getattr(planner, "state_dict", {})
         wrong: dict[str, str] = {}
-        for item, target in zip(items, targets, strict=True):
-            key = item.storage_index.fqn
+        for key, held_as, _, target in wanted:
             tensor = _tensor(entries, key)
             stored, expected = tensor.dtype.name, str(target.dtype).removeprefix("torch.")
             if stored != expected:
                 wrong[key] = f"{key}: {stored} in the checkpoint, {expected} in the state dict"
-            shape = tuple(getattr(whole.get(item.dest_index.fqn), "shape", tensor.shape))
+            shape = tuple(getattr(whole.get(held_as), "shape", tensor.shape))
             if shape != tensor.shape:
                 wrong[key] = f"{key}: {list(tensor.shape)} in the checkpoint, {list(shape)} in the state dict"
         if wrong:
@@ -253,21 +262,52 @@ def _tensor(entries: Entries, key: str) -> Tensor:
     return value
 
 
-def _boxes(items: list[ReadItem], targets: list[torch.Tensor], entries: Entries) -> list[BoxToRead]:
-    return [
-        _box(_tensor(entries, item.storage_index.fqn), item, target)
-        for item, target in zip(items, targets, strict=True)
-        if target.numel()
-    ]
+class _Wanted(NamedTuple):
+    """``box`` of the tensor ``key``, to be put into ``target``, a part of what the state dict holds as ``held_as``."""
+
+    key: str
+    held_as: str
+    box: Box
+    target: torch.Tensor
 
 
-def _box(tensor: Tensor, item: ReadItem, target: torch.Tensor) -> BoxToRead:
+def _wanted(item: ReadItem, target: torch.Tensor) -> _Wanted:
+    box = Box(tuple(item.storage_offsets), tuple(item.lengths))
+    return _Wanted(item.storage_index.fqn, item.dest_index.fqn, box, target)
+
+
+def _misplaced(planner: LoadPlanner, entries: Entries) -> dict[str, list[_Wanted]]:
+    """DTensors for which torch asks for another box than the rank holds, by key, with what it does hold.
+
+    Where FSDP2 and tensor parallelism cut one dimension and rows do not divide evenly, the boxes that
+    ``compute_local_shape_and_global_offset`` computes for the plan are wrong (torch 2.13): another part of the tensor,
+    or more elements than the local tensor has.
+    """
+    found: dict[str, list[_Wanted]] = {}
+    for key, value in getattr(planner, "state_dict", {}).items():
+        if not isinstance(value, DTensor) or key not in entries.values:
+            continue
+        if not any(type(placement) is _StridedShard for placement in value.placements):
+            continue
+        size, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+        computed = [Box(tuple(offset), tuple(size))] if prod(size) else []
+        held = held_boxes(value, key)
+        if [one.box for one in held] != computed:
+            found[key] = [_Wanted(key, key, one.box, one.data.detach()) for one in held]
+    return found
+
+
+def _boxes(wanted: list[_Wanted], entries: Entries) -> list[BoxToRead]:
+    return [_box(_tensor(entries, one.key), one.box, one.target) for one in wanted if one.target.numel()]
+
+
+def _box(tensor: Tensor, box: Box, target: torch.Tensor) -> BoxToRead:
     def put(part: Box, block: Bytes) -> None:
         ranges = zip(part.offsets, part.sizes, strict=True)
         values = torch.from_numpy(block).view(target.dtype).reshape(part.sizes)
         target[tuple(slice(begin, begin + count) for begin, count in ranges)].copy_(values)
 
-    return BoxToRead(tensor, Box(tuple(item.storage_offsets), tuple(item.lengths)), _memory(target), put)
+    return BoxToRead(tensor, box, _memory(target), put)
 
 
 def _memory(target: torch.Tensor) -> Bytes | None:

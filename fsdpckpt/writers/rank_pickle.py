@@ -173,7 +173,7 @@ class DTensorPickle(RankPickle):
         text, types = self.text, f"{_TENSOR}.placement_types"
         match placement:
             case Replicate():
-                return self.name(types, "Replicate") + b")\x81"
+                return self.name(types, "Replicate") + b")\x81}b"
             case Shard(dim):
                 return self.name(types, "Shard") + _NEW + text("dim") + integer(dim) + _BUILD
             case StridedShard(dim, factor):
@@ -254,17 +254,18 @@ def _tuple(items: Sequence[bytes]) -> bytes:
 class ShardedTensorPickle(RankPickle):
     """Sharded tensors as ShardedTensors, as FSDP1's ``_create_chunk_sharded_tensor`` makes them.
 
-    Ranks without rows are no shards: they hold an empty list.
+    Ranks without rows are no shards: they hold an empty list. On a mesh of two dimensions (HYBRID_SHARD) each row of
+    ranks holds the whole: metadata and specification name the ranks of this row, the rank's own shard its place in it.
     """
 
     def sharded(self, tensor: Tensor, dtype: DType, sharding: Sharding) -> None:
         shape = tensor.shape
         place, ranks = self.group()
-        shards = _shards(shape, ranks)
+        shards = _shards(shape, ranks, self.rank - place)
         shard = None
         if place < len(shards.ranks):
             shard = (place, self.stored(tensor, dtype, mesh_box(shape, sharding, self.rank)))
-        self.sharded_tensor(shape, dtype, shards, shard)
+        self.sharded_tensor(shape, dtype, shards, shard, placed=place)
 
     def sharded_tensor(
         self,
@@ -273,9 +274,13 @@ class ShardedTensorPickle(RankPickle):
         shards: ShardList,
         own: tuple[int, StorageView] | None,
         *,
+        placed: int | None = None,
         requires_grad: bool = False,
     ) -> None:
-        """Write a ShardedTensor of which this rank holds the shard ``own`` (index in ``shards``, view), or none."""
+        """Write a ShardedTensor of which this rank holds the shard ``own`` (index in ``shards``, view), or none.
+
+        ``placed``: the rank that the shard says it is on, None for that of ``shards``.
+        """
         name, raw = self.name, self.raw
         self.wrapper((f"{_SHARD}.sharded_tensor.api", "ShardedTensor"), shape, dtype, requires_grad=requires_grad)
         raw(b"(]")
@@ -283,7 +288,8 @@ class ShardedTensorPickle(RankPickle):
             index, view = own
             raw(name(f"{_SHARD}.sharded_tensor.shard", "Shard") + b")\x81N}(" + self.text("tensor"))
             self.view(view, requires_grad=requires_grad)
-            raw(self.text("metadata") + self._shard_metadata(shards.ranks[index], shards.boxes[index]) + b"u\x86ba")
+            on = shards.ranks[index] if placed is None else placed
+            raw(self.text("metadata") + self._shard_metadata(on, shards.boxes[index]) + b"u\x86ba")
         metadata = f"{_SHARD}.sharded_tensor.metadata"
         raw(name(metadata, "ShardedTensorMetadata") + _NEW + self.text("shards_metadata"))
         raw(self.once(("shards", shards.key), lambda: self._shard_list(shards)) + self.text("size") + self.size(shape))
@@ -293,7 +299,9 @@ class ShardedTensorPickle(RankPickle):
 
     def group(self) -> tuple[int, int]:
         """This rank's place in the process group that shards, and how many ranks that has."""
-        return self.rank, self.world_size
+        mesh = next((sharding.mesh for sharding in self._shardings.values()), None)
+        ranks = mesh.sizes[-1] if mesh is not None else self.world_size
+        return self.rank % ranks, ranks
 
     def _shard_list(self, shards: ShardList) -> bytes:
         metadata = [self._shard_metadata(shards.ranks[0], shards.boxes[0])]
@@ -351,11 +359,12 @@ class ShardedTensorPickle(RankPickle):
 
 
 @lru_cache(maxsize=4096)
-def _shards(shape: tuple[int, ...], world_size: int) -> ShardList:
-    """The shards of ranks with rows, or rank 0's when there are none."""
-    rows = -(-shape[0] // world_size)
+def _shards(shape: tuple[int, ...], ranks: int, first: int) -> ShardList:
+    """The shards of those with rows among ``ranks`` ranks from rank ``first`` on; that one's when there are none."""
+    rows = -(-shape[0] // ranks)
     filled = -(-shape[0] // rows) if rows else 1
-    return ShardList(shape, tuple(range(filled)), [rank_box(shape, world_size, rank) for rank in range(filled)])
+    boxes = [rank_box(shape, ranks, place) for place in range(filled)]
+    return ShardList(shape, tuple(range(first, first + filled)), boxes)
 
 
 @lru_cache(maxsize=4)

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from fsdpckpt.errors import NeedsInformationError, UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
+from fsdpckpt.ir.mesh import Replicate, Shard
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Value
@@ -49,6 +50,9 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
         if named.tensor.sharded and named.tensor.shape
     }
 
+    if spec.tensor is TensorForm.SHARDED_TENSOR:
+        _require_rows(checkpoint, spec)
+
     def section(name: str, values: list[Value], tied: Mapping[Tensor, Tensor] | None = None) -> list[TargetFile]:
         """One file for each rank, called ``name``; ``values`` by rank."""
         files = []
@@ -81,6 +85,22 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
         text = f"DTensors say that their mesh is on {mesh.device} devices; the source does not say (--mesh-device)"
         notes.append(Note("inferred", text))
     return Target(files, notes=notes)
+
+
+def _require_rows(checkpoint: Checkpoint, spec: WriteSpec) -> None:
+    """Raises UsageError for tensors that a ShardedTensor of FSDP1 cannot hold: its ranks cut rows, on a mesh of two
+    dimensions (HYBRID_SHARD) those of the second."""
+    wanted = (Replicate(), Shard(0))
+    for named in checkpoint.tensors() if spec.device_mesh is not None else ():
+        sharding = named.tensor.sharding
+        if sharding is not None and sharding.placements != wanted[-len(sharding.placements) :]:
+            raise UsageError(
+                f"{named.key} is {sharding} on the mesh {spec.device_mesh}, which a ShardedTensor does not hold",
+                key=named.key,
+                expected="[Shard(0)], or [Replicate(), Shard(0)]",
+                found=str(sharding),
+                next_step="drop --tensor sharded-tensor, or give --mesh one dimension or replicas and shards",
+            )
 
 
 def _mesh_device(checkpoint: Checkpoint) -> str | None:

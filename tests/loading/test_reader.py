@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdpckpt
@@ -31,7 +32,8 @@ from fsdpckpt.errors import (
 )
 from fsdpckpt.storage.local import LocalFile
 from tests.oracle.compare import differences
-from tests.readers.played_ranks import save_as_ranks, shard_rows_twice
+from tests.readers.played_ranks import as_rank, save_as_ranks, shard_rows_twice
+from tests.writers.meshes import MeshCase, net, over_tp, sharded_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -394,3 +396,22 @@ def test_a_shard_in_other_strides_is_filled_in_parts(tmp_path: Path, monkeypatch
         dcp.load({"model": {"w": target}}, storage_reader=fsdpckpt.StorageReader(tmp_path / "full.pt"), no_dist=True)
         assert not target.to_local().is_contiguous()
         assert torch.equal(target.to_local(), weight[12:18])
+
+
+@pytest.mark.parametrize(("odd", "case"), [(3, over_tp(3, 2)), (5, over_tp(4, 2))], ids=["7 rows", "9 rows"])
+def test_uneven_rows_cut_twice_are_filled_where_torch_asks_for_other_boxes(
+    tmp_path: Path, odd: int, case: MeshCase
+) -> None:
+    """FSDP2 over tensor parallelism: the plan that torch makes for such a rank names wrong rows, or too many."""
+    torch.save({"model": net(1, odd).state_dict()}, tmp_path / "full.pt")
+    wrong = 0
+    for rank in range(case.world_size):
+        with as_rank(rank, case.world_size):
+            expected = dict(sharded_model(case, lambda: net(1, odd)).state_dict())
+            weight = expected["col.weight"]
+            size, _ = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+            wrong += size != tuple(weight.to_local().shape)
+            state = {"model": {name: torch.zeros_like(value) for name, value in expected.items()}}
+            dcp.load(state, storage_reader=fsdpckpt.StorageReader(tmp_path / "full.pt"), no_dist=True)
+            assert not differences(state["model"], expected)
+    assert wrong

@@ -11,17 +11,22 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed._shard import load_with_process_group
+from torch.distributed.fsdp._shard_utils import _create_chunk_sharded_tensor
 
+from fsdpckpt.errors import UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint, OptimState
 from fsdpckpt.ir.mesh import Shard, StridedShard
 from fsdpckpt.layouts.sharded import strided
+from fsdpckpt.options import TensorForm
 from fsdpckpt.writers import dcp as dcp_writer
 from fsdpckpt.writers import torch_ranks
 from fsdpckpt.writers.protocol import WriteSpec
 from tests.materialise import materialise
 from tests.readers.played_ranks import as_rank, save_as_ranks
-from tests.writers.meshes import MESHES, MeshCase, assert_equal, held, net, our_sharding, sharded_model
+from tests.writers.meshes import MESHES, MeshCase, assert_equal, held, hsdp, net, our_sharding, over_tp, sharded_model
 from tests.writers.source import Raw, checkpoint, same
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -126,6 +131,39 @@ def test_uneven_rows_cut_twice_are_saved_as_the_ranks_hold_them(case: MeshCase, 
     state = joined(tmp_path, tmp_path)
     for name, value in net(case.world_size, 3).state_dict().items():
         assert same(state["model"][name], value), name
+
+
+@pytest.mark.parametrize(("replicate", "shard"), [(1, 2), (2, 2), (2, 4), (4, 4), (8, 8)])
+def test_sharded_tensors_of_hybrid_shard_are_those_of_each_sharding_group(
+    replicate: int, shard: int, tmp_path: Path
+) -> None:
+    case = hsdp(replicate, shard)
+    raw, source = source_of(case, 3)
+    target = torch_ranks.lay_out(source, replace(spec_of(case), tensor=TensorForm.SHARDED_TENSOR))
+    materialise(target, raw.files, str(tmp_path))
+    for rank in some_ranks(case.world_size):
+        with as_rank(rank, case.world_size):
+            groups = [dist.new_group(list(range(g * shard, g * shard + shard))) for g in range(replicate)]
+            group = groups[rank // shard]
+            path = tmp_path / f"model_world_size_{case.world_size}_rank_{rank}.pt"
+            with load_with_process_group(group):
+                found = torch.load(path, weights_only=False)
+            for name, whole in net(case.world_size, 3).state_dict().items():
+                if name == "seen":
+                    assert same(found[name], whole)
+                    continue
+                truth = _create_chunk_sharded_tensor(whole, rank % shard, shard, 8, group, torch.device("cpu"))
+                shards, *described = found[name].__getstate__()
+                true_shards, *expected = truth.__getstate__()
+                assert described == expected, name
+                assert [one.metadata for one in shards] == [one.metadata for one in true_shards], name
+                assert all(same(one.tensor, true.tensor) for one, true in zip(shards, true_shards, strict=True))
+
+
+def test_a_sharded_tensor_cannot_be_on_a_mesh_of_tensor_parallelism() -> None:
+    _, source = source_of(over_tp(2, 2), 0)
+    with pytest.raises(UsageError, match=r"col.weight is \[_StridedShard\(0, sf=2\), Shard\(0\)\] on the mesh"):
+        torch_ranks.lay_out(source, replace(spec_of(over_tp(2, 2)), tensor=TensorForm.SHARDED_TENSOR))
 
 
 def test_fsdp_over_tensor_parallelism_cuts_last_and_says_so_by_split_factors() -> None:
