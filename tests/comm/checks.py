@@ -34,7 +34,7 @@ from fsdpckpt.comm.launch import FIRST_PORT
 from fsdpckpt.errors import StateDictMismatchError, UsageError, WorkerError
 from tests.comm.forked_workers import forked_workers
 from tests.comm.group_contract import GroupContract
-from tests.writers.meshes import hsdp, net, over_tp, sharded_model
+from tests.writers.meshes import all_three, hsdp, net, over_tp, sharded_model
 
 WORLD_SIZES = (2, 3, 4)
 BUDGET = 1 << 14  # four chunks of one page: every tensor of some size crosses in chunks
@@ -190,9 +190,8 @@ def check_gather_understands_fsdp2_over_tensor_parallelism(group: comm.Group) ->
 def check_uneven_shards_of_every_mesh_are_gathered_and_filled(group: comm.Group) -> None:
     """As FSDP2 and tensor parallelism hold them, also where torch's own offsets are wrong (7 and 9 rows)."""
     size = group.world_size
-    if size == 3:
-        return
-    for case in (hsdp(size // 2, 2), hsdp(2, size // 2), over_tp(size // 2, 2), over_tp(2, size // 2)):
+    cases = [make(*sizes) for make in (hsdp, over_tp) for sizes in ((1, size), (size, 1))]
+    for case in cases if size < 4 else [hsdp(2, 2), over_tp(2, 2), all_three(2, 1, 2)]:
         for odd in (3, 5):
             full = {name: value.detach() for name, value in net(1, odd).state_dict().items()}
             state = dict(sharded_model(case, partial(net, 1, odd)).state_dict())

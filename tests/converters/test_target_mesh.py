@@ -200,3 +200,91 @@ def test_a_mesh_of_two_dimensions_needs_a_plan(saved: Path, tmp_path: Path) -> N
 def test_a_mesh_is_for_sharded_targets(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--mesh would do nothing"):
         fsdpckpt.convert(saved / "tp", tmp_path / "full.pt", mesh="dp_shard=2,tp=2")
+
+
+FLAT: dict[str, Any] = {"to": "flattened", "unit": ("none",), "use_orig_params": True, "buffers": ("seen",)}
+
+
+def test_flat_parameters_take_replicas_and_shards_from_a_mesh(saved: Path, tmp_path: Path) -> None:
+    fsdpckpt.convert(saved / "full.pt", tmp_path / "mesh", mesh="replicate=2,shard=3", **FLAT)
+    options = {"world_size": 6, "strategy": "hybrid-shard", "shard_size": 3}
+    fsdpckpt.convert(saved / "full.pt", tmp_path / "said", **FLAT, **options)
+    files = sorted((tmp_path / "mesh").glob("*.pt"))
+    assert len(files) == 12
+    assert all(file.read_bytes() == (tmp_path / "said" / file.name).read_bytes() for file in files)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mesh": "a=2,b=2,c=2"},
+        {"mesh": "a=2,b=2", "strategy": "full-shard"},
+        {"mesh": "shard=2", "placements": "plan.json"},
+    ],
+)
+def test_flat_parameters_have_no_other_mesh(saved: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    if "placements" in options:
+        (tmp_path / "plan.json").write_text('{"*": {"shard": "Shard(0)"}}')
+        options = {**options, "placements": tmp_path / "plan.json"}
+    with pytest.raises(UsageError, match="not fit flat parameters"):
+        fsdpckpt.convert(saved / "full.pt", tmp_path / "new", **FLAT, **options)
+
+
+def test_sharded_tensors_take_replicas_and_shards_from_a_mesh(saved: Path, tmp_path: Path) -> None:
+    to_ranks(saved / "full.pt", tmp_path / "new", mesh="replicate=2,shard=2", tensor="sharded-tensor", buffers="seen")
+    assert fsdpckpt.diff(tmp_path / "new", saved / "full.pt").same
+    assert (
+        fsdpckpt.inspect(tmp_path / "new").checkpoint.model.params["col.weight"].chunks.size.tolist()
+        == [[10, 6], [9, 6]] * 2
+    )
+
+
+VERL: dict[str, Any] = {"flavor": "verl", "mesh_device": "cpu"}
+REPLICAS = MeshCase({"ddp": 2, "fsdp": 2}, ("ddp", "fsdp"))
+
+
+@pytest.mark.parametrize(
+    ("source", "options"),
+    [
+        ("full.pt", {"mesh": "ddp=2,fsdp=2", "buffers": "seen"}),
+        ("hsdp", {}),
+        ("hsdp", {"world_size": 4}),
+        ("tp", {"mesh": "ddp=2,fsdp=2"}),
+    ],
+)
+def test_verl_gets_its_mesh_of_replicas(saved: Path, tmp_path: Path, source: str, options: dict[str, Any]) -> None:
+    options = options or {"world_size": 4}
+    fsdpckpt.convert(saved / source, tmp_path / "new", to="sharded", **VERL, **options)
+    for rank in (0, 3):
+        with as_rank(rank, 4):
+            found = torch.load(tmp_path / "new" / f"model_world_size_4_rank_{rank}.pt", weights_only=True)
+            assert_equal(found, held(REPLICAS, ODD, SIZE)["model"], "model")
+
+
+def test_verl_and_tensor_parallelism_do_not_meet(saved: Path, tmp_path: Path) -> None:
+    fsdpckpt.convert(saved / "tp", tmp_path / "new", to="sharded", **VERL, world_size=4)
+    with as_rank(2, 4):
+        found = torch.load(tmp_path / "new" / "model_world_size_4_rank_2.pt", weights_only=True)
+        assert_equal(found, held(MeshCase({"fsdp": 4}, ("fsdp",)), ODD, SIZE)["model"], "model")
+
+
+def test_verls_model_beside_flat_parameters_is_on_the_same_mesh(saved: Path, tmp_path: Path) -> None:
+    options = {**FLAT, "to": "flattened", "use_orig_params": False, **VERL}
+    fsdpckpt.convert(saved / "full.pt", tmp_path / "new", mesh="ddp=2,fsdp=2", **options)
+    with as_rank(3, 4):
+        found = torch.load(tmp_path / "new" / "model_world_size_4_rank_3.pt", weights_only=True)
+        assert_equal(found, held(REPLICAS, ODD, SIZE)["model"], "model")
+    difference = fsdpckpt.diff(tmp_path / "new", saved / "full.pt")
+    assert {entry.key for entry in difference.entries if entry.sigil != "="} == {"lr_scheduler"}  # verl's own
+
+
+@pytest.mark.parametrize("flavor", ["torchtitan", "accelerate"])
+def test_frameworks_that_save_dcp_get_the_items_of_the_mesh(saved: Path, tmp_path: Path, flavor: str) -> None:
+    fsdpckpt.convert(saved / "three", tmp_path / "new", to="sharded", flavor=flavor, world_size=8)
+    fsdpckpt.convert(saved / "three", tmp_path / "plain", to="sharded", container="dcp", world_size=8, flavor="plain")
+    boxes = []
+    for path in (tmp_path / "new", tmp_path / "plain"):
+        tensors = fsdpckpt.inspect(path).checkpoint.model.params
+        chunks = tensors["col.weight"].chunks
+        boxes.append(sorted(zip(chunks.start.tolist(), chunks.size.tolist(), strict=True)))
+    assert boxes[0] == boxes[1] and len(boxes[0]) == 4

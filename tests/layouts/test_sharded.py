@@ -13,12 +13,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdpckpt.ir import mesh as ir_mesh
 from fsdpckpt.ir.tensors import Box
 from fsdpckpt.layouts import sharded
-from fsdpckpt.layouts.sharded import LocalBox, chunk, in_placement_order, local_boxes, local_shape, rank_box
+from fsdpckpt.layouts.sharded import (
+    LocalBox,
+    chunk,
+    in_placement_order,
+    local_boxes,
+    local_shape,
+    mesh_box,
+    on_sizes,
+    rank_box,
+    strided,
+)
 from tests.readers.played_ranks import as_rank, shard_rows_twice
 
 ROWS = (1, 2, 3, 5, 7, 8, 9, 12, 13)
@@ -148,3 +159,45 @@ def test_packed_weights_are_interleaved_boxes() -> None:
 def test_placements_read_as_pytorch_writes_them() -> None:
     placements = [ir_mesh.Replicate(), ir_mesh.StridedShard(1, 2), ir_mesh.Shard(0)]
     assert ir_mesh.placements_text(placements) == "[Replicate(), _StridedShard(1, sf=2), Shard(0)]"
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (4, 2), (2, 4), (3, 2), (8, 8), (2, 2, 2), (4, 4, 4)])
+def test_each_rank_of_a_mesh_has_the_box_that_torch_says_where_that_is_right(sizes: tuple[int, ...]) -> None:
+    """Empty boxes and their offsets too. Where torch is wrong, another size tells: no rank holds so many rows."""
+    mesh = ir_mesh.MeshShape(sizes)
+    kinds = (Shard(0), Shard(1), Replicate())
+    compared = wrong = 0
+    for rows, plan in itertools.product((1, 2, 5, 7, 9, 16), itertools.product(kinds, repeat=len(sizes))):
+        if max(map(plan.count, plan)) > 2:
+            continue  # of three cuts of one dimension torch's offsets are wrong with right sizes, too
+        placed = strided(mesh, ours(plan))
+        theirs = [_theirs(placement) for placement in placed.placements]
+        for rank in range(0, mesh.world_size, 1 + mesh.world_size // 20):
+            place = mesh.coordinate(rank)
+            box = mesh_box((rows, 3), placed, rank)
+            held = local_boxes((rows, 3), sizes, placed.placements, place)  # type: ignore[arg-type]
+            assert [one.box for one in held] == ([box] if box.numel else [])
+            size, offset = _compute_local_shape_and_global_offset((rows, 3), sizes, place, theirs)
+            compared += 1
+            if size == box.sizes:
+                assert offset == box.offsets, (rows, plan, rank)
+            else:
+                wrong += 1
+    assert compared > 100 and wrong < compared / 10
+
+
+def _theirs(placement: Any) -> Any:
+    if isinstance(placement, ir_mesh.StridedShard):
+        return _StridedShard(placement.dim, split_factor=placement.split_factor)
+    return Shard(placement.dim) if isinstance(placement, ir_mesh.Shard) else Replicate()
+
+
+@pytest.mark.parametrize("plan", [("S0", "S0"), ("S0", "S1"), ("R", "S0"), ("S1", "S1")])
+def test_cuts_keep_their_order_on_a_mesh_of_other_sizes(plan: tuple[str, ...]) -> None:
+    kinds = {"S0": ir_mesh.Shard(0), "S1": ir_mesh.Shard(1), "R": ir_mesh.Replicate()}
+    small, large = ir_mesh.MeshShape((1, 2)), ir_mesh.MeshShape((4, 8))
+    for one, other in itertools.permutations((small, large, ir_mesh.MeshShape((2, 1))), 2):
+        placements = [kinds[name] for name in plan]
+        assert on_sizes(strided(one, placements), other) == strided(other, placements)
+    plain = ir_mesh.Sharding(large, (ir_mesh.Shard(0), ir_mesh.Shard(0)))  # as distribute_tensor cuts: the first first
+    assert on_sizes(plain, ir_mesh.MeshShape((2, 2))).placements == plain.placements

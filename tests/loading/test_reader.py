@@ -33,7 +33,7 @@ from fsdpckpt.errors import (
 from fsdpckpt.storage.local import LocalFile
 from tests.oracle.compare import differences
 from tests.readers.played_ranks import as_rank, save_as_ranks, shard_rows_twice
-from tests.writers.meshes import MeshCase, net, over_tp, sharded_model
+from tests.writers.meshes import MeshCase, all_three, hsdp, net, over_tp, sharded_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -199,7 +199,7 @@ def test_each_rank_gets_the_extras_of_its_own(tmp_path: Path) -> None:
 def test_an_optimizer_that_is_keyed_by_id_asks_for_what_would_name_it(tmp_path: Path) -> None:
     optimizer = {"state": {0: {"exp_avg": random(4, 3)}}, "param_groups": [{"lr": 0.5, "params": [0]}]}
     torch.save({"optimizer": optimizer}, tmp_path / "ids.pt")
-    with pytest.raises(NeedsInformationError, match=r"reference=.*key_type='id'"):
+    with pytest.raises(NeedsInformationError, match=r"--reference .*--key-type id"):
         fsdpckpt.StorageReader(tmp_path / "ids.pt")
     state = {"optimizer": blank(optimizer)}
     assert differences(filled(tmp_path / "ids.pt", state, key_type="id"), {"optimizer": optimizer}) == []
@@ -415,3 +415,16 @@ def test_uneven_rows_cut_twice_are_filled_where_torch_asks_for_other_boxes(
             dcp.load(state, storage_reader=fsdpckpt.StorageReader(tmp_path / "full.pt"), no_dist=True)
             assert not differences(state["model"], expected)
     assert wrong
+
+
+@pytest.mark.parametrize(
+    "case", [hsdp(2, 4), over_tp(2, 2), all_three(2, 2, 2), MeshCase({"dp": 4}, ("dp",), rows=1)], ids=str
+)
+def test_every_mesh_is_filled(tmp_path: Path, case: MeshCase) -> None:
+    torch.save({"model": net(4, 3).state_dict()}, tmp_path / "full.pt")
+    for rank in range(0, case.world_size, 3):
+        with as_rank(rank, case.world_size):
+            expected = dict(sharded_model(case, lambda: net(4, 3)).state_dict())
+            state = {"model": {name: torch.zeros_like(value) for name, value in expected.items()}}
+            dcp.load(state, storage_reader=fsdpckpt.StorageReader(tmp_path / "full.pt"), no_dist=True)
+            assert not differences(state["model"], expected)
