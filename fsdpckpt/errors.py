@@ -64,10 +64,10 @@ _OTHER_TARGET = "give another DST"
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """What a run that failed has left for ``--resume``: ``what`` is kept where, and what ``--resume`` does with it."""
+    """What a run that failed has left: ``what`` is kept where, and what the same command does with it."""
 
     what: str
-    resume: str = "goes on from there"
+    resume: str
 
 
 class FsdpckptError(Exception):
@@ -76,8 +76,8 @@ class FsdpckptError(Exception):
     ``what`` is one sentence; ``details`` lists every single finding when there are several (all missing
     ranks, all unknown globals); ``why`` is the likely cause; ``next_step`` is a command or an option.
     ``run_again``: the same command may succeed, after ``next_step`` where there is one. ``alternative``: another way to
-    what was wanted. ``leftover``: what a failed run left for ``--resume``; ``resumable``: False where ``--resume`` is
-    no help. ``file``, ``key``, ``rank``, ``expected`` and ``found`` are for machines (``--json``) and tests.
+    what was wanted. ``leftover``: what a failed run left for the next one; ``resumable``: False where that is no help.
+    ``file``, ``key``, ``rank``, ``expected`` and ``found`` are for machines (``--json``) and tests.
 
     ``title`` says the kind of error before ``what``, unless it is empty. ``usual_next_step`` is for errors that name no
     other.
@@ -132,8 +132,7 @@ class FsdpckptError(Exception):
     def next_steps(self) -> str | None:
         """All there is to do next, in one line; None when the error names nothing."""
         if self.leftover is not None:
-            first = f"{self.next_step}; then " if self.next_step else ""
-            steps = f"{first}the same command with --resume {self.leftover.resume}"
+            steps = "; then ".join(filter(None, (self.next_step, f"{_AGAIN}: it {self.leftover.resume}")))
         else:
             steps = ", then ".join(filter(None, (self.next_step, _AGAIN if self.run_again else None)))
         return "; or, ".join(filter(None, (steps, self.alternative))) or None

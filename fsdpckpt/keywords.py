@@ -48,7 +48,7 @@ class ConvertKeywords(TypedDict, total=False):
     dry_run: bool
     verify: VerifyLevel | Literal["none", "structure", "full"]
     overwrite: bool
-    resume: bool
+    resume: bool | None
     max_memory: int | str
     threads: int | None
     staging: str | os.PathLike[str] | None

@@ -259,7 +259,11 @@ class ConvertOptions:
         default=False,
         changes_output=False,
     )
-    resume: bool = option("Resume an interrupted run.", Group.SAFETY, default=False, changes_output=False)
+    resume: bool | None = option(
+        "Continue an interrupted run of the same command (default), or remove what it left and start over.",
+        Group.SAFETY,
+        changes_output=False,
+    )
     max_memory: int = option(
         "Limit on copy buffers (default: 128MiB).",
         Group.RESOURCES,

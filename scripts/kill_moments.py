@@ -1,5 +1,5 @@
-"""kill -9 at random moments of conversions to every target container: is DST absent or complete, and does ``--resume``
-give the bytes of an undisturbed run?
+"""kill -9 at random moments of conversions to every target container: is DST absent or complete, and does the same
+command then give the bytes of an undisturbed run?
 
 Each conversion is a fork of this process, which has the program loaded already, so that the moments fall into its work
 and not into its start; two of three fall behind the first thing that is written. The journal is synced every few
@@ -175,7 +175,7 @@ class Trial:
         return time.perf_counter()
 
     def moment(self, job: Job, rng: random.Random, kinds: Sequence[int], *, replace: bool) -> None:
-        """One conversion, killed; then what is there, and what ``--resume`` makes of it."""
+        """One conversion, killed; then what is there, and what the same command makes of it."""
         workers, others = rng.choice(kinds), rng.choice(kinds)
         if workers not in job.seconds:
             self.undisturbed(job, workers)
@@ -205,19 +205,21 @@ class Trial:
         job.moments += 1
         job.replacing += replace
         older = replace and os.path.exists(os.path.join(target, OLDER))
-        if os.path.lexists(target) and not older:
+        complete = os.path.lexists(target) and not older
+        if complete:
             require_same(whole, target, f"{job.name}: a DST that is there is not complete")
             job.complete += 1
         else:
             job.absent += 1
             if replace and not older and not os.path.exists(os.path.join(folder, f".{job.target}.fsdpckpt-old", OLDER)):
                 raise Failure(f"{job.name}: the older DST is lost")
-        said = self.finish(job, target, "--resume", *more, workers=others)
-        job.continued += "bytes were there already" in said
-        require_same(whole, target, f"{job.name}: what --resume made is not what an undisturbed run makes")
+        again = ["--resume"] if complete and not replace else []  # which compares it; without, it exists
+        said = self.finish(job, target, *again, *more, workers=others)
+        job.continued += "continued an interrupted run" in said
+        require_same(whole, target, f"{job.name}: what the next run made is not what an undisturbed run makes")
         left = [name for name in os.listdir(folder) if name not in (job.target, f".{job.target}.fsdpckpt-lock")]
         if left:
-            raise Failure(f"{job.name}: --resume left {left}")
+            raise Failure(f"{job.name}: the next run left {left}")
         shutil.rmtree(folder)
 
 
@@ -286,7 +288,7 @@ def main() -> int:
                 print(f"\r{number + 1} of {options.moments}", end="", file=sys.stderr, flush=True)
     print(f"seed {seed}, {options.size / 1e6:.0f} MB, no promise broken")
     print(
-        "| target | undisturbed | killed | DST not there yet | DST complete | --resume went on with bytes | replacing "
+        "| target | undisturbed | killed | DST not there yet | DST complete | continued | replacing "
         "| all ended within |"
     )
     print("|---|---|---|---|---|---|---|---|")

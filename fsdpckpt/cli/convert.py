@@ -37,7 +37,7 @@ Examples:
   fsdpckpt convert runs/step-1000 weights --container safetensors \\
       --only model --dtype bfloat16
   fsdpckpt convert runs/step-1000 full.pt --dry-run
-  fsdpckpt convert runs/step-1000 full.pt --resume
+  fsdpckpt convert runs/step-1000 full.pt --no-resume
   fsdpckpt convert runs/step-1000 full.pt --nproc-per-node 4
   torchrun --nnodes 2 --nproc-per-node 8 ... \\
       -m fsdpckpt convert runs/step-1000 full.pt

@@ -98,9 +98,9 @@ def _interrupted(error: BaseException) -> InterruptedRunError:
         return InterruptedRunError("by a signal", why=f"{why}; no partial output was left", next_step="run it again")
     import shlex
 
-    words = [word for word in sys.argv[1:] if word != "--resume"]
+    words = [word for word in sys.argv[1:] if word != "--no-resume"]
     return InterruptedRunError(
-        "by a signal", details=[leftover.what], why=why, next_step=shlex.join(["fsdpckpt", *words, "--resume"])
+        "by a signal", details=[leftover.what], why=why, next_step=shlex.join(["fsdpckpt", *words])
     )
 
 
@@ -150,7 +150,7 @@ def _from_system(error: OSError) -> FsdpckptError:
     path = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else None
     where = f"{path}: " if path else ""
     leftover = leftover_of(error)
-    details = [] if leftover is None else [f"{leftover.what}: --resume {leftover.resume}"]
+    details = [] if leftover is None else [f"{leftover.what}: the same command {leftover.resume}"]
     if error.errno in _NO_TARGET:
         return TargetUnwritableError(
             f"{where}{_NO_TARGET[error.errno]}",

@@ -33,9 +33,11 @@ from fsdpckpt.converters.report import PlannedFile, Report, encode_manifest, put
 from fsdpckpt.converters.resume import (
     attach_staged,
     claim_rows,
+    continues,
     finished_windows,
     is_resumable,
     journals_of,
+    other_upload,
     resume_note,
     run_identity,
     source_copies,
@@ -77,6 +79,7 @@ from fsdpckpt.storage.protocols import is_url
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.storage.staging import Staging, clear_leftover, free_bytes, journal_path, journal_paths, lock_as_writer
 from fsdpckpt.storage.target_checks import check_target
+from fsdpckpt.text import size_text
 
 __all__ = ["convert"]
 
@@ -104,7 +107,9 @@ def convert(
     if not is_url(target):
         return _Conversion(group, source, target, options, progress, visibility).run(workers_here)
     with Upload(group, source, target, options, progress, visibility=visibility) as upload:
-        conversion = _Conversion(group, source, upload.path, upload.options, progress, upload.visibility)
+        conversion = _Conversion(
+            group, source, upload.path, upload.options, progress, upload.visibility, for_upload=True
+        )
         report = conversion.run(workers_here)
         return upload.publish(report, conversion.holders)
 
@@ -144,7 +149,10 @@ def prepare(source: str, target: str, options: ConvertOptions, sources: Sources)
 
 @dataclass(slots=True, eq=False)
 class _Conversion:
-    """One rank's part of one conversion to a local disk. ``holders``: by target file the ranks that see it."""
+    """One rank's part of one conversion to a local disk. ``holders``: by target file the ranks that see it.
+
+    ``for_upload``: DST is a directory of this program, and what is there already was converted by an interrupted run.
+    """
 
     group: Group
     source: str
@@ -152,6 +160,7 @@ class _Conversion:
     options: ConvertOptions
     progress: Progress
     visibility: Visibility
+    for_upload: bool = False
     holders: dict[str, list[int]] = field(default_factory=dict)
     _prepared: Prepared | None = None  # on rank 0
     _peers: list[ProcessIdentity] = field(default_factory=list)
@@ -168,6 +177,11 @@ class _Conversion:
     def _solo(self) -> bool:
         """Whether errors pass unchanged."""
         return isinstance(self.group, Solo)
+
+    @property
+    def _compares(self) -> bool:
+        """Whether DST may exist, and is then compared with what would be written."""
+        return self.for_upload or (self.options.resume is True and not self.options.overwrite)
 
     @property
     def _alone(self) -> bool:
@@ -208,7 +222,7 @@ class _Conversion:
             if self.group.rank == 0:
                 check_options(options)
                 check_mesh(options)
-                check_target(self.target, self.source, overwrite=options.overwrite, resume=options.resume)
+                check_target(self.target, self.source, overwrite=options.overwrite, compare=self._compares)
                 if options.overwrite:
                     self._replaces = find_replaceable(self.target)
             threads = options.threads
@@ -266,17 +280,17 @@ class _Conversion:
             *(group, self.target, options, self.visibility, self._staging),
             directory=directory,
             replaces=self._replaces,
+            compare=self._compares,
         )
         journals = journals_of(group, self._staging[0] if self._staging else None)
         message: object = None
         with group.step("divide the work"), group.heartbeat():
             if prepared is not None:
                 identity = functools.cache(lambda: run_identity(prepared.plan, options, copies))
-                windows = finished_windows(journals, places, identity, options.max_memory)
+                windows, useless = finished_windows(journals, places, identity, options)
                 job = _job(prepared, places, visible, budget, windows, options.max_memory)
-                self._note = resume_note(
-                    job, self.target, self._staging[0] if self._staging else None, asked=options.resume
-                )
+                staging = self._staging[0] if self._staging else None
+                self._note = resume_note(job, self.target, staging, options, useless)
                 finished = joined(list(windows.values()))
                 if self._alone:
                     return places, job, identity, finished
@@ -332,6 +346,8 @@ class _Conversion:
                     compare=places.existing[place or 0],
                 )
             except TargetExistsError:
+                if self.for_upload and self._alone:
+                    raise other_upload(self.target) from None
                 if self._alone and places.existing[place or 0]:
                     raise target_differs(self.target) from None  # the user knows DST, and replaces all of it
                 raise
@@ -413,10 +429,10 @@ class _Conversion:
         """Add to ``error`` what is kept. Of several ranks, whoever shows the error does so (``publish``)."""
         if self._solo and self._recorder is not None and self._prepared is not None:
             total = self._prepared.plan.bytes_written
-            what = f"{self._recorder.nbytes} of {total} bytes are kept in {staging.root}"
-            attach_leftover(error, Leftover(what))
+            kept = f"{size_text(self._recorder.nbytes)} of {size_text(total)} are kept in {staging.root}"
+            attach_leftover(error, Leftover(kept, continues(self.options)))
         elif self._solo:
-            attach_staged(error, self.target)
+            attach_staged(error, self.target, self.options)
 
     def _release(self) -> None:
         for staging in self._staging:

@@ -5,7 +5,7 @@ On a local disk, the output grows in a staging directory beside DST, and one ren
 
 For an object store the same conversion writes to a local disk, is checked there, and is then uploaded
 (``storage.upload``). The output is staged and not streamed, because the check before anything is visible, ``--verify
-full`` and ``--resume`` need all of it at hand, and a zip file's checksums stand before the data that they are of. It
+full`` and resuming need all of it at hand, and a zip file's checksums stand before the data that they are of. It
 takes DST's size of local disk.
 
 The upload, by all ranks: 1. Rank 0 looks at DST, and locks the directory to upload from. Where the others see it too,
@@ -52,7 +52,7 @@ from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.options import ConvertOptions, VerifyLevel, Visibility
 from fsdpckpt.progress import Progress
 from fsdpckpt.storage.local import target_errors
-from fsdpckpt.storage.protocols import is_url, remote_identity
+from fsdpckpt.storage.protocols import UPLOADING, is_url, remote_identity
 from fsdpckpt.storage.remote_store import RemoteStore, filesystem_of
 from fsdpckpt.storage.upload import RemoteTarget, UploadOptions, open_target
 
@@ -73,7 +73,7 @@ class Upload:
     """One rank's part of a conversion to the object store at ``target``. As a context, it holds the locks.
 
     ``path``, ``options`` and ``visibility``: those of the conversion to the local disk, once entered. After a failure
-    the local output stays for ``--resume``, and readers refuse what was uploaded so far.
+    the local output stays for the next run, and readers refuse what was uploaded so far.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Upload:
         *,
         visibility: Visibility,
     ) -> None:
-        self.options = replace(options, staging=None, overwrite=not options.resume)  # DST is this program's own
+        self.options = replace(options, staging=None, overwrite=False)  # DST is this program's own
         self.visibility = visibility
         self._directory = UploadDirectory("", "")
         self._group = group
@@ -154,16 +154,37 @@ class Upload:
                 f"every node sees {self._target}: --output-visibility node is for disks of their own",
                 next_step="drop --output-visibility: nodes that share no --staging directory use their own",
             )
-        remote = open_target(self._target, self._source, overwrite=options.overwrite, resume=options.resume)
-        if remote.interrupted and (foreign := remote.foreign()):
-            raise foreign_files_error(remote.url, foreign)
+        remote = open_target(self._target, self._source, overwrite=options.overwrite)
+        directory = UploadDirectory.of(remote.url, options.staging)
+        if remote.interrupted:
+            self._require_own(remote, directory)
         replaced = replaced_files(find_replaceable(remote.url)) if options.overwrite and not remote.interrupted else ()
-        upload = self._lock(UploadDirectory.of(remote.url, options.staging))
+        upload = self._lock(directory)
         return [remote.url, remote.root, list(remote.names), upload, [[file.path, file.nbytes] for file in replaced]]
+
+    def _require_own(self, remote: RemoteTarget, directory: UploadDirectory) -> None:
+        """Raises TargetExistsError when the upload that was interrupted there may be another's, or holds others' files.
+
+        One that this machine began, and has the output of, is continued; another one only when asked to.
+        """
+        options, announced = self._requested, remote.announced()
+        mine = bool(announced.upload) and announced.upload == directory.upload()
+        if not (mine or options.overwrite or options.resume):
+            raise TargetExistsError(
+                f"{remote.url} holds an upload that was not completed",
+                file=f"{remote.url}/{UPLOADING}",
+                why="it was interrupted, or still runs, on another machine or with another --staging",
+                next_step="run the command there again; or add --resume to continue here, or --overwrite to start over",
+            )
+        foreign = sorted(set(remote.names) - announced.names)
+        if foreign:
+            raise foreign_files_error(remote.url, foreign)
 
     def _lock(self, directory: UploadDirectory) -> str:
         options = self._requested
-        return "" if options.dry_run else self._locks.enter_context(directory.locked(resume=options.resume))
+        return (
+            "" if options.dry_run else self._locks.enter_context(directory.locked(resume=options.resume is not False))
+        )
 
     def _choose_directory(self, own: UploadDirectory) -> None:
         """One directory for all, or one a node where they do not all see that of rank 0."""
@@ -210,7 +231,7 @@ class Upload:
         with group.step("announce the upload"):
             if group.rank == 0:
                 lists = {name: os.path.getsize(path) for name, path in files.items() if name not in sizes}
-                self._attend(lambda _: remote.begin({**sizes, **lists}))
+                self._attend(lambda _: remote.begin({**sizes, **lists}, self._upload))
         senders = assign_senders(sizes, holders)
         chosen = {name: path for name, path in files.items() if senders.get(name) == group.rank}
         earlier = self._sent_earlier()
@@ -227,7 +248,7 @@ class Upload:
 
     def _sent_earlier(self) -> dict[str, str]:
         """What earlier runs of this upload noted, on whichever node."""
-        noted = self._directory.sent(self._upload) if self._requested.resume else {}
+        noted = self._directory.sent(self._upload) if self._requested.resume is not False else {}
         tags: dict[str, str] = {}
         for each in self._group.all_gather_objects(noted, name="what was sent"):
             tags.update(cast("dict[str, str]", each))
@@ -303,15 +324,15 @@ def _require_same_bytes(url: str, path: str) -> None:
 
 
 def attach_leftovers(error: BaseException, target: str, options: ConvertOptions) -> None:
-    """Add to ``error`` what workers left for ``--resume`` of the DST ``target``, as far as this process sees it."""
+    """Add to ``error`` what workers left of the DST ``target`` to continue with, as far as this process sees it."""
     if not is_url(target):
-        attach_staged(error, target)
+        attach_staged(error, target, options)
         return
     directory = UploadDirectory.of(target.rstrip("/"), options.staging)
     if isinstance(error, TargetUnwritableError) and not is_url(error.file or target):
         error.next_step, error.run_again = _MAKE_ROOM, False
     if not os.path.lexists(directory.path):
-        attach_staged(error, directory.path)
+        attach_staged(error, directory.path, options)
     elif is_resumable(error):
         _attach_upload(error, directory)
 
@@ -329,7 +350,8 @@ class UploadDirectory:
     """A local directory to upload from, for one DST alone and the same in every run. ``path``: the output in it.
 
     It holds the converted output, and notes of what the store has of it already. A note counts for one *upload* only,
-    which a run without ``--resume`` begins anew: what an earlier one has sent may be of another checkpoint.
+    which a run with ``--no-resume`` begins anew, and one that finds no output: what an earlier one has sent may be of
+    another checkpoint.
     """
 
     root: str
@@ -364,13 +386,13 @@ class UploadDirectory:
             ) from None
         try:
             with target_errors(self.root):
-                if not resume:
+                if not resume or not os.path.lexists(self.path):
                     self._clear()
                 upload = self.upload() or self._begin()
             yield upload
         finally:
             with contextlib.suppress(OSError):
-                if os.listdir(self.root) == [_UPLOAD]:  # else it is kept for --resume
+                if os.listdir(self.root) == [_UPLOAD]:  # else it is kept for the next run
                     self.remove()
             os.close(lock)
 

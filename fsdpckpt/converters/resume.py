@@ -1,8 +1,11 @@
 """Resumes interrupted runs: what their journals name is read back, if the source and the command are still the same.
 
-Staging is kept for ``--resume`` after a signal or a kill, and after an error of the disk or of the operating system on
+Staging is kept after a signal or a kill, and after an error of the disk or of the operating system on
 either side (full, I/O error, a source that went away), if a journal names at least one window. After any other error it
 is removed: what is staged would be wrong, or no command could finish it.
+
+The same command continues by itself. What another command, or another source, has left is never removed unless the
+user says so (``--no-resume``): that command could still finish it. Where its source has changed since, none could.
 """
 
 from __future__ import annotations
@@ -38,21 +41,23 @@ from fsdpckpt.storage.journal import Record, read_records
 from fsdpckpt.storage.protocols import FileIdentity, changed_error, is_url
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.storage.staging import Staging, journal_paths, staging_root
+from fsdpckpt.text import size_text
 from fsdpckpt.version import __version__
 
 __all__ = [
     "claim_rows",
+    "continues",
     "finished_windows",
     "attach_staged",
     "is_resumable",
     "journals_of",
+    "other_upload",
     "resume_note",
     "run_identity",
     "source_copies",
 ]
 
 _LOOKUPS = 16  # at a time: a store answers in tens of milliseconds
-_START_OVER = "run the command without --resume: what was staged is removed, and it starts over"
 
 
 def run_identity(plan: Plan, options: ConvertOptions, sources: Sequence[Sequence[FileIdentity]]) -> RunIdentity:
@@ -104,42 +109,61 @@ def finished_windows(
     journals: Sequence[Sequence[Sequence[Record]]],
     places: Places,
     identity: Callable[[], RunIdentity],
-    max_memory: int,
-) -> dict[int, Finished]:
-    """By place the windows that an interrupted run has written.
+    options: ConvertOptions,
+) -> tuple[dict[int, Finished], list[str]]:
+    """By place the windows that an interrupted run has written, and why what another one has written is of no use.
 
-    A place is left out, and starts over, when no journal is readable or one window is longer than ``max_memory`` bytes.
-    ``identity``: this run's. Raises SourceError or TargetError when a journal is another run's.
+    A place is left out, and starts over, when no journal is readable, one window is longer than ``max_memory`` bytes,
+    or its source has changed since (unless ``--resume`` asks for it). ``identity``: this run's. Raises SourceError or
+    TargetError when a journal is another run's.
     """
     windows: dict[int, Finished] = {}
+    useless: list[str] = []
     for place, leader in enumerate(places.leaders):
         runs = [run for records in journals[leader] if (run := run_of(records)) is not None]
-        for before, _ in runs:
-            _require_same_run(before, identity(), places.roots[place])
         finished = joined([each for _, each in runs])
-        if 0 < finished.longest <= max_memory:
+        lost = [change for before, _ in runs for change in before.lost_sources(identity())]
+        if lost and options.resume is None:
+            useless += lost
+            continue
+        for before, _ in runs:
+            _require_same_run(before, identity(), f"{places.roots[place]} holds {size_text(finished.nbytes)}")
+        if 0 < finished.longest <= options.max_memory:
             windows[place] = finished
-    return windows
+    return windows, useless
 
 
-def _require_same_run(before: RunIdentity, now: RunIdentity, root: str) -> None:
+def _require_same_run(before: RunIdentity, now: RunIdentity, held: str) -> None:
+    """``held``: what is there, the beginning of a sentence."""
     changes = before.source_changes(now)
     if changes:
         raise SourceError(
-            f"the source is not what the interrupted run read, so {root} cannot be resumed",
+            f"{held} of an interrupted run, and the source is not what that run read",
             details=changes,
             why="the rest would come from another checkpoint than the beginning",
-            next_step=_START_OVER,
+            next_step="add --no-resume to remove it and start over, or give the source that it was begun with",
             resumable=False,
         )
     changes = before.other_changes(now)
     if changes:
         raise TargetError(
-            f"this is not the command that was interrupted, so {root} cannot be resumed",
+            f"{held} of an interrupted run of another command",
             details=changes,
-            next_step=f"give the options it was begun with; or {_START_OVER}",
+            why="that command can still finish it",
+            next_step="add --no-resume to remove it and start over, or give the options that it was begun with",
             resumable=False,
         )
+
+
+def other_upload(path: str) -> TargetError:
+    """The error for a converted checkpoint at ``path`` that waits to be uploaded, and is not what this run makes."""
+    return TargetError(
+        f"{path} holds what an interrupted run of another command has converted and not yet uploaded",
+        file=path,
+        why="that command can still finish it",
+        next_step="add --no-resume to remove it and start over, or give the options that it was begun with",
+        resumable=False,
+    )
 
 
 def claim_rows(finished: Mapping[int, Finished], segments: Sequence[Segment]) -> Int64Array:
@@ -157,36 +181,51 @@ def claim_rows(finished: Mapping[int, Finished], segments: Sequence[Segment]) ->
     return np.asarray(rows, np.int64).reshape(-1, 5)
 
 
-def resume_note(job: Job, target: str, staging: Staging | None, *, asked: bool) -> Note | None:
+def resume_note(
+    job: Job, target: str, staging: Staging | None, options: ConvertOptions, useless: Sequence[str]
+) -> Note | None:
     """What to report of an interrupted run's remains.
 
-    ``staging``: None where DST exists and is complete. ``asked``: whether ``--resume`` was given.
+    ``staging``: None where DST exists and is complete. ``useless``: what ``finished_windows`` says.
     """
     if len(job.claims):
         total = sum(segment.end - segment.begin for segment in job.segments)
         nbytes = int((job.claims[:, 3] - job.claims[:, 2]).sum())
-        return Note("resumed", f"{nbytes} of {total} bytes were there already, from an interrupted run")
+        there = f"{size_text(nbytes)} of {size_text(total)} were there already"
+        return Note("resumed", f"continued an interrupted run: {there}")
     if staging is None:
         return Note("resumed", f"{target} was complete already: every byte was compared, nothing was written")
-    if staging.resumed:
-        return Note("cleared", f"{staging.root} held nothing to go on with: started from the beginning")
-    if asked:
+    return _cleared(staging, options, useless)
+
+
+def _cleared(staging: Staging, options: ConvertOptions, useless: Sequence[str]) -> Note | None:
+    if useless:
+        left = f"what an interrupted run had left in {staging.root} was removed"
+        return Note("cleared", f"{left}, because its source has changed ({useless[0]}): started from the beginning")
+    if staging.resumed or (staging.leftover and options.resume is not False):
+        return Note("cleared", f"{staging.root} held nothing to continue with: started from the beginning")
+    if staging.leftover:
+        size = size_text(staging.removed)
+        return Note("cleared", f"{size} that an interrupted run had left in {staging.root} were removed (--no-resume)")
+    if options.resume:
         return Note("cleared", "there was nothing to resume: started from the beginning")
-    if not staging.leftover:
-        return None
-    hint = "; --resume would have gone on with it" if staging.journaled else ""
-    return Note("cleared", f"what an interrupted run had left in {staging.root} was removed{hint}")
+    return None
 
 
 def is_resumable(error: BaseException) -> bool:
-    """Whether the same command with ``--resume`` may finish after ``error``."""
+    """Whether the same command may finish after ``error`` what was staged before it."""
     if not isinstance(error, FsdpckptError):
         return isinstance(error, (OSError, MemoryError)) or not isinstance(error, Exception)
     passing = type(error) is SourceError or isinstance(error, (SourceMissingError, TargetUnwritableError))
     return passing or isinstance(error, (WorkerError, InterruptedRunError))
 
 
-def attach_staged(error: BaseException, target: str) -> None:
+def continues(options: ConvertOptions) -> str:
+    """What the same command does with what is left of it, for ``Leftover.resume``."""
+    return "continues from there" + (" without --no-resume" if options.resume is False else "")
+
+
+def attach_staged(error: BaseException, target: str, options: ConvertOptions) -> None:
     """Add to ``error`` what workers left for ``target`` to resume, as far as this process sees it."""
     if isinstance(error, FsdpckptError) and not error.resumable:
         return
@@ -194,4 +233,4 @@ def attach_staged(error: BaseException, target: str) -> None:
     runs = [run[1] for path in journal_paths(root) if (run := read_run(path)) is not None]
     nbytes = joined(runs).nbytes
     if nbytes and is_resumable(error):
-        attach_leftover(error, Leftover(f"{nbytes} bytes are kept in {root}"))
+        attach_leftover(error, Leftover(f"{size_text(nbytes)} are kept in {root}", continues(options)))

@@ -77,12 +77,13 @@ def open_staging(
     *,
     directory: bool,
     replaces: Contents,
+    compare: bool,
 ) -> Places:
     """Make the staging directories, and find out who sees which. Collective. A leader's own is added to ``made``.
 
-    With ``--resume``, one that an interrupted run left with a journal stays, and where DST exists none is made.
-    ``directory``: whether the target is one. ``replaces``: what this rank found at DST that may be deleted.
-    Raises UsageError when a node's workers do not see their leader's.
+    One that an interrupted run left with a journal stays, unless ``--no-resume`` was given. With ``compare`` none is
+    made where DST exists. ``directory``: whether the target is one. ``replaces``: what was found at DST that may be
+    deleted. Raises UsageError when a node's workers do not see their leader's.
     """
     labels = [str(label) for label in group.all_gather_objects(node_label(), name="nodes")]
     order = list(dict.fromkeys(labels))
@@ -91,8 +92,7 @@ def open_staging(
     leaders = tuple(places.index(place) for place in range(max(places) + 1))
     leads = group.rank in leaders
     real = os.path.realpath(target)
-    existing = leads and options.resume and not options.overwrite and os.path.lexists(real)
-    existing = existing and not is_empty_directory(real)
+    existing = leads and compare and os.path.lexists(real) and not is_empty_directory(real)
     opened = ("", "", "")
     with group.step("make staging"):
         if existing:
@@ -128,7 +128,7 @@ def _make(
 ) -> tuple[str, str, str]:
     """Where the output goes, the path of a target that is one file, and a token that lies in the directory."""
     seen = still_replaceable(target, replaces) if options.overwrite else None
-    staging = Staging(target, directory=directory, replaces=seen, resume=options.resume)
+    staging = Staging(target, directory=directory, replaces=seen, resume=options.resume is not False)
     made.append(staging)
     token = uuid.uuid4().hex
     if group.world_size > 1:

@@ -70,11 +70,10 @@ def execute(
         visible = np.ones((len(job.files), group.world_size), bool)
     with group.step("agree on the plan", agree=job.digest() if several else ""):
         pass
+    resumed, written = resume(group, job, locate, threads, progress)
     own = sum(segment.end - segment.begin for segment in job.segments if segment.owner == group.rank)
-    progress.begin("copy", own)
-    resumed, written = resume(group, job, locate, threads)
-    if resumed:
-        progress.advance(sum(nbytes for file in resumed.values() for _, nbytes, _ in file.parts))
+    kept = sum(nbytes for file in resumed.values() for _, nbytes, _ in file.parts)
+    progress.begin("compare" if compare else "copy", own - kept)
     with group.step("find routes"), group.heartbeat():
         run = _Run(
             group, job, visible, sources, locate, threads, progress, recorder, finished, resumed, written, compare

@@ -68,6 +68,16 @@ class RunIdentity:
             if None not in (changes := [_change(each, copy) for each in before])
         ]
 
+    def lost_sources(self, now: RunIdentity) -> list[str]:
+        """The files at the same paths that are not what this run read: no command can go on with it any more."""
+        there = {copy.path: copy for copies in now.sources for copy in copies}
+        return [
+            f"{copy.path} {change}"
+            for copies in self.sources
+            for copy in copies
+            if copy.path in there and (change := _change(copy, there[copy.path])) is not None
+        ]
+
     def other_changes(self, now: RunIdentity) -> list[str]:
         """What else changed: program version, options, or a plan that differs although these are equal."""
         changes = []

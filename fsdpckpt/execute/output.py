@@ -263,7 +263,7 @@ def target_differs(path: str) -> TargetExistsError:
     return TargetExistsError(
         f"{path} exists, and is not what this command writes",
         file=path,
-        why="--resume goes on with an interrupted run, and leaves what another one made alone",
+        why="--resume continues an interrupted run of the same command, and another one wrote this",
         next_step="give another DST, or add --overwrite to replace it once the new one is complete",
     )
 

@@ -20,8 +20,10 @@ from fsdpckpt.execute.output import LatePlaces, Resumed, TargetChecks
 from fsdpckpt.plan.plan import Claim, FilePlan
 from fsdpckpt.plan.transfer import Segment, Visible, Window
 from fsdpckpt.plan.windows import Range
+from fsdpckpt.progress import Progress
 from fsdpckpt.storage.local import BLOCK, WritableFile, aligned_buffer
 from fsdpckpt.storage.sources import Sources
+from fsdpckpt.text import size_text
 
 __all__ = ["Written", "ReadBack", "reread_unproved", "read_back", "resume"]
 
@@ -60,7 +62,9 @@ class ReadBack:
         return Resumed(tuple(sorted(self._parts)), tuple(rows), tuple(late))
 
 
-def read_back(group: Group, backs: Mapping[int, ReadBack], threads: int, nbytes: int) -> None:
+def read_back(
+    group: Group, backs: Mapping[int, ReadBack], threads: int, nbytes: int, advance: Callable[[int], None]
+) -> None:
     """Verify all claims of all ``backs``, on at most ``threads`` threads that share ``nbytes`` of buffers."""
     longest = max((end - begin for back in backs.values() for begin, end, _ in back.claims), default=0)
     most = max(min(threads, nbytes // max(longest, 1)), 1)
@@ -70,6 +74,7 @@ def read_back(group: Group, backs: Mapping[int, ReadBack], threads: int, nbytes:
     def take(thread: int, window: Window) -> None:
         claim = Claim(window.begin, window.end, crcs[window.segment, window.begin])
         backs[window.segment].take(claim, buffers[thread])
+        advance(window.end - window.begin)
 
     windows = [Window(number, *claim[:2], -1) for number, back in backs.items() for claim in back.claims]
     pool = CopyPool(windows, most, take)
@@ -80,7 +85,9 @@ def read_back(group: Group, backs: Mapping[int, ReadBack], threads: int, nbytes:
         pool.stop(PATIENCE if group.world_size > 1 else None)
 
 
-def resume(group: Group, job: Job, locate: Callable[[str], str], threads: int) -> tuple[dict[int, Resumed], Written]:
+def resume(
+    group: Group, job: Job, locate: Callable[[str], str], threads: int, progress: Progress
+) -> tuple[dict[int, Resumed], Written]:
     """What this rank keeps of its segments, and what all ranks keep of theirs; each by segment. All ranks."""
     if not len(job.claims):
         return {}, {}
@@ -91,8 +98,13 @@ def resume(group: Group, job: Job, locate: Callable[[str], str], threads: int) -
             if segment.owner == group.rank:
                 file = job.plan.files[segment.file]
                 backs[number] = ReadBack(file, locate(file.path), claims[number])
-        read_back(group, backs, threads, job.settings.windows)
-        resumed = {number: back.close() for number, back in backs.items()}
+        nbytes = sum(end - begin for back in backs.values() for begin, end, _ in back.claims)
+        progress.begin(f"checking {size_text(nbytes)} already written", nbytes)
+        try:
+            read_back(group, backs, threads, job.settings.windows, progress.advance)
+        finally:
+            resumed = {number: back.close() for number, back in backs.items()}
+        progress.end()
     lost: set[tuple[int, int]] = set()
     own: list[list[int]] = []
     for number, each in resumed.items():

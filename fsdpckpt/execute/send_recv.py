@@ -254,5 +254,5 @@ class StreamCheck(SourceCheck):
                     expected=f"CRC-32 {expected:08x}",
                     found=f"{found:08x}",
                     why="the memory of one of the two machines, or the network between them, damages data",
-                    next_step="run the command again with --resume, best on other machines",
+                    next_step="run the command again, best on other machines",
                 )

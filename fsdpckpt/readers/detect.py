@@ -109,7 +109,7 @@ def _refuse_uploads(path: str, entries: Sequence[Entry]) -> None:
             f"{path} is not complete: it is still being uploaded, or the upload was interrupted",
             file=f"{path.rstrip('/')}/{UPLOADING}",
             why=f"fsdpckpt deletes {UPLOADING} once everything is there",
-            next_step="wait for the upload to end, or run the command that began it again with --resume",
+            next_step="wait for the upload to end, or run the command that began it again",
         )
 
 

@@ -141,7 +141,7 @@ def _source_error(error: BaseException, url: str, action: str, attempts: int) ->
         file=url,
         found=_one_line(error),
         why="the store or the network between is failing" if attempts > 1 else "the store refused the request",
-        next_step="run the command again; convert --resume goes on where it stopped",
+        next_step="run the command again: convert continues where it stopped",
     )
 
 

@@ -109,7 +109,7 @@ class Staging:
 
     ``root``: the directory itself. ``path``: the directory in it to write to. ``journal``: the path of this process's
     journal (``journal_paths(root)``: all of them). ``leftover``: an interrupted run had left a staging directory.
-    ``journaled``: it had a journal. ``resumed``: it was kept (needs ``resume`` and a journal); else it was removed.
+    ``resumed``: it was kept (needs ``resume`` and a journal); else it was removed, ``removed`` bytes.
     ``replaces``: what ``commit`` may delete at DST; None where DST has to be new, or an empty directory.
     ``committed``: DST is complete.
     """
@@ -142,8 +142,8 @@ class Staging:
                 self._settle_aside()
             self.leftover = os.path.lexists(self.root)
             self._refuse_writers()
-            self.journaled = bool(journal_paths(self.root))
-            self.resumed = resume and self.journaled and os.path.isdir(self.path)
+            self.resumed = resume and bool(journal_paths(self.root)) and os.path.isdir(self.path)
+            self.removed = 0 if self.resumed else _allocated(self.root)
             if self.leftover and not self.resumed:
                 self.discard()
             self._refuse_to_replace()

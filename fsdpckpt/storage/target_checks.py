@@ -14,10 +14,10 @@ from fsdpckpt.storage.staging import NAME_LIMIT
 __all__ = ["check_target"]
 
 
-def check_target(target: str, source: str, *, overwrite: bool, resume: bool = False) -> None:
+def check_target(target: str, source: str, *, overwrite: bool, compare: bool = False) -> None:
     """Refuse a DST that exists, lies in SRC, or cannot be created. Nothing is written.
 
-    DST may be an empty directory. With ``resume`` DST may exist: whether it is what this command writes is checked once
+    DST may be an empty directory. With ``compare`` it may exist: whether it is what this command writes is checked once
     the plan is known.
 
     Raises UsageError, TargetExistsError or TargetUnwritableError.
@@ -30,7 +30,7 @@ def check_target(target: str, source: str, *, overwrite: bool, resume: bool = Fa
         real = os.path.realpath(target)
         if source and not is_url(source):  # opening an empty SRC reports that
             _refuse_source(target, real, os.path.realpath(source), overwrite=overwrite)
-        if (os.path.lexists(target) or os.path.lexists(real)) and not (resume and not overwrite):
+        if (os.path.lexists(target) or os.path.lexists(real)) and not compare:
             _refuse_existing(target, real, overwrite=overwrite)
         _require_parent(target, os.path.dirname(real), [os.path.basename(real)])
 

@@ -18,7 +18,6 @@ or several call ``send`` (step 3), then one calls ``complete`` (steps 4 to 6).
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import threading
@@ -63,6 +62,14 @@ class UploadOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class Announcement:
+    """An upload that was begun: its id, and the ``names`` of all objects that are its own or that it replaces."""
+
+    upload: str
+    names: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
 class RemoteTarget:
     """``names``: the objects that are at or below ``url`` now, relative to it ("" is the object ``url`` itself)."""
 
@@ -76,8 +83,8 @@ class RemoteTarget:
         """Whether an fsdpckpt upload to there was started and not completed."""
         return UPLOADING in self.names
 
-    def foreign(self) -> list[str]:
-        """Of an interrupted upload, the objects there that are neither its own nor those that it replaces."""
+    def announced(self) -> Announcement:
+        """What the interrupted upload there says of itself."""
         name = self._name(UPLOADING)
         data = with_retries(
             lambda: self.filesystem.cat_file(name),
@@ -85,17 +92,18 @@ class RemoteTarget:
             action="reading it",
             make_error=target_error,
         )
-        known = {UPLOADING}
-        with contextlib.suppress(ValueError, AttributeError, TypeError):  # it is not what this program wrote
+        try:
             marker = json.loads(data)
-            known |= {*marker.get("files", {}), *marker.get("replaced", ())}
-        return sorted(set(self.names) - known)
+            names = frozenset((UPLOADING, *marker["files"], *marker["replaced"]))
+            return Announcement(str(marker["upload"]), names)
+        except (ValueError, LookupError, TypeError):  # it is not what this version writes
+            return Announcement("", frozenset({UPLOADING}))
 
-    def begin(self, sizes: Mapping[str, int]) -> None:
-        """Steps 1 and 2. ``sizes``: bytes of every file to be uploaded, by relative name."""
+    def begin(self, sizes: Mapping[str, int], upload: str) -> None:
+        """Steps 1 and 2. ``sizes``: bytes of every file to be uploaded, by relative name. ``upload``: its id."""
         _abort_leftovers(self.filesystem, self.root, self.url)
         if "" not in sizes:
-            self._announce(sizes)
+            self._announce(sizes, upload)
             for name in (name for name in self.names if name.endswith(_LISTS)):
                 self._delete(name)
 
@@ -137,9 +145,9 @@ class RemoteTarget:
             options.check(url, path)
         options.on_uploaded(name, info)
 
-    def _announce(self, sizes: Mapping[str, int]) -> None:
+    def _announce(self, sizes: Mapping[str, int], upload: str) -> None:
         replaced = [name for name in self.names if name != UPLOADING]
-        text = json.dumps({"program": "fsdpckpt", "files": dict(sizes), "replaced": replaced})
+        text = json.dumps({"program": "fsdpckpt", "upload": upload, "files": dict(sizes), "replaced": replaced})
         with_retries(
             lambda: self.filesystem.pipe_file(self._name(UPLOADING), text.encode()),
             url=self._url(UPLOADING),
@@ -163,11 +171,11 @@ class RemoteTarget:
         return f"{self.url}/{name}" if name else self.url
 
 
-def open_target(url: str, source: str, *, overwrite: bool, resume: bool) -> RemoteTarget:
+def open_target(url: str, source: str, *, overwrite: bool) -> RemoteTarget:
     """The DST at ``url``, if it may be written.
 
-    Raises UsageError when it contains or lies in ``source``, TargetExistsError when it exists and neither ``overwrite``
-    nor ``resume`` applies, TargetUnwritableError when nothing can be written there.
+    Raises UsageError when it contains or lies in ``source``, TargetExistsError when it is complete and not to be
+    overwritten, TargetUnwritableError when nothing can be written there.
     """
     target = url.rstrip("/")
     if is_http(target):
@@ -196,21 +204,12 @@ def open_target(url: str, source: str, *, overwrite: bool, resume: bool) -> Remo
     objects = (str(name) for name in listed if not str(name).endswith("/"))  # else it is a directory's placeholder
     names = tuple(name[len(root) :].lstrip("/") for name in objects)
     remote = RemoteTarget(target, filesystem, root, names)
-    if names:
-        _refuse_existing(remote, overwrite=overwrite, resume=resume)
+    if names and not remote.interrupted:
+        _refuse_existing(remote, overwrite=overwrite)
     return remote
 
 
-def _refuse_existing(remote: RemoteTarget, *, overwrite: bool, resume: bool) -> None:
-    if remote.interrupted:
-        if not overwrite and not resume:
-            raise TargetExistsError(
-                f"{remote.url} holds an upload that was not completed",
-                file=f"{remote.url}/{UPLOADING}",
-                why="it was interrupted, or still runs on another machine",
-                next_step="add --resume to continue it or --overwrite to start over, or give another DST",
-            )
-        return
+def _refuse_existing(remote: RemoteTarget, *, overwrite: bool) -> None:
     if not overwrite:
         raise TargetExistsError(
             f"{remote.url} exists",
@@ -270,7 +269,7 @@ class Uploader:
                 file=url,
                 expected=f"{nbytes} bytes",
                 found=str(info.get("size")),
-                next_step="run the command again with --resume",
+                next_step="run the command again",
             )
         return info
 

@@ -69,7 +69,7 @@ def test_a_signal_in_the_middle_of_a_conversion_leaves_what_resume_needs_and_not
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 130, done.stderr
     assert "Traceback" not in done.stderr
-    assert done.stderr.rstrip().endswith(f"{tmp_path / 'out' / 'dst'} --to sharded --resume")
+    assert done.stderr.rstrip().endswith(f"{tmp_path / 'out' / 'dst'} --to sharded")
     assert [path.name for path in (tmp_path / "out").iterdir()] == [".dst.fsdpckpt-staging"]
 
 

@@ -463,7 +463,7 @@ def test_what_is_no_checkpoint_in_a_store_is_never_deleted(source: Path, store: 
     assert objects(store) == before
 
 
-@pytest.mark.parametrize("named", [{"overwrite": True}, {"resume": True}])
+@pytest.mark.parametrize("named", [{"overwrite": True}, {"resume": True}, {}])
 def test_an_upload_that_was_interrupted_deletes_nothing_that_came_since(
     source: Path, store: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, named: dict[str, bool]
 ) -> None:

@@ -90,6 +90,7 @@ def test_what_was_sent_counts_for_the_upload_it_was_sent_in_alone(tmp_path: Path
     stage = UploadDirectory.of("s3://runs/step-1", str(tmp_path))
     with stage.locked(resume=False) as first:
         stage.note_sent(first, 0, "a", INFO)
+        Path(stage.path).touch()
     with stage.locked(resume=True) as again:
         assert again == first
         stage.note_sent(again, 1, "b", INFO)
@@ -103,6 +104,9 @@ def test_what_was_sent_counts_for_the_upload_it_was_sent_in_alone(tmp_path: Path
         assert stage.sent(second) == {}
         (Path(stage.root) / "sent-7").write_bytes(b"".join(kept))  # notes of a node that was not there meanwhile
         assert stage.sent(second) == {}
+        stage.note_sent(second, 0, "a", INFO)
+    with stage.locked(resume=True) as third:  # somebody removed the output: the next one may be of another checkpoint
+        assert stage.sent(third) == {}
 
 
 def test_one_run_at_a_time_writes_from_a_staging_directory_and_leaves_none_without_need(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_a_window_that_is_not_as_the_journal_says_is_copied_again(tmp_path: Path
         data[(begin + end) // 2] ^= 1
         path.write_bytes(data)
         back = ReadBack(file, str(path), claims)
-        read_back(Solo(), {0: back}, 2, 512)
+        read_back(Solo(), {0: back}, 2, 512, advance=lambda _: None)
         assert back.close().ranges == [(low, high) for low, high, _ in claims if low != begin]
     made.require_expected(made.run(finished))
 
@@ -76,7 +76,7 @@ def test_a_file_of_another_length_is_not_taken_up(tmp_path: Path) -> None:
     path = Path(made.locate(file.path))
     path.write_bytes(path.read_bytes() + b"x")
     back = ReadBack(file, str(path), finished.claims()[0])
-    read_back(Solo(), {0: back}, 1, 512)
+    read_back(Solo(), {0: back}, 1, 512, advance=lambda _: None)
     assert back.close().ranges == []
 
 

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -33,6 +34,7 @@ from fsdpckpt.progress import NoProgress
 from fsdpckpt.storage.local import WritableFile
 from fsdpckpt.storage.protocols import FileIdentity
 from fsdpckpt.storage.sources import Sources
+from fsdpckpt.text import size_text
 from tests.execute.running import job_of_one_rank, run_plan
 
 BYTES = DTYPES["uint8"]
@@ -43,14 +45,17 @@ class Stop(BaseException):
 
 
 class Stopping(NoProgress):
-    """Stops the run once ``windows`` are done."""
+    """Stops the run once ``windows`` are copied."""
 
     def __init__(self, windows: int) -> None:
         self.left = windows
+        self.copying = False
+
+    def begin(self, stage: str, total_bytes: int) -> None:
+        self.copying = stage == "copy"
 
     def advance(self, nbytes: int) -> None:
-        del nbytes
-        self.left -= 1
+        self.left -= self.copying
         if self.left <= 0:
             raise Stop
 
@@ -191,6 +196,31 @@ def test_a_file_of_which_all_is_written_but_the_late_checksums_is_finished(tmp_p
     before = {path: Path(made.locate(path)).stat().st_ino for path in made.expected}
     made.require_expected(made.run(Finished(crcs)))
     assert before == {path: Path(made.locate(path)).stat().st_ino for path in made.expected}
+
+
+class Stages(NoProgress):
+    """What was reported, stage by stage: its name, its total and the bytes that were done."""
+
+    def __init__(self) -> None:
+        self.stages: list[list[Any]] = []
+
+    def begin(self, stage: str, total_bytes: int) -> None:
+        self.stages.append([stage, total_bytes, 0])
+
+    def advance(self, nbytes: int) -> None:
+        self.stages[-1][2] += nbytes
+
+
+def test_what_is_checked_has_a_bar_of_its_own(tmp_path: Path) -> None:
+    made, stages = scene(str(tmp_path), 3), Stages()
+    finished = made.stopped(8)
+    made.run(finished, stages)
+    total = sum(map(len, made.expected.values()))
+    there = finished.nbytes
+    assert stages.stages == [
+        [f"checking {size_text(there)} already written", there, there],
+        ["copy", total - there, total - there],
+    ]
 
 
 def test_windows_that_are_on_the_disk_are_not_read_from_the_source_again(tmp_path: Path) -> None:

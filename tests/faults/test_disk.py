@@ -55,9 +55,9 @@ def test_a_read_error_is_3_names_the_file_and_can_be_resumed(
     assert re.search(rf"{source} cannot be read at offset \d+: Input/output error", done.err)
     assert not target.exists()
     if hidden(target).exists():
-        assert "the same command with --resume goes on from there" in done.err
+        assert "run the command again: it continues from there" in done.err
     assert not hidden(target, "lock").exists()
-    assert convert(source, target, *FULL, "--resume").code == 0
+    assert convert(source, target, *FULL).code == 0
     assert same(whole(*FULL), target)
 
 
@@ -97,9 +97,9 @@ def test_whatever_the_disk_refuses_is_5_and_the_run_can_be_finished_later(
     assert done.code == 5, done.err
     assert os.strerror(number) in done.err
     assert not target.exists()
-    assert hidden(target).exists() == ("--resume goes on from there" in done.err)
+    assert hidden(target).exists() == ("it continues from there" in done.err)
     assert not hidden(target, "lock").exists()
-    done = convert(source, target, *DCP, "--resume")
+    done = convert(source, target, *DCP)
     assert done.code == 0, done.err
     assert same(whole(*DCP), target)
 
@@ -153,7 +153,7 @@ else:
     assert "No space left on device" in done.err
     assert not target.exists()
     (mount / "filler").unlink()
-    done = convert(source, target, *options, "--resume")
+    done = convert(source, target, *options)
     assert done.code == 0, done
     assert same(whole, target)
 print("passed")

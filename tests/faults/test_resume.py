@@ -1,4 +1,4 @@
-"""``--resume`` goes on with an interrupted run, or says why not; what it makes is what an undisturbed run makes."""
+"""The same command continues an interrupted run, or says why not; what it makes is what an undisturbed run makes."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def test_a_killed_run_is_finished_with_the_same_bytes(
 ) -> None:
     target = tmp_path / "target"
     _interrupt(source, target, *options)
-    done = convert(source, target, *options, "--resume")
+    done = convert(source, target, *options)
     assert done.code == 0, done.err
-    assert "bytes were there already, from an interrupted run" in done.out
+    assert "continued an interrupted run" in done.out
     assert same(whole(*options), target)
     assert not hidden(target).exists()
 
@@ -54,7 +54,7 @@ def test_a_run_killed_at_any_system_call_leaves_nothing_or_everything(
         killed = convert(source, target, *options, FAULT_NTH=str(moment), **faults)
         assert killed.code in (-signal.SIGKILL, 0)  # the number of calls varies with the threads
         assert not target.exists() or same(whole(*options), target), moment
-        done = convert(source, target, *options, "--resume")
+        done = convert(source, target, *options)
         assert done.code == 0, done.err
         assert same(whole(*options), target), moment
         assert not hidden(target).exists()
@@ -67,14 +67,14 @@ def test_a_signal_stops_the_run_and_names_the_command_that_goes_on(
     target = tmp_path / "target"
     stopped = convert(source, target, *FULL, hook=(20, f"os.kill(os.getpid(), {int(number)})"))
     assert stopped.code == 130
-    assert f"bytes are kept in {hidden(target)}" in stopped.err
+    assert f"B are kept in {hidden(target)}" in stopped.err
     assert not hidden(target, "lock").exists()
     command = shlex.split(stopped.err.rsplit("next: ", 1)[1])
     assert command[:2] == ["fsdpckpt", "convert"]
-    assert command[-1] == "--resume"
+    assert not [word for word in command if "resume" in word]
     done = convert(source, target, *command[4:])
     assert done.code == 0, done.err
-    assert "bytes were there already" in done.out
+    assert "continued an interrupted run" in done.out
     assert same(whole(*FULL), target)
 
 
@@ -95,16 +95,16 @@ def test_threads_and_memory_may_differ_from_the_interrupted_run(
 ) -> None:
     target = tmp_path / "target"
     _interrupt(source, target, *FULL)
-    done = convert(source, target, *FULL, *more, "--verify", "full", "--resume")
+    done = convert(source, target, *FULL, *more, "--verify", "full")
     assert done.code == 0, done.err
-    assert "bytes were there already" in done.out
+    assert "continued an interrupted run" in done.out
     assert same(whole(*FULL), target)
 
 
 def test_less_memory_than_one_staged_window_starts_over(source: Path, tmp_path: Path, whole: Whole) -> None:
     target = tmp_path / "target"
     _interrupt(source, target, *FULL)
-    done = convert(source, target, *FULL, "--max-memory", "128KiB", "--resume")
+    done = convert(source, target, *FULL, "--max-memory", "128KiB")
     assert done.code == 0, done.err
     assert "started from the beginning" in done.out
     assert same(whole(*FULL), target)
@@ -118,7 +118,7 @@ def test_staged_bytes_that_changed_are_copied_again(source: Path, tmp_path: Path
     for place in range(0, len(data), 50_021):
         data[place] ^= 1
     staged.write_bytes(data)
-    assert convert(source, target, *FULL, "--resume").code == 0
+    assert convert(source, target, *FULL).code == 0
     assert same(whole(*FULL), target)
 
 
@@ -139,7 +139,7 @@ def test_a_journal_or_a_staged_file_that_a_crash_damaged_costs_time_only(
         staged.unlink()
     else:
         os.truncate(staged, staged.stat().st_size - 1)
-    done = convert(source, target, *FULL, "--resume")
+    done = convert(source, target, *FULL)
     assert done.code == 0, done.err
     assert same(whole(*FULL), target)
 
@@ -165,15 +165,26 @@ def test_a_source_that_changed_is_not_resumed(source: Path, tmp_path: Path, whol
     assert done.code == 3
     assert str(source) in done.err
     if change != "gone":
-        assert "the source is not what the interrupted run read" in done.err
-        assert "without --resume" in done.err
+        assert "the source is not what that run read" in done.err
+        assert "--no-resume" in done.err
     assert (hidden(target) / "journal").exists()
     assert not target.exists()
-    if change == "replaced":
+    if change == "replaced":  # nobody can finish that run any more
         again = convert(source, target, *FULL)
         assert again.code == 0
-        assert "was removed; --resume would have gone on with it" in again.out
+        assert "because its source has changed" in again.out
+        assert str(hidden(target)) in again.out
         assert same(whole(*FULL), target)
+
+
+def test_what_a_run_from_another_source_left_stays_until_somebody_says_otherwise(source: Path, tmp_path: Path) -> None:
+    target, other = tmp_path / "target", tmp_path / "other.pt"
+    torch.save(state(2), other)
+    _interrupt(source, target, *FULL)
+    done = convert(other, target, *FULL)
+    assert done.code == 3, done.out
+    assert f"{hidden(target)} holds " in done.err and "--no-resume" in done.err
+    assert "continued an interrupted run" in convert(source, target, *FULL).out
 
 
 def test_a_source_that_comes_back_as_it_was_is_resumed(source: Path, tmp_path: Path, whole: Whole) -> None:
@@ -181,10 +192,10 @@ def test_a_source_that_comes_back_as_it_was_is_resumed(source: Path, tmp_path: P
     whole(*FULL)
     _interrupt(source, target, *FULL)
     source.rename(tmp_path / "elsewhere.pt")
-    assert convert(source, target, *FULL, "--resume").code == 3
+    assert convert(source, target, *FULL).code == 3
     (tmp_path / "elsewhere.pt").rename(source)
-    done = convert(source, target, *FULL, "--resume")
-    assert "bytes were there already" in done.out
+    done = convert(source, target, *FULL)
+    assert "continued an interrupted run" in done.out
     assert same(whole(*FULL), target)
 
 
@@ -199,11 +210,15 @@ def test_a_source_that_comes_back_as_it_was_is_resumed(source: Path, tmp_path: P
 def test_other_options_are_not_resumed_and_named(source: Path, tmp_path: Path, more: list[str], named: str) -> None:
     target = tmp_path / "target"
     _interrupt(source, target, *FULL)
-    done = convert(source, target, *FULL, *more, "--resume")
+    done = convert(source, target, *FULL, *more)
     assert done.code == 5
     assert named in done.err
-    assert "without --resume" in done.err
+    assert f"{hidden(target)} holds " in done.err and "--no-resume" in done.err
     assert (hidden(target) / "journal").exists()
+    if "bfloat16" in more:
+        again = convert(source, target, *FULL, *more, "--no-resume")
+        assert again.code == 0
+        assert f"that an interrupted run had left in {hidden(target)} were removed" in again.out
 
 
 def test_another_program_version_is_not_resumed(source: Path, tmp_path: Path) -> None:
@@ -211,7 +226,7 @@ def test_another_program_version_is_not_resumed(source: Path, tmp_path: Path) ->
     older = "from fsdpckpt.converters import resume; resume.__version__ = '0.0.9'"
     later = f"os.environ.update(HOOK_AT='20', HOOK={AFTER_SYNC!r})"
     assert convert(source, target, *FULL, hook=(1, f"{older}; {later}")).code == -signal.SIGKILL
-    done = convert(source, target, *FULL, "--resume")
+    done = convert(source, target, *FULL)
     assert done.code == 5
     assert "fsdpckpt 0.0.9 began it" in done.err
 
@@ -261,8 +276,8 @@ def test_an_interrupted_replacement_goes_on_and_the_older_target_stays_until_the
     older = (target / "older.pt").read_bytes()
     assert convert(source, target, *DCP, "--overwrite", hook=(30, AFTER_SYNC)).code == -signal.SIGKILL
     assert (target / "older.pt").read_bytes() == older
-    done = convert(source, target, *DCP, "--overwrite", "--resume")
-    assert "bytes were there already" in done.out
+    done = convert(source, target, *DCP, "--overwrite")
+    assert "continued an interrupted run" in done.out
     assert same(whole(*DCP), target)
 
 
@@ -291,7 +306,7 @@ def test_a_kill_at_either_side_of_the_swap_leaves_a_target_that_is_whole(
     swap = KILLED_BY_THE_SWAP.format(exchanged=exchanged)
     assert convert(source, target, *DCP, "--overwrite", hook=(1, swap)).code == -signal.SIGKILL
     assert same(whole(*DCP), target) if exchanged else sorted(os.listdir(target)) == before
-    done = convert(source, target, *DCP, "--overwrite", "--resume")
+    done = convert(source, target, *DCP, "--overwrite")
     assert done.code == 0, done.err
     assert same(whole(*DCP), target)
     assert mine.read_bytes() == content

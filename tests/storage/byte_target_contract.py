@@ -188,7 +188,7 @@ class UploadedFile(StagedFile):
 
     def commit(self) -> None:
         self._file.commit()
-        remote = open_target(self.path, "/no/source", overwrite=False, resume=False)
+        remote = open_target(self.path, "/no/source", overwrite=False)
         uploader = Uploader(remote.filesystem, PART, lambda nbytes: None)
         uploader.put(self._file.path, remote.root, self.path)
         uploader.require(remote.root, self.path, self.nbytes)

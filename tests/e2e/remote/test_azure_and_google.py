@@ -196,10 +196,8 @@ def test_a_directory_whose_upload_broke_is_refused_by_readers_until_it_is_resume
     store.proxy.fault = None
     with pytest.raises(SourceIncompleteError, match="uploaded"):
         fsdpckpt.inspect(store.url("broken"))
-    with pytest.raises(TargetExistsError, match="was not completed"):
-        fsdpckpt.convert(files / "full.pt", store.url("broken"), to="sharded", world_size=2)
     came = store.version("broken/__0_0.distcp")
-    fsdpckpt.convert(files / "full.pt", store.url("broken"), to="sharded", world_size=2, resume=True)
+    fsdpckpt.convert(files / "full.pt", store.url("broken"), to="sharded", world_size=2)
     assert store.version("broken/__0_0.distcp") == came, "what was there is not sent again"
     assert fsdpckpt.diff(store.url("broken"), files / "full.pt").same
 

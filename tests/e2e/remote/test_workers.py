@@ -84,7 +84,7 @@ def test_a_worker_that_is_killed_while_files_go_up_leaves_no_checkpoint_and_the_
     assert done.returncode == 6, done.stdout + done.stderr
     error = json.loads(done.stdout)["error"]
     assert error["what"].startswith("worker 1 failed in step 'upload': "), error
-    assert "--resume uploads what is missing" in error["next_step"], error
+    assert "uploads what is missing" in error["next_step"], error
     there = _objects(s3, "killed")
     assert "fsdpckpt.uploading" in there
     assert not {".metadata", "fsdpckpt.json"} & there.keys()
@@ -94,7 +94,7 @@ def test_a_worker_that_is_killed_while_files_go_up_leaves_no_checkpoint_and_the_
     noted = {json.loads(line)[1] for path in root.glob("sent-*") for line in path.read_text().splitlines()}
     assert len(noted) >= 2
     s3.seen.clear()
-    fsdpckpt.convert(files / "full.pt", "s3://runs/killed", to="sharded", world_size=5, staging=staging, resume=True)
+    fsdpckpt.convert(files / "full.pt", "s3://runs/killed", to="sharded", world_size=5, staging=staging)
     assert _objects(s3, "killed") == _files(alone)
     sent = {name for method, name in _changes(s3) if method == "PUT" and name.endswith(".distcp")}
     assert sent == {name for name in _files(alone) if name.endswith(".distcp")} - noted
@@ -135,7 +135,7 @@ def test_nodes_that_share_no_disk_each_put_together_and_upload_their_own_files(
     assert [each.returncode for each in ended] == [5, 5], [each.stdout[-3000:] for each in ended]
     error = json.loads(ended[0].stdout)["error"]
     assert error["file"] == "s3://runs/nodes/.metadata", error
-    assert "--resume uploads what is missing" in error["next_step"], error
+    assert "uploads what is missing" in error["next_step"], error
     noted = [
         {json.loads(line)[1] for path in (tmp_path / f"disk-{number}").glob("*/sent-*") for line in path.open()}
         for number in range(2)
@@ -144,7 +144,7 @@ def test_nodes_that_share_no_disk_each_put_together_and_upload_their_own_files(
     assert ranks == [["__0_0.distcp", "__1_0.distcp", "__2_0.distcp"], ["__3_0.distcp", "__4_0.distcp"]]
     assert ".metadata" not in _objects(s3, "nodes")
     s3.seen.clear()
-    ended = _on(machines, *given, "--resume")
+    ended = _on(machines, *given)
     assert [each.returncode for each in ended] == [0, 0], [each.stderr[-3000:] for each in ended]
     assert _objects(s3, "nodes") == _files(alone)
     assert _changes(s3) == [
