@@ -73,6 +73,7 @@ NoteKind: TypeAlias = Literal[
     "ids-repaired",
     "inferred",
     "manifest",
+    "master-weights",
     "missing-state",
     "model-found",
     "normalised",

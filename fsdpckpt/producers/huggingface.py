@@ -60,7 +60,8 @@ TRAINER = replace(
     ACCELERATE,
     name="trainer",
     title="a checkpoint of the Trainer of transformers",
-    signs=(Sign((_STATE, _TRAINED)), Sign((_OPTIM_STATE, _TRAINED))),
+    signs=(Sign((_STATE, _TRAINED)), Sign((_OPTIM_STATE, _TRAINED)), Sign((_TRAINED, r"^zero_to_fp32\.py$"))),
+    state=rf"{ACCELERATE.state}|^(latest|global_step\d+|zero_to_(fp32|torch)\.py)$",  # with DeepSpeed in FSDP's place
     rank_files=(RankFile("rng_state_{rank}.pth", single="rng_state.pth"),),
     side_files=rf"{_SCHEDULING}|^(trainer_state\.json|training_args\.bin)$",
     exports=(WEIGHTS,),

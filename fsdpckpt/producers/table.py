@@ -13,6 +13,7 @@ from fsdpckpt.producers.verl import VERL
 
 __all__ = [
     "COMPOSER",
+    "DEEPSPEED",
     "EXPORT_DIRECTORIES",
     "FAIRSCALE",
     "FLAVORS",
@@ -51,13 +52,21 @@ TORCH_XLA = Flavor(
     exports=(WEIGHTS, r"_consolidated\.pth$"),
 )
 
+DEEPSPEED = Flavor(
+    name="deepspeed",
+    title="DeepSpeed's save_checkpoint",
+    signs=(Sign((r"_optim_states\.pt$",)), Sign((r"^latest$", r"^zero_to_fp32\.py$"))),
+    state=r"_(optim|model)_states\.pt$|^latest$|^zero_to_(fp32|torch)\.py$",
+    model_files="",
+)
+
 FAIRSCALE = Flavor(
     name="fairscale", title="fairscale's FSDP", signs=(), state=r"[_.-]shard[_-]?\d+\.[^.]+$", model_files=""
 )
 
 FLAVORS: tuple[Flavor, ...] = (  # the first whose sign is present wins
     TRAINER, ACCELERATE, VERL, LIGHTNING_MODEL_PARALLEL, LIGHTNING, FABRIC, COMPOSER, TORCHTUNE, TORCHTITAN,
-    TORCHTITAN_OLD, TORCH_XLA, FAIRSCALE, HUGGINGFACE,
+    TORCHTITAN_OLD, TORCH_XLA, FAIRSCALE, DEEPSPEED, HUGGINGFACE,
 )  # fmt: skip
 
 WRITABLE = (PLAIN, *sorted(flavor.name for flavor in FLAVORS if flavor.forms))

@@ -6,6 +6,7 @@ A new format is one subpackage and one line here.
 from __future__ import annotations
 
 from fsdpckpt.readers.dcp import DcpReader
+from fsdpckpt.readers.deepspeed import DeepSpeedReader
 from fsdpckpt.readers.protocol import Reader
 from fsdpckpt.readers.safetensors import SafetensorsReader
 from fsdpckpt.readers.torch_ranks import TorchReader
@@ -15,5 +16,6 @@ __all__ = ["READERS"]
 READERS: tuple[Reader, ...] = (
     DcpReader(),
     SafetensorsReader(),
+    DeepSpeedReader(),
     TorchReader(),
 )

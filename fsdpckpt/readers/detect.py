@@ -98,6 +98,7 @@ def list_parts(path: str, options: ReadOptions, sources: Sources) -> Listing:
         claim = reader.recognise_directory(path, files, options, sources)
         listing.parts += claim.parts
         unwanted += claim.not_carried
+        listing.directories = [entry for entry in listing.directories if entry.name not in claim.directories]
         files = {name: entry for name, entry in files.items() if name not in claim.names}
     listing.not_carried += [*files, *unwanted]
     return listing

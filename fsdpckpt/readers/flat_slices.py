@@ -13,16 +13,41 @@ from dataclasses import replace
 
 import numpy as np
 
+from fsdpckpt.formats.torch.distributed import BoxInFile
+from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.ir.checkpoint import BARE_VALUE, Checksums, ModelState, OptimState, ParamKey
-from fsdpckpt.ir.tensors import SLICES, Int64Array, Tensor
+from fsdpckpt.ir.tensors import SLICES, Int64Array, Tensor, contiguous_stride
 from fsdpckpt.ir.values import Key, Value
-from fsdpckpt.layouts.flattened import is_flat_key
+from fsdpckpt.layouts.flattened import flat_boxes, is_flat_key
 from fsdpckpt.text import first_of
 
-__all__ = ["as_slices", "flat_parameter_keys", "read_as_slices", "is_optimizer", "mappings", "optimizers", "why_sliced"]
+__all__ = [
+    "as_slices",
+    "boxes_of_range",
+    "flat_parameter_keys",
+    "read_as_slices",
+    "is_optimizer",
+    "mappings",
+    "optimizers",
+    "why_sliced",
+]
 
 _DEPTH = 4  # how deep an optimizer may lie; composer, the deepest producer, needs 3
 _SHOWN = 6
+
+
+def boxes_of_range(shape: Sequence[int], low: int, high: int, place: int, stored: StoredTensor) -> list[BoxInFile]:
+    """Elements [low, high) of a parameter of ``shape``, whose element 0 would be element ``place`` of the vector
+    ``stored``."""
+    (step,) = stored.stride
+    at = place + low
+    boxes: list[BoxInFile] = []
+    for box in flat_boxes(shape, low, high - low) if low < high else ():
+        offset = stored.offset + at * step * stored.dtype.itemsize
+        stride = tuple(one * step for one in contiguous_stride(box.sizes))
+        boxes.append(BoxInFile(box.offsets, box.sizes, offset, stride))
+        at += box.numel
+    return boxes
 
 
 def mappings(value: object, path: tuple[Key, ...] = ()) -> Iterator[tuple[tuple[Key, ...], dict[Key, Value]]]:

@@ -61,12 +61,13 @@ class Reader(Protocol):
 
 @dataclass(slots=True)
 class Claim:
-    """What one reader recognised in a directory: the parts, the names of all files that are its own, and those of
-    them that are not to be read."""
+    """What one reader recognised in a directory: the parts, the names of all files that are its own, those of them that
+    are not to be read, and the sub-directories that the parts are in."""
 
     parts: list[Part] = field(default_factory=list)
     names: set[str] = field(default_factory=set)
     not_carried: list[str] = field(default_factory=list)
+    directories: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)

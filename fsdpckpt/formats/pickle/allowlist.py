@@ -129,6 +129,10 @@ _ROWS: tuple[tuple[str, str, Kind], ...] = (
     *((module, "DTensorSpec TensorMeta ShardOrderEntry", Kind.CLASS) for module in _SPEC_MODULES),
     *((module, "DeviceMesh", Kind.CLASS) for module in _MESH_MODULES),
     ("torch.distributed._mesh_layout", "_MeshLayout _FlatLayout", Kind.CLASS),
+    # DeepSpeed
+    ("deepspeed.runtime.fp16.loss_scaler", "LossScaler DynamicLossScaler", Kind.CLASS),
+    ("deepspeed.runtime.zero.config", "ZeroStageEnum", Kind.CALL),
+    ("deepspeed.utils.tensor_fragment", "fragment_address", Kind.CLASS),
     # DCP .metadata
     (
         "torch.distributed.checkpoint.metadata",

@@ -24,8 +24,7 @@ from fsdpckpt.formats.torch.mesh import MAX_RANKS
 from fsdpckpt.formats.torch.tensors import StoredTensor, size_of
 from fsdpckpt.ir.dtypes import MAX_DIMENSIONS
 from fsdpckpt.ir.names import joined
-from fsdpckpt.ir.tensors import contiguous_stride
-from fsdpckpt.layouts.flattened import flat_boxes
+from fsdpckpt.readers.flat_slices import boxes_of_range
 
 __all__ = [
     "FAIRSCALE", "TORCH_XLA", "Param", "ShardMetadata", "ShardedTensor", "all_ranks", "fits", "is_shard",
@@ -354,19 +353,9 @@ def params_in(
     start = 0
     for param in tensor.params:
         low, high = max(begin - start, 0), min(begin + stored.shape[0] - start, param.numel)
-        result[param.name] = distributed(param, list(_boxes(param, low, high, start - begin, stored)))
+        result[param.name] = distributed(param, boxes_of_range(param.shape, low, high, start - begin, stored))
         start += param.numel
     return result
-
-
-def _boxes(param: Param, low: int, high: int, place: int, stored: StoredTensor) -> Iterator[BoxInFile]:
-    """Elements [low, high) of ``param``, whose element 0 would be element ``place`` of the stored vector."""
-    (step,) = stored.stride
-    at = place + low
-    for box in flat_boxes(param.shape, low, high - low) if low < high else ():
-        offset = stored.offset + at * step * stored.dtype.itemsize
-        yield BoxInFile(box.offsets, box.sizes, offset, tuple(one * step for one in contiguous_stride(box.sizes)))
-        at += box.numel
 
 
 def _rows(param: Param, stored: StoredTensor, rank: int) -> list[BoxInFile]:

@@ -1,0 +1,366 @@
+"""DeepSpeed's ZeRO: checkpoints that DeepSpeed saved, and every way in which files can contradict each other."""
+
+from __future__ import annotations
+
+import copy as copy_module
+import shutil
+from collections.abc import Callable, Iterator
+from math import prod
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+import fsdpckpt
+from fsdpckpt.errors import FsdpckptError, SourceCorruptError, SourceIncompleteError, SourceUnsupportedError
+from fsdpckpt.readers.deepspeed import DeepSpeedReader
+from fsdpckpt.readers.deepspeed.partitions import PartitionError, partitions_of_groups, partitions_of_params
+from tests.golden.deepspeed.make import Net
+from tests.readers.contents import opened
+from tests.readers.reader_contract import WEIGHTS, ReaderContract
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "deepspeed"
+ALL = sorted(path.name for path in GOLDEN.iterdir() if (path / "latest").exists())
+each = pytest.mark.parametrize("name", ALL)
+RANKS = {name: len(list((GOLDEN / name / "global_step3").glob("*optim_states.pt"))) for name in ALL}
+
+
+def truth(name: str) -> Any:
+    return torch.load(GOLDEN / name / "truth.pt")
+
+
+def copy(name: str, tmp_path: Path) -> Path:
+    """A checkpoint to change, without the truth."""
+    copied = shutil.copytree(GOLDEN / name, tmp_path / name)
+    (copied / "truth.pt").unlink()
+    return copied
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """One full file of each, converted once."""
+    made: dict[str, Any] = {}
+
+    def convert(name: str) -> Any:
+        if name not in made:
+            source = copy(name, tmp_path_factory.mktemp("zero"))
+            fsdpckpt.convert(str(source), str(source.parent / "full.pt"))
+            made[name] = torch.load(source.parent / "full.pt")
+        return made[name]
+
+    return convert
+
+
+@each
+def test_every_value_is_what_deepspeed_gathers(name: str, full: Callable[[str], Any]) -> None:
+    state = full(name)
+    for key, expected in truth(name)["params"].items():
+        assert torch.equal(state["model"][key].flatten(), expected.pop("weight")), key
+        for moment, value in expected.items():
+            assert torch.equal(state["optimizer"]["state"][key][moment].flatten(), value), (key, moment)
+            assert state["optimizer"]["state"][key][moment].shape == state["model"][key].shape
+
+
+@each
+def test_the_model_has_the_names_and_the_order_of_the_module(name: str, full: Callable[[str], Any]) -> None:
+    state = full(name)
+    net = Net()
+    assert {key: value.shape for key, value in state["model"].items()} == {
+        key: value.shape for key, value in net.state_dict().items()
+    }
+    assert torch.equal(state["model"]["head.weight"], state["model"]["embed.weight"])
+    trained = [key for key, param in net.named_parameters() if param.requires_grad]
+    groups = [group["params"] for group in state["optimizer"]["param_groups"]]
+    assert groups == [
+        [key for key in trained if net.get_parameter(key).ndim > 1],
+        [key for key in trained if net.get_parameter(key).ndim <= 1],
+    ]
+
+
+@pytest.mark.parametrize("name", ["zero2-fp32", "zero2-round-robin", "zero3-fp32"])
+def test_training_goes_on_with_the_same_losses(name: str, full: Callable[[str], Any], tmp_path: Path) -> None:
+    """Without DeepSpeed, on one process that averages the gradients of all ranks."""
+    ranks = RANKS[name]
+    fsdpckpt.convert(str(copy(name, tmp_path)), str(tmp_path / "ids.pt"), key_type="id")
+    state = torch.load(tmp_path / "ids.pt")
+    net = Net()
+    net.load_state_dict(state["model"])
+    trained = [param for param in net.parameters() if param.requires_grad]
+    groups = [[param for param in trained if param.ndim > 1], [param for param in trained if param.ndim <= 1]]
+    optimizer = torch.optim.AdamW([{"params": params} for params in groups])
+    optimizer.load_state_dict(state["optimizer"])
+    generators = [torch.Generator().manual_seed(100 + rank) for rank in range(ranks)]
+    for generator in generators:
+        for _ in range(3):
+            torch.randint(0, 13, (2, 5), generator=generator)
+    losses: list[list[float]] = [[] for _ in generators]
+    for step in range(3):
+        optimizer.zero_grad()
+        for rank, generator in enumerate(generators):
+            tokens = torch.randint(0, 13, (2, 5), generator=generator)
+            loss = torch.nn.functional.cross_entropy(net(tokens).view(-1, 13), tokens.view(-1))
+            losses[rank].append(loss.item())
+            (loss / ranks).backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * 0.9 ** (4 + step)
+    assert torch.allclose(torch.tensor(losses), torch.tensor(truth(name)["losses"]), rtol=1e-5, atol=0)
+
+
+@each
+def test_verify_and_the_way_through_dcp_find_the_same_values(name: str, tmp_path: Path) -> None:
+    source = copy(name, tmp_path)
+    assert not fsdpckpt.verify(str(source)).problems
+    fsdpckpt.convert(str(source), str(tmp_path / "dcp"), to="sharded", container="dcp", world_size=5)
+    fsdpckpt.convert(str(source), str(tmp_path / "ranks"), to="sharded", container="torch", world_size=2)
+    assert fsdpckpt.diff(str(source), str(tmp_path / "dcp")).same
+    assert fsdpckpt.diff(str(tmp_path / "dcp"), str(tmp_path / "ranks")).same
+
+
+def test_the_copies_that_the_model_computed_with_are_the_weights_cast(full: Callable[[str], Any]) -> None:
+    """So that no option is needed to choose between them. The module's file is read inertly, by a conversion."""
+    with fsdpckpt.open(str(GOLDEN / "zero1-bf16" / "global_step3" / "mp_rank_00_model_states.pt")) as module:
+        copies = {name.removeprefix("module."): module[name].torch() for name in module if name in Net().state_dict()}
+    assert {copies[name].dtype for name in truth("zero1-bf16")["params"]} == {torch.bfloat16}
+    for name in truth("zero1-bf16")["params"]:
+        assert torch.equal(copies[name], full("zero1-bf16")["model"][name].bfloat16()), name
+
+
+def test_a_run_reads_the_step_that_latest_names(tmp_path: Path) -> None:
+    source = copy("zero2-fp32", tmp_path)
+    shutil.copytree(source / "global_step3", source / "global_step2")
+    checkpoint = opened(source)
+    assert checkpoint.directory == str(source)
+    assert {Path(file.path).parent.name for file in checkpoint.files} == {"global_step3"}
+    assert any("global_step2" in note.message for note in checkpoint.notes)
+    assert opened(source / "global_step2").flavor == "deepspeed"
+
+
+def test_what_the_training_kept_beside_is_an_extra(full: Callable[[str], Any]) -> None:
+    state = full("zero1-bf16")
+    assert state["epoch"] == 3
+    assert state["global_steps"] == 3
+    assert state["lr_scheduler"]["last_epoch"] == 3
+    assert state["loss_scaler"] == {"cur_scale": 1.0, "dynamic": False}
+
+
+def test_the_weights_are_the_masters_and_that_is_said(tmp_path: Path) -> None:
+    notes = [note for note in opened(copy("zero1-bf16", tmp_path)).notes if note.kind == "master-weights"]
+    assert len(notes) == 1
+    assert "not the bfloat16 copies" in notes[0].message
+    assert not [note for note in opened(copy("zero2-fp32", tmp_path)).notes if note.kind == "master-weights"]
+
+
+def test_a_checkpoint_of_the_trainer_with_deepspeed_is_the_trainers(tmp_path: Path) -> None:
+    source = copy("zero2-fp32", tmp_path)
+    (source / "trainer_state.json").write_text("{}")
+    (source / "zero_to_fp32.py").write_text("raise SystemExit\n")
+    torch.save({"last_epoch": 3}, source / "scheduler.pt")
+    for rank in range(2):
+        torch.save(
+            {"python": (3, (1, rank), None), "cpu": torch.arange(4, dtype=torch.uint8) + rank},
+            source / f"rng_state_{rank}.pth",
+        )
+    assert opened(source).flavor == "trainer"
+    fsdpckpt.convert(str(source), str(tmp_path / "fsdp"), world_size=3)
+    names = {path.name for path in (tmp_path / "fsdp").iterdir()}
+    assert {"pytorch_model_fsdp_0", "optimizer_0", "trainer_state.json", "scheduler.pt"} <= names
+    assert not names & {"latest", "global_step3", "zero_to_fp32.py"}
+
+
+def step(name: str, tmp_path: Path) -> Path:
+    return copy(name, tmp_path) / "global_step3"
+
+
+@pytest.mark.parametrize("file", ["bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"])
+def test_a_missing_file_is_named(file: str, tmp_path: Path) -> None:
+    directory = step("zero1-bf16", tmp_path)
+    (directory / file).unlink()
+    with pytest.raises(SourceIncompleteError, match=file):
+        opened(directory)
+
+
+def test_a_missing_file_of_module_states_is_named_under_zero_3(tmp_path: Path) -> None:
+    directory = step("zero3-bf16", tmp_path)
+    (directory / "zero_pp_rank_2_mp_rank_00_model_states.pt").unlink()
+    with pytest.raises(SourceIncompleteError, match="zero_pp_rank_2_mp_rank_00_model_states"):
+        opened(directory)
+
+
+def test_the_last_ranks_files_are_missed_by_the_lengths(tmp_path: Path) -> None:
+    """Names do not say how many ranks there are."""
+    directory = step("zero3-bf16", tmp_path)
+    for file in directory.glob("*zero_pp_rank_2*"):
+        file.unlink()
+    with pytest.raises(SourceCorruptError, match="flat tensors"):
+        opened(directory)
+
+
+def test_files_of_two_saves_are_refused(tmp_path: Path) -> None:
+    directory = step("zero1-bf16", tmp_path)
+    other = GOLDEN / "zero1-grad-fp32" / "global_step3"
+    for file in directory.glob("*rank_2*"):
+        file.unlink()
+    name = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    shutil.copy(other / name, directory / name)
+    with pytest.raises(SourceCorruptError):
+        opened(directory)
+
+
+def test_one_ranks_file_asks_for_the_directory(tmp_path: Path) -> None:
+    directory = step("zero1-bf16", tmp_path)
+    with pytest.raises(SourceIncompleteError, match="one rank's part"):
+        opened(directory / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt")
+
+
+@pytest.mark.parametrize(
+    ("file", "kind"),
+    [
+        ("bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt", "tensor parallel ranks"),
+        ("layer_01-model_00-model_states.pt", "pipeline stages"),
+        ("layer_0_expert_3_mp_rank_00_model_states.pt", "experts"),
+    ],
+)
+def test_other_kinds_of_parallelism_are_refused(file: str, kind: str, tmp_path: Path) -> None:
+    directory = step("zero1-bf16", tmp_path)
+    shutil.copy(directory / "mp_rank_00_model_states.pt", directory / file)
+    with pytest.raises(SourceUnsupportedError, match=kind):
+        opened(directory)
+
+
+_JUNK = (None, -1, 1 << 70, "x", [], {}, (), [None], {0: {}}, torch.zeros(3), torch.zeros(2, 2), [torch.zeros(0)])
+
+
+def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    for key, child in value.items() if isinstance(value, dict) else enumerate(value):
+        yield (*path, key)
+        if isinstance(child, (dict, list)):
+            yield from _places(child, (*path, key))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_whatever_the_files_hold_is_read_or_refused(stage: int, tmp_path: Path) -> None:
+    """One value of one file after the other is replaced, renamed or lost."""
+    files = _old_files(stage)
+    random = Random(stage)
+    refused = 0
+    for file, state in files.items():
+        for path in _places(state):
+            for change in (random.choice(_JUNK), _JUNK[0], _places):
+                changed = copy_module.deepcopy(files)
+                inner = changed[file]
+                for key in path[:-1]:
+                    inner = inner[key]
+                if change is _places:
+                    del inner[path[-1]]
+                else:
+                    inner[path[-1]] = change
+                for name, content in changed.items():
+                    torch.save(content, tmp_path / name)
+                try:
+                    opened(tmp_path)
+                except FsdpckptError as error:
+                    assert error.exit_code in (3, 4)
+                    refused += 1
+    assert refused > 50
+
+
+def _old_files(stage: int) -> dict[str, Any]:
+    """The files of 2 ranks with one weight, as plain dicts."""
+    part = torch.arange(8.0)
+    base = {"state": {0: {"step": 3, "exp_avg": part / 2}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    states: dict[str, Any] = {"optimizer_state_dict": base, "fp32_flat_groups": [part]}
+    if stage == 2:
+        states = {"base_optimizer_state": base, "single_partition_of_fp32_groups": [part], "group_paddings": [0]}
+        states["param_alignment_paddings"] = [[0]]
+    module = {"module": {"w": part[:0], "mask": part + 1}, "param_shapes": [{"w": [3, 5]}], "step": 3}
+    module |= {"frozen_param_shapes": {"f": [2]}, "frozen_param_fragments": {"f": torch.ones(1)}, "shared_params": {}}
+    zero = f"zero_pp_rank_{{}}_mp_rank_00_{'model' if stage == 3 else 'optim'}_states.pt"
+    names = [zero.format(rank) for rank in range(2)] if stage == 3 else ["mp_rank_00_model_states.pt"]
+    files: dict[str, Any] = {name: copy_module.deepcopy(module) for name in names}
+    for rank in range(2):
+        states = {**states, "zero_stage": stage}
+        files[f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"] = {
+            "optimizer_state_dict": copy_module.deepcopy(states)
+        }
+    return files
+
+
+class TestPartitions:
+    """The arithmetic, against flat tensors that are really cut."""
+
+    shapes = ({"a": (3, 5), "b": (), "c": (7,), "d": (0, 4)}, {"e": (11,)})
+
+    @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 40])
+    @pytest.mark.parametrize("gaps", [[[], []], [[1, 3, 0, 2], [0]]])
+    def test_zero_2(self, ranks: int, gaps: list[list[int]]) -> None:
+        groups = [[list(range(100 * i, 100 * i + prod(shape))) for i, shape in enumerate(group.values())]
+                  for group in self.shapes]  # fmt: skip
+        flats = []
+        for group, padding in zip(groups, gaps, strict=True):
+            flat: list[int | None] = []
+            for values, gap in zip(group, padding or [0] * len(group), strict=True):
+                flat += [*values, *[None] * gap]
+            flats.append(flat + [None] * (-len(flat) % (2 * ranks)))
+        lengths = [[len(flat) // ranks for flat in flats] for _ in range(ranks)]
+        placed = partitions_of_groups(self.shapes, gaps, lengths)
+        for number, (flat, shapes) in enumerate(zip(flats, self.shapes, strict=True)):
+            held: dict[str, list[int | None]] = {name: [None] * prod(shape) for name, shape in shapes.items()}
+            for rank in range(ranks):
+                part = flat[rank * lengths[0][number] : (rank + 1) * lengths[0][number]]
+                for one in placed.slices[rank][number]:
+                    held[one.name][one.begin : one.begin + one.count] = part[one.at : one.at + one.count]
+            assert list(held.values()) == groups[number]
+
+    @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 40])
+    def test_zero_3(self, ranks: int) -> None:
+        names = {name: prod(shape) for group in self.shapes for name, shape in group.items()}
+        parts = {name: -(-numel // ranks) for name, numel in names.items()}
+        ends = [parts["a"] + parts["b"], parts["c"] + parts["d"] + parts["e"]]
+        placed = partitions_of_params(self.shapes, [ends] * ranks)
+        for rank in range(ranks):
+            at = 0
+            for one in (one for group in placed.slices[rank] for one in group):
+                assert one.begin == min(rank * parts[one.name], names[one.name])
+                assert one.begin + one.count == min((rank + 1) * parts[one.name], names[one.name])
+                assert one.at == (at if at < ends[0] or one.name in "ab" else at - ends[0])
+                at += parts[one.name]
+
+    def test_lengths_that_do_not_fit_are_refused(self) -> None:
+        with pytest.raises(PartitionError):
+            partitions_of_groups(self.shapes, [[], []], [[11, 6], [11, 5]])
+        with pytest.raises(PartitionError):
+            partitions_of_groups(self.shapes, [[], []], [[11, 6]])
+        with pytest.raises(PartitionError):
+            partitions_of_params(self.shapes, [[36], [36]])
+
+
+class TestZero2(ReaderContract):
+    """What every reader promises, of files as DeepSpeed before 0.7 wrote them."""
+
+    reader = DeepSpeedReader()
+    ranks = 2
+
+    def save(self, directory: Path) -> Path:
+        model = {name: torch.from_numpy(weight) for name, weight in WEIGHTS.items()}
+        flat = torch.cat([weight.flatten() for weight in model.values()])
+        for rank, part in enumerate(one.clone() for one in flat.chunk(self.ranks)):
+            states = {
+                "zero_stage": 2,
+                "base_optimizer_state": {
+                    "state": {0: {"step": 3, "exp_avg": part / 2}},
+                    "param_groups": [{"lr": 0.1, "params": [0]}],
+                },
+                "single_partition_of_fp32_groups": [part],
+                "group_paddings": [0],
+            }
+            torch.save({"optimizer_state_dict": states}, directory / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+        shapes = [{name: weight.shape for name, weight in model.items()}]
+        torch.save(
+            {"module": {name: weight[:0] for name, weight in model.items()}, "param_shapes": shapes},
+            directory / "mp_rank_00_model_states.pt",
+        )
+        return directory
