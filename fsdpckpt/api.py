@@ -44,6 +44,7 @@ def inspect(
     section: str | None = None,
     ranks: bool = False,
     stats: bool = False,
+    ignore_file: Iterable[str] = (),
     units: Path | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
@@ -51,16 +52,22 @@ def inspect(
     """What is at ``source``: recognised layout, container, flavor, tensors, param groups, problems.
 
     Reads headers and metadata only, unless ``stats``. ``ranks`` locates every chunk in its file. ``keys`` are globs
-    over dotted keys. ``.to_json(ranks=...)`` gives the document of ``fsdpckpt inspect --json``. Flattened shards are
+    over dotted keys, ``ignore_file`` globs of files of the source that are left out.
+    ``.to_json(ranks=...)`` gives the document of ``fsdpckpt inspect --json``. Flattened shards are
     shown by name where ``units`` (a file), or units beside the source, tell. Raises SourceError.
     """
     from fsdpckpt.describe import Selection, describe
     from fsdpckpt.readers.detect import open_checkpoint
+    from fsdpckpt.readers.ignored import require_matches
 
-    options = changed(InspectOptions(), {"keys": keys, "section": section, "units": units})
+    named = {"keys": keys, "section": section, "ignore_file": ignore_file, "units": units}
+    options = changed(InspectOptions(), named)
     wanted = Selection(options.keys, options.section)
     with Sources() as sources:
-        opened = open_checkpoint(os.fspath(source), sources=sources, locate=ranks or stats)
+        opened = open_checkpoint(
+            os.fspath(source), sources=sources, locate=ranks or stats, ignore_file=options.ignore_file
+        )
+        require_matches(options.ignore_file, opened)
         checkpoint = _named(opened, sources, options.units)
         if checkpoint is not opened:
             checkpoint = dataclasses.replace(checkpoint, problems=(*checkpoint.problems, *problems(checkpoint)))
@@ -130,6 +137,7 @@ def diff(
     atol: float | None = None,
     only: str | None = None,
     strict: bool = False,
+    ignore_file: Iterable[str] = (),
     units: Path | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
@@ -142,15 +150,20 @@ def diff(
     id and name keys cannot be matched, SourceError.
     """
     from fsdpckpt.readers.detect import open_checkpoint
+    from fsdpckpt.readers.ignored import require_matches
     from fsdpckpt.verify.compare import compare, only_section
     from fsdpckpt.verify.elements import Tolerance
     from fsdpckpt.verify.parallel import threads_for
 
     stages = progress or NoProgress()
-    options = changed(DiffOptions(), {"only": only, "units": units})
+    options = changed(DiffOptions(), {"only": only, "ignore_file": ignore_file, "units": units})
     tolerance = None if rtol is None and atol is None else Tolerance(rtol or 0.0, atol or 0.0)
     with Sources() as sources:
-        opened = [open_checkpoint(os.fspath(one), sources=sources, locate=True) for one in (a, b)]
+        opened = [
+            open_checkpoint(os.fspath(one), sources=sources, locate=True, ignore_file=options.ignore_file)
+            for one in (a, b)
+        ]
+        require_matches(options.ignore_file, *opened)
         pair = [_named(one, sources, options.units) for one in opened]
         one, other = (only_section(checkpoint, options.only) for checkpoint in pair)
         stages.begin("compare", sum(named.tensor.nbytes for named in one.tensors()))
@@ -174,6 +187,7 @@ def verify(
     finite: bool = False,
     include: Iterable[str] = (),
     exclude: Iterable[str] = (),
+    ignore_file: Iterable[str] = (),
     units: Path | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
@@ -182,13 +196,13 @@ def verify(
 
     ``digests`` adds a layout-independent SHA-256 per tensor, ``finite`` reports NaN and Inf in parameters and
     optimizer states; ``include``, ``exclude``: globs over the keys to search, without which buffers are left out.
-    ``units``: a units file for flattened shards. Raises SourceError if the source cannot be read as a checkpoint at
-    all, UsageError for globs without ``finite``.
+    ``ignore_file``: globs of files of the source that are left out. ``units``: a units file for flattened shards.
+    Raises SourceError if the source cannot be read as a checkpoint at all, UsageError for globs without ``finite``.
     """
     from fsdpckpt.verify.integrity import Finite
     from fsdpckpt.verify.integrity import verify as run
 
-    options = changed(VerifyOptions(), {"include": include, "exclude": exclude})
+    options = changed(VerifyOptions(), {"include": include, "exclude": exclude, "ignore_file": ignore_file})
     if not finite and (unused := given(options, Scope.FINITE)):
         raise UsageError(f"{', '.join(unused)} would have no effect here", why="it goes with --finite alone")
     searched = Finite(options.include, options.exclude) if finite else None
@@ -196,20 +210,31 @@ def verify(
     def name(checkpoint: Checkpoint, sources: Sources) -> Checkpoint:
         return _named(checkpoint, sources, units, listing=True)
 
-    return run(os.fspath(source), name=name, digests=digests, finite=searched, threads=threads, progress=progress)
+    return run(
+        os.fspath(source),
+        name=name,
+        ignore_file=options.ignore_file,
+        digests=digests,
+        finite=searched,
+        threads=threads,
+        progress=progress,
+    )
 
 
-def open(source: Path) -> LazyCheckpoint:  # noqa: A001  # the contract's name: fsdpckpt.open(src)
+def open(source: Path, *, ignore_file: Iterable[str] = ()) -> LazyCheckpoint:  # noqa: A001  # the contract's name
     """Open a checkpoint as a mapping of names to tensors, read on demand. Use it in a ``with`` block.
 
-    Raises SourceError.
+    ``ignore_file``: globs of files of the source that are left out. Raises SourceError.
     """
     from fsdpckpt.lazy import LazyCheckpoint
     from fsdpckpt.readers.detect import open_checkpoint
+    from fsdpckpt.readers.ignored import require_matches
 
     sources = Sources()
     try:
-        checkpoint = open_checkpoint(os.fspath(source), sources=sources, locate=True)
+        globs = changed(InspectOptions(), {"ignore_file": ignore_file}).ignore_file
+        checkpoint = open_checkpoint(os.fspath(source), sources=sources, locate=True, ignore_file=globs)
+        require_matches(globs, checkpoint)
         return LazyCheckpoint(_named(checkpoint, sources, None), sources)
     except BaseException:
         sources.__exit__()
@@ -246,9 +271,11 @@ def find_units(source: Path, options: UnitsOptions) -> ResolvedUnits:
     """
     from fsdpckpt.flat.units.source import find_units as find
     from fsdpckpt.readers.detect import open_checkpoint
+    from fsdpckpt.readers.ignored import require_matches
 
     with Sources() as sources:
-        checkpoint = open_checkpoint(os.fspath(source), sources=sources)
+        checkpoint = open_checkpoint(os.fspath(source), sources=sources, ignore_file=options.ignore_file)
+        require_matches(options.ignore_file, checkpoint)
         return find(checkpoint, _units_request(options), sources)
 
 

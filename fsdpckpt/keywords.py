@@ -29,6 +29,7 @@ class ConvertKeywords(TypedDict, total=False):
     only: Section | Literal["model", "optim", "extra"] | None
     include: str | Iterable[str]
     exclude: str | Iterable[str]
+    ignore_file: str | Iterable[str]
     clean_names: bool
     strip_prefix: str | None
     add_prefix: str | None

@@ -155,6 +155,12 @@ class ConvertOptions:
     exclude: tuple[str, ...] = option(
         "Leave out parameters whose names match; may be repeated.", Group.SELECTED, default=(), metavar="GLOB"
     )
+    ignore_file: tuple[str, ...] = option(
+        "Leave out files and directories of SRC with this name or path; may be repeated.",
+        Group.SELECTED,
+        default=(),
+        metavar="GLOB",
+    )
     clean_names: bool = option(
         "Remove the prefixes of wrappers (_orig_mod., _checkpoint_wrapped_module., ...) from names.",
         Group.SELECTED,
@@ -342,6 +348,15 @@ class LaunchOptions:
     )
 
 
+def _as_in_convert(name: str, help_text: str | None = None, *scope: Scope) -> Any:
+    """The option ``name`` of ``convert``, for another command."""
+    (same,) = (one for one in parameters(ConvertOptions) if one.name == name)
+    declared = dataclasses.replace(same.option, group=Group.OTHER, scope=scope)
+    if help_text is not None:
+        declared = dataclasses.replace(declared, help_text=help_text)
+    return dataclasses.field(default=same.default, metadata={"option": declared})
+
+
 _UNITS_FILE: Any = {"kind": PATH, "metavar": "FILE"}
 _THREADS: Any = {"metavar": "N", "minimum": 1}
 
@@ -362,6 +377,7 @@ class InspectOptions:
         "Also write a self-contained page: who holds what, sizes by module, the optimizer's health.",
         metavar="FILE.html",
     )
+    ignore_file: tuple[str, ...] = _as_in_convert("ignore_file")
     units: str | None = option("Units file for flattened shards.", **_UNITS_FILE)
     threads: int | None = option("Number of threads that read and compute.", **_THREADS)
 
@@ -375,6 +391,7 @@ class DiffOptions:
     only: Section | None = option("Compare only this section.", offered=SECTIONS)
     all_keys: bool = option("Print the keys that are the same, too.", default=False, flag="--all")
     strict: bool = option("Count extras that only one of them has a place for (random states of ranks).", default=False)
+    ignore_file: tuple[str, ...] = _as_in_convert("ignore_file")
     units: str | None = option("Units file for flattened shards.", **_UNITS_FILE)
     threads: int | None = option("Number of threads that read and compute.", **_THREADS)
 
@@ -397,17 +414,9 @@ class VerifyOptions:
         metavar="GLOB",
         scope=(Scope.FINITE,),
     )
+    ignore_file: tuple[str, ...] = _as_in_convert("ignore_file")
     units: str | None = option("Units file for flattened shards.", **_UNITS_FILE)
     threads: int | None = option("Number of threads that read and compute.", **_THREADS)
-
-
-def _as_in_convert(name: str, help_text: str | None = None, *scope: Scope) -> Any:
-    """The option ``name`` of ``convert``, for another command."""
-    (same,) = (one for one in parameters(ConvertOptions) if one.name == name)
-    declared = dataclasses.replace(same.option, group=Group.OTHER, scope=scope)
-    if help_text is not None:
-        declared = dataclasses.replace(declared, help_text=help_text)
-    return dataclasses.field(default=same.default, metadata={"option": declared})
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,6 +426,7 @@ class UnitsOptions:
     source: str | None = option(
         "Checkpoint to infer the units from, or to check those of --model against.", flag="--from", metavar="SRC"
     )
+    ignore_file: tuple[str, ...] = _as_in_convert("ignore_file", None, Scope.CHECKPOINT)
     units: str | None = _as_in_convert(
         "units", "With --from: check this units file against the checkpoint.", Scope.CHECKPOINT
     )

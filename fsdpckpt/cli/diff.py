@@ -48,6 +48,7 @@ def diff_command(output: Output, a: str, b: str, options: DiffOptions) -> int:
             atol=options.atol,
             only=options.only,
             strict=options.strict,
+            ignore_file=options.ignore_file,
             units=options.units,
             threads=options.threads,
             progress=progress,

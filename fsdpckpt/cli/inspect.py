@@ -54,6 +54,7 @@ def inspect_command(output: Output, source: str, options: InspectOptions) -> int
             section=options.section,
             ranks=options.ranks,
             stats=options.stats,
+            ignore_file=options.ignore_file,
             units=options.units,
             threads=options.threads,
             progress=progress,

@@ -43,6 +43,7 @@ def verify_command(output: Output, source: str, options: VerifyOptions) -> int:
             finite=options.finite,
             include=options.include,
             exclude=options.exclude,
+            ignore_file=options.ignore_file,
             units=options.units,
             threads=options.threads,
             progress=progress,

@@ -56,7 +56,7 @@ def default_form(suffix: str, options: ConvertOptions, source: Checkpoint) -> tu
         return None
     if not flavor.forms:
         return Note("plain", f"{_PLAIN}: flavor {flavor.name} is read, and not written")
-    layout = options.to or (Layout.FULL if suffix else source.layout)
+    layout = options.to or (Layout.FULL if suffix else _layout(flavor, source))
     fitting = [
         form
         for form in _fitting(flavor, suffix, options, source)
@@ -81,7 +81,7 @@ def _takes(form: Form, options: ConvertOptions, source: Checkpoint) -> bool:
         return False
     if source.optim is None or options.only is Section.MODEL:
         return True
-    same = (form.container, form.layout) == (source.container, source.layout)
+    same = form.container == source.container == Container.DCP
     if form.optim is None or (same and form.flattened != source.flattened_keys):
         return False
     return options.key_type in (None, form.key_type)
@@ -138,12 +138,19 @@ def _by_rank_beside(flavor: Flavor, form: Form, source: Checkpoint) -> bool:
 
 def _kept(flavor: Flavor, form: Form, source: Checkpoint) -> bool:
     """Whether the source has this form."""
-    return (flavor.name, form.layout, form.container) == (source.flavor, source.layout, source.container)
+    return source.flavor == flavor.name and (form.layout, form.container) == (_layout(flavor, source), source.container)
 
 
 def _preferred(flavor: Flavor, forms: list[Form], source: Checkpoint) -> Form:
     """The source's own form, else the first of its layout, else the first."""
-    return min(forms, key=lambda form: (form.layout is not source.layout, not _kept(flavor, form, source)))
+    layout = _layout(flavor, source)
+    return min(forms, key=lambda form: (form.layout is not layout, not _kept(flavor, form, source)))
+
+
+def _layout(flavor: Flavor, source: Checkpoint) -> Layout:
+    """The source's layout; a DCP directory that one rank saved has tensors in one piece, and is no other form."""
+    own = source.flavor == flavor.name and source.container == Container.DCP
+    return Layout.SHARDED if own and source.layout is Layout.FULL else source.layout
 
 
 def _what_to_change(flavor: Flavor, suffix: str, options: ConvertOptions, source: Checkpoint) -> str:

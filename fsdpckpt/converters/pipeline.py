@@ -72,6 +72,7 @@ from fsdpckpt.plan.plan import Plan, make_plan
 from fsdpckpt.producers.forms import PLAIN
 from fsdpckpt.progress import NoProgress, Progress
 from fsdpckpt.readers.detect import open_checkpoint
+from fsdpckpt.readers.ignored import require_matches
 from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage.contents import Contents
 from fsdpckpt.storage.journal import Record
@@ -127,7 +128,10 @@ class Prepared:
 def prepare(source: str, target: str, options: ConvertOptions, sources: Sources) -> Prepared:
     """Read ``source``, transform it, lay ``target`` out and plan the copies. Tensor data is not read."""
     units = load_units(options.units, sources) if options.units is not None else None
-    opened = open_checkpoint(source, sources=sources, locate=True, only=options.only, units=units)
+    opened = open_checkpoint(
+        source, sources=sources, locate=True, only=options.only, units=units, ignore_file=options.ignore_file
+    )
+    require_matches(options.ignore_file, opened)
     mesh = requested_mesh(options, opened, sources)
     options = with_mesh(options, opened.layout, mesh)
     spec = on_mesh(make_target_spec(target, options, opened), opened, mesh)

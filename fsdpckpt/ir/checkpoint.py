@@ -71,6 +71,7 @@ NoteKind: TypeAlias = Literal[
     "groups-flattened",
     "groups-rebuilt",
     "ids-repaired",
+    "ignored",
     "inferred",
     "manifest",
     "master-weights",
@@ -329,6 +330,7 @@ class Checkpoint:
     checkpoint has each section, and ``flattened_keys`` whether its optimizer's keys are ``state.<name>.<state>``.
     ``orders``: of the ranks whose optimizers counted ids in another order, as the units or ``param_names`` say; here an
     id is one parameter on all of them.
+    ``ignored``: the files and directories below ``source`` that were left out as the user asked, by their paths there.
     """
 
     source: str
@@ -353,6 +355,7 @@ class Checkpoint:
     flattened_keys: bool = False
     mesh_devices: frozenset[str] = frozenset()
     orders: tuple[RankOrder, ...] = ()
+    ignored: tuple[str, ...] = ()
 
     def tensors(self) -> Iterator[NamedTensor]:
         """Every tensor of every section: model, then optimizer (its user-added entries last), then extra."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import shlex
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from fsdpckpt.ir.checkpoint import (
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.readers.flat_slices import why_sliced
+from fsdpckpt.readers.ignored import glob_of
 from fsdpckpt.readers.mark_slices import mark_slices
 from fsdpckpt.readers.protocol import EXTRA_STEM, FileTable, Tree
 from fsdpckpt.readers.sections import Sections, replaced, split, without
@@ -138,9 +140,29 @@ def _require_one_each(source: str, parts: Sequence[ReadPart]) -> None:
                 details=labels,
                 why="several checkpoints lie in one directory, or the same weights in several forms (files that a tool "
                 "consolidated may hold zeros where the shards hold values)",
-                next_step=f"name the one to read, for example {shlex.quote(_readable(labels, parts))}",
+                next_step=_how_to_choose(source, labels, parts),
                 file=source,
             )
+
+
+def _how_to_choose(source: str, labels: Sequence[str], parts: Sequence[ReadPart]) -> str:
+    """What to type: the path of one where directories lie side by side, else the options that leave one of them."""
+    named = _readable(labels, parts)
+    folders = [_folder(label) for label in labels]
+    if posixpath.commonpath([folder or "." for folder in folders]) not in folders:
+        return f"name the one to read, for example {shlex.quote(named)}"
+    globs = {label: glob_of(label, source) for label in labels}
+    trees = {part.label: part.tree for part in parts}
+
+    def is_export(label: str) -> tuple[bool, bool, bool]:
+        """The least is kept: the source itself, shards, what a training job writes."""
+        tree = trees[label]
+        return bool(globs[label]), tree.layout is Layout.FULL, tree.container == Container.SAFETENSORS
+
+    kept = min(labels, key=is_export)
+    ignored = " ".join(f"--ignore-file {shlex.quote(globs[label])}" for label in labels if label != kept)
+    other = f"; or give {shlex.quote(named)} itself" if named.rstrip("/") != source.rstrip("/") else ""
+    return f"to read {kept}, add {ignored}{other}"
 
 
 def _readable(labels: Sequence[str], parts: Sequence[ReadPart]) -> str:

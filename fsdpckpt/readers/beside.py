@@ -37,6 +37,7 @@ from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.producers.forms import PLAIN, Flavor, RankFile
 from fsdpckpt.producers.table import export_files, flavor_named, recognise
+from fsdpckpt.readers.ignored import IgnoredFiles
 from fsdpckpt.readers.protocol import MANIFEST, UNITS
 from fsdpckpt.readers.units_beside import BesideUnits, units_in_manifest
 from fsdpckpt.storage.protocols import Entry
@@ -346,6 +347,8 @@ def side_files(
         return taken
     source = flavor_named(checkpoint.flavor)
     entries = {entry.name: entry for entry in sources.list_directory(checkpoint.directory)}
+    ignored = IgnoredFiles(checkpoint.source, checkpoint.ignored)
+    entries = {name: entry for name, entry in entries.items() if not ignored.matches(entry.path)}
     beside = _beside(entries, source, {file.path for file in checkpoint.files})
     files = dict(beside)
     for name in list(files):

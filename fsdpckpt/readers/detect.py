@@ -33,6 +33,7 @@ from fsdpckpt.producers.table import EXPORT_DIRECTORIES, export_files, flavor_na
 from fsdpckpt.readers import READERS
 from fsdpckpt.readers.assembly import ReadPart, join, read_part
 from fsdpckpt.readers.beside import flavor_of, manifest_units, with_manifest, with_units
+from fsdpckpt.readers.ignored import IgnoredFiles
 from fsdpckpt.readers.missing_sections import missing_sections
 from fsdpckpt.readers.protocol import MANIFEST, UNITS, FileTable, Part, ReadOptions, Tree
 from fsdpckpt.readers.torch_ranks import slices_of_one_rank
@@ -51,46 +52,59 @@ _DEPTH = 3  # levels below SRC that are searched for the one checkpoint: run / s
 
 
 def open_checkpoint(
-    source: str, *, sources: Sources, locate: bool = True, only: Section | None = None, units: Units | None = None
+    source: str,
+    *,
+    sources: Sources,
+    locate: bool = True,
+    only: Section | None = None,
+    units: Units | None = None,
+    ignore_file: tuple[str, ...] = (),
 ) -> Checkpoint:
     """Everything about the checkpoint at ``source`` (file, directory or URL) but its tensor data.
 
     ``locate=False`` does not open the data files of DCP directories: their chunks have offset -1. ``only``: the section
     that is wanted, so that missing rank files of another one do not matter. ``units``: what says the order of each
-    rank's optimizer where no units lie beside the checkpoint. Raises SourceMissingError, SourceUnrecognisedError,
-    SourceIncompleteError, NeedsInformationError (several candidates), and what the readers raise. Problems that do not
-    stop reading are in ``Checkpoint.problems``.
+    rank's optimizer where no units lie beside the checkpoint. ``ignore_file``: globs of files and directories that are
+    left out; whoever gives them calls ``require_matches``.
+
+    Raises SourceMissingError, SourceUnrecognisedError, SourceIncompleteError, NeedsInformationError (several
+    candidates), and what the readers raise. Problems that do not stop reading are in ``Checkpoint.problems``.
     """
     entry = sources.stat(source)
     if entry is None:
         raise missing(source)
-    opening = _Opening(source, sources, ReadOptions(locate, only), units)
+    opening = _Opening(source, sources, ReadOptions(locate, only, IgnoredFiles(source, ignore_file)), units)
     with without_collection():
         checkpoint = opening.directory() if entry.directory else opening.file(entry)
+        checkpoint.ignored = tuple(opening.ignored)
         checkpoint.problems = (*checkpoint.problems, *problems(checkpoint))
     return checkpoint
 
 
 @dataclass(slots=True)
 class Listing:
-    """One directory: its parts, the names of the files that are in none, and its sub-directories."""
+    """One directory: its parts, the names of the files that are in none, its sub-directories, what is left out."""
 
     path: str
     names: list[str]
     parts: list[Part] = field(default_factory=list)
     not_carried: list[str] = field(default_factory=list)
     directories: list[Entry] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
 
 
 def list_parts(path: str, options: ReadOptions, sources: Sources) -> Listing:
     """What lies directly in the directory ``path``. Raises what ``Reader.recognise_directory`` raises."""
     entries = sources.list_directory(path)
+    ignored = [entry for entry in entries if options.ignored.matches(entry.path)]
+    entries = [entry for entry in entries if entry not in ignored]
     _refuse_uploads(path, entries)
     names = [entry.name for entry in entries]
     exports = export_files(names)
     hidden = [f"{entry.name}/" for entry in entries if entry.directory and entry.name.startswith(".")]
     directories = [entry for entry in entries if entry.directory and not entry.name.startswith(".")]
     listing = Listing(path, names, not_carried=[*sorted(exports), *hidden], directories=directories)
+    listing.ignored = [options.ignored.relative(entry.path) for entry in ignored]
     apart = {*exports, MANIFEST, UNITS}
     files = {entry.name: entry for entry in entries if not entry.directory and entry.name not in apart}
     unwanted: list[str] = []
@@ -134,6 +148,7 @@ class _Opening:
         self.sources = sources
         self.options = options
         self.files = FileTable(units)
+        self.ignored: dict[str, None] = {}
 
     def file(self, entry: Entry) -> Checkpoint:
         part = next((part for reader in READERS if (part := reader.recognise_file(entry, self.sources))), None)
@@ -187,6 +202,9 @@ class _Opening:
                 read.append(self._read_one_of(part, searched))
         if refused and all(part.auxiliary for part in read):
             raise refused[0]
+        if self.ignored:
+            left = tuple(self.ignored)
+            searched.notes.append(Note("ignored", f"left out by --ignore-file: {first_of(left, 6)}", keys=left))
         checkpoint = join(self.source, read, self.files, flavor=PLAIN, notes=searched.notes)
         checkpoint = _with_flavor(checkpoint, searched.names, searched.path)
         if units is not None:
@@ -251,9 +269,14 @@ class _Opening:
             names = ", ".join(error.details[:5]) or error.what
             notes.append(Note("not-carried", f"{part.label} is not carried: {names}", part.stem))
 
+    def _list(self, path: str) -> Listing:
+        listing = list_parts(path, self.options, self.sources)
+        self.ignored.update(dict.fromkeys(listing.ignored))
+        return listing
+
     def _search(self, path: str, depth: int) -> _SearchResult | None:
         """The parts at ``path``: those of the directory and its sub-directories, or of the one checkpoint below it."""
-        listing = list_parts(path, self.options, self.sources)
+        listing = self._list(path)
         numbered = [entry for entry in listing.directories if _NUMBERED.search(entry.name)]
         others = [entry for entry in listing.directories if entry not in numbered]
         if listing.parts and all(part.neighbour for part in listing.parts):
@@ -300,7 +323,7 @@ class _Opening:
         return one
 
     def _search_flat(self, path: str) -> _SearchResult | None:
-        listing = list_parts(path, self.options, self.sources)
+        listing = self._list(path)
         if not listing.parts:
             return None
         return _SearchResult(path, listing.names, listing.parts, _not_carried(listing))
@@ -315,7 +338,7 @@ class _Opening:
         return joined
 
     def _nothing(self) -> SourceUnrecognisedError:
-        listing = list_parts(self.source, self.options, self.sources)
+        listing = self._list(self.source)
         return SourceUnrecognisedError(
             f"no checkpoint was found in {self.source}",
             file=self.source,

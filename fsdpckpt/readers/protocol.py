@@ -16,6 +16,7 @@ from fsdpckpt.ir.checkpoint import Checksums, Evidence, Layout, Note, Problem, S
 from fsdpckpt.ir.units import RankOrder, Units
 from fsdpckpt.ir.values import Value
 from fsdpckpt.producers.forms import EXTRA_STEM
+from fsdpckpt.readers.ignored import IgnoredFiles
 from fsdpckpt.storage.protocols import Entry
 from fsdpckpt.storage.sources import Sources
 
@@ -32,10 +33,12 @@ UNITS = "units.json"  # what save_units calls its file in a directory
 class ReadOptions:
     """``locate=False``: leave the data files closed where metadata alone describe the tensors; chunks then have
     offset -1. ``only``: the section that is wanted; parts that clearly hold another one may be incomplete.
+    ``ignored``: files that are left out.
     """
 
     locate: bool = True
     only: Section | None = None
+    ignored: IgnoredFiles = field(default_factory=IgnoredFiles)
 
 
 class Reader(Protocol):

@@ -17,6 +17,7 @@ from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Value
 from fsdpckpt.progress import NoProgress, Progress
 from fsdpckpt.readers.detect import open_checkpoint
+from fsdpckpt.readers.ignored import require_matches
 from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import first_of, plural
@@ -298,6 +299,7 @@ def verify(
     source: str,
     *,
     name: Callable[[Checkpoint, Sources], Checkpoint] | None = None,
+    ignore_file: tuple[str, ...] = (),
     digests: bool = False,
     finite: Finite | None = None,
     threads: int | None = None,
@@ -306,15 +308,16 @@ def verify(
     """Check the checkpoint at ``source`` for damage: ``.problems`` lists everything wrong, ``.whole`` is True for none.
 
     ``digests`` adds a layout-independent SHA-256 of each tensor, ``finite`` reports NaN and Inf. ``name`` turns the
-    slices of a flattened checkpoint into named tensors. Raises SourceError (exit code 3) when the source cannot be
-    read as a checkpoint at all.
+    slices of a flattened checkpoint into named tensors. ``ignore_file``: globs of files that are left out. Raises
+    SourceError (exit code 3) when the source cannot be read as a checkpoint at all.
     """
     with Sources() as sources:
         try:
-            checkpoint = open_checkpoint(source, sources=sources, locate=True)
+            checkpoint = open_checkpoint(source, sources=sources, locate=True, ignore_file=ignore_file)
         except SourceError as error:  # one problem of possibly several: add what else is known
             error.details = tuple(dict.fromkeys((*error.details, *damaged_files(source, sources))))
             raise
+        require_matches(ignore_file, checkpoint)
         if name is not None:
             checkpoint = name(checkpoint, sources)
         count = threads if threads is not None else threads_for(checkpoint)

@@ -43,6 +43,8 @@ TO_SIX: dict[str, object] = {"to": SHARDED, **SIX}
         # N -> M: the source's own form
         ("trainer", (SHARDED, DCP), SIX, (SHARDED, DCP, 6)),
         ("trainer", (FULL, TORCH), SIX, (FULL, TORCH, 6)),  # the same weights, random states for 6 ranks
+        ("trainer", (FULL, DCP), SIX, (SHARDED, DCP, 6)),  # one rank saved it
+        ("torchtitan", (FULL, DCP), {}, (SHARDED, DCP, None)),
         ("accelerate", (SHARDED, TORCH), SIX, (SHARDED, TORCH, 6)),
         ("accelerate", (SHARDED, TORCH), TO_SIX, (SHARDED, TORCH, 6)),
         ("accelerate", (FLATTENED, TORCH), SIX, (FLATTENED, TORCH, 6)),
