@@ -16,7 +16,7 @@ from fsdpckpt.producers.table import WRITABLE, flavor_named
 
 __all__ = ["default_form", "is_per_rank", "ranks_of", "requested_form", "writable_flavor"]
 
-_PLAIN = "written with plain names and keys"
+_PLAIN = "the target is plain"
 _UNSETTLED = frozenset({"several-models", "several-optimizers"})  # notes on extras that may be sections
 
 

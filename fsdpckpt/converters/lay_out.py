@@ -194,7 +194,10 @@ def adapt_to_form(
     ``only``: the section that is taken.
     """
     beside = side_files(checkpoint, flavor, world_size, sources, only=only)
-    notes = [note for note in checkpoint.notes if note.kind != "not-carried"]  # said again, for this producer
+    below = (
+        f"{checkpoint.directory.rstrip('/')}/"  # of what lies directly in there all is said again, for this producer
+    )
+    notes = [note for note in checkpoint.notes if note.kind != "not-carried" or (note.key or "").startswith(below)]
     optim = checkpoint.optim
     if optim is not None and form.optim is None:
         notes.append(

@@ -379,7 +379,8 @@ def _not_carried(listing: Listing) -> list[Note]:
     if not listing.not_carried:
         return []
     shown = first_of(listing.not_carried, 6)
-    return [Note("not-carried", f"not carried from {listing.path}: {shown}", keys=tuple(listing.not_carried))]
+    message = f"not carried from {listing.path}: {shown}"
+    return [Note("not-carried", message, listing.path, keys=tuple(listing.not_carried))]
 
 
 def _several(path: str, candidates: list[str]) -> NeedsInformationError:

@@ -10,6 +10,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, OptimState, sto
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.producers.forms import Step
+from fsdpckpt.text import plural
 
 __all__ = ["extra_notes", "extras_of_one", "extras_of_rank", "model_dict", "nested", "optim_dict"]
 
@@ -96,10 +97,7 @@ def extra_notes(checkpoint: Checkpoint, world_size: int) -> list[Note]:
     if ranks in (0, world_size):
         return []
     if ranks > world_size:
-        return [Note("dropped", f"the extras of ranks {world_size} to {ranks - 1} have no rank in the target")]
-    return [
-        Note(
-            "inferred",
-            f"ranks {ranks} to {world_size - 1} get the extras of rank r modulo {ranks}: the source has no others",
-        )
-    ]
+        gone = f"rank {world_size} have" if ranks == world_size + 1 else f"ranks {world_size} to {ranks - 1} have"
+        return [Note("dropped", f"the extras of {gone} no place in a target of {plural(world_size, 'rank')}")]
+    new = f"rank {ranks} gets" if world_size == ranks + 1 else f"ranks {ranks} to {world_size - 1} get"
+    return [Note("inferred", f"{new} the extras of rank r modulo {ranks}: the source has no others")]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from fsdpckpt.comm.protocol import Solo
 from fsdpckpt.converters.pipeline import convert
@@ -19,6 +20,8 @@ from fsdpckpt.readers.beside import side_files
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
 
+OPTIMIZER = {"state": {"w": {"exp_avg": torch.randn(5, 3)}}, "param_groups": [{"lr": 0.1, "params": ["w"]}]}
+
 
 @pytest.fixture
 def trainer(tmp_path: Path) -> Path:
@@ -27,10 +30,7 @@ def trainer(tmp_path: Path) -> Path:
     path.mkdir()
     torch.save({"w": torch.randn(5, 3)}, path / "pytorch_model_fsdp.bin")
     torch.save({"w": torch.randn(5, 3)}, path / "pytorch_model.bin")
-    torch.save(
-        {"state": {"w": {"exp_avg": torch.randn(5, 3)}}, "param_groups": [{"lr": 0.1, "params": ["w"]}]},
-        path / "optimizer.bin",
-    )
+    torch.save(OPTIMIZER, path / "optimizer.bin")
     torch.save({"last_epoch": 4}, path / "scheduler.pt")
     generator = random.Random(5)
     for name in ("training_args.bin", "trainer_state.json", "config.json", "tokenizer.json", "vocab.txt", "notes.xyz"):
@@ -67,10 +67,13 @@ def test_hidden_files_are_not_copied_and_named(trainer: Path, tmp_path: Path, fl
     (trainer / ".cache" / "state").write_bytes(b"1234")
     (trainer / "logs").mkdir()
     (trainer / "logs" / "events").write_bytes(b"1234")
+    (trainer / "optimizer.bin").unlink()
+    dcp.save({"optimizer": OPTIMIZER}, checkpoint_id=trainer / "optimizer_0")
+    (trainer / "optimizer_0" / ".nfs01").write_bytes(b"1234")
     report = to(trainer, tmp_path / "out", flavor=flavor, to=Layout.SHARDED, world_size=2)
     left = "\n".join(note.message for note in report.notes if note.kind == "not-carried")
     named = [*(key for note in report.notes for key in note.keys), left]
-    for name in (".gitattributes", ".cache", "logs"):
+    for name in (".gitattributes", ".cache", "logs", ".nfs01"):
         assert any(name in each for each in named), name
     assert not any(name.startswith((".git", ".cache")) for name in names(tmp_path / "out"))
 
