@@ -10,8 +10,8 @@ from dataclasses import replace
 from fsdpckpt.errors import SourceCorruptError, SourceUnrecognisedError
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.readers.beside import files_of_model
 from fsdpckpt.readers.detect import open_checkpoint
+from fsdpckpt.readers.side_files import files_of_model
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.elements import first_difference
 from fsdpckpt.writers.torch_full import ties

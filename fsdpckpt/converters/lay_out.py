@@ -18,7 +18,7 @@ from fsdpckpt.ir.values import Value
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.producers.forms import PLAIN_MESH, PLAIN_NAMES, PLAIN_NESTING, Flavor, Form, Nesting, Place, RankNames
 from fsdpckpt.producers.table import flavor_named
-from fsdpckpt.readers.beside import side_files
+from fsdpckpt.readers.side_files import side_files
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.writers import dcp, safetensors, torch_full, torch_ranks
 from fsdpckpt.writers.protocol import DtypeRule, Writer, WriteSpec

@@ -16,9 +16,10 @@ from collections.abc import Iterable, Iterator
 from fsdpckpt.errors import FsdpckptError, NeedsInformationError, TargetExistsError
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.producers.table import EXPORT_DIRECTORIES, belongs, flavor_named
-from fsdpckpt.readers.beside import describes_model, read_manifest
+from fsdpckpt.readers.beside import read_manifest
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.protocol import MANIFEST
+from fsdpckpt.readers.side_files import describes_model
 from fsdpckpt.storage.contents import LINK, Contents, added_since, contents_of, is_left_behind
 from fsdpckpt.storage.local import target_errors
 from fsdpckpt.storage.protocols import FileIdentity, is_url

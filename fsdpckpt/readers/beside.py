@@ -1,9 +1,8 @@
-"""Read what lies beside a checkpoint: ``fsdpckpt.json``, and the side files that its producer keeps there.
+"""Read what lies beside a checkpoint and says what it is: ``fsdpckpt.json``, and the names of files.
 
 ``fsdpckpt.json``, the manifest, is in every directory that this program wrote: key types, units, lengths, checksums and
 digests. A damaged manifest is not used. One that contradicts the small files beside it (DCP's metadata, an index) means
-that these are damaged, or that another program wrote there since; nothing says which. Side files are configurations,
-tokenizers and logs: they are copied unchanged, without being opened.
+that these are damaged, or that another program wrote there since; nothing says which.
 """
 
 from __future__ import annotations
@@ -13,10 +12,9 @@ import os
 import posixpath
 import re
 import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 
-from fsdpckpt.errors import SourceMissingError
 from fsdpckpt.ir.checkpoint import (
     Checkpoint,
     Evidence,
@@ -25,36 +23,28 @@ from fsdpckpt.ir.checkpoint import (
     Manifest,
     ManifestFile,
     Note,
-    NoteKind,
     OptimState,
     Problem,
     ProblemKind,
     Section,
-    SourceFile,
 )
-from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.tensors import Chunks, Tensor
+from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units
-from fsdpckpt.producers.forms import PLAIN, Flavor, RankFile
-from fsdpckpt.producers.table import export_files, flavor_named, recognise
-from fsdpckpt.readers.ignored import IgnoredFiles
-from fsdpckpt.readers.protocol import MANIFEST, UNITS
+from fsdpckpt.producers.forms import PLAIN
+from fsdpckpt.producers.table import flavor_named, recognise
+from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.readers.units_beside import BesideUnits, units_in_manifest
 from fsdpckpt.storage.protocols import Entry
 from fsdpckpt.storage.sources import Sources
 
 __all__ = [
     "SEAL",
-    "SideFiles",
     "auxiliary",
     "check_listing",
-    "describes_model",
-    "files_of_model",
     "flavor_of",
     "listed",
     "manifest_units",
     "read_manifest",
-    "side_files",
     "with_manifest",
     "with_units",
 ]
@@ -281,158 +271,6 @@ def _strays(manifest: Manifest, present: dict[str, Entry]) -> list[Problem]:
         )
         for name in sorted(strays)
     ]
-
-
-# What the libraries of Hugging Face keep beside weights: every program that loads a model by its directory wants them.
-_OF_THE_MODEL = re.compile(
-    r"^(config|generation_config|tokenizer.*|special_tokens_map|added_tokens|vocab|chat_template|preprocessor_config|"
-    r"processor_config|adapter_config)\.(json|jinja|model)$|^(vocab|merges)\.txt$|^(spiece|sentencepiece.*)\.model$"
-)
-_SHOWN = 8  # names in one note
-
-
-def describes_model(name: str) -> bool:
-    """Whether a file of this name is one that Hugging Face's libraries keep beside weights."""
-    return _OF_THE_MODEL.match(name) is not None
-
-
-@dataclass(slots=True)
-class SideFiles:
-    """``files``: by target name, each file's bytes as a tensor. ``sources``: the files that their chunks lie in."""
-
-    files: dict[str, Tensor] = field(default_factory=dict)
-    sources: list[SourceFile] = field(default_factory=list)
-    notes: list[Note] = field(default_factory=list)
-
-    def add(self, files: Mapping[str, Entry], known: Sequence[SourceFile]) -> None:
-        """Take ``files``, by target name. ``known``: the files of the checkpoint, of which some were read as extras."""
-        numbers = {file.path: number for number, file in enumerate((*known, *self.sources))}
-        for target_name, entry in files.items():
-            if entry.path not in numbers:
-                numbers[entry.path] = len(numbers)
-                self.sources.append(SourceFile(entry.path, entry.nbytes))
-            chunks = Chunks.whole(file=numbers[entry.path], offset=0, shape=(entry.nbytes,))
-            self.files[target_name] = Tensor(DTYPES["uint8"], (entry.nbytes,), chunks)
-
-
-def files_of_model(directory: str, known: Sequence[SourceFile], sources: Sources) -> SideFiles:
-    """What Hugging Face's libraries keep beside weights, from ``directory``; nothing when it is a file.
-
-    Raises SourceMissingError when it does not exist.
-    """
-    taken = SideFiles()
-    entry = sources.stat(directory)
-    if entry is None:
-        raise SourceMissingError(f"--reference {directory} does not exist", file=directory)
-    if entry.directory:
-        entries = {one.name: one for one in sources.list_directory(directory) if describes_model(one.name)}
-        taken.add({name: one for name, one in sorted(entries.items()) if not one.directory}, known)
-    if taken.files:
-        taken.notes.append(_note("carried", f"copied from {directory}", list(taken.files)))
-    return taken
-
-
-def side_files(
-    checkpoint: Checkpoint, target: Flavor, world_size: int | None, sources: Sources, *, only: Section | None = None
-) -> SideFiles:
-    """Files beside ``checkpoint`` that belong into a target of the producer ``target``, for ``world_size`` ranks.
-
-    From the same producer all are taken; rank r of the target gets the files of rank r modulo the source's ranks (with
-    ``world_size`` None every rank keeps its files). From another producer only what Hugging Face keeps beside a model
-    is taken, and with ``only`` nothing that means that both sections were saved. The notes list what was taken and what
-    was not.
-    """
-    taken = SideFiles()
-    if not checkpoint.directory:
-        return taken
-    source = flavor_named(checkpoint.flavor)
-    entries = {entry.name: entry for entry in sources.list_directory(checkpoint.directory)}
-    ignored = IgnoredFiles(checkpoint.source, checkpoint.ignored)
-    entries = {name: entry for name, entry in entries.items() if not ignored.matches(entry.path)}
-    beside = _beside(entries, source, {file.path for file in checkpoint.files})
-    files = dict(beside)
-    for name in list(files):
-        if entries[name].directory:
-            del files[name]
-            if source is not None and name in source.export_directories:
-                files.update(_below(entries[name], name, sources))
-    same = source is not None and source.name == target.name
-    exports = export_files(entries)  # they hold the model once more, as it was
-    chosen = {name: name for name in files if name not in exports} if same else _of_the_model(files, source, target)
-    if same and only is not None:
-        pattern = "|".join(target.training_files)
-        chosen = {name: name for name in chosen if not pattern or re.search(pattern, name) is None}
-    if same:
-        chosen = _by_rank(chosen, target.rank_files, world_size, taken)
-    taken.add({target_name: files[name] for target_name, name in chosen.items()}, checkpoint.files)
-    if chosen:
-        taken.notes.append(_note("carried", "copied as they are", list(chosen)))
-    used = {name.partition("/")[0] for name in chosen.values()}
-    hidden = [name for name in sorted(entries) if name.startswith(".") and not _is_state(entries[name], source, set())]
-    left = [*(name for name in beside if name not in used), *hidden]
-    if left:
-        taken.notes.append(_note("not-carried", f"not carried from {checkpoint.directory}", left))
-    return taken
-
-
-def _note(kind: NoteKind, what: str, names: list[str]) -> Note:
-    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
-    return Note(kind, f"{what}: {shown}", keys=tuple(names))
-
-
-def _beside(entries: Mapping[str, Entry], flavor: Flavor | None, read: set[str]) -> dict[str, Entry]:
-    """The files and directories that are not hidden and not part of the state."""
-    return {
-        name: entry
-        for name, entry in sorted(entries.items())
-        if not name.startswith(".") and not _is_state(entry, flavor, read)
-    }
-
-
-def _is_state(entry: Entry, flavor: Flavor | None, read: set[str]) -> bool:
-    """Whether it is part of the state: by the producer's names, or else because it was ``read``."""
-    if entry.name in (MANIFEST, UNITS, ".metadata"):
-        return True
-    return entry.path in read if flavor is None else re.search(flavor.state, entry.name) is not None
-
-
-def _below(directory: Entry, name: str, sources: Sources) -> dict[str, Entry]:
-    files: dict[str, Entry] = {}
-    for entry in sorted(sources.list_directory(directory.path), key=lambda entry: entry.name):
-        path = f"{name}/{entry.name}"
-        if entry.directory:
-            files.update(_below(entry, path, sources))
-        else:
-            files[path] = entry
-    return files
-
-
-def _of_the_model(files: Iterable[str], source: Flavor | None, target: Flavor) -> dict[str, str]:
-    """Target name to source name of Hugging Face's own files, where both producers keep them."""
-    if source is None or source.model_files is None or target.model_files is None:
-        return {}
-    prefix = source.model_files
-    names = {name.removeprefix(prefix): name for name in files if name.startswith(prefix)}
-    return {target.model_files + bare: name for bare, name in names.items() if _OF_THE_MODEL.match(bare)}
-
-
-def _by_rank(
-    chosen: dict[str, str], rank_files: tuple[RankFile, ...], world_size: int | None, taken: SideFiles
-) -> dict[str, str]:
-    """``chosen`` with the files of ranks for ``world_size`` ranks."""
-    for kind in rank_files:
-        by_rank = {rank: name for name in chosen if (rank := kind.rank_of(name)) is not None}
-        if kind.single in chosen and not by_rank:
-            by_rank = {0: str(kind.single)}
-        if not by_rank or world_size is None or sorted(by_rank) == list(range(world_size)):
-            continue
-        ranks = sorted(by_rank)
-        chosen = {target: name for target, name in chosen.items() if name not in by_rank.values()}
-        for rank in range(world_size):
-            chosen[kind.of(rank, world_size)] = by_rank[ranks[rank % len(ranks)]]
-        message = f"{kind.name}: rank r of {world_size} has that of rank r modulo {len(ranks)}"
-        taken.notes.append(Note("inferred", message))
-    return chosen
 
 
 # Files beside a checkpoint that describe it or belong to other tools: they hold no state that a training job saves.

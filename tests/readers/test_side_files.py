@@ -16,8 +16,8 @@ from fsdpckpt.ir.checkpoint import Layout
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.producers.table import flavor_named
 from fsdpckpt.progress import NoProgress
-from fsdpckpt.readers.beside import side_files
 from fsdpckpt.readers.detect import open_checkpoint
+from fsdpckpt.readers.side_files import side_files
 from fsdpckpt.storage.sources import Sources
 
 OPTIMIZER = {"state": {"w": {"exp_avg": torch.randn(5, 3)}}, "param_groups": [{"lr": 0.1, "params": ["w"]}]}
