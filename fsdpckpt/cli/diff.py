@@ -78,9 +78,13 @@ def _lines(result: Difference, columns: int | None, *, everything: bool) -> Iter
         if of_ranks:
             ranks = numbers_text(sorted({entry.rank for entry in of_ranks if entry.rank is not None}))
             yield f"{sigil} extra rank{ranks}  {plural(len(of_ranks), 'value')} of ranks, only in {side}: no difference"
-        tops = Counter(entry.key.partition(".")[0] for entry in apart if entry.rank is None)
+        tops = Counter(
+            f"extra {entry.key.partition('.')[0]}" if entry.section == "extra" else str(entry.section)
+            for entry in apart
+            if entry.rank is None
+        )
         for top, number in tops.items():
-            yield f"{sigil} extra {top}  {plural(number, 'value')}, only in {side}: no difference"
+            yield f"{sigil} {top}  {plural(number, 'value')}, only in {side}: no difference"
 
 
 def _document(a: str, b: str, result: Difference) -> dict[str, object]:

@@ -17,6 +17,7 @@ from fsdpckpt.ir.names import keeps_order
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Global, Key, Object, Value, walk
 from fsdpckpt.producers.forms import PLAIN
+from fsdpckpt.producers.table import flavor_named
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.blocks import BlockReader
 from fsdpckpt.verify.elements import Tolerance, compare_tensors
@@ -101,18 +102,30 @@ def compare(
     entries.extend(_entry(address, left, right, "") for address in right if address not in left)
     if not strict:
         ranks = {"-": len(b.rank_extra), "+": len(a.rank_extra)}  # of the side that lacks the key
-        foreign = b.flavor not in (PLAIN, a.flavor)  # what frameworks keep beside the state is their own
-        entries = [
-            replace(entry, counts=False)
-            if entry.sigil in ranks
-            and (
-                (entry.rank is not None and entry.rank >= ranks[entry.sigil])
-                or (foreign and entry.section is Section.EXTRA)
-                or _is_empty((left if entry.sigil == "-" else right)[entry.section, entry.key, entry.rank])
+        not_kept = _not_kept(a, b)
+
+        def no_place(entry: Entry) -> bool:
+            if entry.sigil not in ranks:
+                return False
+            value = (left if entry.sigil == "-" else right)[entry.section, entry.key, entry.rank]
+            if entry.section is Section.MODEL:
+                return entry.sigil == "-" and entry.section in not_kept and is_copy(value)
+            if isinstance(value, (dict, list, tuple)) and not value:  # a DCP directory cannot hold it
+                return True
+            return entry.section in not_kept or (entry.rank is not None and entry.rank >= ranks[entry.sigil])
+
+        def is_copy(value: Value) -> bool:
+            """Whether B has these bytes under another name: tied weights are kept once."""
+            pair = readers()
+            return isinstance(value, Tensor) and any(
+                isinstance(other, Tensor)
+                and (other.shape, other.dtype) == (value.shape, value.dtype)
+                and not compare_tensors(pair[0], value, pair[1], other, None, advance)
+                for (section, _, _), other in right.items()
+                if section is Section.MODEL
             )
-            else entry
-            for entry in entries
-        ]
+
+        entries = [replace(entry, counts=False) if no_place(entry) else entry for entry in entries]
     return Difference(tuple(entries), matched.notes)
 
 
@@ -125,9 +138,17 @@ def _entry(address: _Address, left: _Leaves, right: _Leaves, detail: str) -> Ent
     return Entry("*" if detail else "=", section, key, detail, rank)
 
 
-def _is_empty(value: Value) -> bool:
-    """Whether a DCP directory has no place for it."""
-    return isinstance(value, (dict, list, tuple)) and not value
+def _not_kept(a: Checkpoint, b: Checkpoint) -> frozenset[Section]:
+    """The sections of which B's framework keeps what it wants, if it is another one than A's.
+
+    The extras beside a model and its optimizer are each framework's own. Weights without an optimizer have neither, and
+    tied weights once.
+    """
+    if b.flavor in (PLAIN, a.flavor):
+        return frozenset()
+    flavor = flavor_named(b.flavor)
+    weights = flavor is not None and bool(flavor.forms) and all(form.weights for form in flavor.forms)
+    return frozenset(Section) if weights else frozenset({Section.EXTRA})
 
 
 def _compare_values(both: Sequence[_Address], left: _Leaves, right: _Leaves) -> set[_Address]:

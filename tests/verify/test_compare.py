@@ -210,6 +210,28 @@ def test_extras_of_each_rank_are_compared_by_rank(tmp_path: Path) -> None:
     assert changed(difference(left, right)).keys() == {"rank1.rng"}
 
 
+def test_weights_for_hugging_face_have_no_optimizer_no_extras_and_tied_weights_once(tmp_path: Path) -> None:
+    embed, other = random_array(11, (5, 3)), random_array(12, (5, 3))
+    raw, exported = Raw(tmp_path / "a", 1), Raw(tmp_path / "b", 1)
+    optim = OptimState({"embed": {"exp_avg": raw.put(embed)}}, [{"lr": 0.1, "params": ["embed"]}])
+    left = raw.checkpoint({"embed": raw.put(embed), "head": raw.put(embed)}, optim, {"epoch": 3})
+    right = exported.checkpoint({"embed": exported.put(embed)})
+    assert not difference(left, right).same
+    right.flavor = "huggingface"
+    assert difference(left, right).same
+    with Sources() as sources:
+        assert not compare(left, right, sources=sources, strict=True).same
+    assert left.model is not None
+    left.model.params["lost"] = raw.put(other)
+    left = raw.checkpoint(left.model.params, optim, {"epoch": 3})
+    result = difference(left, right)
+    assert [(entry.sigil, entry.key) for entry in result.entries if entry.counts and entry.sigil != "="] == [
+        ("-", "lost")
+    ]
+    right.flavor = "trainer"  # which keeps an optimizer
+    assert difference(left, right).count("-") == 2 + 3
+
+
 def test_a_tensor_that_is_not_whole_is_an_error(tmp_path: Path) -> None:
     raw = Raw(tmp_path / "a", 2)
     array = random_array(8, (4, 2))

@@ -12,7 +12,7 @@ from tests.e2e.flavors.conftest import Library
 
 # Another layout, fewer ranks, more ranks, and the form of another framework.
 TARGETS = ({"to": "full"}, {"to": "sharded", "world_size": 2}, {"to": "sharded", "world_size": 5}, {})
-FOREIGN = {"lightning": "verl", "torchtitan": "trainer", "transformers": "torchtitan", "verl": "lightning"}
+FOREIGN = {"lightning": "huggingface", "torchtitan": "trainer", "transformers": "torchtitan", "verl": "lightning"}
 # verl's FSDP1 optimizer files do not name the wrapped modules, and its units are beside none of them.
 WITHOUT_UNITS = ("verl1", "verl1h")
 
@@ -34,4 +34,4 @@ def test_nothing_differs_right_after_a_conversion(
         differ = [(entry.sigil, entry.key) for entry in result.entries if entry.sigil != "=" and entry.counts]
         assert differ == [], (source.name, options)
         assert result.same
-        assert result.count("=") > 30
+        assert result.count("=") > 10
