@@ -12,7 +12,12 @@ from tests.e2e.flavors.conftest import Library
 
 # Another layout, fewer ranks, more ranks, and the form of another framework.
 TARGETS = ({"to": "full"}, {"to": "sharded", "world_size": 2}, {"to": "sharded", "world_size": 5}, {})
-FOREIGN = {"lightning": "huggingface", "torchtitan": "trainer", "transformers": "torchtitan", "verl": "lightning"}
+FOREIGN: dict[str, dict[str, object]] = {
+    "lightning": {"flavor": "huggingface"},
+    "torchtitan": {"flavor": "trainer", "world_size": 2},
+    "transformers": {"flavor": "torchtitan", "world_size": 2},
+    "verl": {"flavor": "lightning", "world_size": 2},
+}
 # verl's FSDP1 optimizer files do not name the wrapped modules, and its units are beside none of them.
 WITHOUT_UNITS = ("verl1", "verl1h")
 
@@ -25,7 +30,7 @@ def test_nothing_differs_right_after_a_conversion(
     sources = sorted(path for path in saved.iterdir() if path.name not in WITHOUT_UNITS and path.suffix != ".json")
     assert len(sources) > 1
     for number, source in enumerate(sources):
-        options = dict(TARGETS[number % len(TARGETS)]) or {"flavor": FOREIGN[producer], "world_size": 2}
+        options: dict[str, object] = dict(TARGETS[number % len(TARGETS)] or FOREIGN[producer])
         target = tmp_path / (f"{number}.pt" if options.get("to") == "full" else str(number))
         if options.get("to") == "full":
             options["flavor"] = "plain"
