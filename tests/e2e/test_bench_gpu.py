@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.oracle.forked import run
 
 LIMIT = 560  # seconds; 20 on two idle cores
 SCRIPT = str(Path(__file__).parents[2] / "scripts" / "bench_gpu")
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, SCRIPT, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
+    return run([SCRIPT, *arguments], kind="torch", timeout=LIMIT)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
