@@ -143,6 +143,28 @@ def journal(bench: Bench) -> Row:
     return Row("journal, full -> dcp of 4", source, target, contenders, note="journal")
 
 
+def scale(ranks: int) -> Callable[[Bench], Row]:
+    def row(bench: Bench) -> Row:
+        source = bench.make_scale(ranks)
+        command = [PROGRAM, "inspect", source, "--quiet"]
+        return Row(f"inspect 405B x {ranks:,}", source, bench.path("none"), [Contender("fsdpckpt", command)])
+
+    return row
+
+
+def scale_chunks(bench: Bench) -> Row:
+    source = bench.make_scale(64, "--columns", "16", "--items")
+    command = [PROGRAM, "inspect", source, "--quiet", "--ranks", "--json"]
+    return Row("inspect --ranks --json, 64 ranks", source, bench.path("none"), [Contender("fsdpckpt", command)])
+
+
+def scale_verify(bench: Bench) -> Row:
+    source = bench.make_scale(64, "--columns", "16", "--items")
+    command = [PROGRAM, "verify", source, "--quiet"]
+    return Row("verify, 64 ranks", source, bench.path("none"), [Contender("fsdpckpt", command)])
+
+
+SCALE = "scale"  # stands for all rows that begin with it; they are made on request only
 ROWS: dict[str, Callable[[Bench], Row]] = {
     "dcp-full": dcp_full,
     "full-dcp": full_dcp,
@@ -160,4 +182,9 @@ ROWS: dict[str, Callable[[Bench], Row]] = {
     "journal": journal,
     "many": hundred_thousand,
     "many-full": hundred_thousand_full,
+    "scale-64": scale(64),
+    "scale-512": scale(512),
+    "scale-4096": scale(4096),
+    "scale-chunks": scale_chunks,
+    "scale-verify": scale_verify,
 }

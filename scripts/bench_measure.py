@@ -86,6 +86,16 @@ class Bench:
         subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL)
         return path
 
+    def make_scale(self, ranks: int, *arguments: str) -> str:
+        """Llama 3 405B as ``ranks`` ranks save it, with holes for data, made unless an earlier bench left it."""
+        path = os.path.join(self.directory, "-".join(["scale", str(ranks), *arguments]).replace("--", ""))
+        self.made.add(path)
+        if not os.path.exists(path):
+            talk(f"making {os.path.basename(path)}")
+            command = [sys.executable, os.path.join(HERE, "bench_scale_make.py"), path, str(ranks), *arguments]
+            subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
+        return path
+
     def derive(self, flavor: str, source: str) -> str:
         """``source`` as a directory of that producer, made unless an earlier bench left it."""
         path = f"{source}-{flavor}"
@@ -99,6 +109,8 @@ class Bench:
         remove(target)
         subprocess.run(["sync"], check=True)
         for path in files(source):
+            if os.stat(path).st_blocks * 512 < os.path.getsize(path):
+                continue  # holes: nothing that is timed reads them
             with open(path, "rb", buffering=0) as file:
                 if self.options.cache == "cold":
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
