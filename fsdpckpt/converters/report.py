@@ -118,12 +118,17 @@ def encode_manifest(
     checkpoint = transformed.checkpoint
     key_type = checkpoint.optim.key_type if checkpoint.optim is not None else None
     notes = [*checkpoint.notes, *target.notes]
-    public = spec.container is Container.SAFETENSORS  # which people upload
+    known = (checkpoint.source, checkpoint.directory) if spec.container is Container.SAFETENSORS else None
+
+    def said(text: str) -> str:
+        """As it is, but in what people upload."""
+        return text if known is None else _without_directories(text, known)
+
     document = {
         "program": "fsdpckpt",
         "version": __version__,
         "format": 1,
-        "source": _without_directories(checkpoint.source, (checkpoint.source,)) if public else checkpoint.source,
+        "source": said(checkpoint.source),
         "source_layout": checkpoint.layout,
         "source_container": checkpoint.container,
         "source_world_size": checkpoint.world_size,
@@ -135,14 +140,7 @@ def encode_manifest(
         "key_type": transformed.key_type if key_type is not None and transformed.units is not None else key_type,
         "units": encode(transformed.units) if transformed.units is not None else None,
         "notes": [
-            {
-                "kind": note.kind,
-                "key": note.key,
-                "message": _without_directories(note.message, (checkpoint.source, checkpoint.directory))
-                if public
-                else note.message,
-            }
-            for note in notes
+            {"kind": note.kind, "key": said(note.key or "") or None, "message": said(note.message)} for note in notes
         ],
         "undetermined": [key for note in notes if note.kind == "undetermined" for key in note.keys],
         "files": {file.path: {"nbytes": file.nbytes, "crc32": f"{crcs[file.path]:08x}"} for file in target.files},
