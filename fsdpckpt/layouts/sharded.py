@@ -34,8 +34,9 @@ from fsdpckpt.ir.mesh import MeshShape, Placement, Replicate, Shard, Sharding, S
 from fsdpckpt.ir.tensors import Box, RankBoxes, Tensor
 
 __all__ = [
-    "HeldChunk",
+    "HeldChunks",
     "LocalBox",
+    "SharedChunk",
     "chunk",
     "decoded_order",
     "local_boxes",
@@ -138,21 +139,38 @@ def _cut_order(sharding: Sharding) -> Mapping[int, tuple[int, ...]] | None:
     return decoded_order(sharding.mesh.sizes, [placement or Replicate() for placement in sharding.placements])
 
 
-class HeldChunk(NamedTuple):
-    """A box of a tensor, and the ranks that hold it, in order."""
+class SharedChunk(NamedTuple):
+    """A box of a tensor that several ranks hold, in order."""
 
     box: Box
     ranks: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class HeldChunks:
+    """The distinct boxes of a tensor: ``own``, each on one rank alone (all of these are ``own_ranks``), and
+    ``shared``."""
+
+    own: RankBoxes
+    own_ranks: frozenset[int]
+    shared: tuple[SharedChunk, ...] = ()
+
+    @classmethod
+    def each_once(cls, boxes: RankBoxes) -> HeldChunks:
+        """``boxes`` without replicas."""
+        return cls(boxes, frozenset(rank for rank, _ in boxes))
+
+
 @lru_cache(maxsize=4096)
-def mesh_chunks(shape: tuple[int, ...], sharding: Sharding) -> tuple[HeldChunk, ...]:
-    """The items that ``dcp.save`` makes of such a tensor, in the order of the first rank that holds each."""
+def mesh_chunks(shape: tuple[int, ...], sharding: Sharding) -> HeldChunks:
+    """The items that ``dcp.save`` makes of such a tensor, each kind in the order of the first rank that holds it."""
     held: dict[tuple[int, ...], tuple[Box, list[int]]] = {}
     for rank in range(sharding.mesh.world_size):
         box = mesh_box(shape, sharding, rank)
         held.setdefault(box.offsets, (box, []))[1].append(rank)
-    return tuple(HeldChunk(box, tuple(ranks)) for box, ranks in held.values())
+    own = tuple((ranks[0], box) for box, ranks in held.values() if len(ranks) == 1)
+    shared = tuple(SharedChunk(box, tuple(ranks)) for box, ranks in held.values() if len(ranks) > 1)
+    return HeldChunks(own, frozenset(rank for rank, _ in own), shared)
 
 
 def source_boxes(tensor: Tensor) -> RankBoxes:

@@ -8,10 +8,9 @@ file of the rank that ``torch.distributed.checkpoint._dedup_save_plans`` chooses
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import chain
 from operator import itemgetter
 from typing import NamedTuple, TypeAlias
 
@@ -24,7 +23,7 @@ from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import Target, TargetFile, WriteItem
 from fsdpckpt.ir.tensors import Box, RankBoxes, Tensor, contiguous_stride
 from fsdpckpt.ir.values import Key, Value, leaf_tensors
-from fsdpckpt.layouts.sharded import HeldChunk, mesh_chunks, source_boxes
+from fsdpckpt.layouts.sharded import HeldChunks, SharedChunk, mesh_chunks, source_boxes
 from fsdpckpt.producers.forms import PLAIN_NESTING, Nesting
 from fsdpckpt.writers.protocol import WriteSpec
 from fsdpckpt.writers.state_dicts import extras_of_one, optim_dict
@@ -50,8 +49,8 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     writer = _DataFiles(casts)
     entries = []
     held = [_held(leaf.value, spec) for leaf in leaves]
-    ranks = max((rank + 1 for chunks in held for chunk in chunks or () for rank in chunk.ranks), default=1)
-    for leaf, boxes in zip(leaves, _dedup(leaves, held, casts, max(ranks, world_size or 1)), strict=True):
+    ranks = world_size or max((rank + 1 for chunks in held if chunks for rank in chunks.own_ranks), default=1)
+    for leaf, boxes in zip(leaves, _dedup(leaves, held, casts, ranks), strict=True):
         if isinstance(leaf.value, Tensor):
             dtype = casts.get(leaf.value, leaf.value.dtype)
             chunks = [writer.tensor(leaf.value, dtype, rank, box) for rank, box in boxes]
@@ -66,51 +65,72 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     return Target(files, notes=notes)
 
 
-def _held(value: Value, spec: WriteSpec) -> Sequence[HeldChunk] | None:
+def _held(value: Value, spec: WriteSpec) -> HeldChunks | None:
     """The chunks of a tensor with the ranks that hold each, None for what all ranks hold whole."""
     if not isinstance(value, Tensor):
         return None
     if spec.world_size is None:
-        return [HeldChunk(box, (rank,)) for rank, box in source_boxes(value)]
+        return HeldChunks.each_once(source_boxes(value))
     return mesh_chunks(value.shape, spec.sharding(value)) if value.sharded and value.shape else None
 
 
 def _dedup(
-    leaves: list[Leaf], held: list[Sequence[HeldChunk] | None], casts: Mapping[Tensor, DType], ranks: int
+    leaves: list[Leaf], held: list[HeldChunks | None], casts: Mapping[Tensor, DType], ranks: int
 ) -> list[RankBoxes]:
     """For each leaf its (rank, box)es, in the order of the ranks that write them.
 
     As ``dedup_save_plans``: item by item, those of rank 0 first, then what rank 1 has beside them, and so on. Of the
     ranks that hold an item the first with the smallest load writes it, and its load grows by the size of the *whole*
-    tensor (``WriteItem.tensor_storage_size``), or by 1.
+    tensor (``WriteItem.tensor_storage_size``), or by 1. Of the items that one rank alone holds, which are most, only
+    those count that come before another with the same first holder: no later item is between their ranks.
     """
-    items: list[list[tuple[int, HeldChunk | None]]] = [[] for _ in range(ranks)]
-    for number, chunks in enumerate(held):
-        if chunks is None:
-            items[0].append((number, None))
-        for held_chunk in chunks or ():
-            items[held_chunk.ranks[0]].append((number, held_chunk))
+    nbytes = [_nbytes(leaf.value, casts) or 1 for leaf in leaves]
     loads = [0] * ranks
     least = list(range(ranks))  # a heap of load * ranks + rank; what a later load has outdated is dropped when met
-    placed: list[list[tuple[int, Box]]] = [[] for _ in leaves]
-    for number, chunk in chain.from_iterable(items):
-        value = leaves[number].value
-        nbytes = value.numel * casts.get(value, value.dtype).itemsize if isinstance(value, Tensor) else 0
-        if chunk is None:
+    placed: list[RankBoxes] = []
+    moved: dict[int, list[tuple[int, Box]]] = {}  # by leaf: its boxes that several ranks hold, each on one of them
+    later: dict[int, list[tuple[int, SharedChunk]]] = {}  # by first holder, all but rank 0: leaf and chunk
+    for number, chunks in enumerate(held):
+        rank = 0
+        if chunks is None:
             while least[0] != loads[least[0] % ranks] * ranks + least[0] % ranks:
                 heapq.heappop(least)
-            rank, box = least[0] % ranks, Box.whole(value.shape if isinstance(value, Tensor) else ())
+            rank, value = least[0] % ranks, leaves[number].value
+            placed.append([(rank, Box.whole(value.shape if isinstance(value, Tensor) else ()))])
         else:
-            # A set, as there: in its order the first of equals is met.
-            rank = chunk.ranks[0] if len(chunk.ranks) == 1 else min(set(chunk.ranks), key=loads.__getitem__)
-            box = chunk.box
-        loads[rank] += nbytes or 1
-        if chunk is None or not chunk.ranks[0]:  # later items are all chunks
-            heapq.heappush(least, loads[rank] * ranks + rank)
-        placed[number].append((rank, box))
-    for boxes in placed:
-        boxes.sort(key=itemgetter(0))
-    return list(placed)
+            placed.append(chunks.own)
+            first = chunks.shared[0] if chunks.shared and not chunks.shared[0].ranks[0] else None
+            for chunk in chunks.shared[1:] if first is not None else chunks.shared:
+                later.setdefault(chunk.ranks[0], []).append((number, chunk))
+            if first is not None:
+                rank = _smallest(first, loads)
+                moved.setdefault(number, []).append((rank, first.box))
+            elif 0 not in chunks.own_ranks:
+                continue
+        loads[rank] += nbytes[number]
+        heapq.heappush(least, loads[rank] * ranks + rank)
+    with_own = [(number, chunks.own_ranks) for number, chunks in enumerate(held) if chunks and chunks.own_ranks]
+    for holder in sorted(later):
+        own = iter([number for number, own_ranks in with_own if holder in own_ranks])
+        before = next(own, len(leaves))
+        for number, chunk in later[holder]:
+            while before < number:
+                loads[holder] += nbytes[before]
+                before = next(own, len(leaves))
+            rank = _smallest(chunk, loads)
+            moved.setdefault(number, []).append((rank, chunk.box))
+            loads[rank] += nbytes[number]
+    for number, boxes in moved.items():
+        placed[number] = sorted([*placed[number], *boxes], key=itemgetter(0))
+    return placed
+
+
+def _smallest(chunk: SharedChunk, loads: list[int]) -> int:
+    return min(set(chunk.ranks), key=loads.__getitem__)  # a set, as there: in its order the first of equals is met
+
+
+def _nbytes(value: Value, casts: Mapping[Tensor, DType]) -> int:
+    return value.numel * casts.get(value, value.dtype).itemsize if isinstance(value, Tensor) else 0
 
 
 class _ItemParts(NamedTuple):

@@ -49,7 +49,7 @@ HOSTILE = (
 def sharded(shape: tuple[int, ...], ranks: int, skip: frozenset[int] = frozenset()) -> Tensor:
     """A tensor of which every rank but those of ``skip`` holds its rows."""
     held = mesh_chunks(shape, on_one_dimension(ranks))
-    boxes = [(on[0], box) for box, on in held if on[0] not in skip]
+    boxes = [(rank, box) for rank, box in held.own if rank not in skip]
     chunks = Chunks.rows(
         ndim=len(shape),
         rank=[rank for rank, _ in boxes],
