@@ -1,10 +1,9 @@
 """Convert, inspect, compare and verify PyTorch FSDP checkpoints: parameters and optimizer state."""
 
-from typing import TYPE_CHECKING as _TYPE_CHECKING
-
 from fsdpckpt.version import __version__
 
-if _TYPE_CHECKING:
+TYPE_CHECKING = False  # typing's own, without the time that importing it takes
+if TYPE_CHECKING:
     from fsdpckpt import comm
     from fsdpckpt.api import convert, diff, inspect, open, save_units, verify  # noqa: A004
     from fsdpckpt.loading.reader import StorageReader

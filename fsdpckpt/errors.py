@@ -28,6 +28,7 @@ from typing import Any, ClassVar
 
 __all__ = [
     "COPY_AGAIN",
+    "EMPTY",
     "FsdpckptError",
     "InternalError",
     "InterruptedRunError",
@@ -49,7 +50,9 @@ __all__ = [
     "WorkerError",
     "attach_leftover",
     "damaged",
+    "NEW_LINE",
     "leftover_of",
+    "to_copy",
     "require_torch",
 ]
 
@@ -57,7 +60,9 @@ _FIELDS = (
     *("what", "details", "why", "next_step", "run_again", "alternative", "resumable"),
     *("file", "key", "rank", "expected", "found"),
 )
+NEW_LINE = "\n  "  # before a command to copy
 _AGAIN = "run the command again"
+EMPTY = "a shell variable without a value, most likely"
 COPY_AGAIN = "copy or save the checkpoint again"
 _OTHER_TARGET = "give another DST"
 
@@ -130,12 +135,14 @@ class FsdpckptError(Exception):
 
     @property
     def next_steps(self) -> str | None:
-        """All there is to do next, in one line; None when the error names nothing."""
+        """All there is to do next; None when the error names nothing. Commands to copy stand on lines of their own."""
         if self.leftover is not None:
             steps = "; then ".join(filter(None, (self.next_step, f"{_AGAIN}: it {self.leftover.resume}")))
         else:
             steps = ", then ".join(filter(None, (self.next_step, _AGAIN if self.run_again else None)))
-        return "; or, ".join(filter(None, (steps, self.alternative))) or None
+        if not steps or self.alternative is None:
+            return steps or self.alternative
+        return f"{steps}\nor:   {self.alternative}" if NEW_LINE in steps else f"{steps}; or, {self.alternative}"
 
     @property
     def text(self) -> str:
@@ -163,6 +170,11 @@ class FsdpckptError(Exception):
         """The error of this class that ``to_json`` made ``document`` of."""
         leftover = document.get("leftover")
         return cls(**{**document, "leftover": None if leftover is None else Leftover(**leftover)})
+
+
+def to_copy(why: str, command: str) -> str:
+    """A next step: what ``command`` is for, and behind it the command on a line of its own, ready to copy."""
+    return f"{why}:{NEW_LINE}{command}"
 
 
 def attach_leftover(error: BaseException, leftover: Leftover) -> None:

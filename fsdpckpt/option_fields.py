@@ -17,7 +17,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from fsdpckpt.errors import UsageError
+from fsdpckpt.errors import EMPTY, UsageError
 
 __all__ = [
     "DTYPE",
@@ -33,9 +33,11 @@ __all__ = [
     "from_json",
     "given",
     "identity",
+    "instead",
     "option",
     "parameters",
     "parse_size",
+    "synonym",
     "takes_options",
     "to_json",
     "with_named",
@@ -96,8 +98,8 @@ class Option:
     """What the type of the field does not say. ``flag``: the long option, where it is not the field's name.
 
     ``minimum``: of a number. ``offered``: the values that the command line takes, where they are fewer than Python's.
-    ``completion``: values that the shell completes, of an option that takes others, too. ``changes_output``: whether
-    the bytes that are written depend on it.
+    ``completion``: values that the shell completes, of an option that takes others, too. ``synonyms``: what people try
+    instead, without dashes. ``changes_output``: whether the bytes that are written depend on it.
     """
 
     help_text: str
@@ -109,6 +111,7 @@ class Option:
     minimum: float | None = None
     offered: tuple[str, ...] = ()
     completion: tuple[str, ...] = ()
+    synonyms: tuple[str, ...] = ()
     scope: tuple[Scope, ...] = ()
     changes_output: bool = True
 
@@ -224,6 +227,14 @@ def _size(name: str, value: int | str) -> int:
         ) from None
 
 
+def _path(name: str, value: str | os.PathLike[str]) -> str:
+    path = os.fspath(value)
+    if not path:
+        flag = "--" + name.replace("_", "-")
+        raise UsageError(f"{flag} is empty", why=EMPTY, next_step=f"give a path, or drop {flag}")
+    return path
+
+
 def _words(words: tuple[str, ...]) -> Kind:
     def convert(name: str, value: object) -> object:
         word = value.value if isinstance(value, Enum) else value
@@ -276,7 +287,7 @@ FLAG = Kind(bool, "bool", _unchanged)
 TOGGLE = Kind(bool, "bool", _unchanged)
 TEXTS = Kind(list[str], "str | Iterable[str]", _texts)
 PAIRS = Kind(list[str], "Mapping[str, str] | Iterable[tuple[str, str]]", _pairs)
-PATH = Kind(str, "str | os.PathLike[str]", lambda _, value: os.fspath(value))
+PATH = Kind(str, "str | os.PathLike[str]", _path)
 DTYPE = Kind(str, "str | torch.dtype", _dtype)
 SIZE = Kind(str, "int | str", _size)
 WORKERS = Kind(str, "int | str", lambda _, value: str(value))
@@ -285,9 +296,27 @@ WORKERS = Kind(str, "int | str", lambda _, value: str(value))
 def changed(record: Record, values: Mapping[str, object]) -> Record:
     """``record`` with ``values`` instead, as Python, JSON or the command line give them. Raises UsageError."""
     kinds = {one.name: one for one in parameters(type(record))}
-    return dataclasses.replace(  # type: ignore[type-var]
-        record, **{name: kinds[name].convert(value) for name, value in values.items()}
-    )
+    converted: dict[str, object] = {}
+    for name, value in values.items():
+        try:
+            converted[name] = kinds[name].convert(value)
+        except UsageError as error:
+            error.next_step = instead(type(record), name, value) or error.next_step
+            raise
+    return dataclasses.replace(record, **converted)  # type: ignore[type-var]
+
+
+def instead(record: type, name: str, value: object) -> str | None:
+    """The option of ``record`` that takes ``value``, which the one called ``name`` does not: ``--container dcp``."""
+    for one in parameters(record):
+        if one.name != name and value in (*one.choices, *one.option.completion):
+            return f"{one.flag} {value}"
+    return None
+
+
+def synonym(records: Iterable[type], name: str) -> Parameter | None:
+    """The option of ``records`` that people call ``name``."""
+    return next((one for record in records for one in parameters(record) if name in one.option.synonyms), None)
 
 
 def with_named(records: Iterable[Any], named: Mapping[str, object]) -> list[Any]:
@@ -296,7 +325,8 @@ def with_named(records: Iterable[Any], named: Mapping[str, object]) -> list[Any]
     homes = {one.name: number for number, record in enumerate(records) for one in parameters(type(record))}
     for name in named:
         if name not in homes:
-            close = get_close_matches(name, homes, n=1)
+            meant = synonym(map(type, records), name)
+            close = [meant.name] if meant is not None else get_close_matches(name, homes, n=1)
             advice = f"did you mean {close[0]}?" if close else "help(fsdpckpt.convert) lists the options"
             raise UsageError(f"convert has no option {name!r}", found=name, next_step=advice)
     return [

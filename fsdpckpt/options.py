@@ -263,6 +263,7 @@ class ConvertOptions:
         "Replace the checkpoint at DST; refused if DST holds anything else.",
         Group.SAFETY,
         default=False,
+        synonyms=("force", "f", "replace"),
         changes_output=False,
     )
     resume: bool | None = option(

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["truncate", "count_text", "dtypes_text", "first_of", "plural", "shape_text", "size_text"]
+__all__ = [
+    "bytes_text", "count_text", "dtypes_text", "duration_text", "first_of", "plural", "shape_text", "size_text",
+    "truncate",
+]  # fmt: skip
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -19,6 +22,22 @@ def size_text(nbytes: int) -> str:
         if value < 1023.95 or unit == _UNITS[-1]:
             break
     return f"{value:.1f} {unit}"
+
+
+def bytes_text(nbytes: int) -> str:
+    """A length that may differ from another by few bytes: ``1,234 bytes``, ``3.6 GiB (3,843,594,918 bytes)``."""
+    exact = plural(nbytes, "byte")
+    return exact if nbytes < 10_000 else f"{size_text(nbytes)} ({exact})"
+
+
+def duration_text(seconds: float) -> str:
+    """``3.2 s``, ``6 min 36 s``, ``2 h 5 min``."""
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
 
 
 def count_text(count: int) -> str:

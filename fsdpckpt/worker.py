@@ -20,7 +20,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from fsdpckpt.converters.report import Report
-from fsdpckpt.converters.target_spec import refuse_launch_options, refuse_worker_options
+from fsdpckpt.converters.target_spec import refuse_launch_options, refuse_unknown_suffix, refuse_worker_options
 from fsdpckpt.errors import FsdpckptError, InterruptedRunError, WorkerError, require_torch
 from fsdpckpt.options import ConvertOptions, Launcher, LaunchOptions
 from fsdpckpt.process_role import process_role, started_as_worker
@@ -39,6 +39,7 @@ def convert(source: str, target: str, options: ConvertOptions, launch: LaunchOpt
 
     Raises what ``converters.pipeline.convert`` raises, and WorkerError when a worker or the process group failed.
     """
+    refuse_unknown_suffix(target)
     if launch.launcher is not Launcher.LOCAL and started_as_worker():
         refuse_launch_options(launch, "torchrun or srun started this process as one of its workers already")
         return _as_worker(source, target, options, launch, progress)

@@ -67,7 +67,7 @@ def run_with_more_options(*arguments: str) -> tuple[str, list[MoreOptions]]:
         return 0
 
     program = typer.Typer(rich_markup_mode=None, add_completion=False)
-    program.command(cls=app.HelpCommand)(app.command(body, [], [MoreOptions]))
+    program.command(cls=app.HelpCommand)(app.command(body, [], [MoreOptions], "fsdpckpt.text"))
     done = CliRunner().invoke(program, [*arguments])
     return done.output, received
 

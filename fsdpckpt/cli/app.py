@@ -6,14 +6,16 @@ import inspect as signatures
 import textwrap
 from collections.abc import Callable, Iterable
 from enum import Enum
+from importlib import import_module
 from typing import Annotated, Any, ClassVar, Optional
 
 import typer
 from typer.core import TyperCommand
 
 from fsdpckpt.cli import convert, diff, inspect, units, verify
-from fsdpckpt.cli.errors import guarded
+from fsdpckpt.cli.errors import catch_signals, guarded
 from fsdpckpt.cli.output import Output
+from fsdpckpt.errors import EMPTY, UsageError
 from fsdpckpt.option_fields import Group, Parameter, changed, parameters
 from fsdpckpt.options import (
     ConvertOptions,
@@ -91,20 +93,27 @@ def _table(rows: list[tuple[str, str]], indent: int, width: int) -> str:
 
 
 def command(
-    body: Callable[..., int], arguments: Iterable[tuple[str, str, str]], records: Iterable[type]
+    body: Callable[..., int], arguments: Iterable[tuple[str, str, str]], records: Iterable[type], needs: str
 ) -> Callable[..., int]:
     """A function that typer makes a command of.
 
     ``body`` gets an Output, the value of each of ``arguments`` (name, metavar, help text), and one of each of
-    ``records``, filled from the command line.
+    ``records``, filled from the command line. ``needs``: a module that takes long to import, imported while a signal
+    still ends the process at once.
     """
     arguments, records = list(arguments), list(records)
 
     def run(**values: Any) -> int:
         printing: OutputOptions = _filled(OutputOptions, values)
         output = Output(as_json=printing.as_json, quiet=printing.quiet)
-        paths = [values[name] for name, _, _ in arguments]
-        return guarded(output, lambda: body(output, *paths, *(_filled(record, values) for record in records)))
+        import_module(needs)
+        catch_signals()
+
+        def work() -> int:
+            paths = [_given(metavar, values[name]) for name, metavar, _ in arguments]
+            return body(output, *paths, *(_filled(record, values) for record in records))
+
+        return guarded(output, work)
 
     keyword_only = signatures.Parameter.KEYWORD_ONLY
     run.__signature__ = signatures.Signature(  # type: ignore[attr-defined]
@@ -118,6 +127,12 @@ def command(
     )
     run.__doc__ = body.__doc__
     return run
+
+
+def _given(metavar: str, path: str) -> str:
+    if not path:
+        raise UsageError(f"{metavar} is empty", why=EMPTY, next_step=f"give {metavar}: a path or a URL")
+    return path
 
 
 def _filled(record: type[Any], values: dict[str, Any]) -> Any:
@@ -191,22 +206,22 @@ app.command(
     cls=HelpCommand,
     short_help="Show what a checkpoint holds, and if it is complete.",
     epilog=inspect.EXAMPLES,
-)(command(inspect.inspect_command, [_SRC], [InspectOptions]))
+)(command(inspect.inspect_command, [_SRC], [InspectOptions], "fsdpckpt.describe"))
 app.command(
     "convert",
     cls=_ConvertHelp,
     short_help="Convert to another layout, container or world size.",
     epilog=convert.EXAMPLES,
-)(command(convert.convert_command, [_SRC, _DST], [ConvertOptions, LaunchOptions]))
+)(command(convert.convert_command, [_SRC, _DST], [ConvertOptions, LaunchOptions], "fsdpckpt.converters.pipeline"))
 app.command("diff", cls=HelpCommand, short_help="Compare two checkpoints key by key.", epilog=diff.EXAMPLES)(
-    command(diff.diff_command, [_A, _B], [DiffOptions])
+    command(diff.diff_command, [_A, _B], [DiffOptions], "fsdpckpt.verify.compare")
 )
 app.command("verify", cls=HelpCommand, short_help="Check a checkpoint for damage.", epilog=verify.EXAMPLES)(
-    command(verify.verify_command, [_SRC], [VerifyOptions])
+    command(verify.verify_command, [_SRC], [VerifyOptions], "fsdpckpt.verify.integrity")
 )
 app.command(
     "units", cls=HelpCommand, short_help="Make a units file for FSDP1's flattened shards.", epilog=units.EXAMPLES
-)(command(units.units_command, [], [UnitsOptions]))
+)(command(units.units_command, [], [UnitsOptions], "fsdpckpt.api"))
 
 
 def _version(wanted: bool) -> None:  # noqa: FBT001  # typer calls it so

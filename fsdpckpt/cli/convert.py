@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
-from fsdpckpt.cli.errors import ignore_signals
-from fsdpckpt.errors import SourceIncompleteError, TargetUnwritableError
+from fsdpckpt.cli.errors import error_lines, ignore_signals
+from fsdpckpt.errors import SourceIncompleteError, TargetUnwritableError, to_copy
 from fsdpckpt.options import ConvertOptions, Launcher, LaunchOptions
 from fsdpckpt.process_role import process_role
-from fsdpckpt.text import plural, size_text
+from fsdpckpt.text import duration_text, plural, size_text
 
 if TYPE_CHECKING:
     from fsdpckpt.cli.output import Output
@@ -62,7 +62,16 @@ def convert_command(output: Output, source: str, target: str, options: ConvertOp
     with output.progress() as progress, _to_the_end(), hint:
         report = convert(source, target, options, launch=launch, progress=progress)
     output.document(report.to_json, "convert")
-    output.data(plan_lines(report) if options.dry_run else done_lines(report))
+    if options.dry_run:
+        output.data(plan_lines(report))
+        if report.disk_free is not None and not report.disk_suffices:
+            from fsdpckpt.storage.staging import space_error
+
+            lacking = space_error(report.target, report.disk_needed, report.disk_free)
+            output.error(error_lines(lacking))
+            return lacking.exit_code
+    elif not output.quiet:
+        output.data(done_lines(report))
     return 0
 
 
@@ -83,7 +92,9 @@ def _with_the_command_for_nodes() -> Iterator[None]:
     except SourceIncompleteError as error:
         command = ["torchrun", "--nnodes", "NODES", "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
         command += ["--rdzv-endpoint", f"{socket.gethostname()}:{PORT}", "-m", "fsdpckpt", *sys.argv[1:]]
-        error.alternative = f"if other nodes have the missing files, run on each of the NODES: {shlex.join(command)}"
+        error.alternative = to_copy(
+            "if other nodes have the missing files, run this on each of the NODES", shlex.join(command)
+        )
         raise
 
 
@@ -124,7 +135,7 @@ def done_lines(report: Report) -> Iterator[str]:
     rate = size_text(int(report.bytes_written / report.seconds)) if report.seconds > 0 else "-"
     yield (
         f"  {plural(report.tensors, 'tensor')}, {_written(report)}, "
-        f"{report.seconds:.1f} s ({rate}/s), verified: {report.verified}"
+        f"{duration_text(report.seconds)} ({rate}/s), verified: {report.verified}"
     )
     if report.replaced:
         yield f"  replaced the checkpoint that was there: {_replaced(report)}"

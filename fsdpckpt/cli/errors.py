@@ -15,12 +15,14 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from fsdpckpt.errors import (
+    NEW_LINE,
     FsdpckptError,
     InternalError,
     InterruptedRunError,
     SourceError,
     TargetUnwritableError,
     leftover_of,
+    to_copy,
 )
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ __all__ = [
     "Interruption",
     "catch_signals",
     "error_json",
+    "error_lines",
     "error_text",
     "guarded",
     "ignore_signals",
@@ -100,7 +103,10 @@ def _interrupted(error: BaseException) -> InterruptedRunError:
 
     words = [word for word in sys.argv[1:] if word != "--no-resume"]
     return InterruptedRunError(
-        "by a signal", details=[leftover.what], why=why, next_step=shlex.join(["fsdpckpt", *words])
+        "by a signal",
+        details=[leftover.what],
+        why=why,
+        next_step=to_copy("run the same command again: it continues", shlex.join(["fsdpckpt", *words])),
     )
 
 
@@ -116,13 +122,13 @@ def report(output: Output, error: BaseException) -> int:
             output.error("".join(traceback.format_exception(error)).rstrip().split("\n"))
         if output.as_json:
             output.document(lambda: error_json(known), "error")
-            output.error(_lines(known)[:1])  # the document may go to a file: a log should say what happened
+            output.error(error_lines(known)[:1])  # the document may go to a file: a log should say what happened
         else:
-            output.error(_lines(known))
+            output.error(error_lines(known))
     except OSError:  # stdout or stderr cannot be written: a full disk
         redirect_to_null(sys.stdout)
         try:
-            output.error(_lines(known))
+            output.error(error_lines(known))
         except OSError:
             redirect_to_null(sys.stderr)
     return known.exit_code
@@ -163,7 +169,7 @@ def _from_system(error: OSError) -> FsdpckptError:
     if path:
         import shlex
 
-        next_step = f"ls -ld {shlex.quote(path)}  # shows the owner and the permissions"
+        next_step = to_copy("look at the owner and the permissions", f"ls -ld {shlex.quote(path)}")
     return SourceError(
         f"{where}{error.strerror or error}",
         details=details,
@@ -173,7 +179,7 @@ def _from_system(error: OSError) -> FsdpckptError:
     )
 
 
-def _lines(error: FsdpckptError) -> list[Line]:
+def error_lines(error: FsdpckptError) -> list[Line]:
     from fsdpckpt.cli.output import Colour, Styled
 
     first, *rest = error_text(error).split("\n")
@@ -198,7 +204,7 @@ def error_text(error: FsdpckptError) -> str:
         lines.append(f"  - and {len(error.findings) - MOST_DETAILS} more: --json lists them all")
     if error.why is not None:
         lines.append(f"why:  {error.why}")
-    lines.append(f"next: {error.next_steps or error.usual_next_step}")
+    lines.append(f"next: {error.next_steps or error.usual_next_step}".rstrip(" "))
     return "\n".join(lines)
 
 
@@ -210,7 +216,7 @@ def error_json(error: FsdpckptError) -> dict[str, object]:
         "what": error.what,
         "details": list(error.findings),
         "why": error.why,
-        "next_step": error.next_steps or error.usual_next_step,
+        "next_step": (error.next_steps or error.usual_next_step).replace(NEW_LINE, " ").strip(),
         "file": error.file,
         "key": error.key,
         "rank": error.rank,

@@ -77,12 +77,12 @@ def inspect_command(output: Output, source: str, options: InspectOptions) -> int
     lines, headings = listing(description, ranks=options.ranks, unfold=unfold, columns=columns)
     table: list[Line] = [Styled(line, Colour.HEADING) if at in headings else line for at, line in enumerate(lines)]
     if columns is None:
-        output.data([*_summary(description, None), "", *table])
+        output.data([*(() if output.quiet else (*_summary(description, None), "")), *table])
     else:  # the summary last: it is what stays on the screen
         folded = len(description.tensors) - (len(lines) - len(headings))
         aside = "repeated keys are folded: --all lists each" if folded > 0 and not options.ranks else ""
         output.data([*(table if description.tensors else ()), Styled(aside, Colour.ASIDE)])
-        output.data(_summary(description, columns))
+        output.data(() if output.quiet else _summary(description, columns))
     return 0
 
 

@@ -7,7 +7,8 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from fsdpckpt.cli.errors import Interruption, catch_signals, guarded, ignore_signals, report
+from fsdpckpt.cli import end_on_signals
+from fsdpckpt.cli.errors import Interruption, guarded, ignore_signals, report
 from fsdpckpt.process_role import process_role, started_as_worker
 
 if TYPE_CHECKING:
@@ -20,8 +21,7 @@ def main() -> None:
     """Run the command line and exit with the contract's code."""
     worker = False
     try:
-        catch_signals()
-        # Imported only now: a Ctrl-C while the program still loads ends it as tidily as one while it works.
+        end_on_signals()  # until the command has loaded what it needs, and catches them
         from fsdpckpt.cli.output import Output
 
         worker = process_role.worker = sys.argv[1:2] == ["convert"] and started_as_worker()
@@ -56,10 +56,31 @@ def _run(output: Output) -> int:
 
 def _usage(error: BaseException) -> BaseException:
     """A typer usage error in the form of this program's."""
-    from fsdpckpt.errors import UsageError
+    from fsdpckpt.errors import UsageError, to_copy
 
     message = getattr(error, "format_message", lambda: str(error))()
-    return UsageError(str(message), next_step=f"{_command(error)} --help  # the options, with examples")
+    help_text = to_copy("see the options, with examples", f"{_command(error)} --help")
+    return UsageError(str(message), next_step=_meant(error) or help_text)
+
+
+def _meant(error: BaseException) -> str | None:
+    """The option that was meant by one that does not exist, or by a value that is another option's."""
+    from fsdpckpt.option_fields import instead, synonym
+    from fsdpckpt.options import ConvertOptions
+
+    if sys.argv[1:2] != ["convert"]:
+        return None
+    unknown = getattr(error, "option_name", None)
+    if isinstance(unknown, str):
+        meant = synonym([ConvertOptions], unknown.lstrip("-"))
+        return f"{meant.flag}: {meant.option.help_text}" if meant is not None else None
+    param = getattr(error, "param", None)
+    for flag in getattr(param, "opts", ()):
+        for word, following in zip(sys.argv, [*sys.argv[1:], ""], strict=True):
+            value = following if word == flag else word.removeprefix(f"{flag}=")
+            if word in (flag, f"{flag}={value}") and (hint := instead(ConvertOptions, param.name, value)):  # type: ignore[union-attr]
+                return hint
+    return None
 
 
 def _command(error: BaseException) -> str:

@@ -17,7 +17,7 @@ from typing import TextIO, TypeAlias
 from fsdpckpt.cli.table import visible, wrapped
 from fsdpckpt.process_role import process_role
 from fsdpckpt.progress import NoProgress, Progress
-from fsdpckpt.text import size_text
+from fsdpckpt.text import duration_text, size_text
 
 __all__ = ["Colour", "Line", "Lines", "Output", "Styled", "labelled", "redirect_to_null"]
 
@@ -227,7 +227,7 @@ class Lines:
             text += f" of {size_text(self._total)} ({100 * self._done // self._total} %)"
         text += f", {size_text(int(rate))}/s"
         if self._total > self._done and rate > 0:
-            text += f", {(self._total - self._done) / rate:.0f} s left"
+            text += f", {duration_text((self._total - self._done) / rate)} left"
         return text
 
 
@@ -238,19 +238,19 @@ def _bar() -> Iterator[Progress]:
     from rich.console import Console
     from rich.text import Text
 
-    class Speed(progress.ProgressColumn):
-        """In the units of all other sizes."""
+    class Numbers(progress.ProgressColumn):
+        """In the words of all other output: ``1.2 GiB of 3.6 GiB  850.0 MiB/s  2 min 5 s left``."""
 
         def render(self, task: progress.Task) -> Text:
-            speed = task.finished_speed or task.speed
-            return Text("" if speed is None else f"{size_text(int(speed))}/s")
+            of = f" of {size_text(int(task.total))}" if task.total else ""
+            rate = f"  {size_text(int(task.speed))}/s" if task.speed else ""
+            left = f"  {duration_text(task.time_remaining)} left" if task.time_remaining else ""
+            return Text(f"{size_text(int(task.completed))}{of}{rate}{left}")
 
     drawn = progress.Progress(
         progress.TextColumn("{task.description}"),
         progress.BarColumn(),
-        progress.DownloadColumn(binary_units=True),
-        Speed(),
-        progress.TimeRemainingColumn(),
+        Numbers(),
         console=Console(stderr=True),
         transient=True,
     )

@@ -10,7 +10,7 @@ from contextlib import redirect_stdout
 from typing import TYPE_CHECKING
 
 from fsdpckpt.cli.table import Cell, Name, table_lines
-from fsdpckpt.errors import NeedsInformationError, TargetExistsError, UsageError
+from fsdpckpt.errors import NeedsInformationError, TargetExistsError, UsageError, to_copy
 from fsdpckpt.option_fields import Scope, given
 from fsdpckpt.options import UnitsOptions
 from fsdpckpt.text import count_text, plural, shape_text
@@ -45,7 +45,7 @@ UNITS_FILE = "units.json"  # in a directory given to --output, where it is found
 HEADINGS = ("flat parameter", "strategy", "parameters", "frozen", "elements", "dtype", "param_dtype")
 NUMERIC = frozenset({2, 3, 4})
 _MARK, _HEAD = b'"fsdpckpt-units"', 4096  # what every units file has near its beginning
-_HELP = "fsdpckpt units --help  # the options, with examples"
+_HELP = to_copy("see the options, with examples", "fsdpckpt units --help")
 
 
 def units_command(output: Output, options: UnitsOptions) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, cast
 
@@ -60,7 +60,8 @@ class OutputCheck:
     """One rank's part. ``transformed``: what was to be written, on rank 0; None on the others.
 
     ``files``: the source's; ``visible``: who sees which. ``holders``: by target file who sees it. ``path``: what rank 0
-    finds the output at, a directory or one file.
+    finds the output at, a directory or one file. ``require_unchanged`` raises SourceError when a file of the source is
+    not what was copied: bytes that differ are then no fault of the output.
     """
 
     group: Group
@@ -73,6 +74,7 @@ class OutputCheck:
     visible: Visible
     holders: Mapping[str, Sequence[int]]
     path: str
+    require_unchanged: Callable[[], None]
 
     def run(self) -> dict[str, str]:
         """Every tensor must be in the output with its shape and dtype, its bytes in its file. Collective.
@@ -97,6 +99,8 @@ class OutputCheck:
             shares = divide_pairs(pairs, self.visible, self._visible_output(names), group.world_size)
         verdicts = self._compare(shares[group.rank], names, lengths)
         verdicts |= self._compare_rest(shares[-1], written)
+        with group.step("are the sources what was copied"):
+            self.require_unchanged()
         with group.step("judge the output"):
             return _digests(pairs, verdicts, self.path) if group.rank == 0 else {}
 

@@ -13,7 +13,7 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator
 
-from fsdpckpt.errors import FsdpckptError, NeedsInformationError, TargetExistsError
+from fsdpckpt.errors import FsdpckptError, NeedsInformationError, TargetExistsError, to_copy
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.producers.table import EXPORT_DIRECTORIES, belongs, flavor_named
 from fsdpckpt.readers.beside import read_manifest
@@ -126,13 +126,14 @@ _ONLY_ONE = "--overwrite replaces one checkpoint, and everything at DST would be
 
 
 def _refused(what: str, target: str, details: Iterable[str], *, why: str) -> TargetExistsError:
-    remove = "remove it with the store's own tools" if is_url(target) else f"rm -r {shlex.quote(target)}"
+    new = "give a DST that does not exist yet"
+    remove = to_copy(f"{new}; or, when nothing there is needed, remove it yourself", f"rm -r {shlex.quote(target)}")
     return TargetExistsError(
         what,
         details=tuple(details),
         file=target,
         why=why,
-        next_step=f"give a DST that does not exist yet; or, when nothing there is needed, remove it yourself: {remove}",
+        next_step=f"{new}, or remove it with the store's own tools" if is_url(target) else remove,
     )
 
 

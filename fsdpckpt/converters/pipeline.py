@@ -44,7 +44,13 @@ from fsdpckpt.converters.resume import (
 )
 from fsdpckpt.converters.staging import Places, assign_segments, files_at, holders_of, open_staging
 from fsdpckpt.converters.target_mesh import check_mesh, on_mesh, requested_mesh, with_mesh
-from fsdpckpt.converters.target_spec import TargetSpec, check_options, make_target_spec, refuse_section_options
+from fsdpckpt.converters.target_spec import (
+    TargetSpec,
+    check_options,
+    make_target_spec,
+    refuse_section_options,
+    require_file_name,
+)
 from fsdpckpt.converters.transform import TransformedCheckpoint, transform
 from fsdpckpt.errors import InternalError, Leftover, TargetExistsError, WorkerError, attach_leftover
 from fsdpckpt.execute.executor import execute
@@ -135,6 +141,7 @@ def prepare(source: str, target: str, options: ConvertOptions, sources: Sources)
     mesh = requested_mesh(options, opened, sources)
     options = with_mesh(options, opened.layout, mesh)
     spec = on_mesh(make_target_spec(target, options, opened), opened, mesh)
+    require_file_name(target, spec)
     opened = replace(opened, notes=(*opened.notes, *spec.notes))
     refuse_section_options(options, opened, flavor=spec.flavor, form=spec.form)
     side_files: Mapping[str, Tensor] = {}
@@ -388,14 +395,18 @@ class _Conversion:
             visible=visible,
             holders=self.holders,
             path=self._staging[0].visible if self._staging else os.path.realpath(self.target),
+            require_unchanged=self._require_unchanged,
         )
         return check.run()
+
+    def _require_unchanged(self) -> None:
+        for sources in self._sources:
+            sources.require_unchanged()
 
     def _publish(self, job: Job, places: Places) -> None:
         """Every output appears under its name, or is discarded where it has no file."""
         with self.group.step("are the sources unchanged"):
-            for sources in self._sources:
-                sources.require_unchanged()
+            self._require_unchanged()
         with self.group.step("commit"):
             for staging in self._staging:
                 if files_at(job, places.place[self.group.rank])[0]:

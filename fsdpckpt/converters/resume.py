@@ -41,7 +41,7 @@ from fsdpckpt.storage.journal import Record, read_records
 from fsdpckpt.storage.protocols import FileIdentity, changed_error, is_url
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.storage.staging import Staging, journal_paths, staging_root
-from fsdpckpt.text import size_text
+from fsdpckpt.text import bytes_text, size_text
 from fsdpckpt.version import __version__
 
 __all__ = [
@@ -86,7 +86,7 @@ def source_copies(
 def _row(file: SourceFile, sources: Sources) -> list[object]:
     identity = sources.identity(file.path)
     if not is_url(file.path) and identity.nbytes != file.nbytes:
-        raise changed_error(file.path, f"went from {file.nbytes} to {identity.nbytes} bytes")
+        raise changed_error(file.path, f"went from {bytes_text(file.nbytes)} to {bytes_text(identity.nbytes)}")
     return [identity.nbytes, identity.mtime_ns, identity.inode, identity.tag]
 
 

@@ -6,8 +6,10 @@ Layout, container and world size come from the options, DST's suffix and the sou
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 
 from fsdpckpt.converters.form_choice import default_form, is_per_rank, ranks_of, requested_form, writable_flavor
 from fsdpckpt.errors import UsageError
@@ -16,6 +18,7 @@ from fsdpckpt.ir.vocabulary import Container, Layout, Section
 from fsdpckpt.option_fields import Scope, given
 from fsdpckpt.options import DTYPES, ConvertOptions, LaunchOptions, TensorForm
 from fsdpckpt.producers.forms import PLAIN, Flavor, Form
+from fsdpckpt.storage.contents import is_empty_directory
 from fsdpckpt.transform.placements import TargetMesh
 
 __all__ = [
@@ -25,12 +28,16 @@ __all__ = [
     "refuse_flat_options",
     "refuse_launch_options",
     "refuse_section_options",
+    "refuse_unknown_suffix",
+    "require_file_name",
     "refuse_target_options",
     "refuse_worker_options",
 ]
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 SAFETENSORS_SUFFIX = ".safetensors"
+DCP_SUFFIX = ".dcp"  # a directory that says so
+_SUFFIX = re.compile(r"\.[A-Za-z][A-Za-z0-9]*")
 
 # What people call them, and what torch does.
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
@@ -76,6 +83,35 @@ def make_target_spec(target: str, options: ConvertOptions, source: Checkpoint) -
     return replace(_plain_spec(suffix, options, source.layout), notes=notes)
 
 
+def refuse_unknown_suffix(target: str) -> None:
+    """Raises UsageError when DST looks like a file of a kind that is not written: ``q.tp``, ``notes.json``.
+
+    A suffix is a dot, a letter, and letters and digits up to the end. A directory of such a name is written with a
+    slash behind it; ``step-1.5`` and ``v0.2`` have no suffix.
+    """
+    stem, suffix = os.path.splitext(target)
+    if suffix in (*TORCH_SUFFIXES, SAFETENSORS_SUFFIX, DCP_SUFFIX) or not _SUFFIX.fullmatch(suffix):
+        return
+    known = (*TORCH_SUFFIXES, SAFETENSORS_SUFFIX)
+    near = get_close_matches(suffix.lower(), known, n=1, cutoff=0.5) or [".pt"]
+    raise UsageError(
+        f"DST ends in {suffix}, which is no suffix of a checkpoint file",
+        expected=f"{', '.join(TORCH_SUFFIXES)} (torch) or {SAFETENSORS_SUFFIX}, or a directory's name",
+        found=target,
+        next_step=f"give {stem}{near[0]} for a file, or {target}/ for a directory of this name",
+    )
+
+
+def require_file_name(target: str, spec: TargetSpec) -> None:
+    """Raises UsageError when DST is, or ends as, the name of a directory, and one file is written."""
+    if not spec.directory and (target.endswith("/") or is_empty_directory(target)):
+        name = os.path.join(target, "full" + (SAFETENSORS_SUFFIX if spec.container is Container.SAFETENSORS else ".pt"))
+        raise UsageError(
+            f"{target} is a directory, and this conversion writes one file",
+            next_step=f"give the file a name, for example {name}; or add --to sharded for a directory",
+        )
+
+
 def _plain_spec(suffix: str, options: ConvertOptions, source_layout: Layout) -> TargetSpec:
     container = _container(suffix, options, source_layout)
     layout = _layout(container, suffix, options, source_layout)
@@ -102,6 +138,11 @@ def _plain_spec(suffix: str, options: ConvertOptions, source_layout: Layout) -> 
         )
     _refuse_unused(layout, container, options, source_layout)
     one_file = layout is Layout.FULL and (container is Container.TORCH or suffix == SAFETENSORS_SUFFIX)
+    if one_file and given(options, Scope.SAFETENSORS):
+        raise UsageError(
+            f"--max-shard-size splits the files of a directory, and DST is one file ({suffix})",
+            next_step="drop --max-shard-size, or give DST a name without a suffix",
+        )
     return TargetSpec(layout, container, options.world_size, options.tensor, directory=not one_file)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fsdpckpt.converters.target_spec import TargetSpec, refuse_flat_options
-from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceMissingError, UsageError
+from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceMissingError, UsageError, to_copy
 from fsdpckpt.flat.flatten.states import require_equal_scalars
 from fsdpckpt.flat.unflatten import name_slices
 from fsdpckpt.flat.units.source import (
@@ -235,7 +235,7 @@ class _Steps:
         if checkpoint.model is None and checkpoint.optim is None:
             raise UsageError(
                 f"{checkpoint.source} has neither a model nor an optimizer to flatten",
-                next_step=f"fsdpckpt inspect {shlex.quote(checkpoint.source)}",
+                next_step=to_copy("see what it holds", f"fsdpckpt inspect {shlex.quote(checkpoint.source)}"),
             )
         cast = DTYPES[options.dtype] if options.dtype is not None else None
         target = target_units(checkpoint, self.request, source, spec.world_size or 1, self.sources, dtype=cast)

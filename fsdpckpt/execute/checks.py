@@ -25,6 +25,7 @@ from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.plan.plan import Copies, Plan
 from fsdpckpt.plan.windows import Range, split_copies
 from fsdpckpt.storage.sources import Sources
+from fsdpckpt.text import bytes_text
 
 __all__ = [
     "Part",
@@ -214,7 +215,7 @@ def _require_one_checksum(files: Sequence[SourceFile], checksums: Checksums) -> 
     for file, offset, nbytes, second in table[:, 1:][:, same].T.tolist():
         first = int(table[3, :-1][same][0])
         raise SourceCorruptError(
-            f"{files[file].path} contradicts itself: it states two checksums for {nbytes} bytes at offset {offset}",
+            f"{files[file].path} contradicts itself: two checksums for {bytes_text(nbytes)} at offset {offset:,}",
             file=files[file].path,
             expected=f"CRC-32 {first:08x}",
             found=f"{second:08x}",
@@ -228,7 +229,7 @@ def require_checksum(path: str, offset: int, nbytes: int, expected: int, found: 
     if found == expected:
         return
     raise SourceCorruptError(
-        f"{path} is damaged: the record of {nbytes} bytes at offset {offset} does not match its checksum",
+        f"{path} is damaged: the record of {bytes_text(nbytes)} at offset {offset:,} does not match its checksum",
         file=path,
         expected=f"CRC-32 {expected:08x}",
         found=f"{found:08x}",
@@ -239,7 +240,7 @@ def require_checksum(path: str, offset: int, nbytes: int, expected: int, found: 
 
 def _read_differently(path: str, offset: int, nbytes: int, first: int, second: int) -> SourceCorruptError:
     return SourceCorruptError(
-        f"{path} is damaged, or changed: {nbytes} bytes at offset {offset} were not the same each time they were read",
+        f"{path} is damaged, or changed: {bytes_text(nbytes)} at offset {offset:,} were not the same each time",
         file=path,
         expected=f"CRC-32 {first:08x}",
         found=f"{second:08x}",

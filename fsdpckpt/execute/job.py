@@ -20,6 +20,7 @@ from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.plan.plan import COPY_COLUMNS, Copies, FilePlan, Plan
 from fsdpckpt.plan.transfer import Segment
+from fsdpckpt.text import size_text
 
 __all__ = [
     "Budget",
@@ -61,8 +62,8 @@ def make_budget(*, max_memory: int, threads: int | None) -> Budget:
     if most < 1:
         raise UsageError(
             "--max-memory is too small for a single copy buffer",
-            expected=f"at least {BUFFERS_PER_THREAD * SMALLEST_WINDOW} bytes",
-            found=f"{max_memory} bytes",
+            expected=f"at least {size_text(BUFFERS_PER_THREAD * SMALLEST_WINDOW)}",
+            found=size_text(max_memory),
             next_step="give --max-memory 1MiB or more",
         )
     count = min(wanted, most)

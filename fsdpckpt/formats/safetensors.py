@@ -52,7 +52,7 @@ from typing import NamedTuple, NoReturn
 from fsdpckpt.errors import COPY_AGAIN, SourceError, SourceUnsupportedError, damaged
 from fsdpckpt.ir.dtypes import DTYPES, MAX_DIMENSIONS, SAFETENSORS_DTYPES, DType
 from fsdpckpt.storage.protocols import ByteSource
-from fsdpckpt.text import truncate
+from fsdpckpt.text import bytes_text, truncate
 
 __all__ = [
     "Header",
@@ -121,7 +121,7 @@ def read_header(source: ByteSource, *, begin: int = 0, end: int | None = None) -
     if data_begin > end:
         parser.refuse(
             "the header ends after the file",
-            expected=f"at least {data_begin - begin} bytes",
+            expected=f"at least {bytes_text(data_begin - begin)}",
             found=str(end - begin),
         )
     table = parser.parse(source.read(begin + LENGTH_BYTES, length))
@@ -254,7 +254,9 @@ class _Parser:
                 self.refuse(f"bytes before {key} belong to no tensor", key=key, found=f"{position} to {begin}")
             position = stop
         if position != nbytes:
-            self.refuse("the data has not the length the header says", expected=f"{position} bytes", found=str(nbytes))
+            self.refuse(
+                "the data has not the length the header says", expected=bytes_text(position), found=bytes_text(nbytes)
+            )
 
 
 def _is_counts(value: object) -> bool:

@@ -36,6 +36,7 @@ from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.readers.units_beside import BesideUnits, units_in_manifest
 from fsdpckpt.storage.protocols import Entry
 from fsdpckpt.storage.sources import Sources
+from fsdpckpt.text import bytes_text
 
 __all__ = [
     "SEAL",
@@ -233,7 +234,7 @@ def check_listing(manifest: Manifest, present: dict[str, Entry]) -> list[Problem
             fatal = name.endswith(_DECIDING) or not auxiliary(posixpath.basename(name))
             problems.append(Problem("missing-file", message, fatal=fatal, file=path, section=_section(name)))
         elif entry.nbytes != listed.nbytes:
-            message = f"{path} has {entry.nbytes} bytes, and {MANIFEST} says {listed.nbytes}"
+            message = f"{path} has {bytes_text(entry.nbytes)}, and {MANIFEST} says {bytes_text(listed.nbytes)}"
             kind: ProblemKind = "truncated" if entry.nbytes < listed.nbytes else "length"
             problems.append(Problem(kind, message, file=path, section=_section(name)))
     return [*problems, *_strays(manifest, present)]

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 
 from fsdpckpt.errors import (
+    EMPTY,
     FsdpckptError,
     NeedsInformationError,
     SourceError,
@@ -22,6 +23,8 @@ from fsdpckpt.errors import (
     SourceUnrecognisedError,
     SourceUnsafeError,
     SourceUnsupportedError,
+    UsageError,
+    to_copy,
 )
 from fsdpckpt.garbage import without_collection
 from fsdpckpt.ir.checkpoint import Checkpoint, Evidence, EvidenceKind, Note, Section
@@ -70,6 +73,8 @@ def open_checkpoint(
     Raises SourceMissingError, SourceUnrecognisedError, SourceIncompleteError, NeedsInformationError (several
     candidates), and what the readers raise. Problems that do not stop reading are in ``Checkpoint.problems``.
     """
+    if not source:
+        raise UsageError("the path of a checkpoint is empty", why=EMPTY, next_step="name a file or a directory")
     entry = sources.stat(source)
     if entry is None:
         raise missing(source)
@@ -160,7 +165,7 @@ class _Opening:
                 expected="a torch.save file (zip), a safetensors file or its index, or a directory",
                 found=f"{entry.nbytes} bytes beginning with {head!r}" if head else "an empty file",
                 why=None if head else "the save or the copy did not finish",
-                next_step=f"ls -l {_parent_quoted(self.source)}  # and name a checkpoint",
+                next_step=to_copy("see what is there, and name a checkpoint", f"ls -l {_parent_quoted(self.source)}"),
             )
         try:
             read = self._read(part)
@@ -345,7 +350,9 @@ class _Opening:
             expected=".metadata (DCP), *.safetensors, torch.save files, or one file per rank, here or one to three "
             "directories below",
             found=first_of(listing.names, 8) or "an empty directory",
-            next_step=f"ls -l {shlex.quote(self.source)}  # and name the directory of one checkpoint",
+            next_step=to_copy(
+                "see what is there, and name the directory of one checkpoint", f"ls -l {shlex.quote(self.source)}"
+            ),
         )
 
 
@@ -401,9 +408,7 @@ def _nearest_units(places: Sequence[str], sources: Sources) -> BesideUnits | Non
 
 def missing(source: str) -> SourceMissingError:
     """The error for a path that does not exist: says how far it does, since most misspellings are in one word."""
-    if not source:
-        why, next_step = "SRC is empty: a shell variable without a value, most likely", "name a file or a directory"
-    elif is_url(source):
+    if is_url(source):
         why, next_step = "the URL is misspelt, or this account may not see it", "check the URL and the credentials"
     elif source.startswith("~"):
         why, next_step = "the shell replaces ~ only where it is not quoted", "write the path without quotes around ~"
@@ -416,10 +421,8 @@ def missing(source: str) -> SourceMissingError:
         else:
             why = "the path is misspelt, or the disk is not mounted here"
             above = above or ("/" if source.startswith("/") else ".")
-            next_step = f"ls {shlex.quote(above)}  # shows what is there"
+            next_step = to_copy("see what is there", f"ls {shlex.quote(above)}")
             names = os.listdir(above) if os.access(above, os.R_OK) else []
             meant = get_close_matches(source.removeprefix(above).strip("/").partition("/")[0], names, n=1)
             why += f"; {os.path.normpath(os.path.join(above, meant[0]))} is there" if meant else ""
-    return SourceMissingError(
-        f"{source} does not exist" if source else "no source was named", file=source, why=why, next_step=next_step
-    )
+    return SourceMissingError(f"{source} does not exist", file=source, why=why, next_step=next_step)

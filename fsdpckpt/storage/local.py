@@ -22,9 +22,11 @@ from fsdpckpt.errors import (
     SourceMissingError,
     SourceUnrecognisedError,
     TargetUnwritableError,
+    to_copy,
 )
 from fsdpckpt.ir.checkpoint import ZEROS
 from fsdpckpt.storage.protocols import Entry, identity_of_status, too_short_error
+from fsdpckpt.text import bytes_text
 
 __all__ = [
     "BLOCK",
@@ -104,7 +106,7 @@ class LocalFile:
                 f"{path} cannot be opened: {error.strerror}",
                 file=path,
                 why="it belongs to another user, or the disk is failing",
-                next_step=f"ls -l {shlex.quote(path)}",
+                next_step=to_copy("see whose it is", f"ls -l {shlex.quote(path)}"),
             ) from None
         status = os.fstat(self._fd)
         if not modes.S_ISREG(status.st_mode):
@@ -321,7 +323,7 @@ class WritableFile:
                 raise TargetUnwritableError(
                     f"{self.path} changed while it was written",
                     file=self.path,
-                    expected=f"{self.nbytes} bytes",
+                    expected=bytes_text(self.nbytes),
                     found=f"{length}",
                 )
             if self._lost:

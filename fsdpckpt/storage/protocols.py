@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Protocol
 
 from fsdpckpt.errors import SourceCorruptError, SourceError, SourceMissingError
+from fsdpckpt.text import bytes_text
 
 __all__ = [
     "UPLOADING",
@@ -114,8 +115,8 @@ def too_short_error(path: str, offset: int, expected: int, actual: int) -> Sourc
     return SourceCorruptError(
         f"{path} ends too early",
         file=path,
-        expected=f"{expected} bytes at offset {offset}",
-        found=f"{actual}",
+        expected=f"{bytes_text(expected)} at offset {offset:,}",
+        found=bytes_text(actual),
         why="the file was truncated, or is still being written",
         next_step="copy or save the checkpoint again",
         run_again=True,
@@ -189,7 +190,7 @@ def change_between(before: FileIdentity, now: FileIdentity) -> str | None:
     """What happened to a file, as words for a message; None when nothing did. Their paths are not compared."""
     if now.nbytes != before.nbytes:
         verb = "grew" if now.nbytes > before.nbytes else "shrank"
-        return f"{verb} from {before.nbytes} to {now.nbytes} bytes"
+        return f"{verb} from {bytes_text(before.nbytes)} to {bytes_text(now.nbytes)}"
     if now.inode != before.inode:
         return "was replaced by another file"
     if now.mtime_ns != before.mtime_ns or now.tag != before.tag:

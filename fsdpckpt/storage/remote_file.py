@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.storage.protocols import ByteSource, FileIdentity, change_between, changed_error, too_short_error
 from fsdpckpt.storage.retry import HttpStatusError, ShortAnswerError, with_retries
+from fsdpckpt.text import bytes_text
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -238,7 +239,7 @@ def _http_fetch(filesystem: Any, url: str, identity: FileIdentity) -> AsyncFetch
                 if offset or answer.content_length != len(buffer):
                     raise no_ranges_error(url)
             elif answer.status == 416:  # the file has become shorter
-                raise changed_error(url, f"shrank from {identity.nbytes} bytes")
+                raise changed_error(url, f"shrank from {bytes_text(identity.nbytes)}")
             elif answer.status != 206:
                 if answer.status == 404:
                     raise FileNotFoundError(url)

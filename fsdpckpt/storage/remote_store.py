@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from fsdpckpt.errors import SourceError, SourceMissingError, SourceUnrecognisedError
+from fsdpckpt.errors import SourceError, SourceMissingError, SourceUnrecognisedError, to_copy
 from fsdpckpt.storage.protocols import Entry, FileIdentity, NoFile, remote_identity
 from fsdpckpt.storage.remote_file import REQUESTS, RangeCache, RemoteFile, fetcher
 from fsdpckpt.storage.retry import with_retries
@@ -63,7 +63,7 @@ def _open_error(url: str, error: ImportError | ValueError, examples: str) -> Sou
             f"{url} cannot be opened: {error}",
             file=url,
             why="fsspec opens this kind of URL with a package that is not installed",
-            next_step=f"pip install {package or 'the package named above'}",
+            next_step=to_copy("install it", f"pip install {package or 'the package named above'}"),
         )
     if package is not None:
         return SourceError(

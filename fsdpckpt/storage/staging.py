@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterable
 from fsdpckpt.errors import TargetExistsError, TargetUnwritableError
 from fsdpckpt.storage.contents import Contents, added_since, contents_of, is_empty_directory
 from fsdpckpt.storage.local import sync_directory, target_errors
+from fsdpckpt.text import bytes_text
 
 __all__ = [
     "NAME_LIMIT",
@@ -37,6 +38,7 @@ __all__ = [
     "exchange",
     "free_bytes",
     "lock_as_writer",
+    "space_error",
     "journal_path",
     "journal_paths",
     "staging_root",
@@ -223,13 +225,7 @@ class Staging:
             system = os.statvfs(self.path)
             free = system.f_bavail * system.f_frsize + _allocated(self.path)
         if free < nbytes:
-            raise TargetUnwritableError(
-                f"not enough free space for {self._target}",
-                file=self._target,
-                expected=f"{nbytes} bytes",
-                found=f"{free} bytes free",
-                next_step="make room, or choose a DST on another file system",
-            )
+            raise space_error(self._target, nbytes, free)
         if system.f_files and system.f_favail < files:  # some file systems do not count them
             raise TargetUnwritableError(
                 f"not enough free inodes for {self._target}",
@@ -354,6 +350,17 @@ def clear_leftover(target: str) -> None:
         staging = Staging(target, directory=True, replaces={})
         staging.discard()
         staging.close()
+
+
+def space_error(target: str, nbytes: int, free: int) -> TargetUnwritableError:
+    """The error of a ``target`` that takes ``nbytes`` bytes where ``free`` bytes are free."""
+    return TargetUnwritableError(
+        f"not enough free space for {target}",
+        file=target,
+        expected=bytes_text(nbytes),
+        found=f"{bytes_text(free)} free",
+        next_step="make room, or choose a DST on another file system",
+    )
 
 
 def free_bytes(target: str) -> int:

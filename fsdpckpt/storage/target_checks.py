@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 
-from fsdpckpt.errors import TargetExistsError, TargetUnwritableError, UsageError
+from fsdpckpt.errors import EMPTY, TargetExistsError, TargetUnwritableError, UsageError
 from fsdpckpt.storage.contents import is_empty_directory
 from fsdpckpt.storage.local import target_errors
 from fsdpckpt.storage.protocols import is_url
@@ -23,7 +23,7 @@ def check_target(target: str, source: str, *, overwrite: bool, compare: bool = F
     Raises UsageError, TargetExistsError or TargetUnwritableError.
     """
     if not target:
-        raise UsageError("DST is empty", why="a shell variable without a value, most likely", next_step="name a DST")
+        raise UsageError("DST is empty", why=EMPTY, next_step="name a DST")
     if "\0" in target:
         raise UsageError("DST holds a NUL byte", file=target, next_step="give another DST")
     with target_errors(target):

@@ -31,6 +31,7 @@ from fsdpckpt.errors import SourceError, TargetExistsError, TargetUnwritableErro
 from fsdpckpt.storage.protocols import UPLOADING, is_url
 from fsdpckpt.storage.remote_store import filesystem_of, is_http
 from fsdpckpt.storage.retry import target_error, with_retries
+from fsdpckpt.text import bytes_text
 
 __all__ = ["PART", "RemoteTarget", "UploadOptions", "Uploader", "open_target"]
 
@@ -267,7 +268,7 @@ class Uploader:
             raise TargetUnwritableError(
                 f"{url} was not uploaded completely",
                 file=url,
-                expected=f"{nbytes} bytes",
+                expected=bytes_text(nbytes),
                 found=str(info.get("size")),
                 next_step="run the command again",
             )

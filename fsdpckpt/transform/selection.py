@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from fsdpckpt.errors import NeedsInformationError, SourceMissingError, UsageError
+from fsdpckpt.errors import NeedsInformationError, SourceMissingError, UsageError, to_copy
 from fsdpckpt.ir.checkpoint import (
     Checkpoint,
     Checksums,
@@ -49,7 +49,7 @@ def select_section(checkpoint: Checkpoint, only: Section | None) -> Checkpoint:
             f"{checkpoint.source} has no {only} section",
             expected=str(only),
             found=present,
-            next_step=f"fsdpckpt inspect {shlex.quote(checkpoint.source)}  # shows what it holds",
+            next_step=to_copy("see what it holds", f"fsdpckpt inspect {shlex.quote(checkpoint.source)}"),
         )
     dropped = [name for name, is_present in found.items() if is_present and name != only]
     dropped.extend([Section.EXTRA] if checkpoint.extra or checkpoint.rank_extra else [])

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
-from fsdpckpt.errors import NeedsInformationError, UsageError
+from fsdpckpt.errors import NeedsInformationError, UsageError, to_copy
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, OptimState, ParamKey
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value
@@ -89,7 +89,9 @@ def _require_buffers(checkpoint: Checkpoint, hints: ShardingHints) -> None:
         if not any(hints.is_buffer(name, glob) for name in names):
             raise UsageError(
                 f"--buffers {glob} matches no model key of {checkpoint.source}",
-                next_step=f"fsdpckpt inspect --names-only --section model {shlex.quote(checkpoint.source)}",
+                next_step=to_copy(
+                    "see the names", f"fsdpckpt inspect --names-only --section model {shlex.quote(checkpoint.source)}"
+                ),
             )
 
 

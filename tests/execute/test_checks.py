@@ -60,5 +60,5 @@ def test_two_checksums_for_the_same_bytes_are_damage_whichever_of_them_is_right(
     right = zlib.crc32(DATA)
     check(right, right)
     for crcs in [(right, right ^ 1), (right ^ 1, right)]:
-        with pytest.raises(SourceCorruptError, match="two checksums for 1013 bytes at offset 77"):
+        with pytest.raises(SourceCorruptError, match="two checksums for 1,013 bytes at offset 77"):
             check(*crcs)

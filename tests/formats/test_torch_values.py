@@ -232,7 +232,7 @@ def test_a_missing_or_short_record_is_refused() -> None:
         loaded(rewritten(data, {"data/0": None}))
     with pytest.raises(SourceCorruptError, match="too short") as error:
         loaded(rewritten(data, {"data/0": b"x" * 119}))
-    assert (error.value.expected, error.value.found) == ("120 bytes", "119")
+    assert (error.value.expected, error.value.found) == ("120 bytes", "119 bytes")
 
 
 def pickled_tensor(size: bytes, stride: bytes, offset: bytes = b"K\x00", numel: bytes = b"K\x04") -> bytes:

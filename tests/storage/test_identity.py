@@ -33,8 +33,8 @@ def _rewrite(path: Path) -> None:
 CHANGES: dict[str, Callable[[Path], object]] = {
     "was replaced by another file": _replace,
     "was written to": _rewrite,
-    "grew from 1000 to 1001 bytes": lambda path: path.write_bytes(path.read_bytes() + b"x"),
-    "shrank from 1000 to 999 bytes": lambda path: os.truncate(path, 999),
+    "grew from 1,000 bytes to 1,001 bytes": lambda path: path.write_bytes(path.read_bytes() + b"x"),
+    "shrank from 1,000 bytes to 999 bytes": lambda path: os.truncate(path, 999),
 }
 
 

@@ -18,7 +18,7 @@ from importlib import import_module
 import torch
 from torch import nn
 
-from fsdpckpt.errors import SourceUnsupportedError, UsageError
+from fsdpckpt.errors import SourceUnsupportedError, UsageError, to_copy
 from fsdpckpt.flat.live.model import unit_param
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.names import joined
@@ -372,7 +372,7 @@ def import_object(reference: str, option: str) -> object:
         raise UsageError(
             f"{option} {reference}: {module_name} could not be imported: {type(error).__name__}: {error}",
             why="it is imported as `python -m` would do from the current directory",
-            next_step=f"python -c 'import {module_name}'  # shows where it fails",
+            next_step=to_copy("see where it fails", f"python -c 'import {module_name}'"),
         ) from error
     for word in name.split("."):
         if not hasattr(target, word):

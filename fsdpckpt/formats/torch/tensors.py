@@ -16,7 +16,7 @@ from fsdpckpt.formats.torch.loadable import ARRAY
 from fsdpckpt.formats.zip import ZipRecord
 from fsdpckpt.ir.dtypes import DTYPES, MAX_DIMENSIONS, STORAGE_DTYPES, DType
 from fsdpckpt.ir.values import Global, Object
-from fsdpckpt.text import truncate
+from fsdpckpt.text import bytes_text, truncate
 
 __all__ = ["Refused", "StoredTensor", "TensorBuilder", "Wrapped", "size_of"]
 
@@ -138,7 +138,7 @@ class TensorBuilder:
             self._corrupt(f"the record data/{key} is missing", "one record for each storage", "none")
         nbytes = numel * (dtype.itemsize if dtype is not None else 1)
         if nbytes > record.nbytes:
-            self._corrupt(f"the record data/{key} is too short", f"{nbytes} bytes", f"{record.nbytes}")
+            self._corrupt(f"the record data/{key} is too short", bytes_text(nbytes), bytes_text(record.nbytes))
         return _Storage(dtype, record.offset, nbytes)
 
     def rebuild(self, function: str, arguments: tuple[object, ...]) -> object:

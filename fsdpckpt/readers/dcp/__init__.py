@@ -19,6 +19,7 @@ from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.readers.protocol import Claim, FileTable, Part, ReadOptions, Tree
 from fsdpckpt.storage.protocols import Entry, is_url
 from fsdpckpt.storage.sources import Sources
+from fsdpckpt.text import bytes_text
 
 if TYPE_CHECKING:
     from fsdpckpt.formats.dcp.metadata import DcpMetadata
@@ -187,7 +188,7 @@ def _lengths(path: str, needed: dict[str, int], entries: dict[str, Entry], sourc
             continue
         nbytes[name] = entry.nbytes
         if entry.nbytes < end:
-            short[name] = f"{name}: {entry.nbytes} bytes, items end at {end}"
+            short[name] = f"{name}: {bytes_text(entry.nbytes)}, items end at {bytes_text(end)}"
     if missing:
         raise SourceIncompleteError(
             f"{path}: {len(missing)} of {len(needed)} data files {'is' if len(missing) == 1 else 'are'} missing",

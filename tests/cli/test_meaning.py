@@ -1,0 +1,228 @@
+"""What a user types does what they mean, or is answered with what they should type."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fsdpckpt
+from fsdpckpt.cli.output import Lines
+from fsdpckpt.errors import SourceCorruptError, UsageError
+from fsdpckpt.text import bytes_text, duration_text
+from tests.cli.conftest import Run, training_state
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("q.tp", "q.pt"),
+        ("notes.json", "notes"),
+        ("x.ckpt2", "x.ckpt"),
+        ("m.safetensor", "m.safetensors"),
+        ("a.PT", "a.pt"),
+    ],
+)
+@pytest.mark.parametrize("more", [[], ["--to", "sharded"]])
+def test_a_mistyped_suffix_is_refused_with_the_near_one(
+    run: Run, saved: Path, tmp_path: Path, name: str, meant: str, more: list[str]
+) -> None:
+    done = run("convert", saved, tmp_path / name, *more)
+    assert done.code == 2
+    assert str(tmp_path / meant) in done.err and f"{tmp_path / name}/" in done.err
+    assert not (tmp_path / name).exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["step-1.5", "v0.2", "Llama-3.1-8B", ".hidden", "run.2026-01-01", "out.dcp", "notes.json/"]
+)
+def test_a_directory_may_have_a_dot_in_its_name(run: Run, saved: Path, tmp_path: Path, name: str) -> None:
+    done = run("convert", saved, f"{tmp_path}/{name}", "--to", "sharded")
+    assert done.code == 0, done.err
+    assert (tmp_path / name / ".metadata").is_file()
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        (["--to", "safetensors"], "--container safetensors"),
+        (["--to=safetensors"], "--container safetensors"),
+        (["--to", "huggingface"], "--flavor huggingface"),
+        (["--to", "trainer"], "--flavor trainer"),
+        (["--container", "sharded"], "--to sharded"),
+        (["--force"], "--overwrite"),
+        (["-f"], "--overwrite"),
+    ],
+)
+def test_the_option_that_was_meant_is_named(
+    run: Run, saved: Path, tmp_path: Path, typed: list[str], meant: str
+) -> None:
+    done = run("convert", saved, tmp_path / "out", *typed)
+    assert done.code == 2
+    assert f"next: {meant}" in done.err
+
+
+def test_the_option_that_was_meant_is_named_in_python_too(saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as error:
+        fsdpckpt.convert(saved, tmp_path / "out", to="safetensors")  # type: ignore[arg-type]
+    assert error.value.next_step == "--container safetensors"
+    with pytest.raises(UsageError, match="did you mean overwrite"):
+        fsdpckpt.convert(saved, tmp_path / "out", force=True)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(["convert", "", "x.pt"], ["convert", "SRC", ""], ["convert", "", ""], ["inspect", ""], ["verify", ""]),
+        *(["diff", "", "SRC"], ["diff", "SRC", ""], ["units", "--from", ""], ["convert", "SRC", "x.pt", "--units", ""]),
+        *(["convert", "SRC", "x.pt", "--reference", ""], ["convert", "SRC", "x.pt", "--staging", ""]),
+    ],
+)
+def test_an_empty_argument_is_2_and_named(
+    run: Run, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = run(*(str(saved) if word == "SRC" else word for word in arguments))
+    assert done.code == 2, done.err
+    assert "is empty" in done.err and "shell variable" in done.err
+    assert os.listdir(tmp_path) == [saved.name]
+
+
+def test_a_limit_for_shards_of_a_single_file_is_refused(run: Run, saved: Path, tmp_path: Path) -> None:
+    done = run("convert", saved, tmp_path / "x.safetensors", "--max-shard-size", "1MB")
+    assert done.code == 2
+    assert "--max-shard-size splits" in done.err and "drop --max-shard-size" in done.err
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_one_file_does_not_take_the_place_of_a_directory(run: Run, saved: Path, tmp_path: Path, made: bool) -> None:
+    if made:
+        (tmp_path / "out").mkdir()
+    done = run("convert", saved, tmp_path / "out" if made else f"{tmp_path}/out/")
+    assert done.code == 2
+    assert str(tmp_path / "out" / "full.pt") in done.err
+    assert (tmp_path / "out").is_dir() is made
+
+
+def test_quiet_prints_no_summary_but_errors_and_documents(run: Run, saved: Path, tmp_path: Path) -> None:
+    done = run("convert", saved, tmp_path / "one.pt", "-q")
+    assert (done.code, done.out, done.err) == (0, "", "")
+    assert json.loads(run("convert", saved, tmp_path / "two.pt", "-q", "--json").out)["bytes_written"] > 0
+    assert "exists" in run("convert", saved, tmp_path / "one.pt", "-q").err
+    assert run("inspect", saved, "-q").out.startswith("section")
+    assert run("verify", saved, "-q").out == ""
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_a_plan_that_does_not_fit_on_the_disk_is_5(
+    run: Run, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_json: bool
+) -> None:
+    monkeypatch.setattr("fsdpckpt.converters.pipeline.free_bytes", lambda _: 100)
+    done = run("convert", saved, tmp_path / "out.pt", "--dry-run", *(["--json"] if as_json else []))
+    assert done.code == 5
+    assert f"not enough free space for {tmp_path / 'out.pt'}" in done.err and "100 bytes free" in done.err
+    if as_json:
+        assert json.loads(done.out)["disk_suffices"] is False
+    else:
+        assert "NOT ENOUGH" in done.out and "nothing was written" in done.out
+
+
+def test_the_plan_has_every_note_of_the_run(run: Run, tmp_path: Path) -> None:
+    state = training_state()
+    state["model"] = {f"module.{name}": value for name, value in state["model"].items()}  # type: ignore[attr-defined]
+    torch.save(state, tmp_path / "a.pt")
+    given = [
+        "convert",
+        tmp_path / "a.pt",
+        tmp_path / "out",
+        "--to",
+        "sharded",
+        "--dtype",
+        "bfloat16",
+        "--exclude",
+        "module.1.*",
+    ]
+    plan = json.loads(run(*given, "--dry-run", "--json").out)
+    assert "notes" in plan, plan
+    done = json.loads(run(*given, "--json").out)
+    assert plan["notes"] == done["notes"] != []
+
+
+def test_the_command_for_other_nodes_stands_on_a_line_of_its_own(run: Run, saved: Path, tmp_path: Path) -> None:
+    run("convert", saved, tmp_path / "ranks", "--to", "sharded", "--container", "torch", "--world-size", "3")
+    (tmp_path / "ranks" / "model_world_size_3_rank_1.pt").unlink()
+    done = run("convert", tmp_path / "ranks", tmp_path / "full.pt")
+    assert done.code == 3
+    line = done.err.rstrip("\n").rpartition("\n")[2]
+    assert line.startswith("  torchrun --nnodes NODES ")
+    assert line.endswith(f"-m fsdpckpt convert {tmp_path / 'ranks'} {tmp_path / 'full.pt'}")
+    document = json.loads(run("convert", tmp_path / "ranks", tmp_path / "full.pt", "--json").out)
+    assert "\n" not in document["error"]["next_step"]
+
+
+def test_a_source_that_is_replaced_before_it_is_read_again_is_no_fault_of_the_output(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fsdpckpt.converters import pipeline
+
+    execute = pipeline.execute
+
+    def and_replaced(*given: object, **named: object) -> object:
+        crcs = execute(*given, **named)  # type: ignore[arg-type]
+        (tmp_path / "other").mkdir()
+        torch.save(training_state(2), tmp_path / "other" / saved.name)
+        assert (tmp_path / "other" / saved.name).stat().st_size == saved.stat().st_size
+        (tmp_path / "other" / saved.name).replace(saved)
+        (tmp_path / "other").rmdir()
+        return crcs
+
+    monkeypatch.setattr(pipeline, "execute", and_replaced)
+    with pytest.raises(SourceCorruptError, match="changed while it was read") as error:
+        fsdpckpt.convert(saved, tmp_path / "out.pt", verify="full")
+    assert error.value.exit_code == 3
+    assert os.listdir(tmp_path) == [saved.name]
+
+
+def test_numbers_are_in_one_system_of_units() -> None:
+    assert [duration_text(seconds) for seconds in (0.04, 59.94, 59.96, 396, 7_500)] == [
+        *("0.0 s", "59.9 s", "1 min 0 s", "6 min 36 s", "2 h 5 min")
+    ]
+    assert bytes_text(1) == "1 byte" and bytes_text(9_999) == "9,999 bytes"
+    assert bytes_text(3_843_594_918) == "3.6 GiB (3,843,594,918 bytes)"
+
+
+def test_a_log_says_how_long_it_takes_in_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    lines = Lines(shown.append)
+    clock = [0.0]
+    monkeypatch.setattr("fsdpckpt.cli.output.time.monotonic", lambda: clock[0])
+    lines.begin("copy", 100 << 30)
+    clock[0] = 100.0
+    lines.advance(10 << 30)
+    assert shown == ["copy: 10.0 GiB of 100.0 GiB (10 %), 102.4 MiB/s, 15 min 0 s left"]
+
+
+@pytest.mark.parametrize("imports", [6, 20, 60, 120, 200])
+def test_ctrl_c_while_the_program_loads_shows_no_traceback(saved: Path, imports: int) -> None:
+    """At the given one of all imports that the program makes. Before it runs, Python itself takes some 20 ms."""
+    code = (
+        "import os, signal, sys\n"
+        "class Finder:\n"
+        f"    left = {imports}\n"
+        "    def find_spec(self, *_):\n"
+        "        self.left -= 1\n"
+        "        if not self.left: os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        f"sys.argv = ['fsdpckpt', 'inspect', {str(saved)!r}]\n"
+        "from fsdpckpt.__main__ import main\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout) == (130, ""), done.stderr
+    assert done.stderr.startswith("error: interrupted")
+    assert "Traceback" not in done.stderr
