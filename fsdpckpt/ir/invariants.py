@@ -290,4 +290,9 @@ def _class_of(kinds: set[str], source: str) -> tuple[type[SourceError], str, str
     if kinds <= UNSUPPORTED:
         return SourceUnsupportedError, f"{source} has lost data", "the way it was saved lost it", None
     why = "files of different saves were mixed, or bytes were damaged"
+    if kinds == {"replica"}:
+        why = (
+            "files of different saves were mixed; or the optimizer keeps something of its own on each rank (quantized "
+            "blocks, as bitsandbytes, or sums that it does not reduce, as Prodigy), which other ranks cannot take over"
+        )
     return SourceCorruptError, f"{source} contradicts itself", why, verify

@@ -123,3 +123,23 @@ def test_keys_of_a_table_may_be_tuples(tmp_path: Path) -> None:
         root = read_torch_file(str(tmp_path / "m.pt"), FileTable(), sources).root
     assert isinstance(root, dict) and isinstance(root["table"], dict)
     assert list(root["table"]) == [("a", 1), ("b", (2, None))] and root["table"]["b", (2, None)] == 4
+
+
+class Quantized(torch.Tensor):
+    """A tensor of a library's own class around another one, as torchao keeps 8-bit states."""
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor) -> Quantized:
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+
+    def __init__(self, codes: torch.Tensor) -> None:
+        self.codes = codes
+
+    __torch_dispatch__ = classmethod(lambda cls, function, *_: NotImplemented)
+
+
+def test_a_tensor_of_a_class_that_is_not_pytorch_s_is_refused_by_its_name(tmp_path: Path) -> None:
+    torch.save({"w": Quantized(torch.zeros(4, dtype=torch.uint8))}, tmp_path / "c.pt")
+    with pytest.raises(SourceUnsafeError) as error:
+        read(tmp_path / "c.pt")
+    assert error.value.details == ("tests.readers.test_torch_file.Quantized",)

@@ -121,6 +121,8 @@ class _Rebuild(_Name):
 
     def __call__(self, *arguments: object) -> object:
         tensors = LOADING.tensors
+        if any(argument is Swallow for argument in arguments):
+            return Swallow()  # a tensor of a class that is refused
         if tensors is None:
             return _open_object(self, arguments, new=False)
         return tensors.rebuild(self.name, arguments)
