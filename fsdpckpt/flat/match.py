@@ -201,7 +201,10 @@ class _Matching:
             yield from self._whole_optimizer(optim)
             return
         if optim.key_type == "id" and self.units.orders and self.units.orders != self.checkpoint.orders:
-            yield "the optimizers of the ranks are in other orders by the units than by what their ids were read with"
+            yield (
+                "the units have other orders of the ranks' optimizers than those by which the ids were read: put this "
+                "units file beside the rank files, as units.json"
+            )
             return
         matching = KeyMatching(optim, self.units)
         yield from matching.contradictions()
