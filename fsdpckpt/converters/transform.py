@@ -294,7 +294,7 @@ def _dtype(name: str | None) -> DType | None:
 
 
 def _names_of(path: str) -> tuple[str, ...]:
-    next_step = "write the names of model.named_parameters() into a text file, one a line"
+    next_step = "write the names of model.named_parameters() into a text file, one per line"
     try:
         with open(path, encoding="utf-8") as file:
             names = tuple(line.strip() for line in file if line.strip())
@@ -342,7 +342,7 @@ def apply_key_type(
             + ("id is" if key_type == "name" else "name's id is"),
             why="it has no model section, and its param groups have no param_names",
             next_step="add --reference PATH (a checkpoint of this model), --parameters FILE (the names of "
-            "model.parameters(), one a line) or --units FILE",
+            "model.parameters(), one per line) or --units FILE",
         )
     first, *others = orders
     return to_names(checkpoint, first, others) if key_type == "name" else to_ids(checkpoint, first, others)

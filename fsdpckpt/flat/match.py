@@ -140,7 +140,7 @@ class _Matching:
                 yield f"unit {unit.prefix!r}: the checkpoint has no flat parameter {unit.key}"
             elif leaf.shape != (total,):
                 actual = leaf.numel if leaf.ndim == 1 else list(leaf.shape)
-                yield f"{unit.key}: {total} elements by the units, {actual} in the checkpoint"
+                yield f"{unit.key}: {total} elements in the units, {actual} in the checkpoint"
             else:
                 yield from self._flat_chunks(unit, leaf)
         optim = self.checkpoint.optim
@@ -159,7 +159,7 @@ class _Matching:
         ):
             begin, end = layout.held(rank % self.shard_size if layout.shards > 1 else 0)
             if size and (start, start + size) != (begin, end):
-                yield f"{unit.key}: rank {rank} holds {start}:{start + size}, by the units {begin}:{end}"
+                yield f"{unit.key}: rank {rank} holds {start}:{start + size}, the units have {begin}:{end}"
 
     def _names(self, params: Mapping[str, Tensor | Value], flat: Collection[str]) -> Iterator[str]:
         """Names beside the flat parameters: whole parameters and buffers, or slices by rank (use_orig_params)."""
@@ -192,7 +192,7 @@ class _Matching:
             if wrong:
                 yield f"model {name}: {wrong}"
         elif leaf.shape != param.shape and not self._whole_vector(param, leaf):
-            yield f"{name}: {list(param.shape)} by the units, {list(leaf.shape)} in the model section"
+            yield f"{name}: {list(param.shape)} in the units, {list(leaf.shape)} in the model section"
 
     # The optimizer.
 
@@ -240,7 +240,7 @@ class _Matching:
             self.keys[key] = param.name
             shapes = {leaf.shape for leaf in states.values() if isinstance(leaf, Tensor) and leaf.ndim}
             if shapes and param.shape not in shapes:
-                yield f"optim {key}: {list(param.shape)} by the units, {list(next(iter(shapes)))} in the checkpoint"
+                yield f"optim {key}: {list(param.shape)} in the units, {list(next(iter(shapes)))} in the checkpoint"
         if self.keys:
             self.proved.append(f"{len(self.keys)} optimizer entries have the names and shapes of the units")
 
@@ -250,12 +250,12 @@ class _Matching:
             shard = self.layouts[name].shard
             lengths = slice_lengths(leaf, self.world_size)
             if lengths is None or (lengths != shard).any():
-                return f"{shard} elements on every rank by the units, found {lengths_of(leaf, self.world_size)}"
+                return f"{shard} elements on every rank in the units, found {lengths_of(leaf, self.world_size)}"
             return None
         if name in self.sharded:
             return self._check_slices(self.params[name], leaf)
         if leaf.shape != self.params[name].shape and not self._whole_vector(self.params[name], leaf):
-            return f"{list(self.params[name].shape)} by the units, found {lengths_of(leaf, self.world_size)}"
+            return f"{list(self.params[name].shape)} in the units, found {lengths_of(leaf, self.world_size)}"
         return None
 
     def _check_slices(self, param: UnitParam, leaf: Tensor) -> str | None:
@@ -266,10 +266,10 @@ class _Matching:
         expected = self._spread(self.counts[param.name])
         if leaf.placement == ONE_SLICE:  # DCP saved the slice of only one rank, and does not say which rank
             if leaf.shape[0] not in expected:
-                return f"{lengths_text(expected)} elements by rank by the units, found a slice of {leaf.shape[0]}"
+                return f"{lengths_text(expected)} elements by rank in the units, found a slice of {leaf.shape[0]}"
             return None
         if lengths is None or not np.array_equal(lengths, expected):
-            return f"{lengths_text(expected)} elements by rank by the units, found {lengths_of(leaf, self.world_size)}"
+            return f"{lengths_text(expected)} elements by rank in the units, found {lengths_of(leaf, self.world_size)}"
         return None
 
     def _whole_vector(self, param: UnitParam, leaf: Tensor) -> bool:
@@ -334,7 +334,7 @@ class KeyMatching:
                 self.keys.update((key, self.units.id_order()[key]) for key in listed if isinstance(key, int))
                 continue
             if len(listed) != len(members):
-                yield f"param group {number} lists {len(listed)} parameters, by the units it has {len(members)}"
+                yield f"param group {number} lists {len(listed)} parameters, the units have {len(members)}"
                 return
             self.keys.update(zip(listed, members, strict=True))
         yield from self._compare_param_names(groups)
@@ -350,7 +350,7 @@ class KeyMatching:
         """The keys of each param group, or why they are not known."""
         if self.units.groups is not None:
             if len(self.units.groups) != len(lengths):
-                return f"the optimizer has {len(lengths)} param groups, by the units {len(self.units.groups)}"
+                return f"the optimizer has {len(lengths)} param groups, the units have {len(self.units.groups)}"
             return self.units.groups
         param_names = [_param_names(group) for group in groups]
         if all(param_names):
@@ -376,7 +376,7 @@ class KeyMatching:
                 if clean(name) not in known:
                     yield f"param_names: {clean(name)} is not among the units' parameters"
                 elif self.keys[key] != clean(name):
-                    yield f"optim {key} is {clean(name)} by param_names, {self.keys[key]} by the units"
+                    yield f"optim {key} is {clean(name)} in param_names, {self.keys[key]} in the units"
         if compared:
             self.proved.append(f"{compared} param_names of the groups agree with the units")
 

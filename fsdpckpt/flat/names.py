@@ -259,7 +259,7 @@ def order_contradictions(units: Units, names: Iterable[str], *, across: bool = T
     for unit in units.units:
         wrong = _first_misplaced([param.name for param in unit.params], place)
         if wrong:
-            yield f"unit {unit.prefix!r}: {wrong[0]} stands where the model section has {wrong[1]}"
+            yield f"unit {unit.prefix!r}: {wrong[0]} is where the model section has {wrong[1]}"
             return
     # Ids count over all units, and only their order tells units of one size apart.
     sharded = units.unit_of()

@@ -68,10 +68,10 @@ def require_padding(checkpoint: Checkpoint, match: FlatMatch, sources: Sources) 
             )
     if wrong:
         raise SourceCorruptError(
-            f"the units do not fit {checkpoint.source}: its padding lies elsewhere",
+            f"the units do not fit {checkpoint.source}: its padding is elsewhere",
             details=wrong,
             file=checkpoint.source,
-            why="the units are those of another model, or of another wrapping of it: the lengths agree by chance",
+            why="the units are those of a different model or wrapping: the lengths agree by chance",
             next_step="give the units of this very model: --units FILE written by fsdpckpt.save_units in its training",
         )
     return checked

@@ -146,7 +146,7 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _no_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no JSON")
+    raise ValueError(f"{text} is not JSON")
 
 
 class _Parser:
@@ -158,7 +158,7 @@ class _Parser:
     def refuse(
         self, what: str, *, key: str | None = None, expected: str | None = None, found: str | None = None
     ) -> NoReturn:
-        why = "the file was truncated, is still being written, or is no safetensors file"
+        why = "the file was truncated, is still being written, or is not a safetensors file"
         raise damaged(self.file, what, expected, found, key=key, why=why, next_step=COPY_AGAIN)
 
     def parse(self, text: bytes) -> dict[str, object]:
@@ -169,11 +169,11 @@ class _Parser:
         try:
             table = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
         except _DuplicateKey as error:
-            self.refuse("a key stands twice in the header", key=str(error), found=str(error))
+            self.refuse("a key appears twice in the header", key=str(error), found=str(error))
         except (UnicodeDecodeError, ValueError, RecursionError) as error:
-            self.refuse("the header is no valid JSON", found=f"{type(error).__name__}: {error}"[:200])
+            self.refuse("the header is not valid JSON", found=f"{type(error).__name__}: {error}"[:200])
         if not isinstance(table, dict):
-            self.refuse("the header is no JSON object", found=type(table).__name__)
+            self.refuse("the header is not a JSON object", found=type(table).__name__)
         return table
 
     def _check_punctuation(self, text: bytes) -> None:
@@ -182,14 +182,14 @@ class _Parser:
         objects, lists, pairs, items = (plain.count(mark) for mark in (b"{", b"[", b":", b","))
         if objects > 2 + pairs // 3 or lists > 2 * objects or items > pairs + MAX_DIMENSIONS * objects:
             self.refuse(
-                "the header is no valid JSON of tensors",
+                "the header is not valid JSON of tensors",
                 expected="dtype, shape and data_offsets of each",
                 found=f"{objects} objects, {lists} lists",
             )
 
     def metadata(self, data: object) -> dict[str, str]:
         if not isinstance(data, dict) or not all(isinstance(value, str) for value in data.values()):
-            self.refuse("__metadata__ is no map of strings to strings", key="__metadata__", found=truncate(data))
+            self.refuse("__metadata__ is not a map of strings to strings", key="__metadata__", found=truncate(data))
         return {str(key): str(value) for key, value in data.items()}
 
     def tensors(self, table: Mapping[str, object], data_begin: int, end: int) -> dict[str, HeaderTensor]:
@@ -207,7 +207,7 @@ class _Parser:
                 nbytes *= extent
             if nbytes != stop - begin:
                 self.refuse(
-                    f"{key} has not the bytes of its shape",
+                    f"{key} does not have as many bytes as its shape",
                     key=key,
                     expected=f"{nbytes} bytes for {code} {list(shape)}",
                     found=str(stop - begin),
@@ -221,17 +221,17 @@ class _Parser:
 
     def _entry(self, key: str, entry: object) -> tuple[str, tuple[int, ...], int, int]:
         if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-            self.refuse(f"{key} has not dtype, shape and data_offsets", key=key, found=truncate(entry))
+            self.refuse(f"{key} does not have dtype, shape and data_offsets", key=key, found=truncate(entry))
         code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
         if type(code) is not str:
-            self.refuse(f"the dtype of {key} is no string", key=key, found=truncate(code))
+            self.refuse(f"the dtype of {key} is not a string", key=key, found=truncate(code))
         if not _is_counts(shape):
-            self.refuse(f"the shape of {key} is no list of counts", key=key, found=truncate(shape))
+            self.refuse(f"the shape of {key} is not a list of sizes", key=key, found=truncate(shape))
         # Dimensions without elements count for strides; torch fails too: "Stride calculation overflowed".
         if len(shape) > MAX_DIMENSIONS or math.prod(filter(None, shape)) >= 1 << 59:
             self.refuse(f"the shape of {key} is larger than any can be", key=key, found=truncate(shape))
         if not _is_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-            self.refuse(f"the data_offsets of {key} are no range", key=key, found=truncate(offsets))
+            self.refuse(f"the data_offsets of {key} are not a range", key=key, found=truncate(offsets))
         return code, tuple(shape), offsets[0], offsets[1]
 
     def _unknown_dtypes(self, unknown: list[str]) -> SourceError:
@@ -255,7 +255,9 @@ class _Parser:
             position = stop
         if position != nbytes:
             self.refuse(
-                "the data has not the length the header says", expected=bytes_text(position), found=bytes_text(nbytes)
+                "the data does not have the length that the header says",
+                expected=bytes_text(position),
+                found=bytes_text(nbytes),
             )
 
 

@@ -73,7 +73,9 @@ def read_directory(source: ByteSource, *, begin: int = 0, end: int | None = None
     """
     stop = source.nbytes if end is None else end
     if not 0 <= begin <= stop <= source.nbytes:
-        _corrupt(source, "an archive is said to lie outside the file", f"[{begin}, {stop})", f"{source.nbytes} bytes")
+        _corrupt(
+            source, "the end record places the archive outside the file", f"[{begin}, {stop})", f"{source.nbytes} bytes"
+        )
     directory, count, start = _find_directory(source, begin, stop)
     entries = _parse_directory(source, directory, count)
     offsets = _data_offsets(source, entries, begin, begin + start)
@@ -224,7 +226,7 @@ def _data_offsets(source: ByteSource, entries: Sequence[_Entry], begin: int, dir
             inside = 0
         signature, n_name, n_extra = unpack(block, inside)
         if signature != b"PK\3\4":
-            _corrupt(source, f"record {entry.name!r} has no header where it should", "PK\\3\\4", repr(signature))
+            _corrupt(source, f"record {entry.name!r} has no header where it should be", "PK\\3\\4", repr(signature))
         offset = header + _LOCAL_SIZE + n_name + n_extra
         if offset + entry.nbytes > limit:
             _corrupt(

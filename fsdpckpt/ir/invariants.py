@@ -106,7 +106,7 @@ def aliased_states(optim: OptimState, checkpoint: Checkpoint) -> Iterator[Proble
             path = checkpoint.files[number].path if 0 <= number < len(checkpoint.files) else None
             yield Problem(
                 "aliased-states",
-                f"optim {param}: the states {one} and {other} lie on the same bytes, so at most one of them is what "
+                f"optim {param}: the states {one} and {other} share the same bytes, so at most one of them is what "
                 "the optimizer had",
                 key=f"{param}.{one}",
                 file=path,
@@ -282,7 +282,7 @@ def _class_of(kinds: set[str], source: str) -> tuple[type[SourceError], str, str
         why = "a rank's file was not copied, or the save did not finish"
         return SourceIncompleteError, f"{source} is not whole", why, verify
     if kinds <= {"flattened"}:
-        what = f"{source} holds shards of which nothing says for certain what is in them"
+        what = f"{source} holds shards whose contents are not known for certain"
         return SourceUnsupportedError, what, None, None
     if "aliased-states" in kinds and kinds <= UNSUPPORTED:
         what = f"{source} has lost optimizer states"

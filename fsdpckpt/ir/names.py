@@ -182,7 +182,7 @@ def _refuse_collisions(checkpoint: Checkpoint, names: Mapping[str, str], section
     if double:
         first = next(iter(double.values()))
         raise SourceUnsupportedError(
-            f"{checkpoint.source}: {section} keys that differ by wrappers' prefixes only would become one",
+            f"{checkpoint.source}: {section} keys that differ only in the prefixes of wrapper modules would become one",
             details=[f"{' and '.join(olds)} -> {new}" for new, olds in double.items()],
             why="the checkpoint holds a model and a compiled or wrapped copy of it",
             next_step="save one of the two, or give --only the section that is wanted",

@@ -208,14 +208,18 @@ def _orders(units: Units) -> Iterator[str]:
     """``parameters`` has every parameter, ``groups`` only what an optimizer of the wrapped model could hold."""
     known = set(units.params())
     listed = set(units.parameters)
-    yield from (f"parameters: {name} is in no unit and not unmanaged" for name in units.parameters if name not in known)
+    yield from (
+        f"parameters: {name} is in no unit and not listed as unmanaged"
+        for name in units.parameters
+        if name not in known
+    )
     yield from (f"parameters: {name} is missing" for name in units.params() if name not in listed)
     yield from _astray(units)
     unmanaged = {param.name for param in units.unmanaged}
     keys = known if units.use_orig_params else {unit.key for unit in units.units} | unmanaged
     kind = "parameter" if units.use_orig_params else "flat parameter or unmanaged parameter"
     for group in units.groups or ():
-        yield from (f"groups: {key} is no {kind} of these units" for key in group if key not in keys)
+        yield from (f"groups: {key} is not a {kind} of these units" for key in group if key not in keys)
     for number, order in enumerate(units.orders):
         yield from (f"orders[{number}]: {text}" for text in _order_flaws(order, units.groups or ()))
 
@@ -238,7 +242,7 @@ def _astray(units: Units) -> Iterator[str]:
         names = [param.name for param in unit.params if param.name in place and param.name not in firsts]
         for one, other in zip(names, sorted(names, key=place.__getitem__), strict=True):
             if one != other:
-                yield f"unit {unit.prefix!r}: {one} stands where parameters has {other}"
+                yield f"unit {unit.prefix!r}: {one} is where parameters has {other}"
                 break
 
 
@@ -279,7 +283,7 @@ def _shared_flaws(units: Units) -> Iterator[str]:
     yield from (f"shared: {later} is listed {n} times" for later, n in _twice(later for later, _ in units.shared))
     for later, first in units.shared:
         if first not in known:
-            yield f"shared: {first}, whose other name is {later}, is no parameter of these units"
+            yield f"shared: {first}, whose other name is {later}, is not a parameter of these units"
         if later in known:
             yield f"shared: {later} is another name of {first}, and a parameter of its own"
 
@@ -290,7 +294,7 @@ def _rank_flaws(units: Units) -> Iterator[str]:
     yield from (f"orders: rank {rank} has {times}" for rank, times in _twice(ranks))
     yield from (f"orders: there is no rank {rank}" for rank in ranks if world is None or rank >= world)
     if world is not None and shard is not None and world % shard:
-        yield f"shard_size: {world} ranks are no whole number of sharding groups of {shard}"
+        yield f"shard_size: {world} ranks cannot be divided into sharding groups of {shard}"
     if shard not in (None, world) and any(
         unit.strategy in (Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP) for unit in units.units
     ):

@@ -131,9 +131,9 @@ def loads(data: bytes, *, source: str) -> Units:
         document = json.loads(data, object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:
         raise SourceCorruptError(
-            f"{source}: no JSON document: {error}",
+            f"{source}: not a JSON document: {error}",
             file=source,
-            why="the file was cut, or it is no units file",
+            why="the file was truncated, or is not a units file",
             next_step=_AGAIN,
         ) from None
     return decode(document, source=source)
@@ -162,9 +162,9 @@ def decode(document: object, *, source: str) -> Units:
     if wrong or units is None:
         many = f"{len(wrong)} of its fields are wrong" + (", and more" if units is None else "")
         raise SourceCorruptError(
-            f"{source}: no valid units file: {many}"
+            f"{source}: not a valid units file: {many}"
             if len(wrong) > 1
-            else f"{source}: no valid units file: {wrong[0]}",
+            else f"{source}: not a valid units file: {wrong[0]}",
             details=wrong if len(wrong) > 1 else (),
             file=source,
             key=reader.where or None,
@@ -178,7 +178,7 @@ def _recognise(document: Mapping[str, object], source: str) -> None:
     found = document.get("format")
     if found != FORMAT:
         raise SourceUnrecognisedError(
-            f"{source} is no units file",
+            f"{source} is not a units file",
             file=source,
             key="format",
             expected=repr(FORMAT),
@@ -188,16 +188,16 @@ def _recognise(document: Mapping[str, object], source: str) -> None:
     version = document.get("version")
     if type(version) is not int or version < 1:
         raise SourceCorruptError(
-            f"{source}: the units file's version is no number", file=source, key="version", next_step=_AGAIN
+            f"{source}: the units file's version is not a number", file=source, key="version", next_step=_AGAIN
         )
     if version > VERSION:
         raise SourceUnsupportedError(
-            f"{source}: the units file was written by a later fsdpckpt",
+            f"{source}: the units file was written by a newer fsdpckpt",
             file=source,
             key="version",
             expected=f"at most {VERSION}",
             found=str(version),
-            next_step="install a later fsdpckpt",
+            next_step="install a newer fsdpckpt",
         )
 
 
@@ -303,7 +303,7 @@ class Fields:
         for name in fields:
             if name not in known:
                 place = f"{where}.{name}" if where else name
-                self._note(place, f"{_brief(place)}: no such field; there are {', '.join(known)}")
+                self._note(place, f"{_brief(place)}: no such field; the fields are {', '.join(known)}")
 
     def record(self, value: object, where: str) -> Mapping[str, object]:
         if isinstance(value, dict):

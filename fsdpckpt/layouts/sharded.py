@@ -122,7 +122,7 @@ def mesh_box(shape: tuple[int, ...], sharding: Sharding, rank: int) -> Box:
     mesh = sharding.mesh
     order = _cut_order(sharding)
     if order is None:
-        raise InternalError(f"{sharding} on {mesh} is no single box")
+        raise InternalError(f"{sharding} on {mesh} is not a single box")
     coordinate = mesh.coordinate(rank)
     offsets, sizes = [0] * len(shape), list(shape)
     for dim, mesh_dims in order.items():

@@ -129,7 +129,7 @@ class _StateMaker:
         self.problems += [f"{key}: {problem}" for problem in form.problems]
         param = self.param(key)
         if param is None and any(isinstance(one, ZeroForm) for one in form.states.values()):
-            self.problems.append(f"{key}: nothing says its shape")
+            self.problems.append(f"{key}: its shape is not known")
             return {}
         return {name: self._state(one, param) for name, one in form.states.items()}
 
@@ -157,7 +157,7 @@ def _filled(checkpoint: Checkpoint, optim: OptimState, missing: list[ParamKey], 
         raise NeedsInformationError(
             f"{checkpoint.source}: zeros cannot be made for {len(missing)} parameters without optimizer state",
             details=maker.problems,
-            why="their form is that of the other states of their group, and has to be beyond doubt",
+            why="they are made like the other states of their group, which have to be unambiguous",
             next_step="--missing-state skip leaves them without state; a model section or --units FILE states shapes",
         )
     what = f"{len(missing)} parameter{'s' * (len(missing) > 1)} had no optimizer state, and got zeros"

@@ -244,7 +244,7 @@ def _other_groups(used: ParameterOrder, other: ParameterOrder) -> list[str]:
     if len(groups) != len(other_groups):
         return [f"{used.source} has {len(groups)} groups, {other.source} {len(other_groups)}"]
     return [
-        f"group {number}: {used.source} and {other.source} list other parameters, or in another order"
+        f"group {number}: {used.source} and {other.source} list different parameters, or list them in a different order"
         for number, (one, two) in enumerate(zip(groups, other_groups, strict=True))
         if one != two
     ]

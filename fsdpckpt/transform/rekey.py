@@ -164,7 +164,7 @@ def _sorted_group(names: Sequence[str], index: int, order: ParameterOrder, check
     ordered = sorted(names, key=lambda name: place[clean(name)])
     if ordered != list(names) and any(note.kind == "groups-rebuilt" for note in checkpoint.notes):
         raise NeedsInformationError(
-            f"the optimizer of {checkpoint.source} lists its parameters in another order than {order.source}",
+            f"the optimizer of {checkpoint.source} lists its parameters in a different order than {order.source}",
             why="its groups were rebuilt from equal hyper-parameters, so there may have been more of them, and ids "
             "count group by group",
             next_step="add --units FILE, which says the parameters of every group",
@@ -245,7 +245,7 @@ def contradicted(what: str, details: Sequence[str]) -> SourceCorruptError:
     return SourceCorruptError(
         what,
         details=details,
-        why="it belongs to another model, or to another version of this one",
+        why="it belongs to a different model, or to another version of this one",
         next_step="give the units, the reference or the parameters of the model that was saved",
     )
 
@@ -373,7 +373,7 @@ def _dealt(ids: Ids, groups: Sequence[Sequence[int]], order: ParameterOrder, sou
             raise _ambiguous(ids, source, order, "there are more ways to name them than can be tried", [])
         if len(answers) > 1:
             what = "which of them it has" if len(groups) == 1 else "which group has which of them"
-            why = f"{len(pool)} parameters come in question, and their shapes do not settle {what}"
+            why = f"{len(pool)} parameters are possible, and their shapes do not decide {what}"
             raise _ambiguous(ids, source, order, why, _differences(ids, pool, answers))
         if answers:
             return {number: pool[name] for number, name in zip(ids.every, answers[0], strict=True)}

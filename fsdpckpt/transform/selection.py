@@ -165,7 +165,7 @@ def _closest(given: str, names: Sequence[str]) -> list[str]:
     known = dict.fromkeys((*(prefix for prefix in prefixes if prefix), *names))
     bare = given.strip("*.")
     closest = get_close_matches(bare, known, n=3, cutoff=0.6) or [name for name in known if bare and bare in name][:3]
-    return [f"{name} is there" for name in closest]
+    return [f"{name} exists" for name in closest]
 
 
 def _list_keys(checkpoint: Checkpoint) -> str:

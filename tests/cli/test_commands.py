@@ -231,12 +231,12 @@ def test_states_that_share_bytes_are_shown_by_inspect_found_by_verify_and_refuse
     state = {"w": {"step": torch.tensor(2.0), "exp_avg": moment, "exp_avg_sq": moment.view(4, 3)}}
     path = tmp_path / "aliased.pt"
     torch.save({"state": state, "param_groups": [{"lr": 0.1, "params": ["w"]}]}, path)
-    assert "problem: optim w: the states exp_avg and exp_avg_sq lie on the same bytes" in run("inspect", path).out
+    assert "problem: optim w: the states exp_avg and exp_avg_sq share the same bytes" in run("inspect", path).out
     assert run("inspect", path, "--ranks").code == 0
     assert run("verify", path).code == 1
     refused = run("convert", path, tmp_path / "out.pt", "--to", "full")
     assert refused.code == 3
-    assert "exp_avg and exp_avg_sq lie on the same bytes" in refused.err
+    assert "exp_avg and exp_avg_sq share the same bytes" in refused.err
     assert "why:" in refused.err
     assert not (tmp_path / "out.pt").exists()
 

@@ -227,7 +227,7 @@ def test_what_is_left_out_is_in_no_unit() -> None:
 def test_units_say_the_dtype_that_is_written(units_file: str) -> None:
     with pytest.raises(SourceCorruptError) as caught:
         flattened(full(NAMES), units=units_file, dtype="bfloat16")
-    assert "a.w: float32 by the units, bfloat16 in the model section" in caught.value.details
+    assert "a.w: float32 in the units, bfloat16 in the model section" in caught.value.details
 
 
 def test_sharding_groups_divide_the_ranks_of_the_target(units_file: str) -> None:

@@ -90,18 +90,18 @@ def test_a_flat_parameter_that_one_side_lacks_is_named() -> None:
 
 def test_another_length_or_form_is_named() -> None:
     assert said(local(units(), l___flat_param=whole(15)), units()) == (
-        "l._flat_param: 16 elements by the units, 15 in the checkpoint",
+        "l._flat_param: 16 elements in the units, 15 in the checkpoint",
     )
     assert said(local(units(), l___flat_param=whole(4, 4)), units()) == (
-        "l._flat_param: 16 elements by the units, [4, 4] in the checkpoint",
+        "l._flat_param: 16 elements in the units, [4, 4] in the checkpoint",
     )
 
 
 def test_slices_that_begin_elsewhere_are_named_rank_by_rank() -> None:
     lines = said(local(units()), replace(units(), shard_size=2))
     assert len(lines) == 8
-    assert lines[0] == "_flat_param: rank 0 holds 0:4, by the units 0:8"
-    assert lines[3] == "_flat_param: rank 3 holds 12:15, by the units 8:15"
+    assert lines[0] == "_flat_param: rank 0 holds 0:4, the units have 0:8"
+    assert lines[3] == "_flat_param: rank 3 holds 12:15, the units have 8:15"
 
 
 def test_replicas_and_ranks_without_elements_hold_what_the_units_say() -> None:
@@ -161,7 +161,7 @@ def test_names_of_a_sharded_model_are_held_against_the_units() -> None:
         "the units have l.bias, the model has no such key",
     )
     other = ModelState({**sharded_model(PARAMS).params, "e.weight": whole(3, 4, offset=999)})
-    assert said(replace(held, model=other), units()) == ("e.weight: [4, 3] by the units, [3, 4] in the model section",)
+    assert said(replace(held, model=other), units()) == ("e.weight: [4, 3] in the units, [3, 4] in the model section",)
 
 
 def test_a_shared_parameter_has_the_shape_of_the_first_under_its_other_name() -> None:
@@ -169,7 +169,7 @@ def test_a_shared_parameter_has_the_shape_of_the_first_under_its_other_name() ->
     params = sharded_model(PARAMS).params
     proved(checkpoint(RANKS, model=ModelState({**params, "head": params["e.weight"]})), shared)
     assert said(checkpoint(RANKS, model=ModelState({**params, "head": whole(3, 4, offset=999)})), shared) == (
-        "head: [4, 3] by the units, [3, 4] in the model section",
+        "head: [4, 3] in the units, [3, 4] in the model section",
     )
 
 
@@ -193,8 +193,8 @@ def test_parameters_beside_the_units_are_whole_on_every_rank() -> None:
     proved(checkpoint(RANKS, model=ModelState(model)), outside)
     model.update({"l.weight": whole(2, 5, sharded=False), "l.bias": cut([6, 6, 6, 5])})
     assert said(checkpoint(RANKS, model=ModelState(model)), outside) == (
-        "l.weight: [5, 2] by the units, [2, 5] in the model section",
-        "l.bias: [6] by the units, [23] in the model section",
+        "l.weight: [5, 2] in the units, [2, 5] in the model section",
+        "l.bias: [6] in the units, [23] in the model section",
     )
 
 
@@ -247,11 +247,11 @@ def test_a_slice_of_another_length_is_named_with_its_state() -> None:
     slices = raw(units()).state[0]["exp_avg"]
     held = with_states(raw(units()), 0, step=whole(), exp_avg=slices, exp_avg_sq=cut([4, 4, 4, 5]), note=None)
     assert said(held, units()) == (
-        "optim 0 (_flat_param) exp_avg_sq: 4 elements on every rank by the units, found 4, 4, 4, 5",
+        "optim 0 (_flat_param) exp_avg_sq: 4 elements on every rank in the units, found 4, 4, 4, 5",
     )
     square = with_states(raw(units()), 0, exp_avg=whole(4, 4))
     assert said(square, replace(units(), groups=(("_flat_param", "l._flat_param"),))) == (
-        "optim 0 (_flat_param) exp_avg: 4 elements on every rank by the units, found shape [4, 4]",
+        "optim 0 (_flat_param) exp_avg: 4 elements on every rank in the units, found shape [4, 4]",
     )
 
 
@@ -261,7 +261,7 @@ def test_one_number_a_rank_is_a_counter_beside_slices_and_a_contradiction_alone(
     assert len(said(with_states(raw(units()), 0, count=cut([1] * RANKS)), units())) == 1
     two = with_states(raw(units()), 0, count=cut([2] * RANKS), exp_avg=slices)
     assert said(two, units()) == (
-        "optim 0 (_flat_param) count: 4 elements on every rank by the units, found 2 (each of 4)",
+        "optim 0 (_flat_param) count: 4 elements on every rank in the units, found 2 (each of 4)",
     )
 
 
@@ -270,12 +270,12 @@ def test_states_of_parameters_beside_the_units_are_whole() -> None:
     key = list(outside.optimizer_keys()).index("l.bias")
     proved(checkpoint(RANKS, optim=raw(outside)), outside)
     held = with_states(raw(outside), key, exp_avg=cut([6, 6, 6, 5]))
-    assert said(held, outside) == (f"optim {key} (l.bias) exp_avg: [6] by the units, found 6, 6, 6, 5",)
+    assert said(held, outside) == (f"optim {key} (l.bias) exp_avg: [6] in the units, found 6, 6, 6, 5",)
     other = list(outside.optimizer_keys()).index("l.weight")
     rows = with_states(raw(outside), other, exp_avg=cut([5] * RANKS))
-    assert said(rows, outside) == (f"optim {other} (l.weight) exp_avg: [5, 2] by the units, found 5 (each of 4)",)
+    assert said(rows, outside) == (f"optim {other} (l.weight) exp_avg: [5, 2] in the units, found 5 (each of 4)",)
     turned = with_states(raw(outside), other, exp_avg=replicas(RANKS, 2, 5))
-    assert said(turned, outside) == (f"optim {other} (l.weight) exp_avg: [5, 2] by the units, found shape [2, 5]",)
+    assert said(turned, outside) == (f"optim {other} (l.weight) exp_avg: [5, 2] in the units, found shape [2, 5]",)
 
 
 def test_an_optimizer_of_whole_tensors_by_name_beside_flat_parameters_is_held_against_their_shapes() -> None:
@@ -287,7 +287,7 @@ def test_an_optimizer_of_whole_tensors_by_name_beside_flat_parameters_is_held_ag
     assert not found.flat_optimizer
     turned = OptimState({**optim.state, "e.weight": {"exp_avg": whole(3, 4)}}, optim.param_groups)
     assert said(replace(held, optim=turned), units()) == (
-        "optim e.weight: [4, 3] by the units, [3, 4] in the checkpoint",
+        "optim e.weight: [4, 3] in the units, [3, 4] in the checkpoint",
     )
     factors = OptimState({**optim.state, "e.weight": {"row": whole(4), "own": whole(4, 3)}}, optim.param_groups)
     proved(replace(held, optim=factors), units())
@@ -296,7 +296,7 @@ def test_an_optimizer_of_whole_tensors_by_name_beside_flat_parameters_is_held_ag
 def test_a_whole_state_is_no_slice_where_units_cut() -> None:
     held = with_states(raw(units(orig=True)), 0, exp_avg=replicas(RANKS, 4, 3))
     assert said(held, units(orig=True)) == (
-        "optim 0 (e.weight) exp_avg: 4, 4, 4, 0 elements by rank by the units, found shape [4, 3]",
+        "optim 0 (e.weight) exp_avg: 4, 4, 4, 0 elements by rank in the units, found shape [4, 3]",
     )
 
 
@@ -304,7 +304,7 @@ def test_a_parameter_that_nothing_cut_is_whole_under_no_shard() -> None:
     none = units(orig=True, strategy=Strategy.NO_SHARD)
     proved(checkpoint(RANKS, optim=raw(none)), none)
     lines = said(with_states(raw(none), 0, exp_avg=replicas(RANKS, 3, 4)), none)
-    assert lines == ("optim 0 (e.weight) exp_avg: 12 (each of 4) elements by rank by the units, found shape [3, 4]",)
+    assert lines == ("optim 0 (e.weight) exp_avg: 12 (each of 4) elements by rank in the units, found shape [3, 4]",)
 
 
 @pytest.mark.parametrize(("length", "fits"), [(4, True), (3, False)])
@@ -315,7 +315,7 @@ def test_the_one_slice_that_dcp_kept_may_be_any_ranks(length: int, fits: bool) -
     assert (said(held, units(orig=True)) == ()) is fits
     if not fits:
         assert said(held, units(orig=True)) == (
-            "optim 0 (e.weight) exp_avg: 4, 4, 4, 0 elements by rank by the units, found a slice of 3",
+            "optim 0 (e.weight) exp_avg: 4, 4, 4, 0 elements by rank in the units, found a slice of 3",
         )
 
 
@@ -342,11 +342,11 @@ def test_groups_of_other_sizes_are_named() -> None:
     keys = ("_flat_param", "l._flat_param")
     recorded = replace(units(), groups=((keys[0],), (keys[1],)))
     assert said(checkpoint(RANKS, optim=raw(units())), recorded) == (
-        "the optimizer has 1 param groups, by the units 2",
+        "the optimizer has 1 param groups, the units have 2",
     )
     one = replace(units(), groups=(keys,))
     held = checkpoint(RANKS, optim=raw(units(), groups=[[keys[0]]]))
-    assert said(held, one) == ("param group 0 lists 1 parameters, by the units it has 2",)
+    assert said(held, one) == ("param group 0 lists 1 parameters, the units have 2",)
     two = checkpoint(RANKS, optim=raw(units(), groups=[[keys[0]], [keys[1]]]))
     why = "the optimizer has 2 param groups, and the units do not say which parameters are in which"
     assert match(two, units()) == Mismatch((why,), unread=2)
@@ -371,8 +371,8 @@ def test_param_names_that_contradict_the_units_are_named_with_both() -> None:
     names = [NAMES[1], NAMES[0], *NAMES[2:]]
     held = checkpoint(RANKS, optim=raw(units(orig=True), param_names=[names]))
     assert said(held, recorded) == (
-        "optim 0 is e.bias by param_names, e.weight by the units",
-        "optim 1 is e.weight by param_names, e.bias by the units",
+        "optim 0 is e.bias in param_names, e.weight in the units",
+        "optim 1 is e.weight in param_names, e.bias in the units",
     )
 
 
@@ -384,8 +384,8 @@ def test_param_names_are_compared_without_the_wrappers() -> None:
     proved(held, replace(units(orig=True), groups=(NAMES,)))
     recorded = replace(units(orig=True), groups=((NAMES[1], NAMES[0], *NAMES[2:]),))
     assert said(held, recorded)[:2] == (
-        "optim 0 is e.weight by param_names, e.bias by the units",
-        "optim 1 is e.bias by param_names, e.weight by the units",
+        "optim 0 is e.weight in param_names, e.bias in the units",
+        "optim 1 is e.bias in param_names, e.weight in the units",
     )
     alien = checkpoint(RANKS, optim=raw(units(orig=True), param_names=[[*names[0][:3], "_fsdp_wrapped_module.x"]]))
     assert "param_names: x is not among the units' parameters" in said(alien, recorded)

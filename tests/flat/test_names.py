@@ -60,7 +60,7 @@ def test_slices_by_name_say_the_order_inside_of_a_unit() -> None:
     units = build_units(params, ("",), Settings(use_orig_params=True))
     source = checkpoint(2, model=local_model(units, 2, by_name=True), optim=optimizer(units, 2))
     other = build_units([params[1], params[0], *params[2:]], ("",), Settings(use_orig_params=True))
-    assert "x stands where the model section has w" in said(match(source, other))
+    assert "x is where the model section has w" in said(match(source, other))
 
 
 def test_a_unit_may_be_listed_before_or_after_those_in_it() -> None:
@@ -82,7 +82,7 @@ def test_own_parameters_may_be_listed_before_or_behind_those_of_children() -> No
     params = [named("a", 3), named("b.w", 3), named("c", 3)]
     units = build_units(params, ("", "b"), Settings(use_orig_params=True))
     assert list(order_contradictions(units, ["a", "c", "b.w"])) == []
-    assert list(order_contradictions(units, ["c", "b.w", "a"])) == ["unit '': a stands where the model section has c"]
+    assert list(order_contradictions(units, ["c", "b.w", "a"])) == ["unit '': a is where the model section has c"]
 
 
 def test_units_that_are_wrong_inside_and_among_each_other_are_told_once() -> None:

@@ -151,11 +151,11 @@ def test_all_wrong_fields_are_listed() -> None:
         (setting("units", 1, "prefix", to=""), "unit '' is listed 2 times"),
         (setting("units", 1, "params", to=[]), "unit 'l.0' has no parameters"),
         (setting(*PARAM, "dtype", to="bfloat16"), "one dtype"),
-        (setting("groups", 0, 0, to="l.0._flat_param"), "l.0._flat_param is no parameter"),
+        (setting("groups", 0, 0, to="l.0._flat_param"), "l.0._flat_param is not a parameter"),
         (setting("groups", 1, 0, to="free"), "free is in 2 places"),
         (setting("shared", 0, 1, to="gone"), "gone, whose other name is h.weight"),
         (setting("shared", 0, 0, to="h.bias"), "h.bias is another name of e.weight"),
-        (setting("shard_size", to=2), "no whole number of sharding groups"),
+        (setting("shard_size", to=2), "cannot be divided into sharding groups"),
         (setting("units", 1, "params", 0, "stride", to=[60, 1, 12]), "3 strides for 4 dimensions"),
         (setting("units", 1, "params", 0, "stride", to=[60, 1, 12, 8]), "leave gaps"),
         (setting("units", 1, "params", 0, "stride", to=[0, 0, 0, 0]), "leave gaps"),
@@ -172,7 +172,7 @@ def test_flat_parameters_are_the_keys_of_groups_without_original_parameters() ->
     document["groups"] = [["l.0._flat_param", "free"], ["_flat_param"]]
     assert decode(document, source="x").groups == (("l.0._flat_param", "free"), ("_flat_param",))
     document["groups"][0].append("e.weight")
-    with pytest.raises(SourceCorruptError, match=r"e\.weight is no flat parameter"):
+    with pytest.raises(SourceCorruptError, match=r"e\.weight is not a flat parameter"):
         decode(document, source="x")
     document["groups"] = None
     document["units"][0]["params"][0]["requires_grad"] = False
@@ -247,7 +247,7 @@ def test_a_unit_in_another_order_than_its_parameters_is_found() -> None:
     units = Units((Unit("", (first, second)),), use_orig_params=False, parameters=("a.weight", "b.weight"))
     assert flaws(units) == []
     swapped = Units((Unit("", (second, first)),), use_orig_params=False, parameters=("a.weight", "b.weight"))
-    assert flaws(swapped) == ["unit '': b.weight stands where parameters has a.weight"]
+    assert flaws(swapped) == ["unit '': b.weight is where parameters has a.weight"]
 
 
 def test_a_file_larger_than_units_can_be_is_refused_before_it_is_parsed() -> None:

@@ -198,13 +198,13 @@ def test_as_many_names_in_an_order_that_no_dealing_can_give() -> None:
 
 def test_what_would_settle_it_depends_on_what_is_open() -> None:
     one = refused(source([[0, 1]], "en"), order("enh"), error=NeedsInformationError)
-    assert one.details == ("id 1 may be n or h",) and one.why.endswith("do not settle which of them it has")
+    assert one.details == ("id 1 may be n or h",) and one.why.endswith("do not decide which of them it has")
     assert "--buffers" in one.next_step and "--parameters" in one.next_step
     listed = refused(source([[0, 1]], "en"), order("enh", explicit=True), error=NeedsInformationError)
     assert "--buffers" not in listed.next_step and "--parameters" in listed.next_step
     two = refused(source([[0], [1]], "nh"), order("nh"), error=NeedsInformationError)
     assert two.details == ("id 0 may be n or h", "id 1 may be h or n")
-    assert two.why.endswith("do not settle which group has which of them")
+    assert two.why.endswith("do not decide which group has which of them")
     assert two.next_step == "add --units FILE, which also says the parameters of every group"
 
 

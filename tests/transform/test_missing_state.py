@@ -232,7 +232,7 @@ def test_a_parameter_of_unknown_shape_is_refused(tmp_path: Path) -> None:
     path = _save(tmp_path / "s.pt", _content(b=0)["optimizer"])
     with pytest.raises(NeedsInformationError) as error:
         _filled(path, "zeros")
-    assert "b: nothing says its shape" in error.value.details
+    assert "b: its shape is not known" in error.value.details
     assert _filled(path, "zeros", _units()).optim.state["b"]["exp_avg"].shape == (7,)
 
 

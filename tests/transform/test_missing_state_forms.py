@@ -166,7 +166,7 @@ def test_ids_get_zeros_where_no_shape_has_to_be_known_and_are_refused_elsewhere(
     assert found is not None and found.state[1] == {"step": 4}
     with pytest.raises(NeedsInformationError) as error:
         fill(source((0, 1), state={0: states("a.w", 4)}), "zeros", units=units())
-    assert error.value.details == ("1: nothing says its shape",)
+    assert error.value.details == ("1: its shape is not known",)
 
 
 def test_states_keep_the_dtype_that_all_others_have_whatever_the_parameter_is() -> None:

@@ -208,7 +208,7 @@ def test_names_without_groups_get_ids_by_an_explicit_order_only() -> None:
 def test_rebuilt_groups_get_ids_only_where_a_lost_group_would_not_matter() -> None:
     named = _checkpoint([["a", "e"]], {"e": (17, 9), "a": (28, 9)})
     named.notes = (Note("groups-rebuilt", "1 param groups rebuilt"),)
-    with pytest.raises(NeedsInformationError, match="another order"):
+    with pytest.raises(NeedsInformationError, match="a different order"):
         to_ids(named, _order())
     named.optim.param_groups[0]["params"] = ["e", "a"]
     assert _groups(to_ids(named, _order())) == [[0, 1]]

@@ -110,9 +110,9 @@ def _of_units(listed: Sequence[Sequence[str]], units: Units) -> list[list[str]]:
     wrong = [text for unit in units.units if (text := _group_division(unit, places))]
     if wrong:
         raise SourceUnsupportedError(
-            "a flat parameter lies in one param group as a whole, and these units do not",
+            "a flat parameter has to be in one param group, and these are divided among several",
             details=wrong,
-            why="use_orig_params=False gives the optimizer one parameter a unit",
+            why="use_orig_params=False gives the optimizer one parameter per unit",
             next_step="add --use-orig-params, or wrap so that the parameters of a unit are in one group",
         )
     holders = units.unit_of()
@@ -144,7 +144,7 @@ def _ordered(
             raise SourceCorruptError(
                 f"the param groups of {checkpoint.source} are not those of the units",
                 details=wrong,
-                why="the units record another optimizer, and its ids would mean other parameters",
+                why="the units record a different optimizer, whose ids mean other parameters",
                 next_step="give the units file of the optimizer that will load it: --units FILE",
             )
         if not absent:
@@ -170,8 +170,10 @@ def _other_groups(listed: Sequence[Sequence[str]], expected: Sequence[Sequence[s
     for number, (members, recorded) in enumerate(zip(listed, expected, strict=True)):
         only = [key for key in members if key not in set(recorded)]
         missing = [key for key in recorded if key not in set(members)]
-        wrong += [f"group {number}: {key} is not in it by the units" for key in only]
-        wrong += [f"group {number}: {key} is in it by the units, and not in the checkpoint" for key in missing]
+        wrong += [f"group {number}: {key} is not in it according to the units" for key in only]
+        wrong += [
+            f"group {number}: {key} is in it according to the units, but not in the checkpoint" for key in missing
+        ]
     return wrong
 
 

@@ -202,7 +202,7 @@ class FlatOptimizer:
             raise SourceUnsupportedError(
                 f"{checkpoint.source}: optimizer states that a flattened checkpoint cannot hold",
                 details=wrong,
-                why="a rank's slice of a parameter says nothing about a state of another shape",
+                why="slices are cut by the shape of the parameter, and these states have a different shape",
                 next_step="convert to another layout (--to full, --to sharded), or only the model (--only model)",
             )
         self._order = [key for key in units.optimizer_keys() if key in self._of_units or key in self._state]

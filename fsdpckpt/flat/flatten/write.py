@@ -160,7 +160,7 @@ class FlatModel:
             raise SourceUnsupportedError(
                 f"{checkpoint.source}: the parameters of a flat parameter have one dtype, and these have several",
                 details=wrong,
-                next_step="wrap them apart, or cast them to one: --dtype",
+                next_step="wrap them separately, or cast them to one dtype: --dtype DTYPE",
             )
         return unit_dtypes
 

@@ -66,7 +66,7 @@ def units_from_model(
 def _module_class(given: str | type[nn.Module]) -> type[nn.Module]:
     module_class = import_object(given, "--wrap") if isinstance(given, str) else given
     if not isinstance(module_class, type) or not issubclass(module_class, nn.Module):
-        raise UsageError(f"{given} is no module class", next_step="--wrap package.module:Class")
+        raise UsageError(f"{given} is not an nn.Module class", next_step="--wrap package.module:Class")
     return module_class
 
 
@@ -74,7 +74,7 @@ def build_on_meta(factory: str | Callable[[], nn.Module]) -> nn.Module:
     """The model that ``factory`` makes under ``torch.device("meta")``: no memory, no weights."""
     make = import_object(factory, "--model") if isinstance(factory, str) else factory
     if not callable(make):
-        raise UsageError(f"{factory} is nothing that can be called", next_step="--model package.module:make_model")
+        raise UsageError(f"{factory} is not callable", next_step="--model package.module:make_model")
     try:
         with torch.device("meta"):
             model = make()
@@ -86,7 +86,7 @@ def build_on_meta(factory: str | Callable[[], nn.Module]) -> nn.Module:
         ) from error
     if not isinstance(model, nn.Module):
         raise UsageError(
-            f"{factory} made no torch.nn.Module",
+            f"{factory} did not return a torch.nn.Module",
             expected="a torch.nn.Module",
             found=type(model).__name__,
             next_step="--model package.module:make_model",
@@ -212,7 +212,7 @@ def _check(units: Units) -> None:
     wrong = list(_refused(units)) or flaws(units)
     if wrong:
         raise SourceUnsupportedError(
-            "FSDP1 would not wrap this model so",
+            "FSDP1 would not wrap this model like this",
             details=wrong,
             why="the classes to wrap, use_orig_params or the dtype of the model are not those of the training script",
             next_step="give the same as the training script does, or call save_units there",
@@ -361,7 +361,7 @@ def import_object(reference: str, option: str) -> object:
     module_name, _, name = reference.partition(":")
     if not module_name or not name:
         raise UsageError(
-            f"{option} takes package.module:name, and {reference!r} is none", next_step=f"{option} package.module:name"
+            f"{option} takes package.module:name, not {reference!r}", next_step=f"{option} package.module:name"
         )
     directory = os.getcwd()
     if directory not in sys.path:

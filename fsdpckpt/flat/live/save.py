@@ -181,7 +181,7 @@ def _prove(units: Units, modules: list[FsdpModule]) -> None:
         wrong += contradictions(unit, one, shard_size=shard_size, use_orig_params=units.use_orig_params)
     if wrong:
         raise InternalError(
-            "the units of this model are not as this version of fsdpckpt understands FSDP1's",
+            "this version of fsdpckpt does not understand the units of this model",
             details=wrong,
             why=f"torch {torch.__version__} lays out flat parameters in another way, or the model was changed after "
             "it was wrapped",

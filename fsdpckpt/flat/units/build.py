@@ -203,7 +203,7 @@ def _pattern(glob: str) -> re.Pattern[str]:
     try:
         return re.compile(text)
     except re.error:
-        raise UsageError(f"--unit {glob}: {glob!r} is no glob", next_step="--unit 'layers.*'") from None
+        raise UsageError(f"--unit {glob}: {glob!r} is not a glob", next_step="--unit 'layers.*'") from None
 
 
 def _nothing(glob: str, paths: Sequence[str]) -> UsageError:

@@ -101,7 +101,7 @@ class _Candidates:
             if self.unsharded:
                 both = {param.name: param for param in (*self.possible, *self.unsharded)}
                 params = [both[param.name] for param in self.names.params if param.name in both]
-                assumption = f"taken for parameters that FSDP does not manage: {_some(self.unsharded)}"
+                assumption = f"treated as parameters that FSDP does not manage: {_some(self.unsharded)}"
                 yield self._candidate(params, roots, assumed=assumption)
             for params, assumption in self._without_buffers():
                 yield self._candidate(params, roots, assumed=assumption)
@@ -116,7 +116,7 @@ class _Candidates:
                 for later, first in self._ties(buffers):
                     left_out = {later, *(param.name for param in buffers)}
                     params = [param for param in self.possible if param.name not in left_out]
-                    assumption = f"taken for buffers: {_some(buffers)}; {later} taken for {first}, shared"
+                    assumption = f"treated as buffers: {_some(buffers)}; {later} taken for {first}, shared"
                     yield self._candidate(params, roots, shared=[(later, first)], assumed=assumption, tier=2)
 
     def _maybe_buffers(self) -> list[NamedParam]:
@@ -155,7 +155,7 @@ class _Candidates:
                 names = {param.name for param in buffers}
                 if len(names) < len(self.possible) and self._explains(buffers, all_shown=False):
                     params = [param for param in self.possible if param.name not in names]
-                    yield params, f"taken for buffers: {_some(buffers)}"
+                    yield params, f"treated as buffers: {_some(buffers)}"
 
     def _ties(self, omitted: Sequence[NamedParam] = ()) -> Iterator[tuple[str, str]]:
         """Pairs (later, first) that may be one shared parameter.

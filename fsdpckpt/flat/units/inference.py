@@ -158,7 +158,7 @@ def _splits(checkpoint: Checkpoint) -> bool:
 
 def _unstrided(checkpoint: Checkpoint, kernels: list[str]) -> NeedsInformationError:
     return NeedsInformationError(
-        f"whether {checkpoint.source} is of a channels_last model is not known",
+        f"nothing says whether {checkpoint.source} is of a channels_last model",
         details=kernels,
         why="FSDP1 flattens the kernels of convolutions in memory order, and neither lengths nor shapes show it",
         next_step="add --units FILE: save_units and `fsdpckpt units --model` record the strides",
@@ -187,7 +187,7 @@ _OPTIONS = {
 def _ambiguous(checkpoint: Checkpoint, several: list[_Fitting]) -> NeedsInformationError:
     options = [_OPTIONS[name] for name in _differing([one.match.units for one in several])]
     if len({(one.candidate.assumed, one.match.units.groups) for one in several}) > 1:
-        options.append("--parameters FILE (the names of model.named_parameters(), one a line)")
+        options.append("--parameters FILE (the names of model.named_parameters(), one per line)")
     readings = list(dict.fromkeys(one.description + _first_difference(one, several) for one in several))
     return NeedsInformationError(
         f"the units of {checkpoint.source} are not certain: {len(several)} readings fit the lengths of all slices",
@@ -211,7 +211,7 @@ def _unordered(checkpoint: Checkpoint, chosen: _Fitting, reason: str) -> NeedsIn
         details=[chosen.candidate.label],
         why="the names come from where keys are sorted (safetensors, some DCP directories), and lengths do not show "
         "which of two parameters comes first",
-        next_step="add --parameters FILE (the names of model.named_parameters(), one a line), --reference PATH of a "
+        next_step="add --parameters FILE (the names of model.named_parameters(), one per line), --reference PATH of a "
         "checkpoint that PyTorch wrote, or --units FILE",
     )
 
@@ -243,7 +243,7 @@ def why_order_matters(checkpoint: Checkpoint, match: FlatMatch) -> str | None:
         crowded = [unit for unit in units.units if sum(param.numel > 0 for param in unit.params) > 1]
         if crowded:
             many = len(crowded[0].params)
-            return f"{many} parameters lie in unit {crowded[0].prefix!r}, in an order that nothing shows"
+            return f"{many} parameters lie in unit {crowded[0].prefix!r}, in an unknown order"
     optim = checkpoint.optim
     if optim is None or optim.key_type != "id":
         return None

@@ -76,8 +76,8 @@ def require_model_order(resolved: ResolvedUnits, source: str) -> None:
             f"the order of the parameters of {source} is known inside of each unit only",
             why="the names come from the optimizer, which lists them flat parameter by flat parameter, or as its user "
             "did; ids count in the order of model.parameters()",
-            next_step="add --parameters FILE (the names of model.named_parameters(), one a line), --reference PATH of "
-            "a checkpoint of this model, or --units FILE",
+            next_step="add --parameters FILE (the names of model.named_parameters(), one per line), --reference PATH "
+            "of a checkpoint of this model, or --units FILE",
         )
 
 
@@ -111,7 +111,7 @@ def reference_names(path: str, sources: Sources) -> ParameterNames:
     names = model_names(checkpoint, path) or optimizer_names(checkpoint, f"the optimizer of {path}")
     if names is None:
         raise SourceUnrecognisedError(
-            f"{path} has no names and shapes: it is no reference",
+            f"{path} has no names and shapes, so it cannot be a reference",
             file=path,
             expected="a full or sharded model state dict",
             found=f"a checkpoint that is {checkpoint.layout}",
@@ -130,7 +130,7 @@ def require_agreement(units: Units, request: UnitsRequest, sources: Sources, des
     raise SourceCorruptError(
         f"{' and '.join(given)} {'contradicts' if len(given) == 1 else 'contradict'} {described}",
         details=wrong,
-        why="what was given describes another model, another wrapping, or another version of this one",
+        why="what was given describes a different model, wrapping or version of this one",
         next_step=f"drop {' and '.join(given)}, or give what belongs to this model",
     )
 
@@ -141,7 +141,7 @@ def option_contradictions(units: Units, request: UnitsRequest, sources: Sources)
     if request.parameters is not None:
         for number, (listed, name) in enumerate(zip_longest(request.parameters, units.parameters)):
             if listed != name:
-                wrong.append(f"parameter {number} is {name} by the units, {listed} by --parameters")
+                wrong.append(f"parameter {number} is {name} in the units, {listed} in --parameters")
     if request.reference is not None:
         wrong.extend(_reference(units, reference_names(request.reference, sources)))
     return wrong
@@ -158,7 +158,7 @@ def _wrapped(units: Units, globs: tuple[str, ...]) -> Iterator[str]:
         )
         if misplaced is not None:
             by_globs = innermost_unit(misplaced, prefixes)
-            yield f"{misplaced} is in unit {unit.prefix!r} by the units, in {by_globs!r} by --unit"
+            yield f"{misplaced} is in unit {unit.prefix!r} according to the units, in {by_globs!r} according to --unit"
 
 
 def _reference(units: Units, names: ParameterNames) -> list[str]:
@@ -170,12 +170,12 @@ def _reference(units: Units, names: ParameterNames) -> list[str]:
         if referenced is None:
             wrong.append(f"{name} is in the units, not in {names.label}")
         elif referenced.shape != param.shape:
-            wrong.append(f"{name}: {list(param.shape)} by the units, {list(referenced.shape)} in {names.label}")
+            wrong.append(f"{name}: {list(param.shape)} in the units, {list(referenced.shape)} in {names.label}")
     if not wrong and names.ordered:
         known = [param.name for param in names.params if param.name in set(units.parameters)]
         ordered = [name for name in units.parameters if name in set(known)]
         pairs = [(a, b) for a, b in zip(ordered, known, strict=True) if a != b]
-        wrong.extend(f"{a} stands where {names.label} has {b}" for a, b in pairs)
+        wrong.extend(f"{a} is where {names.label} has {b}" for a, b in pairs)
     return wrong
 
 
@@ -201,16 +201,16 @@ def _model(units: Units, names: ParameterNames, dtype: DType | None) -> Iterator
     for name, param in params.items():
         named = by_name.get(tied.get(name, name))
         if named is None:
-            yield f"the units have {name}, the model section has not"
+            yield f"the units have {name}, the model section does not"
         elif named.shape != param.shape:
-            yield f"{name}: {list(param.shape)} by the units, {list(named.shape)} in the model section"
+            yield f"{name}: {list(param.shape)} in the units, {list(named.shape)} in the model section"
         elif (written := dtype if dtype is not None and named.dtype.floating else named.dtype) != param.dtype:
-            yield f"{name}: {param.dtype.name} by the units, {written.name} in the model section"
+            yield f"{name}: {param.dtype.name} in the units, {written.name} in the model section"
         elif param.order != named.unit_param().order and named.stride is not None:
-            yield f"{name}: strides {param.stride} by the units, {named.stride} in the model section"
+            yield f"{name}: strides {param.stride} in the units, {named.stride} in the model section"
     for name, named in by_name.items():
         if named.sharded and name not in params and name not in later:
-            yield f"the model section has a parameter {name}, the units have not"
+            yield f"the model section has a parameter {name}, the units do not"
 
 
 def _optimizer(units: Units, optim: OptimState) -> Iterator[str]:
@@ -232,7 +232,7 @@ def _states(name: str, param: UnitParam, states: Mapping[str, Tensor | Value]) -
     """States may have other shapes than their parameter (factors), but not all of them one single other shape."""
     shapes = {leaf.shape for leaf in states.values() if isinstance(leaf, Tensor) and leaf.numel > 1}
     if len(shapes) == 1 and param.shape not in shapes:
-        yield f"{name}: {list(param.shape)} by the units, its optimizer states are {list(next(iter(shapes)))}"
+        yield f"{name}: {list(param.shape)} in the units, its optimizer states are {list(next(iter(shapes)))}"
 
 
 def _groups(units: Units, optim: OptimState) -> Iterator[str]:
@@ -247,11 +247,11 @@ def _groups(units: Units, optim: OptimState) -> Iterator[str]:
     if recorded is None or unknown or not listed:
         return
     if len(recorded) != len(listed):
-        yield f"the optimizer has {len(listed)} param groups, by the units {len(recorded)}"
+        yield f"the optimizer has {len(listed)} param groups, the units have {len(recorded)}"
         return
     for number, (names, by_units) in enumerate(zip(listed, recorded, strict=True)):
         for name in sorted(set(names) - set(by_units)):
-            yield f"param group {number} lists {name}, by the units it does not"
+            yield f"param group {number} lists {name}, and the units do not"
 
 
 def listed_names(optim: OptimState) -> Sequence[Sequence[str]]:
@@ -269,7 +269,7 @@ def require_description(checkpoint: Checkpoint, units: Units) -> None:
         raise SourceCorruptError(
             f"the units are not those of {checkpoint.source}",
             details=wrong,
-            why="they describe another model, or another version of this one",
+            why="they describe a different model, or another version of this one",
             next_step="give the units file of the model that will load it: --units FILE",
         )
 
@@ -284,14 +284,14 @@ def _model_differences(checkpoint: Checkpoint, units: Units, params: dict[str, U
         if not isinstance(leaf, Tensor):
             yield f"the model section has no parameter {name}"
         elif leaf.shape != param.shape:
-            yield f"{name}: {list(param.shape)} by the units, {list(leaf.shape)} in the model section"
+            yield f"{name}: {list(param.shape)} in the units, {list(leaf.shape)} in the model section"
     for name, leaf in leaves.items():
         first = shared.get(name)
         if first is None:
             if isinstance(leaf, Tensor) and leaf.sharded and name not in params:
                 yield f"the units have no parameter {name}, which the model section has"
         elif isinstance(leaf, Tensor) and first in params and leaf.shape != params[first].shape:
-            yield f"{name}: {list(params[first].shape)} by the units ({first}), {list(leaf.shape)} in the model section"
+            yield f"{name}: {list(params[first].shape)} in the units ({first}), {list(leaf.shape)} in the model section"
 
 
 def _optim_differences(optim: OptimState, units: Units, params: dict[str, UnitParam]) -> list[str]:
@@ -304,7 +304,7 @@ def _optim_differences(optim: OptimState, units: Units, params: dict[str, UnitPa
         if key not in known and key not in listed and _looks_sharded(states)
     ]
     wrong += [
-        f"the optimizer has states for {first} and for {later}, which are one parameter by the units"
+        f"the optimizer has states for {first} and for {later}, which are one parameter in the units"
         for later, first in units.shared
         if optim.state.get(first) and optim.state.get(later)
     ]

@@ -96,7 +96,7 @@ def source_units(
         raise NeedsInformationError(
             f"several units files that differ lie beside {checkpoint.source}",
             details=checkpoint.units_from.split(", "),
-            why="each describes another model or another wrapping, and only one can be this checkpoint's",
+            why="each describes a different model or wrapping, and only one can be this checkpoint's",
             next_step="name the one that belongs to it: --units FILE",
         )
     if request.file is None:
@@ -123,7 +123,7 @@ def _given(checkpoint: Checkpoint, units: Units, label: str, request: UnitsReque
         raise SourceCorruptError(
             f"the units of {label} are not those of {checkpoint.source}",
             details=result.contradictions,
-            why="they belong to another model, another wrapping or another run, rank files were mixed up, or the "
+            why="they belong to a different model, wrapping or run, rank files were mixed up, or the "
             "optimizers of the ranks list their parameters in different orders",
             next_step=_SAVED,
             file=label,
@@ -175,7 +175,7 @@ def _names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sources) -> P
     known = [names for names in lists if names is not None]
     if not known:
         raise NeedsInformationError(
-            f"{checkpoint.source} holds flat parameters, and nothing says which parameters lie in them",
+            f"{checkpoint.source} holds flat parameters, and nothing says which parameters they hold",
             details=describe_lengths(checkpoint),
             why="PyTorch does not save names and shapes with them, and " + _why_no_units_file(checkpoint),
             next_step="add --units FILE (save_units or `fsdpckpt units` makes one), or --reference PATH of a full or "
@@ -221,8 +221,8 @@ def _prefixes(
         raise UsageError(
             f"--unit names other units than {checkpoint.source} has",
             details=[
-                *(f"{one} is no unit by {shown.label}" for one in unknown),
-                *(f"{one} is a unit by {shown.label}, and no --unit matches it" for one in absent),
+                *(f"{one} is not a unit according to {shown.label}" for one in unknown),
+                *(f"{one} is a unit according to {shown.label}, and no --unit matches it" for one in absent),
             ],
             next_step="drop --unit: the checkpoint names its units itself",
         )
@@ -240,9 +240,9 @@ def _refused(
     return NeedsInformationError(
         f"the units of {checkpoint.source} cannot be inferred: names from {names.label}, units from {prefixes.label}",
         details=[f"nearest: {refusal.nearest}", *refusal.contradictions],
-        why="the names are those of another model, units were left out, or rank files were mixed up; or the job used "
-        "settings that were not tried",
-        next_step=f"give what is wrong above with --unit GLOB, --reference PATH or --parameters FILE, or {_SAVED}",
+        why="the names are those of a different model, units were left out, or rank files were mixed up; or the job "
+        "used settings that were not tried",
+        next_step=f"correct what is wrong above with --unit GLOB, --reference PATH or --parameters FILE, or {_SAVED}",
     )
 
 

@@ -82,7 +82,7 @@ def _wrapping(
     if not request.globs:
         raise NeedsInformationError(
             f"nothing says which modules of {checkpoint.source} become FSDP units",
-            why="wrapping is never guessed: another wrapping gives other files",
+            why="wrapping is never guessed: a different wrapping gives different files",
             next_step="add --units FILE (save_units or `fsdpckpt units` makes one), or --unit GLOB (repeatable) for "
             "the wrapped modules, for example --unit 'model.layers.*' (--unit none when only the root is wrapped)",
         )
@@ -115,8 +115,8 @@ def _require_description(units: Units, checkpoint: Checkpoint, request: UnitsReq
         details=wrong,
         why="they have the names and the order of --parameters"
         if listed
-        else "they are those of another model, or of another version of this one",
-        next_step="write the names of model.named_parameters() into the file of --parameters, one a line, in that order"
+        else "they are those of a different model, or of another version of this one",
+        next_step="write the names of model.named_parameters() into the --parameters file, one per line, in that order"
         if listed
         else "give this model's: --units FILE (save_units or `fsdpckpt units` makes one)",
         file=request.file,
@@ -187,7 +187,7 @@ def _sharding(units: Units, request: UnitsRequest, world_size: int | None) -> Un
         if request.shard_size is not None:
             raise UsageError(
                 f"--shard-size {size} does not divide the {world_size} ranks of the target",
-                why="every sharding group has as many ranks",
+                why="every sharding group has the same number of ranks",
                 next_step="--shard-size with one of "
                 + ", ".join(str(one) for one in range(2, world_size + 1) if world_size % one == 0),
             )
@@ -219,10 +219,10 @@ def _require_possible(units: Units) -> None:
     wrong = flaws(units)
     if wrong:
         raise UsageError(
-            "FSDP1 cannot wrap this model so",
+            "FSDP1 cannot wrap this model like this",
             details=wrong,
             why="the parameters of one flat parameter have one dtype, and with use_orig_params=False one requires_grad",
-            next_step="wrap it another way (--unit GLOB or --units FILE), or add --use-orig-params",
+            next_step="wrap it differently (--unit GLOB or --units FILE), or add --use-orig-params",
         )
 
 
@@ -230,10 +230,12 @@ def _settings_notes(units: Units, request: UnitsRequest, *, aligned: bool) -> li
     """``aligned``: the alignment is recorded in a file, or proved by the source's own slices."""
     lines = [describe_settings(units)]
     if units.use_orig_params and not aligned and any(unit.param_dtype is None for unit in units.units):
-        lines.append("nothing says which MixedPrecision.param_dtype the job uses, if any: --param-dtype says it")
+        lines.append(
+            "nothing says which MixedPrecision.param_dtype the job uses, if any: give --param-dtype DTYPE if it does"
+        )
     kernels = possibly_channels_last(units)
     if kernels and request.globs:
-        lines.append(f"{len(kernels)} kernels are taken for row-major: channels_last models need --units FILE")
+        lines.append(f"{len(kernels)} kernels are assumed to be row-major: channels_last models need --units FILE")
     return lines
 
 
@@ -253,7 +255,7 @@ def target_names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sources
         chosen = _with_reference(checkpoint_names, reference_names(request.reference, sources))
     if chosen is None:
         raise NeedsInformationError(
-            f"{checkpoint.source} has no names and shapes to make units of",
+            f"{checkpoint.source} has no names and shapes to make units from",
             next_step="add --units FILE, or --reference PATH of a full or sharded checkpoint of this model",
         )
     if request.parameters is not None:
@@ -304,7 +306,7 @@ def _explicit(names: ParameterNames, order: tuple[str, ...], checkpoint: Checkpo
         raise SourceCorruptError(
             f"--parameters lists names that {checkpoint.source} does not have",
             details=absent,
-            next_step="--parameters FILE with the names of model.named_parameters(), one a line",
+            next_step="--parameters FILE with the names of model.named_parameters(), one per line",
         )
     optim = checkpoint.optim
     with_state = [str(key) for key in optim.state if str(key) in by_name] if optim is not None else []
@@ -313,7 +315,7 @@ def _explicit(names: ParameterNames, order: tuple[str, ...], checkpoint: Checkpo
         raise SourceCorruptError(
             f"--parameters does not list {len(absent)} of the parameters that the optimizer has states of",
             details=absent,
-            next_step="--parameters FILE with the names of model.named_parameters(), one a line",
+            next_step="--parameters FILE with the names of model.named_parameters(), one per line",
         )
     listed, shared = set(order), list(names.shared)
     for name, param in by_name.items():
@@ -360,11 +362,11 @@ def _settled(names: ParameterNames, checkpoint: Checkpoint) -> ParameterNames:
             open_.append(f"{param.name} may be a parameter or a buffer")
     if open_:
         raise NeedsInformationError(
-            f"{checkpoint.source} does not say enough of {len(open_)} of its names to make units of them",
+            f"{checkpoint.source} does not say enough about {len(open_)} of its names to make units from them",
             details=open_,
             why="a flat parameter holds every parameter once, frozen ones too, and no buffer",
             next_step="add --buffers GLOB for the buffers (--buffers none when there are none), --parameters FILE (the "
-            "names of model.named_parameters(), one a line), or --units FILE",
+            "names of model.named_parameters(), one per line), or --units FILE",
         )
     return replace(names, params=tuple(params))
 
@@ -376,10 +378,10 @@ def require_known_order(units: Units, names: ParameterNames, checkpoint: Checkpo
     if (names.ordered and names.in_model_order) or not matters:
         return
     raise NeedsInformationError(
-        f"the order of the parameters is not known: {names.label} has them in no order of the model's",
+        f"the order of the parameters is not known: {names.label} does not keep the model's order",
         details=[f"unit {unit.prefix!r} has {len(unit.params)} parameters" for unit in crowded],
         why="safetensors files and some DCP directories sort their keys, FSDP1 lists an optimizer's parameters unit by "
         "unit, and in a flat parameter and in ids the order is all there is",
-        next_step="add --parameters FILE (the names of model.named_parameters(), one a line), --reference PATH of a "
+        next_step="add --parameters FILE (the names of model.named_parameters(), one per line), --reference PATH of a "
         "checkpoint that PyTorch wrote, or --units FILE",
     )

@@ -281,10 +281,10 @@ def check_expansion(root: Value, file: str) -> None:
     entries, _ = measure.of(root)
     if entries > _FREE_ENTRIES + _SHARING * measure.stored:
         raise SourceCorruptError(
-            f"{file} shares values so often that they never end",
+            f"{file} repeats values so often that reading them would never end",
             file=file,
             expected=f"at most {_FREE_ITEMS + _SHARING * measure.stored} entries",
-            found=f"{entries:.3g}" if entries < 1e300 else "more than a number can say",
+            found=f"{entries:.3g}" if entries < 1e300 else "too many to count",
             why="the file was made to keep a reader busy; training code does not do this",
         )
 

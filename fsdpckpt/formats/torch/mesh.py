@@ -80,7 +80,7 @@ class FileParser:
 
     def _corrupt(self, key: str, what: str, expected: str, found: str) -> NoReturn:
         """Refuse the tensor ``key``, whose parts do not fit each other."""
-        why = "the file is damaged, or a torch version wrote it that fsdpckpt does not know"
+        why = "the file is damaged, or was written by a torch version that fsdpckpt does not know"
         raise damaged(self._source.path, f"{key}: {what}", expected, found, key=key, why=why)
 
 
@@ -116,7 +116,7 @@ class MeshParser(FileParser):
         if place is not None and ranks:
             placed = ranks[_position(place, shape)]
             if rank is not None and rank != placed:
-                self._corrupt(key, f"the mesh has another rank at {place}", f"rank {rank}", f"rank {placed}")
+                self._corrupt(key, f"the mesh has a different rank at {place}", f"rank {rank}", f"rank {placed}")
             rank = placed
         root = attributes.get("_root_mesh", attributes.get("_parent_mesh"))
         if isinstance(root, StubInstance):

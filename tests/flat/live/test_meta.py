@@ -89,9 +89,9 @@ def test_names_are_imported_and_settings_told() -> None:
         ("tests.flat.live.models:", "takes package.module:name"),
         ("tests.flat.live.no_such_module:make", "could not be imported: ModuleNotFoundError"),
         ("tests.flat.live.models:Nested.nothing", "there is no 'nothing'"),
-        ("tests.flat.live.models:CASES", "is nothing that can be called"),
+        ("tests.flat.live.models:CASES", "is not callable"),
         ("tests.flat.live.models:Case", "did not make a model on the meta device: TypeError"),
-        ("tests.flat.live.test_meta:make_nothing", "made no torch.nn.Module"),
+        ("tests.flat.live.test_meta:make_nothing", "did not return a torch.nn.Module"),
         ("tests.flat.live.test_meta:make_trouble", "did not make a model on the meta device"),
     ],
 )
@@ -115,7 +115,7 @@ def test_classes_and_globs_that_match_nothing_are_errors_that_show_what_there_is
     with pytest.raises(UsageError, match=r"no module of class torch\.nn\.modules\.conv:Conv2d") as error:
         units_from_model(Nested, ["torch.nn:Conv2d"], use_orig_params=True)
     assert "tests.oracle.flat_models:Perceptron" in error.value.details
-    with pytest.raises(UsageError, match="is no module class"):
+    with pytest.raises(UsageError, match="not an nn"):
         units_from_model(Nested, ["torch:tensor"], use_orig_params=True)
     with pytest.raises(UsageError, match=r"--ignore outer\.\*\.nothing matches no module") as error:
         units_from_model(Nested, [], use_orig_params=True, ignored=["outer.*.nothing"])

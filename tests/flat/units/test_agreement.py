@@ -59,28 +59,26 @@ def test_units_of_this_very_model_contradict_nothing() -> None:
 
 
 def test_a_parameter_that_only_the_units_have_is_named() -> None:
-    assert said(full(sharded_model(PARAMS[:3]))) == ["the units have b.bias, the model section has not"]
+    assert said(full(sharded_model(PARAMS[:3]))) == ["the units have b.bias, the model section does not"]
 
 
 def test_a_parameter_that_only_the_model_has_is_named_and_a_buffer_is_not() -> None:
-    assert said(full(with_leaf("c", whole(4, offset=999)))) == [
-        "the model section has a parameter c, the units have not"
-    ]
+    assert said(full(with_leaf("c", whole(4, offset=999)))) == ["the model section has a parameter c, the units do not"]
     assert said(full(with_leaf("c", whole(4, offset=999, sharded=False)))) == []
     assert said(full(with_leaf("c", whole(4, offset=999, sharded=None)))) == []
 
 
 def test_another_shape_of_as_many_elements_is_named() -> None:
     assert said(full(with_leaf("a.weight", whole(3, 5)))) == [
-        "a.weight: [5, 3] by the units, [3, 5] in the model section"
+        "a.weight: [5, 3] in the units, [3, 5] in the model section"
     ]
 
 
 def test_another_dtype_is_named_and_what_a_cast_makes_of_it_is_what_counts() -> None:
     half = full(with_leaf("a.weight", whole(5, 3, dtype=DTYPES["bfloat16"])))
-    assert said(half) == ["a.weight: float32 by the units, bfloat16 in the model section"]
+    assert said(half) == ["a.weight: float32 in the units, bfloat16 in the model section"]
     assert said(half, dtype="float32") == []
-    assert said(half, dtype="float16")[0] == "a.weight: float32 by the units, float16 in the model section"
+    assert said(half, dtype="float16")[0] == "a.weight: float32 in the units, float16 in the model section"
 
 
 def test_a_cast_leaves_integers_what_they_are() -> None:
@@ -97,7 +95,7 @@ def turned(name: str, *shape: int) -> Tensor:
 
 def test_another_memory_order_is_named_for_a_flat_parameter_holds_the_memory() -> None:
     assert said(full(with_leaf("a.weight", turned("a.weight", 5, 3)))) == [
-        "a.weight: strides None by the units, (1, 5) in the model section"
+        "a.weight: strides None in the units, (1, 5) in the model section"
     ]
 
 
@@ -127,7 +125,7 @@ def test_a_shared_parameter_may_be_stored_under_either_of_its_names_or_both() ->
 def test_another_order_than_the_models_is_named_unless_it_is_in_no_order() -> None:
     other = build_units([PARAMS[index] for index in (1, 0, 2, 3)], ("", "a", "b"), Settings(use_orig_params=True))
     (text,) = said(full(sharded_model(PARAMS)), other)
-    assert "a.bias stands where the model section has a.weight" in text
+    assert "a.bias is where the model section has a.weight" in text
     alphabetical = sharded_model(sorted(PARAMS, key=lambda param: param.name))
     assert said(full(alphabetical)) == []
 
@@ -165,7 +163,7 @@ def test_a_listed_name_without_states_is_named_too() -> None:
 
 def test_states_that_all_have_another_shape_contradict_the_units() -> None:
     entries = {**by_name().state, "a.weight": states((3, 5), (3, 5))}
-    assert said(full(optim=by_name(entries))) == ["a.weight: [5, 3] by the units, its optimizer states are [3, 5]"]
+    assert said(full(optim=by_name(entries))) == ["a.weight: [5, 3] in the units, its optimizer states are [3, 5]"]
 
 
 @pytest.mark.parametrize(
@@ -194,20 +192,20 @@ def test_an_optimizer_by_id_is_left_to_those_who_name_its_ids() -> None:
 
 def test_another_number_of_groups_is_named() -> None:
     units = replace(UNITS, groups=(NAMES[:2], NAMES[2:]))
-    assert said(full(optim=by_name()), units) == ["the optimizer has 1 param groups, by the units 2"]
+    assert said(full(optim=by_name()), units) == ["the optimizer has 1 param groups, the units have 2"]
 
 
 def test_a_parameter_in_another_group_is_named_once_for_each() -> None:
     units = replace(UNITS, groups=(NAMES[:2], NAMES[2:]))
     assert said(full(optim=by_name(None, NAMES[:2], NAMES[2:])), units) == []
     assert said(full(optim=by_name(None, NAMES[:1], NAMES[1:])), units) == [
-        "param group 1 lists a.bias, by the units it does not"
+        "param group 1 lists a.bias, and the units do not"
     ]
     assert said(full(optim=by_name(None, NAMES[2:], NAMES[:2])), units) == [
-        "param group 0 lists b.bias, by the units it does not",
-        "param group 0 lists b.weight, by the units it does not",
-        "param group 1 lists a.bias, by the units it does not",
-        "param group 1 lists a.weight, by the units it does not",
+        "param group 0 lists b.bias, and the units do not",
+        "param group 0 lists b.weight, and the units do not",
+        "param group 1 lists a.bias, and the units do not",
+        "param group 1 lists a.weight, and the units do not",
     ]
 
 

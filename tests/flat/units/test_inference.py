@@ -236,7 +236,7 @@ def test_the_order_within_one_flat_parameter_is_not_shown_by_its_length() -> Non
     params = (named("a.weight", 5, 3), named("b.weight", 7, 3))
     source = checkpoint(2, optim=optimizer(units_of(params, ("",), orig=False), 2))
     root = UnitPrefixes(("",), complete=False, label="--unit none")
-    with pytest.raises(NeedsInformationError, match="in an order that nothing shows"):
+    with pytest.raises(NeedsInformationError, match="in an unknown order"):
         inferred(source, name_list(*params, ordered=False), root)
 
 

@@ -133,7 +133,7 @@ def test_a_reference_that_contradicts_the_units_file_is_refused_with_every_contr
         source_units(raw(beside=units_of()), request, sources)
     h, weight = caught.value.details
     assert h.startswith("h.weight is in the units, not in")
-    assert weight.startswith("l.0.a.weight: [28, 9] by the units, [9, 28] in")
+    assert weight.startswith("l.0.a.weight: [28, 9] in the units, [9, 28] in")
 
 
 def test_parameters_in_another_order_than_the_units_file_says_are_refused(sources: Sources) -> None:
@@ -157,7 +157,7 @@ def test_unit_globs_that_contradict_the_units_file_are_refused(tmp_path: Path, s
     request = UnitsRequest(globs=("l.0",))
     with pytest.raises(SourceCorruptError, match="--unit contradicts the units of run/step-7") as caught:
         source_units(raw(beside=units_of()), request, sources)
-    assert caught.value.details == ("l.1.a.weight is in unit 'l.1' by the units, in '' by --unit",)
+    assert caught.value.details == ("l.1.a.weight is in unit 'l.1' according to the units, in '' according to --unit",)
     given = replace(request, file=saved(tmp_path, units_of()))
     with pytest.raises(SourceCorruptError, match="--unit contradicts"):
         target_units(full(), given, None, 4, sources)
@@ -242,7 +242,7 @@ def test_units_given_by_glob_have_to_be_those_the_checkpoint_names(tmp_path: Pat
     request = UnitsRequest(globs=("l.0",), reference=saved_model(tmp_path))
     with pytest.raises(UsageError) as caught:
         source_units(source, request, sources)
-    assert caught.value.details == ("l.1 is a unit by the flat parameters' keys, and no --unit matches it",)
+    assert caught.value.details == ("l.1 is a unit according to the flat parameters' keys, and no --unit matches it",)
 
 
 def test_a_frozen_unit_that_param_names_cannot_show_is_given_by_glob(tmp_path: Path, sources: Sources) -> None:
@@ -332,7 +332,7 @@ def test_units_of_another_model_are_refused_with_every_difference(tmp_path: Path
         target_units(full(), request, None, 4, sources)
     text = "\n".join(caught.value.details)
     for said in (
-        "e.weight: [9, 17] by the units, [17, 9] in the model",
+        "e.weight: [9, 17] in the units, [17, 9] in the model",
         "the units have l.0.b.weight",
         "parameter l.0.a.weight",
         "l.1.a.bias: bfloat16",
@@ -351,7 +351,7 @@ def test_without_a_model_section_the_shapes_of_the_states_have_to_agree(sources:
     other = units_of(params=[replace(PARAMS[0], shape=(9, 17)), *PARAMS[1:]])
     with pytest.raises(SourceCorruptError) as caught:
         target_units(replace(full(), model=None), UnitsRequest(), other, 4, sources)
-    assert caught.value.details == ("e.weight: [9, 17] by the units, its optimizer states are [17, 9]",)
+    assert caught.value.details == ("e.weight: [9, 17] in the units, its optimizer states are [17, 9]",)
 
 
 def test_names_that_may_be_buffers_are_asked_about(sources: Sources) -> None:
