@@ -24,7 +24,7 @@ from fsdpckpt.wording import in_python
             "add units=FILE, or reference=PATH of a full checkpoint",
         ),
         ("--world-size 3 is more than it has", "world_size=3 is more than it has"),
-        ("--world-size counts ranks", "world_size counts ranks"),
+        ("--world-size is a number of ranks", "world_size is a number of ranks"),
         ("add --use-orig-params or --no-use-orig-params", "add use_orig_params=True or use_orig_params=False"),
         ("add --unit GLOB (repeatable) for example --unit 'layers.*'", "add unit=GLOB for example unit='layers.*'"),
         ("drop --to and --container", "drop to and container"),

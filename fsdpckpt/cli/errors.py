@@ -96,7 +96,7 @@ def guarded(output: Output, body: Callable[[], int]) -> int:
 
 
 def _interrupted(error: BaseException) -> InterruptedRunError:
-    leftover, why = leftover_of(error), "Ctrl-C, or the system asked for it"
+    leftover, why = leftover_of(error), "Ctrl-C, or a signal from the system"
     if leftover is None:
         return InterruptedRunError("by a signal", why=f"{why}; no partial output was left", next_step="run it again")
     import shlex

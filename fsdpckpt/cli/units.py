@@ -95,7 +95,7 @@ def _refuse(options: tuple[str, ...], goes_with: str) -> None:
     """Options that would be without effect are mistakes."""
     if options:
         raise UsageError(
-            f"{', '.join(options)} would have no effect here", why=f"it goes with {goes_with} alone", next_step=_HELP
+            f"{', '.join(options)} would have no effect here", why=f"it goes only with {goes_with}", next_step=_HELP
         )
 
 
@@ -110,7 +110,7 @@ def _target(path: str | None, *, overwrite: bool) -> str | None:
             f"{path} exists",
             file=path,
             why="fsdpckpt won't replace existing files without --overwrite",
-            next_step=f"add --overwrite, or give another file than {shlex.quote(path)}",
+            next_step=f"add --overwrite, or give a file other than {shlex.quote(path)}",
         )
     if os.path.lexists(path):
         _require_units_file(path)

@@ -116,13 +116,15 @@ def _placement(placement: Placement, dimensions: int, key: str) -> ir_mesh.Place
     dim = getattr(placement, "dim", None)
     if dim is None:
         raise UsageError(
-            f"a tensor placed {placement} has no values yet, only summands on each rank",
+            f"a tensor placed {placement} holds no values, only partial sums on each rank",
             key=key,
             next_step="redistribute it to Replicate() or Shard(dim) first",
         )
     dim = dim + dimensions if dim < 0 else dim
     if not 0 <= dim < dimensions:
-        raise UsageError(f"{placement} cuts a dimension that a tensor of {dimensions} dimensions has not", key=key)
+        raise UsageError(
+            f"{placement} shards a dimension that a tensor of {dimensions} dimensions does not have", key=key
+        )
     factor = getattr(placement, "split_factor", None)
     return ir_mesh.Shard(dim) if factor is None or type(placement) is Shard else ir_mesh.StridedShard(dim, factor)
 

@@ -194,7 +194,7 @@ def choose_backend(backend: str, device: str, *, all_have_gpu: Callable[[], bool
     if backend == "nccl" or device == "cuda":
         raise UsageError(
             "not every worker has a GPU of its own, which NCCL needs",
-            next_step="--backend gloo, or fewer workers a node",
+            next_step="--backend gloo, or fewer workers per node",
         )
     return "gloo", "cpu"
 
@@ -251,7 +251,7 @@ def _config(workers: int, nodes: int, node_rank: int | None, endpoint: str | Non
 
     if nodes > 1 and endpoint is None:
         raise UsageError(
-            "several nodes need a place to meet", next_step="--rdzv-endpoint HOST:PORT, alike on every node"
+            "several nodes need a place to meet", next_step="--rdzv-endpoint HOST:PORT, the same on every node"
         )
     settings: dict[str, object] = {
         "min_nodes": nodes,
@@ -283,7 +283,7 @@ def _explained(failed: ChildFailedError, status: str) -> WorkerError:
         cause = f"killed by {signal.Signals(-failure.exitcode).name}"
         cause += " (out of memory, or by hand)" if failure.exitcode == -signal.SIGKILL else ""
     else:
-        cause = f"ended with exit code {failure.exitcode}; what it said is above"
+        cause = f"exited with code {failure.exitcode}; its output is above"
     name = f"position-{rank}.json"
     step = Position.parse(_text(status, name)).step if os.path.exists(os.path.join(status, name)) else "start"
     return Failure(rank, step, cause, max(failure.exitcode, 0) or WorkerError.exit_code).error()

@@ -264,7 +264,7 @@ def _destinations(
 ) -> tuple[list[Destination], list[str]]:
     """A place for each tensor, and what does not fit."""
     if (mesh is None) != (placements is None) or (like is not None and mesh is not None):
-        raise UsageError("say where tensors go by like, or by mesh and placements")
+        raise UsageError("pass like, or mesh and placements: they say where tensors go")
     found: list[Destination] = []
     templates: dict[str, torch.Tensor] = {}
     problems: list[str] = []

@@ -203,7 +203,7 @@ class StoreMonitor:
     def _out_of_step(self, own: str, pinned: str) -> WorkerError:
         (name, _), (other, _) = json.loads(own), json.loads(pinned)
         if name == other:
-            return self.fail(self.rank, "it brought something else to this step than the ranks before it", 6)
+            return self.fail(self.rank, "it brought different data to this step than the ranks before it", 6)
         elsewhere = self._call(self._ranks_elsewhere)
         where = f"rank {elsewhere[0]} is" if elsewhere else "others are"
         return self.fail(self.rank, f"the workers are out of step: {where} in '{other}' meanwhile", 6)
@@ -306,10 +306,12 @@ class StoreMonitor:
                 return known
             time.sleep(0.02)
         if peer is not None:
-            return self._lost(peer, self._call(lambda: self._position(peer)), "its connection broke: did it end?")
+            return self._lost(
+                peer, self._call(lambda: self._position(peer)), "its connection was closed: it may have ended"
+            )
         silent = self._first_silent_rank()
         if silent is not None:
-            return self._lost(*silent, "its connections broke: did it end?")
+            return self._lost(*silent, "its connections were closed: it may have ended")
         return self.fail_with(error)
 
     def _first_silent_rank(self) -> tuple[int, str] | None:
@@ -354,7 +356,7 @@ class StoreMonitor:
         if self.failure is None:
             by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             keeper = "the launcher" if by_agent else "rank 0"
-            gone = f"the rendezvous store is gone ({cause}): the process that keeps it, {keeper}, ended or hangs"
+            gone = f"the rendezvous store is gone ({cause}): the process that runs it, {keeper}, ended or hangs"
             self.failure = Failure(self.rank if by_agent else 0, self._step, gone, WorkerError.exit_code)
             self._report_failure()
         return self.failure.error()

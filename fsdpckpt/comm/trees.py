@@ -154,7 +154,7 @@ def agree_on_structure(group: Group, state: object) -> None:
     found: list[str] = []
     for rank, other in enumerate(every[1:], 1):
         found += differences(every[0], other, ("rank 0", f"rank {rank}"))
-    _raise(found or ["the keys come in another order"])
+    _raise(found or ["the keys are in a different order"])
 
 
 def raise_on_all_ranks(group: Group, problems: list[str]) -> None:

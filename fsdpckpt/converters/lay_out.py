@@ -200,9 +200,7 @@ def adapt_to_form(
     notes = [note for note in checkpoint.notes if note.kind != "not-carried" or (note.key or "").startswith(below)]
     optim = checkpoint.optim
     if optim is not None and form.optim is None:
-        notes.append(
-            Note("not-carried", f"the optimizer is not carried: the form of {flavor.title} has no place for it")
-        )
+        notes.append(Note("not-carried", f"the optimizer is left out: {flavor.title} has no place for it in this form"))
         optim = None
     extra, rank_extra = checkpoint.extra, checkpoint.rank_extra
     if form.extra is None:
@@ -210,13 +208,15 @@ def adapt_to_form(
         files = {re.sub(r"(_\d+)?\.[^.]*$", "", name) for name in beside.files} if same else set()
         names = tuple(str(key) for key in extra if key not in files)
         if names:
-            message = f"not carried, for the form of {flavor.title} has no place for them: {', '.join(names)}"
+            message = f"left out, because {flavor.title} has no place for them in this form: {', '.join(names)}"
             notes.append(Note("not-carried", message, keys=names))
         extra, rank_extra = {}, ()
     elif form.model.at == () and form.extra.container is None:  # a tensor there would be one of the model's names
         names = tuple(str(key) for key, value in extra.items() if isinstance(value, Tensor))
         if names:
-            message = f"not carried, as a tensor at the top of {flavor.title} is part of the model: {', '.join(names)}"
+            message = (
+                f"left out, because {flavor.title} takes top-level tensors as part of the model: {', '.join(names)}"
+            )
             notes.append(Note("not-carried", message, keys=names))
             extra = {key: value for key, value in extra.items() if not isinstance(value, Tensor)}
             rank_extra = tuple({key: value for key, value in each.items() if key not in names} for each in rank_extra)
@@ -243,14 +243,14 @@ def _adapt_extras(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> Checkpo
     if foreign:
         extra = {key: value for key, value in extra.items() if key not in foreign}
         rank_extra = tuple({key: value for key, value in each.items() if key not in foreign} for each in rank_extra)
-        message = f"not carried, as they are not what {flavor.title} has under that name: {', '.join(foreign)}"
+        message = f"left out, because {flavor.title} keeps something else under that name: {', '.join(foreign)}"
         notes.append(Note("not-carried", message, keys=foreign))
     if form.schedule is not None and form.schedule[0] not in extra:
         place, keys = form.schedule
         schedule = _schedule(checkpoint)
         if _has(schedule, keys):
             extra[place] = schedule
-            notes.append(Note("inferred", f"{place} is the state of the source's LR scheduler, as it is"))
+            notes.append(Note("inferred", f"{place} is the state of the source's LR scheduler, unchanged"))
     absent: list[tuple[str, Value]] = [
         (key, [] if value == () else value) for key, value in form.defaults if key not in extra
     ]

@@ -151,7 +151,7 @@ class Upload:
         check_options(options)
         if self.visibility is Visibility.NODE:
             raise UsageError(
-                f"every node sees {self._target}: --output-visibility node is for disks of their own",
+                f"every node sees {self._target}: --output-visibility node is for nodes that write to their own disks",
                 next_step="drop --output-visibility: nodes that share no --staging directory use their own",
             )
         remote = open_target(self._target, self._source, overwrite=options.overwrite)
@@ -317,7 +317,7 @@ def _require_same_bytes(url: str, path: str) -> None:
                     f"{url} is not what was uploaded",
                     file=url,
                     found=f"other bytes within {len(data)} from offset {offset}",
-                    why="another program writes there, or the store lost something",
+                    why="another program wrote there, or the store lost data",
                     run_again=True,
                 )
             offset += len(data)

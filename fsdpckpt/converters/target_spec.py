@@ -116,13 +116,13 @@ def _plain_spec(suffix: str, options: ConvertOptions, source_layout: Layout) -> 
     container = _container(suffix, options, source_layout)
     layout = _layout(container, suffix, options, source_layout)
     if options.world_size is not None and options.world_size < 1:
-        raise UsageError("--world-size counts ranks", expected="1 or more", found=str(options.world_size))
+        raise UsageError("--world-size is a number of ranks", expected="1 or more", found=str(options.world_size))
     if layout is Layout.FULL:
         _refuse_mesh(options, f"{_why_full(container, suffix)} is not sharded")
     if layout is Layout.FULL and options.world_size is not None:
         if options.to is None and container is not Container.SAFETENSORS and suffix not in TORCH_SUFFIXES:
             raise UsageError(
-                "--world-size says how to shard, and the source is full, so that the target will be full too",
+                "--world-size is for sharded targets, and the target will be full, as the source is",
                 next_step=f"add --to sharded, or drop --world-size {options.world_size}",
             )
         raise UsageError(
@@ -133,7 +133,7 @@ def _plain_spec(suffix: str, options: ConvertOptions, source_layout: Layout) -> 
         _require_ranks(options.world_size)
     if layout is Layout.FLATTENED and container is not Container.TORCH:
         raise UsageError(
-            f"flattened shards are written as torch files, one a rank, and --container says {container}",
+            f"flattened shards are written as torch files, one per rank, and --container says {container}",
             next_step="drop --container",
         )
     _refuse_unused(layout, container, options, source_layout)
@@ -156,7 +156,7 @@ def _producer_spec(flavor: Flavor, form: Form, options: ConvertOptions, source: 
 
 def _require_ranks(world_size: int | None) -> None:
     if world_size is None:
-        raise UsageError("per-rank files need to know for how many ranks", next_step="add --world-size N")
+        raise UsageError("per-rank files need a number of ranks", next_step="add --world-size N")
 
 
 def _refuse_mesh(options: ConvertOptions, why: str) -> None:

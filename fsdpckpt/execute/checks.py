@@ -219,7 +219,7 @@ def _require_one_checksum(files: Sequence[SourceFile], checksums: Checksums) -> 
             file=files[file].path,
             expected=f"CRC-32 {first:08x}",
             found=f"{second:08x}",
-            why="its directory of records was damaged, or made by a program that is wrong",
+            why="its directory of records was damaged, or written by a faulty program",
             next_step="save or fetch the checkpoint again",
         )
 

@@ -231,7 +231,7 @@ class StorageReader(TorchStorageReader):
                 wrong[key] = f"{key}: {list(tensor.shape)} in the checkpoint, {list(shape)} in the state dict"
         if wrong:
             raise StateDictMismatchError(
-                f"{self._path} holds {len(wrong)} tensors in another dtype or shape than the state dict to be filled",
+                f"{self._path} holds {len(wrong)} tensors of another dtype or shape than the state dict has",
                 details=list(wrong.values()),
                 why="loading never casts: the choice of rounding is yours",
                 next_step="make the state dict like the checkpoint, or cast the checkpoint first: "

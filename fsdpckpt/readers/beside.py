@@ -126,12 +126,12 @@ def _document(
     source = sources.open(path)
     data = source.read(0, source.nbytes)
     if _seal_broken(data):
-        return None, _damaged(path, "its bytes do not sum to the checksum at its end")
+        return None, _damaged(path, "its bytes do not match the checksum at its end")
     try:
         document = json.loads(data)
     except (ValueError, RecursionError):
-        return None, _damaged(path, "it is no JSON")
-    return (document, ()) if isinstance(document, dict) else (None, _damaged(path, "it is no JSON object"))
+        return None, _damaged(path, "it is not JSON")
+    return (document, ()) if isinstance(document, dict) else (None, _damaged(path, "it is not a JSON object"))
 
 
 def _seal_broken(data: bytes) -> bool:
@@ -147,7 +147,7 @@ def _path(directory: str) -> str:
 
 
 def _damaged(path: str, how: str) -> tuple[Problem, ...]:
-    message = f"{path} is damaged, and nothing that it says is used: {how}"
+    message = f"{path} is damaged, and is ignored: {how}"
     return (Problem("manifest", message, fatal=False, file=path),)
 
 

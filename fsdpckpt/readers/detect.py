@@ -160,7 +160,7 @@ class _Opening:
         if part is None:
             head = self.sources.open(self.source).read(0, min(16, entry.nbytes))
             raise SourceUnrecognisedError(
-                f"{self.source} is no checkpoint that fsdpckpt knows",
+                f"{self.source} is not a checkpoint that fsdpckpt knows",
                 file=self.source,
                 expected="a torch.save file (zip), a safetensors file or its index, or a directory",
                 found=f"{entry.nbytes} bytes beginning with {head!r}" if head else "an empty file",
@@ -251,7 +251,7 @@ class _Opening:
         read = read_part(part.label, part.stem, tree)
         if part.bare_ranks and not read.auxiliary and read.whole():
             raise NeedsInformationError(
-                f"{part.label}: these files hold whole tensors each",
+                f"{part.label}: each of these files holds whole tensors",
                 why="the numbers in their names may be ranks that hold the same, or different checkpoints",
                 next_step="name one of the files",
                 file=part.label,
@@ -272,7 +272,7 @@ class _Opening:
             self.files = before
             refused.append(error)
             names = ", ".join(error.details[:5]) or error.what
-            notes.append(Note("not-carried", f"{part.label} is not carried: {names}", part.stem))
+            notes.append(Note("not-carried", f"{part.label} is left out: {names}", part.stem))
 
     def _list(self, path: str) -> Listing:
         listing = list_parts(path, self.options, self.sources)
@@ -293,7 +293,7 @@ class _Opening:
             joined = self._with_neighbours(listing, [entry for entry in others if entry not in apart], depth)
             if apart:
                 names = ", ".join(entry.name for entry in apart)
-                joined.notes.append(Note("not-carried", f"{path}: not taken for parts of this checkpoint: {names}"))
+                joined.notes.append(Note("not-carried", f"{path}: not treated as parts of this checkpoint: {names}"))
             return joined
         below = [one for entry in (*numbered, *others) if depth and (one := self._search(entry.path, depth - 1))]
         if not below:
@@ -314,7 +314,7 @@ class _Opening:
             raise _several(listing.path, [one.path for one in below])
         for one in below:
             left = ", ".join([*(part.label.rpartition("/")[2] for part in listing.parts), *listing.not_carried])
-            message = f"the checkpoint was found in {one.path}; not carried from {listing.path}: {left}"
+            message = f"the checkpoint was found in {one.path}; not copied from {listing.path}: {left}"
             one.notes.insert(0, Note("found-below", message))
         return below[0] if below else None
 
@@ -386,7 +386,7 @@ def _not_carried(listing: Listing) -> list[Note]:
     if not listing.not_carried:
         return []
     shown = first_of(listing.not_carried, 6)
-    message = f"not carried from {listing.path}: {shown}"
+    message = f"not copied from {listing.path}: {shown}"
     return [Note("not-carried", message, listing.path, keys=tuple(listing.not_carried))]
 
 

@@ -103,7 +103,7 @@ def why_sliced(
     leaves = [leaf for entry in entries for leaf in entry.values() if isinstance(leaf, Tensor) and leaf.ndim]
     proved = [leaf for leaf in leaves if leaf.placement == SLICES]
     if proved:
-        return f"{len(proved)} optimizer states have another number of elements on each rank"
+        return f"{len(proved)} optimizer states have a different number of elements on each rank"
     vectors = [leaf for leaf in leaves if leaf.ndim == 1 and _plain(leaf)]
     if vectors and any(is_flat_key(key) for key in state):
         return "the optimizer's keys are those of flat parameters"
@@ -125,7 +125,7 @@ def _why_not_replicas(
         return f"all optimizer states are plain one-dimensional tensors (of {text} elements), one on each rank"
     open_case = max(map(len, known), default=0) > 1 if alone else not fit
     if open_case and _differ(vectors, checksums):
-        return "one-dimensional optimizer states of equal length have other bytes on each rank"
+        return "one-dimensional optimizer states of equal length have different bytes on each rank"
     return None
 
 

@@ -162,9 +162,7 @@ def _only(paths: list[_Path], notes: list[Note]) -> _Path | None:
 def _several_optimizers(root: dict[Key, Value], paths: list[_Path], notes: list[Note]) -> dict[Key, Value]:
     """``root`` with the ids in all of its optimizers repaired, which stay extras."""
     names = ", ".join(dotted(path) for path in paths)
-    notes.append(
-        Note("several-optimizers", f"{len(paths)} optimizers found ({names}): all are carried as extra entries")
-    )
+    notes.append(Note("several-optimizers", f"{len(paths)} optimizers found ({names}): all are kept as extras"))
     for path in paths:
         optimizer = at(root, path)
         optim = optimizer_of(optimizer, notes) if is_nested(optimizer) else None
@@ -224,7 +222,7 @@ def _find_model(root: dict[Key, Value], sections: Sections) -> None:
 def _several(paths: list[_Path], sections: Sections) -> None:
     names = ", ".join(dotted(path) for path in paths)
     sections.notes.append(
-        Note("several-models", f"{len(paths)} dicts may be the model ({names}): all are carried as extra entries")
+        Note("several-models", f"{len(paths)} dicts may be the model ({names}): all are kept as extras")
     )
 
 
@@ -248,7 +246,7 @@ def _take_top_level(root: dict[Key, Value], direct: list[Key], sections: Section
     sections.model_keys = frozenset(direct)
     others = ", ".join(str(key) for key in root if key not in sections.model_keys)
     sections.notes.append(
-        Note("model-found", f"the model's names stand at the top level, beside {others}", key=str(direct[0]))
+        Note("model-found", f"the model's names are at the top level, beside {others}", key=str(direct[0]))
     )
 
 

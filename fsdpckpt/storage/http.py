@@ -66,7 +66,7 @@ def list_names(filesystem: Any, directory: str) -> tuple[list[FileIdentity], lis
     subdirectories = [url.rstrip("/") for url in others if url.endswith("/")]
     if not files and not subdirectories:
         raise SourceUnrecognisedError(
-            f"{directory}: this server does not say what lies there",
+            f"{directory}: this server does not list directories",
             file=directory,
             expected=f"an index page with links, or one of {', '.join(_PROBED)}",
             found="none of them",

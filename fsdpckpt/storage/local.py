@@ -111,7 +111,7 @@ class LocalFile:
         status = os.fstat(self._fd)
         if not modes.S_ISREG(status.st_mode):
             raise SourceUnrecognisedError(
-                f"{path} is a pipe or a device: a checkpoint is read at many places, in no order",
+                f"{path} is a pipe or a device: a checkpoint is read at many positions, in any order",
                 file=path,
                 next_step="write it to a file first, and give that file",
             )

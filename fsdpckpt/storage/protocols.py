@@ -172,7 +172,7 @@ def identity_now(path: str) -> FileIdentity:
             f"{path} vanished while it was read",
             file=path,
             why="another program removed or moved it",
-            next_step="bring it back",
+            next_step="restore it",
             run_again=True,
         ) from None
     except OSError as error:

@@ -332,6 +332,6 @@ def no_ranges_error(url: str) -> SourceUnsupportedError:
     return SourceUnsupportedError(
         f"{url}: this server sends whole files only (it ignores Range requests)",
         file=url,
-        why="a checkpoint is read at many places, each of which would cost the whole file",
+        why="a checkpoint is read at many positions, each of which would cost the whole file",
         next_step=f"download it first (curl -O {url}), or serve it from nginx, Apache or an object store",
     )

@@ -50,7 +50,7 @@ def filesystem_of(url: str, *, examples: str = "s3://, gs://, https://, ...") ->
         raise _open_error(url, error, examples) from None
     if "file" in (filesystem.protocol if isinstance(filesystem.protocol, tuple) else (filesystem.protocol,)):
         raise SourceUnrecognisedError(
-            f"{url} is a file of this machine, which is named by its path", file=url, next_step=f"give {name} instead"
+            f"{url} is a local file, which is given by its path", file=url, next_step=f"give {name} instead"
         )
     return filesystem, name
 

@@ -140,7 +140,7 @@ def _source_error(error: BaseException, url: str, action: str, attempts: int) ->
         f"{url} cannot be read: {action} failed{tries}",
         file=url,
         found=_one_line(error),
-        why="the store or the network between is failing" if attempts > 1 else "the store refused the request",
+        why="the store or the network is failing" if attempts > 1 else "the store refused the request",
         next_step="run the command again: convert continues where it stopped",
     )
 
@@ -156,7 +156,7 @@ def target_error(error: BaseException, url: str, action: str, attempts: int) -> 
     elif _missing(error):
         why, next_step = "there is no such bucket or container", "create it or correct its name"
     elif attempts > 1:
-        why = "the store or the network between is failing"
+        why = "the store or the network is failing"
     elif _in_other_region(error):
         why = "the bucket is in another region: set AWS_DEFAULT_REGION, and AWS_ENDPOINT_URL if it has one of its own"
     return TargetUnwritableError(

@@ -23,7 +23,7 @@ def check_target(target: str, source: str, *, overwrite: bool, compare: bool = F
     Raises UsageError, TargetExistsError or TargetUnwritableError.
     """
     if not target:
-        raise UsageError("DST is empty", why=EMPTY, next_step="name a DST")
+        raise UsageError("DST is empty", why=EMPTY, next_step="give a DST")
     if "\0" in target:
         raise UsageError("DST holds a NUL byte", file=target, next_step="give another DST")
     with target_errors(target):
@@ -98,7 +98,7 @@ def _require_parent(target: str, parent: str, names: list[str]) -> None:
         raise TargetUnwritableError(
             f"{target} cannot be created: a name in it is too long for the file system",
             file=target,
-            expected=f"at most {limit} bytes a name",
+            expected=f"at most {limit} bytes per name",
             found=f"{longest}",
             next_step="choose a shorter DST",
         )

@@ -181,13 +181,15 @@ def open_target(url: str, source: str, *, overwrite: bool) -> RemoteTarget:
     target = url.rstrip("/")
     if is_http(target):
         raise TargetUnwritableError(
-            f"{url}: web servers are read from only",
+            f"{url}: fsdpckpt reads from web servers, and does not write to them",
             file=url,
             next_step="give a path, or the URL of an object store (s3://, gs://, abfs://)",
         )
     above, below = source.rstrip("/") + "/", target + "/"
     if above.startswith(below) or below.startswith(above):
-        raise UsageError(f"{url} and the source lie within each other", file=url, next_step="give a DST outside of SRC")
+        raise UsageError(
+            f"one of {url} and the source lies inside the other", file=url, next_step="give a DST outside of SRC"
+        )
     try:
         filesystem, root = filesystem_of(target, examples="s3://, gs://, ...")
     except SourceError as error:  # the same is true of a target
@@ -198,7 +200,7 @@ def open_target(url: str, source: str, *, overwrite: bool) -> RemoteTarget:
         above, below = name.rstrip("/") + "/", root + "/"
         if type(other) is type(filesystem) and (above.startswith(below) or below.startswith(above)):
             raise UsageError(
-                f"{url} and the source lie within each other", file=url, next_step="give a DST outside of SRC"
+                f"one of {url} and the source lies inside the other", file=url, next_step="give a DST outside of SRC"
             )
     filesystem.invalidate_cache()
     listed = with_retries(lambda: list(filesystem.find(root)), url=url, action="listing it", make_error=target_error)

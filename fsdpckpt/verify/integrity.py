@@ -204,7 +204,7 @@ def _truncated(
 
 
 def _short(named: NamedTensor, path: str, end: int, length: int) -> Problem:
-    message = f"{named.section} {named.key}: lies up to byte {end} of {path}, which has {length}"
+    message = f"{named.section} {named.key}: extends to byte {end} of {path}, which has {length}"
     return Problem("truncated", message, file=path, key=named.key, section=named.section)
 
 

@@ -82,7 +82,9 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
         files += section(names.extra, extras)
         notes += extra_notes(checkpoint, world_size)
     if device is None and spec.tensor is TensorForm.DTENSOR:
-        text = f"DTensors say that their mesh is on {mesh.device} devices; the source does not say (--mesh-device)"
+        text = (
+            f"DTensors record a mesh of {mesh.device} devices, which the source does not say (--mesh-device changes it)"
+        )
         notes.append(Note("inferred", text))
     return Target(files, notes=notes)
 
@@ -124,7 +126,7 @@ def require_memory(nbytes: int, world_size: int) -> None:
     needed, available = nbytes * world_size, memory_bytes()
     if needed > available:
         raise UsageError(
-            f"--world-size {world_size} with files for each rank is more than this machine can lay out",
+            f"--world-size {world_size} with files for each rank needs more memory than this machine has",
             expected=f"up to {size_text(available)} of memory",
             found=f"{size_text(nbytes)} around the tensors of each of {world_size} files",
             why="every such file names every rank, and all are planned before the first is written",

@@ -152,7 +152,7 @@ def test_the_file_of_one_rank_points_to_its_directory_and_a_damaged_one_is_not_c
     one.write_bytes(b"")
     done = run("inspect", ranks)
     assert done.code == 3
-    assert f"{one.name} is no torch.save file (0 bytes)" in done.err
+    assert f"{one.name} is not a torch.save file (0 bytes)" in done.err
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_a_directory_of_many_checkpoints_lists_them(run: Run, tmp_path: Path) ->
         ("saved", "", 2, "DST is empty"),
         ("saved", "memory://somewhere/out.pt", 5, "gone when it ends"),
         ("saved", "foo://somewhere/out.pt", 5, "Protocol not known"),
-        ("saved", "http://127.0.0.1:9/out.pt", 5, "read from only"),
+        ("saved", "http://127.0.0.1:9/out.pt", 5, "does not write to them"),
         ("/dev/null", "out.pt", 3, "pipe or a device"),
     ],
 )

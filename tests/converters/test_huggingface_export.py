@@ -63,7 +63,7 @@ def test_a_value_that_is_no_tensor_is_left_out_and_named(tmp_path: Path) -> None
 
 def test_a_configuration_that_is_no_json_is_refused(tmp_path: Path) -> None:
     content: dict[str, object] = {"wte.weight": torch.randn(3, 2), "lm_head.weight": torch.randn(3, 2)}
-    with pytest.raises(SourceCorruptError, match="no JSON"):
+    with pytest.raises(SourceCorruptError, match="not JSON"):
         export(saved(tmp_path / "run", content, '{"tie_word'), tmp_path / "out")
 
 

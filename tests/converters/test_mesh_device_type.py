@@ -32,14 +32,14 @@ def _devices(directory: Path) -> set[str]:
 def test_a_source_that_does_not_say_gives_a_cpu_mesh_and_a_note(full: str, tmp_path: Path) -> None:
     report = fsdpckpt.convert(full, str(tmp_path / "ranks"), **CUT)
     assert _devices(tmp_path / "ranks") == {"cpu"}
-    assert [note.message for note in report.notes if "mesh is on cpu" in note.message]
+    assert [note.message for note in report.notes if "a mesh of cpu devices" in note.message]
 
 
 def test_the_device_type_of_the_source_is_kept(full: str, tmp_path: Path) -> None:
     fsdpckpt.convert(full, str(tmp_path / "gpu"), mesh_device="cuda", **CUT)
     report = fsdpckpt.convert(str(tmp_path / "gpu"), str(tmp_path / "again"), **CUT)
     assert _devices(tmp_path / "again") == {"cuda"}
-    assert not [note for note in report.notes if "mesh is on" in note.message]
+    assert not [note for note in report.notes if "record a mesh of" in note.message]
     fsdpckpt.convert(str(tmp_path / "gpu"), str(tmp_path / "other"), mesh_device="cpu", **CUT)
     assert _devices(tmp_path / "other") == {"cpu"}
 

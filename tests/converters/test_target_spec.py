@@ -48,10 +48,10 @@ def test_options_suffix_and_source_together_say_what_is_written(
         ("out.pt", {"world_size": 4}, "one file .* is not sharded"),
         ("out", {"container": Container.SAFETENSORS, "world_size": 4}, "safetensors target is not sharded"),
         ("out", {"to": FULL, "buffers": ("x",)}, "--buffers has no effect"),
-        ("out", {"to": SHARDED, "container": TORCH}, "for how many ranks"),
-        ("out", {"to": SHARDED, "world_size": 0}, "counts ranks"),
-        ("out", {"to": Layout.FLATTENED}, "for how many ranks"),
-        ("out", {"to": Layout.FLATTENED, "world_size": 2, "container": Container.DCP}, "one a rank"),
+        ("out", {"to": SHARDED, "container": TORCH}, "need a number of ranks"),
+        ("out", {"to": SHARDED, "world_size": 0}, "is a number of ranks"),
+        ("out", {"to": Layout.FLATTENED}, "need a number of ranks"),
+        ("out", {"to": Layout.FLATTENED, "world_size": 2, "container": Container.DCP}, "one per rank"),
     ],
 )
 def test_contradictions_are_refused_with_what_to_type_instead(
@@ -63,7 +63,7 @@ def test_contradictions_are_refused_with_what_to_type_instead(
 
 
 def test_a_world_size_for_a_full_source_says_what_to_add() -> None:
-    with pytest.raises(UsageError, match="the source is full") as caught:
+    with pytest.raises(UsageError, match="full, as the source is") as caught:
         make_target_spec("out", ConvertOptions(world_size=4), checkpoint(1, layout=FULL))
     assert str(caught.value.next_step).startswith("add --to sharded")
 

@@ -191,7 +191,7 @@ def test_names_in_the_groups_settle_several_groups_and_contradict_others() -> No
     checkpoint.optim.param_groups[0]["param_names"] = [names[1], names[0], *names[2:4]]
     assert "shape" in contradictions(checkpoint, units) or "elements" in contradictions(checkpoint, units)
     keyed_groups = replace(units, groups=(units.parameters[:4], units.parameters[4:]))
-    assert "by param_names" in contradictions(checkpoint, keyed_groups)
+    assert "in param_names" in contradictions(checkpoint, keyed_groups)
 
 
 def test_two_groups_without_names_need_units_that_say_who_is_in_them() -> None:

@@ -108,7 +108,7 @@ def test_the_sources_layout_decides_where_nothing_else_does(layout: Layout) -> N
         ("out", {"flavor": "huggingface", "to": Layout.SHARDED}, "does not save"),
         ("out.ckpt", {"flavor": "torchtitan"}, "does not save"),
         ("out", {"flavor": "torchtitan", "world_size": 2, "key_type": "id"}, "keys its optimizer by name"),
-        ("out", {"flavor": "verl"}, "how many ranks"),
+        ("out", {"flavor": "verl"}, "a number of ranks"),
         ("out", {"flavor": "accelerate", "to": Layout.FULL, "world_size": 2}, "does not save"),
     ],
 )

@@ -73,6 +73,6 @@ def test_a_meta_file_of_tensors_is_no_second_model(full: str, tmp_path: Path, fl
 
 def test_a_url_of_a_local_file_is_no_way_around_the_paths(full: str, tmp_path: Path) -> None:
     for target in (full, str(tmp_path / "other.pt")):
-        with pytest.raises(SourceUnrecognisedError, match="named by its path"):
+        with pytest.raises(SourceUnrecognisedError, match="given by its path"):
             fsdpckpt.convert(f"file://{full}", target, overwrite=True)
     assert set(torch.load(full)) == {"model", "optimizer", "rng", "best_loss", "mystuff"}

@@ -142,7 +142,7 @@ def test_the_whole_model_that_the_trainer_saves_beside_the_shards_is_no_second_m
         (target / "config.json").write_text("{}")
         checkpoint = opened(target)
         assert checkpoint.flavor == "torch_xla"
-        assert name in next(note.message for note in checkpoint.notes if note.message.startswith("not carried from"))
+        assert name in next(note.message for note in checkpoint.notes if note.message.startswith("not copied from"))
 
 
 def test_extras_beside_the_shards_are_carried(tmp_path: Path) -> None:

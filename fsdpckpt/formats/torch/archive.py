@@ -253,7 +253,7 @@ class TreeWalk:
         if not self._builder.dropped:
             return []
         names = ", ".join(sorted(self._builder.dropped))
-        return [Note("dropped", f"Python attributes of tensors in {self._source.path} are not carried: {names}")]
+        return [Note("dropped", f"Python attributes of tensors in {self._source.path} are left out: {names}")]
 
 
 def _order(item: object) -> str:

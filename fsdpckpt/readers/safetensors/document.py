@@ -41,7 +41,7 @@ def _merge(documents: Sequence[tuple[str, str]]) -> tuple[str, dict[str, Json]]:
         except (ValueError, RecursionError):
             document = None
         if not isinstance(document, dict):
-            raise _corrupt(file, "is no JSON object")
+            raise _corrupt(file, "is not a JSON object")
         if document.get("version") != VERSION:
             raise SourceUnsupportedError(
                 f"{file} was written by a newer fsdpckpt",
@@ -77,7 +77,7 @@ class _Assembly:
         optimizer = None if optim is None else self._optimizer(optim)
         extra = self._decoded(self.document.get("extra", {}))
         if not isinstance(extra, dict):
-            raise _corrupt(self.file, "has extras that are no dict")
+            raise _corrupt(self.file, "has extras that are not a dict")
         model = self._model(_references(self.document))
         if model is not None:
             root["model"] = model

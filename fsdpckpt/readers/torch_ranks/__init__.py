@@ -130,7 +130,7 @@ def _require_all_ranks(sets: Sequence[RankSet], directory: str, sizes: Mapping[s
         f"{directory}: {count} rank {'file is' if count == 1 else 'files are'} "
         + ("missing" if not damaged else "damaged" if damaged == count else "missing or damaged"),
         details=[
-            name if name not in sizes else f"{name} is no torch.save file ({sizes[name]} bytes)" for name in missing
+            name if name not in sizes else f"{name} is not a torch.save file ({sizes[name]} bytes)" for name in missing
         ],
         why="the save or the copy did not finish, or these ranks wrote to the disks of other machines",
         next_step="copy the files of all ranks into one directory",
@@ -223,7 +223,7 @@ def _two_saves(rank_set: RankSet, others: list[str]) -> NeedsInformationError:
     return NeedsInformationError(
         f"{len(others)} ranks have two files each",
         details=[f"{rank_set.files[_parse(name)[1]]} and {name}" for name in others],
-        why="these are of two saves, and may not be mixed",
+        why="they belong to two saves, which must not be mixed",
         next_step="move the files of one save into a directory of their own, and give that directory",
     )
 

@@ -77,7 +77,7 @@ def _held(paths: Mapping[int, str], ranks: Sequence[int], forms: Sequence[str]) 
     held = " and ".join(f"{form} values" for form in forms) or "plain tensors only"
     if len(ranks) == 1:
         return f"{paths[ranks[0]]} is one rank's torch.save file, of a world of one, holding {held}"
-    return f"{len(ranks)} torch.save files, one a rank ({paths[ranks[0]]} ...), holding {held}"
+    return f"{len(ranks)} torch.save files, one per rank ({paths[ranks[0]]} ...), holding {held}"
 
 
 def _check_ranks(paths: Mapping[int, str], ranks: Sequence[int], archives: Sequence[TorchArchive]) -> None:

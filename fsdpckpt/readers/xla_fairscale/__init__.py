@@ -193,7 +193,7 @@ def _describe(shards: RankShards, title: str, report: NamedShards) -> None:
     report.evidence.append(Evidence(EvidenceKind.METADATA, message))
     if not metadata.in_model_order:
         report.evidence.append(UNORDERED)
-    report.notes.append(Note("not-carried", f"{title} is not carried: it describes the shards of the source"))
+    report.notes.append(Note("not-carried", f"{title} is left out: it describes the shards of the source"))
     absent, unlisted, retyped = shards.absent(), shards.unlisted(), shards.retyped()
     if absent:
         message = f"{len(absent)} recorded tensors are not there, first {absent[0]}"
@@ -207,5 +207,5 @@ def _describe(shards: RankShards, title: str, report: NamedShards) -> None:
         report.problems.append(Problem("flattened", message, file=shards.file, key=unlisted[0], section=Section.MODEL))
     if retyped:
         shown = first_of(retyped, SHOWN)
-        message = f"buffers had another type before they were wrapped, and keep the one saved: {shown}"
+        message = f"buffers had a different dtype before they were wrapped, and keep the one saved: {shown}"
         report.notes.append(Note("buffer-type", message, keys=tuple(retyped)))

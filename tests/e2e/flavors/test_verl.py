@@ -143,7 +143,7 @@ def test_a_step_of_reinforcement_learning_is_its_actor_and_of_two_roles_neither_
     torch.save({"_snapshot": {"_snapshot_step": 41}}, step / "data.pt")
     report = written(tmp_path / "run", tmp_path / "out", **VERL, **SHARDED)
     assert (tmp_path / "out" / "huggingface" / "config.json").is_file()
-    assert any("not carried from" in note.message and "data.pt" in note.message for note in report.notes)
+    assert any("not copied from" in note.message and "data.pt" in note.message for note in report.notes)
     shutil.copytree(step / "actor", step / "critic")
     with pytest.raises(NeedsInformationError, match="2 checkpoints"):
         inspect(tmp_path / "run")

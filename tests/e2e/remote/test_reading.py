@@ -210,7 +210,7 @@ def test_what_this_program_wrote_needs_no_index_page_either(real_nginx: Proxy, f
 def test_a_directory_that_nobody_lists_says_what_to_give_instead(real_nginx: Proxy, files: Path) -> None:
     (files / "unlisted").mkdir(exist_ok=True)
     (files / "unlisted" / "rank0.pt").write_bytes((files / "full.pt").read_bytes())
-    with pytest.raises(SourceUnrecognisedError, match="does not say what lies there") as caught:
+    with pytest.raises(SourceUnrecognisedError, match="does not list directories") as caught:
         fsdpckpt.inspect(f"{real_nginx.url}/unlisted/")
     assert caught.value.next_step is not None
     assert "URL of one file" in caught.value.next_step
