@@ -308,5 +308,8 @@ class _ExistingFile(WritableFile):
         if not np.array_equal(np.frombuffer(found, np.uint8), np.frombuffer(data, np.uint8)):
             raise target_differs(self.path)
 
+    def sync(self) -> None:
+        """Nothing was written."""
+
     def commit(self) -> None:
         self.close()

@@ -26,6 +26,7 @@ import binascii
 import json
 import math
 import struct
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
@@ -67,7 +68,7 @@ def decode(data: Json, *, tensors: Mapping[str, Tensor] | None = None, file: str
         ) from None
 
 
-class Encoder:
+class Encoder(ABC):
     """Values to JSON. A subclass adds types in ``extension``, and may keep bytes elsewhere with ``blob``.
 
     Types are matched exactly: a subclass of ``int`` or ``dict`` could be more than its value. ``where`` is the path of
@@ -89,9 +90,9 @@ class Encoder:
         """``data`` as base64."""
         return base64.b64encode(data).decode("ascii")
 
+    @abstractmethod
     def extension(self, value: object, where: str) -> Json:
         """``value`` of a type that is not in the table. Raises what the subclass decides."""
-        raise NotImplementedError
 
     def items(self, values: Iterable[object], where: str) -> list[Json]:
         return [

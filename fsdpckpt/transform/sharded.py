@@ -55,7 +55,9 @@ def decide_sharded(checkpoint: Checkpoint, hints: ShardingHints, *, strict: bool
             f"{checkpoint.source} does not say which of these {len(unsettled)} model keys are parameters (sharded) and "
             "which are buffers (whole on every rank)",
             details=_shown(unsettled),
-            why="the source holds both alike there, and the optimizer does not list these keys",
+            why="the source stores both the same way, and it has no optimizer that lists the parameters"
+            if checkpoint.optim is None
+            else "the source stores both the same way, and the optimizer does not list these keys",
             next_step="add --buffers GLOB for the buffers (--buffers none when there are none), or --reference PATH "
             "of a sharded checkpoint of this model",
         )
