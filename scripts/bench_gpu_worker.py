@@ -42,7 +42,7 @@ class Bench:
         self.rows: list[dict[str, Any]] = []
 
     def rate(self, what: str, nbytes: int, call: Callable[[], None], against: Callable[[], None] | None = None) -> None:
-        """GiB/s of ``call``, which moves ``nbytes``, and of ``against``, which moves as many. Once each to warm up."""
+        """GiB/s of ``call`` and of ``against``, which each move ``nbytes``. Both run once to warm up."""
         calls = [call] if against is None else [call, against]
         for each in calls:
             self._seconds(each)
@@ -91,7 +91,7 @@ class Bench:
     # between the workers
 
     def exchanges(self) -> None:
-        """All-to-all of equal parts, through host memory and on the device, against torch's own."""
+        """All-to-all of equal parts through host memory and on the device, compared with torch's own."""
         world_size = self.group.world_size
         each = self.nbytes // world_size // world_size
         counts = dict.fromkeys((peer for peer in range(world_size) if peer != self.group.rank), each)
@@ -158,7 +158,7 @@ class Bench:
     # a conversion
 
     def conversion(self, source: str, target: str) -> None:
-        """One in which every byte crosses: no worker sees what it writes. And the device memory it takes."""
+        """A conversion in which every byte is sent: no worker sees what it writes. With the device memory."""
         identities = pipeline.content_identities
         numbers = [int(found[1]) for name in os.listdir(source) if (found := re.search(r"_rank_(\d+)\.", name))]
         world_size, ranks = self.group.world_size, max(numbers) + 1
@@ -201,7 +201,7 @@ class Bench:
 
 
 def void(_: object) -> None:
-    """A result that nobody needs."""
+    """Discards a result."""
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor, kind: int) -> None:

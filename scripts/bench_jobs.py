@@ -131,7 +131,7 @@ def hundred_thousand_full(bench: Bench) -> Row:
 
 
 def journal(bench: Bench) -> Row:
-    """What the journal costs: the same conversion with one that is synced as it is, and with one that never is."""
+    """What the journal costs: the same conversion with a journal that is synced, and with one that never is."""
     source, target = bench.make("full", bench.options.size, ".pt"), bench.path("out")
     words = ["convert", source, target, "--quiet", "--to", "sharded", "--world-size", "4"]
     run = "from fsdpckpt.execute import journal; {}; from fsdpckpt.cli.main import main; main()"

@@ -12,7 +12,7 @@ UNITS, RANKS, WIDTH = 1000, 4096, 4096
 
 
 def unit(number: int) -> Unit:
-    """A decoder layer of a model with 7 billion parameters, and a little more in every one."""
+    """A decoder layer of a model with 7 billion parameters, slightly larger in each unit."""
     shapes = [(WIDTH, WIDTH)] * 4 + [(11008, WIDTH)] * 3 + [(WIDTH,)] * 2 + [(number + 1,)]
     params = [UnitParam(f"layers.{number}.{at}", shape, DTYPES["float32"]) for at, shape in enumerate(shapes)]
     return Unit(f"layers.{number}", tuple(params))

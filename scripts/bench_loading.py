@@ -54,7 +54,7 @@ def read_so_far() -> int:
 
 
 def measure(state: dict[str, Any], reader: Callable[[], TorchReader]) -> tuple[float, list[int]]:
-    """Seconds of the slowest rank, and the bytes that each rank read. The reader is made within the time."""
+    """Seconds of the slowest rank, and the bytes that each rank read. Making the reader is included."""
     dist.barrier()
     before, began = read_so_far(), time.perf_counter()
     dcp.load(state, storage_reader=reader())

@@ -30,7 +30,7 @@ STATES_AND_WEIGHT = 3  # float32 weight, exp_avg, exp_avg_sq
 
 
 def layer(width: int) -> dict[str, Shape]:
-    """A decoder layer as language models have them: four square matrices, three wide ones, two norms."""
+    """A decoder layer of a language model: four square matrices, three wide ones, two norms."""
     hidden = width * 8 // 3 // 64 * 64
     square = {f"attention.{name}.weight": (width, width) for name in ("q", "k", "v", "o")}
     wide = {"mlp.gate.weight": (hidden, width), "mlp.up.weight": (hidden, width), "mlp.down.weight": (width, hidden)}
@@ -84,7 +84,7 @@ def state_dicts(params: dict[str, Shape], make: Callable[[Shape], torch.Tensor])
 
 
 def shard_maker(data: RandomFile, rank: int) -> Callable[[Shape], torch.Tensor]:
-    """Makes DTensors of which this rank holds the chunk that FSDP would give it."""
+    """Makes DTensors whose local chunk is the one that FSDP would give this rank."""
     mesh = init_device_mesh("cpu", (RANKS,))
 
     def make(shape: Shape) -> torch.Tensor:
@@ -123,7 +123,7 @@ def make_ranks(directory: str, params: dict[str, Shape], data: RandomFile) -> No
 
 
 def units_of(params: dict[str, Shape]) -> dict[str, list[str]]:
-    """One unit a layer, and the root with the rest, as ModuleWrapPolicy of the layer class makes them."""
+    """One unit per layer, and the root with the rest, as ModuleWrapPolicy makes them for the layer class."""
     units: dict[str, list[str]] = {"": []}
     for name in params:
         prefix = ".".join(name.split(".")[:2]) if name.startswith("layers.") else ""

@@ -23,7 +23,7 @@ MIB = 1024 * 1024
 
 @dataclass(frozen=True)
 class Measurement:
-    """``cpu``: seconds of processor time, all threads and child processes together; ``seconds``: by the clock."""
+    """``cpu``: processor seconds of all threads and child processes; ``seconds``: wall time."""
 
     seconds: float
     cpu: float
@@ -51,7 +51,7 @@ class Contender:
 
 @dataclass
 class Row:
-    """One job: its contenders, ours first."""
+    """One job and the programs that do it, ours first."""
 
     name: str
     source: str
@@ -68,11 +68,11 @@ class Bench:
         os.makedirs(self.directory, exist_ok=True)
 
     def path(self, name: str) -> str:
-        """Where a target goes; no two benches share one."""
+        """The path of a target; no two benchmarks share one."""
         return os.path.join(self.directory, f"{os.getpid()}-{name}")
 
     def make(self, form: str, amount: int, suffix: str = "") -> str:
-        """A source of that form and size, made unless an earlier bench left it."""
+        """A source of that form and size, made unless an earlier benchmark left it."""
         name = f"{form}-{amount}{suffix}"
         path = os.path.join(self.directory, name)
         self.made |= {path, os.path.join(self.directory, "random.bin")}
@@ -97,7 +97,7 @@ class Bench:
         return path
 
     def derive(self, flavor: str, source: str) -> str:
-        """``source`` as a directory of that producer, made unless an earlier bench left it."""
+        """``source`` as a directory of that producer, made unless an earlier benchmark left it."""
         path = f"{source}-{flavor}"
         self.made.add(path)
         if not os.path.exists(path):
@@ -120,7 +120,7 @@ class Bench:
                         pass
 
     def run(self, row: Row) -> Row:
-        """Run the row's contenders in turn, ``--pairs`` times; those that never ran are dropped."""
+        """Run the programs of the row in turn, ``--pairs`` times; those that never ran are dropped."""
         for number in range(self.options.pairs):
             for place, contender in enumerate(row.contenders):
                 if place > 1 and number >= self.options.tool_runs:
@@ -156,7 +156,7 @@ def size_of(path: str) -> int:
 
 
 def measure(command: Sequence[str], limit: float) -> Measurement:
-    """Run one process to its end. Raises SystemExit with its output when it fails or takes over ``limit`` seconds."""
+    """Run one process. Raises SystemExit with its output when it fails or takes over ``limit`` seconds."""
     with open(os.devnull) as nothing, tempfile.TemporaryFile() as log:
         began = time.perf_counter()
         process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Feed damaged files to the parsers, guided by coverage (atheris, libFuzzer), until each has had ``--inputs`` of them.
+"""Feed damaged files to the parsers, guided by coverage (atheris, libFuzzer), until each has read ``--inputs`` of them.
 
 An input is a finding when anything but an error of ``fsdpckpt.errors`` leaves the parser, when it takes longer than
 5 seconds or more than 512 MB. A finding is written to ``fuzz-run/TARGET/``, and ends the rounds of that target. A
@@ -45,7 +45,7 @@ def findings(place: str) -> list[str]:
 
 
 def run_round(target: str, place: str, inputs: int, seed: int, output: str) -> bool:
-    """One round; returns whether it came to its end. What it tried is noted either way."""
+    """One round; returns whether it ended normally. What it tried is recorded either way."""
     begin = time.monotonic()
     before = os.times()
     found = {"seed": seed, "inputs": 0, "cov": 0, "features": 0}
@@ -86,7 +86,7 @@ def fuzz(target: str, options: argparse.Namespace) -> None:
 
 
 def table(targets: list[str], output: str) -> int:
-    """Print what all rounds came to; returns the number of findings."""
+    """Print the totals of all rounds; returns the number of findings."""
     print("| target | inputs | processor seconds | inputs/s | edges | features | findings |")
     print("|---|---|---|---|---|---|---|")
     total = 0

@@ -103,7 +103,7 @@ class Trial:
                 raise Failure(f"bench_make.py made no {form}")
 
     def start(self, job: Job, target: str, *more: str, workers: int = 0) -> list[int]:
-        """The process ids of a conversion that has just begun, by one process or so many ``workers``."""
+        """The process ids of a conversion that has just begun, by one process, or by ``workers`` of them."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -139,7 +139,7 @@ class Trial:
             os._exit(code)
 
     def finish(self, job: Job, target: str, *more: str, workers: int = 0) -> str:
-        """A whole conversion; returns what it said."""
+        """A whole conversion; returns its output."""
         codes = ends(self.start(job, target, *more, workers=workers))
         said = ""
         for rank in range(len(codes)):
@@ -150,7 +150,7 @@ class Trial:
         return said
 
     def undisturbed(self, job: Job, workers: int) -> None:
-        """Make what the others are compared with, and time it once more by so many workers."""
+        """Make the output that others are compared with, and time a conversion by ``workers``."""
         again, whole = (os.path.join(self.directory, f"{name}-{job.target}") for name in ("again", "whole"))
         if not os.path.exists(whole):
             self.finish(job, whole)
@@ -164,7 +164,7 @@ class Trial:
         remove(again)
 
     def writes(self, processes: Sequence[int], target: str) -> float:
-        """When a conversion has begun to write; 0 when it ended without being seen to."""
+        """When a conversion began to write; 0 when it ended before that was seen."""
         staging = os.path.join(os.path.dirname(target), f".{os.path.basename(target)}.fsdpckpt-staging")
         while not os.path.exists(staging):
             if os.path.exists(target) and not os.path.exists(os.path.join(target, OLDER)):
@@ -175,7 +175,7 @@ class Trial:
         return time.perf_counter()
 
     def moment(self, job: Job, rng: random.Random, kinds: Sequence[int], *, replace: bool) -> None:
-        """One conversion, killed; then what is there, and what the same command makes of it."""
+        """Kill one conversion; then check what is there, and what the same command makes of it."""
         workers, others = rng.choice(kinds), rng.choice(kinds)
         if workers not in job.seconds:
             self.undisturbed(job, workers)
@@ -246,7 +246,7 @@ def remove(path: str) -> None:
 
 
 def files_below(directory: str) -> list[str]:
-    """The paths of all files below ``directory``, relative to it; none of what is no directory."""
+    """The paths of all files below ``directory``, relative to it; none if it is not a directory."""
     found = [os.path.join(folder, name) for folder, _, names in os.walk(directory) for name in names]
     return sorted(os.path.relpath(path, directory) for path in found)
 

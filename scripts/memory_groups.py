@@ -1,4 +1,4 @@
-"""A control group with so much memory, page cache included: of cgroup v2 where that counts memory here, else of v1."""
+"""Control groups that limit memory, page cache included: cgroup v2 where it has the memory controller, else v1."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class NoGroup(Exception):
 
 @dataclass(frozen=True)
 class Version:
-    """Names of the memory controller's files. ``peaks``: of those that tell the most that was ever in use."""
+    """Names of the memory controller's files. ``peaks``: of those that hold the peak."""
 
     limit: str
     peaks: tuple[str, ...]
@@ -39,7 +39,7 @@ class Group:
 
     @property
     def peak(self) -> int | None:
-        """The most bytes that its processes and the page cache of their files took; None where the kernel is silent."""
+        """The peak of its processes and of their page cache, in bytes; None where the kernel reports none."""
         for name in self.version.peaks:
             with contextlib.suppress(OSError), open(os.path.join(self.directory, name)) as file:
                 return int(file.read())
@@ -48,7 +48,7 @@ class Group:
 
 @contextlib.contextmanager
 def group_of(nbytes: int) -> Iterator[Group]:
-    """A new group of ``nbytes``, gone when the context ends. Raises NoGroup."""
+    """A new group limited to ``nbytes``, removed when the context ends. Raises NoGroup."""
     refused = ["no memory controller is mounted here"]
     for parent, version in _parents():
         made = Group(os.path.join(parent, f"fsdpckpt-{uuid.uuid4().hex[:8]}"), version)

@@ -34,7 +34,7 @@ ROW = 1024  # elements
 
 @dataclass(frozen=True)
 class Case:
-    """One conversion: of which source, with which options. ``tensors``: how many names it has to hold."""
+    """One conversion: its source and options. ``tensors``: the number of names that it holds in memory."""
 
     name: str
     source: str
@@ -68,7 +68,7 @@ CASES = (
 
 @dataclass
 class Bench:
-    """Sources of ``nbytes`` below ``directory``, each made when it is first asked for."""
+    """Sources of ``nbytes`` below ``directory``, each made when it is first needed."""
 
     directory: str
     nbytes: int
@@ -179,7 +179,7 @@ def run(bench: Bench, case: Case, memory: int) -> tuple[list[int], bool]:
 
 
 def run_in_group(bench: Bench, case: Case, memory: int, limit: int) -> str:
-    """What a control group of ``limit`` bytes makes of a conversion, which has to write the same bytes in it."""
+    """Run a conversion in a control group of ``limit`` bytes, where it has to write the same bytes."""
     suffix = ".safetensors" if "safetensors" in case.options else ""
     free, limited = (os.path.join(bench.directory, f"out-{name}{suffix}") for name in ("free", "limited"))
     options = [*case.options, "--threads", str(case.threads[-1]), "--max-memory", str(memory)]

@@ -74,7 +74,7 @@ def mutations(tree: ast.Module) -> Iterator[tuple[int, str, Callable[[], None], 
 
 
 def trial(source: ast.Module, path: Path, tests: list[str], limit: int) -> int:
-    """The exit code of the tests with ``source`` in the place of ``path``, in a process of its own."""
+    """The exit code of the tests, run in a new process with ``source`` in place of ``path``."""
     child = os.fork()
     if child:
         deadline = time.monotonic() + limit

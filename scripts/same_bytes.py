@@ -36,7 +36,7 @@ LIMIT = 60  # seconds for one command
 SHOWN = 40  # differences
 VOLATILE = {"seconds", "disk_free"}  # keys of --json documents
 ERROR_WORDS = {"what", "why", "next_step", "details"}  # keys of an error's document
-# What the oracle's model says of itself; ``PARAMETERS`` is a file of the corpus.
+# What describes the oracle's model; ``PARAMETERS`` is a file of the corpus.
 BUFFERS = [f"--buffers={name}" for name in ("counter", "mask", "scale", "void", "coarse")]
 PARAMETERS = "corpus/parameters.txt"
 
@@ -132,7 +132,7 @@ GOLDEN_UNITS = {  # of the checkpoints whose flat parameters say no names
 
 
 def golden_cases(side: Path, *, quick: bool) -> Iterator[Case]:
-    """Checkpoints of old torch versions, torch_xla and fairscale, and their truth for what does not say enough."""
+    """Checkpoints of old torch versions, torch_xla and fairscale, with their truth as a reference."""
     for directory in sorted({Path(folder) for folder, _, files in os.walk(side / "golden") if files}):
         source = str(directory.relative_to(side))
         name = source.replace("/", "-")
@@ -162,7 +162,7 @@ def golden_cases(side: Path, *, quick: bool) -> Iterator[Case]:
 
 
 def about(options: list[str]) -> list[str]:
-    """What has to be said of the oracle's model to convert it with ``options``."""
+    """The options that the oracle's model needs to be converted with ``options``."""
     if any(option.startswith("--strip-prefix") for option in options):
         return ["--buffers=none"]
     if "--to=flattened" in options:
@@ -193,7 +193,7 @@ def oracle_cases(base: Path, world: int, *, quick: bool) -> Iterator[Case]:
 
 
 def flattened_cases(base: Path, world: int, *, quick: bool) -> Iterator[Case]:
-    """What real FSDP1 saved flattened, with units files, and with what infers them."""
+    """What real FSDP1 saved flattened, with units files, and with what they are inferred from."""
     few = {"nested-orig", "nested-flat", "transformer-orig", "tiny-flat"}
     for path in sorted((base / f"oracle-flattened-{world}").iterdir()):
         if quick and path.name not in few:
@@ -242,7 +242,7 @@ def second_steps(first: list[Case], *, quick: bool) -> Iterator[Case]:
 
 
 def refusals() -> Iterator[Case]:
-    """Command lines that are wrong, and sources that are none."""
+    """Wrong command lines, and sources that are not checkpoints."""
     source = "corpus/oracle-2/f2_ranks"
     for number, arguments in enumerate(
         [
@@ -290,7 +290,7 @@ def all_cases(side: Path, base: Path, *, quick: bool) -> list[Case]:
 
 
 def warming() -> list[list[str]]:
-    """Commands that together import most of what any command does."""
+    """Commands that together import most of what any command imports."""
     source = "corpus/oracle-2/f2_ranks"
     return [
         ["inspect", source, "--json", "--ranks"],
@@ -416,7 +416,7 @@ def run_side(checkout: Path, side: Path, base: Path, *, quick: bool) -> None:
 
 
 def code_of(checkout: Path) -> str:
-    """What decides what a checkout does, and what this program asks of it."""
+    """The digest of everything that decides what a checkout does and what this program runs."""
     digest = hashlib.sha256(Path(__file__).read_bytes())
     for path in sorted((checkout / "fsdpckpt").rglob("*.py")):
         digest.update(str(path.relative_to(checkout)).encode() + b"\0" + path.read_bytes() + b"\0")
@@ -424,7 +424,7 @@ def code_of(checkout: Path) -> str:
 
 
 def known(checkout: Path, base: Path, *, quick: bool) -> Path:
-    """The directory in which ``checkout`` did everything; a directory of earlier is taken if the code is the same."""
+    """The directory in which ``checkout`` did everything; an earlier directory is reused if the code is the same."""
     side = base / "known" / f"{code_of(checkout)}-{'quick' if quick else 'full'}"
     side.parent.mkdir(parents=True, exist_ok=True)
     with side.with_suffix(".lock").open("w") as lock:
@@ -438,7 +438,7 @@ def known(checkout: Path, base: Path, *, quick: bool) -> Path:
 
 
 def comparable(value: Any, side: Path, *, words: bool) -> Any:
-    """A JSON value without what may differ from run to run."""
+    """A JSON value without the parts that may differ from run to run."""
     if isinstance(value, dict):
         hidden = VOLATILE if words or "exit_code" not in value else VOLATILE | ERROR_WORDS
         return {key: comparable(child, side, words=words) for key, child in value.items() if key not in hidden}
@@ -448,7 +448,7 @@ def comparable(value: Any, side: Path, *, words: bool) -> Any:
 
 
 def first_difference(one: Any, other: Any, where: str = "$") -> str | None:
-    """The path of the first value that is not the same; the order of keys counts."""
+    """The path of the first value that differs; the order of keys counts."""
     if isinstance(one, dict) and isinstance(other, dict) and list(one) != list(other):
         return f"{where}: keys {sorted(set(one) ^ set(other)) or 'in another order'}"
     if isinstance(one, dict) and isinstance(other, dict):
@@ -489,7 +489,7 @@ def files_below(directory: Path) -> set[str]:
 
 
 def compared(old: Path, new: Path, *, words: bool) -> Iterator[str]:
-    """Every difference, a line each."""
+    """Every difference, one per line."""
     sides = (old, new)
     one, other = (json.loads((side / "codes.json").read_text()) for side in sides)
     for case, arguments in one["arguments"].items():
