@@ -28,7 +28,7 @@ def converted(oracle: Oracle, form: Form, world: int, target: Path, options: Con
 
 
 def buffers(form: Form, world: int, container: Container) -> tuple[str, ...]:
-    """What ``--buffers`` has to say for this source to become sharded.
+    """The ``--buffers`` that this source needs to become sharded.
 
     DCP metadata does not tell a buffer without elements from a parameter without elements; only rank files care.
     """

@@ -1,4 +1,4 @@
-"""Ways in which values could change or get lost on their way through several containers, each once seen to do so."""
+"""Ways in which values could change or get lost on their way through several containers; each was a bug once."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def model() -> dict[str, torch.Tensor]:
 
 
 def every_float(name: str) -> torch.Tensor:
-    """Numbers of all sizes, numbers half-way between two short floats, and a little beside them."""
+    """Numbers of all sizes, numbers half-way between two short floats, and their neighbours."""
     dtype = getattr(torch, name)
     if dtype.itemsize == 1:
         return torch.arange(256, dtype=torch.uint8).view(dtype)

@@ -84,7 +84,7 @@ def _compare(a: Any, b: Any, where: str) -> Iterator[str]:
 
 
 def differences(found: Any, expected: Any, where: str = "") -> list[str]:
-    """Every way in which ``found`` is not ``expected``; empty when they are the same bit for bit.
+    """Every difference between ``found`` and ``expected``; empty when they are bit for bit the same.
 
     Key order of mappings is free, the order of lists and tuples is not. ``OrderedDict`` and ``dict`` are the same.
     """
@@ -92,7 +92,7 @@ def differences(found: Any, expected: Any, where: str = "") -> list[str]:
 
 
 def plain(value: Any) -> Any:
-    """A copy of a state dict with every tensor detached, on compact memory of its own, and of the base class."""
+    """A copy of a state dict with every tensor detached, in its own compact memory, as a plain tensor."""
     if isinstance(value, torch.Tensor):
         return value.detach().as_subclass(torch.Tensor).clone(memory_format=torch.contiguous_format)
     if isinstance(value, Mapping):
@@ -111,7 +111,7 @@ def optimizer_by_id(named: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def settings_by_parameter(optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer state dict with its groups taken apart: each parameter's settings under its key."""
+    """An optimizer state dict with the settings of its groups under the key of each parameter."""
     groups = optimizer["param_groups"]
     apart = {key: {**group, "params": [key]} for group in groups for key in group["params"]}
     return {"state": optimizer["state"], "param_groups": apart}

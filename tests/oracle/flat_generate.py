@@ -70,7 +70,7 @@ def layout(run: Run) -> list[dict[str, Any]]:
 
 
 def ids(run: Run) -> list[str]:
-    """What the optimizer's ids stand for: original names, or keys of flat parameters."""
+    """The names of the optimizer's ids: original names, or keys of flat parameters."""
     names = {parameter: clean(name) for name, parameter in run[0].named_parameters()}
     return [names[parameter] for group in run[1].param_groups for parameter in group["params"]]
 

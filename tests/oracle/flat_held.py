@@ -1,4 +1,4 @@
-"""Compare flattened files with what real FSDP1 holds on that rank of that world, and with what it loads them as.
+"""Compare flattened files with what real FSDP1 holds on that rank of that world, and holds after loading them.
 
 ``python -m tests.oracle.flat_held JOBS RESULTS`` plays single ranks of any world on PyTorch's "fake" process group;
 ``torchrun -m tests.oracle.flat_held JOBS RESULTS live`` runs a real world on Gloo. JOBS is a JSON list of ``{"id",
@@ -56,7 +56,7 @@ def with_weights(entry: Scenario, weights: State, *, orig: bool) -> nn.Module:
 
 
 def alone(shards: list[Shard], *size: Any, **_: Any) -> State:
-    """What one rank knows about its ShardedTensor, in place of one, whose metadata takes the other ranks to make."""
+    """Stands for a ShardedTensor with what one rank knows of it: making a real one takes the other ranks."""
     return {"size": tuple(size), "shards": [(tuple(s.metadata.shard_offsets), s.tensor.detach()) for s in shards]}
 
 

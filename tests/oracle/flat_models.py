@@ -1,4 +1,4 @@
-"""Small models that show every way in which FSDP1 lays out flat parameters. No two of them divide evenly by anything.
+"""Small models that cover every way in which FSDP1 lays out flat parameters, with odd sizes.
 
 A model's ``forward`` takes a generator for its random input and returns a loss, so that one training step looks the
 same for all of them.
@@ -38,7 +38,7 @@ class Perceptron(nn.Module):
 
 
 class Outer(nn.Module):
-    """A module with a parameter of its own before, and parameters of children on both sides of, a nested unit."""
+    """A module with its own parameter before a nested unit, and parameters of children on both sides of it."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class TiedTransformer(nn.Module):
 
 
 class Unused(nn.Module):
-    """``first`` takes no part (no state for parameter 0), ``constant`` runs under ``no_grad``, one bias is unused."""
+    """``first`` is not used (no state for parameter 0), ``constant`` runs under ``no_grad``, one bias is unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class Tiny(nn.Module):
 
 
 class SameSized(nn.Module):
-    """Parameters of the same size in one unit, and units of the same size: counts alone tell none of them apart."""
+    """Parameters of the same size in one unit, and units of the same size: element counts do not distinguish them."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Put the slices in the ranks' files together as plainly as possible, from what FSDP says about its own units.
+"""Joins the slices in the ranks' files as simply as possible, by what FSDP itself says about its units.
 
 Neither FSDP's gathering nor fsdpckpt takes part, so this tells whether ``tests.oracle.flat_generate`` wrote the truth.
 """
@@ -43,7 +43,7 @@ def _by_key(content: State, ids: list[str]) -> State:
 
 
 def _is_empty(entry: State) -> bool:
-    """Whether a rank holds no element: its step did not advance either (eager optimizers like Adagrad)."""
+    """Whether a rank holds no element, in which case its step did not advance (eager optimizers such as Adagrad)."""
     tensors = [value for value in entry.values() if isinstance(value, torch.Tensor) and value.ndim]
     return bool(tensors) and not any(map(torch.numel, tensors))
 

@@ -21,7 +21,7 @@ ORIG, FLAT = True, False
 
 
 class Keyed(AdamW):
-    """An optimizer as TorchRec's ``KeyedOptimizer``: state by the wrapped model's names, and a state of its own."""
+    """An optimizer as TorchRec's ``KeyedOptimizer``: state by the wrapped model's names, and one extra state."""
 
     def __init__(self, model: nn.Module) -> None:
         named = dict(model.named_parameters())
@@ -48,7 +48,7 @@ def _trained(model: nn.Module) -> Optimizer:
 
 
 def _groups(model: nn.Module) -> Optimizer:
-    """Two groups in another order than ``model.parameters()``; with original parameters they cut across units."""
+    """Two groups in a different order than ``model.parameters()``; with original parameters they cut across units."""
     named = [(clean(name), parameter) for name, parameter in model.named_parameters()]
     flat = any(name.endswith("_flat_param") for name, _ in named)
     second = [p for name, p in named if ("outer" in name if flat else p.ndim == 1 and "bias" in name)]

@@ -43,7 +43,7 @@ Run = tuple[nn.Module, Optimizer]
 
 
 def built(entry: Scenario, seed: int = 0) -> nn.Module:
-    """The bare model, with the random weights of ``seed``, before FSDP sees it."""
+    """The bare model, with the random weights of ``seed``, before FSDP wraps it."""
     model = entry.build()
     fill(model, seed)
     for name, parameter in model.named_parameters():
@@ -67,7 +67,7 @@ def _mesh(entry: Scenario) -> DeviceMesh:
 
 
 def wrap(entry: Scenario, model: nn.Module, *, orig: bool, mesh: bool = False) -> nn.Module:
-    """The model under FSDP1 as the scenario says; ``mesh`` makes it save DTensors instead of ShardedTensors."""
+    """The model wrapped with FSDP1 as the scenario says; ``mesh`` makes it save DTensors instead of ShardedTensors."""
     where: dict[str, Any] = {}
     if mesh:
         where["device_mesh"] = _mesh(entry)

@@ -139,7 +139,7 @@ def save2(run: Run, name: str, model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def enrich(optimizer: Optimizer) -> None:
-    """Add what mixed-precision and hand-written optimizers hold: fp32 moments of bf16 parameters, None, int."""
+    """Add states that mixed-precision and custom optimizers have: fp32 moments of bf16 parameters, None, int."""
     for number, states in enumerate(optimizer.state.values()):
         for key in ("exp_avg", "exp_avg_sq"):
             states[key] = states[key].float()

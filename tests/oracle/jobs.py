@@ -1,4 +1,4 @@
-"""What every oracle worker does with its jobs: play each one on all ranks, and tell rank 0's file what came of it."""
+"""What every oracle worker does with its jobs: run each one on all ranks, and write the results to rank 0's file."""
 
 from __future__ import annotations
 

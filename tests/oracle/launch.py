@@ -19,7 +19,7 @@ class ProcessFailed(AssertionError):
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Stop the process's whole session: politely first, so that torchrun can reap its workers, then for good."""
+    """Stop the process's whole session: SIGTERM first, so that torchrun can reap its workers, then SIGKILL."""
     for number, patience in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
         try:
             os.killpg(process.pid, number)

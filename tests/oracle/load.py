@@ -74,7 +74,7 @@ WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 def fresh(wrap: str) -> Loaded:
-    """A wrapped model with weights no truth has, and an optimizer that has taken no step."""
+    """A wrapped model with weights unlike any truth, and an optimizer that has taken no step."""
     model = WRAPS[wrap](seeded_model(seed=5))
     return model, adamw(model)
 
@@ -178,7 +178,7 @@ def rank_file(directory: str, section: str) -> Any:
 
 
 def initialised(wrap: str) -> Loaded:
-    """A fresh pair whose optimizer has its states, as ``dcp.load`` needs a template: made by a real step."""
+    """A new pair whose optimizer has states, made by a real step: ``dcp.load`` needs a template."""
     loaded = fresh(wrap)
     step(*loaded, rank=dist.get_rank(), number=5)
     return loaded
@@ -220,7 +220,7 @@ def load_job(kind: str, path: str, wrap: str) -> Loaded:
 
 
 def distributed(value: Any, *, plain: bool = False) -> Any:
-    """A full state dict as DTensors, cut by PyTorch; 0-dim tensors, and everything under ``plain``, as they are."""
+    """A full state dict as DTensors, cut by PyTorch; 0-dim tensors and everything under ``plain`` unchanged."""
     if isinstance(value, dict):
         whole = (*BUFFERS, "param_groups")
         return {key: distributed(child, plain=plain or key in whole) for key, child in value.items()}

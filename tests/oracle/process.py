@@ -1,4 +1,4 @@
-"""What every worker process of the oracle does first: end by itself, say where it hung, and keep quiet otherwise."""
+"""What every worker process of the oracle does first: limit its time, dump stacks when it hangs, silence warnings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["quiet_worker"]
 
 
 def quiet_worker(*, limit: float) -> None:
-    """Dump all stacks and exit after ``limit`` seconds; one thread; no deprecation talk from torch."""
+    """Dump all stacks and exit after ``limit`` seconds; one thread; no deprecation warnings from torch."""
     faulthandler.enable()
     faulthandler.dump_traceback_later(limit, exit=True)
     torch.set_num_threads(1)

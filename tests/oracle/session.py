@@ -30,7 +30,7 @@ class Oracle:
         self.base = base
 
     def once(self, name: str, make: Callable[[Path], None]) -> Path:
-        """``base/name`` as ``make`` filled it: by whoever comes first, others wait. A failure is not tried again."""
+        """``base/name`` as ``make`` filled it: by the first that needs it; others wait. A failure is not retried."""
         directory = self.base / name
         done, failed = self.base / f"{name}.done", self.base / f"{name}.failed"
         with (self.base / f"{name}.lock").open("w") as lock:

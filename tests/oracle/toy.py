@@ -48,7 +48,7 @@ class Block(nn.Module):
 
 
 class Frozen(nn.Module):
-    """A unit no optimizer knows."""
+    """A unit whose parameters no optimizer has."""
 
     def __init__(self) -> None:
         super().__init__()

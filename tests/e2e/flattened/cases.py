@@ -1,4 +1,4 @@
-"""Conversions of flattened checkpoints, and their results held against what real FSDP1 holds on every rank."""
+"""Conversions of flattened checkpoints, and their results compared with what real FSDP1 holds on every rank."""
 
 from __future__ import annotations
 

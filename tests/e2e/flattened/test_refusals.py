@@ -1,4 +1,4 @@
-"""What does not belong together is refused, also where every count fits: no result is better than a wrong one."""
+"""Files and units that do not belong together are refused, even where every count fits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The truth every other test here compares with is what the slices in the ranks' own files say."""
+"""The truth that every other test here compares with agrees with the slices in the ranks' own files."""
 
 from __future__ import annotations
 

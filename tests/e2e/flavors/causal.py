@@ -1,4 +1,4 @@
-"""The language model that verl trains, and torchtitan goes on with: a Llama of odd sizes."""
+"""The language model that verl trains and torchtitan continues with: a Llama of odd sizes."""
 
 from __future__ import annotations
 

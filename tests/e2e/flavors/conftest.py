@@ -1,4 +1,4 @@
-"""What the producers' own libraries saved, once per session, and what they make of our output."""
+"""Checkpoints saved by the producers' own libraries, once per session, and the result of loading our output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What both libraries ask of FSDP1 and a CPU run cannot give."""
+"""FSDP1 settings of both libraries that do not work without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stand-ins for what a producer's package imports and its checkpoints do not use.
+"""Stubs of modules that a producer's package imports and its checkpoints do not use.
 
 Their lists of requirements are those of whole training systems (verl's: 2 GB), so the packages are installed alone.
 A name that is really installed is never replaced. What is taken from a stand-in cannot be called, nor be an instance
@@ -26,7 +26,7 @@ class _OfAbsent(type):
 
 
 class Absent(metaclass=_OfAbsent):
-    """Anything of a package that is not there, to be named in annotations and to inherit from."""
+    """Stands for any name of a missing package, in annotations and as a base class."""
 
 
 class _StandIn(ModuleType):

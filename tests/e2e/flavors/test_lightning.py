@@ -1,4 +1,4 @@
-"""Lightning trains on 3 ranks, we convert, Lightning goes on with 2: the same losses as by PyTorch's resharding."""
+"""Lightning trains on 3 ranks, we convert, Lightning resumes on 2 with the losses of PyTorch's resharding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torchtitan saves on 3 ranks, we convert, torchtitan goes on with 2: as from its own resharding."""
+"""torchtitan saves on 3 ranks, we convert, torchtitan resumes on 2 as from its own resharding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""verl saves on 4 ranks, we convert, verl goes on with 2: losses as by PyTorch's resharding; its merger agrees."""
+"""verl saves on 4 ranks, we convert, verl resumes on 2: losses as from PyTorch's resharding; its merger agrees."""
 
 from __future__ import annotations
 

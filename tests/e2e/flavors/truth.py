@@ -20,7 +20,7 @@ def of_reference(directory: Path, scratch: Path) -> dict[str, Any]:
 
 
 def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
-    """The keys of model and optimizer under which two checkpoints keyed by name do not hold the very same."""
+    """The keys of model and optimizer that differ between two checkpoints keyed by name."""
     ours, theirs = leaves(found), leaves(expected)
     return [
         key

@@ -69,7 +69,7 @@ def prepared(form: str, seed: int) -> tuple[Accelerator, nn.Module, torch.optim.
 
 @contextmanager
 def files_by_rank(form: str) -> Iterator[None]:
-    """``use_dcp=False`` for the forms that mean it: the library's ``save_state`` has no argument for it."""
+    """Set ``use_dcp=False`` for the forms that need it: ``save_state`` has no argument for it."""
     with ExitStack() as patches:
         for name in ("save_fsdp_model", "save_fsdp_optimizer", "load_fsdp_model", "load_fsdp_optimizer"):
             if form.startswith("ranks"):
@@ -103,7 +103,7 @@ def save(directory: str) -> None:
 
 
 def losses(form: str, path: str) -> list[str]:
-    """Let accelerate load ``path`` over other weights; the losses of the next two steps, and what random states say."""
+    """Let accelerate load ``path`` over other weights; the losses of two more steps, and the next random numbers."""
     accelerator, *training = prepared(form, seed=99)
     step(accelerator, *training, 50)  # a DCP template has only those states that an optimizer has
     with files_by_rank(form):

@@ -26,7 +26,7 @@ FORMS = ("fabric-sharded", "fabric-full", "trainer-sharded", "trainer-full", "pa
 
 
 class OnCpu(FSDPStrategy):
-    """Lightning refuses exactly its own class without a GPU."""
+    """Lightning refuses exactly this class without a GPU, so a subclass stands for it."""
 
 
 class FabricOnCpu(FabricFSDP):
@@ -115,7 +115,7 @@ def save(directory: str) -> None:
 
 
 def losses(form: str, path: str) -> list[str]:
-    """Let Lightning load ``path`` over other weights; the losses of the next two steps, and what else came back."""
+    """Let Lightning load ``path`` over other weights; the losses of the next two steps, and what else was restored."""
     if not form.startswith("fabric"):
         trainer, model = trained(form, seed=99, steps=5, path=path)
         rates = [group["lr"].hex() for group in trainer.optimizers[0].param_groups]

@@ -45,7 +45,7 @@ class Numbers(IterableDataset[int]):
 
 
 class Progress:
-    """What torchtitan's trainer keeps in its checkpoints of itself."""
+    """The trainer's own state, as torchtitan saves it."""
 
     def __init__(self) -> None:
         self.step, self.ntokens_seen = 0, 0

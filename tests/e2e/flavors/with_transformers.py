@@ -84,7 +84,7 @@ def save(directory: str) -> None:
 
 
 def losses(form: str, path: str) -> list[str]:
-    """Let the Trainer go on from ``path`` over other weights; its losses, and what else it says of the whole run."""
+    """Let the Trainer resume from ``path`` over other weights; its losses, and what else it reports of the run."""
     if form not in FORMS:
         return with_accelerate.losses(form, path)
     resumed = trainer(form, os.path.dirname(path), seed=99, steps=ENDS_AFTER)

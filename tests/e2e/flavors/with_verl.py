@@ -101,7 +101,7 @@ def save(directory: str) -> None:
 
 
 def merged(path: str) -> None:
-    """What verl's merger makes of the checkpoint ``path``, in ``path``-merged."""
+    """The output of verl's merger for the checkpoint ``path``, in ``path``-merged."""
     FSDPModelMerger(
         ModelMergerConfig(
             operation="merge", backend="fsdp", local_dir=path, target_dir=f"{path}-merged",

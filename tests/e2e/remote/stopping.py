@@ -1,4 +1,4 @@
-"""Somebody who stops a conversion while its output goes up to a store."""
+"""Stops a conversion while its output is uploaded to a store."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Store:
         return found
 
     def version(self, name: str) -> str:
-        """What is another one after every write, also of the same bytes."""
+        """A version that changes with every write, also of the same bytes."""
         self.direct.invalidate_cache()
         info = self.direct.info(f"runs/{name}")
         return str(info.get("generation") or info["etag"])

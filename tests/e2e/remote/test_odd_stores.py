@@ -1,4 +1,4 @@
-"""What stores and servers do besides answering: refuse in the middle, redirect, compress, page, and have odd names."""
+"""Odd stores and servers: they refuse in the middle, redirect, compress, page, and have odd names."""
 
 from __future__ import annotations
 
