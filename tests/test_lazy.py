@@ -52,7 +52,7 @@ def grid(shape: tuple[int, ...], cuts: list[list[int]]) -> list:
 
 def slices(length: int) -> st.SearchStrategy:
     ends = st.none() | st.integers(-length - 2, length + 2)
-    return st.builds(slice, ends, ends, st.none() | st.integers(1, length + 1))
+    return st.builds(slice, ends, ends, st.sampled_from([None, 1, 2, 3, length + 1]))
 
 
 def one_index(length: int) -> st.SearchStrategy:
@@ -86,6 +86,16 @@ def test_slices_of_slices_are_numpys_whatever_chunks_hold_the_tensor(data: st.Da
         tensor, array = tensor[index], array[index]
         assert (tensor.shape, tensor.nbytes) == (array.shape, array.nbytes)
         assert tensor.numpy().tobytes() == array.tobytes()
+
+
+def test_an_index_counts_in_the_slice_it_is_taken_of() -> None:
+    array = random_array(7, (9, 6), "float32")
+    tensor = lazy(Raw(Path(), 4), array, grid((9, 6), [[4], [5]]))
+    for first, second in (
+        ((slice(1, None, 3),), (-1,)),
+        ((slice(None, None, 2), slice(1, 6, 2)), (3, slice(1, None, 2))),
+    ):
+        assert tensor[first][second].numpy().tobytes() == array[first][second].tobytes()
 
 
 @pytest.mark.parametrize("dtype", COPIED)
