@@ -80,7 +80,7 @@ def _export(checkpoint: Checkpoint, folders: Sequence[str], sources: Sources) ->
     left_out |= _tied_by_configuration(checkpoint, model, set(left_out), folders, sources, notes)
     values = [name for name, leaf in model.params.items() if not isinstance(leaf, Tensor)]
     notes += [Note("tied", f"{name} is left out: it is tied to {first}", name) for name, first in left_out.items()]
-    notes += [Note("dropped", f"{name} is no tensor, and has no place among weights", name) for name in values]
+    notes += [Note("dropped", f"{name} is not a tensor, and has no place among weights", name) for name in values]
     params = {name: leaf for name, leaf in model.params.items() if name not in left_out and name not in values}
     return replace(checkpoint, model=ModelState(params), notes=(*checkpoint.notes, *notes))
 
@@ -121,7 +121,7 @@ def _configured(folders: Sequence[str], sources: Sources) -> bool:
             document = json.loads(source.read(0, source.nbytes))
         except (ValueError, RecursionError) as error:
             raise SourceCorruptError(
-                f"{path} is no JSON",
+                f"{path} is not JSON",
                 file=path,
                 why="the copy did not finish, or it was edited by hand",
                 next_step="restore it from the model's own directory, or move it away",

@@ -122,7 +122,7 @@ class SourceNames:
         if not listed:
             return checkpoint
         more = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
-        message = f"{len(listed)} keys lost the prefixes of wrappers: {', '.join(listed[:_SHOWN])}{more}"
+        message = f"{len(listed)} keys lost the prefixes of wrapper modules: {', '.join(listed[:_SHOWN])}{more}"
         note = Note("normalised", message, keys=tuple(listed))
         return replace(checkpoint, notes=(*checkpoint.notes, note))
 

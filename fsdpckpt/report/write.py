@@ -47,7 +47,7 @@ def write_report(described: Description, path: str) -> int:
         raise TargetUnwritableError(
             f"the report cannot be written to {path}: {error.strerror}",
             file=path,
-            next_step="give --report a file in a directory that exists and is yours",
+            next_step="give --report a file in a directory that exists and that you may write to",
         ) from None
     return len(content)
 
@@ -57,7 +57,7 @@ def _refuse_source(path: str, source: str) -> None:
     if path in ("", "-"):
         raise UsageError("--report takes the name of a file", found=repr(path), next_step="--report report.html")
     if is_url(path):
-        raise UsageError(f"--report {path}: a report is a file of this machine", next_step="--report report.html")
+        raise UsageError(f"--report {path}: a report is written to a local file", next_step="--report report.html")
     if not is_url(source) and os.path.isdir(source):
         real, inside = os.path.realpath(path), os.path.realpath(source)
         if os.path.commonpath([real, inside]) == inside:
@@ -82,7 +82,7 @@ def _require_free(path: str) -> None:
         )
     if os.path.exists(path) and not _is_page(path):
         raise TargetExistsError(
-            f"{path} is there, and is no report that inspect --report made",
+            f"{path} exists, and is not a report that inspect --report wrote",
             file=path,
             why="an earlier report would be replaced; anything else is left alone",
             next_step=f"give --report another name, or remove it: rm {shlex.quote(path)}",

@@ -342,7 +342,7 @@ def _idle(plan: Plan, glob: str, names: Sequence[str]) -> UsageError:
     meant = get_close_matches(glob.strip("*."), names, n=3, cutoff=0.5)
     return UsageError(
         f"{plan.file}: {glob} matches no parameter",
-        details=[f"{name} is there" for name in meant],
+        details=[f"{name} exists" for name in meant],
         key=glob,
         next_step="correct it, or remove it",
     )

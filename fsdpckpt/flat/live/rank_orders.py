@@ -95,7 +95,7 @@ class SharedOrders:
                 pass
             time.sleep(0.1)  # another rank may be writing
         raise SourceUnsupportedError(
-            f"the optimizer of rank {self.rank} lists its parameters in another order than those of other ranks, and "
+            f"the optimizer of rank {self.rank} lists its parameters in an order of its own, and "
             "the units file cannot record it",
             why=f"another rank wrote {self.target}, and this rank does not see that file",
             next_step="call save_units on every rank with a path on a disk that all ranks share",

@@ -159,7 +159,7 @@ def _value(text: str, file: str) -> Value:
     try:
         data: Json = json.loads(text)
     except (ValueError, RecursionError):
-        raise damaged(file, "a value kept as text is no JSON", why=_WHY) from None
+        raise damaged(file, "a value kept as text is not JSON", why=_WHY) from None
     unknown = sorted({f"{module}.{name}" for module, name in _names(data) if kind_of(module, name) is None})
     if unknown:
         raise SourceUnsafeError(f"{file} names classes that a checkpoint has no use for", details=unknown, file=file)
