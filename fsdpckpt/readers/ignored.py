@@ -43,7 +43,7 @@ def require_matches(globs: Sequence[str], *checkpoints: Checkpoint) -> None:
             sources = " or ".join(checkpoint.source for checkpoint in checkpoints)
             raise UsageError(
                 f"--ignore-file {glob} matches no file of {sources}",
-                details=[f"{name} is there" for name in get_close_matches(glob, names, n=3, cutoff=0.4)],
+                details=[f"{name} exists" for name in get_close_matches(glob, names, n=3, cutoff=0.4)],
                 next_step="give the name of a file or directory, or its path from there",
             )
 

@@ -107,7 +107,7 @@ def side_files(
     hidden = [name for name in sorted(entries) if name.startswith(".") and not _is_state(entries[name], source, set())]
     left = [*(name for name in beside if name not in used), *hidden]
     if left:
-        taken.notes.append(_note("not-carried", f"not carried from {checkpoint.directory}", left))
+        taken.notes.append(_note("not-carried", f"not copied from {checkpoint.directory}", left))
     return taken
 
 
