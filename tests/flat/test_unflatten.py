@@ -79,15 +79,29 @@ def test_the_states_of_every_parameter_are_found_in_the_slices(world_size: int, 
     assert found.optim is not None
     assert found.optim.param_groups == [{"lr": 0.1, "params": list(units.parameters)}]
     assert found.optim.key_type == "name"
+    entries = len(checkpoint.optim.state)  # type: ignore[union-attr]
+    assert [note.message for note in found.notes] == [
+        f"optimizer: 11 parameters' states were found in {entries} entries"
+    ]
+    steps = [states["step"] for states in found.optim.state.values()]
+    assert len(set(map(id, steps))) == 11, "one tensor of many parameters counts as tied"
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_the_model_is_found_in_its_flat_parameters_and_buffers_stay_whole(use_orig_params: bool) -> None:
     units = toy(use_orig_params=use_orig_params, shared=(("tied.weight", "e.weight"),))
     played, checkpoint, truth = raw(units, 3, model=True)
+    shapes = {"count": (), "grid": (2, 3)}
+    assert checkpoint.model is not None
+    for name, shape in shapes.items():
+        checkpoint.model.params[name] = played.replicas(np.ones(shape, np.float32))
     found = named(checkpoint, units)
     require_states(found, played, truth)
     assert found.model is not None
+    for name, shape in shapes.items():
+        tensor = found.model.params[name]
+        assert isinstance(tensor, Tensor) and (tensor.sharded, tensor.shape) == (False, shape)
+    assert "model: 11 parameters were found in 3 flat parameters" in [note.message for note in found.notes]
     for name, expected in truth["weight"].items():
         tensor = found.model.params[name]
         assert isinstance(tensor, Tensor)
@@ -140,6 +154,22 @@ def test_a_step_of_one_element_is_carried_whole() -> None:
     found = named(checkpoint, units)
     assert found.optim is not None
     assert {entry["step"].shape for entry in found.optim.state.values()} == {(1,)}  # type: ignore[union-attr]
+
+
+def test_a_state_without_dimensions_is_that_of_the_ranks_that_hold_the_parameter() -> None:
+    units = toy(use_orig_params=True)
+    played, checkpoint, _ = raw(units, 16)
+    assert checkpoint.optim is not None
+    holders = {key: states["exp_avg"].chunks for key, states in checkpoint.optim.state.items()}  # type: ignore[union-attr]
+    for states in checkpoint.optim.state.values():
+        states["mu"] = played.replicas(np.float32(3).reshape(()))
+    found = named(checkpoint, units)
+    assert found.optim is not None
+    for chunks, name in zip(holders.values(), units.parameters, strict=True):
+        mu = found.optim.state[name]["mu"]
+        assert isinstance(mu, Tensor) and mu.shape == ()
+        assert mu.chunks.rank.tolist() == chunks.rank[chunks.size[:, 0] > 0].tolist()
+        assert len(mu.chunks.rank) < 16
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
