@@ -10,8 +10,11 @@ import pytest
 import torch
 
 import fsdpckpt
+from fsdpckpt.errors import SourceCorruptError
+from fsdpckpt.flat.units.file import write_units
 from fsdpckpt.ir.checkpoint import Layout
 from fsdpckpt.ir.tensors import SLICES
+from tests.flat.flat_checkpoints import unit, units_of
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 FORMS = ["torch-2.4/f1_flat_raw", "torch-2.4/f1_tiny_o", "torch-2.4/f1_nested_o", "torch-2.4/f1_orig_local"]
@@ -91,3 +94,16 @@ def test_problems_of_slices_that_have_names_are_told_once(tmp_path: Path) -> Non
     assert [problem.key for problem in fsdpckpt.verify(tmp_path).problems] == ["1"]
     (tmp_path / "units.json").write_text(render(encode(units)))
     assert [problem.key for problem in fsdpckpt.verify(tmp_path).problems] == ["m.b"]
+
+
+def test_units_that_contradict_the_slices_are_a_problem_of_verify_and_an_error_of_diff(tmp_path: Path) -> None:
+    torch.save({"model": {"a": torch.randn(5, 3), "b": torch.randn(7, 3)}}, tmp_path / "full.pt")
+    options = {"to": "flattened", "world_size": 2, "unit": "none", "use_orig_params": False, "buffers": "none"}
+    fsdpckpt.convert(tmp_path / "full.pt", tmp_path / "flat", **options)
+    other = units_of(unit("", {"a": (5, 3), "b": (11, 3)}), use_orig_params=False)
+    (tmp_path / "flat" / "fsdpckpt.json").unlink()  # which has the units, too
+    write_units(other, str(tmp_path / "flat" / "units.json"))
+    (problem, *_) = fsdpckpt.verify(tmp_path / "flat").problems
+    assert problem.kind == "units"
+    with pytest.raises(SourceCorruptError, match="units"):
+        fsdpckpt.diff(tmp_path / "flat", tmp_path / "full.pt")
