@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 
 from fsdpckpt.ir.checkpoint import Checkpoint, Problem, Section
+from fsdpckpt.producers.forms import Flavor
 from fsdpckpt.producers.table import flavor_named
 from fsdpckpt.text import first_of
 
@@ -36,9 +37,18 @@ def missing_sections(checkpoint: Checkpoint, names: Iterable[str]) -> list[Probl
     if len(absent) != 1 or not beside:
         return []
     section, what = absent[0]
-    are = "is" if len(beside) == 1 else "are"
+    file = _file_of(section, flavor, checkpoint)
     message = (
-        f"{checkpoint.directory or checkpoint.source} has no {what}, and {first_of(beside, _SHOWN)} {are} there, which "
-        f"{flavor.title} saves only with both model and optimizer"
+        f"{checkpoint.directory or checkpoint.source} has no {what}{f' ({file})' if file else ''}, and flavor "
+        f"{flavor.name} saves {first_of(beside, _SHOWN)} only together with one"
     )
     return [Problem("missing-section", message, section=section)]
+
+
+def _file_of(section: Section, flavor: Flavor, checkpoint: Checkpoint) -> str:
+    """Where the section would be in the form that the rest has; "" where that is no file of its own."""
+    for form in flavor.forms:
+        place = form.model if section is Section.MODEL else form.optim
+        if form.container == checkpoint.container and place is not None:
+            return place.file.format(rank=0, world_size=checkpoint.world_size)
+    return ""
