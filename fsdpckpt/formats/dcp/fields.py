@@ -11,14 +11,12 @@ import numpy.typing as npt
 
 from fsdpckpt.ir.tensors import Int64Array
 
-__all__ = ["EMPTY_SIZE", "MASK", "MOST_DIMENSIONS", "SIZE_END", "Block", "BoolArray", "Texts", "UnusualError"]
+__all__ = ["MASK", "Block", "BoolArray", "Texts", "UnusualError"]
 
 BoolArray = npt.NDArray[np.bool_]
 UInt64Array = npt.NDArray[np.uint64]
 
-MOST_DIMENSIONS = 8  # of a size that is read here: more is rare
-SIZE_END = b"\x94\x85\x94R\x94"  # the tuple of extents, memoised; the arguments; the call of torch.Size
-EMPTY_SIZE = b")\x85\x94R\x94"
+_MOST_DIMENSIONS = 8  # of a size that is read here: more is rare
 _PADDING = bytes(1024)  # more than the bytes of one record, right or wrong
 _LONG = 0x8A
 _WIDTH = np.zeros(256, np.int64)  # bytes of an unsigned operand by opcode
@@ -81,8 +79,13 @@ class Block:
         number = (self.words(at + 1) & np.where(short, MASK[1], MASK[4])).astype(np.int64)
         return number, at + np.where(short, 2, 5), short | (opcode == ord("j"))
 
-    def sizes(self, at: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array, BoolArray]:
-        """What follows the name of ``torch.Size``: extents (n, most dimensions of any), their count, ends."""
+    def sizes(self, at: Int64Array, memoize: bytes) -> tuple[Int64Array, Int64Array, Int64Array, BoolArray]:
+        """What follows the name of ``torch.Size``: extents (n, most dimensions of any), their count, ends.
+
+        ``memoize``: the opcode that follows each value, or none.
+        """
+        call = b"\x85%bR%b" % (memoize, memoize)  # the arguments: one tuple
+        size_end, empty_size = memoize + call, b")" + call
         n = len(at)
         ndim = np.full(n, -1, np.int64)
         end = at.copy()
@@ -91,22 +94,22 @@ class Block:
         first = self.opcodes(at)
         empty = np.flatnonzero(first == ord(")"))
         ndim[empty] = 0
-        ok[empty] = self.has(at[empty], EMPTY_SIZE)
-        end[empty] += len(EMPTY_SIZE)
+        ok[empty] = self.has(at[empty], empty_size)
+        end[empty] += len(empty_size)
         marked = first == ord("(")  # more than three: from a mark to TUPLE, not TUPLE1 to TUPLE3
         end[marked] += 1
         rows = np.flatnonzero(ndim < 0)
-        for count in range(MOST_DIMENSIONS + 1):
+        for count in range(_MOST_DIMENSIONS + 1):
             if count:
                 opcode = self.opcodes(end[rows])
                 several, few = (opcode == ord("t")) & (count > 3), (opcode == 0x84 + count) & (count < 4)
                 closed = np.where(marked[rows], several, few)
                 done = rows[closed]
-                ok[done] &= self.has(end[done] + 1, SIZE_END)
-                end[done] += 1 + len(SIZE_END)
+                ok[done] &= self.has(end[done] + 1, size_end)
+                end[done] += 1 + len(size_end)
                 ndim[done] = count
                 rows = rows[~closed]
-            if not len(rows) or count == MOST_DIMENSIONS:
+            if not len(rows) or count == _MOST_DIMENSIONS:
                 break
             value, after, fine = self.integers(end[rows])
             column = np.zeros(n, np.int64)

@@ -20,14 +20,14 @@ import numpy as np
 import numpy.typing as npt
 
 from fsdpckpt.formats.dcp.fields import Block, Texts, UnusualError
-from fsdpckpt.formats.dcp.runs import CHUNK, INDEX, Form, Found, learn
+from fsdpckpt.formats.dcp.runs import CHUNK, INDEX, Form, Found, ItemForm, learn
 from fsdpckpt.storage.protocols import ByteSource
 
 __all__ = ["Columns", "Reduced", "Run", "reduce_pickle"]
 
 _BLOCK = 16 << 20
 _ROOM = 4096  # bytes at the end of a block in which no opcode or record begins that might not end there
-_PROTOCOLS = (b"\x80\x04", b"\x80\x05")
+_PROTOCOLS = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 _FRAME = 0x95
 _WIDTH = bytearray(256)  # of opcodes that are copied as they are
 for _opcode in b")]}(teausbR\x81\x85\x86\x87\x88\x89N0":
@@ -36,6 +36,8 @@ for _opcode, _width in ((ord("K"), 2), (ord("M"), 3), (ord("J"), 5), (ord("G"), 
     _WIDTH[_opcode] = _width
 _MEMOIZE, _STACK_GLOBAL, _SHORT_TEXT, _TEXT, _LONG, _STOP = 0x94, 0x93, 0x8C, ord("X"), 0x8A, ord(".")
 _GETS = {ord("h"): 1, ord("j"): 4}
+_PUTS = {ord("q"): 1, ord("r"): 4}
+_GLOBAL = ord("c")
 
 Columns: TypeAlias = dict[str, npt.NDArray[np.signedinteger]]
 
@@ -69,11 +71,12 @@ def reduce_pickle(source: ByteSource) -> Reduced | None:
     """``source`` without its runs; None when it has none, or anything that a DCP save has not."""
     walk = _Walk()
     try:
+        walk.out += source.read(0, min(2, source.nbytes))
         for data, boundaries in _unframed(source):
             walk.read(data, boundaries)
         walk.finish()
         texts = [text.decode("utf-8", "surrogatepass") for text in walk.texts.all]
-    except (UnusualError, IndexError, UnicodeDecodeError):
+    except (UnusualError, IndexError, ValueError):
         return None
     if not walk.runs:
         return None
@@ -95,6 +98,10 @@ def _unframed(source: ByteSource) -> Iterator[tuple[bytes, list[int]]]:
     """The opcodes of a pickle without its frames, in blocks, and where in each block a frame ends."""
     if source.nbytes < 2 or source.read(0, 2) not in _PROTOCOLS:
         raise UnusualError("another protocol")
+    if source.nbytes > 2 and source.read(2, 1)[0] != _FRAME:
+        for at in range(2, source.nbytes, _BLOCK):
+            yield source.read(at, min(_BLOCK, source.nbytes - at)), []
+        return
     at, block, begin = 2, b"", 0
     parts: list[bytes] = []
     ends: list[int] = []
@@ -120,7 +127,8 @@ def _unframed(source: ByteSource) -> Iterator[tuple[bytes, list[int]]]:
 
 class _Memo:
     def __init__(self) -> None:
-        self.count = 0
+        self.count = 0  # of values that have no number written
+        self.numbers: set[int] = set()
         self.texts: dict[int, bytes] = {}
         self.names: dict[int, tuple[bytes, bytes]] = {}
         # Values memoised in runs: the first and the last number of each, and how many up to there.
@@ -141,6 +149,19 @@ class _Memo:
         self._last.append(self.count)
         self._removed.append(count + (self._removed[-1] if self._removed else 0))
 
+    def put(self, number: int) -> None:
+        """A value is given this number, as protocols before 4 do. No number may come twice."""
+        if number in self.numbers:
+            raise UnusualError("a memo number twice")
+        self.numbers.add(number)
+
+    def next(self, data: bytes, at: int) -> int | None:
+        """The number that a value is given by the opcode at ``at``; None when it memoises nothing."""
+        width = _PUTS.get(data[at])
+        if width is not None:
+            return int.from_bytes(data[at + 1 : at + 1 + width], "little")
+        return self.count if data[at] == _MEMOIZE else None
+
     def left(self, number: int) -> int:
         """The number that value ``number`` has without the runs."""
         place = bisect_right(self._first, number) - 1
@@ -155,7 +176,7 @@ class _Walk:
     """``out``: the opcodes that were kept, and the placeholders."""
 
     def __init__(self) -> None:
-        self.out = bytearray(_PROTOCOLS[0])
+        self.out = bytearray()
         self.runs: list[Run] = []
         self.columns: dict[tuple[bytes, bytes], list[Columns]] = {CHUNK: [], INDEX: []}
         self.texts = Texts()
@@ -179,8 +200,8 @@ class _Walk:
     def finish(self) -> None:
         """Walk over the rest."""
         self._step(Block(self._rest), len(self._rest))
-        if not self._stopped or self._rest:
-            raise UnusualError("no end")
+        if not self._stopped or self._rest or (self._memo.numbers and self._memo.count):
+            raise UnusualError("no end, or memo numbers of both kinds")
 
     def _step(self, block: Block, limit: int) -> None:
         """Walk from the begin of ``block`` at least until ``limit``."""
@@ -223,16 +244,16 @@ class _Walk:
             elif opcode in _GETS:
                 end = at + 1 + _GETS[opcode]
                 raw = data[at:end]
-                number = int.from_bytes(raw[1:], "little")
-                name = memo.names.get(number)
+                old = int.from_bytes(raw[1:], "little")
+                name = memo.names.get(old)
                 if name in self._counts and name not in self._forms and self._learn(name, data, at, taken):
                     continue
-                kept_text = texts.get(number)
+                kept_text = texts.get(old)
                 if kept_text is not None:
                     earlier, later = later, (at, end, kept_text)
                 new = gets.get(raw)
                 if new is None:
-                    new = gets[raw] = _get(memo.left(number))
+                    new = gets[raw] = _get(memo.left(old))
                 if new != raw:
                     out += data[kept:at]
                     out += new
@@ -242,11 +263,10 @@ class _Walk:
                 begin = at + (2 if opcode == _SHORT_TEXT else 5)
                 end = begin + int.from_bytes(data[at + 1 : begin], "little")
                 text = data[begin:end]
-                if data[end] == _MEMOIZE:
-                    texts[memo.count] = text
-                    earlier, later = later, (at, end + 1, text)
-                else:
-                    earlier, later = later, (at, end, text)
+                number = memo.next(data, end)
+                if number is not None:
+                    texts[number] = text
+                earlier, later = later, (at, end + (data[end] == _MEMOIZE), text)
                 at = end
             elif opcode == _STACK_GLOBAL:
                 if data[at + 1] == _MEMOIZE and later[1] == at and earlier[1] == later[0]:
@@ -256,6 +276,17 @@ class _Walk:
                 at += width_of[opcode]
             elif opcode == _LONG:
                 at += 2 + data[at + 1]
+            elif opcode in _PUTS:
+                end = at + 1 + _PUTS[opcode]
+                memo.put(int.from_bytes(data[at + 1 : end], "little"))
+                at = end
+            elif opcode == _GLOBAL:
+                middle = data.index(b"\n", at)
+                end = data.index(b"\n", middle + 1) + 1
+                number = memo.next(data, end)
+                if number is not None:
+                    memo.names[number] = (data[at + 1 : middle], data[middle + 1 : end - 1])
+                at = end
             elif opcode == _STOP:
                 self._stopped = True
                 at += 1
@@ -297,19 +328,21 @@ class _Walk:
         columns: Columns = {**found.columns}
         if sum(part.stop - part.start for part in slices) != len(found.begin):
             columns = {name: np.concatenate([column[part] for part in slices]) for name, column in columns.items()}
-        if kind == INDEX:
-            columns["name"] = self.texts.numbers(block, columns.pop("text"), columns.pop("nbytes"))
-            columns["path"] = self._paths(columns["path"])
+        form = self._forms[kind]
+        if isinstance(form, ItemForm):
+            text, nbytes = columns.pop("text"), columns.pop("nbytes")
+            columns["name"] = self._shared(text) if form.shared_names else self.texts.numbers(block, text, nbytes)
+            columns["path"] = self._shared(columns["path"])
             columns["index"] = np.minimum(columns["index"], np.iinfo(np.int32).max).astype(np.int32)
         columns["ndim"] = columns["ndim"].astype(np.int8)
         return columns
 
-    def _paths(self, references: npt.NDArray[np.signedinteger]) -> npt.NDArray[np.int32]:
+    def _shared(self, references: npt.NDArray[np.signedinteger]) -> npt.NDArray[np.int32]:
         """The numbers of the texts that are referred to: few, one after the other."""
         changes = np.flatnonzero(np.diff(references, prepend=-1))
         texts = [self._memo.text(number) for number in references[changes].tolist()]
         if None in texts:
-            raise UnusualError("a path that is no text")
+            raise UnusualError("a name that is no text")
         numbers = np.array([self.texts.number(text) for text in texts if text is not None], np.int32)
         return np.repeat(numbers, np.diff(changes, append=len(references)))
 

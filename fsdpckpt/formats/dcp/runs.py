@@ -25,8 +25,9 @@ CHUNK = (METADATA.encode(), b"ChunkStorageMetadata")
 INDEX = (METADATA.encode(), b"MetadataIndex")
 _INFO = (FILESYSTEM.encode(), b"_StorageInfo")
 _SIZE = (b"torch", b"Size")
-_NEW = b")\x81\x94}\x94("  # an instance, memoised; its attributes, a dict, memoised; a mark before them
+_MEMOIZE = b"\x94"
 _BUILD = b"ub"
+_GETS = b"hj"
 _Parse = Callable[[Int64Array], tuple[Int64Array, Int64Array, BoolArray]]  # places to values, ends, whether it fits
 
 
@@ -77,26 +78,28 @@ def _runs(block: Block, begin: Int64Array, end: Int64Array, append: bytes, same:
 class ChunkForm:
     """``ChunkStorageMetadata(offsets, sizes)``. ``prefix`` ends with the name of ``offsets``' class, ``sizes`` too.
 
+    ``memoize``: the opcode that follows each value; none where the writer knows that nothing refers to it.
     ``objects``: how many a record leaves on the stack. ``append``: the opcodes that take those of a batch, and of one.
     """
 
     prefix: bytes
     sizes: bytes
+    memoize: bytes
     objects: int = 1
     append: bytes = b"ea"
 
     def find(self, block: Block, begin: int, end: int) -> Found:
         """The whole records that begin in [begin, end)."""
         at = _candidates(block, self.prefix, begin, end)
-        start, ndim, after, ok = block.sizes(at + len(self.prefix))
+        start, ndim, after, ok = block.sizes(at + len(self.prefix), self.memoize)
         ok &= block.has(after, self.sizes)
-        size, ndim_of_size, after, fine = block.sizes(after + len(self.sizes))
+        size, ndim_of_size, after, fine = block.sizes(after + len(self.sizes), self.memoize)
         ok &= fine & (ndim == ndim_of_size) & block.has(after, _BUILD)
         after += len(_BUILD)
         rows = np.flatnonzero(ok & (after <= len(block.data)))
         at, after, ndim = at[rows], after[rows], ndim[rows]
         last = _runs(block, at, after, self.append, ndim)
-        memoised = 2 + 2 * np.where(ndim > 0, 3, 2)
+        memoised = len(self.memoize) * (2 + 2 * np.where(ndim > 0, 3, 2))
         return Found(at, after, memoised, last, {"start": start[rows], "size": size[rows], "ndim": ndim})
 
 
@@ -104,7 +107,8 @@ class ChunkForm:
 class ItemForm:
     """``MetadataIndex(fqn, offset, index)`` and its ``_StorageInfo(relative_path, offset, length)``.
 
-    ``prefix`` ends before the text of the fqn; the other fields are what stands before the value they are named after.
+    ``prefix`` ends before the fqn, which is a text, or a reference to one where ``shared_names``. The other fields are
+    what stands before the value they are named after.
     """
 
     prefix: bytes
@@ -113,13 +117,19 @@ class ItemForm:
     path: bytes
     offset: bytes
     length: bytes
+    memoize: bytes
+    shared_names: bool
     objects: int = 2
     append: bytes = b"us"
 
     def find(self, block: Block, begin: int, end: int) -> Found:
         """The whole records that begin in [begin, end)."""
         at = _candidates(block, self.prefix, begin, end)
-        text, nbytes, after, ok = block.texts(at + len(self.prefix))
+        if self.shared_names:
+            text, after, ok = block.references(at + len(self.prefix))
+            nbytes = text
+        else:
+            text, nbytes, after, ok = block.texts(at + len(self.prefix))
 
         def field(
             parse: Callable[[Int64Array], tuple[Int64Array, Int64Array, BoolArray]], literal: bytes
@@ -132,7 +142,7 @@ class ItemForm:
 
         index = field(block.integers, self.index)
         ok &= block.has(after, self.start)
-        start, ndim, after, fine = block.sizes(after + len(self.start))
+        start, ndim, after, fine = block.sizes(after + len(self.start), self.memoize)
         ok &= fine
         path = field(block.references, self.path)
         offset = field(block.integers, self.offset)
@@ -143,7 +153,7 @@ class ItemForm:
         fields = {"text": text, "nbytes": nbytes, "index": index, "start": start, "ndim": ndim, "path": path}
         columns = {name: column[rows] for name, column in {**fields, "offset": offset, "length": length}.items()}
         last = _runs(block, at[rows], after[rows], self.append, None)
-        memoised = 5 + np.where(columns["ndim"] > 0, 3, 2)
+        memoised = len(self.memoize) * (4 + np.where(columns["ndim"] > 0, 3, 2)) + (not self.shared_names)
         return Found(at[rows], after[rows], memoised, last, columns)
 
 
@@ -169,6 +179,7 @@ class _Cursor:
     def __init__(self, data: bytes, at: int, memo: Memo) -> None:
         self._data, self._at, self._memo = data, at, memo
         self._kept = at
+        self.memoize = b""
 
     def take(self) -> bytes:
         taken, self._kept = self._data[self._kept : self._at], self._at
@@ -181,23 +192,32 @@ class _Cursor:
     def name(self, name: tuple[bytes, bytes]) -> None:
         self._require(self._memo.name(self._reference()) == name)
 
+    def new(self, name: tuple[bytes, bytes]) -> None:
+        """An instance, its attributes, a dict, and a mark before them."""
+        self.name(name)
+        self.memoize = _MEMOIZE if self._data.startswith(b")\x81\x94", self._at) else b""
+        self.literal(b")\x81%b}%b(" % (self.memoize, self.memoize))
+
     def attribute(self, text: bytes) -> None:
         self._require(self._memo.text(self._reference()) == text)
 
-    def text_of_a_path(self) -> None:
+    def is_reference(self) -> bool:
+        return self._data[self._at] in _GETS
+
+    def shared_text(self) -> None:
         self._require(self._memo.text(self._reference()) is not None)
         self.take()
 
-    def value(self, parse: Callable[[Block, Int64Array], tuple[Int64Array | BoolArray, ...]]) -> None:
+    def value(self, parse: Callable[..., tuple[Int64Array | BoolArray, ...]], *how: bytes) -> None:
         """Go past a field."""
-        *_, end, ok = parse(Block(self._data[self._at : self._at + 512]), np.zeros(1, np.int64))
+        *_, end, ok = parse(Block(self._data[self._at : self._at + 512]), np.zeros(1, np.int64), *how)
         self._require(bool(ok[0]))
         self._at += int(end[0])
         self.take()
 
     def _reference(self) -> int:
         opcode = self._data[self._at]
-        self._require(opcode in b"hj")
+        self._require(opcode in _GETS)
         width = 1 if opcode == ord("h") else 4
         self._at += 1 + width
         return int.from_bytes(self._data[self._at - width : self._at], "little")
@@ -208,38 +228,36 @@ class _Cursor:
 
 
 def _learn_chunk(cursor: _Cursor) -> ChunkForm:
-    cursor.name(CHUNK)
-    cursor.literal(_NEW)
+    cursor.new(CHUNK)
     cursor.attribute(b"offsets")
     cursor.name(_SIZE)
     prefix = cursor.take()
-    cursor.value(Block.sizes)
+    cursor.value(Block.sizes, cursor.memoize)
     cursor.attribute(b"sizes")
     cursor.name(_SIZE)
-    return ChunkForm(prefix, cursor.take())
+    return ChunkForm(prefix, cursor.take(), cursor.memoize)
 
 
 def _learn_item(cursor: _Cursor) -> ItemForm:
-    cursor.name(INDEX)
-    cursor.literal(_NEW)
+    cursor.new(INDEX)
     cursor.attribute(b"fqn")
     prefix = cursor.take()
-    cursor.value(Block.texts)
+    shared_names = cursor.is_reference()
+    cursor.shared_text() if shared_names else cursor.value(Block.texts)
     cursor.attribute(b"index")
     index = cursor.take()
     cursor.value(Block.integers)
     cursor.attribute(b"offset")
     cursor.name(_SIZE)
     start = cursor.take()
-    cursor.value(Block.sizes)
+    cursor.value(Block.sizes, cursor.memoize)
     cursor.literal(_BUILD)
-    cursor.name(_INFO)
-    cursor.literal(_NEW)
+    cursor.new(_INFO)
     cursor.attribute(b"relative_path")
     path = cursor.take()
-    cursor.text_of_a_path()
+    cursor.shared_text()
     cursor.attribute(b"offset")
     offset = cursor.take()
     cursor.value(Block.integers)
     cursor.attribute(b"length")
-    return ItemForm(prefix, index, start, path, offset, cursor.take())
+    return ItemForm(prefix, index, start, path, offset, cursor.take(), cursor.memoize, shared_names)
