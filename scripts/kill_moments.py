@@ -40,7 +40,7 @@ SYNC_SECONDS = 0.003
 LIMIT = 5.0  # seconds within which the workers notice that one was killed
 PATIENCE = 120.0  # seconds for a conversion of a few MB on a busy machine
 PER_RANK = ["--to", "sharded", "--world-size", "3", "--buffers", "none"]
-ORDINARY = ["--threads", "2", "--max-memory", "2MiB", "--quiet"]  # many windows
+ORDINARY = ["--threads", "2", "--max-memory", "2MiB"]  # many windows
 
 
 @dataclass
