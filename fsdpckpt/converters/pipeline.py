@@ -81,10 +81,18 @@ from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.ignored import require_matches
 from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage.contents import Contents
-from fsdpckpt.storage.journal import Record
+from fsdpckpt.storage.journal import Record, read_records
 from fsdpckpt.storage.protocols import is_url
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.storage.staging import Staging, clear_leftover, free_bytes, journal_path, journal_paths, lock_as_writer
+from fsdpckpt.storage.staging import (
+    Staging,
+    clear_leftover,
+    free_bytes,
+    journal_path,
+    journal_paths,
+    lock_as_writer,
+    remains_of,
+)
 from fsdpckpt.storage.target_checks import check_target
 from fsdpckpt.text import size_text
 
@@ -207,10 +215,27 @@ class _Conversion:
             if not self.options.dry_run:
                 with set_aside():
                     self._write(budget)
+            elif self._prepared is not None and self._alone:
+                self._foresee(self._prepared, budget)
             return self._report(budget, begun)
         except BaseException as error:
             self._undo(error)
             raise
+
+    def _foresee(self, prepared: Prepared, budget: Budget) -> None:
+        """The note of what this run would do with the remains of an interrupted one. Raises what it would raise."""
+        if self._compares and os.path.lexists(os.path.realpath(self.target)):
+            return
+        options, files = self.options, prepared.transformed.checkpoint.files
+        remains = remains_of(self.target, resume=options.resume is not False)
+        places = Places((0,), (0,), (0,), ((os.path.join(remains.root, ""), ""),), (False,))
+        copies = source_copies(self.group, files, self._sources[-1], [True] * len(files))
+        journals = [read_records(path) for path in journal_paths(remains.root)] if remains.resumed else []
+        windows, useless = finished_windows(
+            [journals], places, lambda: run_identity(prepared.plan, options, copies), options
+        )
+        job = _job(prepared, places, np.ones((len(files), 1), bool), budget, windows, options.max_memory)
+        self._note = resume_note(job, self.target, remains, options, useless)
 
     def _write(self, budget: Budget) -> None:
         """Execute, verify, publish."""

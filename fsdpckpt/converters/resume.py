@@ -40,7 +40,7 @@ from fsdpckpt.plan.transfer import Segment
 from fsdpckpt.storage.journal import Record, read_records
 from fsdpckpt.storage.protocols import FileIdentity, changed_error, is_url
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.storage.staging import Staging, journal_paths, staging_root
+from fsdpckpt.storage.staging import Remains, Staging, journal_paths, staging_root
 from fsdpckpt.text import bytes_text, size_text
 from fsdpckpt.version import __version__
 
@@ -182,7 +182,7 @@ def claim_rows(finished: Mapping[int, Finished], segments: Sequence[Segment]) ->
 
 
 def resume_note(
-    job: Job, target: str, staging: Staging | None, options: ConvertOptions, useless: Sequence[str]
+    job: Job, target: str, staging: Staging | Remains | None, options: ConvertOptions, useless: Sequence[str]
 ) -> Note | None:
     """What to report of an interrupted run's remains.
 
@@ -198,7 +198,7 @@ def resume_note(
     return _cleared(staging, options, useless)
 
 
-def _cleared(staging: Staging, options: ConvertOptions, useless: Sequence[str]) -> Note | None:
+def _cleared(staging: Staging | Remains, options: ConvertOptions, useless: Sequence[str]) -> Note | None:
     if useless:
         left = f"what an interrupted run had left in {staging.root} was removed"
         return Note("cleared", f"{left}, because its source has changed ({useless[0]}): started from the beginning")

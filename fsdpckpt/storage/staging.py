@@ -25,6 +25,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from fsdpckpt.errors import TargetExistsError, TargetUnwritableError
 from fsdpckpt.storage.contents import Contents, added_since, contents_of, is_empty_directory
@@ -41,11 +42,13 @@ __all__ = [
     "space_error",
     "journal_path",
     "journal_paths",
+    "Remains",
+    "remains_of",
     "staging_root",
 ]
 
 NAME_LIMIT = 255  # bytes of one file name on every file system in use; some allow fewer
-_JOURNAL, _WRITER = "journal", "writer"
+_OUTPUT, _JOURNAL, _WRITER = "output", "journal", "writer"
 _SHOWN = 10  # files that are named in an error
 
 
@@ -106,6 +109,23 @@ def _names(root: str, kind: str) -> list[str]:
         return []
 
 
+@dataclass(frozen=True, slots=True)
+class Remains:
+    """What is at ``root``, the staging directory of a DST, before a run; its fields are as in ``Staging``."""
+
+    root: str
+    leftover: bool
+    resumed: bool
+    removed: int
+
+
+def remains_of(target: str, *, resume: bool) -> Remains:
+    """What an interrupted run has left for ``target``, and what a run that resumes, or does not, would do with it."""
+    root = staging_root(target)
+    resumed = resume and bool(journal_paths(root)) and os.path.isdir(os.path.join(root, _OUTPUT))
+    return Remains(root, os.path.lexists(root), resumed, 0 if resumed else _allocated(root))
+
+
 class Staging:
     """The staging directory of one DST, locked while it is in use.
 
@@ -122,7 +142,7 @@ class Staging:
         self.replaces = replaces
         parent, name = os.path.split(self._target)
         self.root = staging_root(target)
-        self.path = os.path.join(self.root, "output")
+        self.path = os.path.join(self.root, _OUTPUT)
         self.journal = journal_path(self.root)
         self._aside = os.path.join(parent, _hidden_name(name, "old"))
         self._lock_path = os.path.join(parent, _hidden_name(name, "lock"))
@@ -142,10 +162,9 @@ class Staging:
         with target_errors(self._target):
             if os.path.lexists(self._aside):
                 self._settle_aside()
-            self.leftover = os.path.lexists(self.root)
             self._refuse_writers()
-            self.resumed = resume and bool(journal_paths(self.root)) and os.path.isdir(self.path)
-            self.removed = 0 if self.resumed else _allocated(self.root)
+            found = remains_of(self._target, resume=resume)
+            self.leftover, self.resumed, self.removed = found.leftover, found.resumed, found.removed
             if self.leftover and not self.resumed:
                 self.discard()
             self._refuse_to_replace()

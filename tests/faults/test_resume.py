@@ -31,9 +31,11 @@ def test_a_killed_run_is_finished_with_the_same_bytes(
 ) -> None:
     target = tmp_path / "target"
     _interrupt(source, target, *options)
+    plan = convert(source, target, *options, "--dry-run")
     done = convert(source, target, *options)
     assert done.code == 0, done.err
     assert "continued an interrupted run" in done.out
+    assert next(line for line in done.out.splitlines() if "interrupted" in line) in plan.out
     assert same(whole(*options), target)
     assert not hidden(target).exists()
 
