@@ -62,7 +62,7 @@ _FIELDS = (
 )
 NEW_LINE = "\n  "  # before a command to copy
 _AGAIN = "run the command again"
-EMPTY = "a shell variable without a value, most likely"
+EMPTY = "most likely a shell variable without a value"
 COPY_AGAIN = "copy or save the checkpoint again"
 _OTHER_TARGET = "give another DST"
 
