@@ -102,15 +102,24 @@ SHORTEST_WORD = 6  # characters of a word that was shortened
 def shorten(key: str, width: int) -> str:
     """``key`` in at most ``width`` characters: its longest words lose their middle, ``layers.0.post_at…rm.weight``.
 
-    Where that is not enough the key itself does, and keeps more of its end, which tells keys apart.
+    Where that is not enough words behind the first one go, too: the end tells keys apart.
     """
     words = _SEGMENTS.split(key)
+    for dropped in range(len(words) - 1):
+        kept = [words[0], "…", *words[1 + dropped :]] if dropped else words
+        if (fitted := _with_short_words(kept, width)) is not None:
+            return fitted
+    tail = max((3 * width) // 4 - 1, 0)
+    return (key[: max(width - tail - 1, 0)] + "…" + key[len(key) - tail :])[:width] if len(key) > width else key
+
+
+def _with_short_words(words: Sequence[str], width: int) -> str | None:
+    """The words in at most ``width`` characters; None where they would become too short to be read."""
     lengths = list(map(len, words))
     while sum(lengths) + len(words) - 1 > width:
         at = max(range(len(words)), key=lambda at: (not words[at].startswith("{"), lengths[at]))
         if lengths[at] <= SHORTEST_WORD or words[at].startswith("{"):
-            tail = max((3 * width) // 4 - 1, 0)
-            return (key[: max(width - tail - 1, 0)] + "…" + key[len(key) - tail :])[:width]
+            return None
         lengths[at] -= 1
     return ".".join(map(_without_middle, words, lengths))
 

@@ -90,6 +90,8 @@ def test_a_name_loses_its_middle_and_keeps_its_end() -> None:
     assert shorten(key, len(key)) == key
     assert shorten(key, 49) == "model.layers.{0..125}.post_atten…layernorm.weight"
     assert shorten(key, 40) == "model.layers.{0..125}.post_…rnorm.weight"
+    assert shorten(key, 32) == "model.….{0..125}.post…orm.weight"
+    assert shorten("blocks.{0..3}.before.weight", 22) == "blocks.….before.weight"
     for width in range(1, len(key)):
         assert len(shorten(key, width)) <= width
         assert shorten(key, width).endswith("t") or width < 4

@@ -81,7 +81,8 @@ def inspect_command(output: Output, source: str, options: InspectOptions) -> int
     else:  # the summary last: it is what stays on the screen
         folded = len(description.tensors) - (len(lines) - len(headings))
         aside = "repeated keys are folded: --all lists each" if folded > 0 and not options.ranks else ""
-        output.data([*(table if description.tensors else ()), Styled(aside, Colour.ASIDE)])
+        if description.tensors:
+            output.data([*table, Styled(aside, Colour.ASIDE)])
         output.data(() if output.quiet else _summary(description, columns))
     return 0
 

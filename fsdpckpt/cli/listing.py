@@ -26,6 +26,7 @@ class Row:
     """One key, or the ``count`` keys that ``key`` stands for; ``nbytes``: of all of them.
 
     ``more``: the cells of statistics or of one piece. ``again``: a further piece of the key in the row above.
+    ``first``: the place of the first of the keys in the checkpoint.
     """
 
     section: Section
@@ -37,6 +38,7 @@ class Row:
     count: int = 1
     more: tuple[Cell, ...] = ()
     again: bool = False
+    first: int = 0
 
     def cells(self, fields: Iterable[str]) -> tuple[Cell, ...]:
         return (*("" if self.again else self._cell(field) for field in fields), *self.more)
@@ -179,17 +181,18 @@ def _joined(key: str, rows: Sequence[Row]) -> Row:
 def _states(tensors: Sequence[NamedTensor]) -> list[Row]:
     """States of parameters whose numbers are folded, those that a parameter has alike in one row."""
     by_state: dict[str | None, list[tuple[str, Row]]] = {}
-    for named in tensors:
+    for first, named in enumerate(tensors):
         key = named.param if named.state is not None else named.key
-        by_state.setdefault(named.state, []).append((key, _row(named)))
+        by_state.setdefault(named.state, []).append((key, replace(_row(named), first=first)))
     several: dict[tuple[object, ...], list[tuple[str | None, Row]]] = {}
     for state, keyed in by_state.items():
         for row in _folded(keyed):
             several.setdefault((row.key, row.dtype, row.shape, row.placement, row.count), []).append((state, row))
-    return [
+    rows = [
         _joined(_with_states(found[0][1].key, [state for state, _ in found if state]), [row for _, row in found])
         for found in several.values()
     ]
+    return sorted(rows, key=lambda row: row.first)
 
 
 def _with_states(key: str, states: Sequence[str]) -> str:
