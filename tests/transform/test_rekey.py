@@ -13,7 +13,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, Note, OptimSta
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import SLICES, Chunks, Tensor
 from fsdpckpt.transform.assignment import in_any_order, in_order
-from fsdpckpt.transform.parameter_order import ParameterOrder, fits, from_list, shapes_of_states
+from fsdpckpt.transform.parameter_order import ParameterOrder, fits, from_list, from_param_names, shapes_of_states
 from fsdpckpt.transform.rekey import to_ids, to_names
 
 SHAPES = {"e": (17, 9), "a": (28, 9), "b": (28,), "c": (9, 28), "n": (9,), "h": (9,)}
@@ -316,3 +316,23 @@ def test_a_hundred_thousand_parameters_in_two_groups_are_named_in_a_moment() -> 
 
 def test_too_many_ways_to_try_prove_nothing() -> None:
     assert in_order([30, 30, 30, 30], 200, lambda number, name: number % 7 != name % 5) is None
+
+
+@pytest.mark.parametrize(
+    ("recorded", "names"),
+    [
+        ([["e", "a"], ["b"]], ("e", "a", "b")),
+        ([["e", "a"], None], None),
+        ([["e", "a"], ["a"]], None),
+        ([["e"], ["b"]], None),
+        ([[], []], None),
+    ],
+    ids=["every key has one", "a group has none", "twice", "fewer than keys", "none at all"],
+)
+def test_names_in_the_groups_count_only_if_every_key_has_its_own(
+    recorded: list[list[str] | None], names: tuple[str, ...] | None
+) -> None:
+    keys = [[0, 1], [2]] if any(recorded) else [[], []]
+    groups = [{"params": own, "param_names": of} for own, of in zip(keys, recorded, strict=True)]
+    found = from_param_names(OptimState({key: _adam(SHAPES["b"]) for own in keys for key in own}, groups))
+    assert (found.names if found is not None else None) == names
