@@ -259,3 +259,45 @@ def test_damaged_files_come_to_the_end_that_the_general_reader_finds(monkeypatch
             reduced += 1
             accepted += isinstance(fast[0], dict)  # type: ignore[index]
     assert reduced > 200 and accepted > 20, "hardly any was read in runs"
+
+
+def framed(opcodes: bytes, *ends: int) -> bytes:
+    """``opcodes`` in frames that end there."""
+    parts = [opcodes[begin:end] for begin, end in zip((0, *ends), (*ends, len(opcodes)), strict=True)]
+    return b"\x80\x04" + b"".join(b"\x95" + struct.pack("<Q", len(part)) + part for part in parts)
+
+
+def test_a_frame_that_ends_anywhere_is_read_as_the_unpickler_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    opcodes = saved(3, {"w": (9, 2)})[11:]
+    accepted = 0
+    for end in range(1, len(opcodes), 2):
+        fast, general = both(framed(opcodes, end), monkeypatch)
+        assert fast == general, end
+        accepted += isinstance(fast[0], dict)  # type: ignore[index]
+    assert 100 < accepted < len(opcodes) // 2
+
+
+def test_records_that_are_appended_one_by_one_are_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    opcodes = saved(3, {"m.v": (9, 2), "m.w": (9, 2)})[11:]
+    begin = opcodes.index(b"]\x94(", opcodes.index(b"]\x94(") + 1)
+    end = opcodes.index(b"ubeub", begin) + 2
+    appended = opcodes[: begin + 2] + opcodes[begin + 3 : end] + b"a" + opcodes[end + 1 :]
+    fast, general = both(framed(appended), monkeypatch)
+    assert fast == general and not isinstance(fast[0], dict)  # type: ignore[index]
+
+
+def test_a_reference_into_a_run_is_left_to_the_general_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where one process saves: the offset of an item is the very object that its chunk has."""
+    value: Metadata = pickle.loads(saved(3, SHAPES))
+    starts = {
+        (key, tuple(chunk.offsets)): chunk.offsets
+        for key, entry in value.state_dict_metadata.items()
+        for chunk in getattr(entry, "chunks", ())
+    }
+    for index in value.storage_data:
+        if index.offset is not None:
+            object.__setattr__(index, "offset", starts[index.fqn, tuple(index.offset)])
+    data = pickle.dumps(value, protocol=4)
+    fast, general = both(data, monkeypatch)
+    assert fast == general and isinstance(fast[0], dict)  # type: ignore[index]
+    assert in_runs(data) == (0, 0)
