@@ -16,9 +16,9 @@ from fsdpckpt.options import ConvertOptions, TensorForm
 from fsdpckpt.producers.table import flavor_named
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.transform.placements import AsSource, Like, Plan, PlanEntry, TargetMesh, replaced_on, resized, source_mesh
+from fsdpckpt.transform.placements import AsSource, Like, Rule, Rules, TargetMesh, replaced_on, resized, source_mesh
 
-__all__ = ["check_mesh", "on_mesh", "parse_mesh", "parse_plan", "requested_mesh", "with_mesh"]
+__all__ = ["check_mesh", "on_mesh", "parse_mesh", "parse_placements", "requested_mesh", "with_mesh"]
 
 _EXAMPLE = "--mesh dp_replicate=2,dp_shard=4,tp=2"
 _SHARD = re.compile(r"shard\(\s*(?:dim\s*=\s*)?(\d+)\s*\)", re.IGNORECASE)
@@ -52,12 +52,12 @@ def check_mesh(options: ConvertOptions) -> MeshShape | None:
 def requested_mesh(options: ConvertOptions, source: Checkpoint, sources: Sources) -> TargetMesh | None:
     """The mesh that ``--mesh``, ``--placements`` and ``--like`` ask for; None without any of them.
 
-    Raises what ``check_mesh`` raises, UsageError for a plan or another checkpoint that does not fit the mesh,
+    Raises what ``check_mesh`` raises, UsageError for placements or another checkpoint that do not fit the mesh,
     NeedsInformationError where nothing says how tensors lie on it.
     """
     mesh = check_mesh(options)
     if mesh is not None and options.placements is not None:
-        return TargetMesh(mesh, parse_plan(options.placements, mesh, sources))
+        return TargetMesh(mesh, parse_placements(options.placements, mesh, sources))
     if options.like is not None:
         return _like(options.like, options, mesh, sources)
     if mesh is None:
@@ -162,7 +162,7 @@ def _like(path: str, options: ConvertOptions, mesh: MeshShape | None, sources: S
             f"--like {path} does not say how its tensors lie on a mesh",
             why="only per-rank files of DTensors record their mesh: a DCP directory, ShardedTensors and whole tensors "
             "do not",
-            next_step="give the mesh and a plan instead: --mesh NAME=SIZE,... --placements FILE",
+            next_step="give the mesh and the placements instead: --mesh NAME=SIZE,... --placements FILE",
         )
     if mesh is None:
         mesh = resized(own, _shardings(other, own), options.world_size or own.world_size, source=path)
@@ -188,7 +188,7 @@ def _how_to_place(mesh: MeshShape, source: str, own: MeshShape | None) -> NeedsI
         f"nothing says how tensors lie on --mesh {mesh}",
         why=f"{source} is on the mesh {own}" if own is not None else f"{source} is on no mesh of several dimensions",
         next_step="add --like PATH (per-rank DTensor files of this model on such a mesh), or --placements FILE, "
-        f'a plan like {{"GLOB": {{{placed}}}, ...}}',
+        f'JSON like {{"GLOB": {{{placed}}}, ...}}',
     )
 
 
@@ -216,8 +216,8 @@ def parse_mesh(text: str) -> MeshShape:
     return MeshShape(tuple(map(int, sizes)), tuple(names) if names[0] else None)
 
 
-def parse_plan(path: str, mesh: MeshShape, sources: Sources) -> Plan:
-    """The plan in the JSON file ``path``, whose dimensions are those of ``mesh``. Raises UsageError."""
+def parse_placements(path: str, mesh: MeshShape, sources: Sources) -> Rules:
+    """The rules in the JSON file ``path``, whose dimensions are those of ``mesh``. Raises UsageError."""
     source = sources.open(path)
     try:
         document = json.loads(source.read(0, source.nbytes), object_pairs_hook=_Pairs)
@@ -229,7 +229,7 @@ def parse_plan(path: str, mesh: MeshShape, sources: Sources) -> Plan:
     twice = next((glob for glob in globs if globs.count(glob) > 1), None)
     if twice is not None:
         raise UsageError(f"{path} has two entries for {twice}", file=path, key=twice, next_step="remove one of them")
-    return Plan(path, tuple(PlanEntry(glob, _entry(path, glob, placed, mesh)) for glob, placed in document))
+    return Rules(path, tuple(Rule(glob, _entry(path, glob, placed, mesh)) for glob, placed in document))
 
 
 class _Pairs(list[tuple[str, object]]):

@@ -1,6 +1,6 @@
 """Places the sharded tensors of a checkpoint on the device mesh of the target.
 
-By a plan (``--placements``: globs of parameter names to placements), as another checkpoint has them (``--like``), or as
+By rules (``--placements``: globs of parameter names to placements), as another checkpoint has them (``--like``), or as
 the source itself has them, on a mesh of other sizes. The optimizer's states of a parameter's shape lie as the
 parameter does.
 """
@@ -27,13 +27,13 @@ from fsdpckpt.transform.sharded import with_tensors
 __all__ = [
     "AsSource",
     "Like",
-    "Plan",
-    "PlanEntry",
     "Placing",
+    "Rule",
+    "Rules",
     "TargetMesh",
     "place",
-    "replaced_on",
     "place_rest",
+    "replaced_on",
     "resized",
     "source_mesh",
 ]
@@ -43,8 +43,8 @@ _SHARD_DIMENSION = "which of its dimensions FSDP shards over"
 
 
 @dataclass(frozen=True, slots=True)
-class PlanEntry:
-    """One line of a plan: parameters that match ``glob`` have ``placements``, by the name of the mesh dimension.
+class Rule:
+    """One line of a placements file: parameters that match ``glob`` have ``placements``, by the name of the dimension.
 
     A dimension that is not named is none of the tensor's mesh. None: not a DTensor; every rank holds it whole.
     """
@@ -54,11 +54,11 @@ class PlanEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """The entries of the plan in ``file``; the first whose glob matches decides."""
+class Rules:
+    """The lines of a placements ``file``; the first whose glob matches decides."""
 
     file: str
-    entries: tuple[PlanEntry, ...]
+    entries: tuple[Rule, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class AsSource:
     """Each tensor keeps its placements."""
 
 
-Placing: TypeAlias = Plan | Like | AsSource
+Placing: TypeAlias = Rules | Like | AsSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +132,12 @@ def resized(mesh: MeshShape, shardings: Sequence[Sharding], world_size: int, *, 
         return _with_size(mesh, over, world_size // others)
     fitting = [str(one) for one in _fitting(mesh, over, world_size)]
     kept = " x ".join(str(size) for dim, size in enumerate(mesh.sizes) if dim != over)
-    name = f"'{mesh.names[over]}'" if mesh.names is not None else str(over)
+    name = mesh.names[over] if mesh.names is not None else f"dimension {over}"
     raise NeedsInformationError(
         f"--world-size {world_size} does not fit the mesh of {source}, {mesh}",
         details=[f"--mesh {one}" for one in fitting[:_SHOWN]],
-        why=f"all dimensions but {name}, which FSDP shards over, keep their {kept} ranks, and {others} does not "
-        f"divide {world_size}",
+        why=f"only {name} changes, which FSDP shards over: the other dimensions have {kept} ranks, of which "
+        f"{world_size} is no multiple",
         next_step=f"add --mesh {fitting[0]}" + (", or another of those above" if len(fitting) > 1 else ""),
         expected=f"a multiple of {others}",
         found=str(world_size),
@@ -186,8 +186,8 @@ def _fitting(mesh: MeshShape, over: int, world_size: int) -> list[MeshShape]:
 def place(checkpoint: Checkpoint, named: Checkpoint, target: TargetMesh) -> Checkpoint:
     """``checkpoint`` with the ``sharding`` of every sharded tensor on the mesh of ``target``.
 
-    ``named``: the same tensors under the target's names, the optimizer keyed by name; only then can a plan or another
-    checkpoint say what is where. Raises UsageError, with the keys, for a plan that does not fit them.
+    ``named``: the same tensors under the target's names, the optimizer keyed by name; only then can rules or another
+    checkpoint say what is where. Raises UsageError, with the keys, for rules that do not fit them.
     """
     shardings: dict[Tensor, Sharding | None] = {}
     match target.placing:
@@ -198,8 +198,8 @@ def place(checkpoint: Checkpoint, named: Checkpoint, target: TargetMesh) -> Chec
                 if one.tensor.sharding is not None:
                     shardings[one.tensor] = replaced_on(one.tensor.sharding, target.mesh)
             _follow(checkpoint, shardings)
-        case Plan() as plan:
-            shardings = _by_plan(named, plan, target.mesh)
+        case Rules() as rules:
+            shardings = _by_rules(named, rules, target.mesh)
         case Like() as like:
             shardings = _by_name(named, like, target.mesh)
     return _with_shardings(checkpoint, shardings)
@@ -227,16 +227,16 @@ def _follow(checkpoint: Checkpoint, shardings: dict[Tensor, Sharding | None]) ->
                 shardings.setdefault(leaf, known[leaf.shape])
 
 
-def _by_plan(named: Checkpoint, plan: Plan, mesh: MeshShape) -> dict[Tensor, Sharding | None]:
+def _by_rules(named: Checkpoint, rules: Rules, mesh: MeshShape) -> dict[Tensor, Sharding | None]:
     found: dict[str, int | None] = {}  # the entry that decides, by parameter
 
     def entry(name: str) -> int | None:
         if name not in found:
-            globs = enumerate(plan.entries)
+            globs = enumerate(rules.entries)
             found[name] = next((number for number, one in globs if fnmatchcase(name, one.glob)), None)
         return found[name]
 
-    placed = {number: _placements(one, mesh) for number, one in enumerate(plan.entries)}
+    placed = {number: _placements(one, mesh) for number, one in enumerate(rules.entries)}
     shardings: dict[Tensor, Sharding | None] = {}
     unmatched: list[str] = []
     for name, one in _parameters(named):
@@ -246,17 +246,17 @@ def _by_plan(named: Checkpoint, plan: Plan, mesh: MeshShape) -> dict[Tensor, Sha
         else:
             placements = placed[number]
             if placements is not None:
-                _require_dimensions(placements, one, f"{plan.file}: {plan.entries[number].glob}")
+                _require_dimensions(placements, one, f"{rules.file}: {rules.entries[number].glob}")
             shardings[one.tensor] = strided(mesh, placements) if placements is not None else None
     used = set(found.values())
-    idle = [one.glob for number, one in enumerate(plan.entries) if number not in used]
+    idle = [one.glob for number, one in enumerate(rules.entries) if number not in used]
     if idle:
-        raise _idle(plan, idle[0], list(found))
-    _require_matched(list(dict.fromkeys(unmatched)), f"{plan.file} says nothing of", '"*": {...} as its last entry')
+        raise _idle(rules, idle[0], list(found))
+    _require_matched(list(dict.fromkeys(unmatched)), f"{rules.file} says nothing of", '"*": {...} as its last entry')
     return shardings
 
 
-def _placements(entry: PlanEntry, mesh: MeshShape) -> tuple[Placement | None, ...] | None:
+def _placements(entry: Rule, mesh: MeshShape) -> tuple[Placement | None, ...] | None:
     if entry.placements is None:
         return None
     return tuple(entry.placements.get(name) for name in mesh.dimension_names)
@@ -333,15 +333,15 @@ def _require_matched(names: list[str], what: str, instead: str) -> None:
         )
 
 
-def _idle(plan: Plan, glob: str, names: Sequence[str]) -> UsageError:
+def _idle(rules: Rules, glob: str, names: Sequence[str]) -> UsageError:
     if any(fnmatchcase(name, glob) for name in names):
         why = "entries before it match all of its parameters, and the first match decides"
         return UsageError(
-            f"{plan.file}: {glob} decides nothing", why=why, key=glob, next_step="move it up, or remove it"
+            f"{rules.file}: {glob} decides nothing", why=why, key=glob, next_step="move it up, or remove it"
         )
     meant = get_close_matches(glob.strip("*."), names, n=3, cutoff=0.5)
     return UsageError(
-        f"{plan.file}: {glob} matches no parameter",
+        f"{rules.file}: {glob} matches no parameter",
         details=[f"{name} exists" for name in meant],
         key=glob,
         next_step="correct it, or remove it",

@@ -11,13 +11,16 @@ import torch
 
 import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError, UsageError
+from tests.cli.conftest import Run, run
 from tests.readers.played_ranks import as_rank
 from tests.writers.meshes import MeshCase, all_three, assert_equal, held, hsdp, over_tp
+
+__all__ = ["run"]
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 SIZE, ODD = 4, 3  # rows that no mesh here divides
-PLAN: dict[str, Any] = {
+PLACEMENTS: dict[str, Any] = {
     "col.*": {"dp_replicate": "Replicate()", "dp_shard": "Shard(0)", "tp": "Shard(0)"},
     "row.weight": {"dp_replicate": "Replicate()", "dp_shard": "Shard(0)", "tp": "shard(dim=1)"},
     "free.*": {"dp_replicate": "Replicate()", "dp_shard": "Shard(0)"},
@@ -110,9 +113,13 @@ def test_a_world_size_that_does_not_divide_names_the_meshes_that_do(
 
 
 @pytest.mark.parametrize("key_type", ["name", "id"])
-def test_a_plan_places_what_a_full_checkpoint_does_not_say(saved: Path, tmp_path: Path, key_type: str) -> None:
-    (tmp_path / "plan.json").write_text(json.dumps(PLAN))
-    options = {"mesh": "dp_replicate=2,dp_shard=2,tp=2", "placements": tmp_path / "plan.json", "key_type": key_type}
+def test_placements_say_what_a_full_checkpoint_does_not_say(saved: Path, tmp_path: Path, key_type: str) -> None:
+    (tmp_path / "placements.json").write_text(json.dumps(PLACEMENTS))
+    options = {
+        "mesh": "dp_replicate=2,dp_shard=2,tp=2",
+        "placements": tmp_path / "placements.json",
+        "key_type": key_type,
+    }
     to_ranks(saved / "full.pt", tmp_path / "new", **options)
     if key_type == "name":
         assert_held(tmp_path / "new", all_three(2, 2, 2))
@@ -121,12 +128,12 @@ def test_a_plan_places_what_a_full_checkpoint_does_not_say(saved: Path, tmp_path
     assert_held(tmp_path / "named", all_three(2, 2, 2), ranks=range(0, 8, 5))
 
 
-def test_names_of_a_plan_are_those_that_are_written(saved: Path, tmp_path: Path) -> None:
-    plan = {f"net.{glob}" if glob != "*" else glob: placed for glob, placed in PLAN.items()}
-    (tmp_path / "plan.json").write_text(json.dumps(plan))
+def test_names_of_placements_are_those_that_are_written(saved: Path, tmp_path: Path) -> None:
+    placements = {f"net.{glob}" if glob != "*" else glob: placed for glob, placed in PLACEMENTS.items()}
+    (tmp_path / "placements.json").write_text(json.dumps(placements))
     to_ranks(
         saved / "full.pt", tmp_path / "new",
-        mesh="dp_replicate=1,dp_shard=1,tp=2", placements=tmp_path / "plan.json", add_prefix="net.",
+        mesh="dp_replicate=1,dp_shard=1,tp=2", placements=tmp_path / "placements.json", add_prefix="net.",
     )  # fmt: skip
     with as_rank(1, 2):
         found = torch.load(tmp_path / "new" / "model_world_size_2_rank_1.pt", weights_only=True)
@@ -153,45 +160,45 @@ FULL = {"mesh": "dp_replicate=1,dp_shard=2,tp=2"}
 
 
 @pytest.mark.parametrize(
-    ("options", "plan", "message"),
+    ("options", "placements", "message"),
     [
         ({**FULL, "world_size": 8}, None, "is 1 x 2 x 2 = 4 ranks, and --world-size says 8"),
         ({"mesh": "dp_shard=2,tp"}, None, "'tp' is not a dimension"),
         ({"mesh": "dp_shard=2,dp_shard=2"}, None, "names dp_shard twice"),
         ({"mesh": "dp_shard=0"}, None, "'dp_shard=0' is not a dimension"),
-        ({}, PLAN, "there is no --mesh"),
+        ({}, PLACEMENTS, "there is no --mesh"),
         (FULL, {"*": {"pp": "Shard(0)"}}, r"\* names the mesh dimension pp, which --mesh"),
         (FULL, {"seen": None, "*": {"tp": "Shard(1)"}}, r"cuts col.bias along dimension 1, which its shape \[19\]"),
         (FULL, {"*": {"tp": "_StridedShard(0, sf=2)"}}, "a placement that cannot be written"),
         (FULL, {"*": {"tp": 0}}, "a placement that cannot be written: 0"),
         (FULL, {"*": "Shard(0)"}, "has no placements"),
-        (FULL, {**PLAN, "heads.*": None}, r"heads.\* decides nothing|heads.\* matches no parameter"),
+        (FULL, {**PLACEMENTS, "heads.*": None}, r"heads.\* decides nothing|heads.\* matches no parameter"),
         (FULL, {"*": {"tp": "Shard(0)"}, "col.*": None}, r"col.\* decides nothing"),
         (FULL, {"col.*": {"tp": "Shard(0)"}}, "says nothing of 7 parameters"),
         (FULL, [], "is not a JSON object"),
-        ({**FULL, "like": "tp"}, PLAN, "both say how"),
+        ({**FULL, "like": "tp"}, PLACEMENTS, "both say how"),
         ({"like": "full.pt"}, None, "does not say how its tensors lie on a mesh"),
         ({"like": "tp", "mesh": "a=2,b=2"}, None, "does not have the dimensions of --like"),
     ],
 )
-def test_a_mesh_or_plan_that_does_not_fit_is_refused_with_the_key(
-    saved: Path, tmp_path: Path, options: dict[str, Any], plan: object, message: str
+def test_a_mesh_or_placements_that_do_not_fit_are_refused_with_the_key(
+    saved: Path, tmp_path: Path, options: dict[str, Any], placements: object, message: str
 ) -> None:
     options = {**options, **({"like": saved / options["like"]} if "like" in options else {})}
-    if plan is not None:
-        (tmp_path / "plan.json").write_text(json.dumps(plan))
-        options["placements"] = tmp_path / "plan.json"
+    if placements is not None:
+        (tmp_path / "placements.json").write_text(json.dumps(placements))
+        options["placements"] = tmp_path / "placements.json"
     with pytest.raises(UsageError, match=message):
         to_ranks(saved / "full.pt", tmp_path / "new", **options)
 
 
 def test_two_entries_of_one_glob_are_refused(saved: Path, tmp_path: Path) -> None:
-    (tmp_path / "plan.json").write_text('{"*": null, "*": {"tp": "Shard(0)"}}')
+    (tmp_path / "placements.json").write_text('{"*": null, "*": {"tp": "Shard(0)"}}')
     with pytest.raises(UsageError, match=r"two entries for \*"):
-        to_ranks(saved / "full.pt", tmp_path / "new", **FULL, placements=tmp_path / "plan.json")
+        to_ranks(saved / "full.pt", tmp_path / "new", **FULL, placements=tmp_path / "placements.json")
 
 
-def test_a_mesh_of_two_dimensions_needs_a_plan(saved: Path, tmp_path: Path) -> None:
+def test_a_mesh_of_two_dimensions_needs_placements(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(NeedsInformationError, match="nothing says how tensors lie") as error:
         to_ranks(saved / "full.pt", tmp_path / "new", **FULL)
     assert "--placements" in str(error.value.next_step) and "--like" in str(error.value.next_step)
@@ -219,13 +226,13 @@ def test_flat_parameters_take_replicas_and_shards_from_a_mesh(saved: Path, tmp_p
     [
         {"mesh": "a=2,b=2,c=2"},
         {"mesh": "a=2,b=2", "strategy": "full-shard"},
-        {"mesh": "shard=2", "placements": "plan.json"},
+        {"mesh": "shard=2", "placements": "placements.json"},
     ],
 )
 def test_flat_parameters_have_no_other_mesh(saved: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     if "placements" in options:
-        (tmp_path / "plan.json").write_text('{"*": {"shard": "Shard(0)"}}')
-        options = {**options, "placements": tmp_path / "plan.json"}
+        (tmp_path / "placements.json").write_text('{"*": {"shard": "Shard(0)"}}')
+        options = {**options, "placements": tmp_path / "placements.json"}
     with pytest.raises(UsageError, match="not fit flat parameters"):
         fsdpckpt.convert(saved / "full.pt", tmp_path / "new", **FLAT, **options)
 
@@ -288,3 +295,8 @@ def test_frameworks_that_save_dcp_get_the_items_of_the_mesh(saved: Path, tmp_pat
         chunks = tensors["col.weight"].chunks
         boxes.append(sorted(zip(chunks.start.tolist(), chunks.size.tolist(), strict=True)))
     assert boxes[0] == boxes[1] and len(boxes[0]) == 4
+
+
+def test_inspect_names_the_mesh(saved: Path, run: Run) -> None:
+    assert "sharded, torch (plain), 8 ranks, mesh dp_replicate=2,dp_shard=2,tp=2" in run("inspect", saved / "three").out
+    assert ", mesh" not in run("inspect", saved / "full.pt").out
