@@ -11,7 +11,7 @@ from fsdpckpt.converters.target_spec import TargetSpec
 from fsdpckpt.errors import NeedsInformationError, UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.mesh import MeshShape, Placement, Replicate, Shard, Sharding
-from fsdpckpt.ir.vocabulary import Layout, Strategy
+from fsdpckpt.ir.vocabulary import Container, Layout, Strategy
 from fsdpckpt.options import ConvertOptions, TensorForm
 from fsdpckpt.producers.table import flavor_named
 from fsdpckpt.readers.detect import open_checkpoint
@@ -119,7 +119,8 @@ def on_mesh(spec: TargetSpec, source: Checkpoint, mesh: TargetMesh | None) -> Ta
             return spec
         own = replace(own, names=spec.form.mesh.hybrid)
         shardings = [replace(sharding, mesh=own) for sharding in shardings]
-    found = resized(own, shardings, spec.world_size, source=source.source)
+    stored_once = spec.container is Container.DCP
+    found = resized(own, shardings, spec.world_size, source=source.source, keep_replicas=not stored_once)
     note = f"the source's mesh is kept: {found}" if found == own else f"the source's mesh {own} is resized to {found}"
     if spec.form is not None and spec.form.mesh.names is not None:
         return replace(spec, mesh=TargetMesh(found, None, _rows(found), note))

@@ -111,11 +111,14 @@ def _is_submesh(mesh: MeshShape, whole: MeshShape) -> bool:
     return [name for name in whole.names if name in own] == list(mesh.names) and own.items() <= sizes.items()
 
 
-def resized(mesh: MeshShape, shardings: Sequence[Sharding], world_size: int, *, source: str) -> MeshShape:
+def resized(
+    mesh: MeshShape, shardings: Sequence[Sharding], world_size: int, *, source: str, keep_replicas: bool = True
+) -> MeshShape:
     """``mesh`` with so many ranks along the dimension that FSDP shards over that it has ``world_size`` in all.
 
     That is the first dimension that cuts every tensor: the replicas of HSDP come before it and cut none, other
-    parallelism comes after it. Raises NeedsInformationError, with the meshes that there are, when the other dimensions
+    parallelism comes after it. ``keep_replicas=False`` (DCP, where replicas are stored once) gives replicas up that do
+    not divide ``world_size``. Raises NeedsInformationError, with the meshes that there are, when the other dimensions
     do not divide ``world_size``, and when no dimension cuts every tensor.
     """
     if mesh.world_size == world_size:
@@ -128,6 +131,9 @@ def resized(mesh: MeshShape, shardings: Sequence[Sharding], world_size: int, *, 
             next_step=f"add --mesh with the sizes for {plural(world_size, 'rank')}, for example --mesh {mesh}",
         )
     others = mesh.world_size // mesh.sizes[over]
+    if world_size % others and not keep_replicas:
+        mesh = replace(mesh, sizes=(*(1 for _ in mesh.sizes[:over]), *mesh.sizes[over:]))
+        others = mesh.world_size // mesh.sizes[over]
     if world_size % others == 0:
         return _with_size(mesh, over, world_size // others)
     fitting = [str(one) for one in _fitting(mesh, over, world_size)]

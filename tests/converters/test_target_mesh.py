@@ -112,6 +112,16 @@ def test_a_world_size_that_does_not_divide_names_the_meshes_that_do(
     assert_held(tmp_path / "new", over_tp(*sizes) if source == "tp" else all_three(*sizes))
 
 
+def test_replicas_that_do_not_divide_are_given_up_in_dcp_where_they_leave_no_trace(saved: Path, tmp_path: Path) -> None:
+    report = fsdpckpt.convert(saved / "hsdp", tmp_path / "dcp", to="sharded", container="dcp", world_size=3)
+    assert any("is resized to dp_replicate=1,dp_shard=3" in note.message for note in report.notes)
+    assert fsdpckpt.diff(saved / "hsdp", tmp_path / "dcp").same
+    with pytest.raises(NeedsInformationError, match="does not fit the mesh"):
+        to_ranks(saved / "hsdp", tmp_path / "new", world_size=3)
+    with pytest.raises(NeedsInformationError, match="does not fit the mesh"):
+        fsdpckpt.convert(saved / "tp", tmp_path / "new", to="sharded", container="dcp", world_size=3)
+
+
 @pytest.mark.parametrize("key_type", ["name", "id"])
 def test_placements_say_what_a_full_checkpoint_does_not_say(saved: Path, tmp_path: Path, key_type: str) -> None:
     (tmp_path / "placements.json").write_text(json.dumps(PLACEMENTS))
