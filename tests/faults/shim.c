@@ -142,6 +142,11 @@ int rename(const char *from, const char *to) {
     return REAL(int, "rename", const char *, const char *)(from, to);
 }
 
+int renameat2(int one, const char *from, int other, const char *to, unsigned int flags) {
+    if (fault_on("rename", from) != NOTHING) return -1;
+    return REAL(int, "renameat2", int, const char *, int, const char *, unsigned int)(one, from, other, to, flags);
+}
+
 int unlink(const char *path) {
     if (fault_on("unlink", path) != NOTHING) return -1;
     return REAL(int, "unlink", const char *)(path);

@@ -129,7 +129,7 @@ if what == "too small":
     assert "not enough free space" in done.err
     assert os.listdir(mount) == []
     planned = convert(source, target, *options, "--dry-run")
-    assert planned.code == 0, planned
+    assert planned.code == 5, planned
     assert "free: NOT ENOUGH" in planned.out + planned.err
     stated = json.loads(convert(source, target, *options, "--dry-run", "--json").out)
     assert stated["disk_suffices"] is False
