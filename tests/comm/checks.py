@@ -502,7 +502,7 @@ def check_ranks_that_bring_different_digests_to_a_step_fail_there(group: comm.Gr
         with apart.step("plan", agree="one" if group.rank else "another"):
             raise AssertionError("entered")
     except WorkerError as error:
-        assert error.step == "plan" and "something else" in str(error), error
+        assert error.step == "plan" and "different data" in str(error), error
     try:
         with apart.step("later"):
             raise AssertionError("a group that failed went on")
