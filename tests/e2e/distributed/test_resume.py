@@ -109,7 +109,7 @@ def test_what_workers_left_others_finish_and_what_one_process_left_workers_do(ba
     reports = _resumed(base, tmp_path, RANKS, [left, alone], 2, [])
     assert [_there(report["notes"]) > 0 for report in reports] == [True, True]
     assert len(_alone(base, RANKS, local, resume=True)) == 1
-    with pytest.raises(TargetError, match="not the command that was interrupted"):
+    with pytest.raises(TargetError, match="of an interrupted run of another command"):
         _alone(base, RANKS, other, resume=True, dtype="bfloat16")
     for target in (left, alone, local):
         assert unequal(base / "local" / left.name, target) == []
@@ -128,7 +128,7 @@ def test_what_was_sent_between_disks_is_taken_up_by_more_workers_and_refused_of_
     (report,) = _resumed(base, tmp_path, FULL, [left], 4, [*machines, machines[0]])
     assert _there(report["notes"]) > 0
     assert unequal(base / "local" / left.name, left) == []
-    with pytest.raises(SourceError, match="the source is not what the interrupted run read"):
+    with pytest.raises(SourceError, match="the source is not what that run read"):
         _alone(base, FULL, other, resume=True)
 
 
