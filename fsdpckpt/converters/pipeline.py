@@ -92,6 +92,7 @@ from fsdpckpt.storage.staging import (
     journal_paths,
     lock_as_writer,
     remains_of,
+    was_interrupted,
 )
 from fsdpckpt.storage.target_checks import check_target
 from fsdpckpt.text import size_text
@@ -200,7 +201,11 @@ class _Conversion:
     @property
     def _compares(self) -> bool:
         """Whether DST may exist, and is then compared with what would be written."""
-        return self.for_upload or (self.options.resume is True and not self.options.overwrite)
+        if self.for_upload:
+            return True
+        if self.options.overwrite or self.options.resume is False:
+            return False
+        return self.options.resume is True or was_interrupted(self.target)  # killed when DST was there already
 
     @property
     def _alone(self) -> bool:

@@ -45,6 +45,7 @@ __all__ = [
     "Remains",
     "remains_of",
     "staging_root",
+    "was_interrupted",
 ]
 
 NAME_LIMIT = 255  # bytes of one file name on every file system in use; some allow fewer
@@ -380,6 +381,13 @@ def space_error(target: str, nbytes: int, free: int) -> TargetUnwritableError:
         found=f"{bytes_text(free)} free",
         next_step="make room, or choose a DST on another file system",
     )
+
+
+def was_interrupted(target: str) -> bool:
+    """Whether a run that wrote ``target`` left something, maybe after DST became visible, and none is going on."""
+    parent, name = os.path.split(os.path.realpath(target))
+    lock = os.path.join(parent, _hidden_name(name, "lock"))
+    return (os.path.lexists(staging_root(target)) or os.path.lexists(lock)) and _is_free(lock)
 
 
 def free_bytes(target: str) -> int:
