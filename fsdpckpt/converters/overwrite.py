@@ -127,13 +127,14 @@ _ONLY_ONE = "--overwrite replaces one checkpoint, and everything at DST would be
 
 def _refused(what: str, target: str, details: Iterable[str], *, why: str) -> TargetExistsError:
     new = "give a DST that does not exist yet"
-    remove = to_copy(f"{new}; or, when nothing there is needed, remove it yourself", f"rm -r {shlex.quote(target)}")
+    old = target.rstrip("/") + ".old"
+    move = to_copy(f"{new}, or move what is there out of the way", f"mv {shlex.quote(target)} {shlex.quote(old)}")
     return TargetExistsError(
         what,
         details=tuple(details),
         file=target,
         why=why,
-        next_step=f"{new}, or remove it with the store's own tools" if is_url(target) else remove,
+        next_step=f"{new}, or remove it with the store's own tools" if is_url(target) else move,
     )
 
 

@@ -139,7 +139,7 @@ def test_a_directory_that_is_no_checkpoint_is_never_deleted(
     assert error.exit_code == 5
     found = [name for name in everything(target) if any(name in detail or detail in name for detail in error.details)]
     assert found or any(str(target) in detail for detail in error.details), error
-    assert f"rm -r {target}" in str(error.next_step)
+    assert f"mv {target} {target}.old" in str(error.next_step)
 
 
 def text(target: Path) -> None:
