@@ -42,7 +42,7 @@ def loaded(
         Job("old-kept", "torchtitan-old", scratch / "old-kept" / "step-3"),
     ]
     if find_spec("verl") is not None:
-        verl = library("verl", ranks=4).saved
+        verl = library("verl").saved
         written(verl / "verl2h", scratch / "from-verl" / "step-3", flavor="torchtitan", **SHARDED)
         jobs.append(Job("from-verl", "torchtitan-causal", scratch / "from-verl"))
         jobs.append(Job("reference verl", "reference-causal", verl / "reference2h" / "step-3"))

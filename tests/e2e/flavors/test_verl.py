@@ -35,7 +35,7 @@ PATHS: tuple[tuple[str, str, dict[str, object]], ...] = (
 
 @pytest.fixture(scope="module")
 def verl(library: Callable[..., Library]) -> Library:
-    return library("verl", ranks=4)
+    return library("verl")
 
 
 @pytest.fixture(scope="module")
