@@ -129,7 +129,7 @@ def _require_units_file(path: str) -> None:
             f"{path} is not a units file: --overwrite does not replace it",
             file=path,
             why="what is in it would be lost",
-            next_step=f"give another file; or, when it is not needed, remove it yourself: rm {shlex.quote(path)}",
+            next_step="give another file, or move this one away",
         )
 
 

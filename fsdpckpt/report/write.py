@@ -85,7 +85,7 @@ def _require_free(path: str) -> None:
             f"{path} exists, and is not a report that inspect --report wrote",
             file=path,
             why="an earlier report would be replaced; anything else is left alone",
-            next_step=f"give --report another name, or remove it: rm {shlex.quote(path)}",
+            next_step="give --report another name",
         )
     if not path.lower().endswith(SUFFIXES):
         raise UsageError(

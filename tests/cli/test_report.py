@@ -26,7 +26,7 @@ def test_a_file_that_is_not_a_report_is_not_replaced(run: Run, saved: Path) -> N
     before = saved.read_bytes()
     done = run("inspect", saved, "--report", saved)
     assert done.code == 5
-    assert "no report" in done.err
+    assert "is not a report" in done.err
     assert saved.read_bytes() == before
 
 
@@ -59,7 +59,7 @@ def test_a_report_never_goes_into_the_checkpoint(run: Run, saved: Path, tmp_path
     [
         ("-", 2, "takes the name of a file"),
         ("", 2, "takes the name of a file"),
-        ("s3://bucket/report.html", 2, "a file of this machine"),
+        ("s3://bucket/report.html", 2, "written to a local file"),
         ("/dev/full", 5, "pipe or a device"),
         (".", 5, "one file"),
         ("report.pdf", 2, "a report is an HTML page"),

@@ -22,7 +22,7 @@ from tests.oracle.launch import torchrun
 from tests.oracle.session import Oracle
 
 LOAD_LIMIT = 180.0  # seconds; 10 to 50 on two cores
-Kind = Literal["full", "dcp", "dcp_ids", "ranks", "ranks_ids", "ranks_st"]
+Kind = Literal["full", "dcp", "dcp_flat", "dcp_ids", "ranks", "ranks_ids", "ranks_st"]
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ TABLE: tuple[tuple[str, Kind, tuple[str, ...]], ...] = (
     ("f2_full.pt", "dcp", ("f2",)),
     ("f2_ranks", "dcp", ("f1",)),
     ("f2_dcp", "dcp", ("f2",)),
-    ("f2_dcp_flattened", "dcp", ("f2",)),
+    ("f2_dcp_flattened", "dcp_flat", ("f2",)),
     ("h1_dcp", "dcp", ("f1",)),
     ("h2_ranks", "dcp", ("f2",)),
     ("tp_dcp", "dcp", ("f2",)),

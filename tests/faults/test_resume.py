@@ -73,7 +73,7 @@ def test_a_signal_stops_the_run_and_names_the_command_that_goes_on(
     assert stopped.code == 130
     assert f"B are kept in {hidden(target)}" in stopped.err
     assert not hidden(target, "lock").exists()
-    command = shlex.split(stopped.err.rsplit("next: ", 1)[1])
+    command = shlex.split(stopped.err.splitlines()[-1])  # on a line of its own, to be copied
     assert command[:2] == ["fsdpckpt", "convert"]
     assert not [word for word in command if "resume" in word]
     done = convert(source, target, *command[4:])

@@ -9,6 +9,7 @@ again.
 kind        what lies at ``path``                     ``wraps`` it can be loaded into
 full        one torch file, name-keyed                f1, f1_flat, f2
 dcp         a DCP directory, name-keyed               f1, f1_flat, f1_mesh, f2
+dcp_flat    the same, the optimizer's keys flattened  f2
 dcp_ids     a DCP directory, id-keyed                 f2
 ranks       DTensor files by rank, name-keyed         f1_mesh, f2
 ranks_ids   DTensor files by rank, id-keyed           f2
@@ -147,10 +148,11 @@ def load_full2(loaded: Loaded, content: dict[str, Any]) -> None:
         group["betas"] = tuple(group["betas"])  # that way of loading turns tuples into lists
 
 
-def load_sharded2(loaded: Loaded, content: dict[str, Any]) -> None:
+def load_sharded2(loaded: Loaded, content: dict[str, Any], *, flattened: bool = False) -> None:
     model, optimizer = loaded
     set_model_state_dict(model, content["model"])
-    set_optimizer_state_dict(model, optimizer, content["optimizer"])
+    options = StateDictOptions(flatten_optimizer_state_dict=flattened)
+    set_optimizer_state_dict(model, optimizer, content["optimizer"], options=options)
 
 
 @cache
@@ -184,22 +186,27 @@ def initialised(wrap: str) -> Loaded:
     return loaded
 
 
-def load_dcp(path: str, wrap: str) -> Loaded:
+def load_dcp(path: str, wrap: str, *, flattened: bool = False) -> Loaded:
     model, optimizer = loaded = initialised(wrap)
     if wrap == "f2":
-        content = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        options = StateDictOptions(flatten_optimizer_state_dict=flattened)
+        states = get_optimizer_state_dict(model, optimizer, options=options)
+        content = {"model": get_model_state_dict(model), "optimizer": states}
     else:
         weights, states = sharded1(model, optimizer)
         content = {"model": weights, "optimizer": states}
     # By default the planner drops ShardedTensors without a local shard, then takes this for a checkpoint of torch 2.3.
     dcp.load(content, checkpoint_id=path, planner=DefaultLoadPlanner(flatten_sharded_tensors=False))
-    (load_sharded2 if wrap == "f2" else load_sharded1)(loaded, content)
+    if wrap == "f2":
+        load_sharded2(loaded, content, flattened=flattened)
+    else:
+        load_sharded1(loaded, content)
     return loaded
 
 
 def load_job(kind: str, path: str, wrap: str) -> Loaded:
-    if kind == "dcp":
-        return load_dcp(path, wrap)
+    if kind in ("dcp", "dcp_flat"):
+        return load_dcp(path, wrap, flattened=kind == "dcp_flat")
     if kind == "full":
         loaded = fresh(wrap)
         (load_full2 if wrap == "f2" else load_full1)(loaded, torch.load(path, weights_only=True))

@@ -41,7 +41,7 @@ def test_a_dry_run_says_how_many_workers_there_would_be_and_writes_nothing(base:
     ("arguments", "code", "what"),
     [
         (["{disk}/nothing", "{out}/a.pt"], 3, "does not exist"),
-        (["{disk}/ranks", "{out}"], 5, "exists"),
+        (["{disk}/ranks", "{disk}/full.pt"], 5, "exists"),
         (["{disk}/full.pt", "{out}/b", "--to", "flattened", "--world-size", "2"], 4, ""),
         (["{disk}/ranks", "{out}/c.pt", "--to", "full", "--world-size", "3"], 2, "--world-size"),
     ],

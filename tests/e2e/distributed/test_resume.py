@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -89,9 +90,14 @@ def _resumed(base: Path, folder: Path, name: str, targets: list[Path], workers: 
 def _there(notes: list[dict[str, str]]) -> int:
     """How many bytes were taken over."""
     (note,) = (each["message"] for each in notes if each["kind"] == "resumed")
-    found, _, rest = note.partition(" of ")
-    assert int(found) < int(rest.split()[0])
-    return int(found)
+    found, total = map(_nbytes, re.findall(r"[\d.]+ [KM]iB", note))
+    assert found < total
+    return found
+
+
+def _nbytes(size: str) -> int:
+    number, unit = size.split()
+    return int(float(number) * {"KiB": 1 << 10, "MiB": 1 << 20}[unit])
 
 
 def _alone(base: Path, name: str, target: Path, progress: NoProgress | None = None, **changed: object) -> list[str]:
