@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import posixpath
 import shlex
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -17,12 +17,14 @@ from fsdpckpt.ir.checkpoint import (
     Evidence,
     EvidenceKind,
     Layout,
+    ModelState,
     Note,
     OptimState,
     Problem,
     Section,
 )
 from fsdpckpt.ir.names import clean
+from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.readers.flat_slices import why_sliced
 from fsdpckpt.readers.ignored import glob_of
@@ -87,6 +89,7 @@ def join(source: str, parts: Sequence[ReadPart], files: FileTable, *, flavor: st
     model = next((part.sections.model for part in parts if part.sections.model is not None), None)
     for part in parts:
         mark_slices(part.tree, part.sections, model, part.label)
+        part.tree.problems.extend(_ids_of_other_parameters(part, model))
     optim = next((part.sections.optim for part in parts if part.sections.optim is not None), None)
     extra, prefixes = _extras(parts)
     changes, absences = _changes(parts, prefixes), _absences(parts, prefixes)
@@ -190,6 +193,34 @@ def _strange_names(source: str, parts: Sequence[ReadPart]) -> list[Note]:
     if names is None or state is None:
         return []
     return strange_names(source, (model.label, names.params), (optim.label, state))
+
+
+def _ids_of_other_parameters(part: ReadPart, model: ModelState | None) -> Iterator[Problem]:
+    """A fatal problem where one id of an optimizer stands for another parameter on some ranks.
+
+    Pipeline stages, or experts, have parameters of their own and count them from 0 each. Every rank of a mesh holds a
+    part of the same parameters, so an id whose parts lie on ranks that share no parameter is several parameters.
+    """
+    optim = part.sections.optim
+    if optim is None or optim.key_type != "id" or model is None or part.tree.container is not Container.TORCH:
+        return
+    leaves = [leaf for leaf in model.params.values() if isinstance(leaf, Tensor) and leaf.sharded]
+    holders = {frozenset(leaf.chunks.rank.tolist()) for leaf in leaves if leaf.numel}
+    if all(one & other for one in holders for other in holders):
+        return
+    for key, states in optim.state.items():
+        for leaf in states.values():
+            if not isinstance(leaf, Tensor) or not leaf.sharded:
+                continue
+            ranks = frozenset(leaf.chunks.rank.tolist())
+            if not any(ranks <= one for one in holders):
+                message = (
+                    f"id {key} of the optimizer is another parameter on some ranks: the model's parameters are not the "
+                    "same on all of them, as with pipeline stages, and every rank counts its own. Save the optimizer "
+                    "by name, with get_optimizer_state_dict; --only model converts the rest"
+                )
+                yield Problem("parameter-order", message, file=part.label, key=str(key), section=Section.OPTIM)
+                return
 
 
 def _layout(parts: Sequence[ReadPart]) -> Layout:

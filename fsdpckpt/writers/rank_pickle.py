@@ -186,8 +186,10 @@ class DTensorPickle(RankPickle):
         for mesh_dim, placement in enumerate(placements):
             if isinstance(placement, Shard):
                 order.setdefault(placement.dim, []).append(mesh_dim)
-        entry = self.name(f"{_TENSOR}._dtensor_spec", "ShardOrderEntry")
-        entries = [entry + integer(dim) + integers(mesh_dims) + b"\x86\x81" for dim, mesh_dims in sorted(order.items())]
+        entries: list[bytes] = []
+        for dim, mesh_dims in sorted(order.items()):  # the name is memoised where it is used first, and only if it is
+            entry = self.name(f"{_TENSOR}._dtensor_spec", "ShardOrderEntry")
+            entries.append(entry + integer(dim) + integers(mesh_dims) + b"\x86\x81")
         return _tuple(entries)
 
     def _mesh(self, mesh: MeshShape, dims: tuple[int, ...]) -> None:
