@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from fsdpckpt.converters.target_spec import TargetSpec
 from fsdpckpt.errors import NeedsInformationError, UsageError
+from fsdpckpt.formats.torch.mesh import MAX_RANKS
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.mesh import MeshShape, Placement, Replicate, Shard, Sharding
 from fsdpckpt.ir.vocabulary import Container, Layout, Strategy
@@ -31,6 +32,12 @@ def check_mesh(options: ConvertOptions) -> MeshShape | None:
     Nothing is opened.
     """
     mesh = parse_mesh(options.mesh) if options.mesh is not None else None
+    if mesh is not None and mesh.world_size > MAX_RANKS:
+        raise UsageError(
+            f"--mesh {mesh} has {mesh.world_size:,} ranks",
+            expected=f"at most {MAX_RANKS:,}",
+            found=str(mesh.world_size),
+        )
     if mesh is not None and options.world_size not in (None, mesh.world_size):
         raise UsageError(
             f"--mesh {mesh} is {' x '.join(map(str, mesh.sizes))} = {mesh.world_size} ranks, and --world-size says "
@@ -183,8 +190,8 @@ def _like(path: str, options: ConvertOptions, mesh: MeshShape | None, sources: S
 
 
 def _how_to_place(mesh: MeshShape, source: str, own: MeshShape | None) -> NeedsInformationError:
-    first, *others = mesh.dimension_names
-    placed = ", ".join([f'"{first}": "Shard(0)"', *(f'"{name}": "Replicate()"' for name in others)])
+    *others, last = mesh.dimension_names
+    placed = ", ".join([*(f'"{name}": "Replicate()"' for name in others), f'"{last}": "Shard(0)"'])
     return NeedsInformationError(
         f"nothing says how tensors lie on --mesh {mesh}",
         why=f"{source} is on the mesh {own}" if own is not None else f"{source} is on no mesh of several dimensions",

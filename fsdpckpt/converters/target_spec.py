@@ -13,6 +13,7 @@ from difflib import get_close_matches
 
 from fsdpckpt.converters.form_choice import default_form, is_per_rank, ranks_of, requested_form, writable_flavor
 from fsdpckpt.errors import UsageError
+from fsdpckpt.formats.torch.mesh import MAX_RANKS
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.ir.vocabulary import Container, Layout, Section
 from fsdpckpt.option_fields import Scope, given
@@ -115,8 +116,9 @@ def require_file_name(target: str, spec: TargetSpec) -> None:
 def _plain_spec(suffix: str, options: ConvertOptions, source_layout: Layout) -> TargetSpec:
     container = _container(suffix, options, source_layout)
     layout = _layout(container, suffix, options, source_layout)
-    if options.world_size is not None and options.world_size < 1:
-        raise UsageError("--world-size is a number of ranks", expected="1 or more", found=str(options.world_size))
+    if options.world_size is not None and not 1 <= options.world_size <= MAX_RANKS:
+        expected = f"1 to {MAX_RANKS:,}"
+        raise UsageError("--world-size is a number of ranks", expected=expected, found=str(options.world_size))
     if layout is Layout.FULL:
         _refuse_mesh(options, f"{_why_full(container, suffix)} is not sharded")
     if layout is Layout.FULL and options.world_size is not None:

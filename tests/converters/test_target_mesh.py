@@ -310,3 +310,10 @@ def test_frameworks_that_save_dcp_get_the_items_of_the_mesh(saved: Path, tmp_pat
 def test_inspect_names_the_mesh(saved: Path, run: Run) -> None:
     assert "sharded, torch (plain), 8 ranks, mesh dp_replicate=2,dp_shard=2,tp=2" in run("inspect", saved / "three").out
     assert ", mesh" not in run("inspect", saved / "full.pt").out
+
+
+@pytest.mark.parametrize("options", [{"mesh": "1000,2000"}, {"world_size": 10**20}])
+def test_more_ranks_than_any_job_has_are_refused_at_once(options: dict[str, Any], tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(4)}, tmp_path / "model.pt")
+    with pytest.raises(UsageError, match="rank"):
+        fsdpckpt.convert(str(tmp_path / "model.pt"), str(tmp_path / "out"), to="sharded", **options)
