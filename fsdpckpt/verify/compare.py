@@ -234,9 +234,11 @@ def _match(a: Checkpoint, b: Checkpoint) -> _Match:
     if one is None or other is None:
         return _Match()
     types = one.key_type, other.key_type
+    left, right = _orders(one), _orders(other)
+    if types == ("name", "name"):
+        return _other_order(left or [], right or [])
     if types[0] == types[1] or None in types:
         return _Match()
-    left, right = _orders(one), _orders(other)
     if left is None or right is None:
         problem = "one of them has no param groups, so nothing says which id is which name"
     elif [len(group) for group in left] != [len(group) for group in right]:
@@ -261,6 +263,16 @@ def _match(a: Checkpoint, b: Checkpoint) -> _Match:
         why="ids count in the order of the param groups, and an order that does not fit proves nothing",
         next_step=_next_step(a, b, types[0]),
     )
+
+
+def _other_order(left: Sequence[Sequence[ParamKey]], right: Sequence[Sequence[ParamKey]]) -> _Match:
+    """Groups of names in any order: a name says which parameter it is, and where it is listed says nothing."""
+    if len(left) != len(right) or left == right:
+        return _Match()
+    if any(sorted(map(str, a)) != sorted(map(str, b)) for a, b in zip(left, right, strict=True)):
+        return _Match()
+    place = {key: at for at, key in enumerate(key for group in left for key in group)}
+    return _Match(place=place, notes=("the param groups list the same names in another order, which is no difference",))
 
 
 def _note(order: str, types: tuple[str | None, str | None]) -> str:

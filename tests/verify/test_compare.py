@@ -120,6 +120,21 @@ def optimizer(directory: Path, keys: list[int | str], groups: list[list[int | st
     return raw.checkpoint(optim=OptimState(state, param_groups))
 
 
+@pytest.mark.parametrize(
+    ("listed", "same"),
+    [([["b", "a"], ["c"]], True), ([["a", "c"], ["b"]], False), ([["b", "a", "a"], ["c"]], False)],
+)
+def test_groups_may_list_the_same_names_in_another_order(listed: list[list[str]], same: bool, tmp_path: Path) -> None:
+    """Flattening lists them in the model's. A name in another group, or twice, is a difference."""
+    left, right = (optimizer(tmp_path / name, ["a", "b", "c"], [["a", "b"], ["c"]]) for name in ("left", "right"))
+    assert right.optim is not None
+    for group, names in zip(right.optim.param_groups or [], listed, strict=True):
+        group["params"] = list(names)
+    result = difference(left, right)
+    assert result.same is same
+    assert bool(result.notes) is same
+
+
 def test_ids_and_names_are_matched_through_the_order_of_the_groups(tmp_path: Path) -> None:
     names = optimizer(tmp_path / "a", ["a", "b", "c"], [["c", "a"], ["b"]])
     ids = optimizer(tmp_path / "b", [0, 1, 2], [[0, 1], [2]])
