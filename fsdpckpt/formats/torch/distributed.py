@@ -24,7 +24,7 @@ from fsdpckpt.layouts.sharded import LocalBox, decoded_order, in_placement_order
 from fsdpckpt.storage.protocols import ByteSource
 from fsdpckpt.text import truncate
 
-__all__ = ["BoxInFile", "Distributed", "DistributedParser"]
+__all__ = ["BoxInFile", "Distributed", "DistributedParser", "all_ranks"]
 
 
 _Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]  # start, size, elements into the local tensor
@@ -61,6 +61,12 @@ class Distributed:
     sharding: Sharding | None = None
 
 
+@lru_cache(maxsize=16)
+def all_ranks(world_size: int) -> tuple[int, ...]:
+    """Every rank; one tuple for all tensors."""
+    return tuple(range(world_size))
+
+
 class DistributedParser(FileParser):
     """Parses the wrapped tensors of one file; meshes and boxes are computed once and reused."""
 
@@ -69,7 +75,6 @@ class DistributedParser(FileParser):
         self._meshes = MeshParser(source)
         self._placed: dict[object, tuple[Placement, ...]] = {}
         self._boxes: dict[object, tuple[tuple[_Place, ...], str, Sharding | None]] = {}
-        self._worlds: dict[int, tuple[int, ...]] = {}
 
     def parse(self, wrapped: Wrapped, key: str) -> Distributed:
         """What the file holds of ``wrapped``; ``key`` names it in messages.
@@ -222,9 +227,7 @@ class DistributedParser(FileParser):
         if shape is None or type(rank) is not int or type(world_size) is not int or not 0 < world_size <= MAX_RANKS:
             self._corrupt(key, "an unknown form of ShardedTensor", "a size and a group", truncate(group))
         boxes = tuple(self._shard(shard, shape, key) for shard in state[0])
-        world = self._worlds.get(world_size)
-        if world is None:
-            world = self._worlds[world_size] = tuple(range(world_size))
+        world = all_ranks(world_size)
         text = f"ShardedTensor({self._cut(state[3] if len(state) > 3 else None)})"
         return Distributed("ShardedTensor", wrapped.dtype, shape, text, rank, world, world, boxes)
 

@@ -7,13 +7,13 @@ parameters in them. ``readers.torch_ranks`` then merges the ranks.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 from fsdpckpt.errors import SourceCorruptError, SourceUnsupportedError
 from fsdpckpt.formats.torch.archive import TorchArchive, read_archive
-from fsdpckpt.formats.torch.distributed import BoxInFile, Distributed
+from fsdpckpt.formats.torch.distributed import BoxInFile, Distributed, all_ranks
 from fsdpckpt.formats.torch.tensors import StoredTensor, size_of
 from fsdpckpt.ir.checkpoint import Checksums, Evidence, EvidenceKind, Layout, Note
 from fsdpckpt.ir.values import Key, Object, Value
@@ -75,6 +75,11 @@ class _File:
         """What ``optimizer.state_dict()`` gave, of an optimizer's file."""
         return _mapping(self.root.get("optimizer_state_dict"), self.path, "optimizer_state_dict")
 
+    @property
+    def module(self) -> _Dict:
+        """What ``module.state_dict()`` gave, of a file of module states."""
+        return _mapping(self.root.get("module"), self.path, "module")
+
 
 def _open_all(paths: Mapping[int, str], table: FileTable, sources: Sources) -> list[_File]:
     files: list[_File] = []
@@ -104,18 +109,20 @@ class _Step:
     zero: ZeroFiles
     optim: list[_File]
     model: list[_File]
-    notes: list[Note] = field(default_factory=list)
+
+    @property
+    def _stage_3(self) -> bool:
+        return "fp32_flat_groups" in self.optim[0].states
 
     def tree(self) -> Tree:
-        module = self._module_states()
         ranks = [self._rank_states(file) for file in self.optim]
-        shapes = self._shapes(module)
-        stage, flat = self._partitions(ranks, shapes)
+        shapes = self._shapes()
+        flat = self._partitions(ranks, shapes)
         by_name = {name: shape for group in shapes for name, shape in group.items()}
-        merged = self._merge(self.optim, [self._named(one, flat, by_name) for one in ranks], sharded=True)
-        rest = self._merge(self.model, [self._beside(file, by_name) for file in self.model], sharded=True)
-        order = list(_mapping(module.get("module"), self.model[0].path, "module"))
-        model = self._in_order(order, {**_values(rest, "model"), **_values(merged, "model")})
+        aliases = self._aliases()
+        merged = self._merge(self.optim, [self._named(one, flat, by_name) for one in ranks])
+        rest = self._merge(self.model, [self._beside(file, by_name.keys() | aliases.keys()) for file in self.model])
+        model = self._in_order({**_values(rest, "model"), **_values(merged, "model")}, aliases)
         root: dict[Key, Value] = {"model": model, "optimizer": _values(merged, "optimizer")}
         tree = Tree(root, Layout.SHARDED, "deepspeed", len(self.optim))
         for one in (rest, merged):
@@ -128,18 +135,13 @@ class _Step:
         archives = [file.archive for file in (*self.optim, *self.model)]
         tree.checksums = Checksums.of([row for archive in archives for row in archive.checksums])
         tree.notes.extend(note for archive in archives for note in archive.notes)
-        tree.notes.extend(self.notes)
-        self._describe(tree, stage, by_name, module)
+        self._describe(tree, by_name)
         return tree
 
     # What the files say
 
-    def _module_states(self) -> _Dict:
-        return self.model[0].root
-
-    def _shapes(self, module: _Dict) -> list[dict[str, tuple[int, ...]]]:
-        groups = module.get("param_shapes")
-        path = self.model[0].path
+    def _shapes(self) -> list[dict[str, tuple[int, ...]]]:
+        groups, path = self.model[0].root.get("param_shapes"), self.model[0].path
         if not isinstance(groups, (list, tuple)) or not groups:
             raise self._contradiction(path, "it does not say the shapes of the parameters (param_shapes)")
         return [self._shapes_in(group, path) for group in groups]
@@ -199,14 +201,11 @@ class _Step:
                 path, f"its param groups list {first_of(listed, _SHOWN)} for {count} flat tensors"
             )
 
-    def _partitions(
-        self, ranks: Sequence[_RankStates], shapes: Sequence[dict[str, tuple[int, ...]]]
-    ) -> tuple[int, FlatGroups]:
-        stage_3 = "fp32_flat_groups" in ranks[0].file.states
+    def _partitions(self, ranks: Sequence[_RankStates], shapes: Sequence[dict[str, tuple[int, ...]]]) -> FlatGroups:
         lengths = [[one.shape[0] + pad for one, pad in zip(rank.weights, rank.paddings, strict=True)] for rank in ranks]
         try:
-            if stage_3:
-                return 3, partitions_of_params(shapes, lengths)
+            if self._stage_3:
+                return partitions_of_params(shapes, lengths)
             flat = partitions_of_groups(shapes, self._gaps(ranks[0], len(shapes)), lengths)
         except PartitionError as error:
             raise self._contradiction(ranks[0].file.path, str(error)) from None
@@ -214,7 +213,7 @@ class _Step:
             flat.params = [dealt(names, len(ranks)) for names in flat.params]
         else:  # with it, DeepSpeed 0.19 computes its own record for the wrong order
             self._require_record(ranks, flat)
-        return 2, flat
+        return flat
 
     def _gaps(self, rank: _RankStates, groups: int) -> list[list[int]]:
         """The padding after each parameter of each flat tensor (``parameter_alignment``)."""
@@ -246,8 +245,7 @@ class _Step:
         return isinstance(zero, dict) and zero.get("round_robin_gradients") is True
 
     def _record(self, rank: _RankStates) -> list[dict[str, tuple[int, int]]] | None:
-        states = rank.file.states
-        groups = states.get("param_slice_mappings")
+        groups = rank.file.states.get("param_slice_mappings")
         if groups is None:
             return None
         if not isinstance(groups, (list, tuple)):
@@ -288,8 +286,7 @@ class _Step:
             {**group, "params": [name for number in cast("list[int]", group["params"]) for name in flat.params[number]]}
             for group in rank.groups
         ]
-        root = rank.file.states
-        extra = {key: _plain(value) for key, value in root.items() if key not in _ZERO_KEYS}
+        extra = {key: _plain(value) for key, value in rank.file.states.items() if key not in _ZERO_KEYS}
         return {"model": model, "optimizer": {"state": states, "param_groups": groups}, "extra": extra}
 
     def _state(
@@ -321,68 +318,62 @@ class _Step:
         place: Slice | None,
         shape: tuple[int, ...],
     ) -> Distributed:
-        boxes: tuple[BoxInFile, ...] = ()
-        if place is not None:
-            if place.at + place.count > stored.shape[0]:
-                raise self._contradiction(
-                    rank.file.path,
-                    f"flat tensor {number} ({what}) has {stored.shape[0]} elements, and {place.name} ends at "
-                    f"{place.at + place.count}",
-                )
-            boxes = tuple(boxes_of_range(shape, place.begin, place.begin + place.count, place.at - place.begin, stored))
-        world = tuple(range(len(self.optim)))
-        return Distributed("ZeRO partition", stored.dtype, shape, "flattened", rank.file.rank, world, world, boxes)
+        if place is not None and place.at + place.count > stored.shape[0]:
+            raise self._contradiction(
+                rank.file.path,
+                f"flat tensor {number} ({what}) has {stored.shape[0]} elements, and {place.name} ends at "
+                f"{place.at + place.count}",
+            )
+        return self._part(rank.file.rank, stored, place, shape)
 
-    def _beside(self, file: _File, trained: Mapping[str, tuple[int, ...]]) -> _Dict:
-        """One file of module states: buffers, frozen parameters, and extras. Trained weights are the fp32 ones."""
+    def _part(self, rank: int, stored: StoredTensor, place: Slice | None, shape: tuple[int, ...]) -> Distributed:
+        """What ``rank`` holds of a parameter of ``shape``, in the flat tensor ``stored``; None: nothing."""
+        boxes: list[BoxInFile] = []
+        if place is not None:
+            boxes = boxes_of_range(shape, place.begin, place.begin + place.count, place.at - place.begin, stored)
+        world = all_ranks(len(self.optim))
+        return Distributed("ZeRO partition", stored.dtype, shape, "flattened", rank, world, world, tuple(boxes))
+
+    def _beside(self, file: _File, elsewhere: Collection[str]) -> _Dict:
+        """One file of module states: buffers, frozen parameters, and extras. ``elsewhere``: trained parameters, which
+        are the fp32 ones, and names that share another's storage."""
         root = file.root
-        module = _mapping(root.get("module"), file.path, "module")
         frozen = root.get("frozen_param_fragments")
         shapes = root.get("frozen_param_shapes")
         parts: dict[Key, object] = {}
-        if isinstance(frozen, dict) and isinstance(shapes, dict) and "fp32_flat_groups" in self.optim[0].states:
+        if isinstance(frozen, dict) and isinstance(shapes, dict) and self._stage_3:
             for name, leaf in frozen.items():
                 parts[name] = self._frozen(file, str(name), leaf, size_of(shapes.get(name)))
-        aliases = self._aliases()
-        model = {
-            name: parts.get(name, value)
-            for name, value in module.items()
-            if name not in trained and name not in aliases
-        }
+        model = {name: parts.get(name, value) for name, value in file.module.items() if name not in elsewhere}
         extra = {key: _plain(value) for key, value in root.items() if key not in _DESCRIBED}
         return {"model": model, "extra": extra}
 
     def _frozen(self, file: _File, name: str, leaf: object, shape: tuple[int, ...] | None) -> Distributed:
         """A frozen parameter under ZeRO 3: each rank has its part."""
-        ranks = len(self.optim)
         if not isinstance(leaf, StoredTensor) or len(leaf.shape) != 1 or shape is None:
             raise self._contradiction(file.path, f"the frozen parameter {name} is no flat tensor with a shape")
         try:
-            flat = partitions_of_params([{name: shape}], [[leaf.shape[0]]] * ranks)
+            flat = partitions_of_params([{name: shape}], [[leaf.shape[0]]] * len(self.optim))
         except PartitionError as error:
             raise self._contradiction(file.path, str(error)) from None
-        place = flat.slices[file.rank][0][0]
-        boxes = tuple(boxes_of_range(shape, place.begin, place.begin + place.count, -place.begin, leaf))
-        world = tuple(range(ranks))
-        return Distributed("ZeRO partition", leaf.dtype, shape, "flattened", file.rank, world, world, boxes)
+        return self._part(file.rank, leaf, flat.slices[file.rank][0][0], shape)
 
     def _aliases(self) -> dict[str, str]:
         """Parameters that share another's storage, and that other's name. Under ZeRO 3 only rank 0 knows."""
         shared = self.model[0].root.get("shared_params")
         return {str(name): str(other) for name, other in shared.items()} if isinstance(shared, dict) else {}
 
-    def _merge(self, files: Sequence[_File], roots: Sequence[_Dict], *, sharded: bool) -> Tree:
-        merge = Merge([file.rank for file in files], [file.number for file in files], sharded=sharded)
+    def _merge(self, files: Sequence[_File], roots: Sequence[_Dict]) -> Tree:
+        merge = Merge([file.rank for file in files], [file.number for file in files], sharded=True)
         tree = Tree(merge.value(roots), Layout.SHARDED, "deepspeed", len(files))
         tree.problems.extend(merge.problems)
         tree.rank_values.update(merge.rank_values)
         return tree
 
-    def _in_order(self, order: Sequence[Key], leaves: dict[Key, Value]) -> dict[Key, Value]:
+    def _in_order(self, leaves: dict[Key, Value], aliases: Mapping[str, str]) -> dict[Key, Value]:
         """The model in the order of the module's state dict, shared parameters under all of their names."""
-        aliases = self._aliases()
         model: dict[Key, Value] = OrderedDict()
-        for key in (*order, *leaves):
+        for key in (*self.model[0].module, *leaves):
             leaf = leaves.get(aliases.get(str(key), key))
             if leaf is not None or key in leaves:
                 model.setdefault(key, leaf)
@@ -390,13 +381,12 @@ class _Step:
 
     # Reports
 
-    def _describe(self, tree: Tree, stage: int, trained: Mapping[str, tuple[int, ...]], module: _Dict) -> None:
-        message = f"{self.zero.directory} is a DeepSpeed ZeRO {'3' if stage == 3 else '1 or 2'} checkpoint"
+    def _describe(self, tree: Tree, trained: Mapping[str, tuple[int, ...]]) -> None:
+        message = f"{self.zero.directory} is a DeepSpeed ZeRO {'3' if self._stage_3 else '1 or 2'} checkpoint"
         tree.evidence.append(Evidence(EvidenceKind.CONTAINER, f"{message} of {len(self.optim)} ranks"))
-        copies = _mapping(module.get("module"), self.model[0].path, "module")
-        dtypes = {leaf.dtype.name for name in trained if isinstance(leaf := copies.get(name), StoredTensor)} - {
-            "float32"
-        }
+        copies = self.model[0].module
+        held = [leaf for name in trained if isinstance(leaf := copies.get(name), StoredTensor)]
+        dtypes = {leaf.dtype.name for leaf in held} - {"float32"}
         if dtypes:
             message = (
                 f"the {len(trained)} trained parameters are the optimizer's float32 weights, not the "

@@ -12,6 +12,7 @@ from typing import TypeAlias, cast
 
 from fsdpckpt.errors import SourceCorruptError, SourceUnsupportedError
 from fsdpckpt.formats.torch.archive import TorchArchive
+from fsdpckpt.formats.torch.distributed import all_ranks
 from fsdpckpt.ir.checkpoint import UNORDERED, Evidence, EvidenceKind, Note, Problem, Section
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.readers.flat_slices import is_optimizer, mappings
@@ -22,7 +23,6 @@ from fsdpckpt.readers.xla_fairscale.shard_metadata import (
     FAIRSCALE,
     TORCH_XLA,
     ShardMetadata,
-    all_ranks,
     is_shard,
     is_torch_xla_shard,
     metadata_in,

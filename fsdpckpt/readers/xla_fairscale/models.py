@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias, cast
 
 from fsdpckpt.errors import SourceCorruptError, SourceError, SourceIncompleteError, SourceUnsupportedError
-from fsdpckpt.formats.torch.distributed import BoxInFile, Distributed
+from fsdpckpt.formats.torch.distributed import BoxInFile, Distributed, all_ranks
 from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.ir.tensors import SLICES
 from fsdpckpt.ir.values import Key, Value
@@ -21,7 +21,6 @@ from fsdpckpt.readers.flat_slices import is_optimizer, mappings
 from fsdpckpt.readers.xla_fairscale.shard_metadata import (
     ShardedTensor,
     ShardMetadata,
-    all_ranks,
     fits,
     is_shard,
     padding_multiples,

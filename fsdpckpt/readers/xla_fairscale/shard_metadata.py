@@ -16,10 +16,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from math import gcd, isqrt, prod
 
-from fsdpckpt.formats.torch.distributed import BoxInFile, Distributed
+from fsdpckpt.formats.torch.distributed import BoxInFile, Distributed, all_ranks
 from fsdpckpt.formats.torch.mesh import MAX_RANKS
 from fsdpckpt.formats.torch.tensors import StoredTensor, size_of
 from fsdpckpt.ir.dtypes import MAX_DIMENSIONS
@@ -27,7 +26,7 @@ from fsdpckpt.ir.names import joined
 from fsdpckpt.readers.flat_slices import boxes_of_range
 
 __all__ = [
-    "FAIRSCALE", "TORCH_XLA", "Param", "ShardMetadata", "ShardedTensor", "all_ranks", "fits", "is_shard",
+    "FAIRSCALE", "TORCH_XLA", "Param", "ShardMetadata", "ShardedTensor", "fits", "is_shard",
     "is_torch_xla_shard", "metadata_in", "padding_multiples", "params_in", "without_wrappers",
 ]  # fmt: skip
 
@@ -364,9 +363,3 @@ def _rows(param: Param, stored: StoredTensor, rank: int) -> list[BoxInFile]:
     count = min(stored.shape[0], param.shape[0] - begin)
     start, size = (begin, *(0,) * (len(param.shape) - 1)), (count, *param.shape[1:])
     return [BoxInFile(start, size, stored.offset, stored.stride)] if prod(size) else []
-
-
-@cache
-def all_ranks(world_size: int) -> tuple[int, ...]:
-    """Every rank; one tuple for all tensors."""
-    return tuple(range(world_size))
