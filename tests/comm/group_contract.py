@@ -5,6 +5,8 @@ In a group of several ranks every rank runs each test at the same time, as ``tes
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import pytest
 
 from fsdpckpt.comm import Group
@@ -12,12 +14,12 @@ from fsdpckpt.comm.protocol import original_error
 from fsdpckpt.errors import SourceCorruptError, WorkerError
 
 
-class GroupContract:
+class GroupContract(ABC):
     """Subclasses say how a group is made."""
 
+    @abstractmethod
     def make(self) -> Group:
         """A new group of this process, or of all ranks that run this test. Collective."""
-        raise NotImplementedError
 
     def test_a_rank_is_one_of_the_group(self) -> None:
         with self.make() as group:

@@ -1,11 +1,12 @@
 """What every ``ByteSource`` promises, as tests that each implementation's test class inherits.
 
-A subclass overrides the fixture ``source`` with a source whose first bytes are ``content``.
+A subclass has the fixture ``source``, a source whose first bytes are ``content``.
 """
 
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -18,10 +19,6 @@ CONTENT = random.Random(3).randbytes(300_001)  # longer than what a remote file 
 
 class ByteSourceContract:
     content = CONTENT
-
-    @pytest.fixture
-    def source(self) -> ByteSource:
-        raise NotImplementedError
 
     def test_it_has_a_path_and_a_length(self, source: ByteSource) -> None:
         assert isinstance(source.path, str)
@@ -79,12 +76,12 @@ class ByteSourceContract:
         source.close()
 
 
-class NamedByteSourceContract(ByteSourceContract):
-    """Of sources that are opened by a path or URL. A subclass overrides ``open_absent``, too."""
+class NamedByteSourceContract(ByteSourceContract, ABC):
+    """Of sources that are opened by a path or URL."""
 
+    @abstractmethod
     def open_absent(self) -> ByteSource:
         """Open a name that nothing is stored under."""
-        raise NotImplementedError
 
     def test_opening_what_does_not_exist_is_an_error(self, source: ByteSource) -> None:
         with pytest.raises(SourceMissingError, match="does not exist") as caught:

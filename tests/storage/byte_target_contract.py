@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -22,19 +23,20 @@ from fsdpckpt.storage.upload import PART, Uploader, open_target
 CONTENT = random.Random(4).randbytes((3 << 20) + 777)  # long enough for direct writes, no whole number of blocks
 
 
-class ByteTargetContract:
+class ByteTargetContract(ABC):
     root: Path
 
     @pytest.fixture(autouse=True)
     def _set_root(self, tmp_path: Path) -> None:
         self.root = tmp_path
 
+    @abstractmethod
     def make(self, name: str, nbytes: int) -> ByteTarget:
-        raise NotImplementedError
+        """A new target of so many bytes, nothing of it written."""
 
+    @abstractmethod
     def stored(self, name: str) -> bytes | None:
         """What can be read under ``name`` now; None when there is nothing."""
-        raise NotImplementedError
 
     def test_what_was_written_is_stored_once_it_is_committed(self) -> None:
         target = self.make("file", len(CONTENT))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import posixpath
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from tests.materialise import file_bytes, materialise
 from tests.writers.source import Raw, Trained
 
 
-class WriterContract:
+class WriterContract(ABC):
     """What a writer owes the planner, the executor and whoever loads its files.
 
     ``writer``: a staticmethod. ``specs``: what it is asked for; every test runs with each of them. ``single``: whether
@@ -37,9 +38,9 @@ class WriterContract:
         trained = Trained(seed=11, key_type="name")
         return trained.checkpoint, trained.raw
 
+    @abstractmethod
     def load(self, path: str, spec: WriteSpec) -> None:
         """Load what lies at ``path`` with PyTorch (or the format's own library). Raises when it does not load."""
-        raise NotImplementedError
 
     @pytest.fixture
     def spec(self, request: pytest.FixtureRequest) -> WriteSpec:

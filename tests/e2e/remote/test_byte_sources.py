@@ -13,10 +13,7 @@ from tests.storage.byte_source_contract import NamedByteSourceContract
 
 
 class _Remote(NamedByteSourceContract):
-    @pytest.fixture
-    def root(self) -> str:
-        """The URL under which the server has the ``files``."""
-        raise NotImplementedError
+    """A subclass has the fixture ``root``: the URL under which the server has the ``files``."""
 
     @pytest.fixture
     def source(self, files: Path, root: str) -> ByteSource:
