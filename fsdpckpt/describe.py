@@ -14,17 +14,6 @@ from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, NamedTensor, Note, Probl
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Object, Value, walk
 
-__all__ = [
-    "Description",
-    "Json",
-    "Selection",
-    "SectionSummary",
-    "describe",
-    "json_value",
-    "problem_json",
-    "tensor_rows",
-]
-
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
 LONGEST_TEXT = 200  # characters of an object's or a bytes value's text in the document

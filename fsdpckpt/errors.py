@@ -26,36 +26,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
-__all__ = [
-    "COPY_AGAIN",
-    "EMPTY",
-    "FsdpckptError",
-    "InternalError",
-    "InterruptedRunError",
-    "Leftover",
-    "NeedsInformationError",
-    "SourceCorruptError",
-    "SourceError",
-    "SourceIncompleteError",
-    "SourceMissingError",
-    "SourceUnrecognisedError",
-    "SourceUnsafeError",
-    "SourceUnsupportedError",
-    "StateDictMismatchError",
-    "TargetError",
-    "TargetExistsError",
-    "TargetUnwritableError",
-    "TorchMissingError",
-    "UsageError",
-    "WorkerError",
-    "attach_leftover",
-    "damaged",
-    "NEW_LINE",
-    "leftover_of",
-    "to_copy",
-    "require_torch",
-]
-
 _FIELDS = (
     *("what", "details", "why", "next_step", "run_again", "alternative", "resumable"),
     *("file", "key", "rank", "expected", "found"),

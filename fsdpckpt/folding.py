@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeAlias
 
-__all__ = ["Folded", "braces", "fold", "numbers_text", "shorten"]
-
 _NUMBER = re.compile(r"(rank)?(0|[1-9]\d*)")  # a whole segment of a key: rank0 is how the extras of ranks begin
 _SEGMENTS = re.compile(r"\.(?![^{]*\})")  # dots, but for those within braces
 _Template: TypeAlias = tuple[str | tuple[str], ...]

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     TorchTensor: TypeAlias = torch.Tensor  # in a class that has a method of the name
 
-__all__ = ["LazyCheckpoint", "LazyTensor"]
-
 Index: TypeAlias = SupportsIndex | slice | EllipsisType
 
 READ_THROUGH = 64 * 1024  # bytes between two indices of a stepped slice: reading so few costs less than another request

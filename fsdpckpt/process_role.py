@@ -10,8 +10,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["ProcessRole", "own_rank", "process_role", "started_as_worker"]
-
 
 def started_as_worker(environment: Mapping[str, str] | None = None) -> bool:
     """Whether torchrun (any elastic launch) or srun started this process as one of its workers.

@@ -14,8 +14,6 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Protocol, TextIO
 
-__all__ = ["NoProgress", "Progress", "ProgressPipe", "follow_progress"]
-
 
 class Progress(Protocol):
     """Gets the progress of one stage at a time, from any thread."""

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = [
-    "bytes_text", "count_text", "dtypes_text", "duration_text", "first_of", "plural", "shape_text", "size_text",
-    "truncate",
-]  # fmt: skip
-
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 
 

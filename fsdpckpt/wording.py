@@ -12,8 +12,6 @@ from fsdpckpt.errors import FsdpckptError
 from fsdpckpt.option_fields import DTYPE, FLAG, INTEGER, NUMBER, PAIRS, PATH, SIZE, TEXTS, TOGGLE, Parameter, parameters
 from fsdpckpt.options import ConvertOptions, DiffOptions, InspectOptions, LaunchOptions, VerifyOptions
 
-__all__ = ["in_python"]
-
 _OPTIONS = {
     one.flag: one
     for record in (ConvertOptions, LaunchOptions, InspectOptions, DiffOptions, VerifyOptions)

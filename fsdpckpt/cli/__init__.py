@@ -3,8 +3,6 @@
 import os
 import signal
 
-__all__ = ["end_on_signals"]
-
 
 def end_on_signals() -> None:
     """From now on a signal ends the process at once, with one line and exit code 130: nothing has been begun yet.

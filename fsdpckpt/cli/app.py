@@ -28,8 +28,6 @@ from fsdpckpt.options import (
 )
 from fsdpckpt.version import __version__
 
-__all__ = ["USAGE_ERRORS", "app", "command"]
-
 EPILOG = """\b
 Exit codes:
   0 done                            4 more information is needed

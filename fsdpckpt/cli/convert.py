@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from fsdpckpt.cli.output import Output
     from fsdpckpt.converters.report import PlannedFile, Report
 
-__all__ = ["convert_command"]
-
 EXAMPLES = """\b
 Examples:
   fsdpckpt convert runs/global_step_7/actor titan --flavor torchtitan \\

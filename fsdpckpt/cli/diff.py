@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from fsdpckpt.cli.output import Output
     from fsdpckpt.verify.compare import Difference
 
-__all__ = ["diff_command"]
-
 EXAMPLES = """\b
 Examples:
   fsdpckpt diff runs/step-1000 full.pt

@@ -28,18 +28,6 @@ from fsdpckpt.errors import (
 if TYPE_CHECKING:
     from fsdpckpt.cli.output import Line, Output
 
-__all__ = [
-    "Interruption",
-    "catch_signals",
-    "error_json",
-    "error_lines",
-    "error_text",
-    "guarded",
-    "ignore_signals",
-    "known_error",
-    "report",
-]
-
 MOST_DETAILS = 100  # lines on a screen; --json has them all
 
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")  # by name: not every system has all of them

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from fsdpckpt.ir.checkpoint import Checkpoint, Evidence
     from fsdpckpt.ir.values import Key, Value
 
-__all__ = ["inspect_command"]
-
 EXAMPLES = """\b
 Examples:
   fsdpckpt inspect runs/step-1000

@@ -11,8 +11,6 @@ from fsdpckpt.folding import braces, fold
 from fsdpckpt.ir.checkpoint import NamedTensor, OptimState, Section
 from fsdpckpt.text import count_text, shape_text, size_text
 
-__all__ = ["Row", "folded_rows", "listing"]
-
 FIELDS = ("section", "key", "dtype", "shape", "bytes", "placement")
 STATS = ("min", "max", "mean", "std", "norm", "NaN", "Inf")
 PIECES = ("rank", "box", "file", "offset")

@@ -14,8 +14,6 @@ from fsdpckpt.process_role import process_role, started_as_worker
 if TYPE_CHECKING:
     from fsdpckpt.cli.output import Output
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Run the command line and exit with the contract's code."""

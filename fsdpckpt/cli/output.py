@@ -19,8 +19,6 @@ from fsdpckpt.process_role import process_role
 from fsdpckpt.progress import NoProgress, Progress
 from fsdpckpt.text import duration_text, size_text
 
-__all__ = ["Colour", "Line", "Lines", "Output", "Styled", "labelled", "redirect_to_null"]
-
 SCHEMA_VERSION = 1  # goes up when a key goes away or changes its meaning; new keys may come at any time
 PRINTED_AT_ONCE = 1 << 16  # characters of a document, at least
 SECONDS_BETWEEN_LINES = 5.0  # often enough to show progress in a CI log, seldom enough not to fill it

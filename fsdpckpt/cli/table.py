@@ -8,8 +8,6 @@ from typing import TypeAlias
 
 from fsdpckpt.folding import shorten
 
-__all__ = ["Cell", "Name", "cut", "table_lines", "visible", "width_of", "wrapped"]
-
 GAP = 2  # spaces between columns
 NARROWEST = 8  # characters of a column of names, however narrow the terminal
 

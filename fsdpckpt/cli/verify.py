@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from fsdpckpt.cli.output import Output
     from fsdpckpt.verify.integrity import Verification
 
-__all__ = ["verify_command"]
-
 EXAMPLES = """\b
 Examples:
   fsdpckpt verify runs/step-1000

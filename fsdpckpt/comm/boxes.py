@@ -34,26 +34,6 @@ from fsdpckpt.ir.tensors import Box, Chunks, Int64Array, Tensor, contiguous_stri
 from fsdpckpt.layouts import sharded
 from fsdpckpt.layouts.flattened import flat_boxes
 
-__all__ = [
-    "HeldBox",
-    "Destination",
-    "Placements",
-    "Stream",
-    "TensorBox",
-    "all_boxes",
-    "check_coverage",
-    "held_boxes",
-    "kind_of",
-    "mesh_boxes",
-    "on_group_device",
-    "destination_like",
-    "destination_on_mesh",
-    "destination_whole",
-    "assign_senders",
-    "stream_nbytes",
-    "view_of",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class HeldBox:

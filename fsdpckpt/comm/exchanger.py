@@ -27,19 +27,6 @@ from fsdpckpt.comm.store_monitor import POLL_INTERVAL
 from fsdpckpt.comm.transport import Staging, Transfer, chunk_bytes
 from fsdpckpt.errors import InternalError
 
-__all__ = [
-    "Prefetch",
-    "BUDGET",
-    "Exchanger",
-    "SEND_BUFFERS",
-    "ReceiveInto",
-    "SendRecv",
-    "Read",
-    "Write",
-    "exchange",
-    "spread",
-]
-
 MOST_AHEAD = 16  # items made and not taken; what they hold is bounded elsewhere
 PATIENCE = 2.0  # seconds for the thread to end when its items are not wanted any more
 

@@ -37,19 +37,6 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig
 
-__all__ = [
-    "Backend",
-    "DeviceKind",
-    "RankInfo",
-    "choose_backend",
-    "rank_device",
-    "first_host",
-    "has_own_gpu",
-    "launch",
-    "rank_from_environment",
-    "local_workers",
-]
-
 FIRST_PORT, PORTS = 20000, 20000  # for srun: all tasks of a step compute the same port in this range from the step's id
 
 

@@ -24,17 +24,6 @@ from typing import Generic, TypeAlias, TypeVar
 
 from fsdpckpt.errors import WorkerError
 
-__all__ = [
-    "Background",
-    "Job",
-    "LAUNCHER",
-    "ProcessIdentity",
-    "kill_stopped",
-    "end_with_launcher",
-    "heartbeat",
-    "process_identity",
-]
-
 T = TypeVar("T")
 
 

@@ -20,8 +20,6 @@ import torch
 from fsdpckpt.errors import InternalError, UsageError
 from fsdpckpt.ir.codec import Decoder, Encoder, Json
 
-__all__ = ["Slot", "decode", "encode"]
-
 
 @dataclass(frozen=True, slots=True)
 class Slot:

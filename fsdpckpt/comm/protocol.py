@@ -19,8 +19,6 @@ from typing import Any, Protocol, Self, TypeAlias
 from fsdpckpt import errors
 from fsdpckpt.errors import FsdpckptError, InternalError, WorkerError
 
-__all__ = ["ErrorRecord", "Group", "Solo", "broadcast_object", "decode_error", "encode_error", "original_error"]
-
 
 class Group(Protocol):
     """Rank ``rank`` of ``world_size``. A method marked *collective* is called by all ranks, in the same order.

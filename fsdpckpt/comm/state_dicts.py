@@ -45,8 +45,6 @@ from fsdpckpt.comm.trees import StateDict, Tree, agree_on_structure, join_tensor
 from fsdpckpt.errors import UsageError
 from fsdpckpt.ir.tensors import Box
 
-__all__ = ["broadcast", "gather", "scatter", "shard"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Sharded:
@@ -102,10 +100,6 @@ def gather(
     for each, tensor in zip(sharded, whole, strict=True):
         tensors[each.slot] = tensor
     return cast("StateDict", join_tensors(tree.skeleton, tensors))
-
-
-def _empty(each: _Sharded, *, cpu_offload: bool) -> torch.Tensor:
-    return torch.empty(each.shape, dtype=each.dtype, device="cpu" if cpu_offload else each.device)
 
 
 def _device(tensor: torch.Tensor) -> torch.device:

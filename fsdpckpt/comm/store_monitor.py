@@ -27,8 +27,6 @@ from fsdpckpt.comm.liveness import Background, Job
 from fsdpckpt.comm.protocol import ErrorRecord, encode_error
 from fsdpckpt.errors import FsdpckptError, InternalError, WorkerError
 
-__all__ = ["StoreMonitor", "Failure", "POLL_INTERVAL", "Position", "STATUS_DIRECTORY"]
-
 
 @dataclass(frozen=True, slots=True)
 class Position:

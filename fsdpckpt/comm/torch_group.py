@@ -27,8 +27,6 @@ from fsdpckpt.comm.store_monitor import StoreMonitor
 from fsdpckpt.comm.transport import Transport
 from fsdpckpt.errors import UsageError, WorkerError
 
-__all__ = ["LIMIT", "PATIENCE", "TorchGroup"]
-
 LIMIT = 15.0
 """Seconds within which a failure of one rank ends all of them."""
 

@@ -22,8 +22,6 @@ import torch.distributed as dist
 from fsdpckpt.comm.liveness import Background, Job
 from fsdpckpt.comm.store_monitor import POLL_INTERVAL, StoreMonitor
 
-__all__ = ["Transfer", "Staging", "Transport", "chunk_bytes"]
-
 ALIGNMENT = 4096  # pages; also a multiple of every element size, so that no chunk cuts an element
 
 

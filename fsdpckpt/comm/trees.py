@@ -27,21 +27,6 @@ from fsdpckpt.comm.objects import Slot
 from fsdpckpt.comm.protocol import Group
 from fsdpckpt.errors import StateDictMismatchError
 
-__all__ = [
-    "StateDict",
-    "Tree",
-    "agree_on_structure",
-    "check_similar",
-    "copy_state_dict",
-    "describe",
-    "differences",
-    "empty_on_cpu",
-    "offload_to_cpu",
-    "raise_on_all_ranks",
-    "join_tensors",
-    "split_tensors",
-]
-
 StateDict: TypeAlias = dict[str, object]
 
 

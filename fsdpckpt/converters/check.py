@@ -37,8 +37,6 @@ from fsdpckpt.transform.rekey import to_names
 from fsdpckpt.verify.elements import first_difference
 from fsdpckpt.writers.protocol import DtypeRule
 
-__all__ = ["OutputCheck", "Pair", "Verdict", "divide_pairs", "pack_pairs", "unpack_pairs"]
-
 Verdict: TypeAlias = str | int
 """A tensor's SHA-256, or the number of its first element that is not as in the source."""
 

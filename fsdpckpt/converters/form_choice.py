@@ -14,8 +14,6 @@ from fsdpckpt.options import ConvertOptions
 from fsdpckpt.producers.forms import Flavor, Form, Step
 from fsdpckpt.producers.table import WRITABLE, flavor_named
 
-__all__ = ["default_form", "is_per_rank", "ranks_of", "requested_form", "writable_flavor"]
-
 _PLAIN = "the target is plain"
 _UNSETTLED = frozenset({"several-models", "several-optimizers"})  # notes on extras that may be sections
 

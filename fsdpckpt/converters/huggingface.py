@@ -16,8 +16,6 @@ from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.elements import first_difference
 from fsdpckpt.writers.torch_full import ties
 
-__all__ = ["finish_export"]
-
 _CONFIG = "config.json"
 _OUTPUT_LAYER = re.compile(r"(^|\.)lm_head\.weight$")  # what transformers leaves out of a model with tied embeddings
 _WORD_EMBEDDINGS = re.compile(r"(^|\.)(embed_tokens|embed_in|wte|word_embeddings|tok_embeddings|embeddings)\.weight$")

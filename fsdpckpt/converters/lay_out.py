@@ -23,8 +23,6 @@ from fsdpckpt.storage.sources import Sources
 from fsdpckpt.writers import dcp, safetensors, torch_full, torch_ranks
 from fsdpckpt.writers.protocol import DtypeRule, Writer, WriteSpec
 
-__all__ = ["WRITERS", "adapt_to_form", "dtype_rule", "lay_out"]
-
 WRITERS: Mapping[tuple[Container, Layout], Writer] = {
     (Container.TORCH, Layout.FULL): torch_full.lay_out,
     (Container.TORCH, Layout.SHARDED): torch_ranks.lay_out,

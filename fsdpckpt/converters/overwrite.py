@@ -25,8 +25,6 @@ from fsdpckpt.storage.local import target_errors
 from fsdpckpt.storage.protocols import FileIdentity, is_url
 from fsdpckpt.storage.sources import Sources
 
-__all__ = ["find_replaceable", "foreign_files_error", "still_replaceable"]
-
 _SHOWN = 10  # files that are named in a refusal
 # What describes the data of a checkpoint, beside its data: read, but no data file itself. Or data of an older save.
 _DESCRIBING = re.compile(r"fsdpckpt\.json|units\.json|\.metadata|.*\.(safetensors|bin)\.index\.json|__\d+_\d+\.distcp")

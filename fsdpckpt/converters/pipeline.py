@@ -97,8 +97,6 @@ from fsdpckpt.storage.staging import (
 from fsdpckpt.storage.target_checks import check_target
 from fsdpckpt.text import size_text
 
-__all__ = ["convert"]
-
 
 def convert(
     group: Group,

@@ -56,8 +56,6 @@ from fsdpckpt.storage.protocols import UPLOADING, is_url, remote_identity
 from fsdpckpt.storage.remote_store import RemoteStore, filesystem_of
 from fsdpckpt.storage.upload import RemoteTarget, UploadOptions, open_target
 
-__all__ = ["Upload", "UploadDirectory", "assign_senders", "attach_leftovers", "is_sent"]
-
 T = TypeVar("T")
 
 BLOCK = 4 << 20  # bytes compared at once

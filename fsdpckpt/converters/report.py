@@ -25,8 +25,6 @@ from fsdpckpt.storage.local import WritableFile
 from fsdpckpt.storage.staging import Staging
 from fsdpckpt.version import __version__
 
-__all__ = ["PlannedFile", "Report", "encode_manifest", "put_manifest", "replaced_files"]
-
 _DERIVED = ("disk_needed", "disk_suffices")
 
 

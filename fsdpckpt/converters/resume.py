@@ -44,19 +44,6 @@ from fsdpckpt.storage.staging import Remains, Staging, journal_paths, staging_ro
 from fsdpckpt.text import bytes_text, size_text
 from fsdpckpt.version import __version__
 
-__all__ = [
-    "claim_rows",
-    "continues",
-    "finished_windows",
-    "attach_staged",
-    "is_resumable",
-    "journals_of",
-    "other_upload",
-    "resume_note",
-    "run_identity",
-    "source_copies",
-]
-
 _LOOKUPS = 16  # at a time: a store answers in tens of milliseconds
 
 

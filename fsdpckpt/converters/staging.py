@@ -27,8 +27,6 @@ from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage.contents import Contents, is_empty_directory
 from fsdpckpt.storage.staging import Staging
 
-__all__ = ["Places", "assign_segments", "files_at", "holders_of", "node_label", "open_staging"]
-
 _RANK_FILE = re.compile(r"(?:.*_rank_?(\d+)\.(?:pt|bin)|(?:.*/)?__(\d+)_\d+\.distcp)")
 _SIGN = "sign"
 

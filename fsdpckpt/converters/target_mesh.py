@@ -19,8 +19,6 @@ from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.transform.placements import AsSource, Like, Rule, Rules, TargetMesh, replaced_on, resized, source_mesh
 
-__all__ = ["check_mesh", "on_mesh", "parse_mesh", "parse_placements", "requested_mesh", "with_mesh"]
-
 _EXAMPLE = "--mesh dp_replicate=2,dp_shard=4,tp=2"
 _SHARD = re.compile(r"shard\(\s*(?:dim\s*=\s*)?(\d+)\s*\)", re.IGNORECASE)
 _REPLICATE = re.compile(r"replicate(\(\s*\))?", re.IGNORECASE)

@@ -52,8 +52,6 @@ from fsdpckpt.transform.selection import (
 )
 from fsdpckpt.transform.sharded import ShardingHints, decide_sharded
 
-__all__ = ["TransformedCheckpoint", "apply_key_type", "fill_missing", "parameter_orders", "transform", "units_request"]
-
 
 @dataclass(frozen=True, slots=True)
 class TransformedCheckpoint:

@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 
 from fsdpckpt.plan.transfer import Window
 
-__all__ = ["CopyPool"]
-
 SLOWEST_DISK = 20e6  # bytes a second: a disk that makes files durable more slowly counts as hung
 POLL_INTERVAL = 0.05  # seconds
 PATIENCE = 2.0  # seconds to wait for the threads once the run has failed

@@ -34,8 +34,6 @@ from fsdpckpt.storage.sources import Sources
 if TYPE_CHECKING:
     from fsdpckpt.execute.send_recv import Exchange
 
-__all__ = ["execute"]
-
 SourceRows: TypeAlias = "list[tuple[int, int, int, int, int]]"
 """What ``SourceCheck.unfinished`` returns."""
 

@@ -22,19 +22,6 @@ from fsdpckpt.plan.plan import COPY_COLUMNS, Copies, FilePlan, Plan
 from fsdpckpt.plan.transfer import Segment
 from fsdpckpt.text import size_text
 
-__all__ = [
-    "Budget",
-    "Job",
-    "MOST_THREADS",
-    "Settings",
-    "for_worker",
-    "make_budget",
-    "pack_job",
-    "choose_settings",
-    "threads_for",
-    "unpack_job",
-]
-
 LARGEST_WINDOW = 8 * 1024 * 1024  # bytes: past this a request's cost is lost in its transfer on every disk measured
 MOST_THREADS = 8  # by default: a disk is busy long before
 SMALLEST_WINDOW = 64 * 1024  # bytes: below this the work per request dominates

@@ -24,19 +24,6 @@ from fsdpckpt.storage.journal import Journal, Record, read_records
 from fsdpckpt.storage.local import WritableFile, sync_directory, target_errors
 from fsdpckpt.storage.protocols import FileIdentity, change_between
 
-__all__ = [
-    "Finished",
-    "Recorder",
-    "RunIdentity",
-    "SourcePart",
-    "first_record",
-    "joined",
-    "plan_digest",
-    "read_run",
-    "run_of",
-    "windows_record",
-]
-
 SourcePart = tuple[int, int, int, int, int]
 """(source file, record, offset, nbytes, crc), as in ``SourceCheck``."""
 

@@ -18,17 +18,6 @@ from fsdpckpt.plan.plan import FilePlan
 from fsdpckpt.plan.windows import Range
 from fsdpckpt.storage.local import WritableFile, target_errors
 
-__all__ = [
-    "ComparedOutput",
-    "Resumed",
-    "LatePlaces",
-    "Output",
-    "OutputState",
-    "TargetChecks",
-    "target_differs",
-    "write_window",
-]
-
 OutputState: TypeAlias = "list[object]"
 """What one rank knows of its part of a file, as plain values: see ``Output.state``."""
 

@@ -25,8 +25,6 @@ from fsdpckpt.storage.local import BLOCK, WritableFile, aligned_buffer
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import size_text
 
-__all__ = ["Written", "ReadBack", "reread_unproved", "read_back", "resume"]
-
 Written: TypeAlias = "dict[int, list[Range]]"
 """By segment, in order, what an interrupted run has written of it."""
 

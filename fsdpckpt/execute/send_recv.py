@@ -30,8 +30,6 @@ from fsdpckpt.plan.transfer import TransferPlan
 from fsdpckpt.storage.protocols import ByteSource
 from fsdpckpt.storage.sources import Sources
 
-__all__ = ["Exchange", "ReceiveBuffers", "SentChecksums", "SourcesAndStreams", "StreamCheck", "stream_file"]
-
 
 class Exchange:
     """This rank's part of the exchange of one run.

@@ -25,8 +25,6 @@ from fsdpckpt.ir.checkpoint import ZEROS
 from fsdpckpt.storage.protocols import ByteSource, Entry, is_url
 from fsdpckpt.storage.sources import Sources
 
-__all__ = ["UnionSources", "union_sources", "content_identities", "serve_sources", "find_visible"]
-
 PAGE = 256 * 1024  # bytes: metadata is read in small chunks that lie near each other, and a question costs more
 PAGES = 16  # of each file kept: its head, its tail, and where its metadata is
 

@@ -17,8 +17,6 @@ from fsdpckpt.storage.protocols import is_url
 from fsdpckpt.storage.remote_file import request_cost
 from fsdpckpt.storage.sources import Sources
 
-__all__ = ["Assembler"]
-
 DIRECT = 128 * 1024  # bytes: ranges of this size or more are read straight into place; smaller neighbours share a read
 GAP = 32 * 1024  # bytes: a gap of this size between two small ranges is cheaper to read than to skip
 WIDE_ROW = 16 * 1024  # bytes: rows of this width or more are read one by one, narrower ones in one span

@@ -21,8 +21,6 @@ from fsdpckpt.ir.units import FLAT_PARAM, Unit, UnitParam, Units
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.layouts.flattened import FlatLayout, is_flat_key, layout_of
 
-__all__ = ["FlatMatch", "KeyMatching", "Mismatch", "match"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatMatch:

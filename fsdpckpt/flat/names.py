@@ -21,21 +21,6 @@ from fsdpckpt.ir.units import FLAT_PARAM, UnitParam, Units
 from fsdpckpt.ir.values import Value
 from fsdpckpt.layouts.flattened import is_flat_key
 
-__all__ = [
-    "ParameterNames",
-    "NamedParam",
-    "UnitPrefixes",
-    "model_names",
-    "optimizer_names",
-    "order_contradictions",
-    "parameter_order",
-    "prefixes_of",
-    "raw_names",
-    "first_misplaced_module",
-    "stride_of",
-    "units_names",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class NamedParam:

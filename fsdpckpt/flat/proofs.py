@@ -28,8 +28,6 @@ from fsdpckpt.ir.tensors import SLICES, Tensor
 from fsdpckpt.layouts.flattened import FILLER, FlatLayout, is_flat_key
 from fsdpckpt.storage.sources import Sources
 
-__all__ = ["compare_replicas", "require_padding"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Padding:

@@ -13,20 +13,6 @@ from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.values import Value
 from fsdpckpt.layouts.flattened import is_flat_key
 
-__all__ = [
-    "is_number_per_rank",
-    "possible_numels",
-    "is_sliced",
-    "is_step",
-    "key_lengths",
-    "lengths_of",
-    "describe_lengths",
-    "lengths_text",
-    "possible_shard_sizes",
-    "slice_lengths",
-    "has_uneven_slices",
-]
-
 
 def slice_lengths(tensor: Tensor, world_size: int) -> Int64Array | None:
     """Elements each rank holds of a 1-D tensor, 0 where it has none; None when it is not one plain chunk a rank."""

@@ -28,8 +28,6 @@ from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.layouts.flattened import FlatLayout, flat_boxes, is_flat_key
 from fsdpckpt.storage.sources import Sources
 
-__all__ = ["logical", "name_slices", "unflatten"]
-
 PLACEMENT = "flattened"
 
 _Run: TypeAlias = tuple[int, int, int, int, int]

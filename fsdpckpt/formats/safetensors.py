@@ -54,17 +54,6 @@ from fsdpckpt.ir.dtypes import DTYPES, MAX_DIMENSIONS, SAFETENSORS_DTYPES, DType
 from fsdpckpt.storage.protocols import ByteSource
 from fsdpckpt.text import bytes_text, truncate
 
-__all__ = [
-    "Header",
-    "HeaderTensor",
-    "METADATA_KEY",
-    "VERSION",
-    "looks_like_safetensors",
-    "model_key",
-    "read_header",
-    "state_key",
-]
-
 METADATA_KEY = "fsdpckpt"
 VERSION = 1
 LENGTH_BYTES = 8

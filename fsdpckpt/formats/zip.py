@@ -24,8 +24,6 @@ from fsdpckpt.ir.targets import TargetFile
 from fsdpckpt.storage.protocols import ByteSource
 from fsdpckpt.storage.remote_file import prefetch
 
-__all__ = ["ALIGNMENT", "TorchZip", "ZipRecord", "read_directory", "top_folder"]
-
 _LOCAL_LENGTHS = struct.Struct("<4s22xHH")  # signature, name length, extra length
 # signature, flags, method, crc, csize, size, name, extra, comment, at
 _CENTRAL_FIELDS = struct.Struct("<4s4xHH4xIIIHHH8xI")

@@ -35,8 +35,6 @@ from fsdpckpt.errors import InternalError, SourceCorruptError
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Global, Key, Object, Value
 
-__all__ = ["Decoder", "Encoder", "Json", "decode", "encode"]
-
 Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | None
 
 TensorKey: TypeAlias = Callable[[Tensor], str]

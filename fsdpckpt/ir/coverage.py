@@ -17,8 +17,6 @@ import numpy.typing as npt
 
 from fsdpckpt.ir.tensors import Int64Array, Tensor
 
-__all__ = ["Flaw", "box_text", "flaws"]
-
 SMALL = 48  # chunks: up to this many, plain Python is faster than numpy's cost per call
 MAX_CELLS = 1 << 24  # of the counting grid: 64 MiB of counters; above it, boxes are compared in pairs
 MAX_CUT_DIMENSIONS = 8  # each doubles the corners to count

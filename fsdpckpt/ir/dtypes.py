@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     NumpyDType = np.dtype[np.generic]
     NumpyArray = npt.NDArray[np.generic]
 
-__all__ = ["DTYPES", "MAX_DIMENSIONS", "SAFETENSORS_DTYPES", "STORAGE_DTYPES", "DType", "cast", "numpy_dtype"]
-
 MAX_DIMENSIONS = 64  # of a tensor: torch itself refuses more
 
 

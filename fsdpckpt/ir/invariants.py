@@ -25,8 +25,6 @@ from fsdpckpt.ir.coverage import Flaw, box_text, flaws
 from fsdpckpt.ir.tensors import Chunks, Int64Array, Tensor
 from fsdpckpt.ir.values import Value
 
-__all__ = ["aliased_states", "fatal", "problems", "state_completeness"]
-
 INCOMPLETE = frozenset(
     {"incomplete", "missing-rank", "missing-key", "missing-file", "missing-section", "missing-state"}
 )

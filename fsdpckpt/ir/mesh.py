@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from math import prod
 from typing import TypeAlias
 
-__all__ = ["MeshShape", "Placement", "Replicate", "Shard", "Sharding", "StridedShard", "placements_text"]
-
 
 @dataclass(frozen=True, slots=True)
 class Shard:

@@ -18,18 +18,6 @@ from fsdpckpt.ir.checkpoint import (
 )
 from fsdpckpt.ir.values import Key, Value
 
-__all__ = [
-    "SourceNames",
-    "WRAPPERS",
-    "clean",
-    "joined",
-    "keeps_order",
-    "leading_wrapper",
-    "normalise",
-    "sorted_by_a_tool",
-    "without_module",
-]
-
 # FSDP1, checkpoint_wrapper and offload_wrapper, torch.compile, FSDP of torch 1.11 and of fairscale
 WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "_fpw_module"})
 

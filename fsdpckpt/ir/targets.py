@@ -15,8 +15,6 @@ from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.tensors import Tensor
 
-__all__ = ["WriteItem", "Target", "TargetFile"]
-
 
 class WriteItem(NamedTuple):  # there may be millions, and a frozen dataclass is five times slower to make
     """``nbytes`` from ``offset``: elements ``start`` .. ``start + size`` of ``tensor``, cast to ``dtype``.

@@ -17,11 +17,6 @@ import numpy.typing as npt
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.mesh import Sharding
 
-__all__ = [
-    "Box", "Chunks", "Int64Array", "ONE_SLICE", "RankBoxes", "SLICES", "Tensor", "contiguous_stride",
-    "contiguous_strides",
-]  # fmt: skip
-
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 
 SLICES = "slices"

@@ -16,20 +16,6 @@ from fsdpckpt.ir.dtypes import DTYPES, DType
 from fsdpckpt.ir.units import Groups, RankOrder, Strategy, Unit, UnitParam, Units, flaws
 from fsdpckpt.version import __version__
 
-__all__ = [
-    "FORMAT",
-    "Fields",
-    "Json",
-    "MOST_BYTES",
-    "TooManyWrongError",
-    "UNITS_FILE",
-    "VERSION",
-    "decode",
-    "encode",
-    "loads",
-    "render",
-]
-
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
 FORMAT = "fsdpckpt-units"

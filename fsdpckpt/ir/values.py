@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, TypeAlias, Union
 if TYPE_CHECKING:
     from fsdpckpt.ir.tensors import Tensor
 
-__all__ = ["Global", "Key", "Object", "Scalar", "Value", "leaf_tensors", "walk"]
-
 Scalar: TypeAlias = bool | int | float | complex | str | bytes | bytearray | None
 Key: TypeAlias = Union[Scalar, "Global", "Object", tuple["Key", ...]]
 Value: TypeAlias = Union[

@@ -8,8 +8,6 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Literal, TypeAlias
 
-__all__ = ["Container", "KeyType", "Layout", "Section", "Strategy"]
-
 KeyType: TypeAlias = Literal["name", "id"]
 
 

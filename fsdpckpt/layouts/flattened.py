@@ -18,19 +18,6 @@ import numpy as np
 from fsdpckpt.ir.tensors import Box, Int64Array
 from fsdpckpt.ir.units import FLAT_PARAM, Strategy, Unit, Units
 
-__all__ = [
-    "FILLER",
-    "FlatLayout",
-    "FlatPart",
-    "FlatSlices",
-    "PlacedUnit",
-    "alignment",
-    "flat_boxes",
-    "is_flat_key",
-    "layout_of",
-    "place_units",
-]
-
 FILLER = 42
 """What FSDP1 writes into alignment padding (``FlatParamHandle._construct_padding_tensor``)."""
 

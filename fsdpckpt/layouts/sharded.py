@@ -33,24 +33,6 @@ from fsdpckpt.errors import InternalError
 from fsdpckpt.ir.mesh import MeshShape, Placement, Replicate, Shard, Sharding, StridedShard
 from fsdpckpt.ir.tensors import Box, RankBoxes, Tensor
 
-__all__ = [
-    "HeldChunks",
-    "LocalBox",
-    "SharedChunk",
-    "chunk",
-    "decoded_order",
-    "local_boxes",
-    "local_shape",
-    "mesh_box",
-    "mesh_chunks",
-    "on_one_dimension",
-    "on_sizes",
-    "rank_box",
-    "source_boxes",
-    "strided",
-]
-
-
 _Runs: TypeAlias = tuple[tuple[int, int], ...]  # (global start, length) one after the other in the local tensor
 
 

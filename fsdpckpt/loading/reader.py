@@ -51,8 +51,6 @@ from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.blocks import Bytes
 from fsdpckpt.verify.parallel import DEFAULT_THREADS
 
-__all__ = ["StorageReader"]
-
 Path = str | os.PathLike[str]
 
 

@@ -32,8 +32,6 @@ from fsdpckpt.writers.dcp import flatten
 from fsdpckpt.writers.state_dicts import extras_of_rank
 from fsdpckpt.writers.torch_full import lay_out_file
 
-__all__ = ["BoxToRead", "Entries", "Names", "as_saved", "entries_of", "matching_names", "open_to_load", "read_boxes"]
-
 # A source is transformed as for a conversion to whole tensors, up to the point where that would be laid out.
 _SPEC = TargetSpec(Layout.FULL, Container.DCP, None, TensorForm.DTENSOR, directory=True)
 

@@ -19,8 +19,6 @@ from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import Target, TargetFile, WriteItem
 from fsdpckpt.ir.tensors import Chunks, Int64Array, Tensor, contiguous_stride
 
-__all__ = ["COPY_COLUMNS", "Claim", "Copies", "FilePlan", "Plan", "make_plan"]
-
 
 class Claim(NamedTuple):
     """A journal's claim that the window [begin, end) of a target file is on the disk, with this CRC-32."""

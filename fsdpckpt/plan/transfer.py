@@ -19,8 +19,6 @@ from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.plan.plan import Claim, Copies, FilePlan, Plan
 from fsdpckpt.plan.windows import CopyParts, Range, open_windows, split_copies
 
-__all__ = ["Segment", "TransferPlan", "Window", "partition", "plan_transfers", "target_node"]
-
 NEAR = 0.05  # of a part: a rank may have so much more than another if that saves a file from having two writers
 BLOCK = 1 << 16  # bytes: no page of any system in use is larger, so no page of a file has two writers
 

@@ -18,8 +18,6 @@ import numpy.typing as npt
 from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.plan.plan import COPY_COLUMNS, Copies, FilePlan, Plan
 
-__all__ = ["CopyParts", "Range", "StridedBatch", "open_windows", "strided_batches", "split_copies", "window_bounds"]
-
 
 class Range(NamedTuple):
     """The bytes [begin, end) of a target file."""

@@ -11,23 +11,6 @@ from typing import TypeAlias
 
 from fsdpckpt.ir.checkpoint import Container, KeyType, Layout
 
-__all__ = [
-    "EXTRA_STEM",
-    "PLAIN",
-    "PLAIN_MESH",
-    "PLAIN_NAMES",
-    "PLAIN_NESTING",
-    "Flavor",
-    "Form",
-    "MeshForm",
-    "Nesting",
-    "Place",
-    "RankFile",
-    "RankNames",
-    "Sign",
-    "Step",
-]
-
 PLAIN = "plain"
 EXTRA_STEM = "extra_state"  # of files, verl's and this program's, that hold extras and nothing else
 Step: TypeAlias = str | int  # a key of a dict, or an index of a list

@@ -7,8 +7,6 @@ from dataclasses import replace
 from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.producers.forms import Flavor, Form, MeshForm, Place, RankFile, Sign
 
-__all__ = ["ACCELERATE", "HUGGINGFACE", "TRAINER", "WEIGHTS"]
-
 WEIGHTS = r"^(model|pytorch_model)([-.].*)?\.(safetensors|bin)(\.index\.json)?$"
 """Names of the files that ``save_pretrained`` writes weights to."""
 

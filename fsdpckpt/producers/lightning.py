@@ -7,8 +7,6 @@ from dataclasses import replace
 from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.producers.forms import Flavor, Form, Place, Sign
 
-__all__ = ["FABRIC", "LIGHTNING", "LIGHTNING_MODEL_PARALLEL"]
-
 _Defaults = tuple[tuple[str, str | int | tuple[()] | None], ...]
 _META = Place("meta.pt", container=Container.TORCH, layout=Layout.FULL)
 _FILES = (r"^meta\.pt$", r"^\.metadata$")

@@ -11,22 +11,6 @@ from fsdpckpt.producers.lightning import FABRIC, LIGHTNING, LIGHTNING_MODEL_PARA
 from fsdpckpt.producers.torchtitan import TORCHTITAN, TORCHTITAN_OLD
 from fsdpckpt.producers.verl import VERL
 
-__all__ = [
-    "COMPOSER",
-    "DEEPSPEED",
-    "EXPORT_DIRECTORIES",
-    "FAIRSCALE",
-    "FLAVORS",
-    "TORCHTUNE",
-    "TORCH_XLA",
-    "WRITABLE",
-    "belongs",
-    "copied_by_rank",
-    "export_files",
-    "flavor_named",
-    "recognise",
-]
-
 COMPOSER = Flavor(
     name="composer",
     title="Composer",

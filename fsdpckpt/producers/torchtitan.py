@@ -5,9 +5,6 @@ from __future__ import annotations
 from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.producers.forms import Flavor, Form, Place, Sign
 
-__all__ = ["TORCHTITAN", "TORCHTITAN_OLD"]
-
-
 _DCP = r"^\.metadata$"
 
 

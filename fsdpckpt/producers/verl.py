@@ -5,8 +5,6 @@ from __future__ import annotations
 from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.producers.forms import Flavor, Form, MeshForm, Place, RankFile, Sign
 
-__all__ = ["VERL"]
-
 _MODEL, _OPTIM, _EXTRA = (
     f"{section}_world_size_{{world_size}}_rank_{{rank}}.pt" for section in ("model", "optim", "extra_state")
 )

@@ -11,8 +11,6 @@ from fsdpckpt.readers.protocol import Reader
 from fsdpckpt.readers.safetensors import SafetensorsReader
 from fsdpckpt.readers.torch_ranks import TorchReader
 
-__all__ = ["READERS"]
-
 READERS: tuple[Reader, ...] = (
     DcpReader(),
     SafetensorsReader(),

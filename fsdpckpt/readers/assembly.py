@@ -33,8 +33,6 @@ from fsdpckpt.readers.protocol import EXTRA_STEM, FileTable, Tree
 from fsdpckpt.readers.sections import Sections, replaced, split, without
 from fsdpckpt.text import first_of
 
-__all__ = ["ReadPart", "join", "read_part", "strange_names"]
-
 # A part of this name is a dict of extras itself; any other part's extras stand under the part's own name.
 _EXTRA_STEMS = frozenset({EXTRA_STEM, "extra", "meta"})
 

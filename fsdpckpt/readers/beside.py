@@ -38,18 +38,6 @@ from fsdpckpt.storage.protocols import Entry
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import bytes_text
 
-__all__ = [
-    "SEAL",
-    "auxiliary",
-    "check_listing",
-    "flavor_of",
-    "listed",
-    "manifest_units",
-    "read_manifest",
-    "with_manifest",
-    "with_units",
-]
-
 SEAL = ',\n "crc32": "'
 """Stands before the CRC-32 of all that precedes it; the manifest ends behind that."""
 

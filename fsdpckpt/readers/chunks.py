@@ -11,8 +11,6 @@ import numpy.typing as npt
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.tensors import Chunks, Tensor
 
-__all__ = ["ChunkedTensor", "build_tensors"]
-
 
 class ChunkedTensor(NamedTuple):
     key: str

@@ -45,8 +45,6 @@ from fsdpckpt.storage.protocols import UPLOADING, Entry, is_url
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import first_of
 
-__all__ = ["missing", "open_checkpoint"]
-
 # Sub-directories named like this are checkpoints of their own, not parts of one.
 _NUMBERED = re.compile(r"(?:^|[_-])(?:checkpoint|ckpt|step|global_step|epoch|ep|iter|iteration)[-_]?\d+", re.IGNORECASE)
 # A checkpoint in parts has a directory for the model, for the optimizer, for data loaders, samplers; hardly more.

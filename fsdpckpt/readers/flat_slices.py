@@ -21,17 +21,6 @@ from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.layouts.flattened import flat_boxes, is_flat_key
 from fsdpckpt.text import first_of
 
-__all__ = [
-    "as_slices",
-    "boxes_of_range",
-    "flat_parameter_keys",
-    "read_as_slices",
-    "is_optimizer",
-    "mappings",
-    "optimizers",
-    "why_sliced",
-]
-
 _DEPTH = 4  # how deep an optimizer may lie; composer, the deepest producer, needs 3
 _SHOWN = 6
 

@@ -10,8 +10,6 @@ from fnmatch import fnmatchcase
 from fsdpckpt.errors import UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint
 
-__all__ = ["IgnoredFiles", "glob_of", "require_matches"]
-
 
 @dataclass(frozen=True, slots=True)
 class IgnoredFiles:

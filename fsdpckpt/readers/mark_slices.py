@@ -23,8 +23,6 @@ from fsdpckpt.readers.sections import Sections
 from fsdpckpt.readers.torch_ranks.merge import equal
 from fsdpckpt.text import truncate
 
-__all__ = ["mark_slices"]
-
 
 def mark_slices(tree: Tree, sections: Sections, model: ModelState | None, label: str) -> None:
     """Mark the optimizer of one part as slices in ``tree`` and ``sections`` when it holds slices of flat parameters.

@@ -10,8 +10,6 @@ from fsdpckpt.producers.forms import Flavor
 from fsdpckpt.producers.table import flavor_named
 from fsdpckpt.text import first_of
 
-__all__ = ["missing_sections"]
-
 _SHOWN = 3
 _UNSETTLED = frozenset({"several-models", "several-optimizers"})  # then the section may be one of the extras
 

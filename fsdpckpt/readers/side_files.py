@@ -17,8 +17,6 @@ from fsdpckpt.readers.protocol import MANIFEST, UNITS
 from fsdpckpt.storage.protocols import Entry
 from fsdpckpt.storage.sources import Sources
 
-__all__ = ["SideFiles", "describes_model", "files_of_model", "side_files"]
-
 # What the libraries of Hugging Face keep beside weights: every program that loads a model by its directory wants them.
 _OF_THE_MODEL = re.compile(
     r"^(config|generation_config|tokenizer.*|special_tokens_map|added_tokens|vocab|chat_template|preprocessor_config|"

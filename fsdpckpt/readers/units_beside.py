@@ -12,8 +12,6 @@ from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage.protocols import Entry
 from fsdpckpt.storage.sources import Sources
 
-__all__ = ["BesideUnits", "units_beside", "units_in_manifest"]
-
 _MARK = b'"fsdpckpt-units"'  # the value of "format", which the program writes first
 _HEAD = 4096
 

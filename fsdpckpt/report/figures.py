@@ -19,21 +19,6 @@ from fsdpckpt.ir.tensors import Int64Array, Tensor
 from fsdpckpt.report.health import Spread
 from fsdpckpt.text import count_text, plural, size_text
 
-__all__ = [
-    "COLUMNS",
-    "LONGEST",
-    "Rectangle",
-    "Figure",
-    "Holdings",
-    "Module",
-    "clipped",
-    "figure",
-    "histogram",
-    "holdings",
-    "module_tree",
-    "percent",
-]
-
 WIDTH = 900  # units of the drawing: the axis of bytes
 LABELS = 76  # left of the axis: names of ranks
 BARS = 140  # right of the axis: bytes of each rank

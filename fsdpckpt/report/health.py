@@ -11,8 +11,6 @@ from fsdpckpt.describe import Description, Json
 from fsdpckpt.ir.checkpoint import BARE_VALUE, NamedTensor, OptimState, Section
 from fsdpckpt.ir.tensors import Tensor
 
-__all__ = ["Health", "Spread", "health", "not_finite", "spreads"]
-
 
 @dataclass(frozen=True, slots=True)
 class Spread:

@@ -29,8 +29,6 @@ from fsdpckpt.verify.compare import value_text
 from fsdpckpt.verify.tensors import buffer_keys
 from fsdpckpt.version import __version__
 
-__all__ = ["page"]
-
 MOST_ROWS = 300  # of a table; the page says how many more there are
 MOST_PROBLEMS = 200
 MOST_FIGURES = 24  # no optimizer has more states than these

@@ -9,8 +9,6 @@ from fsdpckpt.describe import Description
 from fsdpckpt.errors import TargetExistsError, TargetUnwritableError, UsageError
 from fsdpckpt.storage.protocols import is_url
 
-__all__ = ["MARK", "check_report", "write_report"]
-
 MARK = "<!doctype html>\n<!-- fsdpckpt inspect --report -->\n"
 """The beginning of every page: a file that begins otherwise is never replaced."""
 

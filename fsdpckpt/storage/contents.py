@@ -11,8 +11,6 @@ from typing import TypeAlias
 
 from fsdpckpt.storage.protocols import FileIdentity, identity_of_status
 
-__all__ = ["LINK", "Contents", "added_since", "contents_of", "is_empty_directory", "is_left_behind"]
-
 Contents: TypeAlias = "Mapping[str, FileIdentity]"
 """The files and links at and below a path, by their paths below it; "" when the path is a file itself."""
 

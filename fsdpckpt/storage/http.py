@@ -29,8 +29,6 @@ from fsdpckpt.storage.remote_file import (
 )
 from fsdpckpt.storage.retry import HttpStatusError, store_errors, with_retries
 
-__all__ = ["links_of", "list_names", "look_up"]
-
 MOST_LIST = 64 << 20  # bytes: a longer file is not taken for a list of names
 MOST_PAGE = 16 << 20  # bytes of an index page that are read: a hundred thousand links
 

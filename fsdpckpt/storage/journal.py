@@ -13,8 +13,6 @@ from collections.abc import Callable
 
 from fsdpckpt.storage.local import sync_directory, target_errors
 
-__all__ = ["Journal", "Record", "read_records"]
-
 Record = dict[str, object]
 
 _PREFIX = 9  # bytes: the checksum and the space after it

@@ -28,19 +28,6 @@ from fsdpckpt.ir.checkpoint import ZEROS
 from fsdpckpt.storage.protocols import Entry, identity_of_status, too_short_error
 from fsdpckpt.text import bytes_text
 
-__all__ = [
-    "BLOCK",
-    "LocalFile",
-    "MemoryFile",
-    "WritableFile",
-    "ZeroFile",
-    "aligned_buffer",
-    "list_directory",
-    "stat",
-    "sync_directory",
-    "target_errors",
-]
-
 BLOCK = 4096  # bytes: the alignment that direct writes need on every disk in use
 DIRECT_FROM = 1 << 20  # bytes: shorter files are not worth a second descriptor
 

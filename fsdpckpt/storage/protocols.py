@@ -15,22 +15,6 @@ from typing import Protocol
 from fsdpckpt.errors import SourceCorruptError, SourceError, SourceMissingError
 from fsdpckpt.text import bytes_text
 
-__all__ = [
-    "UPLOADING",
-    "ByteSource",
-    "ByteTarget",
-    "Entry",
-    "FileIdentity",
-    "NoFile",
-    "change_between",
-    "changed_error",
-    "identity_now",
-    "identity_of_status",
-    "is_url",
-    "remote_identity",
-    "too_short_error",
-]
-
 UPLOADING = "fsdpckpt.uploading"  # exists in a directory of an object store until its upload is complete
 
 

@@ -22,21 +22,6 @@ from fsdpckpt.text import bytes_text
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-__all__ = [
-    "AHEAD",
-    "REQUESTS",
-    "RangeCache",
-    "RemoteFile",
-    "fetcher",
-    "http_identity",
-    "http_options",
-    "http_tag",
-    "no_ranges_error",
-    "prefetch",
-    "request_cost",
-    "require_plain",
-]
-
 AHEAD = 128 << 10  # bytes: a small read fetches this many, since metadata lies close together
 SMALL = 64 << 10  # bytes: reads up to this size go through the cache
 NEAR = 16 << 10  # bytes: announced ranges with a gap up to this size are fetched in one request

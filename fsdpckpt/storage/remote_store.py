@@ -16,8 +16,6 @@ from fsdpckpt.storage.retry import with_retries
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-__all__ = ["RemoteStore", "filesystem_of", "is_http"]
-
 _PACKAGES = {
     "s3": "s3fs",
     "s3a": "s3fs",

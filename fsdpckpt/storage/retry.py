@@ -12,8 +12,6 @@ from typing import TypeVar
 
 from fsdpckpt.errors import FsdpckptError, InternalError, SourceError, SourceMissingError, TargetUnwritableError
 
-__all__ = ["ATTEMPTS", "HttpStatusError", "ShortAnswerError", "store_errors", "target_error", "with_retries"]
-
 T = TypeVar("T")
 
 ErrorMaker = Callable[[BaseException, str, str, int], FsdpckptError]

@@ -22,8 +22,6 @@ from fsdpckpt.storage.protocols import (
 from fsdpckpt.storage.remote_file import AHEAD, REQUESTS, RemoteFile
 from fsdpckpt.storage.remote_store import RemoteStore
 
-__all__ = ["Sources"]
-
 
 class Sources:
     """Open sources by path, at most ``limit`` at a time (file descriptors are finite), closed with the block.

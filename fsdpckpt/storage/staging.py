@@ -32,22 +32,6 @@ from fsdpckpt.storage.contents import Contents, added_since, contents_of, is_emp
 from fsdpckpt.storage.local import sync_directory, target_errors
 from fsdpckpt.text import bytes_text
 
-__all__ = [
-    "NAME_LIMIT",
-    "Staging",
-    "clear_leftover",
-    "exchange",
-    "free_bytes",
-    "lock_as_writer",
-    "space_error",
-    "journal_path",
-    "journal_paths",
-    "Remains",
-    "remains_of",
-    "staging_root",
-    "was_interrupted",
-]
-
 NAME_LIMIT = 255  # bytes of one file name on every file system in use; some allow fewer
 _OUTPUT, _JOURNAL, _WRITER = "output", "journal", "writer"
 _SHOWN = 10  # files that are named in an error

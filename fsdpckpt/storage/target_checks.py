@@ -11,8 +11,6 @@ from fsdpckpt.storage.local import target_errors
 from fsdpckpt.storage.protocols import is_url
 from fsdpckpt.storage.staging import NAME_LIMIT
 
-__all__ = ["check_target"]
-
 
 def check_target(target: str, source: str, *, overwrite: bool, compare: bool = False) -> None:
     """Refuse a DST that exists, lies in SRC, or cannot be created. Nothing is written.

@@ -33,8 +33,6 @@ from fsdpckpt.storage.remote_store import filesystem_of, is_http
 from fsdpckpt.storage.retry import target_error, with_retries
 from fsdpckpt.text import bytes_text
 
-__all__ = ["PART", "RemoteTarget", "UploadOptions", "Uploader", "open_target"]
-
 T = TypeVar("T")
 
 PART = 8 << 20  # bytes buffered for each running request; every store accepts parts of this size

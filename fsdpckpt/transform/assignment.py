@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import TypeAlias
 
-__all__ = ["Answer", "in_any_order", "in_order"]
-
 Answer: TypeAlias = tuple[int, ...]
 """For each id, group by group, the index of its name."""
 

@@ -19,21 +19,6 @@ from fsdpckpt.ir.units import UnitParam, Units
 from fsdpckpt.ir.values import Value
 from fsdpckpt.transform.parameter_order import Shape
 
-__all__ = [
-    "Choice",
-    "KnownParam",
-    "ParamOf",
-    "Read",
-    "StateForm",
-    "States",
-    "ZeroForm",
-    "fill",
-    "note_elementless",
-    "require_complete",
-    "state_form",
-    "without_state",
-]
-
 Choice: TypeAlias = Literal["error", "zeros", "skip"]
 Made: TypeAlias = dict[ParamKey, dict[str, Tensor | Value]]
 

@@ -18,19 +18,6 @@ from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.layouts.flattened import is_flat_key
 
-__all__ = [
-    "ParameterOrder",
-    "Shape",
-    "StateShapes",
-    "contradictions",
-    "fits",
-    "from_list",
-    "from_model",
-    "from_param_names",
-    "from_units",
-    "shapes_of_states",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class ParameterOrder:

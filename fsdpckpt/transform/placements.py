@@ -24,20 +24,6 @@ from fsdpckpt.layouts.sharded import on_sizes, strided
 from fsdpckpt.text import plural, shape_text
 from fsdpckpt.transform.sharded import with_tensors
 
-__all__ = [
-    "AsSource",
-    "Like",
-    "Placing",
-    "Rule",
-    "Rules",
-    "TargetMesh",
-    "place",
-    "place_rest",
-    "replaced_on",
-    "resized",
-    "source_mesh",
-]
-
 _SHOWN = 12  # keys, or meshes, listed in one message
 _SHARD_DIMENSION = "which of its dimensions FSDP shards over"
 

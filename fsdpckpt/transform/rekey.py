@@ -26,8 +26,6 @@ from fsdpckpt.transform.parameter_order import (
     shapes_of_states,
 )
 
-__all__ = ["Ids", "contradicted", "is_keyed_by_id", "name_ids", "repeated", "to_ids", "to_names"]
-
 
 def is_keyed_by_id(optim: OptimState) -> bool:
     """Whether the keys are ids. The groups decide where there are any: ``state`` may have entries of the user's own."""

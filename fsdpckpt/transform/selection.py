@@ -29,8 +29,6 @@ from fsdpckpt.ir.names import WRAPPERS
 from fsdpckpt.ir.tensors import Int64Array, Tensor
 from fsdpckpt.ir.values import Key, Value
 
-__all__ = ["differing_copies", "parameter_names", "rename", "select_keys", "select_section", "with_own_tensors"]
-
 SHOWN = 5  # keys in a note; its ``keys``, in --json, has them all
 
 T = TypeVar("T")

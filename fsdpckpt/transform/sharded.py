@@ -17,8 +17,6 @@ from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, OptimState, Par
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value
 
-__all__ = ["ShardingHints", "decide_sharded", "with_tensors"]
-
 SHOWN = 12  # keys listed in one message: enough to recognise the model, short enough to read
 
 

@@ -21,8 +21,6 @@ from fsdpckpt.storage.protocols import ByteSource
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.parallel import raise_if_cancelled
 
-__all__ = ["BLOCK_BYTES", "BlockReader", "Bytes", "ChunkReader", "rows_to_read", "slabs"]
-
 BLOCK_BYTES = 8 * 1024 * 1024  # beyond this size the cost of a request is negligible beside its transfer
 READ_THROUGH = 64 * 1024  # bytes: reading a gap this small costs less than another request
 WASTE = 4  # read up to this many times the bytes needed, rather than one request for each row

@@ -17,8 +17,6 @@ from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.blocks import BlockReader, Bytes
 from fsdpckpt.verify.parallel import DEFAULT_THREADS, Advance, for_each, in_file_order, no_progress
 
-__all__ = ["Stats", "count_not_finite", "digest", "stats", "stats_of"]
-
 AT_ONCE = 1 << 16  # elements processed together: half a MiB as float64, which stays in the processor's cache
 
 

@@ -15,17 +15,6 @@ from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Value
 from fsdpckpt.storage.protocols import is_url
 
-__all__ = [
-    "DEFAULT_THREADS",
-    "Advance",
-    "Cancelled",
-    "for_each",
-    "in_file_order",
-    "no_progress",
-    "raise_if_cancelled",
-    "threads_for",
-]
-
 DEFAULT_THREADS = 2
 REMOTE_THREADS = 8  # a store answers slowly, and many requests at once
 

@@ -10,8 +10,6 @@ from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.tensors import Int64Array, Tensor
 
-__all__ = ["TensorsInFiles", "buffer_keys", "chunk_ends", "named_text"]
-
 
 def chunk_ends(tensor: Tensor) -> Int64Array:
     """The offset behind the last byte of each chunk, in its file."""

@@ -29,8 +29,6 @@ from fsdpckpt.writers.protocol import WriteSpec
 from fsdpckpt.writers.state_dicts import extras_of_one, optim_dict
 from fsdpckpt.writers.torch_full import lay_out_file
 
-__all__ = ["Leaf", "flatten", "lay_out"]
-
 _STEM = "archive"  # the folder torch.save uses for a file object
 _METADATA = ".metadata"
 

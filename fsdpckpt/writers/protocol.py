@@ -22,9 +22,6 @@ from fsdpckpt.layouts.sharded import on_one_dimension
 from fsdpckpt.options import DEFAULT_MAX_SHARD_SIZE, TensorForm
 from fsdpckpt.producers.forms import PLAIN_MESH, PLAIN_NAMES, PLAIN_NESTING, MeshForm, Nesting, RankNames
 
-__all__ = ["DtypeRule", "WriteSpec", "Writer"]
-
-
 _COUNTER = "step"
 
 

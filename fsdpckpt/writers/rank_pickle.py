@@ -23,8 +23,6 @@ from fsdpckpt.ir.tensors import Box, Tensor, contiguous_stride
 from fsdpckpt.layouts.sharded import mesh_box, rank_box
 from fsdpckpt.producers.forms import PLAIN_MESH, MeshForm
 
-__all__ = ["DTensorPickle", "Filling", "RankPickle", "ShardList", "ShardedTensorPickle"]
-
 _NEW = b")\x81}("  # an empty argument tuple, __new__, and the start of the attributes
 _BUILD = b"ub"
 _SHARD = "torch.distributed._shard"

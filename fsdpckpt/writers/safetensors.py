@@ -22,8 +22,6 @@ from fsdpckpt.writers.protocol import DtypeRule, WriteSpec
 from fsdpckpt.writers.state_dicts import extras_of_one
 from fsdpckpt.writers.torch_full import ties
 
-__all__ = ["lay_out"]
-
 _ALIGNMENT = 8  # bytes, what the reference implementation pads the header to
 
 

@@ -24,8 +24,6 @@ from fsdpckpt.writers.rank_pickle import DTensorPickle, RankPickle, ShardedTenso
 from fsdpckpt.writers.state_dicts import extra_notes, extras_of_rank, model_dict, optim_dict
 from fsdpckpt.writers.torch_full import ties
 
-__all__ = ["lay_out", "memory_bytes", "require_memory"]
-
 _FORMS: Mapping[TensorForm, type[RankPickle]] = {
     TensorForm.DTENSOR: DTensorPickle,
     TensorForm.SHARDED_TENSOR: ShardedTensorPickle,

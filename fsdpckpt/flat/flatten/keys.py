@@ -15,8 +15,6 @@ from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, Note, ParamKey, group_pa
 from fsdpckpt.ir.units import Unit, Units
 from fsdpckpt.ir.values import Key, Value
 
-__all__ = ["FlatKeys", "RankKeys", "flat_keys", "state_dict_order", "wrapped_metadata", "wrapped_name"]
-
 _SHOWN = 4
 
 

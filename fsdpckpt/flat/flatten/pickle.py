@@ -21,8 +21,6 @@ from fsdpckpt.ir.units import UnitParam
 from fsdpckpt.layouts.flattened import FlatPart, PlacedUnit, flat_boxes
 from fsdpckpt.writers.rank_pickle import ShardedTensorPickle, ShardList
 
-__all__ = ["FlatParameter", "FlatPickle", "FlatShard", "FlatView", "ParamSlice", "WholeParam"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatShard:

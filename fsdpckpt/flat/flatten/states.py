@@ -24,8 +24,6 @@ from fsdpckpt.ir.values import Value
 from fsdpckpt.layouts.flattened import PlacedUnit
 from fsdpckpt.storage.sources import Sources
 
-__all__ = ["FlatState", "FlatOptimizer", "UnitStates", "shape_mismatch", "require_equal_scalars", "unit_states"]
-
 _TENSOR = "a tensor"
 
 

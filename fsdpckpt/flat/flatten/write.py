@@ -28,8 +28,6 @@ from fsdpckpt.writers.protocol import WriteSpec
 from fsdpckpt.writers.state_dicts import extra_notes, extras_of_rank
 from fsdpckpt.writers.torch_ranks import require_memory
 
-__all__ = ["FlatModel", "lay_out"]
-
 
 def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     """``spec.world_size`` files for each section that ``checkpoint`` (whole tensors, optimizer keyed by name) has.

@@ -24,15 +24,6 @@ from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.names import joined
 from fsdpckpt.ir.units import Strategy, Unit, Units, flaws
 
-__all__ = [
-    "WrappedUnit",
-    "SimulatedWrapping",
-    "build_on_meta",
-    "import_object",
-    "units_from_model",
-    "units_of_plain_model",
-]
-
 
 def units_from_model(
     factory: str | Callable[[], nn.Module],

@@ -20,24 +20,6 @@ from fsdpckpt.ir.names import clean, joined
 from fsdpckpt.ir.units import FLAT_PARAM, Strategy, Unit, UnitParam
 from fsdpckpt.layouts.flattened import FlatLayout, alignment
 
-__all__ = [
-    "FsdpModule",
-    "LiveNames",
-    "aligning_dtype",
-    "contradictions",
-    "dtype_of",
-    "flattens_in_memory_order",
-    "groups",
-    "fsdp_modules",
-    "module_parameters",
-    "names_of",
-    "parameter_order",
-    "shared",
-    "stride_of",
-    "params_outside_units",
-    "unit_param",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class FsdpModule:

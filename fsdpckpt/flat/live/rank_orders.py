@@ -21,8 +21,6 @@ from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.ir.units import Groups, RankOrder, UnitParam, Units
 from fsdpckpt.ir.units_json import decode, encode
 
-__all__ = ["SharedOrders", "with_orders"]
-
 _PREFIX = "fsdpckpt/units"
 
 

@@ -26,8 +26,6 @@ from fsdpckpt.flat.live.rank_orders import SharedOrders, with_orders
 from fsdpckpt.flat.units.file import units_path, write_units
 from fsdpckpt.ir.units import Strategy, Unit, UnitParam, Units, flaws
 
-__all__ = ["save_units", "units_of"]
-
 _STRATEGIES = {
     "FULL_SHARD": Strategy.FULL_SHARD,
     "SHARD_GRAD_OP": Strategy.SHARD_GRAD_OP,

@@ -11,17 +11,6 @@ from fsdpckpt.flat.names import NamedParam
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.units import Strategy, Unit, Units
 
-__all__ = [
-    "ROOT_ONLY",
-    "Settings",
-    "build_units",
-    "expand_globs",
-    "keyed_groups",
-    "module_paths",
-    "named_groups",
-    "innermost_unit",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Settings:

@@ -30,8 +30,6 @@ from fsdpckpt.ir.units import FLAT_PARAM, Units
 from fsdpckpt.layouts.flattened import is_flat_key, layout_of
 from fsdpckpt.transform.assignment import in_order
 
-__all__ = ["Candidate", "candidates", "group_candidates"]
-
 _PADDING = 16  # elements: an upper bound of the alignment that one parameter adds
 _CLASSES = 3  # kinds of buffers (last components of names) that are left out at once: a norm layer alone has two
 

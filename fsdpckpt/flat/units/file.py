@@ -11,8 +11,6 @@ from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.units_json import UNITS_FILE, encode, render
 from fsdpckpt.storage.protocols import is_url
 
-__all__ = ["units_path", "write_units"]
-
 
 def units_path(path: str) -> str:
     """The file that ``path`` means: itself when it ends in ``.json``, else ``units.json`` in that directory."""

@@ -27,8 +27,6 @@ from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.units import Strategy, Unit, UnitParam, Units
 from fsdpckpt.layouts.flattened import is_flat_key
 
-__all__ = ["Refusal", "describe_settings", "infer", "interpretation", "possibly_channels_last", "why_order_matters"]
-
 
 @dataclass(frozen=True, slots=True)
 class Refusal:

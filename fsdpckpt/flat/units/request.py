@@ -21,20 +21,6 @@ from fsdpckpt.ir.units_json import MOST_BYTES, UNITS_FILE, loads
 from fsdpckpt.ir.values import Value
 from fsdpckpt.storage.sources import Sources
 
-__all__ = [
-    "ORDER",
-    "ResolvedUnits",
-    "UnitsRequest",
-    "contradictions",
-    "listed_names",
-    "load_units",
-    "option_contradictions",
-    "reference_names",
-    "require_agreement",
-    "require_description",
-    "require_model_order",
-]
-
 ORDER = "parameters"
 """In ``ResolvedUnits.unsettled``: the order of ``model.parameters()`` is known only inside each unit."""
 

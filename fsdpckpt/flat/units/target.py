@@ -29,8 +29,6 @@ from fsdpckpt.ir.units import Strategy, UnitParam, Units, flaws
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.transform.parameter_order import from_param_names
 
-__all__ = ["require_known_order", "target_names", "target_units"]
-
 
 def target_units(
     checkpoint: Checkpoint,

@@ -18,8 +18,6 @@ from fsdpckpt.formats.dcp.reduce import Columns, Reduced, Run
 from fsdpckpt.formats.dcp.runs import CHUNK
 from fsdpckpt.ir.tensors import Int64Array
 
-__all__ = ["ChunkTable", "Indexes", "Stored", "StoredChunks", "disjoint_and_inside", "is_inside"]
-
 Indexes: TypeAlias = tuple[int, ...]
 
 

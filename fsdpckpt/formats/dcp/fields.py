@@ -11,8 +11,6 @@ import numpy.typing as npt
 
 from fsdpckpt.ir.tensors import Int64Array
 
-__all__ = ["MASK", "Block", "BoolArray", "Texts", "UnusualError"]
-
 BoolArray = npt.NDArray[np.bool_]
 UInt64Array = npt.NDArray[np.uint64]
 

@@ -27,8 +27,6 @@ from fsdpckpt.storage.local import MemoryFile
 from fsdpckpt.storage.protocols import ByteSource
 from fsdpckpt.storage.remote_file import prefetch
 
-__all__ = ["ItemReader", "ItemTensor", "ItemTensors", "Structures"]
-
 _SMALL = 1 << 15  # items up to this many bytes are read whole
 _END = 1 << 12  # bytes read at each end of a larger item: all its structure, unless its names are very long
 _NEAR = 1 << 14  # bytes between two ranges that are read rather than making two requests of it

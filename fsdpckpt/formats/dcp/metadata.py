@@ -44,16 +44,6 @@ from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.storage.protocols import ByteSource
 from fsdpckpt.text import truncate
 
-__all__ = [
-    "DcpEntry",
-    "DcpMetadata",
-    "DcpTensor",
-    "StoredChunk",
-    "merge_metadata",
-    "metadata_pickle",
-    "parse_metadata",
-]
-
 PathElement = int | str
 _INTEGERS = {int}
 _FEW_CHUNKS = 8  # up to this many, plain Python is faster than numpy's cost per call

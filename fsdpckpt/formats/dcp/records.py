@@ -18,8 +18,6 @@ from fsdpckpt.formats.pickle.check import check_pickle
 from fsdpckpt.formats.pickle.read import Swallow, buffered, instance_class
 from fsdpckpt.ir.dtypes import DTYPES, MAX_DIMENSIONS
 
-__all__ = ["TorchName", "load_records"]
-
 _INTEGERS = {int}
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"

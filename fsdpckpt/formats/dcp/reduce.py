@@ -23,8 +23,6 @@ from fsdpckpt.formats.dcp.fields import Block, Texts, UnusualError
 from fsdpckpt.formats.dcp.runs import CHUNK, INDEX, Form, Found, ItemForm, learn
 from fsdpckpt.storage.protocols import ByteSource
 
-__all__ = ["Columns", "Reduced", "Run", "reduce_pickle"]
-
 _BLOCK = 16 << 20
 _ROOM = 4096  # bytes at the end of a block in which no opcode or record begins that might not end there
 _PROTOCOLS = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")

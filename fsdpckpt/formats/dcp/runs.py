@@ -17,8 +17,6 @@ import numpy as np
 from fsdpckpt.formats.dcp.fields import Block, BoolArray
 from fsdpckpt.ir.tensors import Int64Array
 
-__all__ = ["CHUNK", "FILESYSTEM", "INDEX", "METADATA", "ChunkForm", "Form", "Found", "ItemForm", "Memo", "learn"]
-
 METADATA = "torch.distributed.checkpoint.metadata"
 FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 CHUNK = (METADATA.encode(), b"ChunkStorageMetadata")

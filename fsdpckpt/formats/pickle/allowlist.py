@@ -16,8 +16,6 @@ from enum import Enum
 
 from fsdpckpt.ir.dtypes import DTYPES, STORAGE_DTYPES
 
-__all__ = ["ALLOWED", "Kind", "NESTED_CLASSES", "canonical", "kind_of"]
-
 
 class Kind(Enum):
     """What a name may do: be a value, be called, be the class of a new object, or build a tensor."""

@@ -17,8 +17,6 @@ from functools import lru_cache
 from fsdpckpt.errors import SourceCorruptError, SourceUnsafeError
 from fsdpckpt.formats.pickle.cost import LINES, excessive_cost
 
-__all__ = ["check_pickle", "check_size", "fast_accept"]
-
 _MAX_PICKLE_BYTES = 4 << 30
 """More than the metadata of a million tensors on thousands of ranks. A larger size is damage, and is not read."""
 

@@ -15,8 +15,6 @@ from typing import cast
 from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.ir.values import Object, Value
 
-__all__ = ["MAX_DEPTH", "LINES", "check_expansion", "excessive_cost", "too_deep"]
-
 MAX_DEPTH = 200  # deeper nesting than any state dict, shallow enough for Python's stack
 _FREE_ITEMS = 1_000_000  # items that may be hashed or copied in any pickle: they take no noticeable time ...
 _PER_BYTE = 20  # ... and for each byte of the pickle

@@ -24,8 +24,6 @@ from fsdpckpt.formats.pickle.check import check_pickle
 from fsdpckpt.ir.values import Global, Key, Object, Value
 from fsdpckpt.text import truncate
 
-__all__ = ["StubInstance", "Swallow", "TensorResolver", "as_object", "buffered", "instance_class", "load"]
-
 
 class TensorResolver(Protocol):
     """What a torch file adds to a pickle: storages by persistent id, and tensors on them."""

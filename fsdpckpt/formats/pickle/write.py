@@ -23,8 +23,6 @@ from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Global, Object, Value
 
-__all__ = ["PickleOpcodes", "PickleWriter", "StorageView", "TUPLE_ENDS", "TensorHook", "dumps", "integer", "integers"]
-
 TUPLE_ENDS = (b"", b"\x85", b"\x86", b"\x87")  # for one to three items on the stack
 
 _PROTOCOL_2 = b"\x80\x02"

@@ -28,18 +28,6 @@ from fsdpckpt.ir.values import Global, Key, Object, Value
 from fsdpckpt.storage.protocols import ByteSource
 from fsdpckpt.text import truncate
 
-__all__ = [
-    "ChecksumRow",
-    "TorchArchive",
-    "TreeWalk",
-    "check_byteorder",
-    "checksum_rows",
-    "load_torch",
-    "local_tensor",
-    "read_archive",
-    "read_pickle",
-]
-
 _PLAIN: frozenset[type] = frozenset(
     {str, int, float, bool, type(None), bytes, complex, bytearray, Global, Tensor, Distributed}
 )

@@ -24,9 +24,6 @@ from fsdpckpt.layouts.sharded import LocalBox, decoded_order, in_placement_order
 from fsdpckpt.storage.protocols import ByteSource
 from fsdpckpt.text import truncate
 
-__all__ = ["BoxInFile", "Distributed", "DistributedParser", "all_ranks"]
-
-
 _Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]  # start, size, elements into the local tensor
 
 

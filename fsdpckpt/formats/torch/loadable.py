@@ -29,8 +29,6 @@ from fsdpckpt.ir.codec import Json, decode, encode
 from fsdpckpt.ir.dtypes import DTYPES, DType
 from fsdpckpt.ir.values import Global, Key, Object, Value
 
-__all__ = ["ARRAY", "ENCODED", "Array", "array_object", "array_of", "encoded", "is_class", "is_loadable", "restored"]
-
 ARRAY = "_fsdpckpt_array"
 ENCODED = "fsdpckpt.value"
 _ORDERED = "ordered"

@@ -21,8 +21,6 @@ from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.storage.protocols import ByteSource
 from fsdpckpt.text import truncate
 
-__all__ = ["MAX_RANKS", "FileParser", "Mesh", "MeshParser", "fields", "integers", "merged"]
-
 MAX_RANKS = 1 << 20  # more than any job has: a larger mesh is damaged, and is not computed
 
 

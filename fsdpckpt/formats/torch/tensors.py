@@ -18,8 +18,6 @@ from fsdpckpt.ir.dtypes import DTYPES, MAX_DIMENSIONS, STORAGE_DTYPES, DType
 from fsdpckpt.ir.values import Global, Object
 from fsdpckpt.text import bytes_text, truncate
 
-__all__ = ["Refused", "StoredTensor", "TensorBuilder", "Wrapped", "size_of"]
-
 _CLONED = "_has_been_cloned"  # FSDP1 marks what it gathered into a full state dict
 _HARMLESS_ATTRIBUTES = frozenset({_CLONED, ARRAY, "_is_param", "_is_buffer", "persistent"})
 

@@ -24,8 +24,6 @@ from fsdpckpt.text import bytes_text
 if TYPE_CHECKING:
     from fsdpckpt.formats.dcp.metadata import DcpMetadata
 
-__all__ = ["DcpDirectory", "DcpReader", "open_directory"]
-
 _SUFFIXES = (".distcp", ".metadata")
 _DATA_FILE = re.compile(r"^__(\d{1,6})_\d+\.distcp$")
 _RANK_METADATA = re.compile(r"^__(\d{1,6})\.metadata$")

@@ -36,18 +36,6 @@ from fsdpckpt.readers.protocol import Tree
 from fsdpckpt.readers.safetensors import sharding_info
 from fsdpckpt.storage.sources import Sources
 
-__all__ = [
-    "Mesh",
-    "StoredRows",
-    "declared_chunks",
-    "fitting_meshes",
-    "is_located",
-    "locate_chunks",
-    "locate_rows",
-    "read_values",
-    "true_starts",
-]
-
 
 def declared_chunks(directory: DcpDirectory) -> list[ChunkedTensor]:
     """Every tensor with the chunks that the metadata declares, none of them located."""

@@ -24,17 +24,6 @@ from fsdpckpt.readers.dcp.items import declared_chunks, locate_chunks, read_valu
 from fsdpckpt.readers.protocol import FileTable, Tree
 from fsdpckpt.storage.sources import Sources
 
-__all__ = [
-    "FlattenedFindings",
-    "UNREAD",
-    "find_flattened",
-    "misnamed",
-    "nest",
-    "read_dcp",
-    "settings_of",
-    "share_equal_settings",
-]
-
 UNREAD = Global("fsdpckpt", "unread")
 """Stands for a pickled value that ``locate=False`` left in its file."""
 

@@ -19,8 +19,6 @@ from fsdpckpt.storage.protocols import Entry
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import first_of
 
-__all__ = ["DeepSpeedReader", "ZeroFiles"]
-
 _OPTIM = re.compile(r"^(?:bf16_|fp16_)?zero_pp_rank_(\d{1,5})_mp_rank_(\d{1,5})_optim_states\.pt$")
 _MODEL = re.compile(r"^(?:zero_pp_rank_(\d{1,5})_)?mp_rank_(\d{1,5})_model_states\.pt$")
 _EXPERT = re.compile(r"^(?:layer_\d+_)?expert_\d+_.*_model_states\.pt$|^expp_rank_\d+_.*_optim_states\.pt$")

@@ -14,8 +14,6 @@ from math import prod
 
 from fsdpckpt.ir.dtypes import MAX_DIMENSIONS
 
-__all__ = ["FlatGroups", "PartitionError", "Slice", "dealt", "partitions_of_groups", "partitions_of_params"]
-
 _MOST_ELEMENTS = 1 << 59
 
 

@@ -25,8 +25,6 @@ from fsdpckpt.storage.protocols import Entry
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import truncate
 
-__all__ = ["SafetensorsReader", "read_safetensors", "read_safetensors_index", "sharding_info"]
-
 _INDEX = ".safetensors.index.json"
 _MAX_INDEX_BYTES = 1 << 28  # of a million tensors
 _SHARDING_KEY = "DCP_SHARDING_INFO"

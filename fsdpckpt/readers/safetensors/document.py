@@ -16,8 +16,6 @@ from fsdpckpt.ir.tensors import Chunks, Tensor, contiguous_stride
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.readers.protocol import Tree
 
-__all__ = ["assemble"]
-
 
 def assemble(tensors: dict[str, Tensor], documents: Sequence[tuple[str, str]], tree: Tree) -> dict[Key, Value]:
     """The state dict of ``tensors`` (by stored key); ``documents`` are (file, text) of every fsdpckpt entry found.

@@ -24,8 +24,6 @@ from fsdpckpt.readers.protocol import EXTRA_STEM, Claim, FileTable, Part, ReadOp
 from fsdpckpt.storage.protocols import Entry
 from fsdpckpt.storage.sources import Sources
 
-__all__ = ["RankSet", "TorchReader", "check_names", "group_ranks", "slices_of_one_rank"]
-
 _ZIP_MAGIC = b"PK\x03\x04"
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"  # protocol 2, then torch's magic number as a long
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")

@@ -18,8 +18,6 @@ from fsdpckpt.ir.values import Key
 from fsdpckpt.readers.flat_slices import optimizers
 from fsdpckpt.text import first_of
 
-__all__ = ["OneOrder", "one_order"]
-
 _Optimizer: TypeAlias = dict[Key, Any]
 _SHOWN = 3
 

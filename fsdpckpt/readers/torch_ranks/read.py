@@ -23,8 +23,6 @@ from fsdpckpt.readers.xla_fairscale import find_shard_metadata, name_shards, sha
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import first_of
 
-__all__ = ["read_torch_file", "read_torch_ranks"]
-
 _COMPARED = 1 << 20  # bytes: extras up to here are read and compared (random states are 5 KB), larger ones by CRC-32
 
 

@@ -29,8 +29,6 @@ from fsdpckpt.readers.xla_fairscale.shard_metadata import (
 )
 from fsdpckpt.text import first_of
 
-__all__ = ["NamedShards", "find_shard_metadata", "name_shards", "shards_without_metadata"]
-
 _Path: TypeAlias = tuple[Key, ...]
 
 

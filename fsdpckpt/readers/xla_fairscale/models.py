@@ -29,8 +29,6 @@ from fsdpckpt.readers.xla_fairscale.shard_metadata import (
 )
 from fsdpckpt.transform.assignment import in_order
 
-__all__ = ["SHOWN", "RankShards", "UnnamedError"]
-
 SHOWN = 5  # keys in a message
 
 _Path: TypeAlias = tuple[Key, ...]

@@ -25,11 +25,6 @@ from fsdpckpt.ir.dtypes import MAX_DIMENSIONS
 from fsdpckpt.ir.names import joined
 from fsdpckpt.readers.flat_slices import boxes_of_range
 
-__all__ = [
-    "FAIRSCALE", "TORCH_XLA", "Param", "ShardMetadata", "ShardedTensor", "fits", "is_shard",
-    "is_torch_xla_shard", "metadata_in", "padding_multiples", "params_in", "without_wrappers",
-]  # fmt: skip
-
 TORCH_XLA, FAIRSCALE = "torch_xla", "fairscale"  # the names of their flavors
 _XLA_SHARD = "_fsdp_shard"
 _XLA_FLAT = "_fsdp_wrapped_module.flat_param_"
