@@ -159,9 +159,9 @@ def scale_chunks(bench: Bench) -> Row:
 
 
 def scale_verify(bench: Bench) -> Row:
-    source = bench.make_scale(64, "--columns", "16", "--items")
+    source = bench.make_scale(512, "--columns", "16", "--items")
     command = [PROGRAM, "verify", source, "--quiet"]
-    return Row("verify, 64 ranks", source, bench.path("none"), [Contender("fsdpckpt", command)])
+    return Row("verify, 512 ranks", source, bench.path("none"), [Contender("fsdpckpt", command)])
 
 
 SCALE = "scale"  # stands for all rows that begin with it; they are made on request only

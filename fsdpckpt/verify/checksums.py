@@ -2,79 +2,162 @@
 
 ``torch.load`` checks none of them. A file whose records all state 0 was saved without checksums
 (``torch.serialization.set_crc32_options``) and is skipped. Every byte is read once, in file order: where a record and
-its whole file both have a checksum, the file's is combined from the sums of its parts.
+its whole file both have a checksum, the file's is combined from the sums of its parts. Records are columns: a
+checkpoint of a large run has millions of small ones, which are read many at a time.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 
 from fsdpckpt.errors import SourceCorruptError, SourceError
 from fsdpckpt.ir.checkpoint import Checkpoint, Manifest, Problem, ProblemKind
+from fsdpckpt.ir.tensors import Int64Array
+from fsdpckpt.progress import NoProgress, Progress
 from fsdpckpt.readers.beside import check_listing, listed, read_manifest
 from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.verify.parallel import DEFAULT_THREADS, Advance, for_each, no_progress
+from fsdpckpt.verify.parallel import DEFAULT_THREADS, for_each
 from fsdpckpt.verify.tensors import TensorsInFiles, named_text
 
-__all__ = ["Record", "bytes_to_read", "check_records", "damaged_files", "records", "stated_records"]
+__all__ = ["Records", "check_records", "damaged_files", "records_of"]
 
 READ_BYTES = 4 * 1024 * 1024  # per read: large enough for a disk, small enough for a processor's cache
 READ_THROUGH = 64 * 1024  # bytes between two parts: reading a gap this small costs less than another request
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
-    """``nbytes`` from ``offset`` of the file at ``path`` should have the CRC-32 ``crc``.
+@dataclass(frozen=True, slots=True, eq=False)
+class Records:
+    """n ranges of bytes, in columns (n,): ``nbytes`` from ``offset`` of ``paths[file]`` should have the CRC-32 ``crc``.
 
-    ``stated_by``: the file that says so, "" for the file itself.
+    ``listed``: ``fsdpckpt.json`` says so, and not the file itself.
     """
 
-    path: str
-    offset: int
-    nbytes: int
-    crc: int
-    stated_by: str = ""
+    paths: tuple[str, ...]
+    file: Int64Array
+    offset: Int64Array
+    nbytes: Int64Array
+    crc: Int64Array
+    listed: npt.NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.file)
+
+    @classmethod
+    def of(cls, rows: Iterable[tuple[str, int, int, int]], *, listed: bool = False) -> Records:
+        """From rows of (path, offset, nbytes, crc)."""
+        numbers: dict[str, int] = {}
+        table = [(numbers.setdefault(path, len(numbers)), *row) for path, *row in rows]
+        columns = np.array(table, np.int64).reshape(len(table), 4).T
+        file, offset, nbytes, crc = columns
+        return cls(tuple(numbers), file, offset, nbytes, crc, np.full(len(table), listed))
+
+    def __add__(self, other: Records) -> Records:
+        numbers = {path: number for number, path in enumerate(self.paths)}
+        renumbered = np.array([numbers.setdefault(path, len(numbers)) for path in other.paths], np.int64)
+        return Records(
+            tuple(numbers),
+            np.concatenate([self.file, renumbered[other.file]]),
+            np.concatenate([self.offset, other.offset]),
+            np.concatenate([self.nbytes, other.nbytes]),
+            np.concatenate([self.crc, other.crc]),
+            np.concatenate([self.listed, other.listed]),
+        )
+
+
+def records_of(checkpoint: Checkpoint, sources: Sources) -> Records:
+    """What the containers themselves state, in file order, and then what ``fsdpckpt.json`` states of whole files."""
+    sums = checkpoint.checksums
+    table = np.stack([sums.file, sums.offset, sums.nbytes, sums.crc])
+    has_sums = np.zeros(len(checkpoint.files), np.bool_)
+    has_sums[sums.file[sums.crc != 0]] = True
+    table = table[:, has_sums[sums.file]]
+    table = table[:, np.lexsort(table[::-1])]
+    first = np.ones(table.shape[1], np.bool_)
+    first[1:] = (table[:, 1:] != table[:, :-1]).any(axis=0)
+    table = table[:, first]
+    paths = tuple(file.path for file in checkpoint.files)
+    file, offset, nbytes, crc = table
+    own = Records(paths, file, offset, nbytes, crc, np.zeros(len(file), np.bool_))
+    return own if checkpoint.manifest is None else own + _listed(checkpoint.manifest, sources)
+
+
+def _listed(manifest: Manifest, sources: Sources) -> Records:
+    """The files that ``manifest`` lists; only those that exist with the recorded length."""
+    sizes = {name: entry.nbytes for name, entry in listed(manifest, sources).items()}
+    rows = (
+        (f"{manifest.directory}/{name}", 0, file.nbytes, file.crc)
+        for name, file in manifest.files.items()
+        if sizes.get(name) == file.nbytes
+    )
+    return Records.of(rows, listed=True)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Parts:
+    """The bytes of all records, cut where one begins or ends and every ``READ_BYTES``, each once and in file order.
+
+    ``file``, ``begin``, ``end`` (parts,). ``reads``: the first part of each read, and the number of parts. ``first``,
+    ``stop`` (records,): the parts of each record.
+    """
+
+    file: Int64Array
+    begin: Int64Array
+    end: Int64Array
+    reads: list[int]
+    first: Int64Array
+    stop: Int64Array
 
     @property
-    def end(self) -> int:
-        return self.offset + self.nbytes
+    def nbytes(self) -> int:
+        """How many bytes are read, with the gaps that are read through."""
+        begins, ends = self.begin[self.reads[:-1]], self.end[np.array(self.reads[1:], np.intp) - 1]
+        return int((ends - begins).sum())
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Neighbouring parts of one file, read together: from ``cuts[i]`` to ``cuts[i + 1]``."""
+def _parts(records: Records) -> _Parts:
+    rows = np.flatnonzero(records.nbytes)
+    begin, file = records.offset[rows], records.file[rows]
+    at, files = np.concatenate([begin, begin + records.nbytes[rows]]), np.concatenate([file, file])
+    order = np.lexsort((at, files))
+    place = np.empty(len(order), np.intp)
+    place[order] = np.arange(len(order))
+    at, files = at[order], files[order]
+    depth = np.cumsum(np.where(order < len(rows), 1, -1))  # how many records are open after this edge: 0 in gaps
+    covered = np.flatnonzero((depth[:-1] > 0) & (at[1:] > at[:-1]))
+    file, begin, end = files[covered], at[covered], at[covered + 1]
+    pieces = -(-(end - begin) // READ_BYTES)
+    number = np.concatenate([[0], np.cumsum(pieces)])
+    begin = np.repeat(begin, pieces) + (np.arange(number[-1]) - np.repeat(number[:-1], pieces)) * READ_BYTES
+    end = np.minimum(np.repeat(end, pieces), begin + READ_BYTES)
+    file = np.repeat(file, pieces)
+    first, stop = np.zeros((2, len(records)), np.int64)
+    first[rows], stop[rows] = np.split(number[np.searchsorted(covered, place)], 2)
+    return _Parts(file, begin, end, _reads(file, begin, end), first, stop)
 
-    path: str
-    cuts: list[int]
 
-
-def records(checkpoint: Checkpoint) -> list[Record]:
-    """The records whose checksums the containers themselves state, in file order."""
-    sums = checkpoint.checksums
-    summed = set(np.unique(sums.file[sums.crc != 0]).tolist())
-    rows = zip(sums.file.tolist(), sums.offset.tolist(), sums.nbytes.tolist(), sums.crc.tolist(), strict=True)
-    paths = [file.path for file in checkpoint.files]
-    return [Record(paths[row[0]], *row[1:]) for row in sorted(set(rows)) if row[0] in summed]
-
-
-def bytes_to_read(wanted: Iterable[Record]) -> int:
-    """How many bytes ``check_records`` advances by."""
-    return sum(run.cuts[-1] - run.cuts[0] for run in _runs(wanted))
+def _reads(file: Int64Array, begin: Int64Array, end: Int64Array) -> list[int]:
+    """Neighbours of one file are read together, at most ``READ_BYTES``."""
+    apart = (file[1:] != file[:-1]) | (begin[1:] - end[:-1] > READ_THROUGH)
+    reads, first = [0], 0
+    for stop in [*(np.flatnonzero(apart) + 1).tolist(), len(file)]:
+        while first < stop:
+            first += int(np.searchsorted(end[first:stop], begin[first] + READ_BYTES, "right"))
+            reads.append(first)
+    return reads
 
 
 def check_records(
-    wanted: Sequence[Record],
+    records: Records,
     *,
     sources: Sources,
     tensors: TensorsInFiles | None = None,
     threads: int = DEFAULT_THREADS,
-    advance: Advance = no_progress,
+    progress: Progress | None = None,
 ) -> list[Problem]:
     """A problem for each record that does not have its checksum, and for each range that cannot be read.
 
@@ -82,28 +165,59 @@ def check_records(
     """
     from isal.isal_zlib import crc32
 
-    def work(buffer: memoryview, run: _Run) -> list[int] | Problem:
-        begin = run.cuts[0]
-        view = buffer[: run.cuts[-1] - begin]
+    parts = _parts(records)
+    crcs = np.full(len(parts.file), -1, np.int64)  # -1: cannot be read
+    stage = progress if progress is not None else NoProgress()
+
+    def work(buffer: memoryview, read: tuple[int, int]) -> Problem | None:
+        rows = slice(*read)
+        path, at = records.paths[parts.file[rows.start]], int(parts.begin[rows.start])
+        low, high = (parts.begin[rows] - at).tolist(), (parts.end[rows] - at).tolist()
+        view = buffer[: high[-1]]
         try:
-            sources.open(run.path).read_into(begin, view)
+            sources.open(path).read_into(at, view)
         except SourceError as error:
             kind: ProblemKind = "truncated" if isinstance(error, SourceCorruptError) else "unreadable"
-            return _problem(kind, str(error.what), run.path, begin, run.cuts[-1], tensors)
+            return _problem(kind, str(error.what), path, at, at + len(view), tensors)
         finally:
-            advance(len(view))
-        return [crc32(view[low - begin : high - begin]) for low, high in pairwise(run.cuts)]
+            stage.advance(len(view))
+        crcs[rows] = [crc32(view[first:stop]) for first, stop in zip(low, high, strict=True)]
+        return None
 
-    runs = list(_runs(wanted))
-    results = for_each(runs, work, make_reader=lambda: memoryview(bytearray(READ_BYTES)), threads=threads)
-    sums = _Sums()
-    unreadable: list[Problem] = []
-    for run, result in zip(runs, results, strict=True):
-        if isinstance(result, Problem):
-            unreadable.append(result)
-        else:
-            sums.add(run, result)
-    return [*unreadable, *(problem for record in wanted if (problem := sums.judge(record, tensors)) is not None)]
+    stage.begin("checksums", parts.nbytes)
+    reads = list(zip(parts.reads[:-1], parts.reads[1:], strict=True))
+    results = for_each(reads, work, make_reader=lambda: memoryview(bytearray(READ_BYTES)), threads=threads)
+    stage.end()
+    unreadable = [problem for problem in results if problem is not None]
+    found = _sums(parts, crcs)
+    wrong = np.flatnonzero((found >= 0) & (found != records.crc))
+    return [*unreadable, *(_mismatch(records, row, int(found[row]), tensors) for row in wrong.tolist())]
+
+
+def _sums(parts: _Parts, crcs: Int64Array) -> Int64Array:
+    """The CRC-32 of each record, -1 where a part of it could not be read."""
+    from isal.isal_zlib import crc32_combine
+
+    count = parts.stop - parts.first
+    found = np.where(count == 1, np.append(crcs, 0)[parts.first], 0)
+    for row in np.flatnonzero(count > 1).tolist():
+        of_record = slice(int(parts.first[row]), int(parts.stop[row]))
+        total = 0
+        sizes = parts.end[of_record] - parts.begin[of_record]
+        for crc, nbytes in zip(crcs[of_record].tolist(), sizes.tolist(), strict=True):
+            total = crc32_combine(total, crc, nbytes) if min(total, crc) >= 0 else -1
+        found[row] = total
+    return found
+
+
+def _mismatch(records: Records, row: int, found: int, tensors: TensorsInFiles | None) -> Problem:
+    path, offset, nbytes = records.paths[records.file[row]], int(records.offset[row]), int(records.nbytes[row])
+    if records.listed[row]:
+        what = f"{path} ({nbytes} bytes) has CRC-32 {found:08x}, and {MANIFEST} says"
+    else:
+        what = f"{nbytes} bytes at offset {offset} of {path} have CRC-32 {found:08x}, and were written with"
+    message = f"{what} {int(records.crc[row]):08x}"
+    return _problem("checksum", message, path, offset, offset + nbytes, tensors)
 
 
 def _problem(
@@ -116,95 +230,6 @@ def _problem(
     return Problem(kind, f"{named_text(hit)}: {message}", file=path, key=hit[0].key, section=hit[0].section)
 
 
-class _Sums:
-    """The CRC-32 of every part that was read, by file."""
-
-    def __init__(self) -> None:
-        self._begins: dict[str, list[int]] = {}
-        self._parts: dict[str, list[tuple[int, int]]] = {}
-
-    def add(self, run: _Run, crcs: list[int]) -> None:
-        """Add a run; the runs of one file come in their order."""
-        parts = self._parts.setdefault(run.path, [])
-        self._begins.setdefault(run.path, []).extend(run.cuts[:-1])
-        parts.extend((high - low, crc) for (low, high), crc in zip(pairwise(run.cuts), crcs, strict=True))
-
-    def judge(self, record: Record, tensors: TensorsInFiles | None) -> Problem | None:
-        """None when the record has its checksum, or could not be read, which is reported already."""
-        from isal.isal_zlib import crc32_combine
-
-        begins, parts = self._begins.get(record.path, []), self._parts.get(record.path, [])
-        total, at = 0, record.offset
-        for number in range(bisect_left(begins, record.offset), len(begins)):
-            if at >= record.end or begins[number] != at:
-                break
-            nbytes, crc = parts[number]
-            total = crc32_combine(total, crc, nbytes)
-            at += nbytes
-        if at != record.end or total == record.crc:
-            return None
-        if record.stated_by:
-            what = f"{record.path} ({record.nbytes} bytes) has CRC-32 {total:08x}, and {record.stated_by} says"
-        else:
-            place = f"{record.nbytes} bytes at offset {record.offset} of {record.path}"
-            what = f"{place} have CRC-32 {total:08x}, and were written with"
-        message = f"{what} {record.crc:08x}"
-        return _problem("checksum", message, record.path, record.offset, record.end, tensors)
-
-
-def _runs(wanted: Iterable[Record]) -> Iterator[_Run]:
-    """What has to be read, file by file, in runs of at most ``READ_BYTES``, cut where a record begins or ends."""
-    by_path: dict[str, list[Record]] = {}
-    for record in wanted:
-        if record.nbytes:
-            by_path.setdefault(record.path, []).append(record)
-    for path, in_file in by_path.items():
-        cuts: list[int] = []
-        for cut, covered in _cuts(in_file):
-            if cuts and (cut - cuts[0] > READ_BYTES or (not covered and cut - cuts[-1] > READ_THROUGH)):
-                yield from _closed(path, cuts)
-                cuts = cuts[-1:] if covered else []
-            cuts.append(cut)
-        yield from _closed(path, cuts)
-
-
-def _closed(path: str, cuts: list[int]) -> Iterator[_Run]:
-    if len(cuts) > 1:
-        yield _Run(path, list(cuts))
-
-
-def _cuts(records: list[Record]) -> Iterator[tuple[int, bool]]:
-    """(offset, covered) of each cut, ascending and at most ``READ_BYTES`` apart inside records.
-
-    ``covered``: whether the bytes between the previous cut and this one belong to a record.
-    """
-    edges = sorted({edge for record in records for edge in (record.offset, record.end)})
-    reach = 0  # the farthest end of the records that have begun
-    begins = sorted((record.offset, record.end) for record in records)
-    number = 0
-    last: int | None = None
-    for edge in edges:
-        covered = last is not None and reach >= edge
-        while last is not None and covered and edge - last > READ_BYTES:
-            last += READ_BYTES
-            yield last, True
-        yield edge, covered
-        last = edge
-        while number < len(begins) and begins[number][0] <= edge:
-            reach = max(reach, begins[number][1])
-            number += 1
-
-
-def stated_records(manifest: Manifest, sources: Sources) -> list[Record]:
-    """The files that ``manifest`` lists, as records; only those that exist with the recorded length."""
-    sizes = {name: entry.nbytes for name, entry in listed(manifest, sources).items()}
-    return [
-        Record(f"{manifest.directory}/{name}", 0, listed.nbytes, listed.crc, MANIFEST)
-        for name, listed in manifest.files.items()
-        if sizes.get(name) == listed.nbytes
-    ]
-
-
 def damaged_files(directory: str, sources: Sources) -> list[str]:
     """What ``fsdpckpt.json`` shows to be wrong with the files of a directory that does not read as a checkpoint."""
     entry = sources.stat(directory)
@@ -215,5 +240,5 @@ def damaged_files(directory: str, sources: Sources) -> list[str]:
     if manifest is None:
         return [problem.message for problem in problems]
     found = check_listing(manifest, listed(manifest, sources))
-    found += check_records(stated_records(manifest, sources), sources=sources)
+    found += check_records(_listed(manifest, sources), sources=sources)
     return [problem.message for problem in found]

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from fsdpckpt.ir.checkpoint import NamedTensor, Problem, SourceFile
 from fsdpckpt.ir.dtypes import DType, cast, numpy_dtype
-from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.tensors import Int64Array, Tensor
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.blocks import BLOCK_BYTES, BlockReader, Bytes
 from fsdpckpt.verify.parallel import Advance, no_progress
@@ -152,16 +152,21 @@ def _cast(blocks: Iterator[Bytes], have: DType, want: DType) -> Iterator[Bytes]:
 def replica_sets(tensor: Tensor) -> list[list[int]]:
     """Sets of rows of ``tensor.chunks`` that hold the same box in different places, lowest rank first."""
     chunks = tensor.chunks
-    if len(chunks.file) < 2:
-        return []
+    rows = _repeated(np.concatenate([chunks.start, chunks.size], axis=1))
     sets: dict[tuple[int, ...], dict[tuple[int, ...], int]] = {}
-    ranks = chunks.rank.tolist()
     columns = (chunks.start, chunks.size, chunks.file, chunks.offset, chunks.stride)
-    rows = zip(*(column.tolist() for column in columns), strict=True)
-    for row, (start, size, file, offset, stride) in enumerate(rows):
+    repeated = zip(rows.tolist(), *(column[rows].tolist() for column in columns), strict=True)
+    for row, start, size, file, offset, stride in repeated:
         if 0 not in size:
             sets.setdefault((*start, *size), {}).setdefault((file, offset, *stride), row)
-    return [sorted(places.values(), key=lambda row: ranks[row]) for places in sets.values() if len(places) > 1]
+    return [sorted(places.values(), key=chunks.rank.__getitem__) for places in sets.values() if len(places) > 1]
+
+
+def _repeated(boxes: Int64Array) -> npt.NDArray[np.intp]:
+    """The rows of ``boxes`` that are there more than once."""
+    order = np.lexsort(boxes.T) if boxes.shape[1] else np.arange(len(boxes))
+    same = (boxes[order[1:]] == boxes[order[:-1]]).all(axis=1)
+    return np.sort(order[np.append(same, False) | np.append(False, same)]) if len(order) else order
 
 
 def replica_bytes(tensor: Tensor, sets: list[list[int]]) -> int:

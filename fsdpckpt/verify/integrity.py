@@ -22,7 +22,7 @@ from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import first_of, plural
 from fsdpckpt.verify.blocks import BlockReader
-from fsdpckpt.verify.checksums import bytes_to_read, check_records, damaged_files, records, stated_records
+from fsdpckpt.verify.checksums import check_records, damaged_files, records_of
 from fsdpckpt.verify.elements import check_replicas, replica_bytes, replica_sets
 from fsdpckpt.verify.measures import count_not_finite, digest
 from fsdpckpt.verify.parallel import DEFAULT_THREADS, for_each, in_file_order, threads_for
@@ -103,12 +103,8 @@ def verify_checkpoint(
     truncated, unreadable = _truncated(checkpoint, named, in_files, sources)
     problems += truncated
     unreadable |= {number for number, one in enumerate(named) if flaws(one.tensor)}
-    wanted = records(checkpoint)
-    if checkpoint.manifest is not None:
-        wanted += stated_records(checkpoint.manifest, sources)
-    stages.begin("checksums", bytes_to_read(wanted))
-    problems += check_records(wanted, sources=sources, tensors=in_files, threads=threads, advance=stages.advance)
-    stages.end()
+    records = records_of(checkpoint, sources)
+    problems += check_records(records, sources=sources, tensors=in_files, threads=threads, progress=stages)
     jobs = [_Job(one, replica_sets(one.tensor) if n not in unreadable else []) for n, one in enumerate(named)]
     buffers = buffer_keys(checkpoint) if finite is not None else frozenset()
     taken = frozenset(n for n, one in enumerate(named) if finite is not None and finite.takes(one, buffers))
@@ -126,9 +122,9 @@ def verify_checkpoint(
         digests=sums,
         tensors=len(named),
         nbytes=sum(one.tensor.nbytes for one in named),
-        records=len(wanted),
+        records=len(records),
         replicas=sum(len(rows) - 1 for job in jobs for rows in job.replicas),
-        notes=(*_notes(checkpoint, len(wanted)), *(_left_out(finite, buffers) if finite is not None else ())),
+        notes=(*_notes(checkpoint, len(records)), *(_left_out(finite, buffers) if finite is not None else ())),
     )
 
 
@@ -176,13 +172,12 @@ def _truncated(
     checkpoint: Checkpoint, named: Sequence[NamedTensor], in_files: TensorsInFiles, sources: Sources
 ) -> tuple[list[Problem], set[int]]:
     """Problems of files that are missing or too short, and the numbers of the tensors in them."""
-    lengths: list[int] = []
+    lengths = np.full(len(checkpoint.files), -1, np.int64)
     problems: list[Problem] = []
-    for file in checkpoint.files:
+    for number, file in enumerate(checkpoint.files):
         try:
-            lengths.append(sources.open(file.path).nbytes)
+            lengths[number] = sources.open(file.path).nbytes
         except SourceError as error:
-            lengths.append(-1)
             hit = in_files.within(file.path, 0, file.nbytes)
             message = f"{named_text(hit)}: {error.what}" if hit else error.what
             key, section = (hit[0].key, hit[0].section) if hit else (None, None)
@@ -190,16 +185,17 @@ def _truncated(
     unreadable: set[int] = set()
     for number, one in enumerate(named):
         chunks, ends = one.tensor.chunks, chunk_ends(one.tensor)
-        filled: list[bool] = (chunks.size != 0).all(axis=1).tolist()
-        for row, (end, file_number) in enumerate(zip(ends.tolist(), chunks.file.tolist(), strict=True)):
-            if not filled[row]:
-                continue
-            if not 0 <= file_number < len(lengths) or chunks.offset[row] < 0:
-                unreadable.add(number)
-            elif end > lengths[file_number]:
-                unreadable.add(number)
-                if lengths[file_number] >= 0:
-                    problems.append(_short(one, checkpoint.files[file_number].path, end, lengths[file_number]))
+        filled = (chunks.size != 0).all(axis=1)
+        known = (chunks.file >= 0) & (chunks.file < len(lengths)) & (chunks.offset >= 0)
+        short = filled & known
+        short[short] = ends[short] > lengths[chunks.file[short]]
+        if (filled & ~known).any() or short.any():
+            unreadable.add(number)
+        for row in np.flatnonzero(short).tolist():
+            file_number = int(chunks.file[row])
+            if lengths[file_number] >= 0:
+                path, length = checkpoint.files[file_number].path, int(lengths[file_number])
+                problems.append(_short(one, path, int(ends[row]), length))
     return problems, unreadable
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from fsdpckpt.progress import NoProgress
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify import checksums
-from fsdpckpt.verify.checksums import Record, bytes_to_read, check_records
+from fsdpckpt.verify.checksums import Records, check_records
 from fsdpckpt.verify.parallel import Cancelled, for_each, raise_if_cancelled
 
 
@@ -22,23 +23,38 @@ def _small_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checksums, "READ_THROUGH", 16)
 
 
-def record(path: Path, data: bytes, begin: int, end: int, by: str = "") -> Record:
-    return Record(str(path), begin, end - begin, zlib.crc32(data[begin:end]), by)
+Row = tuple[str, int, int, int]
 
 
-def drawn(path: Path, data: bytes, seed: int) -> list[Record]:
-    """Records that touch, nest, overlap, lie far apart or are empty; of some files the whole is one too."""
+def record(path: Path, data: bytes, begin: int, end: int) -> Row:
+    return str(path), begin, end - begin, zlib.crc32(data[begin:end])
+
+
+def drawn(path: Path, data: bytes, seed: int) -> tuple[list[Row], list[Row]]:
+    """Records that touch, nest, overlap, lie far apart or are empty; of some files the whole is listed, too."""
     draw = random.Random(seed)
-    results = []
+    own = []
     for _ in range(draw.randrange(1, 12)):
         begin = draw.randrange(len(data) + 1)
         end = min(begin + draw.choice([0, 1, 5, 63, 64, 65, 200, 1000]), len(data))
-        results.append(record(path, data, begin, end))
+        own.append(record(path, data, begin, end))
         if draw.random() < 0.5:
-            results.append(record(path, data, end, min(end + draw.randrange(90), len(data))))
-    if seed % 2:
-        results.append(record(path, data, 0, len(data), "fsdpckpt.json"))
-    return results
+            own.append(record(path, data, end, min(end + draw.randrange(90), len(data))))
+    return own, [record(path, data, 0, len(data))] if seed % 2 else []
+
+
+class Counted(NoProgress):
+    """Counts what a stage announces, and what it reads."""
+
+    def __init__(self) -> None:
+        self.announced = self.read = 0
+
+    def begin(self, stage: str, total_bytes: int) -> None:
+        assert stage == "checksums"
+        self.announced += total_bytes
+
+    def advance(self, nbytes: int) -> None:
+        self.read += nbytes
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -46,32 +62,34 @@ def test_every_record_is_judged_by_its_own_bytes_however_it_lies_among_others(tm
     path = tmp_path / "file"
     data = bytearray(random.Random(seed).randbytes(900))
     path.write_bytes(data)
-    wanted = drawn(path, bytes(data), seed)
-    seen: list[int] = []
+    own, listed = drawn(path, bytes(data), seed)
+    wanted = Records.of(own) + Records.of(listed, listed=True)
+    seen = Counted()
     with Sources() as sources:
-        assert check_records(wanted, sources=sources, advance=seen.append) == []
-    assert sum(seen) == bytes_to_read(wanted) <= len(data)
+        assert check_records(wanted, sources=sources, threads=1, progress=seen) == []
+    assert seen.read == seen.announced <= len(data)
     place = random.Random(seed).randrange(len(data))
     data[place] ^= 4
     path.write_bytes(data)
-    hit = {one for one in wanted if one.offset <= place < one.end}
+    hit = [f"{crc:08x}" for _, offset, nbytes, crc in (*own, *listed) if offset <= place < offset + nbytes]
     with Sources() as sources:
         results = check_records(wanted, sources=sources)
-    assert len(results) == len([one for one in wanted if one in hit])
-    for problem in results:
-        assert problem.kind == "checksum"
-        assert problem.file == str(path)
-        assert any(f"{one.crc:08x}" in problem.message for one in hit)
+    assert [problem.message.split()[-1] for problem in results] == hit
+    assert all(problem.kind == "checksum" and problem.file == str(path) for problem in results)
+
+
+def test_an_empty_record_has_the_checksum_of_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"data")
+    with Sources() as sources:
+        results = check_records(Records.of([(str(tmp_path / "file"), 4, 0, crc) for crc in (0, 7)]), sources=sources)
+        assert check_records(Records.of([]), sources=sources) == []
+    assert [problem.message.split()[-1] for problem in results] == ["00000007"]
 
 
 def test_a_file_that_ends_early_is_a_problem_and_its_other_records_are_judged(tmp_path: Path) -> None:
     path = tmp_path / "file"
     data = bytearray(random.Random(1).randbytes(600))
-    wanted = [
-        record(path, bytes(data), 0, 100),
-        record(path, bytes(data), 200, 300),
-        record(path, bytes(data), 500, 600),
-    ]
+    wanted = Records.of([record(path, bytes(data), begin, begin + 100) for begin in (0, 200, 500)])
     data[10] ^= 1
     path.write_bytes(data[:550])
     with Sources() as sources:
