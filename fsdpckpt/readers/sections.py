@@ -17,7 +17,7 @@ from typing import cast
 from fsdpckpt.ir.checkpoint import BARE_VALUE, ModelState, Note, OptimState, ParamKey
 from fsdpckpt.ir.codec import encode
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.ir.values import Key, Value
+from fsdpckpt.ir.values import Key, Value, like
 from fsdpckpt.readers.protocol import dotted
 
 __all__ = ["Sections", "at", "is_flattened", "is_nested", "is_state_only", "optimizer_of", "replaced", "split"]
@@ -277,7 +277,7 @@ def _without(value: Value, path: _Path) -> Value:
     """A copy of ``value`` without what is at ``path``, None when nothing is left of it."""
     key, below = path[0], path[1:]
     if isinstance(value, dict):
-        copy = type(value)(value)
+        copy = like(value, value)
         inner = _without(value[key], below) if below else None
         if inner is None:
             del copy[key]
@@ -297,7 +297,7 @@ def without(value: Value, path: tuple[Key, ...]) -> Value:
     """A copy of ``value`` without the key at ``path``, ``value`` itself where there is none."""
     if not isinstance(value, dict) or path[0] not in value:
         return value
-    copy = type(value)(value)
+    copy = like(value, value)
     if len(path) == 1:
         del copy[path[0]]
     else:
@@ -311,7 +311,7 @@ def replaced(value: Value, path: tuple[Key, ...], new: Value) -> Value:
         return new
     key, below = path[0], path[1:]
     if isinstance(value, dict):
-        copy = type(value)(value)
+        copy = like(value, value)
         copy[key] = replaced(value.get(key), below, new)
         return copy
     if isinstance(value, (list, tuple)) and isinstance(key, int) and key < len(value):

@@ -351,7 +351,10 @@ LONGEST = 60  # characters of a value in a message
 
 
 def same_value(one: Value, other: Value) -> bool:
-    """Equal in type and value. NaN equals NaN; the order of keys and the class of a dict do not matter."""
+    """Equal in type and value. NaN equals NaN; the order of keys and the class of a dict do not matter, and a NumPy
+    number is the Python number that it equals, as a full torch file has it."""
+    if isinstance(one, Object) != isinstance(other, Object):
+        one, other = (_number(each) for each in (one, other))
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(same_value(value, other[key]) for key, value in one.items())
     if type(one) is not type(other):
@@ -363,6 +366,11 @@ def same_value(one: Value, other: Value) -> bool:
             same_value(a, b) for a, b in zip(_parts(one), _parts(other), strict=True)
         )
     return one == other or (isinstance(one, float) and one != one and other != other)  # noqa: PLR0124
+
+
+def _number(value: Value) -> Value:
+    number = value.number if isinstance(value, Object) else None
+    return value if number is None else number.item()
 
 
 def _parts(value: Object) -> list[Value]:

@@ -280,9 +280,7 @@ class _Walk:
     def renamed(self, prefix: str, key: Key) -> str:
         if not (self.ids and prefix == _dotted(self.ids)):
             where = prefix or "the extras"
-            self.notes.append(
-                Note("renamed", f"key {key!r} of {where} becomes text, it was {type(key).__name__}", str(key))
-            )
+            self.notes.append(Note("renamed", f"key {key!r} of {where} becomes the text {str(key)!r}", str(key)))
         return str(key)
 
 

@@ -20,11 +20,15 @@ class LoadablePickle(PickleWriter):
     def __init__(self, tensors: TensorHook, record: Callable[[bytes], str]) -> None:
         super().__init__(tensors)
         self._record = record
+        self.numbers = False  # whether NumPy numbers were written as Python numbers
         self._stand_ins: dict[int, tuple[Value, Value]] = {}  # what is said otherwise, kept: ids stay theirs
 
     def _object(self, value: Object) -> None:
         array = None if is_class(value.function) else array_of(value)
-        if array is not None:
+        if value.number is not None:
+            self.numbers = True
+            self.value(value.number.item())
+        elif array is not None:
             self._array(value, array)
         elif is_class(value.function):
             super()._object(value)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, OptimState, stored_entry
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.ir.values import Key, Value
+from fsdpckpt.ir.values import Key, Value, like
 from fsdpckpt.producers.forms import Step
 from fsdpckpt.text import plural
 
@@ -39,11 +39,13 @@ def extras_of_one(checkpoint: Checkpoint) -> tuple[dict[Key, Value], list[Note]]
 
 def _merged(common: dict[Key, Value], of_rank: dict[Key, Value]) -> dict[Key, Value]:
     """Both, ``own`` first: its order is that of the file."""
-    merged: dict[Key, Value] = {}
+    merged = like(of_rank, of_rank)
     for key, value in of_rank.items():
         known = common.get(key)
-        merged[key] = _merged(known, value) if isinstance(known, dict) and isinstance(value, dict) else value
-    return {**merged, **{key: value for key, value in common.items() if key not in merged}}
+        if isinstance(known, dict) and isinstance(value, dict):
+            merged[key] = _merged(known, value)
+    merged.update({key: value for key, value in common.items() if key not in merged})
+    return merged
 
 
 def _alike(one: Value, other: Value) -> bool:

@@ -21,8 +21,9 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.ir.tensors import Chunks, Tensor, contiguous_stride
-from fsdpckpt.ir.values import Key, Value, leaf_tensors
+from fsdpckpt.ir.values import Key, Object, Value, leaf_tensors, walk
 from fsdpckpt.producers.forms import Step
+from fsdpckpt.text import first_of
 from fsdpckpt.writers.loadable_pickle import LoadablePickle
 from fsdpckpt.writers.protocol import WriteSpec
 from fsdpckpt.writers.state_dicts import extras_of_one, model_dict, nested, optim_dict
@@ -90,7 +91,22 @@ def lay_out_file(
     archive.pickle(pickle.finish())
     storages.write(archive, file)
     archive.finish()
-    return notes
+    return [*notes, _numbers_note(value)] if isinstance(pickle, LoadablePickle) and pickle.numbers else notes
+
+
+def _numbers_note(value: Value) -> Note:
+    keys = [".".join(map(str, path)) for path, leaf in walk(value) if any(map(_has_number, (*path, leaf)))]
+    message = (
+        "NumPy numbers are written as Python numbers of the same value, which optimizers and torch.load take: "
+        f"{first_of(keys, 8)}. A float16 or float32 computes with more digits from then on"
+    )
+    return Note("encoded", message, keys=tuple(keys))
+
+
+def _has_number(value: Value) -> bool:
+    if isinstance(value, (tuple, set)):
+        return any(map(_has_number, value))
+    return isinstance(value, Object) and value.number is not None
 
 
 @lru_cache(maxsize=65536)

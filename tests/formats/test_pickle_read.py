@@ -253,6 +253,10 @@ def test_an_enum_member_written_by_name_is_a_record() -> None:
         b"\x80\x02c__builtin__\nbytearray\nJ\xff\xff\xff\x7f\x85R.",
         b"\x80\x02ctorch\nSize\n)\x81.",  # NEWOBJ of what is no class
         b"\x80\x02X\x01\x00\x00\x00aQ.",  # a persistent id where none can be
+        # a key whose state comes after it was used
+        b"\x80\x02cnumpy\ndtype\nX\x02\x00\x00\x00i8\x85Rq\x000}cnumpy.core.multiarray\nscalar\nh\x00c_codecs\nencode\n"
+        b"X\x08\x00\x00\x00\x05\x00\x00\x00\x00\x00\x00\x00X\x06\x00\x00\x00latin1\x86R\x86RK\x01s"
+        b"h\x00(K\x03X\x01\x00\x00\x00<tb0.",
         b"",
         b"\x80\x02}",
         b"\x80\x02.",

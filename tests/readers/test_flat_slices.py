@@ -218,6 +218,16 @@ def test_ranks_whose_param_names_say_nothing_of_their_ids_are_one_fatal_problem(
     assert "on rank 1: the ranks' optimizers list their parameters in different orders" in problem.message
 
 
+def test_an_id_that_no_group_lists_takes_no_parameters_place(tmp_path: Path) -> None:
+    def state_of(rank: int) -> Any:
+        saved = optimizer({key: {"exp_avg": randn(4, rank=rank)} for key in range(2)})
+        saved["param_groups"][0]["param_names"] = ["b", "a"] if rank else ["a", "b"]
+        return {**saved, "state": {**saved["state"], **({7: {"exp_avg": randn(4, rank=5)}} if rank else {})}}
+
+    problems = [problem for problem in opened(save(tmp_path / "c", 2, state_of)).problems if problem.fatal]
+    assert [(problem.kind, problem.rank, problem.key) for problem in problems] == [("parameter-order", 1, "state.7")]
+
+
 # What proves slices, and what does not
 
 

@@ -6,6 +6,7 @@ import itertools
 import re
 import shutil
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -480,3 +482,50 @@ def test_random_damage_to_the_metadata_is_never_another_kind_of_error(name: str,
             load_torch(MemoryFile(rewritten(data, {"data.pkl": bytes(damaged)})), 0)
         except SourceError:
             continue
+
+
+def test_numpy_numbers_as_keys_and_in_sets_are_the_same_on_every_rank(tmp_path: Path) -> None:
+    day = np.datetime64("2026-01-02")
+    extra = {
+        "keys": {np.int64(5): 1, np.float32(0.1): torch.ones(2), (1, np.uint8(2)): 3},
+        "set": {np.int64(5), 6, day},
+    }
+    ordered = OrderedDict([(np.int16(7), OrderedDict(a=1)), ("own", None)])
+    save_ranks(
+        tmp_path / "c",
+        2,
+        lambda rank: {"model": {"w": torch.ones(2)}, **extra, "ordered": {**ordered, "own": rank}, "two": ordered},
+        "model_world_size_2_rank",
+    )
+    report = fsdpckpt.convert(
+        tmp_path / "c", tmp_path / "out", to="sharded", container="torch", world_size=2, buffers=["none"]
+    )
+    assert [note.kind for note in report.notes if note.kind in {"dropped", "encoded", "rank-mismatch"}] == []
+    for rank in range(2):
+        found = torch.load(tmp_path / "out" / f"extra_state_world_size_2_rank_{rank}.pt", weights_only=False)
+        assert found["set"] == extra["set"] and list(found["keys"]) == list(extra["keys"])
+        assert list(map(type, found["keys"])) == [np.int64, np.float32, tuple]
+        assert found["ordered"] == {**ordered, "own": rank}
+
+
+def test_ordered_dicts_of_extras_stay_ordered_where_ranks_differ(tmp_path: Path) -> None:
+    def of_rank(rank: int) -> Any:
+        inner = OrderedDict(c=rank, d=OrderedDict(e=1))
+        inner.version = 3  # type: ignore[attr-defined]
+        return {"model": {"w": torch.ones(2)}, "one": OrderedDict(z=1), "two": inner, "rank": rank}
+
+    save_ranks(tmp_path / "c", 2, of_rank, "model_world_size_2_rank")
+    fsdpckpt.convert(tmp_path / "c", tmp_path / "out", to="sharded", container="torch", world_size=2, buffers=["none"])
+    for rank in range(2):
+        found = torch.load(tmp_path / "out" / f"extra_state_world_size_2_rank_{rank}.pt", weights_only=False)
+        assert [type(each) for each in (found["one"], found["two"], found["two"]["d"])] == [OrderedDict] * 3
+        assert found["two"]["c"] == found["rank"] == rank and vars(found["two"]) == {"version": 3}
+
+
+def test_keys_in_a_dcp_directory_are_the_texts_that_torch_makes_of_them(tmp_path: Path) -> None:
+    keys = [np.int64(5), np.float32(0.1), np.bool_(True), torch.float32, (1, "a"), None, 3]
+    content = {"model": {"w": torch.ones(2)}, "extra": {key: torch.ones(1) for key in keys}}
+    torch.save(content, tmp_path / "full.pt")
+    fsdpckpt.convert(tmp_path / "full.pt", tmp_path / "dcp", container="dcp")
+    found = {tensor.key for tensor in fsdpckpt.inspect(tmp_path / "dcp").tensors}
+    assert found == {"w", *(set(flatten_state_dict(content)[0]) - {"model.w"})}

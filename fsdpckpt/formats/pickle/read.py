@@ -41,6 +41,7 @@ class _Loading(threading.local):
     """What the load in progress in this thread has made; records are finished when it ends."""
 
     objects: list[Object]
+    hashed: list[tuple[Object, int]]  # keys and items of sets
     names: list[Global]
     dicts: list[OrderedDict[object, object]]
     refused: dict[str, None]
@@ -70,7 +71,10 @@ class _OpenObject(Object):
     def __setitem__(self, key: Value, value: Value) -> None:
         self.entries.append((key, value))  # type: ignore[arg-type]
 
-    __hash__ = object.__hash__
+    def __hash__(self) -> int:
+        made = Object.__hash__(self)
+        LOADING.hashed.append((self, made))
+        return made
 
 
 _NEW = object.__new__
@@ -346,6 +350,8 @@ def _finish() -> None:
     """Turn what the load in progress has made into plain ir values. Raises UnpicklingError for a booby trap."""
     for made in LOADING.objects:
         made.__class__ = Object
+    if any(hash(made) != known for made, known in LOADING.hashed):
+        raise pickle.UnpicklingError("a key was changed after it was used")
     for name in LOADING.names:
         object.__setattr__(name, "__class__", Global)
     for mapping in LOADING.dicts:
@@ -394,7 +400,7 @@ def load(data: bytes, *, file: str, tensors: TensorResolver | None = None) -> Va
     check_pickle(data, file)
     outer = dict(vars(LOADING))
     LOADING.objects, LOADING.names, LOADING.dicts, LOADING.refused, LOADING.tensors = [], [], [], {}, tensors
-    LOADING.copied, LOADING.most_copied = 0, 16 * len(data)
+    LOADING.copied, LOADING.most_copied, LOADING.hashed = 0, 16 * len(data), []
     try:
         value = cast(Value, _Unpickler(buffered(data), encoding="utf-8").load())
         if LOADING.refused:

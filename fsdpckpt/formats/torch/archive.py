@@ -19,7 +19,7 @@ from fsdpckpt.formats.pickle.check import check_size
 from fsdpckpt.formats.pickle.cost import MAX_DEPTH, check_expansion, too_deep
 from fsdpckpt.formats.pickle.read import StubInstance, as_object, load
 from fsdpckpt.formats.torch.distributed import Distributed, DistributedParser
-from fsdpckpt.formats.torch.loadable import ENCODED, array_object, restored
+from fsdpckpt.formats.torch.loadable import array_object, restored, stands_for
 from fsdpckpt.formats.torch.tensors import Refused, StoredTensor, TensorBuilder, Wrapped
 from fsdpckpt.formats.zip import ZipRecord, read_directory
 from fsdpckpt.ir.checkpoint import Note
@@ -100,7 +100,7 @@ class TreeWalk:
                 self._path.pop()
         if clones:
             self._full_state_dict(mapping, clones)
-        if ENCODED in mapping:
+        if stands_for(mapping):
             self._restored[id(mapping)] = mapping, restored(mapping, self._source.path)
             return self._restored[id(mapping)][1]
         return mapping

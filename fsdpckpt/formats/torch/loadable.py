@@ -1,23 +1,25 @@
-"""Says values that ``torch.load`` refuses by default in ones that it takes, and back: equal, and of the same types.
+"""Says values that ``torch.load`` refuses by default in ones that it takes, and back.
 
 With ``weights_only=True``, the default since torch 2.6, it takes tensors, plain values and a few classes
 (``torch._weights_only_unpickler._get_allowed_globals``), and one random state of NumPy makes it refuse the whole file.
 In a file that people load, therefore,
 
-    a NumPy array or number          is a tensor of the same elements, with the attribute ``ARRAY``: the call that makes
-    of a dtype that torch has        the array, as text, without its bytes
-    a dict with a key that would     is ``{ENCODED: [[key, value], ...]}``, and ``"ordered": True`` of an OrderedDict
+    a NumPy number                   is the Python number of the same value, which optimizers take as a learning rate
+    a NumPy array of a dtype         is a tensor of the same elements, with the attribute ``ARRAY``: the call that makes
+    that torch has                   the array, without its bytes
+    a dict with a key that would     is ``{ENCODED: its keys, VALUES: its values}``
     be refused
-    any other value                  is ``{ENCODED: text}``
+    any other value                  is ``{ENCODED: value}``
     that would be refused
 
-Text is ``ir.codec``'s JSON.
+All but numbers come back equal, and of the same types. What stands for a value is ``ir.codec``'s JSON, and begins with
+its own digest: a user's key or attribute of the same name is left as it is.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
@@ -27,14 +29,14 @@ from fsdpckpt.errors import SourceUnsafeError, damaged
 from fsdpckpt.formats.pickle.allowlist import kind_of
 from fsdpckpt.ir.codec import Json, decode, encode
 from fsdpckpt.ir.dtypes import DTYPES, DType
-from fsdpckpt.ir.values import Global, Key, Object, Value
+from fsdpckpt.ir.values import Global, Key, Object, Value, like, numpy_code
 
 ARRAY = "_fsdpckpt_array"
 ENCODED = "fsdpckpt.value"
-_ORDERED = "ordered"
+VALUES = "values"
+_DIGEST = 16  # hexadecimal digits
 
 _CLASSES = frozenset({("torch", "Size"), ("torch", "device"), ("collections", "Counter")})
-# NumPy's names of dtypes: kind and bytes of an element.
 _DTYPES = {
     **{"b1": "bool", "f2": "float16", "f4": "float32", "f8": "float64", "c8": "complex64", "c16": "complex128"},
     **{f"{kind[0]}{nbytes}": f"{kind}{8 * nbytes}" for kind in ("int", "uint") for nbytes in (1, 2, 4, 8)},
@@ -46,7 +48,7 @@ _Data: TypeAlias = bytes | bytearray
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """A NumPy array or number: its elements, little-endian and row-major, and the call that makes it, as text."""
+    """A NumPy array: its elements, little-endian and row-major, and the call that makes it, as text."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -62,7 +64,7 @@ def is_class(function: Global) -> bool:
 def is_loadable(value: Value) -> bool:
     """Whether ``torch.load`` takes ``value`` by default, with all that is in it."""
     if isinstance(value, Object):
-        return is_class(value.function)
+        return is_class(value.function) or value.number is not None
     if isinstance(value, Global):
         return value.module == "torch" and value.name in DTYPES
     if isinstance(value, dict):
@@ -73,32 +75,34 @@ def is_loadable(value: Value) -> bool:
 def encoded(value: Value) -> dict[Key, Value]:
     """What stands for ``value``, which is not loadable and no NumPy array."""
     if isinstance(value, dict):
-        pairs: list[Value] = [[key, item] for key, item in value.items()]
-        return {ENCODED: pairs, _ORDERED: True} if isinstance(value, OrderedDict) else {ENCODED: pairs}
+        return {ENCODED: _text(like(value, dict.fromkeys(value))), VALUES: list(value.values())}
     return {ENCODED: _text(value)}
+
+
+def stands_for(mapping: Mapping[Key, Value]) -> bool:
+    """Whether ``encoded`` made it."""
+    return mapping.keys() - {VALUES} == {ENCODED} and signed(mapping[ENCODED])
 
 
 def restored(stand_in: Mapping[Key, Value], file: str) -> Value:
     """The value of which ``encoded`` made ``stand_in``. Raises SourceCorruptError, SourceUnsafeError."""
-    held = stand_in[ENCODED]
-    if isinstance(held, str):
-        return _value(held, file)
-    if not isinstance(held, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in held):
-        raise damaged(file, f"{ENCODED} is neither a text nor a list of pairs", why=_WHY)
-    try:
-        pairs: dict[Key, Value] = dict(held)  # type: ignore[arg-type]  # pairs, as was checked
-    except TypeError:
-        raise damaged(file, f"{ENCODED} has a key that cannot be one", why=_WHY) from None
-    return OrderedDict(pairs) if stand_in.get(_ORDERED) is True else pairs
+    value = _value(str(stand_in[ENCODED]), file)
+    if VALUES not in stand_in:
+        return value
+    values = stand_in[VALUES]
+    if not isinstance(value, dict) or not isinstance(values, list) or len(values) != len(value):
+        raise damaged(file, f"{ENCODED} has not one key for each value", why=_WHY)
+    return like(value, dict(zip(value, values, strict=True)))
 
 
 def array_of(value: Object) -> Array | None:
-    """The NumPy array or number that ``value`` makes; None when it is something else, or torch has no such dtype."""
+    """The NumPy array that ``value`` makes; None when it is something else, or torch has no such dtype."""
     parts = _parts(value)
-    dtype = _dtype(parts[1]) if parts is not None else None
-    if parts is None or dtype is None:
+    code = numpy_code(parts[1]) if parts is not None else None
+    if parts is None or code is None:
         return None
     shape, _, data = parts
+    dtype = DTYPES[_DTYPES[code]]
     if not data or len(data) != prod(shape) * dtype.itemsize:
         return None
     return Array(dtype, shape, bytes(data), _text(_with_data(value, type(data)())))
@@ -124,8 +128,6 @@ def _parts(value: Object) -> tuple[tuple[int, ...], Value, _Data] | None:
     elif value.function.name == "_frombuffer" and len(value.args) == 4:
         data, kind, shape, order = value.args
         fortran = order != "C"
-    elif value.function.name == "scalar" and len(value.args) == 2:
-        kind, data = value.args
     sizes = isinstance(shape, tuple) and all(type(size) is int and size >= 0 for size in shape)
     if not sizes or not isinstance(shape, tuple) or not isinstance(data, (bytes, bytearray)):
         return None
@@ -135,27 +137,26 @@ def _parts(value: Object) -> tuple[tuple[int, ...], Value, _Data] | None:
 def _with_data(value: Object, data: _Data) -> Object:
     if value.function.name == "_reconstruct" and isinstance(value.state, tuple):
         return replace(value, state=(*value.state[:4], data))
-    if value.function.name == "_frombuffer":
-        return replace(value, args=(data, *value.args[1:]))
-    return replace(value, args=(value.args[0], data))
-
-
-def _dtype(kind: Value) -> DType | None:
-    """That of torch for what NumPy pickles as ``dtype('u4', False, True)``, with its byte order in the state."""
-    if not isinstance(kind, Object) or kind.function.name != "dtype" or not kind.args:
-        return None
-    order = kind.state[1] if isinstance(kind.state, tuple) and len(kind.state) > 1 else None
-    name = _DTYPES.get(kind.args[0]) if isinstance(kind.args[0], str) and order in ("<", "|") else None
-    return DTYPES[name] if name is not None else None
+    return replace(value, args=(data, *value.args[1:]))
 
 
 def _text(value: Value) -> str:
-    return json.dumps(encode(value), separators=(",", ":"))
+    text = json.dumps(encode(value), separators=(",", ":"))
+    return _digest(text) + text
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:_DIGEST]
+
+
+def signed(text: object) -> bool:
+    """Whether it is a text that ``encoded`` or ``array_of`` made."""
+    return isinstance(text, str) and text[:_DIGEST] == _digest(text[_DIGEST:])
 
 
 def _value(text: str, file: str) -> Value:
     try:
-        data: Json = json.loads(text)
+        data: Json = json.loads(text[_DIGEST:])
     except (ValueError, RecursionError):
         raise damaged(file, "a value kept as text is not JSON", why=_WHY) from None
     unknown = sorted({f"{module}.{name}" for module, name in _names(data) if kind_of(module, name) is None})

@@ -12,14 +12,14 @@ from math import prod
 from typing import NoReturn, cast
 
 from fsdpckpt.errors import COPY_AGAIN, damaged
-from fsdpckpt.formats.torch.loadable import ARRAY
+from fsdpckpt.formats.torch.loadable import ARRAY, signed
 from fsdpckpt.formats.zip import ZipRecord
 from fsdpckpt.ir.dtypes import DTYPES, MAX_DIMENSIONS, STORAGE_DTYPES, DType
 from fsdpckpt.ir.values import Global, Object
 from fsdpckpt.text import bytes_text, truncate
 
 _CLONED = "_has_been_cloned"  # FSDP1 marks what it gathered into a full state dict
-_HARMLESS_ATTRIBUTES = frozenset({_CLONED, ARRAY, "_is_param", "_is_buffer", "persistent"})
+_HARMLESS_ATTRIBUTES = frozenset({_CLONED, "_is_param", "_is_buffer", "persistent"})
 
 # Rebuild functions whose result is not one strided tensor, and what that is.
 _NOT_STRIDED = {
@@ -215,15 +215,16 @@ class TensorBuilder:
             state = state[0]
         attributes = state if isinstance(state, dict) else {}
         array = attributes.get(ARRAY)
-        if isinstance(array, str):
-            made.array = array
+        if signed(array):
+            made.array = str(array)
         if attributes.get(_CLONED) is True:
             made.cloned = made.sharded = self.any_cloned = True
         elif kind.name == "Parameter" or attributes.get("_is_param") is True:
             made.sharded = True
         elif kind.name == "Buffer" or attributes.get("_is_buffer") is True:
             made.sharded = False
-        self.dropped.update(str(name) for name in attributes if name not in _HARMLESS_ATTRIBUTES)
+        known = {*_HARMLESS_ATTRIBUTES, ARRAY} if made.array else _HARMLESS_ATTRIBUTES
+        self.dropped.update(str(name) for name in attributes if name not in known)
 
     def _corrupt(self, what: str, expected: str, found: str) -> NoReturn:
         why = "the file is damaged, or was changed after it was saved"

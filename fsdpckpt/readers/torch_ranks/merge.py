@@ -20,7 +20,7 @@ from fsdpckpt.formats.torch.distributed import Distributed
 from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.ir.checkpoint import Problem
 from fsdpckpt.ir.tensors import SLICES, Chunks, Tensor
-from fsdpckpt.ir.values import Key, Value, leaf_tensors
+from fsdpckpt.ir.values import Key, Value, leaf_tensors, like
 from fsdpckpt.layouts.flattened import is_flat_key
 from fsdpckpt.readers.flat_slices import is_optimizer
 
@@ -81,10 +81,7 @@ class Merge:
 
     def _mapping(self, values: Sequence[dict[Key, object]], have: list[int], path: _Path, place: _Place) -> Value:
         first = values[have[0]]
-        made: dict[Key, Value] = {}
-        if isinstance(first, OrderedDict):
-            made = OrderedDict()
-            vars(made).update(vars(first))
+        made: dict[Key, Value] = like(first, {})
         keys = list(first)
         inner = _inner(first, place)
         if len(have) == len(values) and all(list(other) == keys for other in values[1:]):
@@ -267,7 +264,7 @@ def _located(value: object, file: int, rank: int) -> Value:
         rows = [(rank, file, box.offset, *box.start, *box.size, *box.stride) for box in value.boxes]
         return Tensor(value.dtype, value.shape, _chunks(rows, ndim), sharded=True, placement=value.placement)
     if isinstance(value, dict):
-        return {key: _located(child, file, rank) for key, child in value.items()}
+        return like(value, {key: _located(child, file, rank) for key, child in value.items()})
     if isinstance(value, list):
         return [_located(child, file, rank) for child in value]
     if isinstance(value, tuple):

@@ -57,6 +57,7 @@ def one_order(roots: Sequence[object], ranks: Sequence[int], units: Units | None
             keys = {name: name for name in keys}
         raw = {name: text for optim, one in zip(ours, names, strict=True) for name, text in _raw_names(optim, one)}
         for index, (optim, one) in enumerate(zip(ours, names, strict=True)):
+            result.problems += _unlisted(optim, ranks[index])
             changed = _rekeyed(optim, one, every, keys, raw)
             result.roots[index] = _replaced(result.roots[index], path, changed)
     return result
@@ -168,6 +169,23 @@ def _lacking(names: Sequence[Groups], ranks: Sequence[int], units: Units) -> lis
                 )
             )
     return lost
+
+
+def _unlisted(optim: _Optimizer, rank: int) -> list[Problem]:
+    """A fatal problem for each id with a state that no group lists: nothing says which parameter it is."""
+    listed = set(chain(*(_groups(optim) or (optim["state"],))))
+    return [
+        Problem(
+            "parameter-order",
+            f"the optimizer of rank {rank} has a state of id {key}, which no param group lists, and the ranks' "
+            "optimizers list their parameters in different orders: nothing says which parameter it is",
+            key=f"state.{key}",
+            rank=rank,
+            section=Section.OPTIM,
+        )
+        for key in optim["state"]
+        if type(key) is int and key not in listed
+    ]
 
 
 def _raw_names(optim: _Optimizer, names: Groups) -> list[tuple[str, str]]:
