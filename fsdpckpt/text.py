@@ -1,8 +1,16 @@
-"""Formats numbers and values for people: pure functions from data to text."""
+"""Formats numbers, values and keys for people: pure functions from data to text.
+
+``fold`` writes dotted keys that differ in their numbers only as one, with braces as bash has them:
+``layers.{0..125}.wq.weight``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeAlias
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -88,3 +96,124 @@ def _scalar(value: object) -> str:
 
 def _cut(text: str) -> str:
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+
+
+_NUMBER = re.compile(r"(rank)?(0|[1-9]\d*)")  # a whole segment of a key: rank0 is how the extras of ranks begin
+_SEGMENTS = re.compile(r"\.(?![^{]*\})")  # dots, but for those within braces
+_Template: TypeAlias = tuple[str | tuple[str], ...]
+_Box: TypeAlias = tuple[tuple[int, ...], ...]  # the numbers of each numbered segment
+
+
+@dataclass(frozen=True, slots=True)
+class Folded:
+    """``key`` stands for the keys at the positions ``members`` of what was folded, exactly."""
+
+    key: str
+    members: tuple[int, ...]
+
+
+def fold(items: Iterable[tuple[str, Hashable]]) -> list[Folded]:
+    """Fold items of (dotted key, what must be equal), in the order in which the first of each comes.
+
+    Keys are folded over any number of segments that are numbers. A key stands for the product of its numbers: where
+    they have gaps that no product describes, there are several keys.
+    """
+    groups: dict[tuple[_Template, Hashable], dict[_Box, list[int]]] = {}
+    for at, (key, equal) in enumerate(items):
+        template, numbers = _split(key)
+        boxes = groups.setdefault((template, equal), {})
+        boxes.setdefault(tuple((number,) for number in numbers), []).append(at)
+    folded = [
+        Folded(_joined(template, box), tuple(members))
+        for (template, _), boxes in groups.items()
+        for box, members in _merged(boxes).items()
+    ]
+    return sorted(folded, key=lambda one: one.members[0])
+
+
+def _split(key: str) -> tuple[_Template, tuple[int, ...]]:
+    """The segments of ``key``, with what stands before the number for those that are one, and the numbers."""
+    words: list[str | tuple[str]] = []
+    numbers = []
+    for word in key.split("."):
+        matched = _NUMBER.fullmatch(word)
+        words.append((matched[1] or "",) if matched else word)
+        if matched:
+            numbers.append(int(matched[2]))
+    return tuple(words), tuple(numbers)
+
+
+def _joined(template: _Template, box: _Box) -> str:
+    numbers = iter(box)
+    return ".".join(word if isinstance(word, str) else word[0] + numbers_text(next(numbers)) for word in template)
+
+
+def _merged(boxes: dict[_Box, list[int]]) -> dict[_Box, list[int]]:
+    """Boxes that differ in one segment only become one, segment by segment, the last one first."""
+    for segment in reversed(range(len(next(iter(boxes))))):
+        alike: dict[_Box, list[_Box]] = {}
+        for box in boxes:
+            alike.setdefault(box[:segment] + box[segment + 1 :], []).append(box)
+        merged = {}
+        for rest, parts in alike.items():
+            numbers = tuple(sorted({number for box in parts for number in box[segment]}))
+            members = sorted(at for box in parts for at in boxes[box])
+            merged[(*rest[:segment], numbers, *rest[segment:])] = members
+        boxes = merged
+    return boxes
+
+
+def numbers_text(numbers: Sequence[int]) -> str:
+    """Ascending numbers as bash writes them in braces: ``{0..3}``, ``{1..9..2}``, ``{0..3,7}``; one alone without."""
+    if len(numbers) == 1:
+        return str(numbers[0])
+    steps = {after - before for before, after in pairwise(numbers)}
+    if len(numbers) > 2 and len(steps) == 1 and steps != {1}:
+        return f"{{{numbers[0]}..{numbers[-1]}..{steps.pop()}}}"
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return braces(["..".join(map(str, run)) for run in runs], always=True)
+
+
+def braces(words: Sequence[str], *, always: bool = False) -> str:
+    """``{a,b}``; one word alone as it is, unless ``always``."""
+    return words[0] if len(words) == 1 and not always else f"{{{','.join(words)}}}"
+
+
+SHORTEST_WORD = 6  # characters of a word that was shortened
+
+
+def shorten(key: str, width: int) -> str:
+    """``key`` in at most ``width`` characters: its longest words lose their middle, ``layers.0.post_at…rm.weight``.
+
+    Where that is not enough words behind the first one go, too: the end tells keys apart.
+    """
+    words = _SEGMENTS.split(key)
+    for dropped in range(len(words) - 1):
+        kept = [words[0], "…", *words[1 + dropped :]] if dropped else words
+        if (fitted := _with_short_words(kept, width)) is not None:
+            return fitted
+    tail = max((3 * width) // 4 - 1, 0)
+    return (key[: max(width - tail - 1, 0)] + "…" + key[len(key) - tail :])[:width] if len(key) > width else key
+
+
+def _with_short_words(words: Sequence[str], width: int) -> str | None:
+    """The words in at most ``width`` characters; None where they would become too short to be read."""
+    lengths = list(map(len, words))
+    while sum(lengths) + len(words) - 1 > width:
+        at = max(range(len(words)), key=lambda at: (not words[at].startswith("{"), lengths[at]))
+        if lengths[at] <= SHORTEST_WORD or words[at].startswith("{"):
+            return None
+        lengths[at] -= 1
+    return ".".join(map(_without_middle, words, lengths))
+
+
+def _without_middle(word: str, length: int) -> str:
+    if len(word) <= length:
+        return word
+    head = length // 2
+    return f"{word[:head]}…{word[len(word) - (length - head - 1) :]}"

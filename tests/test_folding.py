@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 
-from fsdpckpt.folding import fold, numbers_text, shorten
+from fsdpckpt.text import fold, numbers_text, shorten
 
 
 def expanded(key: str) -> list[str]:

@@ -8,9 +8,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from fsdpckpt.cli.output import Colour, Line, labelled
-from fsdpckpt.folding import numbers_text
 from fsdpckpt.options import DiffOptions
-from fsdpckpt.text import plural
+from fsdpckpt.text import numbers_text, plural
 
 if TYPE_CHECKING:
     from fsdpckpt.cli.output import Output

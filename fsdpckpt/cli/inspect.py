@@ -41,7 +41,7 @@ def inspect_command(output: Output, source: str, options: InspectOptions) -> int
     from fsdpckpt.cli.listing import listing
 
     if options.report is not None:  # before an hour of --stats, not after it
-        from fsdpckpt.report.write import check_report
+        from fsdpckpt.report import check_report
 
         check_report(options.report, source)
     # Without --stats there is nothing to wait for, and a bar costs its import.
@@ -58,7 +58,7 @@ def inspect_command(output: Output, source: str, options: InspectOptions) -> int
             progress=progress,
         )
     if options.report is not None:
-        from fsdpckpt.report.write import write_report
+        from fsdpckpt.report import write_report
 
         nbytes = write_report(description, options.report)
         output.message(f"{options.report}: {size_text(nbytes)}")

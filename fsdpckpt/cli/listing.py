@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 
 from fsdpckpt.cli.table import Cell, Name, table_lines
 from fsdpckpt.describe import Description, Json
-from fsdpckpt.folding import braces, fold
 from fsdpckpt.ir.checkpoint import NamedTensor, OptimState, Section
-from fsdpckpt.text import count_text, shape_text, size_text
+from fsdpckpt.text import braces, count_text, fold, shape_text, size_text
 
 FIELDS = ("section", "key", "dtype", "shape", "bytes", "placement")
 STATS = ("min", "max", "mean", "std", "norm", "NaN", "Inf")

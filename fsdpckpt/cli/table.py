@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from fsdpckpt.folding import shorten
+from fsdpckpt.text import shorten
 
 GAP = 2  # spaces between columns
 NARROWEST = 8  # characters of a column of names, however narrow the terminal

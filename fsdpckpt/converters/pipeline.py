@@ -80,7 +80,6 @@ from fsdpckpt.progress import NoProgress, Progress
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.ignored import require_matches
 from fsdpckpt.readers.protocol import MANIFEST
-from fsdpckpt.storage.contents import Contents
 from fsdpckpt.storage.journal import Record, read_records
 from fsdpckpt.storage.protocols import is_url
 from fsdpckpt.storage.sources import Sources
@@ -94,7 +93,7 @@ from fsdpckpt.storage.staging import (
     remains_of,
     was_interrupted,
 )
-from fsdpckpt.storage.target_checks import check_target
+from fsdpckpt.storage.target_checks import Contents, check_target
 from fsdpckpt.text import size_text
 
 

@@ -20,9 +20,9 @@ from fsdpckpt.ir.units_json import encode
 from fsdpckpt.producers.forms import PLAIN
 from fsdpckpt.readers.beside import SEAL
 from fsdpckpt.readers.protocol import MANIFEST
-from fsdpckpt.storage.contents import Contents
 from fsdpckpt.storage.local import WritableFile
 from fsdpckpt.storage.staging import Staging
+from fsdpckpt.storage.target_checks import Contents
 from fsdpckpt.version import __version__
 
 _DERIVED = ("disk_needed", "disk_suffices")

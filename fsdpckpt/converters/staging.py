@@ -24,8 +24,8 @@ from fsdpckpt.options import ConvertOptions, Visibility
 from fsdpckpt.plan.plan import Plan
 from fsdpckpt.plan.transfer import Segment, partition, target_node
 from fsdpckpt.readers.protocol import MANIFEST
-from fsdpckpt.storage.contents import Contents, is_empty_directory
 from fsdpckpt.storage.staging import Staging
+from fsdpckpt.storage.target_checks import Contents, is_empty_directory
 
 _RANK_FILE = re.compile(r"(?:.*_rank_?(\d+)\.(?:pt|bin)|(?:.*/)?__(\d+)_\d+\.distcp)")
 _SIGN = "sign"

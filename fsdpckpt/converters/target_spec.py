@@ -19,7 +19,7 @@ from fsdpckpt.ir.vocabulary import Container, Layout, Section
 from fsdpckpt.option_fields import Scope, given
 from fsdpckpt.options import DTYPES, ConvertOptions, LaunchOptions, TensorForm
 from fsdpckpt.producers.forms import PLAIN, Flavor, Form
-from fsdpckpt.storage.contents import is_empty_directory
+from fsdpckpt.storage.target_checks import is_empty_directory
 from fsdpckpt.transform.placements import TargetMesh
 
 __all__ = [

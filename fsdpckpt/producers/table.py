@@ -1,15 +1,224 @@
-"""Lists all frameworks, those that are only read included, and recognises one by its files and keys."""
+"""Describes every framework, those that are only read included, and recognises one by its files and keys.
+
+Sources: ``accelerate/utils/fsdp_utils.py`` (``save_state``, which the Trainer of transformers calls);
+``lightning/{fabric,pytorch}/strategies/fsdp.py``; torchtitan's ``CheckpointManager``, ``step-N`` directories of DCP in
+two generations of keys; verl's ``FSDPCheckpointManager``, ``global_step_N/actor`` with three files a rank.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 
-from fsdpckpt.producers.forms import PLAIN, Flavor, Sign
-from fsdpckpt.producers.huggingface import ACCELERATE, HUGGINGFACE, TRAINER, WEIGHTS
-from fsdpckpt.producers.lightning import FABRIC, LIGHTNING, LIGHTNING_MODEL_PARALLEL
-from fsdpckpt.producers.torchtitan import TORCHTITAN, TORCHTITAN_OLD
-from fsdpckpt.producers.verl import VERL
+from fsdpckpt.ir.checkpoint import Container, Layout
+from fsdpckpt.producers.forms import PLAIN, PLAIN_NAMES, Flavor, Form, MeshForm, Place, RankFile, Sign
+
+# accelerate, the Trainer of transformers, Hugging Face
+
+WEIGHTS = r"^(model|pytorch_model)([-.].*)?\.(safetensors|bin)(\.index\.json)?$"
+"""Names of the files that ``save_pretrained`` writes weights to."""
+
+_MODEL, _OPTIM = "pytorch_model_fsdp", "optimizer"
+_STATE = rf"^{_MODEL}(_\d+)?(_rank\d+)?(\.bin)?$"
+_OPTIM_STATE = rf"^{_OPTIM}(_\d+(_rank\d+\.bin)?|\.bin)$"
+_TRAINED = r"^trainer_state\.json$"
+_SCHEDULING = r"^(scheduler(_\d+)?|scaler)\.(bin|pt)$"
+
+_FULL = Form(Layout.FULL, Container.TORCH, Place(f"{_MODEL}.bin"), Place(f"{_OPTIM}.bin"), key_type="name")
+_SHARDED = Form(
+    Layout.SHARDED,
+    Container.DCP,
+    Place(f"{_MODEL}_0/", ("model",)),
+    Place(f"{_OPTIM}_0/", ("optimizer",)),
+    key_type="name",
+)
+_RANKS = Form(  # use_dcp=False
+    Layout.SHARDED,
+    Container.TORCH,
+    Place(f"{_MODEL}_0_rank{{rank}}.bin"),
+    Place(f"{_OPTIM}_0_rank{{rank}}.bin"),
+    key_type="name",
+    mesh=MeshForm("cuda"),
+)
+
+_LOCAL = Form(  # the optimizer is saved by name and sharded all the same
+    Layout.FLATTENED,
+    Container.TORCH,
+    Place(f"{_MODEL}_rank{{rank}}.bin"),
+    Place(f"{_OPTIM}_0/", ("optimizer",), container=Container.DCP, layout=Layout.SHARDED),
+)
+
+ACCELERATE = Flavor(
+    name="accelerate",
+    title="accelerate's save_state",
+    signs=(Sign((_STATE,)), Sign((_OPTIM_STATE, r"^random_states_\d+\.pkl$"))),
+    forms=(_SHARDED, _FULL, _RANKS, _LOCAL),
+    state=rf"^({_MODEL}|{_OPTIM})(_\d+)?(_rank\d+)?(\.bin)?$",
+    rank_files=(RankFile("random_states_{rank}.pkl"),),
+    side_files=rf"{_SCHEDULING}|^(sampler(_\d+)?|dl_state_dict(_\d+)?)\.bin$|^custom_checkpoint_\d+\.pkl$",
+    model_files="",
+    schedule=("scheduler",),
+    training_files=(r"^scheduler(_\d+)?\.bin$", r"^random_states_\d+\.pkl$", r"^scaler\.pt$"),
+)
+
+TRAINER = replace(
+    ACCELERATE,
+    name="trainer",
+    title="a checkpoint of the Trainer of transformers",
+    signs=(Sign((_STATE, _TRAINED)), Sign((_OPTIM_STATE, _TRAINED)), Sign((_TRAINED, r"^zero_to_fp32\.py$"))),
+    state=rf"{ACCELERATE.state}|^(latest|global_step\d+|zero_to_(fp32|torch)\.py)$",  # with DeepSpeed in FSDP's place
+    rank_files=(RankFile("rng_state_{rank}.pth", single="rng_state.pth"),),
+    side_files=rf"{_SCHEDULING}|^(trainer_state\.json|training_args\.bin)$",
+    exports=(WEIGHTS,),
+    training_files=(r"^scheduler\.pt$", r"^rng_state(_\d+)?\.pth$", r"^scaler\.pt$"),  # none with save_only_model
+)
+
+HUGGINGFACE = Flavor(
+    name="huggingface",
+    title="Hugging Face's weights",
+    signs=(Sign((r"^model([-.].*)?\.safetensors(\.index\.json)?$", r"^config\.json$")),),
+    forms=(Form(Layout.FULL, Container.SAFETENSORS, Place("model"), None, weights=True),),
+    state=r"\.safetensors(\.index\.json)?$",
+    model_files="",
+)
+
+
+# Lightning
+
+_Defaults = tuple[tuple[str, str | int | tuple[()] | None], ...]
+_META = Place("meta.pt", container=Container.TORCH, layout=Layout.FULL)
+_META_FILES = (r"^meta\.pt$", r"^\.metadata$")
+_VERSION = "pytorch-lightning_version"
+# The oldest version that saves what is written here: a Trainer brings what is older up to its own.
+_DEFAULTS: _Defaults = ((_VERSION, "2.0.0"), ("epoch", 0), ("global_step", 0), ("lr_schedulers", ()))
+
+
+def _lightning_sharded(model: str, optim: str, defaults: _Defaults = ()) -> Form:
+    places = (Place("", (model,)), Place("", (optim,)), _META)
+    return Form(Layout.SHARDED, Container.DCP, *places, key_type="name", defaults=defaults)
+
+
+_FABRIC_FULL = Form(
+    Layout.FULL,
+    Container.TORCH,
+    Place("", ("model",)),
+    Place("", ("optimizer",)),
+    Place(""),
+    key_type="name",
+    directory=False,
+    suffix=".ckpt",
+)
+_LIGHTNING_FULL = replace(
+    _FABRIC_FULL,
+    model=Place("", ("state_dict",)),
+    optim=Place("", ("optimizer_states", 0)),
+    key_type="id",
+    defaults=_DEFAULTS,
+)
+
+LIGHTNING = Flavor(
+    name="lightning",
+    title="Lightning's Trainer",
+    signs=(Sign(keys=(_VERSION,)), Sign(_META_FILES, ("loops",))),
+    forms=(_lightning_sharded("model", "optimizer_0", _DEFAULTS), _LIGHTNING_FULL),
+    state=r"^(meta\.pt|\.metadata|.*\.distcp)$",
+    schedule=("lr_schedulers", 0),
+    training_keys=("lr_schedulers",),  # absent with save_weights_only
+)
+
+LIGHTNING_MODEL_PARALLEL = replace(  # ModelParallelStrategy: FSDP2
+    LIGHTNING,
+    name="lightning-model-parallel",
+    title="Lightning's Trainer with ModelParallelStrategy",
+    signs=(Sign(_META_FILES, ("loops",), model=("state_dict",)),),
+    forms=(_lightning_sharded("state_dict", "optimizer_0", _DEFAULTS), _LIGHTNING_FULL),
+)
+
+FABRIC = Flavor(
+    name="fabric",
+    title="Lightning Fabric",
+    signs=(Sign(_META_FILES),),
+    state=LIGHTNING.state,
+    forms=(replace(_lightning_sharded("model", "optimizer"), own_keys=True), _FABRIC_FULL),
+)
+
+
+# torchtitan
+
+_DCP = r"^\.metadata$"
+_STEP = r"^\.\./step-\d+$"  # anybody calls a directory so: the keys in it say whose it is
+_TORCHTITAN_FORM = Form(
+    Layout.SHARDED,
+    Container.DCP,
+    Place(""),
+    Place("", ("optimizer",)),
+    Place(""),
+    key_type="name",
+    flattened=True,
+)
+
+TORCHTITAN = Flavor(
+    name="torchtitan",
+    title="torchtitan, the model's names at the top",
+    signs=(Sign((_DCP, _STEP), model=()), Sign((_DCP,), ("train_state",), model=())),
+    forms=(_TORCHTITAN_FORM,),
+    training_keys=("lr_scheduler", "train_state"),  # absent with last_save_model_only
+)
+
+TORCHTITAN_OLD = replace(
+    TORCHTITAN,
+    name="torchtitan-old",
+    title="torchtitan, names below model",
+    signs=(
+        Sign((_DCP, _STEP), model=("model",), flattened=True),
+        Sign((_DCP,), ("train_state",), model=("model",)),
+    ),
+    forms=(replace(_TORCHTITAN_FORM, model=Place("", ("model",))),),
+)
+
+
+# verl
+
+_SCHEDULE = "lr_scheduler"  # its loader opens it in any case, and "rng" where it is
+_CONFIG = '{{\n    "FSDP_version": {version},\n    "world_size": {{world_size}}\n}}'
+_VERL_SHARDED = Form(
+    Layout.SHARDED,
+    Container.TORCH,
+    Place(PLAIN_NAMES.model),
+    Place(PLAIN_NAMES.optim),
+    Place(PLAIN_NAMES.extra),
+    key_type="id",
+    mesh=MeshForm("cuda", ("fsdp",), hybrid=("ddp", "fsdp")),
+    texts=(("fsdp_config.json", _CONFIG.format(version=2)),),
+    defaults=((_SCHEDULE, None),),
+    opened=((_SCHEDULE, frozenset({"last_epoch", "_last_lr"})), ("rng", frozenset({"cpu", "numpy", "random"}))),
+    schedule=(_SCHEDULE, frozenset({"last_epoch", "_last_lr", "lr_lambdas"})),  # all of verl's are LambdaLR
+)
+_VERL_FLATTENED = replace(  # FSDP1: DTensors in the model's files, flat parameters in the optimizer's
+    _VERL_SHARDED,
+    layout=Layout.FLATTENED,
+    model=Place(PLAIN_NAMES.model, layout=Layout.SHARDED),
+    extra=Place(PLAIN_NAMES.extra, layout=Layout.SHARDED),
+    texts=(("fsdp_config.json", _CONFIG.format(version=1)),),
+)
+
+VERL = Flavor(
+    name="verl",
+    title="verl's FSDP checkpoint manager",
+    signs=(Sign((r"^(model|optim)_world_size_\d+_rank_\d+\.pt$", r"^(fsdp_config\.json|huggingface)$")),),
+    forms=(_VERL_SHARDED, _VERL_FLATTENED),
+    state=r"^((model|optim|extra_state)_world_size_\d+_rank_\d+\.pt|fsdp_config\.json)$",
+    rank_files=(RankFile("data_{rank}.pt"),),  # its supervised training's data loaders
+    side_files=r"^data\.pt$|^lora_(train_meta\.json|adapter/adapter_(config\.json|model\.safetensors))$",
+    export_directories=("huggingface",),
+    model_files="huggingface/",
+    schedule=(_SCHEDULE,),
+    training_files=(r"^extra_state_world_size_\d+_rank_\d+\.pt$",),  # what save_contents calls "extra"
+)
+
+
+# those that are only read
 
 COMPOSER = Flavor(
     name="composer",

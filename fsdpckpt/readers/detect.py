@@ -35,12 +35,11 @@ from fsdpckpt.producers.forms import PLAIN
 from fsdpckpt.producers.table import EXPORT_DIRECTORIES, export_files, flavor_named, recognise
 from fsdpckpt.readers import READERS
 from fsdpckpt.readers.assembly import ReadPart, join, read_part
-from fsdpckpt.readers.beside import flavor_of, manifest_units, with_manifest, with_units
+from fsdpckpt.readers.beside import BesideUnits, flavor_of, manifest_units, units_beside, with_manifest, with_units
 from fsdpckpt.readers.ignored import IgnoredFiles
-from fsdpckpt.readers.missing_sections import missing_sections
 from fsdpckpt.readers.protocol import MANIFEST, UNITS, FileTable, Part, ReadOptions, Tree
+from fsdpckpt.readers.side_files import missing_sections
 from fsdpckpt.readers.torch_ranks import slices_of_one_rank
-from fsdpckpt.readers.units_beside import BesideUnits, units_beside
 from fsdpckpt.storage.protocols import UPLOADING, Entry, is_url
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import first_of

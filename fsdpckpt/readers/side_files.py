@@ -1,4 +1,4 @@
-"""Find the side files of a checkpoint: configurations, tokenizers and logs, copied unchanged without being opened."""
+"""Finds the files beside a checkpoint: those that are copied with it, and those that say what else was saved."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fsdpckpt.errors import SourceMissingError
-from fsdpckpt.ir.checkpoint import Checkpoint, Note, NoteKind, Section, SourceFile
+from fsdpckpt.ir.checkpoint import Checkpoint, Note, NoteKind, Problem, Section, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.producers.forms import Flavor, RankFile
@@ -16,6 +16,7 @@ from fsdpckpt.readers.ignored import IgnoredFiles
 from fsdpckpt.readers.protocol import MANIFEST, UNITS
 from fsdpckpt.storage.protocols import Entry
 from fsdpckpt.storage.sources import Sources
+from fsdpckpt.text import first_of
 
 # What the libraries of Hugging Face keep beside weights: every program that loads a model by its directory wants them.
 _OF_THE_MODEL = re.compile(
@@ -167,3 +168,44 @@ def _by_rank(
         message = f"{kind.name}: rank r of {world_size} has that of rank r modulo {len(ranks)}"
         taken.notes.append(Note("inferred", message))
     return chosen
+
+
+_UNSETTLED = frozenset({"several-models", "several-optimizers"})  # then the section may be one of the extras
+
+
+def missing_sections(checkpoint: Checkpoint, names: Iterable[str]) -> list[Problem]:
+    """A fatal problem where one of the two is absent, and a scheduler or random states say that both were saved.
+
+    ``names``: of the files beside the checkpoint. A save of the model alone has no such files and no such extras.
+    """
+    flavor = flavor_named(checkpoint.flavor)
+    if flavor is None or any(note.kind in _UNSETTLED for note in checkpoint.notes):
+        return []
+    absent = [
+        (section, what)
+        for section, what, held in (
+            (Section.MODEL, "model", checkpoint.model),
+            (Section.OPTIM, "optimizer", checkpoint.optim),
+        )
+        if held is None
+    ]
+    files = [name for name in sorted(names) if any(re.search(pattern, name) for pattern in flavor.training_files)]
+    beside = [*files, *(key for key in flavor.training_keys if checkpoint.extra.get(key))]
+    if len(absent) != 1 or not beside:
+        return []
+    section, what = absent[0]
+    file = _file_of(section, flavor, checkpoint)
+    message = (
+        f"{checkpoint.directory or checkpoint.source} has no {what}{f' ({file})' if file else ''}, and flavor "
+        f"{flavor.name} saves {first_of(beside, 3)} only together with one"
+    )
+    return [Problem("missing-section", message, section=section)]
+
+
+def _file_of(section: Section, flavor: Flavor, checkpoint: Checkpoint) -> str:
+    """Where the section would be in the form that the rest has; "" where that is no file of its own."""
+    for form in flavor.forms:
+        place = form.model if section is Section.MODEL else form.optim
+        if form.container == checkpoint.container and place is not None:
+            return place.file.format(rank=0, world_size=checkpoint.world_size)
+    return ""

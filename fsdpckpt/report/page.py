@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from fsdpckpt.describe import Description, Json
-from fsdpckpt.folding import fold
 from fsdpckpt.ir.checkpoint import Checkpoint, Section, group_params
 from fsdpckpt.report.figures import (
     LONGEST,
@@ -24,7 +23,7 @@ from fsdpckpt.report.figures import (
     percent,
 )
 from fsdpckpt.report.health import Health, health, not_finite, spreads
-from fsdpckpt.text import count_text, plural, size_text
+from fsdpckpt.text import count_text, fold, plural, size_text
 from fsdpckpt.verify.compare import value_text
 from fsdpckpt.verify.tensors import buffer_keys
 from fsdpckpt.version import __version__

@@ -28,11 +28,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from fsdpckpt.errors import TargetExistsError, TargetUnwritableError
-from fsdpckpt.storage.contents import Contents, added_since, contents_of, is_empty_directory
 from fsdpckpt.storage.local import sync_directory, target_errors
+from fsdpckpt.storage.target_checks import NAME_LIMIT, Contents, added_since, contents_of, is_empty_directory
 from fsdpckpt.text import bytes_text
 
-NAME_LIMIT = 255  # bytes of one file name on every file system in use; some allow fewer
 _OUTPUT, _JOURNAL, _WRITER = "output", "journal", "writer"
 _SHOWN = 10  # files that are named in an error
 

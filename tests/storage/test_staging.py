@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import pytest
 
 from fsdpckpt.errors import TargetExistsError, TargetUnwritableError, UsageError
-from fsdpckpt.storage.contents import contents_of
 from fsdpckpt.storage.local import WritableFile, aligned_buffer
 from fsdpckpt.storage.staging import (
     Staging,
@@ -24,7 +23,7 @@ from fsdpckpt.storage.staging import (
     lock_as_writer,
     staging_root,
 )
-from fsdpckpt.storage.target_checks import check_target
+from fsdpckpt.storage.target_checks import check_target, contents_of
 
 
 def _write(path: str, data: bytes) -> None:
