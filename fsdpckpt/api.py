@@ -8,14 +8,15 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Unpack
 
 import fsdpckpt.wording  # noqa: F401  # errors name the keywords of Python
-from fsdpckpt.errors import UsageError, require_torch
+from fsdpckpt.errors import require_torch
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout, NamedTensor
 from fsdpckpt.ir.invariants import problems
 from fsdpckpt.ir.vocabulary import Strategy
-from fsdpckpt.option_fields import Scope, changed, given, parameters, takes_options, with_named
+from fsdpckpt.option_fields import Scope, changed, parameters, refuse_unused, takes_options, with_named
 from fsdpckpt.options import ConvertOptions, DiffOptions, InspectOptions, LaunchOptions, UnitsOptions, VerifyOptions
 from fsdpckpt.progress import NoProgress, Progress
 from fsdpckpt.storage.sources import Sources
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from fsdpckpt.converters.report import Report
-    from fsdpckpt.describe import Description, Json
+    from fsdpckpt.describe import Description, Json, Selection
     from fsdpckpt.flat.units.source import ResolvedUnits, UnitsRequest
     from fsdpckpt.keywords import ConvertKeywords
     from fsdpckpt.lazy import LazyCheckpoint
@@ -54,7 +55,8 @@ def inspect(
     Reads headers and metadata only, unless ``stats``. ``ranks`` locates every chunk in its file. ``keys`` are globs
     over dotted keys, ``ignore_file`` globs of files of the source that are left out.
     ``.to_json(ranks=...)`` gives the document of ``fsdpckpt inspect --json``. Flattened shards are
-    shown by name where ``units`` (a file), or units beside the source, tell. Raises SourceError.
+    shown by name where ``units`` (a file), or units beside the source, tell. Raises SourceError, UsageError for a glob
+    that matches nothing.
     """
     from fsdpckpt.describe import Selection, describe
     from fsdpckpt.readers.detect import open_checkpoint
@@ -71,10 +73,22 @@ def inspect(
         checkpoint = _named(opened, sources, options.units)
         if checkpoint is not opened:
             checkpoint = dataclasses.replace(checkpoint, problems=(*checkpoint.problems, *problems(checkpoint)))
+        _require_keys(checkpoint, wanted)
         measure = _measure(checkpoint, sources, threads, progress) if stats else None
         description = describe(checkpoint, wanted, measure=measure)
         stored = opened.optim.key_type if opened.optim is not None else None
         return dataclasses.replace(description, key_type=stored)
+
+
+def _require_keys(checkpoint: Checkpoint, wanted: Selection) -> None:
+    """Raises UsageError for a glob of ``wanted`` that matches no key."""
+    if wanted.keys:
+        from fsdpckpt.transform.selection import unmatched_error
+
+        keys = [one.key for one in checkpoint.tensors() if wanted.section in (None, one.section)]
+        for glob in wanted.keys:
+            if not any(fnmatchcase(key, glob) for key in keys):
+                raise unmatched_error(f"--keys {glob!r} matches", glob, checkpoint.source, keys)
 
 
 def _measure(
@@ -203,8 +217,8 @@ def verify(
     from fsdpckpt.verify.integrity import verify as run
 
     options = changed(VerifyOptions(), {"include": include, "exclude": exclude, "ignore_file": ignore_file})
-    if not finite and (unused := given(options, Scope.FINITE)):
-        raise UsageError(f"{', '.join(unused)} would have no effect here", why="it goes with --finite alone")
+    if not finite:
+        refuse_unused(options, Scope.FINITE, "nothing is searched for NaN and Inf", "add --finite")
     searched = Finite(options.include, options.exclude) if finite else None
 
     def name(checkpoint: Checkpoint, sources: Sources) -> Checkpoint:

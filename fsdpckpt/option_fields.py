@@ -7,9 +7,11 @@ Python API, the JSON that workers get and the checks of ``convert`` are all made
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum, StrEnum, auto
@@ -37,6 +39,8 @@ __all__ = [
     "option",
     "parameters",
     "parse_size",
+    "refuse_conflicts",
+    "refuse_unused",
     "synonym",
     "takes_options",
     "to_json",
@@ -71,6 +75,7 @@ class Scope(Enum):
     SHARDED_OR_KEYED = auto()  # a sharded target, flat parameters, or --key-type
     REFERENCE = auto()  # as SHARDED_OR_KEYED, and Hugging Face's weights
     KEYED = auto()  # flat parameters, or --key-type
+    KNOWLEDGE = auto()  # what the source does not say itself: what is a parameter, in which order
     SAFETENSORS = auto()  # a safetensors target
     WORKERS = auto()  # a run of several workers
     LAUNCH = auto()  # a run that starts its workers itself
@@ -83,8 +88,8 @@ class Scope(Enum):
 class Kind:
     """The values of an option. ``values``: their type on the command line; ``keyword``: their type in the Python API.
 
-    ``convert`` makes the value that the record holds of one from Python, JSON or the command line, and gets the name
-    of the field for its UsageError. ``choices``: all values there are.
+    ``convert`` makes the value that the record holds of one from Python, JSON or the command line, and gets the
+    flag of the option for its UsageError. ``choices``: all values there are.
     """
 
     values: Any
@@ -97,9 +102,10 @@ class Kind:
 class Option:
     """What the type of the field does not say. ``flag``: the long option, where it is not the field's name.
 
-    ``minimum``: of a number. ``offered``: the values that the command line takes, where they are fewer than Python's.
+    ``minimum``: of a number. ``offered``: the values that it takes, where they are fewer than its type has.
     ``completion``: values that the shell completes, of an option that takes others, too. ``synonyms``: what people try
-    instead, without dashes. ``changes_output``: whether the bytes that are written depend on it.
+    instead, without dashes. ``changes_output``: whether the bytes that are written depend on it. ``excludes``: fields,
+    of whichever record, that it cannot be given with.
     """
 
     help_text: str
@@ -114,6 +120,7 @@ class Option:
     synonyms: tuple[str, ...] = ()
     scope: tuple[Scope, ...] = ()
     changes_output: bool = True
+    excludes: tuple[str, ...] = ()
 
 
 def option(help_text: str, group: Group = Group.OTHER, *, default: object = None, **described: Any) -> Any:
@@ -147,7 +154,14 @@ class Parameter:
 
     def convert(self, value: object) -> object:
         """``value`` as the record holds it. Raises UsageError."""
-        return self.default if value is None else self.kind.convert(self.name, value)
+        if value is None:
+            return self.default
+        if self.option.offered:
+            _words(self.option.offered).convert(self.flag, value)
+        converted, least = self.kind.convert(self.flag, value), self.option.minimum
+        if least is not None and isinstance(converted, int | float) and not converted >= least:
+            raise UsageError(f"{self.flag} is too small", expected=f"{least} or more", found=str(value))
+        return converted
 
 
 def parameters(record: type) -> tuple[Parameter, ...]:
@@ -181,65 +195,93 @@ def _kind_of(annotation: object) -> Kind:
     return {str: TEXT, int: INTEGER, float: NUMBER}[cast("type", annotation)]
 
 
-def _unchanged(_name: str, value: object) -> object:
+def _unchanged(_flag: str, value: object) -> object:
     return value
 
 
-def _texts(_name: str, value: str | Iterable[str]) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value)
+def _integer(flag: str, value: object) -> int:
+    if isinstance(value, str) and re.fullmatch(r"-?\d{1,18}", value, re.ASCII):
+        return int(value)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise UsageError(f"{flag} takes a whole number", found=str(value))
+    return value
 
 
-def _pairs(name: str, value: Mapping[str, str] | Iterable[str | Iterable[str]]) -> tuple[tuple[str, str], ...]:
+def _number(flag: str, value: object) -> float:
+    with suppress(ValueError, TypeError, OverflowError):
+        number = float(cast("str", value))
+        if not math.isnan(number) and not isinstance(value, bool):
+            return number
+    raise UsageError(f"{flag} takes a number", found=str(value))
+
+
+def _text(flag: str, value: str) -> str:
+    if not value:
+        raise UsageError(f"{flag} is empty", why=EMPTY, next_step=f"give it a value, or drop {flag}")
+    return value
+
+
+def _texts(flag: str, value: str | Iterable[str]) -> tuple[str, ...]:
+    return tuple(_text(flag, one) for one in ([value] if isinstance(value, str) else value))
+
+
+def _pairs(flag: str, value: Mapping[str, str] | Iterable[str | Iterable[str]]) -> tuple[tuple[str, str], ...]:
     """``(old, new)`` pairs; on the command line each is written ``OLD=NEW``."""
     found = []
     for pair in value.items() if isinstance(value, Mapping) else value:
-        old, new = _pair(name, pair) if isinstance(pair, str) else pair
+        old, new = _pair(flag, pair) if isinstance(pair, str) else pair
+        if old == new:
+            raise UsageError(
+                f"{flag} {old}={new} has no effect: both names are the same", next_step=f"drop {flag} {old}={new}"
+            )
         found.append((str(old), str(new)))
     return tuple(found)
 
 
-def _pair(name: str, text: str) -> tuple[str, str]:
+def _pair(flag: str, text: str) -> tuple[str, str]:
     old, equals, new = text.partition("=")
     if not equals or not old:
         raise UsageError(
-            f"--{name} takes OLD=NEW",
+            f"{flag} takes OLD=NEW",
             expected="OLD=NEW",
             found=text,
-            next_step=f"for example --{name} encoder=backbone",
+            next_step=f"for example {flag} encoder=backbone",
         )
     return old, new
 
 
-def _dtype(_name: str, value: object) -> str:
+def _dtype(_flag: str, value: object) -> str:
     """The name of a dtype; torch.bfloat16 itself is one, too, without an import of torch."""
     return value if isinstance(value, str) else str(value).removeprefix("torch.")
 
 
-def _size(name: str, value: int | str) -> int:
+def _size(flag: str, value: int | str) -> int:
     if not isinstance(value, str):
         return value
     try:
         return parse_size(value)
     except (ValueError, OverflowError):
-        flag = "--" + name.replace("_", "-")
         raise UsageError(
             f"{flag}: {value!r} is not a size", next_step=f"{flag} 128MiB, or 5GB, or 1000 (bytes)"
         ) from None
 
 
-def _path(name: str, value: str | os.PathLike[str]) -> str:
-    path = os.fspath(value)
-    if not path:
-        flag = "--" + name.replace("_", "-")
-        raise UsageError(f"{flag} is empty", why=EMPTY, next_step=f"give a path, or drop {flag}")
-    return path
+def _workers(flag: str, value: int | str) -> str:
+    text = str(value)
+    if text not in ("gpu", "auto") and not (text.isdecimal() and int(text)):
+        raise UsageError(f"{flag} takes a number, gpu or auto", found=text, next_step=f"for example {flag} 4")
+    return text
+
+
+def _path(flag: str, value: str | os.PathLike[str]) -> str:
+    return _text(flag, os.fspath(value))
 
 
 def _words(words: tuple[str, ...]) -> Kind:
-    def convert(name: str, value: object) -> object:
+    def convert(flag: str, value: object) -> object:
         word = value.value if isinstance(value, Enum) else value
         if word not in words:
-            raise UsageError(f"{name} cannot be {value!r}", expected=", ".join(words), found=str(value))
+            raise UsageError(f"{flag} cannot be {value!r}", expected=", ".join(words), found=str(value))
         return word
 
     return Kind(str, _literal(words), convert, words)
@@ -249,8 +291,8 @@ def _enum(members: type[StrEnum]) -> Kind:
     words = tuple(member.value for member in members)
     check = _words(words)
 
-    def convert(name: str, value: object) -> object:
-        return members(str(check.convert(name, value)))
+    def convert(flag: str, value: object) -> object:
+        return members(str(check.convert(flag, value)))
 
     return dataclasses.replace(check, keyword=f"{members.__name__} | {check.keyword}", convert=convert)
 
@@ -280,9 +322,9 @@ def parse_size(text: str) -> int:
     return int(float(matched[1]) * _UNITS[matched[2]])
 
 
-TEXT = Kind(str, "str", _unchanged)
-INTEGER = Kind(int, "int", _unchanged)
-NUMBER = Kind(float, "float", _unchanged)
+TEXT = Kind(str, "str", _text)
+INTEGER = Kind(str, "int", _integer)
+NUMBER = Kind(str, "float", _number)
 FLAG = Kind(bool, "bool", _unchanged)
 TOGGLE = Kind(bool, "bool", _unchanged)
 TEXTS = Kind(list[str], "str | Iterable[str]", _texts)
@@ -290,7 +332,7 @@ PAIRS = Kind(list[str], "Mapping[str, str] | Iterable[tuple[str, str]]", _pairs)
 PATH = Kind(str, "str | os.PathLike[str]", _path)
 DTYPE = Kind(str, "str | torch.dtype", _dtype)
 SIZE = Kind(str, "int | str", _size)
-WORKERS = Kind(str, "int | str", lambda _, value: str(value))
+WORKERS = Kind(str, "int | str", _workers)
 
 
 def changed(record: Record, values: Mapping[str, object]) -> Record:
@@ -301,7 +343,9 @@ def changed(record: Record, values: Mapping[str, object]) -> Record:
         try:
             converted[name] = kinds[name].convert(value)
         except UsageError as error:
-            error.next_step = instead(type(record), name, value) or error.next_step
+            near = get_close_matches(str(value), kinds[name].choices, n=1)
+            meant = f"did you mean {kinds[name].flag} {near[0]}?" if near else error.next_step
+            error.next_step = instead(type(record), name, value) or meant
             raise
     return dataclasses.replace(record, **converted)  # type: ignore[type-var]
 
@@ -342,6 +386,35 @@ def given(record: object, scope: Scope) -> tuple[str, ...]:
         for one in parameters(type(record))
         if scope in one.option.scope and getattr(record, one.name) != one.default
     )
+
+
+def refuse_unused(record: object, scope: Scope, why: str, instead: str = "") -> None:
+    """Raises UsageError when options of ``scope`` are given: they have no effect, as ``why`` says.
+
+    ``instead``: what would give them one: ``add --to sharded``.
+    """
+    names = given(record, scope)
+    if names:
+        listed = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+        has = "has" if len(names) == 1 else "have"
+        raise UsageError(
+            f"{listed} {has} no effect: {why}", next_step=f"drop {listed}" + (f", or {instead}" if instead else "")
+        )
+
+
+def refuse_conflicts(*records: object) -> None:
+    """Raises UsageError for two options of ``records`` of which one excludes the other."""
+    every = {
+        one.name: one
+        for record in records
+        for one in parameters(type(record))
+        if getattr(record, one.name) != one.default
+    }
+    for one in every.values():
+        for other in one.option.excludes:
+            if other in every:
+                flag = every[other].flag
+                raise UsageError(f"{one.flag} does not go with {flag}", next_step=f"drop {one.flag} or {flag}")
 
 
 def identity(record: object) -> dict[str, str]:

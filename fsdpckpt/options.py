@@ -16,6 +16,7 @@ from fsdpckpt.ir.vocabulary import Container, KeyType, Layout, Section, Strategy
 from fsdpckpt.option_fields import DTYPE, PATH, SIZE, WORKERS, Group, Scope, option, parameters
 
 __all__ = [
+    "DEVICE_TYPES",
     "DTYPES",
     "FLAVORS",
     "ConvertOptions",
@@ -45,6 +46,8 @@ DTYPES = (
     *("float64", "float32", "float16", "bfloat16"),
     *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
 )
+# What ``torch.device`` takes, and the names of backends outside of PyTorch that train with FSDP.
+DEVICE_TYPES = ("cuda", "cpu", "xpu", "npu", "hpu", "mlu", "musa", "mps", "mtia", "xla", "ipu", "maia", "privateuseone")
 SECTIONS = ("model", "optim")  # the sections that a conversion or a comparison may be limited to
 
 
@@ -126,7 +129,7 @@ class ConvertOptions:
         "Device type that DTensors record for their mesh: cuda, cpu, ... (default: the source's, else the flavor's).",
         Group.WRITTEN,
         metavar="TYPE",
-        completion=("cuda", "cpu"),
+        completion=DEVICE_TYPES[:2],
         scope=(Scope.DTENSORS,),
     )
     key_type: KeyType | None = option(
@@ -200,14 +203,14 @@ class ConvertOptions:
         Group.SELECTED,
         default=(),
         metavar="GLOB",
-        scope=(Scope.SHARDED_OR_KEYED, Scope.MODEL),
+        scope=(Scope.SHARDED_OR_KEYED, Scope.MODEL, Scope.KNOWLEDGE),
     )
     units: str | None = option(
         "Units file: the parameters of each flat parameter (fsdpckpt units --help).",
         Group.UNITS,
         kind=PATH,
         metavar="FILE",
-        scope=(Scope.FLAT_PARAMETERS,),
+        scope=(Scope.FLAT_PARAMETERS, Scope.KNOWLEDGE),
     )
     unit: tuple[str, ...] = option(
         "Names of the modules that FSDP1 wrapped ('none': only the root); may be repeated.",
@@ -243,14 +246,14 @@ class ConvertOptions:
         Group.UNITS,
         kind=PATH,
         metavar="PATH",
-        scope=(Scope.REFERENCE,),
+        scope=(Scope.REFERENCE, Scope.KNOWLEDGE),
     )
     parameters: str | None = option(
         "A text file with the names in the order of model.parameters(), one per line.",
         Group.UNITS,
         kind=PATH,
         metavar="FILE",
-        scope=(Scope.KEYED,),
+        scope=(Scope.KEYED, Scope.KNOWLEDGE),
     )
     dry_run: bool = option("Print the plan and write nothing.", Group.SAFETY, default=False, changes_output=False)
     verify: VerifyLevel = option(
@@ -282,7 +285,7 @@ class ConvertOptions:
     threads: int | None = option(
         "Number of threads that copy.", Group.RESOURCES, metavar="N", minimum=1, changes_output=False
     )
-    # Applies everywhere: should DST be a store, this is where it is staged, so that one command serves paths, too.
+    # For a path it has no effect, which the summary says: one command may serve both.
     staging: str | None = option(
         "Local directory where a DST for an object store is staged (default: TMPDIR); not used for a path.",
         Group.RESOURCES,
@@ -368,7 +371,9 @@ class InspectOptions:
 
     keys: tuple[str, ...] = option("Show only matching keys; may be repeated.", default=(), metavar="GLOB")
     section: Section | None = option("Show only this section.")
-    names_only: bool = option("Print only the keys, one per line, for pipes.", default=False)
+    names_only: bool = option(
+        "Print only the keys, one per line, for pipes.", default=False, excludes=("as_json", "all_keys", "ranks")
+    )
     all_keys: bool = option("One row for each key, also of repeated layers.", default=False, flag="--all")
     ranks: bool = option(
         "Show where each chunk of a tensor lies: rank, file, byte offset, and box (offsets and sizes).", default=False

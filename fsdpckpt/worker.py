@@ -20,8 +20,9 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from fsdpckpt.converters.report import Report
-from fsdpckpt.converters.target_spec import refuse_launch_options, refuse_unknown_suffix, refuse_worker_options
-from fsdpckpt.errors import FsdpckptError, InterruptedRunError, WorkerError, require_torch
+from fsdpckpt.converters.target_spec import refuse_unknown_suffix
+from fsdpckpt.errors import FsdpckptError, InterruptedRunError, UsageError, WorkerError, require_torch
+from fsdpckpt.option_fields import Scope, refuse_unused
 from fsdpckpt.options import ConvertOptions, Launcher, LaunchOptions
 from fsdpckpt.process_role import process_role, started_as_worker
 from fsdpckpt.progress import Progress, ProgressPipe, follow_progress
@@ -41,13 +42,17 @@ def convert(source: str, target: str, options: ConvertOptions, launch: LaunchOpt
     """
     refuse_unknown_suffix(target)
     if launch.launcher is not Launcher.LOCAL and started_as_worker():
-        refuse_launch_options(launch, "torchrun or srun started this process as one of its workers already")
+        refuse_unused(launch, Scope.LAUNCH, "torchrun or srun started this process as one of its workers already")
         return _as_worker(source, target, options, launch, progress)
     if launch.launcher is Launcher.TORCHRUN or launch.nproc_per_node is not None or launch.nnodes != 1:
         if launch.launcher is Launcher.LOCAL:
-            refuse_launch_options(launch, "--launcher local is one process")
+            refuse_unused(launch, Scope.LAUNCH, "--launcher local is one process")
+        if launch.nproc_per_node is None and launch.nnodes == 1:
+            raise UsageError(
+                "--launcher torchrun starts workers, and nothing says how many", next_step="add --nproc-per-node N"
+            )
         return _launched(source, target, options, launch, progress)
-    refuse_worker_options(launch)
+    refuse_unused(launch, Scope.WORKERS, "there are no workers", "add --nproc-per-node N")
     from fsdpckpt.comm.protocol import Solo
     from fsdpckpt.converters.pipeline import convert as run
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect as signatures
+import re
 import textwrap
 from collections.abc import Callable, Iterable
-from enum import Enum
 from importlib import import_module
 from typing import Annotated, Any, ClassVar, Optional
 
@@ -16,7 +16,7 @@ from fsdpckpt.cli import convert, diff, inspect, units, verify
 from fsdpckpt.cli.errors import catch_signals, guarded
 from fsdpckpt.cli.output import Output
 from fsdpckpt.errors import EMPTY, UsageError
-from fsdpckpt.option_fields import Group, Parameter, changed, parameters
+from fsdpckpt.option_fields import Group, Parameter, changed, parameters, refuse_conflicts
 from fsdpckpt.options import (
     ConvertOptions,
     DiffOptions,
@@ -53,6 +53,18 @@ class HelpCommand(TyperCommand):
 
     headings: ClassVar[dict[str, str]] = {}
     rest: ClassVar[str] = "Options"
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Raises UsageError for an option with one value that is given twice: silently, the last would win."""
+        if not ctx.resilient_parsing:
+            _, _, order = self.make_parser(ctx).parse_args(args=list(args))
+            options: list[Any] = [param for param in order if not _is_argument(param)]
+            for one in options:
+                single = not one.multiple and (not one.is_flag or one.secondary_opts)
+                if single and options.count(one) > 1:
+                    flags = " or ".join((*one.opts, *one.secondary_opts))
+                    raise UsageError(f"{flags} is given more than once", next_step="give it once")
+        return super().parse_args(ctx, args)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """``[OPTIONS] SRC DST``."""
@@ -109,7 +121,9 @@ def command(
 
         def work() -> int:
             paths = [_given(metavar, values[name]) for name, metavar, _ in arguments]
-            return body(output, *paths, *(_filled(record, values) for record in records))
+            filled = [_filled(record, values) for record in records]
+            refuse_conflicts(*filled, printing)
+            return body(output, *paths, *filled)
 
         return guarded(output, work)
 
@@ -127,9 +141,16 @@ def command(
     return run
 
 
+# ``s3://``, ``gs:``, ``s3:/bucket``
+_UNFINISHED_URL = re.compile(r"(s3a?|gc?s|abfss?|az|adl|https?|hf|hdfs|memory|file):(?://?/?|/([^/].*)|///.*|)")
+
+
 def _given(metavar: str, path: str) -> str:
     if not path:
         raise UsageError(f"{metavar} is empty", why=EMPTY, next_step=f"give {metavar}: a path or a URL")
+    if begun := _UNFINISHED_URL.fullmatch(path):
+        whole = f"{begun[1]}://{begun[2] or 'BUCKET/PATH'}"
+        raise UsageError(f"{metavar} is not a complete URL: {path}", next_step=f"give {whole}")
     return path
 
 
@@ -144,27 +165,23 @@ def _argument(metavar: str, help_text: str) -> Any:
 def _option(one: Parameter) -> signatures.Parameter:
     """The parameter of a command that typer makes the option ``one`` of."""
     kind: Any = one.kind.values
-    default = one.default if isinstance(one.default, bool | int | float) and kind is not str else None
+    default: Any = one.default if isinstance(one.default, bool | int | float) and one.option.kind is None else None
     names = [one.flag, *([one.option.short] if one.option.short else [])]
-    if one.choices:
-        kind = _choice(one.choices)
-        default = None if one.default is None else kind(str(one.default))
+    if one.choices and one.default is not None:
+        default = str(one.default)
     elif kind is bool and one.default is None:
         names = [f"{one.flag}/--no-{one.flag.removeprefix('--')}"]
+    elif kind is str and default is not None:
+        default = str(default)
     described = typer.Option(
         *names,
         help=one.option.help_text,
-        metavar=one.option.metavar,
-        min=one.option.minimum,
+        metavar=f"<{'|'.join(one.choices)}>" if one.choices else one.option.metavar,
         show_default=default is not None,
-        autocompletion=_completer(one.option.completion) if one.option.completion else None,
+        autocompletion=_completer(known) if (known := one.choices or one.option.completion) else None,
     )
     annotation: Any = Annotated[kind if default is not None else Optional[kind], described]  # noqa: UP045
     return signatures.Parameter(one.name, signatures.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-
-
-def _choice(words: tuple[str, ...]) -> Any:
-    return Enum("Choice", [(word, word) for word in words], type=str)
 
 
 def _completer(words: tuple[str, ...]) -> Callable[[str], list[str]]:

@@ -21,6 +21,7 @@ from fsdpckpt.errors import (
     InterruptedRunError,
     SourceError,
     TargetUnwritableError,
+    UsageError,
     leftover_of,
     to_copy,
 )
@@ -103,6 +104,8 @@ def report(output: Output, error: BaseException) -> int:
     from fsdpckpt.cli.output import redirect_to_null
 
     known = known_error(error)
+    if isinstance(known, UsageError) and known.next_steps is None:
+        known.next_step = to_copy("see the options, with examples", f"{_command()} --help")
     try:
         if os.environ.get("FSDPCKPT_DEBUG") == "1":
             import traceback
@@ -120,6 +123,12 @@ def report(output: Output, error: BaseException) -> int:
         except OSError:
             redirect_to_null(sys.stderr)
     return known.exit_code
+
+
+def _command() -> str:
+    """What was called: ``fsdpckpt convert``."""
+    first = sys.argv[1] if len(sys.argv) > 1 else ""
+    return f"fsdpckpt {first}" if first in ("inspect", "convert", "diff", "verify", "units") else "fsdpckpt"
 
 
 def known_error(error: BaseException) -> FsdpckptError:

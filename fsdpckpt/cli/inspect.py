@@ -62,8 +62,8 @@ def inspect_command(output: Output, source: str, options: InspectOptions) -> int
 
         nbytes = write_report(description, options.report)
         output.message(f"{options.report}: {size_text(nbytes)}")
-    if not description.tensors and (options.keys or options.section is not None):
-        output.message("no key matches --keys and --section")
+    if not description.tensors and options.section is not None:
+        output.message(f"{source} has no tensors in section {options.section}")
     if output.as_json:
         output.document(lambda: description.document(ranks=options.ranks), "inspect")
         return 0

@@ -14,6 +14,8 @@ from fsdpckpt.process_role import process_role, started_as_worker
 if TYPE_CHECKING:
     from fsdpckpt.cli.output import Output
 
+NEAR = 0.8  # likeness of a mistyped option to one that is suggested: --verbose is not --overwrite
+
 
 def main() -> None:
     """Run the command line and exit with the contract's code."""
@@ -54,37 +56,28 @@ def _run(output: Output) -> int:
 
 def _usage(error: BaseException) -> BaseException:
     """A typer usage error in the form of this program's."""
-    from fsdpckpt.errors import UsageError, to_copy
+    from fsdpckpt.errors import UsageError
 
-    message = getattr(error, "format_message", lambda: str(error))()
-    help_text = to_copy("see the options, with examples", f"{_command(error)} --help")
-    return UsageError(str(message), next_step=_meant(error) or help_text)
+    unknown = getattr(error, "option_name", "") if hasattr(error, "possibilities") else ""
+    said = str(getattr(error, "format_message", lambda: str(error))()).rstrip(".")
+    what = f"there is no option {unknown}" if unknown else said[:1].lower() + said[1:]
+    return UsageError(what, next_step=_meant_option(error, unknown) if unknown else None)
 
 
-def _meant(error: BaseException) -> str | None:
-    """The option that was meant by one that does not exist, or by a value that is another option's."""
-    from fsdpckpt.option_fields import instead, synonym
+def _meant_option(error: BaseException, unknown: str) -> str | None:
+    """What was meant by an option that does not exist."""
+    from difflib import get_close_matches
+
+    from fsdpckpt.errors import to_copy
+    from fsdpckpt.option_fields import synonym
     from fsdpckpt.options import ConvertOptions
 
-    if sys.argv[1:2] != ["convert"]:
-        return None
-    unknown = getattr(error, "option_name", None)
-    if isinstance(unknown, str):
-        meant = synonym([ConvertOptions], unknown.lstrip("-"))
-        return f"{meant.flag}: {meant.option.help_text}" if meant is not None else None
-    param = getattr(error, "param", None)
-    for flag in getattr(param, "opts", ()):
-        for word, following in zip(sys.argv, [*sys.argv[1:], ""], strict=True):
-            value = following if word == flag else word.removeprefix(f"{flag}=")
-            if word in (flag, f"{flag}={value}") and (hint := instead(ConvertOptions, param.name, value)):  # type: ignore[union-attr]
-                return hint
-    return None
-
-
-def _command(error: BaseException) -> str:
-    """The command whose options are wrong: ``fsdpckpt convert``."""
-    path = getattr(getattr(error, "ctx", None), "command_path", None)
-    if path is not None:
-        return str(path)
-    first = sys.argv[1] if len(sys.argv) > 1 else ""
-    return f"fsdpckpt {first}" if first in ("inspect", "convert", "diff", "verify", "units") else "fsdpckpt"
+    meant = synonym([ConvertOptions], unknown.lstrip("-")) if sys.argv[1:2] == ["convert"] else None
+    if meant is not None:
+        return f"{meant.flag}: {meant.option.help_text}"
+    if unknown == "--version":
+        return to_copy("this shows the version", "fsdpckpt --version")
+    command = getattr(getattr(error, "ctx", None), "command", None)
+    known = [flag for one in getattr(command, "params", ()) for flag in (*one.opts, *one.secondary_opts)]
+    near = get_close_matches(unknown, known, n=1, cutoff=NEAR)
+    return f"did you mean {near[0]}?" if near else None

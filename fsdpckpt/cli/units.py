@@ -10,8 +10,8 @@ from contextlib import redirect_stdout
 from typing import TYPE_CHECKING
 
 from fsdpckpt.cli.table import Cell, Name, table_lines
-from fsdpckpt.errors import NeedsInformationError, TargetExistsError, UsageError, to_copy
-from fsdpckpt.option_fields import Scope, given
+from fsdpckpt.errors import NeedsInformationError, TargetExistsError, UsageError
+from fsdpckpt.option_fields import Scope, refuse_unused
 from fsdpckpt.options import UnitsOptions
 from fsdpckpt.text import count_text, plural, shape_text
 
@@ -45,7 +45,6 @@ UNITS_FILE = "units.json"  # in a directory given to --output, where it is found
 HEADINGS = ("flat parameter", "strategy", "parameters", "frozen", "elements", "dtype", "param_dtype")
 NUMERIC = frozenset({2, 3, 4})
 _MARK, _HEAD = b'"fsdpckpt-units"', 4096  # what every units file has near its beginning
-_HELP = to_copy("see the options, with examples", "fsdpckpt units --help")
 
 
 def units_command(output: Output, options: UnitsOptions) -> int:
@@ -55,10 +54,10 @@ def units_command(output: Output, options: UnitsOptions) -> int:
     """
     target = _target(options.output, overwrite=options.overwrite)
     if options.model is not None:
-        _refuse(given(options, Scope.CHECKPOINT), "--from")
+        refuse_unused(options, Scope.CHECKPOINT, "there is no checkpoint", "add --from SRC")
         units = _from_model(options.model, options)
     elif options.source is not None:
-        _refuse(given(options, Scope.LIVE_MODEL), "--model")
+        refuse_unused(options, Scope.LIVE_MODEL, "there is no --model")
         from fsdpckpt.api import find_units
 
         units = find_units(options.source, options)
@@ -66,7 +65,6 @@ def units_command(output: Output, options: UnitsOptions) -> int:
         raise UsageError(
             "units are made from a checkpoint or from a model",
             expected="--from SRC, or --model MODULE:NAME with --wrap MODULE:CLASS",
-            next_step=_HELP,
         )
     if target is not None:
         from fsdpckpt.flat.units.file import write_units
@@ -89,14 +87,6 @@ def _from_model(model: str, options: UnitsOptions) -> ResolvedUnits:
 
     with redirect_stdout(sys.stderr):  # what the user's code prints does not belong in the units file
         return model_units(model, options)
-
-
-def _refuse(options: tuple[str, ...], goes_with: str) -> None:
-    """Options that would be without effect are mistakes."""
-    if options:
-        raise UsageError(
-            f"{', '.join(options)} would have no effect here", why=f"it goes only with {goes_with}", next_step=_HELP
-        )
 
 
 def _target(path: str | None, *, overwrite: bool) -> str | None:

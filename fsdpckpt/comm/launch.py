@@ -157,8 +157,6 @@ def local_workers(nproc_per_node: str) -> int:
         if count == 0 and nproc_per_node == "gpu":
             raise UsageError("--nproc-per-node gpu: torch sees no GPU here", next_step="give a number")
         return max(count, 1)
-    if not nproc_per_node.isdigit() or int(nproc_per_node) == 0:
-        raise UsageError("--nproc-per-node takes a number, gpu or auto", found=nproc_per_node)
     return int(nproc_per_node)
 
 

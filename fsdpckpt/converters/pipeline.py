@@ -73,6 +73,7 @@ from fsdpckpt.garbage import set_aside, without_collection
 from fsdpckpt.ir.checkpoint import Note, SourceFile
 from fsdpckpt.ir.targets import Target
 from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.vocabulary import Layout
 from fsdpckpt.options import ConvertOptions, VerifyLevel, Visibility
 from fsdpckpt.plan.plan import Plan, make_plan
 from fsdpckpt.producers.forms import PLAIN
@@ -118,7 +119,11 @@ def convert(
     if group.rank:
         progress = NoProgress()
     if not is_url(target):
-        return _Conversion(group, source, target, options, progress, visibility).run(workers_here)
+        report = _Conversion(group, source, target, options, progress, visibility).run(workers_here)
+        if options.staging is None:
+            return report
+        note = Note("unused", "--staging had no effect: only a DST in an object store is staged there")
+        return replace(report, notes=(*report.notes, note))
     with Upload(group, source, target, options, progress, visibility=visibility) as upload:
         conversion = _Conversion(
             group, source, upload.path, upload.options, progress, upload.visibility, for_upload=True
@@ -147,7 +152,7 @@ def prepare(source: str, target: str, options: ConvertOptions, sources: Sources)
     mesh = requested_mesh(options, opened, sources)
     options = with_mesh(options, opened.layout, mesh)
     spec = on_mesh(make_target_spec(target, options, opened), opened, mesh)
-    require_file_name(target, spec)
+    require_file_name(target, spec, options)
     opened = replace(opened, notes=(*opened.notes, *spec.notes))
     refuse_section_options(options, opened, flavor=spec.flavor, form=spec.form)
     side_files: Mapping[str, Tensor] = {}
@@ -189,6 +194,7 @@ class _Conversion:
     _recorder: Recorder | None = None
     _note: Note | None = None
     _replaces: Contents = field(default_factory=dict)  # on rank 0: what was at DST
+    _manifest: bytes = b""  # fsdpckpt.json as it was written
 
     @property
     def _solo(self) -> bool:
@@ -404,7 +410,7 @@ class _Conversion:
                 data = encode_manifest(prepared.output, prepared.transformed, prepared.spec, crcs=crcs, digests=digests)
             elif prepared is not None:
                 data = _existing_manifest(self.target)
-        data = cast("bytes", self.group.broadcast_object(data, name="fsdpckpt.json"))
+        self._manifest = data = cast("bytes", self.group.broadcast_object(data, name="fsdpckpt.json"))
         with self.group.step("copy fsdpckpt.json"):
             for staging in self._staging:
                 put_manifest(staging, data)
@@ -489,7 +495,7 @@ class _Conversion:
         report = None
         if self._prepared is not None:
             notes = () if self._note is None else (self._note,)
-            report = _report(self._prepared, self.target, self.options, budget, self.group.world_size)
+            report = _report(self._prepared, self.target, self.options, budget, self.group.world_size, self._manifest)
             report = replace(
                 report,
                 notes=(*report.notes, *notes),
@@ -527,16 +533,25 @@ def _existing_manifest(target: str) -> bytes:
         return file.read()
 
 
-def _report(prepared: Prepared, target: str, options: ConvertOptions, budget: Budget, workers: int) -> Report:
+def _report(
+    prepared: Prepared, target: str, options: ConvertOptions, budget: Budget, workers: int, manifest: bytes
+) -> Report:
     """What was done, or with ``options.dry_run`` would be. ``budget``: that of each of the ``workers``."""
     checkpoint, spec, output, plan = prepared.transformed.checkpoint, prepared.spec, prepared.output, prepared.plan
+    files = [PlannedFile(file.path, file.nbytes) for file in output.files]
+    if spec.directory:
+        if not manifest:  # of a dry run: as long as it will be, but for digests
+            crcs = {file.path: 0 for file in files}
+            manifest = encode_manifest(output, prepared.transformed, spec, crcs=crcs, digests={})
+        files.append(PlannedFile(MANIFEST, len(manifest)))
+    kept = checkpoint.world_size if spec.layout is Layout.SHARDED else None
     return Report(
         source=checkpoint.source,
         target=target,
         layout=spec.layout,
         container=spec.container,
         flavor=spec.flavor.name if spec.flavor is not None else PLAIN,
-        world_size=spec.world_size,
+        world_size=spec.world_size if spec.world_size is not None else kept,
         tensors=sum(1 for _ in checkpoint.tensors()),
         parameters=len(checkpoint.model.params) if checkpoint.model is not None else 0,
         bytes_read=plan.bytes_read,
@@ -548,7 +563,7 @@ def _report(prepared: Prepared, target: str, options: ConvertOptions, budget: Bu
         dry_run=options.dry_run,
         verified="none" if options.dry_run else options.verify,
         notes=(*checkpoint.notes, *output.notes),
-        files=tuple(PlannedFile(file.path, file.nbytes) for file in output.files),
+        files=tuple(files),
         source_files=len(checkpoint.files),
         evidence=tuple(map(str, checkpoint.evidence)),
         disk_free=free_bytes(target) if options.dry_run else None,

@@ -51,6 +51,7 @@ from fsdpckpt.errors import (
 from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.options import ConvertOptions, VerifyLevel, Visibility
 from fsdpckpt.progress import Progress
+from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage.local import target_errors
 from fsdpckpt.storage.protocols import UPLOADING, is_url, remote_identity
 from fsdpckpt.storage.remote_store import RemoteStore, filesystem_of
@@ -225,7 +226,7 @@ class Upload:
         if remote is None:
             raise InternalError("an upload without a target")
         files = {name: self._directory.locate(name) for name, ranks in holders.items() if group.rank in ranks}
-        sizes = {file.path: file.nbytes for file in report.files}
+        sizes = {file.path: file.nbytes for file in report.files if file.path != MANIFEST}
         with group.step("announce the upload"):
             if group.rank == 0:
                 lists = {name: os.path.getsize(path) for name, path in files.items() if name not in sizes}

@@ -16,8 +16,8 @@ from fsdpckpt.errors import UsageError
 from fsdpckpt.formats.torch.mesh import MAX_RANKS
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.ir.vocabulary import Container, Layout, Section
-from fsdpckpt.option_fields import Scope, given
-from fsdpckpt.options import DTYPES, ConvertOptions, LaunchOptions, TensorForm
+from fsdpckpt.option_fields import Scope, given, refuse_unused
+from fsdpckpt.options import DEVICE_TYPES, DTYPES, ConvertOptions, TensorForm
 from fsdpckpt.producers.forms import PLAIN, Flavor, Form
 from fsdpckpt.storage.target_checks import is_empty_directory
 from fsdpckpt.transform.placements import TargetMesh
@@ -27,12 +27,10 @@ __all__ = [
     "check_options",
     "make_target_spec",
     "refuse_flat_options",
-    "refuse_launch_options",
     "refuse_section_options",
     "refuse_unknown_suffix",
     "require_file_name",
     "refuse_target_options",
-    "refuse_worker_options",
 ]
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
@@ -103,13 +101,14 @@ def refuse_unknown_suffix(target: str) -> None:
     )
 
 
-def require_file_name(target: str, spec: TargetSpec) -> None:
+def require_file_name(target: str, spec: TargetSpec, options: ConvertOptions) -> None:
     """Raises UsageError when DST is, or ends as, the name of a directory, and one file is written."""
     if not spec.directory and (target.endswith("/") or is_empty_directory(target)):
         name = os.path.join(target, "full" + (SAFETENSORS_SUFFIX if spec.container is Container.SAFETENSORS else ".pt"))
+        other = "; or add --to sharded for a directory" if options.to is None else ""
         raise UsageError(
-            f"{target} is a directory, and this conversion writes one file",
-            next_step=f"give the file a name, for example {name}; or add --to sharded for a directory",
+            f"DST names a directory, {target}, and a {spec.layout} {spec.container} checkpoint is one file",
+            next_step=f"give the file a name, for example {name}{other}",
         )
 
 
@@ -120,7 +119,7 @@ def _plain_spec(suffix: str, options: ConvertOptions, source_layout: Layout) -> 
         expected = f"1 to {MAX_RANKS:,}"
         raise UsageError("--world-size is a number of ranks", expected=expected, found=str(options.world_size))
     if layout is Layout.FULL:
-        _refuse_mesh(options, f"{_why_full(container, suffix)} is not sharded")
+        refuse_unused(options, Scope.SHARDED, f"{_why_full(container, suffix)} is not sharded")
     if layout is Layout.FULL and options.world_size is not None:
         if options.to is None and container is not Container.SAFETENSORS and suffix not in TORCH_SUFFIXES:
             raise UsageError(
@@ -159,12 +158,6 @@ def _producer_spec(flavor: Flavor, form: Form, options: ConvertOptions, source: 
 def _require_ranks(world_size: int | None) -> None:
     if world_size is None:
         raise UsageError("per-rank files need a number of ranks", next_step="add --world-size N")
-
-
-def _refuse_mesh(options: ConvertOptions, why: str) -> None:
-    named = given(options, Scope.SHARDED)
-    if named:
-        raise UsageError(f"{' and '.join(named)} would do nothing: {why}", next_step=f"drop {' and '.join(named)}")
 
 
 def _why_full(container: Container, suffix: str) -> str:
@@ -221,7 +214,7 @@ def _layout(container: Container, suffix: str, options: ConvertOptions, source_l
 
 
 def check_options(options: ConvertOptions) -> None:
-    """Raises UsageError for a flavor or a dtype that cannot be written. Nothing is opened."""
+    """Raises UsageError for a flavor, a dtype or a device type that cannot be written. Nothing is opened."""
     if options.flavor is not None and options.flavor != PLAIN:
         writable_flavor(options.flavor)
     for option, name in (("--dtype", options.dtype), ("--optim-dtype", options.optim_dtype)):
@@ -233,6 +226,15 @@ def check_options(options: ConvertOptions) -> None:
                 found=name,
                 next_step=f"{option} {meant if meant in DTYPES else 'bfloat16'}",
             )
+    device = options.mesh_device
+    if device is not None and device not in DEVICE_TYPES:
+        near = get_close_matches(device, DEVICE_TYPES, n=1) or ["cuda"]
+        raise UsageError(
+            f"--mesh-device {device} is not a device type of PyTorch",
+            expected=", ".join(DEVICE_TYPES),
+            found=device,
+            next_step=f"--mesh-device {near[0]}",
+        )
 
 
 def refuse_target_options(
@@ -254,11 +256,8 @@ def refuse_target_options(
         (Scope.REFERENCE, layout is Layout.SHARDED or keyed or weights, "--to sharded or --flavor huggingface"),
         (Scope.SAFETENSORS, container is Container.SAFETENSORS, "--container safetensors"),
     ):
-        for option in given(options, scope) if not applies else ():
-            raise UsageError(
-                f"{option} has no effect on a target that is {layout}, {container}",
-                next_step=f"drop {option}, or add {instead}",
-            )
+        if not applies:
+            refuse_unused(options, scope, f"the target is {layout}, {container}", f"add {instead}")
 
 
 def refuse_section_options(
@@ -275,14 +274,13 @@ def refuse_section_options(
     ):
         why = None
         if options.only not in (None, section):
-            why = f"--only {options.only} leaves it out"
+            why = f"--only {options.only} leaves the {words} out"
         elif not present:
-            why = f"{opened.source} has none"
+            why = f"{opened.source} has no {words}"
         elif section is Section.OPTIM and flavor is not None and not written:
-            why = f"the form of {flavor.title} has no place for it"
-        names = " and ".join(given(options, scope)) if why is not None else ""
-        if names:
-            raise UsageError(f"{names} would do nothing: it is about the {words}, and {why}", next_step=f"drop {names}")
+            why = f"{flavor.title} has no place for the {words}"
+        if why is not None:
+            refuse_unused(options, scope, why)
 
 
 def refuse_flat_options(options: ConvertOptions, source: str, *, has_flat: Callable[[], bool]) -> None:
@@ -292,28 +290,7 @@ def refuse_flat_options(options: ConvertOptions, source: str, *, has_flat: Calla
     """
     # Keys and names need the order of the parameters, which a units file has.
     ordered = options.key_type or options.include or options.exclude or options.missing_state
-    names = [option for option in given(options, Scope.FLAT_PARAMETERS) if option != "--units" or not ordered]
-    if names and not has_flat():
-        listed = " and ".join(names)
-        raise UsageError(
-            f"{listed} {'describes' if len(names) == 1 else 'describe'} flat parameters, and neither "
-            f"{source} nor the target has any",
-            next_step=f"drop {listed}, or add --to flattened",
-        )
-
-
-def refuse_worker_options(launch: LaunchOptions) -> None:
-    """Raises UsageError for options on how workers meet and communicate, for a run of one process."""
-    names = given(launch, Scope.WORKERS)
-    if names:
-        are = f"{names[0]} is" if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]} are"
-        raise UsageError(
-            f"{are} for workers, and there are none",
-            next_step=f"add --nproc-per-node N, or drop {' and '.join(names)}",
-        )
-
-
-def refuse_launch_options(launch: LaunchOptions, why: str) -> None:
-    """Raises UsageError for options that start workers, where ``why`` says that none are started."""
-    for option in given(launch, Scope.LAUNCH):
-        raise UsageError(f"{option} starts workers, and {why}", next_step=f"drop {option}")
+    asked = replace(options, units=None) if ordered else options
+    if given(asked, Scope.FLAT_PARAMETERS) and not has_flat():
+        why = f"neither {source} nor the target has flat parameters"
+        refuse_unused(asked, Scope.FLAT_PARAMETERS, why, "add --to flattened")

@@ -35,6 +35,7 @@ from fsdpckpt.ir.invariants import fatal
 from fsdpckpt.ir.names import SourceNames, clean, leading_wrapper, normalise
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units
+from fsdpckpt.option_fields import Scope, given
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
@@ -90,17 +91,24 @@ def transform(opened: Checkpoint, options: ConvertOptions, spec: TargetSpec, sou
     own_names = list(opened.model.params) if opened.model is not None else ()
     checkpoint, called = normalise(checkpoint, leading=leading_wrapper(own_names) if resolved is not None else "")
     _require_equal_copies(checkpoint)
+    if options.clean_names and (to_flattened or not called.wrapped):
+        names = "flat parameters" if to_flattened else f"the names in {checkpoint.source}"
+        checkpoint = _with_unused(checkpoint, f"--clean-names had no effect: {names} have no prefixes of wrappers")
     steps = _Steps(options, request, sources, _ordered_units(resolved, request, sources), called)
     if to_flattened:
         checkpoint = steps.rename(steps.select(steps.key(checkpoint, "name")))
         return steps.flatten(checkpoint, resolved, spec, source_keys)
     by_name = bool(options.include or options.exclude or options.missing_state or options.placements or options.like)
+    weights = spec.form is not None and spec.form.weights
+    if resolved is None and not weights:
+        wanted: set[KeyType | str | None] = {options.key_type or source_keys, *(["name"] if by_name else [])}
+        checkpoint = _note_unused(checkpoint, options, spec, wanted)
     checkpoint = steps.select(steps.key(checkpoint, "name" if by_name else options.key_type))
     checkpoint = steps.fill(checkpoint, resolved.units if resolved is not None else steps.units)
     checkpoint = steps.key(steps.place(checkpoint, spec.mesh), options.key_type or source_keys)
     _require_common_ids(checkpoint, steps.units, spec.layout)
     # Names change last: sections are matched by names without the prefixes of wrappers.
-    own = not options.clean_names and not (spec.form is not None and spec.form.weights)
+    own = not (options.clean_names or weights)
     if spec.layout is Layout.SHARDED:
         # A cut that a DCP loader does not expect costs nothing; a DTensor where the model has a buffer does not load.
         checkpoint = steps.shard(checkpoint, strict=spec.container is Container.TORCH)
@@ -115,6 +123,27 @@ def _require_sound(checkpoint: Checkpoint, only: Section | None) -> None:
     problems = [problem for problem in checkpoint.problems if problem.fatal and problem.section in sections]
     if problems:
         raise fatal(problems, source=checkpoint.source)
+
+
+def _note_unused(
+    checkpoint: Checkpoint, options: ConvertOptions, spec: TargetSpec, key_types: set[KeyType | str | None]
+) -> Checkpoint:
+    """``checkpoint`` with a note of the options that were to say what it says itself.
+
+    ``key_types``: those that its optimizer will have.
+    """
+    names, model, optim = given(options, Scope.KNOWLEDGE), checkpoint.model, checkpoint.optim
+    leaves = model.params.values() if model is not None and spec.layout is Layout.SHARDED else ()
+    undecided = any(isinstance(leaf, Tensor) and leaf.ndim and leaf.sharded is None for leaf in leaves)
+    rekeyed = optim is not None and key_types != {_key_type(optim)}
+    if not names or undecided or rekeyed or options.missing_state is not None:
+        return checkpoint
+    why = f"{checkpoint.source} itself says all that this conversion needs"
+    return _with_unused(checkpoint, f"{' and '.join(names)} had no effect: {why}")
+
+
+def _with_unused(checkpoint: Checkpoint, message: str) -> Checkpoint:
+    return replace(checkpoint, notes=(*checkpoint.notes, Note("unused", message)))
 
 
 def _require_common_ids(checkpoint: Checkpoint, units: Units | None, layout: Layout) -> None:

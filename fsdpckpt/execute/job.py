@@ -51,7 +51,7 @@ def make_budget(*, max_memory: int, threads: int | None) -> Budget:
             "--max-memory is too small for a single copy buffer",
             expected=f"at least {size_text(BUFFERS_PER_THREAD * SMALLEST_WINDOW)}",
             found=size_text(max_memory),
-            next_step="give --max-memory 1MiB or more",
+            next_step=f"--max-memory {BUFFERS_PER_THREAD * SMALLEST_WINDOW >> 10}KiB",
         )
     count = min(wanted, most)
     window = min(LARGEST_WINDOW, max_memory // (BUFFERS_PER_THREAD * count))

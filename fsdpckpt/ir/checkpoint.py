@@ -102,6 +102,7 @@ NoteKind: TypeAlias = Literal[
     "unnamed",
     "unread",
     "unshared",
+    "unused",
 ]
 """What a note is about, as ``fsdpckpt.json`` and ``--json`` say it."""
 

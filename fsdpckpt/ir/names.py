@@ -17,6 +17,7 @@ from fsdpckpt.ir.checkpoint import (
     group_params,
 )
 from fsdpckpt.ir.values import Key, Value
+from fsdpckpt.text import plural
 
 # FSDP1, checkpoint_wrapper and offload_wrapper, torch.compile, FSDP of torch 1.11 and of fairscale
 WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "_fpw_module"})
@@ -85,6 +86,12 @@ class SourceNames:
     metadata: tuple[Value, Value] = (None, None)
     leading: str = ""
 
+    @property
+    def wrapped(self) -> bool:
+        """Whether any name has the prefix of a wrapper."""
+        names = (self.model, self.optim)
+        return bool(self.leading) or any(own != name for each in names for name, own in each.items())
+
     def of_model(self, name: str) -> str:
         return self.model.get(name, self.leading + name)
 
@@ -110,7 +117,8 @@ class SourceNames:
         if not listed:
             return checkpoint
         more = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
-        message = f"{len(listed)} keys lost the prefixes of wrapper modules: {', '.join(listed[:_SHOWN])}{more}"
+        keys = plural(len(listed), "key")
+        message = f"{keys} lost the prefixes of wrapper modules: {', '.join(listed[:_SHOWN])}{more}"
         note = Note("normalised", message, keys=tuple(listed))
         return replace(checkpoint, notes=(*checkpoint.notes, note))
 

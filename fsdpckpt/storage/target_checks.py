@@ -112,13 +112,6 @@ def _refuse_source(target: str, real: str, source: str, *, overwrite: bool) -> N
 
 
 def _refuse_existing(target: str, real: str, *, overwrite: bool) -> None:
-    if not overwrite and not is_empty_directory(real):
-        raise TargetExistsError(
-            f"{target} exists",
-            file=target,
-            why="fsdpckpt won't replace existing files without --overwrite",
-            next_step="give another DST, or add --overwrite to replace it once the new one is complete",
-        )
     kind = None
     if _within(os.getcwd(), real):
         kind = "the current directory, or contains it"
@@ -135,6 +128,13 @@ def _refuse_existing(target: str, real: str, *, overwrite: bool) -> None:
             file=target,
             why="DST appears in one step, by a rename, and everything that was there would be deleted",
             next_step=f"give a DST that does not exist yet{inside}",
+        )
+    if not overwrite and not is_empty_directory(real):
+        raise TargetExistsError(
+            f"{target} exists",
+            file=target,
+            why="fsdpckpt won't replace existing files without --overwrite",
+            next_step="give another DST, or add --overwrite to replace it once the new one is complete",
         )
 
 

@@ -108,11 +108,8 @@ def select_keys(
 
     for glob in (*include, *exclude):
         if not any(matches(name, glob) for name in names):
-            raise UsageError(
-                f"the glob {glob!r} matches no key of {checkpoint.source}",
-                details=_closest(glob, names),
-                next_step=_list_keys(checkpoint),
-            )
+            option = "--include" if glob in include else "--exclude"
+            raise unmatched_error(f"{option} {glob!r} matches", glob, checkpoint.source, names)
 
     def wanted(name: str) -> bool:
         taken = not include or any(matches(name, glob) for glob in include)
@@ -122,7 +119,7 @@ def select_keys(
     if len(dropped) == len(names):
         raise UsageError(
             f"--include and --exclude leave none of the {len(names)} keys of {checkpoint.source}",
-            next_step=_list_keys(checkpoint),
+            next_step=_list_keys(checkpoint.source),
         )
     message = f"--include/--exclude: {len(dropped)} of {len(names)} keys were left out: {_some(dropped)}"
     note = Note("dropped", message, keys=tuple(dropped))
@@ -157,6 +154,11 @@ def rename(
     return _rekey(checkpoint, names, note)
 
 
+def unmatched_error(what: str, given: str, source: str, names: Sequence[str]) -> UsageError:
+    """The error for ``given``, a glob or a prefix that fits none of ``names``. ``what``: subject and verb."""
+    return UsageError(f"{what} no key of {source}", details=_closest(given, names), next_step=_list_keys(source))
+
+
 def _closest(given: str, names: Sequence[str]) -> list[str]:
     """What may have been meant by ``given``: names, and the dotted prefixes that they share."""
     prefixes = (name.rpartition(".")[0] for name in names)
@@ -166,8 +168,8 @@ def _closest(given: str, names: Sequence[str]) -> list[str]:
     return [f"{name} exists" for name in closest]
 
 
-def _list_keys(checkpoint: Checkpoint) -> str:
-    return f"fsdpckpt inspect --names-only {shlex.quote(checkpoint.source)}  # lists the keys"
+def _list_keys(source: str) -> str:
+    return to_copy("list the keys", f"fsdpckpt inspect {shlex.quote(source)} --names-only")
 
 
 def _some(keys: Sequence[str]) -> str:
@@ -207,11 +209,7 @@ def _apply(
             names[source] = changed
             hits += 1
     if hits == 0:
-        raise UsageError(
-            f"{option} {old} applies to no key of {checkpoint.source}",
-            details=_closest(old, before),
-            next_step=_list_keys(checkpoint),
-        )
+        raise unmatched_error(f"{option} {old} applies to", old, checkpoint.source, before)
 
 
 def _refuse_collisions(names: Mapping[str, str]) -> None:

@@ -90,7 +90,7 @@ def _require_buffers(checkpoint: Checkpoint, hints: ShardingHints) -> None:
             raise UsageError(
                 f"--buffers {glob} matches no model key of {checkpoint.source}",
                 next_step=to_copy(
-                    "see the names", f"fsdpckpt inspect --names-only --section model {shlex.quote(checkpoint.source)}"
+                    "see the names", f"fsdpckpt inspect {shlex.quote(checkpoint.source)} --names-only --section model"
                 ),
             )
 

@@ -21,6 +21,7 @@ from fsdpckpt.readers.ignored import require_matches
 from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import first_of, plural
+from fsdpckpt.transform.selection import unmatched_error
 from fsdpckpt.verify.blocks import BlockReader
 from fsdpckpt.verify.checksums import check_records, damaged_files, records_of
 from fsdpckpt.verify.elements import check_replicas, replica_bytes, replica_sets
@@ -137,6 +138,16 @@ class Finite:
 
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+
+    def require_matches(self, checkpoint: Checkpoint) -> None:
+        """Raises UsageError for a glob that matches nothing: what was meant would not be searched."""
+        named = list(checkpoint.tensors())
+        for option, globs in (("--include", self.include), ("--exclude", self.exclude)):
+            for glob in globs:
+                if not any(self._matches(one, glob) for one in named):
+                    raise unmatched_error(
+                        f"{option} {glob!r} matches", glob, checkpoint.source, [one.key for one in named]
+                    )
 
     def takes(self, named: NamedTensor, buffers: frozenset[str]) -> bool:
         if any(self._matches(named, glob) for glob in self.exclude):
@@ -316,6 +327,8 @@ def verify(
         require_matches(ignore_file, checkpoint)
         if name is not None:
             checkpoint = name(checkpoint, sources)
+        if finite is not None:
+            finite.require_matches(checkpoint)
         count = threads if threads is not None else threads_for(checkpoint)
         return verify_checkpoint(
             checkpoint, sources=sources, digests=digests, finite=finite, threads=count, progress=progress

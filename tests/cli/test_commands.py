@@ -67,9 +67,11 @@ def test_names_only_is_for_pipes(run: Run, saved: Path) -> None:
 
 
 def test_no_matching_key_is_reported_on_stderr_unless_quiet(run: Run, saved: Path) -> None:
-    assert run("inspect", saved, "--names-only", "--keys", "nothing*").out == ""
-    assert "no key matches" in run("inspect", saved, "--keys", "nothing*").err
-    assert run("inspect", saved, "--keys", "nothing*", "-q").err == ""
+    unmatched = run("inspect", saved, "--names-only", "--keys", "nothing*")
+    assert (unmatched.code, unmatched.out) == (2, "")
+    assert "--keys 'nothing*' matches no key" in unmatched.err
+    assert "has no tensors in section extra" in run("inspect", saved, "--section", "extra").err
+    assert run("inspect", saved, "--section", "extra", "-q").err == ""
 
 
 def test_stats_are_those_of_the_tensors(run: Run, saved: Path) -> None:

@@ -38,14 +38,14 @@ def units(tmp_path: Path) -> Path:
 def test_a_units_file_that_nothing_needs_is_refused(run: Run, saved: Path, units: Path, tmp_path: Path) -> None:
     done = run("convert", saved, tmp_path / "out.pt", "--units", units)
     assert done.code == 2
-    assert "--units describes flat parameters" in done.err
+    assert "--units has no effect" in done.err
     assert not (tmp_path / "out.pt").exists()
 
 
 def test_several_settings_that_nothing_needs_are_all_named(run: Run, saved: Path, tmp_path: Path) -> None:
     done = run("convert", saved, tmp_path / "out.pt", "--strategy", "no-shard", "--use-orig-params")
     assert done.code == 2
-    assert "--use-orig-params and --strategy describe flat parameters" in done.err
+    assert "--use-orig-params and --strategy have no effect" in done.err
     assert "next: drop --use-orig-params and --strategy, or add --to flattened" in done.err
 
 

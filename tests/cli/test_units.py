@@ -224,8 +224,8 @@ def test_a_checkpoint_alone_does_not_show_what_was_wrapped(run: Run, trained: tu
     [
         ((), 2, "--from SRC, or --model"),
         ((*MODEL, "--use-orig-params"), 4, "--wrap none"),
-        ((*MODEL, *WRAP, "--use-orig-params", "--unit", "outer"), 2, "--unit would have no effect"),
-        (("--from", "x", "--wrap", "a:B"), 2, "--wrap would have no effect"),
+        ((*MODEL, *WRAP, "--use-orig-params", "--unit", "outer"), 2, "--unit has no effect"),
+        (("--from", "x", "--wrap", "a:B"), 2, "--wrap has no effect"),
         (("--from", "no/such/place"), 3, "no/such/place"),
         ((*MODEL, *WRAP, "--use-orig-params", "--param-dtype", "int8"), 2, "int8"),
         ((*MODEL, *WRAP, "--use-orig-params", "--strategy", "zero"), 2, "zero"),

@@ -8,6 +8,8 @@ import torch
 from fsdpckpt.comm import launch
 from fsdpckpt.comm.launch import first_host, rank_from_environment
 from fsdpckpt.errors import UsageError
+from fsdpckpt.option_fields import changed
+from fsdpckpt.options import LaunchOptions
 
 TORCHRUN = {
     "RANK": "5",
@@ -109,6 +111,8 @@ def test_the_number_of_workers_follows_the_gpus_where_asked(monkeypatch: pytest.
     assert [launch.local_workers(text) for text in ("gpu", "auto", "5")] == [3, 3, 5]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert launch.local_workers("auto") == 1
-    for text in ("gpu", "0", "many"):
-        with pytest.raises(UsageError):
-            launch.local_workers(text)
+    with pytest.raises(UsageError):
+        launch.local_workers("gpu")
+    for text in ("0", "many", 0):
+        with pytest.raises(UsageError, match="--nproc-per-node takes a number"):
+            changed(LaunchOptions(), {"nproc_per_node": text})

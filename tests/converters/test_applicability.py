@@ -26,12 +26,12 @@ def saved(path: Path, *sections: str) -> Path:
         (("model", "optimizer"), {"only": "model", "key_type": "name"}, "--key-type .* --only model"),
         (("model", "optimizer"), {"only": "model", "missing_state": "skip"}, "--missing-state .* --only model"),
         (("model", "optimizer"), {"only": "optim", "dtype": "bfloat16"}, "--dtype .* --only optim"),
-        (("model",), {"optim_dtype": "bfloat16"}, "--optim-dtype .* has none"),
-        (("model",), {"key_type": "name"}, "--key-type .* has none"),
-        (("optimizer",), {"dtype": "bfloat16"}, "--dtype .* has none"),
+        (("model",), {"optim_dtype": "bfloat16"}, "--optim-dtype .* has no optimizer"),
+        (("model",), {"key_type": "name"}, "--key-type .* has no optimizer"),
+        (("optimizer",), {"dtype": "bfloat16"}, "--dtype .* has no model"),
         (("model", "optimizer"), {"only": "model", "exclude": ["v.*"]}, "matches no key"),
         (("model", "optimizer"), {"only": "model", "rename": [("v", "u")]}, "applies to no key"),
-        (("model", "optimizer"), {"node_rank": 1}, "--node-rank is for workers"),
+        (("model", "optimizer"), {"node_rank": 1}, "--node-rank has no effect"),
         (("model", "optimizer"), {"rdzv_endpoint": "host:1", "fault_limit": 3.0}, "--rdzv-endpoint and --fault-limit"),
     ],
 )
@@ -46,13 +46,13 @@ def test_an_option_that_would_do_nothing_is_refused(
 
 def test_an_option_about_an_optimizer_that_the_framework_does_not_save_is_refused(tmp_path: Path) -> None:
     source = saved(tmp_path / "source.pt", "model", "optimizer")
-    with pytest.raises(UsageError, match=r"--optim-dtype .* has no place for it"):
+    with pytest.raises(UsageError, match=r"--optim-dtype .* has no place for the optimizer"):
         fsdpckpt.convert(source, tmp_path / "out", flavor="huggingface", optim_dtype="bfloat16")
 
 
 def test_a_key_type_for_a_framework_without_an_optimizer_is_refused_for_that_reason(tmp_path: Path) -> None:
     source = saved(tmp_path / "source.pt", "model", "optimizer")
-    with pytest.raises(UsageError, match=r"--key-type .* has no place for it"):
+    with pytest.raises(UsageError, match=r"--key-type .* has no place for the optimizer"):
         fsdpckpt.convert(source, tmp_path / "out", flavor="huggingface", key_type="name")
 
 

@@ -215,7 +215,7 @@ def test_a_mesh_of_two_dimensions_needs_placements(saved: Path, tmp_path: Path) 
 
 
 def test_a_mesh_is_for_sharded_targets(saved: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--mesh would do nothing"):
+    with pytest.raises(UsageError, match="--mesh has no effect"):
         fsdpckpt.convert(saved / "tp", tmp_path / "full.pt", mesh="dp_shard=2,tp=2")
 
 

@@ -115,7 +115,7 @@ def test_an_option_about_units_that_nothing_needs_is_a_mistake(option: str, valu
     flag = "--" + option.replace("_", "-")
     with pytest.raises(UsageError) as caught:
         transformed(full(), **{option: value})
-    assert caught.value.what.startswith(f"{flag} describes flat parameters")
+    assert caught.value.what.startswith(f"{flag} has no effect")
     with pytest.raises(UsageError):  # ids by name do not make use of it either
         transformed(full(), key_type="name", **{option: value})
 
@@ -123,7 +123,7 @@ def test_an_option_about_units_that_nothing_needs_is_a_mistake(option: str, valu
 def test_a_units_file_serves_keys_and_names_and_is_a_mistake_where_there_are_none(units_file: str) -> None:
     with pytest.raises(UsageError) as caught:
         transformed(full(), units=units_file, shard_size=2)
-    assert caught.value.what.startswith("--units and --shard-size describe flat parameters")
+    assert caught.value.what.startswith("--units and --shard-size have no effect")
     assert keys(transformed(full(), units=units_file, key_type="name")) == list(NAMES)
     assert keys(transformed(full(), units=units_file, include=("a.*",))) == [0, 1]
     assert keys(transformed(full(), units=units_file, exclude=("a.*",))) == [0, 1]

@@ -61,10 +61,10 @@ def test_errors_are_those_of_one_process(
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        (["--launcher", "local", "--nproc-per-node", "2"], "--nproc-per-node starts workers"),
+        (["--launcher", "local", "--nproc-per-node", "2"], "--nproc-per-node has no effect: --launcher local"),
         (["--nproc-per-node", "none"], "takes a number"),
         (["--nproc-per-node", "1", "--nnodes", "2"], "several nodes need a place to meet"),
-        (["--backend", "gloo"], "--backend is for workers, and there are none"),
+        (["--backend", "gloo"], "--backend has no effect: there are no workers"),
         (["--nproc-per-node", "1", "--backend", "nccl", "--device", "cpu"], "NCCL moves data between GPUs only"),
     ],
 )
