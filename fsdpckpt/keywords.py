@@ -9,7 +9,7 @@ from typing import Literal, TypedDict
 import torch
 
 from fsdpckpt.ir.vocabulary import Container, Layout, Section, Strategy
-from fsdpckpt.options import Launcher, MissingState, TensorForm, VerifyLevel, Visibility
+from fsdpckpt.options import Launcher, LinkMode, MissingState, TensorForm, VerifyLevel, Visibility
 
 __all__ = ["ConvertKeywords"]
 
@@ -48,6 +48,7 @@ class ConvertKeywords(TypedDict, total=False):
     parameters: str | os.PathLike[str] | None
     dry_run: bool
     verify: VerifyLevel | Literal["none", "structure", "full"]
+    link: LinkMode | Literal["copy", "auto", "hardlink", "reflink"]
     overwrite: bool
     resume: bool | None
     max_memory: int | str

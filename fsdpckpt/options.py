@@ -23,6 +23,7 @@ __all__ = [
     "DiffOptions",
     "InspectOptions",
     "LaunchOptions",
+    "LinkMode",
     "Launcher",
     "MissingState",
     "OutputOptions",
@@ -70,6 +71,15 @@ class MissingState(StrEnum):
     ERROR = "error"
     ZEROS = "zeros"
     SKIP = "skip"
+
+
+class LinkMode(StrEnum):
+    """How a file of DST is made that is the same as a file of SRC. ``AUTO``: a reflink where possible, else a copy."""
+
+    COPY = "copy"
+    AUTO = "auto"
+    HARDLINK = "hardlink"
+    REFLINK = "reflink"
 
 
 class Launcher(StrEnum):
@@ -261,6 +271,13 @@ class ConvertOptions:
         Group.SAFETY,
         default=VerifyLevel.STRUCTURE,
         changes_output=False,
+    )
+    link: LinkMode = option(
+        "Link files of SRC that come out the same instead of copying them; auto: reflinks where the file system has "
+        "them; hardlink: SRC and DST then share these files (default: copy).",
+        Group.WRITTEN,
+        default=LinkMode.COPY,
+        synonyms=("hard-link", "hardlink", "reflink", "symlink"),
     )
     overwrite: bool = option(
         "Replace the checkpoint at DST; refused if DST holds anything else.",

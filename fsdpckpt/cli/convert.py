@@ -120,7 +120,16 @@ def _notes(report: Report) -> Iterator[str]:
 
 
 def _written(report: Report) -> str:
-    return f"{size_text(report.bytes_written)} in {plural(len(report.files), 'file')}"
+    count = sum(file.source is None for file in report.files)
+    return f"{size_text(report.bytes_written)} in {plural(count, 'file')}"
+
+
+def _linked(report: Report) -> Iterator[str]:
+    """What is linked, of which the notes say what that means."""
+    links = [file for file in report.files if file.source is not None]
+    if links:
+        kind = {"hardlink": "hard link", "reflink": "reflink"}[report.link]
+        yield f"{plural(len(links), kind)} to files of SRC, {size_text(sum(file.nbytes for file in links))} not copied"
 
 
 def _workers(report: Report) -> str:
@@ -135,6 +144,8 @@ def done_lines(report: Report) -> Iterator[str]:
         f"  {plural(report.tensors, 'tensor')}, {_written(report)}, "
         f"{duration_text(report.seconds)} ({rate}/s), verified: {report.verified}"
     )
+    for line in _linked(report):
+        yield f"  {line}"
     if report.replaced:
         yield f"  replaced the checkpoint that was there: {_replaced(report)}"
     yield from _notes(report)
@@ -152,7 +163,8 @@ def _room(report: Report) -> str:
 
 def _listed(label: str, files: Sequence[PlannedFile], target: str) -> Iterator[str]:
     for file in files[:MOST_FILES]:
-        yield f"  {label} {file.path or target}  {size_text(file.nbytes)}"
+        same = f"  = {file.source}" if file.source is not None else ""
+        yield f"  {label} {file.path or target}  {size_text(file.nbytes)}{same}"
     if len(files) > MOST_FILES:
         yield f"  and {len(files) - MOST_FILES} more files: --json lists them all"
 
@@ -161,6 +173,8 @@ def plan_lines(report: Report) -> Iterator[str]:
     yield f"plan: {report.source} -> {_heading(report)}"
     yield f"  read    {size_text(report.bytes_read)} of tensor data from {plural(report.source_files, 'file')}"
     yield f"  write   {_written(report)}, {plural(report.tensors, 'tensor')}"
+    for line in _linked(report):
+        yield f"  link    {line}"
     place = f"in {report.staged_in}" if report.staged_in is not None else f"beside {report.target}"
     yield f"  disk    {size_text(report.disk_needed)} needed {place}{_room(report)}"
     yield f"  memory  {size_text(report.peak_memory_planned)} of buffers"

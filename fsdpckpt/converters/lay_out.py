@@ -12,7 +12,7 @@ from fsdpckpt.converters.transform import TransformedCheckpoint
 from fsdpckpt.flat.flatten import write as torch_flat
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, Note, Section
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.targets import Target, TargetFile
+from fsdpckpt.ir.targets import LinkedFile, Target, TargetFile
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Value
 from fsdpckpt.options import ConvertOptions
@@ -43,17 +43,22 @@ def dtype_rule(options: ConvertOptions) -> DtypeRule:
 
 
 def lay_out(
-    transformed: TransformedCheckpoint, spec: TargetSpec, options: ConvertOptions, side_files: Mapping[str, Tensor]
+    transformed: TransformedCheckpoint,
+    spec: TargetSpec,
+    options: ConvertOptions,
+    side_files: Mapping[str, Tensor],
+    linkable: frozenset[int] = frozenset(),
 ) -> Target:
     """The target files of ``transformed``, laid out by the writers of ``spec``.
 
-    ``side_files``: files that are copied unchanged into a producer's form, by target name. Raises what the writers
-    raise, and NeedsInformationError when the source's DTensors name several device types.
+    ``side_files``: files that are copied unchanged into a producer's form, by target name. ``linkable``: numbers of the
+    source's files that may be linked. Raises what the writers raise, and NeedsInformationError when the source's
+    DTensors name several device types.
     """
     if spec.form is not None:
-        return _lay_out_form(transformed, spec, spec.form, options, side_files)
+        return _lay_out_form(transformed, spec, spec.form, options, side_files, linkable)
     document = _Document(Place(""), transformed.checkpoint, _kept_nesting(transformed.checkpoint, spec))
-    return _lay_out_document(document, spec.container, spec.layout, transformed, spec, options)
+    return _lay_out_document(document, spec.container, spec.layout, transformed, spec, options, linkable)
 
 
 def _kept_nesting(checkpoint: Checkpoint, spec: TargetSpec) -> Nesting:
@@ -85,6 +90,7 @@ def _lay_out_document(
     transformed: TransformedCheckpoint,
     spec: TargetSpec,
     options: ConvertOptions,
+    linkable: frozenset[int],
 ) -> Target:
     """The files of one document, laid out by the writer of its container and layout."""
     plain = spec.form is None
@@ -109,6 +115,7 @@ def _lay_out_document(
             default_loadable=plain,
             units=transformed.units,
             key_type=transformed.key_type or "id",
+            linkable=linkable,
         ),
     )
 
@@ -119,14 +126,17 @@ def _lay_out_form(
     form: Form,
     options: ConvertOptions,
     side_files: Mapping[str, Tensor],
+    linkable: frozenset[int],
 ) -> Target:
     """Every file of ``form``: those of the sections, the producer's small ones, and the side files unchanged."""
     files: list[TargetFile] = []
+    links: list[LinkedFile] = []
     notes: list[Note] = []
     checkpoint = transformed.checkpoint
     for document in _documents(checkpoint, form):
-        target = _lay_out_document(document, *_format_of(document.place, form), transformed, spec, options)
+        target = _lay_out_document(document, *_format_of(document.place, form), transformed, spec, options, linkable)
         files += target.files
+        links += target.links
         notes += [note for note in target.notes if note not in notes]
     for name, text in form.texts:
         file = TargetFile(name)
@@ -138,7 +148,7 @@ def _lay_out_form(
             file = TargetFile(name)
             file.write_item(tensor)
             files.append(file)
-    return Target(sorted(files, key=_is_metadata), notes)
+    return Target(sorted(files, key=_is_metadata), notes, links)
 
 
 def _is_metadata(file: TargetFile) -> bool:

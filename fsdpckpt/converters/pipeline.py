@@ -27,6 +27,15 @@ from fsdpckpt.comm.protocol import Group, Solo, original_error
 from fsdpckpt.converters.check import OutputCheck
 from fsdpckpt.converters.huggingface import finish_export
 from fsdpckpt.converters.lay_out import adapt_to_form, dtype_rule, lay_out
+from fsdpckpt.converters.linking import (
+    Linking,
+    choose_linking,
+    link_equal_files,
+    linked_records,
+    make_links,
+    require_linked,
+    without_links,
+)
 from fsdpckpt.converters.overwrite import find_replaceable, still_replaceable
 from fsdpckpt.converters.publish import Upload
 from fsdpckpt.converters.report import PlannedFile, Report, encode_manifest, put_manifest, replaced_files
@@ -53,6 +62,7 @@ from fsdpckpt.converters.target_spec import (
 )
 from fsdpckpt.converters.transform import TransformedCheckpoint, transform
 from fsdpckpt.errors import InternalError, Leftover, TargetExistsError, WorkerError, attach_leftover
+from fsdpckpt.execute.checks import reread
 from fsdpckpt.execute.executor import execute
 from fsdpckpt.execute.job import (
     MOST_THREADS,
@@ -140,6 +150,7 @@ class Prepared:
     spec: TargetSpec
     output: Target
     plan: Plan
+    linking: Linking
 
 
 def prepare(source: str, target: str, options: ConvertOptions, sources: Sources) -> Prepared:
@@ -165,8 +176,12 @@ def prepare(source: str, target: str, options: ConvertOptions, sources: Sources)
     if spec.form is not None and spec.form.weights:
         weights, side_files = finish_export(transformed.checkpoint, side_files, options.reference, sources)
         transformed = replace(transformed, checkpoint=weights)
-    output = lay_out(transformed, spec, options, side_files)
-    return Prepared(transformed, spec, output, make_plan(output))
+    files = transformed.checkpoint.files
+    linking = choose_linking(options.link, files, target)
+    output = lay_out(transformed, spec, options, side_files, linking.files)
+    output, plan = link_equal_files(output, make_plan(output), linking, files, sources)
+    output.notes += linking.notes(output, files)
+    return Prepared(transformed, spec, output, plan, linking)
 
 
 @dataclass(slots=True, eq=False)
@@ -184,6 +199,7 @@ class _Conversion:
     visibility: Visibility
     for_upload: bool = False
     holders: dict[str, list[int]] = field(default_factory=dict)
+    _linked: list[str] = field(default_factory=list)  # the target files that are links, all at place 0
     _prepared: Prepared | None = None  # on rank 0
     _peers: list[ProcessIdentity] = field(default_factory=list)
     _sources: list[Sources] = field(default_factory=list)  # they know what each file was when it was first opened
@@ -251,7 +267,8 @@ class _Conversion:
         visible = self._look_at_sources(files)
         places, job, identity, finished = self._divide(files, visible, budget, directory=directory)
         self._prepare_staging(job, places, identity, finished)
-        self.holders = holders_of(job, places, directory=directory)
+        self._link(places)
+        self.holders = holders_of(job, places, directory=directory) | dict.fromkeys(self._linked, places.workers(0))
         crcs = self._execute(job, places, visible, budget, finished)
         self._write_manifest(crcs, {}, directory=directory)
         if self.options.verify is not VerifyLevel.NONE and not all(places.existing):
@@ -266,6 +283,8 @@ class _Conversion:
             if self.group.rank == 0:
                 check_options(options)
                 check_mesh(options)
+                if self.visibility is Visibility.NODE and not self._alone:
+                    self.options = options = without_links(options, "each node has a DST of its own")
                 check_target(self.target, self.source, overwrite=options.overwrite, compare=self._compares)
                 if options.overwrite:
                     self._replaces = find_replaceable(self.target)
@@ -288,14 +307,15 @@ class _Conversion:
             self.progress.end()
 
     def _share_files(self) -> tuple[list[SourceFile], bool]:
-        """The source files of the plan, and whether DST is a directory."""
+        """The source files of the plan, and whether DST is a directory. Which files are links is noted, too."""
         message = None
         if self._prepared is not None:
             files = self._prepared.transformed.checkpoint.files
             paths = list(dict.fromkeys([*(file.path for file in files), *self._opened]))
-            message = (paths, [file.nbytes for file in files], self._prepared.spec.directory)
+            links = [link.path for link in self._prepared.output.links]
+            message = (paths, [file.nbytes for file in files], self._prepared.spec.directory, links)
         shared = self.group.broadcast_object(message, name="sources")
-        self._opened, lengths, directory = cast("tuple[list[str], list[int], bool]", shared)
+        self._opened, lengths, directory, self._linked = cast("tuple[list[str], list[int], bool, list[str]]", shared)
         return [SourceFile(*each) for each in zip(self._opened, lengths, strict=False)], directory
 
     def _look_at_sources(self, files: list[SourceFile]) -> npt.NDArray[np.bool_]:
@@ -353,13 +373,13 @@ class _Conversion:
         place = places.place[group.rank]
         with group.step("prepare staging"):
             for staging in self._staging:
-                files, nbytes = files_at(job, place)
+                files, nbytes = files_at(job, place)  # not what an earlier run has linked: that is done again
                 if staging.resumed and not (job.claims[:, 0] == place).any():
                     staging.restart()
                 elif staging.resumed:
                     staging.keep_only(files)
                 self._own = True
-                staging.require_space(nbytes, files=len(files))
+                staging.require_space(nbytes, files=len(files) + len(self._linked))
         with group.step("lock staging"):
             if place is None or places.existing[place]:
                 return
@@ -368,6 +388,17 @@ class _Conversion:
             if writer is not None:
                 self._locks.append(lock_as_writer(root, writer))
             self._recorder = Recorder(journal_path(root, writer), identity, finished if self._alone else Finished())
+
+    def _link(self, places: Places) -> None:
+        """The linked files, before anything is copied: what a file system refuses is known at once."""
+        with self.group.step("link"):
+            if self._prepared is None:
+                return
+            output, files = self._prepared.output, self._prepared.transformed.checkpoint.files
+            if places.existing[0]:
+                require_linked(output, files, os.path.realpath(self.target))
+            for staging in self._staging:
+                make_links(output, self._prepared.linking, files, staging, self._sources[-1])
 
     def _execute(
         self, job: Job, places: Places, visible: npt.NDArray[np.bool_], budget: Budget, finished: Finished
@@ -397,7 +428,7 @@ class _Conversion:
                 raise
         with self.group.step("look for the output"):
             for staging in self._staging:
-                staging.require_files(files_at(job, place)[0])
+                staging.require_files([*files_at(job, place)[0], *self._linked])
         return crcs
 
     def _write_manifest(self, crcs: Mapping[str, int], digests: Mapping[str, str], *, directory: bool) -> None:
@@ -407,7 +438,12 @@ class _Conversion:
         prepared, data = self._prepared, b""
         with self.group.step("write fsdpckpt.json"):
             if prepared is not None and self._staging:
-                data = encode_manifest(prepared.output, prepared.transformed, prepared.spec, crcs=crcs, digests=digests)
+                data = encode_manifest(
+                    *(prepared.output, prepared.transformed, prepared.spec),
+                    link=prepared.linking.mode,
+                    crcs=crcs,
+                    digests=digests,
+                )
             elif prepared is not None:
                 data = _existing_manifest(self.target)
         self._manifest = data = cast("bytes", self.group.broadcast_object(data, name="fsdpckpt.json"))
@@ -430,7 +466,19 @@ class _Conversion:
             path=self._staging[0].visible if self._staging else os.path.realpath(self.target),
             require_unchanged=self._require_unchanged,
         )
-        return check.run()
+        digests = check.run()
+        if self.options.verify is VerifyLevel.FULL:
+            self._read_linked()
+        return digests
+
+    def _read_linked(self) -> None:
+        """Compare linked files with the checksums in them, as copying does with what it reads."""
+        with self.group.step("read the linked files"):
+            if self._prepared is not None:
+                checkpoint = self._prepared.transformed.checkpoint
+                records = linked_records(self._prepared.output, checkpoint.checksums)
+                with self.group.heartbeat(), Sources() as sources:
+                    reread(records, checkpoint.files, sources, self.group.beat)
 
     def _require_unchanged(self) -> None:
         for sources in self._sources:
@@ -442,7 +490,7 @@ class _Conversion:
             self._require_unchanged()
         with self.group.step("commit"):
             for staging in self._staging:
-                if files_at(job, places.place[self.group.rank])[0]:
+                if files_at(job, places.place[self.group.rank])[0] or self._linked:
                     if staging.replaces is not None:  # what came there meanwhile is not to be deleted
                         staging.replaces = still_replaceable(self.target, staging.replaces)
                     staging.commit()
@@ -538,11 +586,14 @@ def _report(
 ) -> Report:
     """What was done, or with ``options.dry_run`` would be. ``budget``: that of each of the ``workers``."""
     checkpoint, spec, output, plan = prepared.transformed.checkpoint, prepared.spec, prepared.output, prepared.plan
-    files = [PlannedFile(file.path, file.nbytes) for file in output.files]
+    linked = [(link.path, checkpoint.files[link.source]) for link in output.links]
+    files = [PlannedFile(path, file.nbytes, source=file.path) for path, file in linked]
+    files += [PlannedFile(file.path, file.nbytes) for file in output.files]
+    link = prepared.linking.mode
     if spec.directory:
         if not manifest:  # of a dry run: as long as it will be, but for digests
             crcs = {file.path: 0 for file in files}
-            manifest = encode_manifest(output, prepared.transformed, spec, crcs=crcs, digests={})
+            manifest = encode_manifest(output, prepared.transformed, spec, link=link, crcs=crcs, digests={})
         files.append(PlannedFile(MANIFEST, len(manifest)))
     kept = checkpoint.world_size if spec.layout is Layout.SHARDED else None
     return Report(
@@ -564,6 +615,7 @@ def _report(
         verified="none" if options.dry_run else options.verify,
         notes=(*checkpoint.notes, *output.notes),
         files=tuple(files),
+        link=link,
         source_files=len(checkpoint.files),
         evidence=tuple(map(str, checkpoint.evidence)),
         disk_free=free_bytes(target) if options.dry_run else None,

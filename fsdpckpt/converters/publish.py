@@ -35,6 +35,7 @@ from typing import Self, TypeAlias, TypeVar, cast
 
 from fsdpckpt.comm.liveness import Background, ProcessIdentity, kill_stopped, process_identity
 from fsdpckpt.comm.protocol import Group, Solo
+from fsdpckpt.converters.linking import without_links
 from fsdpckpt.converters.overwrite import find_replaceable, foreign_files_error
 from fsdpckpt.converters.report import PlannedFile, Report, replaced_files
 from fsdpckpt.converters.resume import attach_staged, is_resumable
@@ -49,7 +50,7 @@ from fsdpckpt.errors import (
     attach_leftover,
 )
 from fsdpckpt.ir.checkpoint import Note
-from fsdpckpt.options import ConvertOptions, VerifyLevel, Visibility
+from fsdpckpt.options import ConvertOptions, LinkMode, VerifyLevel, Visibility
 from fsdpckpt.progress import Progress
 from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage.local import target_errors
@@ -85,7 +86,8 @@ class Upload:
         *,
         visibility: Visibility,
     ) -> None:
-        self.options = replace(options, staging=None, overwrite=False)  # DST is this program's own
+        # DST is this program's own
+        self.options = replace(options, staging=None, overwrite=False, link=LinkMode.COPY)
         self.visibility = visibility
         self._directory = UploadDirectory("", "")
         self._group = group
@@ -148,6 +150,7 @@ class Upload:
     def _look(self) -> list[object]:
         options = self._requested
         check_options(options)
+        without_links(options, f"{self._target} is in an object store")
         if self.visibility is Visibility.NODE:
             raise UsageError(
                 f"every node sees {self._target}: --output-visibility node is for nodes that write to their own disks",

@@ -8,15 +8,16 @@ import os
 import posixpath
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fsdpckpt.converters.target_spec import TargetSpec
 from fsdpckpt.converters.transform import TransformedCheckpoint
-from fsdpckpt.ir.checkpoint import Container, Note
-from fsdpckpt.ir.targets import Target
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, Note
+from fsdpckpt.ir.targets import LinkedFile, Target
 from fsdpckpt.ir.units_json import encode
+from fsdpckpt.options import LinkMode
 from fsdpckpt.producers.forms import PLAIN
 from fsdpckpt.readers.beside import SEAL
 from fsdpckpt.readers.protocol import MANIFEST
@@ -30,10 +31,14 @@ _DERIVED = ("disk_needed", "disk_suffices")
 
 @dataclass(frozen=True, slots=True)
 class PlannedFile:
-    """One target file: its path below DST ("" when DST is the file) and length in bytes."""
+    """One target file: its path below DST ("" when DST is the file) and length in bytes.
+
+    ``source``: the file that it is a link to, None for one that is written.
+    """
 
     path: str
     nbytes: int
+    source: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +48,7 @@ class Report:
     ``bytes_read`` is tensor data; headers and metadata come on top. ``disk_needed`` is what DST will occupy,
     ``disk_free`` what a dry run found free there (None: not looked up).
     ``staged_in``: the local directory it needs that in, when DST is in an object store.
+    ``link``: what the links among ``files`` are, whose bytes count neither as read nor as written.
     ``replaced``: the files of the checkpoint that was at DST, replaced by ``--overwrite`` (``dry_run``: to be).
     ``workers``: processes, each with ``threads`` threads and ``peak_memory_planned`` bytes.
     """
@@ -69,6 +75,7 @@ class Report:
     workers: int = 1
     disk_free: int | None = None
     staged_in: str | None = None
+    link: str = LinkMode.COPY
     replaced: tuple[PlannedFile, ...] = ()
 
     @property
@@ -105,13 +112,15 @@ def encode_manifest(
     transformed: TransformedCheckpoint,
     spec: TargetSpec,
     *,
+    link: LinkMode,
     crcs: Mapping[str, int],
     digests: Mapping[str, str],
 ) -> bytes:
     """The content of ``fsdpckpt.json``.
 
-    ``crcs``: CRC-32 of each file, by which ``verify`` finds damage in containers that carry no checksums of their own.
-    ``digests``: SHA-256 of each tensor's row-major bytes, where ``--verify full`` computed them.
+    ``link``: how ``target.links`` were made. ``crcs``: CRC-32 of each file that was written, by which ``verify`` finds
+    damage in containers that carry no checksums of their own. A linked file has the one that the source's manifest
+    says, if any. ``digests``: SHA-256 of each tensor's row-major bytes, where ``--verify full`` computed them.
     """
     checkpoint = transformed.checkpoint
     key_type = checkpoint.optim.key_type if checkpoint.optim is not None else None
@@ -141,11 +150,26 @@ def encode_manifest(
             {"kind": note.kind, "key": said(note.key or "") or None, "message": said(note.message)} for note in notes
         ],
         "undetermined": [key for note in notes if note.kind == "undetermined" for key in note.keys],
-        "files": {file.path: {"nbytes": file.nbytes, "crc32": f"{crcs[file.path]:08x}"} for file in target.files},
+        "files": {
+            **{linked.path: _linked_entry(linked, link, checkpoint, said) for linked in target.links},
+            **{file.path: {"nbytes": file.nbytes, "crc32": f"{crcs[file.path]:08x}"} for file in target.files},
+        },
         "digests": dict(digests),
     }
     body = json.dumps(document, indent=1).removesuffix("\n}")
     return f'{body}{SEAL}{zlib.crc32(body.encode()):08x}"\n}}\n'.encode()
+
+
+def _linked_entry(
+    linked: LinkedFile, link: LinkMode, checkpoint: Checkpoint, said: Callable[[str], str]
+) -> dict[str, object]:
+    source = checkpoint.files[linked.source]
+    manifest = checkpoint.manifest
+    name = os.path.relpath(source.path, manifest.directory) if manifest is not None else ""
+    known = manifest.files.get(name) if manifest is not None else None
+    crc = known.crc if known is not None and known.nbytes == source.nbytes else None
+    text = f"{crc:08x}" if crc is not None else None
+    return {"nbytes": source.nbytes, "crc32": text, "link": link, "source": said(source.path)}
 
 
 # A path with a directory in it that begins at the root, in a drive or with a scheme.

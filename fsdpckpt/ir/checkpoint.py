@@ -73,6 +73,7 @@ NoteKind: TypeAlias = Literal[
     "ids-repaired",
     "ignored",
     "inferred",
+    "linked",
     "manifest",
     "master-weights",
     "missing-state",
@@ -203,10 +204,10 @@ class Checksums:
 
 @dataclass(frozen=True, slots=True)
 class ManifestFile:
-    """Length and CRC-32 of a whole file."""
+    """Length and CRC-32 of a whole file. ``crc`` is None for a file that was linked, not read."""
 
     nbytes: int
-    crc: int
+    crc: int | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,12 +98,25 @@ class TargetFile:
         self.checksums.append((begin, end, tuple(places)))
 
 
+@dataclass(frozen=True, slots=True)
+class LinkedFile:
+    """A target file at ``path`` that is the source's file number ``source``, byte for byte: it is linked, not written.
+
+    ``used``: the bytes in it that belong to the target.
+    """
+
+    path: str
+    source: int
+    used: int
+
+
 @dataclass(slots=True)
 class Target:
-    """All files of one output, in the order they become visible (a DCP ``.metadata`` last).
+    """All files of one output, in the order they become visible (a DCP ``.metadata`` last); ``links`` come first.
 
     ``notes``: what the layout dropped, renamed or cast.
     """
 
     files: list[TargetFile]
     notes: list[Note] = field(default_factory=list)
+    links: list[LinkedFile] = field(default_factory=list)

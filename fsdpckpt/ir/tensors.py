@@ -56,7 +56,7 @@ class Chunks:
     ``offset`` (n,): byte offset in that file of the chunk's first element, -1 while the reader has not
     located it (``locate=False``). ``start``, ``size`` (n, d): the box, in elements of the global tensor.
     ``stride`` (n, d): elements between neighbours in the file, as ``torch.Tensor.stride``. ``item`` (n, 2), of chunks
-    that are not located: the first byte of the archive in that file which holds the chunk, and its length.
+    that DCP stored: the first byte of the archive in that file which holds the chunk, and its length.
     """
 
     rank: Int64Array

@@ -375,13 +375,17 @@ def was_interrupted(target: str) -> bool:
 
 def free_bytes(target: str) -> int:
     """Free bytes where ``target`` would be written, including what an interrupted run has staged there."""
-    parent, name = os.path.split(os.path.realpath(target))
-    staged = os.path.join(parent, _hidden_name(name, "staging"))
+    with target_errors(target):
+        system = os.statvfs(existing_parent(target))
+    return system.f_bavail * system.f_frsize + _allocated(staging_root(target))
+
+
+def existing_parent(target: str) -> str:
+    """The directory in which ``target``, or the first directory above it that is missing, will be made."""
+    parent = os.path.dirname(os.path.realpath(target))
     while not os.path.lexists(parent):
         parent = os.path.dirname(parent)
-    with target_errors(target):
-        system = os.statvfs(parent)
-    return system.f_bavail * system.f_frsize + _allocated(staged)
+    return parent
 
 
 def _missing_directories(path: str) -> list[str]:
@@ -394,9 +398,9 @@ def _missing_directories(path: str) -> list[str]:
 
 
 def _allocated(directory: str) -> int:
-    """Bytes of disk that the files below ``directory`` occupy."""
+    """Bytes of disk that are free once the files below ``directory`` are gone: not those that have another name."""
     paths = (os.path.join(folder, name) for folder, _, names in os.walk(directory) for name in names)
-    return sum(os.lstat(path).st_blocks * 512 for path in paths)
+    return sum(status.st_blocks * 512 for status in map(os.lstat, paths) if status.st_nlink == 1)
 
 
 def _remove(path: str) -> None:

@@ -92,7 +92,7 @@ def _listed(manifest: Manifest, sources: Sources) -> Records:
     rows = (
         (f"{manifest.directory}/{name}", 0, file.nbytes, file.crc)
         for name, file in manifest.files.items()
-        if sizes.get(name) == file.nbytes
+        if sizes.get(name) == file.nbytes and file.crc is not None
     )
     return Records.of(rows, listed=True)
 

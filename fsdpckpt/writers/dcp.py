@@ -3,6 +3,7 @@
 Sharded tensors are cut as their mesh cuts them (by default along dimension 0), and rank r's chunks lie in
 ``__{r}_0.distcp``, so that each of N loading ranks reads its own file only. What several ranks hold lies once, in the
 file of the rank that ``torch.distributed.checkpoint._dedup_save_plans`` chooses. Each item is a ``torch.save`` archive.
+Where files of the source may be linked, ``.metadata`` points to the items in them (``dcp_links``).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from fsdpckpt.ir.tensors import Box, RankBoxes, Tensor, contiguous_stride
 from fsdpckpt.ir.values import Key, Value, leaf_tensors
 from fsdpckpt.layouts.sharded import HeldChunks, SharedChunk, mesh_chunks, source_boxes
 from fsdpckpt.producers.forms import PLAIN_NESTING, Nesting
+from fsdpckpt.writers.dcp_links import LinkedItems
 from fsdpckpt.writers.protocol import WriteSpec
 from fsdpckpt.writers.state_dicts import extras_of_one, optim_dict
 from fsdpckpt.writers.torch_full import lay_out_file
@@ -44,23 +46,26 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     casts, notes = spec.dtypes.casts(checkpoint)
     leaves, flattening = flatten(checkpoint, spec.nesting)
     notes += flattening
-    writer = _DataFiles(casts)
     entries = []
     held = [_held(leaf.value, spec) for leaf in leaves]
     ranks = world_size or max((rank + 1 for chunks in held if chunks for rank in chunks.own_ranks), default=1)
-    for leaf, boxes in zip(leaves, _dedup(leaves, held, casts, ranks), strict=True):
-        if isinstance(leaf.value, Tensor):
-            dtype = casts.get(leaf.value, leaf.value.dtype)
-            chunks = [writer.tensor(leaf.value, dtype, rank, box) for rank, box in boxes]
-            entries.append(DcpEntry(leaf.key, leaf.path, dtype, leaf.value.shape, chunks))
+    placed = _dedup(leaves, held, casts, ranks)
+    tensors = [(leaf.value, boxes) for leaf, boxes in zip(leaves, placed, strict=True)]
+    links = LinkedItems(tensors, casts, spec.linkable)
+    writer = _DataFiles(casts, links)
+    for leaf, (value, boxes) in zip(leaves, tensors, strict=True):
+        if isinstance(value, Tensor):
+            dtype = casts.get(value, value.dtype)
+            chunks = [writer.tensor(value, dtype, rank, box) for rank, box in boxes]
+            entries.append(DcpEntry(leaf.key, leaf.path, dtype, value.shape, chunks))
         else:
-            entries.append(DcpEntry(leaf.key, leaf.path, None, (), [writer.value(leaf.value, boxes[0][0])]))
+            entries.append(DcpEntry(leaf.key, leaf.path, None, (), [writer.value(value, boxes[0][0])]))
     metadata = TargetFile(_METADATA)
     metadata.literal(metadata_pickle(entries))
     files = [*writer.in_order(), metadata]
     for file in files:
         file.path = spec.path + file.path
-    return Target(files, notes=notes)
+    return Target(files, notes, links.files(spec.path))
 
 
 def _held(value: Value, spec: WriteSpec) -> HeldChunks | None:
@@ -152,6 +157,7 @@ class _DataFiles:
     """
 
     casts: Mapping[Tensor, DType]
+    links: LinkedItems
     files: dict[int, TargetFile] = field(default_factory=dict)
     parts: dict[tuple[int, str, tuple[int, ...]], _ItemParts] = field(default_factory=dict)
     items: dict[bytes, bytes] = field(default_factory=dict)
@@ -162,11 +168,14 @@ class _DataFiles:
     def _open(self, rank: int) -> TargetFile:
         file = self.files.get(rank)
         if file is None:
-            file = self.files[rank] = TargetFile(f"__{rank}_0.distcp")
+            file = self.files[rank] = TargetFile(self.links.free_name(rank))
         return file
 
     def tensor(self, tensor: Tensor, dtype: DType, rank: int, box: Box) -> StoredChunk:
-        """One box of a tensor as an item of the rank's file."""
+        """One box of a tensor as an item of a linked file, or else of the rank's file."""
+        linked = self.links.take(tensor, box)
+        if linked is not None:
+            return linked
         file = self._open(rank)
         parts = self.parts.get((rank, dtype.name, box.sizes))
         if parts is None:
@@ -183,7 +192,7 @@ class _DataFiles:
 
     def value(self, value: Value, rank: int) -> StoredChunk:
         """A value that is not a tensor (it may hold some) as an item of the rank's file."""
-        file = self._open(rank)
+        file = self._open(0 if self.links else rank)  # the linked files hold the data: one small one for all the rest
         begin = file.nbytes
         if any(True for _ in leaf_tensors(value)):
             lay_out_file(file, value, casts=self.casts, sharers=[], stem=_STEM)

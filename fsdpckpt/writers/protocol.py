@@ -81,6 +81,7 @@ class WriteSpec:
     ``weights_only``: the model's tensors and ``{"format": "pt"}`` alone, as Hugging Face's libraries write.
     ``default_loadable``: one torch file that ``torch.load`` takes with ``weights_only=True``, its default.
     ``units``, ``key_type``: of FSDP1's flat parameters, and whether its optimizer is keyed by name or by id.
+    ``linkable``: numbers of the source's files that a file of the target may be, unchanged (``Target.links``).
     """
 
     dtypes: DtypeRule = DtypeRule()
@@ -99,6 +100,7 @@ class WriteSpec:
     default_loadable: bool = False
     units: Units | None = None
     key_type: KeyType = "id"
+    linkable: frozenset[int] = frozenset()
 
     def sharding(self, tensor: Tensor) -> Sharding:
         """How a sharded ``tensor`` is cut: over ``device_mesh``, without one along dimension 0 over all ranks.

@@ -131,7 +131,7 @@ class _Contents:
             table[0, number], table[1, number] = shape, stride
         located: dict[str, ChunkedTensor] = {}
         for tensor, first, end in zip(self.declared, self._first[:-1].tolist(), self._first[1:].tolist(), strict=True):
-            chunks = replace(tensor.chunks, offset=self._offset[first:end], item=None)
+            chunks = replace(tensor.chunks, offset=self._offset[first:end])
             if end > first:
                 size, stride = tables[len(tensor.shape)].take(self._kind[first:end], axis=1)
                 if not np.array_equal(size, chunks.size):

@@ -1,0 +1,209 @@
+"""Links files of the source that come out the same, so that a conversion of names alone moves no data.
+
+``--link`` says how; whether a file system can is tried before anything is laid out, since a layout of links is another
+one than that of copies. Two kinds of target files are links: the data files of a DCP source, to which the writer lets
+the new ``.metadata`` point (``writers.dcp_links``), and whole files of any kind of which the plan shows that it would
+write the same bytes to the same places. A linked file is never opened for writing.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import os
+import posixpath
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from fsdpckpt.errors import TargetUnwritableError, UsageError
+from fsdpckpt.execute.checks import SourceRecord
+from fsdpckpt.execute.output import target_differs
+from fsdpckpt.ir.checkpoint import ZEROS, Checksums, Note, SourceFile
+from fsdpckpt.ir.targets import LinkedFile, Target
+from fsdpckpt.options import ConvertOptions, LinkMode
+from fsdpckpt.plan.plan import FilePlan, Plan
+from fsdpckpt.readers.beside import auxiliary
+from fsdpckpt.storage.links import can_reflink, hardlink, reflink
+from fsdpckpt.storage.local import target_errors
+from fsdpckpt.storage.protocols import change_between, changed_error, identity_of_status, is_url
+from fsdpckpt.storage.sources import Sources
+from fsdpckpt.storage.staging import Staging, existing_parent
+from fsdpckpt.text import plural, size_text
+
+
+@dataclass(frozen=True, slots=True)
+class Linking:
+    """How files are linked (``COPY``: none is), and the numbers of the source's ``files`` that can be linked so.
+
+    ``requested``: what ``--link`` says.
+    """
+
+    requested: LinkMode
+    mode: LinkMode = LinkMode.COPY
+    files: frozenset[int] = frozenset()
+
+    def notes(self, target: Target, files: Sequence[SourceFile]) -> list[Note]:
+        """What was linked, in words. Raises UsageError where links are asked for and no file comes out equal."""
+        if not target.links:
+            if self.requested in (LinkMode.HARDLINK, LinkMode.REFLINK):
+                raise UsageError(
+                    f"--link {self.requested}: no file of DST would be the same as a file of SRC",
+                    why="this conversion cuts the tensors in another way, casts them, or writes them into other files",
+                    next_step="drop --link: the bytes have to be copied",
+                )
+            if self.requested is LinkMode.AUTO and self.mode is LinkMode.COPY:
+                message = "nothing was linked: the file system of DST cannot share blocks with the files of SRC"
+                return [Note("linked", f"{message} (reflinks); --link hardlink may still share whole files")]
+            return []
+        nbytes = sum(files[link.source].nbytes for link in target.links)
+        count = f"{plural(len(target.links), 'file')} of DST ({size_text(nbytes)})"
+        if self.mode is LinkMode.HARDLINK:
+            message = f"hard links: {count} and of SRC with two names each. A program that writes into one "
+            message += "changes SRC and DST; deleting one name leaves the other"
+        else:
+            message = f"reflinks: {count} with the blocks of files of SRC, until either is changed"
+        idle = nbytes - sum(min(link.used, files[link.source].nbytes) for link in target.links)
+        if idle > nbytes // 100:
+            message += f". {size_text(idle)} in them are no part of DST; a copy of DST takes them along"
+        return [Note("linked", message)]
+
+
+def without_links(options: ConvertOptions, why: str) -> ConvertOptions:
+    """``options`` of a run that cannot link files, as ``why`` says. Raises UsageError where links are asked for."""
+    if options.link in (LinkMode.HARDLINK, LinkMode.REFLINK):
+        raise UsageError(f"--link {options.link} cannot be done here: {why}", next_step="drop --link")
+    return replace(options, link=LinkMode.COPY)
+
+
+def choose_linking(requested: LinkMode, files: Sequence[SourceFile], target: str) -> Linking:
+    """The files that can be linked to new ones beside ``target``; those that cannot will be copied.
+
+    Raises TargetUnwritableError or UsageError where none can and ``requested`` is a certain kind of link.
+    """
+    if requested is LinkMode.COPY:
+        return Linking(requested)
+    local = {
+        number: os.stat(file.path).st_dev
+        for number, file in enumerate(files)
+        if file.path != ZEROS and not is_url(file.path) and os.path.isfile(file.path)
+    }
+    parent = existing_parent(target)
+    if requested is LinkMode.HARDLINK:
+        devices = {os.stat(parent).st_dev}
+    else:
+        first = {device: files[number].path for number, device in reversed(local.items())}
+        devices = {device for device, path in first.items() if can_reflink(path, parent)}
+    able = frozenset(number for number, device in local.items() if device in devices)
+    if able:
+        return Linking(requested, LinkMode.HARDLINK if requested is LinkMode.HARDLINK else LinkMode.REFLINK, able)
+    if requested is LinkMode.AUTO:
+        return Linking(requested)
+    if not local:
+        raise UsageError(
+            f"--link {requested}: SRC is not on a disk of this machine",
+            why="only files of one local file system can be linked",
+            next_step="drop --link",
+        )
+    if requested is LinkMode.HARDLINK:
+        raise TargetUnwritableError(
+            f"--link hardlink: {target} and SRC are on different file systems",
+            file=target,
+            why="a hard link is a second name of a file, within its file system",
+            next_step="give a DST on the file system of SRC, or drop --link",
+        )
+    raise TargetUnwritableError(
+        f"--link reflink: the file system of {target} cannot share blocks with the files of SRC",
+        file=target,
+        why="XFS, Btrfs and some others can, within one file system; ext4 and tmpfs cannot",
+        next_step="give --link hardlink, which makes SRC and DST share whole files, or drop --link",
+    )
+
+
+def link_equal_files(
+    target: Target, plan: Plan, linking: Linking, files: Sequence[SourceFile], sources: Sources
+) -> tuple[Target, Plan]:
+    """``target`` and ``plan`` with links in place of files that would be written as a file of the source is.
+
+    Small text files that describe a model are copied all the same: people edit them.
+    """
+    equal = {
+        file.path: number
+        for file in plan.files
+        if linking.files and (number := _equal_file(file, linking, files, sources)) is not None
+    }
+    if not equal:
+        return target, plan
+    links = [LinkedFile(path, number, files[number].nbytes) for path, number in equal.items()]
+    left = replace(
+        target, files=[file for file in target.files if file.path not in equal], links=[*target.links, *links]
+    )
+    return left, replace(plan, files=tuple(file for file in plan.files if file.path not in equal))
+
+
+def _equal_file(file: FilePlan, linking: Linking, files: Sequence[SourceFile], sources: Sources) -> int | None:
+    """The number of the linkable file that has the bytes of ``file``; None when no file is known to.
+
+    All tensor bytes would come from the same places of that file, and what lies between is compared. Checksums of
+    tensor bytes are those of the source, which a copy would have compared with them.
+    """
+    copies = file.copies
+    if not len(copies) or auxiliary(posixpath.basename(file.path)):
+        return None
+    number = int(copies.file[0])
+    if number not in linking.files or files[number].nbytes != file.nbytes:
+        return None
+    in_place = (copies.file == number) & (copies.source == copies.target) & (copies.rows == 1) & (copies.cast < 0)
+    return number if in_place.all() and _same_literals(file, sources, files[number].path) else None
+
+
+def _same_literals(file: FilePlan, sources: Sources, path: str) -> bool:
+    source = sources.open(path)
+    places = sorted(place for each in file.places for place in each)
+    for at, start, nbytes in file.literals.tolist():
+        found = bytearray(source.read(at, nbytes))
+        for place in places[bisect_left(places, at) : bisect_left(places, at + nbytes)]:
+            found[place - at : place - at + 4] = bytes(min(4, at + nbytes - place))
+        if found != file.blob[start : start + nbytes]:
+            return False
+    return True
+
+
+def make_links(
+    target: Target, linking: Linking, files: Sequence[SourceFile], staging: Staging, sources: Sources
+) -> None:
+    """Make the links of ``target`` in ``staging``, durably but for their names. ``sources`` knows each of ``files``.
+
+    Raises TargetUnwritableError; SourceCorruptError for a file that has changed since it was read.
+    """
+    for link in target.links:
+        source, path = files[link.source].path, staging.locate(link.path)
+        with target_errors(path):
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+        (hardlink if linking.mode is LinkMode.HARDLINK else reflink)(os.path.realpath(source), path)
+        linked, before = identity_of_status(source, os.stat(path)), sources.identity(source)
+        if linking.mode is LinkMode.REFLINK:  # a file of its own
+            linked = replace(before, nbytes=linked.nbytes)
+        change = change_between(before, linked)
+        if change is not None:
+            raise changed_error(source, change)
+
+
+def require_linked(target: Target, files: Sequence[SourceFile], path: str) -> None:
+    """Where a complete DST is at ``path``: its linked files are those of the source. Raises TargetExistsError."""
+    for link in target.links:
+        found = os.path.join(path, link.path) if link.path else path
+        source = files[link.source].path
+        if not os.path.isfile(found) or not (
+            os.path.samefile(found, source) or filecmp.cmp(found, source, shallow=False)
+        ):
+            raise target_differs(path)
+
+
+def linked_records(target: Target, checksums: Checksums) -> list[SourceRecord]:
+    """The records in linked files whose checksum the source says: what ``--verify full`` reads of these files."""
+    linked = np.isin(checksums.file, [link.source for link in target.links])
+    summed = np.isin(checksums.file, checksums.file[linked & (checksums.crc != 0)])  # all 0: saved without checksums
+    columns = (checksums.file, checksums.offset, checksums.nbytes, checksums.crc)
+    return list(zip(*(column[linked & summed].tolist() for column in columns), strict=True))
