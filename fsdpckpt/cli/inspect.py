@@ -87,13 +87,13 @@ def inspect_command(output: Output, source: str, options: InspectOptions) -> int
 
 def _summary(description: Description, columns: int | None) -> Iterator[Line]:
     """``columns``: of the terminal. In a pipe the lines are as long as they are, and list everything."""
-    from fsdpckpt.transform.placements import source_mesh
+    from fsdpckpt.transform.placements import source_meshes
 
     checkpoint = description.checkpoint
     ranks = plural(checkpoint.world_size, "rank")
     title = f"{checkpoint.source}: {checkpoint.layout}, {checkpoint.container} ({checkpoint.flavor}), {ranks}"
-    mesh = source_mesh(checkpoint)
-    title += f", mesh {mesh}" if mesh is not None and mesh.names is not None else ""
+    meshes = [str(mesh) for mesh in source_meshes(checkpoint) if mesh.names is not None]
+    title += f", mesh {' and '.join(meshes)}" if meshes else ""
     yield from wrapped(title, columns)
     for line in _recognised(checkpoint.evidence):
         yield from wrapped(f"  recognised: {line.replace(f'{checkpoint.source}/', '')}", columns)

@@ -108,7 +108,7 @@ def _lay_out_document(
             tensor=options.tensor,
             mesh=spec.form.mesh if spec.form is not None else PLAIN_MESH,
             mesh_device=options.mesh_device,
-            device_mesh=spec.mesh.mesh if spec.mesh is not None and layout is Layout.SHARDED else None,
+            placed=spec.mesh is not None and layout is Layout.SHARDED,
             max_shard_size=options.max_shard_size,
             single_file=plain and not spec.directory,
             weights_only=not plain,

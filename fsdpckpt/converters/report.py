@@ -143,7 +143,7 @@ def encode_manifest(
         "layout": spec.layout,
         "container": spec.container,
         "world_size": spec.world_size,
-        "mesh": str(spec.mesh.mesh) if spec.mesh is not None else None,
+        "mesh": str(spec.mesh) if spec.mesh is not None else None,
         "key_type": transformed.key_type if key_type is not None and transformed.units is not None else key_type,
         "units": encode(transformed.units) if transformed.units is not None else None,
         "notes": [

@@ -11,13 +11,26 @@ from fsdpckpt.converters.target_spec import TargetSpec
 from fsdpckpt.errors import NeedsInformationError, UsageError
 from fsdpckpt.formats.torch.mesh import MAX_RANKS
 from fsdpckpt.ir.checkpoint import Checkpoint
-from fsdpckpt.ir.mesh import MeshShape, Placement, Replicate, Shard, Sharding
+from fsdpckpt.ir.mesh import MeshShape, Placement, Replicate, Shard, Sharding, placements_text
 from fsdpckpt.ir.vocabulary import Container, Layout, Strategy
+from fsdpckpt.layouts.sharded import on_one_dimension
 from fsdpckpt.options import ConvertOptions, TensorForm
 from fsdpckpt.producers.table import flavor_named
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.transform.placements import AsSource, Like, Rule, Rules, TargetMesh, replaced_on, resized, source_mesh
+from fsdpckpt.text import first_of, plural
+from fsdpckpt.transform.placements import (
+    AsSource,
+    Like,
+    Rule,
+    Rules,
+    TargetMesh,
+    is_submesh,
+    replaced_on,
+    resized,
+    source_mesh,
+    source_meshes,
+)
 
 _EXAMPLE = "--mesh dp_replicate=2,dp_shard=4,tp=2"
 _SHARD = re.compile(r"shard\(\s*(?:dim\s*=\s*)?(\d+)\s*\)", re.IGNORECASE)
@@ -69,7 +82,7 @@ def requested_mesh(options: ConvertOptions, source: Checkpoint, sources: Sources
         return None
     own = source_mesh(source)
     if own is not None and own.dimension_names == mesh.dimension_names:
-        return _as_source(mesh, _shardings(source, own))
+        return _as_source({own: mesh}, _shardings(source, own))
     flat = (options.to or source.layout) is Layout.FLATTENED
     hybrid = options.tensor is TensorForm.SHARDED_TENSOR or _has_hybrid(options.flavor or source.flavor)
     if len(mesh.sizes) == 1 or flat or (hybrid and len(mesh.sizes) == 2):
@@ -110,13 +123,15 @@ def on_mesh(spec: TargetSpec, source: Checkpoint, mesh: TargetMesh | None) -> Ta
     ShardedTensors, and frameworks that make their own mesh, get one dimension unless they are asked for another.
     Raises NeedsInformationError where no mesh of that many ranks keeps what the source has.
     """
-    if spec.layout is Layout.FULL or spec.world_size is None or (spec.layout is Layout.FLATTENED and spec.form is None):
+    flat = spec.layout is Layout.FLATTENED
+    alone = (flat and spec.form is None) or (mesh is None and (flat or spec.tensor is TensorForm.SHARDED_TENSOR))
+    if spec.layout is Layout.FULL or spec.world_size is None or alone:
         return spec
     if mesh is not None:
         return replace(spec, mesh=mesh)
     own = source_mesh(source)
-    if own is None or spec.layout is Layout.FLATTENED or spec.tensor is TensorForm.SHARDED_TENSOR:
-        return spec
+    if own is None:
+        return _on_several(spec, source, spec.world_size)
     shardings = _shardings(source, own)
     if spec.form is not None and spec.form.mesh.names is not None:  # it has meshes of its own
         placements = {sharding.placements for sharding in shardings}
@@ -129,14 +144,61 @@ def on_mesh(spec: TargetSpec, source: Checkpoint, mesh: TargetMesh | None) -> Ta
     note = f"the source's mesh is kept: {found}" if found == own else f"the source's mesh {own} is resized to {found}"
     if spec.form is not None and spec.form.mesh.names is not None:
         return replace(spec, mesh=TargetMesh(found, None, _rows(found), note))
-    return replace(spec, mesh=_as_source(found, shardings, note if len(found.sizes) > 1 else None))
+    return replace(spec, mesh=_as_source({own: found}, shardings, note if len(found.sizes) > 1 else None))
 
 
-def _as_source(mesh: MeshShape, shardings: Sequence[Sharding], note: str | None = None) -> TargetMesh:
-    """The source's placements on ``mesh``; tensors without any (of flat parameters) lie as all others do, if all are
-    alike."""
-    placed = {replaced_on(sharding, mesh) for sharding in shardings}
-    return TargetMesh(mesh, AsSource(), placed.pop() if len(placed) == 1 else None, note)
+def _on_several(spec: TargetSpec, source: Checkpoint, world_size: int) -> TargetSpec:
+    """``spec`` on the several meshes of all ranks that the source's DTensors are on, each resized on its own.
+
+    Raises NeedsInformationError where a mesh is not of all ranks, or nothing says what its ranks are; not for DCP,
+    which loads on any mesh.
+    """
+    meshes = source_meshes(source)
+    own_mesh = spec.form is not None and spec.form.mesh.names is not None
+    strange = sorted(_unknown_placements(source)) + [str(one) for one in meshes if one.world_size != source.world_size]
+    if (not meshes and not strange) or own_mesh:
+        return spec
+    if strange:
+        one_dimension = f"all tensors of {source.source} are sharded over one mesh dimension of {world_size} ranks"
+        why = f"the source has DTensors on what is no mesh of all its ranks: {first_of(strange, 4)}"
+        if spec.container is Container.DCP:
+            return replace(spec, mesh=TargetMesh(*_one_dimension(world_size), note=f"{one_dimension}: {why}"))
+        raise NeedsInformationError(
+            f"nothing says on which mesh the tensors of {source.source} lie on {plural(world_size, 'rank')}",
+            why=why,
+            next_step=f"add --mesh {world_size} to shard all of them over one dimension, --mesh NAME=SIZE,... "
+            "--placements FILE for another mesh, or write a DCP directory (--container dcp), which loads on any mesh",
+        )
+    stored_once = spec.container is Container.DCP
+    found: dict[MeshShape, MeshShape] = {}
+    for mesh in meshes:
+        alike = _shardings(source, mesh)
+        found[mesh] = resized(mesh, alike, world_size, source=source.source, keep_replicas=not stored_once, only=False)
+    texts = [" and ".join(map(str, each)) for each in (found, found.values())]
+    note = f"the source's meshes {texts[0]} are " + ("kept" if texts[0] == texts[1] else f"resized to {texts[1]}")
+    return replace(spec, mesh=_as_source(found, [], note))
+
+
+def _unknown_placements(source: Checkpoint) -> set[str]:
+    """The placements of DTensors whose mesh is not known, but for rows over one dimension, which need none."""
+    tensors = [named.tensor for named in source.tensors()]
+    unknown = {one.placement for one in tensors if one.sharded and one.sharding is None}
+    return {text for text in unknown if text.startswith("[") and text != placements_text([Shard(0)])}
+
+
+def _one_dimension(world_size: int) -> tuple[MeshShape, None, Sharding]:
+    sharding = on_one_dimension(world_size)
+    return sharding.mesh, None, sharding
+
+
+def _as_source(
+    meshes: Mapping[MeshShape, MeshShape], shardings: Sequence[Sharding], note: str | None = None
+) -> TargetMesh:
+    """The source's placements, each mesh replaced; tensors without any (of flat parameters) lie as all others do, if
+    all are alike."""
+    first = next(iter(meshes.values()))
+    placed = {replaced_on(sharding, first) for sharding in shardings}
+    return TargetMesh(first, AsSource(meshes), placed.pop() if len(placed) == 1 else None, note)
 
 
 def _has_hybrid(flavor: str) -> bool:
@@ -157,7 +219,8 @@ def _hybrid(mesh: MeshShape) -> dict[str, Placement]:
 
 def _shardings(checkpoint: Checkpoint, mesh: MeshShape) -> list[Sharding]:
     found = {named.tensor.sharding for named in checkpoint.tensors()}
-    return [replaced_on(sharding, mesh) for sharding in found if sharding is not None]
+    own = [sharding for sharding in found if sharding is not None]
+    return [replaced_on(sharding, mesh) for sharding in own if is_submesh(sharding.mesh, mesh)]
 
 
 def _like(path: str, options: ConvertOptions, mesh: MeshShape | None, sources: Sources) -> TargetMesh:

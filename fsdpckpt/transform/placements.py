@@ -57,7 +57,13 @@ class Like:
 
 @dataclass(frozen=True, slots=True)
 class AsSource:
-    """Each tensor keeps its placements."""
+    """Each tensor keeps its placements. ``meshes``: what the source's meshes of all ranks become."""
+
+    meshes: Mapping[MeshShape, MeshShape]
+
+    def sharding(self, own: Sharding) -> Sharding:
+        whole = next(mesh for mesh in self.meshes if is_submesh(own.mesh, mesh))
+        return replaced_on(own, self.meshes[whole])
 
 
 Placing: TypeAlias = Rules | Like | AsSource
@@ -65,7 +71,7 @@ Placing: TypeAlias = Rules | Like | AsSource
 
 @dataclass(frozen=True, slots=True)
 class TargetMesh:
-    """The mesh of the target, and what places tensors on it.
+    """The mesh of the target (several: ``AsSource.meshes``, and this is the first), and what places tensors on it.
 
     ``rest``: how the sharded tensors lie that ``placing`` says nothing of; None: that is an error. ``note`` says where
     the mesh comes from, when it is not from the user.
@@ -76,18 +82,27 @@ class TargetMesh:
     rest: Sharding | None = None
     note: str | None = None
 
+    def __str__(self) -> str:
+        """As ``--mesh`` takes it, where it is one."""
+        meshes = self.placing.meshes.values() if isinstance(self.placing, AsSource) else (self.mesh,)
+        return " and ".join(map(str, meshes))
+
+
+def source_meshes(checkpoint: Checkpoint) -> list[MeshShape]:
+    """The meshes that the source's DTensors are on, without those that are submeshes of another, in the order of the
+    tensors. Expert parallelism has two of all ranks."""
+    shardings = (named.tensor.sharding for named in checkpoint.tensors())
+    meshes = dict.fromkeys(sharding.mesh for sharding in shardings if sharding is not None)
+    return [mesh for mesh in meshes if not any(mesh != other and is_submesh(mesh, other) for other in meshes)]
+
 
 def source_mesh(checkpoint: Checkpoint) -> MeshShape | None:
     """The mesh of all ranks that the source's DTensors are on, or on submeshes of; None when there is no such mesh."""
-    meshes = {sharding.mesh for named in checkpoint.tensors() if (sharding := named.tensor.sharding) is not None}
-    whole = [mesh for mesh in meshes if mesh.world_size == checkpoint.world_size]
-    largest = max(whole, key=lambda mesh: len(mesh.sizes), default=None)
-    if largest is None or all(_is_submesh(mesh, largest) for mesh in meshes):
-        return largest
-    return None
+    meshes = source_meshes(checkpoint)
+    return meshes[0] if len(meshes) == 1 and meshes[0].world_size == checkpoint.world_size else None
 
 
-def _is_submesh(mesh: MeshShape, whole: MeshShape) -> bool:
+def is_submesh(mesh: MeshShape, whole: MeshShape) -> bool:
     if mesh == whole:
         return True
     if mesh.names is None or whole.names is None:
@@ -98,14 +113,16 @@ def _is_submesh(mesh: MeshShape, whole: MeshShape) -> bool:
 
 
 def resized(
-    mesh: MeshShape, shardings: Sequence[Sharding], world_size: int, *, source: str, keep_replicas: bool = True
-) -> MeshShape:
+    mesh: MeshShape, shardings: Sequence[Sharding], world_size: int, *, source: str, keep_replicas: bool = True,
+    only: bool = True,
+) -> MeshShape:  # fmt: skip
     """``mesh`` with so many ranks along the dimension that FSDP shards over that it has ``world_size`` in all.
 
     That is the first dimension that cuts every tensor: the replicas of HSDP come before it and cut none, other
     parallelism comes after it. ``keep_replicas=False`` (DCP, where replicas are stored once) gives replicas up that do
     not divide ``world_size``. Raises NeedsInformationError, with the meshes that there are, when the other dimensions
-    do not divide ``world_size``, and when no dimension cuts every tensor.
+    do not divide ``world_size``, and when no dimension cuts every tensor. ``only=False``: the source has other meshes,
+    and ``--mesh`` would not be of this one.
     """
     if mesh.world_size == world_size:
         return mesh
@@ -114,7 +131,9 @@ def resized(
         raise NeedsInformationError(
             f"{source} is on the mesh {mesh}, and nothing says {_SHARD_DIMENSION}",
             why="no dimension of the mesh cuts every tensor",
-            next_step=f"add --mesh with the sizes for {plural(world_size, 'rank')}, for example --mesh {mesh}",
+            next_step=f"add --mesh with the sizes for {plural(world_size, 'rank')}, for example --mesh {mesh}"
+            if only
+            else f"write it for {plural(mesh.world_size, 'rank')}, or add --to full, which loads on any mesh",
         )
     others = mesh.world_size // mesh.sizes[over]
     if world_size % others and not keep_replicas:
@@ -127,10 +146,12 @@ def resized(
     name = mesh.names[over] if mesh.names is not None else f"dimension {over}"
     raise NeedsInformationError(
         f"--world-size {world_size} does not fit the mesh of {source}, {mesh}",
-        details=[f"--mesh {one}" for one in fitting[:_SHOWN]],
+        details=[f"--mesh {one}" for one in fitting[:_SHOWN]] if only else (),
         why=f"only {name} changes, which FSDP shards over: the other dimensions have {kept} ranks, of which "
         f"{world_size} is no multiple",
-        next_step=f"add --mesh {fitting[0]}" + (", or another of those above" if len(fitting) > 1 else ""),
+        next_step=f"add --mesh {fitting[0]}" + (", or another of those above" if len(fitting) > 1 else "")
+        if only
+        else f"give --world-size a multiple of {others}, or add --to full, which loads on any mesh",
         expected=f"a multiple of {others}",
         found=str(world_size),
     )
@@ -185,10 +206,10 @@ def place(checkpoint: Checkpoint, named: Checkpoint, target: TargetMesh) -> Chec
     match target.placing:
         case None:
             pass
-        case AsSource():
+        case AsSource() as own:
             for one in checkpoint.tensors():
                 if one.tensor.sharding is not None:
-                    shardings[one.tensor] = replaced_on(one.tensor.sharding, target.mesh)
+                    shardings[one.tensor] = own.sharding(one.tensor.sharding)
             _follow(checkpoint, shardings)
         case Rules() as rules:
             shardings = _by_rules(named, rules, target.mesh)
@@ -352,7 +373,7 @@ def place_rest(checkpoint: Checkpoint, target: TargetMesh) -> Checkpoint:
     if unplaced:
         raise NeedsInformationError(
             f"nothing says how {plural(len(unplaced), 'sharded tensor')} of {checkpoint.source} lie on the mesh "
-            f"{target.mesh}",
+            f"{target}",
             details=unplaced[:_SHOWN],
             key=unplaced[0],
             why="in the source they are not DTensors, or on a mesh of another order",

@@ -14,7 +14,7 @@ from typing import Protocol
 from fsdpckpt.errors import InternalError
 from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, Note, Section
 from fsdpckpt.ir.dtypes import DType
-from fsdpckpt.ir.mesh import MeshShape, Sharding
+from fsdpckpt.ir.mesh import Sharding
 from fsdpckpt.ir.targets import Target
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units
@@ -76,7 +76,7 @@ class WriteSpec:
     ``unwrap``: a torch file of one section without extras holds that section's dict itself.
     ``names``, ``tensor``, ``mesh``, ``mesh_device``: of files by rank, what they are called, what a sharded tensor
     becomes, the form of the mesh that DTensors name, and its device type where the user gave one.
-    ``device_mesh``: the mesh that each ``Tensor.sharding`` is on, None for all ranks in one dimension.
+    ``placed``: each ``Tensor.sharding`` is on a mesh of the target's ranks; else all are in one dimension.
     ``max_shard_size``: bytes of tensor data in a safetensors file; ``single_file``: one file whatever its size;
     ``weights_only``: the model's tensors and ``{"format": "pt"}`` alone, as Hugging Face's libraries write.
     ``default_loadable``: one torch file that ``torch.load`` takes with ``weights_only=True``, its default.
@@ -93,7 +93,7 @@ class WriteSpec:
     tensor: TensorForm = TensorForm.DTENSOR
     mesh: MeshForm = PLAIN_MESH
     mesh_device: str | None = None
-    device_mesh: MeshShape | None = None
+    placed: bool = False
     max_shard_size: int = DEFAULT_MAX_SHARD_SIZE
     single_file: bool = False
     weights_only: bool = False
@@ -103,14 +103,14 @@ class WriteSpec:
     linkable: frozenset[int] = frozenset()
 
     def sharding(self, tensor: Tensor) -> Sharding:
-        """How a sharded ``tensor`` is cut: over ``device_mesh``, without one along dimension 0 over all ranks.
+        """How a sharded ``tensor`` is cut: as it is ``placed``, else along dimension 0 over all ranks.
 
-        Raises InternalError for a tensor that nothing placed on that mesh.
+        Raises InternalError for a tensor that has no place on a mesh of all ranks.
         """
-        if self.device_mesh is None:
+        if not self.placed:
             return on_one_dimension(self.ranks(), self.mesh.names)
-        if tensor.sharding is None or tensor.sharding.mesh != self.device_mesh:
-            raise InternalError(f"a tensor of shape {tensor.shape} has no place on the mesh {self.device_mesh}")
+        if tensor.sharding is None or tensor.sharding.mesh.world_size != self.ranks():
+            raise InternalError(f"a tensor of shape {tensor.shape} has no place on a mesh of {self.ranks()} ranks")
         return tensor.sharding
 
     def ranks(self) -> int:

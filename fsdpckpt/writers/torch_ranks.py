@@ -91,11 +91,11 @@ def _require_rows(checkpoint: Checkpoint, spec: WriteSpec) -> None:
     """Raises UsageError for tensors that a ShardedTensor of FSDP1 cannot hold: its ranks cut rows, on a mesh of two
     dimensions (HYBRID_SHARD) those of the second."""
     wanted = (Replicate(), Shard(0))
-    for named in checkpoint.tensors() if spec.device_mesh is not None else ():
+    for named in checkpoint.tensors() if spec.placed else ():
         sharding = named.tensor.sharding
         if sharding is not None and sharding.placements != wanted[-len(sharding.placements) :]:
             raise UsageError(
-                f"{named.key} is {sharding} on the mesh {spec.device_mesh}, which a ShardedTensor does not hold",
+                f"{named.key} is {sharding} on the mesh {sharding.mesh}, which a ShardedTensor does not hold",
                 key=named.key,
                 expected="[Shard(0)], or [Replicate(), Shard(0)]",
                 found=str(sharding),
