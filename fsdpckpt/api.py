@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fsdpckpt.converters.report import Report
     from fsdpckpt.describe import Description, Json, Selection
     from fsdpckpt.flat.units.source import ResolvedUnits, UnitsRequest
+    from fsdpckpt.ir.units import Units
     from fsdpckpt.keywords import ConvertKeywords
     from fsdpckpt.lazy import LazyCheckpoint
     from fsdpckpt.verify.compare import Difference
@@ -67,7 +68,11 @@ def inspect(
     wanted = Selection(options.keys, options.section)
     with Sources() as sources:
         opened = open_checkpoint(
-            os.fspath(source), sources=sources, locate=ranks or stats, ignore_file=options.ignore_file
+            os.fspath(source),
+            sources=sources,
+            locate=ranks or stats,
+            units=_given_units(units),
+            ignore_file=options.ignore_file,
         )
         require_matches(options.ignore_file, opened)
         checkpoint = _named(opened, sources, options.units)
@@ -173,8 +178,9 @@ def diff(
     options = changed(DiffOptions(), {"only": only, "ignore_file": ignore_file, "units": units})
     tolerance = None if rtol is None and atol is None else Tolerance(rtol or 0.0, atol or 0.0)
     with Sources() as sources:
+        given_units = _given_units(units)
         opened = [
-            open_checkpoint(os.fspath(one), sources=sources, locate=True, ignore_file=options.ignore_file)
+            open_checkpoint(os.fspath(one), sources=sources, units=given_units, ignore_file=options.ignore_file)
             for one in (a, b)
         ]
         require_matches(options.ignore_file, *opened)
@@ -227,6 +233,7 @@ def verify(
     return run(
         os.fspath(source),
         name=name,
+        units=_given_units(units),
         ignore_file=options.ignore_file,
         digests=digests,
         finite=searched,
@@ -235,10 +242,13 @@ def verify(
     )
 
 
-def open(source: Path, *, ignore_file: Iterable[str] = ()) -> LazyCheckpoint:  # noqa: A001  # the contract's name
+def open(  # noqa: A001  # the contract's name
+    source: Path, *, ignore_file: Iterable[str] = (), units: Path | None = None
+) -> LazyCheckpoint:
     """Open a checkpoint as a mapping of names to tensors, read on demand. Use it in a ``with`` block.
 
-    ``ignore_file``: globs of files of the source that are left out. Raises SourceError.
+    ``ignore_file``: globs of files of the source that are left out. ``units``: a units file for flattened shards.
+    Raises SourceError.
     """
     from fsdpckpt.lazy import LazyCheckpoint
     from fsdpckpt.readers.detect import open_checkpoint
@@ -247,9 +257,10 @@ def open(source: Path, *, ignore_file: Iterable[str] = ()) -> LazyCheckpoint:  #
     sources = Sources()
     try:
         globs = changed(InspectOptions(), {"ignore_file": ignore_file}).ignore_file
-        checkpoint = open_checkpoint(os.fspath(source), sources=sources, locate=True, ignore_file=globs)
+        given_units = _given_units(units)
+        checkpoint = open_checkpoint(os.fspath(source), sources=sources, units=given_units, ignore_file=globs)
         require_matches(globs, checkpoint)
-        return LazyCheckpoint(_named(checkpoint, sources, None), sources)
+        return LazyCheckpoint(_named(checkpoint, sources, units), sources)
     except BaseException:
         sources.__exit__()
         raise
@@ -267,6 +278,15 @@ def save_units(model: nn.Module, optimizer: Optimizer | None, path: Path) -> Non
     from fsdpckpt.flat.live.save import save_units as save
 
     save(model, optimizer, path)
+
+
+def _given_units(path: Path | None) -> Units | None:
+    if path is None:
+        return None
+    from fsdpckpt.flat.units.request import load_units
+
+    with Sources() as sources:
+        return load_units(os.fspath(path), sources)
 
 
 def _named(checkpoint: Checkpoint, sources: Sources, units: Path | None, *, listing: bool = False) -> Checkpoint:
@@ -288,7 +308,8 @@ def find_units(source: Path, options: UnitsOptions) -> ResolvedUnits:
     from fsdpckpt.readers.ignored import require_matches
 
     with Sources() as sources:
-        checkpoint = open_checkpoint(os.fspath(source), sources=sources, ignore_file=options.ignore_file)
+        units = _given_units(options.units)
+        checkpoint = open_checkpoint(os.fspath(source), sources=sources, units=units, ignore_file=options.ignore_file)
         require_matches(options.ignore_file, checkpoint)
         return find(checkpoint, _units_request(options), sources)
 

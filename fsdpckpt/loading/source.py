@@ -16,7 +16,7 @@ import numpy as np
 from fsdpckpt.converters.target_spec import TargetSpec
 from fsdpckpt.converters.transform import transform, units_request
 from fsdpckpt.errors import NeedsInformationError, UsageError
-from fsdpckpt.flat.units.source import is_flattened
+from fsdpckpt.flat.units.source import is_flattened, load_units
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, OptimState, Section, group_params
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.targets import TargetFile
@@ -45,10 +45,11 @@ def open_to_load(path: str, options: ConvertOptions, sources: Sources, *, locate
     ``locate=False``: the items of a DCP directory are not opened, unless flat parameters are in them. Raises what
     ``fsdpckpt convert`` raises for the source: SourceError, NeedsInformationError.
     """
-    checkpoint = open_checkpoint(path, sources=sources, locate=locate)
+    units = load_units(options.units, sources) if options.units is not None else None
+    checkpoint = open_checkpoint(path, sources=sources, units=units, locate=locate)
     flattened = not locate and is_flattened(checkpoint, sources, units_request(options))
     if flattened and not all(is_located(named.tensor) for named in checkpoint.tensors()):
-        checkpoint = open_checkpoint(path, sources=sources, locate=True)
+        checkpoint = open_checkpoint(path, sources=sources, units=units, locate=True)
     try:
         return transform(checkpoint, options, _SPEC, sources).checkpoint
     except NeedsInformationError as error:

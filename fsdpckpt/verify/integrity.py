@@ -14,6 +14,7 @@ from fsdpckpt.ir.checkpoint import STRAY, Checkpoint, NamedTensor, OptimState, P
 from fsdpckpt.ir.coverage import flaws
 from fsdpckpt.ir.dtypes import numpy_dtype
 from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.values import Value
 from fsdpckpt.progress import NoProgress, Progress
 from fsdpckpt.readers.detect import open_checkpoint
@@ -306,6 +307,7 @@ def verify(
     source: str,
     *,
     name: Callable[[Checkpoint, Sources], Checkpoint] | None = None,
+    units: Units | None = None,
     ignore_file: tuple[str, ...] = (),
     digests: bool = False,
     finite: Finite | None = None,
@@ -315,12 +317,12 @@ def verify(
     """Check the checkpoint at ``source`` for damage: ``.problems`` lists everything wrong, ``.whole`` is True for none.
 
     ``digests`` adds a layout-independent SHA-256 of each tensor, ``finite`` reports NaN and Inf. ``name`` turns the
-    slices of a flattened checkpoint into named tensors. ``ignore_file``: globs of files that are left out. Raises
-    SourceError (exit code 3) when the source cannot be read as a checkpoint at all.
+    slices of a flattened checkpoint into named tensors. ``units``: as in ``open_checkpoint``. ``ignore_file``: globs of
+    files that are left out. Raises SourceError (exit code 3) when the source cannot be read as a checkpoint at all.
     """
     with Sources() as sources:
         try:
-            checkpoint = open_checkpoint(source, sources=sources, locate=True, ignore_file=ignore_file)
+            checkpoint = open_checkpoint(source, sources=sources, units=units, ignore_file=ignore_file)
         except SourceError as error:  # one problem of possibly several: add what else is known
             error.details = tuple(dict.fromkeys((*error.details, *damaged_files(source, sources))))
             raise

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -118,6 +119,36 @@ def test_every_rank_s_ids_are_read_and_written_in_its_own_order(
     fsdpckpt.convert(tmp_path / "other", tmp_path / "ids.pt", to="full", only="optim")
     ids = load(tmp_path / "ids.pt")["state"]
     assert sorted(ids) == list(range(len(full["same"])))
+
+
+def test_every_command_takes_the_order_from_a_units_file_elsewhere(world: World, tmp_path: Path) -> None:
+    """Nothing else says it, and where lengths are equal nothing shows that it is missing."""
+    for name, arrange in (("same", same), ("other", reversed_on_odd_ranks)):
+        train(world, tmp_path / name, arrange, orig=True)
+        (tmp_path / name / "units.json").replace(tmp_path / f"{name}.json")
+        units = tmp_path / f"{name}.json"
+        fsdpckpt.convert(
+            tmp_path / name, tmp_path / f"{name}.pt", to="full", key_type="name", only="optim", units=units
+        )
+    expected = load(tmp_path / "same.pt")["state"]
+    assert differences(load(tmp_path / "other.pt")["state"], expected) == []
+    units = tmp_path / "other.json"
+    verified = fsdpckpt.verify(tmp_path / "other", units=units, digests=True)
+    assert verified.whole and verified.digests == fsdpckpt.verify(tmp_path / "other.pt", digests=True).digests
+    assert fsdpckpt.diff(tmp_path / "other", tmp_path / "other.pt", units=units).same
+    listed = (
+        fsdpckpt.inspect(tmp_path / "other", units=units, stats=True).to_json()["tensors"],
+        fsdpckpt.inspect(tmp_path / "other.pt", stats=True).to_json()["tensors"],
+    )
+    means = [{one["key"]: one["stats"]["norm"] for one in tensors} for tensors in listed]
+    assert means[0] == pytest.approx(means[1]) and len(means[0]) == 18
+    with fsdpckpt.open(tmp_path / "other", units=units) as found:
+        key = next(key for key in found if key.endswith("blocks.1.weight.exp_avg"))
+        assert torch.equal(found[key].torch(), expected["blocks.1.weight"]["exp_avg"])
+    wanted = {"optimizer": {"state": {"blocks.1.weight": {"exp_avg": torch.zeros(6, 2)}}}}
+    dcp.load(wanted, storage_reader=fsdpckpt.StorageReader(tmp_path / "other", units=units), no_dist=True)
+    filled = wanted["optimizer"]["state"]["blocks.1.weight"]["exp_avg"]
+    assert torch.equal(filled, expected["blocks.1.weight"]["exp_avg"])
 
 
 def test_param_names_say_the_order_of_each_rank_and_not_that_of_the_ranks_that_will_load(
