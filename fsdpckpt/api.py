@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from fsdpckpt.converters.report import Report
     from fsdpckpt.describe import Description, Json, Selection
-    from fsdpckpt.flat.units.source import ResolvedUnits, UnitsRequest
+    from fsdpckpt.flat.units.request import ResolvedUnits, UnitsRequest
     from fsdpckpt.ir.units import Units
     from fsdpckpt.keywords import ConvertKeywords
     from fsdpckpt.lazy import LazyCheckpoint
@@ -322,7 +322,8 @@ def model_units(model: str, options: UnitsOptions) -> ResolvedUnits:
     """
     require_torch("building a model needs")
     from fsdpckpt.flat.live.meta import units_from_model
-    from fsdpckpt.flat.units.source import ResolvedUnits, prove
+    from fsdpckpt.flat.units.request import ResolvedUnits
+    from fsdpckpt.flat.units.source import prove
 
     request = _units_request(options)
     classes = [] if options.wrap == ("none",) else list(options.wrap)

@@ -17,7 +17,7 @@ from fsdpckpt.text import count_text, plural, shape_text
 
 if TYPE_CHECKING:
     from fsdpckpt.cli.output import Output
-    from fsdpckpt.flat.units.source import ResolvedUnits
+    from fsdpckpt.flat.units.request import ResolvedUnits
     from fsdpckpt.ir.units import Unit, Units
 
 __all__ = ["units_command"]
@@ -67,7 +67,7 @@ def units_command(output: Output, options: UnitsOptions) -> int:
             expected="--from SRC, or --model MODULE:NAME with --wrap MODULE:CLASS",
         )
     if target is not None:
-        from fsdpckpt.flat.units.file import write_units
+        from fsdpckpt.flat.units.request import write_units
 
         write_units(units.units, target, how=units.how)
     _show(output, units)

@@ -78,7 +78,7 @@ from fsdpckpt.execute.job import (
 from fsdpckpt.execute.journal import Finished, Recorder, RunIdentity, first_record, joined, run_of
 from fsdpckpt.execute.output import target_differs
 from fsdpckpt.execute.shared_sources import content_identities, find_visible, serve_sources, union_sources
-from fsdpckpt.flat.units.source import load_units
+from fsdpckpt.flat.units.request import load_units
 from fsdpckpt.garbage import set_aside, without_collection
 from fsdpckpt.ir.checkpoint import Note, SourceFile
 from fsdpckpt.ir.targets import Target

@@ -11,15 +11,9 @@ from fsdpckpt.converters.target_spec import TargetSpec, refuse_flat_options
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceMissingError, UsageError, to_copy
 from fsdpckpt.flat.flatten.states import require_equal_scalars
 from fsdpckpt.flat.unflatten import name_slices
-from fsdpckpt.flat.units.source import (
-    ORDER,
-    ResolvedUnits,
-    UnitsRequest,
-    is_flattened,
-    load_units,
-    source_units,
-    target_units,
-)
+from fsdpckpt.flat.units.request import ORDER, ResolvedUnits, UnitsRequest, load_units
+from fsdpckpt.flat.units.source import is_flattened, source_units
+from fsdpckpt.flat.units.target import target_units
 from fsdpckpt.ir.checkpoint import (
     UNORDERED,
     Checkpoint,

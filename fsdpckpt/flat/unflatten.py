@@ -16,8 +16,8 @@ from fsdpckpt.errors import NeedsInformationError, SourceCorruptError
 from fsdpckpt.flat.match import FlatMatch
 from fsdpckpt.flat.proofs import compare_replicas, require_padding
 from fsdpckpt.flat.slices import is_number_per_rank, is_step, slice_lengths
-from fsdpckpt.flat.units.request import ResolvedUnits
-from fsdpckpt.flat.units.source import UnitsRequest, is_flattened, source_units
+from fsdpckpt.flat.units.request import ResolvedUnits, UnitsRequest
+from fsdpckpt.flat.units.source import is_flattened, source_units
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, OptimState, ParamKey, Problem, group_params
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.invariants import fatal, problems

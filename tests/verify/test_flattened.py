@@ -11,7 +11,7 @@ import torch
 
 import fsdpckpt
 from fsdpckpt.errors import SourceCorruptError
-from fsdpckpt.flat.units.file import write_units
+from fsdpckpt.flat.units.request import write_units
 from fsdpckpt.ir.checkpoint import Layout
 from fsdpckpt.ir.tensors import SLICES
 from tests.flat.flat_checkpoints import unit, units_of

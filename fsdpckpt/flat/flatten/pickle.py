@@ -24,7 +24,7 @@ from fsdpckpt.writers.rank_pickle import ShardedTensorPickle, ShardList
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatShard:
-    """A 1-D tensor of ``numel`` elements made of ``parts``, front to back.
+    """A 1-D tensor of ``numel`` elements made of ``parts``, front to back: a rank's shard, or its slice of a parameter.
 
     ``params`` and ``tensors``: what ``FlatPart.param`` indexes.
     """
@@ -42,20 +42,6 @@ class FlatShard:
                 file.literal(_element(part.filler, dtype) * part.count)
             else:
                 _write_item(file, self.tensors[part.param], self.params[part.param], part.begin, part.count, dtype)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ParamSlice:
-    """Elements [begin, begin + count) of one flattened parameter, as a 1-D tensor."""
-
-    param: UnitParam
-    tensor: Tensor
-    begin: int
-    count: int
-    dtype: DType
-
-    def fill(self, file: TargetFile, dtype: DType) -> None:
-        _write_item(file, self.tensor, self.param, self.begin, self.count, dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,7 +86,6 @@ class FlatPickle(ShardedTensorPickle):
                 FlatShard: self._flat_shard,
                 FlatView: self._flat_view,
                 FlatParameter: self._flat_parameter,
-                ParamSlice: self._param_slice,
                 WholeParam: self._whole_param,
             }
         )
@@ -130,11 +115,6 @@ class FlatPickle(ShardedTensorPickle):
         if key is None:
             key = self._keys[dtype] = self.record(b"", dtype, Box.whole((0,)), 0)
         return StorageView(key, dtype, 0, (0,), (1,), 0)
-
-    def _param_slice(self, value: ParamSlice) -> None:
-        nbytes = value.count * value.dtype.itemsize
-        key = self.record(value, value.dtype, Box.whole((value.count,)), nbytes)
-        self.view(StorageView(key, value.dtype, 0, (value.count,), (1,), nbytes))
 
     def _whole_param(self, value: WholeParam) -> None:
         param, shape = value.param, value.param.shape

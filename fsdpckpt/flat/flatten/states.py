@@ -15,13 +15,13 @@ from typing import Any, TypeAlias
 
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUnsupportedError
 from fsdpckpt.flat.flatten.keys import FlatKeys
-from fsdpckpt.flat.flatten.pickle import FlatShard, ParamSlice, WholeParam
+from fsdpckpt.flat.flatten.pickle import FlatShard, WholeParam
 from fsdpckpt.ir.checkpoint import Checkpoint, OptimState, ParamKey, stored_entry
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.tensors import SLICES, Tensor
 from fsdpckpt.ir.units import Unit, UnitParam, Units
 from fsdpckpt.ir.values import Value
-from fsdpckpt.layouts.flattened import PlacedUnit
+from fsdpckpt.layouts.flattened import FlatPart, PlacedUnit
 from fsdpckpt.storage.sources import Sources
 
 _TENSOR = "a tensor"
@@ -257,7 +257,7 @@ class FlatOptimizer:
     def _slice_entry(self, name: str, states: Mapping[str, Tensor | Value], begin: int, count: int) -> dict[str, Any]:
         param = self._params[name]
         return {
-            item: ParamSlice(param, leaf, begin, count, self._dtype(leaf))
+            item: FlatShard((param,), (leaf,), (FlatPart(0, begin, count),), self._dtype(leaf), count)
             if isinstance(leaf, Tensor) and leaf.shape and leaf.shape == param.shape
             else leaf
             for item, leaf in states.items()

@@ -17,7 +17,6 @@ from fsdpckpt.errors import InternalError, SourceUnsupportedError
 from fsdpckpt.flat.flatten.keys import flat_keys, state_dict_order, wrapped_metadata
 from fsdpckpt.flat.flatten.pickle import FlatParameter, FlatPickle, FlatShard, FlatView, WholeParam
 from fsdpckpt.flat.flatten.states import FlatOptimizer
-from fsdpckpt.flat.units.request import require_description
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import Target, TargetFile
@@ -32,13 +31,12 @@ from fsdpckpt.writers.torch_ranks import require_memory
 def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     """``spec.world_size`` files for each section that ``checkpoint`` (whole tensors, optimizer keyed by name) has.
 
-    ``spec.units`` describe the target. Raises SourceCorruptError when they are those of another model,
+    ``spec.units`` describe the target, and fit the checkpoint (``flat.units.request.contradictions``). Raises
     SourceUnsupportedError for what no flat parameter can hold, NeedsInformationError for missing optimizer states.
     """
     if spec.units is None:
         raise InternalError("flat parameters without units that describe them")
     units, world_size, names = spec.units, spec.ranks(), spec.names
-    require_description(checkpoint, units)
     casts, notes = spec.dtypes.casts(checkpoint)
     placed = place_units(units, world_size)
     shard_size = units.shard_size or world_size

@@ -34,7 +34,7 @@ from fsdpckpt.flat.live.model import (
     shared,
     stride_of,
 )
-from fsdpckpt.flat.units.file import units_path, write_units
+from fsdpckpt.flat.units.request import units_path, write_units
 from fsdpckpt.ir.units import Groups, RankOrder, Strategy, Unit, UnitParam, Units, flaws
 from fsdpckpt.ir.units_json import decode, encode
 

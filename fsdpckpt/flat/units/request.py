@@ -1,14 +1,22 @@
-"""Collects what the options say about units, and compares units with it and with a checkpoint of whole tensors."""
+"""Collects what the options say about units, reads and writes their files, and compares them with a checkpoint."""
 
 from __future__ import annotations
 
 import os
 import shlex
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
-from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceMissingError, SourceUnrecognisedError
+from fsdpckpt.errors import (
+    NeedsInformationError,
+    SourceCorruptError,
+    SourceMissingError,
+    SourceUnrecognisedError,
+    TargetUnwritableError,
+    UsageError,
+)
 from fsdpckpt.flat.match import FlatMatch
 from fsdpckpt.flat.names import ParameterNames, model_names, optimizer_names, order_contradictions
 from fsdpckpt.flat.units.build import Settings, expand_globs, innermost_unit, named_groups
@@ -17,8 +25,9 @@ from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import UnitParam, Units
-from fsdpckpt.ir.units_json import MOST_BYTES, UNITS_FILE, loads
+from fsdpckpt.ir.units_json import MOST_BYTES, UNITS_FILE, encode, loads, render
 from fsdpckpt.ir.values import Value
+from fsdpckpt.storage.protocols import is_url
 from fsdpckpt.storage.sources import Sources
 
 ORDER = "parameters"
@@ -170,10 +179,13 @@ def contradictions(units: Units, checkpoint: Checkpoint, *, dtype: DType | None 
 
     ``dtype``: what the model section is cast to, None when it is not.
     """
-    names = model_names(checkpoint, "the model section")
-    result = list(_model(units, names, dtype)) if names is not None else []
-    if names is not None and names.ordered and checkpoint.layout is not Layout.FLATTENED:
-        result.extend(order_contradictions(units, [param.name for param in names.params]))
+    result: list[str] = []
+    if checkpoint.model is not None:
+        label = "the model section"
+        names = model_names(checkpoint, label) or ParameterNames((), ordered=False, label=label)
+        result.extend(_model(units, names, dtype))
+        if names.ordered and checkpoint.layout is not Layout.FLATTENED:
+            result.extend(order_contradictions(units, [param.name for param in names.params]))
     if checkpoint.optim is not None and checkpoint.optim.key_type == "name":
         result.extend(_optimizer(units, checkpoint.optim))
         result.extend(_groups(units, checkpoint.optim))
@@ -181,7 +193,7 @@ def contradictions(units: Units, checkpoint: Checkpoint, *, dtype: DType | None 
 
 
 def _model(units: Units, names: ParameterNames, dtype: DType | None) -> Iterator[str]:
-    params, later = units.params(), {name for name, _ in units.shared}
+    params, later = units.params(), dict(units.shared)
     tied = dict(names.shared)
     by_name = {param.name: param for param in names.params}
     for name, param in params.items():
@@ -195,8 +207,14 @@ def _model(units: Units, names: ParameterNames, dtype: DType | None) -> Iterator
         elif param.order != named.unit_param().order and named.stride is not None:
             yield f"{name}: strides {param.stride} in the units, {named.stride} in the model section"
     for name, named in by_name.items():
-        if named.sharded and name not in params and name not in later:
+        first = later.get(name, name)
+        if first in params and named.shape != params[first].shape and first != name:
+            yield f"{name}: {list(params[first].shape)} in the units, {list(named.shape)} in the model section"
+        elif named.sharded and name not in params and first == name:
             yield f"the model section has a parameter {name}, the units do not"
+    for name, same in tied.items():
+        if name in later and tied.get(later[name], later[name]) != same:
+            yield f"{name} is another name of {later[name]} in the units, of {same} in the model section"
 
 
 def _optimizer(units: Units, optim: OptimState) -> Iterator[str]:
@@ -212,6 +230,9 @@ def _optimizer(units: Units, optim: OptimState) -> Iterator[str]:
                 yield f"the optimizer has states of {name}, which the units do not have"
         else:
             yield from _states(name, param, states)
+    for later, first in units.shared:
+        if optim.state.get(first) and optim.state.get(later):
+            yield f"the optimizer has states for {first} and for {later}, which are one parameter in the units"
 
 
 def _states(name: str, param: UnitParam, states: Mapping[str, Tensor | Value]) -> Iterator[str]:
@@ -245,58 +266,45 @@ def listed_names(optim: OptimState) -> Sequence[Sequence[str]]:
     return [[clean(str(key)) for key in group_params(group) or ()] for group in optim.param_groups or ()]
 
 
-def require_description(checkpoint: Checkpoint, units: Units) -> None:
-    """Raises SourceCorruptError that lists every parameter on which the checkpoint and ``units`` differ."""
-    params = units.params()
-    wrong = list(_model_differences(checkpoint, units, params))
-    if checkpoint.optim is not None:
-        wrong += _optim_differences(checkpoint.optim, units, params)
-    if wrong:
-        raise SourceCorruptError(
-            f"the units are not those of {checkpoint.source}",
-            details=wrong,
-            why="they describe a different model, or another version of this one",
-            next_step="give the units file of the model that will load it: --units FILE",
+def units_path(path: str) -> str:
+    """The file that ``path`` means: itself when it ends in ``.json``, else ``units.json`` in that directory."""
+    if path.endswith(".json") and not os.path.isdir(path):
+        return path
+    return os.path.join(path, UNITS_FILE)
+
+
+def write_units(units: Units, target: str, *, how: Sequence[str] = ()) -> bytes:
+    """Write ``units`` to the file ``target`` through a temporary file beside it; ``how`` as for ``encode``.
+
+    Returns its content. Makes missing directories; replaces an earlier file. Raises TargetUnwritableError.
+    """
+    if is_url(target):
+        raise UsageError(
+            f"{target}: units files are written to local disks only",
+            next_step="write it to a local file and copy that beside the checkpoint",
         )
+    folder = os.path.dirname(os.path.abspath(target))
+    content = render(encode(units, how=how)).encode()
+    try:
+        os.makedirs(folder, exist_ok=True)
+        handle, staged = tempfile.mkstemp(prefix=".units-", suffix=".partial", dir=folder)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(staged, 0o666 & ~_umask())
+            os.replace(staged, target)
+        except BaseException:
+            os.unlink(staged)
+            raise
+    except OSError as error:
+        raise TargetUnwritableError(f"{target}: {error.strerror or error}", file=target) from error
+    return content
 
 
-def _model_differences(checkpoint: Checkpoint, units: Units, params: dict[str, UnitParam]) -> Iterator[str]:
-    if checkpoint.model is None:
-        return
-    shared = dict(units.shared)
-    leaves = checkpoint.model.params
-    for name, param in params.items():
-        leaf = leaves.get(name)
-        if not isinstance(leaf, Tensor):
-            yield f"the model section has no parameter {name}"
-        elif leaf.shape != param.shape:
-            yield f"{name}: {list(param.shape)} in the units, {list(leaf.shape)} in the model section"
-    for name, leaf in leaves.items():
-        first = shared.get(name)
-        if first is None:
-            if isinstance(leaf, Tensor) and leaf.sharded and name not in params:
-                yield f"the units have no parameter {name}, which the model section has"
-        elif isinstance(leaf, Tensor) and first in params and leaf.shape != params[first].shape:
-            yield f"{name}: {list(params[first].shape)} in the units ({first}), {list(leaf.shape)} in the model section"
-
-
-def _optim_differences(optim: OptimState, units: Units, params: dict[str, UnitParam]) -> list[str]:
-    known = {*params, *dict(units.shared)}
-    listed = dict.fromkeys(optim.grouped_keys())
-    wrong = [f"the param groups list {key}, which the units do not have" for key in listed if key not in known]
-    wrong += [
-        f"the optimizer has a state for {key}, which the units do not have"
-        for key, states in optim.state.items()
-        if key not in known and key not in listed and _looks_sharded(states)
-    ]
-    wrong += [
-        f"the optimizer has states for {first} and for {later}, which are one parameter in the units"
-        for later, first in units.shared
-        if optim.state.get(first) and optim.state.get(later)
-    ]
-    return wrong
-
-
-def _looks_sharded(states: object) -> bool:
-    """Whether an entry can only be a parameter's. A user's own entry of ``state`` is copied unchanged."""
-    return isinstance(states, dict) and any(isinstance(leaf, Tensor) and leaf.sharded for leaf in states.values())
+def _umask() -> int:
+    """The mask of new files: ``mkstemp`` makes them for the owner alone, and others read checkpoints too."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask

@@ -30,18 +30,6 @@ from fsdpckpt.layouts.flattened import is_flat_key
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
 
-__all__ = [
-    "ResolvedUnits",
-    "ORDER",
-    "UnitsRequest",
-    "find_units",
-    "is_flattened",
-    "load_units",
-    "prove",
-    "source_units",
-    "target_units",
-]
-
 _SAVED = "give the units file that save_units wrote in the job that saved this: --units FILE"
 
 

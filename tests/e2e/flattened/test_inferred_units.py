@@ -11,7 +11,8 @@ import torch
 from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.flat.match import FlatMatch, match
 from fsdpckpt.flat.units.inference import interpretation
-from fsdpckpt.flat.units.source import UnitsRequest, source_units
+from fsdpckpt.flat.units.request import UnitsRequest
+from fsdpckpt.flat.units.source import source_units
 from fsdpckpt.ir.units_json import loads
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources

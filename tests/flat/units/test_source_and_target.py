@@ -14,7 +14,9 @@ from safetensors.torch import save_file
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceMissingError, UsageError
 from fsdpckpt.flat.names import NamedParam
 from fsdpckpt.flat.units.build import Settings, build_units
-from fsdpckpt.flat.units.source import ResolvedUnits, UnitsRequest, find_units, source_units, target_units
+from fsdpckpt.flat.units.request import ResolvedUnits, UnitsRequest
+from fsdpckpt.flat.units.source import find_units, source_units
+from fsdpckpt.flat.units.target import target_units
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout, ModelState, Note, OptimState
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.units import Strategy, Units
