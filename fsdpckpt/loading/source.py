@@ -16,7 +16,8 @@ import numpy as np
 from fsdpckpt.converters.target_spec import TargetSpec
 from fsdpckpt.converters.transform import transform, units_request
 from fsdpckpt.errors import NeedsInformationError, UsageError
-from fsdpckpt.flat.units.source import is_flattened, load_units
+from fsdpckpt.flat.units.request import load_units
+from fsdpckpt.flat.units.source import is_flattened
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, OptimState, Section, group_params
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.targets import TargetFile
