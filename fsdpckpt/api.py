@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Unpack
 
-import fsdpckpt.wording  # noqa: F401  # errors name the keywords of Python
 from fsdpckpt.errors import require_torch
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout, NamedTensor
 from fsdpckpt.ir.invariants import problems

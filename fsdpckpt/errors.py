@@ -22,7 +22,7 @@ FsdpckptError                    70  (a bug when raised as itself)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -59,7 +59,6 @@ class FsdpckptError(Exception):
     """
 
     exit_code: ClassVar[int] = 70
-    wording: ClassVar[Callable[[str], str]] = staticmethod(str)  # of options in ``str(error)``: ``fsdpckpt.wording``
     title: ClassVar[str] = "internal error"
     usual_next_step: ClassVar[str] = (
         "run the command again with FSDPCKPT_DEBUG=1 set, and send what it prints with the output of "
@@ -128,7 +127,10 @@ class FsdpckptError(Exception):
         return "\n".join(lines)
 
     def __str__(self) -> str:
-        return type(self).wording(self.text)
+        """What Python shows: ``text`` with options as keywords. The command line shows the fields (``cli.errors``)."""
+        from fsdpckpt import wording  # it needs the table of all options, which no error needs before it is shown
+
+        return wording.in_python(self.text)
 
     def to_json(self) -> dict[str, Any]:
         """Every field but the class, for ``from_json`` in another process."""

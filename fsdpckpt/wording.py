@@ -1,14 +1,13 @@
 """Words errors for callers of the Python API: there ``--world-size 3`` is ``world_size=3``.
 
 Messages are written with the options of the command line, which shows an error's fields (``cli.errors``). Python shows
-``str(error)``, and that is the one place where they are worded anew. Importing this module makes it so.
+``str(error)``, and that is the one place where they are worded anew.
 """
 
 from __future__ import annotations
 
 import re
 
-from fsdpckpt.errors import FsdpckptError
 from fsdpckpt.option_fields import DTYPE, FLAG, INTEGER, NUMBER, PAIRS, PATH, SIZE, TEXTS, TOGGLE, Parameter, parameters
 from fsdpckpt.options import ConvertOptions, DiffOptions, InspectOptions, LaunchOptions, VerifyOptions
 
@@ -62,6 +61,3 @@ def _literal(one: Parameter, word: str) -> str:
         return f"{{{old}: {new}}}" if word.isupper() else f"{{{old!r}: {new!r}}}"
     bare = word[0] == "'" or word.isupper() or word.isdigit() or one.kind == NUMBER
     return word if bare else f"{word!r}"
-
-
-FsdpckptError.wording = staticmethod(in_python)

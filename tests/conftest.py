@@ -15,14 +15,14 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # started with nohup: the
 import hypothesis
 import pytest
 
-import fsdpckpt.wording  # noqa: F401  # before any test, so that the next assignment is the last one
 from fsdpckpt.errors import FsdpckptError
 from tests.oracle.session import Oracle, shared_directory
 
 hypothesis.settings.register_profile("suite", deadline=None)  # a busy machine is slow now and then
 hypothesis.settings.load_profile("suite")
 
-FsdpckptError.wording = staticmethod(str)
+AS_PYTHON_SHOWS = FsdpckptError.__str__
+FsdpckptError.__str__ = lambda error: error.text  # type: ignore[method-assign]
 """Tests match errors as they are written, with options; ``test_wording`` has the words that Python shows."""
 
 SLOW_FIRST = (

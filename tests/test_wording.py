@@ -14,6 +14,7 @@ from fsdpckpt.errors import FsdpckptError, TargetExistsError
 from fsdpckpt.option_fields import Parameter, parameters
 from fsdpckpt.options import ConvertOptions, LaunchOptions
 from fsdpckpt.wording import in_python
+from tests.conftest import AS_PYTHON_SHOWS
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ def test_the_api_words_errors_for_python() -> None:
 def test_a_caller_of_python_reads_keywords_and_a_terminal_options(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(FsdpckptError, "wording", staticmethod(in_python))
+    monkeypatch.setattr(FsdpckptError, "__str__", AS_PYTHON_SHOWS)
     target = tmp_path / "out.pt"
     target.write_bytes(b"something")
     source = Path(__file__).parent / "golden" / "torch-2.4" / "f2_default" / "ckpt"

@@ -29,7 +29,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.futures import Future
 
-import fsdpckpt.wording  # noqa: F401  # errors name the keywords of Python
 from fsdpckpt.comm.boxes import held_boxes
 from fsdpckpt.errors import SourceUnsupportedError, StateDictMismatchError, UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint, KeyType
