@@ -9,9 +9,9 @@ import errno
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import TYPE_CHECKING
 
 from fsdpckpt.errors import (
@@ -99,8 +99,10 @@ def _interrupted(error: BaseException) -> InterruptedRunError:
     )
 
 
-def report(output: Output, error: BaseException) -> int:
-    """Show ``error`` and return its exit code."""
+def report(
+    output: Output, error: BaseException, document: Mapping[str, object] = MappingProxyType({}), schema: str = "error"
+) -> int:
+    """Show ``error`` and return its exit code. ``document``: what the command's JSON, of ``schema``, has besides it."""
     from fsdpckpt.cli.output import redirect_to_null
 
     known = known_error(error)
@@ -112,7 +114,7 @@ def report(output: Output, error: BaseException) -> int:
 
             output.error("".join(traceback.format_exception(error)).rstrip().split("\n"))
         if output.as_json:
-            output.document(lambda: error_json(known), "error")
+            output.document(lambda: {**document, **error_json(known)}, schema)
             output.error(error_lines(known)[:1])  # the document may go to a file: a log should say what happened
         else:
             output.error(error_lines(known))

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from fsdpckpt.cli.errors import known_error, report
 from fsdpckpt.cli.output import Colour, Line, Styled, labelled
+from fsdpckpt.errors import FsdpckptError, SourceError
 from fsdpckpt.options import VerifyOptions
 from fsdpckpt.text import plural, shape_text, size_text
 
@@ -20,9 +22,10 @@ Examples:
   fsdpckpt verify runs/step-1000 --digests -q > digests.txt
 
 \b
-The exit code is 1 if there is any problem. A digest is the SHA-256 of the
-tensor's elements in row-major order: it does not depend on layout, container
-or world size.
+The exit code is 1 if there is any problem, and 3 if SRC cannot be read as a
+checkpoint: a rank's file is missing, a file is cut short. A digest is the
+SHA-256 of the tensor's elements in row-major order: it does not depend on
+layout, container or world size.
 """
 
 
@@ -34,18 +37,21 @@ def verify_command(output: Output, source: str, options: VerifyOptions) -> int:
     """
     from fsdpckpt.api import verify
 
-    with output.progress() as progress:
-        result = verify(
-            source,
-            digests=options.digests,
-            finite=options.finite,
-            include=options.include,
-            exclude=options.exclude,
-            ignore_file=options.ignore_file,
-            units=options.units,
-            threads=options.threads,
-            progress=progress,
-        )
+    try:
+        with output.progress() as progress:
+            result = verify(
+                source,
+                digests=options.digests,
+                finite=options.finite,
+                include=options.include,
+                exclude=options.exclude,
+                ignore_file=options.ignore_file,
+                units=options.units,
+                threads=options.threads,
+                progress=progress,
+            )
+    except (SourceError, OSError) as error:
+        return report(output, error, _refused(source, known_error(error)), "verify")
     output.document(lambda: _document(result), "verify")
     output.data(
         f"{one.sha256 or 'unreadable':64}  {one.section} {one.key} {one.dtype} {shape_text(one.shape)}"
@@ -67,6 +73,13 @@ def _verdict(result: Verification) -> Line:
         text = f"{result.source} is whole: {checked}; {also}"
         return Styled(text, Colour.GOOD, begin, begin + len("whole"))
     return f"{result.source} has {plural(len(result.problems), 'problem')}: {checked}; {also}"
+
+
+def _refused(source: str, error: FsdpckptError) -> dict[str, object]:
+    """The document of a source that cannot be read as a checkpoint: it is not whole."""
+    from fsdpckpt.verify.integrity import Verification, unreadable
+
+    return _document(Verification(source, unreadable(error), (), tensors=0, nbytes=0, records=0, replicas=0))
 
 
 def _document(result: Verification) -> dict[str, object]:

@@ -8,9 +8,19 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
-from fsdpckpt.errors import SourceError
+from fsdpckpt.errors import FsdpckptError, SourceError, SourceIncompleteError
 from fsdpckpt.ir import invariants
-from fsdpckpt.ir.checkpoint import STRAY, Checkpoint, NamedTensor, OptimState, ParamKey, Problem, Section, group_params
+from fsdpckpt.ir.checkpoint import (
+    STRAY,
+    Checkpoint,
+    NamedTensor,
+    OptimState,
+    ParamKey,
+    Problem,
+    ProblemKind,
+    Section,
+    group_params,
+)
 from fsdpckpt.ir.coverage import flaws
 from fsdpckpt.ir.dtypes import numpy_dtype
 from fsdpckpt.ir.tensors import Tensor
@@ -63,6 +73,12 @@ class Verification:
     @property
     def whole(self) -> bool:
         return not self.problems
+
+
+def unreadable(error: FsdpckptError) -> tuple[Problem, ...]:
+    """The problems of a source of which ``error`` says why it cannot be read as a checkpoint."""
+    kind: ProblemKind = "incomplete" if isinstance(error, SourceIncompleteError) else "unreadable"
+    return tuple(Problem(kind, text, file=error.file, key=error.key) for text in error.details or (error.what,))
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,6 +75,31 @@ def test_documents_of_what_went_wrong_follow_their_schemas(run: Run, saved: Path
         assert error["exit_code"] == code
 
 
+@pytest.mark.parametrize("damage", ["missing", "truncated", "removed", "no checkpoint", "unsafe"])
+def test_verify_says_of_a_source_that_it_cannot_read_that_it_is_not_whole(
+    damage: str, run: Run, saved: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    assert run("convert", saved, out, "--to", "sharded", "--world-size", "2").code == 0
+    path = out / "__1_0.distcp"
+    if damage == "missing":
+        path.unlink()
+    elif damage == "truncated":
+        path.write_bytes(path.read_bytes()[:700])
+    else:
+        out = tmp_path / "other"
+        if damage == "no checkpoint":
+            out.write_text("notes")
+        elif damage == "unsafe":
+            out.write_bytes(b"cposix\nsystem\n(S'true'\ntR.")
+    done = run("verify", out, "--json")
+    document = checked(done.out)
+    assert (done.code, document["whole"], document["schema"]) == (3, False, "fsdpckpt/verify/1")
+    assert isinstance(document["problems"], list) and isinstance(document["error"], dict)
+    assert document["problems"][0]["message"] and document["error"]["exit_code"] == 3
+    assert done.err.startswith("error: source ")
+
+
 def test_a_units_file_follows_its_schema(run: Run, saved: Path) -> None:
     done = run("units", "--from", saved, "--unit", "none", "--use-orig-params", "--buffers", "none", "--json")
     assert done.code == 0, done.err
