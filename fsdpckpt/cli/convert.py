@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import socket
 import sys
@@ -152,7 +153,8 @@ def done_lines(report: Report) -> Iterator[str]:
 
 
 def _replaced(report: Report) -> str:
-    return f"{plural(len(report.replaced), 'file')}, {size_text(sum(file.nbytes for file in report.replaced))}"
+    at = f" in {os.path.realpath(report.target)}" if os.path.islink(report.target) else ""
+    return f"{plural(len(report.replaced), 'file')}{at}, {size_text(sum(file.nbytes for file in report.replaced))}"
 
 
 def _room(report: Report) -> str:

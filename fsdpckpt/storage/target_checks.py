@@ -130,8 +130,9 @@ def _refuse_existing(target: str, real: str, *, overwrite: bool) -> None:
             next_step=f"give a DST that does not exist yet{inside}",
         )
     if not overwrite and not is_empty_directory(real):
+        leads = f": it is a link to {real}" if os.path.islink(target) else ""
         raise TargetExistsError(
-            f"{target} exists",
+            f"{target} exists{leads}",
             file=target,
             why="fsdpckpt won't replace existing files without --overwrite",
             next_step="give another DST, or add --overwrite to replace it once the new one is complete",

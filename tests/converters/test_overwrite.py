@@ -15,8 +15,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import fsdpckpt
+from fsdpckpt.cli.convert import done_lines
 from fsdpckpt.converters.overwrite import find_replaceable
-from fsdpckpt.errors import TargetExistsError
+from fsdpckpt.errors import SourceError, TargetExistsError
 from fsdpckpt.storage import staging
 
 
@@ -302,6 +303,36 @@ def test_a_link_to_a_directory_that_is_no_checkpoint_is_not_followed_to_delete_i
     project(tmp_path / "project")
     (tmp_path / "latest").symlink_to(tmp_path / "project")
     refused(source, tmp_path / "latest")
+
+
+@pytest.mark.parametrize("kind", ["directory", "file"])
+def test_a_link_as_dst_stays_and_what_it_leads_to_is_replaced(source: Path, tmp_path: Path, kind: str) -> None:
+    suffix, to = (".pt", "full") if kind == "file" else ("", "sharded")
+    real, link = tmp_path / f"step-1{suffix}", tmp_path / f"latest{suffix}"
+    fsdpckpt.convert(source, real, to=to, add_prefix="old.")
+    link.symlink_to(real.name)
+    with pytest.raises(TargetExistsError, match=f"it is a link to {real}"):
+        fsdpckpt.convert(source, link, to=to)
+    report = fsdpckpt.convert(source, link, to=to, overwrite=True)
+    assert os.readlink(link) == real.name
+    assert f" in {real}, " in "".join(done_lines(report))
+    assert fsdpckpt.diff(source, real).same
+    assert sorted(tmp_path.iterdir()) == sorted([source, real, link])
+
+
+@pytest.mark.parametrize("torn", ["metadata", "data", "both"])
+def test_a_torn_directory_of_our_own_is_replaced(source: Path, tmp_path: Path, torn: str) -> None:
+    target = tmp_path / "out"
+    fsdpckpt.convert(source, target, to="sharded", world_size=2)
+    if torn != "data":
+        os.truncate(target / ".metadata", 100)
+    if torn != "metadata":
+        (target / "__1_0.distcp").unlink()
+        os.truncate(target / "__0_0.distcp", 10)
+    with pytest.raises(SourceError):
+        fsdpckpt.inspect(target)
+    fsdpckpt.convert(source, target, to="sharded", world_size=2, overwrite=True)
+    assert fsdpckpt.verify(target).whole
 
 
 def test_a_manifest_does_not_cover_what_was_put_beside_the_files_that_it_lists(source: Path, tmp_path: Path) -> None:
