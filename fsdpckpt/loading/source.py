@@ -26,6 +26,7 @@ from fsdpckpt.ir.values import Value
 from fsdpckpt.options import ConvertOptions, TensorForm
 from fsdpckpt.readers.dcp.items import is_located, locate_rows
 from fsdpckpt.readers.detect import open_checkpoint
+from fsdpckpt.readers.ignored import require_matches
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.blocks import BLOCK_BYTES, BlockReader, Bytes, ChunkReader, rows_to_read, slabs
 from fsdpckpt.verify.parallel import for_each, in_file_order
@@ -47,10 +48,12 @@ def open_to_load(path: str, options: ConvertOptions, sources: Sources, *, locate
     ``fsdpckpt convert`` raises for the source: SourceError, NeedsInformationError.
     """
     units = load_units(options.units, sources) if options.units is not None else None
-    checkpoint = open_checkpoint(path, sources=sources, units=units, locate=locate)
+    ignored = options.ignore_file
+    checkpoint = open_checkpoint(path, sources=sources, units=units, locate=locate, ignore_file=ignored)
+    require_matches(ignored, checkpoint)
     flattened = not locate and is_flattened(checkpoint, sources, units_request(options))
     if flattened and not all(is_located(named.tensor) for named in checkpoint.tensors()):
-        checkpoint = open_checkpoint(path, sources=sources, units=units, locate=True)
+        checkpoint = open_checkpoint(path, sources=sources, units=units, locate=True, ignore_file=ignored)
     try:
         return transform(checkpoint, options, _SPEC, sources).checkpoint
     except NeedsInformationError as error:

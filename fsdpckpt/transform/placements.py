@@ -376,7 +376,7 @@ def place_rest(checkpoint: Checkpoint, target: TargetMesh) -> Checkpoint:
             f"{target}",
             details=unplaced[:_SHOWN],
             key=unplaced[0],
-            why="in the source they are not DTensors, or on a mesh of another order",
+            why="in the source they are no DTensors, packed (a _StridedShard alone), or on a mesh of another order",
             next_step=f"add --mesh {target.mesh} --placements FILE",
         )
     kept = {one.tensor: one.tensor.sharding for one in checkpoint.tensors() if one.tensor.sharding is not None}

@@ -244,6 +244,17 @@ def test_a_tensor_of_another_shape_is_refused_although_the_planner_let_it_pass(f
         reader.read_data(planner.create_local_plan(), planner)
 
 
+def test_an_export_in_a_dcp_directory_is_left_out_when_it_is_named(tmp_path: Path) -> None:
+    dcp.save({"model": content()["model"]}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    torch.save(content()["model"], tmp_path / "dcp" / "model.pt")
+    with pytest.raises(NeedsInformationError, match="2 candidates") as caught:
+        fsdpckpt.StorageReader(tmp_path / "dcp")
+    assert "add --ignore-file model.pt" in str(caught.value)
+    state = {"model": {name: torch.empty_like(value) for name, value in content()["model"].items()}}
+    dcp.load(state, storage_reader=fsdpckpt.StorageReader(tmp_path / "dcp", ignore_file=["model.pt"]), no_dist=True)
+    assert differences(state, {"model": content()["model"]}) == []
+
+
 def test_one_reader_can_load_twice(full: Path) -> None:
     reader = fsdpckpt.StorageReader(full)
     for _ in range(2):

@@ -150,6 +150,10 @@ def assert_equal(found: Any, expected: Any, where: str) -> None:
         assert found.keys() == expected.keys(), where
         for key, value in expected.items():
             assert_equal(found[key], value, f"{where}.{key}")
+    elif isinstance(expected, list):
+        assert isinstance(found, list) and len(found) == len(expected), where
+        for number, value in enumerate(expected):
+            assert_equal(found[number], value, f"{where}.{number}")
     elif isinstance(expected, DTensor):
         assert type(found) is DTensor, where
         assert found._spec == expected._spec, where
