@@ -37,6 +37,7 @@ class ConvertKeywords(TypedDict, total=False):
     dtype: str | torch.dtype | None
     optim_dtype: str | torch.dtype | None
     missing_state: MissingState | Literal["error", "zeros", "skip"] | None
+    no_weight_decay: str | Iterable[str]
     buffers: str | Iterable[str]
     units: str | os.PathLike[str] | None
     unit: str | Iterable[str]

@@ -208,6 +208,14 @@ class ConvertOptions:
         Group.SELECTED,
         scope=(Scope.OPTIMIZER,),
     )
+    no_weight_decay: tuple[str, ...] = option(
+        "Megatron's parameters without weight decay, since its checkpoints do not list those of each param group "
+        "('standard': vectors and biases, Megatron's own rule); may be repeated.",
+        Group.SELECTED,
+        default=(),
+        metavar="GLOB",
+        scope=(Scope.OPTIMIZER,),
+    )
     buffers: tuple[str, ...] = option(
         "Model keys that every rank holds whole, such as buffers ('none': there are none); may be repeated.",
         Group.SELECTED,

@@ -46,6 +46,7 @@ from fsdpckpt.transform.selection import (
     with_own_tensors,
 )
 from fsdpckpt.transform.sharded import ShardingHints, decide_sharded
+from fsdpckpt.transform.weight_decay import list_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,7 @@ def transform(opened: Checkpoint, options: ConvertOptions, spec: TargetSpec, sou
     request = units_request(options)
     checkpoint = select_section(opened, options.only)
     _require_sound(checkpoint, options.only)
+    checkpoint = list_parameters(checkpoint, options.no_weight_decay)
     to_flattened = spec.layout is Layout.FLATTENED
     refuse_flat_options(
         options,

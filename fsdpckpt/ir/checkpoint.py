@@ -20,6 +20,7 @@ __all__ = [
     "Container",
     "Evidence",
     "EvidenceKind",
+    "LITERAL",
     "KeyType",
     "BARE_VALUE",
     "Layout",
@@ -47,6 +48,9 @@ STRAY: Final = "stray"
 
 ZEROS = "zeros:"
 """The path of a source that is not a file: it reads as zeros everywhere (``storage.sources.ZeroFile``)."""
+
+LITERAL = "bytes:"
+"""Begins the path of a source that is not a file either: the bytes follow, as hexadecimal digits."""
 
 BARE_VALUE = ""
 """The state name of a value that a user put into an optimizer's ``state`` in place of a parameter's states.

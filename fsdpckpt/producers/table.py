@@ -253,13 +253,21 @@ DEEPSPEED = Flavor(
     model_files="",
 )
 
+MEGATRON = Flavor(
+    name="megatron",
+    title="Megatron-core's distributed checkpoints",
+    signs=(Sign((r"^common\.pt$", r"^\.metadata$")),),
+    state=r"^(metadata\.json|common\.pt|\.metadata|.*\.distcp|latest_checkpointed_iteration\.txt)$",
+)
+
 FAIRSCALE = Flavor(
     name="fairscale", title="fairscale's FSDP", signs=(), state=r"[_.-]shard[_-]?\d+\.[^.]+$", model_files=""
 )
 
 FLAVORS: tuple[Flavor, ...] = (  # the first whose sign is present wins
     TRAINER, ACCELERATE, VERL, LIGHTNING_MODEL_PARALLEL, LIGHTNING, FABRIC, COMPOSER, TORCHTUNE, TORCHTITAN,
-    TORCHTITAN_OLD, TORCH_XLA, FAIRSCALE, DEEPSPEED, HUGGINGFACE,
+    TORCHTITAN_OLD, TORCH_XLA, FAIRSCALE, DEEPSPEED, MEGATRON,
+    HUGGINGFACE,
 )  # fmt: skip
 
 WRITABLE = (PLAIN, *sorted(flavor.name for flavor in FLAVORS if flavor.forms))

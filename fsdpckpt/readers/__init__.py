@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from fsdpckpt.readers.dcp import DcpReader
 from fsdpckpt.readers.deepspeed import DeepSpeedReader
+from fsdpckpt.readers.megatron import MegatronReader
 from fsdpckpt.readers.protocol import Reader
 from fsdpckpt.readers.safetensors import SafetensorsReader
 from fsdpckpt.readers.torch_ranks import TorchReader
 
 READERS: tuple[Reader, ...] = (
+    MegatronReader(),
     DcpReader(),
     SafetensorsReader(),
     DeepSpeedReader(),

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Self
 
-from fsdpckpt.ir.checkpoint import ZEROS
-from fsdpckpt.storage.local import LocalFile, ZeroFile, list_directory, stat
+from fsdpckpt.ir.checkpoint import LITERAL, ZEROS
+from fsdpckpt.storage.local import LocalFile, MemoryFile, ZeroFile, list_directory, stat
 from fsdpckpt.storage.protocols import (
     ByteSource,
     Entry,
@@ -115,6 +115,8 @@ class Sources:
     def _open(self, path: str) -> ByteSource:
         if path == ZEROS:
             return ZeroFile()
+        if path.startswith(LITERAL):
+            return MemoryFile(bytes.fromhex(path.removeprefix(LITERAL)), path)
         return self._store.open(path) if is_url(path) else LocalFile(path)
 
     def _require_same(self, identity: FileIdentity) -> None:

@@ -12,7 +12,7 @@ Python versions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -64,6 +64,7 @@ class DcpMetadata:
 
     ``paths``: flat key to its nesting, dict keys as str and list positions as int; None when the save did not flatten.
     ``version``: None before torch wrote one. ``transforms``: how items are encoded, of those that are.
+    ``unflattened``: of tensors that Megatron-core saved as ranges of flattened shards, the shape that they have.
     """
 
     tensors: dict[str, DcpTensor]
@@ -73,6 +74,7 @@ class DcpMetadata:
     order: list[str] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
     transforms: frozenset[str] = frozenset()
+    unflattened: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 class _Context(NamedTuple):
@@ -102,7 +104,7 @@ def parse_metadata(source: ByteSource) -> DcpMetadata:
 
 def _parse(root: object, file: str, reduced: Reduced | None) -> DcpMetadata:
     context = _Context(file)
-    if not isinstance(root, StubInstance) or type(root).__name__ != "Metadata":
+    if not isinstance(root, StubInstance) or type(root).__name__ not in ("Metadata", "MCoreMetadata"):
         context.refuse("this is a pickle, but not DCP metadata", expected="Metadata", found=type(root).__name__)
     fields = vars(root)
     entries = fields.get("state_dict_metadata")
@@ -137,7 +139,23 @@ def _parse(root: object, file: str, reduced: Reduced | None) -> DcpMetadata:
         order = list(dict.fromkeys([*(key for key in paths if key in entries), *order]))
     transforms = table.transforms.union(*(item.transforms for item in items.values()))
     version = version if isinstance(version, str) else None
-    return DcpMetadata(tensors, items, paths, version, order, table.files, frozenset(transforms))
+    unflattened = _unflattened(fields.get("mcore_data"), tensors, context)
+    return DcpMetadata(tensors, items, paths, version, order, table.files, frozenset(transforms), unflattened)
+
+
+def _unflattened(data: object, tensors: Mapping[str, DcpTensor], context: _Context) -> dict[str, tuple[int, ...]]:
+    """What ``mcore_data`` of Megatron-core says of tensors, {} without it."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for key, entry in data.items() if isinstance(data, dict) else ():
+        shape = entry.get("nd_reformulated_orig_global_shape") if isinstance(entry, dict) else None
+        if shape is None:
+            continue
+        extents = tuple(shape) if isinstance(shape, (tuple, list)) else ()
+        valid = 0 < len(extents) <= MAX_DIMENSIONS and all(type(one) is int and 0 <= one < 1 << 59 for one in extents)
+        if type(key) is not str or key not in tensors or not valid:
+            context.refuse("it names the shape of a tensor that is none", found=key)
+        shapes[key] = extents
+    return shapes
 
 
 def _require_all(missing: list[tuple[float, str]], context: _Context) -> None:

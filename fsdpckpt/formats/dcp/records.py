@@ -22,6 +22,8 @@ _INTEGERS = {int}
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 _SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.metadata"
+_PLANNER = "torch.distributed.checkpoint.planner"  # Megatron-core keeps every rank's plan in the metadata
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 
 _CLASSES = frozenset(
     {
@@ -34,6 +36,9 @@ _CLASSES = frozenset(
         (_METADATA, "ChunkStorageMetadata"),
         (_METADATA, "_MEM_FORMAT_ENCODING"),
         (_FILESYSTEM, "_StorageInfo"),
+        (_FILESYSTEM, "_StoragePrefix"),
+        *((_PLANNER, name) for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")),
+        *((_MEGATRON, name) for name in ("MCoreMetadata", "MCoreSavePlan")),
         (_SHARDED_TENSOR, "TensorProperties"),
         (_SHARDED_TENSOR, "MEM_FORMAT_ENCODING"),
         ("torch.serialization", "_get_layout"),

@@ -131,6 +131,12 @@ _ROWS: tuple[tuple[str, str, Kind], ...] = (
     ("deepspeed.runtime.fp16.loss_scaler", "LossScaler DynamicLossScaler", Kind.CLASS),
     ("deepspeed.runtime.zero.config", "ZeroStageEnum", Kind.CALL),
     ("deepspeed.utils.tensor_fragment", "fragment_address", Kind.CLASS),
+    # Megatron-core (megatron/core/safe_globals.py)
+    ("megatron.core.enums", "ModelType", Kind.CALL),
+    ("megatron.core.transformer.enums", "AttnBackend AttnMaskType CudaGraphScope", Kind.CALL),
+    ("megatron.core.rerun_state_machine", "RerunDiagnostic RerunMode RerunState", Kind.CALL),
+    ("megatron.core.optimizer.optimizer_config", "OptimizerConfig", Kind.CLASS),
+    ("signal", "Signals", Kind.CALL),
     # DCP .metadata
     (
         "torch.distributed.checkpoint.metadata",

@@ -54,6 +54,11 @@ def read_dcp(path: str, files: FileTable, sources: Sources, *, locate: bool) -> 
         located = {tensor.key: tensor for tensor in settings}
         chunked = [located.get(tensor.key, tensor) for tensor in declared_chunks(directory)]
         values = _few_values(directory, sources, tree)
+    shapes = directory.metadata.unflattened
+    if shapes:
+        from fsdpckpt.readers.dcp.flattened_range import in_shape
+
+        chunked = [in_shape(one, shapes[one.key], file=path) if one.key in shapes else one for one in chunked]
     tensors = build_tensors(chunked, world_size=directory.world_size)
     share_equal_settings(tensors, files, sources)
     if any(len(tensor.chunks) > 1 for tensor in tensors.values()):

@@ -1,0 +1,96 @@
+"""Read Megatron-core's distributed checkpoints: ``torch_dist`` directories, and what Megatron FSDP adds to DCP.
+
+``dist_checkpointing.save`` writes a DCP directory without planner data, ``metadata.json`` with the name of the format,
+and the values that all ranks share in ``common.pt`` (since core 0.19 in the object ``common_state``). The training loop
+puts each into ``iter_<number>/`` and the last number into ``latest_checkpointed_iteration.txt``
+(``megatron/core/dist_checkpointing/serialization.py``, ``megatron/training/checkpointing.py``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from fsdpckpt.errors import SourceUnsupportedError
+from fsdpckpt.readers.protocol import Claim, FileTable, Part, ReadOptions, Tree
+from fsdpckpt.storage.protocols import Entry
+from fsdpckpt.storage.sources import Sources
+
+__all__ = ["COMMON", "CONFIG", "MegatronReader"]
+
+CONFIG, COMMON = "metadata.json", "common.pt"
+_LATEST = "latest_checkpointed_iteration.txt"
+_DCP = (".distcp", ".metadata")
+_MAX_CONFIG_BYTES = 1 << 16
+_MAX_NUMBER_BYTES = 32
+
+
+class MegatronReader:
+    """Directories that ``megatron.core.dist_checkpointing.save`` wrote, or a run's directory with the last of them."""
+
+    def recognise_file(self, file: Entry, sources: Sources) -> Part | None:
+        del file, sources
+        return None
+
+    def recognise_directory(
+        self, path: str, files: Mapping[str, Entry], options: ReadOptions, sources: Sources
+    ) -> Claim:
+        """The checkpoint in ``path``, or the one that ``latest_checkpointed_iteration.txt`` names. Raises
+        SourceUnsupportedError for the zarr format."""
+        if CONFIG in files:
+            return _claim(path, files, options, sources)
+        last = _last(files, sources)
+        if last is None:
+            return Claim()
+        below = f"{path.rstrip('/')}/{last}"
+        inside = {entry.name: entry for entry in sources.list_directory(below) if not entry.directory}
+        claim = _claim(below, inside, options, sources)
+        return Claim(claim.parts, {_LATEST}, directories={last}) if claim.parts else Claim()
+
+
+def _claim(path: str, files: Mapping[str, Entry], options: ReadOptions, sources: Sources) -> Claim:
+    backend = _backend(files.get(CONFIG), sources)
+    if backend is None:
+        return Claim()
+    if backend != "torch_dist":
+        raise SourceUnsupportedError(
+            f"{path} is a Megatron checkpoint of the format {backend}, which fsdpckpt does not read",
+            file=f"{path.rstrip('/')}/{CONFIG}",
+            expected="torch_dist",
+            found=backend,
+            why="Megatron-core gave that format up for torch_dist",
+            next_step="load it with the Megatron-LM that wrote it, and save it with --ckpt-format torch_dist",
+        )
+
+    def read(table: FileTable, sources: Sources) -> Tree:
+        from fsdpckpt.readers.megatron.torch_dist import read_torch_dist
+
+        return read_torch_dist(path, files.get(COMMON), table, sources, locate=options.locate)
+
+    names = {name for name in files if name.endswith(_DCP) or name in (CONFIG, COMMON)}
+    return Claim([Part(path, path.rstrip("/").rpartition("/")[2], read)], names)
+
+
+def _backend(entry: Entry | None, sources: Sources) -> str | None:
+    """The format that ``metadata.json`` names; None where it is another program's file."""
+    if entry is None or entry.nbytes > _MAX_CONFIG_BYTES:
+        return None
+    try:
+        document = json.loads(sources.open(entry.path).read(0, entry.nbytes))
+    except (ValueError, RecursionError):
+        return None
+    backend = document.get("sharded_backend") if isinstance(document, dict) else None
+    return backend[:_MAX_NUMBER_BYTES] if isinstance(backend, str) and backend.isprintable() else None
+
+
+def _last(files: Mapping[str, Entry], sources: Sources) -> str | None:
+    """The directory of the last iteration, None where none is named or it is not there."""
+    entry = files.get(_LATEST)
+    if entry is None or not 0 < entry.nbytes <= _MAX_NUMBER_BYTES:
+        return None
+    text = sources.open(entry.path).read(0, entry.nbytes).decode("ascii", "replace").strip()
+    if text != "release" and not text.isdecimal():
+        return None
+    name = text if text == "release" else f"iter_{int(text):07d}"
+    parent = entry.path.rpartition("/")[0]
+    return name if any(one.directory and one.name == name for one in sources.list_directory(parent)) else None

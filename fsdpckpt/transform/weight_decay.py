@@ -1,0 +1,123 @@
+"""Says which parameters are in Megatron's param groups: its checkpoints keep the groups' settings alone.
+
+Megatron makes a group for each combination of ``wd_mult`` (1, or 0 for no weight decay), ``is_expert_parallel`` and
+learning rates. By its standard rule vectors and biases have no weight decay
+(``megatron/core/optimizer/__init__.py``, ``_get_param_groups``); a training script may have given a rule of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError, UsageError
+from fsdpckpt.ir.checkpoint import Checkpoint, Note, OptimState, group_params
+from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.values import Key, Value
+from fsdpckpt.text import first_of
+
+__all__ = ["STANDARD", "list_parameters"]
+
+STANDARD = "standard"
+_STACKED = re.compile(r"(?:^|\.)layers\.(?!\d)")  # layers in one tensor: a dimension more
+_EXPERTS = re.compile(r"\.experts\.")
+_STACKED_EXPERTS = re.compile(r"\.experts\.experts\.")
+_SHOWN = 4
+
+
+def list_parameters(checkpoint: Checkpoint, patterns: Sequence[str]) -> Checkpoint:
+    """``checkpoint`` with the parameters of each param group listed in it.
+
+    ``patterns``: globs of parameters without weight decay, or ``standard``. Raises NeedsInformationError without any,
+    and where the groups do not tell expert parameters and those without weight decay apart; UsageError for patterns
+    that no group needs, or that match nothing; SourceUnsupportedError for states that are in no parameter's name.
+    """
+    optim = checkpoint.optim
+    groups = (optim.param_groups if optim is not None else None) or []
+    if optim is None or all(group_params(group) is not None for group in groups):
+        if patterns:
+            raise UsageError(
+                f"--no-weight-decay is for param groups whose parameters are not known, and those of "
+                f"{checkpoint.source} are",
+                next_step="leave out --no-weight-decay",
+            )
+        return checkpoint
+    names = [str(name) for name in optim.state]
+    if not names and optim.extra:
+        raise SourceUnsupportedError(
+            f"the optimizer in {checkpoint.source} is saved as Megatron's buffers, which hold many parameters each",
+            details=list(map(str, optim.extra))[:_SHOWN],
+            why="only the code of the model says which elements of them are which parameter's",
+            next_step="load it with Megatron, save it with --dist-ckpt-optim-fully-reshardable, and convert that; or "
+            "--only model, for the weights that the model computed with",
+        )
+    if not patterns:
+        raise NeedsInformationError(
+            f"the checkpoint does not say which parameters are in which of its {len(groups)} param groups",
+            details=[_settings(group) for group in groups],
+            why="Megatron saves the settings of the groups, and makes the lists anew from the code of the model",
+            next_step="--no-weight-decay standard, if training used Megatron's own rule (none for vectors and biases); "
+            "else --no-weight-decay GLOB for the parameters without weight decay; or --only model",
+        )
+    without = {name for name in names if any(_matches(checkpoint, name, pattern) for pattern in patterns)}
+    unused = [one for one in patterns if not any(_matches(checkpoint, name, one) for name in names)]
+    if unused:
+        raise UsageError(
+            f"--no-weight-decay {unused[0]} matches none of the parameters",
+            details=names[:_SHOWN],
+            next_step="give globs of names as fsdpckpt inspect --names-only shows them",
+        )
+    listed = _listed(checkpoint, groups, names, without)
+    kept = [group for group in listed if group_params(group)]
+    message = f"param groups by weight decay: {len(without)} of {len(names)} parameters have none"
+    note = Note("groups-rebuilt", message, keys=tuple(without))
+    return replace(checkpoint, optim=OptimState(optim.state, kept, optim.extra), notes=(*checkpoint.notes, note))
+
+
+def _listed(
+    checkpoint: Checkpoint, groups: Sequence[dict[Key, Value]], names: Sequence[str], without: set[str]
+) -> list[dict[Key, Value]]:
+    """``groups`` with their parameters: each name goes to the one group of its kind."""
+    experts = any(group.get("is_expert_parallel") for group in groups)
+    listed: list[dict[Key, Value]] = [{**group, "params": []} for group in groups]
+    for name in names:
+        kind = (experts and bool(_EXPERTS.search(name)), name in without)
+        fitting = [group for group in listed if _kind(group) == kind]
+        if len(fitting) != 1:
+            raise NeedsInformationError(
+                f"{'several' if fitting else 'none'} of the {len(groups)} param groups can be that of {name}",
+                details=[_settings(group) for group in groups],
+                key=name,
+                expected="one group for the parameters with weight decay and one for those without, and the same for "
+                "experts",
+                why="the training script made groups by a rule of its own",
+                next_step="--only model converts the weights",
+            )
+        params = fitting[0]["params"]
+        if isinstance(params, list):
+            params.append(name)
+    return listed
+
+
+def _kind(group: dict[Key, Value]) -> tuple[bool, bool]:
+    """Whether it holds experts, and whether it has no weight decay."""
+    return bool(group.get("is_expert_parallel")), group.get("wd_mult", group.get("weight_decay")) == 0
+
+
+def _matches(checkpoint: Checkpoint, name: str, pattern: str) -> bool:
+    if pattern != STANDARD:
+        return fnmatchcase(name, pattern)
+    weight = checkpoint.model.params.get(name) if checkpoint.model is not None else None
+    states = checkpoint.optim.state.get(name, {}) if checkpoint.optim is not None else {}
+    leaves = [leaf for leaf in (weight, *states.values()) if isinstance(leaf, Tensor) and leaf.ndim]
+    if not leaves:
+        return name.endswith(".bias")
+    stacked = bool(_STACKED.search(name)) + bool(_STACKED_EXPERTS.search(name))
+    return name.endswith(".bias") or leaves[0].ndim - stacked == 1
+
+
+def _settings(group: dict[Key, Value]) -> str:
+    shown = {key: group[key] for key in ("wd_mult", "weight_decay", "lr", "is_expert_parallel") if key in group}
+    return ", ".join(f"{key} {value!r}" for key, value in shown.items()) or first_of(list(group), _SHOWN)

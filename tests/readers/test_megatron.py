@@ -1,0 +1,357 @@
+"""Megatron-core's checkpoints: what Megatron saved, and every way in which files can contradict each other."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
+
+import fsdpckpt
+from fsdpckpt.errors import (
+    NeedsInformationError,
+    SourceCorruptError,
+    SourceIncompleteError,
+    SourceUnsupportedError,
+    UsageError,
+)
+from fsdpckpt.readers.megatron import MegatronReader
+from tests.golden.megatron.net import Net
+from tests.readers.contents import opened
+from tests.readers.reader_contract import WEIGHTS, ReaderContract
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "megatron"
+WHOLE = ("uneven", "reshardable", "flattened-range", "flattened-range-0.12")
+each = pytest.mark.parametrize("name", WHOLE)
+STANDARD = ("standard",)
+
+
+@pytest.fixture(scope="module")
+def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("megatron")
+    for archive in GOLDEN.glob("*.tar.xz"):
+        with tarfile.open(archive) as packed:
+            packed.extractall(directory, filter="data")
+    for file in directory.glob("*/truth.pt"):
+        file.rename(directory / f"{file.parent.name}.truth")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def full(golden: Path) -> Callable[[str], Any]:
+    """One full file of each, converted once."""
+    made: dict[str, Any] = {}
+
+    def convert(name: str) -> Any:
+        if name not in made:
+            fsdpckpt.convert(str(golden / name), str(golden / f"{name}.pt"), no_weight_decay=STANDARD)
+            made[name] = torch.load(golden / f"{name}.pt")
+        return made[name]
+
+    return convert
+
+
+def truth(golden: Path, name: str) -> Any:
+    return torch.load(golden / f"{name}.truth")
+
+
+@each
+def test_every_value_is_what_the_ranks_held(name: str, golden: Path, full: Callable[[str], Any]) -> None:
+    state = full(name)
+    expected = truth(golden, name)["params"]
+    assert set(state["model"]) == set(state["optimizer"]["state"]) == set(expected)
+    for key, values in expected.items():
+        assert torch.equal(state["model"][key], values["param"]), key
+        assert torch.equal(state["model"][key].to(values["copy"].dtype), values["copy"]), key
+        states = state["optimizer"]["state"][key]
+        assert set(states) == {"exp_avg", "exp_avg_sq", "step"}
+        for moment in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(states[moment], values[moment]), (key, moment)
+        assert states["step"].dtype is torch.float32
+        assert states["step"].item() == 3
+
+
+def test_experts_are_where_megatron_counts_them(golden: Path, full: Callable[[str], Any]) -> None:
+    state = full("experts")
+    for rank, held in enumerate(truth(golden, "experts")["ranks"]):
+        for name, copy in held["params"].items():
+            _, layer, rest = name.partition("decoder.layers.")
+            if not layer:
+                assert torch.equal(state["model"][name].bfloat16(), copy)
+                continue
+            number, _, rest = rest.partition(".")
+            _, expert, local = rest.partition("mlp.experts.local_experts.")
+            if not expert:
+                continue
+            local, _, weight = local.partition(".")
+            stacked = state["model"][f"decoder.layers.mlp.experts.experts.{weight}"]
+            assert torch.equal(stacked[int(number), 2 * rank + int(local)].bfloat16(), copy), name
+    groups = state["optimizer"]["param_groups"]
+    assert [(group["is_expert_parallel"], group["wd_mult"]) for group in groups] == [(False, 1), (False, 0), (True, 1)]
+    assert all(".experts.experts." in name for name in groups[2]["params"])
+    assert len(groups[2]["params"]) == 2
+
+
+@each
+def test_vectors_and_biases_have_no_weight_decay(name: str, full: Callable[[str], Any]) -> None:
+    decayed, others = full(name)["optimizer"]["param_groups"]
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.5, 0.0)
+    assert "step" not in decayed
+    ends = ("bias", "layer_norm_weight", "final_layernorm.weight")
+    assert {param.endswith(ends) for param in others["params"]} == {True}
+    assert {param.endswith(ends) for param in decayed["params"]} == {False}
+
+
+def test_training_goes_on_with_the_same_losses(golden: Path, full: Callable[[str], Any]) -> None:
+    """Without Megatron, on one process that averages the gradients of both data-parallel ranks."""
+    state = full("reshardable")
+    groups = state["optimizer"]["param_groups"]
+    net = Net()
+    net.load_state_dict(state["model"])
+    optimizer = torch.optim.AdamW([{"params": [net.get_parameter(name) for name in one["params"]]} for one in groups])
+    names = [name for group in groups for name in group["params"]]
+    ids = {number: state["optimizer"]["state"][name] for number, name in enumerate(names)}
+    numbered = [{**group, "params": [names.index(name) for name in group["params"]]} for group in groups]
+    optimizer.load_state_dict({"state": ids, "param_groups": numbered})
+    generators = [torch.Generator().manual_seed(5 + rank) for rank in range(2)]
+    for generator in generators:
+        for _ in range(3):
+            torch.randint(0, 16, (2, 8), generator=generator)
+    losses: list[list[float]] = [[] for _ in generators]
+    for _ in range(3):
+        optimizer.zero_grad()
+        for rank, generator in enumerate(generators):
+            tokens = torch.randint(0, 16, (2, 8), generator=generator)
+            predicted = net(tokens).flatten(0, 1)
+            loss = torch.nn.functional.cross_entropy(predicted, torch.roll(tokens, -1, 1).flatten())
+            losses[rank].append(loss.item())
+            (loss / 2).backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+    saved = truth(golden, "reshardable")["losses"]
+    assert torch.allclose(torch.tensor(losses), _by_data_rank(saved), rtol=1e-5, atol=0)
+
+
+def _by_data_rank(losses: list[list[float]]) -> torch.Tensor:
+    """Tensor parallel ranks are neighbours, and have the same losses."""
+    assert losses[0] == losses[1]
+    return torch.tensor([losses[0], losses[2]])
+
+
+@each
+def test_verify_and_the_way_through_dcp_find_the_same_values(
+    name: str, golden: Path, full: Callable[[str], Any], tmp_path: Path
+) -> None:
+    assert not fsdpckpt.verify(str(golden / name)).problems
+    fsdpckpt.convert(
+        str(golden / name), str(tmp_path / "dcp"), to="sharded", container="dcp", world_size=5, no_weight_decay=STANDARD
+    )
+    full(name)
+    assert fsdpckpt.diff(str(tmp_path / "dcp"), str(golden / f"{name}.pt"), only="optim").same
+    assert fsdpckpt.diff(str(golden / name), str(tmp_path / "dcp"), only="model").same
+
+
+def test_extras_need_no_megatron(full: Callable[[str], Any]) -> None:
+    state = full("reshardable")
+    assert state["iteration"] == 3
+    assert state["args"] == {"num_layers": 3, "params_dtype": torch.float32, "iteration": 3}
+    assert state["opt_param_scheduler"] == {"max_lr": 1e-2, "num_steps": 3}
+    assert len(state["rng_state/shard_0.1_1.2"][0][0]["torch_rng_state"]) == 64
+    assert not [key for key in state if "_extra_state" in key]
+
+
+def test_masters_are_the_weights_and_that_is_said(golden: Path) -> None:
+    notes = [note for note in opened(golden / "flattened-range").notes if note.kind == "master-weights"]
+    assert len(notes) == 1
+    assert "not the bfloat16 copies" in notes[0].message
+    assert not [note for note in opened(golden / "reshardable").notes if note.kind == "master-weights"]
+
+
+def test_inspect_sees_shapes_without_opening_data(golden: Path) -> None:
+    for name in WHOLE:
+        lazy, located = opened(golden / name, locate=False), opened(golden / name)
+        assert [(one.key, one.tensor.shape) for one in lazy.tensors()] == [
+            (one.key, one.tensor.shape) for one in located.tensors()
+        ]
+        assert lazy.flavor == "megatron"
+        assert lazy.world_size == (2 if name == "reshardable" else 4)  # one data-parallel rank gathers and writes
+
+
+def test_weights_in_one_command(golden: Path, full: Callable[[str], Any], tmp_path: Path) -> None:
+    target = tmp_path / "model.safetensors"
+    fsdpckpt.convert(str(golden / "flattened-range"), str(target), only="model", dtype="bfloat16")
+    from safetensors.torch import load_file
+
+    weights = load_file(target)
+    for key, values in truth(golden, "flattened-range")["params"].items():
+        assert torch.equal(weights[key], values["copy"])
+
+
+class TestGroups:
+    def test_who_is_in_which_group_has_to_be_said(self, golden: Path, tmp_path: Path) -> None:
+        with pytest.raises(NeedsInformationError, match="which of its 2 param groups") as caught:
+            fsdpckpt.convert(str(golden / "uneven"), str(tmp_path / "full.pt"))
+        assert "--no-weight-decay standard" in str(caught.value.next_step)
+        assert not (tmp_path / "full.pt").exists()
+        fsdpckpt.convert(str(golden / "uneven"), str(tmp_path / "model.pt"), only="model")
+
+    def test_globs_say_it(self, golden: Path, tmp_path: Path) -> None:
+        fsdpckpt.convert(str(golden / "uneven"), str(tmp_path / "full.pt"), no_weight_decay=("*bias", "embedding.*"))
+        decayed, others = torch.load(tmp_path / "full.pt")["optimizer"]["param_groups"]
+        assert "embedding.word_embeddings.weight" in others["params"]
+        assert "decoder.final_layernorm.weight" in decayed["params"]
+
+    def test_globs_that_match_nothing_are_refused(self, golden: Path, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match=r"\*\.wrong matches none"):
+            fsdpckpt.convert(str(golden / "uneven"), str(tmp_path / "a.pt"), no_weight_decay=("*bias", "*.wrong"))
+
+    def test_a_checkpoint_that_lists_them_needs_no_glob(self, full: Callable[[str], Any], tmp_path: Path) -> None:
+        torch.save(full("uneven"), tmp_path / "listed.pt")
+        with pytest.raises(UsageError, match="--no-weight-decay is for"):
+            fsdpckpt.convert(str(tmp_path / "listed.pt"), str(tmp_path / "a.pt"), no_weight_decay=("*bias",))
+
+    def test_groups_of_another_rule_are_refused(self, golden: Path, tmp_path: Path) -> None:
+        source = shutil.copytree(golden / "uneven", tmp_path / "source")
+        common = torch.load(source / "common.pt", weights_only=False)
+        common["optimizer"]["param_groups"].append({**common["optimizer"]["param_groups"][0], "lr": 0.5})
+        torch.save(common, source / "common.pt")
+        with pytest.raises(NeedsInformationError, match="several of the 3 param groups"):
+            fsdpckpt.convert(str(source), str(tmp_path / "full.pt"), no_weight_decay=STANDARD)
+
+    def test_equal_groups_are_one(self, golden: Path, tmp_path: Path) -> None:
+        source = shutil.copytree(golden / "uneven", tmp_path / "source")
+        common = torch.load(source / "common.pt", weights_only=False)
+        common["optimizer"]["param_groups"][1] = {**common["optimizer"]["param_groups"][0]}
+        torch.save(common, source / "common.pt")
+        fsdpckpt.convert(str(source), str(tmp_path / "full.pt"))
+        (group,) = torch.load(tmp_path / "full.pt")["optimizer"]["param_groups"]
+        assert len(group["params"]) == 16
+
+
+def test_buffers_of_many_parameters_are_refused_but_not_the_weights(golden: Path, tmp_path: Path) -> None:
+    assert not fsdpckpt.verify(str(golden / "buffers")).problems
+    with pytest.raises(SourceUnsupportedError, match="Megatron's buffers") as caught:
+        fsdpckpt.convert(str(golden / "buffers"), str(tmp_path / "full.pt"), no_weight_decay=STANDARD)
+    assert "--dist-ckpt-optim-fully-reshardable" in str(caught.value.next_step)
+    fsdpckpt.convert(str(golden / "buffers"), str(tmp_path / "model.pt"), only="model")
+    model = torch.load(tmp_path / "model.pt")
+    for key, values in truth(golden, "buffers")["params"].items():
+        assert torch.equal(model[key], values["copy"]), key
+
+
+class TestRuns:
+    def test_a_run_reads_the_last_iteration(self, golden: Path, tmp_path: Path) -> None:
+        shutil.copytree(golden / "uneven", tmp_path / "iter_0000003")
+        shutil.copytree(golden / "uneven", tmp_path / "iter_0000002")
+        (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+        checkpoint = opened(tmp_path)
+        assert {Path(file.path).parent.name for file in checkpoint.files} <= {"iter_0000003", ""}
+        assert checkpoint.flavor == "megatron"
+
+    @pytest.mark.parametrize("text", ["../iter_0000003", "iter", "", "9" * 40, "4"])
+    def test_a_last_iteration_that_is_none_is_not_followed(self, text: str, golden: Path, tmp_path: Path) -> None:
+        shutil.copytree(golden / "uneven", tmp_path / "iter_0000003")
+        (tmp_path / "latest_checkpointed_iteration.txt").write_text(text)
+        assert opened(tmp_path).directory == str(tmp_path / "iter_0000003")  # there is only one
+
+
+class TestDamage:
+    @pytest.fixture
+    def source(self, golden: Path, tmp_path: Path) -> Path:
+        return shutil.copytree(golden / "flattened-range", tmp_path / "source")
+
+    def test_without_common_values(self, source: Path) -> None:
+        (source / "common.pt").unlink()
+        with pytest.raises(SourceIncompleteError, match=r"common\.pt"):
+            opened(source)
+
+    def test_without_metadata(self, source: Path) -> None:
+        (source / ".metadata").unlink()
+        with pytest.raises(SourceIncompleteError, match=r"\.metadata"):
+            opened(source)
+
+    def test_without_a_data_file(self, source: Path) -> None:
+        (source / "__2_0.distcp").unlink()
+        with pytest.raises(SourceIncompleteError, match="__2_0"):
+            opened(source)
+
+    def test_zarr(self, source: Path) -> None:
+        (source / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr"}))
+        with pytest.raises(SourceUnsupportedError, match="format zarr"):
+            opened(source)
+
+    @pytest.mark.parametrize("text", ["", "[", "[]", "{}", '{"sharded_backend": 3}', "[" * 100_000])
+    def test_a_metadata_json_of_another_program_is_not_megatrons(self, text: str, source: Path) -> None:
+        (source / "metadata.json").write_text(text)
+        (source / "common.pt").unlink()
+        assert opened(source).flavor != "megatron"
+
+    @pytest.mark.parametrize("shape", [(3, 16), (6, 4, 8), (4, 16, 8), (0, 16, 8), (3, 16, 8, 1), (3, 17, 8), ()])
+    def test_slices_that_do_not_make_up_the_shape(self, shape: tuple[int, ...], source: Path) -> None:
+        key = "optimizer.state.exp_avg.decoder.layers.self_attention.linear_qkv.weight"
+        edit_metadata(source, lambda data: data.update({key: {"nd_reformulated_orig_global_shape": shape}}))
+        with pytest.raises(SourceCorruptError, match="linear_qkv"):
+            opened(source)
+
+    @pytest.mark.parametrize("shape", ["x", (-1, 2), (1 << 62,), (True,), (1,) * 100, {}])
+    def test_shapes_that_are_none(self, shape: Any, source: Path) -> None:
+        key = "optimizer.state.exp_avg.decoder.layers.self_attention.linear_qkv.weight"
+        edit_metadata(source, lambda data: data.update({key: {"nd_reformulated_orig_global_shape": shape}}))
+        with pytest.raises(SourceCorruptError, match="shape of a tensor that is none"):
+            opened(source)
+
+    def test_states_of_another_shape_than_the_parameter(self, source: Path) -> None:
+        key = "optimizer.state.exp_avg.decoder.layers.self_attention.linear_qkv.weight"
+        edit_metadata(source, lambda data: data.update({key: {"nd_reformulated_orig_global_shape": (3, 8, 16)}}))
+        with pytest.raises(SourceCorruptError, match="does not have the shape of the parameter"):
+            opened(source)
+
+    @pytest.mark.parametrize(
+        "junk", [None, 3, [], {}, {"optimizer": 3}, {"optimizer": {"param_groups": {}}}, {"optimizer": {0: 3}},
+                 {"optimizer": {"optimizer": [], "state": []}}, {"optimizer": {"param_groups": [3]}}, torch.zeros(2)]
+    )  # fmt: skip
+    def test_whatever_common_values_hold_is_read(self, junk: Any, source: Path) -> None:
+        torch.save(junk, source / "common.pt")
+        checkpoint = opened(source)
+        assert checkpoint.optim is not None
+        assert "exp_avg" in checkpoint.optim.state["output_layer.weight"]
+
+
+def edit_metadata(source: Path, change: Callable[[Any], Any]) -> None:
+    """Change ``mcore_data``. Megatron's class is not installed: a class of that name stands in."""
+    import pickle
+    import sys
+    import types
+
+    module = types.ModuleType("megatron.core.dist_checkpointing.strategies.torch")
+    for name in ("MCoreMetadata", "MCoreSavePlan"):
+        setattr(module, name, type(name, (), {"__module__": module.__name__}))
+    names = module.__name__.split(".")
+    parents = [".".join(names[:count]) for count in range(1, len(names))]
+    with pytest.MonkeyPatch.context() as patch:
+        for parent in parents:
+            patch.setitem(sys.modules, parent, types.ModuleType(parent))
+        patch.setitem(sys.modules, module.__name__, module)
+        metadata = pickle.loads((source / ".metadata").read_bytes())
+        change(metadata.mcore_data)
+        (source / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+class TestContract(ReaderContract):
+    reader = MegatronReader()
+    harmless = frozenset({"metadata.json"})
+
+    def save(self, directory: Path) -> Path:
+        weights = {name: torch.from_numpy(weight) for name, weight in WEIGHTS.items()}
+        save(weights, storage_writer=FileSystemWriter(directory), no_dist=True)
+        assert FileSystemReader(directory).read_metadata().planner_data
+        (directory / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
+        torch.save({"iteration": 3}, directory / "common.pt")
+        return directory
