@@ -8,8 +8,8 @@ parameters in a unit, of ``model.parameters()``, of the optimizer's groups.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
 from typing import TypeAlias, TypeVar
@@ -17,7 +17,7 @@ from typing import TypeAlias, TypeVar
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.vocabulary import Strategy
 
-__all__ = ["FLAT_PARAM", "Groups", "RankOrder", "Strategy", "Unit", "UnitParam", "Units", "flaws"]
+__all__ = ["FLAT_PARAM", "Groups", "RankOrder", "Strategy", "Unit", "UnitParam", "Units", "flaws", "state_dict_order"]
 
 FLAT_PARAM = "_flat_param"
 
@@ -133,11 +133,22 @@ class Units:
         """
         if self.use_orig_params:
             return self.parameters
-        return _traversal(self)
+        unmanaged = {param.name for param in self.unmanaged}
+        flat = {unit.key for unit in self.units}
+        return tuple(key for key in state_dict_order(self.parameters, self) if key in flat or key in unmanaged)
 
     def id_order(self) -> tuple[str, ...]:
         """What the ids of an optimizer count: ``groups`` one after the other, else ``optimizer_keys``."""
         return self.optimizer_keys() if self.groups is None else tuple(key for group in self.groups for key in group)
+
+    def named_groups(self) -> Groups | None:
+        """``groups`` by original names; those of a flat parameter as ``model.parameters()`` has them."""
+        if self.groups is None or self.use_orig_params:
+            return self.groups
+        names_of = {unit.key: tuple(param.name for param in unit.params) for unit in self.units}
+        place = {name: index for index, name in enumerate(self.parameters)}
+        listed = ([name for key in group for name in names_of.get(key, (key,))] for group in self.groups)
+        return tuple(tuple(sorted(names, key=lambda name: place.get(name, -1))) for names in listed)
 
     def groups_of(self, rank: int) -> Groups | None:
         """The groups of the optimizer on ``rank``; None as for ``groups``."""
@@ -146,37 +157,43 @@ class Units:
 
 @dataclass(slots=True)
 class _Module:
-    """One module on the way to parameters, its children in the order of ``model.parameters()``."""
+    """One module: its own parameters and its other own keys, and its children, in the order of ``state_dict``."""
 
-    own: list[str]
-    unit: str | None
-    children: dict[str, _Module]
-
-    def keys(self) -> list[str]:
-        keys = [*self.own, *([self.unit] if self.unit is not None else [])]
-        for child in self.children.values():
-            keys.extend(child.keys())
-        return keys
+    params: list[str] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
+    children: dict[str, _Module] = field(default_factory=dict)
 
 
-def _traversal(units: Units) -> tuple[str, ...]:
-    root = _Module([], None, {})
+def state_dict_order(names: Iterable[str], units: Units) -> list[str]:
+    """``names`` (parameters, buffers) and the keys of flat parameters in the order of a ``LOCAL_STATE_DICT``.
 
-    def module(path: list[str]) -> _Module:
-        at = root
-        for word in path:
-            at = at.children.setdefault(word, _Module([], None, {}))
-        return at
-
-    unmanaged = {param.name for param in units.unmanaged}
-    for name in units.parameters:
+    A module's parameters come first, then its buffers, then its children. With ``use_orig_params=False`` the flat
+    parameter is a parameter of its module, registered last; with True the state dict hook puts it after everything in
+    the module. Raw order otherwise: whatever ``names`` has.
+    """
+    known = {*units.params(), *(later for later, _ in units.shared)}
+    root = _Module()
+    for name in names:
         *path, _ = name.split(".")
-        holder = module(path)
-        if name in unmanaged:
-            holder.own.append(name)
-    for unit in units.units:
-        module(unit.prefix.split(".") if unit.prefix else []).unit = unit.key
-    return tuple(root.keys())
+        module = root
+        for word in path:
+            module = module.children.setdefault(word, _Module())
+        (module.params if name in known else module.others).append(name)
+    keys: list[str] = []
+    _list_module(root, "", {unit.prefix: unit.key for unit in units.units}, keys, last=units.use_orig_params)
+    return keys
+
+
+def _list_module(module: _Module, path: str, flat: Mapping[str, str], keys: list[str], *, last: bool) -> None:
+    keys.extend(module.params)
+    key = flat.get(path)
+    if key is not None and not last:
+        keys.append(key)
+    keys.extend(module.others)
+    for word, child in module.children.items():
+        _list_module(child, f"{path}.{word}" if path else word, flat, keys, last=last)
+    if key is not None and last:
+        keys.append(key)
 
 
 def flaws(units: Units) -> list[str]:

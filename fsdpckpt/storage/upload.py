@@ -25,6 +25,7 @@ import uuid
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from fsdpckpt.errors import SourceError, TargetExistsError, TargetUnwritableError, UsageError
@@ -34,6 +35,8 @@ from fsdpckpt.storage.retry import target_error, with_retries
 from fsdpckpt.text import bytes_text
 
 T = TypeVar("T")
+
+_ask = partial(with_retries, make_error=target_error)
 
 PART = 8 << 20  # bytes buffered for each running request; every store accepts parts of this size
 MOST_PARTS = 10_000  # of one S3 object
@@ -85,12 +88,7 @@ class RemoteTarget:
     def announced(self) -> Announcement:
         """What the interrupted upload there says of itself."""
         name = self._name(UPLOADING)
-        data = with_retries(
-            lambda: self.filesystem.cat_file(name),
-            url=self._url(UPLOADING),
-            action="reading it",
-            make_error=target_error,
-        )
+        data = _ask(lambda: self.filesystem.cat_file(name), url=self._url(UPLOADING), action="reading it")
         try:
             marker = json.loads(data)
             names = frozenset((UPLOADING, *marker["files"], *marker["replaced"]))
@@ -147,11 +145,10 @@ class RemoteTarget:
     def _announce(self, sizes: Mapping[str, int], upload: str) -> None:
         replaced = [name for name in self.names if name != UPLOADING]
         text = json.dumps({"program": "fsdpckpt", "upload": upload, "files": dict(sizes), "replaced": replaced})
-        with_retries(
+        _ask(
             lambda: self.filesystem.pipe_file(self._name(UPLOADING), text.encode()),
             url=self._url(UPLOADING),
             action="uploading it",
-            make_error=target_error,
         )
 
     def _delete(self, name: str) -> None:
@@ -161,7 +158,7 @@ class RemoteTarget:
             except FileNotFoundError:
                 return
 
-        with_retries(delete, url=self._url(name), action="deleting it", make_error=target_error)
+        _ask(delete, url=self._url(name), action="deleting it")
 
     def _name(self, name: str) -> str:
         return f"{self.root}/{name}" if name else self.root
@@ -183,11 +180,7 @@ def open_target(url: str, source: str, *, overwrite: bool) -> RemoteTarget:
             file=url,
             next_step="give a path, or the URL of an object store (s3://, gs://, abfs://)",
         )
-    above, below = source.rstrip("/") + "/", target + "/"
-    if above.startswith(below) or below.startswith(above):
-        raise UsageError(
-            f"one of {url} and the source lies inside the other", file=url, next_step="give a DST outside of SRC"
-        )
+    _refuse_source(url, source, target)
     try:
         filesystem, root = filesystem_of(target, examples="s3://, gs://, ...")
     except SourceError as error:  # the same is true of a target
@@ -195,19 +188,24 @@ def open_target(url: str, source: str, *, overwrite: bool) -> RemoteTarget:
     root = root.rstrip("/")
     if is_url(source):  # s3:// and s3a:// name one object
         other, name = filesystem_of(source)
-        above, below = name.rstrip("/") + "/", root + "/"
-        if type(other) is type(filesystem) and (above.startswith(below) or below.startswith(above)):
-            raise UsageError(
-                f"one of {url} and the source lies inside the other", file=url, next_step="give a DST outside of SRC"
-            )
+        if type(other) is type(filesystem):
+            _refuse_source(url, name, root)
     filesystem.invalidate_cache()
-    listed = with_retries(lambda: list(filesystem.find(root)), url=url, action="listing it", make_error=target_error)
+    listed = _ask(lambda: list(filesystem.find(root)), url=url, action="listing it")
     objects = (str(name) for name in listed if not str(name).endswith("/"))  # else it is a directory's placeholder
     names = tuple(name[len(root) :].lstrip("/") for name in objects)
     remote = RemoteTarget(target, filesystem, root, names)
     if names and not remote.interrupted:
         _refuse_existing(remote, overwrite=overwrite)
     return remote
+
+
+def _refuse_source(url: str, source: str, target: str) -> None:
+    above, below = source.rstrip("/") + "/", target + "/"
+    if above.startswith(below) or below.startswith(above):
+        raise UsageError(
+            f"one of {url} and the source lies inside the other", file=url, next_step="give a DST outside of SRC"
+        )
 
 
 def _refuse_existing(remote: RemoteTarget, *, overwrite: bool) -> None:
@@ -240,25 +238,19 @@ class Uploader:
         nbytes = os.path.getsize(path)
         part = max(PART, -(-nbytes // MOST_PARTS))
         if nbytes <= part:
-            with_retries(
-                lambda: self._whole(path, name, nbytes), url=url, action="uploading it", make_error=target_error
-            )
+            _ask(lambda: self._whole(path, name, nbytes), url=url, action="uploading it")
         elif type(self.filesystem).__module__.startswith("s3fs"):
             self._in_parts(path, name, url, nbytes, part)
         elif type(self.filesystem).__module__.startswith("adlfs"):
             self._in_blocks(path, name, url, nbytes, part)
         else:
-            with_retries(
-                lambda: self._streamed(path, name, part), url=url, action="uploading it", make_error=target_error
-            )
+            _ask(lambda: self._streamed(path, name, part), url=url, action="uploading it")
             self.advance(nbytes)
 
     def info(self, name: str, url: str) -> dict[str, Any]:
         """The store's description of the object ``name`` now."""
         self.filesystem.invalidate_cache(self.filesystem._parent(name))
-        info: dict[str, Any] = with_retries(
-            lambda: self.filesystem.info(name), url=url, action="looking it up", make_error=target_error
-        )
+        info: dict[str, Any] = _ask(lambda: self.filesystem.info(name), url=url, action="looking it up")
         return info
 
     def require(self, name: str, url: str, nbytes: int) -> dict[str, Any]:
@@ -296,12 +288,7 @@ class Uploader:
         place = {"Bucket": bucket, "Key": key}
 
         def ask(method: str, doing: str, **options: Any) -> Any:
-            return with_retries(
-                lambda: self.filesystem.call_s3(method, **place, **options),
-                url=url,
-                action=doing,
-                make_error=target_error,
-            )
+            return _ask(lambda: self.filesystem.call_s3(method, **place, **options), url=url, action=doing)
 
         upload = ask("create_multipart_upload", "beginning the upload")["UploadId"]
 
@@ -334,7 +321,7 @@ class Uploader:
                 async with self.filesystem.service_client.get_blob_client(container, blob) as client:
                     await getattr(client, method)(*arguments, **options)
 
-            with_retries(lambda: sync(self.filesystem.loop, call), url=url, action=doing, make_error=target_error)
+            _ask(lambda: sync(self.filesystem.loop, call), url=url, action=doing)
 
         run = uuid.uuid4().hex  # keeps blocks of other uploads of this object apart
 
@@ -374,11 +361,10 @@ def _abort_leftovers(filesystem: Any, name: str, url: str) -> None:
     bucket, key, _ = filesystem.split_path(name)
 
     def ask(method: str, **options: Any) -> Any:
-        return with_retries(
+        return _ask(
             lambda: filesystem.call_s3(method, Bucket=bucket, **options),
             url=url,
             action="removing the parts of an interrupted upload",
-            make_error=target_error,
         )
 
     for upload in ask("list_multipart_uploads", Prefix=key).get("Uploads", ()):

@@ -64,22 +64,8 @@ def from_units(units: Units, source: str) -> ParameterOrder:
         source=source,
         explicit=True,
         optional=frozenset(name for name in names if not params[name].requires_grad),
-        groups=_groups_of(units),
+        groups=units.named_groups(),
         shared=frozenset(later for later, _ in units.shared),
-    )
-
-
-def _groups_of(units: Units) -> tuple[tuple[str, ...], ...] | None:
-    """The groups by original names; those of a flat parameter follow each other as ``model.parameters()`` has them."""
-    if units.groups is None or units.use_orig_params:
-        return units.groups
-    names_of = {unit.key: tuple(param.name for param in unit.params) for unit in units.units}
-    rank = {name: index for index, name in enumerate(units.parameters)}
-    return tuple(
-        tuple(
-            sorted((name for key in group for name in names_of.get(key, (key,))), key=lambda name: rank.get(name, -1))
-        )
-        for group in units.groups
     )
 
 

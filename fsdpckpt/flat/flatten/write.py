@@ -14,14 +14,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fsdpckpt.errors import InternalError, SourceUnsupportedError
-from fsdpckpt.flat.flatten.keys import flat_keys, state_dict_order, wrapped_metadata
+from fsdpckpt.flat.flatten.keys import flat_keys, wrapped_metadata
 from fsdpckpt.flat.flatten.pickle import FlatParameter, FlatPickle, FlatShard, FlatView, WholeParam
 from fsdpckpt.flat.flatten.states import FlatOptimizer
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.ir.units import UnitParam, Units
+from fsdpckpt.ir.units import UnitParam, Units, state_dict_order
 from fsdpckpt.layouts.flattened import PlacedUnit, place_units
 from fsdpckpt.writers.protocol import WriteSpec
 from fsdpckpt.writers.state_dicts import extra_notes, extras_of_rank

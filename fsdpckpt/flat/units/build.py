@@ -35,7 +35,7 @@ class Settings:
 
     def applied_to(self, units: Units) -> Units:
         """``units`` with the settings that are not None here; their groups are adapted."""
-        names = named_groups(units)
+        names = units.named_groups()
         changed = replace(
             units,
             units=tuple(
@@ -114,14 +114,6 @@ def _begins(params: Sequence[NamedParam], prefixes: Collection[str]) -> dict[str
             if prefix in prefixes:
                 begins.setdefault(prefix, index)
     return begins
-
-
-def named_groups(units: Units) -> list[list[str]] | None:
-    """The optimizer's groups as original names; None when the units do not say."""
-    if units.groups is None:
-        return None
-    inside = {unit.key: [param.name for param in unit.params] for unit in units.units}
-    return [[name for key in group for name in inside.get(key, [key])] for group in units.groups]
 
 
 def keyed_groups(units: Units, names: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...] | None:

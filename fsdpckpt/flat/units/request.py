@@ -19,7 +19,7 @@ from fsdpckpt.errors import (
 )
 from fsdpckpt.flat.match import FlatMatch
 from fsdpckpt.flat.names import ParameterNames, model_names, optimizer_names, order_contradictions
-from fsdpckpt.flat.units.build import Settings, expand_globs, innermost_unit, named_groups
+from fsdpckpt.flat.units.build import Settings, expand_globs, innermost_unit
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout, OptimState, group_params
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.names import clean
@@ -250,7 +250,7 @@ def _groups(units: Units, optim: OptimState) -> Iterator[str]:
     yield from (
         f"the param groups list {name}, which the units do not have" for name in unknown if name not in with_state
     )
-    recorded = named_groups(units)
+    recorded = units.named_groups()
     if recorded is None or unknown or not listed:
         return
     if len(recorded) != len(listed):

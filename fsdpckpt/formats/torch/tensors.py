@@ -8,6 +8,7 @@ whoever walks the tree can name its key.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from math import prod
 from typing import NoReturn, cast
 
@@ -32,67 +33,56 @@ _NOT_STRIDED = {
 }
 
 
-class _Storage:
-    """One storage: ``dtype`` None when untyped; ``offset`` and ``nbytes`` of its bytes in the file."""
+class _Stateless:
+    """What a pickle may hold but not change: BUILD is refused."""
 
-    __slots__ = ("dtype", "nbytes", "offset")
-
-    def __init__(self, dtype: DType | None, offset: int, nbytes: int) -> None:
-        self.dtype = dtype
-        self.offset = offset
-        self.nbytes = nbytes
+    __slots__ = ()
 
     def __setstate__(self, _state: object) -> None:
-        raise TypeError("a storage has no state")
+        raise TypeError("a tensor has no state")
 
 
-class StoredTensor:
+@dataclass(slots=True, eq=False)
+class _Storage(_Stateless):
+    """One storage: ``dtype`` None when untyped; ``offset`` and ``nbytes`` of its bytes in the file."""
+
+    dtype: DType | None
+    offset: int
+    nbytes: int
+
+
+@dataclass(slots=True, eq=False)
+class StoredTensor(_Stateless):
     """One strided tensor. ``offset``: byte offset of its first element in the file; ``stride`` in elements.
 
     ``sharded`` as in ``ir.tensors.Tensor``; ``cloned``: it carries the mark of an FSDP1 full state dict; ``array``: the
     call that makes the NumPy array which it stands for (``formats.torch.loadable``), "" when it is a tensor itself.
     """
 
-    __slots__ = ("array", "cloned", "dtype", "offset", "shape", "sharded", "stride")
-
-    def __init__(self, dtype: DType, shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> None:
-        self.dtype = dtype
-        self.shape = shape
-        self.stride = stride
-        self.offset = offset
-        self.sharded: bool | None = None
-        self.cloned = False
-        self.array = ""
-
-    def __setstate__(self, _state: object) -> None:
-        raise TypeError("a tensor has no state")
+    dtype: DType
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    sharded: bool | None = None
+    cloned: bool = False
+    array: str = ""
 
 
-class Wrapped:
+@dataclass(slots=True, eq=False)
+class Wrapped(_Stateless):
     """A tensor subclass that wraps others (DTensor, ShardedTensor): its class, dtype, global shape and state."""
 
-    __slots__ = ("dtype", "kind", "shape", "state")
-
-    def __init__(self, kind: Global, dtype: DType, shape: tuple[int, ...], state: object) -> None:
-        self.kind = kind
-        self.dtype = dtype
-        self.shape = shape
-        self.state = state
-
-    def __setstate__(self, _state: object) -> None:
-        raise TypeError("a tensor has no state")
+    kind: Global
+    dtype: DType
+    shape: tuple[int, ...]
+    state: object
 
 
-class Refused:
+@dataclass(slots=True, eq=False)
+class Refused(_Stateless):
     """A value this program does not convert, and what it is."""
 
-    __slots__ = ("what",)
-
-    def __init__(self, what: str) -> None:
-        self.what = what
-
-    def __setstate__(self, _state: object) -> None:
-        raise TypeError("a tensor has no state")
+    what: str
 
 
 def size_of(value: object) -> tuple[int, ...] | None:
