@@ -82,7 +82,7 @@ def requested_mesh(options: ConvertOptions, source: Checkpoint, sources: Sources
         return None
     own = source_mesh(source)
     if own is not None and own.dimension_names == mesh.dimension_names:
-        return _as_source({own: mesh}, _shardings(source, own))
+        return _as_source({own: mesh}, [] if _strange(source, [own]) else _shardings(source, own))
     flat = (options.to or source.layout) is Layout.FLATTENED
     hybrid = options.tensor is TensorForm.SHARDED_TENSOR or _has_hybrid(options.flavor or source.flavor)
     if len(mesh.sizes) == 1 or flat or (hybrid and len(mesh.sizes) == 2):
@@ -129,66 +129,71 @@ def on_mesh(spec: TargetSpec, source: Checkpoint, mesh: TargetMesh | None) -> Ta
         return spec
     if mesh is not None:
         return replace(spec, mesh=mesh)
-    own = source_mesh(source)
-    if own is None:
-        return _on_several(spec, source, spec.world_size)
-    shardings = _shardings(source, own)
-    if spec.form is not None and spec.form.mesh.names is not None:  # it has meshes of its own
-        placements = {sharding.placements for sharding in shardings}
-        if placements != {(Replicate(), Shard(0))} or spec.form.mesh.hybrid is None:
-            return spec
-        own = replace(own, names=spec.form.mesh.hybrid)
-        shardings = [replace(sharding, mesh=own) for sharding in shardings]
-    stored_once = spec.container is Container.DCP
-    found = resized(own, shardings, spec.world_size, source=source.source, keep_replicas=not stored_once)
-    note = f"the source's mesh is kept: {found}" if found == own else f"the source's mesh {own} is resized to {found}"
-    if spec.form is not None and spec.form.mesh.names is not None:
-        return replace(spec, mesh=TargetMesh(found, None, _rows(found), note))
-    return replace(spec, mesh=_as_source({own: found}, shardings, note if len(found.sizes) > 1 else None))
-
-
-def _on_several(spec: TargetSpec, source: Checkpoint, world_size: int) -> TargetSpec:
-    """``spec`` on the several meshes of all ranks that the source's DTensors are on, each resized on its own.
-
-    Raises NeedsInformationError where a mesh is not of all ranks, or nothing says what its ranks are; not for DCP,
-    which loads on any mesh.
-    """
     meshes = source_meshes(source)
-    own_mesh = spec.form is not None and spec.form.mesh.names is not None
-    strange = sorted(_unknown_placements(source)) + [str(one) for one in meshes if one.world_size != source.world_size]
-    if (not meshes and not strange) or own_mesh:
-        return spec
+    strange = _strange(source, meshes)
+    if spec.form is not None and spec.form.mesh.names is not None:  # it has meshes of its own
+        return replace(spec, mesh=_on_replicas(spec, source, spec.form.mesh.hybrid, spec.world_size))
     if strange:
-        one_dimension = f"all tensors of {source.source} are sharded over one mesh dimension of {world_size} ranks"
-        why = f"the source has DTensors on what is no mesh of all its ranks: {first_of(strange, 4)}"
-        if spec.container is Container.DCP:
-            return replace(spec, mesh=TargetMesh(*_one_dimension(world_size), note=f"{one_dimension}: {why}"))
-        raise NeedsInformationError(
-            f"nothing says on which mesh the tensors of {source.source} lie on {plural(world_size, 'rank')}",
-            why=why,
-            next_step=f"add --mesh {world_size} to shard all of them over one dimension, --mesh NAME=SIZE,... "
-            "--placements FILE for another mesh, or write a DCP directory (--container dcp), which loads on any mesh",
-        )
-    stored_once = spec.container is Container.DCP
-    found: dict[MeshShape, MeshShape] = {}
-    for mesh in meshes:
-        alike = _shardings(source, mesh)
-        found[mesh] = resized(mesh, alike, world_size, source=source.source, keep_replicas=not stored_once, only=False)
-    texts = [" and ".join(map(str, each)) for each in (found, found.values())]
-    note = f"the source's meshes {texts[0]} are " + ("kept" if texts[0] == texts[1] else f"resized to {texts[1]}")
-    return replace(spec, mesh=_as_source(found, [], note))
+        return replace(spec, mesh=_on_one_dimension(spec, source.source, strange, spec.world_size))
+    if not meshes:
+        return spec
+    targets = {own: _resized(spec, source, own, spec.world_size, only=len(meshes) == 1) for own in meshes}
+    shardings = _shardings(source, meshes[0]) if len(meshes) == 1 else []
+    note = _note(targets) if len(meshes) > 1 or len(meshes[0].sizes) > 1 else None
+    return replace(spec, mesh=_as_source(targets, shardings, note))
 
 
-def _unknown_placements(source: Checkpoint) -> set[str]:
-    """The placements of DTensors whose mesh is not known, but for rows over one dimension, which need none."""
+def _resized(spec: TargetSpec, source: Checkpoint, own: MeshShape, world_size: int, *, only: bool = True) -> MeshShape:
+    keep = spec.container is not Container.DCP  # where replicas are stored once
+    shardings = _shardings(source, own)
+    return resized(own, shardings, world_size, source=source.source, keep_replicas=keep, only=only)
+
+
+def _on_replicas(
+    spec: TargetSpec, source: Checkpoint, names: tuple[str, ...] | None, world_size: int
+) -> TargetMesh | None:
+    """A framework's own mesh of replicas, ``names``, for a source with replicas; None: its mesh of one dimension."""
+    own = source_mesh(source)
+    if own is None or names is None or {one.placements for one in _shardings(source, own)} != {_HYBRID}:
+        return None
+    found = replace(_resized(spec, source, own, world_size), names=names)
+    return TargetMesh(found, None, _rows(found), _note({replace(own, names=names): found}))
+
+
+_HYBRID = (Replicate(), Shard(0))
+
+
+def _note(meshes: Mapping[MeshShape, MeshShape]) -> str:
+    before, after = (" and ".join(map(str, each)) for each in (meshes, meshes.values()))
+    what, verb = ("the source's meshes", "are") if len(meshes) > 1 else ("the source's mesh", "is")
+    return f"{what} {verb} kept: {after}" if before == after else f"{what} {before} {verb} resized to {after}"
+
+
+def _strange(source: Checkpoint, meshes: Sequence[MeshShape]) -> list[str]:
+    """What DTensors of the source are on where no mesh of all ranks says how: placements, or the mesh itself."""
     tensors = [named.tensor for named in source.tensors()]
-    unknown = {one.placement for one in tensors if one.sharded and one.sharding is None}
-    return {text for text in unknown if text.startswith("[") and text != placements_text([Shard(0)])}
+    unknown = {one.placement for one in tensors if one.sharded and one.sharding is None and one.placement[0] == "["}
+    if not meshes:
+        unknown.discard(placements_text([Shard(0)]))  # rows over one dimension need no mesh
+    return sorted(unknown) + [str(mesh) for mesh in meshes if mesh.world_size != source.world_size]
 
 
-def _one_dimension(world_size: int) -> tuple[MeshShape, None, Sharding]:
-    sharding = on_one_dimension(world_size)
-    return sharding.mesh, None, sharding
+def _on_one_dimension(spec: TargetSpec, source: str, strange: Sequence[str], world_size: int) -> TargetMesh:
+    """For DCP, which loads on any mesh. Raises NeedsInformationError for files by rank."""
+    why = (
+        "the source has DTensors that are packed (a _StridedShard alone), or on a mesh of some ranks or of another "
+        f"order: {first_of(strange, 4)}"
+    )
+    if spec.container is not Container.DCP:
+        raise NeedsInformationError(
+            f"nothing says how the tensors of {source} lie on {plural(world_size, 'rank')}",
+            why=why,
+            next_step=f"add --mesh {world_size} --placements FILE for one dimension, --mesh NAME=SIZE,... --placements "
+            "FILE for several, or write a DCP directory (--container dcp), which loads on any mesh",
+        )
+    rows = on_one_dimension(world_size)
+    note = f"all tensors of {source} are sharded over one mesh dimension of {world_size} ranks: {why}"
+    return TargetMesh(rows.mesh, None, rows, note)
 
 
 def _as_source(

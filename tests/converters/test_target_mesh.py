@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError, UsageError
@@ -353,13 +354,35 @@ def test_tensors_on_several_meshes_stay_on_theirs_and_each_is_resized(tmp_path: 
 
 def test_meshes_of_some_ranks_are_not_taken_for_one_of_all(tmp_path: Path) -> None:
     save_stages(tmp_path / "stages", names=True)
-    with pytest.raises(NeedsInformationError, match="nothing says on which mesh") as error:
+    with pytest.raises(NeedsInformationError, match="nothing says how") as error:
         to_ranks(tmp_path / "stages", tmp_path / "new", world_size=4)
     assert "--mesh 4" in str(error.value.next_step)
     to_ranks(tmp_path / "stages", tmp_path / "new", mesh="4")
     report = fsdpckpt.convert(tmp_path / "stages", tmp_path / "dcp", to="sharded", container="dcp", world_size=4)
     assert any("sharded over one mesh dimension of 4 ranks" in note.message for note in report.notes)
     assert fsdpckpt.diff(tmp_path / "new", tmp_path / "dcp").same
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_packed_weights_are_not_taken_for_others(tmp_path: Path, alone: bool) -> None:
+    (tmp_path / "packed").mkdir()
+    weight = torch.randn(12, 6, generator=torch.Generator().manual_seed(0))
+    for rank in range(2):
+        with as_rank(rank, 2):
+            mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+            state = {"qkv": distribute_tensor(weight, mesh, [_StridedShard(0, split_factor=3)], src_data_rank=None)}
+            if not alone:
+                state["out"] = distribute_tensor(weight, mesh, [Shard(1)], src_data_rank=None)
+            torch.save(state, tmp_path / "packed" / f"model_world_size_2_rank_{rank}.pt")
+    for options in ({"world_size": 2}, {"mesh": "tp=3"}, {"mesh": "tp=2"})[: 1 if alone else 3]:
+        with pytest.raises(NeedsInformationError, match="nothing says how") as error:
+            to_ranks(tmp_path / "packed", tmp_path / "new", **options)
+        assert "packed" in str(error.value.why)
+    report = fsdpckpt.convert(tmp_path / "packed", tmp_path / "dcp", to="sharded", container="dcp", world_size=2)
+    assert any("packed" in note.message for note in report.notes)
+    fsdpckpt.convert(tmp_path / "packed", tmp_path / "full.pt", to="full")
+    assert fsdpckpt.diff(tmp_path / "full.pt", tmp_path / "dcp").same
+    assert torch.equal(torch.load(tmp_path / "full.pt")["model"]["qkv"], weight)
 
 
 def test_inspect_names_the_mesh(saved: Path, run: Run) -> None:
