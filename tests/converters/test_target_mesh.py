@@ -14,9 +14,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError, UsageError
+from fsdpckpt.ir.tensors import Tensor
 from tests.cli.conftest import Run, run
 from tests.converters.test_ranks_apart import save_stages
-from tests.readers.played_ranks import as_rank
+from tests.readers.played_ranks import as_rank, save_as_ranks
 from tests.writers.meshes import MeshCase, all_three, assert_equal, held, hsdp, over_tp
 
 __all__ = ["run"]
@@ -311,21 +312,36 @@ def test_frameworks_that_save_dcp_get_the_items_of_the_mesh(saved: Path, tmp_pat
     assert boxes[0] == boxes[1] and len(boxes[0]) == 4
 
 
-def save_experts(path: Path, world_size: int) -> None:
+def experts(world_size: int) -> dict[str, Any]:
     """Expert parallelism: dense weights on one mesh of all ranks, experts on another one of other dimensions."""
-    path.mkdir()
     generator = torch.Generator().manual_seed(0)
-    dense, experts = torch.randn(11, 3, generator=generator), torch.randn(4, 10, 6, generator=generator)
+    dense, stacked = torch.randn(11, 3, generator=generator), torch.randn(4, 10, 6, generator=generator)
+    fsdp = init_device_mesh("cpu", (world_size,), mesh_dim_names=("fsdp",))
+    ep = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("efsdp", "ep"))
+    return {
+        "dense": distribute_tensor(dense, fsdp, [Shard(0)], src_data_rank=None),
+        "gate": distribute_tensor(dense[0].clone(), ep["efsdp"], [Shard(0)], src_data_rank=None),
+        "experts": distribute_tensor(stacked, ep, [Shard(1), Shard(0)], src_data_rank=None),
+    }
+
+
+def save_experts(path: Path, world_size: int) -> None:
+    path.mkdir()
     for rank in range(world_size):
         with as_rank(rank, world_size):
-            fsdp = init_device_mesh("cpu", (world_size,), mesh_dim_names=("fsdp",))
-            ep = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("efsdp", "ep"))
-            state = {
-                "dense": distribute_tensor(dense, fsdp, [Shard(0)], src_data_rank=None),
-                "gate": distribute_tensor(dense[0].clone(), ep["efsdp"], [Shard(0)], src_data_rank=None),
-                "experts": distribute_tensor(experts, ep, [Shard(1), Shard(0)], src_data_rank=None),
-            }
-            torch.save(state, path / f"model_world_size_{world_size}_rank_{rank}.pt")
+            torch.save(experts(world_size), path / f"model_world_size_{world_size}_rank_{rank}.pt")
+
+
+def chunks_of(path: Path) -> dict[str, list[tuple[int, list[int], list[int]]]]:
+    """The rank whose file has it, start and size, of every chunk."""
+    model = fsdpckpt.inspect(path).checkpoint.model
+    assert model is not None
+    found = {}
+    for name, tensor in model.params.items():
+        assert isinstance(tensor, Tensor)
+        columns = (column.tolist() for column in (tensor.chunks.rank, tensor.chunks.start, tensor.chunks.size))
+        found[name] = sorted(zip(*columns, strict=True))
+    return found
 
 
 def test_tensors_on_several_meshes_stay_on_theirs_and_each_is_resized(tmp_path: Path) -> None:
@@ -341,6 +357,9 @@ def test_tensors_on_several_meshes_stay_on_theirs_and_each_is_resized(tmp_path: 
             )
             assert_equal(found, expected, "model")
             assert all(found[name].device_mesh == expected[name].device_mesh for name in ("dense", "experts"))
+    fsdpckpt.convert(tmp_path / "four", tmp_path / "dcp", to="sharded", container="dcp", world_size=8)
+    save_as_ranks(tmp_path / "torch", lambda rank: {"model": experts(8)}, 8)
+    assert chunks_of(tmp_path / "dcp") == chunks_of(tmp_path / "torch")
     to_ranks(tmp_path / "new", tmp_path / "back", world_size=4)
     to_ranks(tmp_path / "four", tmp_path / "same", world_size=4)
     files = sorted((tmp_path / "back").glob("*.pt"))
