@@ -160,7 +160,7 @@ def _equal_file(file: FilePlan, linking: Linking, files: Sequence[SourceFile], s
 
 def _same_literals(file: FilePlan, sources: Sources, path: str) -> bool:
     source = sources.open(path)
-    places = sorted(place for each in file.places for place in each)
+    places = np.sort(file.checksums[:, 2:].ravel()).tolist()
     for at, start, nbytes in file.literals.tolist():
         found = bytearray(source.read(at, nbytes))
         for place in places[bisect_left(places, at) : bisect_left(places, at + nbytes)]:

@@ -179,8 +179,6 @@ def _packed_file(file: FilePlan) -> list[object]:
         file.first_copy,
         np.stack([getattr(file.copies, name) for name in COPY_COLUMNS]),
         file.checksums,
-        np.asarray([len(places) for places in file.places], np.int64),
-        np.asarray([place for places in file.places for place in places], np.int64),
     ]
 
 
@@ -205,8 +203,7 @@ def unpack_job(value: object) -> Job:
 
 def _unpacked_file(target: Sequence[object]) -> FilePlan:
     path, nbytes, blob, *rest = target
-    literals, write_items, first_copy, copies, checksums, counts, places = cast("list[Int64Array]", rest)
-    ends = np.cumsum(counts).tolist()
+    literals, write_items, first_copy, copies, checksums = cast("list[Int64Array]", rest)
     return FilePlan(
         path=str(path),
         nbytes=cast("int", nbytes),
@@ -216,7 +213,4 @@ def _unpacked_file(target: Sequence[object]) -> FilePlan:
         first_copy=first_copy,
         copies=Copies(*np.ascontiguousarray(copies)),
         checksums=checksums,
-        places=tuple(
-            tuple(places[end - count : end].tolist()) for end, count in zip(ends, counts.tolist(), strict=True)
-        ),
     )

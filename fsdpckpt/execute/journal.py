@@ -196,9 +196,12 @@ def plan_digest(plan: Plan) -> str:
     """SHA-256 of everything that decides which bytes a plan writes, where, and where they come from."""
     total = hashlib.sha256()
     total.update(repr([(source.name, target.name) for source, target in plan.casts]).encode())
+    blob: bytes | bytearray | None = None
     for file in plan.files:
-        total.update(repr((file.path, file.nbytes, len(file.blob), file.places)).encode())
-        total.update(file.blob)
+        total.update(repr((file.path, file.nbytes, len(file.blob))).encode())
+        if file.blob is not blob:  # files that were laid out together share one
+            blob = file.blob
+            total.update(blob)
         columns = [getattr(file.copies, name) for name in COPY_COLUMNS]
         for table in (file.literals, file.write_items, file.first_copy, file.checksums, *columns):
             total.update(repr(table.shape).encode())

@@ -194,7 +194,7 @@ class TargetChecks:
                 self._parts.setdefault(index, []).append((low, high - low, crc))
             return
         value = crc.to_bytes(4, "little")
-        for place in self._file.places[index]:
+        for place in self._places(index):
             if begin <= place and place + 4 <= begin + len(view):
                 view[place - begin : place - begin + 4] = value
             else:
@@ -214,8 +214,11 @@ class TargetChecks:
         """What remains to be written once every window is: (file offset, 4 bytes)."""
         for index, parts in self._parts.items():
             value = combine(parts).to_bytes(4, "little")
-            self._late.extend((place, value) for place in self._file.places[index])
+            self._late.extend((place, value) for place in self._places(index))
         return self._late
+
+    def _places(self, index: int) -> list[int]:
+        return [place for place in self._file.checksums[index, 2:].tolist() if place >= 0]
 
 
 class LatePlaces:
@@ -242,8 +245,10 @@ class LatePlaces:
     def _sorted(self) -> list[tuple[int, int, int]]:
         with self._lock:
             if self._rows is None:  # only a run that is resumed needs them
-                ranges = zip(self._file.checksums.tolist(), self._file.places, strict=True)
-                self._rows = sorted((place, low, high) for (low, high), places in ranges for place in places)
+                ranges = self._file.checksums.tolist()
+                self._rows = sorted(
+                    (place, low, high) for low, high, *places in ranges for place in places if place >= 0
+                )
             return self._rows
 
 

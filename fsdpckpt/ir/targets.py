@@ -1,27 +1,66 @@
-"""Describes what a writer lays out: target files of literal bytes, and write items for tensor data.
+"""Describes what a writer lays out: target files of literal bytes, and write items for tensor data. In columns.
 
 A *write item* is one contiguous range of a target file that receives one box of one tensor, row-major (or in the
 memory order ``order`` says). A *checksum* is a range whose CRC-32 the executor computes while copying and
-then writes as 4 little-endian bytes at one or more places.
+then writes as 4 little-endian bytes at one or two places.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
+from fsdpckpt.errors import InternalError
 from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.ir.dtypes import DType
-from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.tensors import Int64Array, Tensor
 
 
-class WriteItem(NamedTuple):  # there may be millions, and a frozen dataclass is five times slower to make
-    """``nbytes`` from ``offset``: elements ``start`` .. ``start + size`` of ``tensor``, cast to ``dtype``.
+class WrittenTensor(NamedTuple):
+    """A tensor as it is written: cast to ``dtype``. ``order``: its dimensions from slowest to fastest in the memory of
+    each write item; None is row-major."""
 
-    ``start``, ``size``: elements, one a dimension. ``order``: the dimensions from slowest to fastest in the
-    write item's memory; None is row-major.
+    tensor: Tensor
+    dtype: DType
+    order: tuple[int, ...] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class TargetData:
+    """What target files refer to by number; files with the same content share one.
+
+    ``blob``: every literal byte, repeated bytes once. ``boxes``: the start of each box, then its size, in elements.
     """
+
+    blob: bytearray = field(default_factory=bytearray)
+    tensors: list[WrittenTensor] = field(default_factory=list)
+    boxes: array[int] = field(default_factory=lambda: array("q"))
+
+    def literal(self, data: bytes | bytearray) -> int:
+        """Where ``data`` begins in ``blob``."""
+        begin = len(self.blob)
+        self.blob += data
+        return begin
+
+    def tensor(self, tensor: WrittenTensor) -> int:
+        """The number of ``tensor``."""
+        self.tensors.append(tensor)
+        return len(self.tensors) - 1
+
+    def box(self, start: Sequence[int], size: Sequence[int]) -> int:
+        """The place of a box in ``boxes``."""
+        place = len(self.boxes)
+        self.boxes.extend(start)
+        self.boxes.extend(size)
+        return place
+
+
+class WriteItem(NamedTuple):
+    """One write item, as a value: ``nbytes`` from ``offset``, elements ``start`` .. ``start + size`` of ``tensor``."""
 
     offset: int
     nbytes: int
@@ -29,44 +68,46 @@ class WriteItem(NamedTuple):  # there may be millions, and a frozen dataclass is
     start: tuple[int, ...]
     size: tuple[int, ...]
     dtype: DType
-    order: tuple[int, ...] | None = None
+    order: tuple[int, ...] | None
 
 
 @dataclass(slots=True)
 class TargetFile:
     """One file being laid out, front to back. ``path`` is relative to the target directory ("" for a one-file target).
 
-    ``blob`` holds every literal byte, repeated bytes only once; ``literals`` are (file offset, start in blob, nbytes).
-    ``checksums`` are (begin, end, places) with ``places`` the file offsets that receive the CRC-32 of [begin, end).
+    ``literal_columns``: file offset, begin in ``data.blob``, bytes. ``item_columns``: file offset, bytes, number of the
+    tensor and of the box in ``data``. ``checksum_columns``: begin, end, and the file offsets of up to two places that
+    receive the CRC-32 of [begin, end), -1 for none. Each row after row; several may be added at once.
     """
 
     path: str
+    data: TargetData = field(default_factory=TargetData)
     nbytes: int = 0
-    blob: bytearray = field(default_factory=bytearray)
-    literals: list[tuple[int, int, int]] = field(default_factory=list)
-    write_items: list[WriteItem] = field(default_factory=list)
-    checksums: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)
+    literal_columns: array[int] = field(default_factory=lambda: array("q"))
+    item_columns: array[int] = field(default_factory=lambda: array("q"))
+    checksum_columns: array[int] = field(default_factory=lambda: array("q"))
+
+    @property
+    def blob(self) -> bytearray:
+        return self.data.blob
 
     def literal(self, data: bytes | bytearray) -> int:
         """Append ``data``; returns the file offset it starts at."""
-        offset = self.nbytes
+        offset, rows, begin = self.nbytes, self.literal_columns, len(self.data.blob)
         if data:
-            at, begin, nbytes = self.literals[-1] if self.literals else (0, 0, 0)
-            if nbytes and at + nbytes == offset and begin + nbytes == len(self.blob):
-                self.literals[-1] = (at, begin, nbytes + len(data))
+            if rows and rows[-3] + rows[-1] == offset and rows[-2] + rows[-1] == begin:
+                rows[-1] += len(data)
             else:
-                self.literals.append((offset, len(self.blob), len(data)))
-            self.blob += data
-            self.nbytes += len(data)
+                rows.extend((offset, begin, len(data)))
+            self.data.blob += data
+            self.nbytes = offset + len(data)
         return offset
 
-    def repeat(self, start: int, nbytes: int) -> int:
-        """Append ``nbytes`` that are already at ``start`` of ``blob``; returns the file offset they start at."""
-        offset = self.nbytes
+    def repeat(self, begin: int, nbytes: int) -> None:
+        """Append ``nbytes`` that are already at ``begin`` of ``blob``."""
         if nbytes:
-            self.literals.append((offset, start, nbytes))
-            self.nbytes = offset + nbytes
-        return offset
+            self.literal_columns.extend((self.nbytes, begin, nbytes))
+            self.nbytes += nbytes
 
     def write_item(
         self,
@@ -78,24 +119,58 @@ class TargetFile:
         order: tuple[int, ...] | None = None,
     ) -> int:
         """Append a write item for a box of ``tensor`` (the whole tensor by default); returns its file offset."""
-        offset = self.nbytes
+        offset, data = self.nbytes, self.data
         dtype = tensor.dtype if dtype is None else dtype
-        start = (0,) * tensor.ndim if start is None else tuple(start)
-        size = tensor.shape if size is None else tuple(size)
+        size = tensor.shape if size is None else size
         nbytes = dtype.itemsize
         for extent in size:
             nbytes *= extent
         if nbytes:
-            self.write_items.append(WriteItem(offset, nbytes, tensor, start, size, dtype, order))
+            number = data.tensor(WrittenTensor(tensor, dtype, order))
+            box = data.box((0,) * len(size) if start is None else start, size)
+            self.item_columns.extend((offset, nbytes, number, box))
             self.nbytes += nbytes
         return offset
 
     def checksum(self, begin: int, end: int, places: Sequence[int]) -> None:
-        """Ask for the CRC-32 of [begin, end), to be stored little-endian at every offset of ``places``.
+        """Ask for the CRC-32 of [begin, end), to be stored little-endian at every offset of ``places``, one or two.
 
         The places must lie in literal bytes, and hold zeros there.
         """
-        self.checksums.append((begin, end, tuple(places)))
+        if not 0 < len(places) <= 2:
+            raise InternalError(f"a checksum of {self.path or 'the target file'} with {len(places)} places")
+        self.checksum_columns.extend((begin, end, places[0], places[1] if len(places) > 1 else -1))
+
+    @property
+    def literals(self) -> list[tuple[int, ...]]:
+        """(file offset, begin in ``blob``, bytes) of each literal."""
+        return _rows(self.literal_columns, 3)
+
+    @property
+    def write_items(self) -> list[WriteItem]:
+        """Each write item as a value: for a file that has few."""
+        items = []
+        for offset, nbytes, number, place in _rows(self.item_columns, 4):
+            tensor, dtype, order = self.data.tensors[number]
+            box = tuple(self.data.boxes[place : place + 2 * tensor.ndim])
+            start, size = box[: tensor.ndim], box[tensor.ndim :]
+            items.append(WriteItem(offset, nbytes, tensor, start, size, dtype, order))
+        return items
+
+    @property
+    def checksums(self) -> list[tuple[int, int, tuple[int, ...]]]:
+        """(begin, end, places) of each checksum."""
+        rows = _rows(self.checksum_columns, 4)
+        return [(begin, end, tuple(place for place in places if place >= 0)) for begin, end, *places in rows]
+
+
+def as_table(columns: array[int], width: int) -> Int64Array:
+    """Rows that were added one after the other, as (n, ``width``)."""
+    return np.frombuffer(columns, np.int64).reshape(-1, width)
+
+
+def _rows(columns: array[int], width: int) -> list[tuple[int, ...]]:
+    return list(zip(*[iter(columns)] * width, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

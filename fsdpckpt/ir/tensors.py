@@ -48,6 +48,17 @@ def contiguous_strides(size: Int64Array) -> Int64Array:
     return stride
 
 
+def first_equal(rows: Int64Array) -> Int64Array:
+    """For each row (n, d) the number of the first one that equals it."""
+    found = np.zeros(len(rows), np.int64)
+    if rows.shape[1]:
+        order = np.lexsort(rows.T)  # stable: the first of equals comes first
+        new = np.ones(len(rows), np.bool_)
+        new[1:] = (rows[order[1:]] != rows[order[:-1]]).any(axis=1)
+        found[order] = order[new][np.cumsum(new) - 1]
+    return found
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunks:
     """The chunks of one tensor, one row each. n rows; d is the tensor's number of dimensions.
@@ -179,7 +190,3 @@ class Box:
     @property
     def numel(self) -> int:
         return prod(self.sizes)
-
-
-RankBoxes: TypeAlias = Sequence[tuple[int, Box]]
-"""Which rank stores which box of one tensor."""

@@ -29,9 +29,12 @@ from itertools import product
 from math import prod
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
 from fsdpckpt.errors import InternalError
 from fsdpckpt.ir.mesh import MeshShape, Placement, Replicate, Shard, Sharding, StridedShard
-from fsdpckpt.ir.tensors import Box, RankBoxes, Tensor
+from fsdpckpt.ir.tensors import Box, Int64Array, Tensor, first_equal
 
 _Runs: TypeAlias = tuple[tuple[int, int], ...]  # (global start, length) one after the other in the local tensor
 
@@ -128,7 +131,33 @@ class SharedChunk(NamedTuple):
     ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
+class RankBoxes:
+    """Which rank stores which box of one tensor, in columns. ``rank`` (n,); ``start``, ``size`` (n, d) in elements."""
+
+    rank: Int64Array
+    start: Int64Array
+    size: Int64Array
+
+    @classmethod
+    def of(cls, pairs: Sequence[tuple[int, Box]], ndim: int) -> RankBoxes:
+        """From a few (rank, box)es."""
+        boxes = np.array([(box.offsets, box.sizes) for _, box in pairs], np.int64).reshape(len(pairs), 2, ndim)
+        return cls(np.array([rank for rank, _ in pairs], np.int64), boxes[:, 0], boxes[:, 1])
+
+    def take(self, rows: npt.NDArray[np.bool_]) -> RankBoxes:
+        """Those that ``rows`` selects."""
+        return RankBoxes(self.rank[rows], self.start[rows], self.size[rows])
+
+    def with_more(self, more: RankBoxes) -> RankBoxes:
+        """Both, in the order of the ranks."""
+        rank = np.concatenate([self.rank, more.rank])
+        order = np.argsort(rank, kind="stable")
+        start, size = np.concatenate([self.start, more.start]), np.concatenate([self.size, more.size])
+        return RankBoxes(rank[order], start[order], size[order])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class HeldChunks:
     """The distinct boxes of a tensor: ``own``, each on one rank alone (all of these are ``own_ranks``), and
     ``shared``."""
@@ -136,11 +165,6 @@ class HeldChunks:
     own: RankBoxes
     own_ranks: frozenset[int]
     shared: tuple[SharedChunk, ...] = ()
-
-    @classmethod
-    def each_once(cls, boxes: RankBoxes) -> HeldChunks:
-        """``boxes`` without replicas."""
-        return cls(boxes, frozenset(rank for rank, _ in boxes))
 
 
 @lru_cache(maxsize=4096)
@@ -150,21 +174,23 @@ def mesh_chunks(shape: tuple[int, ...], sharding: Sharding) -> HeldChunks:
     for rank in range(sharding.mesh.world_size):
         box = mesh_box(shape, sharding, rank)
         held.setdefault(box.offsets, (box, []))[1].append(rank)
-    own = tuple((ranks[0], box) for box, ranks in held.values() if len(ranks) == 1)
+    own = [(ranks[0], box) for box, ranks in held.values() if len(ranks) == 1]
     shared = tuple(SharedChunk(box, tuple(ranks)) for box, ranks in held.values() if len(ranks) > 1)
-    return HeldChunks(own, frozenset(rank for rank, _ in own), shared)
+    return HeldChunks(RankBoxes.of(own, len(shape)), frozenset(rank for rank, _ in own), shared)
 
 
-def source_boxes(tensor: Tensor) -> RankBoxes:
-    """Each distinct box of the source with its first rank; an empty box only if there is no other."""
+def source_chunks(tensor: Tensor) -> HeldChunks:
+    """Each distinct box of the source with the rank of its first chunk; an empty box only if there is no other."""
     chunks = tensor.chunks
-    rank_of: dict[Box, int] = {}
-    for rank, start, size in zip(chunks.rank.tolist(), chunks.start.tolist(), chunks.size.tolist(), strict=True):
-        if 0 not in size:
-            rank_of.setdefault(Box(tuple(start), tuple(size)), rank)
-    if not rank_of:
-        return [(0, Box.whole(tensor.shape))]
-    return [(rank, box) for box, rank in rank_of.items()]
+    full = np.flatnonzero((chunks.size > 0).all(axis=1))
+    if not len(full):
+        whole = RankBoxes.of([(0, Box.whole(tensor.shape))], tensor.ndim)
+        return HeldChunks(whole, frozenset((0,)))
+    equal = first_equal(np.concatenate([chunks.start[full], chunks.size[full]], axis=1))
+    first = full[equal == np.arange(len(full))]
+    return HeldChunks(
+        RankBoxes(chunks.rank[first], chunks.start[first], chunks.size[first]), frozenset(chunks.rank[first].tolist())
+    )
 
 
 def decoded_order(mesh: Sequence[int], placements: Sequence[Placement]) -> Mapping[int, tuple[int, ...]] | None:

@@ -7,17 +7,16 @@ intersects the chunks that a checkpoint has with the write items that a target w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, product
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 
 from fsdpckpt.errors import InternalError
 from fsdpckpt.ir.dtypes import DType
-from fsdpckpt.ir.targets import Target, TargetFile, WriteItem
-from fsdpckpt.ir.tensors import Chunks, Int64Array, Tensor, contiguous_stride
+from fsdpckpt.ir.targets import Target, TargetData, TargetFile, as_table
+from fsdpckpt.ir.tensors import Int64Array
+from fsdpckpt.plan.copies import Casts, Sources
 
 
 class Claim(NamedTuple):
@@ -49,12 +48,6 @@ class Copies:
     rows: Int64Array
     cast: Int64Array
 
-    @classmethod
-    def of(cls, rows: list[tuple[int, int, int, int, int, int, int, int]]) -> Copies:
-        """From rows in the order of ``COPY_COLUMNS``."""
-        flat = np.fromiter(chain.from_iterable(rows), np.int64, len(rows) * len(COPY_COLUMNS))
-        return cls(*np.ascontiguousarray(flat.reshape(len(rows), len(COPY_COLUMNS)).T))
-
     def __len__(self) -> int:
         return len(self.file)
 
@@ -65,7 +58,8 @@ class FilePlan:
 
     ``literals`` (n, 3): file offset, start in ``blob``, bytes. ``write_items`` (m, 2): file offset, bytes.
     ``first_copy`` (m + 1,): write item i is filled by rows ``first_copy[i]`` to ``first_copy[i + 1]`` of ``copies``.
-    ``checksums`` (k, 2): begin and end of each range whose CRC-32 goes to ``places[i]``, sorted by begin.
+    ``checksums`` (k, 4), sorted by begin: begin and end of each range, and where its CRC-32 goes, one place or two (-1:
+    none).
     """
 
     path: str
@@ -76,7 +70,6 @@ class FilePlan:
     first_copy: Int64Array
     copies: Copies
     checksums: Int64Array
-    places: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,220 +123,34 @@ def _check_file(file: FilePlan) -> None:
         )
 
 
-Row: TypeAlias = tuple[int, int, int, int, int, int, int, int]
-
-
-class _Casts:
-    """Numbers the (source, target) dtype pairs of one plan."""
-
-    def __init__(self) -> None:
-        self.pairs: list[tuple[DType, DType]] = []
-        self._index: dict[tuple[str, str], int] = {}
-
-    def number(self, source: DType, target: DType) -> int:
-        if source is target:
-            return -1
-        key = (source.name, target.name)
-        if key not in self._index:
-            self._index[key] = len(self.pairs)
-            self.pairs.append((source, target))
-        return self._index[key]
-
-
-FEW = 32  # chunks: up to here plain Python is quicker than numpy's fixed cost per call
-
-Box: TypeAlias = tuple[list[int], list[int], list[int], int, int]
-"""One chunk: start, size and stride (elements), source file, byte offset."""
-
-
-class _Layout:
-    """The chunks of one tensor, replicas dropped (the lowest rank's copy stays) and sorted by their first row."""
-
-    __slots__ = ("_boxes", "_chunks", "_reach", "single")
-
-    def __init__(self, tensor: Tensor) -> None:
-        chunks = tensor.chunks
-        # The common case, one row-major chunk that is the whole tensor: its file, its offset, bytes from row to row.
-        self.single: tuple[int, int, int] | None = None
-        self._boxes: list[Box] | None = None
-        self._chunks = chunks
-        self._reach: Int64Array | None = None
-        if len(chunks) > FEW:
-            self._chunks = _unique(chunks)
-            if tensor.ndim:
-                self._chunks = self._chunks.take(np.argsort(self._chunks.start[:, 0], kind="stable"))
-                self._reach = np.maximum.accumulate(self._chunks.start[:, 0] + self._chunks.size[:, 0])
-            return
-        self._boxes = _boxes(chunks)
-        if len(self._boxes) == 1:
-            _, size, stride, file, offset = self._boxes[0]
-            if tuple(size) == tensor.shape and tuple(stride) == contiguous_stride(size):
-                self.single = (file, offset, stride[0] * tensor.dtype.itemsize if stride else 0)
-
-    def near(self, begin: int, end: int) -> list[Box]:
-        """The chunks whose first dimension may meet [begin, end)."""
-        if self._boxes is not None:
-            return self._boxes
-        if self._reach is None:
-            return _boxes(self._chunks)
-        low = int(np.searchsorted(self._reach, begin, side="right"))
-        high = int(np.searchsorted(self._chunks.start[:, 0], end, side="left"))
-        return _boxes(self._chunks.take(np.arange(low, high)))
-
-
-def _boxes(chunks: Chunks) -> list[Box]:
-    start, size, stride = chunks.start.tolist(), chunks.size.tolist(), chunks.stride.tolist()
-    rows: list[Box] = list(zip(start, size, stride, chunks.file.tolist(), chunks.offset.tolist(), strict=True))
-    if len(rows) < 2:
-        return [] if not rows or 0 in size[0] else rows
-    best: dict[tuple[int, ...], tuple[int, Box]] = {}
-    for rank, row in zip(chunks.rank.tolist(), rows, strict=True):
-        box = (*row[0], *row[1])
-        if 0 not in row[1] and (box not in best or rank < best[box][0]):
-            best[box] = (rank, row)
-    return [row for _, row in best.values()]
-
-
-def _unique(chunks: Chunks) -> Chunks:
-    chunks = chunks.take(np.argsort(chunks.rank, kind="stable"))
-    boxes = np.concatenate([chunks.start, chunks.size], axis=1)
-    if boxes.shape[1] == 0:
-        return chunks.take(np.arange(1))
-    _, first = np.unique(boxes, axis=0, return_index=True)
-    keep = np.zeros(len(chunks), bool)
-    keep[first] = True
-    return chunks.take(keep & (chunks.size > 0).all(axis=1))
-
-
 def make_plan(target: Target) -> Plan:
     """The plan of ``target``. Raises InternalError when a chunk was never located or a write item cannot be filled."""
-    casts = _Casts()
-    layouts: dict[Tensor, _Layout] = {}
-    files = tuple(_plan_file(file, layouts, casts) for file in target.files)
+    casts = Casts()
+    sources: dict[TargetData, Sources] = {}
+    files = tuple(_plan_file(file, sources, casts) for file in target.files)
     plan = Plan(files, tuple(casts.pairs))
     plan.check()
     return plan
 
 
-def _plan_file(file: TargetFile, layouts: dict[Tensor, _Layout], casts: _Casts) -> FilePlan:
-    rows: list[Row] = []
-    first_copy = [0]
-    for write_item in file.write_items:
-        offset, nbytes, tensor, start, size, dtype, order = write_item
-        layout = layouts.get(tensor)
-        if layout is None:
-            layout = layouts[tensor] = _Layout(tensor)
-        cast = -1 if tensor.dtype is dtype else casts.number(tensor.dtype, dtype)
-        if layout.single is not None and order is None and size[1:] == tensor.shape[1:]:
-            number, source, row = layout.single
-            if start:
-                source += start[0] * row
-            rows.append((number, source, nbytes, offset, nbytes, nbytes, 1, cast))
-        else:
-            _fill(write_item, layout, cast, rows)
-        first_copy.append(len(rows))
-    copies = Copies.of(rows)
+def _plan_file(file: TargetFile, sources: dict[TargetData, Sources], casts: Casts) -> FilePlan:
+    data, items = file.data, as_table(file.item_columns, 4)
+    if data not in sources:
+        sources[data] = Sources(data.tensors, casts)
+    item, *columns = sources[data].copies(items, np.frombuffer(data.boxes, np.int64))
+    copies = Copies(*columns)
     if len(copies) and int(copies.source.min()) < 0:
         raise InternalError(f"{file.path or 'the target file'}: a source chunk was never located in its file")
-    checksums = sorted(file.checksums)
+    first_copy = np.zeros(len(items) + 1, np.int64)
+    np.cumsum(np.bincount(item, minlength=len(items)), out=first_copy[1:])
+    checksums = as_table(file.checksum_columns, 4)
     return FilePlan(
         path=file.path,
         nbytes=file.nbytes,
-        blob=file.blob,
-        literals=_table(file.literals, 3),
-        write_items=_table([write_item[:2] for write_item in file.write_items], 2),
-        first_copy=np.asarray(first_copy, np.int64),
+        blob=data.blob,
+        literals=as_table(file.literal_columns, 3),
+        write_items=items[:, :2],
+        first_copy=first_copy,
         copies=copies,
-        checksums=_table([row[:2] for row in checksums], 2),
-        places=tuple(row[2] for row in checksums),
+        checksums=checksums[np.argsort(checksums[:, 0], kind="stable")],
     )
-
-
-def _table(rows: Sequence[tuple[int, ...]], columns: int) -> Int64Array:
-    return np.fromiter(chain.from_iterable(rows), np.int64, len(rows) * columns).reshape(len(rows), columns)
-
-
-def _fill(write_item: WriteItem, layout: _Layout, cast: int, rows: list[Row]) -> None:
-    """Append the copies that fill one write item, in target order."""
-    order = tuple(range(len(write_item.size))) if write_item.order is None else write_item.order
-    target_stride = [1] * len(write_item.size)
-    for dim, step in zip(order, contiguous_stride([write_item.size[dim] for dim in order]), strict=True):
-        target_stride[dim] = step
-    reach = (write_item.start[0], write_item.start[0] + write_item.size[0]) if write_item.size else (0, 1)
-    source_item, target_item = write_item.tensor.dtype.itemsize, write_item.dtype.itemsize
-    first = len(rows)
-    for start, length, stride, file, offset in layout.near(*reach):
-        source, target = offset, write_item.offset
-        size: list[int] = []
-        for dim, low in enumerate(write_item.start):
-            begin = max(start[dim], low)
-            count = min(start[dim] + length[dim], low + write_item.size[dim]) - begin
-            if count <= 0:
-                break
-            size.append(count)
-            source += (begin - start[dim]) * stride[dim] * source_item
-            target += (begin - low) * target_stride[dim] * target_item
-        else:
-            for source_at, target_at, source_pitch, target_pitch, count, run in _pitched(
-                size, stride, target_stride, order
-            ):
-                rows.append(
-                    (
-                        file,
-                        source + source_at * source_item,
-                        source_pitch * source_item,
-                        target + target_at * target_item,
-                        target_pitch * target_item,
-                        run * target_item,
-                        count,
-                        cast,
-                    )
-                )
-    if len(rows) - first > 1:
-        rows[first:] = _joined(sorted(rows[first:], key=lambda row: row[3]))
-
-
-def _joined(rows: list[Row]) -> list[Row]:
-    """Neighbours made one: a slice of a flat parameter is several boxes, which lie end to end on both sides."""
-    joined = rows[:1]
-    for row in rows[1:]:
-        file, source, source_pitch, target, target_pitch, width, count, cast = joined[-1]
-        plain = count == row[6] == 1 and file == row[0] and cast == row[7]
-        if plain and source + source_pitch == row[1] and target + width == row[3]:
-            grown = (file, source, source_pitch + row[2], target, target_pitch + row[4], width + row[5], 1, cast)
-            joined[-1] = grown
-        else:
-            joined.append(row)
-    return joined
-
-
-def _pitched(
-    size: Sequence[int], source_stride: Sequence[int], target_stride: Sequence[int], order: Sequence[int]
-) -> list[tuple[int, int, int, int, int, int]]:
-    """One box as pitched copies: (source start, target start, source pitch, target pitch, rows, run), in elements.
-
-    Dimensions are taken from fastest to slowest in the target; neighbours that are contiguous on both sides melt
-    into one, the next one becomes the rows, and what is left is enumerated.
-    """
-    run = 1
-    dims: list[list[int]] = []  # [size, source stride, target stride], fastest first
-    for d in reversed(order):
-        if size[d] == 1:
-            continue
-        n, s, t = size[d], source_stride[d], target_stride[d]
-        if not dims and s == run and t == run:
-            run *= n
-        elif dims and s == dims[-1][0] * dims[-1][1] and t == dims[-1][0] * dims[-1][2]:
-            dims[-1][0] *= n
-        else:
-            dims.append([n, s, t])
-    if not dims:
-        return [(0, 0, run, run, 1, run)]
-    rows, source_pitch, target_pitch = dims[0]
-    outer = dims[1:]
-    found = []
-    for index in product(*(range(n) for n, _, _ in outer)):
-        source_at = sum(i * s for i, (_, s, _) in zip(index, outer, strict=True))
-        target_at = sum(i * t for i, (_, _, t) in zip(index, outer, strict=True))
-        found.append((source_at, target_at, source_pitch, target_pitch, rows, run))
-    return found

@@ -269,8 +269,7 @@ def _stream(need: _Need, sender: int) -> FilePlan:
         write_items=np.stack([target, nbytes], axis=1),
         first_copy=np.arange(len(nbytes) + 1),
         copies=Copies(file, source, source_pitch, target, width, width, rows, np.full(len(nbytes), -1)),
-        checksums=np.zeros((0, 2), np.int64),
-        places=(),
+        checksums=np.zeros((0, 4), np.int64),
     )
 
 
@@ -324,5 +323,4 @@ def _with_streams(
         first_copy=np.searchsorted(copy[order], file.first_copy).astype(np.int64),
         copies=Copies(*np.ascontiguousarray(table)),
         checksums=file.checksums,
-        places=file.places,
     )

@@ -12,21 +12,24 @@ import heapq
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from operator import itemgetter
+from itertools import pairwise
+from math import prod
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
+
 from fsdpckpt.errors import SourceUnsupportedError
-from fsdpckpt.formats.dcp.metadata import DcpEntry, StoredChunk, metadata_pickle
+from fsdpckpt.formats.dcp.write_metadata import DcpEntry, StoredItems, metadata_pickle
 from fsdpckpt.formats.pickle.write import PickleOpcodes, StorageView, dumps
 from fsdpckpt.formats.zip import ALIGNMENT, TorchZip
 from fsdpckpt.ir.checkpoint import BARE_VALUE, Checkpoint, Note, OptimState, group_params
 from fsdpckpt.ir.dtypes import DType
-from fsdpckpt.ir.targets import Target, TargetFile, WriteItem
-from fsdpckpt.ir.tensors import Box, RankBoxes, Tensor, contiguous_stride
+from fsdpckpt.ir.targets import Target, TargetData, TargetFile, WrittenTensor, as_table
+from fsdpckpt.ir.tensors import Box, Int64Array, Tensor, contiguous_stride
 from fsdpckpt.ir.values import Key, Value, leaf_tensors
-from fsdpckpt.layouts.sharded import HeldChunks, SharedChunk, mesh_chunks, source_boxes
+from fsdpckpt.layouts.sharded import HeldChunks, RankBoxes, SharedChunk, mesh_chunks, source_chunks
 from fsdpckpt.producers.forms import PLAIN_NESTING, Nesting
-from fsdpckpt.writers.dcp_links import LinkedItems
+from fsdpckpt.writers.dcp_links import Linked, LinkedItems
 from fsdpckpt.writers.protocol import WriteSpec
 from fsdpckpt.writers.state_dicts import extras_of_one, optim_dict
 from fsdpckpt.writers.torch_full import lay_out_file
@@ -46,23 +49,16 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     casts, notes = spec.dtypes.casts(checkpoint)
     leaves, flattening = flatten(checkpoint, spec.nesting)
     notes += flattening
-    entries = []
     held = [_held(leaf.value, spec) for leaf in leaves]
     ranks = world_size or max((rank + 1 for chunks in held if chunks for rank in chunks.own_ranks), default=1)
     placed = _dedup(leaves, held, casts, ranks)
-    tensors = [(leaf.value, boxes) for leaf, boxes in zip(leaves, placed, strict=True)]
-    links = LinkedItems(tensors, casts, spec.linkable)
-    writer = _DataFiles(casts, links)
-    for leaf, (value, boxes) in zip(leaves, tensors, strict=True):
-        if isinstance(value, Tensor):
-            dtype = casts.get(value, value.dtype)
-            chunks = [writer.tensor(value, dtype, rank, box) for rank, box in boxes]
-            entries.append(DcpEntry(leaf.key, leaf.path, dtype, value.shape, chunks))
-        else:
-            entries.append(DcpEntry(leaf.key, leaf.path, None, (), [writer.value(value, boxes[0][0])]))
-    metadata = TargetFile(_METADATA)
-    metadata.literal(metadata_pickle(entries))
-    files = [*writer.in_order(), metadata]
+    links = LinkedItems([(leaf.value, boxes) for leaf, boxes in zip(leaves, placed, strict=True)], casts, spec.linkable)
+    names = [links.free_name(rank) for rank in range(ranks)]
+    files, entries = _Items(casts, names, links).lay_out(leaves, placed)
+    pickled = metadata_pickle(entries, [*names, *links.names().values()])
+    metadata = TargetFile(_METADATA, TargetData(pickled), len(pickled))
+    metadata.literal_columns.extend((0, 0, len(pickled)))
+    files.append(metadata)
     for file in files:
         file.path = spec.path + file.path
     return Target(files, notes, links.files(spec.path))
@@ -73,7 +69,7 @@ def _held(value: Value, spec: WriteSpec) -> HeldChunks | None:
     if not isinstance(value, Tensor):
         return None
     if spec.world_size is None:
-        return HeldChunks.each_once(source_boxes(value))
+        return source_chunks(value)
     return mesh_chunks(value.shape, spec.sharding(value)) if value.sharded and value.shape else None
 
 
@@ -99,7 +95,7 @@ def _dedup(
             while least[0] != loads[least[0] % ranks] * ranks + least[0] % ranks:
                 heapq.heappop(least)
             rank, value = least[0] % ranks, leaves[number].value
-            placed.append([(rank, Box.whole(value.shape if isinstance(value, Tensor) else ()))])
+            placed.append(_whole(rank, value.shape if isinstance(value, Tensor) else ()))
         else:
             placed.append(chunks.own)
             first = chunks.shared[0] if chunks.shared and not chunks.shared[0].ranks[0] else None
@@ -124,8 +120,13 @@ def _dedup(
             moved.setdefault(number, []).append((rank, chunk.box))
             loads[rank] += nbytes[number]
     for number, boxes in moved.items():
-        placed[number] = sorted([*placed[number], *boxes], key=itemgetter(0))
+        placed[number] = placed[number].with_more(RankBoxes.of(boxes, len(boxes[0][1].sizes)))
     return placed
+
+
+@lru_cache(maxsize=4096)
+def _whole(rank: int, shape: tuple[int, ...]) -> RankBoxes:
+    return RankBoxes.of([(rank, Box.whole(shape))], len(shape))
 
 
 def _smallest(chunk: SharedChunk, loads: list[int]) -> int:
@@ -136,113 +137,201 @@ def _nbytes(value: Value, casts: Mapping[Tensor, DType]) -> int:
     return value.numel * casts.get(value, value.dtype).itemsize if isinstance(value, Tensor) else 0
 
 
-class _ItemParts(NamedTuple):
-    """The bytes around the data of tensors of one dtype and size: where they are in a file's blob, and how many."""
+class _Alike(NamedTuple):
+    """The items of entries that are cut alike, one row each: its kind, its box in ``TargetData.boxes`` (0 for a value),
+    and what ``.metadata`` says of it. The number of a file is the rank that writes it."""
 
-    before: int
-    before_nbytes: int
-    after: int
-    after_nbytes: int
-    data_nbytes: int
-    item_nbytes: int
-    checksums: list[tuple[int, int, tuple[int, ...]]]
+    kind: Int64Array
+    box: Int64Array
+    items: StoredItems
 
 
 @dataclass(slots=True)
-class _DataFiles:
-    """The data files being laid out, by rank.
+class _Items:
+    """Lays out the items of all data files, in columns.
 
-    Items begin at multiples of ``ALIGNMENT``, so that data is aligned in the file as well as in the item. Items of the
-    same dtype and size differ in their data only: the rest stands in the blob once.
+    Items of one *kind* (the same dtype and size, or the same value) differ in their data only: a kind is laid out once,
+    as a file of its own, and put into every data file where it belongs. Items begin at multiples of ``ALIGNMENT``, so
+    that data is aligned in the file as well as in the item.
     """
 
     casts: Mapping[Tensor, DType]
+    names: list[str]  # of the data file of each rank
     links: LinkedItems
-    files: dict[int, TargetFile] = field(default_factory=dict)
-    parts: dict[tuple[int, str, tuple[int, ...]], _ItemParts] = field(default_factory=dict)
-    items: dict[bytes, bytes] = field(default_factory=dict)
+    data: TargetData = field(default_factory=TargetData)
+    kinds: list[TargetFile] = field(default_factory=list)
+    nbytes: list[int] = field(default_factory=list)  # of an item of each kind, without the padding behind it
+    numbers: dict[tuple[str, tuple[int, ...]] | bytes, int] = field(default_factory=dict)  # of kinds
+    alike: dict[tuple[object, ...], _Alike] = field(default_factory=dict)
 
-    def in_order(self) -> list[TargetFile]:
-        return [self.files[rank] for rank in sorted(self.files)]
+    def lay_out(self, leaves: list[Leaf], placed: list[RankBoxes]) -> tuple[list[TargetFile], list[DcpEntry]]:
+        """The data files, by rank, and the entries of ``.metadata``."""
+        alike = [
+            self._cut(leaf.value, self._written(number, leaf.value, boxes))
+            for number, (leaf, boxes) in enumerate(zip(leaves, placed, strict=True))
+        ]
+        tensors = [
+            self.data.tensor(WrittenTensor(leaf.value, self._dtype(leaf.value)))
+            if isinstance(leaf.value, Tensor)
+            else -1
+            for leaf in leaves
+        ]
+        counts = [len(each.kind) for each in alike]
+        none = [np.zeros(0, np.int64)]
+        rank = np.concatenate([each.items.file for each in alike] or none)
+        order = np.argsort(rank, kind="stable")
+        rank = rank[order]
+        kind = np.concatenate([each.kind for each in alike] or none)[order]
+        box = np.concatenate([each.box for each in alike] or none)[order]
+        tensor = np.repeat(np.array(tensors, np.int64), counts)[order]
+        starts = np.flatnonzero(np.diff(rank, prepend=-1)).tolist()
+        ends = np.cumsum(np.array([file.nbytes for file in self.kinds], np.int64)[kind])
+        begin = np.concatenate([[0], ends])
+        kinds, files = _Kinds(self.kinds), []
+        for low, high in pairwise([*starts, len(rank)]):
+            rows, at = slice(low, high), int(begin[low])
+            begin[rows] -= at
+            file = TargetFile(self.names[rank[low]], self.data, int(ends[high - 1]) - at)
+            kinds.put(file, kind[rows], begin[rows], tensor[rows], box[rows])
+            files.append(file)
+        offset = np.empty(len(rank), np.int64)
+        offset[order] = begin[:-1]
+        lasts = np.cumsum(counts).tolist()
+        entries = []
+        for number, (leaf, each, last) in enumerate(zip(leaves, alike, lasts, strict=True)):
+            value = leaf.value
+            dtype, shape = (self._dtype(value), value.shape) if isinstance(value, Tensor) else (None, ())
+            items, of_leaf = each.items, offset[last - len(each.kind) : last]
+            linked = self.links.of(number)
+            if linked is not None:
+                items, of_leaf = self._with_linked(placed[number], items, of_leaf, linked)
+            entries.append(DcpEntry(leaf.key, leaf.path, dtype, shape, items, of_leaf))
+        return files, entries
 
-    def _open(self, rank: int) -> TargetFile:
-        file = self.files.get(rank)
-        if file is None:
-            file = self.files[rank] = TargetFile(self.links.free_name(rank))
-        return file
+    def _written(self, number: int, value: Value, boxes: RankBoxes) -> RankBoxes:
+        """Which of ``boxes`` have to be written, on which rank."""
+        if self.links and not isinstance(value, Tensor):
+            return _whole(0, ())  # the linked files hold the data: one small one for all the rest
+        linked = self.links.of(number)
+        return boxes if linked is None else boxes.take(~linked.boxes)
 
-    def tensor(self, tensor: Tensor, dtype: DType, rank: int, box: Box) -> StoredChunk:
-        """One box of a tensor as an item of a linked file, or else of the rank's file."""
-        linked = self.links.take(tensor, box)
-        if linked is not None:
-            return linked
-        file = self._open(rank)
-        parts = self.parts.get((rank, dtype.name, box.sizes))
-        if parts is None:
-            parts = self.parts[rank, dtype.name, box.sizes] = _item_parts(file, dtype, box.sizes)
-        begin = file.repeat(parts.before, parts.before_nbytes)
-        if parts.data_nbytes:
-            data = file.nbytes
-            file.write_items.append(WriteItem(data, parts.data_nbytes, tensor, box.offsets, box.sizes, dtype))
-            file.nbytes = data + parts.data_nbytes
-        file.repeat(parts.after, parts.after_nbytes)
-        for first, end, (local, central) in parts.checksums:
-            file.checksums.append((begin + first, begin + end, (begin + local, begin + central)))
-        return StoredChunk(box.offsets, box.sizes, file.path, begin, parts.item_nbytes)
+    def _with_linked(
+        self, boxes: RankBoxes, items: StoredItems, offset: Int64Array, linked: Linked
+    ) -> tuple[StoredItems, Int64Array]:
+        """The items of one tensor that are written and those that are linked, and where each begins."""
+        numbers = {file: len(self.names) + number for number, file in enumerate(self.links.names())}
+        file, begin, nbytes = (np.empty(len(boxes.rank), np.int64) for _ in range(3))
+        file[linked.boxes] = [numbers[each] for each in linked.file.tolist()]
+        begin[linked.boxes], nbytes[linked.boxes] = linked.offset, linked.nbytes
+        file[~linked.boxes], begin[~linked.boxes], nbytes[~linked.boxes] = items.file, offset, items.nbytes
+        return StoredItems(boxes.start, boxes.size, file, nbytes), begin
 
-    def value(self, value: Value, rank: int) -> StoredChunk:
-        """A value that is not a tensor (it may hold some) as an item of the rank's file."""
-        file = self._open(0 if self.links else rank)  # the linked files hold the data: one small one for all the rest
-        begin = file.nbytes
-        if any(True for _ in leaf_tensors(value)):
-            lay_out_file(file, value, casts=self.casts, sharers=[], stem=_STEM)
-        else:
-            pickled = dumps(value)
-            item = self.items.get(pickled)
-            if item is None:
-                item = self.items[pickled] = _value_item(pickled)
-            file.literal(item)
-        end = file.nbytes
-        file.literal(bytes(-end % ALIGNMENT))
-        return StoredChunk((), (), file.path, begin, end - begin)
+    def _dtype(self, tensor: Tensor) -> DType:
+        return self.casts.get(tensor, tensor.dtype)
+
+    def _cut(self, value: Value, boxes: RankBoxes) -> _Alike:
+        columns = (boxes.rank.tobytes(), boxes.start.tobytes(), boxes.size.tobytes())
+        if isinstance(value, Tensor):
+            dtype = self._dtype(value)
+            key = (dtype.name, value.ndim, *columns)
+            known = self.alike.get(key)
+            if known is None:
+                kinds = [self._tensor(dtype, tuple(size)) for size in boxes.size.tolist()]
+                places = [self.data.box(*box) for box in zip(boxes.start.tolist(), boxes.size.tolist(), strict=True)]
+                known = self.alike[key] = self._of_kinds(kinds, places, boxes)
+            return known
+        kind = self._value(value)
+        return self.alike.setdefault((kind, *columns), self._of_kinds([kind], [0], boxes))
+
+    def _of_kinds(self, kinds: list[int], places: list[int], boxes: RankBoxes) -> _Alike:
+        nbytes = np.array([self.nbytes[kind] for kind in kinds], np.int64)
+        items = StoredItems(boxes.start, boxes.size, boxes.rank, nbytes)
+        return _Alike(np.array(kinds, np.int64), np.array(places, np.int64), items)
+
+    def _tensor(self, dtype: DType, size: tuple[int, ...]) -> int:
+        """The kind of row-major tensors of ``size``: which tensor, and which box of it, each item says."""
+        number = self.numbers.get((dtype.name, size))
+        if number is None:
+            nbytes = dtype.itemsize * prod(size)
+            opcodes = PickleOpcodes()
+            opcodes.view(StorageView("0", dtype, 0, size, contiguous_stride(size), nbytes))
+            file = TargetFile("", self.data)
+            archive = TorchZip(file, stem=_STEM)
+            archive.pickle(opcodes.finish())
+            archive.begin_data("0", nbytes)
+            if nbytes:
+                file.item_columns.extend((file.nbytes, nbytes, _EACH, _EACH))
+                file.nbytes += nbytes
+            archive.finish()
+            number = self.numbers[dtype.name, size] = self._kind(file)
+        return number
+
+    def _value(self, value: Value) -> int:
+        """The kind of a value that is not a tensor (it may hold some)."""
+        pickled = b"" if any(True for _ in leaf_tensors(value)) else dumps(value)
+        number = self.numbers.get(pickled)
+        if number is None:
+            file = TargetFile("", self.data)
+            if pickled:
+                archive = TorchZip(file, stem=_STEM)
+                archive.pickle(pickled)
+                archive.finish()
+            else:
+                lay_out_file(file, value, casts=self.casts, sharers=[], stem=_STEM)
+            number = self._kind(file)
+            if pickled:
+                self.numbers[pickled] = number
+        return number
+
+    def _kind(self, file: TargetFile) -> int:
+        self.nbytes.append(file.nbytes)
+        file.literal(bytes(-file.nbytes % ALIGNMENT))
+        self.kinds.append(file)
+        return len(self.kinds) - 1
 
 
-def _item_parts(file: TargetFile, dtype: DType, size: tuple[int, ...]) -> _ItemParts:
-    """Put the bytes around the data of such tensors into the blob of ``file``; the file does not grow."""
-    before, after, nbytes, checksums = _tensor_item(dtype, size)
-    item = len(before) + nbytes + len(after)
-    padding = bytes(-item % ALIGNMENT)
-    begin = len(file.blob)
-    file.blob += before + after + padding
-    return _ItemParts(begin, len(before), begin + len(before), len(after) + len(padding), nbytes, item, checksums)
+_EACH = -1  # in a write item of a kind: each item says which tensor, and which box
 
 
-def _value_item(pickled: bytes) -> bytes:
-    file = TargetFile("")
-    archive = TorchZip(file, stem=_STEM)
-    archive.pickle(pickled)
-    archive.finish()
-    return bytes(file.blob)
+class _Kinds:
+    """The columns of all kinds, one after the other."""
+
+    def __init__(self, kinds: list[TargetFile]) -> None:
+        self._literals = _joined([as_table(kind.literal_columns, 3) for kind in kinds], 3)
+        self._items = _joined([as_table(kind.item_columns, 4) for kind in kinds], 4)
+        self._checksums = _joined([as_table(kind.checksum_columns, 4) for kind in kinds], 4)
+
+    def put(self, file: TargetFile, kind: Int64Array, begin: Int64Array, tensor: Int64Array, box: Int64Array) -> None:
+        """Add items of these kinds to ``file``, at these offsets, with these tensors and boxes."""
+        number, literals = _rows(self._literals, kind)
+        literals[:, 0] += begin[number]
+        file.literal_columns.frombytes(literals.tobytes())
+        number, items = _rows(self._items, kind)
+        items[:, 0] += begin[number]
+        each = items[:, 2] == _EACH
+        items[each, 2], items[each, 3] = tensor[number[each]], box[number[each]]
+        file.item_columns.frombytes(items.tobytes())
+        number, checksums = _rows(self._checksums, kind)
+        checksums += begin[number, None]  # all of them have two places
+        file.checksum_columns.frombytes(checksums.tobytes())
 
 
-@lru_cache(maxsize=16384)
-def _tensor_item(
-    dtype: DType, size: tuple[int, ...]
-) -> tuple[bytes, bytes, int, list[tuple[int, int, tuple[int, ...]]]]:
-    """One row-major tensor's archive: the bytes before and after the data, their number, checksums from its begin."""
-    nbytes = dtype.itemsize
-    for extent in size:
-        nbytes *= extent
-    writer = PickleOpcodes()
-    writer.view(StorageView("0", dtype, 0, size, contiguous_stride(size), nbytes))
-    file = TargetFile("")
-    archive = TorchZip(file, stem=_STEM)
-    archive.pickle(writer.finish())
-    archive.begin_data("0", nbytes)
-    split = len(file.blob)
-    file.nbytes += nbytes
-    archive.finish()
-    return bytes(file.blob[:split]), bytes(file.blob[split:]), nbytes, file.checksums
+_Joined: TypeAlias = tuple[Int64Array, Int64Array, Int64Array]
+
+
+def _joined(tables: list[Int64Array], width: int) -> _Joined:
+    """All rows, and for each table the first of its rows and their number."""
+    count = np.array([len(table) for table in tables], np.int64)
+    return np.concatenate([np.zeros((0, width), np.int64), *tables]), np.cumsum(count) - count, count
+
+
+def _rows(joined: _Joined, tables: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """The rows of ``tables``, one table after the other: to which of them each belongs, and the rows."""
+    rows, first, count = joined
+    counts = count[tables]
+    number = np.repeat(np.arange(len(tables)), counts)
+    place = np.arange(len(number)) - np.repeat(np.cumsum(counts) - counts - first[tables], counts)
+    return number, rows[place]
 
 
 Path: TypeAlias = tuple[str | int, ...]

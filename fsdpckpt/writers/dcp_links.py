@@ -10,20 +10,26 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from fsdpckpt.formats.dcp.metadata import StoredChunk
+import numpy as np
+import numpy.typing as npt
+
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import LinkedFile
-from fsdpckpt.ir.tensors import Box, RankBoxes, Tensor
+from fsdpckpt.ir.tensors import Int64Array, Tensor, first_equal
 from fsdpckpt.ir.values import Value
+from fsdpckpt.layouts.sharded import RankBoxes
 
 
-class _Item(NamedTuple):
-    """An archive in file number ``file`` of the source, from byte ``offset`` on. ``rank``: the one that wrote it."""
+class Linked(NamedTuple):
+    """Where those boxes of one tensor lie that are in linked files, one row each. ``boxes``: which of all these are.
 
-    file: int
-    rank: int
-    offset: int
-    nbytes: int
+    ``file``: a number of the source's; ``offset``, ``nbytes``: of the item in it.
+    """
+
+    boxes: npt.NDArray[np.bool_]
+    file: Int64Array
+    offset: Int64Array
+    nbytes: Int64Array
 
 
 class LinkedItems:
@@ -37,24 +43,32 @@ class LinkedItems:
     def __init__(
         self, values: Sequence[tuple[Value, RankBoxes]], casts: Mapping[Tensor, DType], linkable: frozenset[int]
     ) -> None:
-        self._items: dict[Tensor, dict[Box, _Item]] = {}
-        self._used: Counter[int] = Counter()
-        kept: Counter[int] = Counter()
-        copied: Counter[int] = Counter()
-        for tensor, boxes in values if linkable else ():
-            if isinstance(tensor, Tensor):
-                wanted = {box for _, box in boxes} if tensor not in casts else set()
-                stored = _stored_items(tensor)
-                for box, item in stored.items():
-                    (kept if box in wanted else copied)[item.file] += item.nbytes
-                self._items[tensor] = {box: item for box, item in stored.items() if box in wanted}
-        linked = {file for file in linkable if kept[file] > copied[file]}
-        ranks: dict[int, int] = {}
-        for tensor, items in self._items.items():
-            self._items[tensor] = {box: item for box, item in items.items() if item.file in linked}
-            ranks |= {item.file: item.rank for item in items.values() if item.file in linked}
+        files = max(linkable, default=-1) + 1
+        kept, copied = np.zeros(files, np.int64), np.zeros(files, np.int64)
+        rank = np.zeros(files, np.int64)  # the one that wrote each file
+        found: dict[int, tuple[Int64Array, Int64Array, Int64Array]] = {}
+        for number, (tensor, boxes) in enumerate(values if linkable else ()):
+            if isinstance(tensor, Tensor) and tensor.chunks.item is not None:
+                chunks, item = tensor.chunks, tensor.chunks.item
+                stored, rows = _stored_boxes(tensor, boxes)
+                usable = stored[np.isin(chunks.file[stored], list(linkable))]
+                wanted = np.isin(usable, rows) & (tensor not in casts)
+                for used, total in ((wanted, kept), (~wanted, copied)):
+                    np.add.at(total, chunks.file[usable[used]], item[usable[used], 1])
+                rank[chunks.file[usable]] = chunks.rank[usable]
+                if tensor not in casts:
+                    found[number] = (rows, np.where(rows < 0, -1, chunks.file[rows]), item[rows])
+        linked = [file for file in sorted(linkable) if kept[file] > copied[file]]
         self._named: Counter[int] = Counter()
-        self._names = {file: self.free_name(ranks[file]) for file in sorted(ranks)}
+        self._names = {file: self.free_name(int(rank[file])) for file in linked}
+        self._used: Counter[int] = Counter()
+        self._linked: dict[int, Linked] = {}
+        for number, (_, file, item) in found.items():
+            taken = np.isin(file, linked)
+            if taken.any():
+                self._linked[number] = Linked(taken, file[taken], item[taken, 0], item[taken, 1])
+                for each, nbytes in zip(file[taken].tolist(), item[taken, 1].tolist(), strict=True):
+                    self._used[each] += nbytes
 
     def __bool__(self) -> bool:
         return bool(self._names)
@@ -65,31 +79,33 @@ class LinkedItems:
         self._named[rank] += 1
         return f"__{rank}_{number}.distcp"
 
-    def take(self, tensor: Tensor, box: Box) -> StoredChunk | None:
-        """The item of a linked file that holds ``box`` of ``tensor``, None where it has to be written."""
-        item = self._items.get(tensor, {}).get(box)
-        if item is None:
-            return None
-        self._used[item.file] += item.nbytes
-        return StoredChunk(box.offsets, box.sizes, self._names[item.file], item.offset, item.nbytes)
+    def of(self, number: int) -> Linked | None:
+        """The boxes of value ``number`` that linked files hold, None where all have to be written."""
+        return self._linked.get(number)
+
+    def names(self) -> Mapping[int, str]:
+        """The name of each linked file by its number in the source."""
+        return self._names
 
     def files(self, path: str) -> list[LinkedFile]:
         """The linked files, with the bytes of them that were taken; their names begin with ``path``."""
         return [LinkedFile(path + name, file, self._used[file]) for file, name in self._names.items()]
 
 
-def _stored_items(tensor: Tensor) -> dict[Box, _Item]:
-    """The item of each box that the source stores in one of its own, of replicas the first.
+def _stored_boxes(tensor: Tensor, wanted: RankBoxes) -> tuple[Int64Array, Int64Array]:
+    """The chunks that the source stores in items of their own, of replicas the first; and for each box of ``wanted``
+    the one that is it, -1 for none.
 
     Not those of data files in the safetensors format, which hold one blob for all.
     """
-    chunks = tensor.chunks
-    if chunks.item is None:
-        return {}
-    found: dict[Box, _Item] = {}
+    chunks, item = tensor.chunks, tensor.chunks.item
+    if item is None:
+        return np.zeros(0, np.int64), np.full(len(wanted.rank), -1)
     nbytes = chunks.size.prod(axis=1) * tensor.dtype.itemsize
-    columns = (chunks.file, chunks.rank, chunks.item, chunks.start, chunks.size, nbytes)
-    for file, rank, (offset, length), start, size, data in zip(*(column.tolist() for column in columns), strict=True):
-        if length > data:  # an archive
-            found.setdefault(Box(tuple(start), tuple(size)), _Item(file, rank, offset, length))
-    return found
+    archives = np.flatnonzero(item[:, 1] > nbytes)
+    start = np.concatenate([chunks.start[archives], wanted.start])
+    equal = first_equal(np.concatenate([start, np.concatenate([chunks.size[archives], wanted.size])], axis=1))
+    count = len(archives)
+    found = equal[count:]
+    stored = archives[equal[:count] == np.arange(count)]
+    return stored, np.where(found < count, archives[np.minimum(found, max(count - 1, 0))] if count else -1, -1)

@@ -20,7 +20,7 @@ from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES, numpy_dtype
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.ir.tensors import Chunks, Tensor
-from fsdpckpt.plan import plan as planning
+from fsdpckpt.plan import copies
 from fsdpckpt.plan.plan import make_plan
 from fsdpckpt.storage.sources import Sources
 from tests.execute.random_files import Disk, random_files
@@ -34,7 +34,7 @@ def test_any_boxes_strides_casts_and_windows_give_the_bytes_numpy_gives(seed: in
     with tempfile.TemporaryDirectory() as folder:
         disk = Disk(folder, [bytearray() for _ in range(3)], rng)
         files, wanted = random_files(rng, disk, 2, 1)
-        with patch.object(planning, "FEW", rng.choice([0, planning.FEW])):  # both ways of finding chunks
+        with patch.object(copies, "_AT_ONCE", rng.choice([1, 3, copies._AT_ONCE])):  # pairs
             plan = make_plan(Target(files))
         with Sources() as sources:
             run_plan(

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -25,7 +26,8 @@ from torch.distributed.checkpoint.metadata import (
 from fsdpckpt.errors import FsdpckptError
 from fsdpckpt.formats.dcp import metadata as reader
 from fsdpckpt.formats.dcp import reduce
-from fsdpckpt.formats.dcp.metadata import DcpEntry, DcpMetadata, StoredChunk, metadata_pickle, parse_metadata
+from fsdpckpt.formats.dcp.metadata import DcpMetadata, parse_metadata
+from fsdpckpt.formats.dcp.write_metadata import DcpEntry, StoredItems, metadata_pickle
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.storage.local import MemoryFile
 from tests.fuzz.mutations import mutated
@@ -140,14 +142,18 @@ def test_many_ranks_are_read_in_runs_whatever_their_numbers(
 
 def written(ranks: int) -> bytes:
     """What this program writes: empty chunks, and a value."""
-    entries = [DcpEntry("lr", ("lr",), None, (), [StoredChunk((), (), "__0_0.distcp", 0, 9)])]
+    none = np.zeros((1, 0), np.int64)
+    value = StoredItems(none, none, np.array([0]), np.array([9]))
+    entries = [DcpEntry("lr", ("lr",), None, (), value, np.array([0]))]
     for number, (name, shape) in enumerate(SHAPES.items()):
         starts = range(0, shape[0], -(-shape[0] // ranks)) if shape else [0]
         rest = (0,) * (len(shape) - 1)
-        boxes = [((start, *rest)[: len(shape)], (0, *shape[1:])[: len(shape)]) for start in starts]
-        chunks = [StoredChunk(*box, f"__{rank}_0.distcp", 99 * rank, 1 << 33) for rank, box in enumerate(boxes)]
-        entries.append(DcpEntry(name, ("m", number), DTYPES["float32"], shape, chunks))
-    return metadata_pickle(entries)
+        place = np.array([(start, *rest)[: len(shape)] for start in starts], np.int64).reshape(len(starts), len(shape))
+        size = np.array([(0, *shape[1:])[: len(shape)] for _ in starts], np.int64).reshape(len(starts), len(shape))
+        rank = np.arange(len(starts))
+        items = StoredItems(place, size, rank, np.full(len(rank), 1 << 33))
+        entries.append(DcpEntry(name, ("m", number), DTYPES["float32"], shape, items, 99 * rank))
+    return bytes(metadata_pickle(entries, [f"__{rank}_0.distcp" for rank in range(ranks + 1)]))
 
 
 def test_what_this_program_writes_is_read_in_runs(monkeypatch: pytest.MonkeyPatch) -> None:

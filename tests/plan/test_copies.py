@@ -1,4 +1,4 @@
-"""Slots against chunks: every target byte once, at any number of ranks."""
+"""Write items against chunks: every target byte once, at any number of ranks."""
 
 from __future__ import annotations
 

@@ -48,15 +48,15 @@ HOSTILE = (
 
 def sharded(shape: tuple[int, ...], ranks: int, skip: frozenset[int] = frozenset()) -> Tensor:
     """A tensor of which every rank but those of ``skip`` holds its rows."""
-    held = mesh_chunks(shape, on_one_dimension(ranks))
-    boxes = [(rank, box) for rank, box in held.own if rank not in skip]
+    own = mesh_chunks(shape, on_one_dimension(ranks)).own
+    boxes = [row for row in zip(own.rank.tolist(), own.start, own.size, strict=True) if row[0] not in skip]
     chunks = Chunks.rows(
         ndim=len(shape),
-        rank=[rank for rank, _ in boxes],
+        rank=[rank for rank, *_ in boxes],
         file=[0] * len(boxes),
         offset=[0] * len(boxes),
-        start=[box.offsets for _, box in boxes],
-        size=[box.sizes for _, box in boxes],
+        start=[start for _, start, _ in boxes],
+        size=[size for *_, size in boxes],
     )
     return Tensor(DTYPES["float32"], shape, chunks, True, "[Shard(0)]")
 

@@ -1,0 +1,177 @@
+"""Writes the ``.metadata`` file of a DCP directory.
+
+Pickled under PyTorch's own class paths, in the form it has had since torch 2.3. Newer fields are instance attributes
+that older readers ignore (``StorageMeta.modules``, ``Metadata.version``), and those a newer reader adds have defaults.
+``checkpoint_id`` stays None: it would carry a path of this machine and a ``pathlib`` class that moved between Python
+versions.
+
+Entries that are cut alike differ in their names and in where their items begin: the rest of their opcodes is made once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice, repeat
+from typing import TypeVar
+
+from fsdpckpt.formats.pickle.write import PickleOpcodes, integer, integers
+from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.tensors import Int64Array
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_FILESYSTEM = "torch.distributed.checkpoint.filesystem"
+_VERSION = "1.0.0"  # torch.distributed.checkpoint.planner_helpers and metadata: the only version so far
+_BATCH = 1000
+_NEW = b")\x81}("  # an empty argument tuple, __new__, and the start of the attributes
+_BUILD = b"ub"
+_Made = TypeVar("_Made")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredItems:
+    """What the items of all entries that are cut alike have in common, n rows: the box of each in elements, (n, d); the
+    number of its file; and its length in bytes."""
+
+    start: Int64Array
+    size: Int64Array
+    file: Int64Array
+    nbytes: Int64Array
+
+
+@dataclass(frozen=True, slots=True)
+class DcpEntry:
+    """One flat key. ``path`` is where it was nested: dict keys as text, list indexes as ints.
+
+    ``dtype`` is None for BYTES, a value that is no tensor, which has one item. ``offset``: where each item begins.
+    """
+
+    key: str
+    path: tuple[str | int, ...]
+    dtype: DType | None
+    shape: tuple[int, ...]
+    items: StoredItems
+    offset: Int64Array
+
+
+def metadata_pickle(entries: Sequence[DcpEntry], files: Sequence[str]) -> bytearray:
+    """The whole file for ``entries``, in their order. ``files``: the relative paths that items name by number."""
+    writer = _Writer(files)
+    raw, text = writer.raw, writer.text
+    raw(writer.name(_METADATA, "Metadata") + _NEW)
+    raw(text("state_dict_metadata"))
+    _dict(writer, map(writer.storage_metadata, entries))
+    raw(text("planner_data"))
+    _dict(writer, (text(entry.key) + _path(writer, entry.path) for entry in entries))
+    raw(text("storage_data"))
+    _dict(writer, chain.from_iterable(map(writer.storage_data, entries)))
+    raw(text("storage_meta") + writer.name(_METADATA, "StorageMeta") + _NEW)
+    for absent in ("checkpoint_id", "save_id", "load_id"):
+        raw(text(absent) + b"N")
+    raw(text("modules") + b"]" + _BUILD)
+    raw(text("version") + text(_VERSION) + _BUILD)
+    raw(b".")
+    return writer.out
+
+
+def _dict(writer: PickleOpcodes, pairs: Iterator[bytes]) -> None:
+    """A dict from opcodes of key and value. Each pair is made when it is written, so that memo places come in order."""
+    writer.raw(b"}")
+    while True:
+        first = next(pairs, None)
+        if first is None:
+            return
+        writer.raw(b"(" + first)
+        writer.raw(b"".join(islice(pairs, _BATCH - 1)))
+        writer.raw(b"u")
+
+
+def _path(writer: PickleOpcodes, path: tuple[str | int, ...]) -> bytes:
+    text = writer.text
+    body = b"".join([integer(part) if isinstance(part, int) else text(part) for part in path])
+    return b"(%bt" % body
+
+
+class _Writer(PickleOpcodes):
+    def __init__(self, files: Sequence[str]) -> None:
+        super().__init__()
+        self._files = files
+        self._chunks: dict[StoredItems, bytes] = {}
+        self._around: dict[StoredItems, list[tuple[bytes, bytes]]] = {}
+
+    def _alike(self, made: dict[StoredItems, _Made], items: StoredItems, make: Callable[[], _Made]) -> _Made:
+        """What ``make`` makes of texts and names; from the second time on all of them memo references."""
+        known = made.get(items)
+        if known is not None:
+            return known
+        memo = self._memo
+        found = make()
+        made[items] = found if self._memo == memo else make()
+        return found
+
+    def storage_metadata(self, entry: DcpEntry) -> bytes:
+        key, dtype, shape = self.text(entry.key), entry.dtype, entry.shape
+        if dtype is None:
+            return key + self.name(_METADATA, "BytesStorageMetadata") + b")\x81"
+        head = self.constant((dtype.name, shape), partial(self._tensor_head, dtype, shape))
+        chunks = self._alike(self._chunks, entry.items, partial(self._chunk_list, entry.items))
+        return b"%b%b](%beub" % (key, head, chunks)
+
+    def _tensor_head(self, dtype: DType, shape: tuple[int, ...]) -> bytes:
+        """TensorStorageMetadata up to its chunks: strided, no gradient, contiguous format, not pinned."""
+        text, name = self.text, self.name
+        head = name(_METADATA, "TensorStorageMetadata") + _NEW + text("properties")
+        head += name(_METADATA, "TensorProperties") + b")\x81(" + name("torch", dtype.name)
+        head += name("torch.serialization", "_get_layout") + text("torch.strided") + b"\x85R\x89"
+        head += name(_METADATA, "_MEM_FORMAT_ENCODING") + b"K\x00\x85R\x89tb"
+        return head + text("size") + self._size(shape) + text("chunks")
+
+    def _chunk_list(self, items: StoredItems) -> bytes:
+        made = []
+        for start, size in zip(items.start.tolist(), items.size.tolist(), strict=True):
+            head = self.name(_METADATA, "ChunkStorageMetadata") + _NEW
+            head += self.text("offsets") + self._size(start)
+            made.append(head + self.text("sizes") + self._size(size) + _BUILD)
+        return b"".join(made)
+
+    def _size(self, values: Sequence[int]) -> bytes:
+        return self.name("torch", "Size") + integers(values) + b"\x85R"
+
+    def storage_data(self, entry: DcpEntry) -> Iterable[bytes]:
+        """One MetadataIndex and _StorageInfo for each item. Only the name and the offset differ between entries."""
+        items, first = entry.items, self._index(entry.key)
+        if entry.dtype is None:
+            around = self._around_offsets(items, tensor=False)
+        else:
+            around = self._alike(self._around, items, partial(self._around_offsets, items, tensor=True))
+        names = chain([first], repeat(self._index(entry.key)))
+        offsets = map(integer, entry.offset.tolist())
+        rows = zip(names, around, offsets, strict=False)
+        return [b"%b%b%b%b" % (name, before, offset, after) for name, (before, after), offset in rows]
+
+    def _index(self, key: str) -> bytes:
+        return self.name(_METADATA, "MetadataIndex") + _NEW + self.text("fqn") + self.text(key)
+
+    def _around_offsets(self, items: StoredItems, *, tensor: bool) -> list[tuple[bytes, bytes]]:
+        """What stands before and after the offset of each item: its number, its place and its file; its length."""
+        made = []
+        rows = zip(items.start.tolist(), items.file.tolist(), items.nbytes.tolist(), strict=True)
+        for number, (start, file, nbytes) in enumerate(rows):
+            if number < 2:  # from the second item on all texts are memo references
+                index, place, info, begin, length = self._attributes()
+            hint, where = (integer(number), self._size(start)) if tensor else (b"N", b"N")
+            before = b"%b%b%b%b%b%b%b" % (index, hint, place, where, info, self.text(self._files[file]), begin)
+            made.append((before, length + integer(nbytes) + _BUILD))
+        return made
+
+    def _attributes(self) -> tuple[bytes, ...]:
+        """What stands before the values of one MetadataIndex behind its name, and of one _StorageInfo."""
+        text = self.text
+        return (
+            text("index"),
+            text("offset"),
+            _BUILD + self.name(_FILESYSTEM, "_StorageInfo") + _NEW + text("relative_path"),
+            text("offset"),
+            text("length"),
+        )

@@ -1,0 +1,261 @@
+"""Intersects write items with the chunks of their tensors: an interval join over columns, for all tensors at once.
+
+The first dimensions of all tensors are laid end to end on one line, so that one search finds for each write item the
+chunks that may meet it. What remains is arithmetic on arrays: the box that both have in common, as pitched copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.targets import WrittenTensor
+from fsdpckpt.ir.tensors import Int64Array, Tensor
+
+CopyTable = tuple[Int64Array, ...]
+"""The number of the write item of each copy, then the columns of ``Copies``."""
+
+_AT_ONCE = 1 << 17  # pairs of a write item and a chunk: bounds the memory of what is computed of them
+
+
+class Casts:
+    """Numbers the (source, target) dtype pairs of one plan."""
+
+    def __init__(self) -> None:
+        self.pairs: list[tuple[DType, DType]] = []
+
+    def number(self, source: DType, target: DType) -> int:
+        if source is target:
+            return -1
+        if (source, target) not in self.pairs:
+            self.pairs.append((source, target))
+        return self.pairs.index((source, target))
+
+
+class Sources:
+    """The chunks of ``tensors``, to be intersected with write items of them."""
+
+    def __init__(self, tensors: Sequence[WrittenTensor], casts: Casts) -> None:
+        numbers: dict[tuple[int, tuple[int, ...] | None], int] = {}
+        members: list[list[int]] = []
+        self._group = np.empty(len(tensors), np.int64)
+        self._index = np.empty(len(tensors), np.int64)  # in its group
+        for number, (tensor, _, order) in enumerate(tensors):
+            group = numbers.setdefault((tensor.ndim, order), len(numbers))
+            if group == len(members):
+                members.append([])
+            self._group[number], self._index[number] = group, len(members[group])
+            members[group].append(number)
+        self._groups = [
+            _Group([tensors[number] for number in of_group], ndim, order, casts)
+            for (ndim, order), of_group in zip(numbers, members, strict=True)
+        ]
+
+    def copies(self, items: Int64Array, boxes: Int64Array) -> CopyTable:
+        """The copies that fill ``items``, rows of offset, bytes, tensor, box (its place in ``boxes``), in target order.
+
+        Items ascend by offset. One that chunks do not fill has too few copies.
+        """
+        found: list[CopyTable] = []
+        groups = self._group[items[:, 2]]
+        for number in np.flatnonzero(np.bincount(groups)).tolist():
+            rows = np.flatnonzero(groups == number)
+            tensor = self._index[items[rows, 2]]
+            found += self._groups[number].copies(rows, tensor, items[rows, 0], items[rows, 3], boxes)
+        if not found:
+            return (np.zeros(0, np.int64),) * 9
+        table = found[0] if len(found) == 1 else tuple(map(np.concatenate, zip(*found, strict=True)))
+        if (table[4][1:] < table[4][:-1]).any():
+            order = np.argsort(table[4], kind="stable")
+            table = tuple(column[order] for column in table)
+        return _joined(table)
+
+
+@dataclass(slots=True, eq=False)
+class _Chunks:
+    """Chunks on the line: ``begin`` of their first dimension, ascending, and the largest end so far, ``reach``."""
+
+    begin: Int64Array
+    reach: Int64Array
+    file: Int64Array
+    offset: Int64Array
+    start: Int64Array
+    size: Int64Array
+    stride: Int64Array
+
+
+class _Group:
+    """Tensors of ``ndim`` dimensions that are written in the same ``order`` of them."""
+
+    def __init__(
+        self, tensors: Sequence[WrittenTensor], ndim: int, order: tuple[int, ...] | None, casts: Casts
+    ) -> None:
+        self._scalars = ndim == 0  # each is one row of one element
+        self._ndim = max(ndim, 1)
+        self._order = tuple(range(self._ndim)) if order is None else order or (0,)
+        columns = [
+            (tensor.shape[0] if ndim else 1, tensor.dtype.itemsize, dtype.itemsize, casts.number(tensor.dtype, dtype))
+            for tensor, dtype, _ in tensors
+        ]
+        length, self._source_item, self._target_item, self._cast = np.asarray(columns, np.int64).T
+        self._base = np.cumsum(length) - length  # where each tensor begins on the line
+        self._chunks = _on_one_line([tensor for tensor, *_ in tensors], self._ndim, self._base)
+
+    def copies(
+        self, rows: Int64Array, tensor: Int64Array, offset: Int64Array, box: Int64Array, boxes: Int64Array
+    ) -> Iterator[CopyTable]:
+        """Of write items of these tensors: ``rows`` are their numbers."""
+        ndim, chunks = self._ndim, self._chunks
+        if self._scalars:
+            start, size = np.zeros((len(box), 1), np.int64), np.ones((len(box), 1), np.int64)
+        else:
+            both = boxes[box[:, None] + np.arange(2 * ndim)]
+            start, size = both[:, :ndim], both[:, ndim:]
+        begin = self._base[tensor] + start[:, 0]
+        low = np.searchsorted(chunks.reach, begin, side="right")
+        count = np.maximum(np.searchsorted(chunks.begin, begin + size[:, 0], side="left") - low, 0)
+        ends = np.cumsum(count)
+        first = 0
+        while first < len(rows):
+            before = int(ends[first - 1]) if first else 0
+            last = max(int(np.searchsorted(ends, before + _AT_ONCE, side="right")), first + 1)
+            item = np.repeat(np.arange(first, last), count[first:last])
+            chunk = np.arange(len(item)) + np.repeat(
+                low[first:last] - (ends - count)[first:last] + before, count[first:last]
+            )
+            yield self._pairs(item, chunk, rows, tensor, offset, start, size)
+            first = last
+
+    def _pairs(
+        self, item: Int64Array, chunk: Int64Array, rows: Int64Array, tensor: Int64Array, offset: Int64Array,
+        start: Int64Array, size: Int64Array,
+    ) -> CopyTable:  # fmt: skip
+        """The copies of write items and chunks that may have elements in common."""
+        chunks, ndim = self._chunks, self._ndim
+        low = np.maximum(start[item], chunks.start[chunk])
+        extent = np.minimum(start[item] + size[item], chunks.start[chunk] + chunks.size[chunk]) - low
+        meets = (extent > 0).all(axis=1)
+        if not meets.all():
+            item, chunk, low, extent = item[meets], chunk[meets], low[meets], extent[meets]
+        stride, target_stride = chunks.stride[chunk], np.ones((len(item), ndim), np.int64)
+        for slow, fast in zip(self._order[-2::-1], self._order[:0:-1], strict=True):
+            target_stride[:, slow] = target_stride[:, fast] * size[item, fast]
+        have, want = self._source_item[tensor[item]], self._target_item[tensor[item]]
+        source_at = ((low - chunks.start[chunk]) * stride).sum(axis=1)
+        target_at = ((low - start[item]) * target_stride).sum(axis=1)
+        pair, source_more, target_more, source_pitch, target_pitch, count, run = _pitched(
+            extent, stride, target_stride, self._order
+        )
+        if pair is not None:
+            item, chunk, have, want = item[pair], chunk[pair], have[pair], want[pair]
+            source_at, target_at = source_at[pair] + source_more, target_at[pair] + target_more
+        source = np.where(chunks.offset[chunk] < 0, -1, chunks.offset[chunk] + source_at * have)
+        target = offset[item] + target_at * want
+        columns = (chunks.file[chunk], source, source_pitch * have, target, target_pitch * want, run * want, count)
+        return (rows[item], *columns, self._cast[tensor[item]])
+
+
+def _on_one_line(tensors: Sequence[Tensor], ndim: int, base: Int64Array) -> _Chunks:
+    """The chunks of ``tensors``, without empty ones and replicas: the lowest rank's copy stays."""
+    each = [tensor.chunks for tensor in tensors]
+    number = np.repeat(np.arange(len(each)), [len(chunks.file) for chunks in each])
+    rank, file, offset = (
+        np.concatenate([getattr(chunks, name) for chunks in each]) for name in ("rank", "file", "offset")
+    )
+    if tensors[0].ndim:
+        start, size, stride = (
+            np.concatenate([getattr(chunks, name) for chunks in each]) for name in ("start", "size", "stride")
+        )
+    else:
+        start, size = np.zeros((len(file), 1), np.int64), np.ones((len(file), 1), np.int64)
+        stride = size
+    begin = base[number] + start[:, 0]
+    order = None
+    if (begin[1:] < begin[:-1]).any():
+        order = np.argsort(begin, kind="stable")
+        begin = begin[order]
+    same = np.zeros(len(begin) + 1, np.bool_)
+    same[1:-1] = begin[1:] == begin[:-1]
+    full = np.asarray((size > 0).all(axis=1))
+    if same.any() or not full.all():
+        order = np.arange(len(begin)) if order is None else order
+        order = order[full[order]]
+        keys = [rank[order], *size[order].T, *start[order].T, number[order]]
+        order = order[np.lexsort(keys)]
+        boxes = np.column_stack([number[order], start[order], size[order]])
+        new = np.ones(len(order), np.bool_)
+        new[1:] = (boxes[1:] != boxes[:-1]).any(axis=1)
+        order = order[new]
+        order = order[np.argsort(base[number[order]] + start[order, 0], kind="stable")]
+        begin = base[number[order]] + start[order, 0]
+    if order is not None:
+        file, offset, start, size, stride = (column[order] for column in (file, offset, start, size, stride))
+    reach: Int64Array = np.maximum.accumulate(begin + size[:, 0]) if len(begin) else begin
+    return _Chunks(begin, reach, file, offset, start, size, stride)
+
+
+_Pitched = tuple["npt.NDArray[np.intp] | None", Int64Array, Int64Array, Int64Array, Int64Array, Int64Array, Int64Array]
+
+
+def _pitched(size: Int64Array, source_stride: Int64Array, target_stride: Int64Array, order: Sequence[int]) -> _Pitched:
+    """Boxes as pitched copies: box (None: each is one copy), source and target start, pitches, rows, run; in elements.
+
+    Dimensions are taken from fastest to slowest in the target; neighbours that are contiguous on both sides melt
+    into one, the next one becomes the rows, and what is left is enumerated.
+    """
+    boxes, ndim = size.shape
+    run = np.ones(boxes, np.int64)
+    depth = np.zeros(boxes, np.int64)  # how many dimensions are left beside the run
+    left = np.ones((3, ndim + 1, boxes), np.int64)  # extent, source stride, target stride; fastest first
+    for dim in reversed(order):
+        n, source, target = size[:, dim], source_stride[:, dim], target_stride[:, dim]
+        several = n > 1
+        plain = several & (depth == 0) & (source == run) & (target == run)
+        rest = np.flatnonzero(several & ~plain)
+        run = np.where(plain, run * n, run)
+        if not len(rest):
+            continue
+        top = np.maximum(depth[rest] - 1, 0)
+        before, source_before, target_before = left[:, top, rest]
+        melts = (source[rest] == before * source_before) & (target[rest] == before * target_before) & (depth[rest] > 0)
+        left[0, top[melts], rest[melts]] *= n[rest[melts]]
+        new = rest[~melts]
+        left[:, depth[new], new] = n[new], source[new], target[new]
+        depth[new] += 1
+    flat = depth == 0
+    rows = left[0, 0]
+    source_pitch, target_pitch = np.where(flat, run, left[1, 0]), np.where(flat, run, left[2, 0])
+    none = np.zeros(0, np.int64)
+    if not (depth > 1).any():
+        return None, none, none, source_pitch, target_pitch, rows, run
+    box = np.arange(boxes)
+    source_at, target_at = np.zeros(boxes, np.int64), np.zeros(boxes, np.int64)
+    for level in range(1, int(depth.max())):
+        count = np.where(depth[box] > level, left[0, level, box], 1)
+        every = np.repeat(np.arange(len(box)), count)
+        step = np.arange(len(every)) - np.repeat(np.cumsum(count) - count, count)
+        box = box[every]
+        source_at = source_at[every] + step * left[1, level, box]
+        target_at = target_at[every] + step * left[2, level, box]
+    return box, source_at, target_at, source_pitch[box], target_pitch[box], rows[box], run[box]
+
+
+def _joined(table: CopyTable) -> CopyTable:
+    """Neighbours made one: a slice of a flat parameter is several boxes, which lie end to end on both sides."""
+    item, file, source, source_pitch, target, target_pitch, width, rows, cast = table
+    linked = (item[1:] == item[:-1]) & (rows[1:] == 1) & (rows[:-1] == 1) & (file[1:] == file[:-1])
+    linked &= (source[:-1] + source_pitch[:-1] == source[1:]) & (target[:-1] + width[:-1] == target[1:])
+    if not linked.any():
+        return table
+    first = np.flatnonzero(np.concatenate([[True], ~linked]))
+    source_pitch, target_pitch, width = (
+        np.add.reduceat(column, first) for column in (source_pitch, target_pitch, width)
+    )
+    return (
+        item[first], file[first], source[first], source_pitch, target[first], target_pitch, width, rows[first],
+        cast[first],
+    )  # fmt: skip
