@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from fsdpckpt.converters.target_spec import TargetSpec
 from fsdpckpt.converters.transform import TransformedCheckpoint
 from fsdpckpt.flat.flatten import write as torch_flat
@@ -20,7 +22,7 @@ from fsdpckpt.producers.forms import PLAIN_MESH, PLAIN_NAMES, PLAIN_NESTING, Fla
 from fsdpckpt.producers.table import flavor_named
 from fsdpckpt.readers.side_files import side_files
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.writers import dcp, safetensors, torch_full, torch_ranks
+from fsdpckpt.writers import dcp, safetensors, torch_full, torch_ranks, universal
 from fsdpckpt.writers.protocol import DtypeRule, Writer, WriteSpec
 
 WRITERS: Mapping[tuple[Container, Layout], Writer] = {
@@ -96,7 +98,9 @@ def _lay_out_document(
     plain = spec.form is None
     if layout is Layout.FLATTENED and transformed.units is None:
         layout = Layout.SHARDED
-    return WRITERS[container, layout](
+    by_parameter = spec.form is not None and spec.form.by_parameter
+    writer = universal.lay_out if by_parameter else WRITERS[container, layout]
+    return writer(
         document.checkpoint,
         WriteSpec(
             dtypes=dtype_rule(options),
@@ -236,10 +240,10 @@ def adapt_to_form(
         files=(*checkpoint.files, *beside.sources),
         notes=(*notes, *beside.notes),
     )
-    return _adapt_extras(taken, flavor, form), beside.files
+    return _adapt_extras(taken, flavor, form, sources), beside.files
 
 
-def _adapt_extras(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> Checkpoint:
+def _adapt_extras(checkpoint: Checkpoint, flavor: Flavor, form: Form, sources: Sources) -> Checkpoint:
     """``checkpoint`` with the extras that ``form``'s loader opens, as it wants them; what was done is in the notes.
 
     An extra of a name that it opens, but not made as it makes it, is left out; the state of the source's LR scheduler
@@ -262,6 +266,8 @@ def _adapt_extras(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> Checkpo
     absent: list[tuple[str, Value]] = [
         (key, [] if value == () else value) for key, value in form.defaults if key not in extra
     ]
+    if form.counter and type(extra.get(form.counter)) is not int:
+        absent.append((form.counter, _steps(checkpoint, sources)))
     if absent:
         said = ", ".join(f"{key} = {value!r}" for key, value in absent)
         notes.append(Note("inferred", f"what {flavor.title} needs and the source does not have was added: {said}"))
@@ -279,6 +285,16 @@ def _schedule(checkpoint: Checkpoint) -> Value:
         else:
             value = value[step] if isinstance(value, list) and isinstance(step, int) and step < len(value) else None
     return value
+
+
+def _steps(checkpoint: Checkpoint, sources: Sources) -> int:
+    """How many steps the optimizer has made of its first parameter that counts them; 0 where none does."""
+    entries = checkpoint.optim.state.values() if checkpoint.optim is not None else ()
+    step = next((entry["step"] for entry in entries if "step" in entry), 0)
+    if isinstance(step, Tensor) and step.numel == 1 and step.dtype.numpy is not None:
+        path, offset = checkpoint.files[int(step.chunks.file[0])].path, int(step.chunks.offset[0])
+        return int(np.frombuffer(sources.open(path).read(offset, step.dtype.itemsize), step.dtype.numpy)[0])
+    return int(step) if isinstance(step, (int, float)) else 0
 
 
 def _has(value: Value, keys: frozenset[str]) -> bool:

@@ -108,6 +108,7 @@ NoteKind: TypeAlias = Literal[
     "unread",
     "unshared",
     "unused",
+    "zero-3",
 ]
 """What a note is about, as ``fsdpckpt.json`` and ``--json`` say it."""
 

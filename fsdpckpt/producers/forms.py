@@ -86,6 +86,8 @@ class Form:
     left out.
     ``schedule``: the extra that takes the state dict of another producer's LR scheduler, and the keys it must have.
     ``directory``: whether DST is one; ``suffix``: what a DST that is one file ends in, "" for no custom.
+    ``counter``: the extra that counts the steps of the optimizer; without one the optimizer's own step goes there.
+    ``by_parameter``: each weight and state has a file of its own.
     ``own_keys``: the keys of the sections are the user's, so that the source's are kept.
     """
 
@@ -105,6 +107,8 @@ class Form:
     directory: bool = True
     suffix: str = ""
     own_keys: bool = False
+    counter: str = ""
+    by_parameter: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -245,12 +245,38 @@ TORCH_XLA = Flavor(
     exports=(WEIGHTS, r"_consolidated\.pth$"),
 )
 
+_STEP_DIRECTORY = r"^global_step\d+(_universal)?$"
+
 DEEPSPEED = Flavor(
     name="deepspeed",
     title="DeepSpeed's save_checkpoint",
-    signs=(Sign((r"_optim_states\.pt$",)), Sign((r"^latest$", r"^zero_to_fp32\.py$"))),
-    state=r"_(optim|model)_states\.pt$|^latest$|^zero_to_(fp32|torch)\.py$",
+    signs=(Sign((r"_optim_states\.pt$",)), Sign((r"^latest$", _STEP_DIRECTORY))),
+    state=rf"_(optim|model)_states\.pt$|^latest(_universal)?$|^zero_to_(fp32|torch)\.py$|{_STEP_DIRECTORY}",
     model_files="",
+    schedule=("lr_scheduler",),
+)
+
+DEEPSPEED_UNIVERSAL = Flavor(
+    name="deepspeed-universal",
+    title="DeepSpeed's universal checkpoint",
+    signs=(Sign((r"^latest_universal$",)), Sign((r"mp_rank_\d+_model_states\.pt$", r"^zero$"))),
+    forms=(
+        Form(
+            Layout.FULL,
+            Container.TORCH,
+            Place("", ("module",)),
+            Place("", ("optimizer",)),
+            Place(""),
+            key_type="name",
+            defaults=(("lr_scheduler", None), ("skipped_steps", 0), ("dp_world_size", 1)),
+            schedule=("lr_scheduler", frozenset({"last_epoch", "_last_lr"})),
+            counter="global_steps",
+            by_parameter=True,
+        ),
+    ),
+    state=rf"{DEEPSPEED.state}|^zero$",
+    model_files="",
+    schedule=("lr_scheduler",),
 )
 
 MEGATRON = Flavor(
@@ -266,7 +292,7 @@ FAIRSCALE = Flavor(
 
 FLAVORS: tuple[Flavor, ...] = (  # the first whose sign is present wins
     TRAINER, ACCELERATE, VERL, LIGHTNING_MODEL_PARALLEL, LIGHTNING, FABRIC, COMPOSER, TORCHTUNE, TORCHTITAN,
-    TORCHTITAN_OLD, TORCH_XLA, FAIRSCALE, DEEPSPEED, MEGATRON,
+    TORCHTITAN_OLD, TORCH_XLA, FAIRSCALE, DEEPSPEED, DEEPSPEED_UNIVERSAL, MEGATRON,
     HUGGINGFACE,
 )  # fmt: skip
 

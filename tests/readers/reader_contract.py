@@ -132,8 +132,10 @@ class ReaderContract(ABC):
         with Sources() as sources:
             files = _files(directory, sources)
             claim = self.reader.recognise_directory(str(directory), files, ReadOptions(), sources)
-            read = {Path(file.path).name for _, table in self.trees(directory, sources) for file in table.files()}
-        assert read <= claim.names <= set(files) - {"notes.txt"}
+            read = [Path(file.path) for _, table in self.trees(directory, sources) for file in table.files()]
+        top = {path.relative_to(directory).parts[0] for path in read}
+        assert top <= claim.names | claim.directories
+        assert claim.names <= set(files) - {"notes.txt"}
 
     def test_it_leaves_the_files_of_others_alone(self, tmp_path: Path) -> None:
         for name, content in _FOREIGN.items():

@@ -1,10 +1,14 @@
-"""Read DeepSpeed ZeRO checkpoints of stages 1, 2 and 3: the fp32 weights and the optimizer's states by name.
+"""Read DeepSpeed checkpoints with ZeRO: the fp32 weights and the optimizer's states by name.
 
 ``engine.save_checkpoint`` writes a directory for each step, ``<tag>/``, and the file ``latest`` beside them with the
 name of the last. In the directory of a step every data-parallel rank ``r`` has its part of the fp32 weights and of the
 states in ``[bf16_|fp16_]zero_pp_rank_<r>_mp_rank_00_optim_states.pt``. The state dict of the module is in
 ``mp_rank_00_model_states.pt`` (stages 1 and 2), or in ``zero_pp_rank_<r>_mp_rank_00_model_states.pt`` of each rank
 (stage 3) (``deepspeed/runtime/engine.py``).
+
+A *universal* checkpoint has the same files of module states, and in ``zero/<parameter>/`` a file for the whole weight
+and for each whole state in the place of the parts. ``latest_universal`` names its directory
+(``deepspeed/checkpoint/ds_to_universal.py``).
 """
 
 from __future__ import annotations
@@ -23,9 +27,12 @@ _OPTIM = re.compile(r"^(?:bf16_|fp16_)?zero_pp_rank_(\d{1,5})_mp_rank_(\d{1,5})_
 _MODEL = re.compile(r"^(?:zero_pp_rank_(\d{1,5})_)?mp_rank_(\d{1,5})_model_states\.pt$")
 _EXPERT = re.compile(r"^(?:layer_\d+_)?expert_\d+_.*_model_states\.pt$|^expp_rank_\d+_.*_optim_states\.pt$")
 _LAYER = re.compile(r"^layer_\d+-model_\d+-model_states\.pt$")
-_LATEST = "latest"
+_LATEST = ("latest", "latest_universal")
+ZERO = "zero"  # the directory of a universal checkpoint's weights and states, and what is beside them:
+OPTIMIZER_STATE = "optimizer_state.pt"
 _SCRIPTS = frozenset({"zero_to_fp32.py", "zero_to_torch.py"})
 _MAX_TAG_BYTES = 1024
+_MODEL_OF_RANK = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 _SHOWN = 6
 
 
@@ -39,8 +46,22 @@ class ZeroFiles:
     model: Mapping[int, str]
 
 
+@dataclass(frozen=True, slots=True)
+class UniversalFiles:
+    """The files of one universal checkpoint. ``model``: as in ``ZeroFiles``; ``others``: the module states of tensor
+    parallel ranks and pipeline stages after the first. The weights and states are in ``<directory>/zero``."""
+
+    directory: str
+    model: Mapping[int, str]
+    others: tuple[str, ...]
+
+    @property
+    def zero(self) -> str:
+        return f"{self.directory.rstrip('/')}/{ZERO}"
+
+
 class DeepSpeedReader:
-    """Directories that ``DeepSpeedEngine.save_checkpoint`` wrote with ZeRO."""
+    """Directories that ``DeepSpeedEngine.save_checkpoint`` wrote with ZeRO, and universal checkpoints."""
 
     def recognise_file(self, file: Entry, sources: Sources) -> Part | None:
         """Raises SourceIncompleteError: one file of ZeRO means nothing without those of the other ranks."""
@@ -57,34 +78,65 @@ class DeepSpeedReader:
     def recognise_directory(
         self, path: str, files: Mapping[str, Entry], options: ReadOptions, sources: Sources
     ) -> Claim:
-        """The step in ``path``, or the one that ``latest`` names. Raises SourceIncompleteError naming missing files,
-        SourceUnsupportedError for a model that is parallel in other ways as well."""
-        if any(_OPTIM.match(name) for name in files):
-            return _claim_step(path, files)
-        tag = _latest(files, sources)
-        if tag is None:
-            return Claim()
-        below = f"{path.rstrip('/')}/{tag}"
-        inside = {entry.name: entry for entry in sources.list_directory(below) if not entry.directory}
-        if not any(_OPTIM.match(name) for name in inside):
-            return Claim()
-        claim = _claim_step(below, inside)
-        return Claim(claim.parts, {_LATEST, *(_SCRIPTS & files.keys())}, directories={tag})
+        """The step in ``path``, or the one that ``latest`` or ``latest_universal`` names. Raises
+        SourceIncompleteError naming missing files, SourceUnsupportedError for a model that is parallel in other ways as
+        well."""
+        claim = _claim_step(path, files, sources)
+        for latest in _LATEST:
+            tag = _named_by(files.get(latest), sources) if not claim.parts else None
+            if tag is not None:
+                below = f"{path.rstrip('/')}/{tag}"
+                inside = {entry.name: entry for entry in sources.list_directory(below) if not entry.directory}
+                parts = _claim_step(below, inside, sources).parts
+                claim = Claim(parts, {latest, *(_SCRIPTS & files.keys())}, directories={tag}) if parts else claim
+        return claim
 
 
-def _latest(files: Mapping[str, Entry], sources: Sources) -> str | None:
-    """The directory that ``latest`` names, None without one."""
-    entry = files.get(_LATEST)
-    if entry is None or not 0 < entry.nbytes <= _MAX_TAG_BYTES:
+def _named_by(latest: Entry | None, sources: Sources) -> str | None:
+    """The directory beside the file ``latest`` that it names, None without one."""
+    if latest is None or not 0 < latest.nbytes <= _MAX_TAG_BYTES:
         return None
-    tag = sources.open(entry.path).read(0, entry.nbytes).decode("utf-8", "replace").strip()
+    tag = sources.open(latest.path).read(0, latest.nbytes).decode("utf-8", "replace").strip()
     if not tag or "/" in tag or "\\" in tag or tag.startswith(".") or not tag.isprintable():
         return None
-    parent = entry.path.rpartition("/")[0]
+    parent = latest.path.rpartition("/")[0]
     return tag if any(one.directory and one.name == tag for one in sources.list_directory(parent)) else None
 
 
-def _claim_step(path: str, files: Mapping[str, Entry]) -> Claim:
+def _claim_step(path: str, files: Mapping[str, Entry], sources: Sources) -> Claim:
+    """The step among ``files``, those of the directory ``path``; nothing where there is none."""
+    if any(_OPTIM.match(name) for name in files):
+        return _claim_zero(path, files)
+    if any(_MODEL.match(name) for name in files):
+        zero = sources.stat(f"{path.rstrip('/')}/{ZERO}")
+        if zero is not None and zero.directory:
+            return _claim_universal(path, files)
+    elif not files and sources.stat(f"{path.rstrip('/')}/{ZERO}/{OPTIMIZER_STATE}") is not None:
+        _require_all_ranks(path, {}, {}, per_rank=False)
+    return Claim()
+
+
+def _claim_universal(path: str, files: Mapping[str, Entry]) -> Claim:
+    matches = {name: match for name in files if (match := _MODEL.match(name))}
+    whole = {name: match for name, match in matches.items() if match[1] is None}
+    taken = whole or matches  # where both are, ZeRO 3 finds the second
+    model = {int(match[1] or 0): name for name, match in taken.items() if int(match[2]) == 0}
+    _require_all_ranks(path, {}, model, per_rank=not whole)
+    universal = UniversalFiles(
+        path,
+        {rank: files[name].path for rank, name in sorted(model.items())},
+        tuple(files[name].path for name, match in sorted(taken.items()) if int(match[2])),
+    )
+
+    def read(table: FileTable, sources: Sources) -> Tree:
+        from fsdpckpt.readers.deepspeed.universal import read_universal
+
+        return read_universal(universal, table, sources)
+
+    return Claim([Part(path, "deepspeed", read)], {*matches, *(_SCRIPTS & files.keys())}, directories={ZERO})
+
+
+def _claim_zero(path: str, files: Mapping[str, Entry]) -> Claim:
     names = {name for name in files if any(one.match(name) for one in (_OPTIM, _MODEL, _EXPERT, _LAYER))}
     _require_data_parallel(path, names)
     optim = {int(match[1]): name for name in names if (match := _OPTIM.match(name))}
@@ -125,11 +177,13 @@ def _require_data_parallel(path: str, names: set[str]) -> None:
 
 def _require_all_ranks(path: str, optim: Mapping[int, str], model: Mapping[int, str], *, per_rank: bool) -> None:
     """Every rank 0 .. W - 1 has its files."""
-    ranks = max(*optim, *(model if per_rank else (0,)), 0) + 1
-    known = next(iter(optim.values()))
-    missing = [re.sub(r"pp_rank_\d+", f"pp_rank_{rank}", known) for rank in range(ranks) if rank not in optim]
+    ranks = max([0, *optim, *(model if per_rank else ())]) + 1
+    missing: list[str] = []
+    if optim:
+        known = next(iter(optim.values()))
+        missing += [re.sub(r"pp_rank_\d+", f"pp_rank_{rank}", known) for rank in range(ranks) if rank not in optim]
     if per_rank:
-        example = next(name for name in model.values() if name.startswith("zero_pp_rank_"))
+        example = next((name for name in model.values() if name.startswith("zero_pp_rank_")), _MODEL_OF_RANK)
         missing += [re.sub(r"pp_rank_\d+", f"pp_rank_{rank}", example) for rank in range(ranks) if rank not in model]
     elif not model:
         missing.append("mp_rank_00_model_states.pt")

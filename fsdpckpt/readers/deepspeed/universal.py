@@ -1,0 +1,219 @@
+"""Read DeepSpeed universal checkpoints: a directory for each parameter, with a file for its weight and each state.
+
+``zero/<parameter>/{fp32,exp_avg,exp_avg_sq}.pt`` hold ``{"param": tensor, ...}``, whole whatever the model was parallel
+in. From ZeRO 3 they hold the tensor itself, flattened, and the step is in ``zero/optimizer_state.pt`` alone; from the
+other stages it is in ``step.pt`` (``merge_tp_slices`` and ``merge_zero3_slices`` of
+``deepspeed/checkpoint/ds_to_universal.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import cast
+
+from fsdpckpt.errors import SourceIncompleteError
+from fsdpckpt.formats.torch.archive import TorchArchive, local_tensor, read_archive
+from fsdpckpt.formats.torch.tensors import StoredTensor
+from fsdpckpt.ir.checkpoint import Evidence, EvidenceKind, Layout
+from fsdpckpt.ir.tensors import Tensor, contiguous_stride
+from fsdpckpt.ir.values import Key, Value
+from fsdpckpt.readers.deepspeed import OPTIMIZER_STATE, UniversalFiles
+from fsdpckpt.readers.deepspeed.module_states import (
+    FlatGroup,
+    ModuleStates,
+    StateDict,
+    StepFile,
+    add_archives,
+    add_extras,
+    as_mapping,
+    contradiction,
+    merge_files,
+    open_files,
+    plain,
+    section_of,
+)
+from fsdpckpt.readers.deepspeed.read import DESCRIBED_STATES
+from fsdpckpt.readers.protocol import FileTable, Tree
+from fsdpckpt.storage.protocols import Entry
+from fsdpckpt.storage.sources import Sources
+from fsdpckpt.text import first_of
+
+_WEIGHT = "fp32"
+_STEP = "step"
+_SUFFIX = ".pt"
+_PADDED = "vocab_tensor"  # the rows that padded the vocabulary were taken off
+_SHOWN = 4
+
+
+def read_universal(files: UniversalFiles, table: FileTable, sources: Sources) -> Tree:
+    """The model, the optimizer and the extras of the checkpoint in ``files``.
+
+    Raises SourceIncompleteError naming the parameters without a weight, SourceCorruptError where the files contradict
+    each other, and what ``read_archive`` raises.
+    """
+    sources.prefetch_ends([*files.model.values(), *files.others])
+    partitioned = not next(iter(files.model.values())).rpartition("/")[2].startswith("mp_rank_")
+    module = ModuleStates(open_files(files.model, table, sources), partitioned)
+    others = [file for path in files.others for file in open_files({0: path}, table, sources)]
+    return _Universal(files, module, others, table, sources).tree()
+
+
+@dataclass(slots=True)
+class _Universal:
+    """One checkpoint, being read."""
+
+    files: UniversalFiles
+    module: ModuleStates
+    others: list[StepFile]
+    table: FileTable
+    sources: Sources
+    archives: list[TorchArchive] = field(default_factory=list)
+
+    def tree(self) -> Tree:
+        groups = self._groups()
+        entries = {entry.name: entry for entry in self.sources.list_directory(self.files.zero)}
+        shapes = {name: shape for group in groups for name, shape in group.items()}
+        stored = self._stored(groups, entries)
+        optimizer = self._optimizer_file(entries)
+        if optimizer is None and any(len(one) > 1 for one in stored.values()):
+            raise self._incomplete([f"{self.files.zero}/{OPTIMIZER_STATE}"])
+        common = self._common_states(optimizer, len(groups))
+        weights: dict[Key, Value] = {}
+        states: dict[Key, Value] = {}
+        for number, group in enumerate(groups):
+            for name in group:
+                weights[name] = stored[name].pop(_WEIGHT)
+                entry = {**common[number], **stored[name]}
+                if entry:
+                    states[name] = cast(Value, entry)
+        rest = self.module.untrained(shapes.keys() | self.module.aliases().keys())
+        model = self.module.in_order({**section_of(rest, "model"), **weights})
+        root: dict[Key, Value] = {"model": model}
+        merged = [rest]
+        if optimizer is not None:
+            root["optimizer"] = {"state": states, "param_groups": self._param_groups(optimizer, groups)}
+            extra = {key: plain(value) for key, value in optimizer.root.items() if key not in DESCRIBED_STATES}
+            extra.pop("param_groups", None)
+            merged.append(merge_files([optimizer], [{"extra": extra}]))
+        dtypes = {leaf.dtype.name for leaf in weights.values() if isinstance(leaf, Tensor)}
+        ranks = len(self.module.files)
+        cut = any(isinstance(leaf, Tensor) and leaf.sharded for leaf in model.values())  # frozen parameters of ZeRO 3
+        tree = Tree(root, Layout.SHARDED if cut else Layout.FULL, "torch", ranks if cut else 1)
+        add_extras(tree, merged)
+        opened = [*self.module.files, *self.others, *([optimizer] if optimizer is not None else [])]
+        add_archives(tree, [*(file.archive for file in opened), *self.archives])
+        message = f"{self.files.zero} has a directory for each of {len(shapes)} parameters (DeepSpeed universal)"
+        tree.notes += self.module.notes_on_copies(shapes, dtypes.pop()) if len(dtypes) == 1 else []
+        tree.evidence.append(Evidence(EvidenceKind.CONTAINER, message))
+        return tree
+
+    def _groups(self) -> list[FlatGroup]:
+        """The parameters by flat tensor, those of other tensor parallel ranks and pipeline stages included."""
+        groups = self.module.groups()
+        for file in self.others:
+            more = self.module.groups(file)
+            if len(more) != len(groups):
+                raise contradiction(file.path, f"it lists {len(more)} groups of parameters, and rank 0 {len(groups)}")
+            for group, added in zip(groups, more, strict=True):
+                group.update(added)
+        return groups
+
+    def _stored(self, groups: list[FlatGroup], entries: Mapping[str, Entry]) -> dict[str, dict[str, Value]]:
+        """By parameter: its weight and its states, by the names of their files."""
+        files: dict[str, dict[str, Entry]] = {}
+        shapes = {name: shape for group in groups for name, shape in group.items()}
+        for name in shapes:
+            entry = entries.get(name)
+            inside = self.sources.list_directory(entry.path) if entry is not None and entry.directory else []
+            files[name] = {
+                one.name.removesuffix(_SUFFIX): one
+                for one in sorted(inside, key=lambda one: one.name)
+                if one.name.endswith(_SUFFIX) and not one.directory
+            }
+        missing: list[str] = []
+        for group in groups:  # a parameter that never had a gradient has its weight alone
+            every = {_WEIGHT}.union(*(files[name] for name in group))
+            for name in group:
+                lacks = every - files[name].keys() if files[name].keys() - {_WEIGHT} else {_WEIGHT} - files[name].keys()
+                missing += [f"{self.files.zero}/{name}/{state}{_SUFFIX}" for state in sorted(lacks)]
+        if missing:
+            raise self._incomplete(missing)
+        self.sources.prefetch_ends([entry.path for one in files.values() for entry in one.values()])
+        return {
+            name: {state: self._leaf(entry.path, name, state, shapes[name]) for state, entry in one.items()}
+            for name, one in files.items()
+        }
+
+    def _incomplete(self, missing: list[str]) -> SourceIncompleteError:
+        return SourceIncompleteError(
+            f"{self.files.directory}: {len(missing)} file{'s' * (len(missing) != 1)} of the universal checkpoint "
+            f"{'is' if len(missing) == 1 else 'are'} missing: {first_of(missing, _SHOWN)}",
+            details=missing,
+            file=missing[0],
+            why="the conversion by ds_to_universal.py, or the copy, did not finish",
+            next_step="copy the checkpoint again",
+        )
+
+    def _leaf(self, path: str, name: str, state: str, shape: tuple[int, ...]) -> Value:
+        source = self.sources.open(path)
+        number = self.table.add(path, source.nbytes)
+        archive = read_archive(source, number)
+        self.archives.append(archive)
+        root = archive.root
+        padded = isinstance(root, dict) and root.get(_PADDED) is True
+        leaf = root.get("param") if isinstance(root, dict) else root
+        if state == _STEP and type(leaf) in (int, float):
+            return leaf
+        if not isinstance(leaf, StoredTensor):
+            raise contradiction(path, f"it holds no tensor of {name}")
+        if state == _STEP and prod(leaf.shape) == 1:
+            return local_tensor(leaf, number)
+        if leaf.shape != shape and not self.others and not (padded and leaf.shape[1:] == shape[1:]):
+            if prod(leaf.shape) != prod(shape) or leaf.stride != contiguous_stride(leaf.shape):
+                raise contradiction(path, f"it has the shape {list(leaf.shape)}, and {name} has {list(shape)}")
+            leaf.shape, leaf.stride = shape, contiguous_stride(shape)
+        return local_tensor(leaf, number)
+
+    # The optimizer's file
+
+    def _optimizer_file(self, entries: Mapping[str, Entry]) -> StepFile | None:
+        entry = entries.get(OPTIMIZER_STATE)
+        return None if entry is None else open_files({0: entry.path}, self.table, self.sources)[0]
+
+    def _common_states(self, file: StepFile | None, count: int) -> list[dict[str, Value]]:
+        """By flat tensor: what all of its parameters share, of the optimizer of ZeRO 3's rank 0."""
+        common: list[dict[str, Value]] = [{} for _ in range(count)]
+        if file is None:
+            return common
+        inner = file.root.get("optimizer_state_dict")
+        held = inner.get("state") if isinstance(inner, dict) else None
+        for number, states in held.items() if isinstance(held, dict) else ():
+            if type(number) is not int or not 0 <= number < count:
+                continue
+            for key, leaf in as_mapping(states, file.path, f"state.{number}").items():
+                if isinstance(leaf, StoredTensor) and prod(leaf.shape) == 1:
+                    common[number][str(key)] = local_tensor(leaf, file.number)
+                elif type(leaf) in (int, float):
+                    common[number][str(key)] = cast(Value, leaf)
+        return common
+
+    def _param_groups(self, file: StepFile, groups: list[FlatGroup]) -> Value:
+        """The param groups, which list numbers of flat tensors, with the names of parameters."""
+        found = file.root.get("param_groups")
+        if not isinstance(found, list):
+            raise contradiction(file.path, "it has no param_groups")
+        named: list[StateDict] = []
+        listed: list[object] = []
+        for group in (as_mapping(one, file.path, "param_groups") for one in found):
+            numbers = group.get("params")
+            numbers = list(numbers) if isinstance(numbers, (list, tuple)) else []
+            listed += numbers
+            members = [groups[number] for number in numbers if type(number) is int and 0 <= number < len(groups)]
+            named.append({**group, "params": [name for each in members for name in each]})
+        if listed != list(range(len(groups))):
+            raise contradiction(
+                file.path, f"its param groups list {first_of(listed, _SHOWN)} for {len(groups)} groups of parameters"
+            )
+        return cast(Value, named)

@@ -1,0 +1,255 @@
+"""Lays out a DeepSpeed universal checkpoint: one torch file for each weight and each state, all of them whole.
+
+``engine.load_checkpoint`` with ``"load_universal": true`` opens, of the step that ``latest_universal`` names,
+``mp_rank_00_model_states.pt`` (ZeRO 3: ``zero_pp_rank_0_mp_rank_00_model_states.pt``), ``zero/optimizer_state.pt``, and
+of every parameter that it trains ``zero/<parameter>/``: every file of it, ZeRO 3 those of Adam. Each rank cuts its part
+out of the whole tensor (``load_hp_checkpoint_state`` of ``deepspeed/checkpoint/universal_checkpoint.py`` and
+``deepspeed/runtime/zero/stage3.py``). It takes neither buffers nor frozen parameters from there.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+
+from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError
+from fsdpckpt.ir.checkpoint import Checkpoint, Note, group_params
+from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.targets import Target, TargetFile
+from fsdpckpt.ir.tensors import Chunks, Tensor
+from fsdpckpt.ir.values import Global, Key, Object, Value
+from fsdpckpt.text import first_of
+from fsdpckpt.writers.protocol import WriteSpec
+from fsdpckpt.writers.state_dicts import extras_of_one
+from fsdpckpt.writers.torch_full import lay_out_file, ties
+
+_VERSION = "0.19.8"  # of the DeepSpeed whose files these are
+_STEP = "step"
+_STEPS = "global_steps"
+_OF_OPTIMIZER = ("dynamic_loss_scale", "overflow", "clip_grad")  # what its loader takes from optimizer_state.pt, and:
+_SCALER = "loss_scaler"
+_ADAM = frozenset({_STEP, "exp_avg", "exp_avg_sq"})  # the states that ZeRO 3 loads
+_OWN_KEYS = frozenset({
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments",
+    "shared_params", "mp_world_size",
+})  # fmt: skip
+_MOST_NAME_BYTES = 255
+_SHOWN = 4
+
+
+def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
+    """``global_step<N>_universal/`` and ``latest_universal``, where N is the extra ``global_steps``.
+
+    Without an optimizer all of the model is written as weights. Raises SourceUnsupportedError for states that DeepSpeed
+    cannot cut and names that are no file names, NeedsInformationError for parameters without states.
+    """
+    casts, notes = spec.dtypes.casts(checkpoint)
+    extra, dropped = extras_of_one(checkpoint)
+    groups = _groups(checkpoint)
+    params = checkpoint.model.params if checkpoint.model is not None else {}
+    weights = _weights(params, groups, checkpoint)
+    count = extra.get(_STEPS)
+    directory = f"global_step{count if type(count) is int else 0}_universal"
+    first_of_tie = ties([*weights.values(), *(leaf for leaf in params.values() if isinstance(leaf, Tensor))])
+    name_of = {tensor: name for name, tensor in weights.items()}
+    shared: dict[Key, Value] = {
+        name: name_of[first_of_tie[leaf]]
+        for name, leaf in params.items()
+        if name not in weights and isinstance(leaf, Tensor) and first_of_tie.get(leaf) in name_of
+    }
+    files = _module_states(directory, params, weights, shared, groups, extra, casts)
+    for name, tensor in weights.items():
+        states = checkpoint.optim.state[name] if checkpoint.optim is not None else {}
+        for state, leaf in {"fp32": tensor, **states}.items():
+            value: Value = leaf if state == _STEP else {"param": leaf, "cat_dim": 0}
+            _add(files, f"{directory}/zero/{name}/{state}.pt", value, casts)
+    if checkpoint.optim is not None:
+        _add(files, f"{directory}/zero/optimizer_state.pt", _optimizer_state(checkpoint, groups, extra), casts)
+        notes += _notes_on_groups(checkpoint)
+    latest = TargetFile("latest_universal")
+    latest.literal(directory.encode())
+    left = tuple(str(key) for key in extra if key in _OWN_KEYS and key != "mp_world_size")
+    if left:
+        message = f"left out, because DeepSpeed keeps something else under that name: {', '.join(left)}"
+        notes.append(Note("dropped", message, keys=left))
+    return Target([*files, latest], [*notes, *dropped])
+
+
+def _add(files: list[TargetFile], path: str, value: Value, casts: Mapping[Tensor, DType]) -> None:
+    files.append(TargetFile(path))
+    lay_out_file(files[-1], value, casts=casts, sharers=[])
+
+
+def _groups(checkpoint: Checkpoint) -> list[list[str]]:
+    """The trained parameters by param group; without an optimizer every tensor of the model, in one."""
+    if checkpoint.optim is None:
+        params = checkpoint.model.params if checkpoint.model is not None else {}
+        leaves = {name: leaf for name, leaf in params.items() if isinstance(leaf, Tensor)}
+        tied = ties(list(leaves.values()))
+        return [[name for name, leaf in leaves.items() if leaf not in tied]]
+    listed = [group_params(group) for group in checkpoint.optim.param_groups or ()]
+    if not listed or any(names is None for names in listed):
+        raise NeedsInformationError(
+            f"{checkpoint.source} does not say which parameters are in which param group",
+            why="DeepSpeed restores a universal checkpoint group by group",
+            next_step="convert a checkpoint whose optimizer has its param_groups",
+        )
+    return [[str(name) for name in names or ()] for names in listed]
+
+
+def _weights(
+    params: Mapping[str, Tensor | Value], groups: Sequence[Sequence[str]], checkpoint: Checkpoint
+) -> dict[str, Tensor]:
+    """The trained parameters by name. Raises NeedsInformationError and SourceUnsupportedError."""
+    weights: dict[str, Tensor] = {}
+    unlisted: list[str] = []
+    for name in (name for group in groups for name in group):
+        leaf = params.get(name)
+        if isinstance(leaf, Tensor):
+            weights[name] = leaf
+        else:
+            unlisted.append(name)
+    if unlisted:
+        raise NeedsInformationError(
+            f"{len(unlisted)} parameters of the optimizer are not in the model: {first_of(unlisted, _SHOWN)}",
+            details=unlisted,
+            why="DeepSpeed restores the weights of every parameter together with its states",
+            next_step="convert the model and the optimizer together",
+        )
+    unfit = [name for name in weights if not _is_file_name(name)]
+    if unfit:
+        raise SourceUnsupportedError(
+            f"{len(unfit)} parameters have names that cannot be a directory's: {first_of(unfit, _SHOWN)}",
+            details=unfit,
+            key=unfit[0],
+            why="a universal checkpoint has a directory for each parameter",
+            next_step="rename them with --rename OLD=NEW",
+        )
+    if checkpoint.optim is not None:
+        _require_states(weights, checkpoint.optim.state)
+    return weights
+
+
+def _is_file_name(name: str) -> bool:
+    plain = "/" not in name and "\0" not in name and name not in ("", ".", "..", "optimizer_state.pt")
+    return plain and len(name.encode("utf-8", "replace")) <= _MOST_NAME_BYTES
+
+
+def _require_states(weights: Mapping[str, Tensor], held: Mapping[int | str, Mapping[str, Tensor | Value]]) -> None:
+    bare = [name for name in weights if not held.get(name)]
+    if bare:
+        raise NeedsInformationError(
+            f"{len(bare)} parameters have no optimizer state: {first_of(bare, _SHOWN)}",
+            details=bare,
+            why="DeepSpeed opens the states of every parameter that it trains",
+            next_step="add --missing-state zeros",
+        )
+    uncut = [
+        f"{name}.{state}"
+        for name, weight in weights.items()
+        for state, leaf in held[name].items()
+        if state != _STEP and not (isinstance(leaf, Tensor) and leaf.shape == weight.shape and _is_file_name(state))
+    ]
+    if uncut:
+        raise SourceUnsupportedError(
+            f"{len(uncut)} optimizer states do not have the shape of their parameter: {first_of(uncut, _SHOWN)}",
+            details=uncut,
+            key=uncut[0],
+            why="DeepSpeed cuts every state but the step as it cuts the parameter",
+            next_step="write the weights alone with --only model, or a different --flavor",
+        )
+
+
+def _module_states(
+    directory: str,
+    params: Mapping[str, Tensor | Value],
+    weights: Mapping[str, Tensor],
+    shared: dict[Key, Value],
+    groups: Sequence[Sequence[str]],
+    extra: Mapping[Key, Value],
+    casts: Mapping[Tensor, DType],
+) -> list[TargetFile]:
+    """The file that ZeRO 1 and 2 open and the one that ZeRO 3 opens. The weights are in neither, but their names are,
+    as ZeRO 3 has them. Buffers and frozen parameters are in the first."""
+    module: dict[Key, Value] = OrderedDict()
+    for name, leaf in params.items():
+        apart = isinstance(leaf, Tensor) and (name in weights or name in shared)
+        module[name] = _placeholder(leaf) if apart and isinstance(leaf, Tensor) else leaf
+    shapes = [OrderedDict((name, weights[name].shape) for name in group) for group in groups]
+    beside = {key: value for key, value in extra.items() if key not in _OWN_KEYS and key not in _OF_OPTIMIZER}
+    if _scaler(extra) is not None:
+        del beside[_SCALER]
+    state: dict[Key, Value] = {
+        "buffer_names": [],
+        "optimizer": None,
+        "param_shapes": shapes,  # type: ignore[dict-item]
+        "frozen_param_shapes": None,
+        "shared_params": shared,
+        "frozen_param_fragments": None,
+        "lr_scheduler": None,
+        "skipped_steps": 0,
+        _STEPS: 0,
+        "dp_world_size": 1,
+        **beside,
+        "mp_world_size": 1,
+    }
+    file, of_rank = (TargetFile(f"{directory}/{head}mp_rank_00_model_states.pt") for head in ("", "zero_pp_rank_0_"))
+    sharers = [leaf for leaf in module.values() if isinstance(leaf, Tensor)]
+    lay_out_file(file, {"module": module, **state}, casts=casts, sharers=sharers)
+    lay_out_file(of_rank, {"module": {}, **state}, casts=casts, sharers=[])
+    return [file, of_rank]
+
+
+def _placeholder(tensor: Tensor) -> Tensor:
+    return Tensor(tensor.dtype, (0,), Chunks.whole(file=0, offset=0, shape=(0,)))
+
+
+def _optimizer_state(
+    checkpoint: Checkpoint, groups: Sequence[Sequence[str]], extra: Mapping[Key, Value]
+) -> dict[Key, Value]:
+    """What all parameters share: the param groups, where ZeRO 1 and 2 and where ZeRO 3 look for them."""
+    optim = checkpoint.optim
+    held = optim.state if optim is not None else {}
+    settings = optim.param_groups or [] if optim is not None else []
+    param_groups: list[Value] = [{**group, "params": [number]} for number, group in enumerate(settings)]
+    steps = [held[group[0]].get(_STEP) if group else None for group in groups]
+    states: dict[Key, Value] = {number: {_STEP: step} for number, step in enumerate(steps) if step is not None}
+    version = extra.get("ds_version")
+    root: dict[Key, Value] = {key: extra[key] for key in _OF_OPTIMIZER if key in extra}
+    scaler = _scaler(extra)
+    if scaler is not None:
+        root[_SCALER] = scaler
+    root["ds_version"] = version if isinstance(version, str) else _VERSION
+    root["optimizer_state_dict"] = {"state": states, "param_groups": param_groups}
+    root["param_groups"] = param_groups
+    return {**(optim.extra if optim is not None else {}), **root}
+
+
+def _scaler(extra: Mapping[Key, Value]) -> Object | None:
+    """The loss scaler whose attributes the extras of a DeepSpeed checkpoint hold, as the object that it wants."""
+    state = extra.get(_SCALER)
+    if not isinstance(state, dict) or not {"cur_scale", "dynamic"} <= state.keys():
+        return None
+    name = "DynamicLossScaler" if state["dynamic"] is True else "LossScaler"
+    return Object(Global("deepspeed.runtime.fp16.loss_scaler", name), new=True, state=state, has_state=True)
+
+
+def _notes_on_groups(checkpoint: Checkpoint) -> list[Note]:
+    """What ZeRO 3 does not restore, and says nothing of."""
+    optim = checkpoint.optim
+    groups = optim.param_groups or [] if optim is not None else []
+    states = {state for entry in (optim.state.values() if optim is not None else ()) for state in entry}
+    notes: list[Note] = []
+    uneven = sorted(
+        str(key) for key in groups[0] if key != "params" and any(one.get(key) != groups[0][key] for one in groups)
+    )
+    if uneven:
+        message = (
+            f"the param groups differ in {', '.join(uneven)}: DeepSpeed's ZeRO 3 gives all of them the settings of the "
+            "first when it loads a universal checkpoint, so set them again afterwards; ZeRO 1 and 2 restore each"
+        )
+        notes.append(Note("zero-3", message))
+    if states - _ADAM:
+        message = f"DeepSpeed's ZeRO 3 does not load {', '.join(sorted(states - _ADAM))}; ZeRO 1 and 2 do"
+        notes.append(Note("zero-3", message))
+    return notes
