@@ -39,8 +39,8 @@ DEFAULT_MAX_SHARD_SIZE = 5_000_000_000  # bytes, the split Hugging Face's own wr
 
 # Listed, as --help imports no table of producers and dtypes; tests compare them with those.
 FLAVORS = (
-    *("plain", "accelerate", "fabric", "huggingface", "lightning", "lightning-model-parallel", "torchtitan"),
-    *("torchtitan-old", "trainer", "verl"),
+    *("plain", "accelerate", "deepspeed-universal", "fabric", "huggingface", "lightning", "lightning-model-parallel"),
+    *("torchtitan", "torchtitan-old", "trainer", "verl"),
 )
 # float8_e8m0fnu has neither sign nor zero: it holds the scales of other tensors, never values.
 DTYPES = (
