@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from fsdpckpt.verify.compare import Difference
     from fsdpckpt.verify.integrity import Verification
 
-__all__ = ["convert", "diff", "find_units", "inspect", "model_units", "open", "save_units", "verify"]
-
 Path = str | os.PathLike[str]
 
 

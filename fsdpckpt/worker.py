@@ -30,8 +30,6 @@ from fsdpckpt.progress import Progress, ProgressPipe, follow_progress
 if TYPE_CHECKING:
     from fsdpckpt.comm.protocol import Group
 
-__all__ = ["convert", "main"]
-
 REQUEST, REPORT, PROGRESS = "request.json", "report.json", "progress"
 
 

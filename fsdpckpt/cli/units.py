@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from fsdpckpt.flat.units.request import ResolvedUnits
     from fsdpckpt.ir.units import Unit, Units
 
-__all__ = ["units_command"]
-
 EXAMPLES = """\b
 Examples:
   fsdpckpt units --from runs/step-1000 -o runs/step-1000/units.json

@@ -22,17 +22,6 @@ from fsdpckpt.producers.forms import PLAIN, Flavor, Form
 from fsdpckpt.storage.target_checks import is_empty_directory
 from fsdpckpt.transform.placements import TargetMesh
 
-__all__ = [
-    "TargetSpec",
-    "check_options",
-    "make_target_spec",
-    "refuse_flat_options",
-    "refuse_section_options",
-    "refuse_unknown_suffix",
-    "require_file_name",
-    "refuse_target_options",
-]
-
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 SAFETENSORS_SUFFIX = ".safetensors"
 DCP_SUFFIX = ".dcp"  # a directory that says so

@@ -15,15 +15,9 @@ from typing import Protocol, TypeAlias
 from fsdpckpt.ir.checkpoint import Checksums, Evidence, Layout, Note, Problem, Section, SourceFile
 from fsdpckpt.ir.units import RankOrder, Units
 from fsdpckpt.ir.values import Value
-from fsdpckpt.producers.forms import EXTRA_STEM
 from fsdpckpt.readers.ignored import IgnoredFiles
 from fsdpckpt.storage.protocols import Entry
 from fsdpckpt.storage.sources import Sources
-
-__all__ = [
-    "EXTRA_STEM", "FileTable", "MANIFEST", "Claim", "Part", "ReadOptions", "Reader", "Tree", "UNITS", "dotted",
-    "file_name", "stem_of",
-]  # fmt: skip
 
 MANIFEST = "fsdpckpt.json"
 UNITS = "units.json"  # what save_units calls its file in a directory

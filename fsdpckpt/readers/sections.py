@@ -20,8 +20,6 @@ from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value, like
 from fsdpckpt.readers.protocol import dotted
 
-__all__ = ["Sections", "at", "is_flattened", "is_nested", "is_state_only", "optimizer_of", "replaced", "split"]
-
 _MODEL_NAMES = ("model", "state_dict", "model_state_dict", "module", "model_state", "net", "network", "weights")
 _OPTIM_NAMES = frozenset({"optim", "optimizer", "optimizer_state_dict", "optim_state_dict", "optimizer_state", "opt"})
 _SEARCH_DEPTH = 6  # the deepest known producer (composer: state.optimizers.<Class>) needs 3

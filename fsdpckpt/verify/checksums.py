@@ -24,8 +24,6 @@ from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.parallel import DEFAULT_THREADS, for_each
 from fsdpckpt.verify.tensors import TensorsInFiles, named_text
 
-__all__ = ["Records", "check_records", "damaged_files", "records_of"]
-
 READ_BYTES = 4 * 1024 * 1024  # per read: large enough for a disk, small enough for a processor's cache
 READ_THROUGH = 64 * 1024  # bytes between two parts: reading a gap this small costs less than another request
 

@@ -23,8 +23,6 @@ from fsdpckpt.verify.blocks import BlockReader
 from fsdpckpt.verify.elements import Tolerance, compare_tensors
 from fsdpckpt.verify.parallel import DEFAULT_THREADS, Advance, for_each, in_file_order, no_progress
 
-__all__ = ["Difference", "Entry", "compare", "only_section", "same_value", "value_text"]
-
 Sigil: TypeAlias = Literal["=", "*", "-", "+"]
 
 

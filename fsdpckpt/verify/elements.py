@@ -17,16 +17,6 @@ from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.blocks import BLOCK_BYTES, BlockReader, Bytes
 from fsdpckpt.verify.parallel import Advance, no_progress
 
-__all__ = [
-    "Located",
-    "Tolerance",
-    "check_replicas",
-    "compare_tensors",
-    "first_difference",
-    "replica_bytes",
-    "replica_sets",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:

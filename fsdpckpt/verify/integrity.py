@@ -40,8 +40,6 @@ from fsdpckpt.verify.measures import count_not_finite, digest
 from fsdpckpt.verify.parallel import DEFAULT_THREADS, for_each, in_file_order, threads_for
 from fsdpckpt.verify.tensors import TensorsInFiles, buffer_keys, chunk_ends, named_text
 
-__all__ = ["Finite", "Verification", "verify", "verify_checkpoint"]
-
 # Kinds of notes on flat slices without names: nothing says whether they are all of a parameter.
 _UNPROVED = frozenset({"unnamed", "units-unreadable", "units-ambiguous"})
 

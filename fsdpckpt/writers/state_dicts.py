@@ -12,8 +12,6 @@ from fsdpckpt.ir.values import Key, Value, like
 from fsdpckpt.producers.forms import Step
 from fsdpckpt.text import plural
 
-__all__ = ["extra_notes", "extras_of_one", "extras_of_rank", "model_dict", "nested", "optim_dict"]
-
 
 def extras_of_rank(checkpoint: Checkpoint, rank: int) -> dict[Key, Value]:
     """The extras of target rank ``rank``: the common ones, and source rank ``rank``'s (modulo their number)."""

@@ -19,9 +19,12 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdpckpt.flat.live.model import dtype_of, flattens_in_memory_order
-from fsdpckpt.ir.units import Strategy, Unit, UnitParam
-from fsdpckpt.layouts.flattened import FILLER, FlatLayout, alignment, flat_boxes, is_flat_key, layout_of
+from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.tensors import Box
+from fsdpckpt.ir.units import Strategy, Unit, UnitParam, Units
+from fsdpckpt.layouts.flattened import FILLER, FlatLayout, alignment, flat_boxes, is_flat_key, layout_of, place_units
 
+F32 = DTYPES["float32"]
 WORLDS = (1, 2, 3, 5, 8, 16, 64, 512)
 SHAPES = ((17, 9), (1,), (5, 3, 2), (28,), (3, 1), (7, 11), (2,))  # of one unit, in order
 
@@ -261,3 +264,16 @@ def test_a_thousand_units_on_four_thousand_ranks_are_laid_out_in_moments() -> No
     rows = sum(len(FlatLayout.of(numels, world_size=4096, aligned=4).slices().rank) for numels in units)
     assert rows > 4_000_000
     assert time.perf_counter() - begun < 5  # 2 s on an idle machine is what is promised; this one may be busy
+
+
+@pytest.mark.parametrize(("world_size", "shard_size", "shards"), [(4, None, 4), (6, 2, 2), (1, None, 1), (3, 1, 1)])
+def test_units_are_placed_in_sharding_groups_and_shards_without_elements_have_no_box(world_size, shard_size, shards):
+    small, large = (Unit(prefix, (UnitParam(f"{prefix}.w", (numel,), F32),)) for prefix, numel in (("a", 2), ("b", 11)))
+    units = Units((small, large), use_orig_params=False, parameters=("a.w", "b.w"), shard_size=shard_size)
+    placed = place_units(units, world_size)
+    assert [one.unit for one in placed] == [small, large]
+    for one, numel in zip(placed, (2, 11), strict=True):
+        assert (one.layout.shards, one.sharded) == (shards, shards > 1)
+        starts = range(0, numel, -(-numel // shards))
+        assert one.boxes == tuple(Box((at,), (min(-(-numel // shards), numel - at),)) for at in starts)
+        assert one.parts(shards + 1) is one.parts(1 % shards)

@@ -24,8 +24,6 @@ from fsdpckpt.ir.values import Key, Value, leaf_tensors, like
 from fsdpckpt.layouts.flattened import is_flat_key
 from fsdpckpt.readers.flat_slices import is_optimizer
 
-__all__ = ["Merge", "equal"]
-
 _Path: TypeAlias = tuple[Key, ...]
 
 

@@ -1,0 +1,133 @@
+"""Sources of the order of ``model.parameters()``, and what each says of its names."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Container, Layout, ModelState, OptimState, SourceFile
+from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.tensors import SLICES, Chunks, Tensor
+from fsdpckpt.ir.units import Unit, UnitParam, Units
+from fsdpckpt.transform.parameter_order import ParameterOrder, from_list, from_model, from_param_names, from_units
+
+F32, I64 = DTYPES["float32"], DTYPES["int64"]
+
+
+def tensor(*shape: int, at: int = 0, dtype: Any = F32, sharded: bool | None = None, placement: str = "whole") -> Tensor:
+    return Tensor(dtype, shape, Chunks.whole(file=0, offset=at, shape=shape), sharded, placement)
+
+
+def order(params: dict[str, Any], *, sums: list[tuple[int, int, int, int]] | None = None, **given: Any) -> Any:
+    source = Checkpoint(
+        "it.pt", Layout.FULL, Container.TORCH, "plain", 1, (SourceFile("it.pt", 999),), ModelState(params), None, {},
+        checksums=Checksums.of(sums or []),
+    )  # fmt: skip
+    return from_model(source, "it", **given)
+
+
+def names(params: dict[str, Any], **given: Any) -> tuple[str, ...]:
+    found = order(params, **given)
+    return found.names if isinstance(found, ParameterOrder) else ()
+
+
+MODEL = {
+    "w": tensor(3, 2), "count": tensor(at=64), "ids": tensor(3, at=128, dtype=I64), "extra": 7,
+    "u._flat_param": tensor(9, at=192), "s": tensor(3, at=256, placement=SLICES), "b": tensor(3, at=320),
+}  # fmt: skip
+
+
+def test_parameters_are_floating_have_dimensions_and_are_no_slices() -> None:
+    assert names(MODEL) == ("w", "b")
+    assert names(MODEL, keyed={"count"}) == ("w", "count", "b")  # the optimizer has states for it
+    assert names({"ids": tensor(3, dtype=I64, sharded=True)}) == ("ids",)
+    assert names({"c": tensor(3, dtype=DTYPES["complex64"])}) == ("c",)
+
+
+def test_globs_of_buffers_leave_keys_out_unless_there_are_none() -> None:
+    assert names(MODEL, buffers=("b*", "other")) == ("w",)
+    assert names(MODEL, buffers=("none",)) == ("w", "b")
+    assert order(MODEL, buffers=("*",)) is None
+    assert order({"extra": 7}) is None
+
+
+def test_where_something_is_sharded_only_that_is_surely_a_parameter() -> None:
+    params = {"w": tensor(3, sharded=True), "r": tensor(3, at=64, sharded=False), "q": tensor(3, at=128)}
+    assert order(params).optional == {"r", "q"}
+    assert order(params).buffers_apart
+    assert order(params, buffers=("none",)).optional == frozenset()
+    plain = {"w": tensor(3), "q": tensor(3, at=64)}
+    assert order(plain).optional == frozenset()
+    assert not order(plain).buffers_apart
+    assert order(plain, buffers=("none",)).buffers_apart
+    assert order({"r": tensor(3, sharded=False)}).buffers_apart
+
+
+def test_a_module_prefix_of_all_names_goes_unless_the_names_it_is_like_have_it() -> None:
+    params = {"module.w": tensor(3), "module.b": tensor(3, at=64)}
+    assert names(params) == ("module.w", "module.b")
+    assert names(params, like=["w"]) == ("w", "b")
+    assert names(params, like=["module.w"]) == ("module.w", "module.b")
+    assert names({"_orig_mod.w": tensor(3)}) == ("w",)
+
+
+def test_one_place_is_one_parameter_and_equal_checksums_may_be() -> None:
+    params = {"a": tensor(3), "tied": tensor(3), "copy": tensor(3, at=64), "other": tensor(3, at=128)}
+    sums = [(0, 0, 12, 99), (0, 64, 12, 99), (0, 128, 12, 98)]
+    found = order(params, sums=sums)
+    assert (found.names, found.optional) == (("a", "copy", "other"), frozenset({"copy"}))
+    for wrong in ([(0, 0, 12, 0), (0, 64, 12, 0)], [(0, 0, 24, 99), (0, 64, 24, 99)], [(0, 0, 12, 99)], []):
+        assert order(params, sums=wrong).optional == frozenset()  # no sum, or one of more than the tensor
+    transposed = tensor(3, 2, at=64)
+    assert order({"a": tensor(2, 3), "b": transposed}, sums=[(0, 0, 24, 9), (0, 64, 24, 9)]).optional == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("params", "recorded", "expected"),
+    [
+        ([0, 1], ["a", "_orig_mod.b"], ("a", "b")),
+        ([0, 1], ("a", "b"), ("a", "b")),
+        ([0, 1], ["a"], None),
+        ([0, 1], ["a", 7], None),
+        ([0, 1], ["a", "a"], None),
+        ([0, 1], ["a", "u._flat_param"], None),
+        ([0, 1], "ab", None),
+        ([0, 1], None, None),
+        ([0, 1], ["module.a", "module.b"], ("a", "b")),
+        (["b", "a"], ["a", "b"], ("a", "b")),
+        (["c", "a"], ["a", "b"], None),
+    ],
+)
+def test_param_names_count_if_there_is_one_for_each_key(params: list[Any], recorded: Any, expected: Any) -> None:
+    found = from_param_names(OptimState({}, [{"params": params, "param_names": recorded}]))
+    assert (found.names if found is not None else None) == expected
+    if found is not None:
+        assert (found.groups, found.in_model_order, found.explicit) == ((expected,), False, True)
+
+
+def test_units_say_shapes_groups_and_what_may_lack_a_state() -> None:
+    params = (UnitParam("a", (3, 2), F32), UnitParam("b", (4,), F32), UnitParam("c", (5,), F32, requires_grad=False))
+    units = Units(
+        (Unit("", params[:2]),), use_orig_params=False, parameters=("b", "a", "c"), unmanaged=params[2:],
+        shared=(("z", "a"),), groups=(("c",), ("_flat_param",)),
+    )  # fmt: skip
+    assert from_units(units, "units.json") == ParameterOrder(
+        names=("b", "a", "c"),
+        shapes={"b": (4,), "a": (3, 2), "c": (5,)},
+        source="units.json",
+        explicit=True,
+        optional=frozenset({"c"}),
+        groups=(("c",), ("b", "a")),
+        shared=frozenset({"z"}),
+    )
+    named = replace(units, use_orig_params=True, groups=(("c", "a"), ("b",)))
+    assert from_units(named, "x").groups == (("c", "a"), ("b",))
+    assert from_units(replace(units, groups=None), "x").groups is None
+
+
+def test_a_list_is_cleaned_and_says_names_only() -> None:
+    found = from_list(["module._orig_mod.a", "module.b", "module.b"], "a file", like=["a"])
+    assert found == ParameterOrder(("a", "b"), source="a file", explicit=True)
+    assert from_list(["module.b"], like=["module.a"]).names == ("module.b",)
