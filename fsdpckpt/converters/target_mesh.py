@@ -87,7 +87,7 @@ def requested_mesh(options: ConvertOptions, source: Checkpoint, sources: Sources
     hybrid = options.tensor is TensorForm.SHARDED_TENSOR or _has_hybrid(options.flavor or source.flavor)
     if len(mesh.sizes) == 1 or flat or (hybrid and len(mesh.sizes) == 2):
         return TargetMesh(mesh, None, _rows(mesh))
-    raise _how_to_place(mesh, source.source, own)
+    raise _how_to_place(mesh, source)
 
 
 def with_mesh(options: ConvertOptions, source_layout: Layout, mesh: TargetMesh | None) -> ConvertOptions:
@@ -234,7 +234,9 @@ def _like(path: str, options: ConvertOptions, mesh: MeshShape | None, sources: S
     if own is None:
         raise UsageError(
             f"--like {path} does not say how its tensors lie on a mesh",
-            why="only per-rank files of DTensors record their mesh: a DCP directory, ShardedTensors and whole tensors "
+            why=f"its tensors are on several meshes, or on some ranks only: {known}"
+            if (known := " and ".join(map(str, source_meshes(other))))
+            else "only per-rank files of DTensors record their mesh: a DCP directory, ShardedTensors and whole tensors "
             "do not",
             next_step="give the mesh and the placements instead: --mesh NAME=SIZE,... --placements FILE",
         )
@@ -255,12 +257,13 @@ def _like(path: str, options: ConvertOptions, mesh: MeshShape | None, sources: S
     return TargetMesh(mesh, Like(path, shardings))
 
 
-def _how_to_place(mesh: MeshShape, source: str, own: MeshShape | None) -> NeedsInformationError:
+def _how_to_place(mesh: MeshShape, source: Checkpoint) -> NeedsInformationError:
     *others, last = mesh.dimension_names
     placed = ", ".join([*(f'"{name}": "Replicate()"' for name in others), f'"{last}": "Shard(0)"'])
+    known = " and ".join(map(str, source_meshes(source)))
     return NeedsInformationError(
         f"nothing says how tensors lie on --mesh {mesh}",
-        why=f"{source} is on the mesh {own}" if own is not None else f"{source} is on no mesh of several dimensions",
+        why=f"{source.source} is on {f'the mesh {known}' if known else 'no mesh of several dimensions'}",
         next_step="add --like PATH (per-rank DTensor files of this model on such a mesh), or --placements FILE, "
         f'JSON like {{"GLOB": {{{placed}}}, ...}}',
     )

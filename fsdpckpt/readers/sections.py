@@ -1,23 +1,19 @@
 """Split a nested state dict into its sections: model, optimizer, and everything else.
 
-Structure decides, and names only break ties. A model is a mapping from names to tensors. An optimizer has one of these
-forms: ``{"state": {key: {name: value}}, "param_groups": [...]}`` as ``torch.optim.Optimizer.state_dict`` gives it;
-``state`` or ``param_groups`` alone (DCP drops empty dicts, so SGD without momentum has no ``state``); or the flattened
-form of ``torch.distributed.checkpoint.state_dict`` (``flatten_optimizer_state_dict``): ``state.<fqn>.<name>`` and
-``param_groups.<fqn>.<hyper-parameter>``. Nothing is dropped: what is neither stays in ``extra`` under its keys.
+Structure decides, and names only break ties. A model is a mapping from names to tensors; ``optimizer_forms`` has the
+forms of an optimizer. Nothing is dropped: what is neither stays in ``extra`` under its keys.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import cast
 
-from fsdpckpt.ir.checkpoint import BARE_VALUE, ModelState, Note, OptimState, ParamKey
-from fsdpckpt.ir.codec import encode
+from fsdpckpt.ir.checkpoint import ModelState, Note, OptimState
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value, like
+from fsdpckpt.readers.optimizer_forms import is_flattened, is_nested, is_state_only, optimizer_of
 from fsdpckpt.readers.protocol import dotted
 
 _MODEL_NAMES = ("model", "state_dict", "model_state_dict", "module", "model_state", "net", "network", "weights")
@@ -317,187 +313,3 @@ def replaced(value: Value, path: tuple[Key, ...], new: Value) -> Value:
         items[key] = replaced(items[key], below, new)
         return items if isinstance(value, list) else tuple(items)
     return value
-
-
-_STATE, _GROUPS = "state", "param_groups"
-# State names of torch.optim; only needed to recognise a ``state`` that stands alone under no telling name.
-_STATE_NAMES = frozenset(
-    {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum", "exp_inf", "acc_delta"}
-)
-
-
-def is_nested(value: Mapping[Key, Value]) -> bool:
-    """``state`` maps parameters to dicts, and ``param_groups`` is a list of dicts.
-
-    Beside the parameters ``state`` may hold a user's own values, under names that no group lists.
-    """
-    groups = value.get(_GROUPS)
-    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-        return False
-    state = value.get(_STATE)
-    if _is_state(state):
-        return True
-    if not isinstance(state, dict) or not any(isinstance(entry, dict) for entry in state.values()):
-        return False
-    loose = [key for key, entry in state.items() if not isinstance(entry, dict)]
-    listed = {key for group in groups if isinstance(group, dict) for key in _listed(group)}
-    return all(isinstance(key, str) and key not in listed for key in loose) and all(
-        isinstance(key, (int, str)) for key in state
-    )
-
-
-def _listed(group: Mapping[Key, Value]) -> list[Value]:
-    params = group.get("params")
-    return [key for key in params if isinstance(key, (int, str))] if isinstance(params, (list, tuple)) else []
-
-
-def _is_state(value: Value) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(entry, dict) and isinstance(key, (int, str)) for key, entry in value.items()
-    )
-
-
-def is_flattened(value: Mapping[Key, Value]) -> bool:
-    """Every key begins with ``state.`` or ``param_groups.``."""
-    return bool(value) and all(isinstance(key, str) and key.startswith(("state.", "param_groups.")) for key in value)
-
-
-def is_state_only(value: Mapping[Key, Value], *, named: bool) -> bool:
-    """One half of an optimizer; ``named`` says that its key calls it an optimizer."""
-    if value.keys() == {_GROUPS}:
-        groups = value[_GROUPS]
-        return named and isinstance(groups, list) and all(isinstance(group, dict) for group in groups)
-    if value.keys() != {_STATE} or not _is_state(value[_STATE]):
-        return False
-    entries = value[_STATE]
-    if not isinstance(entries, dict) or not entries:
-        return False
-    return named or any(not _STATE_NAMES.isdisjoint(entry) for entry in entries.values() if isinstance(entry, dict))
-
-
-def optimizer_of(value: Mapping[Key, Value], notes: list[Note]) -> OptimState | None:
-    """The optimizer in ``value``, which one of the tests above accepted. Repairs and conversions go into ``notes``.
-
-    None when a state's name is no string: such a dict cannot be addressed by name, and stays an extra.
-    """
-    if is_flattened(value):
-        return _unflatten(value, notes)
-    state = value.get(_STATE, {})
-    groups = value.get(_GROUPS)
-    if not isinstance(state, dict):
-        return None
-    entries: dict[ParamKey, dict[str, Tensor | Value]] = {}
-    for key, states in state.items():
-        if not isinstance(key, (int, str)):
-            return None
-        if not isinstance(states, dict):
-            entries[key] = {BARE_VALUE: states}
-            continue
-        if not all(isinstance(name, str) for name in states):
-            return None
-        entries[key] = {str(name): item for name, item in states.items()}
-    extra = {key: item for key, item in value.items() if key not in (_STATE, _GROUPS)}
-    rebuilt = None
-    if isinstance(groups, list):
-        rebuilt = [dict(group) for group in groups if isinstance(group, dict)]
-    return OptimState(_repair_ids(entries, rebuilt, notes), rebuilt, extra)
-
-
-def _repair_ids(
-    entries: dict[ParamKey, dict[str, Tensor | Value]], groups: list[dict[Key, Value]] | None, notes: list[Note]
-) -> dict[ParamKey, dict[str, Tensor | Value]]:
-    """Ids that a container turned into strings are ints again, when the groups list ints.
-
-    DCP writes every key as a string; ``dcp_to_torch_save`` leaves it so, and then ``load_state_dict`` finds no state.
-    """
-    keyed = {key for key, states in entries.items() if BARE_VALUE not in states}
-    if not any(isinstance(key, str) for key in keyed):
-        return entries
-    ids: set[int] = set()
-    for group in groups or []:
-        params = group.get("params")
-        if not isinstance(params, (list, tuple)) or not all(type(key) is int for key in params):
-            return entries
-        ids.update(key for key in params if isinstance(key, int))
-    names = {str(number): number for number in ids}
-    if not all(isinstance(key, int) or key in names for key in keyed):
-        return entries
-    notes.append(Note("ids-repaired", f"{len(keyed)} parameter ids were stored as strings and are numbers again"))
-    return {names.get(key, key) if isinstance(key, str) else key: states for key, states in entries.items()}
-
-
-def _unflatten(value: Mapping[Key, Value], notes: list[Note]) -> OptimState:
-    hyper: dict[str, dict[Key, Value]] = {}
-    flat: dict[str, Value] = {}
-    for key, item in value.items():
-        section, _, rest = str(key).partition(".")
-        if section == _GROUPS:
-            param, _, name = rest.rpartition(".")
-            hyper.setdefault(param, {})[name] = item
-        else:
-            flat[rest] = item
-    state: dict[ParamKey, dict[str, Tensor | Value]] = {}
-    for key, item in flat.items():
-        param, names = _parameter(key, hyper)
-        _set_state(state.setdefault(param, {}), names, item)
-    groups = _groups(hyper) if hyper else None
-    if groups is not None:
-        notes.append(
-            Note(
-                "groups-rebuilt",
-                f"{len(groups)} param groups rebuilt from flattened keys: parameters with equal hyper-parameters",
-            )
-        )
-    return OptimState(state, groups)
-
-
-def _parameter(key: str, params: Mapping[str, object]) -> tuple[str, list[str]]:
-    """Parameter and state of ``<fqn>.<state>``. The groups know the names; without them the last word is the state."""
-    cut = key.rfind(".")
-    while cut > 0:
-        if key[:cut] in params:
-            return key[:cut], key[cut + 1 :].split(".")
-        cut = key.rfind(".", 0, cut)
-    param, _, name = key.rpartition(".")
-    return param, [name]
-
-
-def _set_state(states: dict[str, Tensor | Value], names: list[str], item: Value) -> None:
-    """``item`` under ``names``: an optimizer such as Shampoo nests dicts inside one parameter's state."""
-    inner: dict[Key, Value] | dict[str, Tensor | Value] = states
-    for name in names[:-1]:
-        child = inner.setdefault(name, {})
-        if not isinstance(child, dict):
-            states[".".join(names)] = item
-            return
-        inner = child
-    inner[names[-1]] = item
-
-
-def _groups(hyper: Mapping[str, dict[Key, Value]]) -> list[dict[Key, Value]]:
-    """Parameters with equal hyper-parameters share a group, in order of first appearance.
-
-    Hyper-parameters that are tensors are equal when they lie in one place: ``dcp.read.share_equal_settings`` gives all
-    of equal value the place of the first.
-    """
-    groups: dict[str, dict[Key, Value]] = {}
-    for param, values in hyper.items():
-        same = json.dumps(encode(dict(values), tensor_key=_place_of), sort_keys=True)
-        group = groups.get(same)
-        if group is None:
-            # Copies: two groups must not share a tensor just because their settings are equal now.
-            copies = {name: replace(item) if isinstance(item, Tensor) else item for name, item in values.items()}
-            groups[same] = {**copies, "params": [param]}
-        else:
-            params = group["params"]
-            if isinstance(params, list):
-                params.append(param)
-    return list(groups.values())
-
-
-def _place_of(tensor: Tensor) -> str:
-    """What tells a tensor apart from every other one: the places of its chunks in the files."""
-    chunks = tensor.chunks
-    item = [] if chunks.item is None else chunks.item.tolist()
-    columns = (chunks.rank, chunks.file, chunks.offset, chunks.start, chunks.size, chunks.stride)
-    return f"{tensor.dtype.name} {tensor.shape} {[column.tolist() for column in columns]} {item}"

@@ -368,6 +368,12 @@ def test_tensors_on_several_meshes_stay_on_theirs_and_each_is_resized(tmp_path: 
     with pytest.raises(NeedsInformationError, match="does not fit the mesh") as error:
         to_ranks(tmp_path / "four", tmp_path / "three", world_size=3)
     assert "a multiple of 2" in str(error.value.next_step)
+    with pytest.raises(NeedsInformationError, match="nothing says how tensors lie") as error:
+        to_ranks(tmp_path / "four", tmp_path / "three", mesh="efsdp=2,ep=2")
+    assert "fsdp=4 and efsdp=2,ep=2" in str(error.value.why)
+    with pytest.raises(UsageError, match="does not say how") as refused:
+        to_ranks(tmp_path / "dcp", tmp_path / "three", like=tmp_path / "four")
+    assert "fsdp=4 and efsdp=2,ep=2" in str(refused.value.why)
     to_ranks(tmp_path / "four", tmp_path / "three", mesh="3")
 
 

@@ -3,22 +3,17 @@
 An item is one ``torch.save`` archive; with ``SerializationFormat.SAFETENSORS`` a data file holds one safetensors blob
 instead, and only its header says where a chunk lies (``filesystem.py``: the offset in ``.metadata`` is the blob's).
 
-The metadata can be wrong. When FSDP2 and tensor parallelism both shard dimension 0 and the rows do not divide evenly,
-``compute_local_shape_and_global_offset`` (``torch/distributed/tensor/_utils.py``, seen up to torch 2.14) computes other
-boxes than the ranks hold, and DCP stores the computed ones. The items carry their true number of rows. The true rule:
-``torch.chunk`` of the rows over the tensor-parallel ranks, then ``torch.chunk`` of that chunk over the FSDP ranks; rank
-= dp * TP + tp.
+The metadata can be wrong where rows do not divide evenly; then the items decide (``uneven``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache
 from itertools import groupby
 from operator import itemgetter
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -27,11 +22,12 @@ from fsdpckpt.errors import COPY_AGAIN, SourceCorruptError, SourceIncompleteErro
 from fsdpckpt.formats.dcp.items import ItemReader, Structures
 from fsdpckpt.formats.safetensors import read_header
 from fsdpckpt.formats.torch.archive import ChecksumRow, load_torch
-from fsdpckpt.ir.checkpoint import Checksums, Note, SourceFile
+from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.ir.tensors import Chunks, Int64Array, Tensor, contiguous_stride, contiguous_strides
 from fsdpckpt.ir.values import Value, leaf_tensors
 from fsdpckpt.readers.chunks import ChunkedTensor
 from fsdpckpt.readers.dcp import DcpDirectory
+from fsdpckpt.readers.dcp.uneven import correct_uneven
 from fsdpckpt.readers.protocol import Tree
 from fsdpckpt.readers.safetensors import sharding_info
 from fsdpckpt.storage.sources import Sources
@@ -68,7 +64,7 @@ def locate_chunks(directory: DcpDirectory, sources: Sources, tree: Tree) -> list
     located = contents.located()
     uneven = [tensor for tensor in declared if located[tensor.key].chunks.size is not tensor.chunks.size]
     if uneven:
-        _correct_uneven(directory, uneven, located, tree)
+        correct_uneven(directory, uneven, located, tree)
     return list(located.values())
 
 
@@ -206,73 +202,6 @@ def _read_blobs(contents: _Contents, sources: Sources) -> None:
         )
 
 
-def _correct_uneven(
-    directory: DcpDirectory, uneven: Sequence[ChunkedTensor], located: dict[str, ChunkedTensor], tree: Tree
-) -> None:
-    """Tensors whose items have other sizes than declared: place them by the true rule, or refuse.
-
-    ``uneven``: as declared. The rule is that of ``_true_box``. One mesh must explain every such tensor.
-    """
-    rows = {tensor.key: _stored_rows(tensor, located[tensor.key].chunks) for tensor in uneven}
-    meshes: set[Mesh] | None = None
-    for tensor in uneven:
-        fitting: set[Mesh] = set()
-        items = rows[tensor.key]
-        if items is not None:
-            fitting = fitting_meshes(tensor.shape[0], items, world_size=directory.world_size)
-        meshes = fitting if meshes is None else meshes & fitting
-    unexplained: dict[str, str] = {}
-    for tensor in uneven:
-        chunks = located[tensor.key].chunks
-        items = rows[tensor.key]
-        starts = None if items is None else true_starts(tensor.shape[0], items, meshes or ())
-        if starts is None:
-            unexplained[tensor.key] = _difference(tensor, chunks)
-            continue
-        start = chunks.start.copy()
-        start[:, 0] = starts
-        located[tensor.key] = tensor._replace(chunks=replace(chunks, start=start))
-    if unexplained:
-        raise _unplaceable(directory, unexplained)
-    tree.notes.append(
-        Note(
-            "chunks-corrected",
-            f"the metadata declares wrong chunks for {len(uneven)} tensors (uneven rows, FSDP2 x tensor parallel); "
-            "they were placed by the sizes the items really have",
-            uneven[0].key,
-        )
-    )
-
-
-def _stored_rows(declared: ChunkedTensor, chunks: Chunks) -> list[StoredRows] | None:
-    """The items as rows of dimension 0; None when another dimension is cut as well."""
-    if not declared.shape or (chunks.size[:, 1:] != np.array(declared.shape[1:], np.int64)).any():
-        return None
-    start, rows = declared.chunks.start[:, 0], declared.chunks.size[:, 0]
-    columns = (chunks.rank, chunks.size[:, 0], start, rows)
-    return [StoredRows(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
-
-
-def _difference(declared: ChunkedTensor, chunks: Chunks) -> str:
-    differs = np.flatnonzero((declared.chunks.size != chunks.size).any(axis=1))[:4]
-    columns = (declared.chunks.start, declared.chunks.size, chunks.size)
-    rows = zip(*(map(tuple, column[differs].tolist()) for column in columns), strict=True)
-    texts = [f"at {start} declared {size}, stored {held}" for start, size, held in rows]
-    return f"{declared.key}: {'; '.join(texts)}"
-
-
-def _unplaceable(directory: DcpDirectory, unexplained: dict[str, str]) -> SourceCorruptError:
-    return SourceCorruptError(
-        f"{directory.path}: {len(unexplained)} tensors have items of another size than the metadata declares",
-        details=list(unexplained.values())[:50],
-        file=directory.path,
-        key=next(iter(unexplained)),
-        why="FSDP2 x tensor parallel with uneven rows makes torch declare wrong chunks; here several ranks declared "
-        "the same one, so that rows were never stored, or no single mesh explains the sizes; or two saves are mixed",
-        next_step="save full state dicts, or one torch.save file per rank",
-    )
-
-
 def read_values(directory: DcpDirectory, sources: Sources, tree: Tree) -> dict[str, Value]:
     """Every pickled value of the checkpoint, by flat key.
 
@@ -328,7 +257,7 @@ def locate_rows(
 ) -> list[Tensor] | None:
     """Each tensor with those rows of its chunks alone, located. Items are opened in the order of their file.
 
-    None when an item holds something else than the metadata declares: ``_correct_uneven`` needs all of them, so the
+    None when an item holds something else than the metadata declares: ``correct_uneven`` needs all of them, so the
     checkpoint has to be opened with ``locate=True``. Raises what ``ItemReader.tensors`` raises.
     """
     located = [replace(tensor, chunks=tensor.chunks.take(rows)) for tensor, rows in wanted]
@@ -371,63 +300,3 @@ def _is_archive(tensor: Tensor, row: int, length: int) -> bool:
     """Whether an item of ``length`` can be an archive: of a blob in the safetensors format only its header says where
     the data lies."""
     return length > tensor.dtype.itemsize * int(np.prod(tensor.chunks.size[row], dtype=np.int64))
-
-
-class Mesh(NamedTuple):
-    """``data`` FSDP ranks times ``tensor`` tensor-parallel ranks; the latter are neighbours."""
-
-    data: int
-    tensor: int
-
-
-class StoredRows(NamedTuple):
-    """One item: who wrote it, how many rows it really has, and what the metadata says."""
-
-    rank: int
-    rows: int
-    declared_start: int
-    declared_rows: int
-
-
-def _chunk(rows: int, parts: int, index: int) -> tuple[int, int]:
-    """First row and number of rows of part ``index`` under ``torch.chunk``."""
-    size = -(-rows // parts)
-    begin = min(index * size, rows)
-    return begin, min(begin + size, rows) - begin
-
-
-def _true_box(rows: int, mesh: Mesh, rank: int) -> tuple[int, int]:
-    data, tensor = divmod(rank, mesh.tensor)
-    begin, extent = _chunk(rows, mesh.tensor, tensor)
-    inner, count = _chunk(extent, mesh.data, data)
-    return begin + inner, count
-
-
-@lru_cache(maxsize=8)
-def _meshes(world_size: int) -> tuple[Mesh, ...]:
-    sizes = (tensor for tensor in range(2, world_size // 2 + 1) if world_size % tensor == 0)
-    return tuple(Mesh(world_size // tensor, tensor) for tensor in sizes)
-
-
-def fitting_meshes(rows: int, items: Sequence[StoredRows], *, world_size: int) -> set[Mesh]:
-    """Every mesh under which each item has exactly its rank's rows, and all rows are there once."""
-    return {mesh for mesh in _meshes(world_size) if _fits(rows, items, mesh)}
-
-
-def _fits(rows: int, items: Sequence[StoredRows], mesh: Mesh) -> bool:
-    total = 0
-    for item in items:
-        start, count = _true_box(rows, mesh, item.rank)
-        if count != item.rows:
-            return False
-        # Where the declared size is right, torch's declared place is right too: no combination was seen otherwise.
-        if count and item.declared_rows == count and item.declared_start != start:
-            return False
-        total += count
-    return total == rows and len({item.rank for item in items}) == len(items)
-
-
-def true_starts(rows: int, items: Sequence[StoredRows], meshes: Iterable[Mesh]) -> list[int] | None:
-    """The first row of each item, when all ``meshes`` agree on it; None when they do not or there is none."""
-    answers = {tuple(_true_box(rows, mesh, item.rank)[0] for item in items) for mesh in meshes}
-    return list(answers.pop()) if len(answers) == 1 else None

@@ -1,0 +1,131 @@
+"""Places the rows of tensors for which ``.metadata`` declares wrong chunks.
+
+When FSDP2 and tensor parallelism both shard dimension 0 and the rows do not divide evenly,
+``compute_local_shape_and_global_offset`` (``torch/distributed/tensor/_utils.py``, seen up to torch 2.14) computes other
+boxes than the ranks hold, and DCP stores the computed ones. The items carry their true number of rows, and the ranks
+that wrote them say where these lie: as ``layouts.sharded.strided`` has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from fsdpckpt.errors import SourceCorruptError
+from fsdpckpt.ir.checkpoint import Note
+from fsdpckpt.ir.mesh import MeshShape, Shard
+from fsdpckpt.ir.tensors import Chunks
+from fsdpckpt.layouts.sharded import mesh_box, strided
+from fsdpckpt.readers.chunks import ChunkedTensor
+from fsdpckpt.readers.dcp import DcpDirectory
+from fsdpckpt.readers.protocol import Tree
+
+
+class _StoredRows(NamedTuple):
+    """One item: who wrote it, how many rows it really has, and what the metadata says."""
+
+    rank: int
+    rows: int
+    declared_start: int
+    declared_rows: int
+
+
+def correct_uneven(
+    directory: DcpDirectory, uneven: Sequence[ChunkedTensor], located: dict[str, ChunkedTensor], tree: Tree
+) -> None:
+    """Tensors whose items have other sizes than declared: place them by the true rule, or refuse.
+
+    ``uneven``: as declared. One mesh must explain every such tensor.
+    """
+    rows = {tensor.key: _stored_rows(tensor, located[tensor.key].chunks) for tensor in uneven}
+    meshes: set[MeshShape] | None = None
+    for tensor in uneven:
+        fitting: set[MeshShape] = set()
+        items = rows[tensor.key]
+        if items is not None:
+            fitting = _fitting_meshes(tensor.shape[0], items, world_size=directory.world_size)
+        meshes = fitting if meshes is None else meshes & fitting
+    unexplained: dict[str, str] = {}
+    for tensor in uneven:
+        chunks = located[tensor.key].chunks
+        items = rows[tensor.key]
+        starts = None if items is None else _true_starts(tensor.shape[0], items, meshes or ())
+        if starts is None:
+            unexplained[tensor.key] = _difference(tensor, chunks)
+            continue
+        start = chunks.start.copy()
+        start[:, 0] = starts
+        located[tensor.key] = tensor._replace(chunks=replace(chunks, start=start))
+    if unexplained:
+        raise _unplaceable(directory, unexplained)
+    tree.notes.append(
+        Note(
+            "chunks-corrected",
+            f"the metadata declares wrong chunks for {len(uneven)} tensors (uneven rows, FSDP2 x tensor parallel); "
+            "they were placed by the sizes the items really have",
+            uneven[0].key,
+        )
+    )
+
+
+def _stored_rows(declared: ChunkedTensor, chunks: Chunks) -> list[_StoredRows] | None:
+    """The items as rows of dimension 0; None when another dimension is cut as well."""
+    if not declared.shape or (chunks.size[:, 1:] != np.array(declared.shape[1:], np.int64)).any():
+        return None
+    start, rows = declared.chunks.start[:, 0], declared.chunks.size[:, 0]
+    columns = (chunks.rank, chunks.size[:, 0], start, rows)
+    return [_StoredRows(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
+
+
+def _difference(declared: ChunkedTensor, chunks: Chunks) -> str:
+    differs = np.flatnonzero((declared.chunks.size != chunks.size).any(axis=1))[:4]
+    columns = (declared.chunks.start, declared.chunks.size, chunks.size)
+    rows = zip(*(map(tuple, column[differs].tolist()) for column in columns), strict=True)
+    texts = [f"at {start} declared {size}, stored {held}" for start, size, held in rows]
+    return f"{declared.key}: {'; '.join(texts)}"
+
+
+def _unplaceable(directory: DcpDirectory, unexplained: dict[str, str]) -> SourceCorruptError:
+    return SourceCorruptError(
+        f"{directory.path}: {len(unexplained)} tensors have items of another size than the metadata declares",
+        details=list(unexplained.values())[:50],
+        file=directory.path,
+        key=next(iter(unexplained)),
+        why="FSDP2 x tensor parallel with uneven rows makes torch declare wrong chunks; here several ranks declared "
+        "the same one, so that rows were never stored, or no single mesh explains the sizes; or two saves are mixed",
+        next_step="save full state dicts, or one torch.save file per rank",
+    )
+
+
+def _fitting_meshes(rows: int, items: Sequence[_StoredRows], *, world_size: int) -> set[MeshShape]:
+    """Every mesh (FSDP's ranks, tensor-parallel ranks) under which each item has exactly its rank's rows, and all rows
+    are there once."""
+    sizes = (tensor for tensor in range(2, world_size // 2 + 1) if world_size % tensor == 0)
+    return {mesh for tensor in sizes if _fits(rows, items, mesh := MeshShape((world_size // tensor, tensor)))}
+
+
+def _rows_of(rows: int, mesh: MeshShape, rank: int) -> tuple[int, int]:
+    box = mesh_box((rows,), strided(mesh, (Shard(0), Shard(0))), rank)
+    return box.offsets[0], box.sizes[0]
+
+
+def _fits(rows: int, items: Sequence[_StoredRows], mesh: MeshShape) -> bool:
+    total = 0
+    for item in items:
+        start, count = _rows_of(rows, mesh, item.rank)
+        if count != item.rows:
+            return False
+        # Where the declared size is right, torch's declared place is right too: no combination was seen otherwise.
+        if count and item.declared_rows == count and item.declared_start != start:
+            return False
+        total += count
+    return total == rows and len({item.rank for item in items}) == len(items)
+
+
+def _true_starts(rows: int, items: Sequence[_StoredRows], meshes: Iterable[MeshShape]) -> list[int] | None:
+    """The first row of each item, when all ``meshes`` agree on it; None when they do not or there is none."""
+    answers = {tuple(_rows_of(rows, mesh, item.rank)[0] for item in items) for mesh in meshes}
+    return list(answers.pop()) if len(answers) == 1 else None
