@@ -143,6 +143,26 @@ def journal(bench: Bench) -> Row:
     return Row("journal, full -> dcp of 4", source, target, contenders, note="journal")
 
 
+def threads(bench: Bench) -> Row:
+    """How the rate grows with threads: best in a ``--directory`` of tmpfs, where no disk is waited for."""
+    source, target = bench.make("dcp", bench.options.size), bench.path("out.pt")
+    contenders = [converting(bench, source, target, "--to", "full"), copying(source, target)]
+    for count in sorted({1, 2, os.cpu_count() or 1}):
+        one = converting(bench, source, target, "--to", "full", "--threads", str(count))
+        contenders.append(Contender(f"fsdpckpt --threads {count}", one.command))
+    return Row("dcp -> full", source, target, contenders)
+
+
+def links(bench: Bench) -> Row:
+    """A conversion that changes names and metadata only. ``--directory`` decides which file system it is on."""
+    source, target = bench.make("dcp", bench.options.size), bench.path("out")
+    contenders = [converting(bench, source, target, "--flavor", "accelerate"), copying(source, target)]
+    for link in ("auto", "hardlink"):
+        command = [*contenders[0].command, "--link", link]
+        contenders.append(Contender(f"fsdpckpt --link {link}", command))
+    return Row("dcp of 4 -> accelerate's of 4", source, target, contenders)
+
+
 def scale(ranks: int) -> Callable[[Bench], Row]:
     def row(bench: Bench) -> Row:
         source = bench.make_scale(ranks)
@@ -180,6 +200,8 @@ ROWS: dict[str, Callable[[Bench], Row]] = {
     "layout": layout,
     "help": help_text,
     "journal": journal,
+    "threads": threads,
+    "links": links,
     "many": hundred_thousand,
     "many-full": hundred_thousand_full,
     "scale-64": scale(64),

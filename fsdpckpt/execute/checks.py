@@ -119,19 +119,23 @@ class SourceCheck:
                 )
 
     def saw(self, file: int, offset: int, data: memoryview) -> int:
-        """Take note of ``data``, read from ``offset`` of ``file``; returns its CRC-32.
-
-        Raises SourceCorruptError when ``data`` is a whole record and does not match its checksum. Records read in
-        parts are compared by ``finish``.
-        """
+        """As ``summed``, of ``data`` that was read from ``offset`` of ``file``; returns its CRC-32."""
         crc = crc32(data)
+        self.summed(file, offset, len(data), crc)
+        return crc
+
+    def summed(self, file: int, offset: int, nbytes: int, crc: int) -> None:
+        """Take note that ``nbytes`` from ``offset`` of ``file`` sum to ``crc``.
+
+        Raises SourceCorruptError when they are a whole record and do not match its checksum. Records read in parts are
+        compared by ``finish``.
+        """
         records = self._records.get(file)
         if records is None:
-            return crc
+            return
         index = bisect_right(records.offsets, offset) - 1
-        nbytes = len(data)
         if index < 0 or offset + nbytes > records.offsets[index] + records.lengths[index]:
-            return crc
+            return
         if nbytes == records.lengths[index]:
             self._compare(file, records, index, crc)
         else:
@@ -139,7 +143,6 @@ class SourceCheck:
                 self._parts.setdefault((file, index), []).append((offset, nbytes, crc))
                 if self._keep_fresh:
                     self._fresh.append((file, index, offset, nbytes, crc))
-        return crc
 
     def finish(self) -> None:
         """Compare the records that were read in parts. Records that were read incompletely are not compared."""

@@ -229,12 +229,11 @@ class StreamCheck(SourceCheck):
         self._came: dict[int, list[Part]] = {}
         self._taking = threading.Lock()
 
-    def saw(self, file: int, offset: int, data: memoryview) -> int:
-        crc = super().saw(file, offset, data)
+    def summed(self, file: int, offset: int, nbytes: int, crc: int) -> None:
+        super().summed(file, offset, nbytes, crc)
         if file >= self._first:
             with self._taking:
-                self._came.setdefault(file - self._first, []).append((offset, len(data), crc))
-        return crc
+                self._came.setdefault(file - self._first, []).append((offset, nbytes, crc))
 
     def require_what_was_sent(self, sent: Mapping[int, int]) -> None:
         """Raises WorkerError when what came differs from ``sent``: for each sender, the checksum of its stream."""

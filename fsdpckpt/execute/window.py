@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from fsdpckpt.execute.checks import SourceCheck
+from fsdpckpt.execute.checks import SourceCheck, crc32
 from fsdpckpt.ir.checkpoint import SourceFile
 from fsdpckpt.ir.dtypes import DType, cast, numpy_dtype
 from fsdpckpt.plan.plan import FilePlan, Plan
@@ -21,6 +21,7 @@ DIRECT = 128 * 1024  # bytes: ranges of this size or more are read straight into
 GAP = 32 * 1024  # bytes: a gap of this size between two small ranges is cheaper to read than to skip
 WIDE_ROW = 16 * 1024  # bytes: rows of this width or more are read one by one, narrower ones in one span
 
+CACHED = 512 * 1024  # bytes: with what else is in use they fit into the second-level cache of one core
 CAST_AT_ONCE = 1 << 16  # elements: their temporary copies fit into the processor's cache
 
 Segment = tuple[int, int, int, int]
@@ -82,6 +83,18 @@ class Assembler:
     def _read(self, file: int, offset: int, view: memoryview) -> None:
         self._sources.open(self._files[file].path).read_into(offset, view)
 
+    def _read_summed(self, file: int, offset: int, view: memoryview) -> int:
+        """Fill ``view``, and return its CRC-32: block by block, while each is still in the processor's cache."""
+        source = self._sources.open(self._files[file].path)
+        step = max(len(view), 1) if self._remote else CACHED
+        crc = 0
+        for at in range(0, len(view), step):
+            block = view[at : at + step]
+            source.read_into(offset + at, block)
+            crc = crc32(block, crc)
+        self._check.summed(file, offset, len(view), crc)
+        return crc
+
     def _plain(
         self,
         file: FilePlan,
@@ -106,9 +119,7 @@ class Assembler:
             segment: Segment = (number, at, place, length)
             cost = costs[number]
             if length >= DIRECT and length >= cost:
-                part = view[place : place + length]
-                self._read(number, at, part)
-                known[begin + place, length] = self._check.saw(number, at, part)
+                known[begin + place, length] = self._read_summed(number, at, view[place : place + length])
                 continue
             if group and not self._joins(group, segment, cost):
                 self._deal(group, begin, view, known)
@@ -130,9 +141,7 @@ class Assembler:
     def _deal(self, group: list[Segment], begin: int, view: memoryview, known: dict[tuple[int, int], int]) -> None:
         number, origin, place, length = group[0]
         if len(group) == 1:
-            span = view[place : place + length]
-            self._read(number, origin, span)
-            known[begin + place, length] = self._check.saw(number, origin, span)
+            known[begin + place, length] = self._read_summed(number, origin, view[place : place + length])
             return
         span = self._scratch[: group[-1][1] + group[-1][3] - origin]
         self._read(number, origin, span)
