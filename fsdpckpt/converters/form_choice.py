@@ -22,12 +22,13 @@ def writable_flavor(name: str) -> Flavor:
     """The flavor of that name. Raises UsageError when none is written under it."""
     flavor = flavor_named(name)
     if flavor is None or not flavor.forms:
-        meant = get_close_matches(name, WRITABLE, n=1, cutoff=0.3)
+        meant = get_close_matches(name, WRITABLE, n=1) if flavor is None else []
+        known = "is a flavor that fsdpckpt reads, but does not write" if flavor is not None else "is an unknown flavor"
         raise UsageError(
-            f"--flavor {name} is " + ("read, and not written" if flavor is not None else "an unknown flavor"),
+            f"--flavor {name} {known}",
             expected=", ".join(WRITABLE),
             found=name,
-            next_step=f"--flavor {meant[0]}" if meant and flavor is None else "choose one of these",
+            next_step=f"--flavor {meant[0]}" if meant else "choose one of these, or drop --flavor",
         )
     return flavor
 
@@ -53,7 +54,7 @@ def default_form(suffix: str, options: ConvertOptions, source: Checkpoint) -> tu
     if flavor is None:
         return None
     if not flavor.forms:
-        return Note("plain", f"{_PLAIN}: flavor {flavor.name} is read, and not written")
+        return Note("plain", f"{_PLAIN}: fsdpckpt reads the flavor {flavor.name}, but does not write it")
     layout = options.to or (Layout.FULL if suffix else _layout(flavor, source))
     fitting = [
         form

@@ -51,8 +51,7 @@ def check_mesh(options: ConvertOptions) -> MeshShape | None:
         )
     if mesh is not None and options.world_size not in (None, mesh.world_size):
         raise UsageError(
-            f"--mesh {mesh} is {' x '.join(map(str, mesh.sizes))} = {mesh.world_size} ranks, and --world-size says "
-            f"{options.world_size}",
+            f"--mesh {mesh} has {plural(mesh.world_size, 'rank')}, and --world-size says {options.world_size}",
             expected=str(mesh.world_size),
             found=str(options.world_size),
             next_step="drop --world-size, or change a size of --mesh",
@@ -258,6 +257,13 @@ def _like(path: str, options: ConvertOptions, mesh: MeshShape | None, sources: S
 
 
 def _how_to_place(mesh: MeshShape, source: Checkpoint) -> NeedsInformationError:
+    for own in source_meshes(source):
+        if mesh.names is None and own.names is not None and len(own.sizes) == len(mesh.sizes):
+            return NeedsInformationError(
+                f"--mesh {mesh} has no names, and the mesh of {source.source} has: {own}",
+                why="placements are by the names of dimensions",
+                next_step=f"did you mean --mesh {replace(own, sizes=mesh.sizes)}?",
+            )
     *others, last = mesh.dimension_names
     placed = ", ".join([*(f'"{name}": "Replicate()"' for name in others), f'"{last}": "Shard(0)"'])
     known = " and ".join(map(str, source_meshes(source)))

@@ -27,6 +27,7 @@ from fsdpckpt.ir.units import Unit, UnitParam
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.layouts.flattened import FlatLayout, flat_boxes, is_flat_key
 from fsdpckpt.storage.sources import Sources
+from fsdpckpt.text import plural
 
 PLACEMENT = "flattened"
 
@@ -64,8 +65,8 @@ def _model(model: ModelState, match: FlatMatch, notes: list[Note]) -> ModelState
             params[later] = params[first]
     # LOCAL_STATE_DICT has the innermost units first: the order of model.parameters() is what others rely on.
     params = {name: params[name] for name in dict.fromkeys([*match.units.parameters, *params]) if name in params}
-    flat = len(by_key)
-    notes.append(Note("unflattened", f"model: {len(sharded)} parameters were found in {flat} flat parameters"))
+    found = f"{plural(len(sharded), 'parameter', 'were')} found in {plural(len(by_key), 'flat parameter')}"
+    notes.append(Note("unflattened", f"model: {found}"))
     return ModelState(params, model.metadata)
 
 

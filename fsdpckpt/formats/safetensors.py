@@ -52,7 +52,7 @@ from typing import NamedTuple, NoReturn
 from fsdpckpt.errors import COPY_AGAIN, SourceError, SourceUnsupportedError, damaged
 from fsdpckpt.ir.dtypes import DTYPES, MAX_DIMENSIONS, SAFETENSORS_DTYPES, DType
 from fsdpckpt.storage.protocols import ByteSource
-from fsdpckpt.text import bytes_text, truncate
+from fsdpckpt.text import bytes_text, plural, truncate
 
 METADATA_KEY = "fsdpckpt"
 VERSION = 1
@@ -198,8 +198,8 @@ class _Parser:
                 self.refuse(
                     f"{key} does not have as many bytes as its shape",
                     key=key,
-                    expected=f"{nbytes} bytes for {code} {list(shape)}",
-                    found=str(stop - begin),
+                    expected=f"{bytes_text(nbytes)} for {code} {list(shape)}",
+                    found=bytes_text(stop - begin),
                 )
             spans.append((begin, stop, key))
             tensors[key] = HeaderTensor(dtype, shape, data_begin + begin, nbytes)
@@ -225,7 +225,7 @@ class _Parser:
 
     def _unknown_dtypes(self, unknown: list[str]) -> SourceError:
         return SourceUnsupportedError(
-            f"{self.file}: {len(unknown)} tensors have a dtype that has no whole-byte torch counterpart",
+            f"{self.file}: {plural(len(unknown), 'tensor', 'have')} a dtype that has no whole-byte torch counterpart",
             details=unknown[:50],
             why="a newer library wrote the file, or it holds packed sub-byte numbers",
             next_step="save these tensors in another dtype",

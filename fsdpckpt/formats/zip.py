@@ -23,6 +23,7 @@ from fsdpckpt.errors import COPY_AGAIN, SourceUnrecognisedError, SourceUnsupport
 from fsdpckpt.ir.targets import TargetFile
 from fsdpckpt.storage.protocols import ByteSource
 from fsdpckpt.storage.remote_file import prefetch
+from fsdpckpt.text import bytes_text, plural
 
 _LOCAL_LENGTHS = struct.Struct("<4s22xHH")  # signature, name length, extra length
 # signature, flags, method, crc, csize, size, name, extra, comment, at
@@ -117,13 +118,13 @@ def _find_directory(source: ByteSource, begin: int, stop: int) -> tuple[bytes, i
         _explain_no_zip(source, begin, stop)
     _, _, _, _, count, size, start, comment = _END_FIELDS.unpack_from(tail, at)
     if len(tail) - at - _END_FIELDS.size < comment:
-        _corrupt(source, "the zip's end record is cut off", f"a comment of {comment} bytes", "fewer")
+        _corrupt(source, "the zip's end record is cut off", f"a comment of {bytes_text(comment)}", "fewer")
     base = stop - tail_size
     locator = at - _LOCATOR64_FIELDS.size
     if locator >= 0 and tail[locator : locator + 4] == b"PK\6\7":
         _, _, where, _ = _LOCATOR64_FIELDS.unpack_from(tail, locator)
         if begin + where + _END64_FIELDS.size > stop:
-            _corrupt(source, "the zip64 end record lies outside the archive", f"below {stop - begin}", str(where))
+            _corrupt(source, "the zip64 end record lies outside the archive", f"below {stop - begin:,}", f"{where:,}")
         inside = begin + where - base
         at_hand = tail[inside : inside + _END64_FIELDS.size] if inside >= 0 else None
         raw = source.read(begin + where, _END64_FIELDS.size) if at_hand is None else at_hand
@@ -131,9 +132,16 @@ def _find_directory(source: ByteSource, begin: int, stop: int) -> tuple[bytes, i
         if signature != b"PK\6\6":
             _corrupt(source, "the zip64 end record is not where it should be", "PK\\6\\6", repr(signature))
     if size > _MAX_DIRECTORY_BYTES:
-        _corrupt(source, "the zip's directory is impossibly large", f"up to {_MAX_DIRECTORY_BYTES}", f"{size} bytes")
+        _corrupt(
+            source,
+            "the zip's directory is impossibly large",
+            f"up to {bytes_text(_MAX_DIRECTORY_BYTES)}",
+            bytes_text(size),
+        )
     if begin + start + size > base + at:
-        _corrupt(source, "the zip's directory lies outside the archive", f"{start + size} bytes", f"{stop - begin}")
+        _corrupt(
+            source, "the zip's directory lies outside the archive", bytes_text(start + size), bytes_text(stop - begin)
+        )
     if begin + start >= base:
         return tail[begin + start - base : begin + start - base + size], count, start
     return source.read(begin + start, size), count, start
@@ -145,7 +153,7 @@ def _parse_directory(source: ByteSource, directory: bytes, count: int) -> list[_
     at, limit, unpack = 0, len(directory), _CENTRAL_FIELDS.unpack_from
     for _ in range(count):
         if at + _CENTRAL_SIZE > limit:
-            _corrupt(source, "the zip's directory is cut off", f"{count} records", f"{len(entries)}")
+            _corrupt(source, "the zip's directory is cut off", plural(count, "record"), f"{len(entries):,}")
         signature, flags, method, crc, packed, nbytes, n_name, n_extra, n_comment, header = unpack(directory, at)
         if signature != b"PK\1\2":
             _corrupt(source, f"record {len(entries)} of the zip's directory is damaged", "PK\\1\\2", repr(signature))
@@ -161,7 +169,7 @@ def _parse_directory(source: ByteSource, directory: bytes, count: int) -> list[_
         entries.append(_Entry(name, header, nbytes, crc))
         at = after + n_extra + n_comment
     if at != limit:
-        _corrupt(source, "the zip's directory does not end where it should", f"{limit} bytes", f"{at}")
+        _corrupt(source, "the zip's directory does not end where it should", bytes_text(limit), bytes_text(at))
     if refused and any(entry.name.endswith("/constants.pkl") for entry in entries):
         raise SourceUnrecognisedError(
             f"{source.path} is a TorchScript module, not a checkpoint",

@@ -47,6 +47,7 @@ from fsdpckpt.option_fields import changed
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.readers.dcp.read import UNREAD
 from fsdpckpt.storage.sources import Sources
+from fsdpckpt.text import plural
 from fsdpckpt.verify.blocks import Bytes
 from fsdpckpt.verify.parallel import DEFAULT_THREADS
 
@@ -230,7 +231,7 @@ class StorageReader(TorchStorageReader):
                 wrong[key] = f"{key}: {list(tensor.shape)} in the checkpoint, {list(shape)} in the state dict"
         if wrong:
             raise StateDictMismatchError(
-                f"{self._path} holds {len(wrong)} tensors of another dtype or shape than the state dict has",
+                f"{self._path} holds {plural(len(wrong), 'tensor')} of another dtype or shape than the state dict has",
                 details=list(wrong.values()),
                 why="loading never casts: the choice of rounding is yours",
                 next_step="make the state dict like the checkpoint, or cast the checkpoint first: "

@@ -17,6 +17,7 @@ from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import Target, TargetData, TargetFile, as_table
 from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.plan.copies import Casts, Sources
+from fsdpckpt.text import bytes_text
 
 
 class Claim(NamedTuple):
@@ -118,8 +119,8 @@ def _check_file(file: FilePlan) -> None:
         offset, nbytes = file.write_items[write_item].tolist()
         raise InternalError(
             f"the plan of {file.path or 'the target file'} does not fill the write item at offset {offset}",
-            expected=f"{nbytes} bytes",
-            found=f"{int(per_write_item[write_item])}",
+            expected=bytes_text(nbytes),
+            found=bytes_text(int(per_write_item[write_item])),
         )
 
 

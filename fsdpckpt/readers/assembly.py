@@ -163,7 +163,8 @@ def _how_to_choose(source: str, labels: Sequence[str], parts: Sequence[ReadPart]
 
     kept = min(labels, key=is_export)
     ignored = " ".join(f"--ignore-file {shlex.quote(globs[label])}" for label in labels if label != kept)
-    other = f"; or give {shlex.quote(named)} itself" if named.rstrip("/") != source.rstrip("/") else ""
+    shown = "that one" if named == kept else shlex.quote(named)
+    other = f"; or give {shown} as SRC" if named.rstrip("/") != source.rstrip("/") else ""
     return f"to read {kept}, add {ignored}{other}"
 
 

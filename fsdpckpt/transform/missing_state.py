@@ -17,6 +17,7 @@ from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.units import UnitParam, Units
 from fsdpckpt.ir.values import Value
+from fsdpckpt.text import plural
 from fsdpckpt.transform.parameter_order import Shape
 
 Choice: TypeAlias = Literal["error", "zeros", "skip"]
@@ -140,7 +141,7 @@ def _filled(checkpoint: Checkpoint, optim: OptimState, missing: list[ParamKey], 
         made.update(maker.group(keys, present, absent))
     if maker.problems:
         raise NeedsInformationError(
-            f"{checkpoint.source}: zeros cannot be made for {len(missing)} parameters without optimizer state",
+            f"{checkpoint.source}: zeros cannot be made for {plural(len(missing), 'parameter')} without state",
             details=maker.problems,
             why="they are made like the other states of their group, which have to be unambiguous",
             next_step="--missing-state skip leaves them without state; a model section or --units FILE states shapes",
@@ -203,7 +204,7 @@ def require_complete(checkpoint: Checkpoint, units: Units) -> None:
             wrong.append(f"unit {unit.prefix or 'root'!r}: {', '.join(bare[:4])}{' ...' if len(bare) > 4 else ''}")
     if wrong:
         raise NeedsInformationError(
-            f"{checkpoint.source}: in {len(wrong)} units some parameters have optimizer state and others have none",
+            f"{checkpoint.source}: in {plural(len(wrong), 'unit')} only some parameters have optimizer state",
             details=wrong,
             why="with use_orig_params=False a unit's parameters share every state",
             next_step="add --missing-state zeros, which makes the absent states, or --use-orig-params, where they may "

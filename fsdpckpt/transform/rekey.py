@@ -17,6 +17,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Note, OptimState, ParamKey, group
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.layouts.flattened import is_flat_key
+from fsdpckpt.text import plural
 from fsdpckpt.transform.assignment import Answer, in_any_order, in_order
 from fsdpckpt.transform.parameter_order import (
     ParameterOrder,
@@ -50,8 +51,8 @@ def to_names(checkpoint: Checkpoint, order: ParameterOrder, others: Sequence[Par
     shaped = sum(1 for number in ids.every if ids.state_shapes[number])
     note = Note(
         "rekeyed",
-        f"{len(ids.every)} optimizer ids became names, from {order.source}; the states of {shaped} parameters have the "
-        "shapes that this needs",
+        f"{plural(len(ids.every), 'optimizer id')} became {plural(len(ids.every), 'name')}, from {order.source}; the "
+        f"states of {plural(shaped, 'parameter', 'have')} the shapes that this needs",
     )
     renamed = _rekeyed(optim, names, checkpoint.source)
     return replace(checkpoint, optim=renamed, notes=(*checkpoint.notes, note))

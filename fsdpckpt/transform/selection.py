@@ -28,6 +28,7 @@ from fsdpckpt.ir.checkpoint import (
 from fsdpckpt.ir.names import WRAPPERS
 from fsdpckpt.ir.tensors import Int64Array, Tensor
 from fsdpckpt.ir.values import Key, Value
+from fsdpckpt.text import plural
 
 SHOWN = 5  # keys in a note; its ``keys``, in --json, has them all
 
@@ -118,10 +119,10 @@ def select_keys(
     dropped = [name for name in names if not wanted(name)]
     if len(dropped) == len(names):
         raise UsageError(
-            f"--include and --exclude leave none of the {len(names)} keys of {checkpoint.source}",
+            f"--include and --exclude leave none of the {plural(len(names), 'key')} of {checkpoint.source}",
             next_step=_list_keys(checkpoint.source),
         )
-    message = f"--include/--exclude: {len(dropped)} of {len(names)} keys were left out: {_some(dropped)}"
+    message = f"--include/--exclude: {len(dropped):,} of {plural(len(names), 'key')} left out: {_some(dropped)}"
     note = Note("dropped", message, keys=tuple(dropped))
     return _rekey(checkpoint, {name: name for name in names if wanted(name)}, note)
 
@@ -150,7 +151,7 @@ def rename(
     _refuse_collisions(names)
     changed = [f"{source} -> {name}" for source, name in names.items() if source != name]
     some = f": {_some(changed)}" if changed else ""
-    note = Note("renamed", f"{len(changed)} of {len(names)} keys were renamed{some}", keys=tuple(changed))
+    note = Note("renamed", f"{len(changed):,} of {plural(len(names), 'key')} renamed{some}", keys=tuple(changed))
     return _rekey(checkpoint, names, note)
 
 

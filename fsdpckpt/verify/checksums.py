@@ -21,6 +21,7 @@ from fsdpckpt.progress import NoProgress, Progress
 from fsdpckpt.readers.beside import check_listing, listed, read_manifest
 from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage.sources import Sources
+from fsdpckpt.text import bytes_text
 from fsdpckpt.verify.parallel import DEFAULT_THREADS, for_each
 from fsdpckpt.verify.tensors import TensorsInFiles, named_text
 
@@ -189,7 +190,15 @@ def check_records(
     unreadable = [problem for problem in results if problem is not None]
     found = _sums(parts, crcs)
     wrong = np.flatnonzero((found >= 0) & (found != records.crc))
-    return [*unreadable, *(_mismatch(records, row, int(found[row]), tensors) for row in wrong.tolist())]
+    with_sums = frozenset(records.file[~records.listed].tolist())  # a tensor in these has a record of its own
+    hit = frozenset(records.file[wrong][~records.listed[wrong]].tolist())
+    problems = []
+    for row in wrong.tolist():
+        file, listed = int(records.file[row]), bool(records.listed[row])
+        where = ", outside of its tensors" if listed and file in with_sums - hit else ""
+        named = None if listed and file in with_sums else tensors
+        problems.append(_mismatch(records, row, int(found[row]), where, named))
+    return [*unreadable, *problems]
 
 
 def _sums(parts: _Parts, crcs: Int64Array) -> Int64Array:
@@ -208,12 +217,13 @@ def _sums(parts: _Parts, crcs: Int64Array) -> Int64Array:
     return found
 
 
-def _mismatch(records: Records, row: int, found: int, tensors: TensorsInFiles | None) -> Problem:
+def _mismatch(records: Records, row: int, found: int, where: str, tensors: TensorsInFiles | None) -> Problem:
+    """``where``: in the file, as far as that is known of a whole file."""
     path, offset, nbytes = records.paths[records.file[row]], int(records.offset[row]), int(records.nbytes[row])
     if records.listed[row]:
-        what = f"{path} ({nbytes} bytes) has CRC-32 {found:08x}, and {MANIFEST} says"
+        what = f"{path} was changed{where}: it has CRC-32 {found:08x}, and {MANIFEST} says"
     else:
-        what = f"{nbytes} bytes at offset {offset} of {path} have CRC-32 {found:08x}, and were written with"
+        what = f"{bytes_text(nbytes)} at offset {offset:,} of {path} have CRC-32 {found:08x}, and were written with"
     message = f"{what} {int(records.crc[row]):08x}"
     return _problem("checksum", message, path, offset, offset + nbytes, tensors)
 

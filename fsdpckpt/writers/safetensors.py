@@ -18,6 +18,7 @@ from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value, leaf_tensors
 from fsdpckpt.producers.forms import EXTRA_STEM
+from fsdpckpt.text import plural
 from fsdpckpt.writers.protocol import DtypeRule, WriteSpec
 from fsdpckpt.writers.state_dicts import extras_of_one
 from fsdpckpt.writers.torch_full import ties
@@ -167,7 +168,7 @@ def _refuse(groups: list[_Group]) -> None:
     ]
     if unknown:
         raise SourceUnsupportedError(
-            f"{len(unknown)} tensors have a dtype that safetensors cannot hold",
+            f"{plural(len(unknown), 'tensor', 'have')} a dtype that safetensors cannot hold",
             details=unknown,
             next_step="write another container (--container torch or dcp), or leave them out with --exclude",
             key=unknown[0].split(" ")[0],

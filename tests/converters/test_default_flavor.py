@@ -106,7 +106,7 @@ def test_hugging_faces_weights_stay_what_they_are() -> None:
         ("trainer", (SHARDED, DCP), "out", {"key_type": "id"}, (SHARDED, DCP, None), "--key-type id"),
         ("trainer", (SHARDED, DCP), "out", {"only": Section.OPTIM}, (SHARDED, DCP, None), "--only optim"),
         ("huggingface", (FULL, SAFETENSORS), "out", TO_SIX, (SHARDED, DCP, 6), "loads with it"),
-        ("composer", (SHARDED, DCP), "out", SIX, (SHARDED, DCP, 6), "composer is read, and not written"),
+        ("composer", (SHARDED, DCP), "out", SIX, (SHARDED, DCP, 6), "reads the flavor composer, but does not write it"),
     ],
 )
 def test_where_the_framework_has_no_such_form_the_target_is_plain_and_says_what_resumes(

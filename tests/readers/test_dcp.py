@@ -33,6 +33,7 @@ from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.ir.tensors import ONE_SLICE, Tensor
 from fsdpckpt.ir.values import Global, Object
 from fsdpckpt.readers.dcp.read import UNREAD
+from fsdpckpt.text import plural
 from tests.readers.contents import held, opened, raw, same_values
 from tests.readers.played_ranks import as_rank, save_as_ranks, shard, shard_rows_twice
 
@@ -508,7 +509,7 @@ def test_uneven_rows_under_tensor_parallel_are_placed_where_they_belong(
     same_values(found, model={f"{name}.weight": value for name, value in weights.items()})
     notes = [note.message for note in found.notes if note.kind == "chunks-corrected"]
     assert found.problems == () and len(notes) == bool(wrong)
-    assert not wrong or f"for {wrong} tensors" in notes[0]
+    assert not wrong or f"for {plural(wrong, 'tensor')}" in notes[0]
 
 
 def test_rows_that_two_ranks_declared_as_one_chunk_are_lost_and_refused(tmp_path: Path) -> None:

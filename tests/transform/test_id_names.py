@@ -77,7 +77,7 @@ def test_nothing_changes_where_keys_are_right_already_or_there_are_none() -> Non
 def test_notes_say_how_many_and_from_where() -> None:
     found = to_names(source([[0, 1, 2]], "e-b"), order("eab"))
     assert found.notes[-1].message.startswith(
-        "3 optimizer ids became names, from the order; the states of 2 parameters"
+        "3 optimizer ids became 3 names, from the order; the states of 2 parameters"
     )
     assert to_ids(found, order("eab")).notes[-1].message == "3 optimizer keys became ids, in the order of the order"
 

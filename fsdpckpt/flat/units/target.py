@@ -186,8 +186,8 @@ def _sharding(units: Units, request: UnitsRequest, world_size: int | None) -> Un
             raise UsageError(
                 f"--shard-size {size} does not divide the {world_size} ranks of the target",
                 why="every sharding group has the same number of ranks",
-                next_step="--shard-size with one of "
-                + ", ".join(str(one) for one in range(2, world_size + 1) if world_size % one == 0),
+                next_step="--shard-size "
+                + " or ".join(str(one) for one in range(2, world_size + 1) if world_size % one == 0),
             )
         raise NeedsInformationError(
             f"sharding groups of {size} ranks, as the units have, do not divide {world_size} ranks",

@@ -34,7 +34,7 @@ from fsdpckpt.formats.pickle.read import StubInstance
 from fsdpckpt.ir.dtypes import DTYPES, MAX_DIMENSIONS, DType
 from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.storage.protocols import ByteSource
-from fsdpckpt.text import truncate
+from fsdpckpt.text import plural, truncate
 
 PathElement = int | str
 _INTEGERS = {int}
@@ -154,7 +154,7 @@ def _require_all(missing: list[tuple[float, str]], context: _Context) -> None:
     if missing:
         names = [name for _, name in sorted(missing, key=itemgetter(0))]
         raise SourceIncompleteError(
-            f"{context.file}: {len(names)} entries have no stored data",
+            f"{context.file}: {plural(len(names), 'entry', 'have')} no stored data",
             details=names[:50],
             why="the save did not finish, or the metadata was damaged",
             next_step="save the checkpoint again",

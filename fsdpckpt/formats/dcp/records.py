@@ -17,6 +17,7 @@ from fsdpckpt.formats.dcp.reduce import Run
 from fsdpckpt.formats.pickle.check import check_pickle
 from fsdpckpt.formats.pickle.read import Swallow, buffered, instance_class
 from fsdpckpt.ir.dtypes import DTYPES, MAX_DIMENSIONS
+from fsdpckpt.text import plural
 
 _INTEGERS = {int}
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -124,7 +125,7 @@ def load_records(data: bytes, *, file: str, runs: Sequence[Run] = ()) -> object:
         failure = error
     if unpickler.unknown:
         raise SourceUnsafeError(
-            f"{file} names {len(unpickler.unknown)} globals that fsdpckpt does not know",
+            f"{file} names {plural(len(unpickler.unknown), 'global')} that fsdpckpt does not know",
             details=list(unpickler.unknown),
             why="a custom save planner or storage writer added them, or somebody tampered with the file",
             next_step="save again with the planner and writer of torch.distributed.checkpoint",
@@ -133,8 +134,8 @@ def load_records(data: bytes, *, file: str, runs: Sequence[Run] = ()) -> object:
     if failure is not None:
         raise SourceCorruptError(
             f"{file} is not a readable DCP metadata file",
-            found=f"{type(failure).__name__}: {failure}",
-            why="the file was truncated or is still being written",
+            found=f"{type(failure).__name__}: {failure}".rstrip(": "),
+            why="the file is damaged, truncated or still being written",
             next_step=COPY_AGAIN,
             file=file,
         )

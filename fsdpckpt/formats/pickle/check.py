@@ -16,6 +16,7 @@ from functools import lru_cache
 
 from fsdpckpt.errors import SourceCorruptError, SourceUnsafeError
 from fsdpckpt.formats.pickle.cost import LINES, excessive_cost
+from fsdpckpt.text import size_text
 
 _MAX_PICKLE_BYTES = 4 << 30
 """More than the metadata of a million tensors on thousands of ranks. A larger size is damage, and is not read."""
@@ -80,7 +81,10 @@ def check_size(nbytes: int, file: str) -> None:
     """Raises SourceCorruptError when ``nbytes`` is more than a pickle in ``file`` can have: it is not read then."""
     if nbytes > _MAX_PICKLE_BYTES:
         raise _corrupt(
-            f"{file} holds an impossibly large pickle", file, f"up to {_MAX_PICKLE_BYTES}", f"{nbytes} bytes"
+            f"{file} holds an impossibly large pickle",
+            file,
+            f"up to {size_text(_MAX_PICKLE_BYTES)}",
+            size_text(nbytes),
         )
 
 
@@ -97,7 +101,9 @@ def check_pickle(data: bytes, file: str, what: str = "holds a pickle that cannot
     if len(data) * _MOST_ALLOCATED > limit:
         allocated = sum(joined.count(opcode) * nbytes for opcode, nbytes in _ALLOCATED)
         if allocated > limit:
-            raise _corrupt(f"{file} {what}", file, f"values that fit into {limit} bytes", f"{allocated} bytes of them")
+            raise _corrupt(
+                f"{file} {what}", file, f"values that fit into {size_text(limit)}", f"{size_text(allocated)} of them"
+            )
     problem = None if fast_accept(joined) else excessive_cost(data)
     if problem is not None:
         raise _corrupt(f"{file} {what}", file, "values that end", problem)
@@ -121,7 +127,7 @@ def _fixed_opcodes(data: bytes, file: str, what: str) -> list[bytes]:
             at += 1 + width
             nbytes = int.from_bytes(data[at - width : at], "little")
             if opcode == _LONG4 and nbytes > _MAX_NUMBER:
-                raise _corrupt(f"{file} {what}", file, f"integers of up to {_MAX_NUMBER} bytes", f"{nbytes} bytes")
+                raise _corrupt(f"{file} {what}", file, f"integers of up to {size_text(_MAX_NUMBER)}", size_text(nbytes))
             at += nbytes
             runs.append(b"S")
         elif opcode == _STOP:
@@ -162,7 +168,7 @@ def _corrupt(message: str, file: str, expected: str, found: str) -> SourceCorrup
         file=file,
         expected=expected,
         found=found,
-        why="the file is damaged or truncated, PyTorch did not write it, or it was made to keep a reader busy",
+        why="the file is damaged or truncated, PyTorch did not write it, or it was made to exhaust whoever reads it",
         next_step="save or copy the checkpoint again",
     )
 

@@ -283,7 +283,7 @@ def check_expansion(root: Value, file: str) -> None:
             file=file,
             expected=f"at most {_FREE_ITEMS + _SHARING * measure.stored} entries",
             found=f"{entries:.3g}" if entries < 1e300 else "too many to count",
-            why="the file was made to keep a reader busy; training code does not do this",
+            why="training code does not save this: the file was made to exhaust whoever reads it",
         )
 
 

@@ -22,7 +22,7 @@ from fsdpckpt.errors import SourceCorruptError, SourceUnsafeError
 from fsdpckpt.formats.pickle.allowlist import NESTED_CLASSES, Kind, canonical, kind_of
 from fsdpckpt.formats.pickle.check import check_pickle
 from fsdpckpt.ir.values import Global, Key, Object, Value
-from fsdpckpt.text import truncate
+from fsdpckpt.text import plural, truncate
 
 
 class TensorResolver(Protocol):
@@ -411,7 +411,7 @@ def load(data: bytes, *, file: str, tensors: TensorResolver | None = None) -> Va
             raise SourceCorruptError(
                 f"{file} holds a pickle that cannot be read",
                 file=file,
-                found=f"{type(error).__name__}: {error}",
+                found=f"{type(error).__name__}: {error}".rstrip(": "),
                 why="the file is damaged, or was not written by torch.save",
                 next_step="save or copy the checkpoint again",
             ) from None
@@ -425,7 +425,7 @@ def load(data: bytes, *, file: str, tensors: TensorResolver | None = None) -> Va
 def _unsafe(file: str) -> SourceUnsafeError:
     names = sorted(LOADING.refused)
     return SourceUnsafeError(
-        f"{file} names {len(names)} thing{'s' * (len(names) != 1)} outside the closed set that fsdpckpt reads",
+        f"{file} names {plural(len(names), 'thing')} outside the closed set that fsdpckpt reads",
         details=names,
         file=file,
         found=", ".join(names),

@@ -19,7 +19,7 @@ from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.readers.protocol import Claim, FileTable, Part, ReadOptions, Tree
 from fsdpckpt.storage.protocols import Entry, is_url
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.text import bytes_text
+from fsdpckpt.text import bytes_text, plural
 
 if TYPE_CHECKING:
     from fsdpckpt.formats.dcp.metadata import DcpMetadata
@@ -132,7 +132,7 @@ def _metadata(path: str, entries: dict[str, Entry], sources: Sources) -> tuple[D
                 file=f"{path.rstrip('/')}/.metadata",
             )
         raise SourceUnrecognisedError(
-            f"{path} is no DCP directory", expected=".metadata", found=f"{len(entries)} files"
+            f"{path} is no DCP directory", expected=".metadata", found=plural(len(entries), "file")
         )
     missing = sorted((data | set(range(max(local)))) - set(local))
     if missing:
@@ -147,7 +147,7 @@ def _metadata(path: str, entries: dict[str, Entry], sources: Sources) -> tuple[D
     from fsdpckpt.formats.dcp.metadata import merge_metadata
 
     parts = [(local[rank].path, _parse(local[rank], sources)) for rank in sorted(local)]
-    return merge_metadata(parts), f"a DCP directory with rank-local metadata of {len(local)} ranks"
+    return merge_metadata(parts), f"a DCP directory with rank-local metadata of {plural(len(local), 'rank')}"
 
 
 def _parse(entry: Entry, sources: Sources) -> DcpMetadata:

@@ -31,6 +31,7 @@ from fsdpckpt.readers.dcp.uneven import correct_uneven
 from fsdpckpt.readers.protocol import Tree
 from fsdpckpt.readers.safetensors import sharding_info
 from fsdpckpt.storage.sources import Sources
+from fsdpckpt.text import plural
 
 
 def declared_chunks(directory: DcpDirectory) -> list[ChunkedTensor]:
@@ -193,7 +194,7 @@ def _read_blobs(contents: _Contents, sources: Sources) -> None:
             contents.put(np.array([row]), [tensor.offset], [kind])
     if lost:
         raise SourceIncompleteError(
-            f"{directory.path}: {len(lost)} chunks that the metadata names are in no file",
+            f"{directory.path}: the metadata names {plural(len(lost), 'chunk')} that no file holds",
             details=[text for _, text in lost[:50]],
             file=directory.path,
             key=lost[0][0],

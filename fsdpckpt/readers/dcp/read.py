@@ -81,7 +81,7 @@ def _few_values(directory: DcpDirectory, sources: Sources, tree: Tree) -> dict[s
     items = directory.metadata.items
     if len(items) <= FEW_VALUES:
         return read_values(directory, sources, tree)
-    tree.notes.append(Note("unread", f"{len(items)} values that are no tensors were not read"))
+    tree.notes.append(Note("unread", f"values that are no tensors were not read: {len(items):,}"))
     return dict.fromkeys(items, UNREAD)
 
 

@@ -22,6 +22,7 @@ from fsdpckpt.layouts.sharded import mesh_box, strided
 from fsdpckpt.readers.chunks import ChunkedTensor
 from fsdpckpt.readers.dcp import DcpDirectory
 from fsdpckpt.readers.protocol import Tree
+from fsdpckpt.text import plural
 
 
 class _StoredRows(NamedTuple):
@@ -64,7 +65,7 @@ def correct_uneven(
     tree.notes.append(
         Note(
             "chunks-corrected",
-            f"the metadata declares wrong chunks for {len(uneven)} tensors (uneven rows, FSDP2 x tensor parallel); "
+            f"the metadata declares wrong chunks for {plural(len(uneven), 'tensor')} (uneven rows, FSDP2 x TP); "
             "they were placed by the sizes the items really have",
             uneven[0].key,
         )
@@ -90,7 +91,7 @@ def _difference(declared: ChunkedTensor, chunks: Chunks) -> str:
 
 def _unplaceable(directory: DcpDirectory, unexplained: dict[str, str]) -> SourceCorruptError:
     return SourceCorruptError(
-        f"{directory.path}: {len(unexplained)} tensors have items of another size than the metadata declares",
+        f"{directory.path}: {plural(len(unexplained), 'tensor', 'have')} items of another size than declared",
         details=list(unexplained.values())[:50],
         file=directory.path,
         key=next(iter(unexplained)),

@@ -23,7 +23,7 @@ from fsdpckpt.readers.protocol import Claim, FileTable, Part, ReadOptions, Tree,
 from fsdpckpt.readers.safetensors.document import assemble
 from fsdpckpt.storage.protocols import Entry
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.text import truncate
+from fsdpckpt.text import plural, truncate
 
 _INDEX = ".safetensors.index.json"
 _MAX_INDEX_BYTES = 1 << 28  # of a million tensors
@@ -102,7 +102,7 @@ def read_safetensors_index(path: str, files: FileTable, sources: Sources) -> Tre
     missing = [shard for shard in shards if shard not in present]
     if missing:
         raise SourceIncompleteError(
-            f"{len(missing)} of {len(shards)} shards that {file_name(path)} lists are missing",
+            f"{file_name(path)} lists {plural(len(shards), 'file')}, and {len(missing):,} of them cannot be found",
             details=missing,
             why="the download or the save did not finish",
             next_step="copy the missing files beside the index",
@@ -111,7 +111,9 @@ def read_safetensors_index(path: str, files: FileTable, sources: Sources) -> Tre
     headers = [(directory + shard, read_header(sources.open(directory + shard))) for shard in shards]
     tree = _tree(headers, files)
     _compare_with_index(path, weight_map, headers, tree)
-    tree.evidence.insert(0, _evidence(f"{file_name(path)} lists {len(weight_map)} tensors in {len(shards)} files"))
+    tree.evidence.insert(
+        0, _evidence(f"{file_name(path)} lists {plural(len(weight_map), 'tensor')} in {plural(len(shards), 'file')}")
+    )
     return tree
 
 
@@ -147,7 +149,7 @@ def _compare_with_index(
     absent = {key: shard for key, shard in weight_map.items() if key not in held[shard]}
     if absent:
         raise SourceIncompleteError(
-            f"{len(absent)} tensors of the index are not in their shard",
+            f"{file_name(path)} lists {plural(len(absent), 'tensor')} that their shard does not hold",
             details=[f"{key} is not in {shard}" for key, shard in list(absent.items())[:50]],
             why="shards of different saves lie in one directory, or a shard was replaced",
             next_step="copy index and shards from the same save again",
@@ -158,7 +160,11 @@ def _compare_with_index(
     if unlisted:
         names = ", ".join(unlisted[:5])
         tree.notes.append(
-            Note("unlisted", f"{len(unlisted)} tensors are in the shards but not in the index: {names}", unlisted[0])
+            Note(
+                "unlisted",
+                f"{plural(len(unlisted), 'tensor', 'are')} in the shards but not in the index: {names}",
+                unlisted[0],
+            )
         )
 
 
@@ -243,7 +249,7 @@ def _tree(headers: Sequence[tuple[str, Header]], files: FileTable) -> Tree:
     tensors = build_tensors([_whole(key, chunks) for key, chunks in chunked.items()], world_size=ranks)
     tree = Tree({}, _layout(tensors, ranks), Container.SAFETENSORS, ranks)
     tree.root = assemble(tensors, documents, tree)
-    tree.evidence.append(_evidence(f"{len(headers)} safetensors file(s) with {len(tensors)} tensors"))
+    tree.evidence.append(_evidence(f"{plural(len(headers), 'safetensors file')} with {plural(len(tensors), 'tensor')}"))
     if ranks > 1:
         tree.evidence.append(_evidence(f"file names and DCP_SHARDING_INFO say that {ranks} ranks wrote their chunks"))
     return tree

@@ -15,6 +15,7 @@ from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Chunks, Tensor, contiguous_stride
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.readers.protocol import Tree
+from fsdpckpt.text import plural
 
 
 def assemble(tensors: dict[str, Tensor], documents: Sequence[tuple[str, str]], tree: Tree) -> dict[Key, Value]:
@@ -87,7 +88,7 @@ class _Assembly:
         root.update(extra)
         if self.missing:
             raise SourceIncompleteError(
-                f"{self.file}: {len(self.missing)} tensors that the header promises are missing",
+                f"{self.file}: the header promises {plural(len(self.missing), 'tensor')} that the file lacks",
                 details=self.missing[:50],
                 why="a shard is missing, or the file was rewritten by another program",
                 file=self.file,

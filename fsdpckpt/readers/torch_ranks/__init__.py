@@ -24,6 +24,7 @@ from fsdpckpt.readers.beside import auxiliary
 from fsdpckpt.readers.protocol import Claim, FileTable, Part, ReadOptions, Tree, file_name, stem_of
 from fsdpckpt.storage.protocols import Entry
 from fsdpckpt.storage.sources import Sources
+from fsdpckpt.text import plural
 
 _ZIP_MAGIC = b"PK\x03\x04"
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"  # protocol 2, then torch's magic number as a long
@@ -220,7 +221,7 @@ def group_ranks(names: Iterable[str]) -> tuple[list[RankSet], list[str]]:
 
 def _two_saves(rank_set: RankSet, others: list[str]) -> NeedsInformationError:
     return NeedsInformationError(
-        f"{len(others)} ranks have two files each",
+        f"two files each of {plural(len(others), 'rank')}",
         details=[f"{rank_set.files[_parse(name)[1]]} and {name}" for name in others],
         why="they belong to two saves, which must not be mixed",
         next_step="move the files of one save into a directory of their own, and give that directory",

@@ -21,7 +21,7 @@ from fsdpckpt.readers.torch_ranks.merge import Merge
 from fsdpckpt.readers.torch_ranks.orders import one_order
 from fsdpckpt.readers.xla_fairscale import find_shard_metadata, name_shards, shards_without_metadata
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.text import first_of
+from fsdpckpt.text import first_of, plural
 
 _COMPARED = 1 << 20  # bytes: extras up to here are read and compared (random states are 5 KB), larger ones by CRC-32
 
@@ -102,7 +102,7 @@ def _check_ranks(paths: Mapping[int, str], ranks: Sequence[int], archives: Seque
             details=[f"rank {rank} is missing" for rank in missing],
             file=paths[ranks[0]],
             rank=missing[0],
-            expected=f"the files of {len(world)} ranks",
+            expected=f"the files of {plural(len(world), 'rank')}",
             found=f"those of {', '.join(map(str, ranks))}",
             why="each rank writes its own part, and every part is needed; other nodes may hold the rest on their disks",
             next_step="copy the files of all ranks into one directory and give that directory",
@@ -110,7 +110,7 @@ def _check_ranks(paths: Mapping[int, str], ranks: Sequence[int], archives: Seque
     extra = sorted(set(ranks) - world)
     if extra:
         raise SourceCorruptError(
-            f"files of ranks {', '.join(map(str, extra))} do not belong to a world of {len(world)} ranks",
+            f"files of ranks {', '.join(map(str, extra))} do not belong to a world of {plural(len(world), 'rank')}",
             details=[paths[rank] for rank in extra],
             file=paths[extra[0]],
             rank=extra[0],
