@@ -8,9 +8,11 @@ behind a view; a compact one loads equally and holds no byte twice.
 from __future__ import annotations
 
 import posixpath
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import Any
 
 import numpy as np
 
@@ -328,13 +330,14 @@ class LoadablePickle(PickleWriter):
         self._record = record
         self.numbers = False  # whether NumPy numbers were written as Python numbers
         self._stand_ins: dict[int, tuple[Value, Value]] = {}  # what is said otherwise, kept: ids stay theirs
+        for kind in (dict, OrderedDict, set):
+            self._writers[kind] = partial(self._container, self._writers[kind])
 
-    def value(self, value: Value) -> None:
-        """As ``PickleWriter.value``; for a dict or set with keys that would be refused, what stands for it."""
-        if isinstance(value, (dict, set)) and not all(map(is_loadable, value)):
-            self._encoded(value)
+    def _container(self, write: Callable[[Any], None], value: dict[Value, Value] | set[Any]) -> None:
+        if all(map(is_loadable, value)):
+            write(value)
         else:
-            super().value(value)
+            self._encoded(value)  # type: ignore[arg-type]  # its keys are keys
 
     def _object(self, value: Object) -> None:
         array = None if is_class(value.function) else array_of(value)
