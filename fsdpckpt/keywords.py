@@ -22,6 +22,7 @@ class ConvertKeywords(TypedDict, total=False):
     placements: str | os.PathLike[str] | None
     like: str | os.PathLike[str] | None
     tensor: TensorForm | Literal["dtensor", "sharded-tensor"]
+    torch_version: str | None
     mesh_device: str | None
     key_type: Literal["name", "id"] | None
     flavor: str | None

@@ -25,6 +25,7 @@ __all__ = [
     "DTYPE",
     "PATH",
     "SIZE",
+    "TORCH_VERSION",
     "WORKERS",
     "Group",
     "Kind",
@@ -322,6 +323,14 @@ def parse_size(text: str) -> int:
     return int(float(matched[1]) * _UNITS[matched[2]])
 
 
+def _torch_version(flag: str, value: object) -> str:
+    """``2.8``, of ``2.8``, ``2.8.1`` or ``2.13.0+cpu``."""
+    match = re.match(r"(\d+)\.(\d+)(?![\w])", str(value))
+    if match is None:
+        raise UsageError(f"{flag} takes a version", found=str(value), next_step=f"for example {flag} 2.8")
+    return f"{int(match[1])}.{int(match[2])}"
+
+
 TEXT = Kind(str, "str", _text)
 INTEGER = Kind(str, "int", _integer)
 NUMBER = Kind(str, "float", _number)
@@ -333,6 +342,7 @@ PATH = Kind(str, "str | os.PathLike[str]", _path)
 DTYPE = Kind(str, "str | torch.dtype", _dtype)
 SIZE = Kind(str, "int | str", _size)
 WORKERS = Kind(str, "int | str", _workers)
+TORCH_VERSION = Kind(str, "str", _torch_version)
 
 
 def changed(record: Record, values: Mapping[str, object]) -> Record:

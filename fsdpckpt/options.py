@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Any, Literal
 
 from fsdpckpt.ir.vocabulary import Container, KeyType, Layout, Section, Strategy
-from fsdpckpt.option_fields import DTYPE, PATH, SIZE, WORKERS, Group, Scope, option, parameters
+from fsdpckpt.option_fields import DTYPE, PATH, SIZE, TORCH_VERSION, WORKERS, Group, Scope, option, parameters
 
 __all__ = [
     "DEVICE_TYPES",
@@ -133,6 +133,13 @@ class ConvertOptions:
         "Tensor type in per-rank torch files.",
         Group.WRITTEN,
         default=TensorForm.DTENSOR,
+        scope=(Scope.PER_RANK_FILES,),
+    )
+    torch_version: str | None = option(
+        "PyTorch version that will load per-rank DTensor files, for example 2.8 (default: the one installed here).",
+        Group.WRITTEN,
+        kind=TORCH_VERSION,
+        metavar="VERSION",
         scope=(Scope.PER_RANK_FILES,),
     )
     mesh_device: str | None = option(

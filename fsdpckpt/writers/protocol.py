@@ -76,6 +76,7 @@ class WriteSpec:
     ``unwrap``: a torch file of one section without extras holds that section's dict itself.
     ``names``, ``tensor``, ``mesh``, ``mesh_device``: of files by rank, what they are called, what a sharded tensor
     becomes, the form of the mesh that DTensors name, and its device type where the user gave one.
+    ``torch_version``: the PyTorch version that loads DTensors, None for the one installed here.
     ``placed``: each ``Tensor.sharding`` is on a mesh of the target's ranks; else all are in one dimension.
     ``max_shard_size``: bytes of tensor data in a safetensors file; ``single_file``: one file whatever its size;
     ``weights_only``: the model's tensors and ``{"format": "pt"}`` alone, as Hugging Face's libraries write.
@@ -93,6 +94,7 @@ class WriteSpec:
     tensor: TensorForm = TensorForm.DTENSOR
     mesh: MeshForm = PLAIN_MESH
     mesh_device: str | None = None
+    torch_version: str | None = None
     placed: bool = False
     max_shard_size: int = DEFAULT_MAX_SHARD_SIZE
     single_file: bool = False

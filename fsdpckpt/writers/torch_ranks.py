@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import posixpath
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 from fsdpckpt.errors import NeedsInformationError, UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
@@ -19,15 +20,11 @@ from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Value
 from fsdpckpt.options import TensorForm
 from fsdpckpt.text import size_text
+from fsdpckpt.writers.dtensor_pickle import DTensorPickle, target_version
 from fsdpckpt.writers.protocol import WriteSpec
-from fsdpckpt.writers.rank_pickle import DTensorPickle, RankPickle, ShardedTensorPickle
+from fsdpckpt.writers.rank_pickle import RankPickle, ShardedTensorPickle
 from fsdpckpt.writers.state_dicts import extra_notes, extras_of_rank, model_dict, optim_dict
 from fsdpckpt.writers.torch_full import ties
-
-_FORMS: Mapping[TensorForm, type[RankPickle]] = {
-    TensorForm.DTENSOR: DTensorPickle,
-    TensorForm.SHARDED_TENSOR: ShardedTensorPickle,
-}
 
 
 def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
@@ -48,8 +45,13 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
         if named.tensor.sharded and named.tensor.shape
     }
 
+    pickles: Callable[..., RankPickle] = ShardedTensorPickle
     if spec.tensor is TensorForm.SHARDED_TENSOR:
         _require_rows(checkpoint, spec)
+    else:
+        version, inferred = target_version(spec.torch_version)
+        pickles = partial(DTensorPickle, form=mesh, torch=version)
+        notes += inferred
 
     def section(name: str, values: list[Value], tied: Mapping[Tensor, Tensor] | None = None) -> list[TargetFile]:
         """One file for each rank, called ``name``; ``values`` by rank."""
@@ -57,9 +59,7 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
         for rank, value in enumerate(values):
             file = TargetFile(name.format(rank=rank, world_size=world_size))
             stem = posixpath.splitext(posixpath.basename(file.path))[0]
-            writer = _FORMS[spec.tensor](
-                rank=rank, world_size=world_size, shardings=cut, casts=casts, canonical=tied or {}, mesh=mesh
-            )
+            writer = pickles(rank=rank, world_size=world_size, shardings=cut, casts=casts, canonical=tied or {})
             writer.value(value)
             writer.write(file, stem=stem)
             files.append(file)

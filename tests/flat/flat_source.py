@@ -20,7 +20,7 @@ from fsdpckpt.ir.targets import Target
 from fsdpckpt.ir.units import Strategy, Unit, UnitParam, Units
 from fsdpckpt.writers.protocol import DtypeRule, WriteSpec
 from tests.materialise import materialise
-from tests.writers.groups import as_rank
+from tests.oracle.fake_group import as_rank
 from tests.writers.source import Raw, checkpoint
 
 SHAPES = {"a.weight": (5, 3), "a.bias": (5,), "b.weight": (7, 2), "b.bias": (1,), "top": (3,)}

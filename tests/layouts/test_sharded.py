@@ -12,8 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.distributed.tensor import Replicate, Shard, _utils, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdpckpt.ir import mesh as ir_mesh
@@ -161,6 +160,10 @@ def test_placements_read_as_pytorch_writes_them() -> None:
     assert ir_mesh.placements_text(placements) == "[Replicate(), _StridedShard(1, sf=2), Shard(0)]"
 
 
+@pytest.mark.skipif(
+    not hasattr(_utils, "_compute_local_shape_and_global_offset"),
+    reason="this torch computes boxes for live meshes only",
+)
 @pytest.mark.parametrize("sizes", [(2, 2), (4, 2), (2, 4), (3, 2), (8, 8), (2, 2, 2), (4, 4, 4)])
 def test_each_rank_of_a_mesh_has_the_box_that_torch_says_where_that_is_right(sizes: tuple[int, ...]) -> None:
     """Empty boxes and their offsets too. Where torch is wrong, another size tells: no rank holds so many rows."""
@@ -177,7 +180,7 @@ def test_each_rank_of_a_mesh_has_the_box_that_torch_says_where_that_is_right(siz
             box = mesh_box((rows, 3), placed, rank)
             held = local_boxes((rows, 3), sizes, placed.placements, place)  # type: ignore[arg-type]
             assert [one.box for one in held] == ([box] if box.numel else [])
-            size, offset = _compute_local_shape_and_global_offset((rows, 3), sizes, place, theirs)
+            size, offset = _utils._compute_local_shape_and_global_offset((rows, 3), sizes, place, theirs)
             compared += 1
             if size == box.sizes:
                 assert offset == box.offsets, (rows, plan, rank)

@@ -5,35 +5,20 @@ Planning, deduplication and writing are torch's own steps, in the order in which
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.debug import _clear_fast_path_sharding_prop_cache, _clear_python_sharding_prop_cache
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.oracle.fake_group import as_rank
 
 __all__ = ["StackOf", "as_rank", "save_as_ranks", "shard", "shard_rows_twice"]
-
-
-@contextmanager
-def as_rank(rank: int, world_size: int) -> Iterator[None]:
-    """Be one rank of a process group that carries nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-        # DTensor remembers results of operations with the mesh of the rank that asked first.
-        _clear_python_sharding_prop_cache()
-        _clear_fast_path_sharding_prop_cache()
 
 
 def save_as_ranks(

@@ -1,6 +1,6 @@
 """Parses the device meshes in a rank's file: which ranks a mesh spans, and where in it the saving rank was.
 
-Follows ``torch.distributed.device_mesh.DeviceMesh`` as torch 2.4 to 2.14 pickle it: up to 2.9 with a tensor of ranks,
+Follows ``torch.distributed.device_mesh.DeviceMesh`` as torch 2.4 to 2.15 pickle it: up to 2.9 with a tensor of ranks,
 later with a rank map and a layout of strides into it.
 """
 
@@ -100,7 +100,9 @@ class MeshParser(FileParser):
         attributes = fields(pickled)
         coordinate = attributes.get("_coordinate_on_dim")
         place = integers(coordinate) if coordinate is not None else None
-        rank = attributes.get("_rank")
+        pickled_root = attributes.get("_root_mesh", attributes.get("_parent_mesh"))
+        root = self.mesh(pickled_root, key) if isinstance(pickled_root, StubInstance) else None
+        rank = attributes.get("_rank", root.rank if root is not None else None)  # torch 2.10 has it in neither
         rank = rank if type(rank) is int else None
         if "mesh" in attributes:  # torch 2.4 to 2.9: the mesh's own ranks
             shape, ranks = self._tensor_ranks(attributes["mesh"], key)
@@ -116,9 +118,8 @@ class MeshParser(FileParser):
             if rank is not None and rank != placed:
                 self._corrupt(key, f"the mesh has a different rank at {place}", f"rank {rank}", f"rank {placed}")
             rank = placed
-        root = attributes.get("_root_mesh", attributes.get("_parent_mesh"))
-        if isinstance(root, StubInstance):
-            world = self.mesh(root, key).world
+        if root is not None:
+            world = root.world
         device = attributes.get("_device_type", attributes.get("device_type"))
         names = attributes.get("_mesh_dim_names", attributes.get("mesh_dim_names"))
         named = isinstance(names, (tuple, list)) and len(names) == len(shape) and all(type(n) is str for n in names)

@@ -22,9 +22,9 @@ from fsdpckpt.writers.protocol import DtypeRule, WriteSpec
 from tests.flat.flat_source import SHAPES, Model, flat, loaded, param, units, written
 from tests.materialise import materialise
 from tests.oracle.compare import differences
+from tests.oracle.fake_group import as_rank
 from tests.oracle.flat_scenarios import scenario
 from tests.oracle.flat_train import built, wrap
-from tests.writers.groups import as_rank
 from tests.writers.source import Raw, checkpoint, same
 from tests.writers.writer_contract import WriterContract
 

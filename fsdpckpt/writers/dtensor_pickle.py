@@ -1,0 +1,284 @@
+"""Pickles sharded tensors as DTensors, as FSDP2's state dicts hold them, in the form of one PyTorch version.
+
+A DTensor's pickle holds private attributes of ``DTensorSpec`` and ``DeviceMesh``, which change with PyTorch: a version
+takes its own form only. Sources: ``torch/distributed/device_mesh.py``, ``torch/distributed/tensor/_dtensor_spec.py`` of
+2.4 to 2.15. Objects that torch's own state dicts share between tensors (the mesh, placements) are shared here.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from importlib import metadata
+from itertools import product
+from math import prod
+from typing import TypeAlias
+
+from fsdpckpt.errors import UsageError
+from fsdpckpt.formats.pickle.write import integer, integers
+from fsdpckpt.ir.checkpoint import Note
+from fsdpckpt.ir.dtypes import DTYPES, DType
+from fsdpckpt.ir.mesh import MeshShape, Placement, Replicate, Shard, Sharding, StridedShard
+from fsdpckpt.ir.tensors import Tensor, contiguous_stride
+from fsdpckpt.layouts.sharded import mesh_box
+from fsdpckpt.producers.forms import MeshForm
+from fsdpckpt.writers.rank_pickle import BUILD, NEW, RankPickle, flag
+
+TorchVersion: TypeAlias = tuple[int, int]
+
+_NEWEST: TorchVersion = (2, 15)  # whose form was checked; later ones are taken to have the same
+_OLDEST: TorchVersion = (2, 4)
+
+_LAYOUT = "torch.distributed._mesh_layout"
+_WORLD_GROUP = "0"  # the name torch.distributed gives the default process group
+
+
+class DTensorPickle(RankPickle):
+    """Sharded tensors as DTensors on the mesh of their sharding, which ``form`` describes further.
+
+    ``torch``: the version that loads them.
+    """
+
+    def __init__(
+        self, *, rank: int, world_size: int, shardings: Mapping[Tensor, Sharding], casts: Mapping[Tensor, DType],
+        canonical: Mapping[Tensor, Tensor], form: MeshForm, torch: TorchVersion,
+    ) -> None:  # fmt: skip
+        super().__init__(rank=rank, world_size=world_size, shardings=shardings, casts=casts, canonical=canonical)
+        self._form = form
+        self._torch = torch
+        if torch < (2, 5):
+            self._class = ("torch.distributed._tensor.api", "DTensor")
+            self._specs = self._placement_types = "torch.distributed._tensor.placement_types"
+        else:
+            self._class = ("torch.distributed.tensor", "DTensor")
+            self._specs = "torch.distributed.tensor._dtensor_spec"
+            self._placement_types = "torch.distributed.tensor.placement_types"
+
+    def sharded(self, tensor: Tensor, dtype: DType, sharding: Sharding) -> None:
+        text, name, raw = self.text, self.name, self.raw
+        self.wrapper(self._class, tensor.shape, dtype)
+        raw(b"N}(" + text("_local_tensor"))
+        self.view(self.stored(tensor, dtype, mesh_box(tensor.shape, sharding, self.rank)))
+        raw(text("_spec") + name(self._specs, "DTensorSpec") + NEW + text("mesh"))
+        dims = tuple(dim for dim, placed in enumerate(sharding.placements) if placed is not None)
+        self._mesh(sharding.mesh, dims)
+        placements = tuple(placement for placement in sharding.placements if placement is not None)
+        raw(text("placements") + self.once(placements, lambda: self._placements(placements)))
+        raw(text("tensor_meta") + name(self._specs, "TensorMeta") + self.size(tensor.shape))
+        raw(integers(contiguous_stride(tensor.shape)) + name("torch", dtype.name) + b"\x87\x81")
+        if self._torch >= (2, 10):
+            sizes = tuple(sharding.mesh.sizes[dim] for dim in dims)
+            self._shard_order(placements, sizes)
+        raw(text("_hash") + b"N" + BUILD + b"u\x86tR")
+
+    def _placements(self, placements: Sequence[Placement]) -> bytes:
+        return _tuple([self._placement_of(placement) for placement in placements])
+
+    def _placement_of(self, placement: Placement) -> bytes:
+        text, types = self.text, self._placement_types
+        match placement:
+            case Replicate():
+                return self.name(types, "Replicate") + b")\x81}b"
+            case Shard(dim):
+                return self.name(types, "Shard") + NEW + text("dim") + integer(dim) + BUILD
+            case StridedShard(dim, factor):
+                if self._torch < (2, 5):
+                    raise UsageError(
+                        "PyTorch 2.4 has no placement for FSDP2 over tensor parallelism",
+                        expected="Shard(d) or Replicate() for --torch-version 2.4",
+                        found=str(placement),
+                        next_step="give --torch-version 2.5 or a later one, or --container dcp",
+                    )
+                head = self.name(types, "_StridedShard") + NEW + text("dim") + integer(dim)
+                return head + text("split_factor") + integer(factor) + BUILD
+
+    def _shard_order(self, placements: tuple[Placement, ...], sizes: tuple[int, ...]) -> None:
+        """``DTensorSpec.__post_init__``: from 2.11 on, split factors say the order themselves."""
+        text, raw = self.text, self.raw
+        is_strided = any(isinstance(placement, StridedShard) for placement in placements)
+        raw(text("shard_order"))
+        if is_strided and self._torch > (2, 10):
+            raw(b"N")
+        else:
+            raw(self.once(("order", placements), lambda: self._order_entries(placements, sizes)))
+        if self._torch > (2, 10):
+            raw(text("use_strided_shard_as_shard_order") + flag(is_strided))
+
+    def _order_entries(self, placements: Sequence[Placement], sizes: Sequence[int]) -> bytes:
+        """Each cut tensor dimension with its mesh dimensions, in the order in which they cut it."""
+        entries: list[bytes] = []
+        for dim, mesh_dims in sorted(_shard_order(placements, sizes).items()):
+            # The name is memoised where it is used first, and only if it is.
+            entry = self.name(self._specs, "ShardOrderEntry")
+            entries.append(entry + integer(dim) + integers(mesh_dims) + b"\x86\x81")
+        return _tuple(entries)
+
+    def _mesh(self, mesh: MeshShape, dims: tuple[int, ...]) -> None:
+        """The mesh that ``init_device_mesh(device, sizes)`` makes, or its submesh of ``dims``."""
+        key = ("mesh", mesh, dims)
+        known = self._once.get(key)
+        if known is not None:
+            self.raw(known)
+            return
+        self.raw(self.name("torch.distributed.device_mesh", "DeviceMesh") + NEW)
+        if self._torch < (2, 10):
+            self._mesh_of_ranks(mesh, dims)
+        else:
+            self._mesh_of_layout(mesh, dims)
+        # The cached hash is of the process that saved: None makes the next one compute its own.
+        self.raw(self.text("_hash") + b"N" + BUILD + self.once(key, lambda: b""))
+
+    def _mesh_of_layout(self, mesh: MeshShape, dims: tuple[int, ...]) -> None:
+        """The attributes of 2.10 and newer: all ranks of the job, and a layout of sizes and strides into them."""
+        text, raw = self.text, self.raw
+        raw(text("_device_type") + text(self._form.device))
+        raw(text("_layout") + self.name(_LAYOUT, "_MeshLayout") + NEW)
+        strides = contiguous_stride(mesh.sizes)
+        if self._torch < (2, 13):
+            raw(text("shape") + integers([mesh.sizes[dim] for dim in dims]))
+            raw(text("stride") + integers([strides[dim] for dim in dims]))
+        else:
+            raw(text("axes") + _tuple([self._axis(mesh.sizes[dim], strides[dim]) for dim in dims]))
+        packed, ranks = _all_ranks(self.world_size)
+        raw(BUILD + text("_rank_map"))
+        self.view(self.literal(DTYPES["int32"], packed))
+        raw(text("_mesh_dim_names") + self._dim_names(mesh, dims) + text("_root_mesh"))
+        if len(dims) < len(mesh.sizes):
+            self._mesh(mesh, tuple(range(len(mesh.sizes))))
+        else:
+            raw(b"N")
+        raw(text("_flatten_rank_map") + ranks + text("_thread_id") + b"N" + text("_flatten_mapping") + b"}")
+        groups = _group_names(mesh, self.rank)
+        raw(text("_dim_group_names") + _list([text(groups[dim]) for dim in dims]))
+        coordinate = mesh.coordinate(self.rank)
+        raw(text("_coordinate_on_dim"))
+        if self._torch > (2, 10):
+            raw(integers([coordinate[dim] for dim in dims]) + text("_rank") + integer(self.rank))
+        else:
+            raw(_list([integer(coordinate[dim]) for dim in dims]))
+        if self._torch >= (2, 15):
+            raw(text("_preserve_rank_order") + b"\x89")
+
+    def _axis(self, size: int, stride: int) -> bytes:
+        extent, step = ((size,), (stride,)) if size > 1 else ((), ())  # torch drops an axis of one rank from its layout
+        head = self.name(_LAYOUT, "_FlatLayout") + NEW + self.text("shape") + integers(extent)
+        return head + self.text("stride") + integers(step) + BUILD
+
+    def _mesh_of_ranks(self, mesh: MeshShape, dims: tuple[int, ...]) -> None:
+        """The attributes of 2.4 to 2.9: a tensor of the ranks that the mesh spans."""
+        text, raw = self.text, self.raw
+        sizes, ranks = tuple(mesh.sizes[dim] for dim in dims), _ranks_along(mesh, dims, self.rank)
+        raw(text("device_type") + text(self._form.device) + text("mesh"))
+        view = self.literal(DTYPES["int32"], struct.pack(f"<{len(ranks)}i", *ranks))
+        self.view(view._replace(shape=sizes, stride=contiguous_stride(sizes)))
+        raw(text("mesh_dim_names") + self._dim_names(mesh, dims))
+        raw(text("_flatten_mesh_list") + integers(ranks) + text("_thread_id") + b"N")
+        if self._torch < (2, 5):
+            raw(text("_parent_mesh"))
+            if len(dims) < len(mesh.sizes):
+                self._mesh(mesh, tuple(range(len(mesh.sizes))))
+            else:
+                raw(b"N")
+        groups = _group_names(mesh, self.rank, reuse_world=len(mesh.sizes) == 1)
+        if self._torch < (2, 8):
+            raw(text("_dim_group_infos") + _list([self._group_info(mesh, dim, groups[dim]) for dim in dims]))
+        else:
+            raw(text("_dim_group_names") + _list([text(groups[dim]) for dim in dims]))
+        coordinate = mesh.coordinate(self.rank)
+        raw(text("_coordinate_on_dim") + _list([integer(coordinate[dim]) for dim in dims]))
+
+    def _group_info(self, mesh: MeshShape, dim: int, name: str) -> bytes:
+        """Tag, ranks and name of this rank's process group along ``dim``."""
+        ranks = _list([integer(rank) for rank in _ranks_along(mesh, (dim,), self.rank)])
+        return self.text(f"ptd:{name}") + ranks + self.text(name) + b"\x87"
+
+    def _dim_names(self, mesh: MeshShape, dims: tuple[int, ...]) -> bytes:
+        return b"N" if mesh.names is None else _tuple([self.text(mesh.names[dim]) for dim in dims])
+
+
+def target_version(given: str | None) -> tuple[TorchVersion, list[Note]]:
+    """The PyTorch version that loads the files: the one ``given``, else the one installed here, else the newest known.
+
+    The note says which was inferred. Raises UsageError for a version that is too old.
+    """
+    text, why = given or "", ""
+    if given is None:
+        try:
+            text, why = metadata.version("torch"), "which is installed here"
+        except metadata.PackageNotFoundError:
+            text, why = ".".join(map(str, _NEWEST)), "as none is installed here"
+    major, minor = text.split(".")[:2]
+    version = int(major), int(minor)
+    if version < _OLDEST:
+        raise UsageError(
+            f"DTensors are not written for PyTorch {text}",
+            expected=f"{'.'.join(map(str, _OLDEST))} or newer",
+            found=text,
+            next_step="give --torch-version a newer one, or add --container dcp, which every version loads",
+        )
+    note = f"DTensors are pickled for PyTorch {major}.{minor}, {why} (--torch-version changes it)"
+    return version, [] if given is not None else [Note("inferred", note)]
+
+
+def _shard_order(placements: Sequence[Placement], sizes: Sequence[int]) -> dict[int, list[int]]:
+    """By tensor dimension the mesh dimensions of ``sizes`` that cut it, the first cut first.
+
+    A split factor is the product of the sizes of the mesh dimensions that cut before:
+    ``DTensorSpec._maybe_convert_StridedShard_to_shard_order``.
+    """
+    order: dict[int, list[int]] = {}
+    for mesh_dim in reversed(range(len(placements))):
+        placement = placements[mesh_dim]
+        if isinstance(placement, Replicate):
+            continue
+        before = order.setdefault(placement.dim, [])
+        factor = placement.split_factor if isinstance(placement, StridedShard) else 1
+        at = next((n for n in range(len(before) + 1) if prod(sizes[dim] for dim in before[:n]) == factor), None)
+        if at is None:  # an order that PyTorch has no words for
+            return {}
+        before.insert(at, mesh_dim)
+    return order
+
+
+def _ranks_along(mesh: MeshShape, dims: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    """The ranks of the submesh of ``dims`` that ``rank`` is in, row-major."""
+    strides, place = contiguous_stride(mesh.sizes), mesh.coordinate(rank)
+    first = rank - sum(place[dim] * strides[dim] for dim in dims)
+    steps = [range(0, mesh.sizes[dim] * strides[dim], strides[dim]) for dim in dims]
+    return tuple(first + sum(offsets) for offsets in product(*steps))
+
+
+def _group_names(mesh: MeshShape, rank: int, *, reuse_world: bool = True) -> list[str]:
+    """The names of this rank's process group along each mesh dimension, where ``mesh`` is the first that a job makes.
+
+    ``DeviceMesh._init_process_groups`` makes all groups of one dimension after those of the one before, numbered on.
+    ``reuse_world``: a dimension that spans all ranks has the default group.
+    """
+    coordinate, made, names = mesh.coordinate(rank), 0, []
+    for dim, size in enumerate(mesh.sizes):
+        if reuse_world and size == mesh.world_size:
+            names.append(_WORLD_GROUP)
+            continue
+        number = 0
+        for other, extent in enumerate(mesh.sizes):
+            number = number * extent + coordinate[other] if other != dim else number
+        names.append(str(1 + made + number))
+        made += mesh.world_size // size
+    return names
+
+
+@lru_cache(maxsize=4)
+def _all_ranks(world_size: int) -> tuple[bytes, bytes]:
+    """0 .. world_size - 1 as int32 and as the opcodes of a tuple: every rank's file holds both, for each mesh."""
+    return struct.pack(f"<{world_size}i", *range(world_size)), integers(range(world_size))
+
+
+def _tuple(items: Sequence[bytes]) -> bytes:
+    if len(items) > 3:
+        return b"(" + b"".join(items) + b"t"
+    return b"".join(items) + (b")", b"\x85", b"\x86", b"\x87")[len(items)]
+
+
+def _list(items: Sequence[bytes]) -> bytes:
+    return b"](" + b"".join(items) + b"e"
