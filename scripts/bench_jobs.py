@@ -172,6 +172,17 @@ def scale(ranks: int) -> Callable[[Bench], Row]:
     return row
 
 
+def scale_load(bench: Bench) -> Row:
+    source = bench.make_scale(4096)
+    command = [
+        sys.executable,
+        "-c",
+        "import sys, fsdpckpt; fsdpckpt.StorageReader(sys.argv[1]).read_metadata()",
+        source,
+    ]
+    return Row("StorageReader on 4,096 ranks", source, bench.path("none"), [Contender("fsdpckpt", command)])
+
+
 def scale_chunks(bench: Bench) -> Row:
     source = bench.make_scale(64, "--columns", "16", "--items")
     command = [PROGRAM, "inspect", source, "--quiet", "--ranks", "--json"]
@@ -207,6 +218,7 @@ ROWS: dict[str, Callable[[Bench], Row]] = {
     "scale-64": scale(64),
     "scale-512": scale(512),
     "scale-4096": scale(4096),
+    "scale-load": scale_load,
     "scale-chunks": scale_chunks,
     "scale-verify": scale_verify,
 }

@@ -7,18 +7,21 @@ the chunk of its tensor that starts where it says. Its index says which one that
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from fsdpckpt.formats.dcp.fields import UnusualError
 from fsdpckpt.formats.dcp.reduce import Columns, Reduced, Run
-from fsdpckpt.formats.dcp.runs import CHUNK
 from fsdpckpt.ir.tensors import Int64Array
 
 Indexes: TypeAlias = tuple[int, ...]
+_Ranges: TypeAlias = tuple[tuple[int, int], ...]
+
+_AT_ONCE = 1 << 20  # rows of which something is computed at a time
 
 
 class Stored(NamedTuple):
@@ -48,12 +51,14 @@ class StoredChunks:
 
 
 class _Boxes:
-    """Starts and sizes of all chunks of ``ndim`` dimensions, in the order they are added."""
+    """Starts and sizes of all chunks of ``ndim`` dimensions, in the order they are added. ``rows_of``: where those of
+    runs are, which tensors share that have the same."""
 
     def __init__(self, ndim: int) -> None:
         self.count = 0
         self.start: Int64Array = np.zeros((0, ndim), np.int64)
         self.size = self.start
+        self.rows_of: dict[_Ranges, int] = {}
         self._ndim = ndim
         self._single: list[int] = []
         self._parts: list[tuple[Int64Array, Int64Array]] = []
@@ -75,6 +80,7 @@ class _Boxes:
             self.start, self.size = np.concatenate(starts), np.concatenate(sizes)
         elif not self._ndim:
             self.start = self.size = np.zeros((self.count, 0), np.int64)
+        self.start.flags.writeable = self.size.flags.writeable = False
         self._parts = []
 
     def _collect(self) -> None:
@@ -111,6 +117,7 @@ class ChunkTable:
         self._boxes: dict[int, _Boxes] = {}
         self._places: list[_Place] = []
         self._in_rows: dict[str, int] = {}  # tensors that were added in columns
+        self._fitting: set[tuple[Indexes, _Ranges]] = set()  # lists of chunks that lie in a tensor of this shape
         self._starts: dict[int, dict[Indexes, int]] = {}
         self._count = 0
         self._stored: list[tuple[int, int, int, int]] = []  # row, file, offset, length
@@ -126,7 +133,6 @@ class ChunkTable:
 
     def of_run(self, run: Run) -> tuple[Int64Array, Int64Array]:
         """The starts and sizes of the chunks in ``run``."""
-        self.use(run, CHUNK)
         chunks = self._reduced.chunks if self._reduced is not None else {}
         rows = slice(run.begin, run.end)
         ndim = int(chunks["ndim"][run.begin])
@@ -144,14 +150,23 @@ class ChunkTable:
             self._count += 1
         self._places.append(_Place(key, first, self._count - first, ndim, at))
 
-    def add_rows(self, key: str, start: Int64Array, size: Int64Array) -> None:
-        """Add a tensor with the boxes in columns."""
-        n, ndim = start.shape
+    def add_runs(self, key: str, shape: Indexes, runs: Sequence[Run]) -> bool:
+        """Add a tensor with the chunks in ``runs``. False, and nothing is added, unless they lie apart and inside."""
+        ranges = tuple((run.begin, run.end) for run in runs)
+        boxes = self._boxes.setdefault(len(shape), _Boxes(len(shape)))
+        if (shape, ranges) not in self._fitting:
+            start, size = map(np.concatenate, zip(*map(self.of_run, runs), strict=True))
+            if not disjoint_and_inside(shape, start, size):
+                return False
+            self._fitting.add((shape, ranges))
+            if ranges not in boxes.rows_of:
+                boxes.rows_of[ranges] = boxes.count
+                boxes.add_rows(start, size)
+        n = sum(end - begin for begin, end in ranges)
         self._in_rows[key] = len(self._places)
-        columns = self._boxes.setdefault(ndim, _Boxes(ndim))
-        self._places.append(_Place(key, self._count, n, ndim, columns.count))
-        columns.add_rows(start, size)
+        self._places.append(_Place(key, self._count, n, len(shape), boxes.rows_of[ranges]))
         self._count += n
+        return True
 
     def _store(self, row: int, item: Stored) -> None:
         self.transforms.update(item.transforms)
@@ -165,27 +180,26 @@ class ChunkTable:
             boxes.finish()
         if self._reduced is not None:
             self._reduced.chunks.clear()
-        file = np.full(self._count, -1, np.int64)
-        item = np.full((self._count, 2), -1, np.int64)
+        where = np.full((self._count, 3), -1, np.int64)  # file, offset, length
         for (key, start), stored in self.single.items():
             row = self._row(self._in_rows[key], start) if start is not None and key in self._in_rows else -1
             if row >= 0:
                 self._store(row, stored)
         if self._stored:
             table = np.array(self._stored, np.int64)
-            file[table[:, 0]], item[table[:, 0]] = table[:, 1], table[:, 2:]
+            where[table[:, 0]] = table[:, 1:]
         if self._reduced is not None:
-            self._join(self._reduced, file, item)
-        missing = np.flatnonzero(file < 0).tolist()
+            self._join(self._reduced, where)
+        missing = np.flatnonzero(where[:, 0] < 0).tolist()
         if missing:
             return [], list(self._named(missing))
-        self._sort_files(file)
-        return [self._chunks(place, file, item) for place in self._places], []
+        self._sort_files(where[:, 0])
+        return [self._chunks(place, where) for place in self._places], []
 
-    def _chunks(self, place: _Place, file: Int64Array, item: Int64Array) -> StoredChunks:
-        rows, boxes = slice(place.first, place.first + place.rows), self._boxes[place.ndim]
+    def _chunks(self, place: _Place, where: Int64Array) -> StoredChunks:
+        rows, boxes = where[place.first : place.first + place.rows], self._boxes[place.ndim]
         cut = slice(place.at, place.at + place.rows)
-        return StoredChunks(boxes.start[cut], boxes.size[cut], file[rows], item[rows])
+        return StoredChunks(boxes.start[cut], boxes.size[cut], rows[:, 0], rows[:, 1:])
 
     def _file(self, path: str) -> int:
         number = self._numbers.get(path)
@@ -197,21 +211,25 @@ class ChunkTable:
     def _sort_files(self, file: Int64Array) -> None:
         """Number the files in the order of the first chunk of each, without those that hold none."""
         first = np.full(len(self.files), len(file), np.int64)
-        first[file[::-1]] = np.arange(len(file))[::-1]
+        parts = [slice(begin, begin + _AT_ONCE) for begin in range(0, len(file), _AT_ONCE)]
+        for part in reversed(parts):
+            held = file[part]
+            first[held[::-1]] = np.arange(part.start, part.start + len(held))[::-1]
         order = [number for number in np.argsort(first, kind="stable").tolist() if first[number] < len(file)]
         if order != list(range(len(self.files))):
             numbers = np.zeros(len(self.files), np.int64)
             numbers[order] = np.arange(len(order))
-            file[:] = numbers[file]
+            for part in parts:
+                file[part] = numbers[file[part]]
             self.files = [self.files[number] for number in order]
 
-    def _join(self, reduced: Reduced, file: Int64Array, item: Int64Array) -> None:
+    def _join(self, reduced: Reduced, where: Int64Array) -> None:
         """Give each item in a run to its chunk. Two for one chunk are left to the general reader."""
         texts = reduced.texts
         known = {place.key: number for number, place in enumerate(self._places)}
-        tensor = np.array([known.get(text, -1) for text in texts], np.int64)
+        tensor = np.array([known.get(text, -1) for text in texts], np.int32)
         places = np.array([(place.first, place.rows, place.ndim, place.at) for place in self._places], np.int64)
-        places = places.reshape(len(self._places), 4)
+        columns = tuple(np.ascontiguousarray(column) for column in places.reshape(len(self._places), 4).T)
         paths = np.full(len(texts), -1, np.int64)
         assigned = len(self._stored)
         while reduced.items:
@@ -221,33 +239,31 @@ class ChunkTable:
                     raise UnusualError("a path that leaves the directory")
                 paths[number] = self._file(texts[number])
             holder = tensor[part["name"]]
-            inner = np.flatnonzero(holder >= 0)
-            rows = np.full(len(holder), -1, np.int64)
-            rows[inner] = self._rows(part, inner, holder[inner], places)
-            for row in np.flatnonzero((rows < 0) & (holder >= 0)).tolist():  # its index is that of another chunk
+            if (holder < 0).any():  # items of no tensor
+                inner = holder >= 0
+                part, holder = {name: column[inner] for name, column in part.items()}, holder[inner]
+            rows = self._rows(part, holder, columns)
+            for row in np.flatnonzero(rows < 0).tolist():  # its index is that of another chunk
                 rows[row] = self._row(int(holder[row]), tuple(part["start"][row, : part["ndim"][row]].tolist()))
-            hit = np.flatnonzero(rows >= 0)
-            rows = rows[hit]
-            file[rows] = paths[part["path"][hit]]
-            item[rows, 0], item[rows, 1] = part["offset"][hit], part["length"][hit]
-            assigned += len(hit)
-        if np.count_nonzero(file >= 0) != assigned:
+            if (rows < 0).any():  # items of no chunk
+                hit = rows >= 0
+                part, rows = {name: column[hit] for name, column in part.items()}, rows[hit]
+            where[rows] = np.stack([paths[part["path"]], part["offset"], part["length"]], axis=1)
+            assigned += len(rows)
+        if np.count_nonzero(where[:, 0] >= 0) != assigned:
             raise UnusualError("two items of one chunk")
 
-    def _rows(self, part: Columns, inner: Int64Array, holder: Int64Array, places: Int64Array) -> Int64Array:
-        """The rows of the chunks that items ``inner`` say they hold, -1 where that chunk starts somewhere else."""
-        first, count, ndim, at = places[holder].T
-        index = part["index"][inner].astype(np.int64)
-        fits = (index < count) & (part["ndim"][inner] == ndim)
-        rows = np.where(fits, first + index, -1)
+    def _rows(self, part: Columns, holder: npt.NDArray[np.int32], places: tuple[Int64Array, ...]) -> Int64Array:
+        """The rows of the chunks that items say they hold, -1 where that chunk starts somewhere else."""
+        first, count, ndim, at = (column[holder] for column in places)
+        index = part["index"]
+        fits = (index < count) & (part["ndim"] == ndim)
         for dimensions, boxes in self._boxes.items():
             some = np.flatnonzero(fits & (ndim == dimensions))
-            if not len(some):
-                continue
-            declared = part["start"][inner[some], :dimensions]
-            same = (boxes.start[at[some] + index[some]] == declared).all(axis=1)
-            rows[some[~same]] = -1
-        return rows
+            chunk = at[some] + index[some]
+            for dimension in range(dimensions if len(some) else 0):
+                fits[some] &= boxes.start[chunk, dimension] == part["start"][some, dimension]
+        return np.where(fits, first + index, -1)
 
     def _row(self, number: int, start: Indexes) -> int:
         """The chunk of a tensor that begins at ``start``; -1 when none does."""

@@ -53,22 +53,23 @@ class Block:
             ok &= (self.words(at + begin) & MASK[len(part)]) == np.uint64(int.from_bytes(part, "little"))
         return ok
 
-    def integers(self, at: Int64Array) -> tuple[Int64Array, Int64Array, BoolArray]:
-        """The values (0 up to 2^63 - 1) and the ends of the integers at ``at``."""
+    def operands(self, at: Int64Array) -> tuple[Int64Array, Int64Array, BoolArray]:
+        """Where the bytes of the integers at ``at`` begin, how many they are (0: no integer), whether one is a sign."""
         opcode = self.opcodes(at)
-        width = _WIDTH[opcode]
-        value = self.words(at + 1) & MASK[width]
-        ok = (width > 0) & ~((opcode == ord("J")) & (value >= 1 << 31))
-        end = at + 1 + width
+        place, width = at + 1, _WIDTH[opcode]
         long = np.flatnonzero(opcode == _LONG)
         if len(long):
-            nbytes = self.opcodes(at[long] + 1).astype(np.int64)
-            fits = (nbytes > 0) & (nbytes <= 8)
-            nbytes[~fits] = 1
-            value[long] = self.words(at[long] + 2) & MASK[nbytes]
-            ok[long] = fits & ((value[long] >> (8 * nbytes - 1).astype(np.uint64)) == 0)
-            end[long] = at[long] + 2 + nbytes
-        return value.astype(np.int64), end, ok
+            nbytes = self.opcodes(place[long]).astype(np.int64)
+            width[long] = np.where(nbytes <= 8, nbytes, 0)
+            place[long] += 1
+        return place, width, (opcode == ord("J")) | (opcode == _LONG)
+
+    def integers(self, at: Int64Array) -> tuple[Int64Array, Int64Array, BoolArray]:
+        """The values (0 up to 2^63 - 1) and the ends of the integers at ``at``."""
+        place, width, signed = self.operands(at)
+        value = self.words(place) & MASK[width]
+        ok = (width > 0) & ~(signed & (value > MASK[width] >> np.uint64(1)))
+        return value.astype(np.int64), place + width, ok
 
     def references(self, at: Int64Array) -> tuple[Int64Array, Int64Array, BoolArray]:
         """The memo numbers and the ends of the GETs at ``at``."""
@@ -133,6 +134,10 @@ class Texts:
         self._numbers: dict[bytes, int] = {}
         # by length: hashes in order, and for each the number and the bytes of the text that has it
         self._hashed: dict[int, tuple[UInt64Array, Int64Array, UInt64Array]] = {}
+
+    def known(self, text: bytes | None) -> int:
+        """The number of ``text``; -1 when it has none yet."""
+        return self._numbers.get(text, -1) if text is not None else -1
 
     def number(self, text: bytes) -> int:
         number = self._numbers.get(text)

@@ -17,22 +17,14 @@ from typing import NamedTuple, NoReturn, TypeGuard
 import numpy as np
 
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsafeError, damaged
-from fsdpckpt.formats.dcp.chunk_table import (
-    ChunkTable,
-    Indexes,
-    Stored,
-    StoredChunks,
-    disjoint_and_inside,
-    is_inside,
-)
+from fsdpckpt.formats.dcp.chunk_table import ChunkTable, Indexes, Stored, StoredChunks, is_inside
 from fsdpckpt.formats.dcp.fields import UnusualError
 from fsdpckpt.formats.dcp.records import TorchName, load_records
 from fsdpckpt.formats.dcp.reduce import Reduced, Run, reduce_pickle
-from fsdpckpt.formats.dcp.runs import INDEX
+from fsdpckpt.formats.dcp.runs import CHUNK, INDEX
 from fsdpckpt.formats.pickle.cost import MAX_DEPTH
 from fsdpckpt.formats.pickle.read import StubInstance
 from fsdpckpt.ir.dtypes import DTYPES, MAX_DIMENSIONS, DType
-from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.storage.protocols import ByteSource
 from fsdpckpt.text import plural, truncate
 
@@ -223,22 +215,20 @@ def _tensor(key: str, entry: StubInstance, table: ChunkTable, context: _Context)
         context.refuse("a tensor has no shape or no chunks", key=key, found=f"{key}: {truncate(shape)}")
     if len(shape) > MAX_DIMENSIONS or prod(filter(None, shape)) * dtype.itemsize >= 1 << 63:
         context.refuse("a tensor is larger than any can be", key=key, found=f"{key}: {truncate(shape)}")
-    runs = [table.of_run(record) for record in entries if isinstance(record, Run)]
-    if runs and len(runs) == len(entries) and sum(len(start) for start, _ in runs) > _FEW_CHUNKS:
-        start, size = runs[0] if len(runs) == 1 else map(np.concatenate, zip(*runs, strict=True))
-        if disjoint_and_inside(shape, start, size):
-            table.add_rows(key, start, size)
-            return dtype, shape
-    table.add(key, len(shape), _boxes(key, shape, _pairs(entries, runs), context))
+    runs = [record for record in entries if isinstance(record, Run)]
+    for run in runs:
+        table.use(run, CHUNK)
+    in_rows = len(runs) == len(entries) and sum(run.end - run.begin for run in runs) > _FEW_CHUNKS
+    if not in_rows or not table.add_runs(key, shape, runs):
+        table.add(key, len(shape), _boxes(key, shape, _pairs(entries, table), context))
     return dtype, shape
 
 
-def _pairs(entries: list[object], runs: list[tuple[Int64Array, Int64Array]]) -> Iterator[tuple[object, object]]:
-    """Start and size of each chunk; ``runs`` stand for those entries that are one."""
-    columns = iter(runs)
+def _pairs(entries: list[object], table: ChunkTable) -> Iterator[tuple[object, object]]:
+    """Start and size of each chunk."""
     for record in entries:
         if isinstance(record, Run):
-            start, size = next(columns)
+            start, size = table.of_run(record)
             yield from zip(map(tuple, start.tolist()), map(tuple, size.tolist()), strict=True)
         else:
             fields = getattr(record, "__dict__", {})

@@ -20,10 +20,12 @@ import numpy as np
 import numpy.typing as npt
 
 from fsdpckpt.formats.dcp.fields import Block, Texts, UnusualError
+from fsdpckpt.formats.dcp.repeats import Items, Lists, Piece, Records
 from fsdpckpt.formats.dcp.runs import CHUNK, INDEX, Form, Found, ItemForm, learn
 from fsdpckpt.storage.protocols import ByteSource
 
 _BLOCK = 16 << 20
+_WINDOW = 64 << 10  # bytes that are searched for records at first
 _ROOM = 4096  # bytes at the end of a block in which no opcode or record begins that might not end there
 _PROTOCOLS = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 _FRAME = 0x95
@@ -180,6 +182,10 @@ class _Walk:
         self.texts = Texts()
         self._counts = {CHUNK: 0, INDEX: 0}
         self._forms: dict[tuple[bytes, bytes], Form] = {}
+        self._lists, self._items = Lists(), Items()
+        self._block, self._limit = Block(b""), 0
+        self._windows: dict[tuple[bytes, bytes], _Window] = {}  # of this block, by the kind of what was found
+        self._sizes = {CHUNK: _WINDOW, INDEX: _WINDOW}
         self._memo = _Memo()
         self._gets: dict[bytes, bytes] = {}  # what a GET becomes
         self._rest, self._ends = b"", [0]  # bytes that were not walked over yet, and where in them frames end
@@ -203,18 +209,19 @@ class _Walk:
 
     def _step(self, block: Block, limit: int) -> None:
         """Walk from the begin of ``block`` at least until ``limit``."""
-        taken = _Taken(block, limit, self._forms)
-        at = self._copy(block.data, limit, taken)
-        for kind, (found, slices) in taken.found.items():
-            if slices:
-                self.columns[kind].append(self._columns(kind, block, found, slices))
+        self._block, self._limit = block, limit
+        at = self._copy(block.data, limit)
+        for kind in tuple(self._windows):
+            self._close(kind)
+        items = self._items.columns(block)
+        if items is not None:
+            self.columns[INDEX].append(self._compact(items))
         self._rest = block.data[at:]
         self._ends = [end - at for end in self._ends if end >= at]
 
-    def _copy(self, data: bytes, limit: int, taken: _Taken) -> int:  # noqa: PLR0912, PLR0915 (one loop: it runs for every opcode)
+    def _copy(self, data: bytes, limit: int) -> int:  # noqa: PLR0912, PLR0915 (one loop: it runs for every opcode)
         """Copy the opcodes of ``data`` but for the runs; returns where the walk ended."""
         memo, out, texts, gets, width_of = self._memo, self.out, self._memo.texts, self._gets, _WIDTH
-        heads = taken.heads
         frames = iter([end for end in self._ends if end <= len(data)])
         frame = next(frames, -1)
         if data and self._stopped:
@@ -227,14 +234,6 @@ class _Walk:
                     raise UnusualError("an opcode in two frames")
                 frame = next(frames, -1)
                 continue
-            if at in heads:
-                out += data[kept:at]
-                begin, at = at, self._take(heads[at], taken)
-                kept = at
-                while 0 <= frame <= at:
-                    _require_boundary(data, taken.record(begin, frame), frame)
-                    frame = next(frames, -1)
-                continue
             opcode = data[at]
             if opcode == _MEMOIZE:
                 memo.count += 1
@@ -244,7 +243,14 @@ class _Walk:
                 raw = data[at:end]
                 old = int.from_bytes(raw[1:], "little")
                 name = memo.names.get(old)
-                if name in self._counts and name not in self._forms and self._learn(name, data, at, taken):
+                taken = self._take(name, at) if name in self._counts else None
+                if name is not None and taken is not None:
+                    out += data[kept:at]
+                    out += self._placeholder(name, taken)
+                    at = kept = taken.end
+                    while 0 <= frame <= at:
+                        _require_boundary(data, _last_before(taken.pieces, frame), frame)
+                        frame = next(frames, -1)
                     continue
                 kept_text = texts.get(old)
                 if kept_text is not None:
@@ -294,44 +300,81 @@ class _Walk:
         out += data[kept:at]
         return at
 
-    def _learn(self, kind: tuple[bytes, bytes], data: bytes, at: int, taken: _Taken) -> bool:
-        """Whether a run begins at ``at``, with the first record of which the form can be learned."""
-        form = learn(kind, data, at, self._memo)
+    def _take(self, kind: tuple[bytes, bytes], at: int) -> Records | None:
+        """The records of this kind from ``at`` on; None when none of the form that is known stands there."""
+        block = self._block
+        form = self._forms.get(kind) or learn(kind, block.data, at, self._memo)
         if form is None:
-            return False
+            return None
         self._forms[kind] = form
-        taken.find(kind, form, at)
-        return at in taken.heads
+        window = self._windows.get(kind)
+        searched = window is not None and window.begin <= at < window.end
+        taken: Records | None = None
+        if not isinstance(form, ItemForm):
+            taken = self._lists.take(block.data, at)
+        elif not searched:
+            taken = self._items.take(
+                form, block, at, lambda at: self.texts.known(form.name(block.data, at, self._memo))
+            )
+        if taken is not None:
+            self._sizes[kind] = _WINDOW if self._items.scattered else 1
+            return taken
+        return self._found(kind, window if window is not None and searched else self._open(kind, form, at), at)
 
-    def _take(self, head: tuple[tuple[bytes, bytes], int], taken: _Taken) -> int:
-        """Put a placeholder for the run; returns where it ends."""
-        kind, row = head
-        form, (found, slices) = self._forms[kind], taken.found[kind]
+    def _open(self, kind: tuple[bytes, bytes], form: Form, at: int) -> _Window:
+        """Find the records from ``at`` on: whether one stands there after those that were known, then ever more."""
+        self._close(kind)
+        end = min(at + self._sizes[kind], max(self._limit, at + 1))
+        self._sizes[kind] = min(max(2 * self._sizes[kind], _WINDOW), _BLOCK)
+        window = self._windows[kind] = _Window(at, end, form.find(self._block, at, end), [])
+        return window
+
+    def _found(self, kind: tuple[bytes, bytes], window: _Window, at: int) -> Records | None:
+        found = window.found
+        row = int(np.searchsorted(found.begin, at))
+        if row == len(found.begin) or found.begin[row] != at:
+            return None
         stop = int(found.last[row]) + 1
-        slices.append(slice(row, stop))
-        self._memo.remove(int(found.memoised[row:stop].sum()))
-        end = int(found.end[stop - 1])
-        data = taken.block.data
-        alone = stop - row == 1 and data[end] == form.append[1]
-        if data[end] != form.append[0] and not alone and not data.startswith(form.prefix, end):
-            raise UnusualError("records that are not appended")
+        window.taken.append(slice(row, stop))
         count = self._counts[kind]
         self._counts[kind] += stop - row
-        self.out += (b"J" + len(self.runs).to_bytes(4, "little") + b"Q") * form.objects
-        self.runs.append(Run(kind, count, count + stop - row))
-        return end
+        rows, begins = slice(count, count + stop - row), found.begin[row:stop]
+        taken = Records(rows, int(found.memoised[row:stop].sum()), int(found.end[stop - 1]), [(0, begins)])
+        if kind == CHUNK:
+            self._lists.add(self._block.data, begins, taken.end, rows, taken.memoised)
+        return taken
 
-    def _columns(self, kind: tuple[bytes, bytes], block: Block, found: Found, slices: list[slice]) -> Columns:
-        """The fields of the records that were taken, as small as they can be kept."""
-        columns: Columns = {**found.columns}
-        if sum(part.stop - part.start for part in slices) != len(found.begin):
-            columns = {name: np.concatenate([column[part] for part in slices]) for name, column in columns.items()}
-        form = self._forms[kind]
-        if isinstance(form, ItemForm):
+    def _placeholder(self, kind: tuple[bytes, bytes], taken: Records) -> bytes:
+        """What stands for the records."""
+        form, data, end = self._forms[kind], self._block.data, taken.end
+        self._memo.remove(taken.memoised)
+        alone = taken.rows.stop - taken.rows.start == 1 and data[end] == form.append[1]
+        if data[end] != form.append[0] and not alone and not data.startswith(form.prefix, end):
+            raise UnusualError("records that are not appended")
+        self.runs.append(Run(kind, taken.rows.start, taken.rows.stop))
+        return (b"J" + (len(self.runs) - 1).to_bytes(4, "little") + b"Q") * form.objects
+
+    def _close(self, kind: tuple[bytes, bytes]) -> None:
+        """Keep the fields of the records that were taken from the window."""
+        window = self._windows.pop(kind, None)
+        if window is None or not window.taken:
+            return
+        found, block = window.found, self._block
+        rows = np.concatenate([np.arange(part.start, part.stop) for part in window.taken])
+        columns = {name: column[rows] for name, column in found.columns.items()}
+        if kind == INDEX:
             text, nbytes = columns.pop("text"), columns.pop("nbytes")
-            columns["name"] = self._shared(text) if form.shared_names else self.texts.numbers(block, text, nbytes)
+            shared = isinstance(form := self._forms[kind], ItemForm) and form.shared_names
+            columns["name"] = self._shared(text) if shared else self.texts.numbers(block, text, nbytes)
+            self._items.add(block, found, rows, columns)
+        self.columns[kind].append(self._compact(columns))
+
+    def _compact(self, columns: Columns) -> Columns:
+        """The fields of items or chunks, as small as they can be kept."""
+        if "path" in columns:
             columns["path"] = self._shared(columns["path"])
-            columns["index"] = np.minimum(columns["index"], np.iinfo(np.int32).max).astype(np.int32)
+            columns["index"] = np.minimum(columns["index"], np.iinfo(np.int32).max)
+            columns = {name: _narrow(column) for name, column in columns.items()}
         columns["ndim"] = columns["ndim"].astype(np.int8)
         return columns
 
@@ -345,29 +388,24 @@ class _Walk:
         return np.repeat(numbers, np.diff(changes, append=len(references)))
 
 
-class _Taken:
-    """The records in one block, and which of them were taken. ``heads``: the first of each run by its place."""
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """The records that begin in a part of a block, and the rows of them that were taken."""
 
-    def __init__(self, block: Block, limit: int, forms: dict[tuple[bytes, bytes], Form]) -> None:
-        self.block = block
-        self.found: dict[tuple[bytes, bytes], tuple[Found, list[slice]]] = {}
-        self.heads: dict[int, tuple[tuple[bytes, bytes], int]] = {}
-        self._limit = limit
-        for kind, form in forms.items():
-            self.find(kind, form, 0)
+    begin: int
+    end: int
+    found: Found
+    taken: list[slice]
 
-    def find(self, kind: tuple[bytes, bytes], form: Form, begin: int) -> None:
-        found = form.find(self.block, begin, max(self._limit, begin))
-        self.found[kind] = (found, [])
-        if len(found.begin):
-            first = np.flatnonzero(np.diff(found.last, prepend=-1))
-            heads = zip(found.begin[first].tolist(), first.tolist(), strict=True)
-            self.heads.update((at, (kind, row)) for at, row in heads)
 
-    def record(self, begin: int, place: int) -> int:
-        """Where the last record before ``place`` begins, in the run that begins at ``begin``."""
-        found, _ = self.found[self.heads[begin][0]]
-        return int(found.begin[np.searchsorted(found.begin, place) - 1])
+def _narrow(column: npt.NDArray[np.signedinteger]) -> npt.NDArray[np.signedinteger]:
+    return column.astype(np.int32) if column.max(initial=0) <= np.iinfo(np.int32).max else column
+
+
+def _last_before(pieces: list[Piece], place: int) -> int:
+    """Where the last record before ``place`` begins."""
+    shift, begins = next(piece for piece in reversed(pieces) if piece[0] + piece[1][0] < place)
+    return shift + int(begins[np.searchsorted(begins, place - shift) - 1])
 
 
 def _require_boundary(data: bytes, at: int, boundary: int) -> None:

@@ -9,7 +9,7 @@ a text: it counts only when an opcode begins there, which the one who walks the 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -43,7 +43,7 @@ class Found:
 
     ``begin``, ``end``: of their bytes. ``memoised``: how many values each memoises. ``last``: for each the number of
     the last record of its run, in which each begins where the one before ends, or after the ``separator`` of batches.
-    ``columns``: the fields.
+    ``columns``: the fields. ``places``: where the values of items begin, by field.
     """
 
     begin: Int64Array
@@ -51,6 +51,7 @@ class Found:
     memoised: Int64Array
     last: Int64Array
     columns: dict[str, Int64Array]
+    places: dict[str, Int64Array] = field(default_factory=dict)
 
 
 def _candidates(block: Block, prefix: bytes, begin: int, end: int) -> Int64Array:
@@ -129,22 +130,24 @@ class ItemForm:
         else:
             text, nbytes, after, ok = block.texts(at + len(self.prefix))
 
-        def field(
-            parse: Callable[[Int64Array], tuple[Int64Array, Int64Array, BoolArray]], literal: bytes
-        ) -> Int64Array:
+        places: dict[str, Int64Array] = {}
+
+        def number(name: str, parse: _Parse, literal: bytes) -> Int64Array:
             nonlocal after, ok
             ok &= block.has(after, literal)
-            value, after, fine = parse(after + len(literal))
+            places[name] = after + len(literal)
+            value, after, fine = parse(places[name])
             ok &= fine
             return value
 
-        index = field(block.integers, self.index)
+        index = number("index", block.integers, self.index)
         ok &= block.has(after, self.start)
-        start, ndim, after, fine = block.sizes(after + len(self.start), self.memoize)
+        places["start"] = after + len(self.start)
+        start, ndim, after, fine = block.sizes(places["start"], self.memoize)
         ok &= fine
-        path = field(block.references, self.path)
-        offset = field(block.integers, self.offset)
-        length = field(block.integers, self.length)
+        path = number("path", block.references, self.path)
+        offset = number("offset", block.integers, self.offset)
+        length = number("length", block.integers, self.length)
         ok &= block.has(after, _BUILD)
         after += len(_BUILD)
         rows = np.flatnonzero(ok & (after <= len(block.data)))
@@ -152,7 +155,19 @@ class ItemForm:
         columns = {name: column[rows] for name, column in {**fields, "offset": offset, "length": length}.items()}
         last = _runs(block, at[rows], after[rows], self.append, None)
         memoised = len(self.memoize) * (4 + np.where(columns["ndim"] > 0, 3, 2)) + (not self.shared_names)
-        return Found(at[rows], after[rows], memoised, last, columns)
+        return Found(
+            at[rows], after[rows], memoised, last, columns, {name: each[rows] for name, each in places.items()}
+        )
+
+    def name(self, data: bytes, at: int, memo: Memo) -> bytes | None:
+        """The name of the item at ``at``; None when none of this form stands there."""
+        begin = at + len(self.prefix)
+        if not data.startswith(self.prefix, at):
+            return None
+        if not self.shared_names:
+            return data[begin + 2 : begin + 2 + data[begin + 1]]
+        width = 1 if data[begin] == ord("h") else 4
+        return memo.text(int.from_bytes(data[begin + 1 : begin + 1 + width], "little"))
 
 
 Form: TypeAlias = ChunkForm | ItemForm

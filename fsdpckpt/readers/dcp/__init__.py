@@ -106,10 +106,8 @@ def open_directory(path: str, sources: Sources) -> DcpDirectory:
 def _ends(metadata: DcpMetadata) -> dict[str, int]:
     """Where the last item of each file ends."""
     ends = np.zeros(len(metadata.files), np.uint64)  # two counts below 2^63 fit
-    files = [tensor.chunks.file for tensor in metadata.tensors.values()]
-    items = [tensor.chunks.item for tensor in metadata.tensors.values()]
-    if files:
-        np.maximum.at(ends, np.concatenate(files), np.concatenate(items).view(np.uint64).sum(axis=1))
+    for tensor in metadata.tensors.values():
+        np.maximum.at(ends, tensor.chunks.file, tensor.chunks.item.astype(np.uint64).sum(axis=1))
     needed = dict(zip(metadata.files, ends.tolist(), strict=True))
     for stored in metadata.items.values():
         end = stored.offset + stored.length

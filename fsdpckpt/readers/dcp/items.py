@@ -36,17 +36,17 @@ from fsdpckpt.text import plural
 
 def declared_chunks(directory: DcpDirectory) -> list[ChunkedTensor]:
     """Every tensor with the chunks that the metadata declares, none of them located."""
-    tensors = directory.metadata.tensors
-    file = np.concatenate([np.zeros(0, np.int64), *(tensor.chunks.file for tensor in tensors.values())])
-    rank, file = directory.by_file(directory.ranks)[file], directory.by_file(directory.numbers)[file]
-    offset = np.broadcast_to(np.array(-1, np.int64), file.shape)
+    ranks, numbers = directory.by_file(directory.ranks), directory.by_file(directory.numbers)
+    as_named, one_each = np.array_equal(numbers, np.arange(len(numbers))), np.array_equal(ranks, numbers)
+    unknown = np.array(-1, np.int64)
     declared: list[ChunkedTensor] = []
-    first = 0
-    for key, tensor in tensors.items():
-        stored, rows = tensor.chunks, slice(first, first + len(tensor.chunks))
-        first = rows.stop
+    for key, tensor in directory.metadata.tensors.items():
+        stored = tensor.chunks
+        file = stored.file if as_named else numbers[stored.file]
+        rank = file if one_each else ranks[stored.file]
+        offset = np.broadcast_to(unknown, file.shape)
         stride = contiguous_strides(stored.size)
-        chunks = Chunks(rank[rows], file[rows], offset[rows], stored.start, stored.size, stride, stored.item)
+        chunks = Chunks(rank, file, offset, stored.start, stored.size, stride, stored.item)
         declared.append(ChunkedTensor(key, tensor.dtype, tensor.shape, chunks))
     return declared
 

@@ -1,0 +1,219 @@
+"""Knows records of a ``.metadata`` pickle again: what was parsed once is only compared the next time.
+
+Tensors of one shape have the same list of chunks, byte for byte, and every rank stores the same tensors in the same
+order, so that its items differ from another rank's in numbers alone. ``Lists`` holds the bytes of lists of chunks;
+``Items`` holds those of items, with a mask over their numbers, which are taken from their places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from fsdpckpt.formats.dcp.fields import MASK, Block
+from fsdpckpt.formats.dcp.runs import Found, ItemForm
+from fsdpckpt.ir.tensors import Int64Array
+
+__all__ = ["Items", "Lists", "Piece", "Records"]
+
+_MOST_ALIKE = 8  # lists that begin with the same bytes
+_MOST_BYTES = 32 << 20  # of records that are known at a time
+_WORTH = 16  # items in a row that are compared sooner than parsed
+_AT_ONCE = 1024  # items compared at once: a batch of the pickler has a thousand
+_NUMBERS = ("index", "path", "offset", "length")  # of an item; then its start
+
+Piece: TypeAlias = tuple[int, Int64Array]
+"""Where records begin: a place, and how far from it each is."""
+
+NameAt: TypeAlias = Callable[[int], int]
+"""The number of the name of the item at a place; -1 when none is known there."""
+
+
+class Records(NamedTuple):
+    """Records one after the other. ``rows``: of the columns that have their fields; ``end``: of their bytes."""
+
+    rows: slice
+    memoised: int
+    end: int
+    pieces: list[Piece]
+
+
+class _List(NamedTuple):
+    content: bytes
+    rows: slice
+    memoised: int
+    begins: Int64Array
+
+
+class Lists:
+    """The lists of chunks that were parsed."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, list[_List]] = {}
+        self._left = _MOST_BYTES
+
+    def add(self, data: bytes, begins: Int64Array, end: int, rows: slice, memoised: int) -> None:
+        """Remember the chunks of ``rows``, which begin at ``begins`` of ``data``."""
+        at = int(begins[0])
+        alike = self._known.setdefault(_key(data, at), [])
+        if len(alike) < _MOST_ALIKE and self._left >= end - at:
+            alike.append(_List(data[at:end], rows, memoised, begins - at))
+            alike.sort(key=lambda known: -len(known.content))
+            self._left -= end - at
+
+    def take(self, data: bytes, at: int) -> Records | None:
+        """The longest known list that stands at ``at``, with more bytes after it."""
+        for known in self._known.get(_key(data, at), ()):
+            end = at + len(known.content)
+            if end < len(data) and data.startswith(known.content, at):
+                return Records(known.rows, known.memoised, end, [(at, known.begins)])
+        return None
+
+
+def _key(data: bytes, at: int) -> bytes:
+    """The first of the chunks at ``at``, or the begin of it: a chunk ends with these opcodes."""
+    return data[at : data.find(b"ub", at) + 2]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Stretch:
+    """n items without the separators of batches. ``begins`` (n + 1,): of their bytes; ``mask``: 0 over their numbers.
+
+    ``places``, ``masks`` (numbers, n): where each number's bytes are, and which of the 8 from there on are its own.
+    ``names``, ``ndim`` (n,): as in the columns of items. ``memoised`` (n + 1,): how many values up to each.
+    """
+
+    content: npt.NDArray[np.uint8]
+    mask: npt.NDArray[np.uint8]
+    begins: Int64Array
+    places: Int64Array
+    masks: npt.NDArray[np.uint64]
+    names: npt.NDArray[np.signedinteger]
+    ndim: npt.NDArray[np.signedinteger]
+    memoised: Int64Array
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def same(self, block: Block, at: int, first: int) -> int:
+        """The items from ``first`` to this one (exclusive) stand at ``at`` of ``block``, but for their numbers."""
+        low, high = int(self.begins[first]), int(self.begins[min(first + _AT_ONCE, len(self))])
+        nbytes = max(min(high - low, len(block.data) - 1 - at), 0)
+        differs = (block.bytes[at : at + nbytes] ^ self.content[low : low + nbytes]) & self.mask[low : low + nbytes]
+        if differs.max(initial=0):
+            nbytes = int((differs != 0).argmax())
+        return int(np.searchsorted(self.begins, low + nbytes, "right")) - 1
+
+
+class Items:
+    """The items that were parsed, and those of the block at hand that were known."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, tuple[_Stretch, int]] = {}  # by name: the last item that has it
+        self._left = _MOST_BYTES
+        self.scattered = False  # those that were taken last followed each other nowhere: parsing more joins them
+        self._taken: list[tuple[_Stretch, int, int, int]] = []  # first item, end, where the first begins in the block
+
+    def add(self, block: Block, found: Found, rows: npt.NDArray[np.intp], columns: dict[str, Int64Array]) -> None:
+        """Remember the items in ``rows``; ``columns`` has their names and dimensions."""
+        begin, end = found.begin[rows], found.end[rows]
+        begins = np.append(0, np.cumsum(end - begin))
+        if begins[-1] > self._left:
+            self._last.clear()
+            self._left = _MOST_BYTES
+        self._left -= int(begins[-1])
+        cut = np.flatnonzero(begin[1:] != end[:-1])
+        firsts, lasts = np.append(0, cut + 1), np.append(cut, len(rows) - 1)
+        parts = zip(begin[firsts].tolist(), end[lasts].tolist(), strict=True)
+        content = np.frombuffer(b"".join([block.data[low:high] for low, high in parts]), np.uint8)
+        mask = np.full(len(content), 0xFF, np.uint8)
+        shift = begins[:-1] - begin
+        places: list[Int64Array] = []
+        masks: list[npt.NDArray[np.uint64]] = []
+
+        def number(at: Int64Array, width: Int64Array, signed: npt.NDArray[np.bool_]) -> None:
+            places.append(at + shift)
+            masks.append(MASK[width])
+            for byte in range(int(width.max(initial=0))):
+                inside = width > byte
+                mask[places[-1][inside] + byte] = 0
+                top = inside & signed & (width == byte + 1)
+                mask[places[-1][top] + byte] = 0x80  # a number that is negative here is none that was parsed
+
+        for name in _NUMBERS:
+            at = found.places[name][rows]
+            if name == "path":
+                width = block.references(at)[1] - at - 1
+                number(at + 1, width, np.zeros(len(at), np.bool_))
+            else:
+                number(*block.operands(at))
+        at = found.places["start"][rows]
+        at = at + (block.opcodes(at) == ord("("))
+        for dimension in range(int(columns["ndim"].max(initial=0))):
+            place, width, signed = block.operands(at)
+            width = np.where(columns["ndim"] > dimension, width, 0)
+            number(place, width, signed)
+            at = place + width
+        memoised = np.append(0, np.cumsum(found.memoised[rows]))
+        names, ndim = columns["name"], columns["ndim"]
+        stretch = _Stretch(content, mask, begins, np.stack(places), np.stack(masks), names, ndim, memoised)
+        self._last.update((name, (stretch, row)) for row, name in enumerate(names.tolist()))
+
+    def take(self, form: ItemForm, block: Block, at: int, name_at: NameAt) -> Records | None:
+        """The known items that stand at ``at``, one after the other. ``name_at``: the name of the item at a place."""
+        if self.scattered:
+            self.scattered = False
+            return None
+        separator = form.append[:1] + b"("
+        expected: tuple[_Stretch, int] | None = None
+        pieces: list[Piece] = []
+        memoised = count = 0
+        while len(pieces) < 4 or count >= _WORTH * len(pieces):
+            begin = at + len(separator) if pieces and block.data.startswith(separator, at) else at
+            stretch, first, end = self._same(block, begin, expected, name_at)
+            if stretch is None or end == first:
+                break
+            shift = begin - int(stretch.begins[first])
+            pieces.append((shift, stretch.begins[first:end]))
+            self._taken.append((stretch, first, end, shift))
+            memoised += int(stretch.memoised[end] - stretch.memoised[first])
+            count += end - first
+            at = shift + int(stretch.begins[end])
+            expected = stretch, end
+        self.scattered = 0 < count < _WORTH * len(pieces)
+        return Records(slice(0, count), memoised, at, pieces) if pieces else None
+
+    def _same(
+        self, block: Block, at: int, expected: tuple[_Stretch, int] | None, name_at: NameAt
+    ) -> tuple[_Stretch | None, int, int]:
+        """The known items that stand at ``at``: those that are expected, else those that follow the same name."""
+        if expected is not None and expected[1] < len(expected[0]):
+            end = expected[0].same(block, at, expected[1])
+            if end > expected[1]:
+                return (*expected, end)
+        named = self._last.get(name_at(at))
+        return (*named, named[0].same(block, at, named[1])) if named is not None else (None, 0, 0)
+
+    def columns(self, block: Block) -> dict[str, Int64Array] | None:
+        """The fields of all items that were taken since the last call, from ``block``; ``path`` is a reference."""
+        if not self._taken:
+            return None
+        numbers = max(len(stretch.places) for stretch, *_ in self._taken)
+        count = sum(end - first for _, first, end, _ in self._taken)
+        places, masks = np.zeros((numbers, count), np.int64), np.zeros((numbers, count), np.uint64)
+        at = 0
+        for stretch, first, end, shift in self._taken:
+            rows, has = slice(at, at := at + end - first), len(stretch.places)
+            np.add(stretch.places[:, first:end], shift, out=places[:has, rows])
+            masks[:has, rows] = stretch.masks[:, first:end]
+        values = (block.words(places) & masks).view(np.int64)
+        columns = dict(zip(_NUMBERS, values, strict=False))
+        columns["start"] = values[len(_NUMBERS) :].T
+        columns["name"] = np.concatenate([stretch.names[first:end] for stretch, first, end, _ in self._taken])
+        columns["ndim"] = np.concatenate([stretch.ndim[first:end] for stretch, first, end, _ in self._taken])
+        self._taken = []
+        return columns
