@@ -15,6 +15,7 @@ from fsdpckpt.ir.mesh import MeshShape, Placement, Replicate, Shard, Sharding, p
 from fsdpckpt.ir.vocabulary import Container, Layout, Strategy
 from fsdpckpt.layouts.sharded import on_one_dimension
 from fsdpckpt.options import ConvertOptions, TensorForm
+from fsdpckpt.producers.forms import MeshForm
 from fsdpckpt.producers.table import flavor_named
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
@@ -131,7 +132,7 @@ def on_mesh(spec: TargetSpec, source: Checkpoint, mesh: TargetMesh | None) -> Ta
     meshes = source_meshes(source)
     strange = _strange(source, meshes)
     if spec.form is not None and spec.form.mesh.names is not None:  # it has meshes of its own
-        return replace(spec, mesh=_on_replicas(spec, source, spec.form.mesh.hybrid, spec.world_size))
+        return replace(spec, mesh=_of_framework(spec, source, spec.form.mesh, spec.world_size))
     if strange:
         return replace(spec, mesh=_on_one_dimension(spec, source.source, strange, spec.world_size))
     if not meshes:
@@ -148,15 +149,20 @@ def _resized(spec: TargetSpec, source: Checkpoint, own: MeshShape, world_size: i
     return resized(own, shardings, world_size, source=source.source, keep_replicas=keep, only=only)
 
 
-def _on_replicas(
-    spec: TargetSpec, source: Checkpoint, names: tuple[str, ...] | None, world_size: int
-) -> TargetMesh | None:
-    """A framework's own mesh of replicas, ``names``, for a source with replicas; None: its mesh of one dimension."""
-    own = source_mesh(source)
-    if own is None or names is None or {one.placements for one in _shardings(source, own)} != {_HYBRID}:
+def _of_framework(spec: TargetSpec, source: Checkpoint, form: MeshForm, world_size: int) -> TargetMesh | None:
+    """A framework's own mesh: that of replicas for a source with replicas, else its one dimension, which is said where
+    the source has more."""
+    own, names = source_mesh(source), form.hybrid
+    if own is not None and names is not None and {one.placements for one in _shardings(source, own)} == {_HYBRID}:
+        found = replace(_resized(spec, source, own, world_size), names=names)
+        return TargetMesh(found, None, _rows(found), _note({replace(own, names=names): found}))
+    meshes = source_meshes(source)
+    if not any(len(mesh.sizes) > 1 for mesh in meshes):
         return None
-    found = replace(_resized(spec, source, own, world_size), names=names)
-    return TargetMesh(found, None, _rows(found), _note({replace(own, names=names): found}))
+    rows = on_one_dimension(world_size, form.names)
+    flavor = spec.flavor.name if spec.flavor is not None else "the target"
+    note = f"the source's mesh {' and '.join(map(str, meshes))} is not kept: {flavor} shards over {rows.mesh} alone"
+    return TargetMesh(rows.mesh, None, rows, note)
 
 
 _HYBRID = (Replicate(), Shard(0))

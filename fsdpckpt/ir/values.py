@@ -104,7 +104,7 @@ def _outline(values: tuple[Value, ...] | list[Value]) -> tuple[object, ...]:
 
 
 _OUTLINED = 16
-_OUTLINES = (str, int, bytes)
+_OUTLINES = (str, int, float, bytes, type(None))
 _NUMPY_CODES = frozenset(["b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"])
 
 

@@ -284,7 +284,9 @@ def test_verl_gets_its_mesh_of_replicas(saved: Path, tmp_path: Path, source: str
 
 
 def test_verl_and_tensor_parallelism_do_not_meet(saved: Path, tmp_path: Path) -> None:
-    fsdpckpt.convert(saved / "tp", tmp_path / "new", to="sharded", **VERL, world_size=4)
+    report = fsdpckpt.convert(saved / "tp", tmp_path / "new", to="sharded", **VERL, world_size=4)
+    said = "the source's mesh dp_shard=2,tp=2 is not kept: verl shards over fsdp=4 alone"
+    assert said in [note.message for note in report.notes]
     with as_rank(2, 4):
         found = torch.load(tmp_path / "new" / "model_world_size_4_rank_2.pt", weights_only=True)
         assert_equal(found, held(MeshCase({"fsdp": 4}, ("fsdp",)), ODD, SIZE)["model"], "model")
