@@ -36,6 +36,7 @@ def main(warm: list[str]) -> None:
     for path in warm:
         with suppress(FsdpckptError):
             api.inspect(path).to_json(ranks=True)
+    str(FsdpckptError("the words for Python need the table of all options, which is made now"))
     seen: list[str] = []
     used = _address_space()
     resource.setrlimit(resource.RLIMIT_AS, (used + LIMIT, used + LIMIT))
