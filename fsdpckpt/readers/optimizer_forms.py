@@ -138,7 +138,7 @@ def _unflatten(value: Mapping[Key, Value], notes: list[Note]) -> OptimState:
     for key, item in flat.items():
         param, names = _parameter(key, hyper)
         _set_state(state.setdefault(param, {}), names, item)
-    groups = _groups(hyper) if hyper else None
+    groups = groups_of_equal_settings(hyper) if hyper else None
     if groups is not None:
         notes.append(
             Note(
@@ -172,7 +172,7 @@ def _set_state(states: dict[str, Tensor | Value], names: list[str], item: Value)
     inner[names[-1]] = item
 
 
-def _groups(hyper: Mapping[str, dict[Key, Value]]) -> list[dict[Key, Value]]:
+def groups_of_equal_settings(hyper: Mapping[str, dict[Key, Value]]) -> list[dict[Key, Value]]:
     """Parameters with equal hyper-parameters share a group, in order of first appearance.
 
     Hyper-parameters that are tensors are equal when they lie in one place: ``dcp.read.share_equal_settings`` gives all

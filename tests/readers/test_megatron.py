@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import fsdpckpt
@@ -22,6 +22,7 @@ from fsdpckpt.errors import (
     SourceUnsupportedError,
     UsageError,
 )
+from fsdpckpt.ir.checkpoint import group_params
 from fsdpckpt.readers.megatron import MegatronReader
 from tests.golden.megatron.net import Net
 from tests.readers.contents import opened
@@ -244,6 +245,123 @@ def test_buffers_of_many_parameters_are_refused_but_not_the_weights(golden: Path
     model = torch.load(tmp_path / "model.pt")
     for key, values in truth(golden, "buffers")["params"].items():
         assert torch.equal(model[key], values["copy"]), key
+
+
+class TestMegatronFsdp:
+    """``fsdp_dtensor``: DCP with the halves of SwiGLU apart, and settings of param groups by parameter."""
+
+    def test_every_value_and_setting_is_what_the_ranks_held(self, golden: Path, tmp_path: Path) -> None:
+        fsdpckpt.convert(str(golden / "fsdp-dtensor"), str(tmp_path / "full.pt"))
+        state, expected = torch.load(tmp_path / "full.pt"), truth(golden, "fsdp-dtensor")
+        assert set(state["model"]) == set(state["optimizer"]["state"]) == set(expected["params"])
+        for name, values in expected["params"].items():
+            assert torch.equal(state["model"][name], values.pop("param")), name
+            assert set(values) == set(state["optimizer"]["state"][name]) == {"step", "exp_avg", "exp_avg_sq"}
+            for key, value in values.items():
+                assert torch.equal(state["optimizer"]["state"][name][key], value), (name, key)
+        settings = {
+            name: {key: value for key, value in group.items() if key != "params"}
+            for group in state["optimizer"]["param_groups"]
+            for name in group["params"]
+        }
+        assert settings == expected["settings"]
+        assert {group["weight_decay"] for group in state["optimizer"]["param_groups"]} == {0.0, 0.5}
+        assert state["args"] == {"num_layers": 3}
+
+    def test_verify_and_the_way_through_dcp_find_the_same_values(self, golden: Path, tmp_path: Path) -> None:
+        source = str(golden / "fsdp-dtensor")
+        assert not fsdpckpt.verify(source).problems
+        fsdpckpt.convert(source, str(tmp_path / "dcp"), to="sharded", container="dcp", world_size=5)
+        assert fsdpckpt.diff(source, str(tmp_path / "dcp")).same
+
+    def test_groups_are_known_without_opening_tensors(self, golden: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("fsdpckpt.readers.dcp.read.FEW_VALUES", 10)
+        optim = opened(golden / "fsdp-dtensor", locate=False).optim
+        assert optim is not None
+        assert [len(group_params(group) or ()) for group in optim.param_groups or ()] == [14, 26]
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [({"weight_v": torch.zeros(5, 8)}, "not alike"), ({"weight_v": torch.zeros(12, 8).half()}, "not alike")],
+    )
+    def test_halves_that_do_not_fit_are_refused(
+        self, changes: dict[str, torch.Tensor], message: str, tmp_path: Path
+    ) -> None:
+        with pytest.raises(SourceCorruptError, match=message):
+            opened(halves(tmp_path, changes))
+
+    def test_a_half_alone_keeps_its_name(self, tmp_path: Path) -> None:
+        model = opened(halves(tmp_path, {"weight_v": None, "bias_v": torch.ones(12)})).model
+        assert model is not None
+        assert {name: getattr(leaf, "shape", None) for name, leaf in model.params.items()} == {
+            "l.mlp.linear_fc1.weight_w": (12, 8),
+            "l.mlp.linear_fc1.bias": (24,),
+        }
+
+    def test_other_programs_names_stay(self, tmp_path: Path) -> None:
+        """Only Megatron's own keys at the top say that these are halves."""
+        state = {
+            "model": {
+                "module.l.mlp.linear_fc1.weight_w": torch.ones(2),
+                "module.l.mlp.linear_fc1.weight_v": torch.ones(2),
+            }
+        }
+        save(state, storage_writer=FileSystemWriter(tmp_path / "dcp"), no_dist=True)
+        checkpoint = opened(tmp_path / "dcp")
+        assert checkpoint.model is not None
+        assert set(checkpoint.model.params) == set(state["model"])
+        assert checkpoint.flavor != "megatron"
+
+    @pytest.mark.parametrize("settings", [{}, {"x": 3}, {"module.l.mlp.linear_fc1.weight": {"lr": 1, "step": "x"}}, 3])
+    def test_whatever_settings_are_they_are_read(self, settings: Any, tmp_path: Path) -> None:
+        state = {"model": {"w": torch.ones(2)}, "optimizer": {"state": {"module.w": {"exp_avg": torch.ones(2)}}}}
+        state["optimizer"]["param_to_group_meta"] = settings
+        save(
+            {**state, "args": 1, "checkpoint_version": 3}, storage_writer=FileSystemWriter(tmp_path / "d"), no_dist=True
+        )
+        assert opened(tmp_path / "d").flavor == "megatron"
+
+
+def halves(tmp_path: Path, changes: dict[str, Any]) -> Path:
+    parts = {"weight_w": torch.ones(12, 8), "weight_v": torch.zeros(12, 8), "bias_w": torch.ones(12), **changes}
+    model = {f"module.l.mlp.linear_fc1.{name}": part for name, part in parts.items() if part is not None}
+    state = {"model": model, "args": 1, "checkpoint_version": 3.0}
+    save(state, storage_writer=FileSystemWriter(tmp_path / "dcp"), no_dist=True)
+    return tmp_path / "dcp"
+
+
+def test_common_values_in_an_object(golden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron-core 0.19 keeps them as the object of one rank in the DCP directory."""
+    common = torch.load(golden / "uneven" / "common.pt", weights_only=False)
+    state = {"common_state/shard_0_1": [common], "w": torch.ones(3), "optimizer.state.exp_avg.w": torch.zeros(3)}
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    save(state, storage_writer=FileSystemWriter(tmp_path), planner=planner, no_dist=True)
+    (tmp_path / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
+    for few in (1 << 14, 0):
+        monkeypatch.setattr("fsdpckpt.readers.dcp.read.FEW_VALUES", few)
+        checkpoint = opened(tmp_path, locate=False)
+        assert checkpoint.extra["iteration"] == 3
+        assert checkpoint.optim is not None
+        assert len(checkpoint.optim.param_groups or ()) == 2
+
+
+def test_halves_of_single_shards_are_one_tensor(tmp_path: Path) -> None:
+    """With ``singleton_local_shards`` Megatron-core takes the halves apart as Megatron FSDP does."""
+    name = "decoder.layers.0.mlp.linear_fc1.weight"
+    parts = {f"{prefix}{name}_{half}": torch.randn(4, 3) for prefix in ("", STATE) for half in "wv"}
+    save(parts, storage_writer=FileSystemWriter(tmp_path / "d"), no_dist=True)
+    (tmp_path / "d" / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
+    torch.save({"optimizer": {"param_groups": [{"lr": 0.1, "step": 7}]}}, tmp_path / "d" / "common.pt")
+    fsdpckpt.convert(str(tmp_path / "d"), str(tmp_path / "full.pt"))
+    state = torch.load(tmp_path / "full.pt")
+    assert torch.equal(state["model"][name], torch.cat([parts[f"{name}_w"], parts[f"{name}_v"]]))
+    states = state["optimizer"]["state"][name]
+    assert torch.equal(states["exp_avg"], torch.cat([parts[f"{STATE}{name}_w"], parts[f"{STATE}{name}_v"]]))
+    assert states["step"].item() == 7
+    assert state["optimizer"]["param_groups"] == [{"lr": 0.1, "params": [name]}]
+
+
+STATE = "optimizer.state.exp_avg."
 
 
 class TestRuns:

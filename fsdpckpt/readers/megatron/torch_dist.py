@@ -13,14 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
-import numpy as np
-
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError
-from fsdpckpt.ir.checkpoint import LITERAL, Checksums, Evidence, EvidenceKind, Note
-from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.tensors import Chunks, Tensor
-from fsdpckpt.ir.values import Key, Object, Value
-from fsdpckpt.readers.dcp.read import read_dcp
+from fsdpckpt.ir.checkpoint import Checksums, Evidence, EvidenceKind, Note
+from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.values import Key, Value
+from fsdpckpt.readers.dcp.megatron_fsdp import join_halves, join_states, plain, step_tensor
+from fsdpckpt.readers.dcp.read import UNREAD, read_dcp
 from fsdpckpt.readers.megatron import COMMON
 from fsdpckpt.readers.protocol import FileTable, Tree
 from fsdpckpt.readers.torch_ranks.read import read_torch_file
@@ -46,6 +44,8 @@ def read_torch_dist(path: str, common: Entry | None, files: FileTable, sources: 
     ranks share, SourceCorruptError for states of other shapes than their parameters', and what ``read_dcp`` raises.
     """
     tree = read_dcp(path, files, sources, locate=locate)
+    if cast(_Dict, tree.root).get(_COMMON_OBJECT) is UNREAD:
+        tree = read_dcp(path, files, sources, locate=True)
     saved = _Saved(path, tree)
     shared = _shared(common, saved, files, sources)
     kept = [saved.buffers.pop(key) for key in list(saved.buffers) if _is_optimizer_object(key)]
@@ -58,10 +58,10 @@ def read_torch_dist(path: str, common: Entry | None, files: FileTable, sources: 
     groups = [group for optimizer in optimizers for group in _groups(optimizer)]
     root: _Dict = {"model": saved.with_masters()}
     if names or saved.buffers or groups:
-        states: _Dict = {name: cast(Value, states) for name, states in names.items()}
-        root["optimizer"] = {"state": states, "param_groups": _listed(groups, list(names)), **saved.buffers}
+        states: _Dict = {name: cast(Value, entry) for name, entry in names.items()}
+        root["optimizer"] = {"state": states, "param_groups": _listed(groups, list(map(str, names))), **saved.buffers}
     extras = {**saved.objects, **shared, **_scaler(optimizers)}
-    root.update({key: _plain(value) for key, value in extras.items() if key not in root})
+    root.update({key: plain(value) for key, value in extras.items() if key not in root})
     tree.world_size = saved.ranks
     tree.root, tree.flavor = root, "megatron"
     tree.evidence.append(Evidence(EvidenceKind.CONTAINER, f"{path} is a torch_dist checkpoint of Megatron-core"))
@@ -76,7 +76,7 @@ class _Saved:
     path: str
     tree: Tree
     model: _Dict = field(default_factory=dict)
-    states: dict[str, dict[str, Value]] = field(default_factory=dict)
+    states: dict[Key, dict[Key, Value]] = field(default_factory=dict)
     buffers: _Dict = field(default_factory=dict)
     objects: _Dict = field(default_factory=dict)
 
@@ -91,6 +91,7 @@ class _Saved:
                 self.model[key] = value
             elif value != [None]:  # modules without a state of their own save None for each layer
                 self.objects[key] = value
+        self.model, self.states = join_halves(self.model, self.path), join_states(self.states, self.path)
 
     @property
     def ranks(self) -> int:
@@ -107,9 +108,9 @@ class _Saved:
             for leaf in (*states.values(), *masters):
                 if isinstance(leaf, Tensor) and isinstance(weight, Tensor) and leaf.shape not in ((), weight.shape):
                     raise SourceCorruptError(
-                        f"{self.path}: a state of {name} does not have the shape of the parameter",
+                        f"{self.path}: a state of {name!s} does not have the shape of the parameter",
                         file=self.path,
-                        key=name,
+                        key=str(name),
                         expected=f"shape {list(weight.shape)}",
                         found=f"shape {list(leaf.shape)}",
                         why="data of several saves lie together, or a version of Megatron-core that is not known "
@@ -180,12 +181,9 @@ def _step(optimizers: Sequence[Mapping[Key, Value]], files: FileTable) -> Tensor
         common = state.get("common_step") if isinstance(state, dict) else None
         found = [common, *(group.get("step") for group in _groups(optimizer))]
         for step in found:
-            if isinstance(step, Tensor):
-                return step
-            if isinstance(step, (int, float)):
-                number = np.array(step, "<f4").tobytes()
-                file = files.add(f"{LITERAL}{number.hex()}", len(number))
-                return Tensor(DTYPES["float32"], (), Chunks.whole(file=file, offset=0, shape=()), sharded=False)
+            tensor = step_tensor(step, files)
+            if tensor is not None:
+                return tensor
     return None
 
 
@@ -202,19 +200,3 @@ def _listed(groups: list[_Dict], names: list[str]) -> list[Value]:
 def _scaler(optimizers: Sequence[Mapping[Key, Value]]) -> _Dict:
     scaler = next((one["grad_scaler"] for one in optimizers if one.get("grad_scaler")), None)
     return {} if scaler is None else {"grad_scaler": scaler}
-
-
-def _plain(value: Value) -> Value:
-    """``value`` with dicts and texts for objects of Megatron's classes, so that whoever loads it needs no Megatron."""
-    if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_plain(one) for one in value]
-    if isinstance(value, tuple):
-        return tuple(_plain(one) for one in value)
-    if isinstance(value, Object) and (value.function.module.startswith("megatron.") or value.function.name in _PLAIN):
-        return _plain(value.state if isinstance(value.state, dict) else value.args[0] if value.args else None)
-    return value
-
-
-_PLAIN = frozenset({"Namespace", "SimpleNamespace"})

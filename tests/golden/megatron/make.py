@@ -41,8 +41,10 @@ RENAMED = {
 class OnCpu(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if str(kwargs.get("device", "")).startswith("cuda"):
+        if str(kwargs.get("device", "")).startswith(("cuda", "0")):
             kwargs["device"] = "cpu"
+        if func is torch.Tensor.to:
+            args = (args[0], *("cpu" if isinstance(arg, torch.device) else arg for arg in args[1:]))
         if func is torch.Tensor.cuda:
             return args[0]
         answer = func(*args, **kwargs)
