@@ -22,7 +22,8 @@ FsdpckptError                    70  (a bug when raised as itself)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -142,6 +143,16 @@ class FsdpckptError(Exception):
         """The error of this class that ``to_json`` made ``document`` of."""
         leftover = document.get("leftover")
         return cls(**{**document, "leftover": None if leftover is None else Leftover(**leftover)})
+
+
+@contextmanager
+def of_option(flag: str) -> Iterator[None]:
+    """A SourceError in the block is about the file that the option ``flag`` names, and says so."""
+    try:
+        yield
+    except SourceError as error:
+        error.what = f"{flag} {error.what}"
+        raise
 
 
 def to_copy(why: str, command: str) -> str:

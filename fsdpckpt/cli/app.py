@@ -57,13 +57,16 @@ class HelpCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Raises UsageError for an option with one value that is given twice: silently, the last would win."""
         if not ctx.resilient_parsing:
-            _, _, order = self.make_parser(ctx).parse_args(args=list(args))
+            _, words, order = self.make_parser(ctx).parse_args(args=list(args))
             options: list[Any] = [param for param in order if not _is_argument(param)]
             for one in options:
                 single = not one.multiple and (not one.is_flag or one.secondary_opts)
                 if single and options.count(one) > 1:
                     flags = " or ".join((*one.opts, *one.secondary_opts))
                     raise UsageError(f"{flags} is given more than once", next_step="give it once")
+            taken = sum(map(_is_argument, self.get_params(ctx)))
+            if len(words) > taken:
+                raise UsageError(f"unexpected argument {words[taken]!r}")
         return super().parse_args(ctx, args)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from fsdpckpt.converters.target_spec import TargetSpec
-from fsdpckpt.errors import NeedsInformationError, UsageError
+from fsdpckpt.errors import NeedsInformationError, UsageError, of_option
 from fsdpckpt.formats.torch.mesh import MAX_RANKS
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.mesh import MeshShape, Placement, Replicate, Shard, Sharding, placements_text
@@ -234,7 +234,8 @@ def _shardings(checkpoint: Checkpoint, mesh: MeshShape) -> list[Sharding]:
 
 
 def _like(path: str, options: ConvertOptions, mesh: MeshShape | None, sources: Sources) -> TargetMesh:
-    other = open_checkpoint(path, sources=sources, locate=False)
+    with of_option("--like"):
+        other = open_checkpoint(path, sources=sources, locate=False)
     own = source_mesh(other)
     if own is None:
         raise UsageError(

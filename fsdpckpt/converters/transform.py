@@ -8,7 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fsdpckpt.converters.target_spec import TargetSpec, refuse_flat_options
-from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceMissingError, UsageError, to_copy
+from fsdpckpt.errors import (
+    NeedsInformationError,
+    SourceCorruptError,
+    SourceMissingError,
+    UsageError,
+    of_option,
+    to_copy,
+)
 from fsdpckpt.flat.flatten.states import require_equal_scalars
 from fsdpckpt.flat.unflatten import name_slices
 from fsdpckpt.flat.units.request import ORDER, ResolvedUnits, UnitsRequest, load_units
@@ -285,7 +292,10 @@ class _Steps:
 
     def _reference(self) -> Checkpoint | None:
         path = self.options.reference
-        return None if path is None else open_checkpoint(path, sources=self.sources, locate=False)
+        if path is None:
+            return None
+        with of_option("--reference"):
+            return open_checkpoint(path, sources=self.sources, locate=False)
 
 
 def units_request(options: ConvertOptions) -> UnitsRequest:

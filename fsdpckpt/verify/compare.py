@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
-from fsdpckpt.errors import NeedsInformationError
+from fsdpckpt.errors import NeedsInformationError, to_copy
 from fsdpckpt.ir.checkpoint import BARE_VALUE, Checkpoint, OptimState, ParamKey, Section, group_params
 from fsdpckpt.ir.names import keeps_order
 from fsdpckpt.ir.tensors import Tensor
@@ -298,7 +298,8 @@ def _next_step(a: Checkpoint, b: Checkpoint, key_type: str | None) -> str:
         return f"add --units FILE: it says which parameters lie in the slices of {unnamed[0]}"
     if a.model is not None and b.model is not None:
         return "compare the models alone: add --only model"
-    return f"fsdpckpt convert {shlex.quote(b.source)} DST --key-type {key_type}  # then compare with DST"
+    convert = f"fsdpckpt convert {shlex.quote(b.source)} DST --key-type {key_type}"
+    return to_copy("compare with what this writes to DST, a path of yours", convert)
 
 
 def _lengths(groups: Sequence[Sequence[ParamKey]]) -> str:

@@ -16,6 +16,8 @@ from fsdpckpt.errors import (
     SourceUnrecognisedError,
     TargetUnwritableError,
     UsageError,
+    of_option,
+    to_copy,
 )
 from fsdpckpt.flat.match import FlatMatch
 from fsdpckpt.flat.names import ParameterNames, model_names, optimizer_names, order_contradictions
@@ -94,7 +96,7 @@ def _no_file(path: str, *, directory: bool) -> SourceMissingError:
         expected="the file that save_units or `fsdpckpt units` wrote",
         next_step=f"--units {shlex.quote(inside)}"
         if directory and os.path.isfile(inside)
-        else f"ls {shlex.quote(folder if os.path.isdir(folder) else '.')}  # shows what is there",
+        else to_copy("see what is there", f"ls {shlex.quote(folder if os.path.isdir(folder) else '.')}"),
     )
 
 
@@ -102,7 +104,8 @@ def reference_names(path: str, sources: Sources) -> ParameterNames:
     """The names and shapes of the checkpoint at ``path``. Raises SourceUnrecognisedError when it has none."""
     from fsdpckpt.readers.detect import open_checkpoint
 
-    checkpoint = open_checkpoint(path, sources=sources, locate=False)
+    with of_option("--reference"):
+        checkpoint = open_checkpoint(path, sources=sources, locate=False)
     names = model_names(checkpoint, path) or optimizer_names(checkpoint, f"the optimizer of {path}")
     if names is None:
         raise SourceUnrecognisedError(
