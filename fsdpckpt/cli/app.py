@@ -64,9 +64,8 @@ class HelpCommand(TyperCommand):
                 if single and options.count(one) > 1:
                     flags = " or ".join((*one.opts, *one.secondary_opts))
                     raise UsageError(f"{flags} is given more than once", next_step="give it once")
-            taken = sum(map(_is_argument, self.get_params(ctx)))
-            if len(words) > taken:
-                raise UsageError(f"unexpected argument {words[taken]!r}")
+            if words:
+                raise UsageError(f"there is one argument too many: {words[0]}")
         return super().parse_args(ctx, args)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:

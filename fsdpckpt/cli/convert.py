@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from fsdpckpt.cli.errors import error_lines, ignore_signals
-from fsdpckpt.errors import SourceIncompleteError, TargetUnwritableError, to_copy
+from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, TargetUnwritableError, to_copy
 from fsdpckpt.options import ConvertOptions, Launcher, LaunchOptions
 from fsdpckpt.process_role import process_role
 from fsdpckpt.text import duration_text, plural, size_text
@@ -58,7 +58,7 @@ def convert_command(output: Output, source: str, target: str, options: ConvertOp
 
     alone = not local and launch.nproc_per_node is None and launch.nnodes == 1 and not process_role.worker
     hint = _with_the_command_for_nodes() if alone else nullcontext()
-    with output.progress() as progress, _to_the_end(), hint:
+    with output.progress() as progress, _to_the_end(), hint, _with_the_command_for_damage(source):
         report = convert(source, target, options, launch=launch, progress=progress)
     output.document(report.to_json, "convert")
     if options.dry_run:
@@ -94,6 +94,16 @@ def _with_the_command_for_nodes() -> Iterator[None]:
         error.alternative = to_copy(
             "if other nodes have the missing files, run this on each of the NODES", shlex.join(command)
         )
+        raise
+
+
+@contextmanager
+def _with_the_command_for_damage(source: str) -> Iterator[None]:
+    """An error for damage, which ends a conversion at the first, says how to list all there is."""
+    try:
+        yield
+    except SourceCorruptError as error:
+        error.alternative = to_copy("to list all damage, run", f"fsdpckpt verify {shlex.quote(source)}")
         raise
 
 

@@ -237,7 +237,8 @@ def require_checksum(path: str, offset: int, nbytes: int, expected: int, found: 
         expected=f"CRC-32 {expected:08x}",
         found=f"{found:08x}",
         why="bytes changed after the checkpoint was saved (disk, copy or transfer)",
-        next_step=f"run `fsdpckpt verify {path}` to list all damage, then fetch the file again",
+        next_step="copy the file again",
+        run_again=True,
     )
 
 

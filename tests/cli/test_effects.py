@@ -112,6 +112,25 @@ def test_an_unfinished_url_is_2(run: Run, tmp_path: Path, typed: str, target: bo
     assert done.code == 2 and f"{'DST' if target else 'SRC'} is not a complete URL: {typed}" in done.err
 
 
+def test_an_argument_too_many_and_a_missing_file_of_an_option_are_named(run: Run, tmp_path: Path) -> None:
+    done = run("convert", DCP, tmp_path / "out", "more")
+    assert done.code == 2 and "one argument too many: more" in done.err
+    for option in ("--reference", "--like", "--units"):
+        done = run("convert", DCP, tmp_path / "out", *RANKS, option, tmp_path / "nowhere")
+        assert option in done.err and "nowhere does not exist" in done.err, done.err
+
+
+def test_a_damaged_source_can_be_checked_whole(run: Run, tmp_path: Path) -> None:
+    source = tmp_path / "in"
+    assert run("convert", DCP, source, *RANKS).code == 0
+    path = source / "model_world_size_2_rank_0.pt"
+    data = bytearray(path.read_bytes())
+    data[len(data) * 3 // 4] ^= 1
+    path.write_bytes(data)
+    done = run("convert", source, tmp_path / "out.pt")
+    assert done.code == 3 and f"  fsdpckpt verify {source}" in done.err, done.err
+
+
 def test_the_current_directory_is_refused_with_no_word_of_overwrite(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
