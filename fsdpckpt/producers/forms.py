@@ -153,6 +153,7 @@ class Flavor:
     ``exports``: patterns of files that hold a second copy of the model, ``export_directories``: directories that do.
     ``model_files``: where Hugging Face's configuration and tokenizer lie, None when the framework keeps none.
     ``schedule``: the path of the LR scheduler's state dict among its extras, () when it keeps none in torch's form.
+    ``within``: frameworks that keep its checkpoints among files of their own, which then go along.
     ``training_files``, ``training_keys``: patterns of files, and extras that are not empty, which it saves only with
     both the model and the optimizer; a save of the model alone has none of them.
     """
@@ -168,5 +169,6 @@ class Flavor:
     export_directories: tuple[str, ...] = ()
     model_files: str | None = None
     schedule: tuple[Step, ...] = ()
+    within: tuple[str, ...] = ()
     training_files: tuple[str, ...] = ()
     training_keys: tuple[str, ...] = ()

@@ -49,12 +49,20 @@ _LOCAL = Form(  # the optimizer is saved by name and sharded all the same
     Place(f"{_OPTIM}_0/", ("optimizer",), container=Container.DCP, layout=Layout.SHARDED),
 )
 
+_BY_DEEPSPEED = r"^latest(_universal)?$"  # DeepSpeed's state in the place of FSDP's
+_OF_DEEPSPEED = rf"{_BY_DEEPSPEED}|^zero_to_(fp32|torch)\.py$"
+_STEP_DIRECTORY = r"^global_step\d+(_universal)?$"
+
 ACCELERATE = Flavor(
     name="accelerate",
     title="accelerate's save_state",
-    signs=(Sign((_STATE,)), Sign((_OPTIM_STATE, r"^random_states_\d+\.pkl$"))),
+    signs=(
+        Sign((_STATE,)),
+        Sign((_OPTIM_STATE, r"^random_states_\d+\.pkl$")),
+        Sign((_BY_DEEPSPEED, r"^random_states_\d+\.pkl$")),
+    ),
     forms=(_SHARDED, _FULL, _RANKS, _LOCAL),
-    state=rf"^({_MODEL}|{_OPTIM})(_\d+)?(_rank\d+)?(\.bin)?$",
+    state=rf"^({_MODEL}|{_OPTIM})(_\d+)?(_rank\d+)?(\.bin)?$|{_OF_DEEPSPEED}|^pytorch_model$",
     rank_files=(RankFile("random_states_{rank}.pkl"),),
     side_files=rf"{_SCHEDULING}|^(sampler(_\d+)?|dl_state_dict(_\d+)?)\.bin$|^custom_checkpoint_\d+\.pkl$",
     model_files="",
@@ -66,8 +74,8 @@ TRAINER = replace(
     ACCELERATE,
     name="trainer",
     title="a checkpoint of the Trainer of transformers",
-    signs=(Sign((_STATE, _TRAINED)), Sign((_OPTIM_STATE, _TRAINED)), Sign((_TRAINED, r"^zero_to_fp32\.py$"))),
-    state=rf"{ACCELERATE.state}|^(latest|global_step\d+|zero_to_(fp32|torch)\.py)$",  # with DeepSpeed in FSDP's place
+    signs=(Sign((_STATE, _TRAINED)), Sign((_OPTIM_STATE, _TRAINED)), Sign((_TRAINED, _BY_DEEPSPEED))),
+    state=rf"{ACCELERATE.state}|{_STEP_DIRECTORY}",
     rank_files=(RankFile("rng_state_{rank}.pth", single="rng_state.pth"),),
     side_files=rf"{_SCHEDULING}|^(trainer_state\.json|training_args\.bin)$",
     exports=(WEIGHTS,),
@@ -245,13 +253,11 @@ TORCH_XLA = Flavor(
     exports=(WEIGHTS, r"_consolidated\.pth$"),
 )
 
-_STEP_DIRECTORY = r"^global_step\d+(_universal)?$"
-
 DEEPSPEED = Flavor(
     name="deepspeed",
     title="DeepSpeed's save_checkpoint",
     signs=(Sign((r"_optim_states\.pt$",)), Sign((r"^latest$", _STEP_DIRECTORY))),
-    state=rf"_(optim|model)_states\.pt$|^latest(_universal)?$|^zero_to_(fp32|torch)\.py$|{_STEP_DIRECTORY}",
+    state=rf"_(optim|model)_states\.pt$|{_OF_DEEPSPEED}|{_STEP_DIRECTORY}",
     model_files="",
     schedule=("lr_scheduler",),
 )
@@ -275,6 +281,7 @@ DEEPSPEED_UNIVERSAL = Flavor(
         ),
     ),
     state=rf"{DEEPSPEED.state}|^zero$",
+    within=("trainer", "accelerate"),
     model_files="",
     schedule=("lr_scheduler",),
 )

@@ -72,10 +72,10 @@ def side_files(
 ) -> SideFiles:
     """Files beside ``checkpoint`` that belong into a target of the producer ``target``, for ``world_size`` ranks.
 
-    From the same producer all are taken; rank r of the target gets the files of rank r modulo the source's ranks (with
-    ``world_size`` None every rank keeps its files). From another producer only what Hugging Face keeps beside a model
-    is taken, and with ``only`` nothing that means that both sections were saved. The notes list what was taken and what
-    was not.
+    From the same producer all are taken, and where one's checkpoints lie within the other's; rank r of the target gets
+    the files of rank r modulo the source's ranks (with ``world_size`` None every rank keeps its files). From another
+    producer only what Hugging Face keeps beside a model is taken, and with ``only`` nothing that means that both
+    sections were saved. The notes list what was taken and what was not.
     """
     taken = SideFiles()
     if not checkpoint.directory:
@@ -91,7 +91,9 @@ def side_files(
             del files[name]
             if source is not None and name in source.export_directories:
                 files.update(_below(entries[name], name, sources))
-    same = source is not None and source.name == target.name
+    same = source is not None and (
+        source.name in (target.name, *target.within) or target.name in (source.name, *source.within)
+    )
     exports = export_files(entries)  # they hold the model once more, as it was
     chosen = {name: name for name in files if name not in exports} if same else _of_the_model(files, source, target)
     if same and only is not None:

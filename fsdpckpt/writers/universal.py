@@ -18,12 +18,14 @@ from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.values import Global, Key, Object, Value
+from fsdpckpt.producers.table import ACCELERATE
 from fsdpckpt.text import first_of
 from fsdpckpt.writers.protocol import WriteSpec
 from fsdpckpt.writers.state_dicts import extras_of_one
 from fsdpckpt.writers.torch_full import lay_out_file, ties
 
 _VERSION = "0.19.8"  # of the DeepSpeed whose files these are
+_ACCELERATES = "pytorch_model"  # what accelerate's load_state asks for
 _STEP = "step"
 _STEPS = "global_steps"
 _OF_OPTIMIZER = ("dynamic_loss_scale", "overflow", "clip_grad")  # what its loader takes from optimizer_state.pt, and:
@@ -38,7 +40,8 @@ _SHOWN = 4
 
 
 def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
-    """``global_step<N>_universal/`` and ``latest_universal``, where N is the extra ``global_steps``.
+    """``global_step<N>_universal/`` and ``latest_universal``, where N is the extra ``global_steps``; of accelerate's
+    checkpoints ``pytorch_model/``.
 
     Without an optimizer all of the model is written as weights. Raises SourceUnsupportedError for states that DeepSpeed
     cannot cut and names that are no file names, NeedsInformationError for parameters without states.
@@ -50,6 +53,8 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     weights = _weights(params, groups, checkpoint)
     count = extra.get(_STEPS)
     directory = f"global_step{count if type(count) is int else 0}_universal"
+    if checkpoint.flavor == ACCELERATE.name:
+        directory = _ACCELERATES
     first_of_tie = ties([*weights.values(), *(leaf for leaf in params.values() if isinstance(leaf, Tensor))])
     name_of = {tensor: name for name, tensor in weights.items()}
     shared: dict[Key, Value] = {

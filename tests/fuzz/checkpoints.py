@@ -7,6 +7,7 @@ import struct
 import zipfile
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 
 from fsdpckpt.errors import SourceMissingError
 from fsdpckpt.execute.journal import joined, run_of
@@ -32,6 +33,8 @@ __all__ = [
     "safetensors_index",
     "sharding_info",
     "torch_checkpoint",
+    "universal_checkpoint",
+    "zero_checkpoint",
 ]
 
 
@@ -92,6 +95,7 @@ def _archive(records: Mapping[str, bytes]) -> bytes:
     return body + directory + end
 
 
+@cache
 def _named(name: str) -> Mapping[str, bytes]:
     with zipfile.ZipFile(TINY) as archive:
         return {each.removeprefix(name): archive.read(each) for each in archive.namelist() if each.startswith(name)}
@@ -111,6 +115,24 @@ def torch_checkpoint(data: bytes) -> object:
 def dcp_checkpoint(data: bytes) -> object:
     """``data``: the metadata of a DCP directory."""
     return _opened("d", {**{f"d/{name}": content for name, content in _TINY_DCP.items()}, "d/.metadata": data})
+
+
+def zero_checkpoint(data: bytes) -> object:
+    """``data``: the pickle of the module's or the optimizer's file of a DeepSpeed ZeRO step."""
+    of_module = b"param_shapes" in data
+    return _deepspeed("zero/", data, "mp_rank_00_model" if of_module else "zero_pp_rank_0_mp_rank_00_optim")
+
+
+def universal_checkpoint(data: bytes) -> object:
+    """``data``: the pickle of a file of a DeepSpeed universal checkpoint."""
+    of_states = "zero/optimizer_state" if b"param_groups" in data else "zero/w/fp32"
+    return _deepspeed("universal/", data, "mp_rank_00_model_states" if b"param_shapes" in data else of_states)
+
+
+def _deepspeed(kind: str, data: bytes, name: str) -> Checkpoint:
+    files = {f"d/{each}": content for each, content in _named(kind).items()}
+    changed = next(path for path in files if path.startswith(f"d/{name}"))
+    return _opened("d", {**files, changed: _archive({"it/data.pkl": data, **_DATA})})
 
 
 def safetensors_index(data: bytes) -> object:

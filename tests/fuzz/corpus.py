@@ -110,6 +110,8 @@ def seeds(target: str) -> list[bytes]:
         "file-names": lambda: iter([name.encode() for name in _NAMES]),
         "torch-checkpoint": lambda: iter(tiny("pickle")),
         "dcp-checkpoint": lambda: iter([*tiny("directory/.metadata"), *tiny("dcp-metadata")]),
+        "zero-checkpoint": lambda: map(_pickle_in, tiny("zero")),
+        "universal-checkpoint": lambda: map(_pickle_in, tiny("universal")),
         "values-json": lambda: (json.dumps(value).encode() for value in (_VALUES, _VALUES_2, _VALUES_3)),
     }[target]()
     return sorted({*tiny(target), *(data for data in made if len(data) <= _MOST)}, key=lambda data: (len(data), data))
@@ -143,8 +145,12 @@ def _without_data(path: Path, *, keep: bool) -> bytes:
 
 def _pickles() -> Iterator[bytes]:
     for path in sorted(GOLDEN.rglob("*.pt")):
-        with zipfile.ZipFile(path) as archive:
-            yield next(archive.read(name) for name in archive.namelist() if name.endswith("data.pkl"))
+        yield _pickle_in(path.read_bytes())
+
+
+def _pickle_in(file: bytes) -> bytes:
+    with zipfile.ZipFile(io.BytesIO(file)) as archive:
+        return next(archive.read(name) for name in archive.namelist() if name.endswith("data.pkl"))
 
 
 def _plain_pickles() -> Iterator[bytes]:

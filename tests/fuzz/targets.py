@@ -71,6 +71,8 @@ TARGETS: dict[str, Target] = {
     "file-names": checkpoints.file_names,
     "torch-checkpoint": checkpoints.torch_checkpoint,
     "dcp-checkpoint": checkpoints.dcp_checkpoint,
+    "zero-checkpoint": checkpoints.zero_checkpoint,
+    "universal-checkpoint": checkpoints.universal_checkpoint,
 }
 
 

@@ -14,7 +14,10 @@ from tests.fuzz.found import found
 from tests.fuzz.mutations import mutated
 from tests.fuzz.targets import TARGETS, harmless
 
-INPUTS = {"torch": 400, "dcp-metadata": 400, "file-names": 400, "dcp-checkpoint": 400, "torch-checkpoint": 600}
+INPUTS = {"torch": 400, "dcp-metadata": 400, "file-names": 400, "dcp-checkpoint": 400, "torch-checkpoint": 600} | {
+    "zero-checkpoint": 400,
+    "universal-checkpoint": 400,
+}
 LENIENT = frozenset({"manifest", "journal", "index-page"})  # what is damaged there says nothing
 
 

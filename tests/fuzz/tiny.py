@@ -132,6 +132,21 @@ def _directory() -> Iterator[tuple[str, bytes]]:
                 yield name, file.read()
 
 
+def _deepspeed() -> Iterator[tuple[str, object]]:
+    """A ZeRO step of one rank, and the universal checkpoint of the same."""
+    row = torch.arange(6, dtype=torch.float32)
+    module = {"module": {"w": row[:0], "mask": row}, "param_shapes": [{"w": torch.Size([2, 3])}], "global_steps": 3}
+    groups = [{"lr": 0.1, "params": [0]}]
+    base = {"state": {0: {"step": torch.tensor(3.0), "exp_avg": row / 2}}, "param_groups": groups}
+    states = {"base_optimizer_state": base, "single_partition_of_fp32_groups": [row], "group_paddings": [0]}
+    yield "zero/mp_rank_00_model_states.pt", module
+    yield "zero/zero_pp_rank_0_mp_rank_00_optim_states.pt", {"optimizer_state_dict": {**states, "zero_stage": 2}}
+    yield "universal/mp_rank_00_model_states.pt", module
+    yield "universal/zero/optimizer_state.pt", {"ds_version": "0.19.8", "param_groups": groups}
+    yield "universal/zero/w/fp32.pt", {"param": row.reshape(2, 3), "cat_dim": 0}
+    yield "universal/zero/w/step.pt", torch.tensor(3.0)
+
+
 def main(target: str) -> None:
     torch.manual_seed(5)
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as out:
@@ -153,6 +168,8 @@ def main(target: str) -> None:
             add(f"dcp-metadata/{number}", data)
         for name, data in _directory():
             add(f"directory/{name}", data)
+        for name, value in _deepspeed():
+            add(name, packed(_saved(value), checked=True))
 
 
 if __name__ == "__main__":

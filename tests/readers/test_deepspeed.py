@@ -171,6 +171,53 @@ def test_a_checkpoint_of_the_trainer_with_deepspeed_is_the_trainers(tmp_path: Pa
     assert not names & {"latest", "global_step3", "zero_to_fp32.py"}
 
 
+def test_a_checkpoint_of_accelerate_with_deepspeed_is_accelerates(tmp_path: Path) -> None:
+    """Its directory of the step is called pytorch_model, which load_state asks for."""
+    source = copy("zero2-fp32", tmp_path)
+    (source / "global_step3").rename(source / "pytorch_model")
+    (source / "latest").write_text("pytorch_model")
+    torch.save({"last_epoch": 3}, source / "scheduler.bin")
+    for rank in range(2):
+        state = {
+            "step": 3,
+            "random_state": (3, (1, rank), None),
+            "torch_manual_seed": torch.arange(4, dtype=torch.uint8),
+        }
+        torch.save(state, source / f"random_states_{rank}.pkl")
+    assert opened(source).flavor == "accelerate"
+    fsdpckpt.convert(str(source), str(tmp_path / "fsdp"), world_size=3)
+    names = {path.name for path in (tmp_path / "fsdp").iterdir()}
+    assert {"pytorch_model_fsdp_0", "optimizer_0", "scheduler.bin", "random_states_2.pkl"} <= names
+    assert not names & {"latest", "pytorch_model"}
+    fsdpckpt.convert(str(source), str(tmp_path / "universal"), flavor="deepspeed-universal")
+    names = {path.name for path in (tmp_path / "universal").iterdir()}
+    assert names == {
+        *("pytorch_model", "latest_universal", "scheduler.bin", "random_states_0.pkl", "random_states_1.pkl"),
+        "fsdpckpt.json",
+    }
+    assert (tmp_path / "universal" / "latest_universal").read_text() == "pytorch_model"
+
+
+def test_the_trainers_own_files_go_to_deepspeed_and_back(tmp_path: Path) -> None:
+    source = copy("zero2-fp32", tmp_path)
+    own = {"trainer_state.json": "{}", "training_args.bin": "x", "config.json": "{}"}
+    for name, content in own.items():
+        (source / name).write_text(content)
+    torch.save({"last_epoch": 3}, source / "scheduler.pt")
+    state = {"python": (3, (1, 2), None), "cpu": torch.arange(4, dtype=torch.uint8)}
+    torch.save(state, source / "rng_state.pth")
+    universal, back = tmp_path / "universal", tmp_path / "back"
+    fsdpckpt.convert(str(source), str(universal), flavor="deepspeed-universal")
+    fsdpckpt.convert(str(universal), str(back), flavor="trainer", world_size=2)
+    for directory in (universal, back):
+        names = {path.name for path in directory.iterdir()}
+        assert {*own, "scheduler.pt"} <= names and any(name.startswith("rng_state") for name in names)
+    assert (universal / "latest_universal").read_text() == "global_step3_universal"
+    assert {"pytorch_model_fsdp_0", "optimizer_0"} <= {path.name for path in back.iterdir()}
+    compared = fsdpckpt.diff(str(source / "global_step3"), str(back))
+    assert not [entry.key for entry in compared.entries if entry.sigil != "=" and entry.section != "extra"]
+
+
 def step(name: str, tmp_path: Path) -> Path:
     return copy(name, tmp_path) / "global_step3"
 
