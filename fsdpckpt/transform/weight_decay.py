@@ -18,8 +18,6 @@ from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.text import first_of
 
-__all__ = ["STANDARD", "list_parameters"]
-
 STANDARD = "standard"
 _STACKED = re.compile(r"(?:^|\.)layers\.(?!\d)")  # layers in one tensor: a dimension more
 _EXPERTS = re.compile(r"\.experts\.")

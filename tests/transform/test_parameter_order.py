@@ -51,6 +51,12 @@ def test_globs_of_buffers_leave_keys_out_unless_there_are_none() -> None:
     assert names(MODEL, buffers=("none",)) == ("w", "b")
     assert order(MODEL, buffers=("*",)) is None
     assert order({"extra": 7}) is None
+    assert order({}) is None
+
+
+def test_without_a_model_section_there_is_no_order() -> None:
+    source = Checkpoint("it.pt", Layout.FULL, Container.TORCH, "plain", 1, (), None, None, {})
+    assert from_model(source, "it") is None
 
 
 def test_where_something_is_sharded_only_that_is_surely_a_parameter() -> None:
@@ -80,6 +86,7 @@ def test_one_place_is_one_parameter_and_equal_checksums_may_be() -> None:
     assert (found.names, found.optional) == (("a", "copy", "other"), frozenset({"copy"}))
     for wrong in ([(0, 0, 12, 0), (0, 64, 12, 0)], [(0, 0, 24, 99), (0, 64, 24, 99)], [(0, 0, 12, 99)], []):
         assert order(params, sums=wrong).optional == frozenset()  # no sum, or one of more than the tensor
+    assert order({"a": tensor(0, 2), "b": tensor(0, 2)}).optional == frozenset()  # nothing is stored of either
     transposed = tensor(3, 2, at=64)
     assert order({"a": tensor(2, 3), "b": transposed}, sums=[(0, 0, 24, 9), (0, 64, 24, 9)]).optional == frozenset()
 

@@ -18,8 +18,6 @@ from fsdpckpt.ir.tensors import Chunks, contiguous_strides
 from fsdpckpt.layouts.flattened import flat_boxes
 from fsdpckpt.readers.chunks import ChunkedTensor
 
-__all__ = ["in_shape"]
-
 
 def in_shape(tensor: ChunkedTensor, shape: tuple[int, ...], *, file: str) -> ChunkedTensor:
     """``tensor``, whose chunks are ranges of flattened local shards, with boxes of a tensor of ``shape``.

@@ -16,8 +16,6 @@ from fsdpckpt.readers.protocol import Claim, FileTable, Part, ReadOptions, Tree
 from fsdpckpt.storage.protocols import Entry
 from fsdpckpt.storage.sources import Sources
 
-__all__ = ["COMMON", "CONFIG", "MegatronReader"]
-
 CONFIG, COMMON = "metadata.json", "common.pt"
 _LATEST = "latest_checkpointed_iteration.txt"
 _DCP = (".distcp", ".metadata")
