@@ -66,7 +66,7 @@ class Linking:
             message = f"reflinks: {count} with the blocks of files of SRC, until either is changed"
         idle = nbytes - sum(min(link.used, files[link.source].nbytes) for link in target.links)
         if idle > nbytes // 100:
-            message += f". {size_text(idle)} in them are no part of DST; a copy of DST takes them along"
+            message += f". A link is a whole file: {size_text(idle)} in them are of no use where they are"
         return [Note("linked", message)]
 
 
@@ -80,33 +80,34 @@ def without_links(options: ConvertOptions, why: str) -> ConvertOptions:
 def choose_linking(requested: LinkMode, files: Sequence[SourceFile], target: str) -> Linking:
     """The files that can be linked to new ones beside ``target``; those that cannot will be copied.
 
-    Raises TargetUnwritableError or UsageError where none can and ``requested`` is a certain kind of link.
+    With a file that only other workers see none can: what is written must not depend on who sees what. Raises
+    TargetUnwritableError or UsageError where none can and ``requested`` is a certain kind of link.
     """
     if requested is LinkMode.COPY:
         return Linking(requested)
-    local = {
-        number: os.stat(file.path).st_dev
-        for number, file in enumerate(files)
-        if file.path != ZEROS and not is_url(file.path) and os.path.isfile(file.path)
-    }
+    local = {number: file.path for number, file in enumerate(files) if file.path != ZEROS and not is_url(file.path)}
+    unseen = next((path for path in local.values() if not os.path.isfile(path)), None)
+    devices = {number: os.stat(path).st_dev for number, path in local.items()} if unseen is None else {}
     parent = existing_parent(target)
-    if requested is LinkMode.HARDLINK:
-        devices = {os.stat(parent).st_dev}
+    mode = LinkMode.HARDLINK if requested is LinkMode.HARDLINK else LinkMode.REFLINK
+    if mode is LinkMode.HARDLINK:
+        able = {os.stat(parent).st_dev}
     else:
-        first = {device: files[number].path for number, device in reversed(local.items())}
-        devices = {device for device, path in first.items() if can_reflink(path, parent)}
-    able = frozenset(number for number, device in local.items() if device in devices)
-    if able:
-        return Linking(requested, LinkMode.HARDLINK if requested is LinkMode.HARDLINK else LinkMode.REFLINK, able)
+        first = {device: local[number] for number, device in reversed(devices.items())}
+        able = {device for device, path in first.items() if can_reflink(path, parent)}
+    found = frozenset(number for number, device in devices.items() if device in able)
+    if found:
+        return Linking(requested, mode, found)
     if requested is LinkMode.AUTO:
         return Linking(requested)
-    if not local:
+    if not devices:
+        where = f"{unseen} is on another machine" if unseen is not None else "SRC is not on a disk of this machine"
         raise UsageError(
-            f"--link {requested}: SRC is not on a disk of this machine",
+            f"--link {requested}: {where}",
             why="only files of one local file system can be linked",
             next_step="drop --link",
         )
-    if requested is LinkMode.HARDLINK:
+    if mode is LinkMode.HARDLINK:
         raise TargetUnwritableError(
             f"--link hardlink: {target} and SRC are on different file systems",
             file=target,

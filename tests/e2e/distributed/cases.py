@@ -39,6 +39,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "between flattened": ("flat", "reflattened", {"to": "flattened", "world_size": 3, **SMALL}),
     "rekey": ("full.pt", "named.pt", {"key_type": "name", "verify": "full"}),
     "states of zeros": ("gaps.pt", "filled.pt", {"missing_state": "zeros", **SMALL}),
+    "links": ("dcp", "linked", {"to": "sharded", "add_prefix": "x.", "link": "hardlink", "verify": "full", **SMALL}),
     "selection": ("dcp", "selected", {"to": "sharded", "world_size": 3, "include": ["layers.1.*"], "only": "model"}),
 }
 

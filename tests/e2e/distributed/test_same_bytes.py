@@ -32,9 +32,10 @@ def test_workers_of_which_each_has_a_disk_of_its_own_write_what_one_process_writ
 ) -> None:
     (tmp_path / "disk").symlink_to(base / "disk")
     machines = disks_of(base, tmp_path, workers)
-    write_plan(tmp_path / "plan.json", base, tmp_path, machines, list(CASES))
+    names = [name for name in CASES if name != "links"]  # a file on another machine cannot be linked
+    write_plan(tmp_path / "plan.json", base, tmp_path, machines, names)
     torchrun("tests.e2e.distributed.work", str(tmp_path / "plan.json"), world_size=workers, limit=LIMIT)
-    assert _differences(base, tmp_path, list(CASES)) == {}
+    assert _differences(base, tmp_path, names) == {}
 
 
 def disks_of(base: Path, tmp_path: Path, workers: int) -> list[dict[str, str]]:
