@@ -14,14 +14,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 import fsdpckpt
 from fsdpckpt.converters import linking, pipeline
 from fsdpckpt.converters.report import Report
 from fsdpckpt.errors import FsdpckptError, SourceCorruptError, TargetExistsError, TargetUnwritableError, UsageError
 from fsdpckpt.ir.checkpoint import SourceFile
-from fsdpckpt.ir.targets import LinkedFile, Target
+from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.targets import LinkedFile, Target, TargetFile
+from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.options import LinkMode
+from fsdpckpt.plan.plan import make_plan
 from fsdpckpt.storage.links import can_reflink, reflink
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.storage.staging import Staging, remains_of, staging_root
@@ -188,6 +192,32 @@ def test_one_file_that_comes_out_the_same_is_a_link(made: Path, tmp_path: Path) 
     (tmp_path / "odd.pt").write_bytes(data)
     with pytest.raises(UsageError, match="no file of DST would be the same"):
         fsdpckpt.convert(tmp_path / "odd.pt", tmp_path / "three.pt", link="hardlink")
+
+
+def test_texts_that_people_edit_and_bytes_in_another_order_are_copied(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"{}")
+    target = Target([TargetFile("config.json"), TargetFile("deeper/rng_state_0.pth")])
+    for file in target.files:
+        file.write_item(Tensor(DTYPES["uint8"], (2,), Chunks.whole(file=0, offset=0, shape=(2,))))
+    swapped = TargetFile("swapped.pth")  # as long, of the same bytes, in another order
+    for start in (1, 0):
+        swapped.write_item(target.files[0].write_items[0].tensor, start=(start,), size=(1,))
+    target.files.append(swapped)
+    hard = linking.Linking(LinkMode.HARDLINK, LinkMode.HARDLINK, frozenset({0}))
+    with Sources() as sources:
+        files = [SourceFile(str(tmp_path / "file"), 2)]
+        found, plan = linking.link_equal_files(target, make_plan(target), hard, files, sources)
+    assert [link.path for link in found.links] == ["deeper/rng_state_0.pth"]
+    left = ["config.json", "swapped.pth"]
+    assert [file.path for file in plan.files] == [file.path for file in found.files] == left
+
+
+def test_data_files_without_items_of_their_own_are_not_linked(tmp_path: Path) -> None:
+    writer = dcp.FileSystemWriter(tmp_path / "source", serialization_format=SerializationFormat.SAFETENSORS)
+    dcp.save(training()["model"], storage_writer=writer, no_dist=True)
+    options: dict[str, Any] = {"add_prefix": "x.", **DCP}
+    with pytest.raises(UsageError, match="no file of DST would be the same"):
+        fsdpckpt.convert(tmp_path / "source", tmp_path / "out", link="hardlink", **options)
 
 
 def test_a_dry_run_says_what_would_be_linked_and_makes_nothing(source: Path, tmp_path: Path) -> None:

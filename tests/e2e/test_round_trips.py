@@ -15,7 +15,7 @@ from fsdpckpt.comm.protocol import Solo
 from fsdpckpt.converters.pipeline import convert
 from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.ir.checkpoint import Container, Layout
-from fsdpckpt.options import ConvertOptions, TensorForm
+from fsdpckpt.options import ConvertOptions, LinkMode, TensorForm
 from fsdpckpt.progress import NoProgress
 from tests.e2e.conversions import buffers, converted, expected, load_full, same_as_truth
 from tests.oracle.compare import differences
@@ -48,6 +48,17 @@ def test_dcp_to_torch_save_reads_the_dcp_that_is_written(oracle: Oracle, tmp_pat
         to=Layout.SHARDED, container=Container.DCP, world_size=4, buffers=buffers(entry, WORLD, Container.DCP)
     )
     converted(oracle, entry, WORLD, tmp_path / "dcp", options)
+    dcp_to_torch_save(str(tmp_path / "dcp"), str(tmp_path / "torch.pt"))
+    truth = expected(oracle, entry, WORLD)
+    assert same_as_truth(load_full(tmp_path / "torch.pt"), as_dcp_gives_it_back(truth)) == []
+
+
+@pytest.mark.parametrize("source", ["f1_dcp", "f2_dcp", "f2_rich_dcp"])
+def test_links_to_what_fsdp_saved_are_read_by_pytorch(oracle: Oracle, tmp_path: Path, source: str) -> None:
+    entry, named = form(source), ConvertOptions(add_prefix="x.", link=LinkMode.HARDLINK)
+    report = converted(oracle, entry, WORLD, tmp_path / "named", named)
+    assert sum(file.source is not None for file in report.files) == WORLD
+    again(tmp_path / "named", tmp_path / "dcp", ConvertOptions(strip_prefix="x.", link=LinkMode.HARDLINK))
     dcp_to_torch_save(str(tmp_path / "dcp"), str(tmp_path / "torch.pt"))
     truth = expected(oracle, entry, WORLD)
     assert same_as_truth(load_full(tmp_path / "torch.pt"), as_dcp_gives_it_back(truth)) == []
