@@ -94,12 +94,17 @@ def lay_out_file(
 
 
 def _numbers_note(value: Value) -> Note:
-    keys = [".".join(map(str, path)) for path, leaf in walk(value) if any(map(_has_number, (*path, leaf)))]
+    found = ((path, next(filter(_numbered, enumerate((*path, leaf))), None)) for path, leaf in walk(value))
+    keys = list(dict.fromkeys(".".join(map(str, path[: first[0]])) for path, first in found if first is not None))
     message = (
         "NumPy numbers are written as Python numbers of the same value, which optimizers and torch.load take: "
         f"{first_of(keys, 8)}. A float16 or float32 computes with more digits from then on"
     )
     return Note("encoded", message, keys=tuple(keys))
+
+
+def _numbered(step: tuple[int, Value]) -> bool:
+    return _has_number(step[1])
 
 
 def _has_number(value: Value) -> bool:

@@ -98,7 +98,7 @@ def test_torch_load_takes_the_file_by_default(source: Path, tmp_path: Path) -> N
     assert numbers.keys == (
         *(f"optimizer.param_groups.0.{key}" for key in ("lr", "betas.1")),
         *(f"numbers.{key}" for key in ("loss", "step", "best", "half")),
-        *("keys.3", "keys.('a', 4).0", "ordered.9", "ordered.2", "sets.0"),
+        *("keys", "ordered", "sets.0"),
     )
     for key in ("plain", "numbers", "keys", "ordered", "python_state", "empty", "bytes", "counts"):
         assert same(found[key], plain(EXTRAS[key])), key
