@@ -184,9 +184,9 @@ def scale_load(bench: Bench) -> Row:
 
 
 def scale_chunks(bench: Bench) -> Row:
-    source = bench.make_scale(64, "--columns", "16", "--items")
+    source = bench.make_scale(512, "--columns", "16", "--items")
     command = [PROGRAM, "inspect", source, "--quiet", "--ranks", "--json"]
-    return Row("inspect --ranks --json, 64 ranks", source, bench.path("none"), [Contender("fsdpckpt", command)])
+    return Row("inspect --ranks --json, 512 ranks", source, bench.path("none"), [Contender("fsdpckpt", command)])
 
 
 def scale_verify(bench: Bench) -> Row:

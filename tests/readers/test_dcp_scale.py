@@ -75,9 +75,8 @@ def saved(directory: Path, world_size: int) -> dict[tuple[str, Box], str]:
     return held
 
 
-def in_columns(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Box, str]]:
-    monkeypatch.setattr(reader.ChunkTable, "add", forbidden_for_many(reader.ChunkTable.add))
-    found = reader.parse_metadata(LocalFile(str(path)))
+def rows_of(found: reader.DcpMetadata) -> Iterator[tuple[str, Box, str]]:
+    """Key, box and file of every chunk."""
     for key, tensor in found.tensors.items():
         chunks = tensor.chunks
         for start, size, file in zip(chunks.start.tolist(), chunks.size.tolist(), chunks.file.tolist(), strict=True):
@@ -97,7 +96,8 @@ def test_every_chunk_of_512_ranks_is_the_one_that_pytorch_planned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = saved(tmp_path, RANKS)
-    columns = list(in_columns(tmp_path / ".metadata", monkeypatch))
+    monkeypatch.setattr(reader.ChunkTable, "add", forbidden_for_many(reader.ChunkTable.add))
+    columns = list(rows_of(reader.parse_metadata(LocalFile(str(tmp_path / ".metadata")))))
     found = {(key, box): file for key, box, file in columns}
     assert found == expected and len(found) == len(columns) > 2000
 
