@@ -21,10 +21,8 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import Placement, Shard
 
+from fsdpckpt.comm.dtensor import DTensor, Placement, Shard, compute_local_shape_and_global_offset
 from fsdpckpt.comm.protocol import Group
 from fsdpckpt.errors import StateDictMismatchError, UsageError
 from fsdpckpt.ir import mesh as ir_mesh

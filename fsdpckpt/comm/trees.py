@@ -20,9 +20,9 @@ from typing import TypeAlias, cast
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.tensor import DTensor
 
 from fsdpckpt.comm.boxes import kind_of
+from fsdpckpt.comm.dtensor import DTensor
 from fsdpckpt.comm.objects import Slot
 from fsdpckpt.comm.protocol import Group
 from fsdpckpt.errors import StateDictMismatchError

@@ -24,12 +24,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader as TorchStorageReader
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import _StridedShard
 from torch.futures import Future
 
 from fsdpckpt.comm.boxes import held_boxes
+from fsdpckpt.comm.dtensor import DTensor, StridedShard, compute_local_shape_and_global_offset
 from fsdpckpt.errors import SourceUnsupportedError, StateDictMismatchError, UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint, KeyType
 from fsdpckpt.ir.tensors import Box, Tensor
@@ -289,7 +287,7 @@ def _misplaced(planner: LoadPlanner, entries: Entries) -> dict[str, list[_Wanted
     for key, value in getattr(planner, "state_dict", {}).items():
         if not isinstance(value, DTensor) or key not in entries.values:
             continue
-        if not any(type(placement) is _StridedShard for placement in value.placements):
+        if not any(type(placement) is StridedShard for placement in value.placements):
             continue
         size, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
         computed = [Box(tuple(offset), tuple(size))] if prod(size) else []

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdpckpt
@@ -120,6 +121,23 @@ def test_each_rank_gets_the_dtensors_that_this_torch_saves(tmp_path: Path, kind:
                     assert found[name]._spec == tensor._spec and hash(found[name]._spec) == hash(tensor._spec)
                     tensor.copy_(found[name])  # as load_state_dict does
                 assert ours.get_group(0) == theirs.get_group(0) and dist.get_rank() == rank
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dcp_of_this_torch_loads_what_is_written_and_what_storage_reader_reads(tmp_path: Path, kind: str) -> None:
+    if kind == KINDS[2] and VERSION < (2, 5):
+        pytest.skip("torch 2.4 has no _StridedShard")
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    for rank in range(4):
+        with as_rank(rank, 4):
+            torch.save(state(kind, rank), source / f"model_world_size_4_rank_{rank}.pt")
+    fsdpckpt.convert(source, target, container="dcp", world_size=2 if kind == KINDS[2] else 3)
+    for reader in (dcp.FileSystemReader(target), fsdpckpt.StorageReader(target), fsdpckpt.StorageReader(source)):
+        loaded = {"model": {name: torch.empty_like(whole) for name, whole in WHOLE.items()}}
+        dcp.load(loaded, storage_reader=reader)
+        for name, whole in WHOLE.items():
+            assert same(loaded["model"][name], whole), name
 
 
 @pytest.mark.parametrize("version", ["2.4", "2.6", "2.9", "2.10", "2.12", "2.13", "2.15"])
