@@ -1,7 +1,7 @@
 """The command line. Until a command works, a signal just ends the process: imports nothing that takes time."""
 
+import _signal as signal  # type: ignore[import-not-found]  # without the time that signal's enums take
 import os
-import signal
 
 
 def end_on_signals() -> None:
