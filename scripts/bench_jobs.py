@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 
 from bench_measure import HERE, PROGRAM, Bench, Contender, Row
 
@@ -89,6 +90,27 @@ def lightning(bench: Bench) -> Row:
         "Lightning's consolidate_checkpoint + fsync", ["sh", "-c", script, source, target, sys.executable]
     )
     return Row("Lightning's directory of 4 -> one file", source, target, [ours, copying(source, target), theirs])
+
+
+def zero_weights(bench: Bench) -> Row:
+    """DeepSpeed's own script runs where DeepSpeed is installed."""
+    source, target = bench.make("zero", bench.options.size), bench.path("out")
+    ours = converting(bench, source, target, "--flavor", "huggingface")
+    row = Row("ZeRO of 4 -> safetensors", source, target, [ours, copying(source, target)])
+    if find_spec("deepspeed") is not None:
+        run = "import sys; from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict as run; "
+        run += "run(sys.argv[1], sys.argv[2], safe_serialization=True, tag='.')"
+        script = f'"$2" -W ignore -c "$3" "$0" "$1" && {SYNC}'
+        row.contenders.append(
+            Contender("zero_to_fp32 + fsync", ["sh", "-c", script, source, target, sys.executable, run])
+        )
+    return row
+
+
+def dcp_universal(bench: Bench) -> Row:
+    source, target = bench.make("dcp", bench.options.size), bench.path("out")
+    ours = converting(bench, source, target, "--flavor", "deepspeed-universal")
+    return Row("dcp of 4 -> DeepSpeed universal", source, target, [ours, copying(source, target)])
 
 
 def one_tensor(bench: Bench) -> Row:
@@ -206,6 +228,8 @@ ROWS: dict[str, Callable[[Bench], Row]] = {
     "flat-3": flat_three,
     "accelerate": accelerate,
     "lightning": lightning,
+    "zero": zero_weights,
+    "universal": dcp_universal,
     "one-tensor": one_tensor,
     "inspect": inspect_thousand,
     "layout": layout,

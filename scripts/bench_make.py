@@ -1,9 +1,9 @@
 """Write checkpoints of a given size in PyTorch's own formats, without training: ``bench_make.py FORM DIRECTORY BYTES``.
 
 FORM is ``dcp`` (run under torchrun: each rank saves its own DTensor shards), ``ranks`` (four ranks' DTensor files),
-``flat`` (four ranks of FSDP1's flat shards, use_orig_params=False, with a units file), ``full`` (one torch file),
-``one-tensor`` (a DCP directory of a single tensor, run under torchrun) or ``many`` (one
-torch file of BYTES tensors, not bytes), ``units`` (the units file that belongs to ``full`` of that size).
+``zero`` (four ranks of DeepSpeed's ZeRO 2), ``flat`` (four ranks of FSDP1's flat shards, use_orig_params=False, with a
+units file), ``full`` (one torch file), ``one-tensor`` (a DCP directory of a single tensor, run under torchrun) or
+``many`` (one torch file of BYTES tensors, not bytes), ``units`` (the units file that belongs to ``full`` of that size).
 
 The tensors are maps of one file of random bytes, so that writing 16 GB takes no 16 GB of memory.
 """
@@ -122,6 +122,33 @@ def make_ranks(directory: str, params: dict[str, Shape], data: RandomFile) -> No
         dist.destroy_process_group()
 
 
+def make_zero(directory: str, params: dict[str, Shape], data_path: str) -> None:
+    """A step of DeepSpeed's ZeRO 2 with bf16, as its ``save_checkpoint`` writes it, without DeepSpeed."""
+    os.makedirs(directory, exist_ok=True)
+    part = -(-sum(map(prod, params.values())) // (2 * RANKS)) * 2
+    data = RandomFile(data_path, part)
+    group = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "params": [0]}
+    entry = {"step": torch.tensor(1000.0), "exp_avg": data.tensor((part,)), "exp_avg_sq": data.tensor((part,))}
+    states = {
+        "zero_stage": 2,
+        "base_optimizer_state": {"state": {0: entry}, "param_groups": [group]},
+        "single_partition_of_fp32_groups": [data.tensor((part,))],
+        "group_paddings": [0],
+        "partition_count": [RANKS],
+        "ds_version": "0.19.8",
+    }
+    content = {"optimizer_state_dict": states, "ds_config": {}, "ds_version": "0.19.8"}
+    for rank in range(RANKS):
+        torch.save(content, f"{directory}/bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    module = {
+        "module": {name: data.tensor(shape).bfloat16() for name, shape in params.items()},
+        "param_shapes": [{name: torch.Size(shape) for name, shape in params.items()}],
+        **{key: {} for key in ("buffer_names", "frozen_param_shapes", "frozen_param_fragments", "shared_params")},
+        "ds_version": "0.19.8",
+    }
+    torch.save(module, f"{directory}/mp_rank_00_model_states.pt")
+
+
 def units_of(params: dict[str, Shape]) -> dict[str, list[str]]:
     """One unit per layer, and the root with the rest, as ModuleWrapPolicy makes them for the layer class."""
     units: dict[str, list[str]] = {"": []}
@@ -198,6 +225,8 @@ def main() -> None:
             write_units(params, path)
         elif form == "flat":
             make_flat(path, params, data_path)
+        elif form == "zero":
+            make_zero(path, params, data_path)
         elif form == "ranks":
             make_ranks(path, params, data)
         else:
