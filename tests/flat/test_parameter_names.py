@@ -54,6 +54,7 @@ def test_names_are_put_into_another_order_only_if_that_has_every_parameter() -> 
 )
 def test_what_a_flat_parameter_can_hold_is_floating_and_has_dimensions(param, possible) -> None:
     assert param.possible is possible
+    assert param.numel == (3 if param.shape else 1)
 
 
 def test_a_model_section_says_names_shapes_and_what_is_one_tensor() -> None:
