@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, NamedTensor, Note, Problem, Section
+from fsdpckpt.ir.checkpoint import LITERAL, Checkpoint, KeyType, NamedTensor, Note, Problem, Section
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Object, Value, walk
 
@@ -87,7 +87,11 @@ class Description:
             "problems": [problem_json(problem) for problem in checkpoint.problems],
             "notes": [note_json(note) for note in checkpoint.notes],
             "evidence": list(map(str, checkpoint.evidence)),
-            "files": [{"path": file.path, "nbytes": file.nbytes} for file in checkpoint.files],
+            "files": [
+                {"path": file.path, "nbytes": file.nbytes}
+                for file in checkpoint.files
+                if not file.path.startswith(LITERAL)
+            ],
         }
 
 

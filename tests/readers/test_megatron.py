@@ -11,8 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdpckpt
 from fsdpckpt.errors import (
@@ -23,6 +29,7 @@ from fsdpckpt.errors import (
     UsageError,
 )
 from fsdpckpt.ir.checkpoint import group_params
+from fsdpckpt.loading.reader import StorageReader
 from fsdpckpt.readers.megatron import MegatronReader
 from tests.golden.megatron.net import Net
 from tests.readers.contents import opened
@@ -157,6 +164,36 @@ def test_verify_and_the_way_through_dcp_find_the_same_values(
     full(name)
     assert fsdpckpt.diff(str(tmp_path / "dcp"), str(golden / f"{name}.pt"), only="optim").same
     assert fsdpckpt.diff(str(golden / name), str(tmp_path / "dcp"), only="model").same
+
+
+@pytest.mark.parametrize(("direct", "ranks", "rank"), [(False, 3, 1), (True, 5, 2)])
+def test_fsdp2_loads_it_on_another_number_of_ranks(
+    direct: bool, ranks: int, rank: int, golden: Path, tmp_path: Path
+) -> None:
+    """PyTorch's own ``dcp.load``, of what was converted and of Megatron's files themselves."""
+    source, target = golden / "flattened-range", tmp_path / "dcp"
+    expected = truth(golden, "flattened-range")["params"]
+    fsdpckpt.convert(str(source), str(target), to="sharded", world_size=2, no_weight_decay=STANDARD)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    try:
+        net = fully_shard(Net(), mesh=init_device_mesh("cpu", (ranks,)))
+        groups: list[list[torch.nn.Parameter]] = [[], []]
+        for name, param in net.named_parameters():
+            groups[param.ndim - (".layers." in name) == 1].append(param)
+        optimizer = torch.optim.AdamW([{"params": group} for group in groups])
+        model, optim = get_state_dict(net, optimizer)
+        reader: Any = StorageReader(source, no_weight_decay=STANDARD) if direct else FileSystemReader(target)
+        load({"model": model, "optimizer": optim}, storage_reader=reader, no_dist=True)
+    finally:
+        dist.destroy_process_group()
+    for name, values in expected.items():
+        held: dict[str, Any] = {"param": model[name], **optim["state"][name]}
+        for key in ("param", "exp_avg", "exp_avg_sq"):
+            rows = values[key].chunk(ranks)
+            own = rows[rank] if rank < len(rows) else values[key][:0]
+            assert torch.equal(held[key].to_local(), own), (name, key)
+        assert held["step"].item() == 3
+    assert [group["weight_decay"] for group in optim["param_groups"]] == [0.5, 0.0]
 
 
 def test_extras_need_no_megatron(full: Callable[[str], Any]) -> None:
