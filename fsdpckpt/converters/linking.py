@@ -140,7 +140,7 @@ def link_equal_files(
     left = replace(
         target, files=[file for file in target.files if file.path not in equal], links=[*target.links, *links]
     )
-    return left, replace(plan, files=tuple(file for file in plan.files if file.path not in equal))
+    return left, plan.without(equal)
 
 
 def _equal_file(file: FilePlan, linking: Linking, files: Sequence[SourceFile], sources: Sources) -> int | None:

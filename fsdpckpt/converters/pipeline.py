@@ -178,8 +178,9 @@ def prepare(source: str, target: str, options: ConvertOptions, sources: Sources)
         transformed = replace(transformed, checkpoint=weights)
     files = transformed.checkpoint.files
     linking = choose_linking(options.link, files, target)
+    totals_only = options.dry_run and not linking.files  # links are found by what the plan of each file says
     output = lay_out(transformed, spec, options, side_files, linking.files)
-    output, plan = link_equal_files(output, make_plan(output), linking, files, sources)
+    output, plan = link_equal_files(output, make_plan(output, totals_only=totals_only), linking, files, sources)
     output.notes += linking.notes(output, files)
     return Prepared(transformed, spec, output, plan, linking)
 
@@ -256,7 +257,7 @@ class _Conversion:
         copies = source_copies(self.group, files, self._sources[-1], [True] * len(files))
         journals = [read_records(path) for path in journal_paths(remains.root)] if remains.resumed else []
         windows, useless = finished_windows(
-            [journals], places, lambda: run_identity(prepared.plan, options, copies), options
+            [journals], places, lambda: run_identity(make_plan(prepared.output), options, copies), options
         )
         job = _job(prepared, places, np.ones((len(files), 1), bool), budget, windows, options.max_memory)
         self._note = resume_note(job, self.target, remains, options, useless)

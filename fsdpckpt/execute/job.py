@@ -155,6 +155,7 @@ def _add(total: hashlib._Hash, value: object) -> None:
 def pack_job(job: Job) -> Packed:
     """``job`` as text, bytes, lists and arrays."""
     sums = job.checksums
+    blobs, numbers = _blobs(job.plan)
     return {
         "paths": [file.path for file in job.files],
         "nbytes": np.asarray([file.nbytes for file in job.files], np.int64),
@@ -164,16 +165,29 @@ def pack_job(job: Job) -> Packed:
         ),
         "settings": list(astuple(job.settings)),
         "claims": job.claims,
+        "bytes_read": job.plan.bytes_read,
         "casts": [[source.name, target.name] for source, target in job.plan.casts],
-        "targets": [_packed_file(file) for file in job.plan.files],
+        "blobs": [bytes(blob) for blob in blobs],
+        "targets": [_packed_file(file, number) for file, number in zip(job.plan.files, numbers, strict=True)],
     }
 
 
-def _packed_file(file: FilePlan) -> list[object]:
+def _blobs(plan: Plan) -> tuple[list[bytes | bytearray], list[int]]:
+    """The blobs of all files, and the number of each file's: neighbours may share one."""
+    blobs: list[bytes | bytearray] = []
+    numbers = []
+    for file in plan.files:
+        if not blobs or file.blob != blobs[-1]:
+            blobs.append(file.blob)
+        numbers.append(len(blobs) - 1)
+    return blobs, numbers
+
+
+def _packed_file(file: FilePlan, blob: int) -> list[object]:
     return [
         file.path,
         file.nbytes,
-        bytes(file.blob),
+        blob,
         file.literals,
         file.write_items,
         file.first_copy,
@@ -188,10 +202,12 @@ def unpack_job(value: object) -> Job:
     nbytes = cast("Int64Array", fields["nbytes"]).tolist()
     casts = cast("list[list[str]]", fields["casts"])
     targets = cast("list[Sequence[object]]", fields["targets"])
+    blobs = cast("list[bytes]", fields["blobs"])
     return Job(
         plan=Plan(
-            tuple(_unpacked_file(target) for target in targets),
+            tuple(_unpacked_file(target, blobs) for target in targets),
             tuple((DTYPES[source], DTYPES[target]) for source, target in casts),
+            cast("int", fields["bytes_read"]),
         ),
         files=tuple(map(SourceFile, cast("list[str]", fields["paths"]), nbytes)),
         checksums=Checksums(*cast("Int64Array", fields["checksums"])),
@@ -201,13 +217,13 @@ def unpack_job(value: object) -> Job:
     )
 
 
-def _unpacked_file(target: Sequence[object]) -> FilePlan:
+def _unpacked_file(target: Sequence[object], blobs: Sequence[bytes]) -> FilePlan:
     path, nbytes, blob, *rest = target
     literals, write_items, first_copy, copies, checksums = cast("list[Int64Array]", rest)
     return FilePlan(
         path=str(path),
         nbytes=cast("int", nbytes),
-        blob=cast("bytes", blob),
+        blob=blobs[cast("int", blob)],
         literals=literals,
         write_items=write_items,
         first_copy=first_copy,

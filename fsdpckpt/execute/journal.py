@@ -199,7 +199,7 @@ def plan_digest(plan: Plan) -> str:
     blob: bytes | bytearray | None = None
     for file in plan.files:
         total.update(repr((file.path, file.nbytes, len(file.blob))).encode())
-        if file.blob is not blob:  # files that were laid out together share one
+        if file.blob != blob:  # files that were laid out together share one
             blob = file.blob
             total.update(blob)
         columns = [getattr(file.copies, name) for name in COPY_COLUMNS]

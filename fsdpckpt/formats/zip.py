@@ -305,12 +305,13 @@ class TorchZip:
         self._begin = file.nbytes
         self._stem = stem.encode()
         self._records: list[_Record] = []
+        self._crc_places: list[tuple[int, int]] = []
 
     def pickle(self, data: bytes) -> None:
         """The first records: ``data.pkl`` and ``byteorder``."""
         self.record("data.pkl", data)
         self.record("byteorder", b"little")
-        self._identity = f"{isal_zlib.crc32(data):040d}".encode()
+        self._identity = _identity(data)
 
     def record(self, name: str, data: bytes) -> None:
         """A record whose bytes are known now."""
@@ -344,13 +345,39 @@ class TorchZip:
         directory = bytearray()
         at = file.nbytes
         for record in self._records:
+            places = (record.header + 14, at + len(directory) + 16)
+            self._crc_places.append(places)
             if record.crc is None:
-                end = record.data + record.nbytes
-                file.checksum(record.data, end, (record.header + 14, at + len(directory) + 16))
+                file.checksum(record.data, record.data + record.nbytes, places)
             directory += _central(record, record.header - begin)
         file.literal(directory)
         file.literal(_end(len(self._records), len(directory), at - begin))
         return file.nbytes - begin
+
+    @property
+    def pickle_at(self) -> int:
+        """The file offset of the pickle."""
+        return self._records[0].data
+
+    @property
+    def pickle_nbytes(self) -> int:
+        return self._records[0].nbytes
+
+    def names(self) -> list[int]:
+        """Where in the file the names of the records of a finished archive are: in their headers, in the directory."""
+        return [at for local, central in self._crc_places for at in (local + 16, central + 30)]
+
+    def with_pickle(self, data: bytes | bytearray) -> list[tuple[int, bytes]]:
+        """What a finished archive has at which file offset, in whose pickle is ``data`` of the same length instead."""
+        changes = [(self._records[0].data, bytes(data)), (self._records[-1].data, _identity(data))]
+        for number, (_, content) in zip((0, -1), changes[:2], strict=True):
+            crc = isal_zlib.crc32(content).to_bytes(4, "little")
+            changes += [(place, crc) for place in self._crc_places[number]]
+        return changes
+
+
+def _identity(pickle: bytes | bytearray) -> bytes:
+    return f"{isal_zlib.crc32(pickle):040d}".encode()
 
 
 def _central(record: _Record, header: int) -> bytes:

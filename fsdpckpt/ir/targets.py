@@ -8,7 +8,7 @@ then writes as 4 little-endian bytes at one or two places.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -31,25 +31,21 @@ class WrittenTensor(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class TargetData:
-    """What target files refer to by number; files with the same content share one.
+    """What write items refer to by number; files of the same tensors share it.
 
-    ``blob``: every literal byte, repeated bytes once. ``boxes``: the start of each box, then its size, in elements.
+    ``boxes``: the start of each box, then its size, in elements.
     """
 
-    blob: bytearray = field(default_factory=bytearray)
     tensors: list[WrittenTensor] = field(default_factory=list)
     boxes: array[int] = field(default_factory=lambda: array("q"))
+    _numbers: dict[tuple[Tensor, str, tuple[int, ...] | None], int] = field(default_factory=dict)
 
-    def literal(self, data: bytes | bytearray) -> int:
-        """Where ``data`` begins in ``blob``."""
-        begin = len(self.blob)
-        self.blob += data
-        return begin
-
-    def tensor(self, tensor: WrittenTensor) -> int:
-        """The number of ``tensor``."""
-        self.tensors.append(tensor)
-        return len(self.tensors) - 1
+    def tensor(self, tensor: Tensor, dtype: DType, order: tuple[int, ...] | None = None) -> int:
+        """The number of a tensor as it is written."""
+        number = self._numbers.setdefault((tensor, dtype.name, order), len(self.tensors))
+        if number == len(self.tensors):
+            self.tensors.append(WrittenTensor(tensor, dtype, order))
+        return number
 
     def box(self, start: Sequence[int], size: Sequence[int]) -> int:
         """The place of a box in ``boxes``."""
@@ -75,31 +71,34 @@ class WriteItem(NamedTuple):
 class TargetFile:
     """One file being laid out, front to back. ``path`` is relative to the target directory ("" for a one-file target).
 
-    ``literal_columns``: file offset, begin in ``data.blob``, bytes. ``item_columns``: file offset, bytes, number of the
-    tensor and of the box in ``data``. ``checksum_columns``: begin, end, and the file offsets of up to two places that
-    receive the CRC-32 of [begin, end), -1 for none. Each row after row; several may be added at once.
+    ``blob``: every literal byte, repeated bytes once; files may share it. In columns, row after row, of which several
+    may be added at once: ``literal_columns``: file offset, begin in ``blob``, bytes. ``item_columns``: file offset,
+    bytes, number of the tensor and of the box in ``data``. ``checksum_columns``: begin, end, and the file offsets of up
+    to two places that receive the CRC-32 of [begin, end), -1 for none. A file with ``make`` has only path and length.
     """
 
     path: str
     data: TargetData = field(default_factory=TargetData)
     nbytes: int = 0
+    blob: bytearray = field(default_factory=bytearray)
     literal_columns: array[int] = field(default_factory=lambda: array("q"))
     item_columns: array[int] = field(default_factory=lambda: array("q"))
     checksum_columns: array[int] = field(default_factory=lambda: array("q"))
+    make: Callable[[], TargetFile] | None = None
 
-    @property
-    def blob(self) -> bytearray:
-        return self.data.blob
+    def made(self) -> TargetFile:
+        """The file with its columns: itself, or what ``make`` makes when it is wanted and nobody keeps longer."""
+        return self if self.make is None else self.make()
 
     def literal(self, data: bytes | bytearray) -> int:
         """Append ``data``; returns the file offset it starts at."""
-        offset, rows, begin = self.nbytes, self.literal_columns, len(self.data.blob)
+        offset, rows, begin = self.nbytes, self.literal_columns, len(self.blob)
         if data:
             if rows and rows[-3] + rows[-1] == offset and rows[-2] + rows[-1] == begin:
                 rows[-1] += len(data)
             else:
                 rows.extend((offset, begin, len(data)))
-            self.data.blob += data
+            self.blob += data
             self.nbytes = offset + len(data)
         return offset
 
@@ -126,7 +125,7 @@ class TargetFile:
         for extent in size:
             nbytes *= extent
         if nbytes:
-            number = data.tensor(WrittenTensor(tensor, dtype, order))
+            number = data.tensor(tensor, dtype, order)
             box = data.box((0,) * len(size) if start is None else start, size)
             self.item_columns.extend((offset, nbytes, number, box))
             self.nbytes += nbytes
@@ -144,13 +143,13 @@ class TargetFile:
     @property
     def literals(self) -> list[tuple[int, ...]]:
         """(file offset, begin in ``blob``, bytes) of each literal."""
-        return _rows(self.literal_columns, 3)
+        return _rows(self.made().literal_columns, 3)
 
     @property
     def write_items(self) -> list[WriteItem]:
         """Each write item as a value: for a file that has few."""
         items = []
-        for offset, nbytes, number, place in _rows(self.item_columns, 4):
+        for offset, nbytes, number, place in _rows(self.made().item_columns, 4):
             tensor, dtype, order = self.data.tensors[number]
             box = tuple(self.data.boxes[place : place + 2 * tensor.ndim])
             start, size = box[: tensor.ndim], box[tensor.ndim :]
@@ -160,7 +159,7 @@ class TargetFile:
     @property
     def checksums(self) -> list[tuple[int, int, tuple[int, ...]]]:
         """(begin, end, places) of each checksum."""
-        rows = _rows(self.checksum_columns, 4)
+        rows = _rows(self.made().checksum_columns, 4)
         return [(begin, end, tuple(place for place in places if place >= 0)) for begin, end, *places in rows]
 
 

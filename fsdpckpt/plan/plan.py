@@ -7,6 +7,7 @@ intersects the chunks that a checkpoint has with the write items that a target w
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -75,28 +76,27 @@ class FilePlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """All target files in the order they are written. ``casts``: (source dtype, target dtype) pairs."""
+    """All target files in the order they are written. ``casts``: (source dtype, target dtype) pairs.
+
+    ``bytes_read``: bytes of tensor data that the copies take from the sources.
+    """
 
     files: tuple[FilePlan, ...]
     casts: tuple[tuple[DType, DType], ...]
+    bytes_read: int
 
     @property
     def bytes_written(self) -> int:
         return sum(file.nbytes for file in self.files)
 
-    @property
-    def bytes_read(self) -> int:
-        """Bytes of tensor data the copies take from the sources."""
-        each = (self.source_bytes(file.copies.width * file.copies.rows, file.copies.cast) for file in self.files)
-        return sum(int(nbytes.sum()) for nbytes in each)
-
     def source_bytes(self, target_bytes: Int64Array, cast: Int64Array) -> Int64Array:
         """What ``target_bytes`` of copies with those casts take of their sources."""
-        found = target_bytes.copy()
-        for index, (source, target) in enumerate(self.casts):
-            of_cast = cast == index
-            found[of_cast] = found[of_cast] // target.itemsize * source.itemsize
-        return found
+        return _source_bytes(self.casts, target_bytes, cast)
+
+    def without(self, paths: Collection[str]) -> Plan:
+        """The plan of all files but these."""
+        left = tuple(file for file in self.files if file.path not in paths)
+        return Plan(left, self.casts, sum(_bytes_read(file, self.casts) for file in left))
 
     def check(self) -> None:
         """Every target byte is written exactly once. Raises InternalError: a plan that fails must never run."""
@@ -124,14 +124,36 @@ def _check_file(file: FilePlan) -> None:
         )
 
 
-def make_plan(target: Target) -> Plan:
-    """The plan of ``target``. Raises InternalError when a chunk was never located or a write item cannot be filled."""
+def make_plan(target: Target, *, totals_only: bool = False) -> Plan:
+    """The plan of ``target``. Raises InternalError when a chunk was never located or a write item cannot be filled.
+
+    ``totals_only``: file by file, of each of which only the path and the length are kept, and what all of them read.
+    """
     casts = Casts()
     sources: dict[TargetData, Sources] = {}
-    files = tuple(_plan_file(file, sources, casts) for file in target.files)
-    plan = Plan(files, tuple(casts.pairs))
-    plan.check()
-    return plan
+    files = []
+    bytes_read = 0
+    for each in target.files:
+        file = _plan_file(each.made(), sources, casts)
+        _check_file(file)
+        bytes_read += _bytes_read(file, casts.pairs)
+        files.append(_planned(TargetFile(each.path, nbytes=each.nbytes), Copies(*_NO_COPIES)) if totals_only else file)
+    return Plan(tuple(files), tuple(casts.pairs), bytes_read)
+
+
+_NO_COPIES = (np.zeros(0, np.int64),) * len(COPY_COLUMNS)
+
+
+def _source_bytes(casts: Sequence[tuple[DType, DType]], target_bytes: Int64Array, cast: Int64Array) -> Int64Array:
+    found = target_bytes.copy()
+    for index, (source, target) in enumerate(casts):
+        of_cast = cast == index
+        found[of_cast] = found[of_cast] // target.itemsize * source.itemsize
+    return found
+
+
+def _bytes_read(file: FilePlan, casts: Sequence[tuple[DType, DType]]) -> int:
+    return int(_source_bytes(casts, file.copies.width * file.copies.rows, file.copies.cast).sum())
 
 
 def _plan_file(file: TargetFile, sources: dict[TargetData, Sources], casts: Casts) -> FilePlan:
@@ -142,13 +164,19 @@ def _plan_file(file: TargetFile, sources: dict[TargetData, Sources], casts: Cast
     copies = Copies(*columns)
     if len(copies) and int(copies.source.min()) < 0:
         raise InternalError(f"{file.path or 'the target file'}: a source chunk was never located in its file")
+    return _planned(file, copies, item)
+
+
+def _planned(file: TargetFile, copies: Copies, item: Int64Array = _NO_COPIES[0]) -> FilePlan:
+    """``file`` with its ``copies``. ``item``: the write item of each."""
+    items = as_table(file.item_columns, 4)
     first_copy = np.zeros(len(items) + 1, np.int64)
     np.cumsum(np.bincount(item, minlength=len(items)), out=first_copy[1:])
     checksums = as_table(file.checksum_columns, 4)
     return FilePlan(
         path=file.path,
         nbytes=file.nbytes,
-        blob=data.blob,
+        blob=file.blob,
         literals=as_table(file.literal_columns, 3),
         write_items=items[:, :2],
         first_copy=first_copy,

@@ -9,9 +9,10 @@ Where files of the source may be linked, ``.metadata`` points to the items in th
 from __future__ import annotations
 
 import heapq
+from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from math import prod
 from typing import NamedTuple, TypeAlias
@@ -24,7 +25,7 @@ from fsdpckpt.formats.pickle.write import PickleOpcodes, StorageView, dumps
 from fsdpckpt.formats.zip import ALIGNMENT, TorchZip
 from fsdpckpt.ir.checkpoint import BARE_VALUE, Checkpoint, Note, OptimState, group_params
 from fsdpckpt.ir.dtypes import DType
-from fsdpckpt.ir.targets import Target, TargetData, TargetFile, WrittenTensor, as_table
+from fsdpckpt.ir.targets import Target, TargetData, TargetFile, as_table
 from fsdpckpt.ir.tensors import Box, Int64Array, Tensor, contiguous_stride
 from fsdpckpt.ir.values import Key, Value, leaf_tensors
 from fsdpckpt.layouts.sharded import HeldChunks, RankBoxes, SharedChunk, mesh_chunks, source_chunks
@@ -56,7 +57,7 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     names = [links.free_name(rank) for rank in range(ranks)]
     files, entries = _Items(casts, names, links).lay_out(leaves, placed)
     pickled = metadata_pickle(entries, [*names, *links.names().values()])
-    metadata = TargetFile(_METADATA, TargetData(pickled), len(pickled))
+    metadata = TargetFile(_METADATA, nbytes=len(pickled), blob=pickled)
     metadata.literal_columns.extend((0, 0, len(pickled)))
     files.append(metadata)
     for file in files:
@@ -159,6 +160,7 @@ class _Items:
     names: list[str]  # of the data file of each rank
     links: LinkedItems
     data: TargetData = field(default_factory=TargetData)
+    blob: bytearray = field(default_factory=bytearray)
     kinds: list[TargetFile] = field(default_factory=list)
     nbytes: list[int] = field(default_factory=list)  # of an item of each kind, without the padding behind it
     numbers: dict[tuple[str, tuple[int, ...]] | bytes, int] = field(default_factory=dict)  # of kinds
@@ -171,9 +173,7 @@ class _Items:
             for number, (leaf, boxes) in enumerate(zip(leaves, placed, strict=True))
         ]
         tensors = [
-            self.data.tensor(WrittenTensor(leaf.value, self._dtype(leaf.value)))
-            if isinstance(leaf.value, Tensor)
-            else -1
+            self.data.tensor(leaf.value, self._dtype(leaf.value)) if isinstance(leaf.value, Tensor) else -1
             for leaf in leaves
         ]
         counts = [len(each.kind) for each in alike]
@@ -191,8 +191,8 @@ class _Items:
         for low, high in pairwise([*starts, len(rank)]):
             rows, at = slice(low, high), int(begin[low])
             begin[rows] -= at
-            file = TargetFile(self.names[rank[low]], self.data, int(ends[high - 1]) - at)
-            kinds.put(file, kind[rows], begin[rows], tensor[rows], box[rows])
+            file = TargetFile(self.names[rank[low]], self.data, int(ends[high - 1]) - at, self.blob)
+            file.make = partial(kinds.put, file, kind[rows], begin[rows], tensor[rows], box[rows])
             files.append(file)
         offset = np.empty(len(rank), np.int64)
         offset[order] = begin[:-1]
@@ -255,7 +255,7 @@ class _Items:
             nbytes = dtype.itemsize * prod(size)
             opcodes = PickleOpcodes()
             opcodes.view(StorageView("0", dtype, 0, size, contiguous_stride(size), nbytes))
-            file = TargetFile("", self.data)
+            file = TargetFile("", self.data, blob=self.blob)
             archive = TorchZip(file, stem=_STEM)
             archive.pickle(opcodes.finish())
             archive.begin_data("0", nbytes)
@@ -271,7 +271,7 @@ class _Items:
         pickled = b"" if any(True for _ in leaf_tensors(value)) else dumps(value)
         number = self.numbers.get(pickled)
         if number is None:
-            file = TargetFile("", self.data)
+            file = TargetFile("", self.data, blob=self.blob)
             if pickled:
                 archive = TorchZip(file, stem=_STEM)
                 archive.pickle(pickled)
@@ -301,19 +301,27 @@ class _Kinds:
         self._items = _joined([as_table(kind.item_columns, 4) for kind in kinds], 4)
         self._checksums = _joined([as_table(kind.checksum_columns, 4) for kind in kinds], 4)
 
-    def put(self, file: TargetFile, kind: Int64Array, begin: Int64Array, tensor: Int64Array, box: Int64Array) -> None:
-        """Add items of these kinds to ``file``, at these offsets, with these tensors and boxes."""
+    def put(
+        self, file: TargetFile, kind: Int64Array, begin: Int64Array, tensor: Int64Array, box: Int64Array
+    ) -> TargetFile:
+        """``file`` with items of these kinds at these offsets, and with these tensors and boxes."""
         number, literals = _rows(self._literals, kind)
         literals[:, 0] += begin[number]
-        file.literal_columns.frombytes(literals.tobytes())
         number, items = _rows(self._items, kind)
         items[:, 0] += begin[number]
         each = items[:, 2] == _EACH
         items[each, 2], items[each, 3] = tensor[number[each]], box[number[each]]
-        file.item_columns.frombytes(items.tobytes())
         number, checksums = _rows(self._checksums, kind)
         checksums += begin[number, None]  # all of them have two places
-        file.checksum_columns.frombytes(checksums.tobytes())
+        return TargetFile(
+            file.path,
+            file.data,
+            file.nbytes,
+            file.blob,
+            array("q", literals.tobytes()),
+            array("q", items.tobytes()),
+            array("q", checksums.tobytes()),
+        )
 
 
 _Joined: TypeAlias = tuple[Int64Array, Int64Array, Int64Array]

@@ -151,12 +151,13 @@ class DTensorPickle(RankPickle):
         raw(text("_flatten_rank_map") + ranks + text("_thread_id") + b"N" + text("_flatten_mapping") + b"}")
         groups = _group_names(mesh, self.rank)
         raw(text("_dim_group_names") + _list([text(groups[dim]) for dim in dims]))
-        coordinate = mesh.coordinate(self.rank)
         raw(text("_coordinate_on_dim"))
         if self._torch > (2, 10):
-            raw(integers([coordinate[dim] for dim in dims]) + text("_rank") + integer(self.rank))
+            self.of_rank(lambda rank: integers(_coordinate(mesh, dims, rank)))
+            raw(text("_rank"))
+            self.of_rank(integer)
         else:
-            raw(_list([integer(coordinate[dim]) for dim in dims]))
+            self.of_rank(lambda rank: _list(list(map(integer, _coordinate(mesh, dims, rank)))))
         if self._torch >= (2, 15):
             raw(text("_preserve_rank_order") + b"\x89")
 
@@ -185,8 +186,8 @@ class DTensorPickle(RankPickle):
             raw(text("_dim_group_infos") + _list([self._group_info(mesh, dim, groups[dim]) for dim in dims]))
         else:
             raw(text("_dim_group_names") + _list([text(groups[dim]) for dim in dims]))
-        coordinate = mesh.coordinate(self.rank)
-        raw(text("_coordinate_on_dim") + _list([integer(coordinate[dim]) for dim in dims]))
+        raw(text("_coordinate_on_dim"))
+        self.of_rank(lambda rank: _list(list(map(integer, _coordinate(mesh, dims, rank)))))
 
     def _group_info(self, mesh: MeshShape, dim: int, name: str) -> bytes:
         """Tag, ranks and name of this rank's process group along ``dim``."""
@@ -247,6 +248,11 @@ def _ranks_along(mesh: MeshShape, dims: tuple[int, ...], rank: int) -> tuple[int
     first = rank - sum(place[dim] * strides[dim] for dim in dims)
     steps = [range(0, mesh.sizes[dim] * strides[dim], strides[dim]) for dim in dims]
     return tuple(first + sum(offsets) for offsets in product(*steps))
+
+
+def _coordinate(mesh: MeshShape, dims: Sequence[int], rank: int) -> list[int]:
+    coordinate = mesh.coordinate(rank)
+    return [coordinate[dim] for dim in dims]
 
 
 def _group_names(mesh: MeshShape, rank: int, *, reuse_world: bool = True) -> list[str]:

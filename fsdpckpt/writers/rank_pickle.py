@@ -8,7 +8,7 @@ keeps a file from growing with the world size times the number of tensors.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -49,8 +49,9 @@ class ShardList(NamedTuple):
 class RankPickle(PickleWriter, ABC):
     """Writes a section's dict for ``rank`` of ``world_size``; the tensors of ``shardings`` are cut as they say.
 
-    ``canonical`` maps a tied tensor to the tensor it shares its record with. Subclasses say what wraps
-    the local rows.
+    ``canonical`` maps a tied tensor to the tensor it shares its record with. ``of_ranks``: where the pickle has what
+    another rank has otherwise, although it holds boxes of the same sizes; and what a rank has there. Subclasses say
+    what wraps the local rows.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class RankPickle(PickleWriter, ABC):
         self._canonical = canonical
         self._keys: dict[Hashable, str] = {}
         self._records: list[tuple[Content, DType, Box, int]] = []
+        self.of_ranks: list[tuple[int, Callable[[int], bytes]]] = []
 
     def tensor(self, value: Tensor) -> None:
         dtype = self._casts.get(value, value.dtype)
@@ -97,7 +99,12 @@ class RankPickle(PickleWriter, ABC):
         self._records.append((content, dtype, box, nbytes))
         return str(len(self._records) - 1)
 
-    def write(self, file: TargetFile, *, stem: str) -> None:
+    def of_rank(self, make: Callable[[int], bytes]) -> None:
+        """Write what ``make`` makes of this rank, texts and names aside."""
+        self.of_ranks.append((len(self.out), make))
+        self.raw(make(self.rank))
+
+    def write(self, file: TargetFile, *, stem: str) -> TorchZip:
         """Append the whole archive: the pickle and the records it asked for."""
         archive = TorchZip(file, stem=stem)
         archive.pickle(self.finish())
@@ -111,6 +118,7 @@ class RankPickle(PickleWriter, ABC):
             else:
                 content.fill(file, dtype)
         archive.finish()
+        return archive
 
     def wrapper(
         self, cls: tuple[str, str], shape: tuple[int, ...], dtype: DType, *, requires_grad: bool = False

@@ -7,7 +7,6 @@ Each holds its section's dict itself. Sharded tensors hold what their mesh gives
 from __future__ import annotations
 
 import os
-import posixpath
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -22,6 +21,7 @@ from fsdpckpt.options import TensorForm
 from fsdpckpt.text import size_text
 from fsdpckpt.writers.dtensor_pickle import DTensorPickle, target_version
 from fsdpckpt.writers.protocol import WriteSpec
+from fsdpckpt.writers.rank_files import RankFiles
 from fsdpckpt.writers.rank_pickle import RankPickle, ShardedTensorPickle
 from fsdpckpt.writers.state_dicts import extra_notes, extras_of_rank, model_dict, optim_dict
 from fsdpckpt.writers.torch_full import ties
@@ -53,18 +53,26 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
         pickles = partial(DTensorPickle, form=mesh, torch=version)
         notes += inferred
 
+    # A ShardedTensor names its own rank before all others, a mesh of several dimensions names the groups of each rank:
+    # then the memo of each rank's pickle is another one.
+    alike = spec.tensor is TensorForm.DTENSOR and all(len(sharding.mesh.sizes) == 1 for sharding in cut.values())
+
     def section(name: str, values: list[Value], tied: Mapping[Tensor, Tensor] | None = None) -> list[TargetFile]:
-        """One file for each rank, called ``name``; ``values`` by rank."""
+        """One file for each rank, called ``name``; ``values`` by rank, or one for all of them."""
+
+        def pickle(rank: int) -> RankPickle:
+            return pickles(rank=rank, world_size=world_size, shardings=cut, casts=casts, canonical=tied or {})
+
+        paths = [name.format(rank=rank, world_size=world_size) for rank in range(world_size)]
+        laid_out = RankFiles(pickle, cut)
+        if len(values) == 1 and alike:
+            made = laid_out.of_value(values[0], paths)
+        else:
+            made = laid_out.of_values(values if len(values) > 1 else values * world_size, paths)
         files = []
-        for rank, value in enumerate(values):
-            file = TargetFile(name.format(rank=rank, world_size=world_size))
-            stem = posixpath.splitext(posixpath.basename(file.path))[0]
-            writer = pickles(rank=rank, world_size=world_size, shardings=cut, casts=casts, canonical=tied or {})
-            writer.value(value)
-            writer.write(file, stem=stem)
+        for file in made:
             files.append(file)
-            if not rank:
-                require_memory(len(file.blob), world_size)
+            require_memory(len(files[0].blob), world_size)
         return files
 
     files = []
@@ -72,9 +80,9 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
         model = model_dict(checkpoint.model)
         tied = ties([leaf for leaf in checkpoint.model.params.values() if isinstance(leaf, Tensor)])
         tied = {key: first for key, first in tied.items() if cut.get(key) == cut.get(first)}
-        files += section(names.model, [model] * world_size, tied)
+        files += section(names.model, [model], tied)
     if checkpoint.optim is not None:
-        files += section(names.optim, [optim_dict(checkpoint.optim)] * world_size)
+        files += section(names.optim, [optim_dict(checkpoint.optim)])
     extras: list[Value] = [extras_of_rank(checkpoint, rank) for rank in range(world_size)]
     if any(extras):
         files += section(names.extra, extras)

@@ -113,7 +113,7 @@ def test_only_known_errors_cross_as_what_they_are() -> None:
 @pytest.mark.parametrize("casts", [(), (("float64", "float8_e4m3fn"),)])
 def test_all_buffers_of_a_worker_fit_its_memory(mebibytes: int, threads: int, casts) -> None:
     memory = mebibytes << 20
-    plan = Plan((), tuple((DTYPES[source], DTYPES[target]) for source, target in casts))
+    plan = Plan((), tuple((DTYPES[source], DTYPES[target]) for source, target in casts), 0)
     budget = make_budget(max_memory=memory, threads=threads)
     for exchanging in (False, True):
         settings = choose_settings(plan, budget, memory, exchanging=exchanging)

@@ -17,6 +17,7 @@ from fsdpckpt.ir.checkpoint import OptimState
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.options import TensorForm
 from fsdpckpt.writers.protocol import DtypeRule, WriteSpec
+from fsdpckpt.writers.rank_files import RankFiles
 from fsdpckpt.writers.torch_ranks import lay_out
 from tests.materialise import materialise
 from tests.oracle.fake_group import as_rank, rows
@@ -197,6 +198,26 @@ def test_a_rank_file_does_not_grow_with_the_world(form):
         return len(target.files[0].blob)
 
     assert nbytes(64) < nbytes(2) * 1.25
+
+
+@pytest.mark.parametrize("version", ["2.4", "2.8", "2.10", "2.13"])
+def test_a_file_made_of_another_ranks_is_the_one_laid_out_from_scratch(monkeypatch, version):
+    raw = Raw()
+    shapes = {"even": (600, 2), "uneven": (513, 3), "few": (7,), "none": (0, 4)}
+    model = {name: raw.whole(torch.randn(shape), sharded=True) for name, shape in shapes.items()}
+    model |= {"whole": raw.whole(torch.randn(5)), "again": raw.whole(torch.randn(600, 2), sharded=True)}
+    spec = WriteSpec(world_size=300, mesh_device="cpu", torch_version=version)
+
+    def contents():
+        files = lay_out(checkpoint(model), spec).files
+        made = [file.made() for file in files]
+        rows = [(f.path, f.nbytes, bytes(f.blob), f.literals, f.write_items, f.checksums) for f in made]
+        return rows, sum(file.make is not None for file in files)
+
+    rows, count = contents()
+    assert count > 280
+    monkeypatch.setattr(RankFiles, "of_value", lambda self, value, paths: self.of_values([value] * len(paths), paths))
+    assert contents() == (rows, 0)
 
 
 @pytest.mark.parametrize("form", [TensorForm.DTENSOR, TensorForm.SHARDED_TENSOR])

@@ -19,7 +19,7 @@ from fsdpckpt.flat.flatten.pickle import FlatParameter, FlatPickle, FlatShard, F
 from fsdpckpt.flat.flatten.states import FlatOptimizer
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState
 from fsdpckpt.ir.dtypes import DType
-from fsdpckpt.ir.targets import Target, TargetFile
+from fsdpckpt.ir.targets import Target, TargetData, TargetFile
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import UnitParam, Units, state_dict_order
 from fsdpckpt.layouts.flattened import PlacedUnit, place_units
@@ -41,29 +41,34 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     placed = place_units(units, world_size)
     shard_size = units.shard_size or world_size
     files: list[TargetFile] = []
+    data = TargetData()
     if checkpoint.model is not None:
         model = FlatModel(checkpoint, checkpoint.model, units=units, placed=placed, casts=casts)
         files += [
-            _file(names.model, model.value(rank), rank, world_size, shard_size, casts) for rank in range(world_size)
+            _file(data, names.model, model.value(rank), rank, world_size, shard_size, casts)
+            for rank in range(world_size)
         ]
     if checkpoint.optim is not None:
         keys = flat_keys(checkpoint, units, spec.key_type)
         notes += keys.notes
         optim = FlatOptimizer(checkpoint, checkpoint.optim, units=units, placed=placed, keys=keys, casts=casts)
         files += [
-            _file(names.optim, optim.value(rank), rank, world_size, shard_size, casts) for rank in range(world_size)
+            _file(data, names.optim, optim.value(rank), rank, world_size, shard_size, casts)
+            for rank in range(world_size)
         ]
     extras = [extras_of_rank(checkpoint, rank) for rank in range(world_size)]
     if any(extras):
-        files += [_file(names.extra, extra, rank, world_size, shard_size, casts) for rank, extra in enumerate(extras)]
+        files += [
+            _file(data, names.extra, extra, rank, world_size, shard_size, casts) for rank, extra in enumerate(extras)
+        ]
         notes += extra_notes(checkpoint, world_size)
     return Target(files, notes=notes)
 
 
 def _file(
-    name: str, value: Any, rank: int, world_size: int, shard_size: int, casts: Mapping[Tensor, DType]
+    data: TargetData, name: str, value: Any, rank: int, world_size: int, shard_size: int, casts: Mapping[Tensor, DType]
 ) -> TargetFile:
-    file = TargetFile(name.format(rank=rank, world_size=world_size))
+    file = TargetFile(name.format(rank=rank, world_size=world_size), data)
     stem = posixpath.splitext(posixpath.basename(file.path))[0]
     writer = FlatPickle(rank=rank, world_size=world_size, shard_size=shard_size, casts=casts)
     writer.value(value)
