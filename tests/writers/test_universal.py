@@ -85,6 +85,12 @@ def test_fp16s_loss_scaler_is_deepspeeds_object_again(tmp_path: Path) -> None:
     assert b"loss_scaler" in written["global_step0_universal/mp_rank_00_model_states.pt"].blob
 
 
+def test_a_store_takes_it_and_gives_it_back() -> None:
+    fsdpckpt.convert(str(FSDP2 / "full.pt"), "memory://deepspeed/universal", flavor=FLAVOR)
+    assert fsdpckpt.diff(str(FSDP2 / "full.pt"), "memory://deepspeed/universal").same
+    assert not fsdpckpt.verify("memory://deepspeed/universal").problems
+
+
 def test_tied_weights_are_written_once(tmp_path: Path) -> None:
     raw = Raw()
     weight, tied = raw.views(*[torch.randn(3, 5)] * 2)
