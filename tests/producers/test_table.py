@@ -104,7 +104,7 @@ def test_the_sources_layout_decides_where_nothing_else_does(layout: Layout) -> N
     ("target", "options", "what"),
     [
         ("out", {"flavor": "acelerate"}, "an unknown flavor"),
-        ("out", {"flavor": "composer"}, "read, and not written"),
+        ("out", {"flavor": "composer"}, "reads, but does not write"),
         ("out", {"flavor": "huggingface", "to": Layout.SHARDED}, "does not save"),
         ("out.ckpt", {"flavor": "torchtitan"}, "does not save"),
         ("out", {"flavor": "torchtitan", "world_size": 2, "key_type": "id"}, "keys its optimizer by name"),
