@@ -38,8 +38,10 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def contiguous_strides(size: Int64Array) -> Int64Array:
-    """``contiguous_stride`` of each of n boxes (n, d); read-only, and one row in memory where all are the same."""
+    """``contiguous_stride`` of each of n boxes (n, d), not to be written to: one row in memory if all are the same."""
     n, d = size.shape
+    if n == 1:
+        return np.array([contiguous_stride(size[0].tolist())], np.int64).reshape(1, d)
     if n and (size[1:, 1:] == size[0, 1:]).all():  # the first dimension is in no stride
         return np.broadcast_to(np.array(contiguous_stride(size[0].tolist()), np.int64), (n, d))
     stride = np.ones((n, d), np.int64)

@@ -38,13 +38,14 @@ def declared_chunks(directory: DcpDirectory) -> list[ChunkedTensor]:
     """Every tensor with the chunks that the metadata declares, none of them located."""
     ranks, numbers = directory.by_file(directory.ranks), directory.by_file(directory.numbers)
     as_named, one_each = np.array_equal(numbers, np.arange(len(numbers))), np.array_equal(ranks, numbers)
-    unknown = np.array(-1, np.int64)
+    most = max((len(tensor.chunks) for tensor in directory.metadata.tensors.values()), default=0)
+    unknown = np.broadcast_to(np.array(-1, np.int64), (most,))
     declared: list[ChunkedTensor] = []
     for key, tensor in directory.metadata.tensors.items():
         stored = tensor.chunks
         file = stored.file if as_named else numbers[stored.file]
         rank = file if one_each else ranks[stored.file]
-        offset = np.broadcast_to(unknown, file.shape)
+        offset = unknown[: len(file)]
         stride = contiguous_strides(stored.size)
         chunks = Chunks(rank, file, offset, stored.start, stored.size, stride, stored.item)
         declared.append(ChunkedTensor(key, tensor.dtype, tensor.shape, chunks))
