@@ -37,7 +37,7 @@ def test_a_source_that_cannot_be_read_leaves_no_report(run: Run, tmp_path: Path)
 
 def test_an_empty_selection_still_is_a_page(run: Run, saved: Path, tmp_path: Path) -> None:
     page = tmp_path / "report.html"
-    done = run("inspect", saved, "--keys", "nothing*", "--report", page, "--json")
+    done = run("inspect", saved, "--section", "extra", "--report", page, "--json")
     assert done.code == 0
     assert json.loads(done.out)["tensors"] == []
     assert "Who holds what" not in page.read_text()
@@ -58,7 +58,7 @@ def test_a_report_never_goes_into_the_checkpoint(run: Run, saved: Path, tmp_path
     ("path", "code", "message"),
     [
         ("-", 2, "takes the name of a file"),
-        ("", 2, "takes the name of a file"),
+        ("", 2, "is empty"),
         ("s3://bucket/report.html", 2, "written to a local file"),
         ("/dev/full", 5, "pipe or a device"),
         (".", 5, "one file"),
