@@ -217,6 +217,16 @@ def scale_verify(bench: Bench) -> Row:
     return Row("verify, 512 ranks", source, bench.path("none"), [Contender("fsdpckpt", command)])
 
 
+def scale_plan(container: str) -> Callable[[Bench], Row]:
+    def row(bench: Bench) -> Row:
+        source, target = bench.make_scale(64, "--columns", "16", "--items"), bench.path("none")
+        command = [PROGRAM, "convert", source, target, "--quiet", "--dry-run", "--world-size", "512"]
+        command += ["--container", container]
+        return Row(f"plan 64 ranks -> {container} of 512", source, target, [Contender("fsdpckpt", command)])
+
+    return row
+
+
 SCALE = "scale"  # stands for all rows that begin with it; they are made on request only
 ROWS: dict[str, Callable[[Bench], Row]] = {
     "dcp-full": dcp_full,
@@ -244,5 +254,7 @@ ROWS: dict[str, Callable[[Bench], Row]] = {
     "scale-4096": scale(4096),
     "scale-load": scale_load,
     "scale-chunks": scale_chunks,
+    "scale-plan-dcp": scale_plan("dcp"),
+    "scale-plan-ranks": scale_plan("torch"),
     "scale-verify": scale_verify,
 }
