@@ -25,20 +25,17 @@ import numpy.typing as npt
 from fsdpckpt.comm.liveness import ProcessIdentity, kill_stopped, process_identity
 from fsdpckpt.comm.protocol import Group, Solo, original_error
 from fsdpckpt.converters.check import OutputCheck
-from fsdpckpt.converters.huggingface import finish_export
-from fsdpckpt.converters.lay_out import adapt_to_form, dtype_rule, lay_out
+from fsdpckpt.converters.lay_out import dtype_rule
 from fsdpckpt.converters.linking import (
-    Linking,
-    choose_linking,
-    link_equal_files,
     linked_records,
     make_links,
     require_linked,
     without_links,
 )
 from fsdpckpt.converters.overwrite import find_replaceable, still_replaceable
+from fsdpckpt.converters.prepare import Prepared, planned_report, prepare
 from fsdpckpt.converters.publish import Upload
-from fsdpckpt.converters.report import PlannedFile, Report, encode_manifest, put_manifest, replaced_files
+from fsdpckpt.converters.report import Report, encode_manifest, put_manifest, replaced_files
 from fsdpckpt.converters.resume import (
     attach_staged,
     claim_rows,
@@ -52,15 +49,10 @@ from fsdpckpt.converters.resume import (
     source_copies,
 )
 from fsdpckpt.converters.staging import Places, assign_segments, files_at, holders_of, open_staging
-from fsdpckpt.converters.target_mesh import check_mesh, on_mesh, requested_mesh, with_mesh
+from fsdpckpt.converters.target_mesh import check_mesh
 from fsdpckpt.converters.target_spec import (
-    TargetSpec,
     check_options,
-    make_target_spec,
-    refuse_section_options,
-    require_file_name,
 )
-from fsdpckpt.converters.transform import TransformedCheckpoint, transform
 from fsdpckpt.errors import InternalError, Leftover, TargetExistsError, WorkerError, attach_leftover
 from fsdpckpt.execute.checks import reread
 from fsdpckpt.execute.executor import execute
@@ -78,18 +70,11 @@ from fsdpckpt.execute.job import (
 from fsdpckpt.execute.journal import Finished, Recorder, RunIdentity, first_record, joined, run_of
 from fsdpckpt.execute.output import target_differs
 from fsdpckpt.execute.shared_sources import content_identities, find_visible, serve_sources, union_sources
-from fsdpckpt.flat.units.request import load_units
 from fsdpckpt.garbage import set_aside, without_collection
 from fsdpckpt.ir.checkpoint import Note, SourceFile
-from fsdpckpt.ir.targets import Target
-from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.ir.vocabulary import Layout
 from fsdpckpt.options import ConvertOptions, VerifyLevel, Visibility
-from fsdpckpt.plan.plan import Plan, make_plan
-from fsdpckpt.producers.forms import PLAIN
+from fsdpckpt.plan.plan import make_plan
 from fsdpckpt.progress import NoProgress, Progress
-from fsdpckpt.readers.detect import open_checkpoint
-from fsdpckpt.readers.ignored import require_matches
 from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage.journal import Record, read_records
 from fsdpckpt.storage.protocols import is_url
@@ -97,7 +82,6 @@ from fsdpckpt.storage.sources import Sources
 from fsdpckpt.storage.staging import (
     Staging,
     clear_leftover,
-    free_bytes,
     journal_path,
     journal_paths,
     lock_as_writer,
@@ -140,49 +124,6 @@ def convert(
         )
         report = conversion.run(workers_here)
         return upload.publish(report, conversion.holders)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Prepared:
-    """A conversion of which only the copying is left."""
-
-    transformed: TransformedCheckpoint
-    spec: TargetSpec
-    output: Target
-    plan: Plan
-    linking: Linking
-
-
-def prepare(source: str, target: str, options: ConvertOptions, sources: Sources) -> Prepared:
-    """Read ``source``, transform it, lay ``target`` out and plan the copies. Tensor data is not read."""
-    units = load_units(options.units, sources) if options.units is not None else None
-    opened = open_checkpoint(
-        source, sources=sources, locate=True, only=options.only, units=units, ignore_file=options.ignore_file
-    )
-    require_matches(options.ignore_file, opened)
-    mesh = requested_mesh(options, opened, sources)
-    options = with_mesh(options, opened.layout, mesh)
-    spec = on_mesh(make_target_spec(target, options, opened), opened, mesh)
-    require_file_name(target, spec, options)
-    opened = replace(opened, notes=(*opened.notes, *spec.notes))
-    refuse_section_options(options, opened, flavor=spec.flavor, form=spec.form)
-    side_files: Mapping[str, Tensor] = {}
-    if spec.flavor is not None and spec.form is not None:
-        opened, side_files = adapt_to_form(
-            opened, spec.flavor, spec.form, world_size=spec.world_size, sources=sources, only=options.only
-        )
-        options = replace(options, key_type=spec.form.key_type if opened.optim is not None else None)
-    transformed = transform(opened, options, spec, sources)
-    if spec.form is not None and spec.form.weights:
-        weights, side_files = finish_export(transformed.checkpoint, side_files, options.reference, sources)
-        transformed = replace(transformed, checkpoint=weights)
-    files = transformed.checkpoint.files
-    linking = choose_linking(options.link, files, target)
-    totals_only = options.dry_run and not linking.files  # links are found by what the plan of each file says
-    output = lay_out(transformed, spec, options, side_files, linking.files)
-    output, plan = link_equal_files(output, make_plan(output, totals_only=totals_only), linking, files, sources)
-    output.notes += linking.notes(output, files)
-    return Prepared(transformed, spec, output, plan, linking)
 
 
 @dataclass(slots=True, eq=False)
@@ -544,7 +485,9 @@ class _Conversion:
         report = None
         if self._prepared is not None:
             notes = () if self._note is None else (self._note,)
-            report = _report(self._prepared, self.target, self.options, budget, self.group.world_size, self._manifest)
+            report = planned_report(
+                *(self._prepared, self.target, self.options, budget, self.group.world_size, self._manifest)
+            )
             report = replace(
                 report,
                 notes=(*report.notes, *notes),
@@ -580,44 +523,3 @@ def _existing_manifest(target: str) -> bytes:
         raise target_differs(target)
     with open(path, "rb") as file:
         return file.read()
-
-
-def _report(
-    prepared: Prepared, target: str, options: ConvertOptions, budget: Budget, workers: int, manifest: bytes
-) -> Report:
-    """What was done, or with ``options.dry_run`` would be. ``budget``: that of each of the ``workers``."""
-    checkpoint, spec, output, plan = prepared.transformed.checkpoint, prepared.spec, prepared.output, prepared.plan
-    linked = [(link.path, checkpoint.files[link.source]) for link in output.links]
-    files = [PlannedFile(path, file.nbytes, source=file.path) for path, file in linked]
-    files += [PlannedFile(file.path, file.nbytes) for file in output.files]
-    link = prepared.linking.mode
-    if spec.directory:
-        if not manifest:  # of a dry run: as long as it will be, but for digests
-            crcs = {file.path: 0 for file in files}
-            manifest = encode_manifest(output, prepared.transformed, spec, link=link, crcs=crcs, digests={})
-        files.append(PlannedFile(MANIFEST, len(manifest)))
-    kept = checkpoint.world_size if spec.layout is Layout.SHARDED else None
-    return Report(
-        source=checkpoint.source,
-        target=target,
-        layout=spec.layout,
-        container=spec.container,
-        flavor=spec.flavor.name if spec.flavor is not None else PLAIN,
-        world_size=spec.world_size if spec.world_size is not None else kept,
-        tensors=sum(1 for _ in checkpoint.tensors()),
-        parameters=len(checkpoint.model.params) if checkpoint.model is not None else 0,
-        bytes_read=plan.bytes_read,
-        bytes_written=plan.bytes_written,
-        peak_memory_planned=budget.nbytes,
-        threads=budget.threads,
-        workers=workers,
-        seconds=0.0,
-        dry_run=options.dry_run,
-        verified="none" if options.dry_run else options.verify,
-        notes=(*checkpoint.notes, *output.notes),
-        files=tuple(files),
-        link=link,
-        source_files=len(checkpoint.files),
-        evidence=tuple(map(str, checkpoint.evidence)),
-        disk_free=free_bytes(target) if options.dry_run else None,
-    )

@@ -1,0 +1,114 @@
+"""Prepares a conversion: reads, transforms, lays out and plans. Only headers are read, and nothing is written.
+
+Rank 0 does this; ``--dry-run`` does nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from fsdpckpt.converters.huggingface import finish_export
+from fsdpckpt.converters.lay_out import adapt_to_form, lay_out
+from fsdpckpt.converters.linking import Linking, choose_linking, link_equal_files
+from fsdpckpt.converters.report import PlannedFile, Report, encode_manifest
+from fsdpckpt.converters.target_mesh import on_mesh, requested_mesh, with_mesh
+from fsdpckpt.converters.target_spec import TargetSpec, make_target_spec, refuse_section_options, require_file_name
+from fsdpckpt.converters.transform import TransformedCheckpoint, transform
+from fsdpckpt.execute.job import Budget
+from fsdpckpt.flat.units.request import load_units
+from fsdpckpt.ir.targets import Target
+from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.vocabulary import Layout
+from fsdpckpt.options import ConvertOptions
+from fsdpckpt.plan.plan import Plan, make_plan
+from fsdpckpt.producers.forms import PLAIN
+from fsdpckpt.readers.detect import open_checkpoint
+from fsdpckpt.readers.ignored import require_matches
+from fsdpckpt.readers.protocol import MANIFEST
+from fsdpckpt.storage.sources import Sources
+from fsdpckpt.storage.staging import free_bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """A conversion of which only the copying is left."""
+
+    transformed: TransformedCheckpoint
+    spec: TargetSpec
+    output: Target
+    plan: Plan
+    linking: Linking
+
+
+def prepare(source: str, target: str, options: ConvertOptions, sources: Sources) -> Prepared:
+    """Read ``source``, transform it, lay ``target`` out and plan the copies. Tensor data is not read."""
+    units = load_units(options.units, sources) if options.units is not None else None
+    opened = open_checkpoint(
+        source, sources=sources, locate=True, only=options.only, units=units, ignore_file=options.ignore_file
+    )
+    require_matches(options.ignore_file, opened)
+    mesh = requested_mesh(options, opened, sources)
+    options = with_mesh(options, opened.layout, mesh)
+    spec = on_mesh(make_target_spec(target, options, opened), opened, mesh)
+    require_file_name(target, spec, options)
+    opened = replace(opened, notes=(*opened.notes, *spec.notes))
+    refuse_section_options(options, opened, flavor=spec.flavor, form=spec.form)
+    side_files: Mapping[str, Tensor] = {}
+    if spec.flavor is not None and spec.form is not None:
+        opened, side_files = adapt_to_form(
+            opened, spec.flavor, spec.form, world_size=spec.world_size, sources=sources, only=options.only
+        )
+        options = replace(options, key_type=spec.form.key_type if opened.optim is not None else None)
+    transformed = transform(opened, options, spec, sources)
+    if spec.form is not None and spec.form.weights:
+        weights, side_files = finish_export(transformed.checkpoint, side_files, options.reference, sources)
+        transformed = replace(transformed, checkpoint=weights)
+    files = transformed.checkpoint.files
+    linking = choose_linking(options.link, files, target)
+    totals_only = options.dry_run and not linking.files  # links are found by what the plan of each file says
+    output = lay_out(transformed, spec, options, side_files, linking.files)
+    output, plan = link_equal_files(output, make_plan(output, totals_only=totals_only), linking, files, sources)
+    output.notes += linking.notes(output, files)
+    return Prepared(transformed, spec, output, plan, linking)
+
+
+def planned_report(
+    prepared: Prepared, target: str, options: ConvertOptions, budget: Budget, workers: int, manifest: bytes
+) -> Report:
+    """What was done, or with ``options.dry_run`` would be. ``budget``: that of each of the ``workers``."""
+    checkpoint, spec, output, plan = prepared.transformed.checkpoint, prepared.spec, prepared.output, prepared.plan
+    linked = [(link.path, checkpoint.files[link.source]) for link in output.links]
+    files = [PlannedFile(path, file.nbytes, source=file.path) for path, file in linked]
+    files += [PlannedFile(file.path, file.nbytes) for file in output.files]
+    link = prepared.linking.mode
+    if spec.directory:
+        if not manifest:  # of a dry run: as long as it will be, but for digests
+            crcs = {file.path: 0 for file in files}
+            manifest = encode_manifest(output, prepared.transformed, spec, link=link, crcs=crcs, digests={})
+        files.append(PlannedFile(MANIFEST, len(manifest)))
+    kept = checkpoint.world_size if spec.layout is Layout.SHARDED else None
+    return Report(
+        source=checkpoint.source,
+        target=target,
+        layout=spec.layout,
+        container=spec.container,
+        flavor=spec.flavor.name if spec.flavor is not None else PLAIN,
+        world_size=spec.world_size if spec.world_size is not None else kept,
+        tensors=sum(1 for _ in checkpoint.tensors()),
+        parameters=len(checkpoint.model.params) if checkpoint.model is not None else 0,
+        bytes_read=plan.bytes_read,
+        bytes_written=plan.bytes_written,
+        peak_memory_planned=budget.nbytes,
+        threads=budget.threads,
+        workers=workers,
+        seconds=0.0,
+        dry_run=options.dry_run,
+        verified="none" if options.dry_run else options.verify,
+        notes=(*checkpoint.notes, *output.notes),
+        files=tuple(files),
+        link=link,
+        source_files=len(checkpoint.files),
+        evidence=tuple(map(str, checkpoint.evidence)),
+        disk_free=free_bytes(target) if options.dry_run else None,
+    )
