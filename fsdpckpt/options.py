@@ -289,7 +289,7 @@ class ConvertOptions:
     )
     link: LinkMode = option(
         "Link files of SRC that come out the same instead of copying them; auto: reflinks where the file system has "
-        "them; hardlink: SRC and DST then share these files (default: copy).",
+        "them; hardlink: SRC and DST then share these files.",
         Group.WRITTEN,
         default=LinkMode.COPY,
         synonyms=("hard-link", "hardlink", "reflink", "symlink"),

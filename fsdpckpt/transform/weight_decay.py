@@ -19,6 +19,7 @@ from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.text import first_of
 
 STANDARD = "standard"
+_MEGATRON = "megatron"  # the flavor that its readers find
 _STACKED = re.compile(r"(?:^|\.)layers\.(?!\d)")  # layers in one tensor: a dimension more
 _EXPERTS = re.compile(r"\.experts\.")
 _STACKED_EXPERTS = re.compile(r"\.experts\.experts\.")
@@ -34,11 +35,12 @@ def list_parameters(checkpoint: Checkpoint, patterns: Sequence[str]) -> Checkpoi
     """
     optim = checkpoint.optim
     groups = (optim.param_groups if optim is not None else None) or []
-    if optim is None or all(group_params(group) is not None for group in groups):
+    listed = all(group_params(group) is not None for group in groups)
+    if optim is None or listed or checkpoint.flavor != _MEGATRON:
         if patterns:
             raise UsageError(
-                f"--no-weight-decay is for param groups whose parameters are not known, and those of "
-                f"{checkpoint.source} are",
+                f"--no-weight-decay is for Megatron's param groups, which list no parameters; {checkpoint.source} "
+                "has none",
                 next_step="leave out --no-weight-decay",
             )
         return checkpoint
@@ -67,8 +69,7 @@ def list_parameters(checkpoint: Checkpoint, patterns: Sequence[str]) -> Checkpoi
             details=names[:_SHOWN],
             next_step="give globs of names as fsdpckpt inspect --names-only shows them",
         )
-    listed = _listed(checkpoint, groups, names, without)
-    kept = [group for group in listed if group_params(group)]
+    kept = [group for group in _listed(checkpoint, groups, names, without) if group_params(group)]
     message = f"param groups by weight decay: {len(without)} of {len(names)} parameters have none"
     note = Note("groups-rebuilt", message, keys=tuple(without))
     return replace(checkpoint, optim=OptimState(optim.state, kept, optim.extra), notes=(*checkpoint.notes, note))
