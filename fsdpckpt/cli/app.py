@@ -39,6 +39,7 @@ Exit codes:
 Set FSDPCKPT_DEBUG=1 for tracebacks.
 Each command has examples: fsdpckpt convert --help
 """
+TUNABLE = (Group.RESOURCES, Group.WORKERS)
 WIDEST_NAME = 30  # columns of the names of options in --help, before their descriptions
 
 # typer's usage errors: it exports this one, and its base class catches the others in every version
@@ -48,20 +49,22 @@ USAGE_ERRORS: tuple[type[BaseException], ...] = (typer.BadParameter.__mro__[1],)
 class HelpCommand(TyperCommand):
     """Shows ``--help`` with the options under headings, and breaks lines between words only.
 
-    ``headings``: of each parameter. Those that it does not name come under ``rest``, the last one.
+    ``headings``: of each parameter. Those that it does not name come under ``rest``, the last one. ``tunable``: those
+    that change nothing of what is written. They may be given again, so that a script's limits can be overridden.
     """
 
+    tunable: ClassVar[frozenset[str]] = frozenset()
     headings: ClassVar[dict[str, str]] = {}
     rest: ClassVar[str] = "Options"
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Raises UsageError for an option with one value that is given twice: silently, the last would win."""
+        """Raises UsageError for an option with one value that is given twice; the last of ``tunable`` ones counts."""
         if not ctx.resilient_parsing:
             _, words, order = self.make_parser(ctx).parse_args(args=list(args))
             options: list[Any] = [param for param in order if not _is_argument(param)]
             for one in options:
                 single = not one.multiple and (not one.is_flag or one.secondary_opts)
-                if single and options.count(one) > 1:
+                if single and one.name not in self.tunable and options.count(one) > 1:
                     flags = " or ".join((*one.opts, *one.secondary_opts))
                     raise UsageError(f"{flags} is given more than once", next_step="give it once")
             if words:
@@ -202,6 +205,12 @@ class _ConvertHelp(HelpCommand):
         if one.option.group is group
     }
     rest: ClassVar = Group.OTHER.value
+    tunable: ClassVar = frozenset(
+        one.name
+        for record in (ConvertOptions, LaunchOptions)
+        for one in parameters(record)
+        if one.option.group in TUNABLE
+    )
 
 
 # Rich help and rich tracebacks cost a tenth of a second to import, which is most of what --help may take.

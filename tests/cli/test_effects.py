@@ -36,6 +36,11 @@ def test_what_is_surely_a_mistake_is_2(run: Run, tmp_path: Path, options: tuple[
     assert not (tmp_path / "out").exists()
 
 
+def test_limits_may_be_given_again_and_the_last_counts(run: Run, tmp_path: Path) -> None:
+    done = run("convert", DCP, tmp_path / "out", "--threads", "9", "--threads", "1", "--json")
+    assert done.code == 0 and json.loads(done.out)["threads"] == 1
+
+
 def test_the_least_memory_that_is_suggested_suffices(run: Run, tmp_path: Path) -> None:
     refused = run("convert", DCP, tmp_path / "out", "--max-memory", "1KB")
     option, size = refused.err.rstrip().rpartition("next: ")[2].split()
