@@ -217,12 +217,14 @@ def scale_verify(bench: Bench) -> Row:
     return Row("verify, 512 ranks", source, bench.path("none"), [Contender("fsdpckpt", command)])
 
 
-def scale_plan(container: str) -> Callable[[Bench], Row]:
+def scale_plan(container: str, ranks: int = 64, world_size: int = 512) -> Callable[[Bench], Row]:
     def row(bench: Bench) -> Row:
-        source, target = bench.make_scale(64, "--columns", "16", "--items"), bench.path("none")
-        command = [PROGRAM, "convert", source, target, "--quiet", "--dry-run", "--world-size", "512"]
+        source, target = bench.make_scale(ranks, "--columns", "16", "--items"), bench.path("none")
+        command = [PROGRAM, "convert", source, target, "--quiet", "--dry-run", "--world-size", str(world_size)]
         command += ["--container", container]
-        return Row(f"plan 64 ranks -> {container} of 512", source, target, [Contender("fsdpckpt", command)])
+        return Row(
+            f"plan {ranks} ranks -> {container} of {world_size}", source, target, [Contender("fsdpckpt", command)]
+        )
 
     return row
 
@@ -256,5 +258,7 @@ ROWS: dict[str, Callable[[Bench], Row]] = {
     "scale-chunks": scale_chunks,
     "scale-plan-dcp": scale_plan("dcp"),
     "scale-plan-ranks": scale_plan("torch"),
+    "scale-plan-512": scale_plan("dcp", 512, 384),
+    "scale-plan-4096": scale_plan("dcp", 4096, 3072),
     "scale-verify": scale_verify,
 }
