@@ -10,6 +10,7 @@ import itertools
 import os
 import signal
 import sys
+import threading
 import time
 
 
@@ -52,8 +53,10 @@ def _arrange(place: str, trouble: str, path: str, number: str = "1") -> None:
     def troubled(*arguments: object, **named: object) -> object:
         if next(calls) < int(number):
             return original(*arguments, **named)
-        with open(path, "w") as file:
+        own = f"{path}.{threading.get_ident()}"  # threads that copy get here together, and one kills all
+        with open(own, "w") as file:
             file.write(str(time.time()))
+        os.replace(own, path)
         TROUBLES[trouble]()
         return original(*arguments, **named)
 
