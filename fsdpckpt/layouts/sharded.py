@@ -193,11 +193,14 @@ def source_chunks(tensor: Tensor) -> HeldChunks:
     )
 
 
-def decoded_order(mesh: Sequence[int], placements: Sequence[Placement]) -> Mapping[int, tuple[int, ...]] | None:
+def decoded_order(
+    mesh: Sequence[int], placements: Sequence[Placement], *, first_of_equals: bool = False
+) -> Mapping[int, tuple[int, ...]] | None:
     """Tensor dimension -> mesh dimensions in the order they cut it; None when split factors fit no order.
 
     A split factor is the product of the sizes of the mesh dimensions that cut before and come later in the mesh
-    (``DTensorSpec._convert_shard_order_to_StridedShard``).
+    (``DTensorSpec._convert_shard_order_to_StridedShard``). Beside mesh dimensions of one rank several orders are equal:
+    FSDP cuts last, and its inverse in PyTorch (``_maybe_convert_StridedShard_to_shard_order``) takes the first.
     """
     order: dict[int, list[int]] = {}
     for mesh_dim in reversed(range(len(placements))):
@@ -209,8 +212,7 @@ def decoded_order(mesh: Sequence[int], placements: Sequence[Placement]) -> Mappi
         before = [prod(mesh[d] for d in dims[:i]) for i in range(len(dims) + 1)]
         if factor not in before:
             return None
-        # The last of equals: beside a later dimension of one rank this one cuts last, as FSDP does.
-        dims.insert(len(dims) - before[::-1].index(factor), mesh_dim)
+        dims.insert(before.index(factor) if first_of_equals else len(dims) - before[::-1].index(factor), mesh_dim)
     return {dim: tuple(mesh_dims) for dim, mesh_dims in order.items()}
 
 

@@ -12,16 +12,15 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib import metadata
 from itertools import product
-from math import prod
 from typing import TypeAlias
 
 from fsdpckpt.errors import UsageError
-from fsdpckpt.formats.pickle.write import integer, integers
+from fsdpckpt.formats.pickle.write import integer, integers, list_of, tuple_of
 from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.ir.dtypes import DTYPES, DType
 from fsdpckpt.ir.mesh import MeshShape, Placement, Replicate, Shard, Sharding, StridedShard
 from fsdpckpt.ir.tensors import Tensor, contiguous_stride
-from fsdpckpt.layouts.sharded import mesh_box
+from fsdpckpt.layouts.sharded import decoded_order, mesh_box
 from fsdpckpt.producers.forms import MeshForm
 from fsdpckpt.writers.rank_pickle import BUILD, NEW, RankPickle, flag
 
@@ -73,7 +72,7 @@ class DTensorPickle(RankPickle):
         raw(text("_hash") + b"N" + BUILD + b"u\x86tR")
 
     def _placements(self, placements: Sequence[Placement]) -> bytes:
-        return _tuple([self._placement_of(placement) for placement in placements])
+        return tuple_of([self._placement_of(placement) for placement in placements])
 
     def _placement_of(self, placement: Placement) -> bytes:
         text, types = self.text, self._placement_types
@@ -108,11 +107,12 @@ class DTensorPickle(RankPickle):
     def _order_entries(self, placements: Sequence[Placement], sizes: Sequence[int]) -> bytes:
         """Each cut tensor dimension with its mesh dimensions, in the order in which they cut it."""
         entries: list[bytes] = []
-        for dim, mesh_dims in sorted(_shard_order(placements, sizes).items()):
+        order = decoded_order(sizes, placements, first_of_equals=True) or {}  # {}: one that PyTorch has no words for
+        for dim, mesh_dims in sorted(order.items()):
             # The name is memoised where it is used first, and only if it is.
             entry = self.name(self._specs, "ShardOrderEntry")
             entries.append(entry + integer(dim) + integers(mesh_dims) + b"\x86\x81")
-        return _tuple(entries)
+        return tuple_of(entries)
 
     def _mesh(self, mesh: MeshShape, dims: tuple[int, ...]) -> None:
         """The mesh that ``init_device_mesh(device, sizes)`` makes, or its submesh of ``dims``."""
@@ -139,7 +139,7 @@ class DTensorPickle(RankPickle):
             raw(text("shape") + integers([mesh.sizes[dim] for dim in dims]))
             raw(text("stride") + integers([strides[dim] for dim in dims]))
         else:
-            raw(text("axes") + _tuple([self._axis(mesh.sizes[dim], strides[dim]) for dim in dims]))
+            raw(text("axes") + tuple_of([self._axis(mesh.sizes[dim], strides[dim]) for dim in dims]))
         packed, ranks = _all_ranks(self.world_size)
         raw(BUILD + text("_rank_map"))
         self.view(self.literal(DTYPES["int32"], packed))
@@ -150,14 +150,14 @@ class DTensorPickle(RankPickle):
             raw(b"N")
         raw(text("_flatten_rank_map") + ranks + text("_thread_id") + b"N" + text("_flatten_mapping") + b"}")
         groups = _group_names(mesh, self.rank)
-        raw(text("_dim_group_names") + _list([text(groups[dim]) for dim in dims]))
+        raw(text("_dim_group_names") + list_of([text(groups[dim]) for dim in dims]))
         raw(text("_coordinate_on_dim"))
         if self._torch > (2, 10):
             self.of_rank(lambda rank: integers(_coordinate(mesh, dims, rank)))
             raw(text("_rank"))
             self.of_rank(integer)
         else:
-            self.of_rank(lambda rank: _list(list(map(integer, _coordinate(mesh, dims, rank)))))
+            self.of_rank(lambda rank: list_of(list(map(integer, _coordinate(mesh, dims, rank)))))
         if self._torch >= (2, 15):
             raw(text("_preserve_rank_order") + b"\x89")
 
@@ -183,19 +183,19 @@ class DTensorPickle(RankPickle):
                 raw(b"N")
         groups = _group_names(mesh, self.rank, reuse_world=len(mesh.sizes) == 1)
         if self._torch < (2, 8):
-            raw(text("_dim_group_infos") + _list([self._group_info(mesh, dim, groups[dim]) for dim in dims]))
+            raw(text("_dim_group_infos") + list_of([self._group_info(mesh, dim, groups[dim]) for dim in dims]))
         else:
-            raw(text("_dim_group_names") + _list([text(groups[dim]) for dim in dims]))
+            raw(text("_dim_group_names") + list_of([text(groups[dim]) for dim in dims]))
         raw(text("_coordinate_on_dim"))
-        self.of_rank(lambda rank: _list(list(map(integer, _coordinate(mesh, dims, rank)))))
+        self.of_rank(lambda rank: list_of(list(map(integer, _coordinate(mesh, dims, rank)))))
 
     def _group_info(self, mesh: MeshShape, dim: int, name: str) -> bytes:
         """Tag, ranks and name of this rank's process group along ``dim``."""
-        ranks = _list([integer(rank) for rank in _ranks_along(mesh, (dim,), self.rank)])
+        ranks = list_of([integer(rank) for rank in _ranks_along(mesh, (dim,), self.rank)])
         return self.text(f"ptd:{name}") + ranks + self.text(name) + b"\x87"
 
     def _dim_names(self, mesh: MeshShape, dims: tuple[int, ...]) -> bytes:
-        return b"N" if mesh.names is None else _tuple([self.text(mesh.names[dim]) for dim in dims])
+        return b"N" if mesh.names is None else tuple_of([self.text(mesh.names[dim]) for dim in dims])
 
 
 def target_version(given: str | None) -> tuple[TorchVersion, list[Note]]:
@@ -220,26 +220,6 @@ def target_version(given: str | None) -> tuple[TorchVersion, list[Note]]:
         )
     note = f"DTensors are pickled for PyTorch {major}.{minor}, {why} (--torch-version changes it)"
     return version, [] if given is not None else [Note("inferred", note)]
-
-
-def _shard_order(placements: Sequence[Placement], sizes: Sequence[int]) -> dict[int, list[int]]:
-    """By tensor dimension the mesh dimensions of ``sizes`` that cut it, the first cut first.
-
-    A split factor is the product of the sizes of the mesh dimensions that cut before:
-    ``DTensorSpec._maybe_convert_StridedShard_to_shard_order``.
-    """
-    order: dict[int, list[int]] = {}
-    for mesh_dim in reversed(range(len(placements))):
-        placement = placements[mesh_dim]
-        if isinstance(placement, Replicate):
-            continue
-        before = order.setdefault(placement.dim, [])
-        factor = placement.split_factor if isinstance(placement, StridedShard) else 1
-        at = next((n for n in range(len(before) + 1) if prod(sizes[dim] for dim in before[:n]) == factor), None)
-        if at is None:  # an order that PyTorch has no words for
-            return {}
-        before.insert(at, mesh_dim)
-    return order
 
 
 def _ranks_along(mesh: MeshShape, dims: tuple[int, ...], rank: int) -> tuple[int, ...]:
@@ -278,13 +258,3 @@ def _group_names(mesh: MeshShape, rank: int, *, reuse_world: bool = True) -> lis
 def _all_ranks(world_size: int) -> tuple[bytes, bytes]:
     """0 .. world_size - 1 as int32 and as the opcodes of a tuple: every rank's file holds both, for each mesh."""
     return struct.pack(f"<{world_size}i", *range(world_size)), integers(range(world_size))
-
-
-def _tuple(items: Sequence[bytes]) -> bytes:
-    if len(items) > 3:
-        return b"(" + b"".join(items) + b"t"
-    return b"".join(items) + (b")", b"\x85", b"\x86", b"\x87")[len(items)]
-
-
-def _list(items: Sequence[bytes]) -> bytes:
-    return b"](" + b"".join(items) + b"e"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple, Protocol, TypeAlias
 
-from fsdpckpt.formats.pickle.write import PickleWriter, StorageView, integer, integers
+from fsdpckpt.formats.pickle.write import PickleWriter, StorageView, integer, integers, list_of
 from fsdpckpt.formats.zip import TorchZip
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.mesh import Sharding
@@ -206,7 +206,7 @@ class ShardedTensorPickle(RankPickle):
             metadata.append(
                 b"%b%b%b%b%b%bu\x86b" % (head, _list(box.offsets), sizes, _list(box.sizes), placement, where)
             )
-        return b"](" + b"".join(metadata) + b"e"
+        return list_of(metadata)
 
     def _shard_metadata(self, rank: int, box: Box) -> bytes:
         text = self.text
@@ -247,8 +247,7 @@ class ShardedTensorPickle(RankPickle):
     def _chunk_spec(self, ranks: Sequence[int]) -> bytes:
         text = self.text
         spec = self.name(f"{_SHARD}.sharding_spec.chunk_sharding_spec", "ChunkShardingSpec") + NEW + text("dim")
-        spec += b"K\x00" + text("placements") + b"](" + b"".join([self._placement(rank) for rank in ranks])
-        return spec + b"e" + BUILD
+        return spec + b"K\x00" + text("placements") + list_of([self._placement(rank) for rank in ranks]) + BUILD
 
 
 @lru_cache(maxsize=4096)
@@ -265,4 +264,4 @@ def flag(value: bool) -> bytes:  # noqa: FBT001 - a pickled bool
 
 
 def _list(values: tuple[int, ...]) -> bytes:
-    return b"](" + b"".join(map(integer, values)) + b"e"
+    return list_of(map(integer, values))

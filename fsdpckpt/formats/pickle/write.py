@@ -64,10 +64,20 @@ def integer(value: int) -> bytes:
 
 def integers(values: Sequence[int]) -> bytes:
     """The opcodes of a tuple of ints that is not memoised."""
-    body = b"".join(map(integer, values))
-    if len(values) <= 3:
-        return body + TUPLE_ENDS[len(values)] if values else b")"
+    return tuple_of(list(map(integer, values)))
+
+
+def tuple_of(items: Sequence[bytes]) -> bytes:
+    """The opcodes of a tuple that is not memoised; ``items`` are those of what is in it."""
+    body = b"".join(items)
+    if len(items) <= 3:
+        return body + TUPLE_ENDS[len(items)] if items else b")"
     return b"(" + body + b"t"
+
+
+def list_of(items: Iterable[bytes]) -> bytes:
+    """The opcodes of a list that is not memoised; ``items`` are those of what is in it."""
+    return b"](" + b"".join(items) + b"e"
 
 
 class PickleOpcodes:
