@@ -293,8 +293,7 @@ def _steps(checkpoint: Checkpoint, sources: Sources) -> int:
     entries = checkpoint.optim.state.values() if checkpoint.optim is not None else ()
     step = next((entry["step"] for entry in entries if "step" in entry), 0)
     if isinstance(step, Tensor) and step.numel == 1 and step.dtype.numpy is not None:
-        path, offset = checkpoint.files[int(step.chunks.file[0])].path, int(step.chunks.offset[0])
-        return int(np.frombuffer(sources.open(path).read(offset, step.dtype.itemsize), step.dtype.numpy)[0])
+        return int(np.frombuffer(sources.read_elements(checkpoint.files, step), step.dtype.numpy)[0])
     return int(step) if isinstance(step, (int, float)) else 0
 
 

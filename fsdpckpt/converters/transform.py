@@ -429,10 +429,4 @@ def _keyed_names(checkpoint: Checkpoint) -> set[str]:
 
 def fill_missing(checkpoint: Checkpoint, choice: Choice, *, units: Units | None, sources: Sources) -> Checkpoint:
     """``transform.missing_state.fill`` of a checkpoint keyed by name, 0-dim states read from its files."""
-
-    def read(tensor: Tensor) -> bytes:
-        chunks = tensor.chunks
-        path = checkpoint.files[int(chunks.file[0])].path
-        return sources.open(path).read(int(chunks.offset[0]), tensor.dtype.itemsize)
-
-    return fill(checkpoint, choice, units=units, read=read)
+    return fill(checkpoint, choice, units=units, read=lambda tensor: sources.read_elements(checkpoint.files, tensor))

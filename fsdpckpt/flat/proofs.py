@@ -133,9 +133,7 @@ def _rows(tensor: Tensor) -> Iterator[tuple[int, int, int]]:
 
 def _read(checkpoint: Checkpoint, sources: Sources, padding: _Padding) -> npt.NDArray[np.generic]:
     tensor = padding.tensor
-    offset = int(tensor.chunks.offset[padding.row]) + padding.first * tensor.dtype.itemsize
-    file = checkpoint.files[int(tensor.chunks.file[padding.row])]
-    data = sources.open(file.path).read(offset, padding.count * tensor.dtype.itemsize)
+    data = sources.read_elements(checkpoint.files, tensor, row=padding.row, first=padding.first, count=padding.count)
     return np.frombuffer(data, numpy_dtype(tensor.dtype))
 
 

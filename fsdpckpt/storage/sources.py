@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Self
 
-from fsdpckpt.ir.checkpoint import LITERAL, ZEROS
+from fsdpckpt.ir.checkpoint import LITERAL, ZEROS, SourceFile
+from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.storage.local import LocalFile, MemoryFile, ZeroFile, list_directory, stat
 from fsdpckpt.storage.protocols import (
     ByteSource,
@@ -82,6 +83,14 @@ class Sources:
                 # Another thread may still read it: the file is only dropped, and closes when that use ends.
                 self._files.popitem(last=False)
             return source
+
+    def read_elements(
+        self, files: Sequence[SourceFile], tensor: Tensor, *, row: int = 0, first: int = 0, count: int = 1
+    ) -> bytes:
+        """The bytes of ``count`` elements from element ``first`` of the contiguous chunk ``row``."""
+        itemsize = tensor.dtype.itemsize
+        offset = int(tensor.chunks.offset[row]) + first * itemsize
+        return bytes(self.open(files[int(tensor.chunks.file[row])].path).read(offset, count * itemsize))
 
     def open_new(self, path: str) -> ByteSource:
         """The source at ``path``, opened anew."""

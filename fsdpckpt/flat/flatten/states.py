@@ -335,10 +335,7 @@ def _identity(leaf: Tensor | Value, checkpoint: Checkpoint, sources: Sources) ->
     """Type and content, hashable: equal for equal values of equal type."""
     if not isinstance(leaf, Tensor):
         return type(leaf).__name__, repr(leaf)
-    row = 0
-    file = checkpoint.files[int(leaf.chunks.file[row])]
-    data = sources.open(file.path).read(int(leaf.chunks.offset[row]), leaf.dtype.itemsize)
-    return leaf.dtype.name, bytes(data)
+    return leaf.dtype.name, sources.read_elements(checkpoint.files, leaf)
 
 
 def _shown(value: tuple[str, object]) -> str:
