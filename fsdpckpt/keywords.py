@@ -18,7 +18,7 @@ class ConvertKeywords(TypedDict, total=False):
     to: Layout | Literal["full", "sharded", "flattened"] | None
     container: Container | Literal["torch", "dcp", "safetensors"] | None
     world_size: int | None
-    mesh: str | None
+    mesh: str | Iterable[str]
     placements: str | os.PathLike[str] | None
     like: str | os.PathLike[str] | None
     tensor: TensorForm | Literal["dtensor", "sharded-tensor"]

@@ -109,21 +109,23 @@ class ConvertOptions:
     world_size: int | None = option(
         "Number of ranks of the target; for dcp, how it is split into files.", Group.WRITTEN, metavar="N", minimum=1
     )
-    mesh: str | None = option(
-        "Device mesh of the target, for example dp_replicate=2,dp_shard=4,tp=2 (default: the source's).",
+    mesh: tuple[str, ...] = option(
+        "Device mesh of the target, for example dp_replicate=2,dp_shard=4,tp=2 (default: the source's); may be "
+        "repeated where tensors lie on several.",
         Group.WRITTEN,
+        default=(),
         metavar="NAME=SIZE,...",
         scope=(Scope.SHARDED,),
     )
     placements: str | None = option(
-        "JSON file that says how parameters lie on the mesh.",
+        "JSON file that says how parameters lie on the mesh, or on which of several.",
         Group.WRITTEN,
         kind=PATH,
         metavar="FILE",
         scope=(Scope.SHARDED,),
     )
     like: str | None = option(
-        "Per-rank DTensor files whose mesh and placements the target gets.",
+        "Per-rank DTensor files whose meshes and placements the target gets.",
         Group.WRITTEN,
         kind=PATH,
         metavar="PATH",

@@ -71,6 +71,11 @@ class MeshShape:
         """What each dimension is called: its name, in a mesh without names its number."""
         return self.names if self.names is not None else tuple(map(str, range(len(self.sizes))))
 
+    def steps(self, names: Sequence[str]) -> tuple[tuple[int, int], ...]:
+        """For each of the dimensions ``names``: how many ranks it has, and by how much neighbours differ."""
+        dims = [self.dimension_names.index(name) for name in names]
+        return tuple((self.sizes[dim], prod(self.sizes[dim + 1 :])) for dim in dims)
+
     def coordinate(self, rank: int) -> tuple[int, ...]:
         """The place of ``rank`` in the mesh."""
         found: list[int] = []

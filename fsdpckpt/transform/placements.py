@@ -7,20 +7,21 @@ parameter does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from math import prod
+from itertools import islice, product
+from math import lcm, prod
 from typing import TypeAlias
 
-from fsdpckpt.errors import NeedsInformationError, UsageError
+from fsdpckpt.errors import InternalError, NeedsInformationError, UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, NamedTensor, OptimState, Section
-from fsdpckpt.ir.mesh import MeshShape, Placement, Replicate, Sharding
+from fsdpckpt.ir.mesh import MeshShape, Replicate, Sharding
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Value
-from fsdpckpt.layouts.sharded import on_sizes, strided
+from fsdpckpt.layouts.sharded import on_sizes
 from fsdpckpt.text import plural, shape_text
 from fsdpckpt.transform.sharded import with_tensors
 
@@ -30,13 +31,11 @@ _SHARD_DIMENSION = "which of its dimensions FSDP shards over"
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One line of a placements file: parameters that match ``glob`` have ``placements``, by the name of the dimension.
-
-    A dimension that is not named is none of the tensor's mesh. None: not a DTensor; every rank holds it whole.
-    """
+    """One line of a placements file: how parameters that match ``glob`` lie. None: not a DTensor; every rank holds it
+    whole."""
 
     glob: str
-    placements: Mapping[str, Placement] | None
+    sharding: Sharding | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,7 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Like:
-    """How ``source`` has each parameter, by name; None: every rank holds it whole."""
+    """How each parameter lies, by name, as ``source`` has it; None: every rank holds it whole."""
 
     source: str
     shardings: Mapping[str, Sharding | None]
@@ -62,7 +61,9 @@ class AsSource:
     meshes: Mapping[MeshShape, MeshShape]
 
     def sharding(self, own: Sharding) -> Sharding:
-        whole = next(mesh for mesh in self.meshes if is_submesh(own.mesh, mesh))
+        whole = whole_of(own.mesh, self.meshes)
+        if whole is None:
+            raise InternalError(f"{own.mesh} is on none of the source's meshes, {' and '.join(map(str, self.meshes))}")
         return replaced_on(own, self.meshes[whole])
 
 
@@ -71,21 +72,29 @@ Placing: TypeAlias = Rules | Like | AsSource
 
 @dataclass(frozen=True, slots=True)
 class TargetMesh:
-    """The mesh of the target (several: ``AsSource.meshes``, and this is the first), and what places tensors on it.
+    """The meshes of the target, each of all ranks, and what places tensors on them.
 
     ``rest``: how the sharded tensors lie that ``placing`` says nothing of; None: that is an error. ``note`` says where
     the mesh comes from, when it is not from the user.
     """
 
-    mesh: MeshShape
+    meshes: tuple[MeshShape, ...]
     placing: Placing | None
     rest: Sharding | None = None
     note: str | None = None
 
     def __str__(self) -> str:
         """As ``--mesh`` takes it, where it is one."""
-        meshes = self.placing.meshes.values() if isinstance(self.placing, AsSource) else (self.mesh,)
-        return " and ".join(map(str, meshes))
+        return " and ".join(map(str, self.meshes))
+
+    @property
+    def world_size(self) -> int:
+        return self.meshes[0].world_size
+
+
+def mesh_options(meshes: Iterable[MeshShape]) -> str:
+    """As a user types them."""
+    return " ".join(f"--mesh {mesh}" for mesh in meshes)
 
 
 def source_meshes(checkpoint: Checkpoint) -> list[MeshShape]:
@@ -96,10 +105,9 @@ def source_meshes(checkpoint: Checkpoint) -> list[MeshShape]:
     return [mesh for mesh in meshes if not any(mesh != other and is_submesh(mesh, other) for other in meshes)]
 
 
-def source_mesh(checkpoint: Checkpoint) -> MeshShape | None:
-    """The mesh of all ranks that the source's DTensors are on, or on submeshes of; None when there is no such mesh."""
-    meshes = source_meshes(checkpoint)
-    return meshes[0] if len(meshes) == 1 and meshes[0].world_size == checkpoint.world_size else None
+def whole_of(mesh: MeshShape, meshes: Iterable[MeshShape]) -> MeshShape | None:
+    """The first of ``meshes`` that ``mesh`` is, or is a submesh of."""
+    return next((whole for whole in meshes if is_submesh(mesh, whole)), None)
 
 
 def is_submesh(mesh: MeshShape, whole: MeshShape) -> bool:
@@ -113,48 +121,64 @@ def is_submesh(mesh: MeshShape, whole: MeshShape) -> bool:
 
 
 def resized(
-    mesh: MeshShape, shardings: Sequence[Sharding], world_size: int, *, source: str, keep_replicas: bool = True,
-    only: bool = True,
-) -> MeshShape:  # fmt: skip
-    """``mesh`` with so many ranks along the dimension that FSDP shards over that it has ``world_size`` in all.
+    meshes: Mapping[MeshShape, Sequence[Sharding]], world_size: int, *, source: str, keep_replicas: bool = True
+) -> dict[MeshShape, MeshShape]:
+    """Each of ``meshes``, with so many ranks along the dimension that FSDP shards over that it has ``world_size`` in
+    all. ``meshes``: those of ``source``, of equally many ranks, and the shardings of the tensors on each.
 
-    That is the first dimension that cuts every tensor: the replicas of HSDP come before it and cut none, other
+    FSDP's is the first dimension that cuts every tensor: the replicas of HSDP come before it and cut none, other
     parallelism comes after it. ``keep_replicas=False`` (DCP, where replicas are stored once) gives replicas up that do
     not divide ``world_size``. Raises NeedsInformationError, with the meshes that there are, when the other dimensions
-    do not divide ``world_size``, and when no dimension cuts every tensor. ``only=False``: the source has other meshes,
-    and ``--mesh`` would not be of this one.
+    do not divide ``world_size``, and when no dimension cuts every tensor.
     """
-    if mesh.world_size == world_size:
-        return mesh
-    over = _shard_dimension(mesh, shardings)
-    if over is None:
-        raise NeedsInformationError(
-            f"{source} is on the mesh {mesh}, and nothing says {_SHARD_DIMENSION}",
-            why="no dimension of the mesh cuts every tensor",
-            next_step=f"add --mesh with the sizes for {plural(world_size, 'rank')}, for example --mesh {mesh}"
-            if only
-            else f"write it for {plural(mesh.world_size, 'rank')}, or add --to full, which loads on any mesh",
-        )
-    others = mesh.world_size // mesh.sizes[over]
-    if world_size % others and not keep_replicas:
-        mesh = replace(mesh, sizes=(*(1 for _ in mesh.sizes[:over]), *mesh.sizes[over:]))
+    if all(mesh.world_size == world_size for mesh in meshes):
+        return {mesh: mesh for mesh in meshes}
+    fitting: dict[MeshShape, list[MeshShape]] = {}
+    unfit: list[tuple[MeshShape, int]] = []
+    multiple = 1
+    for mesh, shardings in meshes.items():
+        over, kept = _shard_dimension(mesh, shardings), mesh
+        if over is None:
+            raise NeedsInformationError(
+                f"{source} is on the mesh {mesh}, and nothing says {_SHARD_DIMENSION}",
+                why="no dimension of the mesh cuts every tensor",
+                next_step=f"add --mesh with the sizes for {plural(world_size, 'rank')}, for example "
+                f"{mesh_options(meshes)}",
+            )
         others = mesh.world_size // mesh.sizes[over]
-    if world_size % others == 0:
-        return _with_size(mesh, over, world_size // others)
-    fitting = [str(one) for one in _fitting(mesh, over, world_size)]
-    kept = " x ".join(str(size) for dim, size in enumerate(mesh.sizes) if dim != over)
+        if world_size % others and not keep_replicas:
+            kept = replace(mesh, sizes=(*(1 for _ in mesh.sizes[:over]), *mesh.sizes[over:]))
+            others = kept.world_size // kept.sizes[over]
+        if world_size % others:
+            unfit.append((kept, over))
+        multiple = lcm(multiple, others)
+        fitting[mesh] = _fitting(kept, over, world_size)
+    if not unfit:
+        return {mesh: first for mesh, (first, *_) in fitting.items()}
+    mesh, over = unfit[0]
+    choices = [mesh_options(chosen) for chosen in islice(_together(fitting), _SHOWN)]
+    kept_sizes = " x ".join(str(size) for dim, size in enumerate(mesh.sizes) if dim != over)
     name = mesh.names[over] if mesh.names is not None else f"dimension {over}"
     raise NeedsInformationError(
         f"--world-size {world_size} does not fit the mesh of {source}, {mesh}",
-        details=[f"--mesh {one}" for one in fitting[:_SHOWN]] if only else (),
-        why=f"only {name} changes, which FSDP shards over: the other dimensions have {kept} ranks, of which "
+        details=choices,
+        why=f"only {name} changes, which FSDP shards over: the other dimensions have {kept_sizes} ranks, of which "
         f"{world_size} is no multiple",
-        next_step=f"add --mesh {fitting[0]}" + (", or another of those above" if len(fitting) > 1 else "")
-        if only
-        else f"give --world-size a multiple of {others}, or add --to full, which loads on any mesh",
-        expected=f"a multiple of {others}",
+        next_step=f"add {choices[0]}" + (", or another of those above" if len(choices) > 1 else ""),
+        expected=f"a multiple of {multiple}",
         found=str(world_size),
     )
+
+
+def _together(fitting: Mapping[MeshShape, Sequence[MeshShape]]) -> Iterator[tuple[MeshShape, ...]]:
+    """One mesh for each of the source's, where dimensions that two of these share (replicas) stay alike."""
+    for chosen in product(*fitting.values()):
+        sizes: dict[tuple[str, int], set[int]] = {}
+        for before, after in zip(fitting, chosen, strict=True):
+            for name, size, new in zip(before.dimension_names, before.sizes, after.sizes, strict=True):
+                sizes.setdefault((name, size), set()).add(new)
+        if all(len(new) == 1 for new in sizes.values()):
+            yield chosen
 
 
 def _shard_dimension(mesh: MeshShape, shardings: Sequence[Sharding]) -> int | None:
@@ -166,10 +190,6 @@ def _shard_dimension(mesh: MeshShape, shardings: Sequence[Sharding]) -> int | No
         if placements and all(not isinstance(placement, Replicate | None) for placement in placements):
             return dim
     return None
-
-
-def _with_size(mesh: MeshShape, dim: int, size: int) -> MeshShape:
-    return replace(mesh, sizes=(*mesh.sizes[:dim], size, *mesh.sizes[dim + 1 :]))
 
 
 def _fitting(mesh: MeshShape, over: int, world_size: int) -> list[MeshShape]:
@@ -212,9 +232,9 @@ def place(checkpoint: Checkpoint, named: Checkpoint, target: TargetMesh) -> Chec
                     shardings[one.tensor] = own.sharding(one.tensor.sharding)
             _follow(checkpoint, shardings)
         case Rules() as rules:
-            shardings = _by_rules(named, rules, target.mesh)
+            shardings = _by_rules(named, rules)
         case Like() as like:
-            shardings = _by_name(named, like, target.mesh)
+            shardings = _by_name(named, like)
     return _with_shardings(checkpoint, shardings)
 
 
@@ -240,7 +260,7 @@ def _follow(checkpoint: Checkpoint, shardings: dict[Tensor, Sharding | None]) ->
                 shardings.setdefault(leaf, known[leaf.shape])
 
 
-def _by_rules(named: Checkpoint, rules: Rules, mesh: MeshShape) -> dict[Tensor, Sharding | None]:
+def _by_rules(named: Checkpoint, rules: Rules) -> dict[Tensor, Sharding | None]:
     found: dict[str, int | None] = {}  # the entry that decides, by parameter
 
     def entry(name: str) -> int | None:
@@ -249,7 +269,6 @@ def _by_rules(named: Checkpoint, rules: Rules, mesh: MeshShape) -> dict[Tensor, 
             found[name] = next((number for number, one in globs if fnmatchcase(name, one.glob)), None)
         return found[name]
 
-    placed = {number: _placements(one, mesh) for number, one in enumerate(rules.entries)}
     shardings: dict[Tensor, Sharding | None] = {}
     unmatched: list[str] = []
     for name, one in _parameters(named):
@@ -257,10 +276,9 @@ def _by_rules(named: Checkpoint, rules: Rules, mesh: MeshShape) -> dict[Tensor, 
         if number is None:
             unmatched.append(name)
         else:
-            placements = placed[number]
-            if placements is not None:
-                _require_dimensions(placements, one, f"{rules.file}: {rules.entries[number].glob}")
-            shardings[one.tensor] = strided(mesh, placements) if placements is not None else None
+            rule = rules.entries[number]
+            _require_dimensions(rule.sharding, one, f"{rules.file}: {rule.glob}")
+            shardings[one.tensor] = rule.sharding
     used = set(found.values())
     idle = [one.glob for number, one in enumerate(rules.entries) if number not in used]
     if idle:
@@ -269,13 +287,7 @@ def _by_rules(named: Checkpoint, rules: Rules, mesh: MeshShape) -> dict[Tensor, 
     return shardings
 
 
-def _placements(entry: Rule, mesh: MeshShape) -> tuple[Placement | None, ...] | None:
-    if entry.placements is None:
-        return None
-    return tuple(entry.placements.get(name) for name in mesh.dimension_names)
-
-
-def _by_name(named: Checkpoint, like: Like, mesh: MeshShape) -> dict[Tensor, Sharding | None]:
+def _by_name(named: Checkpoint, like: Like) -> dict[Tensor, Sharding | None]:
     shardings: dict[Tensor, Sharding | None] = {}
     unmatched: list[str] = []
     known = {clean(name): sharding for name, sharding in like.shardings.items()}
@@ -283,10 +295,8 @@ def _by_name(named: Checkpoint, like: Like, mesh: MeshShape) -> dict[Tensor, Sha
         if name not in known:
             unmatched.append(name)
             continue
-        sharding = known[name]
-        if sharding is not None:
-            _require_dimensions(sharding.placements, one, like.source)
-        shardings[one.tensor] = replaced_on(sharding, mesh) if sharding is not None else None
+        _require_dimensions(known[name], one, like.source)
+        shardings[one.tensor] = known[name]
     _require_matched(list(dict.fromkeys(unmatched)), f"{like.source} does not have", "--placements FILE instead")
     return shardings
 
@@ -320,9 +330,9 @@ def _parameters(named: Checkpoint) -> Iterator[tuple[str, NamedTensor]]:
             )
 
 
-def _require_dimensions(placements: Sequence[Placement | None], named: NamedTensor, where: str) -> None:
+def _require_dimensions(sharding: Sharding | None, named: NamedTensor, where: str) -> None:
     """Raises UsageError for a cut along a dimension that the tensor does not have."""
-    for placement in placements:
+    for placement in sharding.placements if sharding is not None else ():
         if placement is not None and not isinstance(placement, Replicate) and placement.dim >= named.tensor.ndim:
             raise UsageError(
                 f"{where} cuts {named.key} along dimension {placement.dim}, which its shape "
@@ -377,7 +387,7 @@ def place_rest(checkpoint: Checkpoint, target: TargetMesh) -> Checkpoint:
             details=unplaced[:_SHOWN],
             key=unplaced[0],
             why="in the source they are no DTensors, packed (a _StridedShard alone), or on a mesh of another order",
-            next_step=f"add --mesh {target.mesh} --placements FILE",
+            next_step=f"add {mesh_options(target.meshes)} --placements FILE",
         )
     kept = {one.tensor: one.tensor.sharding for one in checkpoint.tensors() if one.tensor.sharding is not None}
     return _with_shardings(checkpoint, kept | dict.fromkeys([one.tensor for one in left], rest)) if left else checkpoint

@@ -14,10 +14,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError, UsageError
-from fsdpckpt.ir.tensors import Tensor
 from tests.cli.conftest import Run, run
 from tests.converters.test_ranks_apart import save_stages
-from tests.readers.played_ranks import as_rank, save_as_ranks
+from tests.readers.played_ranks import as_rank
 from tests.writers.meshes import MeshCase, all_three, assert_equal, held, hsdp, over_tp
 
 __all__ = ["run"]
@@ -312,71 +311,6 @@ def test_frameworks_that_save_dcp_get_the_items_of_the_mesh(saved: Path, tmp_pat
         chunks = tensors["col.weight"].chunks
         boxes.append(sorted(zip(chunks.start.tolist(), chunks.size.tolist(), strict=True)))
     assert boxes[0] == boxes[1] and len(boxes[0]) == 4
-
-
-def experts(world_size: int) -> dict[str, Any]:
-    """Expert parallelism: dense weights on one mesh of all ranks, experts on another one of other dimensions."""
-    generator = torch.Generator().manual_seed(0)
-    dense, stacked = torch.randn(11, 3, generator=generator), torch.randn(4, 10, 6, generator=generator)
-    fsdp = init_device_mesh("cpu", (world_size,), mesh_dim_names=("fsdp",))
-    ep = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("efsdp", "ep"))
-    return {
-        "dense": distribute_tensor(dense, fsdp, [Shard(0)], src_data_rank=None),
-        "gate": distribute_tensor(dense[0].clone(), ep["efsdp"], [Shard(0)], src_data_rank=None),
-        "experts": distribute_tensor(stacked, ep, [Shard(1), Shard(0)], src_data_rank=None),
-    }
-
-
-def save_experts(path: Path, world_size: int) -> None:
-    path.mkdir()
-    for rank in range(world_size):
-        with as_rank(rank, world_size):
-            torch.save(experts(world_size), path / f"model_world_size_{world_size}_rank_{rank}.pt")
-
-
-def chunks_of(path: Path) -> dict[str, list[tuple[int, list[int], list[int]]]]:
-    """The rank whose file has it, start and size, of every chunk."""
-    model = fsdpckpt.inspect(path).checkpoint.model
-    assert model is not None
-    found = {}
-    for name, tensor in model.params.items():
-        assert isinstance(tensor, Tensor)
-        columns = (column.tolist() for column in (tensor.chunks.rank, tensor.chunks.start, tensor.chunks.size))
-        found[name] = sorted(zip(*columns, strict=True))
-    return found
-
-
-def test_tensors_on_several_meshes_stay_on_theirs_and_each_is_resized(tmp_path: Path) -> None:
-    save_experts(tmp_path / "four", 4)
-    save_experts(tmp_path / "eight", 8)
-    report = to_ranks(tmp_path / "four", tmp_path / "new", world_size=8, verify="full")
-    assert any("fsdp=4 and efsdp=2,ep=2 are resized to fsdp=8 and efsdp=4,ep=2" in one.message for one in report.notes)
-    for rank in range(8):
-        with as_rank(rank, 8):
-            found, expected = (
-                torch.load(tmp_path / name / f"model_world_size_8_rank_{rank}.pt", weights_only=True)
-                for name in ("new", "eight")
-            )
-            assert_equal(found, expected, "model")
-            assert all(found[name].device_mesh == expected[name].device_mesh for name in ("dense", "experts"))
-    fsdpckpt.convert(tmp_path / "four", tmp_path / "dcp", to="sharded", container="dcp", world_size=8)
-    save_as_ranks(tmp_path / "torch", lambda rank: {"model": experts(8)}, 8)
-    assert chunks_of(tmp_path / "dcp") == chunks_of(tmp_path / "torch")
-    to_ranks(tmp_path / "new", tmp_path / "back", world_size=4)
-    to_ranks(tmp_path / "four", tmp_path / "same", world_size=4)
-    files = sorted((tmp_path / "back").glob("*.pt"))
-    assert len(files) == 4
-    assert all(file.read_bytes() == (tmp_path / "same" / file.name).read_bytes() for file in files)
-    with pytest.raises(NeedsInformationError, match="does not fit the mesh") as error:
-        to_ranks(tmp_path / "four", tmp_path / "three", world_size=3)
-    assert "a multiple of 2" in str(error.value.next_step)
-    with pytest.raises(NeedsInformationError, match="nothing says how tensors lie") as error:
-        to_ranks(tmp_path / "four", tmp_path / "three", mesh="efsdp=2,ep=2")
-    assert "fsdp=4 and efsdp=2,ep=2" in str(error.value.why)
-    with pytest.raises(UsageError, match="does not say how") as refused:
-        to_ranks(tmp_path / "dcp", tmp_path / "three", like=tmp_path / "four")
-    assert "fsdp=4 and efsdp=2,ep=2" in str(refused.value.why)
-    to_ranks(tmp_path / "four", tmp_path / "three", mesh="3")
 
 
 def test_meshes_of_some_ranks_are_not_taken_for_one_of_all(tmp_path: Path) -> None:

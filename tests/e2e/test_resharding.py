@@ -45,7 +45,7 @@ class Case:
         container = Container.DCP if self.kind.startswith("dcp") else Container.TORCH
         meshed = self.source in ("h1_mesh_ranks", "h2_ranks", "tp_ranks")  # kept, if not told otherwise
         return ConvertOptions(
-            mesh=str(self.target_world) if meshed and self.kind != "ranks_st" else None,
+            mesh=(str(self.target_world),) if meshed and self.kind != "ranks_st" else (),
             to=Layout.SHARDED,
             container=container,
             world_size=self.target_world,

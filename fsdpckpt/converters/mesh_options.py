@@ -1,0 +1,175 @@
+"""Parses ``--mesh`` and the JSON file of ``--placements``."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+
+from fsdpckpt.errors import UsageError
+from fsdpckpt.formats.torch.mesh import MAX_RANKS
+from fsdpckpt.ir.mesh import MeshShape, Placement, Replicate, Shard, Sharding
+from fsdpckpt.layouts.sharded import strided
+from fsdpckpt.storage.sources import Sources
+from fsdpckpt.text import plural
+from fsdpckpt.transform.placements import Rule, Rules, mesh_options
+
+EXAMPLE_MESH = "--mesh dp_replicate=2,dp_shard=4,tp=2"
+_SHARD = re.compile(r"shard\(\s*(?:dim\s*=\s*)?(\d+)\s*\)", re.IGNORECASE)
+_REPLICATE = re.compile(r"replicate(\(\s*\))?", re.IGNORECASE)
+
+
+def parse_meshes(texts: Sequence[str]) -> tuple[MeshShape, ...]:
+    """Every ``--mesh``: all of as many ranks, no two of the same dimensions. Raises UsageError."""
+    meshes = tuple(map(parse_mesh, texts))
+    for mesh in meshes:
+        if mesh.world_size > MAX_RANKS:
+            raise UsageError(
+                f"--mesh {mesh} has {mesh.world_size:,} ranks",
+                expected=f"at most {MAX_RANKS:,}",
+                found=str(mesh.world_size),
+            )
+        if len(meshes) > 1 and mesh.names is None:
+            raise UsageError(
+                f"--mesh {mesh} is one of several, and has no names",
+                why="the names of its dimensions say which tensors lie on a mesh",
+                next_step="write NAME=SIZE,... for each",
+            )
+        if mesh.world_size != meshes[0].world_size:
+            raise UsageError(
+                f"--mesh {meshes[0]} has {plural(meshes[0].world_size, 'rank')}, and --mesh {mesh} has "
+                f"{mesh.world_size}",
+                why="every mesh is of all ranks of the job",
+                expected=str(meshes[0].world_size),
+                found=str(mesh.world_size),
+                next_step="change a size",
+            )
+    names = [set(mesh.dimension_names) for mesh in meshes]
+    twice = next((mesh for mesh, own in zip(meshes, names, strict=True) if names.count(own) > 1), None)
+    if twice is not None:
+        raise UsageError(
+            f"two meshes have the dimensions {', '.join(twice.dimension_names)}",
+            found=mesh_options(meshes),
+            next_step="drop one of them, or rename a dimension",
+        )
+    return meshes
+
+
+def parse_mesh(text: str) -> MeshShape:
+    """``dp_replicate=2,dp_shard=4,tp=2`` or, for a mesh without names, ``2,4``. Raises UsageError."""
+    parts = [part.strip() for part in text.split(",")]
+    pairs = [part.rpartition("=") for part in parts]
+    names = [name.strip() for name, _, _ in pairs]
+    sizes = [size.strip() for _, _, size in pairs]
+    wrong = next((part for part, size in zip(parts, sizes, strict=True) if not size.isdecimal() or int(size) < 1), None)
+    if wrong is None and len({bool(name) for name in names}) > 1:
+        wrong = next(part for part, name in zip(parts, names, strict=True) if not name)
+    if wrong is not None:
+        raise UsageError(
+            f"--mesh {text}: {wrong!r} is not a dimension and its number of ranks",
+            expected="NAME=SIZE,NAME=SIZE,...",
+            found=wrong,
+            next_step=f"for example {EXAMPLE_MESH}",
+        )
+    twice = next((name for name in names if name and names.count(name) > 1), None)
+    if twice is not None:
+        raise UsageError(
+            f"--mesh {text} names {twice} twice", found=twice, next_step="give each dimension its own name"
+        )
+    return MeshShape(tuple(map(int, sizes)), tuple(names) if names[0] else None)
+
+
+def parse_placements(path: str, meshes: Sequence[MeshShape], sources: Sources) -> Rules:
+    """The rules in the JSON file ``path``, whose dimensions are those of ``meshes``. Raises UsageError."""
+    source = sources.open(path)
+    try:
+        document = json.loads(source.read(0, source.nbytes), object_pairs_hook=_Pairs)
+    except ValueError as error:
+        raise UsageError(f"--placements {path} is not JSON: {error}", file=path, next_step=_form(meshes)) from None
+    if not isinstance(document, _Pairs) or not document:
+        raise UsageError(f"--placements {path} is not a JSON object", file=path, next_step=_form(meshes))
+    globs = [glob for glob, _ in document]
+    twice = next((glob for glob in globs if globs.count(glob) > 1), None)
+    if twice is not None:
+        raise UsageError(f"{path} has two entries for {twice}", file=path, key=twice, next_step="remove one of them")
+    return Rules(path, tuple(Rule(glob, _entry(path, glob, placed, meshes)) for glob, placed in document))
+
+
+class _Pairs(list[tuple[str, object]]):
+    """A JSON object with all its keys, equal ones too."""
+
+
+def _entry(path: str, glob: str, placed: object, meshes: Sequence[MeshShape]) -> Sharding | None:
+    if placed is None:
+        return None
+    if not isinstance(placed, _Pairs) or not placed:
+        raise UsageError(
+            f"{path}: {glob} has no placements",
+            file=path,
+            key=glob,
+            expected="an object of mesh dimension to placement, or null for a tensor that every rank holds whole",
+            found=json.dumps(placed),
+            next_step=_form(meshes),
+        )
+    found: dict[str, Placement] = {}
+    known = list(dict.fromkeys(name for mesh in meshes for name in mesh.dimension_names))
+    for name, text in placed:
+        if name not in known or name in found:
+            raise UsageError(
+                f"{path}: {glob} names the mesh dimension {name}"
+                + (" twice" if name in found else f", which {mesh_options(meshes)} does not have"),
+                file=path,
+                key=glob,
+                expected=", ".join(known),
+                found=name,
+                next_step="correct the name, or add the dimension to --mesh",
+            )
+        found[name] = _placement(path, glob, text)
+    mesh = _mesh_with(path, glob, list(found), meshes)
+    return strided(mesh, [found.get(name) for name in mesh.dimension_names])
+
+
+def _mesh_with(path: str, glob: str, names: Sequence[str], meshes: Sequence[MeshShape]) -> MeshShape:
+    """The mesh of ``meshes`` that has the dimensions ``names``; any of them where these are the same ranks in all.
+
+    Raises UsageError when none has, or several have them as other ranks.
+    """
+    fitting = [mesh for mesh in meshes if set(names) <= set(mesh.dimension_names)]
+    if len({mesh.steps(names) for mesh in fitting}) == 1:
+        return fitting[0]
+    raise UsageError(
+        f"{path}: {glob} does not say on which mesh it is",
+        file=path,
+        key=glob,
+        expected="dimensions of one mesh: " + ", or ".join(", ".join(mesh.dimension_names) for mesh in meshes),
+        found=", ".join(names),
+        why="several meshes have these dimensions" if fitting else "no mesh has all of these dimensions",
+        next_step="add a dimension that only its mesh has" if fitting else "leave out those of the other mesh",
+    )
+
+
+def _placement(path: str, glob: str, text: object) -> Placement:
+    if isinstance(text, str):
+        shard = _SHARD.fullmatch(text.strip())
+        if shard is not None:
+            return Shard(int(shard[1]))
+        if _REPLICATE.fullmatch(text.strip()):
+            return Replicate()
+    strided = isinstance(text, str) and "strided" in text.lower()
+    raise UsageError(
+        f"{path}: {glob} has a placement that cannot be written: {text}",
+        file=path,
+        key=glob,
+        expected="Shard(DIM), Replicate()",
+        found=str(text),
+        why="_StridedShard follows from the mesh: where two dimensions cut one, the last cuts first, as FSDP after "
+        "tensor parallelism does"
+        if strided
+        else None,
+        next_step="write Shard(DIM)" if strided else 'for example "Shard(0)"',
+    )
+
+
+def _form(meshes: Sequence[MeshShape]) -> str:
+    placed = ", ".join(f'"{name}": "Shard(0)"' for name in meshes[0].dimension_names[-1:])
+    return f'write globs of parameter names and their placements, for example {{"*": {{{placed}}}}}'
