@@ -190,6 +190,11 @@ def braces(words: Sequence[str], *, always: bool = False) -> str:
     return words[0] if len(words) == 1 and not always else f"{{{','.join(words)}}}"
 
 
+def listed(numbers: Sequence[int]) -> str:
+    """Ascending numbers in a sentence: ``0, 2, 3``; more than eight as runs, ``1..1023``."""
+    return ", ".join(map(str, numbers)) if len(numbers) <= 8 else numbers_text(numbers).strip("{}").replace(",", ", ")
+
+
 SHORTEST_WORD = 6  # characters of a word that was shortened
 
 

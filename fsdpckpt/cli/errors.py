@@ -196,7 +196,8 @@ def error_text(error: FsdpckptError) -> str:
         lines.append(f"  found {error.found}")
     shown = "\n".join((error.what, *error.findings))
     for label, value in (("file", error.file), ("key", error.key), ("rank", error.rank)):
-        if value is not None and str(value) not in shown:  # once is enough
+        told = str(value) in shown or (label == "file" and str(value).rpartition("/")[2] in error.findings)
+        if value is not None and not told:  # once is enough
             lines.append(f"  {label}: {value}")
     lines.extend("  - " + finding.replace("\n", "\\n") for finding in error.findings[:MOST_DETAILS])
     if len(error.findings) > MOST_DETAILS:

@@ -234,6 +234,7 @@ def _bar() -> Iterator[Progress]:
     """A rich progress bar on stderr, gone when the block ends."""
     from rich import progress
     from rich.console import Console
+    from rich.table import Column
     from rich.text import Text
 
     class Numbers(progress.ProgressColumn):
@@ -247,8 +248,8 @@ def _bar() -> Iterator[Progress]:
 
     drawn = progress.Progress(
         progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        Numbers(),
+        progress.BarColumn(bar_width=None),  # what the numbers leave of the line: two lines would jump
+        Numbers(Column(no_wrap=True)),
         console=Console(stderr=True),
         transient=True,
     )

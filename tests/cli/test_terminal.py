@@ -84,6 +84,24 @@ def test_a_log_gets_lines_with_bytes_rate_and_remaining_time(monkeypatch: pytest
     assert len(printed) == 2
 
 
+def test_a_bar_stays_on_one_line_of_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = io.StringIO()
+    monkeypatch.setattr(drawn, "isatty", lambda: True)
+    for name, value in (("stderr", drawn), ("stdout", drawn)):
+        monkeypatch.setattr(sys, name, value)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    with Output(as_json=False, quiet=False).progress() as progress:
+        progress.begin("verify", 999 << 30)
+        for _ in range(8):
+            time.sleep(0.06)
+            progress.advance(100 << 30)
+    frames = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", drawn.getvalue()))
+    told = [frame for frame in frames if frame.strip()]
+    assert any("left" in frame for frame in told)
+    assert all(frame.startswith("verify ") and len(frame) <= 80 for frame in told), told
+
+
 def test_a_quick_stage_says_nothing_in_a_log() -> None:
     printed: list[str] = []
     lines = Lines(printed.append)

@@ -16,6 +16,8 @@ from fsdpckpt.readers.torch_ranks import group_ranks
         ("run_rank-{:08d}-of-00000003.pth", 3, False),
         ("step-20-rank-{:08d}-of-00000003.pt", 3, False),
         ("rank{}-of-3.pth", 3, False),
+        ("rank{}.pt", None, False),
+        ("rank_{:02d}.pth", None, False),
         ("pytorch_model_fsdp_0_rank{}.bin", None, False),
         ("last-model_part-0-shard{}.pt", None, True),
         ("model_{}.pt", None, True),
@@ -26,6 +28,12 @@ def test_the_name_of_a_missing_rank_is_made_from_the_others(name: str, world: in
     (found,), single = group_ranks([*names, "vocab.pt"])
     assert (found.world, found.bare, found.files, single) == (world, bare, {0: names[0], 2: names[1]}, ["vocab.pt"])
     assert found.missing() == [name.format(1)]
+
+
+@pytest.mark.parametrize("name", ["rank{}.pt", "optim_rank{}.pt", "rank_{}.bin"])
+def test_rank_0_is_missed_where_the_names_say_rank(name: str) -> None:
+    (found,), single = group_ranks([name.format(rank) for rank in (1, 2, 3)])
+    assert (found.missing(), single) == ([name.format(0)], [])
 
 
 def test_files_of_other_worlds_and_other_parts_are_other_sets() -> None:

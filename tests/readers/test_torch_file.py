@@ -52,8 +52,8 @@ def test_one_rank_of_several_is_incomplete_and_the_others_are_named(tmp_path: Pa
     for name in ("torch-2.1/f1_flat_sh_st/model_1.pt", "torch-2.4/f1_hyb_sh_dt/optim_1.pt"):
         with pytest.raises(SourceIncompleteError) as error:
             read(GOLDEN / name)
-        missing = [0] if "2.1" in name else [0, 2, 3]
-        assert error.value.details == tuple(f"rank {rank} is missing" for rank in missing)
+        missing = "1 of 2 ranks is missing: 0" if "2.1" in name else "3 of 4 ranks are missing: 0, 2, 3"
+        assert error.value.what == f"{GOLDEN / name}: {missing}"
         assert error.value.exit_code == 3
 
 

@@ -258,8 +258,8 @@ def test_every_missing_rank_is_named(four: Path) -> None:
         (four / f"model_{rank}.pt").unlink()
     with pytest.raises(SourceIncompleteError) as error:
         read(four)
-    assert error.value.details == ("rank 1 is missing", "rank 3 is missing")
-    assert "2 of 4 ranks are missing: 1, 3" in str(error.value)
+    assert error.value.what == f"{four}: 2 of 4 ranks are missing: 1, 3"
+    assert (error.value.file, error.value.rank) == (str(four), 1)
 
 
 def test_missing_ranks_of_sharded_tensors_are_named(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 Patterns: ``model_world_size_4_rank_0.pt`` (verl, and what this program writes), ``pytorch_model_fsdp_0_rank3.bin``
 (accelerate), ``rank0-of-4-optimizer.pt`` and ``run_rank-00000000-of-00000004.pth`` (torch_xla), ``last-shard0.pt``
-(fairscale), ``model_0.pt``. The number of a step or an epoch is not a rank.
+(fairscale), ``rank0.pt``, ``model_0.pt``. The number of a step or an epoch is not a rank.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _OF_WORLD = re.compile(
     r"^(?P<head>|.*?[_.-])rank-?(?P<rank>\d+)-of-(?P<world>\d+)(?P<tail>(?:[_.-].*?)?)(?P<suffix>\.[^.]+)$"
 )
 _SHARD = re.compile(r"^(?P<stem>.+?[_.-]shard)[_-]?(?P<rank>\d+)(?P<suffix>\.[^.]+)$")
-_WITH_WORD = re.compile(r"^(?P<stem>.+?)[_.-]?rank[_-]?(?P<rank>\d+)(?P<suffix>\.[^.]+)$")
+_WITH_WORD = re.compile(r"^(?P<stem>.*?)[_.-]?rank[_-]?(?P<rank>\d+)(?P<suffix>\.[^.]+)$")
 _BARE = re.compile(r"^(?P<stem>.+)[_.-](?P<rank>\d+)(?P<suffix>\.[^.]+)$")
 _NO_RANK = re.compile(
     r"(?:-of|(?:^|[_.-])(?:step|steps|epoch|ep|ba|iter|iteration|checkpoint|ckpt|version|v))$", re.IGNORECASE
@@ -253,10 +253,10 @@ def _parse(name: str) -> tuple[tuple[str, str, int | None, bool] | None, int]:
     if match is None:
         return None, 0
     words = match.groupdict()
-    stem = words["stem"] if "stem" in words else f"{words['head']}{words['tail']}".strip("_.-") or "rank"
+    stem = words["stem"] if "stem" in words else f"{words['head']}{words['tail']}".strip("_.-")
     world = int(words["world"]) if "world" in words else None
     bare = match.re in (_SHARD, _BARE)
-    return (stem, words["suffix"], world, bare), int(words["rank"])
+    return (stem or "rank", words["suffix"], world, bare), int(words["rank"])
 
 
 def _plausible(rank_set: RankSet) -> bool:

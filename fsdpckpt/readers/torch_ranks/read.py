@@ -6,6 +6,7 @@ of whom, and a file that says another rank saved it is refused.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError
@@ -21,7 +22,7 @@ from fsdpckpt.readers.torch_ranks.merge import Merge
 from fsdpckpt.readers.torch_ranks.orders import one_order
 from fsdpckpt.readers.xla_fairscale import find_shard_metadata, name_shards, shards_without_metadata
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.text import first_of, plural
+from fsdpckpt.text import first_of, listed, plural
 
 _COMPARED = 1 << 20  # bytes: extras up to here are read and compared (random states are 5 KB), larger ones by CRC-32
 
@@ -96,14 +97,14 @@ def _check_ranks(paths: Mapping[int, str], ranks: Sequence[int], archives: Seque
     world = {rank for known in worlds.values() for rank in known} or set(range(ranks[-1] + 1))
     missing = sorted(world - set(ranks))
     if missing:
+        place = paths[ranks[0]] if len(paths) == 1 else os.path.dirname(paths[ranks[0]]) or "."
         raise SourceIncompleteError(
-            f"{len(missing)} of {len(world)} ranks {'is' if len(missing) == 1 else 'are'} missing: "
-            f"{', '.join(map(str, missing))}",
-            details=[f"rank {rank} is missing" for rank in missing],
-            file=paths[ranks[0]],
+            f"{place}: {len(missing)} of {len(world)} ranks {'is' if len(missing) == 1 else 'are'} missing: "
+            f"{listed(missing)}",
+            file=place,
             rank=missing[0],
             expected=f"the files of {plural(len(world), 'rank')}",
-            found=f"those of {', '.join(map(str, ranks))}",
+            found=f"those of {listed(ranks)}",
             why="each rank writes its own part, and every part is needed; other nodes may hold the rest on their disks",
             next_step="copy the files of all ranks into one directory and give that directory",
         )
