@@ -127,7 +127,7 @@ def on_mesh(spec: TargetSpec, source: Checkpoint, mesh: TargetMesh | None) -> Ta
     if spec.form is not None and spec.form.mesh.names is not None:  # it has meshes of its own
         return replace(spec, mesh=_of_framework(spec, source, spec.form.mesh, spec.world_size))
     if strange:
-        return replace(spec, mesh=_on_one_dimension(spec, source.source, strange, spec.world_size))
+        return replace(spec, mesh=_on_one_dimension(spec, source, strange, spec.world_size))
     if not meshes:
         return spec
     targets = _resized(spec, source, meshes, spec.world_size)
@@ -177,21 +177,24 @@ def _strange(source: Checkpoint, meshes: Sequence[MeshShape]) -> list[str]:
     return sorted(unknown) + [str(mesh) for mesh in meshes if mesh.world_size != source.world_size]
 
 
-def _on_one_dimension(spec: TargetSpec, source: str, strange: Sequence[str], world_size: int) -> TargetMesh:
+def _on_one_dimension(spec: TargetSpec, source: Checkpoint, strange: Sequence[str], world_size: int) -> TargetMesh:
     """For DCP, which loads on any mesh. Raises NeedsInformationError for files by rank."""
-    why = (
-        "the source has DTensors that are packed (a _StridedShard alone), or on a mesh of some ranks or of another "
-        f"order: {first_of(strange, 4)}"
+    how = (
+        "a DCP directory does not record the mesh of its tensors, and some are not cut along rows alone"
+        if source.container is Container.DCP
+        else "the source has DTensors that are packed (a _StridedShard alone), or on a mesh of some ranks or of "
+        "another order"
     )
+    why = f"{how}: {first_of(strange, 4)}"
     if spec.container is not Container.DCP:
         raise NeedsInformationError(
-            f"nothing says how the tensors of {source} lie on {plural(world_size, 'rank')}",
+            f"nothing says how the tensors of {source.source} lie on {plural(world_size, 'rank')}",
             why=why,
             next_step=f"add --mesh {world_size} --placements FILE for one dimension, --mesh NAME=SIZE,... --placements "
             "FILE for several, or write a DCP directory (--container dcp), which loads on any mesh",
         )
     rows = on_one_dimension(world_size)
-    note = f"all tensors of {source} are sharded over one mesh dimension of {world_size} ranks: {why}"
+    note = f"all tensors of {source.source} are sharded over one mesh dimension of {world_size} ranks: {why}"
     return TargetMesh((rows.mesh,), None, rows, note)
 
 

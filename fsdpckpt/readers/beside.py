@@ -1,4 +1,5 @@
-"""Read what lies beside a checkpoint and says what it is: ``fsdpckpt.json``, units files, and the names of files.
+"""Read what lies beside a checkpoint and says what it is: ``fsdpckpt.json``, units files, the names of files, and the
+small file in a run's directory that names the last checkpoint.
 
 ``fsdpckpt.json``, the manifest, is in every directory that this program wrote: key types, units, lengths, checksums and
 digests. A damaged manifest is not used. One that contradicts the small files beside it (DCP's metadata, an index) means
@@ -12,7 +13,7 @@ import os
 import posixpath
 import re
 import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fsdpckpt.errors import SourceError
@@ -33,13 +34,36 @@ from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.producers.forms import PLAIN
 from fsdpckpt.producers.table import flavor_named, recognise
-from fsdpckpt.readers.protocol import MANIFEST
+from fsdpckpt.readers.protocol import MANIFEST, Claim
 from fsdpckpt.storage.protocols import Entry
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import bytes_text
 
 _MARK = b'"fsdpckpt-units"'  # the value of "format", which the program writes first
 _HEAD = 4096
+_MOST_POINTER_BYTES = 1024
+
+
+def claim_named(
+    path: str,
+    pointer: Entry | None,
+    sources: Sources,
+    claim: Callable[[str, Mapping[str, Entry]], Claim],
+    directory: Callable[[str], str | None] = str,
+) -> Claim:
+    """The checkpoint in the directory of ``path`` that the file ``pointer`` there names; nothing where it names none.
+
+    ``directory``: the name for what the file says, None for what no program writes there. ``claim``: what the files of
+    a directory are.
+    """
+    if pointer is None or not 0 < pointer.nbytes <= _MOST_POINTER_BYTES:
+        return Claim()
+    name = directory(sources.open(pointer.path).read(0, pointer.nbytes).decode("utf-8", "replace").strip())
+    if name is None or not any(one.directory and one.name == name for one in sources.list_directory(path)):
+        return Claim()
+    below = f"{path.rstrip('/')}/{name}"
+    parts = claim(below, {one.name: one for one in sources.list_directory(below) if not one.directory}).parts
+    return Claim(parts, {pointer.name}, directories={name}) if parts else Claim()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ or ``param_groups`` alone (DCP drops empty dicts, so SGD without momentum has no
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from fsdpckpt.ir.checkpoint import BARE_VALUE, Note, OptimState, ParamKey
@@ -199,3 +199,14 @@ def _place_of(tensor: Tensor) -> str:
     item = [] if chunks.item is None else chunks.item.tolist()
     columns = (chunks.rank, chunks.file, chunks.offset, chunks.start, chunks.size, chunks.stride)
     return f"{tensor.dtype.name} {tensor.shape} {[column.tolist() for column in columns]} {item}"
+
+
+def notes_on_copies(copies: Collection[str], weights: str = "float32") -> list[Note]:
+    """A note that the model section has the optimizer's ``weights``, not those of the dtypes ``copies``, if any."""
+    if not copies:
+        return []
+    message = (
+        f"the trained parameters are the optimizer's {weights} weights, not the {' and '.join(sorted(copies))} copies "
+        f"that the model computed with; --dtype {min(copies)} gives those"
+    )
+    return [Note("master-weights", message)]

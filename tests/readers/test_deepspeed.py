@@ -198,6 +198,15 @@ def test_a_checkpoint_of_accelerate_with_deepspeed_is_accelerates(tmp_path: Path
     assert (tmp_path / "universal" / "latest_universal").read_text() == "pytorch_model"
 
 
+@pytest.mark.parametrize(
+    "text", ["../zero2-fp32/global_step3", "", ".", "..", "global_step4", "\0", "x" * 2000, "latest"]
+)
+def test_a_last_step_that_is_none_is_not_followed(text: str, tmp_path: Path) -> None:
+    source = copy("zero2-fp32", tmp_path)
+    (source / "latest").write_text(text)
+    assert {Path(file.path).parent.name for file in opened(source).files} == {"global_step3"}  # there is only one
+
+
 def test_the_trainers_own_files_go_to_deepspeed_and_back(tmp_path: Path) -> None:
     source = copy("zero2-fp32", tmp_path)
     own = {"trainer_state.json": "{}", "training_args.bin": "x", "config.json": "{}"}

@@ -401,6 +401,14 @@ def test_halves_of_single_shards_are_one_tensor(tmp_path: Path) -> None:
 STATE = "optimizer.state.exp_avg."
 
 
+def test_rank_files_of_tensor_parallel_shards_need_a_mesh(golden: Path, tmp_path: Path) -> None:
+    with pytest.raises(NeedsInformationError, match="nothing says how the tensors") as caught:
+        fsdpckpt.convert(str(golden / "uneven"), str(tmp_path / "out"), world_size=2, container="torch")
+    why = str(caught.value.why)
+    assert "does not record the mesh" in why and "[Shard(0), Shard(1)]" in why
+    assert "DTensors" not in why
+
+
 class TestRuns:
     def test_a_run_reads_the_last_iteration(self, golden: Path, tmp_path: Path) -> None:
         shutil.copytree(golden / "uneven", tmp_path / "iter_0000003")
@@ -410,7 +418,7 @@ class TestRuns:
         assert {Path(file.path).parent.name for file in checkpoint.files} <= {"iter_0000003", ""}
         assert checkpoint.flavor == "megatron"
 
-    @pytest.mark.parametrize("text", ["../iter_0000003", "iter", "", "9" * 40, "4"])
+    @pytest.mark.parametrize("text", ["../iter_0000003", "iter", "", "9" * 40, "4", "٣", "-3"])
     def test_a_last_iteration_that_is_none_is_not_followed(self, text: str, golden: Path, tmp_path: Path) -> None:
         shutil.copytree(golden / "uneven", tmp_path / "iter_0000003")
         (tmp_path / "latest_checkpointed_iteration.txt").write_text(text)

@@ -16,8 +16,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from fsdpckpt.errors import SourceIncompleteError, SourceUnsupportedError
+from fsdpckpt.readers.beside import claim_named
 from fsdpckpt.readers.protocol import Claim, FileTable, Part, ReadOptions, Tree
 from fsdpckpt.storage.protocols import Entry
 from fsdpckpt.storage.sources import Sources
@@ -31,7 +33,6 @@ _LATEST = ("latest", "latest_universal")
 ZERO = "zero"  # the directory of a universal checkpoint's weights and states, and what is beside them:
 OPTIMIZER_STATE = "optimizer_state.pt"
 _SCRIPTS = frozenset({"zero_to_fp32.py", "zero_to_torch.py"})
-_MAX_TAG_BYTES = 1024
 _MODEL_OF_RANK = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 _SHOWN = 6
 
@@ -83,24 +84,10 @@ class DeepSpeedReader:
         well."""
         claim = _claim_step(path, files, sources)
         for latest in _LATEST:
-            tag = _named_by(files.get(latest), sources) if not claim.parts else None
-            if tag is not None:
-                below = f"{path.rstrip('/')}/{tag}"
-                inside = {entry.name: entry for entry in sources.list_directory(below) if not entry.directory}
-                parts = _claim_step(below, inside, sources).parts
-                claim = Claim(parts, {latest, *(_SCRIPTS & files.keys())}, directories={tag}) if parts else claim
+            if not claim.parts:
+                claim = claim_named(path, files.get(latest), sources, partial(_claim_step, sources=sources))
+                claim.names.update(_SCRIPTS & files.keys() if claim.parts else ())
         return claim
-
-
-def _named_by(latest: Entry | None, sources: Sources) -> str | None:
-    """The directory beside the file ``latest`` that it names, None without one."""
-    if latest is None or not 0 < latest.nbytes <= _MAX_TAG_BYTES:
-        return None
-    tag = sources.open(latest.path).read(0, latest.nbytes).decode("utf-8", "replace").strip()
-    if not tag or "/" in tag or "\\" in tag or tag.startswith(".") or not tag.isprintable():
-        return None
-    parent = latest.path.rpartition("/")[0]
-    return tag if any(one.directory and one.name == tag for one in sources.list_directory(parent)) else None
 
 
 def _claim_step(path: str, files: Mapping[str, Entry], sources: Sources) -> Claim:

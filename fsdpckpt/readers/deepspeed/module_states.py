@@ -18,6 +18,7 @@ from fsdpckpt.ir.checkpoint import Checksums, Layout, Note
 from fsdpckpt.ir.values import Key, Object, Value
 from fsdpckpt.readers.deepspeed.partitions import PartitionError, Slice, partitions_of_params
 from fsdpckpt.readers.flat_slices import boxes_of_range
+from fsdpckpt.readers.optimizer_forms import notes_on_copies
 from fsdpckpt.readers.protocol import FileTable, Tree
 from fsdpckpt.readers.torch_ranks.merge import Merge
 from fsdpckpt.storage.sources import Sources
@@ -200,14 +201,7 @@ class ModuleStates:
         """A note where the module has copies of the ``trained`` parameters in another type than ``dtype``, theirs."""
         copies = self.first.module
         held = [leaf for name in trained if isinstance(leaf := copies.get(name), StoredTensor)]
-        dtypes = {leaf.dtype.name for leaf in held} - {dtype}
-        if not dtypes:
-            return []
-        message = (
-            f"the {len(trained)} trained parameters are the optimizer's {dtype} weights, not the "
-            f"{' and '.join(sorted(dtypes))} copies that the model computed with; --dtype {min(dtypes)} gives those"
-        )
-        return [Note("master-weights", message)]
+        return notes_on_copies({leaf.dtype.name for leaf in held} - {dtype}, dtype)
 
     def _beside(self, file: StepFile, elsewhere: Collection[str]) -> StateDict:
         root = file.root

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 
 from fsdpckpt.errors import SourceUnsupportedError
+from fsdpckpt.readers.beside import claim_named
 from fsdpckpt.readers.protocol import Claim, FileTable, Part, ReadOptions, Tree
 from fsdpckpt.storage.protocols import Entry
 from fsdpckpt.storage.sources import Sources
@@ -20,7 +22,7 @@ CONFIG, COMMON = "metadata.json", "common.pt"
 _LATEST = "latest_checkpointed_iteration.txt"
 _DCP = (".distcp", ".metadata")
 _MAX_CONFIG_BYTES = 1 << 16
-_MAX_NUMBER_BYTES = 32
+_MOST_LETTERS = 32
 
 
 class MegatronReader:
@@ -37,13 +39,8 @@ class MegatronReader:
         SourceUnsupportedError for the zarr format."""
         if CONFIG in files:
             return _claim(path, files, options, sources)
-        last = _last(files, sources)
-        if last is None:
-            return Claim()
-        below = f"{path.rstrip('/')}/{last}"
-        inside = {entry.name: entry for entry in sources.list_directory(below) if not entry.directory}
-        claim = _claim(below, inside, options, sources)
-        return Claim(claim.parts, {_LATEST}, directories={last}) if claim.parts else Claim()
+        claim = partial(_claim, options=options, sources=sources)
+        return claim_named(path, files.get(_LATEST), sources, claim, _directory_of)
 
 
 def _claim(path: str, files: Mapping[str, Entry], options: ReadOptions, sources: Sources) -> Claim:
@@ -78,17 +75,9 @@ def _backend(entry: Entry | None, sources: Sources) -> str | None:
     except (ValueError, RecursionError):
         return None
     backend = document.get("sharded_backend") if isinstance(document, dict) else None
-    return backend[:_MAX_NUMBER_BYTES] if isinstance(backend, str) and backend.isprintable() else None
+    return backend[:_MOST_LETTERS] if isinstance(backend, str) and backend.isprintable() else None
 
 
-def _last(files: Mapping[str, Entry], sources: Sources) -> str | None:
-    """The directory of the last iteration, None where none is named or it is not there."""
-    entry = files.get(_LATEST)
-    if entry is None or not 0 < entry.nbytes <= _MAX_NUMBER_BYTES:
-        return None
-    text = sources.open(entry.path).read(0, entry.nbytes).decode("ascii", "replace").strip()
-    if text != "release" and not text.isdecimal():
-        return None
-    name = text if text == "release" else f"iter_{int(text):07d}"
-    parent = entry.path.rpartition("/")[0]
-    return name if any(one.directory and one.name == name for one in sources.list_directory(parent)) else None
+def _directory_of(iteration: str) -> str | None:
+    number = iteration.isascii() and iteration.isdecimal()
+    return f"iter_{int(iteration):07d}" if number else "release" if iteration == "release" else None

@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError
-from fsdpckpt.ir.checkpoint import Checksums, Evidence, EvidenceKind, Note
+from fsdpckpt.ir.checkpoint import Checksums, Evidence, EvidenceKind
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.readers.dcp.megatron_fsdp import join_halves, join_states, plain, step_tensor
 from fsdpckpt.readers.dcp.read import UNREAD, read_dcp
 from fsdpckpt.readers.megatron import COMMON
+from fsdpckpt.readers.optimizer_forms import notes_on_copies
 from fsdpckpt.readers.protocol import FileTable, Tree
 from fsdpckpt.readers.torch_ranks.read import read_torch_file
 from fsdpckpt.storage.protocols import Entry
@@ -121,13 +122,7 @@ class _Saved:
                 model[name] = master
                 if isinstance(weight, Tensor) and isinstance(master, Tensor) and weight.dtype is not master.dtype:
                     replaced.add(weight.dtype.name)
-        if replaced:
-            message = (
-                f"the parameters that the optimizer trains are its float32 weights, not the "
-                f"{' and '.join(sorted(replaced))} copies that the model computed with; --dtype {min(replaced)} gives "
-                "those"
-            )
-            self.tree.notes.append(Note("master-weights", message))
+        self.tree.notes += notes_on_copies(replaced)
         return model
 
 
