@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Unpack
 
-from fsdpckpt.errors import require_torch
+from fsdpckpt.errors import UsageError, require_torch
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout, NamedTensor
 from fsdpckpt.ir.invariants import problems
 from fsdpckpt.ir.vocabulary import Strategy
@@ -140,6 +140,12 @@ def convert(
     """
     from fsdpckpt.worker import convert as run
 
+    if options is not None and not isinstance(options, ConvertOptions):
+        raise UsageError(
+            "options are given by name, as in convert(source, target, world_size=6)",
+            found=repr(options),
+            next_step="help(fsdpckpt.convert) lists them",
+        )
     records = (ConvertOptions() if options is None else options, LaunchOptions() if launch is None else launch)
     chosen, launched = with_named(records, named)
     return run(os.fspath(source), os.fspath(target), chosen, launched, progress or NoProgress())

@@ -104,6 +104,13 @@ class FsdpckptError(Exception):
         return self.details if self.leftover is None else (*self.details, self.leftover.what)
 
     @property
+    def expectation(self) -> list[str]:
+        """The line of ``expected`` and ``found``, if either is known."""
+        pair = (("expected", self.expected), ("found", self.found))
+        told = ", ".join(f"{word} {value}" for word, value in pair if value is not None)
+        return [f"  {told}"] if told else []
+
+    @property
     def next_steps(self) -> str | None:
         """All there is to do next; None when the error names nothing. Commands to copy stand on lines of their own."""
         if self.leftover is not None:
@@ -118,8 +125,7 @@ class FsdpckptError(Exception):
     def text(self) -> str:
         """All that the error says, in several lines, with the options of the command line."""
         lines = [self.what]
-        if self.expected is not None or self.found is not None:
-            lines.append(f"  expected {self.expected}, found {self.found}")
+        lines.extend(self.expectation)
         lines.extend(f"  - {detail}" for detail in self.findings)
         if self.why is not None:
             lines.append(f"  why: {self.why}")

@@ -370,7 +370,8 @@ def instead(record: type, name: str, value: object) -> str | None:
 
 def synonym(records: Iterable[type], name: str) -> Parameter | None:
     """The option of ``records`` that people call ``name``."""
-    return next((one for record in records for one in parameters(record) if name in one.option.synonyms), None)
+    spelt = name.replace("_", "-")
+    return next((one for record in records for one in parameters(record) if spelt in one.option.synonyms), None)
 
 
 def with_named(records: Iterable[Any], named: Mapping[str, object]) -> list[Any]:
@@ -382,7 +383,7 @@ def with_named(records: Iterable[Any], named: Mapping[str, object]) -> list[Any]
             meant = synonym(map(type, records), name)
             close = [meant.name] if meant is not None else get_close_matches(name, homes, n=1)
             advice = f"did you mean {close[0]}?" if close else "help(fsdpckpt.convert) lists the options"
-            raise UsageError(f"convert has no option {name!r}", found=name, next_step=advice)
+            raise UsageError(f"convert has no option {name!r}", next_step=advice)
     return [
         changed(record, {name: value for name, value in named.items() if homes[name] == number})
         for number, record in enumerate(records)

@@ -105,9 +105,14 @@ class ConvertOptions:
     container: Container | None = option(
         "File format (default: by DST's suffix, else the framework's; plain: torch for full, dcp for sharded).",
         Group.WRITTEN,
+        synonyms=("format",),
     )
     world_size: int | None = option(
-        "Number of ranks of the target; for dcp, how it is split into files.", Group.WRITTEN, metavar="N", minimum=1
+        "Number of ranks of the target; for dcp, how it is split into files.",
+        Group.WRITTEN,
+        metavar="N",
+        minimum=1,
+        synonyms=("gpus", "n", "n-gpus", "np", "num-gpus", "num-processes", "num-ranks", "ranks", "world"),
     )
     mesh: tuple[str, ...] = option(
         "Device mesh of the target, for example dp_replicate=2,dp_shard=4,tp=2 (default: the source's); may be "
@@ -161,6 +166,7 @@ class ConvertOptions:
         Group.WRITTEN,
         metavar="NAME",
         completion=FLAVORS,
+        synonyms=("framework",),
     )
     max_shard_size: int = option(
         "Split safetensors files at this size (default: 5GB).",
@@ -170,7 +176,9 @@ class ConvertOptions:
         metavar="SIZE",
         scope=(Scope.SAFETENSORS,),
     )
-    only: Section | None = option("Convert only this section.", Group.SELECTED, offered=SECTIONS)
+    only: Section | None = option(
+        "Convert only this section.", Group.SELECTED, offered=SECTIONS, synonyms=("model-only", "weights-only")
+    )
     include: tuple[str, ...] = option(
         "Convert only parameters whose names match; may be repeated.", Group.SELECTED, default=(), metavar="GLOB"
     )

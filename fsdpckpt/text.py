@@ -195,6 +195,26 @@ def listed(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers)) if len(numbers) <= 8 else numbers_text(numbers).strip("{}").replace(",", ", ")
 
 
+_LAST_NUMBER = re.compile(r"(.*?)(0|[1-9]\d*)(\D*)")
+
+
+def names_text(names: Sequence[str], most: int) -> str:
+    """``most`` of ``names``, those of ranks as one: ``scheduler.pt, rng_state_{0..5}.pth and 2 more``."""
+    groups: dict[tuple[str, str], list[int | None]] = {}
+    for name in names:
+        found = _LAST_NUMBER.fullmatch(name)
+        before, number, after = found.groups() if found is not None else (name, None, "")
+        groups.setdefault((before, after), []).append(None if number is None else int(number))
+    shown = [
+        (before + numbers_text(sorted(number for number in numbers if number is not None)) + after, len(numbers))
+        if numbers != [None]
+        else (before, 1)
+        for (before, after), numbers in groups.items()
+    ]
+    more = sum(count for _, count in shown[most:])
+    return ", ".join(text for text, _ in shown[:most]) + (f" and {count_text(more)} more" if more else "")
+
+
 SHORTEST_WORD = 6  # characters of a word that was shortened
 
 

@@ -19,7 +19,7 @@ _OPTIONS = {
 # A command for a terminal stays one. Else an option, and the word behind it, which may be its value.
 _MENTION = re.compile(
     r"(?:fsdpckpt (?:inspect|convert|diff|verify|units)|torchrun|curl|pip)\b[^`#\n]*"
-    r"|(?P<flag>--[a-z][a-z-]*[a-z])(?: (?P<value>'[^']*'|[^\s,;:()`]*[^\s,;:()`.]))?(?: \(repeatable\))?"
+    r"|(?P<flag>--[a-z][a-z-]*[a-z])(?: (?P<value>'[^']*'|[^\s,;:()`?]*[^\s,;:()`.?]))?(?: \(repeatable\))?"
 )
 
 

@@ -143,3 +143,16 @@ def test_a_description_at_a_prompt_is_one_line(saved: Path) -> None:
     text = repr(fsdpckpt.inspect(saved))
     assert text.startswith(f"<{saved}: full, torch, world size 1, ")
     assert len(text.splitlines()) == 1
+
+
+def test_results_at_a_prompt_are_one_line_and_no_truth_value(saved: Path, tmp_path: Path) -> None:
+    """``assert verify(path)`` would pass for every checkpoint."""
+    report = fsdpckpt.convert(saved, tmp_path / "two", to="sharded", world_size=2)
+    shown = [repr(report), repr(fsdpckpt.verify(saved)), repr(fsdpckpt.diff(saved, tmp_path / "two"))]
+    assert [text.count("\n") for text in shown] == [0, 0, 0] and max(map(len, shown)) < 500
+    assert "sharded, dcp (plain), 2 ranks" in shown[0] and " is whole: 6 tensors" in shown[1]
+    assert f" 0 differ, 0 only in {saved}" in shown[2]
+    with pytest.raises(TypeError, match="whole"):
+        bool(fsdpckpt.verify(saved))
+    with pytest.raises(TypeError, match="same"):
+        bool(fsdpckpt.diff(saved, saved))

@@ -28,6 +28,7 @@ from tests.conftest import AS_PYTHON_SHOWS
         ("--world-size is a number of ranks", "world_size is a number of ranks"),
         ("add --use-orig-params or --no-use-orig-params", "add use_orig_params=True or use_orig_params=False"),
         ("add --unit GLOB (repeatable) for example --unit 'layers.*'", "add unit=GLOB for example unit='layers.*'"),
+        ("did you mean --to full?", "did you mean to='full'?"),
         ("drop --to and --container", "drop to and container"),
         ("--to full, --to sharded", "to='full', to='sharded'"),
         ("--rename OLD=NEW, or --rename encoder=backbone.", "rename={OLD: NEW}, or rename={'encoder': 'backbone'}."),

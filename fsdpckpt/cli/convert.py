@@ -57,7 +57,7 @@ def convert_command(output: Output, source: str, target: str, options: ConvertOp
     from fsdpckpt.api import convert
 
     alone = not local and launch.nproc_per_node is None and launch.nnodes == 1 and not process_role.worker
-    hint = _with_the_command_for_nodes() if alone else nullcontext()
+    hint = _with_the_command_for_nodes(source) if alone else nullcontext()
     with output.progress() as progress, _to_the_end(), hint, _with_the_command_for_damage(source):
         report = convert(source, target, options, launch=launch, progress=progress)
     output.document(report.to_json, "convert")
@@ -84,11 +84,13 @@ def _refuse_memory(target: str) -> None:
 
 
 @contextmanager
-def _with_the_command_for_nodes() -> Iterator[None]:
+def _with_the_command_for_nodes(source: str) -> Iterator[None]:
     """An error for missing files says how to run this command where they lie on the disks of other nodes."""
     try:
         yield
     except SourceIncompleteError as error:
+        if os.path.isfile(source):  # one rank's: nothing says where the others are
+            raise
         command = ["torchrun", "--nnodes", "NODES", "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
         command += ["--rdzv-endpoint", f"{socket.gethostname()}:{PORT}", "-m", "fsdpckpt", *sys.argv[1:]]
         error.alternative = to_copy(

@@ -54,10 +54,7 @@ def diff_command(output: Output, a: str, b: str, options: DiffOptions) -> int:
         output.message(f"note: {note}")
     output.document(lambda: _document(a, b, result), "diff")
     output.data(_lines(result, output.columns, everything=options.all_keys))
-    output.message(
-        f"{result.count('=')} same, {result.count('*')} differ, {result.count('-')} only in {a}, "
-        f"{result.count('+')} only in {b}"
-    )
+    output.message(result.summary)
     return 0 if result.same else 1
 
 

@@ -188,12 +188,7 @@ def error_lines(error: FsdpckptError) -> list[Line]:
 def error_text(error: FsdpckptError) -> str:
     """The error for a person, several lines."""
     lines = [": ".join(filter(None, ("error", error.title, error.what)))]
-    if error.expected is not None and error.found is not None:
-        lines.append(f"  expected {error.expected}, found {error.found}")
-    elif error.expected is not None:
-        lines.append(f"  expected {error.expected}")
-    elif error.found is not None:
-        lines.append(f"  found {error.found}")
+    lines.extend(error.expectation)
     shown = "\n".join((error.what, *error.findings))
     for label, value in (("file", error.file), ("key", error.key), ("rank", error.rank)):
         told = str(value) in shown or (label == "file" and str(value).rpartition("/")[2] in error.findings)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from fsdpckpt.cli.output import Colour, Line, Styled, labelled
 from fsdpckpt.cli.table import cut, wrapped
 from fsdpckpt.options import InspectOptions
-from fsdpckpt.text import count_text, dtypes_text, plural, size_text
+from fsdpckpt.text import count_text, dtypes_text, names_text, plural, size_text
 
 if TYPE_CHECKING:
     from fsdpckpt.cli.output import Output
@@ -106,7 +106,10 @@ def _summary(description: Description, columns: int | None) -> Iterator[Line]:
         yield from _groups(checkpoint.optim.param_groups, columns)
     yield from _extras(checkpoint, columns)
     for note in checkpoint.notes:
-        yield from wrapped(f"note: {note.message}", columns)
+        if note.kind == "not-carried" and note.keys:  # what convert does not copy
+            yield from wrapped(f"other files: {names_text(note.keys, 6)}", columns)
+        else:
+            yield from wrapped(f"note: {note.message}", columns)
     problems = checkpoint.problems
     for problem in problems if columns is None else problems[:MOST_PROBLEMS]:
         yield from labelled("problem:", problem.message, Colour.BAD, columns)

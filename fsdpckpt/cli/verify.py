@@ -9,7 +9,7 @@ from fsdpckpt.cli.errors import known_error, report
 from fsdpckpt.cli.output import Colour, Line, Styled, labelled
 from fsdpckpt.errors import FsdpckptError, SourceError
 from fsdpckpt.options import VerifyOptions
-from fsdpckpt.text import plural, shape_text, size_text
+from fsdpckpt.text import shape_text
 
 if TYPE_CHECKING:
     from fsdpckpt.cli.output import Output
@@ -66,13 +66,8 @@ def verify_command(output: Output, source: str, options: VerifyOptions) -> int:
 
 
 def _verdict(result: Verification) -> Line:
-    checked = f"{plural(result.tensors, 'tensor')}, {size_text(result.nbytes)}"
-    also = f"{plural(result.records, 'checksum')} and {plural(result.replicas, 'replica')} compared"
-    if result.whole:
-        begin = len(f"{result.source} is ")
-        text = f"{result.source} is whole: {checked}; {also}"
-        return Styled(text, Colour.GOOD, begin, begin + len("whole"))
-    return f"{result.source} has {plural(len(result.problems), 'problem')}: {checked}; {also}"
+    begin = len(f"{result.source} is ")
+    return Styled(result.summary, Colour.GOOD, begin, begin + len("whole")) if result.whole else result.summary
 
 
 def _refused(source: str, error: FsdpckptError) -> dict[str, object]:

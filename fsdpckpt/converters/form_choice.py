@@ -12,17 +12,20 @@ from fsdpckpt.ir.values import Key
 from fsdpckpt.ir.vocabulary import Container, Layout, Section
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.producers.forms import Flavor, Form, Step
-from fsdpckpt.producers.table import WRITABLE, flavor_named
+from fsdpckpt.producers.table import HUGGINGFACE, WRITABLE, flavor_named
 
 _PLAIN = "the target is plain"
 _UNSETTLED = frozenset({"several-models", "several-optimizers"})  # notes on extras that may be sections
+
+
+_ABBREVIATED = {"hf": HUGGINGFACE.name, "transformers": HUGGINGFACE.name}
 
 
 def writable_flavor(name: str) -> Flavor:
     """The flavor of that name. Raises UsageError when none is written under it."""
     flavor = flavor_named(name)
     if flavor is None or not flavor.forms:
-        meant = get_close_matches(name, WRITABLE, n=1) if flavor is None else []
+        meant = get_close_matches(_ABBREVIATED.get(name, name), WRITABLE, n=1) if flavor is None else []
         known = "is a flavor that fsdpckpt reads, but does not write" if flavor is not None else "is an unknown flavor"
         raise UsageError(
             f"--flavor {name} {known}",

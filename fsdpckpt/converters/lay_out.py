@@ -213,7 +213,7 @@ def adapt_to_form(
     notes = [note for note in checkpoint.notes if note.kind != "not-carried" or (note.key or "").startswith(below)]
     optim = checkpoint.optim
     if optim is not None and form.optim is None:
-        notes.append(Note("not-carried", f"the optimizer is left out: {flavor.title} has no place for it in this form"))
+        notes.append(Note("not-carried", f"the optimizer is left out: flavor {flavor.name} has no place for it"))
         optim = None
     extra, rank_extra = checkpoint.extra, checkpoint.rank_extra
     if form.extra is None:
@@ -221,15 +221,13 @@ def adapt_to_form(
         files = {re.sub(r"(_\d+)?\.[^.]*$", "", name) for name in beside.files} if same else set()
         names = tuple(str(key) for key in extra if key not in files)
         if names:
-            message = f"left out, because {flavor.title} has no place for them in this form: {', '.join(names)}"
+            message = f"left out, because flavor {flavor.name} has no place for them: {', '.join(names)}"
             notes.append(Note("not-carried", message, keys=names))
         extra, rank_extra = {}, ()
     elif form.model.at == () and form.extra.container is None:  # a tensor there would be one of the model's names
         names = tuple(str(key) for key, value in extra.items() if isinstance(value, Tensor))
         if names:
-            message = (
-                f"left out, because {flavor.title} takes top-level tensors as part of the model: {', '.join(names)}"
-            )
+            message = f"left out: flavor {flavor.name} takes tensors at the top as the model's: {', '.join(names)}"
             notes.append(Note("not-carried", message, keys=names))
             extra = {key: value for key, value in extra.items() if not isinstance(value, Tensor)}
             rank_extra = tuple({key: value for key, value in each.items() if key not in names} for each in rank_extra)
@@ -256,7 +254,7 @@ def _adapt_extras(checkpoint: Checkpoint, flavor: Flavor, form: Form, sources: S
     if foreign:
         extra = {key: value for key, value in extra.items() if key not in foreign}
         rank_extra = tuple({key: value for key, value in each.items() if key not in foreign} for each in rank_extra)
-        message = f"left out, because {flavor.title} keeps something else under that name: {', '.join(foreign)}"
+        message = f"left out, because flavor {flavor.name} keeps something else under that name: {', '.join(foreign)}"
         notes.append(Note("not-carried", message, keys=foreign))
     if form.schedule is not None and form.schedule[0] not in extra:
         place, keys = form.schedule

@@ -24,6 +24,7 @@ from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage.local import WritableFile
 from fsdpckpt.storage.staging import Staging
 from fsdpckpt.storage.target_checks import Contents
+from fsdpckpt.text import plural, size_text
 from fsdpckpt.version import __version__
 
 _DERIVED = ("disk_needed", "disk_suffices")
@@ -41,7 +42,7 @@ class PlannedFile:
     source: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Report:
     """Sizes are bytes, ``seconds`` wall time. ``peak_memory_planned``: the copy buffers, under ``--max-memory``.
 
@@ -77,6 +78,16 @@ class Report:
     staged_in: str | None = None
     link: str = LinkMode.COPY
     replaced: tuple[PlannedFile, ...] = ()
+
+    def __repr__(self) -> str:
+        """What a notebook shows. ``to_json`` has everything."""
+        done = "planned" if self.dry_run else f"verified: {self.verified}"
+        ranks = f", {plural(self.world_size, 'rank')}" if self.world_size is not None else ""
+        size = f"{size_text(self.bytes_written)} in {plural(len(self.files), 'file')}"
+        return (
+            f"<{self.target}: {self.layout}, {self.container} ({self.flavor}){ranks}; "
+            f"{plural(self.tensors, 'tensor')}, {size}; {done}; {plural(len(self.notes), 'note')}>"
+        )
 
     @property
     def disk_needed(self) -> int:

@@ -5,6 +5,8 @@ Each returns every problem, none raises; ``fatal`` turns the fatal ones into one
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import gcd
 
@@ -261,7 +263,11 @@ def fatal(problems: Iterable[Problem], *, source: str = "the checkpoint") -> Sou
     one, what, why, next_step = _class_of({problem.kind for problem in wrong}, source)
     if first.kind == "missing-section":
         present = Section.MODEL if first.section is Section.OPTIM else Section.OPTIM
+        why = "the copy or the save did not finish"
         next_step = f"copy the missing files there, or convert what there is: add --only {present}"
+    if first.kind == "missing-rank" and first.file == source:
+        why = "each rank writes its own file, and this is one of them"
+        next_step = f"give the directory with the files of all ranks: {shlex.quote(os.path.dirname(source) or '.')}"
     return one(
         what,
         details=[problem.message for problem in wrong],

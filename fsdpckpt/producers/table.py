@@ -22,7 +22,7 @@ WEIGHTS = r"^(model|pytorch_model)([-.].*)?\.(safetensors|bin)(\.index\.json)?$"
 _MODEL, _OPTIM = "pytorch_model_fsdp", "optimizer"
 _STATE = rf"^{_MODEL}(_\d+)?(_rank\d+)?(\.bin)?$"
 _OPTIM_STATE = rf"^{_OPTIM}(_\d+(_rank\d+\.bin)?|\.bin)$"
-_TRAINED = r"^trainer_state\.json$"
+_TRAINED = r"^(trainer_state\.json|rng_state(_\d+)?\.pth)$"
 _SCHEDULING = r"^(scheduler(_\d+)?|scaler)\.(bin|pt)$"
 
 _FULL = Form(Layout.FULL, Container.TORCH, Place(f"{_MODEL}.bin"), Place(f"{_OPTIM}.bin"), key_type="name")
@@ -80,11 +80,15 @@ TRAINER = replace(
     side_files=rf"{_SCHEDULING}|^(trainer_state\.json|training_args\.bin)$",
     exports=(WEIGHTS,),
     training_files=(r"^scheduler\.pt$", r"^rng_state(_\d+)?\.pth$", r"^scaler\.pt$"),  # none with save_only_model
+    silently_needed=(  # Trainer._load_optimizer_and_scheduler, Trainer._prepare_for_training
+        ("scheduler.pt", "starts with a new optimizer"),
+        ("trainer_state.json", "starts again at step 0"),
+    ),
 )
 
 HUGGINGFACE = Flavor(
     name="huggingface",
-    title="Hugging Face's weights",
+    title="Hugging Face weights",
     signs=(Sign((r"^model([-.].*)?\.safetensors(\.index\.json)?$", r"^config\.json$")),),
     forms=(Form(Layout.FULL, Container.SAFETENSORS, Place("model"), None, weights=True),),
     state=r"\.safetensors(\.index\.json)?$",

@@ -42,7 +42,7 @@ from fsdpckpt.readers.side_files import missing_sections
 from fsdpckpt.readers.torch_ranks import slices_of_one_rank
 from fsdpckpt.storage.protocols import UPLOADING, Entry, is_url
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.text import first_of
+from fsdpckpt.text import first_of, names_text
 
 # Sub-directories named like this are checkpoints of their own, not parts of one.
 _NUMBERED = re.compile(r"(?:^|[_-])(?:checkpoint|ckpt|step|global_step|epoch|ep|iter|iteration)[-_]?\d+", re.IGNORECASE)
@@ -382,8 +382,7 @@ def _kind(tree: Tree) -> str:
 def _not_carried(listing: Listing) -> list[Note]:
     if not listing.not_carried:
         return []
-    shown = first_of(listing.not_carried, 6)
-    message = f"not copied from {listing.path}: {shown}"
+    message = f"not copied from {listing.path}: {names_text(listing.not_carried, 6)}"
     return [Note("not-carried", message, listing.path, keys=tuple(listing.not_carried))]
 
 

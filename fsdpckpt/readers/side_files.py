@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fsdpckpt.errors import SourceMissingError
@@ -16,7 +16,7 @@ from fsdpckpt.readers.ignored import IgnoredFiles
 from fsdpckpt.readers.protocol import MANIFEST, UNITS
 from fsdpckpt.storage.protocols import Entry
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.text import first_of
+from fsdpckpt.text import names_text
 
 # What the libraries of Hugging Face keep beside weights: every program that loads a model by its directory wants them.
 _OF_THE_MODEL = re.compile(
@@ -104,6 +104,8 @@ def side_files(
     taken.add({target_name: files[name] for target_name, name in chosen.items()}, checkpoint.files)
     if chosen:
         taken.notes.append(_note("carried", "copied as they are", list(chosen)))
+    if only is None and checkpoint.optim is not None:
+        taken.notes += [Note("unconfigured", message) for message in _forgotten("the target", target, chosen)]
     used = {name.partition("/")[0] for name in chosen.values()}
     hidden = [name for name in sorted(entries) if name.startswith(".") and not _is_state(entries[name], source, set())]
     left = [*(name for name in beside if name not in used), *hidden]
@@ -113,8 +115,7 @@ def side_files(
 
 
 def _note(kind: NoteKind, what: str, names: list[str]) -> Note:
-    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
-    return Note(kind, f"{what}: {shown}", keys=tuple(names))
+    return Note(kind, f"{what}: {names_text(names, _SHOWN)}", keys=tuple(names))
 
 
 def _beside(entries: Mapping[str, Entry], flavor: Flavor | None, read: set[str]) -> dict[str, Entry]:
@@ -167,8 +168,9 @@ def _by_rank(
         chosen = {target: name for target, name in chosen.items() if name not in by_rank.values()}
         for rank in range(world_size):
             chosen[kind.of(rank, world_size)] = by_rank[ranks[rank % len(ranks)]]
-        message = f"{kind.name}: rank r of {world_size} has that of rank r modulo {len(ranks)}"
-        taken.notes.append(Note("inferred", message))
+        if world_size > len(ranks):
+            message = f"{kind.name}: rank r of {world_size} has that of rank r modulo {len(ranks)}"
+            taken.notes.append(Note("inferred", message))
     return chosen
 
 
@@ -176,11 +178,13 @@ _UNSETTLED = frozenset({"several-models", "several-optimizers"})  # then the sec
 
 
 def missing_sections(checkpoint: Checkpoint, names: Iterable[str]) -> list[Problem]:
-    """A fatal problem where one of the two is absent, and a scheduler or random states say that both were saved.
+    """A fatal problem where one of the two is absent, and a scheduler or random states say that both were saved; one
+    that is not fatal where the framework would forget the optimizer.
 
-    ``names``: of the files beside the checkpoint. A save of the model alone has no such files and no such extras.
+    ``names``: of the files beside the checkpoint. A save of the model alone has no such files and no such extras. What
+    this program wrote says itself what belongs to it.
     """
-    flavor = flavor_named(checkpoint.flavor)
+    flavor, names = flavor_named(checkpoint.flavor), sorted(names)
     if flavor is None or any(note.kind in _UNSETTLED for note in checkpoint.notes):
         return []
     absent = [
@@ -193,15 +197,36 @@ def missing_sections(checkpoint: Checkpoint, names: Iterable[str]) -> list[Probl
     ]
     files = [name for name in sorted(names) if any(re.search(pattern, name) for pattern in flavor.training_files)]
     beside = [*files, *(key for key in flavor.training_keys if checkpoint.extra.get(key))]
+    place = checkpoint.directory or checkpoint.source
+    if not absent and MANIFEST not in names and _has_optimizer(flavor, names, checkpoint.world_size):
+        return [
+            Problem("missing-file", message, fatal=False, file=place, section=Section.OPTIM)
+            for message in _forgotten(place, flavor, names)
+        ]
     if len(absent) != 1 or not beside:
         return []
     section, what = absent[0]
     file = _file_of(section, flavor, checkpoint)
     message = (
-        f"{checkpoint.directory or checkpoint.source} has no {what}{f' ({file})' if file else ''}, and flavor "
-        f"{flavor.name} saves {first_of(beside, 3)} only together with one"
+        f"{place} has no {what}{f' ({file})' if file else ''}, with which {flavor.name} always saves "
+        f"{names_text(beside, 3)}"
     )
     return [Problem("missing-section", message, section=section)]
+
+
+def _has_optimizer(flavor: Flavor, names: Sequence[str], ranks: int) -> bool:
+    """Whether the optimizer is a file or a directory of its own, as in one of the framework's forms."""
+    places = [form.optim.file.format(rank=0, world_size=ranks).rstrip("/") for form in flavor.forms if form.optim]
+    return any(place in names for place in places)
+
+
+def _forgotten(where: str, flavor: Flavor, names: Collection[str]) -> list[str]:
+    """What the framework does where a file that it needs is not among ``names``."""
+    return [
+        f"{where} has no {file}: without it {flavor.name} {what}, and says nothing"
+        for file, what in flavor.silently_needed
+        if file not in names
+    ]
 
 
 def _file_of(section: Section, flavor: Flavor, checkpoint: Checkpoint) -> str:

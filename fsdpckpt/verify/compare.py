@@ -19,6 +19,7 @@ from fsdpckpt.ir.values import Global, Key, Object, Value, walk
 from fsdpckpt.producers.forms import PLAIN
 from fsdpckpt.producers.table import flavor_named
 from fsdpckpt.storage.sources import Sources
+from fsdpckpt.text import count_text
 from fsdpckpt.verify.blocks import BlockReader
 from fsdpckpt.verify.elements import Tolerance, compare_tensors
 from fsdpckpt.verify.parallel import DEFAULT_THREADS, Advance, for_each, in_file_order, no_progress
@@ -43,12 +44,13 @@ class Entry:
     counts: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Difference:
-    """Every key of both, in A's order first. ``notes``: how keys of different types were matched."""
+    """Every key of both, in A's order first. ``notes``: how keys of different types were matched. ``sources``: A, B."""
 
     entries: tuple[Entry, ...]
     notes: tuple[str, ...] = ()
+    sources: tuple[str, str] = ("A", "B")
 
     @property
     def same(self) -> bool:
@@ -57,6 +59,18 @@ class Difference:
 
     def count(self, sigil: Sigil) -> int:
         return sum(1 for entry in self.entries if entry.sigil == sigil and entry.counts)
+
+    @property
+    def summary(self) -> str:
+        a, b = self.sources
+        same, differ, only_a, only_b = (count_text(self.count(sigil)) for sigil in ("=", "*", "-", "+"))
+        return f"{same} same, {differ} differ, {only_a} only in {a}, {only_b} only in {b}"
+
+    def __repr__(self) -> str:
+        return f"<{self.summary}>"
+
+    def __bool__(self) -> bool:
+        raise TypeError("a Difference is neither true nor false: ask .same")
 
 
 _Address: TypeAlias = tuple[Section, str, int | None]  # the rank whose extras it is among
@@ -124,7 +138,7 @@ def compare(
             )
 
         entries = [replace(entry, counts=False) if no_place(entry) else entry for entry in entries]
-    return Difference(tuple(entries), matched.notes)
+    return Difference(tuple(entries), matched.notes, (a.source, b.source))
 
 
 def _entry(address: _Address, left: _Leaves, right: _Leaves, detail: str) -> Entry:

@@ -31,7 +31,7 @@ from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.ignored import require_matches
 from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.text import first_of, plural
+from fsdpckpt.text import first_of, plural, size_text
 from fsdpckpt.transform.selection import unmatched_error
 from fsdpckpt.verify.blocks import BlockReader
 from fsdpckpt.verify.checksums import check_records, damaged_files, records_of
@@ -55,7 +55,7 @@ class TensorDigest:
     sha256: str | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Verification:
     """``problems``: all of them. The other fields say what was checked; ``nbytes`` counts tensor data."""
 
@@ -71,6 +71,21 @@ class Verification:
     @property
     def whole(self) -> bool:
         return not self.problems
+
+    @property
+    def summary(self) -> str:
+        """``checkpoint-500 is whole: 88 tensors, 61.3 KiB, 393 checksums``."""
+        verdict = "is whole" if self.whole else f"has {plural(len(self.problems), 'problem')}"
+        checked = [plural(self.tensors, "tensor"), size_text(self.nbytes)]
+        compared = (("checksum", self.records), ("replica", self.replicas))
+        checked += [plural(count, word) for word, count in compared if count]
+        return f"{self.source} {verdict}: {', '.join(checked)}"
+
+    def __repr__(self) -> str:
+        return f"<{self.summary}>"
+
+    def __bool__(self) -> bool:
+        raise TypeError("a Verification is neither true nor false: ask .whole")
 
 
 def unreadable(error: FsdpckptError) -> tuple[Problem, ...]:

@@ -57,6 +57,9 @@ def test_a_directory_may_have_a_dot_in_its_name(run: Run, saved: Path, tmp_path:
         (["--container", "sharded"], "--to sharded"),
         (["--force"], "--overwrite"),
         (["-f"], "--overwrite"),
+        (["--num-gpus", "6"], "--world-size"),
+        (["-n", "6"], "--world-size"),
+        (["--flavor", "hf"], "--flavor huggingface"),
     ],
 )
 def test_the_option_that_was_meant_is_named(
@@ -71,6 +74,13 @@ def test_the_option_that_was_meant_is_named_in_python_too(saved: Path, tmp_path:
     with pytest.raises(UsageError) as error:
         fsdpckpt.convert(saved, tmp_path / "out", to="safetensors")  # type: ignore[arg-type]
     assert error.value.next_step == "--container safetensors"
+    with pytest.raises(UsageError, match="did you mean --to full"):
+        fsdpckpt.convert(saved, tmp_path / "out", to="ful")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="did you mean world_size") as unknown:
+        fsdpckpt.convert(saved, tmp_path / "out", num_gpus=6)  # type: ignore[call-arg]
+    assert "None" not in str(unknown.value)
+    with pytest.raises(UsageError, match="options are given by name"):
+        fsdpckpt.convert(saved, tmp_path / "out", "--world-size 6")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="did you mean overwrite"):
         fsdpckpt.convert(saved, tmp_path / "out", force=True)  # type: ignore[call-arg]
 

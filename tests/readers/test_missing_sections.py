@@ -131,6 +131,31 @@ def test_sections_of_one_directory_are_told_by_the_extras_in_it(name: str, tmp_p
         fsdpckpt.convert(tmp_path / "lost", tmp_path / "out.pt")
 
 
+def test_a_trainer_that_would_forget_the_optimizer_is_told_of(tmp_path: Path) -> None:
+    """Without a scheduler it loads no optimizer, without its state it starts at step 0: as its source has it."""
+    trainer(source := tmp_path / "checkpoint-4")
+    assert messages(source) == []
+    (source / "scheduler.pt").unlink()
+    (source / "trainer_state.json").unlink()
+    assert fsdpckpt.inspect(source).to_json()["flavor"] == "trainer", "the random states have its names"
+    scheduler, state = messages(source)
+    assert "no scheduler.pt" in scheduler and "new optimizer" in scheduler
+    assert "no trainer_state.json" in state and "step 0" in state
+    told = [note.message for note in fsdpckpt.convert(source, tmp_path / "on-2", world_size=2).notes]
+    assert any("the target has no scheduler.pt" in message for message in told)
+    assert any("the target has no trainer_state.json" in message for message in told)
+    alone = fsdpckpt.convert(source, tmp_path / "model", world_size=2, only="model")
+    assert not any("scheduler" in note.message for note in alone.notes)
+    other = fsdpckpt.convert(source, tmp_path / "verl", flavor="verl", world_size=2, buffers=["none"])
+    assert not any("has no scheduler.pt" in note.message for note in other.notes)
+
+
+def test_what_another_framework_becomes_says_what_the_trainer_would_forget(tmp_path: Path) -> None:
+    accelerate(source := tmp_path / "state")
+    told = [note.message for note in fsdpckpt.convert(source, tmp_path / "on-2", flavor="trainer").notes]
+    assert sum("has no" in message and "without it trainer starts" in message for message in told) == 2
+
+
 def test_two_optimizers_are_no_missing_one(tmp_path: Path) -> None:
     lightning(tmp_path / "two", optim=False)
     shutil.rmtree(tmp_path / "two")
