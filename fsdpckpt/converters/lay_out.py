@@ -112,7 +112,7 @@ def _lay_out_document(
             tensor=options.tensor,
             mesh=spec.form.mesh if spec.form is not None else PLAIN_MESH,
             mesh_device=options.mesh_device,
-            placed=spec.mesh is not None and layout is Layout.SHARDED,
+            meshes=spec.mesh.meshes if spec.mesh is not None and layout is Layout.SHARDED else (),
             torch_version=options.torch_version,
             max_shard_size=options.max_shard_size,
             single_file=plain and not spec.directory,

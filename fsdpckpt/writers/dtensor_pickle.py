@@ -14,7 +14,7 @@ from importlib import metadata
 from itertools import product
 from typing import TypeAlias
 
-from fsdpckpt.errors import UsageError
+from fsdpckpt.errors import InternalError, UsageError
 from fsdpckpt.formats.pickle.write import integer, integers, list_of, tuple_of
 from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.ir.dtypes import DTYPES, DType
@@ -36,16 +36,18 @@ _WORLD_GROUP = "0"  # the name torch.distributed gives the default process group
 class DTensorPickle(RankPickle):
     """Sharded tensors as DTensors on the mesh of their sharding, which ``form`` describes further.
 
-    ``torch``: the version that loads them.
+    ``torch``: the version that loads them. ``meshes``: all that there are, in the order in which a job makes them.
     """
 
     def __init__(
         self, *, rank: int, world_size: int, shardings: Mapping[Tensor, Sharding], casts: Mapping[Tensor, DType],
         canonical: Mapping[Tensor, Tensor], form: MeshForm, torch: TorchVersion,
+        meshes: Sequence[MeshShape],
     ) -> None:  # fmt: skip
         super().__init__(rank=rank, world_size=world_size, shardings=shardings, casts=casts, canonical=canonical)
         self._form = form
         self._torch = torch
+        self._meshes = meshes
         if torch < (2, 5):
             self._class = ("torch.distributed._tensor.api", "DTensor")
             self._specs = self._placement_types = "torch.distributed._tensor.placement_types"
@@ -149,7 +151,7 @@ class DTensorPickle(RankPickle):
         else:
             raw(b"N")
         raw(text("_flatten_rank_map") + ranks + text("_thread_id") + b"N" + text("_flatten_mapping") + b"}")
-        groups = _group_names(mesh, self.rank)
+        groups = self._group_names(mesh)
         raw(text("_dim_group_names") + list_of([text(groups[dim]) for dim in dims]))
         raw(text("_coordinate_on_dim"))
         if self._torch > (2, 10):
@@ -181,13 +183,35 @@ class DTensorPickle(RankPickle):
                 self._mesh(mesh, tuple(range(len(mesh.sizes))))
             else:
                 raw(b"N")
-        groups = _group_names(mesh, self.rank, reuse_world=len(mesh.sizes) == 1)
+        groups = self._group_names(mesh)
         if self._torch < (2, 8):
             raw(text("_dim_group_infos") + list_of([self._group_info(mesh, dim, groups[dim]) for dim in dims]))
         else:
             raw(text("_dim_group_names") + list_of([text(groups[dim]) for dim in dims]))
         raw(text("_coordinate_on_dim"))
         self.of_rank(lambda rank: list_of(list(map(integer, _coordinate(mesh, dims, rank)))))
+
+    def _group_names(self, mesh: MeshShape) -> list[str]:
+        """The names of this rank's process group along each dimension of ``mesh``.
+
+        ``DeviceMesh._init_process_groups`` makes all groups of one dimension after those of the one before, numbered on
+        from mesh to mesh. A dimension that spans all ranks has the default group; before 2.10 only if it is alone.
+        """
+        made = 1
+        for one in self._meshes:
+            names, coordinate = [], one.coordinate(self.rank)
+            for dim, size in enumerate(one.sizes):
+                if size == one.world_size and (self._torch >= (2, 10) or len(one.sizes) == 1):
+                    names.append(_WORLD_GROUP)
+                    continue
+                number = 0
+                for other, extent in enumerate(one.sizes):
+                    number = number * extent + coordinate[other] if other != dim else number
+                names.append(str(made + number))
+                made += one.world_size // size
+            if one == mesh:
+                return names
+        raise InternalError(f"{mesh} is none of the target's meshes, {' and '.join(map(str, self._meshes))}")
 
     def _group_info(self, mesh: MeshShape, dim: int, name: str) -> bytes:
         """Tag, ranks and name of this rank's process group along ``dim``."""
@@ -233,25 +257,6 @@ def _ranks_along(mesh: MeshShape, dims: tuple[int, ...], rank: int) -> tuple[int
 def _coordinate(mesh: MeshShape, dims: Sequence[int], rank: int) -> list[int]:
     coordinate = mesh.coordinate(rank)
     return [coordinate[dim] for dim in dims]
-
-
-def _group_names(mesh: MeshShape, rank: int, *, reuse_world: bool = True) -> list[str]:
-    """The names of this rank's process group along each mesh dimension, where ``mesh`` is the first that a job makes.
-
-    ``DeviceMesh._init_process_groups`` makes all groups of one dimension after those of the one before, numbered on.
-    ``reuse_world``: a dimension that spans all ranks has the default group.
-    """
-    coordinate, made, names = mesh.coordinate(rank), 0, []
-    for dim, size in enumerate(mesh.sizes):
-        if reuse_world and size == mesh.world_size:
-            names.append(_WORLD_GROUP)
-            continue
-        number = 0
-        for other, extent in enumerate(mesh.sizes):
-            number = number * extent + coordinate[other] if other != dim else number
-        names.append(str(1 + made + number))
-        made += mesh.world_size // size
-    return names
 
 
 @lru_cache(maxsize=4)

@@ -14,7 +14,7 @@ from typing import Protocol
 from fsdpckpt.errors import InternalError
 from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, Note, Section
 from fsdpckpt.ir.dtypes import DType
-from fsdpckpt.ir.mesh import Sharding
+from fsdpckpt.ir.mesh import MeshShape, Sharding
 from fsdpckpt.ir.targets import Target
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units
@@ -77,7 +77,7 @@ class WriteSpec:
     ``names``, ``tensor``, ``mesh``, ``mesh_device``: of files by rank, what they are called, what a sharded tensor
     becomes, the form of the mesh that DTensors name, and its device type where the user gave one.
     ``torch_version``: the PyTorch version that loads DTensors, None for the one installed here.
-    ``placed``: each ``Tensor.sharding`` is on a mesh of the target's ranks; else all are in one dimension.
+    ``meshes``: those of the target, each of all ranks, on which every ``Tensor.sharding`` is; none: one dimension.
     ``max_shard_size``: bytes of tensor data in a safetensors file; ``single_file``: one file whatever its size;
     ``weights_only``: the model's tensors and ``{"format": "pt"}`` alone, as Hugging Face's libraries write.
     ``default_loadable``: one torch file that ``torch.load`` takes with ``weights_only=True``, its default.
@@ -95,7 +95,7 @@ class WriteSpec:
     mesh: MeshForm = PLAIN_MESH
     mesh_device: str | None = None
     torch_version: str | None = None
-    placed: bool = False
+    meshes: tuple[MeshShape, ...] = ()
     max_shard_size: int = DEFAULT_MAX_SHARD_SIZE
     single_file: bool = False
     weights_only: bool = False
@@ -105,11 +105,11 @@ class WriteSpec:
     linkable: frozenset[int] = frozenset()
 
     def sharding(self, tensor: Tensor) -> Sharding:
-        """How a sharded ``tensor`` is cut: as it is ``placed``, else along dimension 0 over all ranks.
+        """How a sharded ``tensor`` is cut: as its own says, without ``meshes`` along dimension 0 over all ranks.
 
         Raises InternalError for a tensor that has no place on a mesh of all ranks.
         """
-        if not self.placed:
+        if not self.meshes:
             return on_one_dimension(self.ranks(), self.mesh.names)
         if tensor.sharding is None or tensor.sharding.mesh.world_size != self.ranks():
             raise InternalError(f"a tensor of shape {tensor.shape} has no place on a mesh of {self.ranks()} ranks")

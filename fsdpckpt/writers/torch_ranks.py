@@ -17,6 +17,7 @@ from fsdpckpt.ir.mesh import Replicate, Shard
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Value
+from fsdpckpt.layouts.sharded import on_one_dimension
 from fsdpckpt.options import TensorForm
 from fsdpckpt.text import size_text
 from fsdpckpt.writers.dtensor_pickle import DTensorPickle, target_version
@@ -50,7 +51,8 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
         _require_rows(checkpoint, spec)
     else:
         version, inferred = target_version(spec.torch_version)
-        pickles = partial(DTensorPickle, form=mesh, torch=version)
+        meshes = spec.meshes or (on_one_dimension(world_size, mesh.names).mesh,)
+        pickles = partial(DTensorPickle, form=mesh, torch=version, meshes=meshes)
         notes += inferred
 
     # A ShardedTensor names its own rank before all others, a mesh of several dimensions names the groups of each rank:
@@ -99,7 +101,7 @@ def _require_rows(checkpoint: Checkpoint, spec: WriteSpec) -> None:
     """Raises UsageError for tensors that a ShardedTensor of FSDP1 cannot hold: its ranks cut rows, on a mesh of two
     dimensions (HYBRID_SHARD) those of the second."""
     wanted = (Replicate(), Shard(0))
-    for named in checkpoint.tensors() if spec.placed else ():
+    for named in checkpoint.tensors() if spec.meshes else ():
         sharding = named.tensor.sharding
         if sharding is not None and sharding.placements != wanted[-len(sharding.placements) :]:
             raise UsageError(

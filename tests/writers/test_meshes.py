@@ -61,7 +61,7 @@ def source_of(case: MeshCase, odd: int) -> tuple[Raw, Checkpoint]:
 
 
 def spec_of(case: MeshCase) -> WriteSpec:
-    return WriteSpec(world_size=case.world_size, placed=True, mesh_device="cpu")
+    return WriteSpec(world_size=case.world_size, meshes=(case.mesh,), mesh_device="cpu")
 
 
 @pytest.mark.parametrize("odd", [0, 3])

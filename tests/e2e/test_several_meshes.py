@@ -1,0 +1,182 @@
+"""Experts on a mesh of their own, on 4 real Gloo ranks: saved, converted, loaded by FSDP2, and trained on.
+
+Every path ends in the same weights and moments after one more step, bit for bit, as the run that went on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.tensor import DTensor
+
+import fsdpckpt
+from fsdpckpt import comm
+from tests.comm.forked_workers import forked_workers
+from tests.oracle.compare import differences
+from tests.oracle.session import Oracle
+from tests.writers.experts import ExpertMesh
+
+CASES = {"shards": ExpertMesh(1, 4, 2), "replicas": ExpertMesh(2, 2, 2)}
+OTHER = {"shards": "replicas", "replicas": "shards"}
+PATHS = ("back", "like-the-other", "dcp", "torchtitan", "reader-full", "reader-ranks", "comm")
+LIMIT = 240.0
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach() * 0.3 + 0.1
+    optimizer.step()
+
+
+def made(name: str, *, scale: float = 1.0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = CASES[name].sharded()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(scale)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False)
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+
+
+def whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state put together by PyTorch's own collectives, in the groups of this model's meshes: those that the files
+    name are of another job, as in files of ``torch.save``."""
+    named = dict(model.named_parameters())
+
+    def full(value: Any, like: DTensor) -> torch.Tensor:
+        if not isinstance(value, DTensor):
+            return value
+        assert (value.device_mesh, value.placements) == (like.device_mesh, like.placements)
+        where = like.device_mesh, like.placements
+        live = DTensor.from_local(value.to_local(), *where, run_check=False, shape=like.shape, stride=like.stride())
+        return live.full_tensor()
+
+    state = state_of(model, optimizer)
+    return {
+        "model": {name: full(value, named.get(name)) for name, value in state["model"].items()},
+        "optimizer": {
+            name: {key: full(value, named[name]) for key, value in states.items()}
+            for name, states in state["optimizer"]["state"].items()
+        },
+        "groups": state["optimizer"]["param_groups"],
+    }
+
+
+def on_ranks(body: Callable[[int], None]) -> None:
+    def with_group(rank: int) -> int:
+        dist.init_process_group("gloo")
+        try:
+            body(rank)
+        finally:
+            dist.destroy_process_group()
+        return 0
+
+    assert forked_workers(4, with_group, limit=LIMIT) == [0] * 4
+
+
+def train(directory: Path) -> None:
+    def body(rank: int) -> None:
+        for name in CASES:
+            model, optimizer = made(name)
+            step(model, optimizer)
+            step(model, optimizer)
+            state, path = state_of(model, optimizer), directory / name
+            path.mkdir(exist_ok=True)
+            torch.save(state["model"], path / f"model_world_size_4_rank_{rank}.pt")
+            torch.save(state["optimizer"], path / f"optim_world_size_4_rank_{rank}.pt")
+            step(model, optimizer)
+            expected = whole(model, optimizer)
+            if not rank:
+                torch.save(expected, directory / f"{name}-expected.pt")
+
+    on_ranks(body)
+
+
+def convert(source: Path, target: Path, **options: Any) -> None:
+    fsdpckpt.convert(source, target, **{"to": "sharded", "container": "torch", **options})
+
+
+def filled(path: str, name: str, directory: Path, rank: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model with other weights, loaded from the files of ``path``."""
+    model, optimizer = made(name, scale=3.0)
+    place = directory / f"{name}-{path}"
+    step(model, optimizer)  # makes the states that are filled in place
+    state = state_of(model, optimizer)
+    if path in ("back", "like-the-other"):
+        files = [place / f"{section}_world_size_4_rank_{rank}.pt" for section in ("model", "optim")]
+        model.load_state_dict(torch.load(files[0], weights_only=True))
+        set_optimizer_state_dict(model, optimizer, torch.load(files[1], weights_only=True))
+        return model, optimizer
+    if path == "comm":
+        whole_state = torch.load(directory / f"{name}.pt", weights_only=True)
+        with comm.TorchGroup.over() as group:
+            state = comm.scatter(group, whole_state if not rank else None, like=state)
+    elif path == "torchtitan":  # which has the model at the top, and the optimizer's keys dotted
+        flat = StateDictOptions(flatten_optimizer_state_dict=True)
+        content = {**state["model"], "optimizer": get_optimizer_state_dict(model, optimizer, options=flat)}
+        dcp.load(content, checkpoint_id=place)
+        model.load_state_dict({name: content[name] for name in state["model"]})
+        set_optimizer_state_dict(model, optimizer, content["optimizer"], options=flat)
+        return model, optimizer
+    else:
+        sources = {"reader-full": directory / f"{name}.pt", "reader-ranks": directory / OTHER[name]}
+        reader = fsdpckpt.StorageReader(sources[path]) if path in sources else None
+        dcp.load(state, storage_reader=reader, checkpoint_id=None if reader else place)
+    model.load_state_dict(state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    return model, optimizer
+
+
+def go_on(directory: Path) -> None:
+    def body(rank: int) -> None:
+        problems: dict[str, list[str]] = {}
+        for name in CASES:
+            expected = torch.load(directory / f"{name}-expected.pt", weights_only=True)
+            for path in PATHS:
+                model, optimizer = filled(path, name, directory, rank)
+                step(model, optimizer)
+                problems[f"{name}-{path}"] = differences(whole(model, optimizer), expected)
+        (directory / f"problems-{rank}.json").write_text(json.dumps(problems))
+
+    on_ranks(body)
+
+
+def _all(directory: Path) -> None:
+    train(directory)
+    for name, case in CASES.items():
+        source = directory / name
+        replicas = "dp_replicate=2," if case.replicate > 1 else ""
+        there = (f"{replicas}fsdp={16 // case.replicate}", f"{replicas}efsdp={8 // case.replicate},ep=2")
+        convert(source, directory / f"{name}-there", mesh=there)
+        convert(directory / f"{name}-there", directory / f"{name}-back", world_size=4)
+        convert(directory / OTHER[name], directory / f"{name}-like-the-other", like=source)
+        convert(source, directory / f"{name}.pt", to="full")
+        convert(directory / f"{name}.pt", directory / f"{name}-dcp", container="dcp", like=source)
+        convert(
+            directory / f"{name}.pt",
+            directory / f"{name}-torchtitan",
+            flavor="torchtitan",
+            container="dcp",
+            like=source,
+        )
+    go_on(directory)
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", CASES)
+def test_every_path_goes_on_as_the_run_that_was_saved(oracle: Oracle, name: str, path: str) -> None:
+    directory = oracle.once("several-meshes", _all)
+    for rank in range(4):
+        assert json.loads((directory / f"problems-{rank}.json").read_text())[f"{name}-{path}"] == []
