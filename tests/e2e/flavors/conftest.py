@@ -39,11 +39,11 @@ class Library:
     module: str
     saved: Path
 
-    def losses(self, jobs: list[Job], scratch: Path) -> dict[str, list[list[str]]]:
-        """Let it load each of ``jobs`` on 2 ranks; what every rank says of the steps after that, exactly."""
+    def losses(self, jobs: list[Job], scratch: Path, *, ranks: int = LOADED_BY) -> dict[str, list[list[str]]]:
+        """Let it load each of ``jobs``; what every rank says of the steps after that, exactly."""
         listed = [{"id": job.id, "form": job.form, "path": str(job.path)} for job in jobs]
         (scratch / "jobs.json").write_text(json.dumps(listed))
-        torchrun(self.module, "load", str(scratch), world_size=LOADED_BY, limit=LIMIT)
+        torchrun(self.module, "load", str(scratch), world_size=ranks, limit=LIMIT)
         found: dict[str, list[list[str]]] = json.loads((scratch / "losses.json").read_text())
         return found
 

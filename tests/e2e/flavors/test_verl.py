@@ -27,9 +27,16 @@ PATHS: tuple[tuple[str, str, dict[str, object]], ...] = (
     ("1", "1", {"world_size": 2, **UNITS}),
     ("1", "2", {**SHARDED, **UNITS}),
     ("2", "1", {**FLATTENED, "use_orig_params": False}),
-    ("1h", "2", {**SHARDED, **UNITS, "mesh": "fsdp=2"}),
+    ("1h", "2", {**SHARDED, **UNITS, "mesh": ("fsdp=2",)}),
     ("1h", "1", FLATTENED),
-    ("2h", "2", {**SHARDED, "mesh": "fsdp=2"}),
+    ("2h", "2", {**SHARDED, "mesh": ("fsdp=2",)}),
+)
+REPLICAS: dict[str, object] = {"mesh": ("ddp=2,fsdp=2",)}
+ON_REPLICAS: tuple[tuple[str, str, dict[str, object]], ...] = (
+    ("2", "2h", {"to": Layout.SHARDED, **REPLICAS}),
+    ("1", "1h", {"to": Layout.FLATTENED, **REPLICAS, **UNITS}),
+    ("1h", "2h", {"to": Layout.SHARDED, "world_size": 4, **UNITS}),
+    ("2h", "1h", {"to": Layout.FLATTENED, **REPLICAS, **UNITS, "use_orig_params": False}),
 )
 
 
@@ -73,6 +80,20 @@ def test_verl_goes_on_from_every_form_as_from_pytorchs_own_resharding(
         assert [rank[:4] for rank in losses[f"{saved}-{goes_on}"]] == expected, (saved, goes_on)
         drawn = [rank[4:] for rank in losses[f"{saved}-{goes_on}"]]
         assert len(drawn[0]) == 3 and drawn[0] != drawn[1], "each rank has random states of its own"
+
+
+def test_verl_goes_on_with_replicas(verl: Library, tmp_path: Path) -> None:
+    jobs = []
+    for saved, goes_on, options in ON_REPLICAS:
+        written(verl.saved / f"verl{saved}", tmp_path / f"{saved}-{goes_on}", **VERL, **options)
+        jobs.append(Job(f"{saved}-{goes_on}", f"verl{goes_on}", tmp_path / f"{saved}-{goes_on}"))
+        reference = verl.saved / f"reference{saved}" / "step-3"
+        jobs.append(Job(f"reference {saved}-{goes_on}", f"reference{goes_on}", reference))
+    losses = verl.losses(jobs, tmp_path, ranks=4)
+    for saved, goes_on, _ in ON_REPLICAS:
+        expected = losses[f"reference {saved}-{goes_on}"]
+        assert [len(rank) for rank in expected] == [4] * 4
+        assert [rank[:4] for rank in losses[f"{saved}-{goes_on}"]] == expected, (saved, goes_on)
 
 
 def test_verl_goes_on_from_a_file_that_has_neither_schedule_nor_random_states(
