@@ -310,6 +310,7 @@ def units_request(options: ConvertOptions) -> UnitsRequest:
         reference=options.reference,
         parameters=_names_of(options.parameters) if options.parameters is not None else None,
         buffers=options.buffers,
+        one_group=bool(options.mesh) and options.strategy is None and options.shard_size is None,
     )
 
 

@@ -2,7 +2,7 @@
 
 ``python -m tests.oracle.flat_held JOBS RESULTS`` plays single ranks of any world on PyTorch's "fake" process group;
 ``torchrun -m tests.oracle.flat_held JOBS RESULTS live`` runs a real world on Gloo. JOBS is a JSON list of ``{"id",
-"scenario", "orig", "path", "truth", "ranks", "keys", "world_size"}``, RESULTS becomes ``{id: [what is wrong]}``.
+"scenario", "orig", "group", "path", "truth", "ranks", "keys", "world_size"}``, RESULTS becomes ``{id: [problems]}``.
 
 On each rank the scenario's model gets the truth's weights and is wrapped. The model file must be its LOCAL_STATE_DICT,
 the optimizer file what ``FSDP.optim_state_dict_to_load`` and ``shard_full_optim_state_dict`` make of the full truth.
@@ -18,6 +18,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -45,7 +46,13 @@ from tests.oracle.process import quiet_worker
 from tests.oracle.toy import clean
 
 State = dict[str, Any]
+Job = dict[str, Any]
 LIMIT = 170.0  # seconds for all jobs of one process
+
+
+def wrapped_as(job: Job) -> Scenario:
+    """The scenario of ``job``, in the sharding groups that the job has."""
+    return replace(scenario(job["scenario"]), group=job["group"])
 
 
 def with_weights(entry: Scenario, weights: State, *, orig: bool) -> nn.Module:
@@ -124,17 +131,16 @@ def by_name(content: State, names: list[str]) -> State:
     return {"state": {name(key): states for key, states in content["state"].items()}, "param_groups": groups}
 
 
-def read(job: dict[str, Any], section: str, rank: int) -> State:
+def read(job: Job, section: str, rank: int) -> State:
     path = os.path.join(job["path"], f"{section}_world_size_{job['world_size']}_rank_{rank}.pt")
-    size = scenario(job["scenario"]).group
-    group = sharding_groups(size)[0] if size is not None else dist.group.WORLD
+    group = sharding_groups(job["group"])[0] if job["group"] is not None else dist.group.WORLD
     with load_with_process_group(group):
         # ShardedTensor is on no allow-list of torch.load.
         return torch.load(path, weights_only=False)
 
 
-def check_files(job: dict[str, Any], truth: State, rank: int, *, live: bool) -> Iterator[str]:
-    entry, orig = scenario(job["scenario"]), job["orig"]
+def check_files(job: Job, truth: State, rank: int, *, live: bool) -> Iterator[str]:
+    entry, orig = wrapped_as(job), job["orig"]
     model = with_weights(entry, truth["model"], orig=orig)
     run = model, entry.optimizer(model)
     found = read(job, "model", rank)
@@ -148,9 +154,9 @@ def check_files(job: dict[str, Any], truth: State, rank: int, *, live: bool) -> 
     yield from differences(states, held, "optim: ")
 
 
-def check_load(job: dict[str, Any], truth: State, rank: int) -> Iterator[str]:
+def check_load(job: Job, truth: State, rank: int) -> Iterator[str]:
     """Load the files with PyTorch's own calls; step; compare with the run that has the truth."""
-    entry, orig = scenario(job["scenario"]), job["orig"]
+    entry, orig = wrapped_as(job), job["orig"]
     model = with_weights(entry, truth["model"], orig=orig)
     reference = model, entry.optimizer(model)
     reference[1].load_state_dict(states_held(entry, truth, reference, orig=orig))
@@ -173,7 +179,7 @@ def check_load(job: dict[str, Any], truth: State, rank: int) -> Iterator[str]:
     yield from differences(plain(full(loaded)), plain(full(reference)), "one step after loading: ")
 
 
-def check(job: dict[str, Any], rank: int, *, live: bool) -> Iterator[str]:
+def check(job: Job, rank: int, *, live: bool) -> Iterator[str]:
     truth = torch.load(job["truth"], weights_only=True)
     try:
         yield from check_files(job, truth, rank, live=live)
@@ -183,7 +189,7 @@ def check(job: dict[str, Any], rank: int, *, live: bool) -> Iterator[str]:
         yield traceback.format_exc()
 
 
-def played(job: dict[str, Any]) -> Iterator[str]:
+def played(job: Job) -> Iterator[str]:
     for rank in job["ranks"]:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=job["world_size"])
         try:

@@ -42,7 +42,8 @@ class UnitsRequest(Settings):
 
     ``file``: a units file. ``globs``: module paths of units, ``("none",)`` for the root alone. ``reference``: a
     checkpoint with names and shapes. ``parameters``: names in the order of ``model.parameters()``. ``buffers``: globs
-    of model keys that are no parameters, ``("none",)`` when all are parameters.
+    of model keys that are no parameters, ``("none",)`` when all are parameters. ``one_group``: all ranks shard
+    together, also where units of another run say HYBRID_SHARD.
     """
 
     file: str | None = None
@@ -50,6 +51,7 @@ class UnitsRequest(Settings):
     reference: str | None = None
     parameters: tuple[str, ...] | None = None
     buffers: tuple[str, ...] = ()
+    one_group: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -170,6 +170,8 @@ def _which_parameters(checkpoint: Checkpoint, why: str) -> NeedsInformationError
 def _sharding(units: Units, request: UnitsRequest, world_size: int | None) -> Units:
     """The units with their sharding group decided: HYBRID_SHARD needs its size, every other strategy has none."""
     hybrid = any(unit.strategy is Strategy.HYBRID_SHARD for unit in units.units)
+    if hybrid and request.one_group:
+        return Settings(strategy=Strategy.FULL_SHARD).applied_to(units)
     if request.shard_size is not None and not hybrid:
         raise UsageError(
             "--shard-size is the size of a sharding group, which only hybrid-shard has",

@@ -52,7 +52,8 @@ class Variant:
 class Case:
     """``source`` saved by ``world`` ranks in ``form`` becomes flattened files for ``onto`` ranks of ``target``.
 
-    ``ranks``: which of them are compared, all when empty. ``load``: also loaded live. ``options`` of ``convert``.
+    ``ranks``: which of them are compared, all when empty. ``load``: also loaded live. ``group``: ranks in one sharding
+    group, where it is not the scenario's. ``options`` of ``convert``.
     """
 
     source: Variant
@@ -62,11 +63,13 @@ class Case:
     onto: int
     ranks: tuple[int, ...] = ()
     load: bool = False
+    group: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def id(self) -> str:
-        return f"{self.source.name}.{self.form}-of-{self.world}-to-{self.target.name}-of-{self.onto}"
+        groups = f"-in-groups-of-{self.group}" if self.group is not None else ""
+        return f"{self.source.name}.{self.form}-of-{self.world}-to-{self.target.name}-of-{self.onto}{groups}"
 
 
 def truth_of(case: Case, oracle: Oracle) -> Path:
@@ -75,6 +78,8 @@ def truth_of(case: Case, oracle: Oracle) -> Path:
 
 def converted(case: Case, oracle: Oracle, target: Path) -> None:
     options = {"units": case.target.units(oracle), "key_type": case.target.keys, **case.options}
+    if case.group is not None:
+        options["mesh"] = f"replicate={case.onto // case.group},shard={case.group}"
     source = case.source.directory(oracle, case.world) / case.form
     fsdpckpt.convert(source, target, to="flattened", world_size=case.onto, **options)
 
@@ -90,6 +95,7 @@ def compared(cases: Iterable[Case], oracle: Oracle, directory: Path, *, live: bo
             results[case.id] = ["the conversion failed: " + traceback.format_exc()]
             continue
         job = {"id": case.id, "scenario": case.target.scenario, "orig": case.target.orig, "path": str(path)}
+        job |= {"group": case.group or case.target.entry.group}
         job |= {"truth": str(truth_of(case, oracle)), "world_size": case.onto, "keys": case.target.keys}
         jobs.append({**job, "ranks": list(case.ranks or range(case.onto)), "load": case.load})
     if jobs:

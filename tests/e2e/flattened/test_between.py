@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -158,3 +160,24 @@ def test_a_full_verification_of_slices_finds_nothing_wrong(oracle: Oracle, tmp_p
     assert flattened(directory / "flat", tmp_path / "ranks", 4, verify="full").is_dir()
     assert fsdpckpt.verify(tmp_path / "ranks").whole
     assert fsdpckpt.diff(directory / "flat", tmp_path / "ranks").same
+
+
+@pytest.mark.parametrize("orig", [True, False])
+@pytest.mark.parametrize("mesh", ["replicate=2,shard=4", "replicate=4,shard=2", "replicate=1,shard=3", "5"])
+def test_in_other_sharding_groups_and_back_the_slices_are_the_same_bytes(
+    oracle: Oracle, tmp_path: Path, mesh: str, orig: bool
+) -> None:
+    source = Variant("hybrid", orig).directory(oracle, 4)
+    sizes = [int(size.rpartition("=")[2]) for size in mesh.split(",")]
+    first = flattened(source / "flat", tmp_path / "first", 4)
+    there = flattened(first, tmp_path / "there", math.prod(sizes), mesh=mesh)
+    back = flattened(there, tmp_path / "back", 4, mesh="replicate=2,shard=2")
+    assert files(first) == files(back)
+    assert json.loads((there / "fsdpckpt.json").read_text())["units"]["shard_size"] == (
+        sizes[1] if len(sizes) > 1 else None
+    )
+    fsdpckpt.convert(there, tmp_path / "full.pt", to="full", key_type="name")
+    assert (
+        differences(load(tmp_path / "full.pt")["optimizer"]["state"], load(source / "truth.pt")["optimizer"]["state"])
+        == []
+    )

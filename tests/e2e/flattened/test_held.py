@@ -79,7 +79,12 @@ def _played(onto: int) -> Iterator[Case]:
             yield Case(
                 Variant(one, not orig), _trained(Variant(one, orig), 3), "flat", Variant(other, orig), onto, ranks
             )
+    for number, group in enumerate({8: (2, 4), 16: (2, 4, 8), 64: (2, 4, 8)}.get(onto, ())):
+        variant = Variant("hybrid", bool(number % 2) is (onto == 16))
+        yield Case(variant, 4, "truth.pt", variant, onto, ranks, group=group)
     if onto == 8:
+        for source, group in ((Variant("nested", True), 4), (Variant("nested", False), 2)):
+            yield Case(source, 3, "flat", Variant("hybrid", source.orig), 8, group=group)
         for variant in EVERY:
             if variant.entry.mix and variant.entry.group is None:
                 yield Case(variant, 3, "sharded", variant, onto)
