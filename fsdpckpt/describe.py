@@ -13,6 +13,7 @@ import numpy as np
 from fsdpckpt.ir.checkpoint import LITERAL, Checkpoint, KeyType, NamedTensor, Note, Problem, Section
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Object, Value, walk
+from fsdpckpt.text import plural
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
@@ -62,7 +63,7 @@ class Description:
         checkpoint = self.checkpoint
         return (
             f"<{checkpoint.source}: {checkpoint.layout}, {checkpoint.container}, world size {checkpoint.world_size}, "
-            f"{len(self.tensors)} tensors, {len(checkpoint.problems)} problems>"
+            f"{plural(len(self.tensors), 'tensor')}, {plural(len(checkpoint.problems), 'problem')}>"
         )
 
     def to_json(self, *, ranks: bool = False) -> dict[str, Json]:

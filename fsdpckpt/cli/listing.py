@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from fsdpckpt.cli.table import Cell, Name, table_lines
+from fsdpckpt.cli.table import GAP, Cell, Name, table_lines
 from fsdpckpt.describe import Description, Json
 from fsdpckpt.ir.checkpoint import NamedTensor, OptimState, Section
 from fsdpckpt.text import braces, count_text, fold, shape_text, size_text
@@ -14,6 +14,7 @@ FIELDS = ("section", "key", "dtype", "shape", "bytes", "placement")
 STATS = ("min", "max", "mean", "std", "norm", "NaN", "Inf")
 PIECES = ("rank", "box", "file", "offset")
 NUMBERS = frozenset({"bytes", *STATS, "rank", "offset"})  # aligned right
+READABLE = 44  # characters of a key that is worth a statistic less
 IN_MODEL = "as in model"  # the shape or the placement of a state that has its parameter's
 SEVERAL = "several"
 
@@ -58,7 +59,23 @@ def listing(
     lines = _lines([(*FIELDS, *more), *(row.cells(FIELDS) for row in rows)], (*FIELDS, *more), None)
     if columns is None or not rows or max(map(len, lines)) <= columns:
         return lines, frozenset({0})
+    if measured and not ranks:
+        return _fewer_stats(rows, columns)
     return _by_section(rows, more, columns)
+
+
+def _fewer_stats(rows: Sequence[Row], columns: int) -> tuple[list[str], frozenset[int]]:
+    """The statistics that leave room for keys by which people know a tensor, and which ones do not."""
+    kept = list(range(len(STATS)))
+    wanted = min(max(len(row.key) for row in rows), READABLE)
+    widths = [max(len(name), *(len(str(row.more[at])) for row in rows)) + GAP for at, name in enumerate(STATS)]
+    for name in ("std", "norm", "mean"):
+        if columns - sum(widths[at] for at in kept) < wanted:
+            kept.remove(STATS.index(name))
+    fewer = [replace(row, more=tuple(row.more[at] for at in kept)) for row in rows]
+    lines, headings = _by_section(fewer, [STATS[at] for at in kept], columns)
+    left = [name for name in STATS if STATS.index(name) not in kept]
+    return [*lines, *([f"not shown for want of room: {', '.join(left)} (--json)"] if left else [])], headings
 
 
 def _lines(cells: Sequence[Sequence[Cell]], headings: Sequence[str], columns: int | None) -> list[str]:

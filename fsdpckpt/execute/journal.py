@@ -23,6 +23,7 @@ from fsdpckpt.plan.windows import Range
 from fsdpckpt.storage.journal import Journal, Record, read_records
 from fsdpckpt.storage.local import WritableFile, sync_directory, target_errors
 from fsdpckpt.storage.protocols import FileIdentity, change_between
+from fsdpckpt.text import plural
 
 SourcePart = tuple[int, int, int, int, int]
 """(source file, record, offset, nbytes, crc), as in ``SourceCheck``."""
@@ -47,7 +48,7 @@ class RunIdentity:
     def source_changes(self, now: RunIdentity) -> list[str]:
         """What changed in the source's files since this run, one line for each copy that this run did not know."""
         if len(self.sources) != len(now.sources):
-            return [f"the source had {len(self.sources)} files and has {len(now.sources)} now"]
+            return [f"the source had {plural(len(self.sources), 'file')} and has {len(now.sources)} now"]
         return [
             f"{copy.path} {changes[0]}"
             for before, after in zip(self.sources, now.sources, strict=True)

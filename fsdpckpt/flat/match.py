@@ -20,6 +20,7 @@ from fsdpckpt.ir.tensors import ONE_SLICE, SLICES, Int64Array, Tensor
 from fsdpckpt.ir.units import FLAT_PARAM, Unit, UnitParam, Units
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.layouts.flattened import FlatLayout, is_flat_key, layout_of
+from fsdpckpt.text import plural
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,7 +93,8 @@ class _Matching:
         if recorded is not None and recorded != self.world_size:
             yield f"the units were recorded on {recorded} ranks, the checkpoint has {self.world_size}"
         if self.world_size % self.shard_size:
-            yield f"sharding groups of {self.shard_size} ranks do not divide {self.world_size} ranks"
+            groups = plural(self.shard_size, "rank")
+            yield f"sharding groups of {groups} do not divide {plural(self.world_size, 'rank')}"
             return
         self._lay_out()
         if self.checkpoint.model is not None:
@@ -318,7 +320,9 @@ class KeyMatching:
         order = self.units.id_order()
         self.keys.update({key: order[key] for key in self.optim.state if isinstance(key, int) and key < len(order)})
         yield from (
-            f"optim {key}: the units have {len(order)} parameters" for key in self.optim.state if key not in self.keys
+            f"optim {key}: the units have {plural(len(order), 'parameter')}"
+            for key in self.optim.state
+            if key not in self.keys
         )
 
     def _by_id(self, groups: Sequence[Mapping[Key, Value]]) -> Iterator[str]:
@@ -332,7 +336,7 @@ class KeyMatching:
                 self.keys.update((key, self.units.id_order()[key]) for key in listed if isinstance(key, int))
                 continue
             if len(listed) != len(members):
-                yield f"param group {number} lists {len(listed)} parameters, the units have {len(members)}"
+                yield f"param group {number} lists {plural(len(listed), 'parameter')}, the units have {len(members)}"
                 return
             self.keys.update(zip(listed, members, strict=True))
         yield from self._compare_param_names(groups)

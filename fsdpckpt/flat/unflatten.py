@@ -107,7 +107,7 @@ def _optimizer(optim: OptimState, match: FlatMatch, world_size: int, notes: list
     if optim.param_groups is not None:
         groups = [_group(group, match, by_key) for group in optim.param_groups]
     notes.append(
-        Note("unflattened", f"optimizer: {len(state)} parameters' states were found in {len(optim.state)} entries")
+        Note("unflattened", f"optimizer: states of {plural(len(state), 'parameter')}, from {len(optim.state)} keys")
     )
     return OptimState(state, groups, optim.extra)
 

@@ -73,7 +73,10 @@ def read_directory(source: ByteSource, *, begin: int = 0, end: int | None = None
     stop = source.nbytes if end is None else end
     if not 0 <= begin <= stop <= source.nbytes:
         _corrupt(
-            source, "the end record places the archive outside the file", f"[{begin}, {stop})", f"{source.nbytes} bytes"
+            source,
+            "the end record places the archive outside the file",
+            f"[{begin}, {stop})",
+            bytes_text(source.nbytes),
         )
     directory, count, start = _find_directory(source, begin, stop)
     entries = _parse_directory(source, directory, count)
@@ -238,7 +241,7 @@ def _data_offsets(source: ByteSource, entries: Sequence[_Entry], begin: int, dir
             _corrupt(
                 source,
                 f"record {entry.name!r} is larger than its place in the file",
-                f"{entry.nbytes} bytes",
+                bytes_text(entry.nbytes),
                 f"{limit - offset}",
             )
         offsets[i] = offset

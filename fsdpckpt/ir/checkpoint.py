@@ -84,6 +84,7 @@ NoteKind: TypeAlias = Literal[
     "model-found",
     "normalised",
     "not-carried",
+    "part-of",
     "optimizer-found",
     "orders",
     "plain",

@@ -42,7 +42,7 @@ from fsdpckpt.readers.side_files import missing_sections
 from fsdpckpt.readers.torch_ranks import slices_of_one_rank
 from fsdpckpt.storage.protocols import UPLOADING, Entry, is_url
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.text import first_of, names_text
+from fsdpckpt.text import bytes_text, first_of, names_text
 
 # Sub-directories named like this are checkpoints of their own, not parts of one.
 _NUMBERED = re.compile(r"(?:^|[_-])(?:checkpoint|ckpt|step|global_step|epoch|ep|iter|iteration)[-_]?\d+", re.IGNORECASE)
@@ -160,7 +160,7 @@ class _Opening:
                 f"{self.source} is not a checkpoint that fsdpckpt knows",
                 file=self.source,
                 expected="a torch.save file (zip), a safetensors file or its index, or a directory",
-                found=f"{entry.nbytes} bytes beginning with {head!r}" if head else "an empty file",
+                found=f"{bytes_text(entry.nbytes)} beginning with {str(head)[1:]}" if head else "an empty file",
                 why=None if head else "the save or the copy did not finish",
                 next_step=to_copy("see what is there, and name a checkpoint", f"ls -l {_parent_quoted(self.source)}"),
             )
@@ -359,10 +359,26 @@ def _with_flavor(checkpoint: Checkpoint, names: Sequence[str], directory: str) -
     if checkpoint.flavor == PLAIN:
         checkpoint.flavor = flavor_of(checkpoint, names, directory)
     flavor = flavor_named(checkpoint.flavor)
+    if flavor is None or not directory:
+        checkpoint.notes = (*checkpoint.notes, *_of_a_larger_one(checkpoint.source))
     if flavor is not None:
         evidence = Evidence(EvidenceKind.FLAVOR, f"flavor {flavor.name}: names of {flavor.title}")
         checkpoint.evidence = (*checkpoint.evidence, evidence)
     return checkpoint
+
+
+def _of_a_larger_one(source: str) -> list[Note]:
+    """A note where ``source`` is what a framework keeps one section in: its folder has the others, and resumes."""
+    if is_url(source):
+        return []
+    above, name = os.path.split(os.path.abspath(source))
+    names = os.listdir(above) if os.access(above, os.R_OK) else []
+    flavor = recognise(names)
+    if flavor is None or all(form.optim is None for form in flavor.forms) or not re.search(flavor.state, name):
+        return []
+    folder = os.path.dirname(source.rstrip("/")) or "."
+    message = f"{source} is one part of a checkpoint of flavor {flavor.name}: give {folder} for all of it"
+    return [Note("part-of", message)]
 
 
 def _resumed(names: Sequence[str]) -> bool:

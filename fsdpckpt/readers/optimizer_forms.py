@@ -16,6 +16,7 @@ from fsdpckpt.ir.checkpoint import BARE_VALUE, Note, OptimState, ParamKey
 from fsdpckpt.ir.codec import encode
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value
+from fsdpckpt.text import plural
 
 _STATE, _GROUPS = "state", "param_groups"
 # State names of torch.optim; only needed to recognise a ``state`` that stands alone under no telling name.
@@ -120,7 +121,7 @@ def _repair_ids(
     names = {str(number): number for number in ids}
     if not all(isinstance(key, int) or key in names for key in keyed):
         return entries
-    notes.append(Note("ids-repaired", f"{len(keyed)} parameter ids were stored as strings and are numbers again"))
+    notes.append(Note("ids-repaired", f"{plural(len(keyed), 'parameter id')} stored as text became numbers again"))
     return {names.get(key, key) if isinstance(key, str) else key: states for key, states in entries.items()}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -42,6 +43,8 @@ def filesystem_of(url: str, *, examples: str = "s3://, gs://, https://, ...") ->
     """
     from fsspec.core import url_to_fs
 
+    for package in ("gcsfs", "s3fs"):  # they log what they also raise; handlers that the user set still get it
+        logging.getLogger(package).addHandler(logging.NullHandler())
     try:
         filesystem, name = url_to_fs(url)
     except (ImportError, ValueError) as error:

@@ -67,7 +67,7 @@ def fill(checkpoint: Checkpoint, choice: Choice, *, units: Units | None = None, 
 
 
 def _parameters(count: int) -> str:
-    return f"{count} parameter{'s have' if count != 1 else ' has'}"
+    return f"{plural(count, 'parameter', 'have')}"
 
 
 @dataclass(slots=True)
@@ -146,7 +146,7 @@ def _filled(checkpoint: Checkpoint, optim: OptimState, missing: list[ParamKey], 
             why="they are made like the other states of their group, which have to be unambiguous",
             next_step="--missing-state skip leaves them without state; a model section or --units FILE states shapes",
         )
-    what = f"{len(missing)} parameter{'s' * (len(missing) > 1)} had no optimizer state, and got zeros"
+    what = f"{plural(len(missing), 'parameter')} had no optimizer state, and got zeros"
     note = Note("filled", what, keys=tuple(map(str, missing)))
     zeros = SourceFile(ZEROS, maker.end)
     state = dict(_in_group_order(optim, made))

@@ -293,7 +293,7 @@ def _by_groups(
     if id_groups is None and ids.every[-1] >= len(names):
         raise contradicted(
             f"the optimizer of {source} does not fit {order.source}",
-            [f"id {ids.every[-1]} is beyond the {len(names)} parameters of the groups"],
+            [f"id {ids.every[-1]} is beyond the {plural(len(names), 'parameter')} of the groups"],
         )
     taken = names if id_groups is not None else tuple(names[number] for number in ids.every)
     _require_fit(ids, taken, order, source)
@@ -311,7 +311,7 @@ def _ungrouped(ids: Ids, order: ParameterOrder, source: str) -> dict[ParamKey, P
     if not order.explicit:
         return _by_shapes(ids, order.names, order, source)
     if ids.every[-1] >= len(order.names):
-        wrong = [f"id {ids.every[-1]} is beyond the {len(order.names)} parameters listed"]
+        wrong = [f"id {ids.every[-1]} is beyond the {plural(len(order.names), 'parameter')} listed"]
         raise contradicted(f"the optimizer of {source} does not fit {order.source}", wrong)
     names = [order.names[number] for number in ids.every]
     _require_fit(ids, names, order, source)
@@ -338,7 +338,9 @@ def _require_enough(ids: Ids, names: Sequence[str], order: ParameterOrder, sourc
     """Raises SourceCorruptError when ids outnumber names, or an id's states fit no name at all."""
     wrong = []
     if len(names) < len(ids.every):
-        wrong.append(f"the optimizer has {len(ids.every)} ids, {order.source} {len(names)} parameters")
+        wrong.append(
+            f"the optimizer has {plural(len(ids.every), 'id')}, {order.source} {plural(len(names), 'parameter')}"
+        )
         wrong += _misfits(ids, names, order)
     shapes = {order.shape(name) for name in names}
     for number in ids.every:
@@ -372,13 +374,16 @@ def _dealt(ids: Ids, groups: Sequence[Sequence[int]], order: ParameterOrder, sou
             raise _ambiguous(ids, source, order, "there are more ways to name them than can be tried", [])
         if len(answers) > 1:
             what = "which of them it has" if len(groups) == 1 else "which group has which of them"
-            why = f"{len(pool)} parameters are possible, and their shapes do not decide {what}"
+            why = f"{plural(len(pool), 'parameter', 'are')} possible, and their shapes do not decide {what}"
             raise _ambiguous(ids, source, order, why, _differences(ids, pool, answers))
         if answers:
             return {number: pool[name] for number, name in zip(ids.every, answers[0], strict=True)}
     wrong = _misfits(ids, required if len(required) == len(ids.every) else order.names, order)
     if len(order.names) != len(ids.every):
-        wrong.insert(0, f"the optimizer has {len(ids.every)} ids, {order.source} {len(order.names)} parameters")
+        wrong.insert(
+            0,
+            f"the optimizer has {plural(len(ids.every), 'id')}, {order.source} {plural(len(order.names), 'parameter')}",
+        )
     raise contradicted(f"the optimizer of {source} does not fit {order.source}", wrong)
 
 

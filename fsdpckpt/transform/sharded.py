@@ -16,6 +16,7 @@ from fsdpckpt.errors import NeedsInformationError, UsageError, to_copy
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, OptimState, ParamKey
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value
+from fsdpckpt.text import plural
 
 SHOWN = 12  # keys listed in one message: enough to recognise the model, short enough to read
 
@@ -50,8 +51,8 @@ def decide_sharded(checkpoint: Checkpoint, hints: ShardingHints, *, strict: bool
     model, unsettled, inferred = _decide_model(checkpoint, hints)
     if unsettled and strict:
         raise NeedsInformationError(
-            f"{checkpoint.source} does not say which of these {len(unsettled)} model keys are parameters (sharded) and "
-            "which are buffers (whole on every rank)",
+            f"{checkpoint.source} does not tell parameters (sharded) from buffers (whole on every rank): "
+            f"{plural(len(unsettled), 'model key')}",
             details=_shown(unsettled),
             why="the source stores both the same way, and it has no optimizer that lists the parameters"
             if checkpoint.optim is None
@@ -62,7 +63,7 @@ def decide_sharded(checkpoint: Checkpoint, hints: ShardingHints, *, strict: bool
     optim, ambiguous = _decide_optim(checkpoint.optim, model)
     if ambiguous and strict:
         raise NeedsInformationError(
-            f"{checkpoint.source} does not say which states of these {len(ambiguous)} parameters are sharded",
+            f"{checkpoint.source} does not say which states of {plural(len(ambiguous), 'parameter')} are sharded",
             details=_shown(ambiguous),
             why="their states have several shapes, and no model key of the same name says which one is the parameter's",
             next_step="write a DCP directory (--container dcp), which loads either way, or add --only model",

@@ -21,6 +21,7 @@ from fsdpckpt.ir.units import Units
 from fsdpckpt.layouts.sharded import on_one_dimension
 from fsdpckpt.options import DEFAULT_MAX_SHARD_SIZE, TensorForm
 from fsdpckpt.producers.forms import PLAIN_MESH, PLAIN_NAMES, PLAIN_NESTING, MeshForm, Nesting, RankNames
+from fsdpckpt.text import plural
 
 _COUNTER = "step"
 
@@ -59,7 +60,7 @@ class DtypeRule:
                 changed[named.tensor] = dtype
                 kinds[named.section, named.tensor.dtype.name, dtype.name] += 1
         notes = [
-            Note("cast", f"{section.value}: {count} tensor{'' if count == 1 else 's'} cast from {old} to {new}")
+            Note("cast", f"{section.value}: {plural(count, 'tensor')} cast from {old} to {new}")
             for (section, old, new), count in kinds.items()
         ]
         return changed, notes

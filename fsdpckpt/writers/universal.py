@@ -19,7 +19,7 @@ from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.values import Global, Key, Object, Value
 from fsdpckpt.producers.table import ACCELERATE
-from fsdpckpt.text import first_of
+from fsdpckpt.text import first_of, plural
 from fsdpckpt.writers.protocol import WriteSpec
 from fsdpckpt.writers.state_dicts import extras_of_one
 from fsdpckpt.writers.torch_full import lay_out_file, ties
@@ -116,7 +116,7 @@ def _weights(
             unlisted.append(name)
     if unlisted:
         raise NeedsInformationError(
-            f"{len(unlisted)} parameters of the optimizer are not in the model: {first_of(unlisted, _SHOWN)}",
+            f"{plural(len(unlisted), 'parameter')} of the optimizer, not in the model: {first_of(unlisted, _SHOWN)}",
             details=unlisted,
             why="DeepSpeed restores the weights of every parameter together with its states",
             next_step="convert the model and the optimizer together",
@@ -124,7 +124,7 @@ def _weights(
     unfit = [name for name in weights if not _is_file_name(name)]
     if unfit:
         raise SourceUnsupportedError(
-            f"{len(unfit)} parameters have names that cannot be a directory's: {first_of(unfit, _SHOWN)}",
+            f"{plural(len(unfit), 'parameter', 'have')} no name for a directory: {first_of(unfit, _SHOWN)}",
             details=unfit,
             key=unfit[0],
             why="a universal checkpoint has a directory for each parameter",
@@ -144,7 +144,7 @@ def _require_states(weights: Mapping[str, Tensor], held: Mapping[int | str, Mapp
     bare = [name for name in weights if not held.get(name)]
     if bare:
         raise NeedsInformationError(
-            f"{len(bare)} parameters have no optimizer state: {first_of(bare, _SHOWN)}",
+            f"{plural(len(bare), 'parameter', 'have')} no optimizer state: {first_of(bare, _SHOWN)}",
             details=bare,
             why="DeepSpeed opens the states of every parameter that it trains",
             next_step="add --missing-state zeros",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -121,6 +123,19 @@ def test_ranks_fit_110_columns() -> None:
     assert max(map(len, lines)) <= 110
     assert len(lines) == 2 + 4 * 21  # each key: a model of 2 layers has 21 parameters
     assert lines[0].split() == ["model:", "bfloat16,", "[Shard(0)]", "shape", "rank", "box", "file", "offset"]
+
+
+@pytest.mark.parametrize(("columns", "fewer"), [(80, True), (140, False)])
+def test_statistics_leave_room_for_the_names(columns: int, fewer: bool) -> None:
+    stats: dict[str, Any] = dict.fromkeys(("min", "max", "mean", "std", "norm"), -1.2345e-06) | {"nan": 0, "inf": 0}
+    description = described(llama(2))
+    measured = dataclasses.replace(description, stats=tuple(dict(stats) for _ in description.tensors))
+    lines, headings = listing(measured, ranks=False, unfold=False, columns=columns)
+    assert max(map(len, lines)) <= columns
+    keys = [line.split()[0] for at, line in enumerate(lines) if at not in headings]
+    assert len(set(keys)) == len(keys) and "model.layers.0.input_layernorm.weight" in keys
+    assert lines[0].endswith("NaN  Inf") and (" norm " in lines[0]) is not fewer
+    assert lines[-1].startswith("not shown for want of room: ") is fewer
 
 
 def test_a_pipe_gets_every_key() -> None:

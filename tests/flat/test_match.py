@@ -346,7 +346,7 @@ def test_groups_of_other_sizes_are_named() -> None:
     )
     one = replace(units(), groups=(keys,))
     held = checkpoint(RANKS, optim=raw(units(), groups=[[keys[0]]]))
-    assert said(held, one) == ("param group 0 lists 1 parameters, the units have 2",)
+    assert said(held, one) == ("param group 0 lists 1 parameter, the units have 2",)
     two = checkpoint(RANKS, optim=raw(units(), groups=[[keys[0]], [keys[1]]]))
     why = "the optimizer has 2 param groups, and the units do not say which parameters are in which"
     assert match(two, units()) == Mismatch((why,), unread=2)

@@ -80,9 +80,7 @@ def test_the_states_of_every_parameter_are_found_in_the_slices(world_size: int, 
     assert found.optim.param_groups == [{"lr": 0.1, "params": list(units.parameters)}]
     assert found.optim.key_type == "name"
     entries = len(checkpoint.optim.state)  # type: ignore[union-attr]
-    assert [note.message for note in found.notes] == [
-        f"optimizer: 11 parameters' states were found in {entries} entries"
-    ]
+    assert [note.message for note in found.notes] == [f"optimizer: states of 11 parameters, from {entries} keys"]
     steps = [states["step"] for states in found.optim.state.values()]
     assert len(set(map(id, steps))) == 11, "one tensor of many parameters counts as tied"
 

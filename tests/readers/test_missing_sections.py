@@ -156,6 +156,16 @@ def test_what_another_framework_becomes_says_what_the_trainer_would_forget(tmp_p
     assert sum("has no" in message and "without it trainer starts" in message for message in told) == 2
 
 
+@pytest.mark.parametrize(("save", "part"), [(trainer, "optimizer_0"), (accelerate, "pytorch_model_fsdp.bin")])
+def test_one_part_of_a_frameworks_folder_names_the_folder(
+    save: Callable[[Path], None], part: str, tmp_path: Path
+) -> None:
+    save(source := tmp_path / "checkpoint-4")
+    (note,) = [note for note in fsdpckpt.inspect(source / part).checkpoint.notes if note.kind == "part-of"]
+    assert f"{source / part} is one part of a checkpoint of flavor {save.__name__}: give {source} for" in note.message
+    assert not any(note.kind == "part-of" for note in fsdpckpt.inspect(source).checkpoint.notes)
+
+
 def test_two_optimizers_are_no_missing_one(tmp_path: Path) -> None:
     lightning(tmp_path / "two", optim=False)
     shutil.rmtree(tmp_path / "two")

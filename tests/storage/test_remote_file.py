@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import random
 
 import pytest
@@ -11,6 +12,7 @@ from fsdpckpt.errors import SourceCorruptError, SourceError, SourceMissingError,
 from fsdpckpt.storage import retry
 from fsdpckpt.storage.protocols import FileIdentity
 from fsdpckpt.storage.remote_file import AHEAD, RangeCache, RemoteFile
+from fsdpckpt.storage.remote_store import filesystem_of
 from fsdpckpt.storage.retry import HttpStatusError, ShortAnswerError, target_error, with_retries
 
 CONTENT = random.Random(7).randbytes(3 * AHEAD + 1234)
@@ -158,3 +160,15 @@ def test_a_mistake_of_this_program_is_not_taken_for_a_failing_store() -> None:
 
     with pytest.raises(KeyError):
         with_retries(work, url="s3://b/k", action="reading")
+
+
+def test_what_a_stores_package_logs_does_not_reach_the_screen_twice(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a handler logging prints warnings, tracebacks included, on stderr."""
+    filesystem_of("memory://x")
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    logging.getLogger("gcsfs.retry").error("a request failed")
+    assert capsys.readouterr().err == ""
+    logging.getLogger("another").error("a request failed")
+    assert "a request failed" in capsys.readouterr().err

@@ -14,6 +14,7 @@ from fsdpckpt.errors import SourceCorruptError, SourceUnsupportedError, UsageErr
 from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, Note, ParamKey, group_params
 from fsdpckpt.ir.units import Unit, Units
 from fsdpckpt.ir.values import Key, Value
+from fsdpckpt.text import plural
 
 _SHOWN = 4
 
@@ -148,8 +149,8 @@ def _ordered(
         if not absent:
             return units.groups, ()
         text = (
-            f"{len(absent)} parameters of the optimizer are outside of every unit and not in the checkpoint: they get "
-            "no entry, and need one before load_state_dict"
+            f"no entry, outside of every unit and not in the checkpoint: {plural(len(absent), 'parameter')} of the "
+            "optimizer, which load_state_dict wants added"
         )
         return units.groups, (Note("missing-state", text, keys=tuple(sorted(absent))),)
     place = {key: number for number, key in enumerate(units.optimizer_keys())}

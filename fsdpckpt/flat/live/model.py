@@ -19,6 +19,7 @@ from fsdpckpt.ir.dtypes import DTYPES, DType
 from fsdpckpt.ir.names import clean, joined
 from fsdpckpt.ir.units import FLAT_PARAM, Strategy, Unit, UnitParam
 from fsdpckpt.layouts.flattened import FlatLayout, alignment
+from fsdpckpt.text import plural
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +172,7 @@ def groups(optimizer: torch.optim.Optimizer, keys: dict[torch.Tensor, str]) -> t
         strange = [tuple(param.shape) for param in group["params"] if param not in keys]
         if strange:
             raise UsageError(
-                f"group {number} of the optimizer holds {len(strange)} parameters that are not this model's",
+                f"group {number} of the optimizer: {plural(len(strange), 'parameter', 'are')} not this model's",
                 details=[f"a parameter of shape {list(shape)}" for shape in strange[:10]],
                 why="the optimizer was made from the model before it was wrapped, or from another model",
                 next_step="make the optimizer after wrapping, from the wrapped model's parameters()",

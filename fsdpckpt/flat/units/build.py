@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -10,6 +11,7 @@ from fsdpckpt.errors import UsageError
 from fsdpckpt.flat.names import NamedParam
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.units import Strategy, Unit, Units
+from fsdpckpt.text import fold
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,10 +192,20 @@ def _pattern(glob: str) -> re.Pattern[str]:
 def _nothing(glob: str, paths: Sequence[str]) -> UsageError:
     return UsageError(
         f"--unit {glob or repr(glob)} matches no module of this model",
-        details=paths,
+        details=[folded.key for folded in fold((path, None) for path in paths)],
         why="a glob is matched against whole module paths, and * does not cross dots; these are the modules",
-        next_step="--unit 'layers.*' for every layer, --unit '**.block' for a name anywhere, --unit none for the root",
+        next_step=f"--unit '{layers_glob(paths)}' for every layer, --unit '**.block' for a name anywhere, "
+        "--unit none for the root",
     )
+
+
+def layers_glob(names: Iterable[str]) -> str:
+    """The glob of the numbered modules that most of ``names`` lie in, for an example: ``model.layers.*``."""
+    found: Counter[str] = Counter()
+    for name in names:
+        words = name.split(".")
+        found.update(".".join((*words[:at], "*")) for at, word in enumerate(words) if word.isdigit())
+    return max(found, key=lambda glob: (found[glob], -len(glob))) if found else "model.layers.*"
 
 
 def innermost_unit(name: str, prefixes: Collection[str]) -> str | None:

@@ -9,7 +9,7 @@ from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, UsageErro
 from fsdpckpt.flat.match import FlatMatch, Mismatch, match
 from fsdpckpt.flat.names import ParameterNames, UnitPrefixes, model_names, optimizer_names, parameter_order, prefixes_of
 from fsdpckpt.flat.slices import describe_lengths, is_sliced
-from fsdpckpt.flat.units.build import Settings, expand_globs
+from fsdpckpt.flat.units.build import Settings, expand_globs, layers_glob
 from fsdpckpt.flat.units.candidates import Candidate, candidates
 from fsdpckpt.flat.units.inference import Refusal, infer
 from fsdpckpt.flat.units.request import (
@@ -192,8 +192,9 @@ def _prefixes(
             f"{checkpoint.source} does not say which modules were FSDP units",
             details=describe_lengths(checkpoint),
             why="a raw optimizer.state_dict() has neither unit names nor param_names, and wrapping is never guessed",
-            next_step="add --unit GLOB (repeatable) for the wrapped modules, for example --unit 'model.layers.*' "
-            "(--unit none when only the root was wrapped), or --units FILE",
+            next_step="add --unit GLOB (repeatable) for the wrapped modules, for example --unit "
+            f"'{layers_glob(param.name for param in names.params)}' (--unit none when only the root was wrapped), or "
+            "--units FILE",
         )
     if shown is None:
         return UnitPrefixes(

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, UsageError
 from fsdpckpt.flat.names import NamedParam, ParameterNames, model_names, optimizer_names, units_names
-from fsdpckpt.flat.units.build import Settings, build_units, expand_globs, keyed_groups
+from fsdpckpt.flat.units.build import Settings, build_units, expand_globs, keyed_groups, layers_glob
 from fsdpckpt.flat.units.inference import describe_settings, possibly_channels_last
 from fsdpckpt.flat.units.request import (
     ResolvedUnits,
@@ -27,6 +27,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.units import Strategy, UnitParam, Units, flaws
 from fsdpckpt.storage.sources import Sources
+from fsdpckpt.text import plural
 from fsdpckpt.transform.parameter_order import from_param_names
 
 
@@ -82,7 +83,9 @@ def _wrapping(
             f"nothing says which modules of {checkpoint.source} become FSDP units",
             why="wrapping is never guessed: a different wrapping gives different files",
             next_step="add --units FILE (save_units or `fsdpckpt units` makes one), or --unit GLOB (repeatable) for "
-            "the wrapped modules, for example --unit 'model.layers.*' (--unit none when only the root is wrapped)",
+            "the wrapped modules, for example --unit "
+            f"'{layers_glob(checkpoint.model.params if checkpoint.model is not None else ())}' (--unit none when only "
+            "the root is wrapped)",
         )
     if source_units is None and request.use_orig_params is None:
         raise _which_parameters(checkpoint, "the source is not flattened")
@@ -186,13 +189,13 @@ def _sharding(units: Units, request: UnitsRequest, world_size: int | None) -> Un
     if size is not None and world_size is not None and world_size % size:
         if request.shard_size is not None:
             raise UsageError(
-                f"--shard-size {size} does not divide the {world_size} ranks of the target",
+                f"--shard-size {size} does not divide the {plural(world_size, 'rank')} of the target",
                 why="every sharding group has the same number of ranks",
                 next_step="--shard-size "
                 + " or ".join(str(one) for one in range(2, world_size + 1) if world_size % one == 0),
             )
         raise NeedsInformationError(
-            f"sharding groups of {size} ranks, as the units have, do not divide {world_size} ranks",
+            f"sharding groups of {plural(size, 'rank')}, as the units have, do not divide {plural(world_size, 'rank')}",
             next_step="add --shard-size N, or --strategy full-shard",
         )
     return units
@@ -379,7 +382,7 @@ def require_known_order(units: Units, names: ParameterNames, checkpoint: Checkpo
         return
     raise NeedsInformationError(
         f"the order of the parameters is not known: {names.label} does not keep the model's order",
-        details=[f"unit {unit.prefix!r} has {len(unit.params)} parameters" for unit in crowded],
+        details=[f"unit {unit.prefix!r} has {plural(len(unit.params), 'parameter')}" for unit in crowded],
         why="safetensors files and some DCP directories sort their keys, FSDP1 lists an optimizer's parameters unit by "
         "unit, and in a flat parameter and in ids the order is all there is",
         next_step="add --parameters FILE (the names of model.named_parameters(), one per line), --reference PATH of a "

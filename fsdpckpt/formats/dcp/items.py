@@ -26,6 +26,7 @@ from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.storage.local import MemoryFile
 from fsdpckpt.storage.protocols import ByteSource
 from fsdpckpt.storage.remote_file import prefetch
+from fsdpckpt.text import bytes_text
 
 _SMALL = 1 << 15  # items up to this many bytes are read whole
 _END = 1 << 12  # bytes read at each end of a larger item: all its structure, unless its names are very long
@@ -265,7 +266,7 @@ class ItemReader:
             f"{self._source.path} is too short for what the metadata says lies in it",
             file=self._source.path,
             expected=f"an item at bytes {begin} to {end}",
-            found=f"{self._source.nbytes} bytes",
+            found=f"{bytes_text(self._source.nbytes)}",
             why="the file is truncated, or belongs to another checkpoint",
             next_step=COPY_AGAIN,
         )

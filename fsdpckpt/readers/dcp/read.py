@@ -23,6 +23,7 @@ from fsdpckpt.readers.dcp import DcpDirectory, open_directory
 from fsdpckpt.readers.dcp.items import declared_chunks, locate_chunks, read_values
 from fsdpckpt.readers.protocol import FileTable, Tree
 from fsdpckpt.storage.sources import Sources
+from fsdpckpt.text import plural
 
 UNREAD = Global("fsdpckpt", "unread")
 """Stands for a pickled value that ``locate=False`` left in its file."""
@@ -250,9 +251,9 @@ def find_flattened(metadata: DcpMetadata, *, directory: str, world_size: int) ->
         result.problems.append(
             Problem(
                 "flattened-lost",
-                f"{directory} is the raw optimizer.state_dict() of FSDP1, saved through DCP by {world_size} ranks: "
-                f"each rank held another slice of {lost}, DCP kept one, the slices of the other ranks are gone. "
-                "Save it again with FSDP.optim_state_dict or torch.distributed.checkpoint.state_dict",
+                f"{directory} is the raw optimizer.state_dict() of FSDP1, saved through DCP by "
+                f"{plural(world_size, 'rank')}: each rank held another slice of {lost}, and DCP kept one of "
+                "them. Save it again with FSDP.optim_state_dict or torch.distributed.checkpoint.state_dict",
                 file=directory,
                 key=lost,
                 section=Section.OPTIM,

@@ -23,7 +23,7 @@ from fsdpckpt.readers.beside import claim_named
 from fsdpckpt.readers.protocol import Claim, FileTable, Part, ReadOptions, Tree
 from fsdpckpt.storage.protocols import Entry
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.text import first_of
+from fsdpckpt.text import first_of, plural
 
 _OPTIM = re.compile(r"^(?:bf16_|fp16_)?zero_pp_rank_(\d{1,5})_mp_rank_(\d{1,5})_optim_states\.pt$")
 _MODEL = re.compile(r"^(?:zero_pp_rank_(\d{1,5})_)?mp_rank_(\d{1,5})_model_states\.pt$")
@@ -176,7 +176,7 @@ def _require_all_ranks(path: str, optim: Mapping[int, str], model: Mapping[int, 
         missing.append("mp_rank_00_model_states.pt")
     if missing:
         raise SourceIncompleteError(
-            f"{path}: {len(missing)} file{'s' * (len(missing) != 1)} of the DeepSpeed checkpoint "
+            f"{path}: {plural(len(missing), 'file')} of the DeepSpeed checkpoint "
             f"{'is' if len(missing) == 1 else 'are'} missing: {first_of(missing, _SHOWN)}",
             details=missing,
             file=f"{path.rstrip('/')}/{missing[0]}",

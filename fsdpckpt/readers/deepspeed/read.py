@@ -42,7 +42,7 @@ from fsdpckpt.readers.deepspeed.partitions import (
 )
 from fsdpckpt.readers.protocol import FileTable, Tree
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.text import first_of
+from fsdpckpt.text import first_of, plural
 
 DESCRIBED_STATES = frozenset({
     "base_optimizer_state", "base_optimizer_state_step", "single_partition_of_fp32_groups", "fp32_flat_groups",
@@ -277,7 +277,7 @@ class _Step:
 
     def _describe(self, tree: Tree, trained: FlatGroup) -> None:
         message = f"{self.zero.directory} is a DeepSpeed ZeRO {'3' if self._stage_3 else '1 or 2'} checkpoint"
-        tree.evidence.append(Evidence(EvidenceKind.CONTAINER, f"{message} of {len(self.optim)} ranks"))
+        tree.evidence.append(Evidence(EvidenceKind.CONTAINER, f"{message} of {plural(len(self.optim), 'rank')}"))
         tree.notes += self.module.notes_on_copies(trained)
         if isinstance(self.optim[0].states.get("base_optimizer_state"), list):
             message = "an elastic checkpoint has no hyper-parameters of its param groups"

@@ -38,7 +38,7 @@ from fsdpckpt.readers.deepspeed.read import DESCRIBED_STATES
 from fsdpckpt.readers.protocol import FileTable, Tree
 from fsdpckpt.storage.protocols import Entry
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.text import first_of
+from fsdpckpt.text import first_of, plural
 
 _WEIGHT = "fp32"
 _STEP = "step"
@@ -104,7 +104,7 @@ class _Universal:
         add_extras(tree, merged)
         opened = [*self.module.files, *self.others, *([optimizer] if optimizer is not None else [])]
         add_archives(tree, [*(file.archive for file in opened), *self.archives])
-        message = f"{self.files.zero} has a directory for each of {len(shapes)} parameters (DeepSpeed universal)"
+        message = f"{self.files.zero} has directories for {plural(len(shapes), 'parameter')} (DeepSpeed universal)"
         tree.notes += self.module.notes_on_copies(shapes, dtypes.pop()) if len(dtypes) == 1 else []
         tree.evidence.append(Evidence(EvidenceKind.CONTAINER, message))
         return tree
@@ -148,7 +148,7 @@ class _Universal:
 
     def _incomplete(self, missing: list[str]) -> SourceIncompleteError:
         return SourceIncompleteError(
-            f"{self.files.directory}: {len(missing)} file{'s' * (len(missing) != 1)} of the universal checkpoint "
+            f"{self.files.directory}: {plural(len(missing), 'file')} of the universal checkpoint "
             f"{'is' if len(missing) == 1 else 'are'} missing: {first_of(missing, _SHOWN)}",
             details=missing,
             file=missing[0],

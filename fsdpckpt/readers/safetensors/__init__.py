@@ -251,7 +251,9 @@ def _tree(headers: Sequence[tuple[str, Header]], files: FileTable) -> Tree:
     tree.root = assemble(tensors, documents, tree)
     tree.evidence.append(_evidence(f"{plural(len(headers), 'safetensors file')} with {plural(len(tensors), 'tensor')}"))
     if ranks > 1:
-        tree.evidence.append(_evidence(f"file names and DCP_SHARDING_INFO say that {ranks} ranks wrote their chunks"))
+        tree.evidence.append(
+            _evidence(f"file names and DCP_SHARDING_INFO say that {plural(ranks, 'rank')} wrote chunks")
+        )
     return tree
 
 

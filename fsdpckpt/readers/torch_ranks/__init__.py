@@ -24,7 +24,7 @@ from fsdpckpt.readers.beside import auxiliary
 from fsdpckpt.readers.protocol import Claim, FileTable, Part, ReadOptions, Tree, file_name, stem_of
 from fsdpckpt.storage.protocols import Entry
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.text import plural
+from fsdpckpt.text import bytes_text, plural
 
 _ZIP_MAGIC = b"PK\x03\x04"
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"  # protocol 2, then torch's magic number as a long
@@ -127,10 +127,11 @@ def _require_all_ranks(sets: Sequence[RankSet], directory: str, sizes: Mapping[s
         return
     damaged = sum(name in sizes for name in missing)
     raise SourceIncompleteError(
-        f"{directory}: {count} rank {'file is' if count == 1 else 'files are'} "
+        f"{directory}: {plural(count, 'rank file', 'are')} "
         + ("missing" if not damaged else "damaged" if damaged == count else "missing or damaged"),
         details=[
-            name if name not in sizes else f"{name} is not a torch.save file ({sizes[name]} bytes)" for name in missing
+            name if name not in sizes else f"{name} is not a torch.save file ({bytes_text(sizes[name])})"
+            for name in missing
         ],
         why="the save or the copy did not finish, or these ranks wrote to the disks of other machines",
         next_step="copy the files of all ranks into one directory",
@@ -291,7 +292,7 @@ def check_names(paths: Mapping[int, str], sources: Sources) -> None:
         return
     kinds = " and ".join(word for word, paths_of in (("swapped", swapped), ("stale", stale)) if paths_of)
     raise SourceCorruptError(
-        f"{kinds} rank files: {len(swapped) + len(stale)} files were saved under another rank's name",
+        f"{kinds} rank files: {plural(len(swapped) + len(stale), 'file', 'were')} saved under another rank's name",
         details=[*swapped, *stale],
         file=first,
         why="files were renamed, or copied from another rank or run; nothing else in them says whose they are",

@@ -27,7 +27,7 @@ from fsdpckpt.readers.xla_fairscale.shard_metadata import (
     is_torch_xla_shard,
     metadata_in,
 )
-from fsdpckpt.text import first_of
+from fsdpckpt.text import first_of, plural
 
 _Path: TypeAlias = tuple[Key, ...]
 
@@ -187,7 +187,8 @@ def _name_optimizer(
 def _describe(shards: RankShards, title: str, report: NamedShards) -> None:
     metadata = shards.metadata
     count = sum(len(tensor.params) for tensor in metadata.tensors)
-    message = f"{title} is {metadata.producer}'s record of {count} parameters in {len(metadata.tensors)} tensors"
+    held = f"{plural(count, 'parameter')} in {plural(len(metadata.tensors), 'tensor')}"
+    message = f"{title} is {metadata.producer}'s record of {held}"
     report.evidence.append(Evidence(EvidenceKind.METADATA, message))
     if not metadata.in_model_order:
         report.evidence.append(UNORDERED)

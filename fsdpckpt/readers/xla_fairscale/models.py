@@ -27,6 +27,7 @@ from fsdpckpt.readers.xla_fairscale.shard_metadata import (
     params_in,
     without_wrappers,
 )
+from fsdpckpt.text import plural
 from fsdpckpt.transform.assignment import in_order
 
 SHOWN = 5  # keys in a message
@@ -116,7 +117,7 @@ class RankShards:
             file=self.file,
             key=tensor.key,
             rank=self.rank,
-            expected=f"a chunk of {tensor.numel} elements on {self.world_size} rank{'s' * (self.world_size > 1)}",
+            expected=f"a chunk of {plural(tensor.numel, 'element')} on {plural(self.world_size, 'rank')}",
             found=f"shape {list(stored.shape)}",
             why="the shard metadata and the shards are of different models, or files of another run lie among them",
             next_step="give a directory with the files of one save",

@@ -222,7 +222,7 @@ def test_a_source_without_names_says_what_its_slices_show(sources: Sources) -> N
 def test_a_source_whose_wrapping_nothing_shows_asks_for_it(tmp_path: Path, sources: Sources) -> None:
     with pytest.raises(NeedsInformationError, match="which modules") as caught:
         source_units(raw(), UnitsRequest(reference=saved_model(tmp_path)), sources)
-    assert "--unit" in str(caught.value.next_step)
+    assert "for example --unit 'l.*'" in str(caught.value.next_step), "the layers that this model has"
 
 
 def test_model_files_beside_flattened_optimizer_files_give_names_and_order(sources: Sources) -> None:
@@ -276,7 +276,8 @@ def test_a_glob_that_matches_nothing_shows_the_modules_there_are(tmp_path: Path,
     request = UnitsRequest(globs=("layers.*",), reference=saved_model(tmp_path))
     with pytest.raises(UsageError) as caught:
         source_units(raw(), request, sources)
-    assert caught.value.details == ("e", "l", "l.0", "l.0.a", "l.1", "l.1.a", "h")
+    assert caught.value.details == ("e", "l", "l.{0..1}", "l.{0..1}.a", "h")
+    assert str(caught.value.next_step).startswith("--unit 'l.*' for every layer")
 
 
 # Targets.
@@ -308,7 +309,7 @@ def test_another_wrapping_by_globs_takes_the_names_of_the_source(sources: Source
 def test_a_target_of_whole_tensors_needs_wrapping_and_use_orig_params(sources: Sources) -> None:
     with pytest.raises(NeedsInformationError, match="which modules") as caught:
         target_units(full(), UnitsRequest(), None, 4, sources)
-    assert "--unit" in str(caught.value.next_step)
+    assert "for example --unit 'l.*'" in str(caught.value.next_step)
     with pytest.raises(NeedsInformationError, match="use_orig_params") as caught:
         target_units(full(), UnitsRequest(globs=("l.*",)), None, 4, sources)
     assert "--no-use-orig-params" in str(caught.value.next_step)
