@@ -33,12 +33,12 @@ PLACEMENTS: dict[str, Any] = {
 }
 
 
-def save(case: MeshCase, path: Path) -> None:
+def save(case: MeshCase, path: Path, *, size: int = SIZE, odd: int = ODD) -> None:
     """One file a rank and section, as ``torch.save`` of real state dicts makes them."""
     path.mkdir()
     for rank in range(case.world_size):
         with as_rank(rank, case.world_size):
-            state = held(case, ODD, SIZE)
+            state = held(case, odd, size)
             for section, value in (("model", state["model"]), ("optim", state["optimizer"])):
                 torch.save(value, path / f"{section}_world_size_{case.world_size}_rank_{rank}.pt")
 
@@ -52,10 +52,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base
 
 
-def assert_held(path: Path, case: MeshCase, *, ranks: range | None = None) -> None:
+def assert_held(path: Path, case: MeshCase, *, ranks: range | None = None, size: int = SIZE, odd: int = ODD) -> None:
     for rank in ranks or range(case.world_size):
         with as_rank(rank, case.world_size):
-            expected = held(case, ODD, SIZE)
+            expected = held(case, odd, size)
             for section, value in (("model", expected["model"]), ("optim", expected["optimizer"])):
                 file = path / f"{section}_world_size_{case.world_size}_rank_{rank}.pt"
                 assert_equal(torch.load(file, weights_only=True), value, section)
@@ -81,6 +81,24 @@ def test_a_new_world_size_changes_the_ranks_that_fsdp_shards_over(
     report = to_ranks(saved / source, tmp_path / "new", world_size=world_size, verify="full")
     assert_held(tmp_path / "new", case)
     assert any(f"is resized to {case.mesh}" in note.message for note in report.notes)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (over_tp(4, 4), over_tp(16, 4)),
+        (hsdp(4, 4), hsdp(4, 16)),
+        (all_three(4, 4, 4), all_three(4, 1, 4)),
+        (MeshCase({"dp": 16}, ("dp",), rows=1), MeshCase({"dp": 64}, ("dp",), rows=1)),
+    ],
+    ids=str,
+)
+def test_files_of_many_ranks_are_read_and_resized(tmp_path: Path, source: MeshCase, target: MeshCase) -> None:
+    size, odd = (16, 0) if source.rows else (SIZE, ODD)  # 64 columns: both cut them
+    save(source, tmp_path / "source", size=size, odd=odd)
+    to_ranks(tmp_path / "source", tmp_path / "target", world_size=target.world_size)
+    some = range(0, target.world_size, max(1, target.world_size // 5))
+    assert_held(tmp_path / "target", target, ranks=some, size=size, odd=odd)
 
 
 @pytest.mark.parametrize(("source", "there", "back"), [("tp", 16, 4), ("three", 12, 8)])
@@ -280,6 +298,18 @@ def test_verl_gets_its_mesh_of_replicas(saved: Path, tmp_path: Path, source: str
         with as_rank(rank, 4):
             found = torch.load(tmp_path / "new" / f"model_world_size_4_rank_{rank}.pt", weights_only=True)
             assert_equal(found, held(REPLICAS, ODD, SIZE)["model"], "model")
+
+
+@pytest.mark.parametrize(("replicas", "shards"), [(2, 8), (8, 8)])
+def test_verls_mesh_of_many_replicas(saved: Path, tmp_path: Path, replicas: int, shards: int) -> None:
+    case = MeshCase({"ddp": replicas, "fsdp": shards}, ("ddp", "fsdp"))
+    options = {**VERL, "mesh": str(case.mesh), "buffers": "seen"}
+    fsdpckpt.convert(saved / "full.pt", tmp_path / "new", to="sharded", **options)
+    for rank in (0, shards + 1, case.world_size - 1):
+        with as_rank(rank, case.world_size):
+            name = f"model_world_size_{case.world_size}_rank_{rank}.pt"
+            found = torch.load(tmp_path / "new" / name, weights_only=True)
+            assert_equal(found, held(case, ODD, SIZE)["model"], "model")
 
 
 def test_verl_and_tensor_parallelism_do_not_meet(saved: Path, tmp_path: Path) -> None:

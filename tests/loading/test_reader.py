@@ -33,6 +33,7 @@ from fsdpckpt.errors import (
 from fsdpckpt.storage.local import LocalFile
 from tests.oracle.compare import differences
 from tests.readers.played_ranks import as_rank, save_as_ranks, shard_rows_twice
+from tests.writers.experts import ExpertMesh, mixture, model_and_states
 from tests.writers.meshes import MeshCase, all_three, hsdp, net, over_tp, sharded_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -429,13 +430,31 @@ def test_uneven_rows_cut_twice_are_filled_where_torch_asks_for_other_boxes(
 
 
 @pytest.mark.parametrize(
-    "case", [hsdp(2, 4), over_tp(2, 2), all_three(2, 2, 2), MeshCase({"dp": 4}, ("dp",), rows=1)], ids=str
-)
+    "case",
+    [
+        hsdp(2, 4), over_tp(2, 2), all_three(2, 2, 2), MeshCase({"dp": 4}, ("dp",), rows=1),
+        hsdp(4, 4), over_tp(4, 4), all_three(2, 4, 2), MeshCase({"dp": 16}, ("dp",), rows=1),
+        hsdp(8, 8), over_tp(8, 8), all_three(4, 4, 4), MeshCase({"dp": 64}, ("dp",), rows=1),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_every_mesh_is_filled(tmp_path: Path, case: MeshCase) -> None:
-    torch.save({"model": net(4, 3).state_dict()}, tmp_path / "full.pt")
-    for rank in range(0, case.world_size, 3):
+    size, odd = (case.world_size, 0) if case.rows else (4, 3)
+    torch.save({"model": net(size, odd).state_dict()}, tmp_path / "full.pt")
+    for rank in range(0, case.world_size, max(3, case.world_size // 4)):
         with as_rank(rank, case.world_size):
-            expected = dict(sharded_model(case, lambda: net(4, 3)).state_dict())
+            expected = dict(sharded_model(case, lambda: net(size, odd)).state_dict())
             state = {"model": {name: torch.zeros_like(value) for name, value in expected.items()}}
             dcp.load(state, storage_reader=fsdpckpt.StorageReader(tmp_path / "full.pt"), no_dist=True)
             assert not differences(state["model"], expected)
+
+
+@pytest.mark.parametrize("case", [ExpertMesh(1, 4, 2), ExpertMesh(2, 8, 4), ExpertMesh(4, 16, 8)], ids=str)
+def test_both_meshes_of_a_mixture_of_experts_are_filled(tmp_path: Path, case: ExpertMesh) -> None:
+    torch.save({"model": mixture().state_dict()}, tmp_path / "full.pt")
+    for rank in range(0, case.world_size, max(1, case.world_size // 4)):
+        with as_rank(rank, case.world_size):
+            expected = model_and_states(case)["model"]
+            state = {"model": {name: torch.zeros_like(value) for name, value in expected.items()}}
+            dcp.load(state, storage_reader=fsdpckpt.StorageReader(tmp_path / "full.pt"), no_dist=True)
+            assert not differences(state["model"], dict(expected))

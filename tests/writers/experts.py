@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
 
-__all__ = ["Experts", "ExpertMesh", "model_and_states"]
+__all__ = ["Experts", "ExpertMesh", "mixture", "model_and_states"]
 
 
 class Experts(nn.Module):
@@ -29,6 +29,12 @@ class Mixture(nn.Module):
         self.experts = Experts()
         self.router = nn.Linear(3, 6, bias=False)
         self.register_buffer("counts", torch.arange(6.0))
+
+
+def mixture() -> nn.Module:
+    """The model whole, with the weights that every case has."""
+    torch.manual_seed(7)
+    return Mixture()
 
 
 @dataclass(frozen=True)
@@ -61,8 +67,7 @@ class ExpertMesh:
 
     def sharded(self) -> nn.Module:
         """This rank's model. Both meshes are views of one of all ranks, as torchtitan's ``ParallelDims`` makes them."""
-        torch.manual_seed(7)
-        model = Mixture()
+        model = mixture()
         world = init_device_mesh("cpu", (self.world_size,), mesh_dim_names=("world",))
         names, sizes = ("dp_replicate", "fsdp"), (self.replicate, self.shard)
         dense = world._unflatten(0, sizes, names)
