@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_leaves, tree_map
 
 import fsdpckpt
 from fsdpckpt.errors import (
@@ -164,6 +165,24 @@ def test_verify_and_the_way_through_dcp_find_the_same_values(
     full(name)
     assert fsdpckpt.diff(str(tmp_path / "dcp"), str(golden / f"{name}.pt"), only="optim").same
     assert fsdpckpt.diff(str(golden / name), str(tmp_path / "dcp"), only="model").same
+
+
+@each
+def test_links_are_items_of_their_own_shape(
+    name: str, golden: Path, full: Callable[[str], Any], tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"to": "sharded", "container": "dcp", "no_weight_decay": STANDARD, "link": "hardlink"}
+    if name.startswith("flattened-range"):  # an item holds a range of a shard, which is no box of the tensor
+        with pytest.raises(UsageError, match="no file of DST would be the same"):
+            fsdpckpt.convert(str(golden / name), str(tmp_path / "dcp"), **options)
+        return
+    report = fsdpckpt.convert(str(golden / name), str(tmp_path / "dcp"), **options)
+    assert any(file.source is not None for file in report.files)
+    expected = {key: full(name)[key] for key in ("model", "optimizer")}
+    found = tree_map(lambda one: torch.zeros_like(one) if torch.is_tensor(one) else one, expected)
+    load(found, storage_reader=FileSystemReader(str(tmp_path / "dcp")), no_dist=True)
+    for one, other in zip(tree_leaves(found), tree_leaves(expected), strict=True):
+        assert torch.equal(one, other) if torch.is_tensor(other) else one == other
 
 
 @pytest.mark.parametrize(("direct", "ranks", "rank"), [(False, 3, 1), (True, 5, 2)])

@@ -50,6 +50,7 @@ def in_shape(tensor: ChunkedTensor, shape: tuple[int, ...], *, file: str) -> Chu
     offset = np.where(offset < 0, offset, offset + before.astype(np.int64) * step * tensor.dtype.itemsize)
     start += chunks.start[row, :-1] * np.array(local, np.int64)
     strides = contiguous_strides(size) * step[:, None]
-    item = None if chunks.item is None else chunks.item[row]
+    # An item holds a range, in another shape than its boxes: no target may point to it as the item of one.
+    item = chunks.item[row] if chunks.item is not None and (offset < 0).any() else None
     boxed = Chunks(chunks.rank[row], chunks.file[row], offset, start, size, strides, item)
     return tensor._replace(shape=shape, chunks=boxed)
