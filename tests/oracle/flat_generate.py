@@ -6,7 +6,7 @@ flat/         per-rank files: the optimizer's own state dict, the model's LOCAL_
 raw/          only the optimizer files
 mix/          DTensor model files beside the optimizer's own state dicts and extra state, as verl saves
 sharded/      DTensor model files and DTensor optimizer files by name
-dcp_local/    the LOCAL_STATE_DICT through ``dcp.save``
+dcp_local/    the LOCAL_STATE_DICT through ``dcp.save``, of some scenarios and on three ranks
 truth.pt      ``{"model", "optimizer"}``, full, by name, from the live model
 layout.json   what FSDP says about its units; ``layout_R.json``: which slices rank R holds; ``shards_R.pt``: its shards
 units.json    what ``fsdpckpt.save_units`` writes, here and in flat/
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import traceback
 from collections import OrderedDict
@@ -49,9 +50,16 @@ class Place:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         return path
 
+    def file(self, form: str, section: str) -> str:
+        return self.path(form, f"{section}_world_size_{self.world}_rank_{self.rank}.pt")
+
     def save(self, form: str, **sections: Any) -> None:
         for section, content in sections.items():
-            torch.save(content, self.path(form, f"{section}_world_size_{self.world}_rank_{self.rank}.pt"))
+            torch.save(content, self.file(form, section))
+
+    def copy(self, section: str, source: str, form: str) -> None:
+        """``form`` has the same ``section`` as ``source``."""
+        shutil.copyfile(self.file(source, section), self.file(form, section))
 
 
 def layout(run: Run) -> list[dict[str, Any]]:
@@ -96,8 +104,8 @@ def make(place: Place, entry: Scenario, *, orig: bool) -> None:
     states = optimizer.state_dict()
     weights = {} if entry.group is not None else {"model": local(model)}  # HYBRID_SHARD has no LOCAL form
     place.save("flat", optim=states, **weights)
-    place.save("raw", optim=states)
-    if weights and is_sharded(entry):
+    place.copy("optim", "flat", "raw")
+    if entry.dcp and place.world == 3:
         dcp.save(weights, checkpoint_id=place.path("dcp_local", "")[:-1])
     shards = {key: flat.detach().clone() for key, flat in flat_parameters(model).items()}
     torch.save(shards, place.path(f"shards_{place.rank}.pt"))
@@ -108,9 +116,11 @@ def make(place: Place, entry: Scenario, *, orig: bool) -> None:
         with open(place.path("layout.json"), "w") as file:
             about = {"units": layout(run), "ids": ids(run), "sharded": is_sharded(entry), "group": entry.group}
             json.dump(about, file)
-    for beside in ("", "flat"):
-        save_units(*run, place.path(beside, "units.json"))
-    if entry.mix:
+    save_units(*run, place.path("units.json"))
+    dist.barrier()  # until every rank has added its own order
+    if place.rank == 0:
+        shutil.copyfile(place.path("units.json"), place.path("flat", "units.json"))
+    if entry.mix and (place.world < 4 or place.world == entry.mix_world(orig=orig)):
         mix(place, entry, states, orig=orig)
 
 
@@ -127,7 +137,9 @@ def mix(place: Place, entry: Scenario, states: dict[str, Any], *, orig: bool) ->
         named = FullyShardedDataParallel.optim_state_dict(model, optimizer)
     place.save("sharded", model=weights, optim=named)
     extra = {"rng": {"cpu": torch.get_rng_state()}, "lr_scheduler": {"last_epoch": 2, "base_lrs": [0.01]}}
-    place.save("mix", model=weights, optim=states, extra_state=extra)
+    place.copy("model", "sharded", "mix")
+    place.copy("optim", "flat", "mix")
+    place.save("mix", extra_state=extra)
 
 
 def main() -> None:

@@ -34,6 +34,7 @@ IMPORTED = {
         "fsdpckpt.comm.launch",
         "fsdpckpt.comm.torch_group",
         "fsdpckpt.execute.send_recv",
+        "torch._dynamo",
         "torch.distributed.checkpoint.state_dict",
         "torch.distributed.fsdp",
         "torch.distributed.run",

@@ -26,12 +26,10 @@ TURNS = [
 MIXED = [
     case
     for case, (variant, world) in zip(CASES, ALL, strict=True)
-    if variant.entry.mix and world == 2 + (variant.orig + len(variant.scenario)) % 3
+    if variant.entry.mix and world == variant.entry.mix_world(orig=variant.orig)
 ]
 LOCAL = [case for case, (variant, world) in zip(CASES, ALL, strict=True) if variant.entry.group is None]
-DCP = [
-    pytest.param(Variant(name, orig), 3, id=f"{name}-{orig}") for name in ("nested", "tiny") for orig in (True, False)
-]
+DCP = [case for case, (variant, world) in zip(CASES, ALL, strict=True) if variant.entry.dcp and world == 3]
 
 
 @functools.cache
