@@ -437,9 +437,13 @@ class DiffOptions:
     rtol: float | None = option("Relative tolerance (default: every byte must be equal).", metavar="X", minimum=0.0)
     atol: float | None = option("Absolute tolerance (default: every byte must be equal).", metavar="X", minimum=0.0)
     only: Section | None = option("Compare only this section.", offered=SECTIONS)
-    all_keys: bool = option("Print the keys that are the same, too.", default=False, flag="--all")
+    all_keys: bool = option(
+        "Print every key, also what is the same and of repeated layers.", default=False, flag="--all"
+    )
     strict: bool = option("Count extras that only one of them has a place for (random states of ranks).", default=False)
-    ignore_file: tuple[str, ...] = _as_in_convert("ignore_file")
+    ignore_file: tuple[str, ...] = _as_in_convert(
+        "ignore_file", "Leave out files and directories of A and B with this name or path; may be repeated."
+    )
     units: str | None = option("Units file for flattened shards.", **_UNITS_FILE)
     threads: int | None = option("Number of threads that read and compute.", **_THREADS)
 

@@ -223,7 +223,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["--help", "-h"], "max_content_width": 100},
 )
 _SRC = ("source", "SRC", "A file, a directory or a URL; its format is detected.")
-_DST = ("target", "DST", "A path or an object store's URL; must not exist yet.")
+_DST = ("target", "DST", "A path or an object store's URL; .pt and .safetensors name one file.")
 _A = ("a", "A", "A file, a directory or a URL.")
 _B = ("b", "B", "What to compare it with.")
 

@@ -25,6 +25,7 @@ Examples:
   fsdpckpt convert runs/global_step_7/actor titan --flavor torchtitan \\
       --world-size 8
   fsdpckpt convert checkpoint-500 on-6-gpus --world-size 6
+  fsdpckpt convert checkpoint-500 hf --flavor huggingface --reference base
   fsdpckpt convert runs/step-1000 full.pt
   fsdpckpt convert full.pt runs/resharded --to sharded --world-size 8
   fsdpckpt convert runs/step-1000 ranks --to sharded --container torch \\
@@ -36,7 +37,6 @@ Examples:
   fsdpckpt convert runs/step-1000 weights --container safetensors \\
       --only model --dtype bfloat16
   fsdpckpt convert runs/step-1000 full.pt --dry-run
-  fsdpckpt convert runs/step-1000 full.pt --no-resume
   fsdpckpt convert runs/step-1000 full.pt --nproc-per-node 4
   torchrun --nnodes 2 --nproc-per-node 8 ... \\
       -m fsdpckpt convert runs/step-1000 full.pt

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from fsdpckpt.cli.output import Colour, Line, labelled
+from fsdpckpt.cli.output import Colour, Line, Styled, labelled
 from fsdpckpt.options import DiffOptions
-from fsdpckpt.text import numbers_text, plural
+from fsdpckpt.text import count_text, fold, numbers_text, plural
 
 if TYPE_CHECKING:
     from fsdpckpt.cli.output import Output
@@ -62,10 +62,26 @@ _COLOURS = {"*": Colour.CHANGED, "-": Colour.BAD, "+": Colour.NEW}
 
 
 def _lines(result: Difference, columns: int | None, *, everything: bool) -> Iterator[Line]:
-    for entry in result.entries:
-        if (everything or entry.sigil != "=") and entry.counts:
-            text = f"{entry.section} {entry.key}" + (f"  {entry.detail}" if entry.detail else "")
-            yield from labelled(entry.sigil, text, _COLOURS.get(entry.sigil), columns)
+    """``columns``: of a terminal, on which keys of repeated layers that differ alike share a line, as do all keys of a
+    section that only one of the two has."""
+    shown = [entry for entry in result.entries if (everything or entry.sigil != "=") and entry.counts]
+    rows = [(entry.key, 1, entry) for entry in shown]
+    if columns is not None and not everything:
+        sigils: dict[str, set[str]] = {}
+        for entry in result.entries:
+            sigils.setdefault(entry.section, set()).add(entry.sigil)
+        alone = {section: sigil for section, (sigil, *more) in sigils.items() if sigil in ("-", "+") and not more}
+        for section, sigil in alone.items():
+            if keys := sum(entry.section == section for entry in shown):
+                text = f"{sigil} {section}  all {plural(keys, 'key')}, only in {'A' if sigil == '-' else 'B'}"
+                yield Styled(text, _COLOURS[sigil], end=1)
+        shown = [entry for entry in shown if entry.section not in alone]
+        folded = fold((entry.key, (entry.sigil, entry.section, entry.detail, entry.rank)) for entry in shown)
+        rows = [(one.key, len(one.members), shown[one.members[0]]) for one in folded]
+    for key, count, entry in rows:
+        times = f"  x{count_text(count)}" if count > 1 else ""
+        text = f"{entry.section} {key}{times}" + (f"  {entry.detail}" if entry.detail else "")
+        yield from labelled(entry.sigil, text, _COLOURS.get(entry.sigil), columns)
     for sigil, side in (("-", "A"), ("+", "B")):
         apart = [entry for entry in result.entries if entry.sigil == sigil and not entry.counts]
         of_ranks = [entry for entry in apart if entry.rank is not None]

@@ -61,7 +61,20 @@ def _usage(error: BaseException) -> BaseException:
     unknown = getattr(error, "option_name", "") if hasattr(error, "possibilities") else ""
     said = str(getattr(error, "format_message", lambda: str(error))()).rstrip(".")
     what = f"there is no option {unknown}" if unknown else said[:1].lower() + said[1:]
-    return UsageError(what, next_step=_meant_option(error, unknown) if unknown else None)
+    expected = _expected(error, said)
+    return UsageError(what, expected=expected, next_step=_meant_option(error, unknown) if unknown else None)
+
+
+def _expected(error: BaseException, said: str) -> str | None:
+    """The commands, where one was meant, and the arguments of a command that lacks some."""
+    context = getattr(error, "ctx", None)
+    if context is None:
+        return None
+    if said.startswith("No such command"):
+        return ", ".join(context.command.list_commands(context))
+    if said.startswith("Missing argument"):
+        return " ".join((context.command_path, *context.command.collect_usage_pieces(context)[1:]))
+    return None
 
 
 def _meant_option(error: BaseException, unknown: str) -> str | None:

@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from fsdpckpt.cli import diff
+from fsdpckpt.ir.checkpoint import Section
+from fsdpckpt.verify.compare import Difference, Entry
 from tests.cli.conftest import Run, training_state
 
 
@@ -137,6 +140,19 @@ def random_states(directory: Path, ranks: int, **more: object) -> Path:
         extra = {"rng": {"cpu": torch.full((16,), rank, dtype=torch.uint8), "python": [3, rank]}, "epoch": 2, **more}
         torch.save(extra, directory / f"extra_state_world_size_{ranks}_rank_{rank}.pt")
     return directory
+
+
+def test_on_a_terminal_layers_that_differ_alike_and_a_missing_section_are_one_line() -> None:
+    entries = [Entry("-", Section.OPTIM, f"layers.{n}.w.{state}", "tensor") for n in range(3) for state in ("a", "b")]
+    entries += [Entry("*", Section.MODEL, f"layers.{n}.w", "shape [2] vs [3]") for n in range(3)]
+    entries += [Entry("=", Section.MODEL, "norm.w")]
+    result = Difference(tuple(entries), (), ("one", "other"))
+    shown = "\n".join(map(str, diff._lines(result, 80, everything=False)))
+    assert "- optim  all 6 keys, only in A" in shown
+    assert "* model layers.{0..2}.w  x3  shape [2] vs [3]" in shown
+    assert len(list(diff._lines(result, None, everything=False))) == 9, "a pipe gets every key"
+    assert len(list(diff._lines(result, 80, everything=True))) == 10
+    assert result.summary == "1 same, 3 differ, 6 only in one, 0 only in other"
 
 
 def test_random_states_of_ranks_that_one_side_lacks_are_listed_and_are_no_difference(run: Run, tmp_path: Path) -> None:
