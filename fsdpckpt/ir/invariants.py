@@ -45,10 +45,17 @@ ALIASED_NEXT = "save again with FullOptimStateDictConfig(offload_to_cpu=False), 
 def problems(checkpoint: Checkpoint) -> list[Problem]:
     """Every problem of ``checkpoint`` that can be found without reading tensor data."""
     all_problems: list[Problem] = []
+    covered: set[tuple[tuple[int, ...], int, int]] = set()  # shapes and the boxes that cover them: many share theirs
     for named in checkpoint.tensors():
-        wrong = flaws(named.tensor)
+        tensor = named.tensor
+        boxes = (tensor.shape, id(tensor.chunks.start), id(tensor.chunks.size))
+        if boxes in covered:
+            continue
+        wrong = flaws(tensor)
         if wrong:
             all_problems.extend(_coverage_problem(named, flaw, checkpoint) for flaw in wrong)
+        else:
+            covered.add(boxes)
     if checkpoint.optim is not None:
         all_problems.extend(aliased_states(checkpoint.optim, checkpoint))
         all_problems.extend(state_completeness(checkpoint.optim))
@@ -96,6 +103,9 @@ def _file_of(chunks: Chunks, rank: int | None, checkpoint: Checkpoint) -> str | 
 
 def aliased_states(optim: OptimState, checkpoint: Checkpoint) -> Iterator[Problem]:
     """A fatal problem for each parameter of which two tensor states lie on the same bytes of a file."""
+    every = [leaf for states in optim.state.values() for leaf in states.values() if isinstance(leaf, Tensor)]
+    if not every or _plainly_apart(every):
+        return
     for param, states in optim.state.items():
         tensors = [(name, leaf) for name, leaf in states.items() if isinstance(leaf, Tensor)]
         if len(tensors) < 2:
@@ -146,7 +156,14 @@ def _plainly_apart(tensors: Sequence[Tensor]) -> bool:
     """True when no two located chunks overlap, found in columns; False says nothing."""
     number = np.concatenate([tensor.chunks.file for tensor in tensors])
     begin = np.concatenate([tensor.chunks.offset for tensor in tensors])
-    span = np.concatenate([_spans(tensor) for tensor in tensors])
+    spans: dict[tuple[int, int, int], Int64Array] = {}  # by the ids of sizes and strides, which many tensors share
+    parts: list[Int64Array] = []
+    for tensor in tensors:
+        alike = (id(tensor.chunks.size), id(tensor.chunks.stride), tensor.dtype.itemsize)
+        if alike not in spans:
+            spans[alike] = _spans(tensor)
+        parts.append(spans[alike])
+    span = np.concatenate(parts)
     kept = (begin >= 0) & (span > 0)
     number, begin, span = number[kept], begin[kept], span[kept]
     order = np.lexsort((begin, number))

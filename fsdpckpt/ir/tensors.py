@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import TypeAlias
 
@@ -61,6 +62,24 @@ def first_equal(rows: Int64Array) -> Int64Array:
     return found
 
 
+@lru_cache(maxsize=1 << 16)
+def _whole_box(shape: tuple[int, ...], stride: tuple[int, ...] | None) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """Start, size and stride of a chunk that is a whole tensor: a model has few shapes, and many tensors of each."""
+    box = np.zeros((3, 1, len(shape)), np.int64)
+    box[1, 0] = shape
+    box[2, 0] = contiguous_stride(shape) if stride is None else stride
+    box.flags.writeable = False
+    return box[0], box[1], box[2]
+
+
+@lru_cache(maxsize=1 << 12)
+def _number(value: int) -> Int64Array:
+    """A column of one row."""
+    column = np.array((value,), np.int64)
+    column.flags.writeable = False
+    return column
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunks:
     """The chunks of one tensor, one row each. n rows; d is the tensor's number of dimensions.
@@ -87,14 +106,9 @@ class Chunks:
     def whole(
         cls, *, file: int, offset: int, shape: Sequence[int], stride: Sequence[int] | None = None, rank: int = 0
     ) -> Chunks:
-        """One chunk that is the whole tensor."""
-        d = len(shape)
-        columns = np.empty((3, 1), np.int64)
-        columns[:, 0] = (rank, file, offset)
-        box = np.zeros((3, 1, d), np.int64)
-        box[1, 0] = shape
-        box[2, 0] = contiguous_stride(shape) if stride is None else stride
-        return cls(columns[0], columns[1], columns[2], box[0], box[1], box[2])
+        """One chunk that is the whole tensor. All arrays but ``offset`` are shared, and not to be written to."""
+        start, size, steps = _whole_box(tuple(shape), None if stride is None else tuple(stride))
+        return cls(_number(rank), _number(file), np.array((offset,), np.int64), start, size, steps)
 
     @classmethod
     def rows(

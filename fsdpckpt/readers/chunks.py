@@ -21,7 +21,13 @@ class ChunkedTensor(NamedTuple):
 
 def build_tensors(tensors: Sequence[ChunkedTensor], *, world_size: int) -> dict[str, Tensor]:
     """A Tensor for each; ``world_size`` is how many ranks wrote them."""
-    cuts = [_cut_dimensions(tensor) for tensor in tensors]
+    known: dict[tuple[tuple[int, ...], int], list[int] | None] = {}  # tensors that are cut alike share their sizes
+    cuts = []
+    for tensor in tensors:
+        alike = (tensor.shape, id(tensor.chunks.size))
+        if alike not in known:
+            known[alike] = _cut_dimensions(tensor)
+        cuts.append(known[alike])
     several = any(cut is not None for cut in cuts) and world_size > 1
     built: dict[str, Tensor] = {}
     for (key, dtype, shape, chunks), cut in zip(tensors, cuts, strict=True):

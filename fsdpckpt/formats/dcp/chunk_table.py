@@ -194,12 +194,20 @@ class ChunkTable:
         if missing:
             return [], list(self._named(missing))
         self._sort_files(where[:, 0])
-        return [self._chunks(place, where) for place in self._places], []
+        cuts: dict[tuple[int, int, int], tuple[Int64Array, Int64Array]] = {}
+        return [self._chunks(place, where, cuts) for place in self._places], []
 
-    def _chunks(self, place: _Place, where: Int64Array) -> StoredChunks:
-        rows, boxes = where[place.first : place.first + place.rows], self._boxes[place.ndim]
-        cut = slice(place.at, place.at + place.rows)
-        return StoredChunks(boxes.start[cut], boxes.size[cut], rows[:, 0], rows[:, 1:])
+    def _chunks(
+        self, place: _Place, where: Int64Array, cuts: dict[tuple[int, int, int], tuple[Int64Array, Int64Array]]
+    ) -> StoredChunks:
+        """Those of one tensor. ``cuts``: starts and sizes by place, which tensors that are cut alike have in common."""
+        _, first, rows, ndim, at = place
+        cut = cuts.get((ndim, at, rows))
+        if cut is None:
+            boxes = self._boxes[ndim]
+            cut = cuts[ndim, at, rows] = boxes.start[at : at + rows], boxes.size[at : at + rows]
+        here = where[first : first + rows]
+        return StoredChunks(*cut, here[:, 0], here[:, 1:])
 
     def _file(self, path: str) -> int:
         number = self._numbers.get(path)

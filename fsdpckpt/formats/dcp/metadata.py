@@ -30,7 +30,6 @@ from fsdpckpt.text import plural, truncate
 
 PathElement = int | str
 _INTEGERS = {int}
-_FEW_CHUNKS = 8  # up to this many, plain Python is faster than numpy's cost per call
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,8 +217,7 @@ def _tensor(key: str, entry: StubInstance, table: ChunkTable, context: _Context)
     runs = [record for record in entries if isinstance(record, Run)]
     for run in runs:
         table.use(run, CHUNK)
-    in_rows = len(runs) == len(entries) and sum(run.end - run.begin for run in runs) > _FEW_CHUNKS
-    if not in_rows or not table.add_runs(key, shape, runs):
+    if not runs or len(runs) < len(entries) or not table.add_runs(key, shape, runs):
         table.add(key, len(shape), _boxes(key, shape, _pairs(entries, table), context))
     return dtype, shape
 

@@ -11,8 +11,9 @@ all: other opcodes, references into a run, runs that are used for something else
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -34,8 +35,10 @@ for _opcode in b")]}(teausbR\x81\x85\x86\x87\x88\x89N0":
     _WIDTH[_opcode] = 1
 for _opcode, _width in ((ord("K"), 2), (ord("M"), 3), (ord("J"), 5), (ord("G"), 9)):
     _WIDTH[_opcode] = _width
+_PLAIN = rb"[)\]}(teausbR\x81\x85-\x89N0]|K.|M..|J.{4}|G.{8}"  # the same, as a regular expression
 _MEMOIZE, _STACK_GLOBAL, _SHORT_TEXT, _TEXT, _LONG, _STOP = 0x94, 0x93, 0x8C, ord("X"), 0x8A, ord(".")
-_GETS = {ord("h"): 1, ord("j"): 4}
+_GET = ord("h")
+_GETS = {_GET: 1, ord("j"): 4}
 _PUTS = {ord("q"): 1, ord("r"): 4}
 _GLOBAL = ord("c")
 
@@ -172,6 +175,15 @@ class _Memo:
         return number - self._removed[place]
 
 
+def _run_of_plain(numbers: Collection[int]) -> re.Pattern[bytes]:
+    """A run of opcodes that are copied as they are, with the short GETs of ``numbers``. A GET that may be part of a
+    name is not among them: what a name consists of has to be known.
+    """
+    gets = b"".join(b"\\x%02x" % number for number in sorted(numbers))
+    short = rb"|(?:h[" + gets + rb"])++(?![\x93\x8cX])" if gets else b""
+    return re.compile(rb"(?:" + _PLAIN + short + rb")++", re.DOTALL)
+
+
 class _Walk:
     """``out``: the opcodes that were kept, and the placeholders."""
 
@@ -188,6 +200,8 @@ class _Walk:
         self._sizes = {CHUNK: _WINDOW, INDEX: _WINDOW}
         self._memo = _Memo()
         self._gets: dict[bytes, bytes] = {}  # what a GET becomes
+        self._plain_gets: set[int] = set()  # numbers of which a short GET is copied as it is
+        self._run = _run_of_plain(())
         self._rest, self._ends = b"", [0]  # bytes that were not walked over yet, and where in them frames end
         self._read = 0
         self._stopped = False
@@ -235,6 +249,11 @@ class _Walk:
                 frame = next(frames, -1)
                 continue
             opcode = data[at]
+            if width_of[opcode] or opcode == _GET:
+                match = self._run.match(data, at, limit if frame < 0 else min(limit, frame))
+                if match is not None:
+                    at = match.end()
+                    continue
             if opcode == _MEMOIZE:
                 memo.count += 1
                 at += 1
@@ -262,6 +281,9 @@ class _Walk:
                     out += data[kept:at]
                     out += new
                     kept = end
+                elif opcode == _GET and old not in self._plain_gets and name not in self._counts:
+                    self._plain_gets.add(old)
+                    self._run = _run_of_plain(self._plain_gets)
                 at = end
             elif opcode in (_SHORT_TEXT, _TEXT):
                 begin = at + (2 if opcode == _SHORT_TEXT else 5)

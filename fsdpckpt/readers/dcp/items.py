@@ -8,7 +8,7 @@ The metadata can be wrong where rows do not divide evenly; then the items decide
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby
@@ -40,13 +40,19 @@ def declared_chunks(directory: DcpDirectory) -> list[ChunkedTensor]:
     as_named, one_each = np.array_equal(numbers, np.arange(len(numbers))), np.array_equal(ranks, numbers)
     most = max((len(tensor.chunks) for tensor in directory.metadata.tensors.values()), default=0)
     unknown = np.broadcast_to(np.array(-1, np.int64), (most,))
+    strides: dict[int, Int64Array] = {}  # by the id of the sizes, which tensors that are cut alike share
+    offsets: dict[int, Int64Array] = {}
     declared: list[ChunkedTensor] = []
     for key, tensor in directory.metadata.tensors.items():
         stored = tensor.chunks
         file = stored.file if as_named else numbers[stored.file]
         rank = file if one_each else ranks[stored.file]
-        offset = unknown[: len(file)]
-        stride = contiguous_strides(stored.size)
+        offset = offsets.get(len(file))
+        if offset is None:
+            offset = offsets[len(file)] = unknown[: len(file)]
+        stride = strides.get(id(stored.size))
+        if stride is None:
+            stride = strides[id(stored.size)] = contiguous_strides(stored.size)
         chunks = Chunks(rank, file, offset, stored.start, stored.size, stride, stored.item)
         declared.append(ChunkedTensor(key, tensor.dtype, tensor.shape, chunks))
     return declared
@@ -128,16 +134,35 @@ class _Contents:
             table = tables.setdefault(len(shape), np.zeros((2, len(kinds), len(shape)), np.int64))
             table[0, number], table[1, number] = shape, stride
         located: dict[str, ChunkedTensor] = {}
-        for tensor, first, end in zip(self.declared, self._first[:-1].tolist(), self._first[1:].tolist(), strict=True):
-            chunks = replace(tensor.chunks, offset=self._offset[first:end])
-            if end > first:
-                size, stride = tables[len(tensor.shape)].take(self._kind[first:end], axis=1)
-                if not np.array_equal(size, chunks.size):
-                    chunks = replace(chunks, size=size)
-                if not np.array_equal(stride, chunks.stride):
-                    chunks = replace(chunks, stride=stride)
-            located[tensor.key] = tensor._replace(chunks=chunks)
+        bounds = zip(self._first[:-1].tolist(), self._first[1:].tolist(), self._differs(tables), strict=True)
+        for (key, dtype, shape, declared), (first, end, differs) in zip(self.declared, bounds, strict=True):
+            size, stride = declared.size, declared.stride
+            if differs:
+                held_size, held_stride = tables[len(shape)].take(self._kind[first:end], axis=1)
+                size = size if np.array_equal(size, held_size) else held_size
+                stride = stride if np.array_equal(stride, held_stride) else held_stride
+            chunks = Chunks(
+                declared.rank, declared.file, self._offset[first:end], declared.start, size, stride, declared.item
+            )
+            located[key] = ChunkedTensor(key, dtype, shape, chunks)
         return located
+
+    def _differs(self, tables: Mapping[int, Int64Array]) -> list[bool]:
+        """Of each tensor whether any of its chunks has another size or stride than the metadata declares."""
+        differs = np.zeros(len(self.declared), np.bool_)
+        counts = np.diff(self._first)
+        ndim = np.array([len(tensor.shape) for tensor in self.declared], np.int64)
+        for dimensions, table in tables.items():
+            tensors = np.flatnonzero((ndim == dimensions) & (counts > 0))
+            rows = np.flatnonzero(np.repeat(ndim == dimensions, counts))
+            if dimensions and len(tensors):
+                held = table[:, self._kind[rows]]
+                chunks = [self.declared[number].chunks for number in tensors.tolist()]
+                apart = (held[0] != np.concatenate([each.size for each in chunks])).any(axis=1)
+                apart |= (held[1] != np.concatenate([each.stride for each in chunks])).any(axis=1)
+                begins = np.cumsum(counts[tensors]) - counts[tensors]
+                differs[tensors] = np.logical_or.reduceat(apart, begins)
+        return differs.tolist()
 
     def _refuse(self, wrong: npt.NDArray[np.intp]) -> NoReturn:
         rows = self.order[np.isin(self.order, wrong)].tolist()
