@@ -165,9 +165,8 @@ class OutputCheck:
 def _match(
     transformed: TransformedCheckpoint, path: str, *, dtypes: DtypeRule, level: VerifyLevel, opener: Sources
 ) -> tuple[list[Pair], Sequence[SourceFile]]:
-    """Every tensor of ``transformed`` with the one that was written for it, and the files of the latter.
-
-    ``opener`` opens the output. Raises InternalError when they are not the same tensors.
+    """Every tensor of ``transformed`` with the one that was written for it, where ``level`` asks to compare them, and
+    the files of the latter. ``opener`` opens the output. Raises InternalError when they are not the same tensors.
     """
     expected, units = transformed.checkpoint, transformed.units
     written = _reopen(path, opener, locate=level is VerifyLevel.FULL, units=units)
@@ -184,7 +183,7 @@ def _match(
             wrong.append(f"{named.section} {named.key} was not written")
         elif (other.tensor.shape, other.tensor.dtype) != (named.tensor.shape, dtype):
             wrong.append(f"{named.section} {named.key} was written as {_form(other)}, not as {_form(named)}")
-        else:
+        elif level is VerifyLevel.FULL:
             pairs.append(Pair(f"{named.section} {named.key}", named.tensor, other.tensor))
     wrong.extend(f"{named.section} {named.key} was written and should not be there" for named in unmatched.values())
     if wrong:

@@ -12,7 +12,6 @@ The checksum of a record is combined from those of its parts. Some records have 
 from __future__ import annotations
 
 import threading
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
@@ -86,12 +85,19 @@ SourceRecord = tuple[int, int, int, int]
 
 
 class _Records:
-    """The checksummed records of one source file, sorted by offset."""
+    """The checksummed records of one source file, sorted by offset. ``table``: offset, nbytes and CRC-32 of each."""
 
-    def __init__(self, offsets: list[int], lengths: list[int], crcs: list[int]) -> None:
-        self.offsets = offsets
-        self.lengths = lengths
-        self.crcs = crcs
+    def __init__(self, table: Int64Array) -> None:
+        self.table = table
+
+    def at(self, offset: int) -> int:
+        """The number of the last record that begins at ``offset`` or before; -1 when none does."""
+        return int(np.searchsorted(self.table[0], offset, side="right")) - 1
+
+    def record(self, index: int) -> tuple[int, int, int]:
+        """(offset, nbytes, crc) of one record."""
+        offset, nbytes, crc = self.table[:, index].tolist()
+        return offset, nbytes, crc
 
 
 class SourceCheck:
@@ -115,7 +121,7 @@ class SourceCheck:
             rows = order[slice(*np.searchsorted(numbers, [number, number + 1]).tolist())]
             if checksums.crc[rows].any():
                 self._records[number] = _Records(
-                    checksums.offset[rows].tolist(), checksums.nbytes[rows].tolist(), checksums.crc[rows].tolist()
+                    np.stack([checksums.offset[rows], checksums.nbytes[rows], checksums.crc[rows]])
                 )
 
     def saw(self, file: int, offset: int, data: memoryview) -> int:
@@ -133,16 +139,28 @@ class SourceCheck:
         records = self._records.get(file)
         if records is None:
             return
-        index = bisect_right(records.offsets, offset) - 1
-        if index < 0 or offset + nbytes > records.offsets[index] + records.lengths[index]:
+        index = records.at(offset)
+        begin, length, _ = records.record(index) if index >= 0 else (0, 0, 0)
+        if index < 0 or offset + nbytes > begin + length:
             return
-        if nbytes == records.lengths[index]:
+        if nbytes == length:
             self._compare(file, records, index, crc)
         else:
             with self._lock:
                 self._parts.setdefault((file, index), []).append((offset, nbytes, crc))
                 if self._keep_fresh:
                     self._fresh.append((file, index, offset, nbytes, crc))
+
+    def summed_all(self, file: int, offset: Int64Array, nbytes: Int64Array, crc: Int64Array) -> None:
+        """As ``summed``, for many ranges of one file."""
+        records = self._records.get(file)
+        if records is None:
+            return
+        index = np.searchsorted(records.table[0], offset, side="right") - 1
+        begin, length, expected = records.table[:, np.maximum(index, 0)]
+        right = (begin == offset) & (length == nbytes) & (expected == crc)
+        for row in np.flatnonzero(~right).tolist():
+            self.summed(file, int(offset[row]), int(nbytes[row]), int(crc[row]))
 
     def finish(self) -> None:
         """Compare the records that were read in parts. Records that were read incompletely are not compared."""
@@ -157,8 +175,7 @@ class SourceCheck:
         A record may have been read more than once, split differently each time: any parts that tile it will do. Raises
         SourceCorruptError when two reads of the same bytes differ.
         """
-        records = self._records[file]
-        begin = records.offsets[index]
+        begin, length, _ = self._records[file].record(index)
         sums = {begin: 0}  # offset to the CRC-32 of the record's bytes before it
         read: dict[tuple[int, int], int] = {}
         for offset, nbytes, crc in sorted(set(self._parts.get((file, index), ()))):
@@ -169,24 +186,19 @@ class SourceCheck:
             total, end = combine([(0, 0, sums[offset]), (1, nbytes, crc)]), offset + nbytes
             if sums.setdefault(end, total) != total:
                 raise _read_differently(self._files[file].path, begin, end - begin, sums[end], total)
-        return sums.get(begin + records.lengths[index])
+        return sums.get(begin + length)
 
     def unproved(self, file: int, begins: Int64Array, ends: Int64Array) -> list[SourceRecord]:
         """The records of ``file`` that overlap a range ``begins[i]`` .. ``ends[i]`` and have parts missing."""
         records = self._records.get(file)
         if records is None:
             return []
-        offsets = np.asarray(records.offsets, np.int64)
-        lengths = np.asarray(records.lengths, np.int64)
+        offsets, lengths, _ = records.table
         change = np.zeros(len(offsets) + 1, np.int64)
         np.add.at(change, np.searchsorted(offsets + lengths, begins, side="right"), 1)
         np.add.at(change, np.searchsorted(offsets, ends, side="left"), -1)
         touched = np.flatnonzero(np.cumsum(change[:-1]) > 0).tolist()
-        return [
-            (file, records.offsets[index], records.lengths[index], records.crcs[index])
-            for index in touched
-            if self._sum(file, index) is None
-        ]
+        return [(file, *records.record(index)) for index in touched if self._sum(file, index) is None]
 
     def fresh(self) -> list[tuple[int, int, int, int, int]]:
         """The parts read since the last call, as ``unfinished`` returns them; none at the first call."""
@@ -205,9 +217,7 @@ class SourceCheck:
             self._parts.setdefault((file, index), []).append((offset, nbytes, crc))
 
     def _compare(self, file: int, records: _Records, index: int, crc: int) -> None:
-        require_checksum(
-            self._files[file].path, records.offsets[index], records.lengths[index], records.crcs[index], crc
-        )
+        require_checksum(self._files[file].path, *records.record(index), crc)
 
 
 def _require_one_checksum(files: Sequence[SourceFile], checksums: Checksums) -> None:

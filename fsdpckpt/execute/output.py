@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, cast
@@ -153,8 +153,6 @@ class TargetChecks:
 
     def __init__(self, file: FilePlan) -> None:
         self._file = file
-        self._begins: list[int] = file.checksums[:, 0].tolist()
-        self._ends: list[int] = file.checksums[:, 1].tolist()
         self._parts: dict[int, list[Part]] = {}
         self._late: list[tuple[int, bytes]] = []
         self._lock = threading.Lock()
@@ -165,40 +163,34 @@ class TargetChecks:
         ``known``: (offset, nbytes) -> CRC-32 of ranges the copying has summed already.
         """
         end = begin + len(view)
-        index = max(bisect_right(self._begins, begin) - 1, 0)
+        table = self._file.checksums
+        first = max(int(np.searchsorted(table[:, 0], begin, side="right")) - 1, 0)
+        rows = table[first : int(np.searchsorted(table[:, 0], end))].tolist()
         late: list[tuple[int, bytes]] = []
-        while index < len(self._begins) and self._begins[index] < end:
-            low, high = max(self._begins[index], begin), min(self._ends[index], end)
-            if low < high:
-                self._range(index, low, high, begin, view, known, late)
-            index += 1
+        for index, (low, high, *places) in enumerate(rows, first):
+            if low < begin or high > end:
+                self._part(index, max(low, begin), min(high, end), begin, view, known)
+            elif low < high:
+                crc = known.get((low, high - low))
+                value = (crc32(view[low - begin : high - begin]) if crc is None else crc).to_bytes(4, "little")
+                for place in places:
+                    if begin <= place <= end - 4:
+                        view[place - begin : place - begin + 4] = value
+                    elif place >= 0:
+                        late.append((place, value))
         if late:
             with self._lock:
                 self._late.extend(late)
 
-    def _range(
-        self,
-        index: int,
-        low: int,
-        high: int,
-        begin: int,
-        view: memoryview,
-        known: dict[tuple[int, int], int],
-        late: list[tuple[int, bytes]],
+    def _part(
+        self, index: int, low: int, high: int, begin: int, view: memoryview, known: dict[tuple[int, int], int]
     ) -> None:
-        crc = known.get((low, high - low))
-        if crc is None:
-            crc = crc32(view[low - begin : high - begin])
-        if (low, high) != (self._begins[index], self._ends[index]):
+        """What the window has of the range ``index``: the bytes [low, high)."""
+        if low < high:
+            crc = known.get((low, high - low))
+            crc = crc32(view[low - begin : high - begin]) if crc is None else crc
             with self._lock:
                 self._parts.setdefault(index, []).append((low, high - low, crc))
-            return
-        value = crc.to_bytes(4, "little")
-        for place in self._places(index):
-            if begin <= place and place + 4 <= begin + len(view):
-                view[place - begin : place - begin + 4] = value
-            else:
-                late.append((place, value))
 
     def unfinished(self) -> tuple[list[tuple[int, int, int, int]], list[tuple[int, bytes]]]:
         """What ``absorb`` takes: parts (checksum, offset, nbytes, crc), and values whose place is elsewhere."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +11,7 @@ import numpy.typing as npt
 from fsdpckpt.execute.checks import SourceCheck, crc32
 from fsdpckpt.ir.checkpoint import SourceFile
 from fsdpckpt.ir.dtypes import DType, cast, numpy_dtype
+from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.plan.plan import FilePlan, Plan
 from fsdpckpt.plan.windows import StridedBatch, strided_batches
 from fsdpckpt.storage.local import BLOCK, aligned_buffer
@@ -23,9 +25,6 @@ WIDE_ROW = 16 * 1024  # bytes: rows of this width or more are read one by one, n
 
 CACHED = 512 * 1024  # bytes: with what else is in use they fit into the second-level cache of one core
 CAST_AT_ONCE = 1 << 16  # elements: their temporary copies fit into the processor's cache
-
-Segment = tuple[int, int, int, int]
-"""(source file, source offset, window offset, nbytes)"""
 
 
 class Assembler:
@@ -112,43 +111,42 @@ class Assembler:
         inside = nbytes > 0
         source = copies.source[rows][plain] + first - target
         table = np.stack([copies.file[rows][plain], source, first - begin, nbytes])[:, inside]
-        order = np.lexsort((table[1], table[0]))
-        group: list[Segment] = []
+        table = table[:, np.lexsort((table[1], table[0]))]
         costs = {number: self._cost(number) for number in set(table[0].tolist())}
-        for number, at, place, length in table[:, order].T.tolist():
-            segment: Segment = (number, at, place, length)
-            cost = costs[number]
-            if length >= DIRECT and length >= cost:
-                known[begin + place, length] = self._read_summed(number, at, view[place : place + length])
-                continue
-            if group and not self._joins(group, segment, cost):
-                self._deal(group, begin, view, known)
-                group = []
-            group.append(segment)
-        if group:
-            self._deal(group, begin, view, known)
+        cost = np.array([costs[number] for number in table[0].tolist()] if self._remote else [0], np.int64)
+        large = (table[3] >= DIRECT) & (table[3] >= cost)
+        for number, at, place, length in table[:, large].T.tolist():
+            known[begin + place, length] = self._read_summed(number, at, view[place : place + length])
+        table = table[:, ~large]
+        file_of, begins, ends = table[0], table[1], table[1] + table[3]
+        apart = begins[1:] - ends[:-1]
+        linked = (file_of[1:] == file_of[:-1]) & (apart >= 0)
+        linked &= apart <= np.maximum(GAP, cost[~large][1:] if self._remote else 0)
+        chains = [0, *(np.flatnonzero(~linked) + 1).tolist(), table.shape[1]]
+        for low, high in pairwise(chains):
+            while low < high:
+                fits = int(np.searchsorted(ends[low:high], begins[low] + len(self._scratch), side="right"))
+                self._deal(table[:, low : low + max(fits, 1)], begin, view, known)
+                low += max(fits, 1)  # noqa: PLW2901
 
     def _cost(self, file: int) -> int:
         return request_cost(self._sources.open(self._files[file].path)) if self._remote else 0
 
-    def _joins(self, group: list[Segment], segment: Segment, cost: int) -> bool:
-        number, at, _, length = segment
-        last = group[-1]
-        apart = at - (last[1] + last[3])
-        near = apart >= 0 and (apart <= GAP or apart <= cost)
-        return number == last[0] and near and at + length - group[0][1] <= len(self._scratch)
-
-    def _deal(self, group: list[Segment], begin: int, view: memoryview, known: dict[tuple[int, int], int]) -> None:
-        number, origin, place, length = group[0]
-        if len(group) == 1:
+    def _deal(self, group: Int64Array, begin: int, view: memoryview, known: dict[tuple[int, int], int]) -> None:
+        """One read for the segments of ``group``, which are put into their places."""
+        number, origin, place, length = group[:, 0].tolist()
+        if group.shape[1] == 1:
             known[begin + place, length] = self._read_summed(number, origin, view[place : place + length])
             return
-        span = self._scratch[: group[-1][1] + group[-1][3] - origin]
+        span = self._scratch[: int(group[1, -1] + group[3, -1]) - origin]
         self._read(number, origin, span)
-        for _, at, place, length in group:
-            part = span[at - origin : at - origin + length]
+        crcs: list[int] = []
+        for at, place, length in zip((group[1] - origin).tolist(), group[2].tolist(), group[3].tolist(), strict=True):
+            part = span[at : at + length]
             view[place : place + length] = part
-            known[begin + place, length] = self._check.saw(number, at, part)
+            crcs.append(crc32(part))
+            known[begin + place, length] = crcs[-1]
+        self._check.summed_all(number, group[1], group[3], np.array(crcs, np.int64))
 
     def _strided(self, file: FilePlan, batch: StridedBatch, begin: int, view: memoryview) -> None:
         """Copies by rows, or with a cast. A single one is clipped to the window: part of a row, full rows, a part."""

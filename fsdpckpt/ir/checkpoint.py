@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -308,8 +308,7 @@ class OptimState:
         return [key for group in self.param_groups or () for key in group_params(group) or ()]
 
 
-@dataclass(frozen=True, slots=True)
-class NamedTensor:
+class NamedTensor(NamedTuple):
     """One tensor with its address. ``param`` is the FQN or id as text, ``state`` the optimizer state's name.
 
     ``key`` is the dotted address within the section: the FQN for ``model``, ``<param>.<state>`` for ``optim``,

@@ -130,20 +130,18 @@ class _Contents:
         if len(wrong):
             self._refuse(wrong)
         tables: dict[int, npt.NDArray[np.int64]] = {}  # by number of dimensions: shape and strides of each kind
-        for number, (_, shape, stride) in enumerate(kinds):
-            table = tables.setdefault(len(shape), np.zeros((2, len(kinds), len(shape)), np.int64))
-            table[0, number], table[1, number] = shape, stride
+        for number, (_, *form) in enumerate(kinds):
+            table = tables.setdefault(len(form[0]), np.zeros((2, len(kinds), len(form[0])), np.int64))
+            table[:, number] = form
         located: dict[str, ChunkedTensor] = {}
         bounds = zip(self._first[:-1].tolist(), self._first[1:].tolist(), self._differs(tables), strict=True)
-        for (key, dtype, shape, declared), (first, end, differs) in zip(self.declared, bounds, strict=True):
-            size, stride = declared.size, declared.stride
+        for (key, dtype, shape, stated), (first, end, differs) in zip(self.declared, bounds, strict=True):
+            size, stride = stated.size, stated.stride
             if differs:
                 held_size, held_stride = tables[len(shape)].take(self._kind[first:end], axis=1)
                 size = size if np.array_equal(size, held_size) else held_size
                 stride = stride if np.array_equal(stride, held_stride) else held_stride
-            chunks = Chunks(
-                declared.rank, declared.file, self._offset[first:end], declared.start, size, stride, declared.item
-            )
+            chunks = Chunks(stated.rank, stated.file, self._offset[first:end], stated.start, size, stride, stated.item)
             located[key] = ChunkedTensor(key, dtype, shape, chunks)
         return located
 
@@ -158,11 +156,12 @@ class _Contents:
             if dimensions and len(tensors):
                 held = table[:, self._kind[rows]]
                 chunks = [self.declared[number].chunks for number in tensors.tolist()]
-                apart = (held[0] != np.concatenate([each.size for each in chunks])).any(axis=1)
-                apart |= (held[1] != np.concatenate([each.stride for each in chunks])).any(axis=1)
+                apart: npt.NDArray[np.bool_] = np.any(held[0] != np.concatenate([one.size for one in chunks]), axis=1)
+                apart |= np.any(held[1] != np.concatenate([one.stride for one in chunks]), axis=1)
                 begins = np.cumsum(counts[tensors]) - counts[tensors]
                 differs[tensors] = np.logical_or.reduceat(apart, begins)
-        return differs.tolist()
+        found: list[bool] = differs.tolist()
+        return found
 
     def _refuse(self, wrong: npt.NDArray[np.intp]) -> NoReturn:
         rows = self.order[np.isin(self.order, wrong)].tolist()
