@@ -194,6 +194,12 @@ def scale(ranks: int) -> Callable[[Bench], Row]:
     return row
 
 
+def scale_ranks(bench: Bench) -> Row:
+    source = bench.make("many-ranks", 4000)
+    command = [PROGRAM, "inspect", source, "--quiet"]
+    return Row("inspect, files of 64 ranks", source, bench.path("none"), [Contender("fsdpckpt", command)])
+
+
 def scale_load(bench: Bench) -> Row:
     source = bench.make_scale(4096)
     command = [
@@ -254,6 +260,7 @@ ROWS: dict[str, Callable[[Bench], Row]] = {
     "scale-64": scale(64),
     "scale-512": scale(512),
     "scale-4096": scale(4096),
+    "scale-ranks": scale_ranks,
     "scale-load": scale_load,
     "scale-chunks": scale_chunks,
     "scale-plan-dcp": scale_plan("dcp"),

@@ -1,6 +1,7 @@
 """Write checkpoints of a given size in PyTorch's own formats, without training: ``bench_make.py FORM DIRECTORY BYTES``.
 
 FORM is ``dcp`` (run under torchrun: each rank saves its own DTensor shards), ``ranks`` (four ranks' DTensor files),
+``many-ranks`` (64 ranks' DTensor files of BYTES tensors each, not bytes),
 ``zero`` (four ranks of DeepSpeed's ZeRO 2), ``flat`` (four ranks of FSDP1's flat shards, use_orig_params=False, with a
 units file), ``full`` (one torch file), ``one-tensor`` (a DCP directory of a single tensor, run under torchrun) or
 ``many`` (one torch file of BYTES tensors, not bytes), ``units`` (the units file that belongs to ``full`` of that size).
@@ -25,7 +26,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 Shape = tuple[int, ...]
+Maker = Callable[[Shape], torch.Tensor]
 RANKS = 4
+MANY_RANKS = 64
 STATES_AND_WEIGHT = 3  # float32 weight, exp_avg, exp_avg_sq
 
 
@@ -83,14 +86,16 @@ def state_dicts(params: dict[str, Shape], make: Callable[[Shape], torch.Tensor])
     }
 
 
-def shard_maker(data: RandomFile, rank: int) -> Callable[[Shape], torch.Tensor]:
+def shard_maker(
+    take: Callable[[Shape], torch.Tensor], rank: int, ranks: int = RANKS
+) -> Callable[[Shape], torch.Tensor]:
     """Makes DTensors whose local chunk is the one that FSDP would give this rank."""
-    mesh = init_device_mesh("cpu", (RANKS,))
+    mesh = init_device_mesh("cpu", (ranks,))
 
     def make(shape: Shape) -> torch.Tensor:
-        chunk = -(-shape[0] // RANKS)
+        chunk = -(-shape[0] // ranks)
         rows = max(0, min(chunk, shape[0] - rank * chunk))
-        local = data.tensor((rows, *shape[1:]))
+        local = take((rows, *shape[1:]))
         stride = tuple(prod(shape[dimension + 1 :]) for dimension in range(len(shape)))
         return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride)
 
@@ -104,21 +109,21 @@ def make_dcp(directory: str, params: dict[str, Shape], data_path: str, *, optimi
     if rank == 0:
         RandomFile(data_path, largest)
     dist.barrier()
-    content = state_dicts(params, shard_maker(RandomFile(data_path, largest), rank))
+    content = state_dicts(params, shard_maker(RandomFile(data_path, largest).tensor, rank))
     dcp.save(content if optimizer else {"model": content["model"]}, checkpoint_id=directory)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def make_ranks(directory: str, params: dict[str, Shape], data: RandomFile) -> None:
+def make_ranks(directory: str, params: dict[str, Shape], take: Maker, ranks: int = RANKS) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     os.makedirs(directory, exist_ok=True)
-    for rank in range(RANKS):
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=RANKS)
-        content = state_dicts(params, shard_maker(data, rank))
-        torch.save(content["model"], f"{directory}/model_world_size_{RANKS}_rank_{rank}.pt")
-        torch.save(content["optimizer"], f"{directory}/optim_world_size_{RANKS}_rank_{rank}.pt")
+    for rank in range(ranks):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+        content = state_dicts(params, shard_maker(take, rank, ranks))
+        torch.save(content["model"], f"{directory}/model_world_size_{ranks}_rank_{rank}.pt")
+        torch.save(content["optimizer"], f"{directory}/optim_world_size_{ranks}_rank_{rank}.pt")
         dist.destroy_process_group()
 
 
@@ -216,6 +221,10 @@ def main() -> None:
         make_dcp(path, {"huge.weight": (int(amount) // 4096, 1024)}, data_path, optimizer=False)
     elif form == "many":
         torch.save(state_dicts(dict(many(int(amount))), torch.randn), path)
+    elif form == "many-ranks":
+        make_ranks(
+            path, {name: (MANY_RANKS * rows, 16) for name, (rows, _) in many(int(amount))}, torch.randn, MANY_RANKS
+        )
     elif form == "dcp":
         make_dcp(path, shapes(int(amount)), data_path, optimizer=True)
     else:
@@ -228,7 +237,7 @@ def main() -> None:
         elif form == "zero":
             make_zero(path, params, data_path)
         elif form == "ranks":
-            make_ranks(path, params, data)
+            make_ranks(path, params, data.tensor)
         else:
             torch.save(state_dicts(params, data.tensor), path)
 

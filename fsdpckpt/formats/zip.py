@@ -14,20 +14,36 @@ Offsets inside the archive count from its first byte, which need not be the firs
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
+import numpy as np
 from isal import isal_zlib
 
 from fsdpckpt.errors import COPY_AGAIN, SourceUnrecognisedError, SourceUnsupportedError, damaged
 from fsdpckpt.ir.targets import TargetFile
+from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.storage.protocols import ByteSource
 from fsdpckpt.storage.remote_file import prefetch
 from fsdpckpt.text import bytes_text, plural
 
-_LOCAL_LENGTHS = struct.Struct("<4s22xHH")  # signature, name length, extra length
-# signature, flags, method, crc, csize, size, name, extra, comment, at
-_CENTRAL_FIELDS = struct.Struct("<4s4xHH4xIIIHHH8xI")
+_LOCAL_LENGTHS = struct.Struct("<26xHH")  # name length, extra length
+_CENTRAL_LENGTHS = struct.Struct("<4s24xHHH")  # signature; lengths of name, extra field and comment
+_LOCAL_COLUMNS = np.dtype(
+    {
+        "names": ["signature", "n_name", "n_extra"],
+        "formats": ["S4", "<u2", "<u2"],
+        "offsets": [0, 26, 28],
+        "itemsize": 30,
+    }
+)
+_CENTRAL_COLUMNS = np.dtype(
+    {
+        "names": ["flags", "method", "crc", "packed", "nbytes", "n_name", "n_extra", "header"],
+        "formats": ["<u2", "<u2", "<u4", "<u4", "<u4", "<u2", "<u2", "<u4"],
+        "offsets": [8, 10, 16, 20, 24, 28, 30, 42],
+        "itemsize": 46,
+    }
+)
 _END_FIELDS = struct.Struct("<4sHHHHIIH")
 _LOCATOR64_FIELDS = struct.Struct("<4sIQI")
 _END64_FIELDS = struct.Struct("<4sQHHIIQQQQ")
@@ -42,6 +58,7 @@ _MAX_DIRECTORY_BYTES = 1 << 30  # ten million records
 _BLOCK = 1 << 20  # ... up to this, while there are more of them: most archives of one tensor need no second block ...
 _NEAR = 1 << 14  # ... when the next one is nearer than this: reading on is then cheaper than another request
 
+_TOO_LARGE = 1 << 60  # no file is: numbers up to here can be added up
 _PREFETCHED = 1024  # local headers of a remote file that are requested at a time
 
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
@@ -57,15 +74,36 @@ class ZipRecord(NamedTuple):
     crc: int
 
 
-class _Entry(NamedTuple):
-    name: str
-    header: int  # of the local header, relative to the archive's begin
-    nbytes: int
-    crc: int
+class ZipColumns(NamedTuple):
+    """The records of one archive in the order of its directory: names without the archive's own folder, and as in
+    ``ZipRecord``, in columns."""
+
+    names: list[str]
+    offset: Int64Array
+    nbytes: Int64Array
+    crc: Int64Array
+
+    def record(self, number: int) -> ZipRecord:
+        name, *columns = self
+        return ZipRecord(name[number], *(int(column[number]) for column in columns))
+
+    def records(self) -> dict[str, ZipRecord]:
+        """The records by name."""
+        columns = (self.offset.tolist(), self.nbytes.tolist(), self.crc.tolist())
+        return {row[0]: ZipRecord._make(row) for row in zip(self.names, *columns, strict=True)}
 
 
-def read_directory(source: ByteSource, *, begin: int = 0, end: int | None = None) -> dict[str, ZipRecord]:
-    """The records of the zip in bytes [begin, end) of ``source``, by name without the archive's own folder.
+class _Entries(NamedTuple):
+    """``header``: of each local header, relative to the archive's begin."""
+
+    names: list[str]
+    header: Int64Array
+    nbytes: Int64Array
+    crc: Int64Array
+
+
+def read_columns(source: ByteSource, *, begin: int = 0, end: int | None = None) -> ZipColumns:
+    """The records of the zip in bytes [begin, end) of ``source``.
 
     Raises SourceCorruptError (truncated, overlapping, contradicting), SourceUnsupportedError (compressed or
     encrypted records, torch's formats before zip) and SourceUnrecognisedError (no zip at all).
@@ -81,14 +119,17 @@ def read_directory(source: ByteSource, *, begin: int = 0, end: int | None = None
     directory, count, start = _find_directory(source, begin, stop)
     entries = _parse_directory(source, directory, count)
     offsets = _data_offsets(source, entries, begin, begin + start)
-    stem = entries[0].name.partition("/")[0] + "/" if entries else ""
-    records: dict[str, ZipRecord] = {}
-    for entry, offset in zip(entries, offsets, strict=True):
-        name = entry.name[len(stem) :] if entry.name.startswith(stem) else entry.name
-        if name in records:
-            _corrupt(source, f"two records are named {name!r}", "one", "two")
-        records[name] = ZipRecord(name, offset, entry.nbytes, entry.crc)
-    return records
+    stem = entries.names[0].partition("/")[0] + "/" if entries.names else ""
+    names = [name.removeprefix(stem) for name in entries.names]
+    if len(set(names)) < len(names):
+        twice = next(name for number, name in enumerate(names) if name in names[:number])
+        _corrupt(source, f"two records are named {twice!r}", "one", "two")
+    return ZipColumns(names, offsets, entries.nbytes, entries.crc)
+
+
+def read_directory(source: ByteSource, *, begin: int = 0, end: int | None = None) -> dict[str, ZipRecord]:
+    """The records by name. Raises what ``read_columns`` raises."""
+    return read_columns(source, begin=begin, end=end).records()
 
 
 def top_folder(source: ByteSource) -> str:
@@ -99,7 +140,7 @@ def top_folder(source: ByteSource) -> str:
     head = source.read(0, min(source.nbytes, _LOCAL_SIZE + _MAX_NAME))
     if len(head) < _LOCAL_SIZE or not head.startswith(b"PK\3\4"):
         return ""
-    _, n_name, _ = _LOCAL_LENGTHS.unpack_from(head)
+    n_name, _ = _LOCAL_LENGTHS.unpack_from(head)
     return head[_LOCAL_SIZE : _LOCAL_SIZE + n_name].decode(errors="replace").partition("/")[0]
 
 
@@ -150,30 +191,39 @@ def _find_directory(source: ByteSource, begin: int, stop: int) -> tuple[bytes, i
     return source.read(begin + start, size), count, start
 
 
-def _parse_directory(source: ByteSource, directory: bytes, count: int) -> list[_Entry]:
-    entries: list[_Entry] = []
-    refused: list[str] = []
-    at, limit, unpack = 0, len(directory), _CENTRAL_FIELDS.unpack_from
+def _parse_directory(source: ByteSource, directory: bytes, count: int) -> _Entries:
+    begins: list[int] = []
+    names: list[str] = []
+    at, limit, unpack = 0, len(directory), _CENTRAL_LENGTHS.unpack_from
     for _ in range(count):
         if at + _CENTRAL_SIZE > limit:
-            _corrupt(source, "the zip's directory is cut off", plural(count, "record"), f"{len(entries):,}")
-        signature, flags, method, crc, packed, nbytes, n_name, n_extra, n_comment, header = unpack(directory, at)
+            _corrupt(source, "the zip's directory is cut off", plural(count, "record"), f"{len(begins):,}")
+        signature, n_name, n_extra, n_comment = unpack(directory, at)
         if signature != b"PK\1\2":
-            _corrupt(source, f"record {len(entries)} of the zip's directory is damaged", "PK\\1\\2", repr(signature))
-        after = at + _CENTRAL_SIZE + n_name
+            _corrupt(source, f"record {len(begins)} of the zip's directory is damaged", "PK\\1\\2", repr(signature))
+        begins.append(at)
+        name = directory[at + _CENTRAL_SIZE : at + _CENTRAL_SIZE + n_name]
         try:
-            name = directory[at + _CENTRAL_SIZE : after].decode()
+            names.append(name.decode())
         except UnicodeDecodeError:
-            _corrupt(source, "a record's name is not UTF-8", "text", repr(directory[at + _CENTRAL_SIZE : after]))
-        if nbytes == 0xFFFFFFFF or packed == 0xFFFFFFFF or header == 0xFFFFFFFF:
-            nbytes, packed, header = _zip64(source, directory[after : after + n_extra], nbytes, packed, header)
-        if method != 0 or flags & _ENCRYPTED or packed != nbytes:
-            refused.append(f"{name}: " + ("encrypted" if flags & _ENCRYPTED else f"compression method {method}"))
-        entries.append(_Entry(name, header, nbytes, crc))
-        at = after + n_extra + n_comment
+            _corrupt(source, "a record's name is not UTF-8", "text", repr(name))
+        at += _CENTRAL_SIZE + n_name + n_extra + n_comment
     if at != limit:
         _corrupt(source, "the zip's directory does not end where it should", bytes_text(limit), bytes_text(at))
-    if refused and any(entry.name.endswith("/constants.pkl") for entry in entries):
+    fields = np.frombuffer(b"".join([directory[at : at + _CENTRAL_SIZE] for at in begins]), _CENTRAL_COLUMNS)
+    nbytes, packed, header = (fields[name].astype(np.int64) for name in ("nbytes", "packed", "header"))
+    for i in np.flatnonzero((nbytes == _LIMIT_32) | (packed == _LIMIT_32) | (header == _LIMIT_32)).tolist():
+        extra = begins[i] + _CENTRAL_SIZE + int(fields["n_name"][i])
+        wide = _zip64(
+            source, directory[extra : extra + int(fields["n_extra"][i])], int(nbytes[i]), int(packed[i]), int(header[i])
+        )
+        nbytes[i], packed[i], header[i] = (min(number, _TOO_LARGE) for number in wide)
+    encrypted = (fields["flags"] & _ENCRYPTED) != 0
+    refused = [
+        f"{names[i]}: " + ("encrypted" if encrypted[i] else f"compression method {fields['method'][i]}")
+        for i in np.flatnonzero((fields["method"] != 0) | encrypted | (packed != nbytes)).tolist()
+    ]
+    if refused and any(name.endswith("/constants.pkl") for name in names):
         raise SourceUnrecognisedError(
             f"{source.path} is a TorchScript module, not a checkpoint",
             file=source.path,
@@ -187,7 +237,7 @@ def _parse_directory(source: ByteSource, directory: bytes, count: int) -> list[_
             why="torch.save stores records as they are; another program packed this file",
             next_step=_RESAVE,
         )
-    return entries
+    return _Entries(names, header, nbytes, fields["crc"].astype(np.int64))
 
 
 def _zip64(source: ByteSource, extra: bytes, nbytes: int, packed: int, header: int) -> tuple[int, int, int]:
@@ -208,44 +258,49 @@ def _zip64(source: ByteSource, extra: bytes, nbytes: int, packed: int, header: i
     _corrupt(source, "a record larger than 4 GiB has no zip64 sizes", "an extra field", "none")
 
 
-def _data_offsets(source: ByteSource, entries: Sequence[_Entry], begin: int, directory: int) -> list[int]:
+def _data_offsets(source: ByteSource, entries: _Entries, begin: int, directory: int) -> Int64Array:
     """The absolute offset of each record's data, read from the local headers, which must not overlap."""
-    order = sorted(range(len(entries)), key=lambda i: entries[i].header)
-    offsets = [0] * len(entries)
+    order = np.argsort(entries.header, kind="stable")
+    headers = begin + entries.header[order]
+    limits = np.minimum(np.append(headers[1:], directory), directory)
+    tight = np.flatnonzero(headers + _LOCAL_SIZE > limits)
+    if len(tight):
+        name, limit, header = entries.names[order[tight[0]]], limits[tight[0]], headers[tight[0]]
+        _corrupt(source, f"record {name!r} overlaps the next", f"room before {limit}", str(header))
+    heads = _local_headers(source, headers.tolist(), limits.tolist(), directory)
+    fields = np.frombuffer(b"".join(heads), _LOCAL_COLUMNS)
+    damaged_at = np.flatnonzero(fields["signature"] != b"PK\3\4")
+    if len(damaged_at):
+        name, found = entries.names[order[damaged_at[0]]], heads[damaged_at[0]][:4]
+        _corrupt(source, f"record {name!r} has no header where it should be", "PK\\3\\4", repr(found))
+    starts = headers + _LOCAL_SIZE + fields["n_name"] + fields["n_extra"]
+    larger = np.flatnonzero(starts + entries.nbytes[order] > limits)
+    if len(larger):
+        i, room = order[larger[0]], limits[larger[0]] - starts[larger[0]]
+        what = f"record {entries.names[i]!r} is larger than its place in the file"
+        _corrupt(source, what, bytes_text(int(entries.nbytes[i])), f"{room}")
+    offsets = np.empty(len(order), np.int64)
+    offsets[order] = starts
+    return offsets
+
+
+def _local_headers(source: ByteSource, headers: list[int], limits: list[int], directory: int) -> list[bytes]:
+    """The fixed part of the local header at each of ``headers``, in ascending order; each ends before its limit."""
+    heads: list[bytes] = []
     block, block_at = b"", 0
-    unpack = _LOCAL_LENGTHS.unpack_from
     grown = _FIRST_BLOCK
     apart = False
-    for position, i in enumerate(order):
-        entry = entries[i]
-        header = begin + entry.header
+    for position, header in enumerate(headers):
         if position % _PREFETCHED == 0:
-            ahead = [(begin + entries[k].header, _LOCAL_SIZE) for k in order[position : position + _PREFETCHED]]
-            apart = prefetch(source, ahead)
-        limit = directory
-        if position + 1 < len(order):
-            limit = min(limit, begin + entries[order[position + 1]].header)
+            apart = prefetch(source, [(at, _LOCAL_SIZE) for at in headers[position : position + _PREFETCHED]])
         inside = header - block_at
-        if inside < 0 or inside + _LOCAL_SIZE > len(block):
-            if header + _LOCAL_SIZE > limit:
-                _corrupt(source, f"record {entry.name!r} overlaps the next", f"room before {limit}", str(header))
-            wanted = grown if limit - header < _NEAR and not apart else _LOCAL_SIZE
+        if inside + _LOCAL_SIZE > len(block):
+            wanted = grown if limits[position] - header < _NEAR and not apart else _LOCAL_SIZE
             grown = min(max(grown, 2 * wanted), _BLOCK)
             block, block_at = source.read(header, min(wanted, directory - header)), header
             inside = 0
-        signature, n_name, n_extra = unpack(block, inside)
-        if signature != b"PK\3\4":
-            _corrupt(source, f"record {entry.name!r} has no header where it should be", "PK\\3\\4", repr(signature))
-        offset = header + _LOCAL_SIZE + n_name + n_extra
-        if offset + entry.nbytes > limit:
-            _corrupt(
-                source,
-                f"record {entry.name!r} is larger than its place in the file",
-                bytes_text(entry.nbytes),
-                f"{limit - offset}",
-            )
-        offsets[i] = offset
-    return offsets
+        heads.append(block[inside : inside + _LOCAL_SIZE])
+    return heads
 
 
 def _explain_no_zip(source: ByteSource, begin: int, stop: int) -> NoReturn:

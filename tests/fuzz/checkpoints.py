@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 import zipfile
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ from fsdpckpt.storage.local import MemoryFile
 from fsdpckpt.storage.protocols import Entry
 from fsdpckpt.storage.sources import Sources
 from tests.fuzz.corpus import TINY
+from tests.readers.alike import Refusal, ends
 
 __all__ = [
     "dcp_checkpoint",
@@ -29,6 +31,7 @@ __all__ = [
     "index_page",
     "journal",
     "manifest",
+    "rank_files",
     "safetensors_document",
     "safetensors_index",
     "sharding_info",
@@ -103,6 +106,7 @@ def _named(name: str) -> Mapping[str, bytes]:
 
 _CHECKPOINT = _opened("d/model.safetensors", {"d/model.safetensors": _MODEL})
 _DATA = {f"it/data/{number}": bytes(range(64)) for number in range(6)}
+_RANK_DATA = {f"m/data/{number}": bytes(range(64)) for number in range(6)}
 _TINY_DCP = _named("directory/")
 _TORCH = _archive({"it/data.pkl": b"\x80\x02}X\1\0\0\0aK\1s.", "it/data/0": b"12345678"})
 
@@ -110,6 +114,22 @@ _TORCH = _archive({"it/data.pkl": b"\x80\x02}X\1\0\0\0aK\1s.", "it/data/0": b"12
 def torch_checkpoint(data: bytes) -> object:
     """``data``: the pickle of a torch file."""
     return _opened("it.pt", {"it.pt": _archive({"it/data.pkl": data, **_DATA})})
+
+
+def rank_files(data: bytes) -> object:
+    """``data``: the pickle of rank 0 of two; that of rank 1 is the same but for its place in the mesh.
+
+    Raises AssertionError when parsing both files, and parsing only what differs, do not come to the same end.
+    """
+    place = re.compile(rb"((?:_coordinate_on_dim|_rank)(?:q.|r....)[\](}lq-z\x94]*?(?:q.)?K)\0", re.DOTALL)
+    pickles = {"d/model_0.pt": data, "d/model_1.pt": place.sub(b"\\1\1", data)}
+    with _Files({path: _archive({"m/data.pkl": each, **_RANK_DATA}) for path, each in pickles.items()}) as sources:
+        once, each = ends({0: "d/model_0.pt", 1: "d/model_1.pt"}, sources)
+    if once != each:
+        raise AssertionError(f"{once} is not {each}")
+    if isinstance(once, Refusal):
+        raise once.error
+    return once
 
 
 def dcp_checkpoint(data: bytes) -> object:

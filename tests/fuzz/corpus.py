@@ -109,6 +109,7 @@ def seeds(target: str) -> list[bytes]:
         "index-page": lambda: iter([page.encode() for page in _PAGES]),
         "file-names": lambda: iter([name.encode() for name in _NAMES]),
         "torch-checkpoint": lambda: iter(tiny("pickle")),
+        "rank-files": lambda: iter(tiny("pickle")),
         "dcp-checkpoint": lambda: iter([*tiny("directory/.metadata"), *tiny("dcp-metadata")]),
         "zero-checkpoint": lambda: map(_pickle_in, tiny("zero")),
         "universal-checkpoint": lambda: map(_pickle_in, tiny("universal")),

@@ -70,6 +70,7 @@ TARGETS: dict[str, Target] = {
     "index-page": checkpoints.index_page,
     "file-names": checkpoints.file_names,
     "torch-checkpoint": checkpoints.torch_checkpoint,
+    "rank-files": checkpoints.rank_files,
     "dcp-checkpoint": checkpoints.dcp_checkpoint,
     "zero-checkpoint": checkpoints.zero_checkpoint,
     "universal-checkpoint": checkpoints.universal_checkpoint,

@@ -15,6 +15,7 @@ from tests.fuzz.mutations import mutated
 from tests.fuzz.targets import TARGETS, harmless
 
 INPUTS = {"torch": 400, "dcp-metadata": 400, "file-names": 400, "dcp-checkpoint": 400, "torch-checkpoint": 600} | {
+    "rank-files": 600,
     "zero-checkpoint": 400,
     "universal-checkpoint": 400,
 }

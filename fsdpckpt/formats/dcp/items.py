@@ -207,7 +207,7 @@ class ItemReader:
         pickled = records.get("data.pkl")
         if pickled is None:
             raise self._no_tensor(begin, "no data.pkl")
-        data = read_pickle(self._source, records, pickled)
+        data = read_pickle(self._source, pickled, summed=any(entry.crc for entry in records.values()))
         pickles = self._known.pickles
         described = pickles.get(data)
         if described is None or described.record not in records or records[described.record].nbytes < described.last:
@@ -232,7 +232,8 @@ class ItemReader:
             # A small item is at hand as a whole, and its structure is spread over all of it.
             entries = read_directory(MemoryFile(ends.head, self._source.path)).items()
             records = {name: record._replace(offset=record.offset + begin) for name, record in entries}
-        check_byteorder(self._source, records)
+        if "byteorder" in records:
+            check_byteorder(self._source, records["byteorder"])
         return records
 
     def _describe(self, data: bytes, records: Mapping[str, ZipRecord], begin: int) -> _Described:

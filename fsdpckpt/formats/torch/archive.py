@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from math import prod
 from typing import TypeAlias, cast
+
+import numpy as np
 
 from fsdpckpt.errors import COPY_AGAIN, SourceUnrecognisedError, SourceUnsupportedError, damaged
 from fsdpckpt.formats.pickle.check import check_size
@@ -21,8 +23,8 @@ from fsdpckpt.formats.pickle.read import StubInstance, as_object, load
 from fsdpckpt.formats.torch.distributed import Distributed, DistributedParser
 from fsdpckpt.formats.torch.loadable import array_object, restored, stands_for
 from fsdpckpt.formats.torch.tensors import Refused, StoredTensor, TensorBuilder, Wrapped
-from fsdpckpt.formats.zip import ZipRecord, read_directory
-from fsdpckpt.ir.checkpoint import Note
+from fsdpckpt.formats.zip import ZipColumns, ZipRecord, read_columns
+from fsdpckpt.ir.checkpoint import Checksums, Note
 from fsdpckpt.ir.tensors import Chunks, Tensor, contiguous_stride
 from fsdpckpt.ir.values import Global, Key, Object, Value
 from fsdpckpt.storage.protocols import ByteSource
@@ -37,11 +39,15 @@ class TreeWalk:
     """One pass over an unpickled tree, in place: leaves made, whatever cannot be converted collected with its key."""
 
     def __init__(
-        self, source: ByteSource, builder: TensorBuilder, leaf: Callable[[StoredTensor], object] | None
+        self,
+        source: ByteSource,
+        builder: TensorBuilder,
+        leaf: Callable[[StoredTensor], object] | None = None,
+        parser: DistributedParser | None = None,
     ) -> None:
         self._source = source
         self._builder = builder
-        self._parser = DistributedParser(source)
+        self._parser = DistributedParser(source) if parser is None else parser
         self._leaf: Callable[[StoredTensor], object] = leaf if leaf is not None else lambda stored: stored
         self._path: list[Key] = []
         self._seen: set[int] = set()
@@ -237,12 +243,6 @@ class TreeWalk:
                 next_step="leave these keys out when saving, or save them as plain tensors",
             )
 
-    def notes(self) -> list[Note]:
-        if not self._builder.dropped:
-            return []
-        names = ", ".join(sorted(self._builder.dropped))
-        return [Note("dropped", f"Python attributes of tensors in {self._source.path} are left out: {names}")]
-
 
 def _order(item: object) -> str:
     """What the items of a set are sorted by: ``repr`` of scalars."""
@@ -253,6 +253,22 @@ ChecksumRow: TypeAlias = tuple[int, int, int, int]  # file, offset, nbytes, crc
 
 
 @dataclass(frozen=True, slots=True)
+class OpenedArchive:
+    """One archive, of which only the pickle's bytes were read: ``pickle``. ``source``: what it is in."""
+
+    source: ByteSource
+    columns: ZipColumns
+    pickle: bytes
+
+    def checksums(self, file_id: int) -> Checksums:
+        """The CRC-32 of every record; none when it was saved with ``set_crc32_options(False)``, which leaves all 0."""
+        names, offset, nbytes, crc = self.columns
+        if not crc.any():
+            return Checksums.of([])
+        return Checksums(np.full(len(names), file_id, np.int64), offset, nbytes, crc)
+
+
+@dataclass(frozen=True, slots=True)
 class TorchArchive:
     """One archive, read. ``root``'s leaves are ``StoredTensor`` (or what ``leaf`` made of them), ``Distributed`` or ir
     values. ``ranks``: the ranks that its distributed tensors say saved them; ``worlds``: the ranks that they say there
@@ -260,12 +276,19 @@ class TorchArchive:
     holds none."""
 
     root: Value
-    checksums: list[ChecksumRow]
+    checksums: Checksums
     notes: list[Note]
     ranks: frozenset[int]
     worlds: tuple[tuple[int, ...], ...]
     forms: frozenset[str]
     devices: frozenset[str]
+
+
+def notes_on_dropped(names: Collection[str], path: str) -> list[Note]:
+    """What there is to say of Python attributes of tensors, which are left out."""
+    if not names:
+        return []
+    return [Note("dropped", f"Python attributes of tensors in {path} are left out: {', '.join(sorted(names))}")]
 
 
 def load_torch(
@@ -279,12 +302,15 @@ def load_torch(
     archive = read_archive(
         source, file_id, begin=begin, end=end, leaf=lambda stored: local_tensor(stored, file_id, rank)
     )
-    return archive.root, archive.checksums
+    sums = archive.checksums
+    columns = (sums.file.tolist(), sums.offset.tolist(), sums.nbytes.tolist(), sums.crc.tolist())
+    return archive.root, list(zip(*columns, strict=True))
 
 
-def local_tensor(stored: StoredTensor, file_id: int, rank: int = 0) -> Tensor:
-    """The ir tensor that is whole in one file."""
-    chunks = Chunks.whole(file=file_id, offset=stored.offset, shape=stored.shape, stride=stored.stride, rank=rank)
+def local_tensor(stored: StoredTensor, file_id: int, rank: int = 0, *, offset: int | None = None) -> Tensor:
+    """The ir tensor that is whole in one file, at its own offset or another."""
+    at = stored.offset if offset is None else offset
+    chunks = Chunks.whole(file=file_id, offset=at, shape=stored.shape, stride=stored.stride, rank=rank)
     return Tensor(stored.dtype, stored.shape, chunks, stored.sharded)
 
 
@@ -298,33 +324,53 @@ def read_archive(
 ) -> TorchArchive:
     """Read the torch archive at bytes [begin, end) of ``source``; ``leaf`` makes the leaves from stored tensors.
 
-    Raises SourceUnrecognisedError (a zip of something else), SourceUnsupportedError (big-endian; values that are no
-    strided tensors, all named by key), SourceUnsafeError and SourceCorruptError.
+    Raises what ``open_archive`` and ``parse_archive`` raise.
     """
-    records = read_directory(source, begin=begin, end=end)
-    pickled = records.get("data.pkl")
-    if pickled is None or "constants.pkl" in records:
+    return parse_archive(open_archive(source, begin=begin, end=end), file_id, leaf)
+
+
+def open_archive(source: ByteSource, *, begin: int = 0, end: int | None = None) -> OpenedArchive:
+    """The torch archive at bytes [begin, end) of ``source``.
+
+    Raises SourceUnrecognisedError (a zip of something else), SourceUnsupportedError (big-endian) and
+    SourceCorruptError.
+    """
+    columns = read_columns(source, begin=begin, end=end)
+    places = {name: number for number, name in enumerate(columns.names)}
+    if "data.pkl" not in places or "constants.pkl" in places:
         raise SourceUnrecognisedError(
             f"{source.path} is a zip file, but not one that torch.save writes",
             file=source.path,
             expected="a record data.pkl and no constants.pkl",
-            found=", ".join(sorted(records)[:8]) or "an empty zip",
+            found=", ".join(sorted(places)[:8]) or "an empty zip",
             why="it may be a TorchScript module, or an archive that holds a checkpoint",
             next_step="give the checkpoint itself: unpack the archive, or torch.save(module.state_dict(), new_path)",
         )
-    check_byteorder(source, records)
-    builder = TensorBuilder(records, source.path)
+    if "byteorder" in places:
+        check_byteorder(source, columns.record(places["byteorder"]))
+    pickled = columns.record(places["data.pkl"])
+    return OpenedArchive(source, columns, read_pickle(source, pickled, summed=bool(columns.crc.any())))
+
+
+def parse_archive(
+    opened: OpenedArchive, file_id: int, leaf: Callable[[StoredTensor], object] | None = None
+) -> TorchArchive:
+    """What the archive holds; ``leaf`` as in ``read_archive``.
+
+    Raises SourceUnsupportedError (values that are no strided tensors, all named by key), SourceUnsafeError and
+    SourceCorruptError.
+    """
+    source = opened.source
+    builder = TensorBuilder(opened.columns.records(), source.path)
     walk = TreeWalk(source, builder, leaf)
-    data = read_pickle(source, records, pickled)
-    root = load(data, file=source.path, tensors=builder)
+    root = load(opened.pickle, file=source.path, tensors=builder)
     root = walk.value(root)
     walk.finish()
     check_expansion(root, source.path)
-    rows = checksum_rows(records, file_id)
     return TorchArchive(
         root,
-        rows,
-        walk.notes(),
+        opened.checksums(file_id),
+        notes_on_dropped(builder.dropped, source.path),
         frozenset(walk.ranks),
         tuple(walk.worlds.values()),
         frozenset(walk.forms),
@@ -332,18 +378,12 @@ def read_archive(
     )
 
 
-def checksum_rows(records: Mapping[str, ZipRecord], file_id: int) -> list[ChecksumRow]:
-    """The CRC-32 rows of an archive; none when it was saved with ``set_crc32_options(False)``, which leaves all 0."""
-    if not any(record.crc for record in records.values()):
-        return []
-    return [(file_id, record.offset, record.nbytes, record.crc) for record in records.values()]
-
-
-def read_pickle(source: ByteSource, records: Mapping[str, ZipRecord], record: ZipRecord) -> bytes:
-    """The bytes of the record. Raises SourceCorruptError when its checksum is wrong; torch.load checks none."""
+def read_pickle(source: ByteSource, record: ZipRecord, *, summed: bool) -> bytes:
+    """The bytes of the record. ``summed``: the archive has checksums. Raises SourceCorruptError when this one's is
+    wrong; torch.load checks none."""
     check_size(record.nbytes, source.path)
     data = source.read(record.offset, record.nbytes)
-    if not any(entry.crc for entry in records.values()):
+    if not summed:
         return data
     crc = zlib.crc32(data)
     if crc != record.crc:
@@ -353,10 +393,7 @@ def read_pickle(source: ByteSource, records: Mapping[str, ZipRecord], record: Zi
     return data
 
 
-def check_byteorder(source: ByteSource, records: Mapping[str, ZipRecord]) -> None:
-    record = records.get("byteorder")
-    if record is None:
-        return
+def check_byteorder(source: ByteSource, record: ZipRecord) -> None:
     order = source.read(record.offset, min(record.nbytes, 16))
     if order != b"little":
         raise SourceUnsupportedError(

@@ -24,7 +24,8 @@ from fsdpckpt.layouts.sharded import LocalBox, decoded_order, in_placement_order
 from fsdpckpt.storage.protocols import ByteSource
 from fsdpckpt.text import truncate
 
-_Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]  # start, size, elements into the local tensor
+Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
+"""What a rank holds of a tensor: start and size of the box, and how many elements into the local tensor it begins."""
 
 
 class BoxInFile(NamedTuple):
@@ -67,11 +68,11 @@ def all_ranks(world_size: int) -> tuple[int, ...]:
 class DistributedParser(FileParser):
     """Parses the wrapped tensors of one file; meshes and boxes are computed once and reused."""
 
-    def __init__(self, source: ByteSource) -> None:
+    def __init__(self, source: ByteSource, meshes: MeshParser | None = None) -> None:
         super().__init__(source)
-        self._meshes = MeshParser(source)
+        self._meshes = MeshParser(source) if meshes is None else meshes
         self._placed: dict[object, tuple[Placement, ...]] = {}
-        self._boxes: dict[object, tuple[tuple[_Place, ...], str, Sharding | None]] = {}
+        self._boxes: dict[object, tuple[tuple[Place, ...], str, Sharding | None]] = {}
 
     def parse(self, wrapped: Wrapped, key: str) -> Distributed:
         """What the file holds of ``wrapped``; ``key`` names it in messages.
@@ -104,14 +105,14 @@ class DistributedParser(FileParser):
         if any(not isinstance(p, Replicate) and not 0 <= p.dim < len(wrapped.shape) for p in placements):
             self._corrupt(key, f"placements do not fit shape {wrapped.shape}", "dimensions", str(placements))
         order = self._shard_order(spec.get("shard_order"), placements, key) if len(placements) > 1 else None
-        places, text, sharding = self._places(wrapped.shape, mesh, placements, order, local, key)
+        places, text, sharding = self.places(wrapped.shape, mesh, placements, order, local, key)
         first, itemsize, stride = local.offset, local.dtype.itemsize, local.stride
         boxes = tuple([BoxInFile(start, size, first + at * itemsize, stride) for start, size, at in places])
         return Distributed(
             "DTensor", local.dtype, wrapped.shape, text, mesh.rank, mesh.ranks, mesh.world, boxes, mesh.device, sharding
         )
 
-    def _places(
+    def places(
         self,
         shape: tuple[int, ...],
         mesh: Mesh,
@@ -119,7 +120,7 @@ class DistributedParser(FileParser):
         order: Mapping[int, tuple[int, ...]] | None,
         local: StoredTensor,
         key: str,
-    ) -> tuple[tuple[_Place, ...], str, Sharding | None]:
+    ) -> tuple[tuple[Place, ...], str, Sharding | None]:
         """The boxes that ``local`` holds, the placements in words, and the sharding."""
         if mesh.coordinate is None:
             return (), placements_text(placements), None

@@ -6,7 +6,7 @@ later with a rank map and a layout of strides into it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -82,12 +82,42 @@ class FileParser:
         raise damaged(self._source.path, f"{key}: {what}", expected, found, key=key, why=why)
 
 
-class MeshParser(FileParser):
-    """Parses the meshes of one file, each once."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Hole:
+    """Stands for a number in a pickle: the rank's own, which is ``number`` among several (``formats.torch.alike``)."""
 
-    def __init__(self, source: ByteSource) -> None:
+    number: int
+
+
+class MeshParser(FileParser):
+    """Parses the meshes of one file, each once.
+
+    ``numbers``: what stands in holes. ``moved``: where the bytes are of a tensor that the pickle places at an offset.
+    """
+
+    def __init__(
+        self,
+        source: ByteSource,
+        numbers: Sequence[int | None] = (),
+        moved: Callable[[int], int] = lambda offset: offset,
+    ) -> None:
         super().__init__(source)
+        self._numbers = numbers
+        self._moved = moved
         self._meshes: dict[int, tuple[object, Mesh]] = {}
+
+    @property
+    def parsed(self) -> list[tuple[object, Mesh]]:
+        """Every mesh, as it was pickled and what it is."""
+        return list(self._meshes.values())
+
+    def _filled(self, value: object) -> object:
+        """A number, or several, with those of this rank in holes."""
+        if isinstance(value, Hole):
+            return self._numbers[value.number]
+        if isinstance(value, (list, tuple)) and any(isinstance(item, Hole) for item in value):
+            return [self._filled(item) for item in value]
+        return value
 
     def mesh(self, pickled: object, key: str) -> Mesh:
         """The mesh that ``pickled`` describes; ``key`` names the tensor in messages."""
@@ -98,21 +128,19 @@ class MeshParser(FileParser):
 
     def _parse(self, pickled: object, key: str) -> Mesh:
         attributes = fields(pickled)
-        coordinate = attributes.get("_coordinate_on_dim")
+        coordinate = self._filled(attributes.get("_coordinate_on_dim"))
         place = integers(coordinate) if coordinate is not None else None
         pickled_root = attributes.get("_root_mesh", attributes.get("_parent_mesh"))
         root = self.mesh(pickled_root, key) if isinstance(pickled_root, StubInstance) else None
         rank = attributes.get("_rank", root.rank if root is not None else None)  # torch 2.10 has it in neither
+        rank = self._filled(rank)
         rank = rank if type(rank) is int else None
         if "mesh" in attributes:  # torch 2.4 to 2.9: the mesh's own ranks
             shape, ranks = self._tensor_ranks(attributes["mesh"], key)
             world = ranks
         else:
             shape, ranks, world = self._layout_ranks(attributes, place, rank, key)
-        if place is not None and not (
-            len(place) == len(shape) and all(0 <= c < n for c, n in zip(place, shape, strict=True))
-        ):
-            self._corrupt(key, "a coordinate outside its mesh", f"a place in {shape}", f"{place}")
+        self._check_place(place, shape, key)
         if place is not None and ranks:
             placed = ranks[_position(place, shape)]
             if rank is not None and rank != placed:
@@ -148,11 +176,19 @@ class MeshParser(FileParser):
         if not whole:
             if rank not in world or place is None:
                 return shape, (), world
+            self._check_place(place, shape, key)
             base = world.index(rank) - sum(axis[c] for axis, c in zip(axes, place, strict=True))
         positions = [base + sum(steps) for steps in product(*axes)]
         if any(not 0 <= p < len(world) for p in positions):
             self._corrupt(key, "a mesh reaches outside its rank map", f"below {len(world)}", str(max(positions)))
         return shape, tuple(world[p] for p in positions), world
+
+    def _check_place(self, place: tuple[int, ...] | None, shape: tuple[int, ...], key: str) -> None:
+        inside = place is None or (
+            len(place) == len(shape) and all(0 <= c < n for c, n in zip(place, shape, strict=True))
+        )
+        if not inside:
+            self._corrupt(key, "a coordinate outside its mesh", f"a place in {shape}", f"{place}")
 
     def _axes(self, layout: object, key: str) -> list[list[int]]:
         """For each mesh dimension, the steps into the rank map of its indexes."""
@@ -192,7 +228,9 @@ class MeshParser(FileParser):
         if not 0 < count <= MAX_RANKS:
             self._corrupt(key, "an impossible mesh", f"up to {MAX_RANKS} ranks", f"{pickled.shape}")
         extent = 1 + sum((n - 1) * step for n, step in zip(pickled.shape, pickled.stride, strict=True))
-        raw = np.frombuffer(self._source.read(pickled.offset, extent * pickled.dtype.itemsize), pickled.dtype.name)
+        raw = np.frombuffer(
+            self._source.read(self._moved(pickled.offset), extent * pickled.dtype.itemsize), pickled.dtype.name
+        )
         strides = [step * raw.itemsize for step in pickled.stride]
         values = np.lib.stride_tricks.as_strided(raw, pickled.shape, strides)
         return pickled.shape, tuple(int(n) for n in values.reshape(-1))

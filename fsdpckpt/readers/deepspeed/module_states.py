@@ -21,6 +21,7 @@ from fsdpckpt.readers.flat_slices import boxes_of_range
 from fsdpckpt.readers.optimizer_forms import notes_on_copies
 from fsdpckpt.readers.protocol import FileTable, Tree
 from fsdpckpt.readers.torch_ranks.merge import Merge
+from fsdpckpt.readers.torch_ranks.rank_files import Group, RankFile
 from fsdpckpt.storage.sources import Sources
 
 StateDict: TypeAlias = dict[Key, object]
@@ -106,7 +107,8 @@ def open_files(paths: Mapping[int, str], table: FileTable, sources: Sources) -> 
 
 def merge_files(files: Sequence[StepFile], roots: Sequence[StateDict]) -> Tree:
     """The state dicts that the ranks of ``files`` have, as one."""
-    merge = Merge([file.rank for file in files], [file.number for file in files], sharded=True)
+    groups = [Group(file.root, [RankFile(file.rank, file.number, file.archive)]) for file in files]
+    merge = Merge(groups, sharded=True)
     tree = Tree(merge.value(roots), Layout.SHARDED, "deepspeed", len(files))
     tree.problems.extend(merge.problems)
     tree.rank_values.update(merge.rank_values)
@@ -144,7 +146,7 @@ def add_extras(tree: Tree, merged: Sequence[Tree]) -> None:
 
 def add_archives(tree: Tree, archives: Sequence[TorchArchive]) -> None:
     """Put the checksums and notes of the files of ``tree`` into it."""
-    tree.checksums = Checksums.of([row for archive in archives for row in archive.checksums])
+    tree.checksums = Checksums.joined(archive.checksums for archive in archives)
     tree.notes.extend(note for archive in archives for note in archive.notes)
 
 

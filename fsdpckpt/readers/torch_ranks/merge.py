@@ -8,7 +8,8 @@ may be slices of FSDP1's flat parameters, and are that for certain when ranks ho
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from enum import Enum, auto
 from math import isnan, prod
 from typing import TypeAlias, cast
@@ -23,6 +24,7 @@ from fsdpckpt.ir.tensors import SLICES, Chunks, Tensor
 from fsdpckpt.ir.values import Key, Value, leaf_tensors, like
 from fsdpckpt.layouts.flattened import is_flat_key
 from fsdpckpt.readers.flat_slices import is_optimizer
+from fsdpckpt.readers.torch_ranks.rank_files import Group, RankFile
 
 _Path: TypeAlias = tuple[Key, ...]
 
@@ -46,15 +48,14 @@ class _Place(Enum):
 
 
 class Merge:
-    """One merge of the state dicts of ``ranks``, whose values lie in ``files`` (numbers, same order).
+    """One merge of the state dicts of ``groups`` of ranks.
 
     ``sharded``: some value is distributed, so plain tensors are whole on every rank. After ``value``: ``problems``,
     ``rank_values`` and ``absences`` (as in ``Tree``), ``slices``: how many tensors are certain to be slices.
     """
 
-    def __init__(self, ranks: Sequence[int], files: Sequence[int], *, sharded: bool) -> None:
-        self._ranks = ranks
-        self._files = files
+    def __init__(self, groups: Sequence[Group], *, sharded: bool) -> None:
+        self._groups = groups
         self._sharded = False if sharded else None
         self.slices = 0
         self.problems: list[Problem] = []
@@ -62,7 +63,7 @@ class Merge:
         self.absences: dict[tuple[Value, ...], frozenset[int]] = {}
 
     def value(self, values: Sequence[object], path: _Path = (), place: _Place = _Place.ANYWHERE) -> Value:
-        """The merged value of what each rank has at ``path``, in the order of the ranks."""
+        """The merged value of what each group has at ``path``, in the order of the groups."""
         have = [index for index, value in enumerate(values) if value is not _ABSENT]
         first = values[have[0]]
         kind = type(first)
@@ -95,13 +96,13 @@ class Merge:
         return made
 
     def _check_present(self, column: Sequence[object], expected: list[int], merged: Value, path: _Path) -> None:
-        """Report a key that some of the ranks ``expected`` (indexes) lack though they should hold a part of it."""
-        absent = [self._ranks[i] for i in expected if column[i] is _ABSENT]
+        """Report a key that some of the groups ``expected`` (indexes) lack though they should hold a part of it."""
+        absent = self._ranks_of(i for i in expected if column[i] is _ABSENT)
         if not absent or _holds_slices(merged):
             return
         holders: set[int] = set()
-        for value in column:
-            _collect_holders(value, holders)
+        for group, value in zip(self._groups, column, strict=True):
+            _collect_holders(value, group, holders)
         if not holders:
             self.absences[cast("tuple[Value, ...]", path)] = frozenset(absent)
         absent = [rank for rank in absent if not holders or rank in holders]
@@ -145,16 +146,11 @@ class Merge:
         if any(values[i].shape != first.shape or values[i].dtype is not first.dtype for i in have):
             return self._contradiction(values, have, path)
         ndim = len(first.shape)
-        rows: list[tuple[int, ...]] = []
-        for i in have:
-            rank, file = self._ranks[i], self._files[i]
-            rows.extend((rank, file, box.offset, *box.start, *box.size, *box.stride) for box in values[i].boxes)
-        if not rows:  # no rank holds an element
-            rows.append((self._ranks[have[0]], self._files[have[0]], 0, *(0,) * ndim, *first.shape, *(1,) * ndim))
-            if 0 not in first.shape:
-                rows.clear()
+        chunks = _joined([self._groups[i].distributed(values[i]) for i in have], ndim)
+        if not len(chunks) and 0 in first.shape:  # no rank holds an element
+            file = self._groups[have[0]].files[0]
+            chunks = _chunks([(file.rank, file.file, 0, *(0,) * ndim, *first.shape, *(1,) * ndim)], ndim)
         sharding = first.sharding if all(values[i].sharding is first.sharding for i in have) else None
-        chunks = _chunks(rows, ndim)
         return Tensor(first.dtype, first.shape, chunks, sharded=True, placement=first.placement, sharding=sharding)
 
     def _are_slices(self, held: Sequence[object], place: _Place) -> bool:
@@ -164,55 +160,52 @@ class Merge:
         shapes = {value.shape for value in held if isinstance(value, StoredTensor)}
         if any(len(shape) != 1 for shape in shapes):
             return False
-        return place is _Place.BESIDE_FLAT or len(shapes) > 1 or len(held) < len(self._ranks)
+        return place is _Place.BESIDE_FLAT or len(shapes) > 1 or len(held) < len(self._groups)
 
     def _slices_of(self, values: Sequence[StoredTensor], have: list[int], path: _Path) -> Value:
         """The slices one after the other, a chunk for each rank that has one; an empty one is a chunk too."""
         dtype = values[have[0]].dtype
         if any(values[i].dtype is not dtype for i in have):
             return self._contradiction(values, have, path)
-        rows: list[tuple[int, ...]] = []
-        start = 0
-        for i in have:
-            (size,), (stride,) = values[i].shape, values[i].stride
-            rows.append((self._ranks[i], self._files[i], values[i].offset, start, size, stride))
-            start += size
+        chunks = _joined([self._groups[i].plain(values[i]) for i in have], 1)
+        ends = np.cumsum(chunks.size[:, 0])
         self.slices += 1
-        return Tensor(dtype, (start,), _chunks(rows, 1), sharded=True, placement=SLICES)
+        chunks = replace(chunks, start=(ends - chunks.size[:, 0]).reshape(-1, 1))
+        return Tensor(dtype, (int(ends[-1]),), chunks, sharded=True, placement=SLICES)
 
     def _plain(self, values: Sequence[StoredTensor], have: list[int], path: _Path) -> Value:
         first = values[have[0]]
         ndim = len(first.shape)
         if any(values[i].shape != first.shape or values[i].dtype is not first.dtype for i in have):
             return self._other(values, have, path)
-        rows = [
-            (self._ranks[i], self._files[i], values[i].offset, *(0,) * ndim, *first.shape, *values[i].stride)
-            for i in have
-        ]
         sharded = first.sharded if self._sharded is None else self._sharded
-        return Tensor(first.dtype, first.shape, _chunks(rows, ndim), sharded)
+        chunks = _joined([self._groups[i].plain(values[i]) for i in have], ndim)
+        return Tensor(first.dtype, first.shape, chunks, sharded)
 
     def _other(self, values: Sequence[object], have: list[int], path: _Path) -> Value:
         """Values that are no tensors, or of different kinds or shapes: one if all are equal, else every rank's own."""
-        held: list[Value] = [
-            None if value is _ABSENT else _located(value, self._files[i], self._ranks[i])
-            for i, value in enumerate(values)
-        ]
-        first = held[have[0]]
         if any(_contains_distributed(values[i]) for i in have):
             return self._contradiction(values, have, path)
-        if any(not equal(held[i], first) for i in have[1:]):
-            self.rank_values[cast("tuple[Value, ...]", path)] = tuple(held)
+        first = _located(values[have[0]], self._groups[have[0]].files[0])
+        if any(not equal(_located(values[i], self._groups[i].files[0]), first) for i in have[1:]):
+            pairs = [(file, value) for group, value in zip(self._groups, values, strict=True) for file in group.files]
+            pairs.sort(key=lambda pair: pair[0].rank)
+            held = tuple(None if value is _ABSENT else _located(value, file) for file, value in pairs)
+            self.rank_values[cast("tuple[Value, ...]", path)] = held
         return first
 
     def _contradiction(self, values: Sequence[object], have: list[int], path: _Path) -> Value:
         """Ranks that disagree on what a tensor is: reported, and the first rank's shown."""
         kinds: dict[str, list[int]] = {}
         for i in have:
-            kinds.setdefault(_described(values[i]), []).append(self._ranks[i])
-        described = "; ".join(f"{what} in {_ranks_text(ranks)}" for what, ranks in kinds.items())
+            kinds.setdefault(_described(values[i]), []).append(i)
+        described = "; ".join(f"{what} in {_ranks_text(self._ranks_of(held))}" for what, held in kinds.items())
         self.problems.append(Problem("rank-mismatch", f"{_dotted(path)} is {described}", key=_dotted(path)))
-        return _located(values[have[0]], self._files[have[0]], self._ranks[have[0]])
+        return _located(values[have[0]], self._groups[have[0]].files[0])
+
+    def _ranks_of(self, groups: Iterable[int]) -> list[int]:
+        """The ranks of the groups with these indexes."""
+        return sorted(rank for i in groups for rank in self._groups[i].ranks)
 
 
 def _inner(mapping: dict[Key, object], place: _Place) -> _Place | str:
@@ -253,20 +246,35 @@ def _chunks(rows: Sequence[tuple[int, ...]], ndim: int) -> Chunks:
     )
 
 
-def _located(value: object, file: int, rank: int) -> Value:
+def _joined(parts: Sequence[Chunks | list[tuple[int, ...]]], ndim: int) -> Chunks:
+    """The chunks of several groups, rank after rank."""
+    made = [part for part in parts if isinstance(part, Chunks)]
+    rows = [row for part in parts if not isinstance(part, Chunks) for row in part]
+    if not made:
+        return _chunks(rows, ndim)
+    if rows:
+        made.append(_chunks(rows, ndim))
+    if len(made) == 1:
+        return made[0]
+    columns = [(one.rank, one.file, one.offset, one.start, one.size, one.stride) for one in made]
+    joined = Chunks(*map(np.concatenate, zip(*columns, strict=True)))
+    return joined.take(np.argsort(joined.rank, kind="stable"))
+
+
+def _located(value: object, file: RankFile) -> Value:
     """``value`` with its stored tensors as ir tensors of one chunk; what is distributed keeps the boxes at hand."""
     if isinstance(value, StoredTensor):
-        return local_tensor(value, file, rank)
+        return local_tensor(value, file.file, file.rank, offset=file.offset(value))
     if isinstance(value, Distributed):
         ndim = len(value.shape)
-        rows = [(rank, file, box.offset, *box.start, *box.size, *box.stride) for box in value.boxes]
+        rows = [(file.rank, file.file, box.offset, *box.start, *box.size, *box.stride) for box in file.boxes(value)]
         return Tensor(value.dtype, value.shape, _chunks(rows, ndim), sharded=True, placement=value.placement)
     if isinstance(value, dict):
-        return like(value, {key: _located(child, file, rank) for key, child in value.items()})
+        return like(value, {key: _located(child, file) for key, child in value.items()})
     if isinstance(value, list):
-        return [_located(child, file, rank) for child in value]
+        return [_located(child, file) for child in value]
     if isinstance(value, tuple):
-        return tuple(_located(child, file, rank) for child in value)
+        return tuple(_located(child, file) for child in value)
     return cast(Value, value)
 
 
@@ -280,11 +288,12 @@ def _contains_distributed(value: object) -> bool:
     return isinstance(value, Distributed) or any(_contains_distributed(child) for child in _children(value))
 
 
-def _collect_holders(value: object, holders: set[int]) -> None:
+def _collect_holders(value: object, group: Group, holders: set[int]) -> None:
     if isinstance(value, Distributed):
-        holders.update(value.holders)
+        for file in group.files:
+            holders.update(file.holders(value))
     for child in _children(value):
-        _collect_holders(child, holders)
+        _collect_holders(child, group, holders)
 
 
 def _whole(value: Value) -> bool:

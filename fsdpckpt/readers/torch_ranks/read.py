@@ -20,6 +20,7 @@ from fsdpckpt.readers.sections import split
 from fsdpckpt.readers.torch_ranks import check_names
 from fsdpckpt.readers.torch_ranks.merge import Merge
 from fsdpckpt.readers.torch_ranks.orders import one_order
+from fsdpckpt.readers.torch_ranks.rank_files import grouped, open_ranks
 from fsdpckpt.readers.xla_fairscale import find_shard_metadata, name_shards, shards_without_metadata
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import first_of, listed, plural
@@ -37,22 +38,21 @@ def read_torch_ranks(paths: Mapping[int, str], files: FileTable, sources: Source
     decides whether they are slices.
     """
     ranks = sorted(paths)
-    numbers: list[int] = []
-    archives: list[TorchArchive] = []
-    for rank in ranks:
-        source = sources.open(paths[rank])
-        numbers.append(files.add(paths[rank], source.nbytes))
-        archives.append(read_archive(source, numbers[-1]))
-    named = name_shards(archives, ranks, paths)
+    opened = open_ranks(paths, files, sources, alike=True)
+    roots = {id(file.archive.root): file.archive.root for file in opened}
+    if any(find_shard_metadata(root) is not None for root in roots.values()):  # such shards are named rank by rank
+        opened = open_ranks(paths, files, sources, alike=False)
+    named = name_shards([file.archive for file in opened], ranks, paths)
     archives = named.archives
     _check_ranks(paths, ranks, archives)
     silent = [rank for rank, archive in zip(ranks, archives, strict=True) if not archive.ranks]
     check_names({rank: paths[rank] for rank in silent}, sources)
     forms = sorted({form for archive in archives for form in archive.forms})
     tree = Tree(None, Layout.SHARDED if forms else Layout.FULL, Container.TORCH, len(ranks), flavor=named.producer)
-    merge = Merge(ranks, numbers, sharded=bool(forms))
     ordered = one_order([archive.root for archive in archives], ranks, files.units)
-    tree.root = merge.value(ordered.roots)
+    groups = grouped(opened, ordered.roots)
+    merge = Merge(groups, sharded=bool(forms))
+    tree.root = merge.value([group.root for group in groups])
     tree.orders = ordered.orders
     tree.notes.extend(ordered.notes)
     tree.problems.extend(ordered.problems)
@@ -60,7 +60,7 @@ def read_torch_ranks(paths: Mapping[int, str], files: FileTable, sources: Source
     tree.problems.extend(merge.problems)
     tree.rank_values.update(merge.rank_values)
     tree.absences.update(merge.absences)
-    tree.checksums = Checksums.of([row for archive in archives for row in archive.checksums])
+    tree.checksums = Checksums.joined(archive.checksums for archive in archives)
     for archive in archives:
         tree.notes.extend(archive.notes)
         tree.devices |= archive.devices
@@ -199,8 +199,7 @@ def read_torch_file(path: str, files: FileTable, sources: Sources) -> Tree:
     if archive.forms or metadata is not None:
         rank = min(archive.ranks, default=0) if metadata is None or metadata.rank is None else metadata.rank
         return read_torch_ranks({rank: path}, files, sources)
-    checksums = Checksums.of(archive.checksums)
-    tree = Tree(archive.root, Layout.FULL, Container.TORCH, 1, checksums=checksums, notes=archive.notes)
+    tree = Tree(archive.root, Layout.FULL, Container.TORCH, 1, checksums=archive.checksums, notes=archive.notes)
     tree.evidence.append(Evidence(EvidenceKind.CONTAINER, f"{path} is one torch.save file of plain tensors"))
     keys = flat_parameter_keys(archive.root)
     if keys:

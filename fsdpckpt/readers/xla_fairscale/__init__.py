@@ -54,11 +54,14 @@ def name_shards(archives: Sequence[TorchArchive], ranks: Sequence[int], paths: M
     Raises SourceCorruptError for metadata that contradict themselves, each other or the shards, SourceIncompleteError
     when chunks are missing, SourceUnsupportedError for parameters of which every rank has another one.
     """
-    placed = [_only_metadata(archive.root, paths[rank]) for rank, archive in zip(ranks, archives, strict=True)]
+    roots: dict[int, tuple[int, Value]] = {}  # ranks that are alike share one
+    for rank, archive in zip(ranks, archives, strict=True):
+        roots.setdefault(id(archive.root), (rank, archive.root))
+    of_root = {number: _only_metadata(root, paths[rank]) for number, (rank, root) in roots.items()}
+    placed = [of_root[id(archive.root)] for archive in archives]
     known = [one for one in placed if one is not None]
     if not known:
-        pairs = zip(ranks, archives, strict=True)
-        problems = (one for rank, archive in pairs for one in shards_without_metadata(archive.root, paths[rank]))
+        problems = (one for rank, root in roots.values() for one in shards_without_metadata(root, paths[rank]))
         first = next(problems, None)
         return NamedShards(list(archives), problems=[first] if first is not None else [])
     _require_one_model(placed, ranks, paths)

@@ -1,0 +1,365 @@
+"""Knows the archives of other ranks again: what one rank saved is parsed, of the others only their numbers are taken.
+
+The files of ranks often differ in nothing but who saved them: the place in the device mesh, the rank, the number of a
+GPU. ``Alike`` holds the pickle of one rank. Where that of another rank differs, inside of numbers only, it is parsed
+once more with a ``Hole`` in the place of each of these numbers. If that gives the same tree, these numbers are nowhere
+but in meshes and in what no reader looks at, and every rank whose bytes are the same but for them has this tree too.
+What the mesh cuts is computed anew for each rank, and its bytes lie where its own zip directory says.
+
+Anything else (other rows, another value, a key more) is an archive of its own, to be parsed as any.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import isnan
+from pickletools import genops
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from fsdpckpt.errors import FsdpckptError
+from fsdpckpt.formats.pickle.read import load
+from fsdpckpt.formats.torch.archive import OpenedArchive, TorchArchive, TreeWalk, notes_on_dropped
+from fsdpckpt.formats.torch.distributed import BoxInFile, Distributed, DistributedParser, Place
+from fsdpckpt.formats.torch.mesh import Hole, Mesh, MeshParser
+from fsdpckpt.formats.torch.tensors import StoredTensor, TensorBuilder, Wrapped
+from fsdpckpt.ir.checkpoint import Checksums
+from fsdpckpt.ir.mesh import Placement, Sharding
+from fsdpckpt.ir.tensors import Int64Array
+from fsdpckpt.ir.values import Value
+from fsdpckpt.storage.protocols import ByteSource
+
+__all__ = ["Alike", "Changes", "Own", "Shared", "archive_of"]
+
+_MOST_DIFFERENT = 64  # bytes in which pickles may differ: an own place in a mesh and the number of a GPU are a few
+_SCANNED = 1 << 20  # bytes from the begin on in which they are looked for: a mesh stands where it is used first
+_INTEGERS = frozenset("KMJ")
+_TEXTS = {"X": 4, "\x8c": 1}  # opcodes of texts, and the bytes of the count before them
+
+Changes = Mapping[int, int]
+"""The bytes in which a pickle differs from that of the rank that was parsed, by their place."""
+
+
+class _Operand(NamedTuple):
+    """The number, or the text with a number in it, of the opcode at ``opcode``: bytes [begin, end) of the pickle."""
+
+    opcode: int
+    begin: int
+    end: int
+    text: bool
+
+
+class _Cut(NamedTuple):
+    """All tensors that are cut alike: ``local`` is what one of them is in the file, ``made`` what came out of it."""
+
+    mesh: Mesh
+    shape: tuple[int, ...]
+    placements: tuple[Placement, ...]
+    order: Mapping[int, tuple[int, ...]] | None
+    local: StoredTensor
+    made: tuple[tuple[Place, ...], str, Sharding | None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shared:
+    """What is the same for all ranks of one ``Alike``. ``starts``: where the records of the archive that was parsed
+    begin, in ascending order; ``cut_of``: the number of the cut, and the local tensor, of a ``Distributed`` by its id.
+    """
+
+    root: Value
+    dropped: frozenset[str]
+    forms: frozenset[str]
+    devices: frozenset[str]
+    starts: list[int]
+    order: Int64Array
+    meshes: list[tuple[object, Mesh]]
+    cuts: list[_Cut]
+    cut_of: Mapping[int, tuple[int, StoredTensor]]
+    others: list[Distributed]
+
+    def record(self, offset: int) -> int:
+        """The number of the record in which a tensor's bytes begin at ``offset``."""
+        return bisect_right(self.starts, offset) - 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Own:
+    """What one rank has of its own: ``starts`` of its records as in ``Shared``, its boxes and its mesh by cut."""
+
+    shared: Shared
+    starts: Int64Array
+    places: list[tuple[Place, ...]]
+    meshes: list[Mesh]
+
+    def offset(self, offset: int) -> int:
+        """Where the bytes are that are at ``offset`` of the archive that was parsed."""
+        record = self.shared.record(offset)
+        return int(self.starts[record]) + offset - self.shared.starts[record]
+
+    def boxes(self, distributed: Distributed) -> Sequence[BoxInFile]:
+        number, local = self.shared.cut_of.get(id(distributed), (-1, None))
+        if local is None:
+            return [box._replace(offset=self.offset(box.offset)) for box in distributed.boxes]
+        first = self.offset(local.offset)
+        itemsize, stride = local.dtype.itemsize, local.stride
+        return [BoxInFile(start, size, first + at * itemsize, stride) for start, size, at in self.places[number]]
+
+    def holders(self, distributed: Distributed) -> tuple[int, ...]:
+        number, _ = self.shared.cut_of.get(id(distributed), (-1, None))
+        return distributed.holders if number < 0 else self.meshes[number].ranks
+
+
+class _NotAlikeError(FsdpckptError):
+    """Nothing is wrong with the archive: what it holds depends on more than numbers in a mesh."""
+
+
+class _WithHoles(TensorBuilder):
+    """The resolver of a pickle in which a text as a persistent id stands for a number."""
+
+    def __init__(self, opened: OpenedArchive, holes: Mapping[str, Hole]) -> None:
+        super().__init__(opened.columns.records(), opened.source.path)
+        self._holes = holes
+
+    def storage(self, persistent_id: object) -> object:
+        hole = self._holes.get(persistent_id) if isinstance(persistent_id, str) else None
+        return super().storage(persistent_id) if hole is None else hole
+
+    def _tensor(self, arguments: tuple[object, ...], named: object, flags: object) -> object:
+        made, storage = super()._tensor(arguments, named, flags), cast(Any, arguments[0])
+        if isinstance(made, StoredTensor) and made.offset - storage.offset > storage.nbytes:
+            raise _NotAlikeError(f"{self._file}: an empty tensor lies behind its record")
+        return made
+
+
+class _Sealed:
+    """A file of which nothing may be read: of another rank the same bytes could say something else."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self.nbytes = path, 0
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        raise _NotAlikeError(f"{self.path}: {nbytes} bytes at {offset} are part of a value")
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        self.read(offset, len(buffer))
+
+    def close(self) -> None: ...
+
+
+class _CutParser(DistributedParser):
+    """Remembers how each tensor is cut."""
+
+    def __init__(self, source: ByteSource, meshes: MeshParser) -> None:
+        super().__init__(source, meshes)
+        self._known: dict[object, int] = {}
+        self._last: tuple[int, StoredTensor] | None = None
+        self.cuts: list[_Cut] = []
+        self.cut_of: dict[int, tuple[int, StoredTensor]] = {}
+        self.others: list[Distributed] = []
+
+    def parse(self, wrapped: Wrapped, key: str) -> Distributed:
+        self._last = None
+        made = super().parse(wrapped, key)
+        if self._last is None:
+            self.others.append(made)
+        else:
+            self.cut_of[id(made)] = self._last
+        return made
+
+    def places(
+        self,
+        shape: tuple[int, ...],
+        mesh: Mesh,
+        placements: tuple[Placement, ...],
+        order: Mapping[int, tuple[int, ...]] | None,
+        local: StoredTensor,
+        key: str,
+    ) -> tuple[tuple[Place, ...], str, Sharding | None]:
+        made = super().places(shape, mesh, placements, order, local, key)
+        memo = (id(mesh), shape, id(placements), order and tuple(order.items()), local.shape, local.stride)
+        number = self._known.setdefault(memo, len(self.cuts))
+        if number == len(self.cuts):
+            self.cuts.append(_Cut(mesh, shape, placements, order, local, made))
+        self._last = number, local
+        return made
+
+
+class Alike:
+    """The archive of one rank, and whether others are like it. ``shared`` is there as soon as one was; ``unlike``: one
+    differed in numbers that matter, so that others will too."""
+
+    def __init__(self, opened: OpenedArchive, root: Value) -> None:
+        self._opened, self._root = opened, root
+        self._bytes = np.frombuffer(opened.pickle, np.uint8)
+        self._places: set[int] = set()  # all that differed in any rank
+        self._numbers: list[_Operand] = []
+        self.unlike = False
+        self.shared: Shared | None = None
+
+    def changes(self, opened: OpenedArchive) -> Changes | None:
+        """The numbers in which the pickle of another rank differs; None where it is not like this one."""
+        ours, theirs = self._opened.columns, opened.columns
+        if len(opened.pickle) != len(self._bytes) or ours.names != theirs.names:
+            return None
+        if not np.array_equal(ours.nbytes, theirs.nbytes):
+            return None
+        other = np.frombuffer(opened.pickle, np.uint8)
+        places = np.flatnonzero(other != self._bytes)
+        if len(places) > _MOST_DIFFERENT:
+            return None
+        changes = dict(zip(places.tolist(), other[places].tolist(), strict=True))
+        return changes if self._covers(changes) or self._cover(changes) else None
+
+    def _covers(self, changes: Changes) -> bool:
+        """Whether each change is one of a number that is known to be a rank's own, and leaves a number there."""
+        if self.shared is None:
+            return False
+        for place, byte in changes.items():
+            number = next((one for one in self._numbers if one.begin <= place < one.end), None)
+            if number is None or (number.text and not (_is_digit(byte) and _is_digit(self._opened.pickle[place]))):
+                return False
+        return True
+
+    def _cover(self, changes: Changes) -> bool:
+        """Parse once more, with holes in the place of these numbers and of those that were found before."""
+        if self.unlike:
+            return False
+        places = self._places | set(changes)
+        numbers = _operands(self._opened.pickle, sorted(places))
+        shared = self._with_holes(numbers) if numbers is not None else None
+        if numbers is None or shared is None:
+            self.unlike = True
+            return False
+        self._places, self._numbers, self.shared = places, numbers, shared
+        return self._covers(changes)
+
+    def _with_holes(self, numbers: Sequence[_Operand]) -> Shared | None:
+        """What is there when ``numbers`` are not known; None unless it is the tree that was parsed."""
+        data, source = self._opened.pickle, self._opened.source
+        holes = {f"hole {number}": Hole(number) for number in range(len(numbers))}
+        parts: list[bytes] = []
+        at = 0
+        for name, number in zip(holes, numbers, strict=True):
+            parts += [data[at : number.opcode], b"X%b%bQ" % (len(name).to_bytes(4, "little"), name.encode())]
+            at = number.end
+        builder = _WithHoles(self._opened, holes)
+        meshes = MeshParser(source, self._values(numbers, {}))
+        parser = _CutParser(source, meshes)
+        walk = TreeWalk(_Sealed(source.path), builder, parser=parser)
+        try:
+            root = walk.value(load(b"".join([*parts, data[at:]]), file=source.path, tensors=builder))
+            walk.finish()
+        except (FsdpckptError, TypeError):  # a hole is where only the number will do
+            return None
+        if not _same(root, self._root):
+            return None
+        order = np.argsort(self._opened.columns.offset)
+        starts = self._opened.columns.offset[order].tolist()
+        dropped, devices = frozenset(builder.dropped), frozenset(walk.devices)
+        return Shared(
+            root,
+            dropped,
+            frozenset(walk.forms),
+            devices,
+            starts,
+            order,
+            meshes.parsed,
+            parser.cuts,
+            parser.cut_of,
+            parser.others,
+        )
+
+    def _values(self, numbers: Sequence[_Operand], changes: Changes) -> list[int | None]:
+        """The numbers of a rank with these ``changes``; None for a text, in which nothing reads one."""
+        values: list[int | None] = []
+        for number in numbers:
+            content = bytes(changes.get(at, self._opened.pickle[at]) for at in range(number.begin, number.end))
+            signed = len(content) == 4
+            values.append(None if number.text else int.from_bytes(content, "little", signed=signed))
+        return values
+
+    def own(self, source: ByteSource, offsets: Int64Array, changes: Changes) -> Own | None:
+        """What the rank has of its own whose archive, with records at ``offsets``, has these ``changes``.
+
+        None where its tensors are not what its place in the mesh gives it: parsing the archive says which.
+        """
+        shared = self.shared
+        if shared is None:
+            return None
+        moved = Own(shared, offsets[shared.order], [], [])
+        meshes = MeshParser(source, self._values(self._numbers, changes), moved.offset)
+        parser = DistributedParser(source, meshes)
+        try:
+            of_rank = {id(mesh): meshes.mesh(pickled, "") for pickled, mesh in shared.meshes}
+            held_on = [of_rank[id(cut.mesh)] for cut in shared.cuts]
+            made = [
+                parser.places(cut.shape, mesh, cut.placements, cut.order, cut.local, "")
+                for cut, mesh in zip(shared.cuts, held_on, strict=True)
+            ]
+        except FsdpckptError:
+            return None
+        if any(one[1:] != cut.made[1:] for one, cut in zip(made, shared.cuts, strict=True)):
+            return None
+        return replace(moved, places=[one[0] for one in made], meshes=held_on)
+
+
+def archive_of(own: Own, checksums: Checksums, path: str) -> TorchArchive:
+    """The archive at ``path`` of a rank like the one that was parsed, whose bytes the leaves of its root locate."""
+    shared = own.shared
+    ranks = {mesh.rank for mesh in own.meshes} | {other.rank for other in shared.others}
+    worlds = [*(mesh.world for mesh in own.meshes), *(other.world for other in shared.others)]
+    return TorchArchive(
+        shared.root,
+        checksums,
+        notes_on_dropped(shared.dropped, path),
+        frozenset(rank for rank in ranks if rank is not None),
+        tuple({id(world): world for world in worlds}.values()),
+        shared.forms,
+        shared.devices,
+    )
+
+
+def _is_digit(byte: int) -> bool:
+    return 0x30 <= byte <= 0x39
+
+
+def _operands(pickle: bytes, places: Sequence[int]) -> list[_Operand] | None:
+    """The numbers and texts in which ``places``, in ascending order, lie; None where one lies in anything else."""
+    found: list[_Operand] = []
+    if not places:
+        return found
+    if places[-1] > _SCANNED:
+        return None
+    known = 0  # of places
+    name, begin = "", 0
+    for opcode, _, at in genops(pickle):
+        inside = bisect_left(places, at or 0, known) - known
+        if inside:
+            counted = _TEXTS.get(name, 0)
+            operand = _Operand(begin, begin + 1 + counted, at or 0, bool(counted))
+            if not (counted or name in _INTEGERS) or places[known] < operand.begin:
+                return None
+            found.append(operand)
+            known += inside
+        if known == len(places):
+            return found
+        name, begin = opcode.code, at or 0
+    return None
+
+
+def _same(one: object, other: object) -> bool:
+    """Whether two trees are equal, in types and in the order of their keys; a number that is NaN equals itself."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict) and isinstance(other, dict):
+        attributes = vars(one) == vars(other) if isinstance(one, OrderedDict) else True
+        return attributes and list(one) == list(other) and all(_same(value, other[key]) for key, value in one.items())
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, (StoredTensor, Distributed)):
+        return all(getattr(one, name) == getattr(other, name) for name in one.__slots__)
+    return bool(one == other) or (isinstance(one, float) and isinstance(other, float) and isnan(one) and isnan(other))

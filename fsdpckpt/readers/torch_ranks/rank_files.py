@@ -1,0 +1,148 @@
+"""The files of all ranks, opened: those that differ in nothing but a rank's own numbers are parsed once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fsdpckpt.formats.torch.alike import Alike, Changes, Own, archive_of
+from fsdpckpt.formats.torch.archive import TorchArchive, open_archive, parse_archive
+from fsdpckpt.formats.torch.distributed import BoxInFile, Distributed
+from fsdpckpt.formats.torch.tensors import StoredTensor
+from fsdpckpt.ir.checkpoint import Checksums
+from fsdpckpt.ir.tensors import Chunks, Int64Array
+from fsdpckpt.readers.protocol import FileTable
+from fsdpckpt.storage.sources import Sources
+
+_MOST_ALIKE = 8  # archives with pickles of one length that others are compared with
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankFile:
+    """One rank's file, ``file`` in the table. ``own``: of an archive that was not parsed itself, what is its own."""
+
+    rank: int
+    file: int
+    archive: TorchArchive
+    own: Own | None = None
+
+    def offset(self, stored: StoredTensor) -> int:
+        """Where this rank has the first element of ``stored``, a leaf of its archive."""
+        return stored.offset if self.own is None else self.own.offset(stored.offset)
+
+    def boxes(self, distributed: Distributed) -> Sequence[BoxInFile]:
+        """What this rank has of ``distributed``, a leaf of its archive."""
+        return distributed.boxes if self.own is None else self.own.boxes(distributed)
+
+    def holders(self, distributed: Distributed) -> tuple[int, ...]:
+        """The ranks that hold ``distributed`` as far as this one knows."""
+        return distributed.holders if self.own is None else self.own.holders(distributed)
+
+
+def open_ranks(paths: Mapping[int, str], files: FileTable, sources: Sources, *, alike: bool) -> list[RankFile]:
+    """The files at ``paths`` (by rank), in the order of the ranks. ``alike=False``: each is parsed.
+
+    Raises what ``read_archive`` raises.
+    """
+    opened: list[RankFile | None] = []
+    known: dict[int, list[Alike]] = {}
+    waiting: list[tuple[int, int, Alike, Changes, Int64Array, Checksums]] = []
+    for index, rank in enumerate(sorted(paths)):
+        source = sources.open(paths[rank])
+        number = files.add(paths[rank], source.nbytes)
+        archive = open_archive(source)
+        others = known.setdefault(len(archive.pickle), [])
+        for one in others:
+            changes = one.changes(archive)
+            if changes is not None:
+                waiting.append((index, number, one, changes, archive.columns.offset, archive.checksums(number)))
+                opened.append(None)
+                break
+        else:
+            parsed = parse_archive(archive, number)
+            opened.append(RankFile(rank, number, parsed))
+            if alike and len(others) < _MOST_ALIKE and not any(one.unlike for one in others):
+                others.append(Alike(archive, parsed.root))
+                waiting.append((index, number, others[-1], {}, archive.columns.offset, parsed.checksums))
+    ranks = sorted(paths)
+    for index, number, one, changes, offsets, checksums in waiting:
+        path = paths[ranks[index]]
+        own = one.own(sources.open(path), offsets, changes)
+        if own is not None:
+            opened[index] = RankFile(ranks[index], number, archive_of(own, checksums, path), own)
+        elif opened[index] is None:
+            opened[index] = RankFile(ranks[index], number, parse_archive(open_archive(sources.open(path)), number))
+    return [file for file in opened if file is not None]
+
+
+class Group:
+    """The ranks whose files hold ``root``, in ascending order: one, or several that are alike."""
+
+    def __init__(self, root: object, files: list[RankFile]) -> None:
+        self.root, self.files = root, files
+        self._starts: Int64Array | None = None
+        self._cuts: dict[int, Int64Array] = {}
+
+    @property
+    def ranks(self) -> list[int]:
+        return [file.rank for file in self.files]
+
+    def distributed(self, leaf: Distributed) -> Chunks | list[tuple[int, ...]]:
+        """What the ranks hold of ``leaf``, as chunks or as their rows; rank after rank."""
+        own = self.files[0].own
+        number, local = own.shared.cut_of.get(id(leaf), (-1, None)) if own is not None else (-1, None)
+        if local is None or len(self.files) == 1:
+            return [
+                (file.rank, file.file, box.offset, *box.start, *box.size, *box.stride)
+                for file in self.files
+                for box in file.boxes(leaf)
+            ]
+        table = self._cuts.get(number)
+        if table is None:
+            table = self._cuts[number] = self._cut(number, len(leaf.shape))
+        index, ndim = table[:, 0], len(leaf.shape)
+        offset = self._offsets(local.offset)[index] + table[:, 3] * local.dtype.itemsize
+        stride = np.broadcast_to(np.array(local.stride, np.int64), (len(table), ndim))
+        return Chunks(table[:, 1], table[:, 2], offset, table[:, 4 : 4 + ndim], table[:, 4 + ndim :], stride)
+
+    def plain(self, leaf: StoredTensor) -> Chunks | list[tuple[int, ...]]:
+        """The replicas of ``leaf`` that the ranks hold, as ``distributed``."""
+        ndim = len(leaf.shape)
+        if len(self.files) == 1 or self.files[0].own is None:
+            zeros = (0,) * ndim
+            return [(file.rank, file.file, file.offset(leaf), *zeros, *leaf.shape, *leaf.stride) for file in self.files]
+        table = self._cuts.get(-1)
+        if table is None:
+            table = self._cuts[-1] = np.array([(file.rank, file.file) for file in self.files], np.int64)
+        box = np.array([(0,) * ndim, leaf.shape, leaf.stride], np.int64).reshape(3, 1, ndim)
+        start, size, stride = np.broadcast_to(box, (3, len(table), ndim))
+        return Chunks(table[:, 0], table[:, 1], self._offsets(leaf.offset), start, size, stride)
+
+    def _cut(self, number: int, ndim: int) -> Int64Array:
+        """Rows of (index of the file, rank, file, elements into the local tensor, start..., size...)."""
+        rows = [
+            (index, file.rank, file.file, at, *start, *size)
+            for index, file in enumerate(self.files)
+            if file.own is not None
+            for start, size, at in file.own.places[number]
+        ]
+        return np.array(rows, np.int64).reshape(len(rows), 4 + 2 * ndim)
+
+    def _offsets(self, offset: int) -> Int64Array:
+        """Where each rank has the bytes that are at ``offset`` of the archive that was parsed."""
+        owns = [file.own for file in self.files if file.own is not None]
+        if self._starts is None:
+            self._starts = np.stack([own.starts for own in owns], axis=1)
+        record = owns[0].shared.record(offset)
+        moved: Int64Array = self._starts[record] + (offset - owns[0].shared.starts[record])
+        return moved
+
+
+def grouped(files: Sequence[RankFile], roots: Sequence[object]) -> list[Group]:
+    """``files`` by their roots, one object for ranks that are alike; in the order of each one's first rank."""
+    groups: dict[int, Group] = {}
+    for file, root in zip(files, roots, strict=True):
+        groups.setdefault(id(root), Group(root, [])).files.append(file)
+    return list(groups.values())

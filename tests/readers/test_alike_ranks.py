@@ -1,0 +1,216 @@
+"""Files of ranks that are alike are parsed once: what comes of it is compared with parsing each of them."""
+
+from __future__ import annotations
+
+import io
+import random
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from fsdpckpt.errors import SourceCorruptError
+from fsdpckpt.formats.torch.loadable import ARRAY, array_of
+from fsdpckpt.readers.torch_ranks import rank_files
+from fsdpckpt.storage.sources import Sources
+from tests.formats.torch_saves import loaded, rewritten, saved
+from tests.fuzz.mutations import mutated
+from tests.readers.alike import Refusal, ends
+from tests.readers.played_ranks import as_rank, shard, shard_rows_twice
+
+WORLD = 6
+
+
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The files that were parsed as any archive is."""
+    paths: list[str] = []
+    parse = rank_files.parse_archive
+
+    def counting(opened: Any, *arguments: Any) -> Any:
+        paths.append(opened.source.path)
+        return parse(opened, *arguments)
+
+    monkeypatch.setattr(rank_files, "parse_archive", counting)
+    yield paths
+
+
+def save(directory: Path, state_of: Callable[[int], Any], world: int = WORLD) -> dict[int, str]:
+    for rank in range(world):
+        with as_rank(rank, world), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.save(state_of(rank), directory / f"model_{rank}.pt")
+    return {rank: str(directory / f"model_{rank}.pt") for rank in range(world)}
+
+
+def numbered(*shape: int) -> torch.Tensor:
+    return torch.arange(torch.Size(shape).numel()).reshape(shape) + 0.5
+
+
+def entry(weight: torch.Tensor) -> dict[str, Any]:
+    return {"step": torch.tensor(3.0), "exp_avg": weight * 2, "exp_avg_sq": weight * 3}
+
+
+def fsdp2(rows: int) -> Callable[[int], Any]:
+    def state(_rank: int) -> dict[str, Any]:
+        weights = shard({f"w{n}": numbered(rows, n) for n in (1, 5, 8)}, WORLD)
+        states = {number: entry(weight.detach()) for number, weight in enumerate(weights.values())}
+        groups = [{"lr": 0.5, "betas": (0.5, 0.75), "params": list(states)}]
+        return {"model": {**weights, "mask": numbered(3)}, "optimizer": {"state": states, "param_groups": groups}}
+
+    return state
+
+
+def on_mesh(*placements: Any) -> Callable[[int], Any]:
+    def state(_rank: int) -> dict[str, Any]:
+        mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("dp", "tp"))
+        inner = distribute_tensor(numbered(7, 6), mesh["tp"], [Shard(1)], src_data_rank=None)
+        return {"w": distribute_tensor(numbered(8, 6), mesh, placements, src_data_rank=None), "inner": inner}
+
+    return state
+
+
+def flat(_rank: int) -> dict[str, Any]:
+    """FSDP1's own optimizer state: vectors of one length, by id."""
+    states = {number: {"step": torch.tensor(1.0), "exp_avg": numbered(7 + number)} for number in range(3)}
+    return {"state": states, "param_groups": [{"lr": float("nan"), "params": [0, 1, 2]}]}
+
+
+def own_extra(rank: int) -> dict[str, Any]:
+    return {**fsdp2(6)(rank), "seed": rank, "rng": torch.tensor([rank], dtype=torch.uint8)}
+
+
+# What is saved, and how many of the six files are parsed as any archive is
+LAYOUTS: dict[str, tuple[Callable[[int], Any], int]] = {
+    "fsdp2": (fsdp2(12), 1),
+    "fsdp2-last-rank-shorter": (fsdp2(11), 2),
+    "fsdp2-last-ranks-empty": (fsdp2(4), 2),
+    "hsdp": (on_mesh(Replicate(), Shard(0)), 2),
+    "two-dimensions": (on_mesh(Shard(0), Shard(1)), 1),
+    "fsdp2-over-tp": (lambda _: shard_rows_twice({"a": numbered(12, 4), "b": numbered(6, 2)}, 2, 3), 1),
+    "flat": (flat, 1),
+    "plain": (lambda _: {"w": numbered(3, 4), "b": numbered(0)}, 1),
+    "own-values": (own_extra, 6),
+    "own-keys": (lambda rank: {f"w{rank}": numbered(2)}, 6),
+    "own-lengths": (lambda rank: {"w": numbered(2 + rank)}, 6),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_alike_files_come_to_the_same_end_as_parsing_each(name: str, tmp_path: Path, parsed: list[str]) -> None:
+    state_of, expected = LAYOUTS[name]
+    paths = save(tmp_path, state_of)
+    with Sources() as sources:
+        once, each = ends(paths, sources)
+    assert once == each
+    assert len(parsed) - WORLD == expected
+
+
+def test_the_number_of_a_gpu_is_no_difference(
+    tmp_path: Path, parsed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank's storages are on its own GPU, which the pickle says as a text."""
+
+    def state(rank: int) -> dict[str, Any]:
+        monkeypatch.setattr(torch.serialization, "location_tag", lambda _: f"cuda:{rank}")
+        return fsdp2(12)(rank)
+
+    paths = save(tmp_path, state)
+    with Sources() as sources:
+        once, each = ends(paths, sources)
+    assert once == each
+    assert len(parsed) == WORLD + 1
+
+
+def test_a_key_with_a_number_in_it_is_a_difference(tmp_path: Path, parsed: list[str]) -> None:
+    paths = save(tmp_path, lambda rank: {"w": numbered(2), f"stage{rank}": 1, "n": {"rank": rank}})
+    with Sources() as sources:
+        once, each = ends(paths, sources)
+    assert once == each
+    assert len(parsed) == 2 * WORLD
+
+
+def test_records_that_lie_elsewhere_are_found_there(tmp_path: Path, parsed: list[str]) -> None:
+    """Every file is packed anew, by another writer, with a folder name of another length."""
+    paths = save(tmp_path, fsdp2(12))
+    for rank in (1, 4):
+        Path(paths[rank]).write_bytes(rewritten(Path(paths[rank]), {}))
+    with Sources() as sources:
+        once, each = ends(paths, sources)
+    assert once == each
+    assert len(parsed) == WORLD + 1
+
+
+def test_a_value_that_a_files_own_bytes_say_is_not_taken_from_another(tmp_path: Path, parsed: list[str]) -> None:
+    """Arrays in files that this program writes stand in records: equal pickles do not say that they are equal."""
+    array = loaded(saved({"a": np.array([1.0, 2.0])}))["a"]
+    known = array_of(array)
+    assert known is not None
+
+    def state(rank: int) -> dict[str, Any]:
+        tensor = torch.tensor([float(rank), 2.0], dtype=torch.float64)
+        setattr(tensor, ARRAY, known.call)
+        return {"w": numbered(4), "a": tensor}
+
+    paths = save(tmp_path, state)
+    with Sources() as sources:
+        once, each = ends(paths, sources)
+    assert once == each
+    assert len(parsed) == 2 * WORLD
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "two-dimensions", "flat"])
+def test_damage_comes_to_the_same_end(name: str, tmp_path: Path) -> None:
+    """A number, a text, an opcode of one rank's pickle is changed; above all where the ranks differ."""
+    generator = random.Random(7)
+    paths = save(tmp_path, LAYOUTS[name][0])
+    files = {rank: Path(path).read_bytes() for rank, path in paths.items()}
+    pickles = [_pickle_of(files[rank]) for rank in (0, 1)]
+    near = [at + step for at, (a, b) in enumerate(zip(*pickles, strict=True)) if a != b for step in (-2, -1, 0, 1, 2)]
+    refused = 0
+    for number in range(60):
+        rank = generator.choice((0, 1, 3))
+        data = bytearray(_pickle_of(files[rank]))
+        if number % 3 == 0:
+            data = bytearray(mutated(generator, [bytes(data)]))
+        else:
+            at = generator.choice(near) if near and number % 3 == 1 else generator.randrange(len(data))
+            data[at] = generator.choice((data[at] ^ 1, data[at] + 1 & 0xFF, generator.randrange(256)))
+        Path(paths[rank]).write_bytes(rewritten(files[rank], {"data.pkl": bytes(data)}))
+        with Sources() as sources:
+            once, each = ends(paths, sources)
+        assert once == each
+        refused += isinstance(once, Refusal)
+        Path(paths[rank]).write_bytes(files[rank])
+    assert refused
+
+
+def _pickle_of(file: bytes) -> bytes:
+    with zipfile.ZipFile(io.BytesIO(file)) as archive:
+        return next(archive.read(name) for name in archive.namelist() if name.endswith("data.pkl"))
+
+
+def test_a_rank_with_rows_that_its_place_does_not_give_it_is_refused(tmp_path: Path) -> None:
+    """All ranks saved the rows of rank 0, of a tensor whose last rank has fewer: only the mesh says who is who."""
+
+    def state(_rank: int) -> dict[str, Any]:
+        mesh = init_device_mesh("cpu", (WORLD,))
+        stride = (3, 1)
+        local = numbered(2, 3)
+        return {
+            "w": DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size((11, 3)), stride=stride)
+        }
+
+    paths = save(tmp_path, state)
+    with Sources() as sources:
+        once, each = ends(paths, sources)
+    assert once == each
+    assert isinstance(once, Refusal)
+    assert isinstance(once.error, SourceCorruptError)
