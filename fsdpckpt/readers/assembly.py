@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import posixpath
+import re
 import shlex
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from fsdpckpt.errors import NeedsInformationError
+from fsdpckpt.errors import NeedsInformationError, SourceIncompleteError
 from fsdpckpt.ir.checkpoint import (
     BARE_VALUE,
     Checkpoint,
@@ -137,6 +138,19 @@ def _require_one_each(source: str, parts: Sequence[ReadPart]) -> None:
     optims = [part.label for part in parts if part.sections.optim is not None]
     for what, labels in (("model", models), ("optimizer", optims)):
         if len(labels) > 1:
+            candidates = [part for part in parts if part.label in labels]
+            if (absent := _rank_0_of_slices(candidates)) is not None:
+                raise SourceIncompleteError(
+                    f"{source}: what looks like slices of {len(labels)} ranks, without those of rank 0",
+                    expected=posixpath.basename(absent),
+                    found=first_of([posixpath.basename(label) for label in labels], 4),
+                    file=absent,
+                    rank=0,
+                    why="all optimizer states in these files are one-dimensional, as FSDP1 cuts them, and the files "
+                    "are numbered from 1",
+                    next_step="copy the files of all ranks into one directory; or, if each is a checkpoint of its own, "
+                    "give one as SRC",
+                )
             raise NeedsInformationError(
                 f"{source} holds {len(labels)} candidates for the {what}",
                 details=labels,
@@ -145,6 +159,20 @@ def _require_one_each(source: str, parts: Sequence[ReadPart]) -> None:
                 next_step=_how_to_choose(source, labels, parts),
                 file=source,
             )
+
+
+def _rank_0_of_slices(parts: Sequence[ReadPart]) -> str | None:
+    """The path of rank 0's file, where ``parts`` are numbered 1, 2, 3 and hold optimizers of vectors only."""
+    numbered = [re.fullmatch(r"(.*\D)([1-9]\d*)", part.stem) for part in parts]
+    words = [match.groups() for match in numbered if match is not None]
+    numbers = sorted(int(number) for _, number in words)
+    if len({name for name, _ in words}) != 1 or numbers != list(range(1, len(parts) + 1)):
+        return None
+    optims = [part.sections.optim for part in parts]
+    leaves = [leaf for one in optims if one is not None for state in one.state.values() for leaf in state.values()]
+    if None in optims or {leaf.ndim for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim} != {1}:
+        return None
+    return re.sub(rf"{words[0][1]}(\.[^./]*)$", r"0\1", parts[0].label)
 
 
 def _how_to_choose(source: str, labels: Sequence[str], parts: Sequence[ReadPart]) -> str:

@@ -422,3 +422,17 @@ def test_a_link_to_itself_beside_a_checkpoint_does_not_hide_it(tmp_path: Path) -
     torch.save({"a": torch.randn(3)}, tmp_path / "model.pt")
     (tmp_path / "loop").symlink_to("loop")
     assert opened(tmp_path / "model.pt").model is not None
+
+
+def test_slices_numbered_from_1_miss_rank_0_and_epochs_do_not(tmp_path: Path) -> None:
+    sliced = {"state": {0: {"exp_avg": torch.randn(7)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    whole = {"state": {0: {"exp_avg": torch.randn(7, 2)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    for folder, optimizer in (("sliced", sliced), ("whole", whole)):
+        (tmp_path / folder).mkdir()
+        for number in (1, 2, 3):
+            torch.save(optimizer, tmp_path / folder / f"optim_{number}.pt")
+    with pytest.raises(SourceIncompleteError, match="without those of rank 0") as missing:
+        opened(tmp_path / "sliced")
+    assert (missing.value.file, missing.value.rank) == (f"{tmp_path / 'sliced'}/optim_0.pt", 0)
+    with pytest.raises(NeedsInformationError, match="3 candidates"):
+        opened(tmp_path / "whole")
