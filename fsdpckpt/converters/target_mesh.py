@@ -131,8 +131,9 @@ def on_mesh(spec: TargetSpec, source: Checkpoint, mesh: TargetMesh | None) -> Ta
     if not meshes:
         return spec
     targets = _resized(spec, source, meshes, spec.world_size)
-    note = _note(targets) if len(meshes) > 1 or len(meshes[0].sizes) > 1 else None
-    return replace(spec, mesh=_as_source(targets, _all_shardings(source, meshes), note))
+    shardings = _all_shardings(source, meshes)
+    plain = len(meshes) == 1 and {sharding.placements for sharding in shardings} == {(Shard(0),)}
+    return replace(spec, mesh=_as_source(targets, shardings, None if plain else _note(targets)))
 
 
 def _resized(
@@ -168,30 +169,37 @@ def _note(meshes: Mapping[MeshShape, MeshShape]) -> str:
     return f"{what} {verb} kept: {after}" if before == after else f"{what} {before} {verb} resized to {after}"
 
 
-def _strange(source: Checkpoint, meshes: Sequence[MeshShape]) -> list[str]:
-    """What DTensors of the source are on where no mesh of all ranks says how: placements, or the mesh itself."""
+def _strange(source: Checkpoint, meshes: Sequence[MeshShape]) -> str:
+    """Why no mesh of all ranks says how DTensors of the source lie, with their placements or meshes; "" if one does."""
     tensors = [named.tensor for named in source.tensors()]
     unknown = {one.placement for one in tensors if one.sharded and one.sharding is None and one.placement[0] == "["}
     if not meshes:
         unknown.discard(placements_text([Shard(0)]))  # rows over one dimension need no mesh
-    return sorted(unknown) + [str(mesh) for mesh in meshes if mesh.world_size != source.world_size]
+    causes = []
+    if unknown:
+        how = (
+            "a DCP directory does not record the mesh of its tensors, and some are not cut along rows alone"
+            if source.container is Container.DCP
+            else "the source has DTensors that are packed (a _StridedShard alone), or on a mesh of another order"
+        )
+        causes.append(f"{how}: {first_of(sorted(unknown), 4)}")
+    stages = [str(mesh) for mesh in meshes if mesh.world_size != source.world_size]
+    if stages:
+        ranks = plural(source.world_size, "rank")
+        causes.append(
+            f"DTensors are on meshes of some of the {ranks}, as pipeline stages have them: {first_of(stages, 4)}"
+        )
+    return "; ".join(causes)
 
 
-def _on_one_dimension(spec: TargetSpec, source: Checkpoint, strange: Sequence[str], world_size: int) -> TargetMesh:
+def _on_one_dimension(spec: TargetSpec, source: Checkpoint, why: str, world_size: int) -> TargetMesh:
     """For DCP, which loads on any mesh. Raises NeedsInformationError for files by rank."""
-    how = (
-        "a DCP directory does not record the mesh of its tensors, and some are not cut along rows alone"
-        if source.container is Container.DCP
-        else "the source has DTensors that are packed (a _StridedShard alone), or on a mesh of some ranks or of "
-        "another order"
-    )
-    why = f"{how}: {first_of(strange, 4)}"
     if spec.container is not Container.DCP:
         raise NeedsInformationError(
             f"nothing says how the tensors of {source.source} lie on {plural(world_size, 'rank')}",
             why=why,
-            next_step=f"add --mesh {world_size} --placements FILE for one dimension, --mesh NAME=SIZE,... --placements "
-            "FILE for several, or write a DCP directory (--container dcp), which loads on any mesh",
+            next_step="add --container dcp, which loads on any mesh and into any pipeline stage; or --mesh "
+            f"{world_size} for FSDP alone, --mesh NAME=SIZE,... --placements FILE for more",
         )
     rows = on_one_dimension(world_size)
     note = f"all tensors of {source.source} are sharded over one mesh dimension of {world_size} ranks: {why}"

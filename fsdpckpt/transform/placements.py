@@ -26,7 +26,6 @@ from fsdpckpt.text import plural, shape_text
 from fsdpckpt.transform.sharded import with_tensors
 
 _SHOWN = 12  # keys, or meshes, listed in one message
-_SHARD_DIMENSION = "which of its dimensions FSDP shards over"
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,41 +132,58 @@ def resized(
     """
     if all(mesh.world_size == world_size for mesh in meshes):
         return {mesh: mesh for mesh in meshes}
-    fitting: dict[MeshShape, list[MeshShape]] = {}
-    unfit: list[tuple[MeshShape, int]] = []
-    multiple = 1
-    for mesh, shardings in meshes.items():
-        over, kept = _shard_dimension(mesh, shardings), mesh
-        if over is None:
-            raise NeedsInformationError(
-                f"{source} is on the mesh {mesh}, and nothing says {_SHARD_DIMENSION}",
-                why="no dimension of the mesh cuts every tensor",
-                next_step=f"add --mesh with the sizes for {plural(world_size, 'rank')}, for example "
-                f"{mesh_options(meshes)}",
-            )
-        others = mesh.world_size // mesh.sizes[over]
-        if world_size % others and not keep_replicas:
-            kept = replace(mesh, sizes=(*(1 for _ in mesh.sizes[:over]), *mesh.sizes[over:]))
-            others = kept.world_size // kept.sizes[over]
-        if world_size % others:
-            unfit.append((kept, over))
-        multiple = lcm(multiple, others)
-        fitting[mesh] = _fitting(kept, over, world_size)
-    if not unfit:
+    over = {mesh: _shard_dimension(mesh, shardings) for mesh, shardings in meshes.items()}
+    kept = {mesh: mesh for mesh in meshes}
+    if not keep_replicas and any(world_size % _others(mesh, dim) for mesh, dim in over.items() if dim is not None):
+        kept = {mesh: replace(mesh, sizes=(*[1] * (dim or 0), *mesh.sizes[dim or 0 :])) for mesh, dim in over.items()}
+    multiple = lcm(*(_others(kept[mesh], dim) for mesh, dim in over.items() if dim is not None))
+    unsaid = next((mesh for mesh, dim in over.items() if dim is None), None)
+    fitting = {
+        mesh: _fitting(kept[mesh], dim, world_size) if dim is not None else _with_one_changed(mesh, world_size)
+        for mesh, dim in over.items()
+    }
+    if unsaid is None and world_size % multiple == 0:
         return {mesh: first for mesh, (first, *_) in fitting.items()}
-    mesh, over = unfit[0]
     choices = [mesh_options(chosen) for chosen in islice(_together(fitting), _SHOWN)]
-    kept_sizes = " x ".join(str(size) for dim, size in enumerate(mesh.sizes) if dim != over)
-    name = mesh.names[over] if mesh.names is not None else f"dimension {over}"
+    give = f"add {choices[0]}" + (", or another of those above" if len(choices) > 1 else "") if choices else (
+        f"add {mesh_options(meshes)} with sizes for {plural(world_size, 'rank')}"
+    )  # fmt: skip
+    if unsaid is not None:
+        raise NeedsInformationError(
+            f"{source} is on the mesh {unsaid}, and nothing says which of its dimensions changes for "
+            f"{plural(world_size, 'rank')}",
+            details=choices,
+            why="FSDP's changes, and no dimension of this mesh cuts every tensor, as FSDP's does",
+            next_step=give,
+        )
+    mesh, dim = next(
+        (mesh, dim) for mesh, dim in over.items() if dim is not None and world_size % _others(kept[mesh], dim)
+    )
+    sizes = " x ".join(str(size) for number, size in enumerate(kept[mesh].sizes) if number != dim)
+    name = mesh.names[dim] if mesh.names is not None else f"dimension {dim}"
     raise NeedsInformationError(
         f"--world-size {world_size} does not fit the mesh of {source}, {mesh}",
         details=choices,
-        why=f"only {name} changes, which FSDP shards over: the other dimensions have {kept_sizes} ranks, of which "
-        f"{world_size} is no multiple",
-        next_step=f"add {choices[0]}" + (", or another of those above" if len(choices) > 1 else ""),
+        why=f"only {name} changes, which FSDP shards over: {world_size} is not divisible by the {sizes} ranks of "
+        "the other dimensions",
+        next_step=give,
         expected=f"a multiple of {multiple}",
         found=str(world_size),
     )
+
+
+def _others(mesh: MeshShape, dim: int) -> int:
+    """How many ranks the dimensions beside ``dim`` have together."""
+    return mesh.world_size // mesh.sizes[dim]
+
+
+def _with_one_changed(mesh: MeshShape, world_size: int) -> list[MeshShape]:
+    """``mesh`` with ``world_size`` ranks, where one dimension alone can make that of it."""
+    return [
+        replace(mesh, sizes=(*mesh.sizes[:dim], world_size // _others(mesh, dim), *mesh.sizes[dim + 1 :]))
+        for dim in range(len(mesh.sizes))
+        if world_size % _others(mesh, dim) == 0
+    ]
 
 
 def _together(fitting: Mapping[MeshShape, Sequence[MeshShape]]) -> Iterator[tuple[MeshShape, ...]]:

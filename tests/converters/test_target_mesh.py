@@ -348,6 +348,7 @@ def test_meshes_of_some_ranks_are_not_taken_for_one_of_all(tmp_path: Path) -> No
     with pytest.raises(NeedsInformationError, match="nothing says how") as error:
         to_ranks(tmp_path / "stages", tmp_path / "new", world_size=4)
     assert "--mesh 4" in str(error.value.next_step)
+    assert "some of the 4 ranks, as pipeline stages have them: dp=2" in str(error.value.why)
     to_ranks(tmp_path / "stages", tmp_path / "new", mesh="4")
     report = fsdpckpt.convert(tmp_path / "stages", tmp_path / "dcp", to="sharded", container="dcp", world_size=4)
     assert any("sharded over one mesh dimension of 4 ranks" in note.message for note in report.notes)

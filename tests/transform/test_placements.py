@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from fsdpckpt.converters.mesh_options import parse_mesh
 from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.ir.mesh import MeshShape, Replicate, Shard, Sharding
 from fsdpckpt.transform.placements import resized
@@ -26,6 +27,67 @@ def test_a_dimension_that_leaves_one_tensor_whole_is_not_fsdps() -> None:
 def test_replicas_beside_tensor_parallelism_say_nothing_of_fsdp() -> None:
     mesh = MeshShape((2, 2), ("dp", "tp"))
     shardings = [Sharding(mesh, (Replicate(), Shard(0))), Sharding(mesh, (Replicate(), Replicate()))]
-    with pytest.raises(NeedsInformationError, match="nothing says which of its dimensions FSDP shards over"):
+    with pytest.raises(
+        NeedsInformationError, match="nothing says which of its dimensions changes for 8 ranks"
+    ) as error:
         resized({mesh: shardings}, 8, source="x")
+    assert list(error.value.details) == ["--mesh dp=4,tp=2", "--mesh dp=2,tp=4"]
+    with pytest.raises(NeedsInformationError) as error:
+        resized({mesh: shardings}, 5, source="x")
+    assert error.value.next_step == "add --mesh dp=2,tp=2 with sizes for 5 ranks"
     assert resized({mesh: shardings}, 4, source="x")[mesh] is mesh
+
+
+def cut(text: str) -> dict[MeshShape, list[Sharding]]:
+    """``dp_shard=2,tp=3``, several with a blank between; all but replicas cut every tensor."""
+    meshes = [parse_mesh(one) for one in text.split()]
+    return {
+        mesh: [Sharding(mesh, tuple(Replicate() if "replicate" in name else Shard(0) for name in mesh.names or ()))]
+        for mesh in meshes
+    }
+
+
+@pytest.mark.parametrize(
+    ("source", "world_size", "target"),
+    [
+        ("dp_shard=2,tp=3", 9, "dp_shard=3,tp=3"),
+        ("dp_shard=2,tp=3", 3, "dp_shard=1,tp=3"),
+        ("dp_replicate=2,dp_shard=2", 6, "dp_replicate=2,dp_shard=3"),
+        ("dp_replicate=2,dp_shard=4,tp=3", 12, "dp_replicate=2,dp_shard=2,tp=3"),
+        ("fsdp=8 efsdp=4,ep=2", 6, "fsdp=6 efsdp=3,ep=2"),
+        ("dp_replicate=2,fsdp=6 dp_replicate=2,efsdp=2,ep=3", 18, "dp_replicate=2,fsdp=9 dp_replicate=2,efsdp=3,ep=3"),
+        ("dp_shard=2,cp=2,tp=2", 12, "dp_shard=3,cp=2,tp=2"),
+        ("tp=4", 2, "tp=2"),
+    ],
+)
+def test_only_fsdps_dimension_changes(source: str, world_size: int, target: str) -> None:
+    assert " ".join(map(str, resized(cut(source), world_size, source="x").values())) == target
+
+
+@pytest.mark.parametrize(
+    ("source", "world_size", "targets", "multiple"),
+    [
+        ("dp_shard=2,tp=3", 4, ["dp_shard=4,tp=1"], 3),
+        ("dp_shard=2,tp=6", 4, ["dp_shard=2,tp=2", "dp_shard=4,tp=1"], 6),
+        ("dp_replicate=2,dp_shard=2", 3, ["dp_replicate=1,dp_shard=3"], 2),
+        ("dp_replicate=2,dp_shard=2,tp=3", 9, ["dp_replicate=1,dp_shard=3,tp=3", "dp_replicate=1,dp_shard=9,tp=1"], 6),
+        ("fsdp=4 efsdp=2,ep=2", 3, ["fsdp=3 efsdp=3,ep=1"], 2),
+        ("fsdp=2,tp=3 efsdp=3,ep=2", 4, ["fsdp=4,tp=1 efsdp=2,ep=2", "fsdp=4,tp=1 efsdp=4,ep=1"], 6),
+    ],
+)
+def test_where_the_others_do_not_divide_the_meshes_that_do_are_named(
+    source: str, world_size: int, targets: list[str], multiple: int
+) -> None:
+    with pytest.raises(NeedsInformationError, match=f"--world-size {world_size} does not fit the mesh of x") as error:
+        resized(cut(source), world_size, source="x")
+    assert list(error.value.details) == [" ".join(f"--mesh {mesh}" for mesh in one.split()) for one in targets]
+    assert error.value.expected == f"a multiple of {multiple}"
+    assert str(error.value.next_step).startswith(f"add {error.value.details[0]}")
+
+
+def test_replicas_are_given_up_on_all_meshes_or_on_none() -> None:
+    meshes = cut("dp_replicate=2,fsdp=4 dp_replicate=2,efsdp=2,ep=2")
+    found = resized(meshes, 6, source="x", keep_replicas=False)
+    assert " ".join(map(str, found.values())) == "dp_replicate=1,fsdp=6 dp_replicate=1,efsdp=3,ep=2"
+    found = resized(meshes, 12, source="x", keep_replicas=False)
+    assert " ".join(map(str, found.values())) == "dp_replicate=2,fsdp=6 dp_replicate=2,efsdp=3,ep=2"
