@@ -6,6 +6,7 @@ Rank 0 does this; ``--dry-run`` does nothing else.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from fsdpckpt.converters.huggingface import finish_export
@@ -14,18 +15,21 @@ from fsdpckpt.converters.linking import Linking, choose_linking, link_equal_file
 from fsdpckpt.converters.report import PlannedFile, Report, encode_manifest
 from fsdpckpt.converters.target_mesh import on_mesh, requested_mesh, with_mesh
 from fsdpckpt.converters.target_spec import TargetSpec, make_target_spec, refuse_section_options, require_file_name
-from fsdpckpt.converters.transform import TransformedCheckpoint, transform
+from fsdpckpt.converters.transform import TransformedCheckpoint, transform, units_request
+from fsdpckpt.errors import FsdpckptError
 from fsdpckpt.execute.job import Budget
 from fsdpckpt.flat.units.request import load_units
+from fsdpckpt.flat.units.source import is_flattened
 from fsdpckpt.ir.targets import Target
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.vocabulary import Layout
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.plan.plan import Plan, make_plan
 from fsdpckpt.producers.forms import PLAIN
+from fsdpckpt.readers.dcp.items import first_item, is_located
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.ignored import require_matches
-from fsdpckpt.readers.protocol import MANIFEST
+from fsdpckpt.readers.protocol import MANIFEST, Items
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.storage.staging import free_bytes
 
@@ -41,12 +45,56 @@ class Prepared:
     linking: Linking
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Selected:
+    """What is to be written, and how: before its files are laid out."""
+
+    transformed: TransformedCheckpoint
+    spec: TargetSpec
+    options: ConvertOptions
+    side_files: Mapping[str, Tensor]
+
+
 def prepare(source: str, target: str, options: ConvertOptions, sources: Sources) -> Prepared:
     """Read ``source``, transform it, lay ``target`` out and plan the copies. Tensor data is not read."""
+    selected = _select(source, target, options, sources)
+    transformed, spec, options, side_files = selected.transformed, selected.spec, selected.options, selected.side_files
+    files = transformed.checkpoint.files
+    linking = choose_linking(options.link, files, target)
+    totals_only = options.dry_run and not linking.files  # links are found by what the plan of each file says
+    output = lay_out(transformed, spec, options, side_files, linking.files)
+    output, plan = link_equal_files(output, make_plan(output, totals_only=totals_only), linking, files, sources)
+    output.notes += linking.notes(output, files)
+    return Prepared(transformed, spec, output, plan, linking)
+
+
+def _select(source: str, target: str, options: ConvertOptions, sources: Sources) -> _Selected:
+    """What ``options`` take of ``source``. Of a DCP directory no items are opened but those of what is taken.
+
+    What is taken is known by the metadata. Where they are not enough (flat parameters, rows that ranks cut otherwise
+    than the metadata say, anything that is refused) all items are opened.
+    """
+    if options.only is not None or options.include or options.exclude:
+        with suppress(FsdpckptError):  # all items may say otherwise, or the same with all that is wrong
+            items: bool | Items = False
+            for _ in range(2):
+                selected = _read(source, target, options, sources, locate=items)
+                taken = [named.tensor for named in selected.transformed.checkpoint.tensors()]
+                taken += selected.side_files.values()
+                if all(map(is_located, taken)):
+                    return selected
+                items = frozenset(map(first_item, taken))
+    return _read(source, target, options, sources, locate=True)
+
+
+def _read(source: str, target: str, options: ConvertOptions, sources: Sources, *, locate: bool | Items) -> _Selected:
+    """The source, transformed, with the items located that ``ReadOptions.locate`` says; of flat parameters all."""
     units = load_units(options.units, sources) if options.units is not None else None
     opened = open_checkpoint(
-        source, sources=sources, locate=True, only=options.only, units=units, ignore_file=options.ignore_file
+        source, sources=sources, locate=locate, only=options.only, units=units, ignore_file=options.ignore_file
     )
+    if locate is not True and is_flattened(opened, sources, units_request(options)):
+        return _read(source, target, options, sources, locate=True)
     require_matches(options.ignore_file, opened)
     mesh = requested_mesh(options, opened, sources)
     options = with_mesh(options, opened.layout, mesh)
@@ -64,13 +112,7 @@ def prepare(source: str, target: str, options: ConvertOptions, sources: Sources)
     if spec.form is not None and spec.form.weights:
         weights, side_files = finish_export(transformed.checkpoint, side_files, options.reference, sources)
         transformed = replace(transformed, checkpoint=weights)
-    files = transformed.checkpoint.files
-    linking = choose_linking(options.link, files, target)
-    totals_only = options.dry_run and not linking.files  # links are found by what the plan of each file says
-    output = lay_out(transformed, spec, options, side_files, linking.files)
-    output, plan = link_equal_files(output, make_plan(output, totals_only=totals_only), linking, files, sources)
-    output.notes += linking.notes(output, files)
-    return Prepared(transformed, spec, output, plan, linking)
+    return _Selected(transformed, spec, options, side_files)
 
 
 def planned_report(

@@ -37,7 +37,7 @@ from fsdpckpt.readers import READERS
 from fsdpckpt.readers.assembly import ReadPart, join, read_part
 from fsdpckpt.readers.beside import BesideUnits, flavor_of, manifest_units, units_beside, with_manifest, with_units
 from fsdpckpt.readers.ignored import IgnoredFiles
-from fsdpckpt.readers.protocol import MANIFEST, UNITS, FileTable, Part, ReadOptions, Tree
+from fsdpckpt.readers.protocol import MANIFEST, UNITS, FileTable, Items, Part, ReadOptions, Tree
 from fsdpckpt.readers.side_files import missing_sections
 from fsdpckpt.readers.torch_ranks import slices_of_one_rank
 from fsdpckpt.storage.protocols import UPLOADING, Entry, is_url
@@ -55,14 +55,15 @@ def open_checkpoint(
     source: str,
     *,
     sources: Sources,
-    locate: bool = True,
+    locate: bool | Items = True,
     only: Section | None = None,
     units: Units | None = None,
     ignore_file: tuple[str, ...] = (),
 ) -> Checkpoint:
     """Everything about the checkpoint at ``source`` (file, directory or URL) but its tensor data.
 
-    ``locate=False`` does not open the data files of DCP directories: their chunks have offset -1. ``only``: the section
+    ``locate=False`` does not open the data files of DCP directories: their chunks have offset -1. With items, only
+    their tensors are located. ``only``: the section
     that is wanted, so that missing rank files of another one do not matter. ``units``: what says the order of each
     rank's optimizer where no units lie beside the checkpoint. ``ignore_file``: globs of files and directories that are
     left out; whoever gives them calls ``require_matches``.

@@ -23,14 +23,18 @@ MANIFEST = "fsdpckpt.json"
 UNITS = "units.json"  # what save_units calls its file in a directory
 
 
+Items: TypeAlias = frozenset[tuple[int, int]]
+"""Tensors of a DCP directory by the first item of each: the number of its file, and where in it the item begins."""
+
+
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
     """``locate=False``: leave the data files closed where metadata alone describe the tensors; chunks then have
-    offset -1. ``only``: the section that is wanted; parts that clearly hold another one may be incomplete.
-    ``ignored``: files that are left out.
+    offset -1; with items, only their tensors are located. ``only``: the section that is wanted; parts that clearly hold
+    another one may be incomplete. ``ignored``: files that are left out.
     """
 
-    locate: bool = True
+    locate: bool | Items = True
     only: Section | None = None
     ignored: IgnoredFiles = field(default_factory=IgnoredFiles)
 

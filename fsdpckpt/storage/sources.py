@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Self
+from typing import Self, TypeVar, cast
 
 from fsdpckpt.ir.checkpoint import LITERAL, ZEROS, SourceFile
 from fsdpckpt.ir.tensors import Tensor
@@ -23,6 +23,8 @@ from fsdpckpt.storage.protocols import (
 from fsdpckpt.storage.remote_file import AHEAD, REQUESTS, RemoteFile
 from fsdpckpt.storage.remote_store import RemoteStore
 
+T = TypeVar("T")
+
 
 class Sources:
     """Open sources by path, at most ``limit`` at a time (file descriptors are finite), closed with the block.
@@ -37,6 +39,13 @@ class Sources:
         self._files: OrderedDict[str, ByteSource] = OrderedDict()
         self._identities: dict[str, FileIdentity] = {}  # as they were when first seen
         self._lock = threading.Lock()
+        self._parsed: dict[str, object] = {}
+
+    def parsed(self, path: str, parse: Callable[[ByteSource], T]) -> T:
+        """What ``parse`` makes of the file, the first time; nobody may change it."""
+        if path not in self._parsed:
+            self._parsed[path] = parse(self.open(path))
+        return cast(T, self._parsed[path])
 
     def stat(self, path: str) -> Entry | None:
         """As the function ``stat``, also for URLs."""

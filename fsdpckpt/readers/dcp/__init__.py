@@ -157,9 +157,8 @@ def _parse(entry: Entry, sources: Sources) -> DcpMetadata:
     from fsdpckpt.formats.dcp.metadata import parse_metadata
     from fsdpckpt.formats.pickle.check import check_size
 
-    source = sources.open(entry.path)
-    check_size(source.nbytes, entry.path)
-    return parse_metadata(source)
+    check_size(sources.open(entry.path).nbytes, entry.path)
+    return sources.parsed(entry.path, parse_metadata)
 
 
 def _refuse_transforms(path: str, transforms: Collection[str]) -> None:

@@ -278,6 +278,18 @@ def is_located(tensor: Tensor) -> bool:
     return chunks.item is None or bool((chunks.offset >= 0).all())
 
 
+def first_item(tensor: Tensor) -> tuple[int, int]:
+    """The first item of a tensor, as in ``Items``; (-1, -1) without any."""
+    chunks = tensor.chunks
+    return (-1, -1) if chunks.item is None else first_of_items(chunks.file, chunks.item)
+
+
+def first_of_items(file: Int64Array, item: Int64Array) -> tuple[int, int]:
+    """The first item by file and begin; (-1, -1) of none."""
+    order = np.lexsort((item[:, 0], file))
+    return (int(file[order[0]]), int(item[order[0], 0])) if len(order) else (-1, -1)
+
+
 def locate_rows(
     wanted: Sequence[tuple[Tensor, npt.NDArray[np.intp]]], files: Sequence[SourceFile], sources: Sources
 ) -> list[Tensor] | None:

@@ -13,15 +13,15 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapp
 from dataclasses import replace
 
 from fsdpckpt.errors import SourceCorruptError, damaged
-from fsdpckpt.formats.dcp.metadata import DcpMetadata, PathElement
+from fsdpckpt.formats.dcp.metadata import DcpMetadata, DcpTensor, PathElement
 from fsdpckpt.ir.checkpoint import UNORDERED, Container, Layout, Note, Problem, Section
 from fsdpckpt.ir.tensors import ONE_SLICE, Tensor
 from fsdpckpt.ir.values import Global, Key, Value
 from fsdpckpt.layouts.flattened import is_flat_key
 from fsdpckpt.readers.chunks import build_tensors
 from fsdpckpt.readers.dcp import DcpDirectory, open_directory
-from fsdpckpt.readers.dcp.items import declared_chunks, locate_chunks, read_values
-from fsdpckpt.readers.protocol import FileTable, Tree
+from fsdpckpt.readers.dcp.items import declared_chunks, first_of_items, locate_chunks, read_values
+from fsdpckpt.readers.protocol import FileTable, Items, Tree
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural
 
@@ -31,11 +31,12 @@ UNREAD = Global("fsdpckpt", "unread")
 FEW_VALUES = 1 << 14  # pickled values that are read in any case, at some microseconds each: groups, counters, ...
 
 
-def read_dcp(path: str, files: FileTable, sources: Sources, *, locate: bool) -> Tree:
+def read_dcp(path: str, files: FileTable, sources: Sources, *, locate: bool | Items) -> Tree:
     """The checkpoint in ``directory``.
 
     With ``locate=False`` no tensor's item is opened but those of param groups: all other chunks have offset -1, and
-    pickled values are ``UNREAD`` when there are more than ``FEW_VALUES``. Raises SourceIncompleteError (no metadata,
+    pickled values are ``UNREAD`` when there are more than ``FEW_VALUES``. With the items of some tensors these are
+    opened too, and all values are read. Raises SourceIncompleteError (no metadata,
     files or items missing: all named), SourceCorruptError (contradictions), SourceUnsafeError (unknown globals),
     SourceUnsupportedError (compressed items).
     """
@@ -47,14 +48,13 @@ def read_dcp(path: str, files: FileTable, sources: Sources, *, locate: bool) -> 
         tree.evidence.append(UNORDERED)
     directory.numbers = {name: files.add(directory.file(name), directory.nbytes[name]) for name in directory.nbytes}
     flattened = find_flattened(directory.metadata, directory=path, world_size=directory.world_size)
-    if locate:
+    if locate is True:
         chunked = locate_chunks(directory, sources, tree)
-        values = read_values(directory, sources, tree)
     else:
-        settings = locate_chunks(settings_of(directory), sources, tree)
-        located = {tensor.key: tensor for tensor in settings}
+        chosen = locate_chunks(part_of(directory, locate or frozenset()), sources, tree)
+        located = {tensor.key: tensor for tensor in chosen}
         chunked = [located.get(tensor.key, tensor) for tensor in declared_chunks(directory)]
-        values = _few_values(directory, sources, tree)
+    values = read_values(directory, sources, tree) if locate else _few_values(directory, sources, tree)
     shapes = directory.metadata.unflattened
     if shapes:
         from fsdpckpt.readers.dcp.flattened_range import in_shape
@@ -95,12 +95,17 @@ def _is_setting(key: str) -> bool:
     return bool(groups) and not re.fullmatch(r"\d+\.[^.]+", rest)
 
 
-def settings_of(directory: DcpDirectory) -> DcpDirectory:
-    """The same directory with only the small tensors of param groups in it."""
+def part_of(directory: DcpDirectory, items: Items) -> DcpDirectory:
+    """The same directory with no tensors but the small ones of param groups, and those that begin with ``items``."""
+    numbers = directory.by_file(directory.numbers)
+
+    def chosen(tensor: DcpTensor) -> bool:
+        return bool(items) and first_of_items(numbers[tensor.chunks.file], tensor.chunks.item) in items
+
     tensors = {
         key: tensor
         for key, tensor in directory.metadata.tensors.items()
-        if _is_setting(key) and len(tensor.shape) == 0 and tensor.dtype.itemsize <= SMALL
+        if (_is_setting(key) and len(tensor.shape) == 0 and tensor.dtype.itemsize <= SMALL) or chosen(tensor)
     }
     return replace(directory, metadata=replace(directory.metadata, tensors=tensors, items={}))
 

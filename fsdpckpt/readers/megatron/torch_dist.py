@@ -21,7 +21,7 @@ from fsdpckpt.readers.dcp.megatron_fsdp import join_halves, join_states, plain, 
 from fsdpckpt.readers.dcp.read import UNREAD, read_dcp
 from fsdpckpt.readers.megatron import COMMON
 from fsdpckpt.readers.optimizer_forms import notes_on_copies
-from fsdpckpt.readers.protocol import FileTable, Tree
+from fsdpckpt.readers.protocol import FileTable, Items, Tree
 from fsdpckpt.readers.torch_ranks.read import read_torch_file
 from fsdpckpt.storage.protocols import Entry
 from fsdpckpt.storage.sources import Sources
@@ -37,7 +37,9 @@ _NOT_SETTINGS = frozenset({"is_expert_parallel", "default_config", "params"})
 _Dict = dict[Key, Value]
 
 
-def read_torch_dist(path: str, common: Entry | None, files: FileTable, sources: Sources, *, locate: bool) -> Tree:
+def read_torch_dist(
+    path: str, common: Entry | None, files: FileTable, sources: Sources, *, locate: bool | Items
+) -> Tree:
     """The model, the optimizer and the extras of the directory ``path``. ``common``: its ``common.pt``.
 
     The model section has the optimizer's weights where those are kept apart. Buffers that hold the states of many

@@ -1,0 +1,105 @@
+"""Of a DCP directory no items are opened but those of what is taken, and what is written is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fsdpckpt
+from fsdpckpt.converters import prepare
+from fsdpckpt.errors import SourceCorruptError
+from fsdpckpt.formats.dcp.items import ItemReader
+from tests.readers.played_ranks import save_as_ranks, shard, shard_rows_twice
+
+WEIGHTS = {f"w{rows}": torch.randn(rows, 3) for rows in (4, 5, 9)}
+TENSORS, RANKS = 3, 2
+
+
+def state(_rank: int) -> dict[str, Any]:
+    model = shard(WEIGHTS, RANKS)
+    states = {name: {"exp_avg": weight * 2, "step": torch.tensor(3.0)} for name, weight in model.items()}
+    return {"model": model, "optim": {"state": states, "param_groups": [{"lr": 0.5, "params": list(states)}]}}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("selected") / "source"
+    save_as_ranks(path, state, RANKS)
+    return path
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """How many items were opened at a time."""
+    counts: list[int] = []
+    tensors = ItemReader.tensors
+
+    def counting(self: ItemReader, begin: Any, length: Any) -> Any:
+        counts.append(len(begin))
+        return tensors(self, begin, length)
+
+    monkeypatch.setattr(ItemReader, "tensors", counting)
+    yield counts
+
+
+def converted(source: Path, target: Path, **options: Any) -> dict[str, bytes]:
+    fsdpckpt.convert(str(source), str(target), verify="none", **options)
+    files = sorted(path for path in target.rglob("*") if path.is_file())
+    return {str(path.relative_to(target)): path.read_bytes() for path in files}
+
+
+# What is taken, and of how many tensors with two chunks and with one
+TAKEN = {
+    "model": ({"only": "model"}, TENSORS, 0),
+    "optim": ({"only": "optim"}, TENSORS, TENSORS),
+    "one": ({"include": ("w5.weight",)}, 2, 1),
+    "all-but-one": ({"exclude": ("w5.weight",), "only": "model"}, TENSORS - 1, 0),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_only_the_items_of_what_is_taken_are_opened(
+    name: str, source: Path, tmp_path: Path, opened: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options, cut, whole = TAKEN[name]
+    found = converted(source, tmp_path / "a", to="sharded", world_size=3, **options)
+    assert sum(opened) == cut * RANKS + whole
+    opened.clear()
+    monkeypatch.setattr(prepare, "_select", lambda *given: prepare._read(*given, locate=True))
+    assert converted(source, tmp_path / "b", to="sharded", world_size=3, **options) == found
+    assert sum(opened) == 2 * TENSORS * RANKS + TENSORS
+
+
+def test_damage_of_what_is_taken_is_refused_and_of_the_rest_is_not_looked_at(source: Path, tmp_path: Path) -> None:
+    from fsdpckpt.readers.detect import open_checkpoint
+    from fsdpckpt.storage.sources import Sources
+
+    with Sources() as sources:
+        model = open_checkpoint(str(source), sources=sources).model
+    assert model is not None
+    chunks = model.params["w5.weight"].chunks  # type: ignore[union-attr]
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    for path in source.iterdir():
+        (damaged / path.name).write_bytes(path.read_bytes())
+    file = damaged / f"__{int(chunks.rank[1])}_0.distcp"
+    content = bytearray(file.read_bytes())
+    begin, length = chunks.item[1].tolist()
+    content[begin : begin + length] = bytes(length)
+    file.write_bytes(content)
+    fsdpckpt.convert(str(damaged), str(tmp_path / "optim"), to="sharded", only="optim")
+    with pytest.raises(SourceCorruptError, match="w5"):
+        fsdpckpt.convert(str(damaged), str(tmp_path / "model"), to="sharded", only="model")
+
+
+def test_rows_that_the_metadata_get_wrong_are_those_of_the_items(tmp_path: Path) -> None:
+    """FSDP2 over tensor parallelism with uneven rows: all items are opened then."""
+    weights = {"a": torch.randn(7, 2), "b": torch.randn(5, 3)}
+    save_as_ranks(tmp_path / "source", lambda _: {"model": shard_rows_twice(weights, 2, 2), "other": {}}, 4)
+    fsdpckpt.convert(str(tmp_path / "source"), str(tmp_path / "a.pt"), to="full", include=("a*",), only="model")
+    found = torch.load(tmp_path / "a.pt", weights_only=True)
+    assert {name: value.tolist() for name, value in found.items()} == {"a.weight": weights["a"].tolist()}
