@@ -98,6 +98,8 @@ LAYOUTS: dict[str, tuple[Callable[[int], Any], int]] = {
     "flat": (flat, 1),
     "plain": (lambda _: {"w": numbered(3, 4), "b": numbered(0)}, 1),
     "own-values": (own_extra, 6),
+    "own-set": (lambda rank: {"w": numbered(2), "s": {rank}}, 6),
+    "own-number-in-a-key": (lambda rank: {"w": numbered(2), (1, rank): 3}, 6),
     "own-keys": (lambda rank: {f"w{rank}": numbered(2)}, 6),
     "own-lengths": (lambda rank: {"w": numbered(2 + rank)}, 6),
 }
