@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy as copy_module
 import json
 import shutil
 import tarfile
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -21,8 +19,9 @@ from fsdpckpt.storage.sources import Sources
 from tests.cli.conftest import Run, run  # noqa: F401
 from tests.golden.deepspeed.make import Net
 from tests.readers.contents import opened
+from tests.readers.junk import refusals, save
 from tests.readers.reader_contract import WEIGHTS, MemorySources, ReaderContract
-from tests.readers.test_deepspeed import _JUNK, GOLDEN, _places, truth
+from tests.readers.test_deepspeed import GOLDEN, truth
 
 NAMES = ["zero1-bf16", "zero3-bf16"]
 each = pytest.mark.parametrize("name", NAMES)
@@ -169,7 +168,7 @@ def test_parameters_of_tensor_parallel_ranks_are_whole(tmp_path: Path) -> None:
     second = {"module": {}, "param_shapes": [{"w": [3, 5], "later": [4]}], "mp_world_size": 2}
     files |= {"mp_rank_01_model_states.pt": second, "zero/later/fp32.pt": {"param": torch.ones(4)}}
     files |= {f"zero/w/{state}.pt": {"param": torch.ones(6, 5), "cat_dim": 0} for state in ("fp32", "exp_avg")}
-    _save(files, tmp_path)
+    save(files, tmp_path)
     model = opened(tmp_path).model
     assert model is not None
     assert {name: leaf.shape for name, leaf in model.params.items() if isinstance(leaf, Tensor)} == {
@@ -180,7 +179,7 @@ def test_parameters_of_tensor_parallel_ranks_are_whole(tmp_path: Path) -> None:
 def test_what_a_user_keeps_under_names_of_sections_is_kept_and_named(tmp_path: Path) -> None:
     files = _files()
     files["mp_rank_00_model_states.pt"] |= {"optimizer": "mine", "optimizer_": "taken", "model": 5}
-    _save(files, tmp_path)
+    save(files, tmp_path)
     checkpoint = opened(tmp_path)
     kept = {key: checkpoint.extra[key] for key in ("optimizer__", "optimizer_", "model_")}
     assert kept == {"optimizer__": "mine", "optimizer_": "taken", "model_": 5}
@@ -189,39 +188,7 @@ def test_what_a_user_keeps_under_names_of_sections_is_kept_and_named(tmp_path: P
 
 @pytest.mark.parametrize("flat", [False, True])
 def test_whatever_the_files_hold_is_read_or_refused(flat: bool, tmp_path: Path) -> None:
-    """One value of one file after the other is replaced, renamed or lost."""
-    files = _files(flat=flat)
-    random = Random(flat)
-    refused = 0
-    for file, state in files.items():
-        for path in _places(state) if isinstance(state, dict) else ():
-            for change in (random.choice(_JUNK), None, _places):
-                changed = copy_module.deepcopy(files)
-                inner = changed[file]
-                for key in path[:-1]:
-                    inner = inner[key]
-                if change is _places:
-                    del inner[path[-1]]
-                else:
-                    inner[path[-1]] = change
-                _save(changed, tmp_path)
-                refused += _refused(tmp_path)
-    for file, content in files.items():
-        for junk in _JUNK:
-            _save({**files, file: junk}, tmp_path)
-            refused += _refused(tmp_path)
-        _save(files, tmp_path)
-        del content
-    assert refused > 40
-
-
-def _refused(directory: Path) -> bool:
-    try:
-        opened(directory)
-    except FsdpckptError as error:
-        assert error.exit_code in (3, 4)
-        return True
-    return False
+    assert refusals(_files(flat=flat), tmp_path, seed=flat) > 80
 
 
 def _files(*, flat: bool = False) -> dict[str, Any]:
@@ -242,12 +209,6 @@ def _files(*, flat: bool = False) -> dict[str, Any]:
     return files if flat else {**files, "zero/w/step.pt": torch.tensor(3.0)}
 
 
-def _save(files: dict[str, Any], directory: Path) -> None:
-    for name, content in files.items():
-        (directory / name).parent.mkdir(parents=True, exist_ok=True)
-        torch.save(content, directory / name)
-
-
 class TestUniversal(ReaderContract):
     """What every reader promises."""
 
@@ -263,7 +224,7 @@ class TestUniversal(ReaderContract):
         for state in ("fp32", "exp_avg"):
             files |= {f"zero/{name}/{state}.pt": {"param": weight, "cat_dim": 0} for name, weight in model.items()}
         files |= {f"zero/{name}/step.pt": torch.tensor(3.0) for name in model}
-        _save(files, directory)
+        save(files, directory)
         return directory
 
 

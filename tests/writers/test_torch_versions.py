@@ -89,15 +89,20 @@ def placements(path: Path) -> dict[str, str]:
 KINDS = ["one dimension", "replicas", "tensor parallelism"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_rank_gets_the_dtensors_that_this_torch_saves(tmp_path: Path, kind: str) -> None:
+def saved(kind: str, directory: Path) -> Path:
+    """The files of four ranks in a new directory. Skips the test where this torch has no such DTensors."""
     if kind == KINDS[2] and VERSION < (2, 5):
         pytest.skip("torch 2.4 has no _StridedShard")
-    source = tmp_path / "source"
-    source.mkdir()
+    directory.mkdir()
     for rank in range(4):
         with as_rank(rank, 4):
-            torch.save(state(kind, rank), source / f"model_world_size_4_rank_{rank}.pt")
+            torch.save(state(kind, rank), directory / f"model_world_size_4_rank_{rank}.pt")
+    return directory
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_rank_gets_the_dtensors_that_this_torch_saves(tmp_path: Path, kind: str) -> None:
+    source = saved(kind, tmp_path / "source")
     report = fsdpckpt.convert(source, tmp_path / "target", container="torch", world_size=4, verify="full")
     version = ".".join(map(str, VERSION))
     assert any(f"for PyTorch {version}," in note.message for note in report.notes)
@@ -125,13 +130,7 @@ def test_each_rank_gets_the_dtensors_that_this_torch_saves(tmp_path: Path, kind:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_dcp_of_this_torch_loads_what_is_written_and_what_storage_reader_reads(tmp_path: Path, kind: str) -> None:
-    if kind == KINDS[2] and VERSION < (2, 5):
-        pytest.skip("torch 2.4 has no _StridedShard")
-    source, target = tmp_path / "source", tmp_path / "target"
-    source.mkdir()
-    for rank in range(4):
-        with as_rank(rank, 4):
-            torch.save(state(kind, rank), source / f"model_world_size_4_rank_{rank}.pt")
+    source, target = saved(kind, tmp_path / "source"), tmp_path / "target"
     fsdpckpt.convert(source, target, container="dcp", world_size=2 if kind == KINDS[2] else 3)
     for reader in (dcp.FileSystemReader(target), fsdpckpt.StorageReader(target), fsdpckpt.StorageReader(source)):
         loaded = {"model": {name: torch.empty_like(whole) for name, whole in WHOLE.items()}}
@@ -143,13 +142,7 @@ def test_dcp_of_this_torch_loads_what_is_written_and_what_storage_reader_reads(t
 @pytest.mark.parametrize("version", ["2.4", "2.6", "2.9", "2.10", "2.12", "2.13", "2.15"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_files_for_every_torch_are_read_again(tmp_path: Path, kind: str, version: str) -> None:
-    if kind == KINDS[2] and VERSION < (2, 5):
-        pytest.skip("torch 2.4 has no _StridedShard")
-    source, target = tmp_path / "source", tmp_path / "target"
-    source.mkdir()
-    for rank in range(4):
-        with as_rank(rank, 4):
-            torch.save(state(kind, rank), source / f"model_world_size_4_rank_{rank}.pt")
+    source, target = saved(kind, tmp_path / "source"), tmp_path / "target"
     if kind == KINDS[2] and version == "2.4":
         with pytest.raises(UsageError, match="no placement for FSDP2 over tensor parallelism"):
             fsdpckpt.convert(source, target, container="torch", world_size=4, torch_version=version)

@@ -14,12 +14,12 @@ from fsdpckpt.flat.flatten.write import lay_out
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, OptimState
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.names import clean
-from fsdpckpt.ir.units import Strategy, Unit, Units
+from fsdpckpt.ir.units import RankOrder, Strategy, Unit, Units
 from fsdpckpt.ir.units_json import loads
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.writers.protocol import DtypeRule, WriteSpec
-from tests.flat.flat_source import SHAPES, Model, flat, loaded, param, units, written
+from tests.flat.flat_source import ORDER, SHAPES, Model, flat, loaded, param, units, written
 from tests.materialise import materialise
 from tests.oracle.compare import differences
 from tests.oracle.fake_group import as_rank
@@ -203,6 +203,20 @@ def test_units_that_record_the_groups_say_the_order_of_ids(tmp_path):
     state = loaded(tmp_path, "optim", 0, 1)["state"]
     for number, name in enumerate(name for group in groups for name in group):
         assert same(state[number]["exp_avg"], model.states[name]["exp_avg"])
+
+
+def test_ids_of_a_rank_whose_optimizer_has_another_order_or_lacks_parameters_are_its_own(tmp_path):
+    model = Model(seed=17)
+    own = ("b.weight", "b.bias", "a.weight")
+    of = units(orig=True, world_size=2, groups=(ORDER,), orders=(RankOrder((1,), (own,)),))
+    written(tmp_path, model, of, 2)
+    for rank, names in enumerate((ORDER, own)):
+        optim = loaded(tmp_path, "optim", rank, 2)
+        assert optim["param_groups"][0]["params"] == list(range(len(names)))
+        assert set(optim["state"]) == ({0, 1, 3} if rank == 0 else {0, 1, 2})
+        for number, entry in optim["state"].items():
+            values, whole = entry["exp_avg"], model.states[names[number]]["exp_avg"].reshape(-1)
+            assert same(values, whole[: len(values)] if rank == 0 else whole[-len(values) :])
 
 
 def test_names_are_listed_in_the_order_of_the_ids(tmp_path):
