@@ -141,3 +141,8 @@ def test_the_dtype_of_an_unknown_number_cannot_be_padded(tmp_path):
     for name, leaf in ckpt.model.params.items():
         ckpt.model.params[name] = replace(leaf, dtype=DTYPES["complex32"])  # type: ignore[type-var]
     refused(tmp_path, SourceUnsupportedError, model, of, "complex32", ckpt=ckpt)
+
+
+def test_more_ranks_than_the_memory_has_room_for_are_refused_at_the_first_file(tmp_path, monkeypatch):
+    monkeypatch.setattr("fsdpckpt.writers.torch_ranks.memory_bytes", lambda: 1)
+    refused(tmp_path, UsageError, Model(), units(orig=True), "--world-size 1 ", "1 B of memory", world_size=1)
