@@ -184,3 +184,14 @@ def test_one_mesh_is_not_taken_for_several(saved: Path, tmp_path: Path) -> None:
     assert fsdpckpt.diff(tmp_path / "new", saved / "full.pt").same
     with pytest.raises(UsageError, match="not fit flat parameters"):
         fsdpckpt.convert(saved / "four", tmp_path / "flat", to="flattened", mesh=FOUR.options, unit="none")
+
+
+def test_process_groups_are_those_of_a_job_that_makes_the_meshes_in_this_order(saved: Path, tmp_path: Path) -> None:
+    to_ranks(saved / "full.pt", tmp_path / "new", like=saved / "hybrid")
+    for rank in (0, 3, 6):
+        with as_rank(rank, 8):
+            found = torch.load(tmp_path / "new" / f"model_world_size_8_rank_{rank}.pt", weights_only=True)
+            expected = model_and_states(HYBRID)["model"]
+            for name in ("dense.weight", "experts.weight"):
+                names = expected[name].device_mesh._dim_group_names
+                assert found[name].device_mesh._dim_group_names == names and len(set(names)) == len(names)
