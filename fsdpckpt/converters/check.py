@@ -23,6 +23,7 @@ from fsdpckpt.errors import FsdpckptError, InternalError
 from fsdpckpt.execute.shared_sources import serve_sources, union_sources
 from fsdpckpt.flat.match import Mismatch, match
 from fsdpckpt.flat.unflatten import unflatten
+from fsdpckpt.garbage import without_collection
 from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Section, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.names import normalise
@@ -107,7 +108,7 @@ class OutputCheck:
             if self.transformed is None:
                 self._serve()
                 return [], []
-            with self.group.heartbeat(), union_sources(self.group) as opener:
+            with self.group.heartbeat(), union_sources(self.group) as opener, without_collection():
                 return _match(self.transformed, self.path, dtypes=self.dtypes, level=self.options.verify, opener=opener)
 
     def _serve(self) -> None:

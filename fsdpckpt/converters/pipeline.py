@@ -15,7 +15,7 @@ import functools
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
@@ -72,12 +72,13 @@ from fsdpckpt.execute.output import target_differs
 from fsdpckpt.execute.shared_sources import content_identities, find_visible, serve_sources, union_sources
 from fsdpckpt.garbage import set_aside, without_collection
 from fsdpckpt.ir.checkpoint import Note, SourceFile
+from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.options import ConvertOptions, VerifyLevel, Visibility
 from fsdpckpt.plan.plan import make_plan
 from fsdpckpt.progress import NoProgress, Progress
 from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage.journal import Record, read_records
-from fsdpckpt.storage.protocols import is_url
+from fsdpckpt.storage.protocols import FileIdentity, is_url
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.storage.staging import (
     Staging,
@@ -212,6 +213,7 @@ class _Conversion:
         self._link(places)
         self.holders = holders_of(job, places, directory=directory) | dict.fromkeys(self._linked, places.workers(0))
         crcs = self._execute(job, places, visible, budget, finished)
+        job = self._drop_columns(job)
         self._write_manifest(crcs, {}, directory=directory)
         if self.options.verify is not VerifyLevel.NONE and not all(places.existing):
             digests = self._verify(job, places, visible)
@@ -292,7 +294,7 @@ class _Conversion:
         message: object = None
         with group.step("divide the work"), group.heartbeat():
             if prepared is not None:
-                identity = functools.cache(lambda: run_identity(prepared.plan, options, copies))
+                identity = functools.cache(functools.partial(self._identity, copies))
                 windows, useless = finished_windows(journals, places, identity, options)
                 job = _job(prepared, places, visible, budget, windows, options.max_memory)
                 staging = self._staging[0] if self._staging else None
@@ -306,6 +308,12 @@ class _Conversion:
         if run is None:
             raise InternalError("a run's identity does not read back")
         return places, unpack_job(plan), lambda: run[0], finished if prepared is not None else Finished()
+
+    def _identity(self, copies: Sequence[Sequence[FileIdentity]]) -> RunIdentity:
+        """This run's, on rank 0, before ``_drop_columns``."""
+        if self._prepared is None:
+            raise InternalError("only the first rank knows the plan")
+        return run_identity(self._prepared.plan, self.options, copies)
 
     def _prepare_staging(
         self, job: Job, places: Places, identity: Callable[[], RunIdentity], finished: Finished
@@ -372,6 +380,15 @@ class _Conversion:
             for staging in self._staging:
                 staging.require_files([*files_at(job, place)[0], *self._linked])
         return crcs
+
+    def _drop_columns(self, job: Job) -> Job:
+        """``job``, and what was prepared, without literals, write items and copies: their memory is for the check."""
+        if self._prepared is not None:
+            output = self._prepared.output
+            files = [TargetFile(file.path, nbytes=file.nbytes) for file in output.files]
+            output = Target(files, output.notes, output.links)
+            self._prepared = replace(self._prepared, output=output, plan=self._prepared.plan.outline())
+        return replace(job, plan=job.plan.outline())
 
     def _write_manifest(self, crcs: Mapping[str, int], digests: Mapping[str, str], *, directory: bool) -> None:
         """``fsdpckpt.json`` where ranks write: at every place, with the same bytes."""

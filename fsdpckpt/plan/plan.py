@@ -98,6 +98,11 @@ class Plan:
         left = tuple(file for file in self.files if file.path not in paths)
         return Plan(left, self.casts, sum(_bytes_read(file, self.casts) for file in left))
 
+    def outline(self) -> Plan:
+        """What is left to know once the plan was run: the paths and lengths of the files."""
+        files = (_outline(file.path, file.nbytes) for file in self.files)
+        return Plan(tuple(files), self.casts, self.bytes_read)
+
     def check(self) -> None:
         """Every target byte is written exactly once. Raises InternalError: a plan that fails must never run."""
         for file in self.files:
@@ -137,7 +142,7 @@ def make_plan(target: Target, *, totals_only: bool = False) -> Plan:
         file = _plan_file(each.made(), sources, casts)
         _check_file(file)
         bytes_read += _bytes_read(file, casts.pairs)
-        files.append(_planned(TargetFile(each.path, nbytes=each.nbytes), Copies(*_NO_COPIES)) if totals_only else file)
+        files.append(_outline(each.path, each.nbytes) if totals_only else file)
     return Plan(tuple(files), tuple(casts.pairs), bytes_read)
 
 
@@ -165,6 +170,10 @@ def _plan_file(file: TargetFile, sources: dict[TargetData, Sources], casts: Cast
     if len(copies) and int(copies.source.min()) < 0:
         raise InternalError(f"{file.path or 'the target file'}: a source chunk was never located in its file")
     return _planned(file, copies, item)
+
+
+def _outline(path: str, nbytes: int) -> FilePlan:
+    return _planned(TargetFile(path, nbytes=nbytes), Copies(*_NO_COPIES))
 
 
 def _planned(file: TargetFile, copies: Copies, item: Int64Array = _NO_COPIES[0]) -> FilePlan:
