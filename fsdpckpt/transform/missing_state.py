@@ -63,7 +63,11 @@ def fill(checkpoint: Checkpoint, choice: Choice, *, units: Units | None = None, 
         note = Note("missing-state", f"{_parameters(len(missing))} no optimizer state", keys=tuple(map(str, missing)))
         return replace(checkpoint, notes=(*checkpoint.notes, note))
     unit_of: dict[ParamKey, str] = {name: unit.key for name, unit in units.unit_of().items()} if units else {}
-    return _filled(checkpoint, optim, missing, _StateMaker(checkpoint, read, unit_of, units.params() if units else {}))
+    shaped = frozenset(
+        name for states in optim.state.values() for name, leaf in states.items() if _has_dimensions(leaf)
+    )
+    params = units.params() if units is not None else {}
+    return _filled(checkpoint, optim, missing, _StateMaker(checkpoint, read, unit_of, params, shaped))
 
 
 def _parameters(count: int) -> str:
@@ -72,12 +76,14 @@ def _parameters(count: int) -> str:
 
 @dataclass(slots=True)
 class _StateMaker:
-    """Makes zero states. ``problems``: why some cannot be made. ``end``: bytes of zeros in use so far."""
+    """Makes zero states. ``shaped``: names of states that have dimensions. ``problems``: why some cannot be made.
+    ``end``: bytes of zeros in use so far."""
 
     checkpoint: Checkpoint
     read: Read | None
     unit_of: Mapping[ParamKey, str]
     unit_params: Mapping[str, UnitParam]
+    shaped: frozenset[str]
     problems: list[str] = field(default_factory=list)
     end: int = 0
 
@@ -107,7 +113,8 @@ class _StateMaker:
                 siblings = by_unit.get(unit)
                 place = unit if siblings is not None else ""
                 if place not in forms:
-                    forms[place] = state_form(present if siblings is None else siblings, self.param, self.read)
+                    others = present if siblings is None else siblings
+                    forms[place] = state_form(others, self.param, self.read, self.shaped)
                 made[key] = self._states(key, forms[place])
         return made
 
@@ -247,24 +254,42 @@ class StateForm:
     problems: tuple[str, ...]
 
 
-def state_form(siblings: Mapping[ParamKey, States], param_of: ParamOf, read: Read | None) -> StateForm:
-    """The common form of the states of ``siblings``. ``read`` gives the bytes of a 0-dim tensor."""
+def _has_dimensions(leaf: Tensor | Value) -> bool:
+    return isinstance(leaf, Tensor) and leaf.ndim > 0
+
+
+def state_form(
+    siblings: Mapping[ParamKey, States], param_of: ParamOf, read: Read | None, shaped: Collection[str] = ()
+) -> StateForm:
+    """The common form of the states of ``siblings``. ``read`` gives the bytes of a 0-dim tensor.
+
+    ``shaped``: names of states that are known to have the shape of their parameter. The 0-dim states of parameters
+    without dimensions do not tell whether they have, or are one value as the number of steps is.
+    """
     if not siblings:
         return StateForm({}, ("no other parameter of its group has states to go by",))
     if len({frozenset(states) for states in siblings.values()}) > 1:
         return StateForm({}, ("the others of its group do not have the same states",))
     problems: list[str] = []
     forms: dict[str, ZeroForm | Tensor | Value] = {}
+    scalars = not any(_has_more(states, param_of(key)) for key, states in siblings.items())
     for name, first in next(iter(siblings.values())).items():
         values = {key: states[name] for key, states in siblings.items()}
         tensors = {key: value for key, value in values.items() if isinstance(value, Tensor)}
-        if len(tensors) == len(values) and any(tensor.ndim for tensor in tensors.values()):
+        if len(tensors) == len(values) and (name in shaped or any(tensor.ndim for tensor in tensors.values())):
             forms[name] = _zero_form(name, tensors, param_of, problems)
             continue
         forms[name] = first
+        if tensors and scalars and name != "step":
+            problems.append(f"the others of its group have no dimensions, so {name} may be one value or have its shape")
         if len({_identity(value, read) for value in values.values()}) > 1:
             problems.append(f"the others of its group do not agree on {name}")
     return StateForm(forms, tuple(problems))
+
+
+def _has_more(states: States, param: KnownParam | None) -> bool:
+    """Whether a parameter with these states has dimensions."""
+    return bool(param is not None and param.shape) or any(map(_has_dimensions, states.values()))
 
 
 def _identity(value: Tensor | Value, read: Read | None) -> tuple[str, object]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import fsdpckpt
 from fsdpckpt.converters.transform import fill_missing
 from fsdpckpt.errors import NeedsInformationError, SourceIncompleteError
 from fsdpckpt.execute.job import Budget
@@ -267,3 +268,26 @@ def test_the_file_of_zeros_reads_as_zeros_anywhere_and_of_any_length() -> None:
         buffer = bytearray(b"\x07" * 2_500_001)
         source.read_into(5, memoryview(buffer))
         assert not any(buffer)
+
+
+@pytest.mark.parametrize("shape", [(), (2, 3)], ids=str)
+def test_moments_of_a_parameter_without_dimensions_are_not_those_of_others(shape: Any, tmp_path: Path) -> None:
+    model = nn.ParameterDict({name: nn.Parameter(torch.rand(())) for name in ("a", "c")} | {"d": torch.rand(2, 3)})
+    model["b"] = nn.Parameter(torch.rand(shape))
+    optimizer = torch.optim.AdamW([{"params": [model["a"], model["b"]]}, {"params": [model["c"], model["d"]]}])
+    (model["a"] + model["c"] + model["d"].sum()).square().backward()
+    optimizer.step()
+    saved, names = optimizer.state_dict(), ["a", "b", "c", "d"]
+    state = {names[number]: states for number, states in saved["state"].items()}
+    groups = [{**group, "params": [names[number] for number in group["params"]]} for group in saved["param_groups"]]
+    content = {"model": model.state_dict(), "optimizer": {"state": state, "param_groups": groups}}
+    fsdpckpt.convert(_save(tmp_path / "s.pt", content), tmp_path / "t.pt", missing_state="zeros")
+    made = torch.load(tmp_path / "t.pt")["optimizer"]["state"]["b"]
+    expected = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(shape), "exp_avg_sq": torch.zeros(shape)}
+    torch.testing.assert_close(made, expected, rtol=0, atol=0)
+    for removed in (state, content["model"]):
+        del removed["c"], removed["d"]  # type: ignore[attr-defined]  # what shows which states have dimensions
+    del groups[1]
+    with pytest.raises(NeedsInformationError) as error:
+        _filled(_save(tmp_path / "s.pt", content), "zeros")
+    assert "have no dimensions, so exp_avg may be one value" in error.value.details[0]
