@@ -1,6 +1,7 @@
 """Checks source records against their CRC-32 while they are copied, whatever the order in which their parts are read.
 
-The checksum of a record is combined from those of its parts. Some records have to be read a second time:
+The checksum of a record is combined from those of its parts. What no tensor needs of a record (padding of flat
+parameters, the rest of a storage) is read for it. Some records have to be read a second time:
 
 - Rows that are not contiguous in the source (a transposed tensor, or one split by columns) are read with the gaps
   between them, in spans that may overlap or skip bytes.
@@ -23,6 +24,7 @@ from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.plan.plan import Copies, Plan
 from fsdpckpt.plan.windows import Range, split_copies
+from fsdpckpt.storage.protocols import ByteSource
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import bytes_text
 
@@ -34,6 +36,7 @@ __all__ = [
     "crc32",
     "has_gaps",
     "patch_effect",
+    "read_sums",
     "reread",
     "require_checksum",
     "unproved",
@@ -163,7 +166,7 @@ class SourceCheck:
             self.summed(file, int(offset[row]), int(nbytes[row]), int(crc[row]))
 
     def finish(self) -> None:
-        """Compare the records that were read in parts. Records that were read incompletely are not compared."""
+        """Compare the records that were read in parts; those of which parts are missing are ``rest``'s."""
         for file, index in self._parts:
             crc = self._sum(file, index)
             if crc is not None:
@@ -187,6 +190,29 @@ class SourceCheck:
             if sums.setdefault(end, total) != total:
                 raise _read_differently(self._files[file].path, begin, end - begin, sums[end], total)
         return sums.get(begin + length)
+
+    def rest(self) -> list[tuple[int, int, int, int]]:
+        """What is missing of records that were read in parts: (file, record, offset, nbytes).
+
+        Padding of flat parameters, or what a tensor leaves of its storage. All of a record whose parts overlap.
+        """
+        missing: list[tuple[int, int, int, int]] = []
+        for (file, index), parts in self._parts.items():
+            if self._sum(file, index) is not None:
+                continue
+            begin, length, _ = self._records[file].record(index)
+            at = begin
+            gaps: list[tuple[int, int]] = []
+            overlap = False
+            for offset, nbytes, _ in sorted(set(parts)):
+                overlap |= offset < at < offset + nbytes
+                if at < offset:
+                    gaps.append((at, offset - at))
+                at = max(at, offset + nbytes)
+            if at < begin + length:
+                gaps.append((at, begin + length - at))
+            missing += [(file, index, *gap) for gap in ([(begin, length)] if overlap else gaps)]
+        return missing
 
     def unproved(self, file: int, begins: Int64Array, ends: Int64Array) -> list[SourceRecord]:
         """The records of ``file`` that overlap a range ``begins[i]`` .. ``ends[i]`` and have parts missing."""
@@ -306,6 +332,30 @@ def _gapped(plan: Plan, copies: Copies) -> npt.NDArray[np.bool_]:
     return found
 
 
+def read_sums(
+    ranges: Iterable[tuple[int, int, int, int]],
+    files: Sequence[SourceFile],
+    sources: Sources,
+    moved: Callable[[], None],
+) -> list[tuple[int, int, int, int, int]]:
+    """``ranges``, as ``SourceCheck.rest`` has them, with the CRC-32 of each, as ``SourceCheck.absorb`` takes them."""
+    return [
+        (file, record, offset, nbytes, _sum_of(sources.open(files[file].path), offset, nbytes, moved))
+        for file, record, offset, nbytes in ranges
+    ]
+
+
+def _sum_of(source: ByteSource, offset: int, nbytes: int, moved: Callable[[], None]) -> int:
+    buffer = memoryview(bytearray(min(CHUNK, nbytes)))
+    total = 0
+    for at in range(0, nbytes, CHUNK):
+        view = buffer[: min(CHUNK, nbytes - at)]
+        source.read_into(offset + at, view)
+        total = crc32(view, total)
+        moved()
+    return total
+
+
 def reread(
     records: Iterable[SourceRecord], files: Sequence[SourceFile], sources: Sources, moved: Callable[[], None]
 ) -> None:
@@ -313,13 +363,7 @@ def reread(
 
     Raises SourceCorruptError for a record that does not match.
     """
-    buffer = memoryview(bytearray(CHUNK))
     for file, offset, nbytes, expected in records:
-        source = sources.open(files[file].path)
-        total = 0
-        for at in range(0, nbytes, CHUNK):
-            view = buffer[: min(CHUNK, nbytes - at)]
-            source.read_into(offset + at, view)
-            total = crc32(view, total)
-            moved()
-        require_checksum(files[file].path, offset, nbytes, expected, total)
+        path = files[file].path
+        total = _sum_of(sources.open(path), offset, nbytes, moved)
+        require_checksum(path, offset, nbytes, expected, total)

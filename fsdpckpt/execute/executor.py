@@ -25,7 +25,7 @@ from fsdpckpt.execute.copy_pool import PATIENCE, SLOWEST_DISK, CopyPool
 from fsdpckpt.execute.job import Job
 from fsdpckpt.execute.journal import Finished, Recorder
 from fsdpckpt.execute.output import ComparedOutput, Output, OutputState, Resumed, write_window
-from fsdpckpt.execute.resume import Written, reread_unproved, resume
+from fsdpckpt.execute.resume import Written, read_rest, reread_unproved, resume
 from fsdpckpt.execute.window import Assembler
 from fsdpckpt.plan.transfer import Visible, Window, plan_transfers
 from fsdpckpt.progress import Progress
@@ -224,6 +224,7 @@ class _Run:
                 self._check.absorb(rows)
             self._check.absorb(self._finished.parts)
             self._check.finish()
+        read_rest(self._group, self._job, self._check, self._visible, self._sources)
         reread_unproved(self._group, self._job, self._check, self._finished, self._visible, self._sources)
         with self._group.silent_for(nbytes / SLOWEST_DISK):
             self._finish_shared({number: state for theirs, _ in gathered for number, state in theirs.items()})

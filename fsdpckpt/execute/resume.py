@@ -12,7 +12,7 @@ from typing import TypeAlias, cast
 import numpy as np
 
 from fsdpckpt.comm.protocol import Group
-from fsdpckpt.execute.checks import Part, SourceCheck, SourceRecord, crc32, has_gaps, reread, unproved
+from fsdpckpt.execute.checks import Part, SourceCheck, SourceRecord, crc32, has_gaps, read_sums, reread, unproved
 from fsdpckpt.execute.copy_pool import PATIENCE, CopyPool
 from fsdpckpt.execute.job import Job
 from fsdpckpt.execute.journal import Finished
@@ -123,6 +123,32 @@ def _claims(job: Job, segment: Segment) -> list[Claim]:
     return [Claim(low, high, crc) for _, _, low, high, crc in job.claims[np.flatnonzero(inside)].tolist()]
 
 
+def read_rest(group: Group, job: Job, check: SourceCheck, visible: Visible, sources: Sources) -> None:
+    """Once ``check`` on rank 0 knows all parts that are known: read what is missing of their records. All ranks.
+
+    Raises SourceCorruptError.
+    """
+    rest: object = check.rest() if group.rank == 0 else None
+    ranges = cast("list[tuple[int, int, int, int]]", group.broadcast_object(rest, name="what was not read"))
+    if not ranges:
+        return
+    mine = [row for number, row in enumerate(ranges) if _reader(visible, row[0], number) == group.rank]
+    with group.step("read the rest of records"):
+        sums = read_sums(mine, job.files, sources, group.beat)
+    everyone = cast("list[list[tuple[int, int, int, int, int]]]", group.all_gather_objects(sums, name="sums"))
+    with group.step("compare checksums"):
+        if group.rank == 0:
+            for rows in everyone:
+                check.absorb(rows)
+            check.finish()
+
+
+def _reader(visible: Visible, file: int, number: int) -> int:
+    """Which of the ranks that see ``file`` reads range ``number``."""
+    seers = np.flatnonzero(visible[file])
+    return int(seers[number % len(seers)])
+
+
 def reread_unproved(
     group: Group, job: Job, check: SourceCheck, finished: Finished, visible: Visible, sources: Sources
 ) -> None:
@@ -137,11 +163,6 @@ def reread_unproved(
         with group.heartbeat():
             found = [list(record) for record in unproved(check, job.plan, finished.received_ranges())]
     records = [cast("SourceRecord", tuple(row)) for row in cast("list[list[int]]", group.broadcast_object(found))]
-    readers = [np.flatnonzero(visible[file]) for file, _, _, _ in records]
-    mine = [
-        record
-        for number, (record, seers) in enumerate(zip(records, readers, strict=True))
-        if seers[number % len(seers)] == group.rank
-    ]
+    mine = [row for number, row in enumerate(records) if _reader(visible, row[0], number) == group.rank]
     with group.step("read again what no sum proves"):
         reread(mine, job.files, sources, group.beat)

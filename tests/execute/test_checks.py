@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import random
 import zlib
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+import fsdpckpt
 from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.execute.checks import SourceCheck
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
@@ -62,3 +66,52 @@ def test_two_checksums_for_the_same_bytes_are_damage_whichever_of_them_is_right(
     for crcs in [(right, right ^ 1), (right ^ 1, right)]:
         with pytest.raises(SourceCorruptError, match="two checksums for 1,013 bytes at offset 77"):
             check(*crcs)
+
+
+@pytest.mark.parametrize(
+    ("parts", "rest"),
+    [
+        ([(0, 400), (400, 1013)], []),
+        ([(100, 400), (600, 700), (400, 500)], [(0, 100), (500, 600), (700, 1013)]),
+        ([(0, 600), (400, 800)], [(0, 1013)]),  # no parts tile it
+        ([(0, 600), (100, 300)], [(600, 1013)]),
+    ],
+)
+def test_what_was_not_read_of_a_record_completes_its_sum(
+    parts: list[tuple[int, int]], rest: list[tuple[int, int]]
+) -> None:
+    for data in (DATA, FLIPPED):
+        found = check()
+        for begin, end in parts:
+            see(found, begin, end, data)
+        if data is FLIPPED and not rest:
+            continue  # finish() knows it
+        found.finish()
+        missing = found.rest()
+        assert missing == [(0, 0, AT + begin, end - begin) for begin, end in rest]
+        found.absorb((*row, zlib.crc32(data[row[2] - AT : row[2] - AT + row[3]])) for row in missing)
+        if data is DATA:
+            found.finish()
+            assert not found.rest()
+        else:
+            with pytest.raises(SourceCorruptError, match="does not match"):
+                found.finish()
+
+
+@pytest.mark.parametrize("views", [((2, 7),), ((0, 7), (3, 12)), ((1, 3), (9, 20))], ids=str)
+def test_a_flipped_bit_of_a_view_is_found_beside_bytes_that_no_tensor_needs(
+    views: tuple[tuple[int, int], ...], tmp_path: Path
+) -> None:
+    whole = torch.arange(160.0).reshape(20, 8)
+    content = {f"w{number}": whole[begin:end] for number, (begin, end) in enumerate(views)}
+    path = tmp_path / "views.pt"
+    torch.save(content, path)
+    fsdpckpt.convert(path, tmp_path / "sound.safetensors")
+    found = load_file(tmp_path / "sound.safetensors")
+    assert all(torch.equal(found[name], view) for name, view in content.items())
+    data = bytearray(path.read_bytes())
+    data[data.index(whole.numpy().tobytes()) + 4 * 8 * views[0][0] + 3] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(SourceCorruptError, match="does not match its checksum"):
+        fsdpckpt.convert(path, tmp_path / "damaged.safetensors")
+    assert not (tmp_path / "damaged.safetensors").exists()
