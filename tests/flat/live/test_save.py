@@ -147,7 +147,7 @@ def test_an_optimizer_of_the_model_before_wrapping_is_refused(use_orig_params: b
     world(2)
     optimizer = torch.optim.SGD(Nested().parameters(), lr=0.1)
     model = wrapped(NESTED, Nested(), use_orig_params=use_orig_params)
-    with pytest.raises(UsageError, match="group 0 of the optimizer holds 14 parameters that are not this model's"):
+    with pytest.raises(UsageError, match="group 0 of the optimizer: 14 parameters are not this model's"):
         units_of(model, optimizer)
 
 
