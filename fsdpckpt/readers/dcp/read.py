@@ -257,8 +257,9 @@ def find_flattened(metadata: DcpMetadata, *, directory: str, world_size: int) ->
             Problem(
                 "flattened-lost",
                 f"{directory} is the raw optimizer.state_dict() of FSDP1, saved through DCP by "
-                f"{plural(world_size, 'rank')}: each rank held another slice of {lost}, and DCP kept one of "
-                "them. Save it again with FSDP.optim_state_dict or torch.distributed.checkpoint.state_dict",
+                f"{plural(world_size, 'rank')}: each rank held another slice of {lost}, and DCP kept one: "
+                "the others are gone. Save it again with FSDP.optim_state_dict or "
+                "torch.distributed.checkpoint.state_dict",
                 file=directory,
                 key=lost,
                 section=Section.OPTIM,
