@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import pickle
 import random
+import runpy
 import struct
-from collections.abc import Iterator
+import tarfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +48,8 @@ def facts(found: DcpMetadata) -> tuple[object, ...]:
         )
         for key, tensor in found.tensors.items()
     }
-    return tensors, found.items, found.paths, found.version, found.order, found.files, found.transforms
+    rest = (found.version, found.order, found.files, found.transforms, found.unflattened)
+    return tensors, found.items, found.paths, *rest
 
 
 def outcome(data: bytes) -> object:
@@ -374,3 +377,71 @@ def test_a_reference_into_a_run_is_left_to_the_general_reader(monkeypatch: pytes
     fast, general = both(data, monkeypatch)
     assert fast == general and isinstance(fast[0], dict)  # type: ignore[index]
     assert in_runs(data) == (0, 0)
+
+
+MEGATRON = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "bench_megatron_make.py"))
+
+
+def megatrons(tmp_path: Path, change: Callable[[Any], object] = lambda _: None) -> bytes:
+    """``.metadata`` of Megatron-core from 5 ranks, which has the plans of all of them behind everything else."""
+    MEGATRON["make"](str(tmp_path / "c"), 5, layers=4, experts=12)
+    with (tmp_path / "c" / ".metadata").open("rb") as file:
+        value = pickle.load(file)
+    change(value)
+    return pickle.dumps(value, protocol=4)
+
+
+@pytest.mark.parametrize("block", [reduce._BLOCK, 9000])
+def test_the_plans_that_megatron_leaves_are_gone_past(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
+    data = at_opcodes(megatrons(tmp_path), 4000)
+    monkeypatch.setattr(reduce, "_BLOCK", block)
+    monkeypatch.setattr(reduce, "_ROOM", 700)
+    fast, general = both(data, monkeypatch)
+    assert fast == general and isinstance(fast[0], dict)  # type: ignore[index]
+    chunks, items = in_runs(data)
+    assert chunks > 90 and items > 300  # of 48 in each of 8 tensors, whose chunks repeat
+    left = reduce.reduce_pickle(MemoryFile(data, "d"))
+    assert left is not None and b"WriteItem" not in left.pickle
+
+
+def one_plan(value: Any) -> None:
+    del value.all_local_plans[1:]
+
+
+def a_later_attribute(value: Any) -> None:
+    value.mcore_data = {next(iter(value.state_dict_metadata)): {"nd_reformulated_orig_global_shape": (4, 12, 64, 64)}}
+
+
+@pytest.mark.parametrize("change", [one_plan, a_later_attribute])
+def test_plans_that_are_not_last_are_left_to_the_general_reader(
+    change: Callable[[Any], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = megatrons(tmp_path, change)
+    fast, general = both(data, monkeypatch)
+    assert fast == general and isinstance(fast[0], dict)  # type: ignore[index]
+    assert in_runs(data) == (0, 0)
+    found = parse_metadata(MemoryFile(data, "d/.metadata"))
+    assert bool(found.unflattened) == (change is a_later_attribute)
+
+
+def test_a_cut_within_the_plans_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = megatrons(tmp_path)
+    begin = data.index(b"all_local_plans")
+    for end in (begin + 20, (begin + len(data)) // 2, len(data) - 1):
+        fast, general = both(data[:end], monkeypatch)
+        assert fast == general and isinstance(fast[0], type)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("path", sorted((GOLDEN / "megatron").glob("*.tar.xz")), ids=lambda path: path.name)
+def test_megatrons_files_are_read_in_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In that of ``buffers`` the first mention of a name is a text in an item, and later items refer to it."""
+    with tarfile.open(path) as packed:
+        file = packed.extractfile(f"{path.name.partition('.tar')[0]}/.metadata")
+        assert file is not None
+        data = file.read()
+    chunks, items = in_runs(data)
+    assert chunks > 0 and items > 30
+    fast, general = both(data, monkeypatch)
+    assert fast == general and isinstance(fast[0], dict)  # type: ignore[index]

@@ -71,6 +71,11 @@ class Block:
         ok = (width > 0) & ~(signed & (value > MASK[width] >> np.uint64(1)))
         return value.astype(np.int64), place + width, ok
 
+    def hints(self, at: Int64Array) -> tuple[Int64Array, Int64Array, BoolArray]:
+        """As ``integers``; 0 for None."""
+        value, end, ok = self.integers(at)
+        return value, end, ok | (self.opcodes(at) == ord("N"))
+
     def references(self, at: Int64Array) -> tuple[Int64Array, Int64Array, BoolArray]:
         """The memo numbers and the ends of the GETs at ``at``."""
         opcode = self.opcodes(at)

@@ -14,13 +14,14 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from fsdpckpt.formats.dcp.fields import Block, Texts, UnusualError
+from fsdpckpt.formats.dcp.plans import END, PLANS, Plans
 from fsdpckpt.formats.dcp.repeats import Items, Lists, Piece, Records
 from fsdpckpt.formats.dcp.runs import CHUNK, INDEX, Form, Found, ItemForm, learn
 from fsdpckpt.storage.protocols import ByteSource
@@ -41,6 +42,8 @@ _GET = ord("h")
 _GETS = {_GET: 1, ord("j"): 4}
 _PUTS = {ord("q"): 1, ord("r"): 4}
 _GLOBAL = ord("c")
+_MOST_UNLIKE = 1 << 10  # trying to learn costs more than reading a record one by one
+_LIST = b"\x94]\x94("  # memoised text, then a list with several elements
 
 Columns: TypeAlias = dict[str, npt.NDArray[np.signedinteger]]
 
@@ -72,15 +75,25 @@ class Reduced:
 
 def reduce_pickle(source: ByteSource) -> Reduced | None:
     """``source`` without its runs; None when it has none, or anything that a DCP save has not."""
-    walk = _Walk()
     try:
-        walk.out += source.read(0, min(2, source.nbytes))
-        for data, boundaries in _unframed(source):
-            walk.read(data, boundaries)
-        walk.finish()
-        texts = [text.decode("utf-8", "surrogatepass") for text in walk.texts.all]
+        return _reduce(source, shared_names=False)
+    except _ReferenceIntoRunError:
+        pass
     except (UnusualError, IndexError, ValueError):
         return None
+    try:  # a run holds the first mention of a name that others refer to: leave those out of runs
+        return _reduce(source, shared_names=True)
+    except (UnusualError, IndexError, ValueError):
+        return None
+
+
+def _reduce(source: ByteSource, *, shared_names: bool) -> Reduced | None:
+    walk = _Walk(shared_names=shared_names)
+    walk.out += source.read(0, min(2, source.nbytes))
+    for data, boundaries in _unframed(source):
+        walk.read(data, boundaries)
+    walk.finish()
+    texts = [text.decode("utf-8", "surrogatepass") for text in walk.texts.all]
     if not walk.runs:
         return None
     chunks: Columns = {}
@@ -128,6 +141,10 @@ def _unframed(source: ByteSource) -> Iterator[tuple[bytes, list[int]]]:
     yield b"".join(parts), ends
 
 
+class _ReferenceIntoRunError(UnusualError):
+    pass
+
+
 class _Memo:
     def __init__(self) -> None:
         self.count = 0  # of values that have no number written
@@ -171,7 +188,7 @@ class _Memo:
         if place < 0:
             return number
         if number < self._last[place]:
-            raise UnusualError("a reference into a run")
+            raise _ReferenceIntoRunError
         return number - self._removed[place]
 
 
@@ -185,9 +202,11 @@ def _run_of_plain(numbers: Collection[int]) -> re.Pattern[bytes]:
 
 
 class _Walk:
-    """``out``: the opcodes that were kept, and the placeholders."""
+    """``out``: the opcodes that were kept, and the placeholders. ``shared_names``: an item is in a run only when its
+    name was mentioned before."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, shared_names: bool) -> None:
+        self._shared_names = shared_names
         self.out = bytearray()
         self.runs: list[Run] = []
         self.columns: dict[tuple[bytes, bytes], list[Columns]] = {CHUNK: [], INDEX: []}
@@ -205,6 +224,8 @@ class _Walk:
         self._rest, self._ends = b"", [0]  # bytes that were not walked over yet, and where in them frames end
         self._read = 0
         self._stopped = False
+        self._unlike = 0  # records of which no form could be learned
+        self._plans: Plans | None = None  # once they have begun
 
     def read(self, data: bytes, ends: list[int]) -> None:
         """Walk over the next block, up to what may not be whole."""
@@ -224,7 +245,11 @@ class _Walk:
     def _step(self, block: Block, limit: int) -> None:
         """Walk from the begin of ``block`` at least until ``limit``."""
         self._block, self._limit = block, limit
-        at = self._copy(block.data, limit)
+        at = self._copy(block.data, limit) if self._plans is None else 0
+        if self._plans is not None:
+            at = self._plans.past(block.data, at, limit)
+            self.out += END if self._plans.ended and not self._stopped else b""
+            self._stopped = self._plans.ended
         for kind in tuple(self._windows):
             self._close(kind)
         items = self._items.columns(block)
@@ -294,6 +319,11 @@ class _Walk:
                     texts[number] = text
                 earlier, later = later, (at, end + (data[end] == _MEMOIZE), text)
                 at = end
+                if text == PLANS and data.startswith(_LIST, end):
+                    out += data[kept:end] + b"\x94N"
+                    at = kept = end + len(_LIST)
+                    self._plans = Plans()
+                    break
             elif opcode == _STACK_GLOBAL:
                 if data[at + 1] == _MEMOIZE and later[1] == at and earlier[1] == later[0]:
                     memo.names[memo.count] = (earlier[2], later[2])
@@ -325,10 +355,9 @@ class _Walk:
     def _take(self, kind: tuple[bytes, bytes], at: int) -> Records | None:
         """The records of this kind from ``at`` on; None when none of the form that is known stands there."""
         block = self._block
-        form = self._forms.get(kind) or learn(kind, block.data, at, self._memo)
+        form = self._forms.get(kind) or self._learn(kind, at)
         if form is None:
             return None
-        self._forms[kind] = form
         window = self._windows.get(kind)
         searched = window is not None and window.begin <= at < window.end
         taken: Records | None = None
@@ -342,6 +371,18 @@ class _Walk:
             self._sizes[kind] = _WINDOW if self._items.scattered else 1
             return taken
         return self._found(kind, window if window is not None and searched else self._open(kind, form, at), at)
+
+    def _learn(self, kind: tuple[bytes, bytes], at: int) -> Form | None:
+        form = learn(kind, self._block.data, at, self._memo)
+        if form is None:
+            self._unlike += 1
+            if self._unlike > _MOST_UNLIKE:
+                raise UnusualError("records of another form")
+            return None
+        if isinstance(form, ItemForm) and self._shared_names:
+            form = replace(form, shared_names=True)
+        self._forms[kind] = form
+        return form
 
     def _open(self, kind: tuple[bytes, bytes], form: Form, at: int) -> _Window:
         """Find the records from ``at`` on: whether one stands there after those that were known, then ever more."""

@@ -107,7 +107,7 @@ class ItemForm:
     """``MetadataIndex(fqn, offset, index)`` and its ``_StorageInfo(relative_path, offset, length)``.
 
     ``prefix`` ends before the fqn, which is a text, or a reference to one where ``shared_names``. The other fields are
-    what stands before the value they are named after.
+    what stands before the value they are named after. The index says which chunk it may be: Megatron-core saves None.
     """
 
     prefix: bytes
@@ -140,7 +140,7 @@ class ItemForm:
             ok &= fine
             return value
 
-        index = number("index", block.integers, self.index)
+        index = number("index", block.hints, self.index)
         ok &= block.has(after, self.start)
         places["start"] = after + len(self.start)
         start, ndim, after, fine = block.sizes(places["start"], self.memoize)
@@ -259,7 +259,7 @@ def _learn_item(cursor: _Cursor) -> ItemForm:
     cursor.shared_text() if shared_names else cursor.value(Block.texts)
     cursor.attribute(b"index")
     index = cursor.take()
-    cursor.value(Block.integers)
+    cursor.value(Block.hints)
     cursor.attribute(b"offset")
     cursor.name(_SIZE)
     start = cursor.take()
