@@ -32,6 +32,7 @@ __all__ = [
     "journal",
     "manifest",
     "rank_files",
+    "megatron_checkpoint",
     "safetensors_document",
     "safetensors_index",
     "sharding_info",
@@ -135,6 +136,14 @@ def rank_files(data: bytes) -> object:
 def dcp_checkpoint(data: bytes) -> object:
     """``data``: the metadata of a DCP directory."""
     return _opened("d", {**{f"d/{name}": content for name, content in _TINY_DCP.items()}, "d/.metadata": data})
+
+
+def megatron_checkpoint(data: bytes) -> object:
+    """``data``: the metadata of a ``torch_dist`` directory, or the pickle of what its ranks share."""
+    files = {f"d/{name}": content for name, content in _named("megatron/").items()}
+    of_common = b"state_dict_metadata" not in data
+    changed = {"d/common.pt": _archive({"it/data.pkl": data, **_DATA})} if of_common else {"d/.metadata": data}
+    return _opened("d", {**files, **changed})
 
 
 def zero_checkpoint(data: bytes) -> object:

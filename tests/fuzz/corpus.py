@@ -94,7 +94,7 @@ def seeds(target: str) -> list[bytes]:
     made = {
         "pickle": _pickles,
         "plain-pickle": _plain_pickles,
-        "dcp-metadata": lambda: _golden(".metadata"),
+        "dcp-metadata": lambda: iter([*_golden(".metadata"), *tiny("megatron/.metadata")]),
         "zip": lambda: _archives(small=True),
         "torch": lambda: _archives(small=False),
         "dcp-item": _items,
@@ -111,6 +111,9 @@ def seeds(target: str) -> list[bytes]:
         "torch-checkpoint": lambda: iter(tiny("pickle")),
         "rank-files": lambda: iter(tiny("pickle")),
         "dcp-checkpoint": lambda: iter([*tiny("directory/.metadata"), *tiny("dcp-metadata")]),
+        "megatron-checkpoint": lambda: iter(
+            [*tiny("megatron/.metadata"), *map(_pickle_in, tiny("megatron/common.pt"))]
+        ),
         "zero-checkpoint": lambda: map(_pickle_in, tiny("zero")),
         "universal-checkpoint": lambda: map(_pickle_in, tiny("universal")),
         "values-json": lambda: (json.dumps(value).encode() for value in (_VALUES, _VALUES_2, _VALUES_3)),

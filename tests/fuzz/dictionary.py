@@ -7,7 +7,8 @@ __all__ = ["MOST_BYTES", "dictionary"]
 MOST_BYTES = {
     "pickle": 1536,
     "plain-pickle": 512,
-    "dcp-metadata": 1536,
+    "dcp-metadata": 2048,
+    "megatron-checkpoint": 2048,
     "zip": 2048,
     "torch": 2048,
     "dcp-item": 1600,

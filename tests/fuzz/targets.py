@@ -72,6 +72,7 @@ TARGETS: dict[str, Target] = {
     "torch-checkpoint": checkpoints.torch_checkpoint,
     "rank-files": checkpoints.rank_files,
     "dcp-checkpoint": checkpoints.dcp_checkpoint,
+    "megatron-checkpoint": checkpoints.megatron_checkpoint,
     "zero-checkpoint": checkpoints.zero_checkpoint,
     "universal-checkpoint": checkpoints.universal_checkpoint,
 }

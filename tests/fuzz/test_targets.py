@@ -16,6 +16,7 @@ from tests.fuzz.targets import TARGETS, harmless
 
 INPUTS = {"torch": 400, "dcp-metadata": 400, "file-names": 400, "dcp-checkpoint": 400, "torch-checkpoint": 600} | {
     "rank-files": 600,
+    "megatron-checkpoint": 400,
     "zero-checkpoint": 400,
     "universal-checkpoint": 400,
 }

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -132,6 +133,38 @@ def _directory() -> Iterator[tuple[str, bytes]]:
                 yield name, file.read()
 
 
+def _megatron() -> Iterator[tuple[str, bytes]]:
+    """A ``torch_dist`` directory as Megatron-core 0.15 lays it out, of two layers; the state is in flattened ranges."""
+    entries: dict[str, object] = {}
+    stored: dict[object, object] = {}
+    items: list[WriteItem] = []
+    file = b""
+    cells = [(layer, 0, 0, at) for layer in (0, 1) for at in (0, 3)]
+    for name, size, part, starts in (
+        ("w", (2, 2, 3), (1, 2, 3), [(0, 0, 0), (1, 0, 0)]),
+        ("optimizer.state.exp_avg.w", (2, 1, 1, 6), (1, 1, 1, 3), cells),
+    ):
+        chunks = [ChunkStorageMetadata(torch.Size(start), torch.Size(part)) for start in starts]
+        properties = TensorProperties(dtype=torch.float32)
+        entries[name] = TensorStorageMetadata(properties, torch.Size(size), chunks)
+        for chunk in chunks:
+            data = packed(_saved(torch.arange(float(chunk.sizes.numel())).reshape(part)), checked=True)
+            index = MetadataIndex(name, chunk.offsets)
+            stored[index] = _StorageInfo("__0_0.distcp", len(file), len(data))
+            written = TensorWriteData(chunk, properties, torch.Size(size))
+            items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=written))
+            file += data
+    metadata = Metadata(entries, None, stored)  # type: ignore[arg-type]
+    metadata.mcore_data = {"optimizer.state.exp_avg.w": {"nd_reformulated_orig_global_shape": (2, 2, 3)}}  # type: ignore[attr-defined]
+    metadata.all_local_plans = [SavePlan(items[:1]), SavePlan(items[1:2])]  # type: ignore[attr-defined]
+    group = {"lr": 0.1, "step": 3}
+    yield "megatron/.metadata", pickle.dumps(metadata)
+    yield "megatron/__0_0.distcp", file
+    yield "megatron/metadata.json", b'{"sharded_backend": "torch_dist"}'
+    common = {"iteration": 3, "optimizer": {"optimizer": {"param_groups": [group]}}}
+    yield "megatron/common.pt", packed(_saved(common), checked=True)
+
+
 def _deepspeed() -> Iterator[tuple[str, object]]:
     """A ZeRO step of one rank, and the universal checkpoint of the same."""
     row = torch.arange(6, dtype=torch.float32)
@@ -168,6 +201,8 @@ def main(target: str) -> None:
             add(f"dcp-metadata/{number}", data)
         for name, data in _directory():
             add(f"directory/{name}", data)
+        for name, data in _megatron():
+            add(name, data)
         for name, value in _deepspeed():
             add(name, packed(_saved(value), checked=True))
 
