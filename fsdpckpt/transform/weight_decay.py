@@ -50,8 +50,9 @@ def list_parameters(checkpoint: Checkpoint, patterns: Sequence[str]) -> Checkpoi
             f"the optimizer in {checkpoint.source} is saved as Megatron's buffers, which hold many parameters each",
             details=list(map(str, optim.extra))[:_SHOWN],
             why="only the code of the model says which elements of them are which parameter's",
-            next_step="load it with Megatron, save it with --dist-ckpt-optim-fully-reshardable, and convert that; or "
-            "--only model, for the weights that the model computed with",
+            next_step="load it with Megatron on the same ranks, save it with --dist-ckpt-optim-fully-reshardable (in "
+            "Python: distrib_optim_sharding_type=fully_reshardable), and convert that; or --only model, for the "
+            "weights that the model computed with",
         )
     if not patterns:
         raise NeedsInformationError(

@@ -4,6 +4,22 @@ from __future__ import annotations
 
 __all__ = ["MOST_BYTES", "dictionary"]
 
+_MEGATRON = ("mcore_data", "nd_reformulated_orig_global_shape", "all_local_plans", "common_step", "chained_0.")
+_ZERO = (
+    "param_shapes",
+    "group_paddings",
+    "zero_stage",
+    "base_optimizer_state",
+    "single_partition_of_fp32_groups",
+    "optimizer_state_dict",
+    "frozen_param_shapes",
+    "frozen_param_fragments",
+    "shared_params",
+    "fp32_flat_groups",
+    "vocab_tensor",
+    "cat_dim",
+)
+
 MOST_BYTES = {
     "pickle": 1536,
     "plain-pickle": 512,
@@ -201,6 +217,10 @@ _WORDS = {
     "dcp-item": [*_ZIP, *_OPCODES, *_GLOBALS],
     "torch-checkpoint": [*_OPCODES, *_GLOBALS, *map(str.encode, _KEYS)],
     "dcp-checkpoint": [*_OPCODES, *map(str.encode, [*_DCP, *_KEYS])],
+    "megatron-checkpoint": [*_OPCODES, *map(str.encode, [*_DCP, *_MEGATRON, *_KEYS])],
+    "rank-files": [*_OPCODES, *_GLOBALS, *map(str.encode, _KEYS)],
+    "zero-checkpoint": [*_OPCODES, *_GLOBALS, *map(str.encode, [*_ZERO, *_KEYS])],
+    "universal-checkpoint": [*_OPCODES, *_GLOBALS, *map(str.encode, [*_ZERO, *_KEYS])],
     "safetensors-header": [*_JSON, *_quoted(*_HEADER)],
     "safetensors": [*_JSON, *_quoted(*_HEADER)],
     "safetensors-index": [*_JSON, *_quoted("weight_map", "metadata", "model.safetensors", "a", "b")],

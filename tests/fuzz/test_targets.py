@@ -10,6 +10,7 @@ import random
 import pytest
 
 from tests.fuzz.corpus import seeds
+from tests.fuzz.dictionary import dictionary
 from tests.fuzz.found import found
 from tests.fuzz.mutations import mutated
 from tests.fuzz.targets import TARGETS, harmless
@@ -28,6 +29,7 @@ def test_the_files_that_damage_begins_with_are_understood(name: str) -> None:
     corpus = seeds(name)
     parsed = [harmless(TARGETS[name], data) for data in corpus]
     assert any(parsed)
+    assert dictionary(name)
 
 
 @pytest.mark.parametrize("name", TARGETS)
