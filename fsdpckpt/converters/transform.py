@@ -37,9 +37,10 @@ from fsdpckpt.ir.names import SourceNames, clean, leading_wrapper, normalise
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.option_fields import Scope, given
-from fsdpckpt.options import ConvertOptions
+from fsdpckpt.options import ConvertOptions, MissingState
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
+from fsdpckpt.transform.blockwise import refuse_casts, refuse_in_blocks, require_whole_blocks
 from fsdpckpt.transform.missing_state import Choice, fill, note_elementless, require_complete
 from fsdpckpt.transform.parameter_order import ParameterOrder, from_list, from_model, from_param_names, from_units
 from fsdpckpt.transform.placements import TargetMesh, place, place_rest
@@ -77,6 +78,12 @@ def transform(opened: Checkpoint, options: ConvertOptions, spec: TargetSpec, sou
     request = units_request(options)
     checkpoint = select_section(opened, options.only)
     _require_sound(checkpoint, options.only)
+    if options.optim_dtype is not None:
+        refuse_casts(checkpoint)
+    if options.missing_state is MissingState.ZEROS:
+        refuse_in_blocks(checkpoint, "zeros in blocks are not made", "drop --missing-state zeros")
+    if spec.layout is Layout.FLATTENED:
+        refuse_in_blocks(checkpoint, "FSDP1 cuts flat parameters inside of its blocks")
     checkpoint = list_parameters(checkpoint, options.no_weight_decay)
     to_flattened = spec.layout is Layout.FLATTENED
     refuse_flat_options(
@@ -117,6 +124,8 @@ def transform(opened: Checkpoint, options: ConvertOptions, spec: TargetSpec, sou
         checkpoint = steps.shard(checkpoint, strict=spec.container is Container.TORCH)
     if spec.mesh is not None:
         checkpoint = place_rest(checkpoint, spec.mesh)
+    if spec.layout is Layout.SHARDED and spec.world_size is not None:
+        require_whole_blocks(checkpoint, spec.world_size, placed=spec.mesh is not None)
     return TransformedCheckpoint(steps.rename(called.restored(checkpoint) if own else called.cleaned(checkpoint)))
 
 

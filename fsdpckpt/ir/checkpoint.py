@@ -131,6 +131,7 @@ ProblemKind: TypeAlias = Literal[
     "outside",
     "overlap",
     "parameter-order",
+    "quantized",
     "rank-mismatch",
     "replica",
     "state",

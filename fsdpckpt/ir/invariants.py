@@ -13,6 +13,7 @@ from math import gcd
 import numpy as np
 
 from fsdpckpt.errors import SourceCorruptError, SourceError, SourceIncompleteError, SourceUnsupportedError
+from fsdpckpt.ir.blockwise import parts_in
 from fsdpckpt.ir.checkpoint import (
     BARE_VALUE,
     Checkpoint,
@@ -251,7 +252,8 @@ def _uneven_states(
         if states:
             kind = max((len(leaf.shape) for leaf in states.values() if isinstance(leaf, Tensor)), default=0)
             kinds.setdefault(kind, []).append(key)
-            for name in states:
+            parts = parts_in(states)
+            for name in [name for name in states if name not in parts]:
                 names[kind, name] = names.get((kind, name), 0) + 1
     for (kind, name), count in names.items():
         members = kinds[kind]
@@ -299,6 +301,10 @@ def fatal(problems: Iterable[Problem], *, source: str = "the checkpoint") -> Sou
 def _class_of(kinds: set[str], source: str) -> tuple[type[SourceError], str, str | None, str | None]:
     """The class of an error about problems of these kinds, what it says, why, and what to do next."""
     verify = f"fsdpckpt verify {source}"
+    if "quantized" in kinds:
+        what = f"{source} holds optimizer states that are quantized in blocks of each rank's own"
+        why = "a scale is that of a block of one rank's slice, and other slices have other blocks"
+        return SourceUnsupportedError, what, why, "--only model converts the model alone"
     if kinds & INCOMPLETE:
         why = "a rank's file was not copied, or the save did not finish"
         return SourceIncompleteError, f"{source} is not whole", why, verify

@@ -15,9 +15,10 @@ import numpy as np
 
 from fsdpckpt.converters.target_spec import TargetSpec
 from fsdpckpt.converters.transform import transform, units_request
-from fsdpckpt.errors import NeedsInformationError, UsageError
+from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError, UsageError
 from fsdpckpt.flat.units.request import load_units
 from fsdpckpt.flat.units.source import is_flattened
+from fsdpckpt.ir.blockwise import LIBRARY, Blockwise
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, OptimState, Section, group_params
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.targets import TargetFile
@@ -30,7 +31,7 @@ from fsdpckpt.readers.ignored import require_matches
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.blocks import BLOCK_BYTES, BlockReader, Bytes, ChunkReader, rows_to_read, slabs
 from fsdpckpt.verify.parallel import for_each, in_file_order
-from fsdpckpt.writers.dcp import flatten
+from fsdpckpt.writers.dcp import Leaf, flatten
 from fsdpckpt.writers.state_dicts import extras_of_rank
 from fsdpckpt.writers.torch_full import lay_out_file
 
@@ -89,7 +90,7 @@ def entries_of(checkpoint: Checkpoint, names: Names, rank: int) -> Entries:
     Raises UsageError when ``names`` give two entries one key, SourceUnsupportedError when the checkpoint itself does.
     """
     of_rank = replace(checkpoint, extra=extras_of_rank(checkpoint, rank), rank_extra=())
-    leaves: Iterable[tuple[Path, Value]] = ((leaf.path, leaf.value) for leaf in flatten(of_rank)[0])
+    leaves: Iterable[tuple[Path, Value]] = [(leaf.path, _loadable(leaf)) for leaf in flatten(of_rank)[0]]
     if names.flattened and of_rank.optim is not None:
         leaves = _by_parameter(of_rank.optim, leaves)
     prefixes = _prefixes(of_rank, names)
@@ -107,6 +108,17 @@ def entries_of(checkpoint: Checkpoint, names: Names, rank: int) -> Entries:
             )
         values[key], paths[key] = value, path
     return Entries(_MatchingNames(values), paths)
+
+
+def _loadable(leaf: Leaf) -> Value:
+    if isinstance(leaf.value, Blockwise):
+        raise SourceUnsupportedError(
+            f"{leaf.key} is {leaf.value.blocks}, which StorageReader does not load",
+            key=leaf.key,
+            why=f"only {LIBRARY} fills such a tensor from another",
+            next_step="fsdpckpt convert SRC DST --container dcp, and load DST with torch.distributed.checkpoint",
+        )
+    return leaf.value
 
 
 class _MatchingNames(dict[str, T]):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TypeAlias
 
+from fsdpckpt.ir.blockwise import parts_in
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, OptimState, group_params
 from fsdpckpt.ir.names import clean, keeps_order, without_module
 from fsdpckpt.ir.tensors import SLICES, Tensor
@@ -246,11 +247,13 @@ _FACTORS = frozenset({"row", "col"})  # words in the names of factored states
 
 def shapes_of_states(states: Mapping[str, Tensor | Value]) -> StateShapes:
     """The shapes of the states from which a parameter's shape can be seen; empty when there are none."""
-    return frozenset(
+    parts = parts_in(states)
+    return frozenset(blocks.shape for blocks, _ in parts.values()) | frozenset(
         state.shape
         for name, state in states.items()
         if isinstance(state, Tensor)
         and state.ndim
+        and name not in parts
         and state.placement != SLICES
         and _FACTORS.isdisjoint(name.split("_"))
     )

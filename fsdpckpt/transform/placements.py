@@ -16,6 +16,7 @@ from math import lcm, prod
 from typing import TypeAlias
 
 from fsdpckpt.errors import InternalError, NeedsInformationError, UsageError
+from fsdpckpt.ir.blockwise import QMAP, parts_in
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, NamedTensor, OptimState, Section
 from fsdpckpt.ir.mesh import MeshShape, Replicate, Sharding
 from fsdpckpt.ir.names import clean
@@ -325,8 +326,16 @@ def _parameters(named: Checkpoint) -> Iterator[tuple[str, NamedTensor]]:
     """
     params = named.model.params if named.model is not None else {}
     shapes: dict[str, tuple[int, ...] | None] = {n: p.shape for n, p in params.items() if isinstance(p, Tensor)}
+    in_blocks: dict[Tensor, tuple[int, ...]] = {}  # the parts of states that are cut, with their parameter's shape
     for key, states in named.optim.state.items() if named.optim is not None else ():
-        own = {leaf.shape for leaf in states.values() if isinstance(leaf, Tensor) and leaf.shape}
+        parts = parts_in(states)
+        own: set[tuple[int, ...]] = set()
+        for name, leaf in states.items():
+            if isinstance(leaf, Tensor) and leaf.shape and name not in parts:
+                own.add(leaf.shape)
+            elif isinstance(leaf, Tensor) and name in parts and parts[name][1] != QMAP:
+                in_blocks[leaf] = parts[name][0].shape
+                own.add(in_blocks[leaf])
         shapes.setdefault(str(key), next(iter(own)) if len(own) == 1 else None)
     for one in named.tensors():
         tensor = one.tensor
@@ -335,7 +344,7 @@ def _parameters(named: Checkpoint) -> Iterator[tuple[str, NamedTensor]]:
         if one.state is None:
             if one.section is Section.MODEL or tensor.sharded:
                 yield one.param, one
-        elif tensor.shape == shapes[one.param]:
+        elif in_blocks.get(tensor, tensor.shape) == shapes[one.param]:
             yield one.param, one
         elif tensor.sharded:
             raise UsageError(

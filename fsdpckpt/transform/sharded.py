@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from fsdpckpt.errors import NeedsInformationError, UsageError, to_copy
+from fsdpckpt.ir.blockwise import QMAP, parts_in
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, OptimState, ParamKey
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value
@@ -175,7 +176,11 @@ def _decide_entry(
 ) -> dict[str, Tensor | Value]:
     """One parameter's states: those of the parameter's shape are sharded if it is, all others are replicated."""
     param = model.params.get(key) if model is not None and isinstance(key, str) else None
-    shapes = {leaf.shape for leaf in entry.values() if isinstance(leaf, Tensor) and leaf.ndim}
+    parts = parts_in(entry)
+    shapes = {
+        leaf.shape for name, leaf in entry.items() if isinstance(leaf, Tensor) and leaf.ndim and name not in parts
+    }
+    shapes |= {blocks.shape for blocks, _ in parts.values()}
     like = param.shape if isinstance(param, Tensor) else next(iter(shapes), None) if len(shapes) == 1 else None
     follows = param.sharded if isinstance(param, Tensor) else True
     if like is None and any(isinstance(leaf, Tensor) and leaf.ndim and leaf.sharded is None for leaf in entry.values()):
@@ -183,7 +188,9 @@ def _decide_entry(
     decided: dict[str, Tensor | Value] = {}
     for name, leaf in entry.items():
         if isinstance(leaf, Tensor):
-            sharded = leaf.sharded if leaf.sharded is not None else leaf.shape == like and bool(follows)
+            blocks, part = parts.get(name, (None, ""))
+            shape = leaf.shape if blocks is None else blocks.shape if part != QMAP else None
+            sharded = leaf.sharded if leaf.sharded is not None else shape == like and bool(follows)
             decided[name] = replace(leaf, sharded=sharded and leaf.ndim > 0)
         else:
             decided[name] = leaf

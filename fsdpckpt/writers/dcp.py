@@ -21,8 +21,9 @@ import numpy as np
 
 from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.formats.dcp.write_metadata import DcpEntry, StoredItems, metadata_pickle
-from fsdpckpt.formats.pickle.write import PickleOpcodes, StorageView, dumps
+from fsdpckpt.formats.pickle.write import PickleOpcodes, PickleWriter, StorageView, dumps
 from fsdpckpt.formats.zip import ALIGNMENT, TorchZip
+from fsdpckpt.ir.blockwise import CODES, QMAP, Blocks, Blockwise, put_together
 from fsdpckpt.ir.checkpoint import BARE_VALUE, Checkpoint, Note, OptimState, group_params
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import Target, TargetData, TargetFile, as_table
@@ -53,7 +54,9 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     held = [_held(leaf.value, spec) for leaf in leaves]
     ranks = world_size or max((rank + 1 for chunks in held if chunks for rank in chunks.own_ranks), default=1)
     placed = _dedup(leaves, held, casts, ranks)
-    links = LinkedItems([(leaf.value, boxes) for leaf, boxes in zip(leaves, placed, strict=True)], casts, spec.linkable)
+    links = LinkedItems(
+        [(leaf.tensor, boxes) for leaf, boxes in zip(leaves, placed, strict=True)], casts, spec.linkable
+    )
     names = [links.free_name(rank) for rank in range(ranks)]
     files, entries = _Items(casts, names, links).lay_out(leaves, placed)
     pickled = metadata_pickle(entries, [*names, *links.names().values()])
@@ -65,13 +68,42 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     return Target(files, notes, links.files(spec.path))
 
 
-def _held(value: Value, spec: WriteSpec) -> HeldChunks | None:
+def _held(value: Value | Blockwise, spec: WriteSpec) -> HeldChunks | None:
     """The chunks of a tensor with the ranks that hold each, None for what all ranks hold whole."""
+    if isinstance(value, Blockwise):
+        codes = value.tensors[CODES]
+        if spec.world_size is None:
+            return _of_elements(source_chunks(codes), value.blocks)
+        return mesh_chunks(value.blocks.shape, spec.sharding(codes)) if codes.sharded else None
     if not isinstance(value, Tensor):
         return None
     if spec.world_size is None:
         return source_chunks(value)
     return mesh_chunks(value.shape, spec.sharding(value)) if value.sharded and value.shape else None
+
+
+def _of_elements(chunks: HeldChunks, blocks: Blocks) -> HeldChunks:
+    """The boxes of a parameter whose codes are ``chunks``."""
+    if not blocks.packed:
+        return chunks
+
+    def rows(held: RankBoxes) -> RankBoxes:
+        start, size = (np.zeros((len(held.rank), len(blocks.shape)), np.int64) for _ in range(2))
+        size[:] = blocks.shape
+        start[:, 0], size[:, 0] = held.start[:, 0] * blocks.group, held.size[:, 0] * blocks.group
+        return RankBoxes(held.rank, start, size)
+
+    return HeldChunks(rows(chunks.own), chunks.own_ranks)
+
+
+def _looks(value: Value | Blockwise) -> tuple[DType, tuple[int, ...]] | None:
+    match value:
+        case Tensor():
+            return value.dtype, value.shape
+        case Blockwise():
+            return value.blocks.dtype, value.blocks.shape
+        case _:
+            return None
 
 
 def _dedup(
@@ -95,8 +127,8 @@ def _dedup(
         if chunks is None:
             while least[0] != loads[least[0] % ranks] * ranks + least[0] % ranks:
                 heapq.heappop(least)
-            rank, value = least[0] % ranks, leaves[number].value
-            placed.append(_whole(rank, value.shape if isinstance(value, Tensor) else ()))
+            rank, looks = least[0] % ranks, leaves[number].looks
+            placed.append(_whole(rank, looks[1] if looks is not None else ()))
         else:
             placed.append(chunks.own)
             first = chunks.shared[0] if chunks.shared and not chunks.shared[0].ranks[0] else None
@@ -134,7 +166,9 @@ def _smallest(chunk: SharedChunk, loads: list[int]) -> int:
     return min(set(chunk.ranks), key=loads.__getitem__)  # a set, as there: in its order the first of equals is met
 
 
-def _nbytes(value: Value, casts: Mapping[Tensor, DType]) -> int:
+def _nbytes(value: Value | Blockwise, casts: Mapping[Tensor, DType]) -> int:
+    if isinstance(value, Blockwise):
+        return prod(value.blocks.shape) * value.blocks.dtype.itemsize
     return value.numel * casts.get(value, value.dtype).itemsize if isinstance(value, Tensor) else 0
 
 
@@ -199,8 +233,8 @@ class _Items:
         lasts = np.cumsum(counts).tolist()
         entries = []
         for number, (leaf, each, last) in enumerate(zip(leaves, alike, lasts, strict=True)):
-            value = leaf.value
-            dtype, shape = (self._dtype(value), value.shape) if isinstance(value, Tensor) else (None, ())
+            dtype, shape = leaf.looks or (None, ())
+            dtype = self._dtype(leaf.tensor) if leaf.tensor is not None else dtype
             items, of_leaf = each.items, offset[last - len(each.kind) : last]
             linked = self.links.of(number)
             if linked is not None:
@@ -208,9 +242,9 @@ class _Items:
             entries.append(DcpEntry(leaf.key, leaf.path, dtype, shape, items, of_leaf))
         return files, entries
 
-    def _written(self, number: int, value: Value, boxes: RankBoxes) -> RankBoxes:
+    def _written(self, number: int, value: Value | Blockwise, boxes: RankBoxes) -> RankBoxes:
         """Which of ``boxes`` have to be written, on which rank."""
-        if self.links and not isinstance(value, Tensor):
+        if self.links and not isinstance(value, Tensor | Blockwise):
             return _whole(0, ())  # the linked files hold the data: one small one for all the rest
         linked = self.links.of(number)
         return boxes if linked is None else boxes.take(~linked.boxes)
@@ -229,7 +263,11 @@ class _Items:
     def _dtype(self, tensor: Tensor) -> DType:
         return self.casts.get(tensor, tensor.dtype)
 
-    def _cut(self, value: Value, boxes: RankBoxes) -> _Alike:
+    def _cut(self, value: Value | Blockwise, boxes: RankBoxes) -> _Alike:
+        if isinstance(value, Blockwise):
+            pairs = zip(boxes.start.tolist(), boxes.size.tolist(), strict=True)
+            cut = [Box(tuple(start), tuple(size)) for start, size in pairs]
+            return self._of_kinds([self._blocks(value, box) for box in cut], [0] * len(cut), boxes)
         columns = (boxes.rank.tobytes(), boxes.start.tobytes(), boxes.size.tobytes())
         if isinstance(value, Tensor):
             dtype = self._dtype(value)
@@ -265,6 +303,31 @@ class _Items:
             archive.finish()
             number = self.numbers[dtype.name, size] = self._kind(file)
         return number
+
+    def _blocks(self, value: Blockwise, box: Box) -> int:
+        """The kind of one box of a state in blocks; of an empty one, which is not quantized, an empty tensor."""
+        blocks = value.blocks
+        if not box.numel:
+            return self._tensor(blocks.dtype, box.sizes)
+        parts = {tensor: blocks.box_of(part, box) for part, tensor in value.tensors.items() if part != QMAP}
+        records: list[tuple[Tensor, Box, int]] = []
+
+        def stored(tensor: Tensor) -> StorageView:
+            held = parts.get(tensor) or Box.whole(tensor.shape)
+            records.append((tensor, held, held.numel * tensor.dtype.itemsize))
+            stride = contiguous_stride(held.sizes)
+            return StorageView(str(len(records) - 1), tensor.dtype, 0, held.sizes, stride, records[-1][2])
+
+        pickle = PickleWriter()
+        pickle.whole_blocks(value, stored)
+        file = TargetFile("", self.data, blob=self.blob)
+        archive = TorchZip(file, stem=_STEM)
+        archive.pickle(pickle.finish())
+        for key, (tensor, held, nbytes) in enumerate(records):
+            archive.begin_data(str(key), nbytes)
+            file.write_item(tensor, start=held.offsets, size=held.sizes)
+        archive.finish()
+        return self._kind(file)
 
     def _value(self, value: Value) -> int:
         """The kind of a value that is not a tensor (it may hold some)."""
@@ -350,7 +413,16 @@ class Leaf(NamedTuple):
 
     key: str
     path: Path
-    value: Value
+    value: Value | Blockwise
+
+    @property
+    def tensor(self) -> Tensor | None:
+        return self.value if isinstance(self.value, Tensor) else None
+
+    @property
+    def looks(self) -> tuple[DType, tuple[int, ...]] | None:
+        """The dtype and shape of a tensor; None of any other value."""
+        return _looks(self.value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,10 +447,10 @@ class _Walk:
             self.notes.append(
                 Note("dropped", f"{prefix} is an empty dict: a DCP directory has no place for it", prefix)
             )
-        for key, item in value.items():
+        for key, item in put_together(value):
             part = key if type(key) is str else self.renamed(prefix, key)
             inner = f"{prefix}.{part}" if prefix else part
-            if type(item) is Tensor:
+            if type(item) is Tensor or isinstance(item, Blockwise):
                 self.leaves.append(Leaf(inner, (*path, part), item))
             else:
                 self.enter((*path, part), inner, item)
@@ -442,9 +514,9 @@ def _flat_optimizer(optim: OptimState, at: Path, notes: list[Note]) -> Iterator[
             "flattened optimizer keys begin with parameter names, and this optimizer is keyed by id",
             next_step="--key-type name",
         )
-    entries: list[tuple[str, Value]] = []
+    entries: list[tuple[str, Value | Blockwise]] = []
     for param, states in optim.state.items():
-        for name, value in states.items():
+        for name, value in put_together(states):
             entries.append((f"state.{param}.{name}" if name != BARE_VALUE else f"state.{param}", value))
     for group in optim.param_groups or []:
         for param in group_params(group) or ():

@@ -16,7 +16,6 @@ import numpy.typing as npt
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import LinkedFile
 from fsdpckpt.ir.tensors import Int64Array, Tensor, first_equal
-from fsdpckpt.ir.values import Value
 from fsdpckpt.layouts.sharded import RankBoxes
 
 
@@ -35,20 +34,20 @@ class Linked(NamedTuple):
 class LinkedItems:
     """The items of the source that a target points to. False where there are none.
 
-    ``values``: the target's, with the boxes of each that is a tensor; ``casts``: the new dtypes. ``linkable``: the
-    source's files that may be linked. Of these, a file is linked when most bytes that the target takes from it are
-    items that stay as they are.
+    ``values``: the target's tensors, None for other values, with the boxes of each; ``casts``: the new dtypes.
+    ``linkable``: the source's files that may be linked. Of these, a file is linked when most bytes that the target
+    takes from it are items that stay as they are.
     """
 
     def __init__(
-        self, values: Sequence[tuple[Value, RankBoxes]], casts: Mapping[Tensor, DType], linkable: frozenset[int]
+        self, values: Sequence[tuple[Tensor | None, RankBoxes]], casts: Mapping[Tensor, DType], linkable: frozenset[int]
     ) -> None:
         files = max(linkable, default=-1) + 1
         kept, copied = np.zeros(files, np.int64), np.zeros(files, np.int64)
         rank = np.zeros(files, np.int64)  # the one that wrote each file
         found: dict[int, tuple[Int64Array, Int64Array, Int64Array]] = {}
         for number, (tensor, boxes) in enumerate(values if linkable else ()):
-            if isinstance(tensor, Tensor) and tensor.chunks.item is not None:
+            if tensor is not None and tensor.chunks.item is not None:
                 chunks, item = tensor.chunks, tensor.chunks.item
                 stored, rows = _stored_boxes(tensor, boxes)
                 usable = stored[np.isin(chunks.file[stored], list(linkable))]

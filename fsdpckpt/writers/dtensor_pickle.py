@@ -8,21 +8,23 @@ takes its own form only. Sources: ``torch/distributed/device_mesh.py``, ``torch/
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from importlib import metadata
 from itertools import product
+from math import prod
 from typing import TypeAlias
 
 from fsdpckpt.errors import InternalError, UsageError
-from fsdpckpt.formats.pickle.write import integer, integers, list_of, tuple_of
+from fsdpckpt.formats.pickle.write import flag, integer, integers, list_of, tuple_of
+from fsdpckpt.ir.blockwise import Blockwise
 from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.ir.dtypes import DTYPES, DType
 from fsdpckpt.ir.mesh import MeshShape, Placement, Replicate, Shard, Sharding, StridedShard
 from fsdpckpt.ir.tensors import Tensor, contiguous_stride
 from fsdpckpt.layouts.sharded import decoded_order, mesh_box
 from fsdpckpt.producers.forms import MeshForm
-from fsdpckpt.writers.rank_pickle import BUILD, NEW, RankPickle, flag
+from fsdpckpt.writers.rank_pickle import BUILD, NEW, RankPickle
 
 TorchVersion: TypeAlias = tuple[int, int]
 
@@ -57,17 +59,34 @@ class DTensorPickle(RankPickle):
             self._placement_types = "torch.distributed.tensor.placement_types"
 
     def sharded(self, tensor: Tensor, dtype: DType, sharding: Sharding) -> None:
+        box = mesh_box(tensor.shape, sharding, self.rank)
+        self._dtensor(tensor.shape, dtype, sharding, lambda: self.view(self.stored(tensor, dtype, box)))
+
+    def sharded_blocks(self, value: Blockwise, sharding: Sharding) -> None:
+        blocks = value.blocks
+        size = mesh_box(blocks.shape, sharding, self.rank).sizes
+
+        def local() -> None:
+            if prod(size):
+                self.whole_blocks(value, self._part)
+            else:  # as torchao has it: too few elements to be quantized
+                self.view(self.literal(blocks.dtype, b"")._replace(shape=size, stride=contiguous_stride(size)))
+
+        self._dtensor(blocks.shape, blocks.dtype, sharding, local)
+
+    def _dtensor(self, shape: tuple[int, ...], dtype: DType, sharding: Sharding, local: Callable[[], None]) -> None:
+        """A DTensor of which ``local`` writes what this rank holds."""
         text, name, raw = self.text, self.name, self.raw
-        self.wrapper(self._class, tensor.shape, dtype)
+        self.wrapper(self._class, shape, dtype)
         raw(b"N}(" + text("_local_tensor"))
-        self.view(self.stored(tensor, dtype, mesh_box(tensor.shape, sharding, self.rank)))
+        local()
         raw(text("_spec") + name(self._specs, "DTensorSpec") + NEW + text("mesh"))
         dims = tuple(dim for dim, placed in enumerate(sharding.placements) if placed is not None)
         self._mesh(sharding.mesh, dims)
         placements = tuple(placement for placement in sharding.placements if placement is not None)
         raw(text("placements") + self.once(placements, lambda: self._placements(placements)))
-        raw(text("tensor_meta") + name(self._specs, "TensorMeta") + self.size(tensor.shape))
-        raw(integers(contiguous_stride(tensor.shape)) + name("torch", dtype.name) + b"\x87\x81")
+        raw(text("tensor_meta") + name(self._specs, "TensorMeta") + self.size(shape))
+        raw(integers(contiguous_stride(shape)) + name("torch", dtype.name) + b"\x87\x81")
         if self._torch >= (2, 10):
             sizes = tuple(sharding.mesh.sizes[dim] for dim in dims)
             self._shard_order(placements, sizes)

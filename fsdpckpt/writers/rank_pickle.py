@@ -12,8 +12,10 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple, Protocol, TypeAlias
 
-from fsdpckpt.formats.pickle.write import PickleWriter, StorageView, integer, integers, list_of
+from fsdpckpt.errors import SourceUnsupportedError
+from fsdpckpt.formats.pickle.write import PickleWriter, StorageView, flag, integer, list_of
 from fsdpckpt.formats.zip import TorchZip
+from fsdpckpt.ir.blockwise import CODES, LIBRARY, Blockwise
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.mesh import Sharding
 from fsdpckpt.ir.targets import TargetFile
@@ -80,6 +82,28 @@ class RankPickle(PickleWriter, ABC):
     def sharded(self, tensor: Tensor, dtype: DType, sharding: Sharding) -> None:
         """Write what this rank holds of a sharded tensor."""
 
+    def blockwise(self, value: Blockwise) -> None:
+        sharding = self._shardings.get(value.tensors[CODES])
+        if sharding is not None:
+            self.sharded_blocks(value, sharding)
+        else:
+            self.whole_blocks(value, self._part)
+
+    def sharded_blocks(self, value: Blockwise, sharding: Sharding) -> None:
+        """Write what this rank holds of a state in blocks. Raises SourceUnsupportedError where the form has no place
+        for one."""
+        raise SourceUnsupportedError(
+            f"a ShardedTensor does not hold {value.blocks}",
+            why=f"{LIBRARY}'s optimizers keep DTensors",
+            next_step="drop --tensor sharded-tensor",
+        )
+
+    def _part(self, tensor: Tensor) -> StorageView:
+        """All that this rank holds of one tensor of a state in blocks."""
+        sharding = self._shardings.get(tensor)
+        box = mesh_box(tensor.shape, sharding, self.rank) if sharding is not None else Box.whole(tensor.shape)
+        return self.stored(tensor, tensor.dtype, box)
+
     def stored(self, tensor: Tensor, dtype: DType, box: Box) -> StorageView:
         """A compact record of ``box``, the same one for tied tensors."""
         tensor = self._canonical.get(tensor, tensor)
@@ -119,29 +143,6 @@ class RankPickle(PickleWriter, ABC):
                 content.fill(file, dtype)
         archive.finish()
         return archive
-
-    def wrapper(
-        self, cls: tuple[str, str], shape: tuple[int, ...], dtype: DType, *, requires_grad: bool = False
-    ) -> None:
-        """The call that rebuilds a tensor subclass, up to its state."""
-        name = self.name
-        self.raw(
-            name("torch._tensor", "_rebuild_from_type_v2") + b"(" + name("torch._utils", "_rebuild_wrapper_subclass")
-        )
-        self.raw(name(*cls) + b"(" + name(*cls) + name("torch", dtype.name))
-        self.raw(integers(shape) + integers(contiguous_stride(shape)) + b"K\x00" + self.layout() + self.cpu())
-        self.raw(flag(requires_grad) + b"t")
-
-    def layout(self) -> bytes:
-        return self.once(
-            "layout", lambda: self.name("torch.serialization", "_get_layout") + self.text("torch.strided") + b"\x85R"
-        )
-
-    def cpu(self) -> bytes:
-        return self.once("cpu", lambda: self.name("torch", "device") + self.text("cpu") + b"\x85R")
-
-    def size(self, shape: tuple[int, ...]) -> bytes:
-        return self.name("torch", "Size") + integers(shape) + b"\x85R"
 
 
 class ShardedTensorPickle(RankPickle):
@@ -257,10 +258,6 @@ def _shards(shape: tuple[int, ...], ranks: int, first: int) -> ShardList:
     filled = -(-shape[0] // rows) if rows else 1
     boxes = [rank_box(shape, ranks, place) for place in range(filled)]
     return ShardList(shape, tuple(range(first, first + filled)), boxes)
-
-
-def flag(value: bool) -> bytes:  # noqa: FBT001 - a pickled bool
-    return b"\x88" if value else b"\x89"
 
 
 def _list(values: tuple[int, ...]) -> bytes:

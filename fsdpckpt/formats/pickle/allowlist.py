@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import Enum
 
+from fsdpckpt.ir.blockwise import CLASSES
 from fsdpckpt.ir.dtypes import DTYPES, STORAGE_DTYPES
 
 
@@ -123,10 +124,13 @@ _ROWS: tuple[tuple[str, str, Kind], ...] = (
     ("torch.distributed.remote_device", "_remote_device", Kind.CLASS),
     # DTensor (FSDP2, and FSDP1 with a device mesh)
     *((module, "DTensor", Kind.VALUE) for module in _DTENSOR_MODULES),
+    ("torch.distributed._functional_collectives", "AsyncCollectiveTensor", Kind.VALUE),
     *((module, "Shard Replicate Partial _Partial _StridedShard", Kind.CLASS) for module in _PLACEMENT_MODULES),
     *((module, "DTensorSpec TensorMeta ShardOrderEntry", Kind.CLASS) for module in _SPEC_MODULES),
     *((module, "DeviceMesh", Kind.CLASS) for module in _MESH_MODULES),
     ("torch.distributed._mesh_layout", "_MeshLayout _FlatLayout", Kind.CLASS),
+    # torchao: optimizer states in blocks
+    *((module, name, Kind.VALUE) for module, name in sorted(CLASSES)),
     # DeepSpeed
     ("deepspeed.runtime.fp16.loss_scaler", "LossScaler DynamicLossScaler", Kind.CLASS),
     ("deepspeed.runtime.zero.config", "ZeroStageEnum", Kind.CALL),

@@ -15,12 +15,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
+from math import prod
 from typing import Any, NamedTuple
 
 from fsdpckpt.errors import InternalError, SourceUnsupportedError
 from fsdpckpt.formats.pickle.allowlist import kind_of
+from fsdpckpt.ir.blockwise import CODES, SCALE, Blockwise, put_together
 from fsdpckpt.ir.dtypes import DType
-from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.tensors import Tensor, contiguous_stride
 from fsdpckpt.ir.values import Global, Object, Value
 
 TUPLE_ENDS = (b"", b"\x85", b"\x86", b"\x87")  # for one to three items on the stack
@@ -60,6 +62,10 @@ def integer(value: int) -> bytes:
     if value < 0 and nbytes > 1 and data[-1] == 0xFF and data[-2] & 0x80:
         data = data[:-1]
     return (b"\x8a%c" % len(data) if len(data) < 256 else b"\x8b" + struct.pack("<i", len(data))) + data
+
+
+def flag(value: bool) -> bytes:  # noqa: FBT001 - a pickled bool
+    return b"\x88" if value else b"\x89"
 
 
 def integers(values: Sequence[int]) -> bytes:
@@ -186,6 +192,29 @@ class PickleOpcodes:
         if dtype.name not in self._heads:
             self._heads[dtype.name] = self._head(dtype)  # now every part of it is a memo reference
 
+    def wrapper(
+        self, cls: tuple[str, str], shape: tuple[int, ...], dtype: DType, *, requires_grad: bool = False
+    ) -> None:
+        """The call that rebuilds a tensor subclass, up to its state."""
+        name = self.name
+        self.raw(
+            name("torch._tensor", "_rebuild_from_type_v2") + b"(" + name("torch._utils", "_rebuild_wrapper_subclass")
+        )
+        self.raw(name(*cls) + b"(" + name(*cls) + name("torch", dtype.name))
+        self.raw(integers(shape) + integers(contiguous_stride(shape)) + b"K\x00" + self.layout() + self.cpu())
+        self.raw(flag(requires_grad) + b"t")
+
+    def layout(self) -> bytes:
+        return self.once(
+            "layout", lambda: self.name("torch.serialization", "_get_layout") + self.text("torch.strided") + b"\x85R"
+        )
+
+    def cpu(self) -> bytes:
+        return self.once("cpu", lambda: self.name("torch", "device") + self.text("cpu") + b"\x85R")
+
+    def size(self, shape: tuple[int, ...]) -> bytes:
+        return self.name("torch", "Size") + integers(shape) + b"\x85R"
+
     def _head(self, dtype: DType) -> tuple[bytes, bytes, bytes]:
         if dtype.storage is not None:
             start = self.name("torch._utils", "_rebuild_tensor_v2") + b"(("
@@ -238,9 +267,10 @@ class PickleWriter(PickleOpcodes):
             Global: self._global,
             Object: self._object,
             Tensor: self.tensor,
+            Blockwise: self.blockwise,
         }
 
-    def value(self, value: Value) -> None:
+    def value(self, value: Value | Blockwise) -> None:
         """Any checkpoint value.
 
         Raises InternalError for another type or a name the reader would refuse, SourceUnsupportedError for a
@@ -335,11 +365,12 @@ class PickleWriter(PickleOpcodes):
         self.out += b"}"
         self._remember(value)
         with self._inside(value):
-            if len(value) == 1:
-                self._pairs(value.items(), b"s")
-            elif value:
-                pairs = iter(value.items())
-                for _ in range(len(value) // _BATCH + 1):  # pickle follows a full batch by another, even an empty one
+            items = list(put_together(value))
+            if len(items) == 1:
+                self._pairs(items, b"s")
+            elif items:
+                pairs = iter(items)
+                for _ in range(len(items) // _BATCH + 1):  # pickle follows a full batch by another, even an empty one
                     self.out += b"("
                     self._pairs(islice(pairs, _BATCH), b"u")
 
@@ -349,7 +380,7 @@ class PickleWriter(PickleOpcodes):
         self.out += self.name("collections", "OrderedDict") + b")R"
         self._remember(value)
         with self._inside(value):
-            self._setitems(list(value.items()))
+            self._setitems(list(put_together(value)))
             attributes: Value = vars(value)  # type: ignore[assignment]  # a dict of str is one of Key
             if attributes:
                 self.value(attributes)
@@ -390,9 +421,35 @@ class PickleWriter(PickleOpcodes):
 
     def tensor(self, value: Tensor) -> None:
         """What a tensor becomes: subclasses wrap it."""
+        self.view(self._stored(value))
+
+    def _stored(self, value: Tensor) -> StorageView:
         if self._tensors is None:
             raise InternalError("a tensor was to be written into a pickle that has no storages")
-        self.view(self._tensors(value))
+        return self._tensors(value)
+
+    def blockwise(self, value: Blockwise) -> None:
+        """What a state in blocks becomes: subclasses wrap it."""
+        self.whole_blocks(value, self._stored)
+
+    def whole_blocks(self, value: Blockwise, stored: TensorHook) -> None:
+        """A state in blocks, of which ``stored`` gives the tensors: all of it, or whole groups of its rows."""
+        blocks, text = value.blocks, self.text
+        views = {part: stored(tensor) for part, tensor in value.tensors.items()}
+        numel = prod(views[SCALE].shape) * blocks.block
+        shape = (numel // prod(blocks.shape[1:]), *blocks.shape[1:])
+        flat = {CODES: (numel // 2,) if blocks.packed else shape, SCALE: (numel // blocks.block,)}
+        self.wrapper((blocks.kind.module, blocks.kind.name), shape, blocks.dtype)
+        self.raw(b"}(")
+        for part, view in views.items():
+            extents = flat.get(part, view.shape)
+            self.raw(text(part))
+            self.view(view._replace(shape=extents, stride=contiguous_stride(extents)))
+        if blocks.signed is not None:
+            self.raw(text("signed") + flag(blocks.signed))
+        if blocks.packed:
+            self.raw(text("_shape") + self.size(shape))
+        self.raw(text("block_size") + integer(blocks.block) + b"utR")
 
     def _appends(self, values: Sequence[Value]) -> None:
         if len(values) == 1:
@@ -406,7 +463,7 @@ class PickleWriter(PickleOpcodes):
                 self.value(item)
             self.out += b"e"
 
-    def _setitems(self, pairs: Sequence[tuple[Value, Value]]) -> None:
+    def _setitems(self, pairs: Sequence[tuple[Value, Value | Blockwise]]) -> None:
         for begin in range(0, len(pairs), _BATCH):
             batch = pairs[begin : begin + _BATCH]
             if len(batch) == 1:
@@ -415,7 +472,7 @@ class PickleWriter(PickleOpcodes):
                 self.out += b"("
                 self._pairs(batch, b"u")
 
-    def _pairs(self, pairs: Iterable[tuple[Value, Value]], end: bytes) -> None:
+    def _pairs(self, pairs: Iterable[tuple[Value, Value | Blockwise]], end: bytes) -> None:
         texts, writers, out = self._texts, self._writers, self.out
         for key, item in pairs:
             known = texts.get(key) if type(key) is str else None

@@ -164,6 +164,8 @@ class _CutParser(DistributedParser):
     def parse(self, wrapped: Wrapped, key: str) -> Distributed:
         self._last = None
         made = super().parse(wrapped, key)
+        if not isinstance(made, Distributed):
+            raise _NotAlikeError(f"{key} is {made.blocks}, whose parts are cut otherwise than the mesh says")
         if self._last is None:
             self.others.append(made)
         else:

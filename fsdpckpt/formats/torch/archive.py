@@ -20,10 +20,12 @@ from fsdpckpt.errors import COPY_AGAIN, SourceUnrecognisedError, SourceUnsupport
 from fsdpckpt.formats.pickle.check import check_size
 from fsdpckpt.formats.pickle.cost import MAX_DEPTH, check_expansion, too_deep
 from fsdpckpt.formats.pickle.read import StubInstance, as_object, load
-from fsdpckpt.formats.torch.distributed import Distributed, DistributedParser
+from fsdpckpt.formats.torch.blockwise import StoredBlocks
+from fsdpckpt.formats.torch.distributed import Distributed, DistributedBlocks, DistributedParser
 from fsdpckpt.formats.torch.loadable import array_object, restored, stands_for
 from fsdpckpt.formats.torch.tensors import Refused, StoredTensor, TensorBuilder, Wrapped
 from fsdpckpt.formats.zip import ZipColumns, ZipRecord, read_columns
+from fsdpckpt.ir.blockwise import taken_apart
 from fsdpckpt.ir.checkpoint import Checksums, Note
 from fsdpckpt.ir.tensors import Chunks, Tensor, contiguous_stride
 from fsdpckpt.ir.values import Global, Key, Object, Value
@@ -87,6 +89,7 @@ class TreeWalk:
             return mapping if known is None else known[1]
         self._seen.add(id(mapping))
         clones: list[tuple[Key, StoredTensor]] = []
+        apart: dict[Key, dict[Key, Value]] = {}
         for key, value in mapping.items():
             kind: type = type(value)
             if type(key) is not str and not isinstance(
@@ -102,8 +105,16 @@ class TreeWalk:
                     self._path.pop()
             elif kind not in _PLAIN:
                 self._enter(key)
-                mapping[key] = self.value(value)
+                made = self._wrapped(value) if isinstance(value, Wrapped) else self.value(value)
+                if isinstance(made, DistributedBlocks | StoredBlocks):
+                    apart[key] = self._parts(key, made)
+                else:
+                    mapping[key] = made
                 self._path.pop()
+        if apart:
+            items = [item for key, value in mapping.items() for item in apart.get(key, {key: value}).items()]
+            mapping.clear()
+            mapping.update(items)
         if clones:
             self._full_state_dict(mapping, clones)
         if stands_for(mapping):
@@ -167,7 +178,10 @@ class TreeWalk:
 
     def _other(self, value: object) -> Value:
         if isinstance(value, Wrapped):
-            return self._wrapped(value)
+            made = self._wrapped(value)
+            if isinstance(made, DistributedBlocks | StoredBlocks):
+                return self._refuse(f"{made.blocks}, outside of a dict")
+            return cast(Value, made)
         if isinstance(value, StubInstance):
             value = as_object(value)
         if isinstance(value, Object):
@@ -178,10 +192,26 @@ class TreeWalk:
             return cast(Value, value)
         return self._refuse_kind(value)
 
-    def _wrapped(self, value: Wrapped) -> Value:
+    def _wrapped(self, value: Wrapped) -> Distributed | DistributedBlocks | StoredBlocks | None:
         if self._inside is not None:
-            return self._refuse(f"a tensor inside a {self._inside}")
-        distributed = self._parser.parse(value, self._key())
+            self._refuse(f"a tensor inside a {self._inside}")
+            return None
+        made = self._parser.parse(value, self._key())
+        if isinstance(made, Distributed):
+            self._note(made)
+        elif isinstance(made, DistributedBlocks):
+            for part in made.parts.values():
+                if isinstance(part, Distributed):
+                    self._note(part)
+        return made
+
+    def _parts(self, key: Key, state: DistributedBlocks | StoredBlocks) -> dict[Key, Value]:
+        """The entries that stand for ``state``, which is called ``key``."""
+        parts = state.whole() if isinstance(state, StoredBlocks) else state.parts
+        made = {n: self._stored(one) if isinstance(one, StoredTensor) else one for n, one in parts.items()}
+        return cast("dict[Key, Value]", taken_apart(key, state.blocks, made))
+
+    def _note(self, distributed: Distributed) -> None:
         if distributed.rank is not None:
             self.ranks.add(distributed.rank)
         # One object for all tensors of a mesh, so its id stands for it: hashing so many ranks would be slow.
@@ -189,7 +219,6 @@ class TreeWalk:
         self.forms.add(distributed.form)
         if distributed.device:
             self.devices.add(distributed.device)
-        return cast(Value, distributed)
 
     def _refuse_kind(self, value: object) -> Value:
         if isinstance(value, Refused):

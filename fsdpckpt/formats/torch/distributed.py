@@ -8,7 +8,7 @@ are (HYBRID_SHARD writes the group's rank there).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from operator import mul
@@ -16,10 +16,13 @@ from typing import NamedTuple, TypeAlias
 
 from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.formats.pickle.read import StubInstance
+from fsdpckpt.formats.torch.blockwise import StoredBlocks, stored_blocks
 from fsdpckpt.formats.torch.mesh import MAX_RANKS, FileParser, Mesh, MeshParser, fields, integers, merged
 from fsdpckpt.formats.torch.tensors import StoredTensor, Wrapped, size_of
+from fsdpckpt.ir.blockwise import CLASSES, CODES, QMAP, SCALE, Blocks
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.mesh import MeshShape, Placement, Replicate, Shard, Sharding, StridedShard, placements_text
+from fsdpckpt.ir.tensors import Box, contiguous_stride
 from fsdpckpt.layouts.sharded import LocalBox, decoded_order, in_placement_order, local_boxes, local_shape
 from fsdpckpt.storage.protocols import ByteSource
 from fsdpckpt.text import truncate
@@ -59,6 +62,15 @@ class Distributed:
     sharding: Sharding | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class DistributedBlocks:
+    """What one rank's file holds of a state in blocks: ``blocks`` with the shape of the whole, its codes and its scale,
+    and what each code stands for."""
+
+    blocks: Blocks
+    parts: Mapping[str, Distributed | StoredTensor]
+
+
 @lru_cache(maxsize=16)
 def all_ranks(world_size: int) -> tuple[int, ...]:
     """Every rank; one tuple for all tensors."""
@@ -74,14 +86,16 @@ class DistributedParser(FileParser):
         self._placed: dict[object, tuple[Placement, ...]] = {}
         self._boxes: dict[object, tuple[tuple[Place, ...], str, Sharding | None]] = {}
 
-    def parse(self, wrapped: Wrapped, key: str) -> Distributed:
+    def parse(self, wrapped: Wrapped, key: str) -> Distributed | DistributedBlocks | StoredBlocks:
         """What the file holds of ``wrapped``; ``key`` names it in messages.
 
-        Raises SourceUnsupportedError for placements that cannot be put together (Partial), SourceCorruptError where
-        the local tensor contradicts its placement.
+        Raises SourceUnsupportedError for placements that cannot be put together (Partial, blocks cut apart),
+        SourceCorruptError where the local tensor contradicts its placement.
         """
         if wrapped.kind.name == "DTensor":
             return self._dtensor(wrapped, key)
+        if (wrapped.kind.module, wrapped.kind.name) in CLASSES:
+            return stored_blocks(wrapped, self._source.path, key)
         if wrapped.kind.name == "ShardedTensor":
             return self._sharded_tensor(wrapped, key)
         raise SourceUnsupportedError(
@@ -92,9 +106,40 @@ class DistributedParser(FileParser):
 
     # DTensor
 
-    def _dtensor(self, wrapped: Wrapped, key: str) -> Distributed:
+    def _dtensor(self, wrapped: Wrapped, key: str) -> Distributed | DistributedBlocks:
         attributes = merged(wrapped.state)
         local = attributes.get("_local_tensor")
+        if isinstance(local, Wrapped) and (local.kind.module, local.kind.name) in CLASSES:
+            held = stored_blocks(local, self._source.path, key)
+            codes = replace(held.parts[CODES], shape=local.shape, stride=contiguous_stride(local.shape))
+            return self._in_blocks(held, self._of_local(wrapped, attributes, codes, key), key)
+        return self._of_local(wrapped, attributes, local, key)
+
+    def _in_blocks(self, held: StoredBlocks, placed: Distributed, key: str) -> DistributedBlocks:
+        """The parts of a state whose codes lie where ``placed`` says, were they one for each element."""
+        blocks = replace(held.blocks, shape=placed.shape)
+        parts: dict[str, Distributed | StoredTensor] = {}
+        for part in (CODES, SCALE):
+            stored = held.parts[part]
+            boxes = [blocks.box_of(part, Box(box.start, box.size)) for box in placed.boxes]
+            if len(boxes) > 1 or None in boxes:
+                raise SourceUnsupportedError(
+                    f"{key} is {blocks}, which {placed.placement} on this mesh cuts apart",
+                    key=key,
+                    file=self._source.path,
+                    expected=f"shards of whole rows, {blocks.group} or a multiple of it",
+                    found=", ".join(f"{box.size} from {box.start}" for box in placed.boxes),
+                    why="only whole blocks have a place in the whole tensor",
+                )
+            at = [
+                BoxInFile(box.offsets, box.sizes, stored.offset, contiguous_stride(box.sizes)) for box in boxes if box
+            ]
+            parts[part] = replace(placed, dtype=stored.dtype, shape=blocks.shape_of(part), boxes=tuple(at))
+        if QMAP in held.parts:
+            parts[QMAP] = held.parts[QMAP]
+        return DistributedBlocks(blocks, parts)
+
+    def _of_local(self, wrapped: Wrapped, attributes: Mapping[object, object], local: object, key: str) -> Distributed:
         spec = fields(attributes.get("_spec"))
         if not isinstance(local, StoredTensor) or not spec:
             self._corrupt(key, "a DTensor without local tensor or spec", "both", type(local).__name__)

@@ -27,6 +27,7 @@ from typing import TypeAlias
 
 from fsdpckpt.errors import SourceUnsafeError, damaged
 from fsdpckpt.formats.pickle.allowlist import kind_of
+from fsdpckpt.ir.blockwise import blocks_of
 from fsdpckpt.ir.codec import Json, decode, encode
 from fsdpckpt.ir.dtypes import DTYPES, DType
 from fsdpckpt.ir.values import Global, Key, Object, Value, like, numpy_code
@@ -64,7 +65,7 @@ def is_class(function: Global) -> bool:
 def is_loadable(value: Value) -> bool:
     """Whether ``torch.load`` takes ``value`` by default, with all that is in it."""
     if isinstance(value, Object):
-        return is_class(value.function) or value.number is not None
+        return is_class(value.function) or value.number is not None or blocks_of(value) is not None
     if isinstance(value, Global):
         return value.module == "torch" and value.name in DTYPES
     if isinstance(value, dict):

@@ -20,6 +20,7 @@ from fsdpckpt.ir.values import Global, Key, Value
 from fsdpckpt.layouts.flattened import is_flat_key
 from fsdpckpt.readers.chunks import build_tensors
 from fsdpckpt.readers.dcp import DcpDirectory, open_directory
+from fsdpckpt.readers.dcp.blockwise import read_blockwise
 from fsdpckpt.readers.dcp.items import declared_chunks, first_of_items, locate_chunks, read_values
 from fsdpckpt.readers.protocol import FileTable, Items, Tree
 from fsdpckpt.storage.sources import Sources
@@ -48,12 +49,14 @@ def read_dcp(path: str, files: FileTable, sources: Sources, *, locate: bool | It
         tree.evidence.append(UNORDERED)
     directory.numbers = {name: files.add(directory.file(name), directory.nbytes[name]) for name in directory.nbytes}
     flattened = find_flattened(directory.metadata, directory=path, world_size=directory.world_size)
+    blockwise = read_blockwise(directory, sources, tree)
+    ordinary = blockwise.without(directory)
     if locate is True:
-        chunked = locate_chunks(directory, sources, tree)
+        chunked = locate_chunks(ordinary, sources, tree)
     else:
-        chosen = locate_chunks(part_of(directory, locate or frozenset()), sources, tree)
+        chosen = locate_chunks(part_of(ordinary, locate or frozenset()), sources, tree)
         located = {tensor.key: tensor for tensor in chosen}
-        chunked = [located.get(tensor.key, tensor) for tensor in declared_chunks(directory)]
+        chunked = [located.get(tensor.key, tensor) for tensor in declared_chunks(ordinary)]
     values = read_values(directory, sources, tree) if locate else _few_values(directory, sources, tree)
     shapes = directory.metadata.unflattened
     if shapes:
@@ -62,7 +65,7 @@ def read_dcp(path: str, files: FileTable, sources: Sources, *, locate: bool | It
         chunked = [in_shape(one, shapes[one.key], file=path) if one.key in shapes else one for one in chunked]
     tensors = build_tensors(chunked, world_size=directory.world_size)
     share_equal_settings(tensors, files, sources)
-    if any(len(tensor.chunks) > 1 for tensor in tensors.values()):
+    if any(len(tensor.chunks) > 1 for tensor in tensors.values()) or blockwise.sharded:
         tree.layout = Layout.SHARDED
     if flattened.layout is not None:
         tree.layout = flattened.layout
@@ -72,9 +75,11 @@ def read_dcp(path: str, files: FileTable, sources: Sources, *, locate: bool | It
     tree.problems.extend(misnamed(directory.metadata.order, directory.metadata.paths))
     tree.notes.extend(flattened.notes)
     leaves: Iterator[tuple[str, Value]] = (
-        (key, tensors[key] if key in tensors else values[key]) for key in directory.metadata.order
+        entry
+        for key in directory.metadata.order
+        for entry in blockwise.entries.get(key) or ((key, tensors[key] if key in tensors else values[key]),)
     )
-    tree.root = nest(leaves, directory.metadata.paths, file=path, notes=tree.notes)
+    tree.root = nest(leaves, blockwise.paths(directory.metadata.paths), file=path, notes=tree.notes)
     return tree
 
 

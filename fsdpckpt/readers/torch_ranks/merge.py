@@ -8,7 +8,7 @@ may be slices of FSDP1's flat parameters, and are that for certain when ranks ho
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum, auto
 from math import isnan, prod
@@ -19,7 +19,8 @@ import numpy as np
 from fsdpckpt.formats.torch.archive import local_tensor
 from fsdpckpt.formats.torch.distributed import Distributed
 from fsdpckpt.formats.torch.tensors import StoredTensor
-from fsdpckpt.ir.checkpoint import Problem
+from fsdpckpt.ir.blockwise import Blocks, blocks_of, parts_in
+from fsdpckpt.ir.checkpoint import Problem, Section
 from fsdpckpt.ir.tensors import SLICES, Chunks, Tensor
 from fsdpckpt.ir.values import Key, Value, leaf_tensors, like
 from fsdpckpt.layouts.flattened import is_flat_key
@@ -80,19 +81,49 @@ class Merge:
 
     def _mapping(self, values: Sequence[dict[Key, object]], have: list[int], path: _Path, place: _Place) -> Value:
         first = values[have[0]]
+        states = {key: blocks for key, item in first.items() if (blocks := blocks_of(item)) is not None}
+        if states:
+            values = self._without_empty(values, have, states, path)
         made: dict[Key, Value] = like(first, {})
         keys = list(first)
         inner = _inner(first, place)
+        in_blocks: Collection[Key] = {*states, *parts_in(first)} if states else ()
         if len(have) == len(values) and all(list(other) == keys for other in values[1:]):
             for key in keys:
-                made[key] = self.value([value[key] for value in values], (*path, key), _at(inner, key))
+                at = _at(inner, key) if key not in in_blocks else _Place.INSIDE
+                made[key] = self.value([value[key] for value in values], (*path, key), at)
             return made
         for i in have[1:]:
             keys.extend(values[i])
         for key in dict.fromkeys(keys):
             column = [value.get(key, _ABSENT) if isinstance(value, dict) else _ABSENT for value in values]
-            made[key] = self.value(column, (*path, key), _at(inner, key))
-            self._check_present(column, have, made[key], (*path, key))
+            at = _at(inner, key) if key not in in_blocks else _Place.INSIDE
+            made[key] = self.value(column, (*path, key), at)
+            if key not in in_blocks:
+                self._check_present(column, have, made[key], (*path, key))
+        return made
+
+    def _without_empty(
+        self, values: Sequence[dict[Key, object]], have: list[int], states: Mapping[Key, Blocks], path: _Path
+    ) -> list[dict[Key, object]]:
+        """``values`` without the plain tensors that stand for ``states`` in blocks on ranks that have no elements.
+
+        States that are plain on ranks with elements, or slices of flat parameters, are problems.
+        """
+        made = list(values)
+        for name, blocks in states.items():
+            plain = [i for i in have if isinstance(values[i].get(name), Distributed)]
+            uneven = [i for i in plain if any(prod(box.size) for box in cast("Distributed", values[i][name]).boxes)]
+            flat = self._sharded is None and len(self._ranks_of(have)) > 1
+            if uneven or flat:
+                key = _dotted((*path, name))
+                found = "a rank's slice of a flat parameter"
+                if not flat:
+                    found = f"not quantized on {_ranks_text(self._ranks_of(uneven))}"
+                message = f"{key} is {blocks}, and {found}: nothing says what it is for another number of ranks"
+                self.problems.append(Problem("quantized", message, key=key, section=Section.OPTIM))
+            for i in plain:
+                made[i] = {key: item for key, item in made[i].items() if key != name}
         return made
 
     def _check_present(self, column: Sequence[object], expected: list[int], merged: Value, path: _Path) -> None:
@@ -322,6 +353,8 @@ def equal(one: Value, other: Value) -> bool:
 def _described(value: object) -> str:
     if isinstance(value, Distributed):
         return f"a {value.form} of shape {value.shape} and type {value.dtype.name}"
+    if (blocks := blocks_of(value)) is not None:
+        return str(blocks)
     if isinstance(value, StoredTensor):
         return f"a plain tensor of shape {value.shape} and type {value.dtype.name}"
     return f"a {type(value).__name__}"

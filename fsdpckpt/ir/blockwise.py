@@ -1,0 +1,150 @@
+"""Optimizer states that are quantized in blocks, as torchao's 8-bit, 4-bit and fp8 optimizers keep them.
+
+Such a state is a code for each element and a scale for each block: so many consecutive elements of a rank's shard, row
+by row (``torchao.optim.subclass_8bit``, ``subclass_4bit``, ``subclass_fp8``). In the IR it is several entries of one
+dict, so that everything else sees ordinary tensors:
+
+    exp_avg         ``Blocks.record()``: an ``Object`` that names torchao's class and says the form
+    exp_avg.codes   uint8 or float8_e4m3fn, of the parameter's shape; of 4-bit codes, two a byte, (rows / group, bytes)
+    exp_avg.scale   float32 (rows / group, blocks of a group)
+    exp_avg.qmap    float32 (256,) or (16,), what each code stands for; not of fp8
+
+A *group* is the fewest rows that are whole blocks. Where every cut lies between two groups, the ranks' codes and scales
+are exact slices of the whole, and cutting their first dimension cuts rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import gcd, prod
+from typing import TypeVar, cast
+
+from fsdpckpt.errors import SourceCorruptError
+from fsdpckpt.ir.dtypes import DTYPES, DType
+from fsdpckpt.ir.tensors import Box, Tensor
+from fsdpckpt.ir.values import Global, Key, Object, Value
+
+LIBRARY = "torchao"
+CODES, SCALE, QMAP = "codes", "scale", "qmap"
+_BITS = {"OptimState8bit": 8, "OptimState4bit": 4, "OptimStateFp8": 8}
+CLASSES = {
+    (f"torchao.{package}.{module}", name)
+    for package in ("optim", "prototype.low_bit_optim")  # the second up to torchao 0.8
+    for module, name in zip(("subclass_8bit", "subclass_4bit", "subclass_fp8"), _BITS, strict=True)
+}
+
+_Item = TypeVar("_Item")
+_Name = TypeVar("_Name")  # of an entry: a key or a value, as the caller types its dicts
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """The form of one state: torchao's class, the dtype that it appears as, the parameter's shape, the elements of a
+    block, and whether the codes have a sign (None: the class does not say, as fp8)."""
+
+    kind: Global
+    dtype: DType
+    shape: tuple[int, ...]
+    block: int
+    signed: bool | None
+
+    @property
+    def packed(self) -> bool:
+        """Two codes a byte."""
+        return _BITS[self.kind.name] == 4
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return (CODES, SCALE) if self.kind.name == "OptimStateFp8" else (CODES, SCALE, QMAP)
+
+    @property
+    def group(self) -> int:
+        """Rows of a group."""
+        return self.block // gcd(self.block, prod(self.shape[1:]))
+
+    def shape_of(self, part: str) -> tuple[int, ...]:
+        """The shape in the IR of the codes or the scale of all rows."""
+        elements = self.group * prod(self.shape[1:])
+        if part == SCALE:
+            return self.shape[0] // self.group, elements // self.block
+        return (self.shape[0] // self.group, elements // 2) if self.packed else self.shape
+
+    def box_of(self, part: str, box: Box) -> Box | None:
+        """What the codes or the scale of ``box`` (elements of the parameter) are of the whole part's; None where a
+        block reaches out of it."""
+        whole = box.offsets[1:] == (0,) * (len(self.shape) - 1) and box.sizes[1:] == self.shape[1:]
+        if not whole or box.offsets[0] % self.group or box.sizes[0] % self.group:
+            return None
+        shape = self.shape_of(part)
+        rows = self.group if shape != self.shape or part == SCALE else 1
+        zeros = (0,) * (len(shape) - 1)
+        return Box((box.offsets[0] // rows, *zeros), (box.sizes[0] // rows, *shape[1:]))
+
+    def record(self) -> Object:
+        return Object(self.kind, (Global("torch", self.dtype.name), self.shape, self.block, self.signed))
+
+    def __str__(self) -> str:
+        return f"{LIBRARY}'s {self.kind.name} in blocks of {self.block}"
+
+
+def blocks_of(value: object) -> Blocks | None:
+    """The form that ``Blocks.record`` wrote down."""
+    if type(value) is not Object or (value.function.module, value.function.name) not in CLASSES:
+        return None
+    match value.args:
+        case (Global("torch", name), tuple(shape), int(block), bool() | None as signed) if name in DTYPES and block > 0:
+            if shape and all(type(size) is int for size in shape):
+                return Blocks(value.function, DTYPES[name], shape, block, signed)  # type: ignore[arg-type]
+    return None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Blockwise:
+    """One state put together: its form and its tensors by part."""
+
+    blocks: Blocks
+    tensors: Mapping[str, Tensor]
+
+
+def part_name(name: object, part: str) -> str:
+    return f"{name!s}.{part}"
+
+
+def taken_apart(name: Key, blocks: Blocks, parts: Mapping[str, _Item]) -> dict[Key, _Item | Object]:
+    """The entries of a dict that stand for one state, which is called ``name`` there."""
+    return {name: blocks.record(), **{part_name(name, part): item for part, item in parts.items()}}
+
+
+def parts_in(entry: Mapping[_Name, object]) -> dict[str, tuple[Blocks, str]]:
+    """The names in ``entry`` that are parts of a state, with the form of the state and which part each is."""
+    return {
+        part_name(name, part): (blocks, part)
+        for name, value in entry.items()
+        if (blocks := blocks_of(value)) is not None
+        for part in blocks.parts
+    }
+
+
+def put_together(entry: Mapping[_Name, Value]) -> Iterator[tuple[_Name, Value | Blockwise]]:
+    """The items of ``entry``, as ``taken_apart`` found them. Raises SourceCorruptError for a state without a part."""
+    parts = parts_in(entry) if any(type(value) is Object for value in entry.values()) else {}
+    for name, value in entry.items():
+        blocks = blocks_of(value) if parts else None
+        if blocks is not None:
+            yield name, Blockwise(blocks, {part: _tensor(entry, name, blocks, part) for part in blocks.parts})
+        elif name not in parts:
+            yield name, value
+
+
+def _tensor(entry: Mapping[_Name, Value], name: _Name, blocks: Blocks, part: str) -> Tensor:
+    tensor = cast("Mapping[object, Value]", entry).get(part_name(name, part))
+    if not isinstance(tensor, Tensor) or (part != QMAP and tensor.shape != blocks.shape_of(part)):
+        raise SourceCorruptError(
+            f"{name!s} is {blocks}, and {part_name(name, part)} is not its {part}",
+            key=str(name),
+            expected="a tensor" if part == QMAP else f"a tensor of shape {blocks.shape_of(part)}",
+            found=f"one of shape {tensor.shape}" if isinstance(tensor, Tensor) else type(tensor).__name__,
+            why="the source was edited by hand",
+        )
+    return tensor

@@ -1,0 +1,151 @@
+"""Reads optimizer states in blocks from a DCP directory, where torchao's classes save each shard as one item.
+
+The metadata declares such a state as a tensor of the type that it appears as. Its items are shorter than such a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NoReturn
+
+from fsdpckpt.errors import SourceUnrecognisedError, SourceUnsupportedError
+from fsdpckpt.formats.dcp.metadata import DcpTensor, PathElement
+from fsdpckpt.formats.pickle.read import load
+from fsdpckpt.formats.torch.archive import open_archive
+from fsdpckpt.formats.torch.blockwise import StoredBlocks, stored_blocks
+from fsdpckpt.formats.torch.tensors import TensorBuilder, Wrapped
+from fsdpckpt.ir.blockwise import CLASSES, CODES, QMAP, SCALE, Blocks, taken_apart
+from fsdpckpt.ir.checkpoint import Checksums
+from fsdpckpt.ir.tensors import Box, Chunks, Tensor, contiguous_stride
+from fsdpckpt.ir.values import Value
+from fsdpckpt.readers.chunks import ChunkedTensor, build_tensors
+from fsdpckpt.readers.dcp import DcpDirectory
+from fsdpckpt.readers.protocol import Tree
+from fsdpckpt.storage.sources import Sources
+
+
+@dataclass(frozen=True, slots=True)
+class BlockwiseStates:
+    """By flat key what stands for each state: (flat key, value) pairs."""
+
+    entries: Mapping[str, Sequence[tuple[str, Value]]]
+
+    @property
+    def sharded(self) -> bool:
+        """Whether one of them is in several pieces."""
+        values = (value for pairs in self.entries.values() for _, value in pairs)
+        return any(isinstance(value, Tensor) and value.sharded for value in values)
+
+    def paths(
+        self, paths: Mapping[str, tuple[PathElement, ...]] | None
+    ) -> Mapping[str, tuple[PathElement, ...]] | None:
+        """``paths``, and those of the pairs: beside the state itself."""
+        if paths is None or not self.entries:
+            return paths
+        own = {
+            part: (*paths[key][:-1], f"{paths[key][-1]}{part[len(key) :]}")
+            for key, pairs in self.entries.items()
+            if key in paths
+            for part, _ in pairs
+        }
+        return {**paths, **own}
+
+    def without(self, directory: DcpDirectory) -> DcpDirectory:
+        """``directory`` with the tensors that are none of these."""
+        if not self.entries:
+            return directory
+        tensors = {key: one for key, one in directory.metadata.tensors.items() if key not in self.entries}
+        return replace(directory, metadata=replace(directory.metadata, tensors=tensors))
+
+
+def read_blockwise(directory: DcpDirectory, sources: Sources, tree: Tree) -> BlockwiseStates:
+    """All states in blocks of ``directory``.
+
+    Raises SourceUnsupportedError for shards that begin or end inside of a block, or of which some are not in blocks.
+    """
+    sums: list[Checksums] = []
+    entries: dict[str, Sequence[tuple[str, Value]]] = {}
+    for key, tensor in directory.metadata.tensors.items():
+        if _is_short(tensor):
+            items = [_item(directory, tensor, row, key, sources, sums) for row in range(len(tensor.chunks.file))]
+            if items[0] is not None:
+                entries[key] = _state(directory, key, tensor, items)
+    tree.checksums = Checksums.joined([tree.checksums, *sums])
+    return BlockwiseStates(entries)
+
+
+def _is_short(tensor: DcpTensor) -> bool:
+    chunks = tensor.chunks
+    return len(chunks.file) > 0 and 0 < chunks.item[0, 1] < chunks.size[0].prod() * tensor.dtype.itemsize
+
+
+def _item(
+    directory: DcpDirectory, tensor: DcpTensor, row: int, key: str, sources: Sources, sums: list[Checksums]
+) -> StoredBlocks | None:
+    """What the item of one chunk holds; None where that is no state in blocks."""
+    chunks = tensor.chunks
+    if not chunks.size[row].all():
+        return None
+    name = directory.metadata.files[int(chunks.file[row])]
+    source = sources.open(directory.file(name))
+    begin, nbytes = chunks.item[row].tolist()
+    try:
+        archive = open_archive(source, begin=begin, end=begin + nbytes)
+    except SourceUnrecognisedError:
+        return None
+    builder = TensorBuilder(archive.columns.records(), source.path)
+    held: object = load(archive.pickle, file=source.path, tensors=builder)
+    if not isinstance(held, Wrapped) or (held.kind.module, held.kind.name) not in CLASSES:
+        return None
+    sums.append(archive.checksums(directory.numbers[name]))
+    return stored_blocks(held, source.path, key)
+
+
+def _state(
+    directory: DcpDirectory, key: str, tensor: DcpTensor, items: list[StoredBlocks | None]
+) -> Sequence[tuple[str, Value]]:
+    chunks, ndim = tensor.chunks, len(tensor.shape)
+    first = next(item.blocks for item in items if item is not None)
+    blocks = replace(first, shape=tensor.shape)
+    columns: dict[str, list[tuple[int, int, int, Box]]] = {part: [] for part in blocks.parts}
+    for row, item in enumerate(items):
+        box = Box(tuple(chunks.start[row].tolist()), tuple(chunks.size[row].tolist()))
+        if not box.numel:
+            continue
+        name = directory.metadata.files[int(chunks.file[row])]
+        if item is None or replace(item.blocks, shape=tensor.shape) != blocks or item.blocks.shape != box.sizes:
+            _refuse(directory, key, blocks, f"{name}: {item.blocks if item is not None else 'a plain tensor'}")
+        for part in blocks.parts:
+            stored = item.parts[part]
+            at = Box.whole(stored.shape) if part == QMAP else blocks.box_of(part, box)
+            if at is None or ndim != len(box.sizes):
+                _refuse(directory, key, blocks, f"{box.sizes} from {box.offsets}")
+            columns[part].append((directory.ranks[name], directory.numbers[name], stored.offset, at))
+    parts = {}
+    for part, held in columns.items():
+        rank, file, offset, boxes = zip(*held, strict=True)
+        made = Chunks.rows(
+            ndim=len(boxes[0].sizes), rank=rank, file=file, offset=offset,
+            start=[box.offsets for box in boxes], size=[box.sizes for box in boxes],
+            stride=[contiguous_stride(box.sizes) for box in boxes],
+        )  # fmt: skip
+        dtype = next(item.parts[part].dtype for item in items if item is not None)
+        shape = boxes[0].sizes if part == QMAP else blocks.shape_of(part)
+        parts[part] = ChunkedTensor(part, dtype, shape, made)
+    tensors: dict[str, Tensor] = build_tensors(list(parts.values()), world_size=directory.world_size)
+    tensors[SCALE] = replace(tensors[SCALE], sharded=tensors[CODES].sharded, placement=tensors[CODES].placement)
+    if QMAP in tensors:
+        tensors[QMAP] = replace(tensors[QMAP], sharded=False)
+    return [(str(name), value) for name, value in taken_apart(key, blocks, tensors).items()]
+
+
+def _refuse(directory: DcpDirectory, key: str, blocks: Blocks, found: str) -> NoReturn:
+    raise SourceUnsupportedError(
+        f"{key} is {blocks}, and not all of its shards are whole blocks of that kind",
+        key=key,
+        file=directory.path,
+        expected=f"shards of {blocks.group} rows or a multiple of it",
+        found=found,
+        why="only whole blocks have a place in the whole tensor",
+    )

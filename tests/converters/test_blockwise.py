@@ -1,0 +1,183 @@
+"""torchao's states in blocks: carried where blocks stay whole, as torchao itself has them there; refused elsewhere."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import fsdpckpt
+from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError, UsageError
+from tests.golden.torchao.net import KINDS, make, save_ranks, state_of, step
+from tests.oracle.fake_group import as_rank
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+GOLDEN = Path(__file__).parents[1] / "golden" / "torchao" / "states.tar.xz"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("torchao")
+    with tarfile.open(GOLDEN) as archive:
+        archive.extractall(directory, filter="data")
+    return directory
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("source", ["ranks-4", "dcp-4"])
+@pytest.mark.parametrize("container", ["torch", "dcp"])
+def test_two_ranks_get_what_torchao_has_on_two(
+    kind: str, source: str, container: str, saved: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "two"
+    fsdpckpt.convert(saved / kind / source, target, to="sharded", container=container, world_size=2, verify="full")
+    assert fsdpckpt.diff(saved / kind / "ranks-2", target).same
+    assert not fsdpckpt.verify(target).problems
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("between", ["full.pt", "full", "mesh", "whole.safetensors"])
+def test_there_and_back(kind: str, between: str, saved: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "full.pt": {"to": "full"},
+        "full": {"to": "full", "container": "dcp"},
+        "mesh": {"mesh": "dp_replicate=2,dp_shard=2", "to": "sharded", "container": "torch"},
+        "whole.safetensors": {"to": "full"},
+    }[between]
+    source, target = saved / kind / "ranks-4", tmp_path / between
+    if between == "mesh":  # the ranks are on a mesh of one dimension without a name
+        fsdpckpt.convert(source, tmp_path / "one.pt", to="full")
+        source = tmp_path / "one.pt"
+        options["placements"] = tmp_path / "placements.json"
+        placed = {"dp_replicate": "Replicate()", "dp_shard": "Shard(0)"}
+        (tmp_path / "placements.json").write_text(json.dumps({"*": placed}))
+    fsdpckpt.convert(source, target, **options)
+    fsdpckpt.convert(target, tmp_path / "again", to="sharded", container="torch", world_size=4, mesh="dp=4")
+    assert fsdpckpt.diff(saved / kind / "ranks-4", tmp_path / "again").same
+
+
+def test_cuts_inside_of_blocks_are_refused_with_the_world_sizes_that_work(saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(NeedsInformationError) as raised:
+        fsdpckpt.convert(saved / "AdamW8bit" / "ranks-4", tmp_path / "three", world_size=3)
+    message = str(raised.value)
+    assert raised.value.key == "1.exp_avg"
+    assert "torchao's OptimState8bit in blocks of 256" in message
+    assert "--world-size with a number that works for all states: 1..2, 4..5, 8, " in message
+    assert not (tmp_path / "three").exists()
+    fsdpckpt.convert(saved / "AdamW4bit" / "ranks-4", tmp_path / "of-4-bit", world_size=3)  # blocks of two rows
+
+
+def test_what_would_quantize_again_is_refused(saved: Path, tmp_path: Path) -> None:
+    source = saved / "AdamWFp8" / "ranks-4"
+    with pytest.raises(UsageError, match=r"cannot cast 0\.exp_avg: it is torchao's OptimStateFp8"):
+        fsdpckpt.convert(source, tmp_path / "cast", world_size=2, optim_dtype="bfloat16")
+    with pytest.raises(SourceUnsupportedError, match="torchao's OptimStateFp8 in blocks of 256, which cannot"):
+        fsdpckpt.convert(source, tmp_path / "flat", to="flattened", world_size=2)
+    with pytest.raises(SourceUnsupportedError, match="a ShardedTensor does not hold torchao's OptimStateFp8"):
+        fsdpckpt.convert(
+            source, tmp_path / "sharded", to="sharded", container="torch", world_size=2, tensor="sharded-tensor"
+        )
+
+
+def test_keys_and_shapes_are_those_of_the_parameters(saved: Path, tmp_path: Path) -> None:
+    fsdpckpt.convert(saved / "AdamW4bit" / "ranks-4", tmp_path / "named.pt", to="full", key_type="name")
+    rows = fsdpckpt.inspect(tmp_path / "named.pt").tensors
+    found = {row.key: row.tensor.shape for row in rows}
+    assert found["narrow.exp_avg.codes"] == (128, 64)  # two codes a byte, of two rows
+    assert found["narrow.exp_avg.scale"] == (128, 1)
+    assert found["bias.exp_avg"] == (10,)
+
+
+def _same(found: Any, expected: Any, where: str) -> None:
+    assert type(found) is type(expected), where
+    if isinstance(found, dict):
+        assert list(found) == list(expected), where
+        for key in found:
+            _same(found[key], expected[key], f"{where}.{key}")
+    elif hasattr(found, "to_local"):
+        assert (found.shape, found.placements) == (expected.shape, expected.placements), where
+        _same(found.to_local(), expected.to_local(), where)
+    elif hasattr(found, "block_size"):
+        assert (found.shape, found.dtype, found.block_size) == (expected.shape, expected.dtype, expected.block_size)
+        assert vars(found).keys() == vars(expected).keys(), where
+        for name in found.tensor_attrs:
+            _same(getattr(found, name), getattr(expected, name), f"{where}.{name}")
+        assert [getattr(found, name, None) for name in ("signed", "_shape")] == [
+            getattr(expected, name, None) for name in ("signed", "_shape")
+        ]
+    elif isinstance(found, torch.Tensor):
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape), where
+        assert bytes(found.detach().reshape(-1).view(torch.uint8).numpy()) == bytes(
+            expected.detach().reshape(-1).view(torch.uint8).numpy()
+        ), where
+
+
+class TestWithTorchao:
+    """The library itself loads what is written, and goes on as if it had trained there."""
+
+    @pytest.fixture(autouse=True)
+    def library(self) -> None:
+        pytest.importorskip("torchao", reason="torchao is not installed: pip install torchao --no-deps")
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_ranks_load_and_go_on(self, kind: str, tmp_path: Path) -> None:
+        save_ranks(kind, 4, tmp_path / "four")
+        fsdpckpt.convert(tmp_path / "four", tmp_path / "two", to="sharded", container="torch", world_size=2)
+        for rank in range(2):
+            with as_rank(rank, 2):
+                expected = state_of(kind, 2)
+                for section, key in (("model", "model"), ("optim", "optimizer")):
+                    # torchao names its classes as safe: the default of torch.load takes them
+                    found = torch.load(tmp_path / "two" / f"{section}_world_size_2_rank_{rank}.pt")
+                    if section == "optim":
+                        found["state"] = {number: found["state"][number] for number in expected[key]["state"]}
+                    _same(dict(found), dict(expected[key]), section)
+                model, optimizer = make(kind, 2)
+                model.load_state_dict(torch.load(tmp_path / "two" / f"model_world_size_2_rank_{rank}.pt"))
+                optimizer.load_state_dict(torch.load(tmp_path / "two" / f"optim_world_size_2_rank_{rank}.pt"))
+                step(model, optimizer, 2)
+                further = state_of(kind, 2, steps=3)
+                _same(dict(model.state_dict()), dict(further["model"]), "model")
+                _same(optimizer.state_dict()["state"], further["optimizer"]["state"], "state")
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_full_and_dcp_load(self, kind: str, saved: Path, tmp_path: Path) -> None:
+        source = saved / kind / "ranks-4"
+        fsdpckpt.convert(source, tmp_path / "full.pt", to="full")
+        fsdpckpt.convert(source, tmp_path / "dcp", container="dcp", world_size=2)
+        with as_rank(0, 1):
+            expected = state_of(kind, 1)
+            whole = torch.load(tmp_path / "full.pt")["optimizer"]["state"]
+            for number, states in expected["optimizer"]["state"].items():
+                for name, state in states.items():
+                    _same(whole[number][name], state.to_local() if name != "step" else state, f"{number}.{name}")
+            target = state_of(kind, 1, steps=1)
+            dcp.load(target, checkpoint_id=tmp_path / "dcp", no_dist=True)
+            _same(target["optimizer"]["state"], expected["optimizer"]["state"], "state")
+
+    def test_slices_of_flat_parameters_are_refused(self, tmp_path: Path) -> None:
+        from torchao.optim.subclass_8bit import OptimState8bit
+
+        for rank in range(2):
+            states = {"step": torch.tensor(1.0), "exp_avg": OptimState8bit.zeros((4096,))}
+            optimizer = {"state": {0: states}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+            (tmp_path / "two").mkdir(exist_ok=True)
+            torch.save({"optimizer": optimizer}, tmp_path / "two" / f"ckpt_world_size_2_rank_{rank}.pt")
+        with pytest.raises(SourceUnsupportedError, match="a rank's slice of a flat parameter"):
+            fsdpckpt.convert(tmp_path / "two", tmp_path / "full.pt", to="full")
+
+    def test_blocks_that_ranks_cut_apart_are_refused(self, tmp_path: Path) -> None:
+        save_ranks("AdamW8bit", 4, tmp_path / "four")
+        path = tmp_path / "four" / "ckpt_world_size_4_rank_3.pt"
+        with as_rank(3, 4):
+            state = torch.load(path, weights_only=False)
+            entry = state["optimizer"]["state"][1]
+            entry["exp_avg"] = torch.zeros_like(state["model"]["narrow"])
+            torch.save(state, path)
+        with pytest.raises(SourceUnsupportedError, match="not quantized on rank 3"):
+            fsdpckpt.convert(tmp_path / "four", tmp_path / "full.pt", to="full")
