@@ -11,6 +11,7 @@ from bench_measure import HERE, PROGRAM, Bench, Contender, Row
 
 SYNC = 'find "$1" -type f -exec sync {} +'
 MANY = 100_000  # tensors
+DCP_OF_4 = ("--to", "sharded", "--container", "dcp", "--world-size", "4")
 
 
 def copying(source: str, target: str) -> Contender:
@@ -138,7 +139,7 @@ def help_text(bench: Bench) -> Row:
 
 def hundred_thousand(bench: Bench) -> Row:
     source, target = bench.make("many", MANY, ".pt"), bench.path("out")
-    ours = converting(bench, source, target, "--to", "sharded", "--container", "dcp", "--world-size", "4")
+    ours = converting(bench, source, target, *DCP_OF_4)
     row = Row("100,000 tensors, full -> dcp", source, target, [ours, copying(source, target)])
     row.note = "per-tensor"
     return row
@@ -147,6 +148,14 @@ def hundred_thousand(bench: Bench) -> Row:
 def hundred_thousand_full(bench: Bench) -> Row:
     source, target = bench.make("many", MANY, ".pt"), bench.path("out.pt")
     row = Row("100,000 tensors, full -> full", source, target, [converting(bench, source, target, "--to", "full")])
+    row.contenders.append(copying(source, target))
+    row.note = "per-tensor"
+    return row
+
+
+def hundred_thousand_dcp(bench: Bench) -> Row:
+    source, target = bench.derive("plain", bench.make("many", MANY, ".pt"), *DCP_OF_4), bench.path("out")
+    row = Row("100,000 tensors, dcp -> dcp", source, target, [converting(bench, source, target, *DCP_OF_4)])
     row.contenders.append(copying(source, target))
     row.note = "per-tensor"
     return row
@@ -257,6 +266,7 @@ ROWS: dict[str, Callable[[Bench], Row]] = {
     "links": links,
     "many": hundred_thousand,
     "many-full": hundred_thousand_full,
+    "many-dcp": hundred_thousand_dcp,
     "scale-64": scale(64),
     "scale-512": scale(512),
     "scale-4096": scale(4096),

@@ -96,13 +96,13 @@ class Bench:
             subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
         return path
 
-    def derive(self, flavor: str, source: str) -> str:
+    def derive(self, flavor: str, source: str, *options: str) -> str:
         """``source`` as a directory of that producer, made unless an earlier benchmark left it."""
         path = f"{source}-{flavor}"
         self.made.add(path)
         if not os.path.exists(path):
             talk(f"making {os.path.basename(path)}")
-            subprocess.run([PROGRAM, "convert", source, path, "--quiet", "--flavor", flavor], check=True)
+            subprocess.run([PROGRAM, "convert", source, path, "--quiet", "--flavor", flavor, *options], check=True)
         return path
 
     def prepare(self, source: str, target: str) -> None:

@@ -235,6 +235,13 @@ class StreamCheck(SourceCheck):
             with self._taking:
                 self._came.setdefault(file - self._first, []).append((offset, nbytes, crc))
 
+    def summed_all(self, file: int, offset: Int64Array, nbytes: Int64Array, crc: Int64Array) -> None:
+        super().summed_all(file, offset, nbytes, crc)
+        if file >= self._first:
+            with self._taking:
+                came = self._came.setdefault(file - self._first, [])
+                came.extend(zip(offset.tolist(), nbytes.tolist(), crc.tolist(), strict=True))
+
     def require_what_was_sent(self, sent: Mapping[int, int]) -> None:
         """Raises WorkerError when what came differs from ``sent``: for each sender, the checksum of its stream."""
         for sender in sorted(self._came.keys() | sent.keys()):

@@ -27,6 +27,7 @@ from fsdpckpt.ir.checkpoint import (
 from fsdpckpt.ir.coverage import Flaw, box_text, flaws
 from fsdpckpt.ir.tensors import Chunks, Int64Array, Tensor
 from fsdpckpt.ir.values import Value
+from fsdpckpt.text import plural
 
 INCOMPLETE = frozenset(
     {"incomplete", "missing-rank", "missing-key", "missing-file", "missing-section", "missing-state"}
@@ -71,7 +72,7 @@ def _coverage_problem(named: NamedTensor, flaw: Flaw, checkpoint: Checkpoint) ->
     if flaw.kind == "outside":
         message = f"{where}: {held_by} holds {box}, which reaches outside the tensor"
     elif flaw.kind == "overlap":
-        message = f"{where}: {flaw.elements} elements are held by pieces that overlap, first {box} ({held_by})"
+        message = f"{where}: pieces overlap in {plural(flaw.elements, 'element')}, first {box} ({held_by})"
     else:
         message = f"{where}: {flaw.elements} of {tensor.numel} elements are in no piece, first {box}"
         message += _who_holds(tensor.chunks, checkpoint.world_size)

@@ -121,7 +121,7 @@ class DTensorPickle(RankPickle):
         if is_strided and self._torch > (2, 10):
             raw(b"N")
         else:
-            raw(self.once(("order", placements), lambda: self._order_entries(placements, sizes)))
+            raw(self.once(("order", placements, sizes), lambda: self._order_entries(placements, sizes)))
         if self._torch > (2, 10):
             raw(text("use_strided_shard_as_shard_order") + flag(is_strided))
 

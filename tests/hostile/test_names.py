@@ -63,7 +63,7 @@ def test_a_number_in_a_file_name_asks_for_no_list_of_so_many(names: list[str], t
 
 def test_how_many_rank_files_are_missing_is_said_though_not_all_are_named(tmp_path: Path) -> None:
     _torch(tmp_path / "model_world_size_200000_rank_7.pt")
-    with pytest.raises(SourceIncompleteError, match="199999 rank files are missing") as error:
+    with pytest.raises(SourceIncompleteError, match="199,999 rank files are missing") as error:
         api.inspect(str(tmp_path))
     assert error.value.details[7] == "model_world_size_200000_rank_8.pt"
 

@@ -145,7 +145,7 @@ def test_a_missing_rank_is_named_with_the_rows_it_should_hold() -> None:
 def test_overlapping_ranks_are_named() -> None:
     (found,) = problems(checkpoint({"w": tensor((6,), [((0,), (4,)), ((3,), (3,))], ranks=[5, 9])}, world_size=10))
     assert (found.kind, found.file) == ("overlap", "rank_0.pt")
-    assert "1 elements" in found.message
+    assert "overlap in 1 element," in found.message
     assert "ranks 5, 9" in found.message
 
 
@@ -276,16 +276,3 @@ def test_one_error_lists_every_fatal_problem(kinds: list[str], error: type[Excep
     assert "SRC" in raised.what
     with pytest.raises(ValueError, match="no fatal"):
         fatal([Problem("state", "harmless", fatal=False)])
-
-
-def test_the_fast_path_stays_within_its_budget() -> None:
-    tensors = {f"p{n}": at(64 * n, (4, 4)) for n in range(20_000)}
-    whole = checkpoint(tensors)
-    best = min(_seconds(whole) for _ in range(3))
-    assert best / len(tensors) < 25e-6  # 5 us on an idle machine; the slack is for busy ones
-
-
-def _seconds(whole: Checkpoint) -> float:
-    begun = time.perf_counter()
-    assert problems(whole) == []
-    return time.perf_counter() - begun

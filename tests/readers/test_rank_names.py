@@ -51,7 +51,7 @@ def test_a_file_of_a_run_with_another_number_of_ranks_is_stale(tmp_path: Path) -
     old = save(tmp_path / "old", 4)
     new = save(tmp_path / "new", 3)
     new[1].write_bytes(old[1].read_bytes())
-    with pytest.raises(SourceCorruptError, match="stale rank files: 1 files") as error:
+    with pytest.raises(SourceCorruptError, match="stale rank files: 1 file was") as error:
         opened(tmp_path / "new")
     assert "expected 3 ranks, saved as optim_world_size_4_rank_1, by one of 4" in error.value.details[0]
 

@@ -127,7 +127,7 @@ def with_scalar(checkpoint: Checkpoint) -> OptimState:
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        ({"optim": without_first_state}, NeedsInformationError, "have no optimizer state: emb.weight"),
+        ({"optim": without_first_state}, NeedsInformationError, "1 parameter has no optimizer state: emb.weight"),
         ({"optim": with_scalar}, SourceUnsupportedError, "not have the shape of their parameter: emb.weight.d"),
         ({"model": lambda _: None}, NeedsInformationError, "not in the model: emb.weight"),
         ({"optim": lambda one: replace(one.optim, param_groups=None)}, NeedsInformationError, "which param group"),

@@ -42,7 +42,7 @@ _GET = ord("h")
 _GETS = {_GET: 1, ord("j"): 4}
 _PUTS = {ord("q"): 1, ord("r"): 4}
 _GLOBAL = ord("c")
-_MOST_UNLIKE = 1 << 10  # trying to learn costs more than reading a record one by one
+_MOST_UNLIKE = 1 << 10  # records of a kind, which are then read one by one: trying to learn costs more
 _LIST = b"\x94]\x94("  # memoised text, then a list with several elements
 
 Columns: TypeAlias = dict[str, npt.NDArray[np.signedinteger]]
@@ -224,7 +224,7 @@ class _Walk:
         self._rest, self._ends = b"", [0]  # bytes that were not walked over yet, and where in them frames end
         self._read = 0
         self._stopped = False
-        self._unlike = 0  # records of which no form could be learned
+        self._unlike = {CHUNK: 0, INDEX: 0}  # records of which no form could be learned
         self._plans: Plans | None = None  # once they have begun
 
     def read(self, data: bytes, ends: list[int]) -> None:
@@ -373,11 +373,11 @@ class _Walk:
         return self._found(kind, window if window is not None and searched else self._open(kind, form, at), at)
 
     def _learn(self, kind: tuple[bytes, bytes], at: int) -> Form | None:
+        if self._unlike[kind] == _MOST_UNLIKE:
+            return None
         form = learn(kind, self._block.data, at, self._memo)
         if form is None:
-            self._unlike += 1
-            if self._unlike > _MOST_UNLIKE:
-                raise UnusualError("records of another form")
+            self._unlike[kind] += 1
             return None
         if isinstance(form, ItemForm) and self._shared_names:
             form = replace(form, shared_names=True)

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from fsdpckpt.formats.torch.alike import Alike, Changes, Own, archive_of
-from fsdpckpt.formats.torch.archive import OpenedArchive, TorchArchive, open_archive, parse_archive
+from fsdpckpt.formats.torch.archive import TorchArchive, open_archive, parse_archive
 from fsdpckpt.formats.torch.distributed import BoxInFile, Distributed
 from fsdpckpt.formats.torch.tensors import StoredTensor
-from fsdpckpt.ir.blockwise import CLASSES
 from fsdpckpt.ir.checkpoint import Checksums
 from fsdpckpt.ir.tensors import Chunks, Int64Array
 from fsdpckpt.readers.protocol import FileTable
@@ -64,12 +63,7 @@ def open_ranks(paths: Mapping[int, str], files: FileTable, sources: Sources, *, 
         else:
             parsed = parse_archive(archive, number)
             opened.append(RankFile(rank, number, parsed))
-            if (
-                alike
-                and not _in_blocks(archive)
-                and len(others) < _MOST_ALIKE
-                and not any(one.unlike for one in others)
-            ):
+            if alike and len(others) < _MOST_ALIKE and not any(one.unlike for one in others):
                 others.append(Alike(archive, parsed.root))
                 waiting.append((index, number, others[-1], {}, archive.columns.offset, parsed.checksums))
     ranks = sorted(paths)
@@ -81,11 +75,6 @@ def open_ranks(paths: Mapping[int, str], files: FileTable, sources: Sources, *, 
         elif opened[index] is None:
             opened[index] = RankFile(ranks[index], number, parse_archive(open_archive(sources.open(path)), number))
     return [file for file in opened if file is not None]
-
-
-def _in_blocks(archive: OpenedArchive) -> bool:
-    """Whether states in blocks may be in it: their parts are not cut as the tensor that they appear as."""
-    return any(name.encode() in archive.pickle for _, name in CLASSES)
 
 
 class Group:
