@@ -13,8 +13,8 @@ import torch
 import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError, UsageError
 from tests.readers.played_ranks import as_rank, save_as_ranks
-from tests.writers.experts import ExpertMesh, model_and_states
-from tests.writers.meshes import assert_equal
+from tests.writers.experts import ExpertMesh
+from tests.writers.meshes import assert_equal, with_moments
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -26,7 +26,7 @@ def save(case: ExpertMesh, path: Path) -> None:
     path.mkdir()
     for rank in range(case.world_size):
         with as_rank(rank, case.world_size):
-            state = model_and_states(case)
+            state = with_moments(case.sharded())
             torch.save(state["model"], path / f"model_world_size_{case.world_size}_rank_{rank}.pt")
             torch.save(state["optimizer"], path / f"optim_world_size_{case.world_size}_rank_{rank}.pt")
 
@@ -54,7 +54,7 @@ def assert_held(path: Path, case: ExpertMesh, *, step: int = 1) -> None:
     """Every rank's files, or every ``step``-th's, hold what the real model holds there."""
     for rank in range(0, case.world_size, step):
         with as_rank(rank, case.world_size):
-            expected = model_and_states(case)
+            expected = with_moments(case.sharded())
             for section, value in (("model", expected["model"]), ("optim", expected["optimizer"])):
                 file = path / f"{section}_world_size_{case.world_size}_rank_{rank}.pt"
                 assert_equal(torch.load(file, weights_only=True), value, section, first_mesh=False)
@@ -110,7 +110,7 @@ def test_dcp_has_the_items_of_both_meshes(
     ranks: list[dict[str, Any]] = []
     for rank in range(case.world_size):
         with as_rank(rank, case.world_size):
-            ranks.append(model_and_states(case))
+            ranks.append(with_moments(case.sharded()))
     flat = flavor == "torchtitan"  # whose model stands at the top, and has the optimizer's keys dotted beside it
     save_as_ranks(tmp_path / "theirs", lambda rank: ranks[rank]["model"] if flat else ranks[rank], case.world_size)
     ours, theirs = (pickle.loads((tmp_path / name / ".metadata").read_bytes()) for name in ("ours", "theirs"))
@@ -191,7 +191,7 @@ def test_process_groups_are_those_of_a_job_that_makes_the_meshes_in_this_order(s
     for rank in (0, 3, 6):
         with as_rank(rank, 8):
             found = torch.load(tmp_path / "new" / f"model_world_size_8_rank_{rank}.pt", weights_only=True)
-            expected = model_and_states(HYBRID)["model"]
+            expected = with_moments(HYBRID.sharded())["model"]
             for name in ("dense.weight", "experts.weight"):
                 names = expected[name].device_mesh._dim_group_names
                 assert found[name].device_mesh._dim_group_names == names and len(set(names)) == len(names)

@@ -33,8 +33,8 @@ from fsdpckpt.errors import (
 from fsdpckpt.storage.local import LocalFile
 from tests.oracle.compare import differences
 from tests.readers.played_ranks import as_rank, save_as_ranks, shard_rows_twice
-from tests.writers.experts import ExpertMesh, mixture, model_and_states
-from tests.writers.meshes import MeshCase, all_three, hsdp, net, over_tp, sharded_model
+from tests.writers.experts import ExpertMesh, mixture
+from tests.writers.meshes import MeshCase, all_three, hsdp, net, over_tp, sharded_model, with_moments
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -454,7 +454,7 @@ def test_both_meshes_of_a_mixture_of_experts_are_filled(tmp_path: Path, case: Ex
     torch.save({"model": mixture().state_dict()}, tmp_path / "full.pt")
     for rank in range(0, case.world_size, max(1, case.world_size // 4)):
         with as_rank(rank, case.world_size):
-            expected = model_and_states(case)["model"]
+            expected = with_moments(case.sharded())["model"]
             state = {"model": {name: torch.zeros_like(value) for name, value in expected.items()}}
             dcp.load(state, storage_reader=fsdpckpt.StorageReader(tmp_path / "full.pt"), no_dist=True)
             assert not differences(state["model"], dict(expected))

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 
-__all__ = ["Experts", "ExpertMesh", "mixture", "model_and_states"]
+__all__ = ["Experts", "ExpertMesh", "mixture"]
 
 
 class Experts(nn.Module):
@@ -83,18 +83,3 @@ class ExpertMesh:
         fully_shard(model.experts, mesh=sparse["dp_replicate", "efsdp"] if self.replicate > 1 else sparse["efsdp"])
         fully_shard(model, mesh=dense if self.replicate > 1 else dense["fsdp"])
         return model
-
-
-def model_and_states(case: ExpertMesh) -> dict[str, Any]:
-    """This rank's state dicts, with one moment of each parameter."""
-    model = case.sharded()
-    state = {}
-    for name, parameter in model.named_parameters():
-        assert isinstance(parameter, DTensor)
-        moment = DTensor.from_local(
-            parameter.to_local().detach() * 2, parameter.device_mesh, parameter.placements,
-            run_check=False, shape=parameter.shape, stride=parameter.stride(),
-        )  # fmt: skip
-        state[name] = {"step": torch.tensor(4.0), "exp_avg": moment}
-    groups = [{"params": list(state), "lr": 0.1, "betas": (0.9, 0.99)}]
-    return {"model": model.state_dict(), "optimizer": {"state": state, "param_groups": groups}}

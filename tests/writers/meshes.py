@@ -30,6 +30,7 @@ __all__ = [
     "our_sharding",
     "sharded_model",
     "over_tp",
+    "with_moments",
 ]
 
 
@@ -133,9 +134,14 @@ def net(size: int, odd: int) -> Net:
 
 def held(case: MeshCase, odd: int, size: int | None = None) -> dict[str, Any]:
     """This rank's state dict of a net of that ``size`` (default: the world's), as torch itself has it."""
-    model = sharded_model(case, lambda: net(size or case.world_size, odd))
+    return with_moments(sharded_model(case, lambda: net(size or case.world_size, odd)))
+
+
+def with_moments(model: nn.Module) -> dict[str, Any]:
+    """This rank's state dicts of ``model``, with one moment of each parameter."""
     state = {}
     for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor)
         moment = DTensor.from_local(
             parameter.to_local().detach() * 2, parameter.device_mesh, parameter.placements,
             run_check=False, shape=parameter.shape, stride=parameter.stride(),
