@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import pickle
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -29,12 +28,11 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 WIDTH, INNER = 64, 32
 WEIGHTS = {"linear_fc1.weight": (2 * INNER, WIDTH), "linear_fc2.weight": (WIDTH, INNER)}
 STATES = ("fp32_param", "exp_avg", "exp_avg_sq")
-PROPERTIES = TensorProperties(dtype=torch.float32)
 
 
-def arrived(value: Any) -> Any:
-    """As it comes from another rank."""
-    return pickle.loads(pickle.dumps(value))
+def arrived(text: str) -> str:
+    """As it comes from another rank: equal, and another object, which the pickle writes again."""
+    return text.encode().decode()
 
 
 def tensors(layers: int, experts: int) -> dict[str, tuple[int, ...]]:
@@ -45,14 +43,15 @@ def tensors(layers: int, experts: int) -> dict[str, tuple[int, ...]]:
 
 
 def plan_of(rank: int, ranks: int, shapes: dict[str, tuple[int, ...]]) -> SavePlan:
-    """What one rank writes: its share of the experts of every layer."""
-    items = []
-    for name, (layers, experts, *rest) in shapes.items():
+    """What one rank writes, as it comes from there: its share of the experts of every layer."""
+    items, properties = [], TensorProperties(dtype=torch.float32)
+    for own, (layers, experts, *rest) in shapes.items():
+        name = arrived(own)
         for layer in range(layers):
             for expert in range(rank, experts, ranks):
                 start = torch.Size((layer, expert, *[0] * len(rest)))
                 chunk = ChunkStorageMetadata(torch.Size(start), torch.Size((1, 1, *rest)))
-                data = TensorWriteData(chunk, PROPERTIES, torch.Size((layers, experts, *rest)))
+                data = TensorWriteData(chunk, properties, torch.Size((layers, experts, *rest)))
                 items.append(WriteItem(MetadataIndex(name, start), WriteItemType.SHARD, tensor_data=data))
     return SavePlan(items)
 
@@ -60,19 +59,20 @@ def plan_of(rank: int, ranks: int, shapes: dict[str, tuple[int, ...]]) -> SavePl
 def make(directory: str, ranks: int, *, layers: int, experts: int, plans: bool = True) -> None:
     os.makedirs(directory)
     shapes = tensors(layers, experts)
-    planned = [arrived(plan_of(rank, ranks, shapes)) for rank in range(ranks)]
+    planned = [plan_of(rank, ranks, shapes) for rank in range(ranks)]
     entries: dict[str, TensorStorageMetadata] = {}
     stored: dict[MetadataIndex, _StorageInfo] = {}
     for rank, plan in enumerate(planned):
-        results, at, path = [], 0, f"__{rank}_0.distcp"
+        at, path = 0, f"__{rank}_0.distcp"
+        names = {name: arrived(name) for name in shapes}  # what was written is sent after the plan
         for item in plan.items:
             name, data = item.index.fqn, item.tensor_data
             entry = entries.setdefault(name, TensorStorageMetadata(data.properties, data.size, []))
             entry.chunks.append(data.chunk)
             nbytes = 1024 + 4 * data.chunk.sizes.numel()
-            results.append((item.index, _StorageInfo(path, at, nbytes)))
+            index = MetadataIndex(names[name], torch.Size(data.chunk.offsets))
+            stored[index] = _StorageInfo(path, at, nbytes)
             at += nbytes
-        stored.update(arrived(results))
         with open(os.path.join(directory, path), "wb") as file:
             file.truncate(at)
     metadata = Metadata(entries, None, stored)

@@ -20,7 +20,7 @@ import numpy as np
 from fsdpckpt.errors import TargetUnwritableError, UsageError
 from fsdpckpt.execute.checks import SourceRecord
 from fsdpckpt.execute.output import target_differs
-from fsdpckpt.ir.checkpoint import LITERAL, ZEROS, Checksums, Note, SourceFile
+from fsdpckpt.ir.checkpoint import Checksums, Note, SourceFile
 from fsdpckpt.ir.targets import LinkedFile, Target
 from fsdpckpt.options import ConvertOptions, LinkMode
 from fsdpckpt.plan.plan import FilePlan, Plan
@@ -85,12 +85,7 @@ def choose_linking(requested: LinkMode, files: Sequence[SourceFile], target: str
     """
     if requested is LinkMode.COPY:
         return Linking(requested)
-    made_up = (ZEROS, LITERAL)
-    local = {
-        number: file.path
-        for number, file in enumerate(files)
-        if not file.path.startswith(made_up) and not is_url(file.path)
-    }
+    local = {number: file.path for number, file in enumerate(files) if not file.made_up and not is_url(file.path)}
     unseen = next((path for path in local.values() if not os.path.isfile(path)), None)
     devices = {number: os.stat(path).st_dev for number, path in local.items()} if unseen is None else {}
     parent = existing_parent(target)

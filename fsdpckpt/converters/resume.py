@@ -31,7 +31,7 @@ from fsdpckpt.errors import (
 )
 from fsdpckpt.execute.job import Job
 from fsdpckpt.execute.journal import Finished, RunIdentity, joined, plan_digest, read_run, run_of
-from fsdpckpt.ir.checkpoint import LITERAL, ZEROS, Note, SourceFile
+from fsdpckpt.ir.checkpoint import Note, SourceFile
 from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.option_fields import identity as option_texts
 from fsdpckpt.options import ConvertOptions
@@ -60,7 +60,7 @@ def source_copies(
     ``visible[file]``: whether this rank sees it. ``sources`` knows what each file was when it was first opened. Raises
     SourceCorruptError when the length of a local file changed since the checkpoint was read.
     """
-    data = [(file, see) for file, see in zip(files, visible, strict=True) if not file.path.startswith((ZEROS, LITERAL))]
+    data = [(file, see) for file, see in zip(files, visible, strict=True) if not file.made_up]
     with group.step("identify the sources"), ThreadPoolExecutor(_LOOKUPS) as pool:
         rows = list(pool.map(lambda each: _row(each[0], sources) if each[1] else [], data))
     everyone = cast("list[list[list[object]]]", group.all_gather_objects(rows, name="copies of the sources"))

@@ -122,14 +122,22 @@ def read_columns(source: ByteSource, *, begin: int = 0, end: int | None = None) 
     stem = entries.names[0].partition("/")[0] + "/" if entries.names else ""
     names = [name.removeprefix(stem) for name in entries.names]
     if len(set(names)) < len(names):
-        twice = next(name for number, name in enumerate(names) if name in names[:number])
-        _corrupt(source, f"two records are named {twice!r}", "one", "two")
+        _corrupt(source, f"two records are named {_first_repeated(names)!r}", "one", "two")
     return ZipColumns(names, offsets, entries.nbytes, entries.crc)
 
 
 def read_directory(source: ByteSource, *, begin: int = 0, end: int | None = None) -> dict[str, ZipRecord]:
     """The records by name. Raises what ``read_columns`` raises."""
     return read_columns(source, begin=begin, end=end).records()
+
+
+def _first_repeated(names: list[str]) -> str:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            return name
+        seen.add(name)
+    return ""
 
 
 def top_folder(source: ByteSource) -> str:

@@ -88,9 +88,14 @@ class Blocks:
         return f"{LIBRARY}'s {self.kind.name} in blocks of {self.block}"
 
 
+def is_blockwise(kind: Global) -> bool:
+    """Whether tensors of this class are states in blocks."""
+    return (kind.module, kind.name) in CLASSES
+
+
 def blocks_of(value: object) -> Blocks | None:
     """The form that ``Blocks.record`` wrote down."""
-    if type(value) is not Object or (value.function.module, value.function.name) not in CLASSES:
+    if type(value) is not Object or not is_blockwise(value.function):
         return None
     match value.args:
         case (Global("torch", name), tuple(shape), int(block), bool() | None as signed) if name in DTYPES and block > 0:

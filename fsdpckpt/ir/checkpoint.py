@@ -151,6 +151,11 @@ class SourceFile:
     path: str
     nbytes: int
 
+    @property
+    def made_up(self) -> bool:
+        """Whether it is no file, but bytes that this program makes."""
+        return self.path.startswith((ZEROS, LITERAL))
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:

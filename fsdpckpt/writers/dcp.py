@@ -96,16 +96,6 @@ def _of_elements(chunks: HeldChunks, blocks: Blocks) -> HeldChunks:
     return HeldChunks(rows(chunks.own), chunks.own_ranks)
 
 
-def _looks(value: Value | Blockwise) -> tuple[DType, tuple[int, ...]] | None:
-    match value:
-        case Tensor():
-            return value.dtype, value.shape
-        case Blockwise():
-            return value.blocks.dtype, value.blocks.shape
-        case _:
-            return None
-
-
 def _dedup(
     leaves: list[Leaf], held: list[HeldChunks | None], casts: Mapping[Tensor, DType], ranks: int
 ) -> list[RankBoxes]:
@@ -422,7 +412,13 @@ class Leaf(NamedTuple):
     @property
     def looks(self) -> tuple[DType, tuple[int, ...]] | None:
         """The dtype and shape of a tensor; None of any other value."""
-        return _looks(self.value)
+        match self.value:
+            case Tensor():
+                return self.value.dtype, self.value.shape
+            case Blockwise():
+                return self.value.blocks.dtype, self.value.blocks.shape
+            case _:
+                return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -267,7 +267,7 @@ class ItemReader:
             f"{self._source.path} is too short for what the metadata says lies in it",
             file=self._source.path,
             expected=f"an item at bytes {begin} to {end}",
-            found=f"{bytes_text(self._source.nbytes)}",
+            found=bytes_text(self._source.nbytes),
             why="the file is truncated, or belongs to another checkpoint",
             next_step=COPY_AGAIN,
         )

@@ -36,7 +36,10 @@ for _opcode in b")]}(teausbR\x81\x85\x86\x87\x88\x89N0":
     _WIDTH[_opcode] = 1
 for _opcode, _width in ((ord("K"), 2), (ord("M"), 3), (ord("J"), 5), (ord("G"), 9)):
     _WIDTH[_opcode] = _width
-_PLAIN = rb"[)\]}(teausbR\x81\x85-\x89N0]|K.|M..|J.{4}|G.{8}"  # the same, as a regular expression
+_ALONE = re.escape(bytes(opcode for opcode, width in enumerate(_WIDTH) if width == 1))
+_PLAIN = b"|".join(
+    [b"[%b]" % _ALONE, *(b"%c.{%d}" % (opcode, width - 1) for opcode, width in enumerate(_WIDTH) if width > 1)]
+)
 _MEMOIZE, _STACK_GLOBAL, _SHORT_TEXT, _TEXT, _LONG, _STOP = 0x94, 0x93, 0x8C, ord("X"), 0x8A, ord(".")
 _GET = ord("h")
 _GETS = {_GET: 1, ord("j"): 4}

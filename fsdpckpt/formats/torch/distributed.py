@@ -19,7 +19,7 @@ from fsdpckpt.formats.pickle.read import StubInstance
 from fsdpckpt.formats.torch.blockwise import StoredBlocks, stored_blocks
 from fsdpckpt.formats.torch.mesh import MAX_RANKS, FileParser, Mesh, MeshParser, fields, integers, merged
 from fsdpckpt.formats.torch.tensors import StoredTensor, Wrapped, size_of
-from fsdpckpt.ir.blockwise import CLASSES, CODES, QMAP, SCALE, Blocks
+from fsdpckpt.ir.blockwise import CODES, QMAP, SCALE, Blocks, is_blockwise
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.mesh import MeshShape, Placement, Replicate, Shard, Sharding, StridedShard, placements_text
 from fsdpckpt.ir.tensors import Box, contiguous_stride
@@ -94,7 +94,7 @@ class DistributedParser(FileParser):
         """
         if wrapped.kind.name == "DTensor":
             return self._dtensor(wrapped, key)
-        if (wrapped.kind.module, wrapped.kind.name) in CLASSES:
+        if is_blockwise(wrapped.kind):
             return stored_blocks(wrapped, self._source.path, key)
         if wrapped.kind.name == "ShardedTensor":
             return self._sharded_tensor(wrapped, key)
@@ -109,7 +109,7 @@ class DistributedParser(FileParser):
     def _dtensor(self, wrapped: Wrapped, key: str) -> Distributed | DistributedBlocks:
         attributes = merged(wrapped.state)
         local = attributes.get("_local_tensor")
-        if isinstance(local, Wrapped) and (local.kind.module, local.kind.name) in CLASSES:
+        if isinstance(local, Wrapped) and is_blockwise(local.kind):
             held = stored_blocks(local, self._source.path, key)
             codes = replace(held.parts[CODES], shape=local.shape, stride=contiguous_stride(local.shape))
             return self._in_blocks(held, self._of_local(wrapped, attributes, codes, key), key)

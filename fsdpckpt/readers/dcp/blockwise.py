@@ -15,7 +15,7 @@ from fsdpckpt.formats.pickle.read import load
 from fsdpckpt.formats.torch.archive import open_archive
 from fsdpckpt.formats.torch.blockwise import StoredBlocks, stored_blocks
 from fsdpckpt.formats.torch.tensors import TensorBuilder, Wrapped
-from fsdpckpt.ir.blockwise import CLASSES, CODES, QMAP, SCALE, Blocks, taken_apart
+from fsdpckpt.ir.blockwise import CODES, QMAP, SCALE, Blocks, is_blockwise, taken_apart
 from fsdpckpt.ir.checkpoint import Checksums
 from fsdpckpt.ir.tensors import Box, Chunks, Tensor, contiguous_stride
 from fsdpckpt.ir.values import Value
@@ -96,7 +96,7 @@ def _item(
         return None
     builder = TensorBuilder(archive.columns.records(), source.path)
     held: object = load(archive.pickle, file=source.path, tensors=builder)
-    if not isinstance(held, Wrapped) or (held.kind.module, held.kind.name) not in CLASSES:
+    if not isinstance(held, Wrapped) or not is_blockwise(held.kind):
         return None
     sums.append(archive.checksums(directory.numbers[name]))
     return stored_blocks(held, source.path, key)

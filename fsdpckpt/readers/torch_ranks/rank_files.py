@@ -49,7 +49,8 @@ def open_ranks(paths: Mapping[int, str], files: FileTable, sources: Sources, *, 
     opened: list[RankFile | None] = []
     known: dict[int, list[Alike]] = {}
     waiting: list[tuple[int, int, Alike, Changes, Int64Array, Checksums]] = []
-    for index, rank in enumerate(sorted(paths)):
+    ranks = sorted(paths)
+    for index, rank in enumerate(ranks):
         source = sources.open(paths[rank])
         number = files.add(paths[rank], source.nbytes)
         archive = open_archive(source)
@@ -66,7 +67,6 @@ def open_ranks(paths: Mapping[int, str], files: FileTable, sources: Sources, *, 
             if alike and len(others) < _MOST_ALIKE and not any(one.unlike for one in others):
                 others.append(Alike(archive, parsed.root))
                 waiting.append((index, number, others[-1], {}, archive.columns.offset, parsed.checksums))
-    ranks = sorted(paths)
     for index, number, one, changes, offsets, checksums in waiting:
         path = paths[ranks[index]]
         own = one.own(sources.open(path), offsets, changes)
