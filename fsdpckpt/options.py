@@ -13,7 +13,8 @@ from enum import StrEnum
 from typing import Any, Literal
 
 from fsdpckpt.ir.vocabulary import Container, KeyType, Layout, Section, Strategy
-from fsdpckpt.option_fields import DTYPE, PATH, SIZE, TORCH_VERSION, WORKERS, Group, Scope, option, parameters
+from fsdpckpt.option_fields import Group, Scope, option, parameters
+from fsdpckpt.option_values import DTYPE, PATH, SIZE, TORCH_VERSION, WORKERS
 
 __all__ = [
     "DEVICE_TYPES",

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 
-from fsdpckpt.option_fields import DTYPE, FLAG, INTEGER, NUMBER, PAIRS, PATH, SIZE, TEXTS, TOGGLE, Parameter, parameters
+from fsdpckpt.option_fields import Parameter, parameters
+from fsdpckpt.option_values import DTYPE, FLAG, INTEGER, NUMBER, PAIRS, PATH, SIZE, TEXTS, TOGGLE
 from fsdpckpt.options import ConvertOptions, DiffOptions, InspectOptions, LaunchOptions, VerifyOptions
 
 _OPTIONS = {

@@ -18,7 +18,6 @@ from fsdpckpt.cli import app
 from fsdpckpt.errors import UsageError
 from fsdpckpt.ir import dtypes
 from fsdpckpt.option_fields import (
-    SIZE,
     Group,
     Scope,
     changed,
@@ -27,11 +26,11 @@ from fsdpckpt.option_fields import (
     identity,
     option,
     parameters,
-    parse_size,
     takes_options,
     to_json,
     with_named,
 )
+from fsdpckpt.option_values import SIZE, parse_size
 from fsdpckpt.options import (
     DTYPES,
     FLAVORS,

@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import pytest
 
-from fsdpckpt.option_fields import DTYPE, Group, parameters
+from fsdpckpt.option_fields import Group, parameters
+from fsdpckpt.option_values import DTYPE
 from fsdpckpt.options import (
     ConvertOptions,
     DiffOptions,
