@@ -9,6 +9,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -30,8 +31,11 @@ from fsdpckpt.errors import (
     SourceUnsupportedError,
     UsageError,
 )
-from fsdpckpt.ir.checkpoint import group_params
+from fsdpckpt.ir.checkpoint import Checkpoint, group_params
+from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.loading.reader import StorageReader
+from fsdpckpt.readers.dcp import open_directory
+from fsdpckpt.readers.dcp.read import UNREAD
 from fsdpckpt.readers.megatron import MegatronReader
 from tests.golden.megatron.net import Net
 from tests.readers.contents import opened
@@ -333,8 +337,13 @@ class TestMegatronFsdp:
 
     def test_groups_are_known_without_opening_tensors(self, golden: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("fsdpckpt.readers.dcp.read.FEW_VALUES", 10)
-        optim = opened(golden / "fsdp-dtensor", locate=False).optim
+        read = mock.Mock(wraps=open_directory)
+        monkeypatch.setattr("fsdpckpt.readers.dcp.read.open_directory", read)
+        checkpoint = opened(golden / "fsdp-dtensor", locate=False)
+        optim = checkpoint.optim
         assert optim is not None
+        assert read.call_count == 1
+        assert not is_located(checkpoint)
         assert [len(group_params(group) or ()) for group in optim.param_groups or ()] == [14, 26]
 
     @pytest.mark.parametrize(
@@ -379,6 +388,14 @@ class TestMegatronFsdp:
         assert opened(tmp_path / "d").flavor == "megatron"
 
 
+def is_located(checkpoint: Checkpoint) -> bool:
+    """Whether the item of any weight was opened."""
+    assert checkpoint.model is not None
+    weights = [leaf for leaf in checkpoint.model.params.values() if isinstance(leaf, Tensor)]
+    assert weights
+    return any((leaf.chunks.offset >= 0).any() for leaf in weights)
+
+
 def halves(tmp_path: Path, changes: dict[str, Any]) -> Path:
     parts = {"weight_w": torch.ones(12, 8), "weight_v": torch.zeros(12, 8), "bias_w": torch.ones(12), **changes}
     model = {f"module.l.mlp.linear_fc1.{name}": part for name, part in parts.items() if part is not None}
@@ -390,13 +407,23 @@ def halves(tmp_path: Path, changes: dict[str, Any]) -> Path:
 def test_common_values_in_an_object(golden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron-core 0.19 keeps them as the object of one rank in the DCP directory."""
     common = torch.load(golden / "uneven" / "common.pt", weights_only=False)
-    state = {"common_state/shard_0_1": [common], "w": torch.ones(3), "optimizer.state.exp_avg.w": torch.zeros(3)}
+    state = {
+        "common_state/shard_0_1": [common],
+        "rng_state/shard_0_1": [5],
+        "w": torch.ones(3),
+        "optimizer.state.exp_avg.w": torch.zeros(3),
+    }
     planner = DefaultSavePlanner(flatten_state_dict=False)
     save(state, storage_writer=FileSystemWriter(tmp_path), planner=planner, no_dist=True)
     (tmp_path / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
     for few in (1 << 14, 0):
         monkeypatch.setattr("fsdpckpt.readers.dcp.read.FEW_VALUES", few)
+        read = mock.Mock(wraps=open_directory)
+        monkeypatch.setattr("fsdpckpt.readers.dcp.read.open_directory", read)
         checkpoint = opened(tmp_path, locate=False)
+        assert read.call_count == 1
+        assert not is_located(checkpoint)
+        assert (checkpoint.extra["rng_state/shard_0_1"] is UNREAD) == (few == 0)
         assert checkpoint.extra["iteration"] == 3
         assert checkpoint.optim is not None
         assert len(checkpoint.optim.param_groups or ()) == 2

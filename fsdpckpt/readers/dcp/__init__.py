@@ -54,12 +54,10 @@ class DcpReader:
 
 def _part(path: str, options: ReadOptions) -> Part:
     def read(files: FileTable, sources: Sources) -> Tree:
-        from fsdpckpt.readers.dcp.megatron_fsdp import has_unread_settings, unwrap_megatron_fsdp
+        from fsdpckpt.readers.dcp.megatron_fsdp import unwrap_megatron_fsdp
         from fsdpckpt.readers.dcp.read import read_dcp
 
         tree = read_dcp(path, files, sources, locate=options.locate)
-        if has_unread_settings(tree.root):
-            tree = read_dcp(path, files, sources, locate=True)
         unwrap_megatron_fsdp(tree, files, path)
         return tree
 

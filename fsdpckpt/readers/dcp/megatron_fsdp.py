@@ -18,12 +18,11 @@ from fsdpckpt.errors import damaged
 from fsdpckpt.ir.checkpoint import LITERAL, Evidence, EvidenceKind
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Chunks, Tensor
-from fsdpckpt.ir.values import Key, Object, Value, walk
-from fsdpckpt.readers.dcp.read import UNREAD
+from fsdpckpt.ir.values import Key, Object, Value
 from fsdpckpt.readers.optimizer_forms import groups_of_equal_settings
 from fsdpckpt.readers.protocol import FileTable, Tree
 
-__all__ = ["has_unread_settings", "join_halves", "join_states", "plain", "step_tensor", "unwrap_megatron_fsdp"]
+__all__ = ["join_halves", "join_states", "plain", "step_tensor", "unwrap_megatron_fsdp"]
 
 _SETTINGS = "param_to_group_meta"
 _GATE = re.compile(r"\.linear_fc1\.(?:weight|bias)\d*_w$")
@@ -49,13 +48,6 @@ def unwrap_megatron_fsdp(tree: Tree, files: FileTable, path: str) -> None:
         changed["optimizer"] = _optimizer(optimizer, files, path)
     tree.root, tree.flavor = changed, "megatron"
     tree.evidence.append(Evidence(EvidenceKind.CONTAINER, f"{path} is an fsdp_dtensor checkpoint of Megatron"))
-
-
-def has_unread_settings(root: Value) -> bool:
-    """Whether settings of Megatron's param groups, which say what is a group, were left in their files."""
-    optimizer = root.get("optimizer") if isinstance(root, dict) else None
-    settings = optimizer.get(_SETTINGS) if isinstance(optimizer, dict) else None
-    return isinstance(settings, dict) and any(value is UNREAD for _, value in walk(settings))
 
 
 def _is_megatrons(root: Mapping[Key, Value]) -> bool:

@@ -30,15 +30,17 @@ UNREAD = Global("fsdpckpt", "unread")
 """Stands for a pickled value that ``locate=False`` left in its file."""
 
 FEW_VALUES = 1 << 14  # pickled values that are read in any case, at some microseconds each: groups, counters, ...
+# Those of Megatron that are read however many there are: what all ranks share, and the settings of parameters.
+_GROUPS = re.compile(r"^common_state/|\.optimizer/|(?:^|\.)param_to_group_meta\.")
 
 
 def read_dcp(path: str, files: FileTable, sources: Sources, *, locate: bool | Items) -> Tree:
     """The checkpoint in ``directory``.
 
     With ``locate=False`` no tensor's item is opened but those of param groups: all other chunks have offset -1, and
-    pickled values are ``UNREAD`` when there are more than ``FEW_VALUES``. With the items of some tensors these are
-    opened too, and all values are read. Raises SourceIncompleteError (no metadata,
-    files or items missing: all named), SourceCorruptError (contradictions), SourceUnsafeError (unknown globals),
+    pickled values are ``UNREAD`` when there are more than ``FEW_VALUES``, but for those of ``_GROUPS``. With the items
+    of some tensors these are opened too, and all values are read. Raises SourceIncompleteError (no metadata, files or
+    items missing: all named), SourceCorruptError (contradictions), SourceUnsafeError (unknown globals),
     SourceUnsupportedError (compressed items).
     """
     directory = open_directory(path, sources)
@@ -85,10 +87,11 @@ def read_dcp(path: str, files: FileTable, sources: Sources, *, locate: bool | It
 
 def _few_values(directory: DcpDirectory, sources: Sources, tree: Tree) -> dict[str, Value]:
     items = directory.metadata.items
-    if len(items) <= FEW_VALUES:
-        return read_values(directory, sources, tree)
-    tree.notes.append(Note("unread", f"values that are no tensors were not read: {len(items):,}"))
-    return dict.fromkeys(items, UNREAD)
+    few = items if len(items) <= FEW_VALUES else {key: items[key] for key in items if _GROUPS.search(key)}
+    if len(few) < len(items):
+        tree.notes.append(Note("unread", f"values that are no tensors were not read: {len(items) - len(few):,}"))
+    values = read_values(replace(directory, metadata=replace(directory.metadata, items=few)), sources, tree)
+    return {key: values.get(key, UNREAD) for key in items}
 
 
 SMALL = 64  # bytes: a setting is one number or a few; anything larger is data and not looked at

@@ -18,7 +18,7 @@ from fsdpckpt.ir.checkpoint import Checksums, Evidence, EvidenceKind
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.readers.dcp.megatron_fsdp import join_halves, join_states, plain, step_tensor
-from fsdpckpt.readers.dcp.read import UNREAD, read_dcp
+from fsdpckpt.readers.dcp.read import read_dcp
 from fsdpckpt.readers.megatron import COMMON
 from fsdpckpt.readers.optimizer_forms import notes_on_copies
 from fsdpckpt.readers.protocol import FileTable, Items, Tree
@@ -47,8 +47,6 @@ def read_torch_dist(
     ranks share, SourceCorruptError for states of other shapes than their parameters', and what ``read_dcp`` raises.
     """
     tree = read_dcp(path, files, sources, locate=locate)
-    if cast(_Dict, tree.root).get(_COMMON_OBJECT) is UNREAD:
-        tree = read_dcp(path, files, sources, locate=True)
     saved = _Saved(path, tree)
     shared = _shared(common, saved, files, sources)
     kept = [saved.buffers.pop(key) for key in list(saved.buffers) if _is_optimizer_object(key)]
