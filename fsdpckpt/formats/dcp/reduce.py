@@ -370,6 +370,8 @@ class _Walk:
             taken = self._items.take(
                 form, block, at, lambda at: self.texts.known(form.name(block.data, at, self._memo))
             )
+            if taken is None and not form.may_stand(block.data, at):
+                return None
         if taken is not None:
             self._sizes[kind] = _WINDOW if self._items.scattered else 1
             return taken
