@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -13,11 +14,12 @@ import numpy as np
 from fsdpckpt.ir.checkpoint import LITERAL, Checkpoint, KeyType, NamedTensor, Note, Problem, Section
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Object, Value, walk
-from fsdpckpt.text import plural
+from fsdpckpt.text import JsonText, plural
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
 LONGEST_TEXT = 200  # characters of an object's or a bytes value's text in the document
+_MOST_CUTS = 64  # whose boxes are kept as text: a model has few, each of them in many tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ class Description:
             "world_size": checkpoint.world_size,
             "key_type": self.key_type,
             "sections": {name: json_value(asdict(summary)) for name, summary in self.sections.items()},
-            "tensors": tensor_rows(self, ranks=ranks),
+            "tensors": _rows_with_chunks(self) if ranks else tensor_rows(self, ranks=False),
             "param_groups": [json_value(group) for group in (optim.param_groups or [])] if optim is not None else [],
             "extra": extra_json(checkpoint),
             "problems": [problem_json(problem) for problem in checkpoint.problems],
@@ -159,11 +161,37 @@ def tensor_rows(description: Description, *, ranks: bool) -> Iterator[Json]:
         yield row
 
 
-def _chunks(tensor: Tensor, paths: list[str]) -> list[Json]:
+def _rows_with_chunks(description: Description) -> Iterator[JsonText]:
+    """The rows of ``tensor_rows`` with their chunks, as text: an object for each of millions of chunks takes longer."""
+    paths = [json.dumps(file.path, ensure_ascii=False) for file in description.checkpoint.files]
+    known: dict[tuple[int, int, int], list[str]] = {}  # by the columns that tensors which are cut alike share
+    for row, named in zip(tensor_rows(description, ranks=False), description.tensors, strict=True):
+        chunks, itemsize = named.tensor.chunks, named.tensor.dtype.itemsize
+        cut = id(chunks.start), id(chunks.size), itemsize
+        if cut not in known:
+            if len(known) == _MOST_CUTS:
+                known.clear()
+            boxes = zip(*_boxes(named.tensor), strict=True)
+            known[cut] = [f'"nbytes": {nbytes}, "box": {box}}}' for nbytes, box in boxes]
+        files = [paths[file] if 0 <= file < len(paths) else "null" for file in chunks.file.tolist()]
+        columns = zip(chunks.rank.tolist(), files, chunks.offset.tolist(), known[cut], strict=True)
+        pieces = ", ".join(
+            [f'{{"rank": {rank}, "file": {file}, "offset": {offset}, {rest}' for rank, file, offset, rest in columns]
+        )
+        head = json.dumps(row, ensure_ascii=False, allow_nan=False)
+        yield JsonText(f'{head[:-1]}, "pieces": [{pieces}]}}')
+
+
+def _boxes(tensor: Tensor) -> tuple[list[int], list[Json]]:
+    """Of each chunk how many bytes it has, and where it begins and ends in each dimension."""
     chunks = tensor.chunks
     nbytes = chunks.size.prod(axis=1) * tensor.dtype.itemsize
-    box = np.stack([chunks.start, chunks.start + chunks.size], axis=2)
-    columns = (chunks.rank, chunks.file, chunks.offset, nbytes, box)
+    return nbytes.tolist(), np.stack([chunks.start, chunks.start + chunks.size], axis=2).tolist()
+
+
+def _chunks(tensor: Tensor, paths: list[str]) -> list[Json]:
+    chunks = tensor.chunks
+    columns = (chunks.rank.tolist(), chunks.file.tolist(), chunks.offset.tolist(), *_boxes(tensor))
     return [
         {
             "rank": rank,
@@ -172,7 +200,7 @@ def _chunks(tensor: Tensor, paths: list[str]) -> list[Json]:
             "nbytes": held,
             "box": bounds,
         }
-        for rank, file, offset, held, bounds in zip(*(column.tolist() for column in columns), strict=True)
+        for rank, file, offset, held, bounds in zip(*columns, strict=True)
     ]
 
 

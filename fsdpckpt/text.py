@@ -15,6 +15,12 @@ from typing import TypeAlias
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 
 
+class JsonText(str):
+    """JSON, to be printed as it is."""
+
+    __slots__ = ()
+
+
 def size_text(nbytes: int) -> str:
     """``1536`` -> ``1.5 KiB``; below 1024 whole bytes."""
     if nbytes < 1024:

@@ -17,7 +17,7 @@ from typing import TextIO, TypeAlias
 from fsdpckpt.cli.table import visible, wrapped
 from fsdpckpt.process_role import process_role
 from fsdpckpt.progress import NoProgress, Progress
-from fsdpckpt.text import duration_text, size_text
+from fsdpckpt.text import JsonText, duration_text, size_text
 
 SCHEMA_VERSION = 1  # goes up when a key goes away or changes its meaning; new keys may come at any time
 PRINTED_AT_ONCE = 1 << 16  # characters of a document, at least
@@ -130,9 +130,9 @@ def _json_parts(document: Mapping[str, object]) -> Iterator[str]:
 
 
 def _json(value: object) -> str:
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    text = str(value) if isinstance(value, JsonText) else json.dumps(value, ensure_ascii=False, allow_nan=False)
     if sys.stdout is not None and not _writable(sys.stdout, text):
-        text = json.dumps(value, allow_nan=False)
+        text = json.dumps(json.loads(text), allow_nan=False)
     return text
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import fsdpckpt
 from fsdpckpt.cli import diff
 from fsdpckpt.ir.checkpoint import Section
 from fsdpckpt.verify.compare import Difference, Entry
@@ -195,6 +196,16 @@ def test_verify_reports_an_undamaged_file_as_whole(run: Run, saved: Path) -> Non
     assert (done.code, done.out) == (0, "")
     assert f"{saved} is whole: 24 tensors" in done.err
     assert run("verify", saved, "-q").err == ""
+
+
+@pytest.mark.parametrize("options", [(), ("--stats", "--keys", "*weight*")], ids=" ".join)
+def test_the_chunks_that_are_printed_are_those_that_python_has(run: Run, options: tuple[str, ...]) -> None:
+    sharded = str(Path(__file__).parents[1] / "golden" / "torch-2.4" / "f2_default" / "ckpt")
+    printed = json.loads(run("inspect", sharded, "--json", "--ranks", *options).out)
+    found = fsdpckpt.inspect(sharded, keys=options[2:], ranks=True, stats=bool(options)).to_json(ranks=True)
+    assert {name: value for name, value in printed.items() if name != "schema"} == found
+    assert [list(row) for row in printed["tensors"]] == [list(row) for row in found["tensors"]]  # type: ignore[union-attr,call-overload]
+    assert any(len(row["pieces"]) > 1 for row in printed["tensors"])
 
 
 def test_verify_digests_are_the_data_on_stdout(run: Run, saved: Path) -> None:
