@@ -99,7 +99,8 @@ def transform(opened: Checkpoint, options: ConvertOptions, spec: TargetSpec, sou
         if ORDER in resolved.unsettled:
             checkpoint = replace(checkpoint, evidence=(*checkpoint.evidence, UNORDERED))
     own_names = list(opened.model.params) if opened.model is not None else ()
-    checkpoint, called = normalise(checkpoint, leading=leading_wrapper(own_names) if resolved is not None else "")
+    leading = leading_wrapper(own_names) if resolved is not None else ""
+    checkpoint, called = normalise(checkpoint, leading=leading, like=own_names)
     _require_equal_copies(checkpoint)
     if options.clean_names and (to_flattened or not called.wrapped):
         names = "flat parameters" if to_flattened else f"the names in {checkpoint.source}"

@@ -20,7 +20,8 @@ from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.text import plural
 
 # FSDP1, checkpoint_wrapper and offload_wrapper, torch.compile, FSDP of torch 1.11 and of fairscale
-WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "_fpw_module"})
+_FSDP = "_fsdp_wrapped_module"
+WRAPPERS = frozenset({_FSDP, "_checkpoint_wrapped_module", "_orig_mod", "_fpw_module"})
 
 
 def clean(name: str) -> str:
@@ -129,9 +130,13 @@ def leading_wrapper(names: Iterable[str]) -> str:
     return _COMPILED if taken and all(name.startswith(_COMPILED) for name in taken) else ""
 
 
-def normalise(checkpoint: Checkpoint, *, leading: str = "") -> tuple[Checkpoint, SourceNames]:
+def normalise(
+    checkpoint: Checkpoint, *, leading: str = "", like: Iterable[str] = ()
+) -> tuple[Checkpoint, SourceNames]:
     """``checkpoint`` without the prefixes of wrappers on model and optimizer keys, and what these were.
 
+    FSDP1's wrappers are no part of a state dict's names, as ``FSDP.optim_state_dict`` drops them: an optimizer that is
+    keyed by ``named_parameters()`` loses them for good, unless the model's own names, ``like``, have them.
     ``param_names`` in groups are not keys and stay as they are; whoever matches them cleans them. ``leading``: see
     ``SourceNames``. Raises SourceUnsupportedError when two keys of one section would become one.
     """
@@ -154,7 +159,22 @@ def normalise(checkpoint: Checkpoint, *, leading: str = "") -> tuple[Checkpoint,
     if optim is not None:
         optim = _renamed(optim, in_optim)
     own_model, own_optim = ({new: old for old, new in names.items()} for names in (in_model, in_optim))
-    return replace(checkpoint, model=model, optim=optim), SourceNames(own_model, own_optim, metadata, leading)
+    notes = checkpoint.notes
+    lost = [] if any(map(_in_fsdp, like)) else [own for own in own_optim.values() if _in_fsdp(own)]
+    if lost:
+        own_optim = {name: _outside_fsdp(own) for name, own in own_optim.items()}
+        message = f"{plural(len(lost), 'key')} of the optimizer lost the prefixes of FSDP1's wrappers: {lost[0]}, ..."
+        notes = (*notes, Note("normalised", message, keys=tuple(lost)))
+    names = SourceNames(own_model, own_optim, metadata, leading)
+    return replace(checkpoint, model=model, optim=optim, notes=notes), names
+
+
+def _in_fsdp(name: str) -> bool:
+    return _FSDP in name.split(".")
+
+
+def _outside_fsdp(name: str) -> str:
+    return ".".join(segment for segment in name.split(".") if segment != _FSDP)
 
 
 def _names(optim: OptimState | None) -> list[str]:

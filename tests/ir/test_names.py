@@ -73,6 +73,16 @@ def test_names_out_of_flat_parameters_of_a_compiled_model_begin_as_those_do() ->
     assert list(restored.model.params) == ["_orig_mod.l.w"] == list(restored.optim.state)
 
 
+def test_fsdp_s_own_prefixes_stay_in_the_optimizer_only_where_the_model_has_them() -> None:
+    wrapped = ["_fsdp_wrapped_module.l._fsdp_wrapped_module._orig_mod.w", "_fsdp_wrapped_module.b"]
+    for model, restored in ((["l._orig_mod.w", "b"], ["l._orig_mod.w", "b"]), (wrapped, wrapped)):
+        found, names = normalise(_checkpoint(model, wrapped), like=model)
+        assert list(names.restored(found).optim.state) == restored
+        assert [note.keys for note in found.notes] == ([] if model == wrapped else [tuple(wrapped)])
+    found, names = normalise(_checkpoint(None, wrapped), like=wrapped)  # of which only the optimizer is taken
+    assert list(names.restored(found).optim.state) == wrapped
+
+
 def test_prefixes_that_both_sections_have_go_too() -> None:
     found, _ = normalise(_checkpoint(["_orig_mod.b"], ["_orig_mod.b"]))
     assert list(found.model.params) == ["b"] == list(found.optim.state)

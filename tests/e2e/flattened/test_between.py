@@ -104,6 +104,24 @@ def test_one_rank_becomes_eight_and_eight_one(oracle: Oracle, tmp_path: Path, na
         assert differences(load(one / file), load(directory / "flat" / file), section) == []
 
 
+@pytest.mark.parametrize(("world_size", "strategy"), [(1, None), (2, "no-shard"), (3, None)])
+def test_by_name_and_back_model_and_optimizer_have_the_names_of_the_source(
+    oracle: Oracle, tmp_path: Path, world_size: int, strategy: str | None
+) -> None:
+    """What is not sharded looks whole: nothing but FSDP1's prefixes shows then that it was flattened."""
+    directory = Variant("nested", True).directory(oracle, 3)
+    options = {"units": directory / "units.json", "strategy": strategy, "key_type": "name"}
+    flat = flattened(directory / "truth.pt", tmp_path / "flat", world_size, **options)
+    there = load(flat / f"optim_world_size_{world_size}_rank_0.pt")
+    assert all(name.startswith("_fsdp_wrapped_module.") for name in there["state"])
+    fsdpckpt.convert(flat, tmp_path / "back.pt", to="full")
+    back, truth = load(tmp_path / "back.pt"), load(directory / "truth.pt")
+    assert differences(dict(back["model"]), dict(truth["model"])) == []
+    assert differences(back["optimizer"]["state"], truth["optimizer"]["state"]) == []
+    fsdpckpt.convert(flat, tmp_path / "optim.pt", to="full", only="optim")
+    assert differences(load(tmp_path / "optim.pt")["state"], truth["optimizer"]["state"]) == []
+
+
 @pytest.mark.parametrize(
     ("source", "target"),
     [
