@@ -1,7 +1,7 @@
 """Every error fsdpckpt raises on purpose, each with its exit code.
 
 FsdpckptError                    70  (a bug when raised as itself)
-├── UsageError                    2  the command line or the arguments are wrong
+├── UsageError                    2  the command line or the arguments are wrong; also a ValueError
 │   ├── StateDictMismatchError       two state dicts, or those of two ranks, differ in structure
 │   └── TorchMissingError            what was asked for needs PyTorch; also an ImportError
 ├── SourceError                   3  the source cannot be used
@@ -11,7 +11,7 @@ FsdpckptError                    70  (a bug when raised as itself)
 │   ├── SourceCorruptError           bytes contradict each other (truncated, checksum, overlap)
 │   ├── SourceUnsafeError            a pickle names something outside the allow-list
 │   └── SourceUnsupportedError       recognised, and refused because converting it would lose data
-├── NeedsInformationError         4  several answers are possible; an option decides
+├── NeedsInformationError         4  several answers are possible, an option decides; also a ValueError
 ├── TargetError                   5  the target cannot be written
 │   ├── TargetExistsError            it is there already
 │   └── TargetUnwritableError        permission, space, file name
@@ -178,7 +178,7 @@ def leftover_of(error: BaseException) -> Leftover | None:
     return getattr(error, "leftover", None)
 
 
-class UsageError(FsdpckptError):
+class UsageError(FsdpckptError, ValueError):
     exit_code = 2
     title = ""
     usual_next_step = "fsdpckpt --help lists the commands, and fsdpckpt COMMAND --help the options"
@@ -264,7 +264,7 @@ class SourceUnsupportedError(SourceError):
     usual_next_step = "save the checkpoint in another form"
 
 
-class NeedsInformationError(FsdpckptError):
+class NeedsInformationError(FsdpckptError, ValueError):
     exit_code = 4
     title = "more information is needed"
     usual_next_step = "fsdpckpt COMMAND --help lists the options that provide it"

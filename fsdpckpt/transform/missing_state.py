@@ -211,7 +211,9 @@ def require_complete(checkpoint: Checkpoint, units: Units) -> None:
             wrong.append(f"unit {unit.prefix or 'root'!r}: {', '.join(bare[:4])}{' ...' if len(bare) > 4 else ''}")
     if wrong:
         raise NeedsInformationError(
-            f"{checkpoint.source}: in {plural(len(wrong), 'unit')} only some parameters have optimizer state",
+            # PyTorch's own words for it, which its users know
+            "All unflattened parameters comprising a single flat parameter must have scalar state with the same value "
+            f"and dtype: in {plural(len(wrong), 'unit')} of {checkpoint.source} only some parameters have states",
             details=wrong,
             why="with use_orig_params=False a unit's parameters share every state",
             next_step="add --missing-state zeros, which makes the absent states, or --use-orig-params, where they may "
