@@ -271,16 +271,22 @@ def differing_copies(checkpoint: Checkpoint) -> Iterator[Problem]:
     """
     records = _Records(checkpoint.checksums)
     seen: set[tuple[bytes, bytes]] = set()
+    copies: dict[tuple[int, int, tuple[int, ...]], Int64Array] = {}  # tensors that are cut alike share these columns
     for named in checkpoint.tensors():
         tensor = named.tensor
         matrix = named.section is Section.MODEL and checkpoint.layout is Layout.FULL and tensor.ndim > 1
         if len(tensor.chunks) < 2 or not (matrix or named.section is Section.OPTIM):
             continue
+        alike = id(tensor.chunks.size), id(tensor.chunks.stride), tensor.shape
+        rows = copies.get(alike)
+        if rows is None:
+            rows = copies[alike] = _whole_copies(tensor)
+        if len(rows) < 2:
+            continue
         place = tensor.chunks.file.tobytes(), tensor.chunks.offset.tobytes()
         if place in seen:  # the parameters of one unit share its ``step``
             continue
         seen.add(place)
-        rows = _whole_copies(tensor)
         sums = records.of(tensor, rows)
         known = np.flatnonzero(sums >= 0)
         other = known[sums[known] != sums[known[0]]] if len(known) else known

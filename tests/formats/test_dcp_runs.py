@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 from fsdpckpt.errors import FsdpckptError
 from fsdpckpt.formats.dcp import metadata as reader
 from fsdpckpt.formats.dcp import reduce, repeats
+from fsdpckpt.formats.dcp.entries import ENTRY, Entries
 from fsdpckpt.formats.dcp.metadata import DcpMetadata, parse_metadata
 from fsdpckpt.formats.dcp.write_metadata import DcpEntry, StoredItems, metadata_pickle
 from fsdpckpt.ir.dtypes import DTYPES
@@ -206,8 +207,8 @@ def test_a_byte_that_repeats_otherwise_is_seen(monkeypatch: pytest.MonkeyPatch) 
     assert min(accepted, refused) > 5, (accepted, refused)
 
 
-def written(ranks: int) -> bytes:
-    """What this program writes: empty chunks, and a value."""
+def written(ranks: int, copies: int = 1) -> bytes:
+    """What this program writes: empty chunks, and a value. ``copies``: of each tensor under another name."""
     none = np.zeros((1, 0), np.int64)
     value = StoredItems(none, none, np.array([0]), np.array([9]))
     entries = [DcpEntry("lr", ("lr",), None, (), value, np.array([0]))]
@@ -218,7 +219,9 @@ def written(ranks: int) -> bytes:
         size = np.array([(0, *shape[1:])[: len(shape)] for _ in starts], np.int64).reshape(len(starts), len(shape))
         rank = np.arange(len(starts))
         items = StoredItems(place, size, rank, np.full(len(rank), 1 << 33))
-        entries.append(DcpEntry(name, ("m", number), DTYPES["float32"], shape, items, 99 * rank))
+        for copy in range(copies):
+            key = f"copy{copy}.{name}" if copy else name
+            entries.append(DcpEntry(key, ("m", number, copy), DTYPES["float32"], shape, items, 99 * rank))
     return bytes(metadata_pickle(entries, [f"__{rank}_0.distcp" for rank in range(ranks + 1)]))
 
 
@@ -282,6 +285,79 @@ def test_a_frame_that_begins_within_an_opcode_is_not_taken_for_its_argument(
 ) -> None:
     fast, general = both(blocks(saved(7, SHAPES), nbytes), monkeypatch)
     assert fast == general
+
+
+@pytest.mark.parametrize("make", [lambda: layers(20, 5), lambda: written(6, copies=5)], ids=["torch", "own"])
+def test_a_tensor_described_as_another_one_is_known_again(
+    make: Callable[[], bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = make()
+    reduced = reduce.reduce_pickle(MemoryFile(data, "d/.metadata"))
+    assert reduced is not None
+    fast, general = both(data, monkeypatch)
+    assert fast == general and isinstance(fast, tuple)
+    kinds = [run.kind for run in reduced.runs]
+    again = sum(
+        reduced.pickle.count(b"J%bQ" % n.to_bytes(4, "little")) for n, kind in enumerate(kinds) if kind == ENTRY
+    )
+    assert again > len(fast[0]) // 2, "each was walked over"
+
+
+ENTRY_EDITS = {
+    "popped": (b"", b"0"), "built": (b"", b"}b"), "with a state": (b"", b"(K\x00K\x00K\x00tb"),
+    "memoised": (b"", b"\x94"), "in a tuple": (b"", b"\x85"), "twice": (b"", b"2"),
+    "a value between": (b"N", b""), "a mark before": (b"(", b""),
+    "a mark after": (b"", b"("), "set alone": (b"", b"s"), "set early": (b"", b"u("), "a stop": (b"", b"."),
+    "after a number": (b"K\x01", b"0"), "popped and built": (b"", b"X\x01\0\0\0a0}b"), "a key changed": (b"N0", b""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENTRY_EDITS)
+def test_a_known_tensor_that_is_used_otherwise_is_judged_by_the_general_reader(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, after = ENTRY_EDITS[name]
+    own = written(6, copies=4)
+    key = own.index(b"copy3.m.w") + len(b"copy3.m.w") + 2
+    torchs = layers(9, 4)[11:]
+    of_torch = torchs.index(b"\x8c\x033.w\x94") + 6
+    for data, begin in ((own, key), (torchs, of_torch)):
+        end = data.index(b"ubeub", begin) + 5
+        edited = data[:begin] + before + data[begin:end] + after + data[end:]
+        fast, general = both(edited if data is own else framed(edited), monkeypatch)
+        assert fast == general
+
+
+class _Names:
+    """A memo: 0 is the class of tensors, 1 and 2 are names of attributes."""
+
+    def name(self, number: int) -> tuple[bytes, bytes] | None:
+        return ENTRY if number == 0 else None
+
+    def text(self, number: int) -> bytes | None:
+        return {1: b"chunks", 2: b"size"}.get(number)
+
+
+@pytest.mark.parametrize(
+    ("head", "end", "whole"),
+    [
+        (b"h\0)\x81}(h\2K\5\x85h\1](", b"eubX", True),
+        (b"h\0)\x81\x94}\x94(h\2(K\5tj\1\0\0\0]\x94", b"aubu", True),
+        (b"h\3)\x81}(h\2K\5\x85h\1](", b"eubX", False),  # another class
+        (b"h\0)\x81}(h\2K\5\x85h\2](", b"eubX", False),  # of another attribute
+        (b"h\2K\5\x85h\1](", b"eubX", False),  # a part of it
+        (b"h\0)\x81}(h\2K\5\x85ub}(h\1](", b"eubX", False),  # two values
+        (b"h\0)\x81}(h\2(K\5h\1](", b"eubX", False),  # an open tuple
+        (b"h\0)\x81}(h\2K\0K\5\x85h\1]", b"eubX", False),  # no mark to append from
+        (b"h\0)\x81}(h\2K\5\x85h\1](", b"eubb", False),  # something is done to it
+    ],
+)
+def test_only_a_whole_tensor_is_known_again(head: bytes, end: bytes, whole: bool) -> None:
+    data = head + b"h\4ub" + end
+    known = Entries()
+    assert known.add(data, 0, len(head), len(head) + 4, 5, 2, _Names()) is whole
+    taken = known.take(b"--" + data, 2)
+    assert (taken is not None and (taken.rows.start, taken.memoised, taken.end) == (5, 2, len(data) + 1)) is whole
 
 
 def edits(data: bytes) -> Iterator[tuple[str, bytes]]:

@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from fsdpckpt.formats.dcp.entries import ENTRY
 from fsdpckpt.formats.dcp.fields import UnusualError
 from fsdpckpt.formats.dcp.reduce import Columns, Reduced, Run
 from fsdpckpt.ir.tensors import Int64Array
@@ -113,7 +114,7 @@ class ChunkTable:
         self.files: list[str] = []
         self._numbers: dict[str, int] = {}
         self._reduced = reduced
-        self._unused = set(reduced.runs) if reduced is not None else set()
+        self._unused = {run for run in reduced.runs if run.kind != ENTRY} if reduced is not None else set()
         self._boxes: dict[int, _Boxes] = {}
         self._places: list[_Place] = []
         self._in_rows: dict[str, int] = {}  # tensors that were added in columns
@@ -130,6 +131,12 @@ class ChunkTable:
         if run.kind != kind or run not in self._unused:
             raise UnusualError("a run in two places, or in a wrong one")
         self._unused.discard(run)
+
+    def run_of(self, entry: Run) -> Run:
+        """The chunks of the first tensor that is described as ``entry``, which may stand in many places."""
+        if entry.kind != ENTRY or self._reduced is None:
+            raise UnusualError("a run of chunks or items in the place of a tensor")
+        return self._reduced.runs[entry.begin]
 
     def of_run(self, run: Run) -> tuple[Int64Array, Int64Array]:
         """The starts and sizes of the chunks in ``run``."""
@@ -152,7 +159,7 @@ class ChunkTable:
 
     def add_runs(self, key: str, shape: Indexes, runs: Sequence[Run]) -> bool:
         """Add a tensor with the chunks in ``runs``. False, and nothing is added, unless they lie apart and inside."""
-        ranges = tuple((run.begin, run.end) for run in runs)
+        ranges = tuple([(run.begin, run.end) for run in runs])
         boxes = self._boxes.setdefault(len(shape), _Boxes(len(shape)))
         if (shape, ranges) not in self._fitting:
             start, size = map(np.concatenate, zip(*map(self.of_run, runs), strict=True))

@@ -94,16 +94,20 @@ def _parse(root: object, file: str, reduced: Reduced | None) -> DcpMetadata:
     if not isinstance(entries, dict):
         context.refuse("there is no table of entries", expected="state_dict_metadata")
     table = ChunkTable(reduced)
+    known: dict[Run, _Known] = {}
     _read_storage_data(fields.get("storage_data"), table, context)
     heads: dict[str, tuple[DType, Indexes]] = {}
     items: dict[str, Stored] = {}
     missing: list[tuple[float, str]] = []  # number of tensors before it, what
     for key, entry in entries.items():
+        if type(entry) is Run and type(key) is str:
+            heads[key] = _again(key, entry, known, table)
+            continue
         if type(key) is not str or not isinstance(entry, StubInstance):
             context.refuse("an entry is neither a tensor nor a value", found=key)
         kind = type(entry).__name__
         if kind == "TensorStorageMetadata":
-            heads[key] = _tensor(key, entry, table, context)
+            heads[key] = _tensor(key, entry, table, known, context)
         elif kind == "BytesStorageMetadata":
             item = table.single.get((key, None))
             if item is None:
@@ -204,8 +208,30 @@ def _is_shape(value: object) -> TypeGuard[Indexes]:
     return not value or (_INTEGERS.issuperset(map(type, value)) and min(value) >= 0)  # a bool is no extent
 
 
-def _tensor(key: str, entry: StubInstance, table: ChunkTable, context: _Context) -> tuple[DType, Indexes]:
-    """Add the chunks of a tensor to ``table``; returns its dtype and shape."""
+class _Known(NamedTuple):
+    """A tensor whose chunks are one run. ``boxes``: starts and sizes, where the chunks were added one by one."""
+
+    head: tuple[DType, Indexes]
+    boxes: list[tuple[Indexes, Indexes]] | None
+
+
+def _again(key: str, entry: Run, known: Mapping[Run, _Known], table: ChunkTable) -> tuple[DType, Indexes]:
+    """Add the chunks of a tensor that is described as another one; returns its dtype and shape."""
+    run = table.run_of(entry)
+    if run not in known:
+        raise UnusualError("a tensor described as one that is none")
+    head, boxes = known[run]
+    if boxes is not None:
+        table.add(key, len(head[1]), boxes)
+    else:
+        table.add_runs(key, head[1], [run])
+    return head
+
+
+def _tensor(
+    key: str, entry: StubInstance, table: ChunkTable, known: dict[Run, _Known], context: _Context
+) -> tuple[DType, Indexes]:
+    """Add the chunks of a tensor to ``table``, and what can be ``known`` by its run; returns its dtype and shape."""
     fields = entry.__dict__
     shape = fields.get("size")
     dtype = _dtype(key, fields.get("properties"), context)
@@ -217,8 +243,14 @@ def _tensor(key: str, entry: StubInstance, table: ChunkTable, context: _Context)
     runs = [record for record in entries if isinstance(record, Run)]
     for run in runs:
         table.use(run, CHUNK)
+    alike = len(runs) == len(entries) == 1
+    boxes = None
     if not runs or len(runs) < len(entries) or not table.add_runs(key, shape, runs):
-        table.add(key, len(shape), _boxes(key, shape, _pairs(entries, table), context))
+        each = _boxes(key, shape, _pairs(entries, table), context)
+        boxes = list(each) if alike else None
+        table.add(key, len(shape), each if boxes is None else boxes)
+    if alike:
+        known[runs[0]] = _Known((dtype, shape), boxes)
     return dtype, shape
 
 

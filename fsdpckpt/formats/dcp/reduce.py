@@ -20,6 +20,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from fsdpckpt.formats.dcp.entries import ENTRY, Entries
 from fsdpckpt.formats.dcp.fields import Block, Texts, UnusualError
 from fsdpckpt.formats.dcp.plans import END, PLANS, Plans
 from fsdpckpt.formats.dcp.repeats import Items, Lists, Piece, Records
@@ -32,7 +33,7 @@ _ROOM = 4096  # bytes at the end of a block in which no opcode or record begins 
 _PROTOCOLS = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 _FRAME = 0x95
 _WIDTH = bytearray(256)  # of opcodes that are copied as they are
-for _opcode in b")]}(teausbR\x81\x85\x86\x87\x88\x89N0":
+for _opcode in b")]}(teausbR\x81\x85\x86\x87\x88\x89N":
     _WIDTH[_opcode] = 1
 for _opcode, _width in ((ord("K"), 2), (ord("M"), 3), (ord("J"), 5), (ord("G"), 9)):
     _WIDTH[_opcode] = _width
@@ -44,9 +45,11 @@ _MEMOIZE, _STACK_GLOBAL, _SHORT_TEXT, _TEXT, _LONG, _STOP = 0x94, 0x93, 0x8C, or
 _GET = ord("h")
 _GETS = {_GET: 1, ord("j"): 4}
 _PUTS = {ord("q"): 1, ord("r"): 4}
+_MEMOISES = {_MEMOIZE: 1, ord("q"): 2, ord("r"): 5}
 _GLOBAL = ord("c")
+_MOST_PLAIN_GETS = 48  # each is learned at the cost of a new pattern
 _MOST_UNLIKE = 1 << 10  # records of a kind, which are then read one by one: trying to learn costs more
-_LIST = b"\x94]\x94("  # memoised text, then a list with several elements
+_LIST = b"]\x94("  # memoised, then several elements
 
 Columns: TypeAlias = dict[str, npt.NDArray[np.signedinteger]]
 
@@ -54,7 +57,8 @@ Columns: TypeAlias = dict[str, npt.NDArray[np.signedinteger]]
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
     """Stands in the loaded value for rows ``begin`` to ``end`` of the columns: in a list for chunks (``kind`` is
-    ``CHUNK``), in a dict as a key and its value for items."""
+    ``CHUNK``), in a dict as a key and its value for items. Of kind ``ENTRY`` it is a tensor with the same bytes as the
+    first one that has run number ``begin``."""
 
     kind: tuple[bytes, bytes]
     begin: int
@@ -167,6 +171,8 @@ class _Memo:
 
     def remove(self, count: int) -> None:
         """The next ``count`` values are in a run."""
+        if not count:
+            return
         self._first.append(self.count)
         self.count += count
         self._last.append(self.count)
@@ -195,6 +201,13 @@ class _Memo:
         return number - self._removed[place]
 
 
+def _run_of_numbered(kinds: Collection[bytes]) -> re.Pattern[bytes]:
+    """A run of opcodes that are copied as they are where memo numbers are written: runs take none of them, so that all
+    GETs stay but those of the classes of records, ``kinds``."""
+    other = b"".join(b"(?!%b)" % re.escape(kind) for kind in kinds)
+    return re.compile(rb"(?:" + _PLAIN + rb"|" + other + rb"(?:h.|j.{4}))++", re.DOTALL)
+
+
 def _run_of_plain(numbers: Collection[int]) -> re.Pattern[bytes]:
     """A run of opcodes that are copied as they are, with the short GETs of ``numbers``. A GET that may be part of a
     name is not among them: what a name consists of has to be known.
@@ -216,12 +229,14 @@ class _Walk:
         self.texts = Texts()
         self._counts = {CHUNK: 0, INDEX: 0}
         self._forms: dict[tuple[bytes, bytes], Form] = {}
-        self._lists, self._items = Lists(), Items()
+        self._entries, self._lists, self._items = Entries(), Lists(), Items()
+        self._entry = -1, 0  # where the bytes after a text begin that have no other text, and values memoised before
         self._block, self._limit = Block(b""), 0
         self._windows: dict[tuple[bytes, bytes], _Window] = {}  # of this block, by the kind of what was found
         self._sizes = {CHUNK: _WINDOW, INDEX: _WINDOW}
         self._memo = _Memo()
         self._gets: dict[bytes, bytes] = {}  # what a GET becomes
+        self._kinds: list[bytes] = []  # the GETs of the classes of records, where memo numbers are written
         self._plain_gets: set[int] = set()  # numbers of which a short GET is copied as it is
         self._run = _run_of_plain(())
         self._rest, self._ends = b"", [0]  # bytes that were not walked over yet, and where in them frames end
@@ -294,6 +309,8 @@ class _Walk:
                 if name is not None and taken is not None:
                     out += data[kept:at]
                     out += self._placeholder(name, taken)
+                    if name == CHUNK:
+                        self._learn_entry(data, at, taken)
                     at = kept = taken.end
                     while 0 <= frame <= at:
                         _require_boundary(data, _last_before(taken.pieces, frame), frame)
@@ -309,7 +326,7 @@ class _Walk:
                     out += data[kept:at]
                     out += new
                     kept = end
-                elif opcode == _GET and old not in self._plain_gets and name not in self._counts:
+                elif opcode == _GET and name not in self._counts and self._may_add(old):
                     self._plain_gets.add(old)
                     self._run = _run_of_plain(self._plain_gets)
                 at = end
@@ -317,34 +334,47 @@ class _Walk:
                 begin = at + (2 if opcode == _SHORT_TEXT else 5)
                 end = begin + int.from_bytes(data[at + 1 : begin], "little")
                 text = data[begin:end]
-                number = memo.next(data, end)
-                if number is not None:
-                    texts[number] = text
-                earlier, later = later, (at, end + (data[end] == _MEMOIZE), text)
-                at = end
-                if text == PLANS and data.startswith(_LIST, end):
-                    out += data[kept:end] + b"\x94N"
-                    at = kept = end + len(_LIST)
+                after = end + _MEMOISES.get(data[end], 0)
+                if after > end:
+                    texts[self._memoise(data, end)] = text
+                earlier, later = later, (at, after, text)
+                at = after
+                if text == PLANS and data[end] == _MEMOIZE and data.startswith(_LIST, at):
+                    out += data[kept:at] + b"N"
+                    at = kept = at + len(_LIST)
                     self._plans = Plans()
                     break
+                same = self._entries.take(data, at)
+                if same is not None and (frame < 0 or same.end <= frame):
+                    memo.remove(same.memoised)
+                    out += data[kept:at]
+                    out += _persistent(same.rows.start)
+                    at = kept = same.end
+                else:
+                    self._entry = at, memo.count
             elif opcode == _STACK_GLOBAL:
                 if data[at + 1] == _MEMOIZE and later[1] == at and earlier[1] == later[0]:
                     memo.names[memo.count] = (earlier[2], later[2])
+                self._entry = -1, 0
                 at += 1
             elif width_of[opcode]:
                 at += width_of[opcode]
             elif opcode == _LONG:
                 at += 2 + data[at + 1]
             elif opcode in _PUTS:
-                end = at + 1 + _PUTS[opcode]
-                memo.put(int.from_bytes(data[at + 1 : end], "little"))
-                at = end
+                self._memoise(data, at)
+                self._entry = -1, 0
+                at += _MEMOISES[opcode]
             elif opcode == _GLOBAL:
                 middle = data.index(b"\n", at)
                 end = data.index(b"\n", middle + 1) + 1
                 number = memo.next(data, end)
+                name = data[at + 1 : middle], data[middle + 1 : end - 1]
                 if number is not None:
-                    memo.names[number] = (data[at + 1 : middle], data[middle + 1 : end - 1])
+                    memo.names[number] = name
+                    if name in self._counts and data[end] in _PUTS:
+                        self._kinds.append(_get(number))
+                        self._run = _run_of_numbered(self._kinds)
                 at = end
             elif opcode == _STOP:
                 self._stopped = True
@@ -354,6 +384,31 @@ class _Walk:
                 raise UnusualError(f"opcode {opcode:#x}")
         out += data[kept:at]
         return at
+
+    def _memoise(self, data: bytes, at: int) -> int:
+        """The number that a value is given by the opcode at ``at``, which memoises it."""
+        memo = self._memo
+        if data[at] == _MEMOIZE:
+            memo.count += 1
+            return memo.count - 1
+        number = int.from_bytes(data[at + 1 : at + _MEMOISES[data[at]]], "little")
+        if not memo.numbers:
+            self._run = _run_of_numbered(self._kinds)
+        memo.put(number)
+        return number
+
+    def _may_add(self, number: int) -> bool:
+        """Whether a GET of ``number`` shall be learned as one that is copied as it is."""
+        few = not self._memo.numbers and len(self._plain_gets) < _MOST_PLAIN_GETS
+        return few and number not in self._plain_gets
+
+    def _learn_entry(self, data: bytes, at: int, chunks: Records) -> None:
+        """Know a tensor again that is described by the same bytes as this one, whose chunks begin at ``at``."""
+        begin, before = self._entry
+        self._entry = -1, 0
+        number, memoised = len(self.runs), self._memo.count - before
+        if begin >= 0 and self._entries.add(data, begin, at, chunks.end, number, memoised, self._memo):
+            self.runs.append(Run(ENTRY, number - 1, number))
 
     def _take(self, kind: tuple[bytes, bytes], at: int) -> Records | None:
         """The records of this kind from ``at`` on; None when none of the form that is known stands there."""
@@ -420,7 +475,7 @@ class _Walk:
         if data[end] != form.append[0] and not alone and not data.startswith(form.prefix, end):
             raise UnusualError("records that are not appended")
         self.runs.append(Run(kind, taken.rows.start, taken.rows.stop))
-        return (b"J" + (len(self.runs) - 1).to_bytes(4, "little") + b"Q") * form.objects
+        return _persistent(len(self.runs) - 1) * form.objects
 
     def _close(self, kind: tuple[bytes, bytes]) -> None:
         """Keep the fields of the records that were taken from the window."""
@@ -486,6 +541,10 @@ def _require_boundary(data: bytes, at: int, boundary: int) -> None:
             at += 1 + _GETS[opcode] if opcode in _GETS else _WIDTH[opcode] or 1
     if at != boundary:
         raise UnusualError("an opcode in two frames")
+
+
+def _persistent(number: int) -> bytes:
+    return b"J" + number.to_bytes(4, "little") + b"Q"
 
 
 def _get(number: int) -> bytes:

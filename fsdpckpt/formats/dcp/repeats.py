@@ -21,6 +21,7 @@ from fsdpckpt.ir.tensors import Int64Array
 __all__ = ["Items", "Lists", "Piece", "Records"]
 
 _MOST_ALIKE = 8  # lists that begin with the same bytes
+_MOST_KEY = 512  # bytes by which they are told apart
 _MOST_BYTES = 32 << 20  # of records that are known at a time
 _WORTH = 16  # items in a row that are compared sooner than parsed
 _AT_ONCE = 1024  # items compared at once: a batch of the pickler has a thousand
@@ -50,20 +51,22 @@ class _List(NamedTuple):
 
 
 class Lists:
-    """The lists of chunks that were parsed."""
+    """The lists of chunks, or tensors with theirs, that were parsed."""
 
     def __init__(self) -> None:
         self._known: dict[bytes, list[_List]] = {}
         self._left = _MOST_BYTES
 
-    def add(self, data: bytes, begins: Int64Array, end: int, rows: slice, memoised: int) -> None:
-        """Remember the chunks of ``rows``, which begin at ``begins`` of ``data``."""
+    def add(self, data: bytes, begins: Int64Array, end: int, rows: slice, memoised: int) -> bool:
+        """Remember the chunks of ``rows``, which begin at ``begins`` of ``data``. False when there are too many."""
         at = int(begins[0])
         alike = self._known.setdefault(_key(data, at), [])
-        if len(alike) < _MOST_ALIKE and self._left >= end - at:
+        room = len(alike) < _MOST_ALIKE and self._left >= end - at
+        if room:
             alike.append(_List(data[at:end], rows, memoised, begins - at))
             alike.sort(key=lambda known: -len(known.content))
             self._left -= end - at
+        return room
 
     def take(self, data: bytes, at: int) -> Records | None:
         """The longest known list that stands at ``at``, with more bytes after it."""
@@ -75,8 +78,8 @@ class Lists:
 
 
 def _key(data: bytes, at: int) -> bytes:
-    """The first of the chunks at ``at``, or the begin of it: a chunk ends with these opcodes."""
-    return data[at : data.find(b"ub", at) + 2]
+    """What stands at ``at`` up to the end of the first chunk, or the begin of it: a chunk ends with these opcodes."""
+    return data[at : data.find(b"ub", at, at + _MOST_KEY) + 2]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
