@@ -125,6 +125,7 @@ def main() -> int:
     parser.add_argument("modules", nargs="+", type=Path, help="files below fsdpckpt")
     parser.add_argument("--tests", nargs="+", required=True, help="what pytest is given")
     parser.add_argument("--sample", type=int, help="try so many changes of each module, chosen at random")
+    parser.add_argument("--lines", type=int, nargs="+", help="try only changes of these lines")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=int, help="seconds for one trial; default: three unchanged runs and 10")
     options = parser.parse_args()
@@ -140,6 +141,8 @@ def main() -> int:
             raise SystemExit(f"{module}: the tests fail without any change")
         limit = options.limit or int(3 * (time.monotonic() - began)) + 10
         found = sorted(mutations(tree), key=lambda one: one[:2])
+        if options.lines is not None:
+            found = [one for one in found if one[0] in options.lines]
         if options.sample is not None and options.sample < len(found):
             found = sorted(random.Random(options.seed).sample(found, options.sample), key=lambda one: one[:2])
         noticed = 0

@@ -42,7 +42,14 @@ from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.transform.blockwise import refuse_casts, refuse_in_blocks, require_whole_blocks
 from fsdpckpt.transform.missing_state import Choice, fill, note_elementless, require_complete
-from fsdpckpt.transform.parameter_order import ParameterOrder, from_list, from_model, from_param_names, from_units
+from fsdpckpt.transform.parameter_order import (
+    ParameterOrder,
+    from_list,
+    from_model,
+    from_param_names,
+    from_units,
+    has_scalars,
+)
 from fsdpckpt.transform.placements import TargetMesh, place, place_rest
 from fsdpckpt.transform.rekey import is_keyed_by_id, to_ids, to_names
 from fsdpckpt.transform.selection import (
@@ -416,9 +423,12 @@ def parameter_orders(
     if parameters is not None:
         orders.append(from_list(parameters, like=like))
     keyed = _keyed_names(checkpoint).union(*(order.names for order in orders if order is not None))
+    scalars = checkpoint.optim is not None and has_scalars(checkpoint.optim)
     if reference is not None:
-        orders.append(from_model(reference, f"the reference {reference.source}", buffers, like, keyed))
-    orders.append(from_model(checkpoint, "the checkpoint's own model section", buffers, keyed=keyed))
+        about = f"the reference {reference.source}"
+        orders.append(from_model(reference, about, buffers, like, keyed, scalars=scalars))
+    about = "the checkpoint's own model section"
+    orders.append(from_model(checkpoint, about, buffers, keyed=keyed, scalars=scalars))
     known = [order for order in orders if order is not None]
     return sorted(known, key=lambda order: not order.ordered)
 

@@ -18,7 +18,7 @@ from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.units import UnitParam, Units
 from fsdpckpt.ir.values import Value
 from fsdpckpt.text import plural
-from fsdpckpt.transform.parameter_order import Shape
+from fsdpckpt.transform.parameter_order import Shape, shaped_states
 
 Choice: TypeAlias = Literal["error", "zeros", "skip"]
 Made: TypeAlias = dict[ParamKey, dict[str, Tensor | Value]]
@@ -63,11 +63,8 @@ def fill(checkpoint: Checkpoint, choice: Choice, *, units: Units | None = None, 
         note = Note("missing-state", f"{_parameters(len(missing))} no optimizer state", keys=tuple(map(str, missing)))
         return replace(checkpoint, notes=(*checkpoint.notes, note))
     unit_of: dict[ParamKey, str] = {name: unit.key for name, unit in units.unit_of().items()} if units else {}
-    shaped = frozenset(
-        name for states in optim.state.values() for name, leaf in states.items() if _has_dimensions(leaf)
-    )
     params = units.params() if units is not None else {}
-    return _filled(checkpoint, optim, missing, _StateMaker(checkpoint, read, unit_of, params, shaped))
+    return _filled(checkpoint, optim, missing, _StateMaker(checkpoint, read, unit_of, params, shaped_states(optim)))
 
 
 def _parameters(count: int) -> str:

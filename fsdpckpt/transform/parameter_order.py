@@ -110,13 +110,15 @@ def from_model(
     buffers: Sequence[str] = (),
     like: Collection[str] | None = None,
     keyed: Collection[str] = (),
+    *,
+    scalars: bool = False,
 ) -> ParameterOrder | None:
     """The order of a checkpoint's model section: a ``state_dict`` has parameters in order, with buffers among them.
 
     ``buffers``: globs of keys that are no parameters. ``like``: as for ``from_param_names``. ``keyed``: the names for
-    which an optimizer has states or groups; they are parameters even when 0-dim. A key with the same bytes in the file
-    as an earlier one is the same parameter under another name; one with the same shape and checksums may be. None
-    without a model section that has whole tensors.
+    which an optimizer has states or groups; they are parameters even when 0-dim. ``scalars``: any 0-dim tensor may be
+    one. A key with the same bytes in the file as an earlier one is the same parameter under another name; one with the
+    same shape and checksums may be. None without a model section that has whole tensors.
     """
     if checkpoint.model is None:
         return None
@@ -126,7 +128,9 @@ def from_model(
     tensors = {
         name: leaf
         for name, leaf in zip(renamed, checkpoint.model.params.values(), strict=True)
-        if isinstance(leaf, Tensor) and _may_be_parameter(name, leaf, buffers, keyed)
+        if isinstance(leaf, Tensor)
+        and (leaf.ndim or scalars or name in keyed)
+        and _may_be_parameter(name, leaf, buffers)
     }
     if not tensors:
         return None
@@ -147,9 +151,9 @@ def from_model(
     )
 
 
-def _may_be_parameter(name: str, tensor: Tensor, buffers: Sequence[str], keyed: Collection[str]) -> bool:
-    """Whether FSDP could have this parameter: floating or complex, and not 0-dim."""
-    if (not tensor.ndim and name not in keyed) or tensor.placement == SLICES or is_flat_key(name):
+def _may_be_parameter(name: str, tensor: Tensor, buffers: Sequence[str]) -> bool:
+    """Whether FSDP could have this parameter: floating or complex."""
+    if tensor.placement == SLICES or is_flat_key(name):
         return False
     if any(fnmatchcase(name, glob) for glob in buffers if buffers != ("none",)):
         return False
@@ -245,10 +249,23 @@ StateShapes: TypeAlias = frozenset[Shape]
 _FACTORS = frozenset({"row", "col"})  # words in the names of factored states
 
 
-def shapes_of_states(states: Mapping[str, Tensor | Value]) -> StateShapes:
-    """The shapes of the states from which a parameter's shape can be seen; empty when there are none."""
+def shaped_states(optim: OptimState) -> frozenset[str]:
+    """The names of states that have dimensions, as moments do, for any parameter."""
+    return frozenset(
+        name
+        for states in optim.state.values()
+        for name, leaf in states.items()
+        if isinstance(leaf, Tensor) and leaf.ndim and name != "step"
+    )
+
+
+def shapes_of_states(states: Mapping[str, Tensor | Value], shaped: Collection[str] = ()) -> StateShapes:
+    """The shapes of the states from which a parameter's shape can be seen; empty when there are none.
+
+    ``shaped``: of ``shaped_states``. A parameter whose moments have no dimensions has none either.
+    """
     parts = parts_in(states)
-    return frozenset(blocks.shape for blocks, _ in parts.values()) | frozenset(
+    found = frozenset(blocks.shape for blocks, _ in parts.values()) | frozenset(
         state.shape
         for name, state in states.items()
         if isinstance(state, Tensor)
@@ -257,6 +274,17 @@ def shapes_of_states(states: Mapping[str, Tensor | Value]) -> StateShapes:
         and state.placement != SLICES
         and _FACTORS.isdisjoint(name.split("_"))
     )
+    if not found and any(
+        isinstance(state, Tensor) and not state.ndim and name in shaped for name, state in states.items()
+    ):
+        return frozenset({()})
+    return found
+
+
+def has_scalars(optim: OptimState) -> bool:
+    """Whether the states show a parameter without dimensions (CLIP's ``logit_scale``)."""
+    shaped = shaped_states(optim)
+    return any(() in shapes_of_states(states, shaped) for states in optim.state.values())
 
 
 def fits(shape: Shape | None, state_shapes: StateShapes) -> bool:

@@ -24,6 +24,7 @@ from fsdpckpt.transform.parameter_order import (
     StateShapes,
     contradictions,
     fits,
+    shaped_states,
     shapes_of_states,
 )
 
@@ -126,14 +127,14 @@ def _require_known(checkpoint: Checkpoint, listed: Sequence[Sequence[str]], orde
     optim = checkpoint.optim
     if optim is None:
         return
-    known, every = set(order.names), list(chain(*listed))
+    known, every, shaped = set(order.names), list(chain(*listed)), shaped_states(optim)
     wrong = [f"{name} is not in {order.source}" for name in every if clean(name) not in known]
     wrong += [f"{name} is listed {every.count(name)} times" for name in map(str, repeated(every))]
     listed_names = set(every)
     unlisted = [key for key in optim.state if isinstance(key, str) and key not in listed_names and clean(key) in known]
     wrong += [f"{key} has states, and no group lists it" for key in unlisted]
     for name in every:
-        state_shapes = shapes_of_states(optim.state.get(name, {}))
+        state_shapes = shapes_of_states(optim.state.get(name, {}), shaped)
         shape = order.shape(clean(name))
         if not fits(shape, state_shapes):
             text = ", ".join(str(list(one)) for one in sorted(state_shapes))
@@ -219,7 +220,10 @@ class Ids:
     @classmethod
     def of(cls, optim: OptimState, source: str) -> Ids:
         """Raises SourceCorruptError for a state that no group lists, or an id that two do."""
-        state_shapes = {key: shapes_of_states(states) for key, states in optim.state.items() if isinstance(key, int)}
+        shaped = shaped_states(optim)
+        state_shapes = {
+            key: shapes_of_states(states, shaped) for key, states in optim.state.items() if isinstance(key, int)
+        }
         if optim.param_groups is None:
             every = tuple(sorted(state_shapes))
             return cls(None, every, state_shapes)

@@ -211,6 +211,41 @@ def test_buffers_of_a_parameters_shape_are_settled_by_the_option_only(tmp_path: 
     assert list(named.optim.state) == [name for name, _ in model.named_parameters()]
 
 
+class Scaled(nn.Module):
+    """A parameter without dimensions, as CLIP's ``logit_scale``, before a buffer of floats."""
+
+    def __init__(self, *buffers: str) -> None:
+        super().__init__()
+        self.logit_scale = nn.Parameter(torch.tensor(1.5))
+        for name in buffers:
+            self.register_buffer(name, torch.rand(4, 4) if name == "freqs" else torch.tensor(2.5))
+        self.head = nn.Linear(5, 3)
+
+
+def _scaled(path: Path, *buffers: str) -> Checkpoint:
+    model = Scaled(*buffers)
+    optimizer = torch.optim.Adam(model.parameters())
+    (model.head(torch.rand(2, 5)).sum() * model.logit_scale).backward()
+    optimizer.step()
+    return _open(path, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+
+
+def test_moments_without_dimensions_are_those_of_a_parameter_without_dimensions(tmp_path: Path) -> None:
+    names = ["logit_scale", "head.weight", "head.bias"]
+    source = _scaled(tmp_path / "a.pt", "freqs")
+    named = _rekeyed(source, "name")
+    assert list(named.optim.state) == names  # and not ``freqs``, of which there are as many as ids, too
+    assert list(_rekeyed(named, "id").optim.state) == [0, 1, 2]
+    with pytest.raises(SourceCorruptError) as error:
+        _rekeyed(source, "name", parameters=["freqs", *names[1:]])
+    assert error.value.details == ("id 0 has states of shape [], which no parameter of --parameters has",)
+    two = _scaled(tmp_path / "b.pt", "gain")
+    with pytest.raises(NeedsInformationError) as ambiguous:
+        _rekeyed(two, "name")
+    assert ambiguous.value.details == ("id 0 may be logit_scale or gain",)
+    assert list(_rekeyed(two, "name", buffers=("gain",)).optim.state) == names
+
+
 def test_sorted_keys_of_safetensors_are_no_order(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 

@@ -14,7 +14,7 @@ from fsdpckpt.flat.unflatten import unflatten
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState
 from fsdpckpt.ir.coverage import flaws
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.tensors import ONE_SLICE, Chunks, Tensor
 from fsdpckpt.ir.units import Strategy, UnitParam, Units
 from tests.flat.flat_checkpoints import FLOAT, Played, unit, units_of
 from tests.materialise import gather
@@ -37,6 +37,7 @@ def raw(
     order = list(units.optimizer_keys())
     states: dict[str, dict[str, object]] = {name: dict(played.moment(whole)) for name, whole in truth.items()}
     states["step"] = {key: played.replicas(np.float32(3).reshape(())) for key in order}
+    states["kind"] = dict.fromkeys(order, "dense")
     weights = None
     if model:
         truth["weight"] = {key: played.values(param) for key, param in params.items()}
@@ -82,6 +83,7 @@ def test_the_states_of_every_parameter_are_found_in_the_slices(world_size: int, 
     entries = len(checkpoint.optim.state)  # type: ignore[union-attr]
     assert [note.message for note in found.notes] == [f"optimizer: states of 11 parameters, from {entries} keys"]
     steps = [states["step"] for states in found.optim.state.values()]
+    assert {states["kind"] for states in found.optim.state.values()} == {"dense"}
     assert len(set(map(id, steps))) == 11, "one tensor of many parameters counts as tied"
 
 
@@ -89,16 +91,21 @@ def test_the_states_of_every_parameter_are_found_in_the_slices(world_size: int, 
 def test_the_model_is_found_in_its_flat_parameters_and_buffers_stay_whole(use_orig_params: bool) -> None:
     units = toy(use_orig_params=use_orig_params, shared=(("tied.weight", "e.weight"),))
     played, checkpoint, truth = raw(units, 3, model=True)
-    shapes = {"count": (), "grid": (2, 3)}
+    shapes = {"count": (), "grid": (2, 3), "one": (4,)}
     assert checkpoint.model is not None
     for name, shape in shapes.items():
         checkpoint.model.params[name] = played.replicas(np.ones(shape, np.float32))
+    checkpoint.model.params["one"] = Tensor(
+        FLOAT, (4,), Chunks.whole(file=0, offset=0, shape=(4,)), placement=ONE_SLICE
+    )
     found = named(checkpoint, units)
     require_states(found, played, truth)
     assert found.model is not None
     for name, shape in shapes.items():
         tensor = found.model.params[name]
         assert isinstance(tensor, Tensor) and (tensor.sharded, tensor.shape) == (False, shape)
+        assert tensor.placement != ONE_SLICE
+    assert list(found.model.params) == [*units.parameters, "buf", *shapes, "tied.weight"]
     assert "model: 11 parameters were found in 3 flat parameters" in [note.message for note in found.notes]
     for name, expected in truth["weight"].items():
         tensor = found.model.params[name]

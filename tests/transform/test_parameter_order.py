@@ -42,6 +42,7 @@ MODEL = {
 def test_parameters_are_floating_have_dimensions_and_are_no_slices() -> None:
     assert names(MODEL) == ("w", "b")
     assert names(MODEL, keyed={"count"}) == ("w", "count", "b")  # the optimizer has states for it
+    assert names(MODEL, scalars=True) == ("w", "count", "b")
     assert names({"ids": tensor(3, dtype=I64, sharded=True)}) == ("ids",)
     assert names({"c": tensor(3, dtype=DTYPES["complex64"])}) == ("c",)
 

@@ -139,6 +139,15 @@ def test_ids_without_groups_need_an_order_made_for_it() -> None:
         to_names(_checkpoint(None, {6: (17, 9)}), _order(explicit=True))
 
 
+def test_groups_of_another_source_contradict_those_that_are_used() -> None:
+    used, other = _order(groups=(("e", "a"), ("b",))), _order(groups=(("a", "e"), ("b",)))
+    source = _checkpoint([[0, 1], [2]], {0: (17, 9), 1: (28, 9), 2: (28,)})
+    with pytest.raises(SourceCorruptError) as error:
+        to_names(source, used, [other])
+    assert error.value.details[0].startswith("group 0: the order and the order list different parameters")
+    to_names(source, used, [_order(groups=None)])
+
+
 def test_a_state_that_no_group_lists_and_an_id_listed_twice_are_errors() -> None:
     with pytest.raises(SourceCorruptError) as error:
         to_names(_checkpoint([[0, 1, 1]], {0: (17, 9), 7: (9,)}), _order())

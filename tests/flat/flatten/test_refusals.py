@@ -10,7 +10,7 @@ import torch
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUnsupportedError, UsageError
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.units import Strategy
-from tests.flat.flat_source import ORDER, Model, loaded, units, written
+from tests.flat.flat_source import ORDER, Model, loaded, param, units, written
 
 
 def refused(tmp_path, error, model, of, *named, ckpt=None, key_type="id", world_size=3):
@@ -109,6 +109,19 @@ def test_groups_that_are_not_those_of_the_units_are_refused(tmp_path):
     two = (("top", "a.weight", "a.bias"), ("b.weight", "b.bias"))
     refused(tmp_path, SourceCorruptError, model, units(orig=True, groups=two), "group 0: a.bias", "group 1: a.bias")
     refused(tmp_path, SourceCorruptError, model, units(orig=True, groups=(ORDER,)), "2 param groups", "have 1")
+
+
+def test_an_unmanaged_parameter_that_the_checkpoint_lacks_keeps_its_id_and_has_no_entry(tmp_path):
+    model, order = Model(seed=18), ("a.weight", "gone", "top", "a.bias", "b.weight", "b.bias")
+    of = replace(units(orig=True, groups=(order,)), parameters=order, unmanaged=(param("gone", (3,)),))
+    target = written(tmp_path, model, of, 1, ckpt=replace(model.checkpoint(), model=None))
+    optim = loaded(tmp_path, "optim", 0, 1)
+    assert optim["param_groups"][0]["params"] == [0, 2, 3, 4, 5] and sorted(optim["state"]) == [0, 2, 3, 4, 5]
+    assert torch.equal(optim["state"][2]["exp_avg"], model.states["top"]["exp_avg"])
+    assert [(note.kind, note.keys) for note in target.notes] == [("missing-state", ("gone",))]
+    model.groups = [{"params": list(ORDER[1:])}]
+    ckpt = replace(model.checkpoint(), model=None)
+    refused(tmp_path, SourceCorruptError, model, of, "group 0: top is in it according to the units", ckpt=ckpt)
 
 
 def test_a_state_that_no_group_lists_is_refused(tmp_path):
