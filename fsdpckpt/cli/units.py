@@ -93,6 +93,8 @@ def _target(path: str | None, *, overwrite: bool) -> str | None:
         return None
     if os.path.isdir(path):
         path = os.path.join(path, UNITS_FILE)
+    if os.path.lexists(path):
+        _require_units_file(path)
     if os.path.lexists(path) and not overwrite:
         raise TargetExistsError(
             f"{path} exists",
@@ -100,8 +102,6 @@ def _target(path: str | None, *, overwrite: bool) -> str | None:
             why="fsdpckpt won't replace existing files without --overwrite",
             next_step=f"add --overwrite, or give a file other than {shlex.quote(path)}",
         )
-    if os.path.lexists(path):
-        _require_units_file(path)
     return path
 
 
@@ -114,9 +114,9 @@ def _require_units_file(path: str) -> None:
         head = b"?"
     if head and _MARK not in head:
         raise TargetExistsError(
-            f"{path} is not a units file: --overwrite does not replace it",
+            f"{path} exists, and is not a units file",
             file=path,
-            why="what is in it would be lost",
+            why="fsdpckpt won't replace it, with --overwrite either: what is in it would be lost",
             next_step="give another file, or move this one away",
         )
 

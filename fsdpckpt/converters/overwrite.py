@@ -12,6 +12,7 @@ import posixpath
 import re
 import shlex
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from fsdpckpt.errors import FsdpckptError, NeedsInformationError, TargetExistsError, to_copy
 from fsdpckpt.ir.checkpoint import Checkpoint
@@ -59,6 +60,24 @@ def still_replaceable(target: str, before: Contents) -> Contents:
     with target_errors(target):
         now = contents_of(os.path.realpath(target))
     return now if not added_since(before, now) else find_replaceable(target)
+
+
+@contextmanager
+def offering_what_works(target: str) -> Iterator[None]:
+    """An error in the block that offers ``--overwrite`` for what is at ``target`` says why that would be refused, too.
+
+    Where it would not be, the error stays as it is.
+    """
+    try:
+        yield
+    except TargetExistsError as error:
+        if "add --overwrite" in (error.next_step or ""):
+            try:
+                find_replaceable(target)
+            except FsdpckptError as refused:
+                error.details, error.next_step = refused.details, refused.next_step
+                error.why = f"fsdpckpt won't replace it, with --overwrite either: {refused.what}"
+        raise
 
 
 def foreign_files_error(target: str, names: Iterable[str]) -> TargetExistsError:
@@ -125,8 +144,8 @@ _ONLY_ONE = "--overwrite replaces one checkpoint, and everything at DST would be
 
 def _refused(what: str, target: str, details: Iterable[str], *, why: str) -> TargetExistsError:
     new = "give a DST that does not exist yet"
-    old = target.rstrip("/") + ".old"
-    move = to_copy(f"{new}, or move what is there out of the way", f"mv {shlex.quote(target)} {shlex.quote(old)}")
+    old = target.rstrip("/")
+    move = to_copy(f"{new}, or move what is there out of the way", f"mv {shlex.quote(old)} {shlex.quote(old + '.old')}")
     return TargetExistsError(
         what,
         details=tuple(details),

@@ -32,7 +32,7 @@ from fsdpckpt.converters.linking import (
     require_linked,
     without_links,
 )
-from fsdpckpt.converters.overwrite import find_replaceable, still_replaceable
+from fsdpckpt.converters.overwrite import find_replaceable, offering_what_works, still_replaceable
 from fsdpckpt.converters.prepare import Prepared, planned_report, prepare
 from fsdpckpt.converters.publish import Upload
 from fsdpckpt.converters.report import Report, encode_manifest, put_manifest, replaced_files
@@ -177,14 +177,15 @@ class _Conversion:
         begun = time.monotonic()
         self._peers = cast("list[ProcessIdentity]", self.group.all_gather_objects(process_identity(), name="processes"))
         try:
-            budget = self._check_request(workers_here)
-            self._read_and_plan()
-            if not self.options.dry_run:
-                with set_aside():
-                    self._write(budget)
-            elif self._prepared is not None and self._alone:
-                self._foresee(self._prepared, budget)
-            return self._report(budget, begun)
+            with offering_what_works(self.target):
+                budget = self._check_request(workers_here)
+                self._read_and_plan()
+                if not self.options.dry_run:
+                    with set_aside():
+                        self._write(budget)
+                elif self._prepared is not None and self._alone:
+                    self._foresee(self._prepared, budget)
+                return self._report(budget, begun)
         except BaseException as error:
             self._undo(error)
             raise

@@ -36,7 +36,7 @@ from typing import Self, TypeAlias, TypeVar, cast
 from fsdpckpt.comm.liveness import Background, ProcessIdentity, kill_stopped, process_identity
 from fsdpckpt.comm.protocol import Group, Solo
 from fsdpckpt.converters.linking import without_links
-from fsdpckpt.converters.overwrite import find_replaceable, foreign_files_error
+from fsdpckpt.converters.overwrite import find_replaceable, foreign_files_error, offering_what_works
 from fsdpckpt.converters.report import PlannedFile, Report, replaced_files
 from fsdpckpt.converters.resume import attach_staged, is_resumable
 from fsdpckpt.converters.staging import node_label
@@ -156,7 +156,8 @@ class Upload:
                 f"every node sees {self._target}: --output-visibility node is for nodes that write to their own disks",
                 next_step="drop --output-visibility: nodes that share no --staging directory use their own",
             )
-        remote = open_target(self._target, self._source, overwrite=options.overwrite)
+        with offering_what_works(self._target):
+            remote = open_target(self._target, self._source, overwrite=options.overwrite)
         directory = UploadDirectory.of(remote.url, options.staging)
         if remote.interrupted:
             self._require_own(remote, directory)

@@ -14,12 +14,15 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from fsdpckpt.errors import SourceCorruptError, SourceError
+from fsdpckpt.errors import SourceCorruptError, SourceError, SourceUnrecognisedError
+from fsdpckpt.formats.safetensors import read_header
+from fsdpckpt.formats.torch.archive import open_archive
 from fsdpckpt.ir.checkpoint import Checkpoint, Manifest, Problem, ProblemKind
 from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.progress import NoProgress, Progress
 from fsdpckpt.readers.beside import check_listing, listed, read_manifest
 from fsdpckpt.readers.protocol import MANIFEST
+from fsdpckpt.storage.protocols import Entry
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import bytes_text
 from fsdpckpt.verify.parallel import DEFAULT_THREADS, for_each
@@ -238,15 +241,37 @@ def _problem(
     return Problem(kind, f"{named_text(hit)}: {message}", file=path, key=hit[0].key, section=hit[0].section)
 
 
-def damaged_files(directory: str, sources: Sources) -> list[str]:
-    """What ``fsdpckpt.json`` shows to be wrong with the files of a directory that does not read as a checkpoint."""
-    entry = sources.stat(directory)
-    if entry is None or not entry.directory:
+def damaged_files(directory: str, sources: Sources) -> list[Problem]:
+    """What is wrong with the files in ``directory``, which do not read as a checkpoint.
+
+    ``fsdpckpt.json`` says it where there is one, else each file's own headers and checksums.
+    """
+    entries = [entry for entry in sources.list_directory(directory) if not entry.directory]
+    manifest, problems = read_manifest(directory, [entry.name for entry in entries], sources)
+    if manifest is not None:
+        problems = (*problems, *check_listing(manifest, listed(manifest, sources)))
+        records = _listed(manifest, sources)
+    else:
+        found: list[tuple[str, int, int, int]] = []
+        for entry in entries:
+            try:
+                found += _own_records(entry, sources)
+            except SourceUnrecognisedError:  # a zip file of something else
+                continue
+            except SourceError as error:
+                problems = (*problems, Problem("unreadable", error.what, file=entry.path))
+        records = Records.of(found)
+    return [*problems, *check_records(records, sources=sources)]
+
+
+def _own_records(entry: Entry, sources: Sources) -> list[tuple[str, int, int, int]]:
+    """The checksums that a torch or safetensors file has of its own. Raises what reading its header raises."""
+    source = sources.open(entry.path)
+    head = source.read(0, min(16, entry.nbytes))
+    if entry.name.endswith(".safetensors"):
+        read_header(source)
+    if not head.startswith(b"PK") or entry.name.endswith(".distcp"):  # many archives, which .metadata finds
         return []
-    names = [entry.name for entry in sources.list_directory(directory)]
-    manifest, problems = read_manifest(directory, names, sources)
-    if manifest is None:
-        return [problem.message for problem in problems]
-    found = check_listing(manifest, listed(manifest, sources))
-    found += check_records(_listed(manifest, sources), sources=sources)
-    return [problem.message for problem in found]
+    sums = open_archive(source).checksums(0)
+    columns = (sums.offset.tolist(), sums.nbytes.tolist(), sums.crc.tolist())
+    return [(entry.path, *row) for row in zip(*columns, strict=True)]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import posixpath
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import numpy as np
 
-from fsdpckpt.errors import FsdpckptError, SourceError, SourceIncompleteError
+from fsdpckpt.errors import FsdpckptError, SourceCorruptError, SourceError, SourceIncompleteError
 from fsdpckpt.ir import invariants
 from fsdpckpt.ir.checkpoint import (
     STRAY,
@@ -91,7 +93,10 @@ class Verification:
 def unreadable(error: FsdpckptError) -> tuple[Problem, ...]:
     """The problems of a source of which ``error`` says why it cannot be read as a checkpoint."""
     kind: ProblemKind = "incomplete" if isinstance(error, SourceIncompleteError) else "unreadable"
-    return tuple(Problem(kind, text, file=error.file, key=error.key) for text in error.details or (error.what,))
+    if not error.details:
+        return (Problem(kind, error.what, file=error.file, key=error.key),)
+    name = posixpath.basename(error.file or "")  # of the first; what a detail says of another file has its own name
+    return tuple(Problem(kind, text, file=error.file if name in text else None) for text in error.details)
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,8 +357,8 @@ def verify(
     with Sources() as sources:
         try:
             checkpoint = open_checkpoint(source, sources=sources, units=units, ignore_file=ignore_file)
-        except SourceError as error:  # one problem of possibly several: add what else is known
-            error.details = tuple(dict.fromkeys((*error.details, *damaged_files(source, sources))))
+        except (SourceIncompleteError, SourceCorruptError) as error:
+            _add_damage(error, source, sources)
             raise
         require_matches(ignore_file, checkpoint)
         if name is not None:
@@ -364,6 +369,24 @@ def verify(
         return verify_checkpoint(
             checkpoint, sources=sources, digests=digests, finite=finite, threads=count, progress=progress
         )
+
+
+def _add_damage(error: SourceError, source: str, sources: Sources) -> None:
+    """Add to ``error``, the first that reading ``source`` met, what else is wrong with the files beside that one."""
+    place = error.file or source
+    entry = sources.stat(place)
+    if entry is None or not entry.directory:
+        place = os.path.dirname(place) or "."
+    found = damaged_files(place, sources)
+    names = {str(one.file): posixpath.basename(str(one.file)) for one in found}
+    own = error.details or (error.what,)
+    others = [name for name in names.values() if not any(name in text for text in (error.what, *own))]
+    rest = [text for text in own if not any(name in text for name in names.values())]
+    details = tuple(dict.fromkeys((*rest, *(one.message for one in found))))
+    error.details = details if details != (error.what,) else ()
+    if others:
+        count = plural(len(others), "other file")
+        error.what += f"; {count} {'is' if len(others) == 1 else 'are'} damaged"
 
 
 def check_steps(reader: BlockReader, optim: OptimState, unreadable: frozenset[str]) -> list[Problem]:

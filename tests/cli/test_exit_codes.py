@@ -111,12 +111,16 @@ def test_ids_against_names_without_groups_are_4(run: Run, saved: Path, tmp_path:
     assert "--key-type id" in done.err
 
 
-def test_an_existing_target_is_5_and_untouched(run: Run, saved: Path, tmp_path: Path) -> None:
-    (tmp_path / "existing.pt").write_bytes(b"existing")
-    done = run("convert", saved, tmp_path / "existing.pt", "--to", "full")
-    assert done.code == 5
-    assert "--overwrite" in done.err
-    assert (tmp_path / "existing.pt").read_bytes() == b"existing"
+def test_an_existing_target_is_5_and_untouched_and_overwrite_is_offered_where_it_works(
+    run: Run, saved: Path, tmp_path: Path
+) -> None:
+    existing = tmp_path / "existing.pt"
+    for content, offered in ((b"existing", False), (saved.read_bytes(), True)):
+        existing.write_bytes(content)
+        done = run("convert", saved, existing, "--to", "full")
+        assert done.code == 5
+        assert ("add --overwrite" in done.err) is offered
+        assert existing.read_bytes() == content
 
 
 def test_a_bug_is_70_and_says_how_to_report_it(run: Run, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:

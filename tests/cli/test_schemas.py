@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from importlib import resources
 from pathlib import Path
 
@@ -98,6 +99,44 @@ def test_verify_says_of_a_source_that_it_cannot_read_that_it_is_not_whole(
     assert isinstance(document["problems"], list) and isinstance(document["error"], dict)
     assert document["problems"][0]["message"] and document["error"]["exit_code"] == 3
     assert done.err.startswith("error: source ")
+
+
+@pytest.mark.parametrize(
+    ("options", "pattern"),
+    [
+        (["--to", "sharded", "--container", "torch", "--world-size", "5"], "model_*_rank_{}.pt"),
+        (["--to", "sharded", "--world-size", "5"], "__{}_0.distcp"),
+        (["--container", "safetensors", "--only", "model", "--max-shard-size", "60"], "model-0000{}-*.safetensors"),
+    ],
+    ids=["torch", "dcp", "safetensors"],
+)
+@pytest.mark.parametrize("listed", [True, False])
+def test_verify_lists_every_damaged_file_of_a_source_that_it_cannot_read_and_each_once(
+    options: list[str], pattern: str, listed: bool, run: Run, saved: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    assert run("convert", saved, out, *options).code == 0
+    missing, short, torn = (next(out.glob(pattern.format(number))) for number in (1, 2, 3))
+    for path, nbytes in ((short, 70), (torn, torn.stat().st_size // 2)):
+        path.write_bytes(path.read_bytes()[:nbytes])
+    flipped = next(out.glob("optim_*_rank_4.pt"), None)
+    if flipped is not None:  # the other containers have no checksums of their own
+        data = bytearray(flipped.read_bytes())
+        with zipfile.ZipFile(flipped) as archive:
+            data[data.index(max((archive.read(name) for name in archive.namelist() if "/data/" in name), key=len))] ^= 1
+        flipped.write_bytes(data)
+    if not listed:
+        (out / "fsdpckpt.json").unlink()
+    first = run("verify", out, "--json")
+    missing.unlink()
+    for done, names in ((first, [short, torn]), (run("verify", out, "--json"), [missing, short, torn])):
+        problems = checked(done.out)["problems"]
+        assert done.code == 3 and isinstance(problems, list)
+        expected = [path.name for path in (*names, flipped) if path is not None]
+        assert len(problems) == len(expected), problems
+        for name in expected:
+            assert len([one for one in problems if name in one["message"]]) == 1, (name, problems)
+    assert "1 " in done.err and ("damaged" in done.err or "truncated" in done.err)
 
 
 def test_a_units_file_follows_its_schema(run: Run, saved: Path) -> None:

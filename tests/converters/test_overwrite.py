@@ -42,11 +42,11 @@ def everything(path: Path) -> dict[str, bytes | str]:
     }
 
 
-def convert(source: Path, target: Path, **options: object) -> object:
+def convert(source: Path, target: Path, *, overwrite: bool = True, **options: object) -> object:
     """Replace ``target`` by a checkpoint of the same kind, a file or a directory."""
     to = "full" if target.suffix else "sharded"
     container = {"container": "dcp"} if to == "sharded" else {}
-    return fsdpckpt.convert(source, target, to=to, overwrite=True, **container, **options)  # type: ignore[arg-type]
+    return fsdpckpt.convert(source, target, to=to, overwrite=overwrite, **container, **options)  # type: ignore[arg-type]
 
 
 def refused(source: Path, target: Path) -> TargetExistsError:
@@ -56,8 +56,12 @@ def refused(source: Path, target: Path) -> TargetExistsError:
         convert(source, target, dry_run=True)
     with pytest.raises(TargetExistsError) as error:
         convert(source, target)
+    with pytest.raises(TargetExistsError) as unasked:
+        convert(source, target, overwrite=False)
     assert everything(target.parent) == before
     assert str(plan.value) == str(error.value)
+    assert "overwrite" not in str(unasked.value.next_step), "offered, and then refused"
+    assert unasked.value.details == error.value.details
     return error.value
 
 

@@ -189,8 +189,9 @@ def _lengths(path: str, needed: dict[str, int], entries: dict[str, Entry], sourc
             short[name] = f"{name}: {bytes_text(entry.nbytes)}, items end at {bytes_text(end)}"
     if missing:
         raise SourceIncompleteError(
-            f"{path}: {len(missing)} of {len(needed)} data files {'is' if len(missing) == 1 else 'are'} missing",
-            details=sorted(missing),
+            f"{path}: {len(missing)} of {len(needed)} data files {'is' if len(missing) == 1 else 'are'} missing"
+            + (f", {len(short)} {'is' if len(short) == 1 else 'are'} truncated" if short else ""),
+            details=[*sorted(missing), *short.values()],
             why="the copy did not finish, or ranks on other machines wrote to their own disks",
             next_step="copy the missing files into the directory",
             file=f"{path.rstrip('/')}/{missing[0]}",
