@@ -16,11 +16,21 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, Note, Section
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.targets import LinkedFile, Target, TargetFile
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.ir.values import Value
+from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.options import ConvertOptions
-from fsdpckpt.producers.forms import PLAIN_MESH, PLAIN_NAMES, PLAIN_NESTING, Flavor, Form, Nesting, Place, RankNames
+from fsdpckpt.producers.forms import (
+    PLAIN_MESH,
+    PLAIN_NAMES,
+    PLAIN_NESTING,
+    Flavor,
+    Form,
+    Nesting,
+    Place,
+    RankNames,
+    Step,
+)
 from fsdpckpt.producers.table import flavor_named
-from fsdpckpt.readers.side_files import side_files
+from fsdpckpt.readers.side_files import SideFiles, lacking, side_files
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.writers import dcp, safetensors, torch_full, torch_ranks, universal
 from fsdpckpt.writers.protocol import DtypeRule, Writer, WriteSpec
@@ -34,6 +44,9 @@ WRITERS: Mapping[tuple[Container, Layout], Writer] = {
     (Container.SAFETENSORS, Layout.FULL): safetensors.lay_out,
 }
 """The writer of each container and layout that can be written."""
+
+_LAMBDAS = "lr_lambdas"  # what LambdaLR has, and its load_state_dict() needs
+_ANY_SCHEDULE = frozenset({"last_epoch", "_last_lr"})  # what every LR scheduler of torch has
 
 
 def dtype_rule(options: ConvertOptions) -> DtypeRule:
@@ -201,8 +214,9 @@ def adapt_to_form(
     world_size: int | None,
     sources: Sources,
     only: Section | None = None,
-) -> tuple[Checkpoint, Mapping[str, Tensor]]:
-    """``checkpoint`` with the sections that ``form`` has a place for, and the files beside it that go along.
+) -> tuple[Checkpoint, Form, Mapping[str, Tensor]]:
+    """``checkpoint`` with the sections that ``form`` has a place for, ``form`` with the places that this source needs,
+    and the files beside it that go along.
 
     ``only``: the section that is taken.
     """
@@ -217,13 +231,16 @@ def adapt_to_form(
         optim = None
     extra, rank_extra = checkpoint.extra, checkpoint.rank_extra
     if form.extra is None:
-        same = checkpoint.flavor == flavor.name  # then extras that were read from files beside it go along as files
-        files = {re.sub(r"(_\d+)?\.[^.]*$", "", name) for name in beside.files} if same else set()
-        names = tuple(str(key) for key in extra if key not in files)
+        files = [*beside.files, *(name for note in beside.notes for name in note.keys)]  # copied or not: it is said
+        said = {re.sub(r"(_\d+)?\.[^.]*$", "", name) for name in files}
+        extra, rank_extra = {}, ()
+        if optim is not None and only is None:
+            form, extra = _with_schedule(checkpoint, flavor, form, beside, sources)
+            said.update(map(str, _schedule_path(checkpoint)[:1]) if extra else ())
+        names = tuple(str(key) for key in checkpoint.extra if key not in said)
         if names:
             message = f"left out, because flavor {flavor.name} has no place for them: {', '.join(names)}"
             notes.append(Note("not-carried", message, keys=names))
-        extra, rank_extra = {}, ()
     elif form.model.at == () and form.extra.container is None:  # a tensor there would be one of the model's names
         names = tuple(str(key) for key, value in extra.items() if isinstance(value, Tensor))
         if names:
@@ -239,7 +256,26 @@ def adapt_to_form(
         files=(*checkpoint.files, *beside.sources),
         notes=(*notes, *beside.notes),
     )
-    return _adapt_extras(taken, flavor, form, sources), beside.files
+    return _adapt_extras(taken, flavor, form, sources), form, beside.files
+
+
+def _with_schedule(
+    checkpoint: Checkpoint, flavor: Flavor, form: Form, beside: SideFiles, sources: Sources
+) -> tuple[Form, dict[Key, Value]]:
+    """``form`` with a place for the source's LR scheduler, in the file that ``flavor`` has for it, and that as extras.
+
+    ``beside`` gets the notes: of this file, and of what is lacking.
+    """
+    names, extra = set(beside.files), dict[Key, Value]()
+    schedule = _schedule(checkpoint)
+    file = flavor.schedule_file
+    if file and file not in names and isinstance(schedule, dict) and _has(schedule, _ANY_SCHEDULE):
+        form, extra = replace(form, extra=Place(file, container=Container.TORCH, layout=Layout.FULL)), schedule
+        own = "" if _LAMBDAS in schedule else ", which is no LambdaLR: resume with a scheduler of the same class"
+        beside.notes.append(Note("inferred", f"{file} is the state of the source's LR scheduler, unchanged{own}"))
+        names.add(file)
+    beside.notes += [Note("unconfigured", message) for message in lacking("the target", flavor, names)]
+    return form, extra
 
 
 def _adapt_extras(checkpoint: Checkpoint, flavor: Flavor, form: Form, sources: Sources) -> Checkpoint:
@@ -276,14 +312,19 @@ def _adapt_extras(checkpoint: Checkpoint, flavor: Flavor, form: Form, sources: S
 
 def _schedule(checkpoint: Checkpoint) -> Value:
     """The state dict of the source's LR scheduler, None where its producer keeps none that is torch's own."""
-    source = flavor_named(checkpoint.flavor)
-    value: Value = checkpoint.extra if source is not None and source.schedule else None
-    for step in source.schedule if source is not None else ():
+    path = _schedule_path(checkpoint)
+    value: Value = checkpoint.extra if path else None
+    for step in path:
         if isinstance(value, dict):
             value = value.get(step)
         else:
             value = value[step] if isinstance(value, list) and isinstance(step, int) and step < len(value) else None
     return value
+
+
+def _schedule_path(checkpoint: Checkpoint) -> tuple[Step, ...]:
+    source = flavor_named(checkpoint.flavor)
+    return source.schedule if source is not None else ()
 
 
 def _steps(checkpoint: Checkpoint, sources: Sources) -> int:

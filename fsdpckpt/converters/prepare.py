@@ -104,10 +104,11 @@ def _read(source: str, target: str, options: ConvertOptions, sources: Sources, *
     refuse_section_options(options, opened, flavor=spec.flavor, form=spec.form)
     side_files: Mapping[str, Tensor] = {}
     if spec.flavor is not None and spec.form is not None:
-        opened, side_files = adapt_to_form(
+        opened, form, side_files = adapt_to_form(
             opened, spec.flavor, spec.form, world_size=spec.world_size, sources=sources, only=options.only
         )
-        options = replace(options, key_type=spec.form.key_type if opened.optim is not None else None)
+        spec = replace(spec, form=form)
+        options = replace(options, key_type=form.key_type if opened.optim is not None else None)
     transformed = transform(opened, options, spec, sources)
     if spec.form is not None and spec.form.weights:
         weights, side_files = finish_export(transformed.checkpoint, side_files, options.reference, sources)

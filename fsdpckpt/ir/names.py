@@ -130,9 +130,7 @@ def leading_wrapper(names: Iterable[str]) -> str:
     return _COMPILED if taken and all(name.startswith(_COMPILED) for name in taken) else ""
 
 
-def normalise(
-    checkpoint: Checkpoint, *, leading: str = "", like: Iterable[str] = ()
-) -> tuple[Checkpoint, SourceNames]:
+def normalise(checkpoint: Checkpoint, *, leading: str = "", like: Iterable[str] = ()) -> tuple[Checkpoint, SourceNames]:
     """``checkpoint`` without the prefixes of wrappers on model and optimizer keys, and what these were.
 
     FSDP1's wrappers are no part of a state dict's names, as ``FSDP.optim_state_dict`` drops them: an optimizer that is

@@ -156,7 +156,8 @@ class Flavor:
     ``within``: frameworks that keep its checkpoints among files of their own, which then go along.
     ``training_files``, ``training_keys``: patterns of files, and extras that are not empty, which it saves only with
     both the model and the optimizer; a save of the model alone has none of them.
-    ``silently_needed``: files that it saves with the optimizer, and what it does, without a word, where one is absent.
+    ``needed``: files that it saves with the optimizer, and what it does where one is absent.
+    ``schedule_file``: the one with the LR scheduler's state dict.
     """
 
     name: str
@@ -173,4 +174,5 @@ class Flavor:
     within: tuple[str, ...] = ()
     training_files: tuple[str, ...] = ()
     training_keys: tuple[str, ...] = ()
-    silently_needed: tuple[tuple[str, str], ...] = ()
+    needed: tuple[tuple[str, str], ...] = ()
+    schedule_file: str = ""

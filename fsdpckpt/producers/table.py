@@ -68,6 +68,7 @@ ACCELERATE = Flavor(
     model_files="",
     schedule=("scheduler",),
     training_files=(r"^scheduler(_\d+)?\.bin$", r"^random_states_\d+\.pkl$", r"^scaler\.pt$"),
+    schedule_file="scheduler.bin",
 )
 
 TRAINER = replace(
@@ -80,10 +81,15 @@ TRAINER = replace(
     side_files=rf"{_SCHEDULING}|^(trainer_state\.json|training_args\.bin)$",
     exports=(WEIGHTS,),
     training_files=(r"^scheduler\.pt$", r"^rng_state(_\d+)?\.pth$", r"^scaler\.pt$"),  # none with save_only_model
-    silently_needed=(  # Trainer._load_optimizer_and_scheduler, Trainer._prepare_for_training
-        ("scheduler.pt", "starts with a new optimizer"),
-        ("trainer_state.json", "starts again at step 0"),
+    needed=(  # Trainer._load_optimizer_and_scheduler, Trainer.train
+        ("scheduler.pt", "starts with a new optimizer, and says nothing"),
+        (
+            "trainer_state.json",
+            "stops with FileNotFoundError (that of a run with the same arguments will do, with global_step changed to "
+            "the optimizer's step)",
+        ),
     ),
+    schedule_file="scheduler.pt",
 )
 
 HUGGINGFACE = Flavor(

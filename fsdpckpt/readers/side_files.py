@@ -104,8 +104,6 @@ def side_files(
     taken.add({target_name: files[name] for target_name, name in chosen.items()}, checkpoint.files)
     if chosen:
         taken.notes.append(_note("carried", "copied as they are", list(chosen)))
-    if only is None and checkpoint.optim is not None:
-        taken.notes += [Note("unconfigured", message) for message in _forgotten("the target", target, chosen)]
     used = {name.partition("/")[0] for name in chosen.values()}
     hidden = [name for name in sorted(entries) if name.startswith(".") and not _is_state(entries[name], source, set())]
     left = [*(name for name in beside if name not in used), *hidden]
@@ -201,7 +199,7 @@ def missing_sections(checkpoint: Checkpoint, names: Iterable[str]) -> list[Probl
     if not absent and MANIFEST not in names and _has_optimizer(flavor, names, checkpoint.world_size):
         return [
             Problem("missing-file", message, fatal=False, file=place, section=Section.OPTIM)
-            for message in _forgotten(place, flavor, names)
+            for message in lacking(place, flavor, names)
         ]
     if len(absent) != 1 or not beside:
         return []
@@ -220,12 +218,10 @@ def _has_optimizer(flavor: Flavor, names: Sequence[str], ranks: int) -> bool:
     return any(place in names for place in places)
 
 
-def _forgotten(where: str, flavor: Flavor, names: Collection[str]) -> list[str]:
+def lacking(where: str, flavor: Flavor, names: Collection[str]) -> list[str]:
     """What the framework does where a file that it needs is not among ``names``."""
     return [
-        f"{where} has no {file}: without it {flavor.name} {what}, and says nothing"
-        for file, what in flavor.silently_needed
-        if file not in names
+        f"{where} has no {file}: without it {flavor.name} {what}" for file, what in flavor.needed if file not in names
     ]
 
 

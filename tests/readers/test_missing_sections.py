@@ -132,7 +132,7 @@ def test_sections_of_one_directory_are_told_by_the_extras_in_it(name: str, tmp_p
 
 
 def test_a_trainer_that_would_forget_the_optimizer_is_told_of(tmp_path: Path) -> None:
-    """Without a scheduler it loads no optimizer, without its state it starts at step 0: as its source has it."""
+    """Without a scheduler it loads no optimizer, without its state it does not start: as its source has it."""
     trainer(source := tmp_path / "checkpoint-4")
     assert messages(source) == []
     (source / "scheduler.pt").unlink()
@@ -140,7 +140,7 @@ def test_a_trainer_that_would_forget_the_optimizer_is_told_of(tmp_path: Path) ->
     assert fsdpckpt.inspect(source).to_json()["flavor"] == "trainer", "the random states have its names"
     scheduler, state = messages(source)
     assert "no scheduler.pt" in scheduler and "new optimizer" in scheduler
-    assert "no trainer_state.json" in state and "step 0" in state
+    assert "no trainer_state.json" in state and "FileNotFoundError" in state
     told = [note.message for note in fsdpckpt.convert(source, tmp_path / "on-2", world_size=2).notes]
     assert any("the target has no scheduler.pt" in message for message in told)
     assert any("the target has no trainer_state.json" in message for message in told)
@@ -153,7 +153,14 @@ def test_a_trainer_that_would_forget_the_optimizer_is_told_of(tmp_path: Path) ->
 def test_what_another_framework_becomes_says_what_the_trainer_would_forget(tmp_path: Path) -> None:
     accelerate(source := tmp_path / "state")
     told = [note.message for note in fsdpckpt.convert(source, tmp_path / "on-2", flavor="trainer").notes]
-    assert sum("has no" in message and "without it trainer starts" in message for message in told) == 2
+    lacking = [message for message in told if "the target has no" in message]
+    assert len(lacking) == 2 and "trainer starts" in lacking[0] and "trainer stops" in lacking[1]
+    schedule = {**SCHEDULE, "last_epoch": 3, "_last_lr": [0.25]}  # now it is one that torch's schedulers load
+    torch.save(schedule, source / "scheduler.bin")
+    told = [note.message for note in fsdpckpt.convert(source, tmp_path / "again", flavor="trainer").notes]
+    assert torch.load(tmp_path / "again" / "scheduler.pt") == schedule
+    assert len([message for message in told if "the target has no" in message]) == 1
+    assert any(message.startswith("scheduler.pt is the state of") and "no LambdaLR" in message for message in told)
 
 
 @pytest.mark.parametrize(("save", "part"), [(trainer, "optimizer_0"), (accelerate, "pytorch_model_fsdp.bin")])

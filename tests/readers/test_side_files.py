@@ -100,7 +100,8 @@ def test_another_producer_gets_what_hugging_face_keeps_beside_a_model(trainer: P
     assert names(tmp_path / "out") == {"model.safetensors", "config.json", "tokenizer.json", "vocab.txt"}
     said = [note for note in report.notes if note.kind == "not-carried"]
     named = {key for note in said for key in note.keys}
-    assert {"scheduler", "training_args.bin", "trainer_state.json", "notes.xyz", "rng_state_2.pth"} <= named
+    assert {"scheduler.pt", "training_args.bin", "trainer_state.json", "notes.xyz", "rng_state_2.pth"} <= named
+    assert not {"scheduler", "rng_state"} & named, "said once, as files"
     assert any("optimizer" in note.message for note in said)
 
 

@@ -6,6 +6,7 @@ The same losses as by PyTorch's resharding. Both in one start: the Trainer saves
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -72,6 +73,20 @@ def converted(saved: Library, tmp_path_factory: pytest.TempPathFactory) -> dict[
         target.parent.mkdir()
         written(saved.saved / f"trainer-{source}", target, **(DEFAULT if source == form else FORMS[form[:-1]]))
         jobs.append(Job(f"trainer: {source} to {form}", f"trainer-{form}", target))
+    checkpoint = saved.saved / "trainer-sharded2" / STEP
+    written(checkpoint, below / "between", flavor="accelerate", world_size=4)
+    for name in ("by-accelerate", "without-state", "by-itself"):  # the random states of accelerate are others
+        (below / name).mkdir()
+        target = below / name / STEP
+        jobs.append(Job(f"trainer: {name}", "trainer-sharded2", target))
+        if name != "by-itself":
+            report = written(below / "between", target, flavor="trainer", world_size=2)
+            assert [
+                "no trainer_state.json" in note.message for note in report.notes if note.kind == "unconfigured"
+            ] == [True]
+        if name == "by-accelerate":
+            shutil.copy(checkpoint / "trainer_state.json", target)
+    shutil.copytree(checkpoint, below / "by-itself" / STEP, ignore=shutil.ignore_patterns("rng_state_*"))
     for trained, loaded in sorted({source[-1] + form[-1] for source, form in PATHS}):
         jobs.append(Job(trained + loaded, f"sharded{loaded}", saved.saved / f"accelerate-sharded{trained}"))
     for trained, loaded in sorted({source[-1] + form[-1] for source, form in TRAINER_PATHS}):
@@ -107,6 +122,19 @@ def test_the_trainer_resumes_from_every_form_as_from_pytorchs_own_resharding(
         assert found == expected, (source, form)
         steps = [step for step, _ in json.loads(found[0][-1])]
         assert steps == [1, 2, 3, 4, 5], "the history of the three steps before came along"
+
+
+def test_the_trainer_resumes_at_its_step_from_a_checkpoint_of_accelerate(
+    saved: Library, converted: dict[str, Job], losses: dict[str, list[list[str]]]
+) -> None:
+    found, expected = (losses[f"trainer: {name}"] for name in ("by-accelerate", "by-itself"))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == theirs and ours[2] == "5", "two losses, to which the optimizer belongs, step and learning rates"
+    assert "FileNotFoundError" in losses["trainer: without-state"][0][0]
+    between = converted["trainer: by-accelerate"].path.parent.parent / "between"
+    schedule = torch.load(saved.saved / "trainer-sharded2" / STEP / "scheduler.pt", weights_only=True)
+    assert torch.load(between / "scheduler.bin", weights_only=True) == schedule
+    assert verify(between).whole and verify(converted["trainer: by-accelerate"].path).whole
 
 
 def test_every_file_beside_a_checkpoint_of_the_trainer_arrives(saved: Library, converted: dict[str, Job]) -> None:
