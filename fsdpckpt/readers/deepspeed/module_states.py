@@ -5,6 +5,7 @@ Under ZeRO 3 every rank has one, else rank 0 alone (``_common_checkpoint_state``
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from fsdpckpt.readers.deepspeed.partitions import PartitionError, Slice, partiti
 from fsdpckpt.readers.flat_slices import boxes_of_range
 from fsdpckpt.readers.optimizer_forms import notes_on_copies
 from fsdpckpt.readers.protocol import FileTable, Tree
+from fsdpckpt.readers.torch_ranks import NamedRank, check_names
 from fsdpckpt.readers.torch_ranks.merge import Merge
 from fsdpckpt.readers.torch_ranks.rank_files import Group, RankFile
 from fsdpckpt.storage.sources import Sources
@@ -28,6 +30,7 @@ StateDict: TypeAlias = dict[Key, object]
 FlatGroup: TypeAlias = dict[str, tuple[int, ...]]
 """The parameters of one flat tensor, in order, with their shapes."""
 
+_RANK = re.compile(r"^((?:bf16_|fp16_)?zero_pp_rank_)(\d{1,5})(_mp_rank_\d{1,5}_(?:optim|model)_states)$")
 _DESCRIBED = frozenset({
     "module", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params", "buffer_names",
 })  # fmt: skip  # what they say is in the sections
@@ -95,8 +98,16 @@ class StepFile:
         return as_mapping(self.root.get("module"), self.path, "module")
 
 
+def _named_rank(stem: str) -> NamedRank | None:
+    match = _RANK.match(stem)
+    if match is None:
+        return None
+    return NamedRank(f"{match[1]} {match[3]}", bare=False, world=None, rank=int(match[2]))
+
+
 def open_files(paths: Mapping[int, str], table: FileTable, sources: Sources) -> list[StepFile]:
-    """The files at ``paths``, by rank. Raises what ``read_archive`` raises."""
+    """The files at ``paths``, by rank. Raises what ``check_names`` and ``read_archive`` raise."""
+    check_names(paths, sources, _named_rank)
     files: list[StepFile] = []
     for rank, path in paths.items():
         source = sources.open(path)

@@ -8,7 +8,7 @@ other stages it is in ``step.pt`` (``merge_tp_slices`` and ``merge_zero3_slices`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import cast
@@ -16,6 +16,7 @@ from typing import cast
 from fsdpckpt.errors import SourceIncompleteError
 from fsdpckpt.formats.torch.archive import TorchArchive, local_tensor, read_archive
 from fsdpckpt.formats.torch.tensors import StoredTensor
+from fsdpckpt.formats.zip import top_folder
 from fsdpckpt.ir.checkpoint import Evidence, EvidenceKind, Layout
 from fsdpckpt.ir.tensors import Tensor, contiguous_stride
 from fsdpckpt.ir.values import Key, Value
@@ -142,7 +143,7 @@ class _Universal:
             raise self._incomplete(missing)
         self.sources.prefetch_ends([entry.path for one in files.values() for entry in one.values()])
         return {
-            name: {state: self._leaf(entry.path, name, state, shapes[name]) for state, entry in one.items()}
+            name: {state: self._leaf(entry.path, name, state, shapes[name], one) for state, entry in one.items()}
             for name, one in files.items()
         }
 
@@ -156,8 +157,11 @@ class _Universal:
             next_step="copy the checkpoint again",
         )
 
-    def _leaf(self, path: str, name: str, state: str, shape: tuple[int, ...]) -> Value:
+    def _leaf(self, path: str, name: str, state: str, shape: tuple[int, ...], beside: Collection[str]) -> Value:
         source = self.sources.open(path)
+        was = top_folder(source)
+        if was != state and was in beside:  # of the same shape, so nothing else says so
+            raise contradiction(path, f"it was saved as {was}{_SUFFIX}")
         number = self.table.add(path, source.nbytes)
         archive = read_archive(source, number)
         self.archives.append(archive)

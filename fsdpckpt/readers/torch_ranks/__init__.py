@@ -8,7 +8,7 @@ Patterns: ``model_world_size_4_rank_0.pt`` (verl, and what this program writes),
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
@@ -265,10 +265,12 @@ def _plausible(rank_set: RankSet) -> bool:
     return len(rank_set.files) > 1 and 0 in rank_set.files and rank_set.absent < len(rank_set.files)
 
 
-def check_names(paths: Mapping[int, str], sources: Sources) -> None:
+def check_names(
+    paths: Mapping[int, str], sources: Sources, named_rank: Callable[[str], NamedRank | None] = named_rank
+) -> None:
     """Raises SourceCorruptError listing the files among ``paths`` (rank to path) that another rank, or a run of
     another number of ranks, saved. A file saved under a name of another pattern, or without one, says nothing; nor do
-    files that a conversion to more ranks copies (random states)."""
+    files that a conversion to more ranks copies (random states). ``named_rank``: what a name without suffix says."""
     swapped: list[str] = []
     stale: list[str] = []
     first: str | None = None

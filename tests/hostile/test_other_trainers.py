@@ -1,0 +1,272 @@
+"""Damaged and hostile files of DeepSpeed and Megatron: refused with exit code 3, or what was damaged is not needed."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import tarfile
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fsdpckpt
+from fsdpckpt.errors import FsdpckptError
+from tests.fuzz.corpus import GOLDEN, TINY
+from tests.hostile.opcodes import P2, call_forms
+from tests.hostile.pickles import GADGETS
+from tests.hostile.test_files import TERABYTE, refusal, sparse
+from tests.oracle.compare import differences
+from tests.readers.junk import save
+
+pytestmark = pytest.mark.timeout(120)
+
+KINDS = {
+    "zero2": "deepspeed/zero2-fp32",
+    "zero3": "deepspeed/zero3-bf16",
+    "universal": "deepspeed/zero1-bf16-universal.tar.xz",
+    "torch_dist": "megatron/uneven.tar.xz",
+    "fsdp_dtensor": "megatron/fsdp-dtensor.tar.xz",
+}
+MOST_FILES = 4  # of a checkpoint that are damaged: a universal one has many that are alike
+
+
+def checkpoint(kind: str, directory: Path) -> Path:
+    source = GOLDEN / KINDS[kind]
+    if source.is_dir():
+        path = shutil.copytree(source, directory / "run")
+    else:
+        with tarfile.open(source) as archive:
+            archive.extractall(directory / "run", filter="data")
+        path = next(
+            each.parent for each in (directory / "run").rglob("*") if each.name in ("latest_universal", ".metadata")
+        )
+    (path / "truth.pt").unlink(missing_ok=True)
+    return path
+
+
+def damages(file: Path, generator: random.Random) -> Iterator[tuple[str, Callable[[], object]]]:
+    data = file.read_bytes()
+    at, bit = generator.randrange(len(data)), 1 << generator.randrange(8)
+    flipped = data[:at] + bytes([data[at] ^ bit]) + data[at + 1 :]
+    yield "missing", file.unlink
+    yield "half", lambda: file.write_bytes(data[: len(data) // 2])
+    if file.name != ".metadata":  # nothing says that a name in there was another
+        yield f"bit {bit} of {at} flipped", lambda: file.write_bytes(flipped)
+
+
+def converted(source: Path, target: Path) -> Any:
+    rule = ("standard",) if (source / "common.pt").exists() else ()
+    target.unlink(missing_ok=True)
+    fsdpckpt.convert(str(source), str(target), no_weight_decay=rule)
+    return torch.load(target, weights_only=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_damage_is_refused_or_changes_nothing(kind: str, tmp_path: Path) -> None:
+    source, target = checkpoint(kind, tmp_path), tmp_path / "full.pt"
+    whole = converted(source, target)
+    generator = random.Random(5)
+    files = sorted(path for path in source.rglob("*") if path.is_file())
+    read = sorted({path.name: path for path in generator.sample(files, len(files))}.values())
+    refused = 0
+    for file in generator.sample(read, min(MOST_FILES, len(read))):
+        data = file.read_bytes()
+        for what, damage in damages(file, generator):
+            damage()
+            try:
+                found = converted(source, target)
+            except FsdpckptError as error:
+                assert error.exit_code == 3, (file, what, error)
+                assert not target.exists(), (file, what)
+                refused += 1
+            else:
+                assert not list(differences(found, whole, f"{file.name} {what}: "))
+            file.write_bytes(data)
+    assert refused > 5
+
+
+@pytest.mark.parametrize(
+    ("kind", "one", "other"),
+    [
+        ("zero2", "global_step3/zero_pp_rank_{}_mp_rank_00_optim_states.pt", ("0", "1")),
+        ("zero3", "global_step3/bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt", ("0", "1")),
+        ("zero3", "global_step3/zero_pp_rank_{}_mp_rank_00_model_states.pt", ("1", "2")),
+        ("universal", "global_step3_universal/zero/embed.weight/{}.pt", ("exp_avg", "exp_avg_sq")),
+        ("universal", "global_step3_universal/zero/embed.weight/{}.pt", ("fp32", "exp_avg")),
+        ("torch_dist", "__{}_0.distcp", ("0", "1")),
+        ("fsdp_dtensor", "__{}_0.distcp", ("0", "1")),
+    ],
+)
+def test_files_that_change_places_are_refused(kind: str, one: str, other: tuple[str, str], tmp_path: Path) -> None:
+    """Many have one length and one form: what they were called when they were saved is in them."""
+    source = checkpoint(kind, tmp_path)
+    first, second = (source / one.format(name) for name in other)
+    data = first.read_bytes(), second.read_bytes()
+    for contents in (data[::-1], (data[0], data[0])):
+        first.write_bytes(contents[0])
+        second.write_bytes(contents[1])
+        with pytest.raises(FsdpckptError) as error:
+            converted(source, tmp_path / "full.pt")
+        assert error.value.exit_code == 3
+        assert not (tmp_path / "full.pt").exists()
+
+
+def tiny(kind: str, directory: Path) -> Path:
+    with zipfile.ZipFile(TINY) as archive:
+        for name in archive.namelist():
+            if name.startswith(f"{kind}/"):
+                archive.extract(name, directory)
+    return directory / kind
+
+
+@pytest.mark.parametrize(
+    ("kind", "file"),
+    [
+        ("zero", "mp_rank_00_model_states.pt"),
+        ("zero", "zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+        ("universal", "mp_rank_00_model_states.pt"),
+        ("universal", "zero/optimizer_state.pt"),
+        ("universal", "zero/w/fp32.pt"),
+        ("universal", "zero/w/step.pt"),
+        ("megatron", "common.pt"),
+        ("megatron", ".metadata"),
+    ],
+)
+def test_a_pickle_that_calls_is_refused_wherever_it_lies(
+    kind: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tiny(kind, tmp_path)
+    fsdpckpt.inspect(str(path))
+    for module, name in (("posix", "system"), ("builtins", "eval"), ("numpy.testing._private.utils", "runstring")):
+        pickle = call_forms(module, name, *GADGETS[module, name])["REDUCE"]
+        (path / file).write_bytes(pickle)
+        if file.endswith(".pt"):
+            with zipfile.ZipFile(path / file, "w") as archive:
+                archive.writestr("a/data.pkl", pickle)
+        assert f"{module}.{name}" in str(refusal(path))
+    assert not (tmp_path / "CANARY").exists()
+
+
+W = torch.arange(15.0)
+GROUP = {"lr": 0.1, "params": [0]}
+BASE = {"state": {0: {"step": 3, "exp_avg": W}}, "param_groups": [GROUP]}
+
+
+def zero(directory: Path, *, shapes: Any = None, **states: Any) -> Path:
+    """A step of ZeRO 2 of one rank, with one parameter."""
+    held = {"base_optimizer_state": BASE, "single_partition_of_fp32_groups": [W], "group_paddings": [0]}
+    files = {
+        "mp_rank_00_model_states.pt": {"module": {"w": W[:0]}, "param_shapes": shapes or [{"w": [3, 5]}]},
+        "zero_pp_rank_0_mp_rank_00_optim_states.pt": {"optimizer_state_dict": {"zero_stage": 2, **held, **states}},
+    }
+    save(files, directory)
+    return directory
+
+
+def universal(directory: Path, *, shapes: Any = None) -> Path:
+    files: dict[str, Any] = {
+        "mp_rank_00_model_states.pt": {"module": {}, "param_shapes": shapes or [{"w": [3, 5]}]},
+        "zero/optimizer_state.pt": {"param_groups": [GROUP]},
+        "zero/w/fp32.pt": {"param": W.reshape(3, 5), "cat_dim": 0},
+    }
+    save(files, directory)
+    return directory
+
+
+SHAPES: list[Any] = [
+    [{"w": [1 << 40, 1 << 40]}],
+    [{"w": [1 << 62, 4]}],
+    [{"w": [-3, -5]}],
+    [{"w": [1] * 500}],
+    [{"w": [3.0, 5]}],
+    [{"w": [3, 5]}, {"w": [3, 5]}],
+    [{"w": [3, 5], "v": [1 << 58]}],
+]
+
+
+@pytest.mark.parametrize("shapes", SHAPES, ids=lambda shapes: str(shapes)[:30])
+@pytest.mark.parametrize("make", [zero, universal])
+def test_shapes_that_are_impossible_or_said_twice_are_refused(
+    make: Callable[..., Path], shapes: Any, tmp_path: Path
+) -> None:
+    fsdpckpt.inspect(str(make(tmp_path / "whole")))
+    refusal(make(tmp_path / "damaged", shapes=shapes))
+
+
+@pytest.mark.parametrize(
+    "states",
+    [
+        {"group_paddings": [1 << 62]},
+        {"group_paddings": [14]},
+        {"single_partition_of_fp32_groups": [W[:14]]},
+        {"single_partition_of_fp32_groups": [W, W]},
+        {"single_partition_of_fp32_groups": []},
+        {"param_alignment_paddings": [[1 << 60]]},
+        {"base_optimizer_state": {"state": {1 << 60: {}}, "param_groups": [{"params": [1 << 60]}]}},
+        {"base_optimizer_state": {"state": {0: {"exp_avg": W[:3]}}, "param_groups": [GROUP]}},
+    ],
+    ids=lambda states: str(states)[:60],
+)
+def test_partitions_that_do_not_add_up_are_refused(states: Any, tmp_path: Path) -> None:
+    refusal(zero(tmp_path, **states))
+
+
+@pytest.mark.parametrize("name", ["../secret", "/secret", "..", ".", "a/../../secret", "a\0b", ""])
+def test_names_of_parameters_lead_nowhere(name: str, tmp_path: Path) -> None:
+    """In a universal checkpoint they are names of directories."""
+    source = universal(tmp_path / "step", shapes=[{name: [3, 5]}])
+    save({"fp32.pt": {"param": W.reshape(3, 5), "cat_dim": 0}}, tmp_path / "step" / "secret")
+    save({"fp32.pt": {"param": W.reshape(3, 5), "cat_dim": 0}}, tmp_path / "secret")
+    assert "missing" in str(refusal(source))
+    with pytest.raises(FsdpckptError, match="no name for a directory"):  # nor are they written
+        plain = zero(tmp_path / "zero", shapes=[{name: [3, 5]}])
+        fsdpckpt.convert(str(plain), str(tmp_path / "out"), flavor="deepspeed-universal")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["latest", "latest_universal", "latest_checkpointed_iteration.txt"])
+@pytest.mark.parametrize("text", ["../other", "/etc", "..", "", "a\0b", "\udcff", "x" * 5000, "9" * 5000])
+def test_pointers_that_leave_the_directory_are_not_followed(name: str, text: str, tmp_path: Path) -> None:
+    zero(tmp_path / "other")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).write_bytes(text.encode(errors="surrogateescape"))
+    refusal(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("megatron", ".metadata"),
+        ("megatron", "common.pt"),
+        ("megatron", "metadata.json"),
+        ("zero", "mp_rank_00_model_states.pt"),
+        ("universal", "zero/optimizer_state.pt"),
+    ],
+)
+def test_a_terabyte_of_nothing_is_refused_unread(kind: str, name: str, tmp_path: Path) -> None:
+    path = tiny(kind, tmp_path)
+    sparse(path / name, P2 if name == ".metadata" else b"PK\3\4", TERABYTE)
+    refusal(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"sharded_backend": "torch_dist"',
+        '{"sharded_backend": ["torch_dist"]}',
+        '{"sharded_backend": "zarr", "sharded_backend": "torch_dist"}',
+        "[" * 60_000,
+        json.dumps({"sharded_backend": "x" * 60_000}),
+    ],
+    ids=lambda text: text[:40],
+)
+def test_a_format_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
+    path = tiny("megatron", tmp_path)
+    (path / "metadata.json").write_text(text)
+    refusal(path)
