@@ -6,9 +6,10 @@ Under ZeRO 3 every rank has one, else rank 0 alone (``_common_checkpoint_state``
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TypeAlias, cast
 
 from fsdpckpt.errors import SourceCorruptError
@@ -188,7 +189,11 @@ class ModuleStates:
         groups = file.root.get("param_shapes")
         if not isinstance(groups, (list, tuple)) or not groups:
             raise contradiction(file.path, "it does not say the shapes of the parameters (param_shapes)")
-        return [_shapes_in(group, file.path) for group in groups]
+        found = [_shapes_in(group, file.path) for group in groups]
+        repeated = [name for name, count in Counter(chain.from_iterable(found)).items() if count > 1]
+        if repeated:
+            raise contradiction(file.path, f"param_shapes has {repeated[0]} in several groups")
+        return found
 
     def aliases(self) -> dict[str, str]:
         """Parameters that share another's storage, and that other's name. Under ZeRO 3 only rank 0 knows."""

@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from functools import partial
 
-from fsdpckpt.errors import SourceUnsupportedError
+from fsdpckpt.errors import SourceIncompleteError, SourceUnsupportedError
 from fsdpckpt.readers.beside import claim_named
 from fsdpckpt.readers.protocol import Claim, FileTable, Part, ReadOptions, Tree
 from fsdpckpt.storage.protocols import Entry
@@ -21,6 +21,7 @@ from fsdpckpt.storage.sources import Sources
 CONFIG, COMMON = "metadata.json", "common.pt"
 _LATEST = "latest_checkpointed_iteration.txt"
 _DCP = (".distcp", ".metadata")
+_OWN = {COMMON, ".metadata"}
 _MAX_CONFIG_BYTES = 1 << 16
 _MOST_LETTERS = 32
 
@@ -36,8 +37,8 @@ class MegatronReader:
         self, path: str, files: Mapping[str, Entry], options: ReadOptions, sources: Sources
     ) -> Claim:
         """The checkpoint in ``path``, or the one that ``latest_checkpointed_iteration.txt`` names. Raises
-        SourceUnsupportedError for the zarr format."""
-        if CONFIG in files:
+        SourceUnsupportedError for the zarr format, SourceIncompleteError where no file says the format."""
+        if CONFIG in files or files.keys() >= _OWN:
             return _claim(path, files, options, sources)
         claim = partial(_claim, options=options, sources=sources)
         return claim_named(path, files.get(_LATEST), sources, claim, _directory_of)
@@ -46,6 +47,13 @@ class MegatronReader:
 def _claim(path: str, files: Mapping[str, Entry], options: ReadOptions, sources: Sources) -> Claim:
     backend = _backend(files.get(CONFIG), sources)
     if backend is None:
+        if files.keys() >= _OWN:
+            raise SourceIncompleteError(
+                f"{path} has the files of a Megatron checkpoint, and no {CONFIG} that says its format",
+                file=f"{path.rstrip('/')}/{CONFIG}",
+                why="the save or the copy did not finish, or the file was damaged",
+                next_step=f"copy {CONFIG} again, or add --ignore-file {COMMON} where that file is none of Megatron's",
+            )
         return Claim()
     if backend != "torch_dist":
         raise SourceUnsupportedError(
