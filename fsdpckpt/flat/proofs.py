@@ -52,11 +52,11 @@ def require_padding(checkpoint: Checkpoint, match: FlatMatch, sources: Sources) 
         checked += len(values_read)
         if (values_read != np.asarray(FILLER, values_read.dtype)).any():
             wrong.append(f"{gap.where}: {gap.count} elements of alignment should hold {FILLER}, and do not")
-    tails: dict[str, list[_Padding]] = {}
+    tails: dict[tuple[str, str], list[_Padding]] = {}
     for state, tail in _right_padding(checkpoint, match):
-        tails.setdefault(state, []).append(tail)
+        tails.setdefault((state, tail.tensor.dtype.name), []).append(tail)
     constants = _hyper_parameters(checkpoint)
-    for state, places in tails.items():
+    for (state, _), places in tails.items():
         values = [_read(checkpoint, sources, place) for place in places]
         checked += sum(map(len, values))
         if not _untouched(np.concatenate(values), constants):
@@ -78,12 +78,15 @@ def require_padding(checkpoint: Checkpoint, match: FlatMatch, sources: Sources) 
 def _untouched(values: npt.NDArray[np.generic], constants: set[float]) -> bool:
     """Whether ``values`` are an optimizer's initial ones: zeros, or one constant.
 
-    A single element other than zero counts only if it is one of ``constants``; it may be a coincidence otherwise.
+    A single element other than zero counts only if it is one of ``constants``, in the dtype of the values; it may be a
+    coincidence otherwise.
     """
     if not values.any():
         return True
     first = values[:1]
-    return bool((values == first).all()) and (len(values) > 1 or float(first.astype(np.float64)[0]) in constants)
+    with np.errstate(all="ignore"):  # a number that the dtype does not have
+        known = np.array([*constants]).astype(values.dtype)
+    return bool((values == first).all()) and (len(values) > 1 or bool((known == first).any()))
 
 
 def _hyper_parameters(checkpoint: Checkpoint) -> set[float]:

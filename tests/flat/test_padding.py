@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.flat.proofs import require_padding
 from fsdpckpt.ir.checkpoint import ModelState, OptimState
+from fsdpckpt.ir.dtypes import DTYPES, numpy_dtype
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.storage.sources import Sources
@@ -82,6 +84,26 @@ def test_a_single_element_is_a_constant_only_where_a_group_names_it(tmp_path: Pa
     """lr is 0.1 there, which is no float32: what float32 makes of it counts."""
     found = checked(tmp_path, constant=value, shapes={"w": (15,)})
     assert found == 2 if value == 0.1 else isinstance(found, tuple) and len(found) == 2
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, 0.3])
+def test_units_of_several_dtypes_have_the_constant_each_in_its_own(tmp_path: Path, value: float) -> None:
+    units = units_of(unit("", {"w": (15,)}), unit("l", {"v": (15,)}), use_orig_params=False)
+    played, found = optim(units, 8, {})
+    for key, dtype in enumerate(("bfloat16", "float16")):
+        tensor = found.state[key]["exp_avg"]
+        assert isinstance(tensor, Tensor)
+        found.state[key] = {"exp_avg": replace(tensor, dtype=DTYPES[dtype])}
+        at = int(tensor.chunks.offset[7])
+        played.data[7][at : at + 4] = np.array([0.7, value]).astype(numpy_dtype(DTYPES[dtype])).tobytes()
+    source = written(played, tmp_path, optim=found)
+    with Sources() as sources:
+        if value != 0.3:  # lr is 0.1 there
+            assert require_padding(source, proved(source, units), sources) == 2
+            return
+        with pytest.raises(SourceCorruptError) as caught:
+            require_padding(source, proved(source, units), sources)
+    assert [line.split(",")[0] for line in caught.value.details] == ["optim 0", "optim 1"]
 
 
 def test_lengths_without_padding_prove_nothing_here(tmp_path: Path) -> None:

@@ -254,7 +254,7 @@ def test_a_flat_parameter_with_states_in_part_is_refused_by_name(tmp_path: Path)
     path = _save(tmp_path / "s.pt", _content(b=0, d=0))
     with Sources() as sources:
         opened = open_checkpoint(path, sources=sources, locate=True)
-    with pytest.raises(NeedsInformationError, match="^All unflattened parameters comprising a single flat") as error:
+    with pytest.raises(NeedsInformationError, match=r"^All unflattened parameters comprising a single flat") as error:
         require_complete(opened, _units())
     assert isinstance(error.value, ValueError)  # PyTorch's type for it, too
     assert error.value.details == ("unit 'root': b",) and "--missing-state zeros" in error.value.next_step
