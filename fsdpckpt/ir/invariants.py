@@ -321,6 +321,7 @@ def _class_of(kinds: set[str], source: str) -> tuple[type[SourceError], str, str
     if kinds == {"replica"}:
         why = (
             "files of different saves were mixed; or the optimizer keeps something of its own on each rank (quantized "
-            "blocks, as bitsandbytes, or sums that it does not reduce, as Prodigy), which other ranks cannot take over"
+            "blocks, as bitsandbytes; sums that it does not reduce, as Prodigy without fsdp_in_use=True; a mean of its "
+            "shard, as CAME's RMS), which other ranks cannot take over"
         )
     return SourceCorruptError, f"{source} contradicts itself", why, verify

@@ -84,6 +84,23 @@ def test_what_would_quantize_again_is_refused(saved: Path, tmp_path: Path) -> No
         )
 
 
+def test_cuts_by_columns_zeros_and_dcp_s_own_loading_are_refused(saved: Path, tmp_path: Path) -> None:
+    source = saved / "AdamW8bit" / "ranks-4"
+    (tmp_path / "by-columns.json").write_text(json.dumps({"bias": {"dp": "Shard(0)"}, "*": {"dp": "Shard(1)"}}))
+    options: dict[str, Any] = {"mesh": "dp=2", "placements": tmp_path / "by-columns.json"}
+    with pytest.raises(NeedsInformationError, match=r"Shard\(1\).* over 2 ranks cuts blocks apart"):
+        fsdpckpt.convert(source, tmp_path / "columns", to="sharded", container="torch", **options)
+    with pytest.raises(
+        SourceUnsupportedError, match=r"(?s)torchao's OptimState8bit.*zeros in blocks are not made"
+    ) as raised:
+        fsdpckpt.convert(source, tmp_path / "zeros", world_size=2, missing_state="zeros")
+    assert raised.value.next_step == "drop --missing-state zeros"
+    assert not any((tmp_path / name).exists() for name in ("columns", "zeros"))
+    state = {"optimizer": {"state": {0: {"exp_avg": torch.zeros(16, 1024)}}}}
+    with pytest.raises(Exception, match=r"torchao's OptimState8bit.*StorageReader does not load"):
+        dcp.load(state, storage_reader=fsdpckpt.StorageReader(saved / "AdamW8bit" / "ranks-2"))
+
+
 def test_keys_and_shapes_are_those_of_the_parameters(saved: Path, tmp_path: Path) -> None:
     fsdpckpt.convert(saved / "AdamW4bit" / "ranks-4", tmp_path / "named.pt", to="full", key_type="name")
     rows = fsdpckpt.inspect(tmp_path / "named.pt").tensors

@@ -27,7 +27,7 @@ from tests.writers.experts import ExpertMesh
 
 CASES = {"shards": ExpertMesh(1, 4, 2), "replicas": ExpertMesh(2, 2, 2)}
 OTHER = {"shards": "replicas", "replicas": "shards"}
-PATHS = ("back", "like-the-other", "dcp", "torchtitan", "reader-full", "reader-ranks", "comm")
+PATHS = ("back", "like-the-other", "dcp", "torchtitan", "reader-full", "reader-ranks", "scatter", "gather")
 LIMIT = 240.0
 
 
@@ -118,9 +118,14 @@ def filled(path: str, name: str, directory: Path, rank: int) -> tuple[nn.Module,
         model.load_state_dict(torch.load(files[0], weights_only=True))
         set_optimizer_state_dict(model, optimizer, torch.load(files[1], weights_only=True))
         return model, optimizer
-    if path == "comm":
+    if path in ("scatter", "gather"):
         whole_state = torch.load(directory / f"{name}.pt", weights_only=True)
         with comm.TorchGroup.over() as group:
+            if path == "gather":
+                dcp.load(state, storage_reader=fsdpckpt.StorageReader(directory / name))
+                assert differences(comm.gather(group, state), whole_state) == []
+                whole_state = comm.gather(group, state, to=0)
+                state = state_of(*made(name, scale=5.0)) | {"optimizer": state["optimizer"]}
             state = comm.scatter(group, whole_state if not rank else None, like=state)
     elif path == "torchtitan":  # which has the model at the top, and the optimizer's keys dotted
         flat = StateDictOptions(flatten_optimizer_state_dict=True)

@@ -139,8 +139,25 @@ def _ranks(modules: list[FsdpModule]) -> tuple[int, int | None]:
             next_step="wrap all units with the same process_group",
         )
     shard, *replicas = sizes.pop()
+    _require_neighbours(modules[0].groups)
     world = shard * (replicas[0] if replicas else 1)
     return world, shard if shard != world else None
+
+
+def _require_neighbours(groups: Sequence[Any]) -> None:
+    """Raises SourceUnsupportedError where HYBRID_SHARD shards over ranks between which others hold another replica.
+
+    A rank file's number then says neither its shard nor its replica: rank r is taken to hold shard r % ``shard_size``.
+    """
+    ranks = [torch.distributed.get_process_group_ranks(group) for group in groups if group.size() > 1]
+    if len(ranks) == 2 and ranks[0][-1] - ranks[0][0] >= ranks[1][1] - ranks[1][0]:
+        raise SourceUnsupportedError(
+            f"HYBRID_SHARD of this model shards over ranks {', '.join(map(str, ranks[0][:8]))} and has replicas on "
+            f"ranks {', '.join(map(str, ranks[1][:8]))}; rank files can be read where neighbouring ranks shard",
+            why="the number of a rank file would not say which shard it holds",
+            next_step="save with StateDictType.SHARDED_STATE_DICT, which needs no units file, or shard over "
+            "neighbouring ranks",
+        )
 
 
 def _unit(one: FsdpModule) -> Unit:

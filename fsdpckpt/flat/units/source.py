@@ -111,8 +111,8 @@ def _given(checkpoint: Checkpoint, units: Units, label: str, request: UnitsReque
         raise SourceCorruptError(
             f"the units of {label} are not those of {checkpoint.source}",
             details=result.contradictions,
-            why="they belong to a different model, wrapping or run, rank files were mixed up, or the "
-            "optimizers of the ranks list their parameters in different orders",
+            why="they belong to a different model, wrapping or run, rank files were mixed up, HYBRID_SHARD sharded "
+            "over ranks that are no neighbours, or the optimizers of the ranks list their parameters in other orders",
             next_step=_SAVED,
             file=label,
         )

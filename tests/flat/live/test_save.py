@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
 import fsdpckpt
-from fsdpckpt.errors import InternalError, TargetUnwritableError, UsageError
+from fsdpckpt.errors import InternalError, SourceUnsupportedError, TargetUnwritableError, UsageError
 from fsdpckpt.flat.live.model import flattens_in_memory_order
 from fsdpckpt.flat.live.save import save_units, units_of
 from fsdpckpt.ir.dtypes import DTYPES
@@ -186,6 +186,20 @@ def test_hybrid_sharding_has_groups_of_their_own_size(
     )
     assert {unit.strategy for unit in units.units} == {Strategy.HYBRID_SHARD}
     assert (units.world_size, units.shard_size) == (6, 3)
+
+
+@pytest.mark.parametrize("ranks", [[[0, 2], [1, 3]], [[0, 3], [1, 2]]])
+def test_hybrid_sharding_over_ranks_that_are_no_neighbours_is_refused(
+    ranks: list[list[int]], world: World, tmp_path: Path
+) -> None:
+    """Files of such ranks can be read by lengths and checksums alone, and these may all be equal, or absent."""
+    for rank in range(4):
+        world(4, rank=rank)
+        mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("between", "within"))
+        model = wrapped(NESTED, Nested(), sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh)
+        with pytest.raises(SourceUnsupportedError, match="where neighbouring ranks shard"):
+            save_units(model, None, tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
