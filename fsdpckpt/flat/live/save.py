@@ -149,7 +149,9 @@ def _require_neighbours(groups: Sequence[Any]) -> None:
 
     A rank file's number then says neither its shard nor its replica: rank r is taken to hold shard r % ``shard_size``.
     """
-    ranks = [torch.distributed.get_process_group_ranks(group) for group in groups if group.size() > 1]
+    if not torch.distributed.is_initialized() or any(group.size() == 1 for group in groups):
+        return  # the ranks of a group that is gone are not known
+    ranks = [torch.distributed.get_process_group_ranks(group) for group in groups]
     if len(ranks) == 2 and ranks[0][-1] - ranks[0][0] >= ranks[1][1] - ranks[1][0]:
         raise SourceUnsupportedError(
             f"HYBRID_SHARD of this model shards over ranks {', '.join(map(str, ranks[0][:8]))} and has replicas on "
