@@ -214,7 +214,7 @@ class ConvertOptions:
         scope=(Scope.MODEL,),
     )
     optim_dtype: str | None = option(
-        "Cast the optimizer's floating-point tensors (default: no cast).",
+        "Cast the optimizer's floating-point states, but not step and those without dimensions (default: no cast).",
         Group.SELECTED,
         kind=DTYPE,
         metavar="DTYPE",

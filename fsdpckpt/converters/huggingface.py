@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from fsdpckpt.errors import SourceCorruptError, SourceUnrecognisedError
+from fsdpckpt.errors import SourceCorruptError, SourceUnrecognisedError, SourceUnsupportedError
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.readers.detect import open_checkpoint
@@ -19,6 +19,13 @@ from fsdpckpt.writers.torch_full import ties
 _CONFIG = "config.json"
 _OUTPUT_LAYER = re.compile(r"(^|\.)lm_head\.weight$")  # what transformers leaves out of a model with tied embeddings
 _WORD_EMBEDDINGS = re.compile(r"(^|\.)(embed_tokens|embed_in|wte|word_embeddings|tok_embeddings|embeddings)\.weight$")
+_SIZES = (  # fields of a configuration, and the weights whose first dimension they state
+    (("vocab_size",), _WORD_EMBEDDINGS),
+    (("hidden_size", "n_embd"), re.compile(r"\.(input_layernorm|ln_1)\.weight$")),
+    (("intermediate_size",), re.compile(r"\.mlp\.(gate_proj|up_proj)\.weight$")),
+)
+_DEPTH = ("num_hidden_layers", "n_layer")
+_LAYER = re.compile(r"^(.*?\b(?:layers|layer|h))\.(\d+)\.")
 _NEEDED = (
     f"from_pretrained also needs {_CONFIG}, and the tokenizer's files, which are not there: add --reference DIR, the "
     "directory of the model that was trained"
@@ -32,7 +39,8 @@ def finish_export(
 
     ``side_files``: those that lie beside the source. ``reference``: a directory whose configuration, tokenizer and
     generation settings are taken instead; where it holds weights, these must have the same names and shapes. Raises
-    SourceCorruptError when they have not, SourceMissingError when there is no such directory.
+    SourceUnsupportedError when they have not, or its configuration states other sizes, SourceMissingError when there is
+    no such directory.
     """
     files = dict(side_files)
     folders = [checkpoint.directory, f"{checkpoint.directory.rstrip('/')}/huggingface"] if checkpoint.directory else []
@@ -42,9 +50,10 @@ def finish_export(
         folders = [reference]
         checkpoint = replace(checkpoint, files=(*checkpoint.files, *own.sources), notes=(*checkpoint.notes, *own.notes))
         _check_against(reference, checkpoint, sources)
+        _check_configuration(reference, checkpoint, sources)
     if _CONFIG not in files:
         checkpoint = replace(checkpoint, notes=(*checkpoint.notes, Note("unconfigured", _NEEDED)))
-    return _export(checkpoint, folders, sources), files
+    return _export(checkpoint, folders, sources, reference), files
 
 
 def _check_against(reference: str, checkpoint: Checkpoint, sources: Sources) -> None:
@@ -56,7 +65,49 @@ def _check_against(reference: str, checkpoint: Checkpoint, sources: Sources) -> 
         _require_fitting(checkpoint, opened)
 
 
-def _export(checkpoint: Checkpoint, folders: Sequence[str], sources: Sources) -> Checkpoint:
+def _check_configuration(reference: str, checkpoint: Checkpoint, sources: Sources) -> None:
+    """Raises SourceUnsupportedError when ``config.json`` in ``reference`` states other sizes than the weights have.
+
+    Only what is certain counts: one size for all weights that a field is about, and one stack of layers.
+    """
+    document = _configuration([reference], sources)
+    shapes = _shapes(checkpoint)
+    wrong: list[str] = []
+    for fields, pattern in _SIZES:
+        held = {shape[:1]: name for name, shape in shapes.items() if pattern.search(name)}
+        for field in fields:
+            stated = document.get(field)
+            if type(stated) is int and len(held) == 1 and (stated,) not in held:
+                ((size, name),) = held.items()
+                wrong.append(f"{field}: expected {size[0]}, the rows of {name}, found {stated}")
+    stacks: dict[str, set[int]] = {}
+    for match in filter(None, map(_LAYER.match, shapes)):
+        stacks.setdefault(match[1], set()).add(int(match[2]))
+    for field in _DEPTH:
+        stated, more = document.get(field), document.get("num_nextn_predict_layers")  # of DeepSeek, behind the others
+        if type(stated) is int and len(stacks) == 1:
+            ((stack, numbers),) = stacks.items()
+            if len(numbers) not in (stated, stated + (more if type(more) is int else 0)):
+                wrong.append(f"{field}: expected {len(numbers)}, the number of {stack}, found {stated}")
+    causal = any(str(name).endswith("ForCausalLM") for name in _list(document.get("architectures")))
+    if document.get("tie_word_embeddings") is False and causal and not any(map(_OUTPUT_LAYER.search, shapes)):
+        wrong.append("tie_word_embeddings: expected true, as there is no output layer (lm_head), found false")
+    if wrong:
+        path = f"{reference.rstrip('/')}/{_CONFIG}"
+        raise SourceUnsupportedError(
+            f"{path} is not that of the model in {checkpoint.source}",
+            details=wrong,
+            file=path,
+            why="--reference names another model, or training has resized the model or its vocabulary",
+            next_step=f"name the directory of the trained model, or change these fields in a copy of {reference}",
+        )
+
+
+def _list(value: object) -> Sequence[object]:
+    return value if isinstance(value, list) else ()
+
+
+def _export(checkpoint: Checkpoint, folders: Sequence[str], sources: Sources, reference: str | None) -> Checkpoint:
     """``checkpoint`` without second copies of tied weights: those that share memory, and the output layer where the
     model's configuration ties it to the word embeddings and the two are equal to the byte.
 
@@ -75,7 +126,7 @@ def _export(checkpoint: Checkpoint, folders: Sequence[str], sources: Sources) ->
             first = stored.setdefault(first_of.get(leaf, leaf), name)
             if first != name:
                 left_out[name] = first
-    left_out |= _tied_by_configuration(checkpoint, model, set(left_out), folders, sources, notes)
+    left_out |= _tied_by_configuration(checkpoint, model, set(left_out), folders, sources, notes, reference)
     values = [name for name, leaf in model.params.items() if not isinstance(leaf, Tensor)]
     notes += [Note("tied", f"{name} is left out: it is tied to {first}", name) for name, first in left_out.items()]
     notes += [Note("dropped", f"{name} is not a tensor, and has no place among weights", name) for name in values]
@@ -90,11 +141,13 @@ def _tied_by_configuration(
     folders: Sequence[str],
     sources: Sources,
     notes: list[Note],
+    reference: str | None,
 ) -> dict[str, str]:
     """The output layer to the word embeddings, where ``config.json`` says so and their bytes agree."""
     heads = [name for name in model.params if _OUTPUT_LAYER.search(name) and name not in known]
     words = [name for name in model.params if _WORD_EMBEDDINGS.search(name)]
-    if len(heads) != 1 or len(words) != 1 or not _configured(folders, sources):
+    tied = _configuration(folders, sources).get("tie_word_embeddings") is True
+    if len(heads) != 1 or len(words) != 1 or not tied:
         return {}
     head, word = model.params[heads[0]], model.params[words[0]]
     if not isinstance(head, Tensor) or not isinstance(word, Tensor) or head.shape != word.shape:
@@ -103,13 +156,24 @@ def _tied_by_configuration(
         own = (checkpoint.files, sources)
         if first_difference((head, *own), (word, *own), None) is None:
             return {heads[0]: words[0]}
+    if reference is not None:
+        raise SourceUnsupportedError(
+            f"{reference.rstrip('/')}/{_CONFIG} is not that of the model in {checkpoint.source}: it ties {heads[0]} to "
+            f"{words[0]}, and their values differ",
+            file=f"{reference.rstrip('/')}/{_CONFIG}",
+            key=heads[0],
+            expected="tie_word_embeddings: false",
+            found="true",
+            why="from_pretrained would drop the output layer that was trained",
+            next_step=f"name the directory of the trained model, or change the field in a copy of {reference}",
+        )
     message = f"{_CONFIG} ties {heads[0]} to {words[0]}, and their values differ: both are written"
     notes.append(Note("tied", message, heads[0]))
     return {}
 
 
-def _configured(folders: Sequence[str], sources: Sources) -> bool:
-    """Whether the first configuration in ``folders`` says that words are tied."""
+def _configuration(folders: Sequence[str], sources: Sources) -> Mapping[str, object]:
+    """What the first ``config.json`` in ``folders`` says of the language model; empty where there is none."""
     for folder in folders:
         path = f"{folder.rstrip('/')}/{_CONFIG}"
         if sources.stat(path) is None:
@@ -124,13 +188,14 @@ def _configured(folders: Sequence[str], sources: Sources) -> bool:
                 why="the copy did not finish, or it was edited by hand",
                 next_step="restore it from the model's own directory, or move it away",
             ) from error
-        text = document.get("text_config", document) if isinstance(document, dict) else {}
-        return isinstance(text, dict) and text.get("tie_word_embeddings", document.get("tie_word_embeddings")) is True
-    return False
+        fields = document if isinstance(document, dict) else {}
+        text = fields.get("text_config")
+        return {**fields, **text} if isinstance(text, dict) else fields
+    return {}
 
 
 def _require_fitting(checkpoint: Checkpoint, reference: Checkpoint) -> None:
-    """Raises SourceCorruptError, naming every weight, when the model is not the reference's by names and shapes."""
+    """Raises SourceUnsupportedError, naming every weight, when the model is not the reference's by names and shapes."""
     found, expected = _shapes(checkpoint), _shapes(reference)
     wrong = [f"{name}: not in {reference.source}" for name in found if name not in expected]
     wrong += [f"{name}: not in {checkpoint.source}" for name in expected if name not in found]
@@ -143,7 +208,7 @@ def _require_fitting(checkpoint: Checkpoint, reference: Checkpoint) -> None:
         if name in expected and shape != expected[name]
     ]
     if wrong:
-        raise SourceCorruptError(
+        raise SourceUnsupportedError(
             f"the weights of {checkpoint.source} do not fit those of --reference {reference.source}",
             details=wrong,
             file=reference.source,

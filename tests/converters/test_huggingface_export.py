@@ -14,7 +14,7 @@ import fsdpckpt
 from fsdpckpt.comm.protocol import Solo
 from fsdpckpt.converters.pipeline import convert
 from fsdpckpt.converters.report import Report
-from fsdpckpt.errors import SourceCorruptError, SourceMissingError, UsageError
+from fsdpckpt.errors import SourceCorruptError, SourceMissingError, SourceUnsupportedError, UsageError
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.progress import NoProgress
 
@@ -109,7 +109,7 @@ def test_a_reference_gives_configuration_and_tokenizer(tmp_path: Path, with_weig
 
 def test_weights_that_are_not_the_references_are_refused_by_name_and_shape(tmp_path: Path) -> None:
     other = {"model.embed_tokens.weight": torch.zeros(9, 5), "model.other.weight": torch.zeros(5)}
-    with pytest.raises(SourceCorruptError, match="do not fit") as caught:
+    with pytest.raises(SourceUnsupportedError, match="do not fit") as caught:
         export(saved(tmp_path / "run", WEIGHTS), tmp_path / "out", reference=str(reference(tmp_path / "llama", other)))
     details = "\n".join(caught.value.details)
     assert "model.embed_tokens.weight: expected [9, 5], found [7, 5]" in details

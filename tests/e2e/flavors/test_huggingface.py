@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from fsdpckpt.errors import SourceUnsupportedError
 from tests.e2e.flavors.conftest import written
 
 pytestmark = pytest.mark.skipif(
@@ -95,6 +96,52 @@ def test_a_reference_makes_a_bare_checkpoint_one_that_transformers_loads(
     loaded, tokens = AutoModelForCausalLM.from_pretrained(tmp_path / "out"), torch.arange(9).reshape(1, 9)
     model.eval()
     assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+
+
+@pytest.mark.parametrize(
+    ("field", "other", "right"),
+    [
+        ("vocab_size", 33, 31),
+        ("hidden_size", 24, 12),
+        ("intermediate_size", 21, 20),
+        ("num_hidden_layers", 1, 2),
+        ("num_hidden_layers", 3, 2),
+        ("tie_word_embeddings", False, True),
+    ],
+)
+def test_the_configuration_of_another_model_is_refused_by_its_field(
+    field: str, other: int, right: int, trained: tuple[nn.Module, Path], tmp_path: Path
+) -> None:
+    import transformers
+
+    model, run = trained
+    source, base = run / "checkpoint-7", tmp_path / "base"
+    if field == "tie_word_embeddings":  # one name for both, as some saves have it
+        own = {name: tensor.clone() for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+        torch.save(own, source := tmp_path / "one.pt")
+    written(source, tmp_path / "right", flavor="huggingface", reference=str(run / "checkpoint-7"))
+    assert transformers.LlamaForCausalLM.from_pretrained(tmp_path / "right")
+    base.mkdir()
+    config = json.loads((run / "checkpoint-7" / "config.json").read_text())
+    assert config[field] is right or config[field] == right
+    (base / "config.json").write_text(json.dumps({**config, field: other, "architectures": ["LlamaForCausalLM"]}))
+    with pytest.raises(SourceUnsupportedError) as error:
+        written(source, tmp_path / "out", flavor="huggingface", reference=str(base))
+    (detail,) = error.value.details
+    assert detail.startswith(f"{field}: expected {str(right).lower()}") and detail.endswith(f"{str(other).lower()}")
+    assert str(base / "config.json") in error.value.what and not (tmp_path / "out").exists()
+
+
+def test_a_reference_that_ties_what_was_trained_apart_is_refused(
+    trained: tuple[nn.Module, Path], tmp_path: Path
+) -> None:
+    model, run = trained
+    own = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    own["lm_head.weight"][3, 4] += 1
+    torch.save(own, tmp_path / "model.pt")
+    with pytest.raises(SourceUnsupportedError, match=r"ties lm_head\.weight to model\.embed_tokens\.weight") as error:
+        written(tmp_path / "model.pt", tmp_path / "out", flavor="huggingface", reference=str(run / "checkpoint-7"))
+    assert (error.value.expected, error.value.found) == ("tie_word_embeddings: false", "true")
 
 
 def test_tied_copies_that_differ_both_stay(trained: tuple[nn.Module, Path], tmp_path: Path) -> None:
