@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import WrittenTensor
-from fsdpckpt.ir.tensors import Int64Array, Tensor
+from fsdpckpt.ir.tensors import Chunks, Int64Array, Tensor
 
 CopyTable = tuple[Int64Array, ...]
 """The number of the write item of each copy, then the columns of ``Copies``."""
@@ -77,12 +77,16 @@ class Sources:
 
 @dataclass(slots=True, eq=False)
 class _Chunks:
-    """Chunks on the line: ``begin`` of their first dimension, ascending, and the largest end so far, ``reach``."""
+    """Chunks on the line: ``begin`` of their first dimension, ascending, and the largest end so far, ``reach``.
+
+    ``box``: the row of ``start``, ``size`` and ``stride`` that is each one's.
+    """
 
     begin: Int64Array
     reach: Int64Array
     file: Int64Array
     offset: Int64Array
+    box: Int64Array
     start: Int64Array
     size: Int64Array
     stride: Int64Array
@@ -136,16 +140,17 @@ class _Group:
     ) -> CopyTable:  # fmt: skip
         """The copies of write items and chunks that may have elements in common."""
         chunks, ndim = self._chunks, self._ndim
-        low = np.maximum(start[item], chunks.start[chunk])
-        extent = np.minimum(start[item] + size[item], chunks.start[chunk] + chunks.size[chunk]) - low
+        box = chunks.box[chunk]
+        low = np.maximum(start[item], chunks.start[box])
+        extent = np.minimum(start[item] + size[item], chunks.start[box] + chunks.size[box]) - low
         meets = (extent > 0).all(axis=1)
         if not meets.all():
-            item, chunk, low, extent = item[meets], chunk[meets], low[meets], extent[meets]
-        stride, target_stride = chunks.stride[chunk], np.ones((len(item), ndim), np.int64)
+            item, chunk, box, low, extent = item[meets], chunk[meets], box[meets], low[meets], extent[meets]
+        stride, target_stride = chunks.stride[box], np.ones((len(item), ndim), np.int64)
         for slow, fast in zip(self._order[-2::-1], self._order[:0:-1], strict=True):
             target_stride[:, slow] = target_stride[:, fast] * size[item, fast]
         have, want = self._source_item[tensor[item]], self._target_item[tensor[item]]
-        source_at = ((low - chunks.start[chunk]) * stride).sum(axis=1)
+        source_at = ((low - chunks.start[box]) * stride).sum(axis=1)
         target_at = ((low - start[item]) * target_stride).sum(axis=1)
         pair, source_more, target_more, source_pitch, target_pitch, count, run = _pitched(
             extent, stride, target_stride, self._order
@@ -162,40 +167,57 @@ class _Group:
 def _on_one_line(tensors: Sequence[Tensor], ndim: int, base: Int64Array) -> _Chunks:
     """The chunks of ``tensors``, without empty ones and replicas: the lowest rank's copy stays."""
     each = [tensor.chunks for tensor in tensors]
-    number = np.repeat(np.arange(len(each)), [len(chunks.file) for chunks in each])
-    rank, file, offset = (
-        np.concatenate([getattr(chunks, name) for chunks in each]) for name in ("rank", "file", "offset")
-    )
-    if tensors[0].ndim:
-        start, size, stride = (
-            np.concatenate([getattr(chunks, name) for chunks in each]) for name in ("start", "size", "stride")
-        )
-    else:
-        start, size = np.zeros((len(file), 1), np.int64), np.ones((len(file), 1), np.int64)
-        stride = size
-    begin = base[number] + start[:, 0]
+    count = np.array([len(chunks.file) for chunks in each], np.int64)
+    start, size, stride, box = _boxes(each, count, ndim)
+    begin = np.repeat(base, count) + start[box, 0]
     order = None
-    if (begin[1:] < begin[:-1]).any():
-        order = np.argsort(begin, kind="stable")
-        begin = begin[order]
-    same = np.zeros(len(begin) + 1, np.bool_)
-    same[1:-1] = begin[1:] == begin[:-1]
     full = np.asarray((size > 0).all(axis=1))
-    if same.any() or not full.all():
+    if not full.all():
+        order = np.flatnonzero(full[box])
+        begin = begin[order]
+    if (begin[1:] < begin[:-1]).any():
+        ascending = np.argsort(begin, kind="stable")
+        begin, order = begin[ascending], ascending if order is None else order[ascending]
+    if (begin[1:] == begin[:-1]).any():
         order = np.arange(len(begin)) if order is None else order
-        order = order[full[order]]
-        keys = [rank[order], *size[order].T, *start[order].T, number[order]]
-        order = order[np.lexsort(keys)]
-        boxes = np.column_stack([number[order], start[order], size[order]])
+        number, rank = np.repeat(np.arange(len(each)), count), np.concatenate([chunks.rank for chunks in each])
+        place = box[order]
+        order = order[np.lexsort([rank[order], *size[place].T, *start[place].T, number[order]])]
+        place = box[order]
+        boxes = np.column_stack([number[order], start[place], size[place]])
         new = np.ones(len(order), np.bool_)
         new[1:] = (boxes[1:] != boxes[:-1]).any(axis=1)
         order = order[new]
-        order = order[np.argsort(base[number[order]] + start[order, 0], kind="stable")]
-        begin = base[number[order]] + start[order, 0]
+        begin = base[number[order]] + start[box[order], 0]
+        ascending = np.argsort(begin, kind="stable")
+        begin, order = begin[ascending], order[ascending]
+    file, offset = (np.concatenate([getattr(chunks, name) for chunks in each]) for name in ("file", "offset"))
     if order is not None:
-        file, offset, start, size, stride = (column[order] for column in (file, offset, start, size, stride))
-    reach: Int64Array = np.maximum.accumulate(begin + size[:, 0]) if len(begin) else begin
-    return _Chunks(begin, reach, file, offset, start, size, stride)
+        file, offset, box = file[order], offset[order], box[order]
+    reach: Int64Array = np.maximum.accumulate(begin + size[box, 0]) if len(begin) else begin
+    return _Chunks(begin, reach, file, offset, box, start, size, stride)
+
+
+def _boxes(
+    each: Sequence[Chunks], count: Int64Array, ndim: int
+) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
+    """Starts, sizes and strides of all boxes, and the box of each chunk. Tensors that are cut alike share theirs."""
+    first: dict[tuple[int, int, int], int] = {}  # by the arrays that they share
+    parts: list[Chunks] = []
+    places = np.empty(len(each), np.int64)
+    total = 0
+    for number, chunks in enumerate(each):
+        places[number] = first.setdefault((id(chunks.start), id(chunks.size), id(chunks.stride)), total)
+        if places[number] == total:
+            parts.append(chunks)
+            total += len(chunks.file)
+    start, size, stride = (
+        np.concatenate([getattr(chunks, name) for chunks in parts]) for name in ("start", "size", "stride")
+    )
+    if not start.shape[1]:
+        start, size = np.zeros((total, ndim), np.int64), np.ones((total, ndim), np.int64)
+        stride = size
+    return start, size, stride, np.arange(count.sum()) + np.repeat(places - (np.cumsum(count) - count), count)
 
 
 _Pitched = tuple["npt.NDArray[np.intp] | None", Int64Array, Int64Array, Int64Array, Int64Array, Int64Array, Int64Array]
