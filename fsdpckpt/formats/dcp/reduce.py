@@ -427,6 +427,9 @@ class _Walk:
             )
             if taken is None and not form.may_stand(block.data, at):
                 return None
+            if taken is None and self._sizes[kind] == 1:  # one among those that are known is walked over sooner
+                self._sizes[kind] = _WINDOW
+                return None
         if taken is not None:
             self._sizes[kind] = _WINDOW if self._items.scattered else 1
             return taken

@@ -24,6 +24,7 @@ _MOST_ALIKE = 8  # lists that begin with the same bytes
 _MOST_KEY = 512  # bytes by which they are told apart
 _MOST_BYTES = 32 << 20  # of records that are known at a time
 _WORTH = 16  # items in a row that are compared sooner than parsed
+_SHORT = 128  # items in a row, on average, that are joined with those around them
 _AT_ONCE = 1024  # items compared at once: a batch of the pickler has a thousand
 _NUMBERS = ("index", "path", "offset", "length")  # of an item; then its start
 
@@ -102,14 +103,58 @@ class _Stretch:
     def __len__(self) -> int:
         return len(self.names)
 
+    def part(self, first: int, end: int, numbers: int) -> _Stretch:
+        """The items from ``first`` to ``end`` (exclusive), with ``numbers`` numbers each."""
+        rows, low = slice(first, end), self.begins[first]
+        begins = self.begins[first : end + 1] - low
+        more = numbers - len(self.places)
+        return _Stretch(
+            self.content[low : self.begins[end]],
+            self.mask[low : self.begins[end]],
+            begins,
+            np.concatenate([self.places[:, rows] - low, np.tile(begins[:-1], (more, 1))]),
+            np.concatenate([self.masks[:, rows], np.zeros((more, end - first), np.uint64)]),
+            self.names[rows],
+            self.ndim[rows],
+            self.memoised[first : end + 1] - self.memoised[first],
+        )
+
     def same(self, block: Block, at: int, first: int) -> int:
         """The items from ``first`` to this one (exclusive) stand at ``at`` of ``block``, but for their numbers."""
-        low, high = int(self.begins[first]), int(self.begins[min(first + _AT_ONCE, len(self))])
-        nbytes = max(min(high - low, len(block.data) - 1 - at), 0)
-        differs = (block.bytes[at : at + nbytes] ^ self.content[low : low + nbytes]) & self.mask[low : low + nbytes]
-        if differs.max(initial=0):
-            nbytes = int((differs != 0).argmax())
-        return int(np.searchsorted(self.begins, low + nbytes, "right")) - 1
+        last = min(first + _AT_ONCE, len(self))
+        for end in (first + 1, last):  # where one does not stand, the others need no look
+            low, high = int(self.begins[first]), int(self.begins[end])
+            nbytes = max(min(high - low, len(block.data) - 1 - at), 0)
+            differs = (block.bytes[at : at + nbytes] ^ self.content[low : low + nbytes]) & self.mask[low : low + nbytes]
+            if differs.max(initial=0):
+                nbytes = int((differs != 0).argmax())
+            if nbytes < high - low:
+                return int(np.searchsorted(self.begins, low + nbytes, "right")) - 1
+        return last
+
+
+def _joined(parts: list[tuple[_Stretch, int, int]]) -> _Stretch:
+    """The items of several parts, first to end (exclusive) of each, one after the other."""
+    numbers = max(len(stretch.places) for stretch, *_ in parts)
+    pieces = [stretch.part(first, end, numbers) for stretch, first, end in parts]
+    shifts = np.cumsum([0, *(len(piece.content) for piece in pieces)])
+    counts = np.cumsum([0, *(int(piece.memoised[-1]) for piece in pieces)])
+    return _Stretch(
+        np.concatenate([piece.content for piece in pieces]),
+        np.concatenate([piece.mask for piece in pieces]),
+        np.append(
+            np.concatenate([piece.begins[:-1] + shift for piece, shift in zip(pieces, shifts[:-1], strict=True)]),
+            shifts[-1],
+        ),
+        np.concatenate([piece.places + shift for piece, shift in zip(pieces, shifts[:-1], strict=True)], axis=1),
+        np.concatenate([piece.masks for piece in pieces], axis=1),
+        np.concatenate([piece.names for piece in pieces]),
+        np.concatenate([piece.ndim for piece in pieces]),
+        np.append(
+            np.concatenate([piece.memoised[:-1] + count for piece, count in zip(pieces, counts[:-1], strict=True)]),
+            counts[-1],
+        ),
+    )
 
 
 class Items:
@@ -125,10 +170,6 @@ class Items:
         """Remember the items in ``rows``; ``columns`` has their names and dimensions."""
         begin, end = found.begin[rows], found.end[rows]
         begins = np.append(0, np.cumsum(end - begin))
-        if begins[-1] > self._left:
-            self._last.clear()
-            self._left = _MOST_BYTES
-        self._left -= int(begins[-1])
         cut = np.flatnonzero(begin[1:] != end[:-1])
         firsts, lasts = np.append(0, cut + 1), np.append(cut, len(rows) - 1)
         parts = zip(begin[firsts].tolist(), end[lasts].tolist(), strict=True)
@@ -163,8 +204,14 @@ class Items:
             at = place + width
         memoised = np.append(0, np.cumsum(found.memoised[rows]))
         names, ndim = columns["name"], columns["ndim"]
-        stretch = _Stretch(content, mask, begins, np.stack(places), np.stack(masks), names, ndim, memoised)
-        self._last.update((name, (stretch, row)) for row, name in enumerate(names.tolist()))
+        self._remember(_Stretch(content, mask, begins, np.stack(places), np.stack(masks), names, ndim, memoised))
+
+    def _remember(self, stretch: _Stretch) -> None:
+        if len(stretch.content) > self._left:
+            self._last.clear()
+            self._left = _MOST_BYTES
+        self._left -= len(stretch.content)
+        self._last.update((name, (stretch, row)) for row, name in enumerate(stretch.names.tolist()))
 
     def take(self, form: ItemForm, block: Block, at: int, name_at: NameAt) -> Records | None:
         """The known items that stand at ``at``, one after the other. ``name_at``: the name of the item at a place."""
@@ -188,6 +235,8 @@ class Items:
             at = shift + int(stretch.begins[end])
             expected = stretch, end
         self.scattered = 0 < count < _WORTH * len(pieces)
+        if _WORTH * len(pieces) <= count < _SHORT * len(pieces):
+            self._remember(_joined([taken[:3] for taken in self._taken[-len(pieces) :]]))
         return Records(slice(0, count), memoised, at, pieces) if pieces else None
 
     def _same(
