@@ -227,8 +227,8 @@ class ConvertOptions:
         scope=(Scope.OPTIMIZER,),
     )
     no_weight_decay: tuple[str, ...] = option(
-        "Megatron's parameters without weight decay, since its checkpoints do not list those of each param group "
-        "('standard': vectors and biases, Megatron's own rule); may be repeated.",
+        "Parameters without weight decay ('standard': vectors and biases); may be repeated. Megatron's checkpoints do "
+        "not list those of each param group; an optimizer with one group, as DeepSpeed makes it, gets two.",
         Group.SELECTED,
         default=(),
         metavar="GLOB",

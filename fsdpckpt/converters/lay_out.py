@@ -29,7 +29,7 @@ from fsdpckpt.producers.forms import (
     RankNames,
     Step,
 )
-from fsdpckpt.producers.table import flavor_named
+from fsdpckpt.producers.table import DEEPSPEED, DEEPSPEED_UNIVERSAL, flavor_named
 from fsdpckpt.readers.side_files import SideFiles, lacking, side_files
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.writers import dcp, safetensors, torch_full, torch_ranks, universal
@@ -214,11 +214,12 @@ def adapt_to_form(
     world_size: int | None,
     sources: Sources,
     only: Section | None = None,
+    divided: bool = False,
 ) -> tuple[Checkpoint, Form, Mapping[str, Tensor]]:
     """``checkpoint`` with the sections that ``form`` has a place for, ``form`` with the places that this source needs,
     and the files beside it that go along.
 
-    ``only``: the section that is taken.
+    ``only``: the section that is taken. ``divided``: whether a param group that is the only one will be two.
     """
     beside = side_files(checkpoint, flavor, world_size, sources, only=only)
     below = (
@@ -237,6 +238,9 @@ def adapt_to_form(
         if optim is not None and only is None:
             form, extra = _with_schedule(checkpoint, flavor, form, beside, sources)
             said.update(map(str, _schedule_path(checkpoint)[:1]) if extra else ())
+            if divided and len(optim.param_groups or ()) == 1:  # lists have an entry for each group
+                ones = {key: value for key, value in extra.items() if isinstance(value, list) and len(value) == 1}
+                extra |= {key: value * 2 for key, value in ones.items()}
         names = tuple(str(key) for key in checkpoint.extra if key not in said)
         if names:
             message = f"left out, because flavor {flavor.name} has no place for them: {', '.join(names)}"
@@ -324,7 +328,9 @@ def _schedule(checkpoint: Checkpoint) -> Value:
 
 def _schedule_path(checkpoint: Checkpoint) -> tuple[Step, ...]:
     source = flavor_named(checkpoint.flavor)
-    return source.schedule if source is not None else ()
+    path = source.schedule if source is not None else ()
+    in_deepspeeds_files = checkpoint.flavor in DEEPSPEED_UNIVERSAL.within and path[0] not in checkpoint.extra
+    return DEEPSPEED.schedule if in_deepspeeds_files else path
 
 
 def _steps(checkpoint: Checkpoint, sources: Sources) -> int:

@@ -105,7 +105,13 @@ def _read(source: str, target: str, options: ConvertOptions, sources: Sources, *
     side_files: Mapping[str, Tensor] = {}
     if spec.flavor is not None and spec.form is not None:
         opened, form, side_files = adapt_to_form(
-            opened, spec.flavor, spec.form, world_size=spec.world_size, sources=sources, only=options.only
+            opened,
+            spec.flavor,
+            spec.form,
+            world_size=spec.world_size,
+            sources=sources,
+            only=options.only,
+            divided=bool(options.no_weight_decay),
         )
         spec = replace(spec, form=form)
         options = replace(options, key_type=form.key_type if opened.optim is not None else None)

@@ -1,4 +1,5 @@
-"""Says which parameters are in Megatron's param groups: its checkpoints keep the groups' settings alone.
+"""Says which parameters are in Megatron's param groups: its checkpoints keep the groups' settings alone. Divides the
+one group of an optimizer that DeepSpeed made, where the Trainer makes two.
 
 Megatron makes a group for each combination of ``wd_mult`` (1, or 0 for no weight decay), ``is_expert_parallel`` and
 learning rates. By its standard rule vectors and biases have no weight decay
@@ -36,11 +37,14 @@ def list_parameters(checkpoint: Checkpoint, patterns: Sequence[str]) -> Checkpoi
     optim = checkpoint.optim
     groups = (optim.param_groups if optim is not None else None) or []
     listed = all(group_params(group) is not None for group in groups)
+    if optim is not None and patterns and listed and len(groups) == 1:
+        without = _without_decay(checkpoint, [str(name) for name in group_params(groups[0]) or ()], patterns)
+        return _with_groups(checkpoint, optim, _divided(groups[0], without), without)
     if optim is None or listed or checkpoint.flavor != _MEGATRON:
         if patterns:
             raise UsageError(
-                f"--no-weight-decay is for Megatron's param groups, which list no parameters; {checkpoint.source} "
-                "has none",
+                "--no-weight-decay is for Megatron's param groups, which list no parameters, and for an optimizer with "
+                f"one group; {checkpoint.source} has neither",
                 next_step="leave out --no-weight-decay",
             )
         return checkpoint
@@ -62,7 +66,24 @@ def list_parameters(checkpoint: Checkpoint, patterns: Sequence[str]) -> Checkpoi
             next_step="--no-weight-decay standard, if training used Megatron's own rule (none for vectors and biases); "
             "else --no-weight-decay GLOB for the parameters without weight decay; or --only model",
         )
-    without = {name for name in names if any(_matches(checkpoint, name, pattern) for pattern in patterns)}
+    without = _without_decay(checkpoint, names, patterns)
+    kept = [group for group in _listed(checkpoint, groups, names, without) if group_params(group)]
+    return _with_groups(checkpoint, optim, kept, without)
+
+
+def note_one_group(checkpoint: Checkpoint) -> Checkpoint:
+    """``checkpoint``, for the Trainer, with a note where its optimizer has one param group, as DeepSpeed makes them."""
+    groups = checkpoint.optim.param_groups if checkpoint.optim is not None else None
+    if groups is None or len(groups) != 1:
+        return checkpoint
+    message = (
+        "the optimizer has one param group: the Trainer's own has two, and does not load one. If DeepSpeed made this "
+        "optimizer, add --no-weight-decay standard (none for vectors and biases, the Trainer's rule)"
+    )
+    return replace(checkpoint, notes=(*checkpoint.notes, Note("unconfigured", message)))
+
+
+def _without_decay(checkpoint: Checkpoint, names: Sequence[str], patterns: Sequence[str]) -> set[str]:
     unused = [one for one in patterns if not any(_matches(checkpoint, name, one) for name in names)]
     if unused:
         raise UsageError(
@@ -70,10 +91,25 @@ def list_parameters(checkpoint: Checkpoint, patterns: Sequence[str]) -> Checkpoi
             details=names[:_SHOWN],
             next_step="give globs of names as fsdpckpt inspect --names-only shows them",
         )
-    kept = [group for group in _listed(checkpoint, groups, names, without) if group_params(group)]
-    message = f"param groups by weight decay: {len(without)} of {len(names)} parameters have none"
+    return {name for name in names if any(_matches(checkpoint, name, pattern) for pattern in patterns)}
+
+
+def _with_groups(
+    checkpoint: Checkpoint, optim: OptimState, groups: list[dict[Key, Value]], without: set[str]
+) -> Checkpoint:
+    count = sum(len(group_params(group) or ()) for group in groups)
+    message = f"param groups by weight decay: {len(without)} of {count} parameters have none"
     note = Note("groups-rebuilt", message, keys=tuple(without))
-    return replace(checkpoint, optim=OptimState(optim.state, kept, optim.extra), notes=(*checkpoint.notes, note))
+    return replace(checkpoint, optim=OptimState(optim.state, groups, optim.extra), notes=(*checkpoint.notes, note))
+
+
+def _divided(group: dict[Key, Value], without: set[str]) -> list[dict[Key, Value]]:
+    """``group`` as two: those of its parameters with weight decay, and those without."""
+    settings = {key: value for key, value in group.items() if key != "param_names"}
+    names = group_params(group) or ()
+    decayed: list[Value] = [name for name in names if str(name) not in without]
+    others: list[Value] = [name for name in names if str(name) in without]
+    return [{**settings, "params": decayed}, {**settings, "params": others, "weight_decay": 0.0}]
 
 
 def _listed(

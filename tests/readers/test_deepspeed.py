@@ -313,6 +313,55 @@ def _old_files(stage: int) -> dict[str, Any]:
     return files
 
 
+@pytest.mark.parametrize(("flavor", "file"), [("trainer", "scheduler.pt"), ("accelerate", "scheduler.bin")])
+def test_the_schedule_is_where_fsdp_jobs_look_for_it(flavor: str, file: str, tmp_path: Path) -> None:
+    """DeepSpeed keeps it in its own file; without it the Trainer would start with a new optimizer."""
+    source = copy("zero2-fp32", tmp_path)
+    report = fsdpckpt.convert(str(source), str(tmp_path / "out"), flavor=flavor, world_size=2)
+    expected = torch.load(source / "global_step3" / "mp_rank_00_model_states.pt", weights_only=False)["lr_scheduler"]
+    schedule = torch.load(tmp_path / "out" / file, weights_only=True)
+    assert schedule == expected
+    assert schedule["last_epoch"] == 3
+    said = [note.message for note in report.notes]
+    assert any(message.startswith(f"{file} is the state of the source's LR scheduler") for message in said)
+    assert not any(f"has no {file}" in message or "lr_scheduler" in message for message in said)
+    fsdpckpt.convert(str(source), str(tmp_path / "weights"), flavor=flavor, world_size=2, only="model")
+    assert not (tmp_path / "weights" / file).exists()
+
+
+def test_a_schedule_of_deepspeeds_own_is_left_out_and_said(tmp_path: Path) -> None:
+    """Its WarmupLR keeps one counter, which no scheduler of torch loads."""
+    source = copy("zero2-fp32", tmp_path)
+    path = source / "global_step3" / "mp_rank_00_model_states.pt"
+    states = torch.load(path, weights_only=False)
+    torch.save({**states, "lr_scheduler": {"last_batch_iteration": 2}}, path)
+    report = fsdpckpt.convert(str(source), str(tmp_path / "out"), flavor="trainer", world_size=2)
+    assert not (tmp_path / "out" / "scheduler.pt").exists()
+    said = " ".join(note.message for note in report.notes)
+    assert "the target has no scheduler.pt" in said
+    assert "lr_scheduler" in said
+
+
+def test_an_optimizer_with_one_group_gets_the_trainers_two(tmp_path: Path) -> None:
+    names = {"w.weight": torch.randn(3, 5), "w.bias": torch.randn(3), "norm.weight": torch.randn(5)}
+    group = {"lr": 0.1, "weight_decay": 0.5, "params": list(names)}
+    states = {name: {"step": torch.tensor(3.0), "exp_avg": value / 2} for name, value in names.items()}
+    state = {"model": names, "optimizer": {"state": states, "param_groups": [group]}}
+    torch.save(state, tmp_path / "one.pt")
+    report = fsdpckpt.convert(str(tmp_path / "one.pt"), str(tmp_path / "trainer"), flavor="trainer", world_size=2)
+    assert any("--no-weight-decay standard" in note.message for note in report.notes)
+    report = fsdpckpt.convert(
+        str(tmp_path / "one.pt"), str(tmp_path / "two"), flavor="trainer", to="full", no_weight_decay="standard"
+    )
+    assert not any("--no-weight-decay" in note.message for note in report.notes)
+    optimizer = torch.load(tmp_path / "two" / "optimizer.bin")
+    assert optimizer["param_groups"] == [
+        {"lr": 0.1, "weight_decay": 0.5, "params": ["w.weight"]},
+        {"lr": 0.1, "weight_decay": 0.0, "params": ["w.bias", "norm.weight"]},
+    ]
+    assert optimizer["state"].keys() == names.keys()
+
+
 class TestPartitions:
     """The arithmetic, against flat tensors that are really cut."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import torch
 from fsdpckpt.api import inspect, verify
 from fsdpckpt.ir.checkpoint import Container, Layout
 from tests.e2e.flavors.conftest import Job, Library, written
+from tests.fuzz.corpus import GOLDEN
 from tests.oracle.compare import differences
 
 DEFAULT = {"world_size": 2}  # what a user types who must resume on 2 GPUs
@@ -51,6 +53,18 @@ TRAINER_PATHS = (
     ("full1", "full1"),
 )
 STEP = "checkpoint-3"
+DEEPSPEED = {"accelerate": "sharded2", "trainer": "trainer-sharded2-even"}  # by what saved it: the form that goes on
+
+
+@pytest.fixture(scope="module")
+def by_deepspeed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``accelerate/`` (ZeRO 3) and ``trainer/checkpoint-3`` (ZeRO 2), as DeepSpeed saved them on 4 ranks."""
+    directory = tmp_path_factory.mktemp("deepspeed")
+    for name in DEEPSPEED:
+        with tarfile.open(GOLDEN / "deepspeed" / f"{name}.tar.xz") as packed:
+            packed.extractall(directory, filter="data")
+        (directory / name / "next.json").rename(directory / f"{name}.json")
+    return directory
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +73,7 @@ def saved(library: Callable[..., Library]) -> Library:
 
 
 @pytest.fixture(scope="module")
-def converted(saved: Library, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
+def converted(saved: Library, by_deepspeed: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
     """What is loaded on 2 ranks, by its id: the conversions, and PyTorch's own resharding of what was saved."""
     below, jobs = tmp_path_factory.mktemp("converted"), []
     for source, form in PATHS:
@@ -87,6 +101,12 @@ def converted(saved: Library, tmp_path_factory: pytest.TempPathFactory) -> dict[
         if name == "by-accelerate":
             shutil.copy(checkpoint / "trainer_state.json", target)
     shutil.copytree(checkpoint, below / "by-itself" / STEP, ignore=shutil.ignore_patterns("rng_state_*"))
+    for source, form in DEEPSPEED.items():
+        target = below / f"deepspeed-{source}" / STEP
+        target.parent.mkdir()
+        groups = {"no_weight_decay": ("standard",)} if source == "trainer" else {}  # DeepSpeed made its optimizer
+        written(by_deepspeed / source, target, **DEFAULT, **groups)
+        jobs.append(Job(f"deepspeed: {source}", form, target))
     for trained, loaded in sorted({source[-1] + form[-1] for source, form in PATHS}):
         jobs.append(Job(trained + loaded, f"sharded{loaded}", saved.saved / f"accelerate-sharded{trained}"))
     for trained, loaded in sorted({source[-1] + form[-1] for source, form in TRAINER_PATHS}):
@@ -135,6 +155,22 @@ def test_the_trainer_resumes_at_its_step_from_a_checkpoint_of_accelerate(
     schedule = torch.load(saved.saved / "trainer-sharded2" / STEP / "scheduler.pt", weights_only=True)
     assert torch.load(between / "scheduler.bin", weights_only=True) == schedule
     assert verify(between).whole and verify(converted["trainer: by-accelerate"].path).whole
+
+
+def test_fsdp2_goes_on_from_deepspeed_as_deepspeed_itself(
+    by_deepspeed: Path, converted: dict[str, Job], losses: dict[str, list[list[str]]]
+) -> None:
+    """On 2 ranks instead of 4: the same losses, random states and learning rates."""
+    for source in DEEPSPEED:
+        expected = json.loads((by_deepspeed / f"{source}.json").read_text())
+        assert [each[:2] for each in losses[f"deepspeed: {source}"]] == [each[:2] for each in expected[:2]], source
+    assert losses["deepspeed: accelerate"] == json.loads((by_deepspeed / "accelerate.json").read_text())[:2]
+    rates = [rate for _, rate in json.loads(losses["deepspeed: trainer"][0][-1])]
+    theirs = [rate for _, rate in json.loads(json.loads((by_deepspeed / "trainer.json").read_text())[0][-1])]
+    assert (rates[:3], rates[3:]) == (theirs[:3], theirs[2:4])  # under DeepSpeed it logs those of the next step
+    assert not (by_deepspeed / "trainer" / STEP / "scheduler.pt").exists()
+    schedule = torch.load(converted["deepspeed: trainer"].path / "scheduler.pt", weights_only=True)
+    assert schedule["last_epoch"] == 3
 
 
 def test_every_file_beside_a_checkpoint_of_the_trainer_arrives(saved: Library, converted: dict[str, Job]) -> None:
