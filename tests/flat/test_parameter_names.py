@@ -134,6 +134,8 @@ def test_an_optimizer_by_name_says_the_parameters_that_have_whole_states() -> No
         ("b", (3, 5), True),
     ]
     assert (found.ordered, found.in_model_order) == (True, False)
+    every = optimizer_names(checkpoint(2, optim=optimizer(states, ["a", "b"])), "it")  # each of the group has states
+    assert every is not None and every.ordered and every.params == found.params
     for groups in ((["a"], ["b"]), (["b"],), ()):
         found = optimizer_names(checkpoint(2, optim=optimizer(states, *groups)), "it")
         assert found is not None and [param.name for param in found.params] == ["b", "a"] and not found.ordered
