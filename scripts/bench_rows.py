@@ -34,7 +34,7 @@ def table(rows: list[tuple[Row, int]], options: argparse.Namespace) -> str:
             ratio = f"{entry.seconds / copy:.2f} x" if copy else ""
             rate = f"{nbytes / entry.seconds / 1e9:.2f}" if copy else ""
             if row.note == "per-tensor" and entry is row.contenders[0]:
-                ratio = f"{entry.seconds / MANY * 1e6:.0f} us a tensor"
+                ratio = f"{entry.cpu / MANY * 1e6:.0f} us of CPU a tensor"
             if row.note == "journal" and entry is row.contenders[0]:
                 ratio = f"{entry.seconds / row.contenders[1].seconds:.3f} x without"
             lines.append(

@@ -179,9 +179,17 @@ class SourceCheck:
         SourceCorruptError when two reads of the same bytes differ.
         """
         begin, length, _ = self._records[file].record(index)
+        parts = sorted(set(self._parts.get((file, index), ())))
+        at, tiled = begin, 0
+        for offset, nbytes, crc in parts:
+            if offset != at:
+                break
+            tiled, at = crc32_combine(tiled, crc, nbytes), at + nbytes
+        else:  # as nearly all are read: once, each part where the one before ends
+            return tiled if at == begin + length else None
         sums = {begin: 0}  # offset to the CRC-32 of the record's bytes before it
         read: dict[tuple[int, int], int] = {}
-        for offset, nbytes, crc in sorted(set(self._parts.get((file, index), ()))):
+        for offset, nbytes, crc in parts:
             if read.setdefault((offset, nbytes), crc) != crc:
                 raise _read_differently(self._files[file].path, offset, nbytes, read[offset, nbytes], crc)
             if offset not in sums:

@@ -315,17 +315,18 @@ class OptimState:
 
 
 class NamedTensor(NamedTuple):
-    """One tensor with its address. ``param`` is the FQN or id as text, ``state`` the optimizer state's name.
-
-    ``key`` is the dotted address within the section: the FQN for ``model``, ``<param>.<state>`` for ``optim``,
-    the dotted path for ``extra``.
-    """
+    """One tensor with its address. ``param`` is the FQN or id as text, ``state`` the optimizer state's name."""
 
     section: Section
     param: str
     state: str | None
-    key: str
     tensor: Tensor
+
+    @property
+    def key(self) -> str:
+        """The dotted address within the section: the FQN for ``model``, ``<param>.<state>`` for ``optim``, the dotted
+        path for ``extra``."""
+        return self.param if self.state is None else f"{self.param}.{self.state}"
 
 
 @dataclass(slots=True)
@@ -375,21 +376,21 @@ class Checkpoint:
         if self.model is not None:
             for name, leaf in self.model.params.items():
                 if isinstance(leaf, Tensor):
-                    yield NamedTensor(Section.MODEL, name, None, name, leaf)
+                    yield NamedTensor(Section.MODEL, name, None, leaf)
         if self.optim is not None:
             for param, states in self.optim.state.items():
+                name = str(param)
                 for state, leaf in states.items():
                     if isinstance(leaf, Tensor):
-                        key = f"{param}.{state}" if state != BARE_VALUE else str(param)
-                        yield NamedTensor(Section.OPTIM, str(param), state or None, key, leaf)
+                        yield NamedTensor(Section.OPTIM, name, None if state == BARE_VALUE else state, leaf)
             rest: dict[Key, Value] = {"param_groups": list(self.optim.param_groups or []), **self.optim.extra}
             for path, tensor in leaf_tensors(rest):
                 dotted = ".".join(map(str, path))
-                yield NamedTensor(Section.OPTIM, dotted, None, dotted, tensor)
+                yield NamedTensor(Section.OPTIM, dotted, None, tensor)
         for path, tensor in leaf_tensors(self.extra):
             dotted = ".".join(map(str, path))
-            yield NamedTensor(Section.EXTRA, dotted, None, dotted, tensor)
+            yield NamedTensor(Section.EXTRA, dotted, None, tensor)
         for rank, extra in enumerate(self.rank_extra):
             for path, tensor in leaf_tensors(extra):
                 dotted = ".".join((f"rank{rank}", *map(str, path)))
-                yield NamedTensor(Section.EXTRA, dotted, None, dotted, tensor)
+                yield NamedTensor(Section.EXTRA, dotted, None, tensor)

@@ -121,7 +121,7 @@ def _decide_model(checkpoint: Checkpoint, hints: ShardingHints) -> tuple[ModelSt
             inferred += 1
         if sharded is None:
             unsettled.append(name)
-        params[name] = replace(leaf, sharded=True if sharded is None else sharded)
+        params[name] = leaf.with_sharded(True if sharded is None else sharded)
     return ModelState(params, model.metadata), unsettled, inferred
 
 
@@ -191,7 +191,7 @@ def _decide_entry(
             blocks, part = parts.get(name, (None, ""))
             shape = leaf.shape if blocks is None else blocks.shape if part != QMAP else None
             sharded = leaf.sharded if leaf.sharded is not None else shape == like and bool(follows)
-            decided[name] = replace(leaf, sharded=sharded and leaf.ndim > 0)
+            decided[name] = leaf.with_sharded(sharded and leaf.ndim > 0)
         else:
             decided[name] = leaf
     return decided
@@ -199,7 +199,7 @@ def _decide_entry(
 
 def _as_in_source(value: Value) -> Value:
     """Tensors outside of the model and the states: sharded only where they are in the source."""
-    return with_tensors(value, lambda tensor: replace(tensor, sharded=tensor.sharded is True))
+    return with_tensors(value, lambda tensor: tensor.with_sharded(tensor.sharded is True))
 
 
 def with_tensors(value: Value, change: Callable[[Tensor], Tensor]) -> Value:

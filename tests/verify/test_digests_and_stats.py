@@ -116,4 +116,4 @@ def test_a_named_tensor_is_what_digests_take(tmp_path: Path) -> None:
     raw = Raw(tmp_path, 1)
     tensor = raw.put(random_array(9, (4,)))
     checkpoint = raw.checkpoint({"w": tensor})
-    assert list(checkpoint.tensors()) == [NamedTensor(Section.MODEL, "w", None, "w", tensor)]
+    assert list(checkpoint.tensors()) == [NamedTensor(Section.MODEL, "w", None, tensor)]

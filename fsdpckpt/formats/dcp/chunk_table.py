@@ -175,6 +175,13 @@ class ChunkTable:
         self._count += n
         return True
 
+    def add_again(self, key: str, number: int) -> None:
+        """Add a tensor with the chunks of the tensor ``number``, which were added in runs."""
+        _, _, rows, ndim, at = self._places[number]
+        self._in_rows[key] = len(self._places)
+        self._places.append(_Place(key, self._count, rows, ndim, at))
+        self._count += rows
+
     def _store(self, row: int, item: Stored) -> None:
         self.transforms.update(item.transforms)
         self._stored.append((row, self._file(item.relative_path), item.offset, item.length))

@@ -209,9 +209,11 @@ def _is_shape(value: object) -> TypeGuard[Indexes]:
 
 
 class _Known(NamedTuple):
-    """A tensor whose chunks are one run. ``boxes``: starts and sizes, where the chunks were added one by one."""
+    """A tensor whose chunks are one run: dtype and shape, its ``number`` in the table, and starts and sizes where the
+    chunks were added one by one."""
 
     head: tuple[DType, Indexes]
+    number: int
     boxes: list[tuple[Indexes, Indexes]] | None
 
 
@@ -220,11 +222,11 @@ def _again(key: str, entry: Run, known: Mapping[Run, _Known], table: ChunkTable)
     run = table.run_of(entry)
     if run not in known:
         raise UnusualError("a tensor described as one that is none")
-    head, boxes = known[run]
+    head, number, boxes = known[run]
     if boxes is not None:
         table.add(key, len(head[1]), boxes)
     else:
-        table.add_runs(key, head[1], [run])
+        table.add_again(key, number)
     return head
 
 
@@ -250,7 +252,7 @@ def _tensor(
         boxes = list(each) if alike else None
         table.add(key, len(shape), each if boxes is None else boxes)
     if alike:
-        known[runs[0]] = _Known((dtype, shape), boxes)
+        known[runs[0]] = _Known((dtype, shape), len(table) - 1, boxes)
     return dtype, shape
 
 

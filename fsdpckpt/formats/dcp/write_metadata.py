@@ -140,12 +140,12 @@ class _Writer(PickleOpcodes):
 
     def storage_data(self, entry: DcpEntry) -> Iterable[bytes]:
         """One MetadataIndex and _StorageInfo for each item. Only the name and the offset differ between entries."""
-        items, first = entry.items, self._index(entry.key)
+        items, memo, first = entry.items, self._memo, self._index(entry.key)
         if entry.dtype is None:
             around = self._around_offsets(items, tensor=False)
         else:
             around = self._alike(self._around, items, partial(self._around_offsets, items, tensor=True))
-        names = chain([first], repeat(self._index(entry.key)))
+        names = repeat(first) if memo == self._memo else chain([first], repeat(self._index(entry.key)))
         offsets = map(integer, entry.offset.tolist())
         rows = zip(names, around, offsets, strict=False)
         return [b"%b%b%b%b" % (name, before, offset, after) for name, (before, after), offset in rows]

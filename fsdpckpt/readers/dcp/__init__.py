@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 _SUFFIXES = (".distcp", ".metadata")
 _DATA_FILE = re.compile(r"^__(\d{1,6})_\d+\.distcp$")
 _RANK_METADATA = re.compile(r"^__(\d{1,6})\.metadata$")
+_AT_ONCE = 256  # tensors: of thousands of chunks each some megabytes
 
 
 class DcpReader:
@@ -109,8 +111,10 @@ def open_directory(path: str, sources: Sources) -> DcpDirectory:
 def _ends(metadata: DcpMetadata) -> dict[str, int]:
     """Where the last item of each file ends."""
     ends = np.zeros(len(metadata.files), np.uint64)  # two counts below 2^63 fit
-    for tensor in metadata.tensors.values():
-        np.maximum.at(ends, tensor.chunks.file, tensor.chunks.item.astype(np.uint64).sum(axis=1))
+    chunks = (tensor.chunks for tensor in metadata.tensors.values())
+    while some := list(islice(chunks, _AT_ONCE)):
+        file, item = (np.concatenate([getattr(each, name) for each in some]) for name in ("file", "item"))
+        np.maximum.at(ends, file, item.astype(np.uint64).sum(axis=1))
     needed = dict(zip(metadata.files, ends.tolist(), strict=True))
     for stored in metadata.items.values():
         end = stored.offset + stored.length
