@@ -69,7 +69,7 @@ def to_ids(checkpoint: Checkpoint, order: ParameterOrder, others: Sequence[Param
         return checkpoint
     full = order.with_shapes_of(others)
     listed = _listed(optim, full, checkpoint.source)
-    _require_known(checkpoint, listed, full)
+    _require_known(optim, checkpoint.source, listed, full)
     _require_agreement(checkpoint, full, others, [clean(name) for name in chain(*listed)])
     numbered = [_sorted_group(group, index, full, checkpoint) for index, group in enumerate(listed)]
     ids: dict[ParamKey, ParamKey] = {name: number for number, name in enumerate(chain(*numbered))}
@@ -122,11 +122,8 @@ def _listed(optim: OptimState, order: ParameterOrder, source: str) -> list[list[
     return [list(group) for group in order.groups] if order.groups is not None else [list(order.names)]
 
 
-def _require_known(checkpoint: Checkpoint, listed: Sequence[Sequence[str]], order: ParameterOrder) -> None:
+def _require_known(optim: OptimState, source: str, listed: Sequence[Sequence[str]], order: ParameterOrder) -> None:
     """Raises SourceCorruptError for names the order does not have, or states of shapes it does not have."""
-    optim = checkpoint.optim
-    if optim is None:
-        return
     known, every, shaped = set(order.names), list(chain(*listed)), shaped_states(optim)
     wrong = [f"{name} is not in {order.source}" for name in every if clean(name) not in known]
     wrong += [f"{name} is listed {every.count(name)} times" for name in map(str, repeated(every))]
@@ -140,7 +137,7 @@ def _require_known(checkpoint: Checkpoint, listed: Sequence[Sequence[str]], orde
             text = ", ".join(str(list(one)) for one in sorted(state_shapes))
             wrong.append(f"{name} has states of shape {text}, and is {list(shape or ())} in {order.source}")
     if wrong:
-        raise contradicted(f"the optimizer of {checkpoint.source} does not fit {order.source}", wrong)
+        raise contradicted(f"the optimizer of {source} does not fit {order.source}", wrong)
 
 
 def _sorted_group(names: Sequence[str], index: int, order: ParameterOrder, checkpoint: Checkpoint) -> list[str]:

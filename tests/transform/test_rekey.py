@@ -145,6 +145,9 @@ def test_groups_of_another_source_contradict_those_that_are_used() -> None:
     with pytest.raises(SourceCorruptError) as error:
         to_names(source, used, [other])
     assert error.value.details[0].startswith("group 0: the order and the order list different parameters")
+    with pytest.raises(SourceCorruptError) as other_number:
+        to_names(source, used, [_order(groups=(("e", "a", "b"),))])
+    assert other_number.value.details == ("the order has 2 groups, the order 1",)
     to_names(source, used, [_order(groups=None)])
 
 
@@ -270,6 +273,8 @@ def test_param_names_of_one_group_contradict_the_order() -> None:
         ((5, 5), {"exp_avg_sq_row": (5,), "exp_avg_sq_col": (5,)}, True),
         ((5, 3), {"v0": (5,), "v1": (3,)}, True),
         ((5, 3), {"v0": (5,), "v1": (4,)}, False),
+        ((5, 3), {"v0": (5, 1), "v1": (1, 3)}, True),
+        ((5, 3), {"v0": (5, 1), "v1": (1, 4)}, False),
         ((5, 3), {"state1": (5, 3), "absmax1": (1,), "qmap1": (256,)}, True),  # 8-bit blocks
         ((5, 3), {"exp_avg": (9, 3), "absmax": (1,)}, False),
         ((5, 3), {"step": ()}, True),
