@@ -90,7 +90,9 @@ def _check_configuration(reference: str, checkpoint: Checkpoint, sources: Source
             if len(numbers) not in (stated, stated + (more if type(more) is int else 0)):
                 wrong.append(f"{field}: expected {len(numbers)}, the number of {stack}, found {stated}")
     causal = any(str(name).endswith("ForCausalLM") for name in _list(document.get("architectures")))
-    if document.get("tie_word_embeddings") is False and causal and not any(map(_OUTPUT_LAYER.search, shapes)):
+    words = {shape for name, shape in shapes.items() if _WORD_EMBEDDINGS.search(name)}
+    output = any(shape in words and not _WORD_EMBEDDINGS.search(name) for name, shape in shapes.items())  # by any name
+    if document.get("tie_word_embeddings") is False and causal and words and not output:
         wrong.append("tie_word_embeddings: expected true, as there is no output layer (lm_head), found false")
     if wrong:
         path = f"{reference.rstrip('/')}/{_CONFIG}"

@@ -132,3 +132,15 @@ def test_no_safetensors_directory_says_where_it_was_made(tmp_path: Path) -> None
     assert str(tmp_path) not in (tmp_path / "out" / "fsdpckpt.json").read_text()
     fsdpckpt.convert(source, tmp_path / "dcp", to="sharded", flavor="plain")
     assert str(source) in (tmp_path / "dcp" / "fsdpckpt.json").read_text(), "what stays here says where it is from"
+
+
+@pytest.mark.parametrize("head", ["lm_head.weight", "embed_out.weight", "output.weight"])
+def test_an_output_layer_counts_by_any_name_where_the_configuration_does_not_tie_it(tmp_path: Path, head: str) -> None:
+    """GPT-NeoX and InternLM2 have no ``lm_head``; their configurations say ``"tie_word_embeddings": false``."""
+    model = reference(tmp_path / "neox")
+    (model / "config.json").write_text('{"tie_word_embeddings": false, "architectures": ["GPTNeoXForCausalLM"]}')
+    words: dict[str, object] = {"gpt_neox.embed_in.weight": torch.randn(7, 5)}
+    export(saved(tmp_path / "run", {**words, head: torch.randn(7, 5)}), tmp_path / "out", reference=str(model))
+    with pytest.raises(SourceUnsupportedError, match="not that of the model") as caught:
+        export(saved(tmp_path / "without", words), tmp_path / "out2", reference=str(model))
+    assert caught.value.details[0].startswith("tie_word_embeddings: expected true")
