@@ -105,7 +105,9 @@ def _with_the_command_for_damage(source: str) -> Iterator[None]:
     try:
         yield
     except SourceCorruptError as error:
-        error.alternative = to_copy("to list all damage, run", f"fsdpckpt verify {shlex.quote(source)}")
+        command = f"fsdpckpt verify {shlex.quote(source)}"
+        if error.next_step is None or command not in error.next_step:
+            error.alternative = to_copy("to list all damage, run", command)
         raise
 
 

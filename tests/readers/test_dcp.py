@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+import fsdpckpt
 from fsdpckpt.errors import (
     SourceCorruptError,
     SourceIncompleteError,
@@ -374,6 +375,20 @@ def test_all_truncated_data_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(SourceCorruptError, match="truncated") as error:
         opened(tmp_path, locate=False)
     assert [detail.partition(":")[0] for detail in error.value.details] == ["__0_0.distcp", "__2_0.distcp"]
+
+
+def test_an_entry_that_lies_elsewhere_than_its_name_says_is_not_converted(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    dcp.save({"model": {"w.weight": torch.randn(3)}, "optimizer": {"state": {"w.weight": {"sq": torch.rand(3)}}}},
+             checkpoint_id=source)  # fmt: skip
+    path = source / ".metadata"
+    name = b"optimizer.state.w.weight.sq"
+    assert name in path.read_bytes()
+    path.write_bytes(path.read_bytes().replace(name, name.replace(b"w.w", b"w.v")))
+    with pytest.raises(SourceCorruptError, match="contradicts itself") as error:
+        fsdpckpt.convert(source, tmp_path / "out.pt")
+    assert "optimizer.state.w.veight.sq" in error.value.details[0] and name.decode() in error.value.details[0]
+    assert not (tmp_path / "out.pt").exists()
 
 
 def test_data_without_metadata_is_a_save_that_did_not_finish(tmp_path: Path) -> None:

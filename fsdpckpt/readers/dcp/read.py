@@ -165,7 +165,8 @@ def nest(
 
 
 def misnamed(keys: Collection[str], paths: Mapping[str, tuple[PathElement, ...]] | None) -> list[Problem]:
-    """Keys that are not their path joined by dots, and keys that have a path alone or none.
+    """Keys that are not their path joined by dots, which is fatal: which of the two is right, nothing says; and keys
+    that have a path alone or none.
 
     ``flatten_state_dict`` makes none of these; damage and mixtures do.
     """
@@ -175,7 +176,7 @@ def misnamed(keys: Collection[str], paths: Mapping[str, tuple[PathElement, ...]]
     misplaced = {key: _elsewhere(place) for key, place in joined.items() if key != place}
     misplaced |= {key: "holds nothing under that key" for key in paths if key not in joined}
     return [
-        Problem("names", f"the metadata calls one entry {key}, and {what}", fatal=False, key=key)
+        Problem("names", f"the metadata calls one entry {key}, and {what}", fatal=joined.get(key) is not None, key=key)
         for key, what in misplaced.items()
     ]
 
