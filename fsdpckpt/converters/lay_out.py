@@ -29,7 +29,7 @@ from fsdpckpt.producers.forms import (
     RankNames,
     Step,
 )
-from fsdpckpt.producers.table import DEEPSPEED, DEEPSPEED_UNIVERSAL, flavor_named
+from fsdpckpt.producers.table import ACCELERATE, DEEPSPEED, DEEPSPEED_UNIVERSAL, flavor_named
 from fsdpckpt.readers.side_files import SideFiles, lacking, side_files
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.writers import dcp, safetensors, torch_full, torch_ranks, universal
@@ -275,8 +275,7 @@ def _with_schedule(
     file = flavor.schedule_file
     if file and file not in names and isinstance(schedule, dict) and _has(schedule, _ANY_SCHEDULE):
         form, extra = replace(form, extra=Place(file, container=Container.TORCH, layout=Layout.FULL)), schedule
-        own = "" if _LAMBDAS in schedule else ", which is no LambdaLR: resume with a scheduler of the same class"
-        beside.notes.append(Note("inferred", f"{file} is the state of the source's LR scheduler, unchanged{own}"))
+        beside.notes.append(_schedule_note(file, schedule, checkpoint, flavor, sources))
         names.add(file)
     beside.notes += [Note("unconfigured", message) for message in lacking("the target", flavor, names)]
     return form, extra
@@ -299,9 +298,9 @@ def _adapt_extras(checkpoint: Checkpoint, flavor: Flavor, form: Form, sources: S
     if form.schedule is not None and form.schedule[0] not in extra:
         place, keys = form.schedule
         schedule = _schedule(checkpoint)
-        if _has(schedule, keys):
+        if isinstance(schedule, dict) and _has(schedule, keys):
             extra[place] = schedule
-            notes.append(Note("inferred", f"{place} is the state of the source's LR scheduler, unchanged"))
+            notes.append(_schedule_note(place, schedule, checkpoint, flavor, sources))
     absent: list[tuple[str, Value]] = [
         (key, [] if value == () else value) for key, value in form.defaults if key not in extra
     ]
@@ -312,6 +311,24 @@ def _adapt_extras(checkpoint: Checkpoint, flavor: Flavor, form: Form, sources: S
         notes.append(Note("inferred", f"what {flavor.title} needs and the source does not have was added: {said}"))
         extra.update(absent)
     return replace(checkpoint, extra=extra, rank_extra=rank_extra, notes=tuple(notes))
+
+
+def _schedule_note(
+    place: str, schedule: Mapping[Key, Value], checkpoint: Checkpoint, flavor: Flavor, sources: Sources
+) -> Note:
+    """That ``schedule`` goes to ``place``, and what of it another framework may take otherwise.
+
+    ``AcceleratedScheduler.step`` counts one for each process, unless it is told ``split_batches``; others count one.
+    """
+    message = f"{place} is the state of the source's LR scheduler, unchanged"
+    if flavor.schedule_file and _LAMBDAS not in schedule:
+        message += ", which is no LambdaLR: resume with a scheduler of the same class"
+    counted, steps = schedule.get("last_epoch"), _steps(checkpoint, sources)
+    if checkpoint.flavor == ACCELERATE.name != flavor.name and isinstance(counted, int) and counted != steps:
+        message += f"; it counts {counted} steps, and the optimizer {steps}: accelerate counts one for each process"
+    elif flavor.name == ACCELERATE.name != checkpoint.flavor:
+        message += "; accelerate will count one step for each process, unless split_batches is set"
+    return Note("inferred", message)
 
 
 def _schedule(checkpoint: Checkpoint) -> Value:

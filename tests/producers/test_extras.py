@@ -72,6 +72,16 @@ def test_the_schedule_of_another_producer_goes_where_verl_opens_it(producer: str
     fresh.schedule.load_state_dict(extra["lr_scheduler"])
     assert fresh.schedule.last_epoch == 3 and fresh.schedule.get_last_lr() == trained.schedule.get_last_lr()
     assert "rng" not in extra  # which verl then leaves as it is
+    assert "accelerate counts" not in said
+
+
+def test_a_schedule_that_accelerate_counted_for_each_of_two_processes_is_named(tmp_path: Path) -> None:
+    trained = Trained()
+    for _ in range(3):
+        trained.schedule.step()
+    (tmp_path / "source").mkdir()
+    _, said = to_verl(trained.save("accelerate", tmp_path / "source"), tmp_path / "out")
+    assert "it counts 6 steps, and the optimizer 3: accelerate counts one for each process" in said
 
 
 @pytest.mark.parametrize("producer", SOURCES)
