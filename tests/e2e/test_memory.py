@@ -31,7 +31,7 @@ def measured(tmp_path: Path, *options: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("case", ["dcp of 4 -> full", "one tensor -> flattened", "-> bfloat16"])
+@pytest.mark.parametrize("case", ["one tensor -> flattened", "-> bfloat16"])
 def test_a_tensor_many_times_the_limit_is_converted_within_it_by_1_4_and_16_threads(tmp_path: Path, case: str) -> None:
     measured(tmp_path, "--cases", case)
 

@@ -35,13 +35,13 @@ def _trained(variant: Variant, *wanted: int) -> int:
 
 
 def _turn(onto: int) -> list[Variant]:
-    """The variants for so many ranks: half of them for 2 and 5, the others for 4 and 8; a scenario's two part.
+    """The variants for so many ranks: half of them for 2, the others for 4; a scenario's two part.
 
     Three ranks divide nothing evenly, and take all.
     """
     if onto == 3:
         return EVERY
-    turn = onto in (4, 8)
+    turn = onto == 4
     return [v for v in EVERY if (SCENARIOS.index(v.entry) + v.orig) % 2 == turn or v.entry.group is not None]
 
 
@@ -69,8 +69,8 @@ def _live(onto: int) -> Iterator[Case]:
 
 def _played(onto: int) -> Iterator[Case]:
     ranks = SOME_RANKS.get(onto, ())
-    turns = {1: DEEP, 16: _deep(onto), 64: _deep(onto), 512: FAR}
-    for variant in turns.get(onto) or _turn(onto):
+    turns = {4: _turn(onto), 16: _deep(onto), 64: _deep(onto), 512: FAR}
+    for variant in turns.get(onto, DEEP):
         if _fits(variant, onto):
             form = "truth.pt" if onto in (1, 4, 5, 64) or variant.entry.group else "flat"
             yield Case(variant, _trained(variant, 1 if onto == 8 else 3), form, variant, onto, ranks)
