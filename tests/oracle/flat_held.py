@@ -13,6 +13,7 @@ to the same full state as the one from the truth.
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
 import sys
@@ -94,6 +95,8 @@ def states_held(entry: Scenario, truth: State, run: Run, *, orig: bool) -> State
         FullOptimStateDictConfig(offload_to_cpu=False, rank0_only=False),
     ):
         states = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, given)
+    if dist.get_backend() == "fake" and dist.get_rank():
+        return states  # one rank of a played world shows that PyTorch agrees with itself
     given = copy.deepcopy(truth["optimizer"])
     legacy = FullyShardedDataParallel.shard_full_optim_state_dict(given, model, optim=optimizer)
     problems = differences(states, legacy)
@@ -179,8 +182,14 @@ def check_load(job: Job, truth: State, rank: int) -> Iterator[str]:
     yield from differences(plain(full(loaded)), plain(full(reference)), "one step after loading: ")
 
 
+@functools.lru_cache(maxsize=4)
+def truth_in(path: str) -> State:
+    """A full checkpoint, read once for all ranks that one process plays: reading takes longer than comparing."""
+    return torch.load(path, weights_only=True)
+
+
 def check(job: Job, rank: int, *, live: bool) -> Iterator[str]:
-    truth = torch.load(job["truth"], weights_only=True)
+    truth = truth_in(job["truth"])
     try:
         yield from check_files(job, truth, rank, live=live)
         if live and job.get("load", False):
