@@ -70,7 +70,11 @@ class Description:
 
     def to_json(self, *, ranks: bool = False) -> dict[str, Json]:
         """The document of ``inspect --json``; with ``chunks`` for ``ranks``, with ``stats`` when they were computed."""
-        return {**self.document(ranks=ranks), "tensors": list(tensor_rows(self, ranks=ranks))}
+        rows = list(_rows(self))
+        if ranks:
+            for row, chunks in zip(rows, _chunk_texts(self), strict=True):
+                row["pieces"] = json.loads(chunks)
+        return {**self.document(ranks=ranks), "tensors": [*rows]}
 
     def document(self, *, ranks: bool) -> dict[str, Any]:
         """The same with an iterator in place of the list of tensors: their chunks are too many to be there at once."""
@@ -84,7 +88,7 @@ class Description:
             "world_size": checkpoint.world_size,
             "key_type": self.key_type,
             "sections": {name: json_value(asdict(summary)) for name, summary in self.sections.items()},
-            "tensors": _rows_with_chunks(self) if ranks else tensor_rows(self, ranks=False),
+            "tensors": _rows_with_chunks(self) if ranks else _rows(self),
             "param_groups": [json_value(group) for group in (optim.param_groups or [])] if optim is not None else [],
             "extra": extra_json(checkpoint),
             "problems": [problem_json(problem) for problem in checkpoint.problems],
@@ -138,9 +142,8 @@ class _Sums:
         return SectionSummary(self._tensors, len(self._params), self._elements, self._nbytes, dict(self._dtypes))
 
 
-def tensor_rows(description: Description, *, ranks: bool) -> Iterator[Json]:
-    """One JSON object for each tensor."""
-    paths = [file.path for file in description.checkpoint.files]
+def _rows(description: Description) -> Iterator[dict[str, Json]]:
+    """One JSON object for each tensor, without its chunks."""
     for number, named in enumerate(description.tensors):
         tensor = named.tensor
         row: dict[str, Json] = {
@@ -156,52 +159,34 @@ def tensor_rows(description: Description, *, ranks: bool) -> Iterator[Json]:
         }
         if description.stats is not None:
             row["stats"] = description.stats[number]
-        if ranks:
-            row["pieces"] = _chunks(tensor, paths)
         yield row
 
 
 def _rows_with_chunks(description: Description) -> Iterator[JsonText]:
-    """The rows of ``tensor_rows`` with their chunks, as text: an object for each of millions of chunks takes longer."""
+    for row, chunks in zip(_rows(description), _chunk_texts(description), strict=True):
+        head = json.dumps(row, ensure_ascii=False, allow_nan=False)
+        yield JsonText(f'{head[:-1]}, "pieces": {chunks}}}')
+
+
+def _chunk_texts(description: Description) -> Iterator[str]:
+    """The chunks of each tensor as one JSON list: an object for each of millions of chunks takes longer."""
     paths = [json.dumps(file.path, ensure_ascii=False) for file in description.checkpoint.files]
     known: dict[tuple[int, int, int], list[str]] = {}  # by the columns that tensors which are cut alike share
-    for row, named in zip(tensor_rows(description, ranks=False), description.tensors, strict=True):
+    for named in description.tensors:
         chunks, itemsize = named.tensor.chunks, named.tensor.dtype.itemsize
         cut = id(chunks.start), id(chunks.size), itemsize
         if cut not in known:
             if len(known) == _MOST_CUTS:
                 known.clear()
-            boxes = zip(*_boxes(named.tensor), strict=True)
-            known[cut] = [f'"nbytes": {nbytes}, "box": {box}}}' for nbytes, box in boxes]
+            nbytes = (chunks.size.prod(axis=1) * itemsize).tolist()
+            boxes = np.stack([chunks.start, chunks.start + chunks.size], axis=2).tolist()
+            known[cut] = [f'"nbytes": {held}, "box": {box}}}' for held, box in zip(nbytes, boxes, strict=True)]
         files = [paths[file] if 0 <= file < len(paths) else "null" for file in chunks.file.tolist()]
         columns = zip(chunks.rank.tolist(), files, chunks.offset.tolist(), known[cut], strict=True)
-        pieces = ", ".join(
-            [f'{{"rank": {rank}, "file": {file}, "offset": {offset}, {rest}' for rank, file, offset, rest in columns]
-        )
-        head = json.dumps(row, ensure_ascii=False, allow_nan=False)
-        yield JsonText(f'{head[:-1]}, "pieces": [{pieces}]}}')
-
-
-def _boxes(tensor: Tensor) -> tuple[list[int], list[Json]]:
-    """Of each chunk how many bytes it has, and where it begins and ends in each dimension."""
-    chunks = tensor.chunks
-    nbytes = chunks.size.prod(axis=1) * tensor.dtype.itemsize
-    return nbytes.tolist(), np.stack([chunks.start, chunks.start + chunks.size], axis=2).tolist()
-
-
-def _chunks(tensor: Tensor, paths: list[str]) -> list[Json]:
-    chunks = tensor.chunks
-    columns = (chunks.rank.tolist(), chunks.file.tolist(), chunks.offset.tolist(), *_boxes(tensor))
-    return [
-        {
-            "rank": rank,
-            "file": paths[file] if 0 <= file < len(paths) else None,
-            "offset": offset,
-            "nbytes": held,
-            "box": bounds,
-        }
-        for rank, file, offset, held, bounds in zip(*columns, strict=True)
-    ]
+        pieces = [
+            f'{{"rank": {rank}, "file": {file}, "offset": {offset}, {rest}' for rank, file, offset, rest in columns
+        ]
+        yield f"[{', '.join(pieces)}]"
 
 
 def extra_json(checkpoint: Checkpoint) -> list[Json]:

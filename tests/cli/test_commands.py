@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -202,10 +203,24 @@ def test_verify_reports_an_undamaged_file_as_whole(run: Run, saved: Path) -> Non
 def test_the_chunks_that_are_printed_are_those_that_python_has(run: Run, options: tuple[str, ...]) -> None:
     sharded = str(Path(__file__).parents[1] / "golden" / "torch-2.4" / "f2_default" / "ckpt")
     printed = json.loads(run("inspect", sharded, "--json", "--ranks", *options).out)
-    found = fsdpckpt.inspect(sharded, keys=options[2:], ranks=True, stats=bool(options)).to_json(ranks=True)
+    description = fsdpckpt.inspect(sharded, keys=options[2:], ranks=True, stats=bool(options))
+    found = description.to_json(ranks=True)
     assert {name: value for name, value in printed.items() if name != "schema"} == found
     assert [list(row) for row in printed["tensors"]] == [list(row) for row in found["tensors"]]  # type: ignore[union-attr,call-overload]
     assert any(len(row["pieces"]) > 1 for row in printed["tensors"])
+    files = [file.path for file in description.checkpoint.files]
+    for row, named in zip(printed["tensors"], description.tensors, strict=True):
+        chunks = named.tensor.chunks
+        for at, piece in enumerate(row["pieces"]):
+            start, size = chunks.start[at].tolist(), chunks.size[at].tolist()
+            assert piece == {
+                "rank": chunks.rank[at],
+                "file": files[chunks.file[at]],
+                "offset": chunks.offset[at],
+                "nbytes": math.prod(size) * named.tensor.dtype.itemsize,
+                "box": [[begin, begin + length] for begin, length in zip(start, size, strict=True)],
+            }
+        assert len(row["pieces"]) == len(chunks.rank)
 
 
 def test_verify_digests_are_the_data_on_stdout(run: Run, saved: Path) -> None:
