@@ -29,7 +29,7 @@ from fsdpckpt.producers.forms import (
     RankNames,
     Step,
 )
-from fsdpckpt.producers.table import ACCELERATE, DEEPSPEED, DEEPSPEED_UNIVERSAL, flavor_named
+from fsdpckpt.producers.table import flavor_named
 from fsdpckpt.readers.side_files import SideFiles, lacking, side_files
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.writers import dcp, safetensors, torch_full, torch_ranks, universal
@@ -316,18 +316,19 @@ def _adapt_extras(checkpoint: Checkpoint, flavor: Flavor, form: Form, sources: S
 def _schedule_note(
     place: str, schedule: Mapping[Key, Value], checkpoint: Checkpoint, flavor: Flavor, sources: Sources
 ) -> Note:
-    """That ``schedule`` goes to ``place``, and what of it another framework may take otherwise.
-
-    ``AcceleratedScheduler.step`` counts one for each process, unless it is told ``split_batches``; others count one.
-    """
+    """That ``schedule`` goes to ``place``, and what of it another framework may take otherwise."""
     message = f"{place} is the state of the source's LR scheduler, unchanged"
     if flavor.schedule_file and _LAMBDAS not in schedule:
         message += ", which is no LambdaLR: resume with a scheduler of the same class"
     counted, steps = schedule.get("last_epoch"), _steps(checkpoint, sources)
-    if checkpoint.flavor == ACCELERATE.name != flavor.name and isinstance(counted, int) and counted != steps:
-        message += f"; it counts {counted} steps, and the optimizer {steps}: accelerate counts one for each process"
-    elif flavor.name == ACCELERATE.name != checkpoint.flavor:
-        message += "; accelerate will count one step for each process, unless split_batches is set"
+    source = flavor_named(checkpoint.flavor)
+    by_process = source is not None and source.counts_processes
+    if by_process and not flavor.counts_processes and isinstance(counted, int) and counted != steps:
+        message += (
+            f"; it counts {counted} steps, and the optimizer {steps}: {checkpoint.flavor} counts one for each process"
+        )
+    elif flavor.counts_processes and not by_process:
+        message += f"; {flavor.name} will count one step for each process, unless split_batches is set"
     return Note("inferred", message)
 
 
@@ -345,9 +346,8 @@ def _schedule(checkpoint: Checkpoint) -> Value:
 
 def _schedule_path(checkpoint: Checkpoint) -> tuple[Step, ...]:
     source = flavor_named(checkpoint.flavor)
-    path = source.schedule if source is not None else ()
-    in_deepspeeds_files = checkpoint.flavor in DEEPSPEED_UNIVERSAL.within and path[0] not in checkpoint.extra
-    return DEEPSPEED.schedule if in_deepspeeds_files else path
+    paths = source.schedules if source is not None else ()
+    return next((path for path in paths if path[0] in checkpoint.extra), ())
 
 
 def _steps(checkpoint: Checkpoint, sources: Sources) -> int:

@@ -38,7 +38,6 @@ from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.option_fields import Scope, given
 from fsdpckpt.options import ConvertOptions, MissingState
-from fsdpckpt.producers.table import TRAINER
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.transform.blockwise import refuse_casts, refuse_in_blocks, require_whole_blocks
@@ -93,7 +92,7 @@ def transform(opened: Checkpoint, options: ConvertOptions, spec: TargetSpec, sou
     if spec.layout is Layout.FLATTENED:
         refuse_in_blocks(checkpoint, "FSDP1 cuts flat parameters inside of its blocks")
     checkpoint = list_parameters(checkpoint, options.no_weight_decay)
-    if spec.flavor is not None and spec.flavor.name == TRAINER.name:
+    if spec.flavor is not None and spec.flavor.two_groups:
         checkpoint = note_one_group(checkpoint)
     to_flattened = spec.layout is Layout.FLATTENED
     refuse_flat_options(

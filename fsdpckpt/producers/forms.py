@@ -152,12 +152,16 @@ class Flavor:
     others that it saves itself.
     ``exports``: patterns of files that hold a second copy of the model, ``export_directories``: directories that do.
     ``model_files``: where Hugging Face's configuration and tokenizer lie, None when the framework keeps none.
-    ``schedule``: the path of the LR scheduler's state dict among its extras, () when it keeps none in torch's form.
+    ``schedules``: the paths at which the LR scheduler's state dict may be among its extras, the usual one first; ()
+    when it keeps none in torch's form. ``counts_processes``: whether that counts one step for each process, as
+    ``AcceleratedScheduler.step`` does unless it is told ``split_batches``; others count one.
     ``within``: frameworks that keep its checkpoints among files of their own, which then go along.
     ``training_files``, ``training_keys``: patterns of files, and extras that are not empty, which it saves only with
     both the model and the optimizer; a save of the model alone has none of them.
     ``needed``: files that it saves with the optimizer, and what it does where one is absent.
     ``schedule_file``: the one with the LR scheduler's state dict.
+    ``two_groups``: whether its optimizer has two param groups and loads no other, as the Trainer's has.
+    ``universal_directory``: where it loads DeepSpeed's universal checkpoints from, "" where ``latest_universal`` says.
     """
 
     name: str
@@ -170,9 +174,12 @@ class Flavor:
     exports: tuple[str, ...] = ()
     export_directories: tuple[str, ...] = ()
     model_files: str | None = None
-    schedule: tuple[Step, ...] = ()
+    schedules: tuple[tuple[Step, ...], ...] = ()
+    counts_processes: bool = False
     within: tuple[str, ...] = ()
     training_files: tuple[str, ...] = ()
     training_keys: tuple[str, ...] = ()
     needed: tuple[tuple[str, str], ...] = ()
     schedule_file: str = ""
+    two_groups: bool = False
+    universal_directory: str = ""

@@ -52,6 +52,7 @@ _LOCAL = Form(  # the optimizer is saved by name and sharded all the same
 _BY_DEEPSPEED = r"^latest(_universal)?$"  # DeepSpeed's state in the place of FSDP's
 _OF_DEEPSPEED = rf"{_BY_DEEPSPEED}|^zero_to_(fp32|torch)\.py$"
 _STEP_DIRECTORY = r"^global_step\d+(_universal)?$"
+_DEEPSPEED_SCHEDULE = ("lr_scheduler",)
 
 ACCELERATE = Flavor(
     name="accelerate",
@@ -66,9 +67,11 @@ ACCELERATE = Flavor(
     rank_files=(RankFile("random_states_{rank}.pkl"),),
     side_files=rf"{_SCHEDULING}|^(sampler(_\d+)?|dl_state_dict(_\d+)?)\.bin$|^custom_checkpoint_\d+\.pkl$",
     model_files="",
-    schedule=("scheduler",),
+    schedules=(("scheduler",), _DEEPSPEED_SCHEDULE),
+    counts_processes=True,
     training_files=(r"^scheduler(_\d+)?\.bin$", r"^random_states_\d+\.pkl$", r"^scaler\.pt$"),
     schedule_file="scheduler.bin",
+    universal_directory="pytorch_model",
 )
 
 TRAINER = replace(
@@ -89,7 +92,10 @@ TRAINER = replace(
             "the optimizer's step)",
         ),
     ),
+    counts_processes=False,
     schedule_file="scheduler.pt",
+    two_groups=True,
+    universal_directory="",
 )
 
 HUGGINGFACE = Flavor(
@@ -141,7 +147,7 @@ LIGHTNING = Flavor(
     signs=(Sign(keys=(_VERSION,)), Sign(_META_FILES, ("loops",))),
     forms=(_lightning_sharded("model", "optimizer_0", _DEFAULTS), _LIGHTNING_FULL),
     state=r"^(meta\.pt|\.metadata|.*\.distcp)$",
-    schedule=("lr_schedulers", 0),
+    schedules=(("lr_schedulers", 0),),
     training_keys=("lr_schedulers",),  # absent with save_weights_only
 )
 
@@ -231,7 +237,7 @@ VERL = Flavor(
     side_files=r"^data\.pt$|^lora_(train_meta\.json|adapter/adapter_(config\.json|model\.safetensors))$",
     export_directories=("huggingface",),
     model_files="huggingface/",
-    schedule=(_SCHEDULE,),
+    schedules=((_SCHEDULE,),),
     training_files=(r"^extra_state_world_size_\d+_rank_\d+\.pt$",),  # what save_contents calls "extra"
 )
 
@@ -269,7 +275,7 @@ DEEPSPEED = Flavor(
     signs=(Sign((r"_optim_states\.pt$",)), Sign((r"^latest$", _STEP_DIRECTORY))),
     state=rf"_(optim|model)_states\.pt$|{_OF_DEEPSPEED}|{_STEP_DIRECTORY}",
     model_files="",
-    schedule=("lr_scheduler",),
+    schedules=(_DEEPSPEED_SCHEDULE,),
 )
 
 DEEPSPEED_UNIVERSAL = Flavor(
@@ -293,7 +299,7 @@ DEEPSPEED_UNIVERSAL = Flavor(
     state=rf"{DEEPSPEED.state}|^zero$",
     within=("trainer", "accelerate"),
     model_files="",
-    schedule=("lr_scheduler",),
+    schedules=(_DEEPSPEED_SCHEDULE,),
 )
 
 MEGATRON = Flavor(

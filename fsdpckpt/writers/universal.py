@@ -18,14 +18,13 @@ from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.values import Global, Key, Object, Value
-from fsdpckpt.producers.table import ACCELERATE
+from fsdpckpt.producers.table import flavor_named
 from fsdpckpt.text import first_of, plural
 from fsdpckpt.writers.protocol import WriteSpec
 from fsdpckpt.writers.state_dicts import extras_of_one
 from fsdpckpt.writers.torch_full import lay_out_file, ties
 
 _VERSION = "0.19.8"  # of the DeepSpeed whose files these are
-_ACCELERATES = "pytorch_model"  # what accelerate's load_state asks for
 _STEP = "step"
 _STEPS = "global_steps"
 _OF_OPTIMIZER = ("dynamic_loss_scale", "overflow", "clip_grad")  # what its loader takes from optimizer_state.pt, and:
@@ -52,9 +51,9 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     params = checkpoint.model.params if checkpoint.model is not None else {}
     weights = _weights(params, groups, checkpoint)
     count = extra.get(_STEPS)
-    directory = f"global_step{count if type(count) is int else 0}_universal"
-    if checkpoint.flavor == ACCELERATE.name:
-        directory = _ACCELERATES
+    source = flavor_named(checkpoint.flavor)
+    fixed = source.universal_directory if source is not None else ""
+    directory = fixed or f"global_step{count if type(count) is int else 0}_universal"
     first_of_tie = ties([*weights.values(), *(leaf for leaf in params.values() if isinstance(leaf, Tensor))])
     name_of = {tensor: name for name, tensor in weights.items()}
     shared: dict[Key, Value] = {
