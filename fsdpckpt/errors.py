@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 _FIELDS = (
-    *("what", "details", "why", "next_step", "run_again", "alternative", "resumable"),
+    *("what", "details", "files", "why", "next_step", "run_again", "alternative", "resumable"),
     *("file", "key", "rank", "expected", "found"),
 )
 NEW_LINE = "\n  "  # before a command to copy
@@ -50,7 +50,8 @@ class FsdpckptError(Exception):
     """What is wrong, why that may be, and the command to type next.
 
     ``what`` is one sentence; ``details`` lists every single finding when there are several (all missing
-    ranks, all unknown globals); ``why`` is the likely cause; ``next_step`` is a command or an option.
+    ranks, all unknown globals), ``files`` the file that each of them is about; ``why`` is the likely cause;
+    ``next_step`` is a command or an option.
     ``run_again``: the same command may succeed, after ``next_step`` where there is one. ``alternative``: another way to
     what was wanted. ``leftover``: what a failed run left for the next one; ``resumable``: False where that is no help.
     ``file``, ``key``, ``rank``, ``expected`` and ``found`` are for machines (``--json``) and tests.
@@ -71,6 +72,7 @@ class FsdpckptError(Exception):
         what: str,
         *,
         details: Sequence[str] = (),
+        files: Sequence[str | None] = (),
         why: str | None = None,
         next_step: str | None = None,
         run_again: bool = False,
@@ -86,6 +88,7 @@ class FsdpckptError(Exception):
         super().__init__(what)
         self.what = what
         self.details = tuple(details)
+        self.files = tuple(files)
         self.why = why
         self.next_step = next_step
         self.run_again = run_again

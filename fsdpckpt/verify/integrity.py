@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import posixpath
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import zip_longest
 
 import numpy as np
 
@@ -95,8 +95,8 @@ def unreadable(error: FsdpckptError) -> tuple[Problem, ...]:
     kind: ProblemKind = "incomplete" if isinstance(error, SourceIncompleteError) else "unreadable"
     if not error.details:
         return (Problem(kind, error.what, file=error.file, key=error.key),)
-    name = posixpath.basename(error.file or "")  # of the first; what a detail says of another file has its own name
-    return tuple(Problem(kind, text, file=error.file if name in text else None) for text in error.details)
+    findings = zip_longest(error.details, error.files)
+    return tuple(Problem(kind, text, file=file or error.file) for text, file in findings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,12 +378,13 @@ def _add_damage(error: SourceError, source: str, sources: Sources) -> None:
     if entry is None or not entry.directory:
         place = os.path.dirname(place) or "."
     found = damaged_files(place, sources)
-    names = {str(one.file): posixpath.basename(str(one.file)) for one in found}
-    own = error.details or (error.what,)
-    others = [name for name in names.values() if not any(name in text for text in (error.what, *own))]
-    rest = [text for text in own if not any(name in text for name in names.values())]
-    details = tuple(dict.fromkeys((*rest, *(one.message for one in found))))
-    error.details = details if details != (error.what,) else ()
+    damaged = {os.path.normpath(one.file) for one in found if one.file is not None}
+    own = list(zip_longest(error.details, error.files)) or [(error.what, error.file)]
+    rest = [(text, file) for text, file in own if os.path.normpath(file or "") not in damaged]
+    others = damaged - {os.path.normpath(file or "") for file in (error.file, *(file for _, file in own))}
+    findings = dict.fromkeys((*rest, *((one.message, one.file) for one in found)))
+    if list(findings) != [(error.what, error.file)]:
+        error.details, error.files = zip(*findings, strict=True)
     if others:
         count = plural(len(others), "other file")
         error.what += f"; {count} {'is' if len(others) == 1 else 'are'} damaged"

@@ -144,6 +144,7 @@ def _metadata(path: str, entries: dict[str, Entry], sources: Sources) -> tuple[D
         raise SourceIncompleteError(
             f"{path} has rank-local metadata, but not of every rank",
             details=[f"__{rank}.metadata" for rank in missing],
+            files=[f"{path.rstrip('/')}/__{rank}.metadata" for rank in missing],
             why="these ranks did not finish, or their files lie on another machine",
             next_step="copy the files of all ranks into one directory",
             file=f"{path.rstrip('/')}/__{missing[0]}.metadata",
@@ -196,6 +197,7 @@ def _lengths(path: str, needed: dict[str, int], entries: dict[str, Entry], sourc
             f"{path}: {len(missing)} of {len(needed)} data files {'is' if len(missing) == 1 else 'are'} missing"
             + (f", {len(short)} {'is' if len(short) == 1 else 'are'} truncated" if short else ""),
             details=[*sorted(missing), *short.values()],
+            files=[f"{path.rstrip('/')}/{name}" for name in (*sorted(missing), *short)],
             why="the copy did not finish, or ranks on other machines wrote to their own disks",
             next_step="copy the missing files into the directory",
             file=f"{path.rstrip('/')}/{missing[0]}",
@@ -204,6 +206,7 @@ def _lengths(path: str, needed: dict[str, int], entries: dict[str, Entry], sourc
         raise SourceCorruptError(
             f"{path}: {len(short)} data {'file is' if len(short) == 1 else 'files are'} truncated",
             details=list(short.values()),
+            files=[f"{path.rstrip('/')}/{name}" for name in short],
             why="the copy did not finish, or files of another save overwrote them",
             next_step="copy the checkpoint again",
             file=f"{path.rstrip('/')}/{next(iter(short))}",

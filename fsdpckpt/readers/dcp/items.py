@@ -165,16 +165,18 @@ class _Contents:
 
     def _refuse(self, wrong: npt.NDArray[np.intp]) -> NoReturn:
         rows = self.order[np.isin(self.order, wrong)].tolist()
-        texts: list[str] = []
+        texts, files = list[str](), list[str]()
         for row in rows[:50]:
             tensor, chunk = self.tensor(row)
             dtype, shape, _ = self.structures.kinds[int(self._kind[row])]
             start, size = tuple(tensor.chunks.start[chunk].tolist()), tuple(tensor.chunks.size[chunk].tolist())
             path = self._paths[int(self._file[row])]
+            files.append(self.directory.file(path))
             texts.append(f"{tensor.key} at {start}: {path} holds {dtype.name} {shape}, not {tensor.dtype.name} {size}")
         raise SourceCorruptError(
             f"{self.directory.path}: {len(rows)} items are not what the metadata says",
             details=texts,
+            files=files,
             file=self.directory.path,
             key=self.tensor(rows[0])[0].key,
             why="data files of another save overwrote those of this one",
@@ -202,7 +204,7 @@ def _read_archives(contents: _Contents, sources: Sources, tree: Tree) -> None:
 
 def _read_blobs(contents: _Contents, sources: Sources) -> None:
     """Files in the safetensors format: the header decides. A name stands in a file once, so a second chunk was lost."""
-    lost: list[tuple[str, str]] = []  # key, what is lost
+    lost: list[tuple[str, str, str]] = []  # key, what is lost, of which file
     directory = contents.directory
     for path, rows in contents.in_files(contents.order[contents.is_blob[contents.order]]):
         file = directory.file(path)
@@ -213,14 +215,15 @@ def _read_blobs(contents: _Contents, sources: Sources) -> None:
             (key, dtype, _, chunks), chunk = contents.tensor(row)
             tensor, start = header.tensors.get(key), tuple(chunks.start[chunk].tolist())
             if tensor is None or starts.get(key) != start or tensor.dtype is not dtype:
-                lost.append((key, f"{key} at {start}: not in {path}"))
+                lost.append((key, f"{key} at {start}: not in {path}", file))
                 continue
             kind = contents.structures.kind(dtype, tensor.shape, contiguous_stride(tensor.shape))
             contents.put(np.array([row]), [tensor.offset], [kind])
     if lost:
         raise SourceIncompleteError(
             f"{directory.path}: the metadata names {plural(len(lost), 'chunk')} that no file holds",
-            details=[text for _, text in lost[:50]],
+            details=[text for _, text, _ in lost[:50]],
+            files=[file for _, _, file in lost[:50]],
             file=directory.path,
             key=lost[0][0],
             why="FileSystemWriter(serialization_format=SAFETENSORS) keeps one chunk of a name per file, the last one",

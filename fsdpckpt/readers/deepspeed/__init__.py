@@ -179,6 +179,7 @@ def _require_all_ranks(path: str, optim: Mapping[int, str], model: Mapping[int, 
             f"{path}: {plural(len(missing), 'file')} of the DeepSpeed checkpoint "
             f"{'is' if len(missing) == 1 else 'are'} missing: {first_of(missing, _SHOWN)}",
             details=missing,
+            files=[f"{path.rstrip('/')}/{name}" for name in missing],
             file=f"{path.rstrip('/')}/{missing[0]}",
             why="the save or the copy did not finish, or these ranks wrote to the disks of other machines",
             next_step="copy the files of all ranks into one directory",

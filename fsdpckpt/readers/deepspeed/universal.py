@@ -152,6 +152,7 @@ class _Universal:
             f"{self.files.directory}: {plural(len(missing), 'file')} of the universal checkpoint "
             f"{'is' if len(missing) == 1 else 'are'} missing: {first_of(missing, _SHOWN)}",
             details=missing,
+            files=missing,
             file=missing[0],
             why="the conversion by ds_to_universal.py, or the copy, did not finish",
             next_step="copy the checkpoint again",

@@ -104,6 +104,7 @@ def read_safetensors_index(path: str, files: FileTable, sources: Sources) -> Tre
         raise SourceIncompleteError(
             f"{file_name(path)} lists {plural(len(shards), 'file')}, and {len(missing):,} of them cannot be found",
             details=missing,
+            files=[directory + shard for shard in missing],
             why="the download or the save did not finish",
             next_step="copy the missing files beside the index",
             file=path,
@@ -151,6 +152,7 @@ def _compare_with_index(
         raise SourceIncompleteError(
             f"{file_name(path)} lists {plural(len(absent), 'tensor')} that their shard does not hold",
             details=[f"{key} is not in {shard}" for key, shard in list(absent.items())[:50]],
+            files=[path[: -len(file_name(path))] + shard for shard in list(absent.values())[:50]],
             why="shards of different saves lie in one directory, or a shard was replaced",
             next_step="copy index and shards from the same save again",
             file=path,
@@ -196,6 +198,7 @@ def _require_all_parts(paths: Sequence[str]) -> None:
         raise SourceIncompleteError(
             f"{len(named)}{more} safetensors shards are missing",
             details=named,
+            files=[paths[0][: -len(file_name(paths[0]))] + name for name in named],
             why="the download or the save did not finish, or a rank's files lie on another machine",
             next_step="copy all shards into one directory",
             file=paths[0],

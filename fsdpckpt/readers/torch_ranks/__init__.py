@@ -133,6 +133,7 @@ def _require_all_ranks(sets: Sequence[RankSet], directory: str, sizes: Mapping[s
             name if name not in sizes else f"{name} is not a torch.save file ({bytes_text(sizes[name])})"
             for name in missing
         ],
+        files=[f"{directory.rstrip('/')}/{name}" for name in missing],
         why="the save or the copy did not finish, or these ranks wrote to the disks of other machines",
         next_step="copy the files of all ranks into one directory",
         file=f"{directory.rstrip('/')}/{missing[0]}",
@@ -271,9 +272,8 @@ def check_names(
     """Raises SourceCorruptError listing the files among ``paths`` (rank to path) that another rank, or a run of
     another number of ranks, saved. A file saved under a name of another pattern, or without one, says nothing; nor do
     files that a conversion to more ranks copies (random states). ``named_rank``: what a name without suffix says."""
-    swapped: list[str] = []
-    stale: list[str] = []
-    first: str | None = None
+    swapped: dict[str, str] = {}
+    stale: dict[str, str] = {}
     for rank, path in sorted(paths.items()):
         name = path.replace("\\", "/").rpartition("/")[2]
         stem = name.rpartition(".")[0]
@@ -284,19 +284,17 @@ def check_names(
         if was == stem or named is None or saved is None or named[:2] != saved[:2]:
             continue
         if saved.rank != named.rank:
-            swapped.append(f"{path}: expected rank {rank}, saved as {was}, by rank {saved.rank}")
+            swapped[path] = f"{path}: expected rank {rank}, saved as {was}, by rank {saved.rank}"
         elif named.world is not None and saved.world is not None and saved.world != named.world:
-            stale.append(f"{path}: expected {named.world} ranks, saved as {was}, by one of {saved.world}")
-        else:
-            continue
-        first = first or path
-    if first is None:
+            stale[path] = f"{path}: expected {named.world} ranks, saved as {was}, by one of {saved.world}"
+    if not swapped and not stale:
         return
     kinds = " and ".join(word for word, paths_of in (("swapped", swapped), ("stale", stale)) if paths_of)
     raise SourceCorruptError(
         f"{kinds} rank files: {plural(len(swapped) + len(stale), 'file', 'were')} saved under another rank's name",
-        details=[*swapped, *stale],
-        file=first,
+        details=[*swapped.values(), *stale.values()],
+        files=[*swapped, *stale],
+        file=next(path for _, path in sorted(paths.items()) if path in swapped or path in stale),
         why="files were renamed, or copied from another rank or run; nothing else in them says whose they are",
         next_step="give every file the name it was saved as again, as listed above",
     )

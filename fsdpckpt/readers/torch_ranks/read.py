@@ -80,15 +80,16 @@ def _held(paths: Mapping[int, str], ranks: Sequence[int], forms: Sequence[str]) 
 
 
 def _check_ranks(paths: Mapping[int, str], ranks: Sequence[int], archives: Sequence[TorchArchive]) -> None:
-    swapped = [
-        f"{paths[rank]}: expected rank {rank}, saved by rank {', '.join(map(str, sorted(archive.ranks)))}"
+    swapped = {
+        paths[rank]: f"{paths[rank]}: expected rank {rank}, saved by rank {', '.join(map(str, sorted(archive.ranks)))}"
         for rank, archive in zip(ranks, archives, strict=True)
         if archive.ranks - {rank}
-    ]
+    }
     if swapped:
         raise SourceCorruptError(
             "swapped rank files: some files were not saved by the rank that their name says",
-            details=swapped,
+            details=list(swapped.values()),
+            files=list(swapped),
             file=paths[ranks[0]],
             why="files were renamed, or copied from another rank or run",
             next_step="give every file its own rank's name again, as listed above",
@@ -113,6 +114,7 @@ def _check_ranks(paths: Mapping[int, str], ranks: Sequence[int], archives: Seque
         raise SourceCorruptError(
             f"files of ranks {', '.join(map(str, extra))} do not belong to a world of {plural(len(world), 'rank')}",
             details=[paths[rank] for rank in extra],
+            files=[paths[rank] for rank in extra],
             file=paths[extra[0]],
             rank=extra[0],
             expected=f"ranks {min(world)} to {max(world)}",

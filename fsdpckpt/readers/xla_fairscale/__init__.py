@@ -125,15 +125,16 @@ def _require_one_model(
     placed: Sequence[tuple[_Path, ShardMetadata] | None], ranks: Sequence[int], paths: Mapping[int, str]
 ) -> None:
     first = next(one for one in placed if one is not None)
-    wrong = [
-        f"{paths[rank]}: {'no metadata' if one is None else 'of other parameters, or of a different number of ranks'}"
+    wrong = {
+        paths[rank]: "no metadata" if one is None else "of other parameters, or of a different number of ranks"
         for rank, one in zip(ranks, placed, strict=True)
         if one is None or one[0] != first[0] or not one[1].same_model(first[1])
-    ]
+    }
     if wrong:
         raise SourceCorruptError(
             "the shard metadata differ between ranks",
-            details=wrong,
+            details=[f"{path}: {how}" for path, how in wrong.items()],
+            files=list(wrong),
             file=paths[ranks[0]],
             why="files of different runs lie together",
             next_step="give a directory with the files of one save",
