@@ -21,8 +21,9 @@ import numpy as np
 
 from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.formats.dcp.write_metadata import DcpEntry, StoredItems, metadata_pickle
-from fsdpckpt.formats.pickle.write import PickleOpcodes, PickleWriter, StorageView, dumps
-from fsdpckpt.formats.zip import ALIGNMENT, TorchZip
+from fsdpckpt.formats.pickle.opcodes import PickleOpcodes, StorageView
+from fsdpckpt.formats.pickle.write import PickleWriter, dumps
+from fsdpckpt.formats.zip_write import ALIGNMENT, TorchZip
 from fsdpckpt.ir.blockwise import CODES, QMAP, Blocks, Blockwise, put_together
 from fsdpckpt.ir.checkpoint import BARE_VALUE, Checkpoint, Note, OptimState, group_params
 from fsdpckpt.ir.dtypes import DType

@@ -16,7 +16,7 @@ from math import prod
 from typing import TypeAlias
 
 from fsdpckpt.errors import InternalError, UsageError
-from fsdpckpt.formats.pickle.write import flag, integer, integers, list_of, tuple_of
+from fsdpckpt.formats.pickle.opcodes import flag, integer, integers, list_of, tuple_of
 from fsdpckpt.ir.blockwise import Blockwise
 from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.ir.dtypes import DTYPES, DType

@@ -15,8 +15,8 @@ from functools import partial
 import numpy as np
 
 from fsdpckpt.errors import InternalError
-from fsdpckpt.formats.pickle.write import integer
-from fsdpckpt.formats.zip import TorchZip
+from fsdpckpt.formats.pickle.opcodes import integer
+from fsdpckpt.formats.zip_write import TorchZip
 from fsdpckpt.ir.mesh import Sharding
 from fsdpckpt.ir.targets import TargetData, TargetFile, as_table
 from fsdpckpt.ir.tensors import Int64Array, Tensor

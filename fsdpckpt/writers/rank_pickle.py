@@ -13,8 +13,9 @@ from functools import lru_cache
 from typing import NamedTuple, Protocol, TypeAlias
 
 from fsdpckpt.errors import SourceUnsupportedError
-from fsdpckpt.formats.pickle.write import PickleWriter, StorageView, flag, integer, list_of
-from fsdpckpt.formats.zip import TorchZip
+from fsdpckpt.formats.pickle.opcodes import StorageView, flag, integer, list_of
+from fsdpckpt.formats.pickle.write import PickleWriter
+from fsdpckpt.formats.zip_write import TorchZip
 from fsdpckpt.ir.blockwise import CODES, LIBRARY, Blockwise
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.mesh import Sharding

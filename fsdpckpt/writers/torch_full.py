@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from fsdpckpt.formats.pickle.write import PickleWriter, StorageView, TensorHook, integer, integers
+from fsdpckpt.formats.pickle.opcodes import StorageView, integer, integers
+from fsdpckpt.formats.pickle.write import PickleWriter, TensorHook
 from fsdpckpt.formats.torch.loadable import ARRAY, Array, array_of, encoded, is_class, is_loadable
-from fsdpckpt.formats.zip import TorchZip
+from fsdpckpt.formats.zip_write import TorchZip
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import Target, TargetFile

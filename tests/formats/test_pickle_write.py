@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from fsdpckpt.errors import InternalError, SourceUnsupportedError
-from fsdpckpt.formats.pickle.write import StorageView, dumps, integer, integers
+from fsdpckpt.formats.pickle.opcodes import StorageView, integer, integers
+from fsdpckpt.formats.pickle.write import dumps
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.values import Global, Object

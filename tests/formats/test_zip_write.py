@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fsdpckpt.formats.pickle.write import StorageView, dumps
-from fsdpckpt.formats.zip import ALIGNMENT, TorchZip
+from fsdpckpt.formats.pickle.opcodes import StorageView
+from fsdpckpt.formats.pickle.write import dumps
+from fsdpckpt.formats.zip_write import ALIGNMENT, TorchZip
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.ir.tensors import Chunks, Tensor

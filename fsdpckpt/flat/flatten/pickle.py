@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 
 from fsdpckpt.errors import SourceUnsupportedError
-from fsdpckpt.formats.pickle.write import StorageView
+from fsdpckpt.formats.pickle.opcodes import StorageView
 from fsdpckpt.ir.dtypes import DType, numpy_dtype
 from fsdpckpt.ir.targets import TargetFile
 from fsdpckpt.ir.tensors import Box, Tensor

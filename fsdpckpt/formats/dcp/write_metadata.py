@@ -16,7 +16,7 @@ from functools import partial
 from itertools import chain, islice, repeat
 from typing import TypeVar
 
-from fsdpckpt.formats.pickle.write import PickleOpcodes, integer, integers
+from fsdpckpt.formats.pickle.opcodes import PickleOpcodes, integer, integers
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.tensors import Int64Array
 

@@ -1,233 +1,26 @@
 """Writes checkpoint values as protocol-2 pickles, as ``torch.save`` does, from the closed set the reader accepts.
 
 The opcode stream of plain values, dicts and tensors is ``pickle``'s own (protocol 2, the batching of its C
-implementation, ``torch``'s persistent ids), with three liberties that no reader sees: equal strings are written
-once, the parts of a tensor that nothing refers to again are not memoised, and sets are written in sorted order so
-that the same checkpoint gives the same bytes in every process. A name outside ``allowlist`` is refused.
-
-``PickleOpcodes`` writes opcodes directly, for many values of one form; ``PickleWriter`` writes any checkpoint value.
+implementation, ``torch``'s persistent ids), but for what ``opcodes`` leaves out, and for sets: they are written in
+sorted order, so that a checkpoint gives the same bytes in every process. A name outside ``allowlist`` is refused.
 """
 
 from __future__ import annotations
 
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from fsdpckpt.errors import InternalError, SourceUnsupportedError
 from fsdpckpt.formats.pickle.allowlist import kind_of
+from fsdpckpt.formats.pickle.opcodes import TUPLE_ENDS, PickleOpcodes, StorageView, flag, integer
 from fsdpckpt.ir.blockwise import CODES, SCALE, Blockwise, put_together
-from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.tensors import Tensor, contiguous_stride
 from fsdpckpt.ir.values import Global, Object, Value
-
-TUPLE_ENDS = (b"", b"\x85", b"\x86", b"\x87")  # for one to three items on the stack
-
-_PROTOCOL_2 = b"\x80\x02"
-# Protocol 2 names the modules of Python 2; every unpickler maps them back.
-_PYTHON_2_MODULES = {"builtins": "__builtin__", "copyreg": "copy_reg"}
-_PERSISTENT_STORAGE = "storage"
-_CPU = "cpu"
-
-
-class StorageView(NamedTuple):
-    """One tensor as a view of a stored record: what ``torch._utils._rebuild_tensor_v2`` is called with.
-
-    ``key`` is the record ``data/<key>``; ``offset`` and ``stride`` are in elements of ``dtype``; ``nbytes`` is the
-    length of the whole record.
-    """
-
-    key: str
-    dtype: DType
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    nbytes: int
-
-
-def integer(value: int) -> bytes:
-    """The opcode of an int of any size."""
-    if 0 <= value < 256:
-        return b"K%c" % value
-    if 0 <= value < 65536:
-        return b"M" + struct.pack("<H", value)
-    if -0x80000000 <= value <= 0x7FFFFFFF:
-        return b"J" + struct.pack("<i", value)
-    nbytes = (value.bit_length() >> 3) + 1
-    data = value.to_bytes(nbytes, "little", signed=True)
-    if value < 0 and nbytes > 1 and data[-1] == 0xFF and data[-2] & 0x80:
-        data = data[:-1]
-    return (b"\x8a%c" % len(data) if len(data) < 256 else b"\x8b" + struct.pack("<i", len(data))) + data
-
-
-def flag(value: bool) -> bytes:  # noqa: FBT001 - a pickled bool
-    return b"\x88" if value else b"\x89"
-
-
-def integers(values: Sequence[int]) -> bytes:
-    """The opcodes of a tuple of ints that is not memoised."""
-    return tuple_of(list(map(integer, values)))
-
-
-def tuple_of(items: Sequence[bytes]) -> bytes:
-    """The opcodes of a tuple that is not memoised; ``items`` are those of what is in it."""
-    body = b"".join(items)
-    if len(items) <= 3:
-        return body + TUPLE_ENDS[len(items)] if items else b")"
-    return b"(" + body + b"t"
-
-
-def list_of(items: Iterable[bytes]) -> bytes:
-    """The opcodes of a list that is not memoised; ``items`` are those of what is in it."""
-    return b"](" + b"".join(items) + b"e"
-
-
-class PickleOpcodes:
-    """One pickle growing front to back; ``finish`` ends it.
-
-    ``text``, ``name``, ``once`` and ``constant`` return the opcodes of a string, an importable name or anything else:
-    in full the first time, a memo reference later. What they return must be written in the order of the calls.
-    """
-
-    def __init__(self) -> None:
-        self.out = bytearray(_PROTOCOL_2)
-        self._texts: dict[str, bytes] = {}
-        self._names: dict[tuple[str, str], bytes] = {}
-        self._once: dict[Hashable, bytes] = {}
-        self._constants: dict[Hashable, bytes] = {}
-        self._memo = 0
-        self._heads: dict[str, tuple[bytes, bytes, bytes]] = {}
-        self._extents: dict[tuple[int, ...], bytes] = {}
-
-    def finish(self) -> bytes:
-        """The whole pickle; the writer is used up."""
-        self.out += b"."
-        return bytes(self.out)
-
-    def raw(self, opcodes: bytes) -> None:
-        self.out += opcodes
-
-    def put(self) -> tuple[bytes, bytes]:
-        """A fresh memo place: the opcode that stores the top of the stack there, and the one that fetches it."""
-        place = self._memo
-        self._memo = place + 1
-        if place < 256:
-            return b"q%c" % place, b"h%c" % place
-        packed = struct.pack("<I", place)
-        return b"r" + packed, b"j" + packed
-
-    def text(self, text: str) -> bytes:
-        known = self._texts.get(text)
-        if known is not None:
-            return known
-        put, get = self.put()
-        self._texts[text] = get
-        data = text.encode("utf-8", "surrogatepass")
-        return b"X" + struct.pack("<I", len(data)) + data + put
-
-    def name(self, module: str, name: str) -> bytes:
-        """For names this program chose itself: names out of a checkpoint are checked in ``PickleWriter.value``."""
-        known = self._names.get((module, name))
-        if known is not None:
-            return known
-        put, get = self.put()
-        self._names[(module, name)] = get
-        written = _PYTHON_2_MODULES.get(module, module)
-        return b"c" + f"{written}\n{name}\n".encode() + put
-
-    def once(self, key: Hashable, build: Callable[[], bytes]) -> bytes:
-        """The opcodes ``build`` gives for one object, which every later call with the same ``key`` refers to."""
-        known = self._once.get(key)
-        if known is not None:
-            return known
-        opcodes = build()
-        put, self._once[key] = self.put()
-        return opcodes + put
-
-    def constant(self, key: Hashable, build: Callable[[], bytes]) -> bytes:
-        """The opcodes ``build`` gives, made of texts and names; from the second time on all of them memo references.
-
-        Unlike ``once`` the value is made anew each time: for what must not be shared.
-        """
-        known = self._constants.get(key)
-        if known is not None:
-            return known
-        opcodes = build()
-        self._constants[key] = build()
-        return opcodes
-
-    def view(self, view: StorageView, *, requires_grad: bool = False) -> None:
-        """A tensor, as ``torch._utils._rebuild_tensor_v2`` (or ``_v3`` for dtypes without a typed storage)."""
-        dtype = view.dtype
-        head = self._heads.get(dtype.name)
-        if head is None:
-            head = self._head(dtype)
-        start, location, end = head
-        key = view.key.encode()
-        extents = self._extents
-        shape = extents.get(view.shape)
-        if shape is None:
-            shape = extents[view.shape] = integers(view.shape)
-        stride = extents.get(view.stride)
-        if stride is None:
-            stride = extents[view.stride] = integers(view.stride)
-        if requires_grad:
-            end = b"\x88" + end[1:]
-        elements = view.nbytes if dtype.storage is None else view.nbytes // dtype.itemsize
-        self.out += b"%bX%b%b%b%btQ%b%b%b%b" % (
-            start,
-            struct.pack("<I", len(key)),
-            key,
-            location,
-            integer(elements),
-            integer(view.offset),
-            shape,
-            stride,
-            end,
-        )
-        if dtype.name not in self._heads:
-            self._heads[dtype.name] = self._head(dtype)  # now every part of it is a memo reference
-
-    def wrapper(
-        self, cls: tuple[str, str], shape: tuple[int, ...], dtype: DType, *, requires_grad: bool = False
-    ) -> None:
-        """The call that rebuilds a tensor subclass, up to its state."""
-        name = self.name
-        self.raw(
-            name("torch._tensor", "_rebuild_from_type_v2") + b"(" + name("torch._utils", "_rebuild_wrapper_subclass")
-        )
-        self.raw(name(*cls) + b"(" + name(*cls) + name("torch", dtype.name))
-        self.raw(integers(shape) + integers(contiguous_stride(shape)) + b"K\x00" + self.layout() + self.cpu())
-        self.raw(flag(requires_grad) + b"t")
-
-    def layout(self) -> bytes:
-        return self.once(
-            "layout", lambda: self.name("torch.serialization", "_get_layout") + self.text("torch.strided") + b"\x85R"
-        )
-
-    def cpu(self) -> bytes:
-        return self.once("cpu", lambda: self.name("torch", "device") + self.text("cpu") + b"\x85R")
-
-    def size(self, shape: tuple[int, ...]) -> bytes:
-        return self.name("torch", "Size") + integers(shape) + b"\x85R"
-
-    def _head(self, dtype: DType) -> tuple[bytes, bytes, bytes]:
-        if dtype.storage is not None:
-            start = self.name("torch._utils", "_rebuild_tensor_v2") + b"(("
-            start += self.text(_PERSISTENT_STORAGE) + self.name("torch", dtype.storage)
-        else:
-            start = self.name("torch._utils", "_rebuild_tensor_v3") + b"(("
-            start += self.text(_PERSISTENT_STORAGE) + self.name("torch.storage", "UntypedStorage")
-        location = self.text(_CPU)
-        end = b"\x89" + self.name("collections", "OrderedDict") + b")R"
-        if dtype.storage is None:
-            end += self.name("torch", dtype.name)
-        return start, location, end + b"tR"
-
 
 # pickle's batch size: longer lists and dicts are appended in several steps.
 _BATCH = 1000
