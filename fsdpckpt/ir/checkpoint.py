@@ -329,6 +329,13 @@ class NamedTensor(NamedTuple):
         return self.param if self.state is None else f"{self.param}.{self.state}"
 
 
+def _inside(param: str, state: str, value: Value) -> Iterator[NamedTensor]:
+    """The tensors of a state that is a container: SOAP's lists, bitsandbytes' dicts."""
+    outer = () if state == BARE_VALUE else (state,)
+    for path, tensor in leaf_tensors(value):
+        yield NamedTensor(Section.OPTIM, param, ".".join(map(str, (*outer, *path))), tensor)
+
+
 @dataclass(slots=True)
 class Checkpoint:
     """Everything a reader learned, without tensor data.
@@ -383,6 +390,8 @@ class Checkpoint:
                 for state, leaf in states.items():
                     if isinstance(leaf, Tensor):
                         yield NamedTensor(Section.OPTIM, name, None if state == BARE_VALUE else state, leaf)
+                    elif isinstance(leaf, (dict, list, tuple)):
+                        yield from _inside(name, state, leaf)
             rest: dict[Key, Value] = {"param_groups": list(self.optim.param_groups or []), **self.optim.extra}
             for path, tensor in leaf_tensors(rest):
                 dotted = ".".join(map(str, path))
