@@ -1,13 +1,10 @@
-"""Lays out the target files of a conversion: plain, or adapted to the form in which one producer saves."""
+"""Lays out the target files of a conversion: plain, or in the form in which one producer saves."""
 
 from __future__ import annotations
 
 import posixpath
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-
-import numpy as np
 
 from fsdpckpt.converters.target_spec import TargetSpec
 from fsdpckpt.converters.transform import TransformedCheckpoint
@@ -16,22 +13,8 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, Note, Section
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.targets import LinkedFile, Target, TargetFile
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.options import ConvertOptions
-from fsdpckpt.producers.forms import (
-    PLAIN_MESH,
-    PLAIN_NAMES,
-    PLAIN_NESTING,
-    Flavor,
-    Form,
-    Nesting,
-    Place,
-    RankNames,
-    Step,
-)
-from fsdpckpt.producers.table import flavor_named
-from fsdpckpt.readers.side_files import SideFiles, lacking, side_files
-from fsdpckpt.storage.sources import Sources
+from fsdpckpt.producers.forms import PLAIN_MESH, PLAIN_NAMES, PLAIN_NESTING, Form, Nesting, Place, RankNames
 from fsdpckpt.writers import dcp, safetensors, torch_full, torch_ranks, universal
 from fsdpckpt.writers.protocol import DtypeRule, Writer, WriteSpec
 
@@ -44,9 +27,6 @@ WRITERS: Mapping[tuple[Container, Layout], Writer] = {
     (Container.SAFETENSORS, Layout.FULL): safetensors.lay_out,
 }
 """The writer of each container and layout that can be written."""
-
-_LAMBDAS = "lr_lambdas"  # what LambdaLR has, and its load_state_dict() needs
-_ANY_SCHEDULE = frozenset({"last_epoch", "_last_lr"})  # what every LR scheduler of torch has
 
 
 def dtype_rule(options: ConvertOptions) -> DtypeRule:
@@ -204,160 +184,3 @@ def _documents(checkpoint: Checkpoint, form: Form) -> Iterator[_Document]:
 
 def _format_of(place: Place, form: Form) -> tuple[Container, Layout]:
     return place.container or form.container, place.layout or form.layout
-
-
-def adapt_to_form(
-    checkpoint: Checkpoint,
-    flavor: Flavor,
-    form: Form,
-    *,
-    world_size: int | None,
-    sources: Sources,
-    only: Section | None = None,
-    divided: bool = False,
-) -> tuple[Checkpoint, Form, Mapping[str, Tensor]]:
-    """``checkpoint`` with the sections that ``form`` has a place for, ``form`` with the places that this source needs,
-    and the files beside it that go along.
-
-    ``only``: the section that is taken. ``divided``: whether a param group that is the only one will be two.
-    """
-    beside = side_files(checkpoint, flavor, world_size, sources, only=only)
-    below = (
-        f"{checkpoint.directory.rstrip('/')}/"  # of what lies directly in there all is said again, for this producer
-    )
-    notes = [note for note in checkpoint.notes if note.kind != "not-carried" or (note.key or "").startswith(below)]
-    optim = checkpoint.optim
-    if optim is not None and form.optim is None:
-        notes.append(Note("not-carried", f"the optimizer is left out: flavor {flavor.name} has no place for it"))
-        optim = None
-    extra, rank_extra = checkpoint.extra, checkpoint.rank_extra
-    if form.extra is None:
-        files = [*beside.files, *(name for note in beside.notes for name in note.keys)]  # copied or not: it is said
-        said = {re.sub(r"(_\d+)?\.[^.]*$", "", name) for name in files}
-        extra, rank_extra = {}, ()
-        if optim is not None and only is None:
-            form, extra = _with_schedule(checkpoint, flavor, form, beside, sources)
-            said.update(map(str, _schedule_path(checkpoint)[:1]) if extra else ())
-            if divided and len(optim.param_groups or ()) == 1:  # lists have an entry for each group
-                ones = {key: value for key, value in extra.items() if isinstance(value, list) and len(value) == 1}
-                extra |= {key: value * 2 for key, value in ones.items()}
-        names = tuple(str(key) for key in checkpoint.extra if key not in said)
-        if names:
-            message = f"left out, because flavor {flavor.name} has no place for them: {', '.join(names)}"
-            notes.append(Note("not-carried", message, keys=names))
-    elif form.model.at == () and form.extra.container is None:  # a tensor there would be one of the model's names
-        names = tuple(str(key) for key, value in extra.items() if isinstance(value, Tensor))
-        if names:
-            message = f"left out: flavor {flavor.name} takes tensors at the top as the model's: {', '.join(names)}"
-            notes.append(Note("not-carried", message, keys=names))
-            extra = {key: value for key, value in extra.items() if not isinstance(value, Tensor)}
-            rank_extra = tuple({key: value for key, value in each.items() if key not in names} for each in rank_extra)
-    taken = replace(
-        checkpoint,
-        optim=optim,
-        extra=extra,
-        rank_extra=rank_extra,
-        files=(*checkpoint.files, *beside.sources),
-        notes=(*notes, *beside.notes),
-    )
-    return _adapt_extras(taken, flavor, form, sources), form, beside.files
-
-
-def _with_schedule(
-    checkpoint: Checkpoint, flavor: Flavor, form: Form, beside: SideFiles, sources: Sources
-) -> tuple[Form, dict[Key, Value]]:
-    """``form`` with a place for the source's LR scheduler, in the file that ``flavor`` has for it, and that as extras.
-
-    ``beside`` gets the notes: of this file, and of what is lacking.
-    """
-    names, extra = set(beside.files), dict[Key, Value]()
-    schedule = _schedule(checkpoint)
-    file = flavor.schedule_file
-    if file and file not in names and isinstance(schedule, dict) and _has(schedule, _ANY_SCHEDULE):
-        form, extra = replace(form, extra=Place(file, container=Container.TORCH, layout=Layout.FULL)), schedule
-        beside.notes.append(_schedule_note(file, schedule, checkpoint, flavor, sources))
-        names.add(file)
-    beside.notes += [Note("unconfigured", message) for message in lacking("the target", flavor, names)]
-    return form, extra
-
-
-def _adapt_extras(checkpoint: Checkpoint, flavor: Flavor, form: Form, sources: Sources) -> Checkpoint:
-    """``checkpoint`` with the extras that ``form``'s loader opens, as it wants them; what was done is in the notes.
-
-    An extra of a name that it opens, but not made as it makes it, is left out; the state of the source's LR scheduler
-    goes where this producer has it; what its loader stops without is added.
-    """
-    notes = list(checkpoint.notes)
-    extra, rank_extra = dict(checkpoint.extra), checkpoint.rank_extra
-    foreign = tuple(key for key, keys in form.opened if extra.get(key) is not None and not _has(extra[key], keys))
-    if foreign:
-        extra = {key: value for key, value in extra.items() if key not in foreign}
-        rank_extra = tuple({key: value for key, value in each.items() if key not in foreign} for each in rank_extra)
-        message = f"left out, because flavor {flavor.name} keeps something else under that name: {', '.join(foreign)}"
-        notes.append(Note("not-carried", message, keys=foreign))
-    if form.schedule is not None and form.schedule[0] not in extra:
-        place, keys = form.schedule
-        schedule = _schedule(checkpoint)
-        if isinstance(schedule, dict) and _has(schedule, keys):
-            extra[place] = schedule
-            notes.append(_schedule_note(place, schedule, checkpoint, flavor, sources))
-    absent: list[tuple[str, Value]] = [
-        (key, [] if value == () else value) for key, value in form.defaults if key not in extra
-    ]
-    if form.counter and type(extra.get(form.counter)) is not int:
-        absent.append((form.counter, _steps(checkpoint, sources)))
-    if absent:
-        said = ", ".join(f"{key} = {value!r}" for key, value in absent)
-        notes.append(Note("inferred", f"what {flavor.title} needs and the source does not have was added: {said}"))
-        extra.update(absent)
-    return replace(checkpoint, extra=extra, rank_extra=rank_extra, notes=tuple(notes))
-
-
-def _schedule_note(
-    place: str, schedule: Mapping[Key, Value], checkpoint: Checkpoint, flavor: Flavor, sources: Sources
-) -> Note:
-    """That ``schedule`` goes to ``place``, and what of it another framework may take otherwise."""
-    message = f"{place} is the state of the source's LR scheduler, unchanged"
-    if flavor.schedule_file and _LAMBDAS not in schedule:
-        message += ", which is no LambdaLR: resume with a scheduler of the same class"
-    counted, steps = schedule.get("last_epoch"), _steps(checkpoint, sources)
-    source = flavor_named(checkpoint.flavor)
-    by_process = source is not None and source.counts_processes
-    if by_process and not flavor.counts_processes and isinstance(counted, int) and counted != steps:
-        message += (
-            f"; it counts {counted} steps, and the optimizer {steps}: {checkpoint.flavor} counts one for each process"
-        )
-    elif flavor.counts_processes and not by_process:
-        message += f"; {flavor.name} will count one step for each process, unless split_batches is set"
-    return Note("inferred", message)
-
-
-def _schedule(checkpoint: Checkpoint) -> Value:
-    """The state dict of the source's LR scheduler, None where its producer keeps none that is torch's own."""
-    path = _schedule_path(checkpoint)
-    value: Value = checkpoint.extra if path else None
-    for step in path:
-        if isinstance(value, dict):
-            value = value.get(step)
-        else:
-            value = value[step] if isinstance(value, list) and isinstance(step, int) and step < len(value) else None
-    return value
-
-
-def _schedule_path(checkpoint: Checkpoint) -> tuple[Step, ...]:
-    source = flavor_named(checkpoint.flavor)
-    paths = source.schedules if source is not None else ()
-    return next((path for path in paths if path[0] in checkpoint.extra), ())
-
-
-def _steps(checkpoint: Checkpoint, sources: Sources) -> int:
-    """How many steps the optimizer has made of its first parameter that counts them; 0 where none does."""
-    entries = checkpoint.optim.state.values() if checkpoint.optim is not None else ()
-    step = next((entry["step"] for entry in entries if "step" in entry), 0)
-    if isinstance(step, Tensor) and step.numel == 1 and step.dtype.numpy is not None:
-        return int(np.frombuffer(sources.read_elements(checkpoint.files, step), step.dtype.numpy)[0])
-    return int(step) if isinstance(step, (int, float)) else 0
-
-
-def _has(value: Value, keys: frozenset[str]) -> bool:
-    return isinstance(value, dict) and keys <= value.keys()

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from fsdpckpt.converters.adapt import adapt_to_form
 from fsdpckpt.converters.huggingface import finish_export
-from fsdpckpt.converters.lay_out import adapt_to_form, lay_out
+from fsdpckpt.converters.lay_out import lay_out
 from fsdpckpt.converters.linking import Linking, choose_linking, link_equal_files
 from fsdpckpt.converters.report import PlannedFile, Report, encode_manifest
 from fsdpckpt.converters.target_mesh import on_mesh, requested_mesh, with_mesh

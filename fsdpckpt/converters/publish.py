@@ -16,19 +16,12 @@ and ends the upload. 6. The directories are removed.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import hashlib
-import json
 import os
-import shutil
-import tempfile
 import threading
 import time
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Self, TypeAlias, TypeVar, cast
@@ -41,6 +34,7 @@ from fsdpckpt.converters.report import PlannedFile, Report, replaced_files
 from fsdpckpt.converters.resume import attach_staged, is_resumable
 from fsdpckpt.converters.staging import node_label
 from fsdpckpt.converters.target_spec import check_options
+from fsdpckpt.converters.upload_directory import UploadDirectory, is_sent
 from fsdpckpt.errors import (
     InternalError,
     Leftover,
@@ -53,8 +47,7 @@ from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.options import ConvertOptions, LinkMode, VerifyLevel, Visibility
 from fsdpckpt.progress import Progress
 from fsdpckpt.readers.protocol import MANIFEST
-from fsdpckpt.storage.local import target_errors
-from fsdpckpt.storage.protocols import UPLOADING, is_url, remote_identity
+from fsdpckpt.storage.protocols import UPLOADING, is_url
 from fsdpckpt.storage.remote_store import RemoteStore, filesystem_of
 from fsdpckpt.storage.upload import RemoteTarget, UploadOptions, open_target
 
@@ -343,122 +336,3 @@ def attach_leftovers(error: BaseException, target: str, options: ConvertOptions)
 def _attach_upload(error: BaseException, directory: UploadDirectory) -> None:
     what = f"the converted checkpoint is kept in {directory.path}"
     attach_leftover(error, Leftover(what, "uploads what is missing"))
-
-
-_UPLOAD, _SENT = "upload", "sent-"
-
-
-@dataclass(frozen=True, slots=True)
-class UploadDirectory:
-    """A local directory to upload from, for one DST alone and the same in every run. ``path``: the output in it.
-
-    It holds the converted output, and notes of what the store has of it already. A note counts for one *upload* only,
-    which a run with ``--no-resume`` begins anew, and one that finds no output: what an earlier one has sent may be of
-    another checkpoint.
-    """
-
-    root: str
-    path: str
-
-    @classmethod
-    def of(cls, url: str, directory: str | None) -> UploadDirectory:
-        """That of ``url`` in ``directory``, by default the system's for temporary files."""
-        above = directory or tempfile.gettempdir()
-        root = os.path.join(above, f"fsdpckpt-{os.getuid()}-{hashlib.sha256(url.encode()).hexdigest()[:16]}")
-        return cls(root, os.path.join(root, url.rpartition("/")[2]))
-
-    @contextlib.contextmanager
-    def locked(self, *, resume: bool) -> Iterator[str]:
-        """One run at a time on this machine. The value says which upload it is; anew unless to ``resume``.
-
-        Raises TargetExistsError, TargetUnwritableError.
-        """
-        with target_errors(self.root):
-            os.makedirs(self.root, mode=0o700, exist_ok=True)
-            if os.stat(self.root).st_uid != os.getuid():  # anybody may make directories in /tmp
-                raise TargetUnwritableError(
-                    f"{self.root} belongs to another user", file=self.root, next_step="add --staging DIR"
-                )
-            lock = os.open(self.root, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
-            raise TargetExistsError(
-                f"another fsdpckpt is writing from {self.root}", file=self.root, next_step="wait for it to end"
-            ) from None
-        try:
-            with target_errors(self.root):
-                if not resume or not os.path.lexists(self.path):
-                    self._clear()
-                upload = self.upload() or self._begin()
-            yield upload
-        finally:
-            with contextlib.suppress(OSError):
-                if os.listdir(self.root) == [_UPLOAD]:  # else it is kept for the next run
-                    self.remove()
-            os.close(lock)
-
-    def upload(self) -> str:
-        """Which upload is under way; empty when none is, or this process does not see it."""
-        try:
-            with open(os.path.join(self.root, _UPLOAD), encoding="utf-8") as file:
-                return file.read()
-        except OSError:
-            return ""
-
-    def _begin(self) -> str:
-        upload = uuid.uuid4().hex
-        with open(os.path.join(self.root, _UPLOAD), "w", encoding="utf-8") as file:
-            file.write(upload)
-        return upload
-
-    def note_sent(self, upload: str, rank: int, name: str, info: Mapping[str, object]) -> None:
-        """Note that the store has the file ``name``, with the ``info`` it returned. ``rank``: who sent it."""
-        line = json.dumps([upload, name, remote_identity(name, info).tag])
-        with open(os.path.join(self.root, f"{_SENT}{rank}"), "a", encoding="utf-8") as file:
-            file.write(line + "\n")
-
-    def sent(self, upload: str) -> dict[str, str]:
-        """What earlier runs of ``upload`` noted: tag by name."""
-        tags: dict[str, str] = {}
-        for path in self._notes():
-            with open(path, encoding="utf-8") as file:
-                for line in file:
-                    with contextlib.suppress(ValueError):  # the last one, cut short by a kill
-                        noted, name, tag = json.loads(line)
-                        if noted == upload:
-                            tags[name] = tag
-        return tags
-
-    def _notes(self) -> list[str]:
-        try:
-            return [os.path.join(self.root, name) for name in os.listdir(self.root) if name.startswith(_SENT)]
-        except FileNotFoundError:  # this machine had nothing to convert
-            return []
-
-    def locate(self, name: str) -> str:
-        """The path of the file ``name``; "" is the name of a DST that is one file."""
-        return os.path.join(self.path, name) if name else self.path
-
-    def _clear(self) -> None:
-        """Forget what earlier runs have converted and sent; what a conversion has staged it clears itself."""
-        for path in (os.path.join(self.root, _UPLOAD), *self._notes()):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
-        if os.path.isdir(self.path):
-            shutil.rmtree(self.path)
-        elif os.path.lexists(self.path):
-            os.unlink(self.path)
-
-    def remove(self) -> None:
-        """All of it; first what makes notes count."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(os.path.join(self.root, _UPLOAD))
-        shutil.rmtree(self.root, ignore_errors=True)
-
-
-def is_sent(earlier: Mapping[str, str], name: str, info: Mapping[str, object]) -> bool:
-    """Whether what the store says of ``name`` (``info``) is what one of the ``earlier`` tags noted."""
-    tag = remote_identity(name, info).tag
-    return bool(tag) and earlier.get(name) == tag

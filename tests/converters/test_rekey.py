@@ -11,13 +11,13 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
 
-from fsdpckpt.converters.transform import apply_key_type, parameter_orders
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError
 from fsdpckpt.ir.checkpoint import UNORDERED, Checkpoint
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.units import Unit, UnitParam, Units
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
+from fsdpckpt.transform.key_type import apply_key_type, parameter_orders
 from tests.oracle import toy
 from tests.oracle.session import Oracle
 

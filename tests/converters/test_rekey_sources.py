@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from fsdpckpt.converters.transform import apply_key_type, parameter_orders
 from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.flat.units.build import Settings, build_units
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, OptimState, ParamKey
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.values import Key, Value
+from fsdpckpt.transform.key_type import apply_key_type, parameter_orders
 from tests.flat.flat_synthetic import checkpoint, named, sharded_model, whole
 
 PARAMS = (named("w", 5, 3), named("b", 5), named("v", 2, 5))

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from fsdpckpt.converters.check import Pair, divide_pairs, pack_pairs, unpack_pairs
-from fsdpckpt.converters.publish import UploadDirectory, assign_senders, is_sent
+from fsdpckpt.converters.publish import assign_senders
+from fsdpckpt.converters.upload_directory import UploadDirectory, is_sent
 from fsdpckpt.errors import TargetExistsError
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Chunks, Tensor

@@ -1,0 +1,182 @@
+"""Adapts a checkpoint to the form in which a producer saves: which sections, side files and extras it takes, and where.
+
+Every place that is not the source's own is in the notes, and so is all that the producer has no place for.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, Note, Section
+from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.values import Key, Value
+from fsdpckpt.producers.forms import Flavor, Form, Place, Step
+from fsdpckpt.producers.table import flavor_named
+from fsdpckpt.readers.side_files import SideFiles, lacking, side_files
+from fsdpckpt.storage.sources import Sources
+
+_LAMBDAS = "lr_lambdas"  # what LambdaLR has, and its load_state_dict() needs
+_ANY_SCHEDULE = frozenset({"last_epoch", "_last_lr"})  # what every LR scheduler of torch has
+
+
+def adapt_to_form(
+    checkpoint: Checkpoint,
+    flavor: Flavor,
+    form: Form,
+    *,
+    world_size: int | None,
+    sources: Sources,
+    only: Section | None,
+    divided: bool,
+) -> tuple[Checkpoint, Form, Mapping[str, Tensor]]:
+    """``checkpoint`` with the sections that ``form`` has a place for, ``form`` with the places that this source needs,
+    and the files beside it that go along.
+
+    ``only``: the section that is taken. ``divided``: whether a param group that is the only one will be two.
+    """
+    beside = side_files(checkpoint, flavor, world_size, sources, only=only)
+    below = f"{checkpoint.directory.rstrip('/')}/"  # of what lies directly in there all is said again
+    notes = [note for note in checkpoint.notes if note.kind != "not-carried" or (note.key or "").startswith(below)]
+    optim = checkpoint.optim
+    if optim is not None and form.optim is None:
+        notes.append(Note("not-carried", f"the optimizer is left out: flavor {flavor.name} has no place for it"))
+        optim = None
+    extra, rank_extra = checkpoint.extra, checkpoint.rank_extra
+    if form.extra is None:
+        extra, rank_extra = {}, ()
+        if optim is not None and only is None:
+            form, extra = _with_schedule(checkpoint, flavor, form, beside, sources, divided=divided)
+        names = _unplaced(checkpoint, beside, _schedule_path(checkpoint)[:1] if extra else ())
+        why = f"left out, because flavor {flavor.name} has no place for them"
+    elif form.model.at == () and form.extra.container is None:  # a tensor there would be one of the model's names
+        names = tuple(str(key) for key, value in extra.items() if isinstance(value, Tensor))
+        why = f"left out: flavor {flavor.name} takes tensors at the top as the model's"
+        extra = {key: value for key, value in extra.items() if not isinstance(value, Tensor)}
+        rank_extra = tuple({key: value for key, value in each.items() if key not in names} for each in rank_extra)
+    else:
+        names, why = (), ""
+    if names:
+        notes.append(Note("not-carried", f"{why}: {', '.join(names)}", keys=names))
+    taken = replace(
+        checkpoint,
+        optim=optim,
+        extra=extra,
+        rank_extra=rank_extra,
+        files=(*checkpoint.files, *beside.sources),
+        notes=(*notes, *beside.notes),
+    )
+    return _adapt_extras(taken, flavor, form, sources), form, beside.files
+
+
+def _unplaced(checkpoint: Checkpoint, beside: SideFiles, placed: tuple[Step, ...]) -> tuple[str, ...]:
+    """The extras that are not ``placed``, and of which no side file is, or is said to be left out."""
+    files = [*beside.files, *(name for note in beside.notes for name in note.keys)]
+    said = {*map(str, placed), *(re.sub(r"(_\d+)?\.[^.]*$", "", name) for name in files)}
+    return tuple(str(key) for key in checkpoint.extra if key not in said)
+
+
+def _with_schedule(
+    checkpoint: Checkpoint, flavor: Flavor, form: Form, beside: SideFiles, sources: Sources, *, divided: bool
+) -> tuple[Form, dict[Key, Value]]:
+    """``form`` with a place for the source's LR scheduler, in the file that ``flavor`` has for it, and that as extras.
+
+    ``beside`` gets the notes: of this file, and of what is lacking. ``divided``: as in ``adapt_to_form``.
+    """
+    names, extra = set(beside.files), dict[Key, Value]()
+    schedule = _schedule(checkpoint)
+    file = flavor.schedule_file
+    if file and file not in names and isinstance(schedule, dict) and _has(schedule, _ANY_SCHEDULE):
+        form, extra = replace(form, extra=Place(file, container=Container.TORCH, layout=Layout.FULL)), schedule
+        beside.notes.append(_schedule_note(file, schedule, checkpoint, flavor, sources))
+        names.add(file)
+    beside.notes += [Note("unconfigured", message) for message in lacking("the target", flavor, names)]
+    if divided and checkpoint.optim is not None and len(checkpoint.optim.param_groups or ()) == 1:
+        ones = {key: value for key, value in extra.items() if isinstance(value, list) and len(value) == 1}
+        extra = {**extra, **{key: value * 2 for key, value in ones.items()}}  # lists have an entry for each group
+    return form, extra
+
+
+def _adapt_extras(checkpoint: Checkpoint, flavor: Flavor, form: Form, sources: Sources) -> Checkpoint:
+    """``checkpoint`` with the extras that ``form``'s loader opens, as it wants them; what was done is in the notes.
+
+    An extra of a name that it opens, but not made as it makes it, is left out; the state of the source's LR scheduler
+    goes where this producer has it; what its loader stops without is added.
+    """
+    notes = list(checkpoint.notes)
+    extra, rank_extra = dict(checkpoint.extra), checkpoint.rank_extra
+    foreign = tuple(key for key, keys in form.opened if extra.get(key) is not None and not _has(extra[key], keys))
+    if foreign:
+        extra = {key: value for key, value in extra.items() if key not in foreign}
+        rank_extra = tuple({key: value for key, value in each.items() if key not in foreign} for each in rank_extra)
+        message = f"left out, because flavor {flavor.name} keeps something else under that name: {', '.join(foreign)}"
+        notes.append(Note("not-carried", message, keys=foreign))
+    if form.schedule is not None and form.schedule[0] not in extra:
+        place, keys = form.schedule
+        schedule = _schedule(checkpoint)
+        if isinstance(schedule, dict) and _has(schedule, keys):
+            extra[place] = schedule
+            notes.append(_schedule_note(place, schedule, checkpoint, flavor, sources))
+    absent: list[tuple[str, Value]] = [
+        (key, [] if value == () else value) for key, value in form.defaults if key not in extra
+    ]
+    if form.counter and type(extra.get(form.counter)) is not int:
+        absent.append((form.counter, _steps(checkpoint, sources)))
+    if absent:
+        said = ", ".join(f"{key} = {value!r}" for key, value in absent)
+        notes.append(Note("inferred", f"what {flavor.title} needs and the source does not have was added: {said}"))
+        extra.update(absent)
+    return replace(checkpoint, extra=extra, rank_extra=rank_extra, notes=tuple(notes))
+
+
+def _schedule_note(
+    place: str, schedule: Mapping[Key, Value], checkpoint: Checkpoint, flavor: Flavor, sources: Sources
+) -> Note:
+    """That ``schedule`` goes to ``place``, and what of it another framework may take otherwise."""
+    message = f"{place} is the state of the source's LR scheduler, unchanged"
+    if flavor.schedule_file and _LAMBDAS not in schedule:
+        message += ", which is no LambdaLR: resume with a scheduler of the same class"
+    counted, steps = schedule.get("last_epoch"), _steps(checkpoint, sources)
+    source = flavor_named(checkpoint.flavor)
+    by_process = source is not None and source.counts_processes
+    if by_process and not flavor.counts_processes and isinstance(counted, int) and counted != steps:
+        message += (
+            f"; it counts {counted} steps, and the optimizer {steps}: {checkpoint.flavor} counts one for each process"
+        )
+    elif flavor.counts_processes and not by_process:
+        message += f"; {flavor.name} will count one step for each process, unless split_batches is set"
+    return Note("inferred", message)
+
+
+def _schedule(checkpoint: Checkpoint) -> Value:
+    """The state dict of the source's LR scheduler, None where its producer keeps none that is torch's own."""
+    path = _schedule_path(checkpoint)
+    value: Value = checkpoint.extra if path else None
+    for step in path:
+        if isinstance(value, dict):
+            value = value.get(step)
+        else:
+            value = value[step] if isinstance(value, list) and isinstance(step, int) and step < len(value) else None
+    return value
+
+
+def _schedule_path(checkpoint: Checkpoint) -> tuple[Step, ...]:
+    source = flavor_named(checkpoint.flavor)
+    paths = source.schedules if source is not None else ()
+    return next((path for path in paths if path[0] in checkpoint.extra), ())
+
+
+def _steps(checkpoint: Checkpoint, sources: Sources) -> int:
+    """How many steps the optimizer has made of its first parameter that counts them; 0 where none does."""
+    entries = checkpoint.optim.state.values() if checkpoint.optim is not None else ()
+    step = next((entry["step"] for entry in entries if "step" in entry), 0)
+    if isinstance(step, Tensor) and step.numel == 1 and step.dtype.numpy is not None:
+        return int(np.frombuffer(sources.read_elements(checkpoint.files, step), step.dtype.numpy)[0])
+    return int(step) if isinstance(step, (int, float)) else 0
+
+
+def _has(value: Value, keys: frozenset[str]) -> bool:
+    return isinstance(value, dict) and keys <= value.keys()
