@@ -84,6 +84,48 @@ def test_names_and_calls_of_the_closed_set_are_records() -> None:
     assert device == Object(Global("torch", "device"), ("cuda", 1))
 
 
+def test_names_are_keys_and_members_of_sets_by_what_they_name() -> None:
+    by_name, members = read([{torch.float32: "a", torch.bfloat16: "b"}, {torch.int8, torch.int16}])
+    assert [by_name[Global("torch", name)] for name in ("float32", "bfloat16")] == ["a", "b"]
+    assert members == {Global("torch", "int8"), Global("torch", "int16")}
+
+
+def test_a_class_that_is_called_is_told_from_one_that_is_made_new() -> None:
+    """Python writes one as REDUCE and the other as NEWOBJ: what is written again says which it was."""
+    for end, new in ((b")R.", False), (b")\x81.", True)):
+        assert load(b"\x80\x02cargparse\nNamespace\n" + end, file="it.pkl") == Object(
+            Global("argparse", "Namespace"), new=new
+        )
+
+
+def test_a_tensor_where_none_is_stored_is_a_call() -> None:
+    found = load(b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\nK\x01K\x02\x86R.", file="it.pkl")
+    assert found == Object(Global("torch._utils", "_rebuild_tensor_v2"), (1, 2))
+
+
+ENCODE = b"c_codecs\nencode\nq\x00X\x00\x10\x00\x00" + b"x" * 4096 + b"q\x01X\x06\x00\x00\x00latin1q\x02\x86R"
+SET = b"c__builtin__\nset\nq\x00](" + b"K\x01" * 1000 + b"tq\x01a\x85R"
+
+
+def test_equal_bytes_may_share_the_text_that_they_are_made_of() -> None:
+    data = b"\x80\x02](" + ENCODE + b"h\x00h\x01h\x02\x86R" * 9 + b"e."
+    assert load(data, file="it.pkl") == [b"x" * 4096] * 10
+
+
+@pytest.mark.parametrize(
+    ("first", "again"), [(ENCODE, b"h\x00h\x01h\x02\x86R"), (SET, b"h\x00]h\x01a\x85R")], ids=["bytes", "set"]
+)
+def test_a_small_pickle_of_much_data_is_refused(first: bytes, again: bytes) -> None:
+    with pytest.raises(SourceCorruptError, match="the same data is copied again and again"):
+        load(b"\x80\x02](" + first + again * 400 + b"e.", file="it.pkl")
+
+
+@pytest.mark.parametrize("arguments", [b"K\x01\x85", b"X\x01\x00\x00\x00aX\x05\x00\x00\x00rot13\x86"])
+def test_nothing_but_text_is_encoded_and_that_as_bytes(arguments: bytes) -> None:
+    with pytest.raises(SourceCorruptError, match="encode of something that is not text"):
+        load(b"\x80\x02c_codecs\nencode\n" + arguments + b"R.", file="it.pkl")
+
+
 def test_what_a_training_script_saves_beside_tensors_is_read_and_not_built() -> None:
     namespace = read(argparse.Namespace(lr=0.1, layers=[1, 2]))
     assert namespace == Object(
@@ -141,7 +183,9 @@ def test_dcp_metadata_is_read_as_records(protocol: int) -> None:
     found = read(metadata, protocol)
     module = "torch.distributed.checkpoint.metadata"
     assert found.function == Global(module, "Metadata")
-    assert found.new
+    assert found.new and found.has_state
+    entry = found.state["state_dict_metadata"]["b"]
+    assert entry == Object(Global(module, "BytesStorageMetadata"), new=True)
     tensor = found.state["state_dict_metadata"]["w"]
     assert tensor.state["size"].args == ((5, 3),)
     assert tensor.state["properties"].state[0] == Global("torch", "float16")
@@ -195,10 +239,11 @@ def test_every_name_outside_the_set_is_refused_at_once_and_nothing_runs(protocol
 def test_names_after_a_use_that_cannot_work_are_still_named() -> None:
     """The refused value is itself built upon: parsing goes on, the second name is found."""
     first = b"cos\nsystem\nX\x01\x00\x00\x00a\x85R}X\x01\x00\x00\x00kK\x01sb(K\x01K\x02e"
-    data = b"\x80\x02" + first + b"cos\npopen\n)\x81X\x01\x00\x00\x00kK\x01s\x86."
+    called = b"cos\nkill\n)R)RK\x01a"
+    data = b"\x80\x02" + called + first + b"cos\npopen\n)\x81X\x01\x00\x00\x00kK\x01s\x86."
     with pytest.raises(SourceUnsafeError) as error:
         load(data, file="it.pkl")
-    assert set(error.value.details) == {"os.system", "os.popen"}
+    assert set(error.value.details) == {"os.kill", "os.system", "os.popen"}
 
 
 GETATTR = b"\x80\x02c__builtin__\ngetattr\n"
