@@ -77,6 +77,12 @@ def on_mesh(*placements: Any) -> Callable[[int], Any]:
     return state
 
 
+def lacking_on_the_last(rank: int) -> dict[str, Any]:
+    """What only the second row of the mesh says: that the last rank should hold a part of it."""
+    state: dict[str, Any] = on_mesh(Shard(0), Shard(1))(rank)
+    return state if rank < WORLD - 1 else {"w": state["w"]}
+
+
 def flat(_rank: int) -> dict[str, Any]:
     """FSDP1's own optimizer state: vectors of one length, by id."""
     states = {number: {"step": torch.tensor(1.0), "exp_avg": numbered(7 + number)} for number in range(3)}
@@ -94,6 +100,7 @@ LAYOUTS: dict[str, tuple[Callable[[int], Any], int]] = {
     "fsdp2-last-ranks-empty": (fsdp2(4), 2),
     "hsdp": (on_mesh(Replicate(), Shard(0)), 2),
     "two-dimensions": (on_mesh(Shard(0), Shard(1)), 1),
+    "two-dimensions-a-rank-lacks-one": (lacking_on_the_last, 2),
     "fsdp2-over-tp": (lambda _: shard_rows_twice({"a": numbered(12, 4), "b": numbered(6, 2)}, 2, 3), 1),
     "flat": (flat, 1),
     "plain": (lambda _: {"w": numbered(3, 4), "b": numbered(0)}, 1),
