@@ -88,6 +88,8 @@ def test_names_are_keys_and_members_of_sets_by_what_they_name() -> None:
     by_name, members = read([{torch.float32: "a", torch.bfloat16: "b"}, {torch.int8, torch.int16}])
     assert [by_name[Global("torch", name)] for name in ("float32", "bfloat16")] == ["a", "b"]
     assert members == {Global("torch", "int8"), Global("torch", "int16")}
+    twice = load(b"\x80\x02c__builtin__\nset\n](ctorch\nint8\nctorch\nint8\ne\x85R.", file="it.pkl")
+    assert isinstance(twice, set) and len(twice) == 1
 
 
 def test_a_class_that_is_called_is_told_from_one_that_is_made_new() -> None:
