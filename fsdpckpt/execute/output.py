@@ -86,7 +86,9 @@ class Output:
         if not self.first:
             return WritableFile(self.path, self.plan.nbytes, existing=True)
         self._expect_silence(self.plan.nbytes)
-        os.makedirs(os.path.dirname(self.path), exist_ok=True)
+        directory = os.path.dirname(self.path)
+        if not os.path.isdir(directory):
+            os.makedirs(directory, exist_ok=True)
         left = self._resumed and os.path.isfile(self.path)
         if left and os.path.getsize(self.path) != self.plan.nbytes:
             os.unlink(self.path)

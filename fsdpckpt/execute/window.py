@@ -12,7 +12,7 @@ from fsdpckpt.execute.checks import SourceCheck, crc32
 from fsdpckpt.ir.checkpoint import SourceFile
 from fsdpckpt.ir.dtypes import DType, cast, numpy_dtype
 from fsdpckpt.ir.tensors import Int64Array
-from fsdpckpt.plan.plan import FilePlan, Plan
+from fsdpckpt.plan.plan import Copies, FilePlan, Plan
 from fsdpckpt.plan.windows import StridedBatch, strided_batches
 from fsdpckpt.storage.local import BLOCK, aligned_buffer
 from fsdpckpt.storage.protocols import is_url
@@ -53,8 +53,11 @@ class Assembler:
         low = int(np.searchsorted(file.write_items[:, 0], begin, side="right")) - 1
         high = int(np.searchsorted(file.write_items[:, 0], end, side="left"))
         rows = slice(int(file.first_copy[max(low, 0)]), int(file.first_copy[high]))
-        plain = (file.copies.rows[rows] == 1) & (file.copies.cast[rows] < 0)
         known: dict[tuple[int, int], int] = {}
+        if rows.stop - rows.start == 1 and file.copies.rows[rows.start] == 1 and file.copies.cast[rows.start] < 0:
+            self._single(file.copies, rows.start, begin, view, known)
+            return view, known
+        plain = (file.copies.rows[rows] == 1) & (file.copies.cast[rows] < 0)
         self._plain(file, rows, plain, begin, view, known)
         if not plain.all():
             numbers = np.flatnonzero(~plain) + rows.start
@@ -93,6 +96,16 @@ class Assembler:
             crc = crc32(block, crc)
         self._check.summed(file, offset, len(view), crc)
         return crc
+
+    def _single(
+        self, copies: Copies, row: int, begin: int, view: memoryview, known: dict[tuple[int, int], int]
+    ) -> None:
+        """One contiguous copy, as ``_plain`` and without its cost: small files have no more."""
+        target, source = int(copies.target[row]), int(copies.source[row])
+        first, last = max(target, begin), min(target + int(copies.width[row]), begin + len(view))
+        if first < last:
+            place = view[first - begin : last - begin]
+            known[first, last - first] = self._read_summed(int(copies.file[row]), source + first - target, place)
 
     def _plain(
         self,

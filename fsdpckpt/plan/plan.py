@@ -7,7 +7,7 @@ intersects the chunks that a checkpoint has with the write items that a target w
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,6 +30,7 @@ class Claim(NamedTuple):
 
 
 COPY_COLUMNS = ("file", "source", "source_pitch", "target", "target_pitch", "width", "rows", "cast")
+_SOURCE, _TARGET = (COPY_COLUMNS.index(name) for name in ("source", "target"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,17 +137,32 @@ def make_plan(target: Target, *, totals_only: bool = False) -> Plan:
     """
     casts = Casts()
     sources: dict[TargetData, Sources] = {}
-    files = []
+    files: list[FilePlan] = []
     bytes_read = 0
-    for each in target.files:
-        file = _plan_file(each.made(), sources, casts)
-        _check_file(file)
-        bytes_read += _bytes_read(file, casts.pairs)
-        files.append(_outline(each.path, each.nbytes) if totals_only else file)
+    for batch in _batches(target.files):
+        planned = _plan_files([each.made() for each in batch], sources, casts)
+        for file in planned:
+            _check_file(file)
+            bytes_read += _bytes_read(file, casts.pairs)
+        files += [_outline(each.path, each.nbytes) for each in batch] if totals_only else planned
     return Plan(tuple(files), tuple(casts.pairs), bytes_read)
 
 
-_NO_COPIES = (np.zeros(0, np.int64),) * len(COPY_COLUMNS)
+_AT_ONCE = 1 << 12  # files of few items: what numpy costs for each call is then divided among them
+
+
+def _batches(files: Sequence[TargetFile]) -> Iterator[list[TargetFile]]:
+    """Neighbours that share their data, in order; a file that is made when it is wanted comes alone."""
+    batch: list[TargetFile] = []
+    items = 0
+    for file in files:
+        if batch and (file.make or batch[0].make or file.data is not batch[0].data or items > _AT_ONCE):
+            yield batch
+            batch, items = [], 0
+        batch.append(file)
+        items += len(file.item_columns) // 4
+    if batch:
+        yield batch
 
 
 def _source_bytes(casts: Sequence[tuple[DType, DType]], target_bytes: Int64Array, cast: Int64Array) -> Int64Array:
@@ -161,34 +177,50 @@ def _bytes_read(file: FilePlan, casts: Sequence[tuple[DType, DType]]) -> int:
     return int(_source_bytes(casts, file.copies.width * file.copies.rows, file.copies.cast).sum())
 
 
-def _plan_file(file: TargetFile, sources: dict[TargetData, Sources], casts: Casts) -> FilePlan:
-    data, items = file.data, as_table(file.item_columns, 4)
+def _plan_files(files: Sequence[TargetFile], sources: dict[TargetData, Sources], casts: Casts) -> list[FilePlan]:
+    """The plans of files that share their data: planned as one file in which they lie end to end, then parted."""
+    data = files[0].data
     if data not in sources:
         sources[data] = Sources(data.tensors, casts)
+    ends = np.cumsum([file.nbytes for file in files])
+    begins = ends - [file.nbytes for file in files]
+    counts = [len(file.item_columns) // 4 for file in files]
+    items = np.concatenate([as_table(file.item_columns, 4) for file in files])
+    items[:, 0] += np.repeat(begins, counts)
     item, *columns = sources[data].copies(items, np.frombuffer(data.boxes, np.int64))
-    copies = Copies(*columns)
-    if len(copies) and int(copies.source.min()) < 0:
-        raise InternalError(f"{file.path or 'the target file'}: a source chunk was never located in its file")
-    return _planned(file, copies, item)
+    table = np.stack(columns)
+    of_file = np.repeat(np.arange(len(files)), counts)[item]
+    for number in of_file[table[_SOURCE] < 0].tolist():
+        path = files[number].path or "the target file"
+        raise InternalError(f"{path}: a source chunk was never located in its file")
+    table[_TARGET] -= begins[of_file]
+    first_copy = np.zeros(len(items) + 1, np.int64)
+    np.cumsum(np.bincount(item, minlength=len(items)), out=first_copy[1:])
+    plans = []
+    last = 0
+    for file, count in zip(files, counts, strict=True):
+        first, last = last, last + count
+        own = slice(int(first_copy[first]), int(first_copy[last]))
+        checksums = as_table(file.checksum_columns, 4)
+        plans.append(
+            FilePlan(
+                path=file.path,
+                nbytes=file.nbytes,
+                blob=file.blob,
+                literals=as_table(file.literal_columns, 3),
+                write_items=as_table(file.item_columns, 4)[:, :2],
+                first_copy=first_copy[first : last + 1] - own.start,
+                copies=Copies(*table[:, own]),
+                checksums=checksums[np.argsort(checksums[:, 0], kind="stable")],
+            )
+        )
+    return plans
+
+
+_NONE = np.zeros(0, np.int64)
+_NO_COPIES = Copies(*(_NONE,) * len(COPY_COLUMNS))
 
 
 def _outline(path: str, nbytes: int) -> FilePlan:
-    return _planned(TargetFile(path, nbytes=nbytes), Copies(*_NO_COPIES))
-
-
-def _planned(file: TargetFile, copies: Copies, item: Int64Array = _NO_COPIES[0]) -> FilePlan:
-    """``file`` with its ``copies``. ``item``: the write item of each."""
-    items = as_table(file.item_columns, 4)
-    first_copy = np.zeros(len(items) + 1, np.int64)
-    np.cumsum(np.bincount(item, minlength=len(items)), out=first_copy[1:])
-    checksums = as_table(file.checksum_columns, 4)
-    return FilePlan(
-        path=file.path,
-        nbytes=file.nbytes,
-        blob=file.blob,
-        literals=as_table(file.literal_columns, 3),
-        write_items=items[:, :2],
-        first_copy=first_copy,
-        copies=copies,
-        checksums=checksums[np.argsort(checksums[:, 0], kind="stable")],
-    )
+    none = _NONE.reshape(0, 4)
+    return FilePlan(path, nbytes, b"", none[:, :3], none[:, :2], np.zeros(1, np.int64), _NO_COPIES, none)

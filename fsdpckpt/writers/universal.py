@@ -11,21 +11,23 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError
 from fsdpckpt.ir.checkpoint import Checkpoint, Note, group_params
 from fsdpckpt.ir.dtypes import DType
-from fsdpckpt.ir.targets import Target, TargetFile
+from fsdpckpt.ir.targets import Target, TargetData, TargetFile
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.values import Global, Key, Object, Value
 from fsdpckpt.producers.table import flavor_named
 from fsdpckpt.text import first_of, plural
 from fsdpckpt.writers.protocol import WriteSpec
 from fsdpckpt.writers.state_dicts import extras_of_one
-from fsdpckpt.writers.torch_full import lay_out_file, ties
+from fsdpckpt.writers.torch_full import lay_out_file, order_of, ties
 
 _VERSION = "0.19.8"  # of the DeepSpeed whose files these are
 _STEP = "step"
+_TENSOR = 2  # the column of an item that says which tensor it is
 _STEPS = "global_steps"
 _OF_OPTIMIZER = ("dynamic_loss_scale", "overflow", "clip_grad")  # what its loader takes from optimizer_state.pt, and:
 _SCALER = "loss_scaler"
@@ -62,11 +64,15 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
         if name not in weights and isinstance(leaf, Tensor) and first_of_tie.get(leaf) in name_of
     }
     files = _module_states(directory, params, weights, shared, groups, extra, casts)
+    alike: dict[tuple[object, ...], TargetFile] = {}
     for name, tensor in weights.items():
         states = checkpoint.optim.state[name] if checkpoint.optim is not None else {}
         for state, leaf in {"fp32": tensor, **states}.items():
-            value: Value = leaf if state == _STEP else {"param": leaf, "cat_dim": 0}
-            _add(files, f"{directory}/zero/{name}/{state}.pt", value, casts)
+            path = f"{directory}/zero/{name}/{state}.pt"
+            if isinstance(leaf, Tensor):
+                files.append(_file_of(leaf, state, TargetFile(path, files[0].data), casts, alike))
+            else:
+                _add(files, path, leaf if state == _STEP else {"param": leaf, "cat_dim": 0}, casts)
     if checkpoint.optim is not None:
         _add(files, f"{directory}/zero/optimizer_state.pt", _optimizer_state(checkpoint, groups, extra), casts)
         notes += _notes_on_groups(checkpoint)
@@ -80,8 +86,28 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
 
 
 def _add(files: list[TargetFile], path: str, value: Value, casts: Mapping[Tensor, DType]) -> None:
-    files.append(TargetFile(path))
+    files.append(TargetFile(path, files[0].data))
     lay_out_file(files[-1], value, casts=casts, sharers=[])
+
+
+def _file_of(
+    tensor: Tensor,
+    state: str,
+    file: TargetFile,
+    casts: Mapping[Tensor, DType],
+    alike: dict[tuple[object, ...], TargetFile],
+) -> TargetFile:
+    """``file`` with one tensor in it. ``alike``: the files before, which differ only in what fills their tensor."""
+    dtype, (order, stride) = casts.get(tensor, tensor.dtype), order_of(tensor)
+    key = (state, tensor.shape, dtype.name, stride)
+    first = alike.setdefault(key, file)
+    if first is file:
+        lay_out_file(file, tensor if state == _STEP else {"param": tensor, "cat_dim": 0}, casts=casts, sharers=[])
+        return file
+    items = first.item_columns[:]
+    if items:
+        items[_TENSOR] = file.data.tensor(tensor, dtype, order)
+    return replace(first, path=file.path, item_columns=items)
 
 
 def _groups(checkpoint: Checkpoint) -> list[list[str]]:
@@ -197,7 +223,9 @@ def _module_states(
         **beside,
         "mp_world_size": 1,
     }
-    file, of_rank = (TargetFile(f"{directory}/{head}mp_rank_00_model_states.pt") for head in ("", "zero_pp_rank_0_"))
+    data = TargetData()  # of all files, which are planned together
+    names = (f"{directory}/{head}mp_rank_00_model_states.pt" for head in ("", "zero_pp_rank_0_"))
+    file, of_rank = (TargetFile(name, data) for name in names)
     sharers = [leaf for leaf in module.values() if isinstance(leaf, Tensor)]
     lay_out_file(file, {"module": module, **state}, casts=casts, sharers=sharers)
     lay_out_file(of_rank, {"module": {}, **state}, casts=casts, sharers=[])

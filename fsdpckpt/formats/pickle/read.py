@@ -387,7 +387,7 @@ _DAMAGE = (
 
 def buffered(data: bytes) -> io.BufferedReader:
     """``data`` as the stream the C unpickler reads fastest: it asks a plain BytesIO for every few bytes."""
-    return io.BufferedReader(cast(io.RawIOBase, io.BytesIO(data)), 1 << 17)
+    return io.BufferedReader(cast(io.RawIOBase, io.BytesIO(data)), min(len(data) + 1, 1 << 17))
 
 
 def load(data: bytes, *, file: str, tensors: TensorResolver | None = None) -> Value:
