@@ -31,7 +31,7 @@ from fsdpckpt.readers.ignored import require_matches
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.blocks import BLOCK_BYTES, BlockReader, Bytes, ChunkReader, rows_to_read, slabs
 from fsdpckpt.verify.parallel import for_each, in_file_order
-from fsdpckpt.writers.dcp import Leaf, flatten
+from fsdpckpt.writers.dcp_leaves import Leaf, flatten
 from fsdpckpt.writers.state_dicts import extras_of_rank
 from fsdpckpt.writers.torch_full import lay_out_file
 
