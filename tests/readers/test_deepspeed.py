@@ -18,7 +18,7 @@ from fsdpckpt.readers.deepspeed import DeepSpeedReader
 from fsdpckpt.readers.deepspeed.partitions import PartitionError, partitions_of_groups, partitions_of_params
 from tests.golden.deepspeed.make import Net
 from tests.readers.contents import opened
-from tests.readers.junk import refusals
+from tests.readers.junk import refusals, save
 from tests.readers.reader_contract import WEIGHTS, ReaderContract
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "deepspeed"
@@ -285,6 +285,30 @@ def test_other_kinds_of_parallelism_are_refused(file: str, kind: str, tmp_path: 
     shutil.copy(directory / "mp_rank_00_model_states.pt", directory / file)
     with pytest.raises(SourceUnsupportedError, match=kind):
         opened(directory)
+
+
+def test_an_optimizer_on_nvme_is_refused_and_why(tmp_path: Path) -> None:
+    """Its files as DeepSpeed 0.19's code saves them (not run with the library): empty flat tensors, and raw swap files.
+    Flat tensors that were too small to be swapped stay where they are."""
+    files = _old_files(3)
+    save(files, tmp_path / "small")
+    (tmp_path / "small" / "offloaded_tensors" / "rank0").mkdir(parents=True)
+    assert opened(tmp_path / "small").model is not None
+    for rank in range(2):
+        states = files[f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"]["optimizer_state_dict"]
+        states["fp32_flat_groups"] = [torch.zeros(0)]
+        states["optimizer_state_dict"]["state"][0]["exp_avg"] = torch.zeros(0)
+        swapped = tmp_path / "run" / "offloaded_tensors" / f"rank{rank}"
+        swapped.mkdir(parents=True)
+        for name in ("0_0", "exp_avg-0_0"):
+            (swapped / f"{name}.tensor.swp").write_bytes(bytes(1 << 20))
+    save(files, tmp_path / "run")
+    with pytest.raises(SourceUnsupportedError, match="NVMe") as refused:
+        opened(tmp_path / "run")
+    assert "safe_get_full_optimizer_state" in str(refused.value.next_step)
+    shutil.rmtree(tmp_path / "run" / "offloaded_tensors")  # then the files contradict themselves
+    with pytest.raises(SourceCorruptError, match="flat tensors"):
+        opened(tmp_path / "run")
 
 
 @pytest.mark.parametrize("stage", [2, 3])

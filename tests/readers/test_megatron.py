@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import pickle
 import shutil
 import tarfile
 from collections.abc import Callable
@@ -443,6 +445,33 @@ def test_halves_of_single_shards_are_one_tensor(tmp_path: Path) -> None:
     assert torch.equal(states["exp_avg"], torch.cat([parts[f"{STATE}{name}_w"], parts[f"{STATE}{name}_v"]]))
     assert states["step"].item() == 7
     assert state["optimizer"]["param_groups"] == [{"lr": 0.1, "params": [name]}]
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_the_scales_of_fp8_are_extras_for_every_layer(older: bool, tmp_path: Path) -> None:
+    """TransformerEngine's ``_extra_state``: a pickle as uint8, in older versions as a BytesIO, one for each layer."""
+    name = "decoder.layers.mlp.linear_fc1"
+    pickled = [pickle.dumps({"scale_fwd": [2.0 * layer], "recipe": "delayed"}) for layer in range(2)]
+    state: dict[str, Any] = {f"{name}.weight": torch.randn(2, 4, 3), f"{STATE}{name}.weight": torch.randn(2, 4, 3)}
+    for layer, data in enumerate(pickled):
+        value = io.BytesIO(data) if older else torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        state[f"{name}._extra_state/shard_{layer}_2"] = [value]
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    save(state, storage_writer=FileSystemWriter(tmp_path / "d"), planner=planner, no_dist=True)
+    (tmp_path / "d" / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
+    torch.save({"optimizer": {"param_groups": [{"lr": 0.1, "step": 7}]}}, tmp_path / "d" / "common.pt")
+    fsdpckpt.convert(str(tmp_path / "d"), str(tmp_path / "dcp"), to="sharded", container="dcp", world_size=2)
+    for path in (tmp_path / "d", tmp_path / "dcp"):
+        fsdpckpt.convert(str(path), str(tmp_path / f"{path.name}.pt"))
+        saved = torch.load(tmp_path / f"{path.name}.pt")
+        again = opened(tmp_path / f"{path.name}.pt").extra
+        assert list(saved["model"]) == [f"{name}.weight"]
+        for layer, data in enumerate(pickled):
+            key = f"{name}._extra_state/shard_{layer}_2"
+            if older:  # torch.load gets it as text, of which fsdpckpt makes what it was
+                assert again[key][0].state[0] == data  # type: ignore[index,union-attr]
+            else:
+                assert bytes(saved[key][0].tolist()) == data
 
 
 STATE = "optimizer.state.exp_avg."

@@ -49,6 +49,7 @@ DESCRIBED_STATES = frozenset({
     "optimizer_state_dict", "param_slice_mappings", "group_paddings", "param_alignment_paddings", "partition_count",
     "zero_stage", "ds_version",
 })  # fmt: skip  # of the optimizer's states: they describe the partitions
+_SWAPPED = "offloaded_tensors"
 _SHOWN = 4
 
 
@@ -59,8 +60,26 @@ def read_zero(zero: ZeroFiles, table: FileTable, sources: Sources) -> Tree:
     that are cut in an unknown way, and what ``read_archive`` raises.
     """
     optim = open_files(zero.optim, table, sources)
+    _require_in_files(zero, optim, sources)
     stage_3 = "fp32_flat_groups" in optim[0].states
     return _Step(zero, optim, ModuleStates(open_files(zero.model, table, sources), stage_3)).tree()
+
+
+def _require_in_files(zero: ZeroFiles, optim: Sequence[StepFile], sources: Sources) -> None:
+    """Refuse an optimizer that DeepSpeed offloaded to NVMe: its flat tensors are empty, and what was in them is in swap
+    files beside them, raw and without shapes (``save_checkpoint`` of ``deepspeed/runtime/engine.py``).
+    """
+    flat = optim[0].states.get("fp32_flat_groups")
+    swapped = isinstance(flat, (list, tuple)) and any(_is_vector(one) and not one.shape[0] for one in flat)
+    directory = f"{zero.directory.rstrip('/')}/{_SWAPPED}"
+    if swapped and sources.stat(directory) is not None:
+        raise SourceUnsupportedError(
+            f"{zero.directory} was saved with the optimizer on NVMe: its weights and states are in swap files",
+            file=directory,
+            why="with offload_optimizer to nvme only DeepSpeed knows which parameter is where in them",
+            next_step="load it with DeepSpeed as it was saved, collect all with safe_get_full_fp32_param and "
+            "safe_get_full_optimizer_state, and save that with torch.save; or save with offload_optimizer to cpu",
+        )
 
 
 @dataclass(frozen=True, slots=True)
