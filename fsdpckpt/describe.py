@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from fsdpckpt.ir.checkpoint import LITERAL, Checkpoint, KeyType, NamedTensor, Note, Problem, Section
+from fsdpckpt.ir.checkpoint import LITERAL, Checkpoint, KeyType, NamedTensor, Section
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Object, Value, walk
 from fsdpckpt.text import JsonText, plural
@@ -91,8 +91,8 @@ class Description:
             "tensors": _rows_with_chunks(self) if ranks else _rows(self),
             "param_groups": [json_value(group) for group in (optim.param_groups or [])] if optim is not None else [],
             "extra": extra_json(checkpoint),
-            "problems": [problem_json(problem) for problem in checkpoint.problems],
-            "notes": [note_json(note) for note in checkpoint.notes],
+            "problems": [json_value(asdict(problem)) for problem in checkpoint.problems],
+            "notes": [json_value(asdict(note)) for note in checkpoint.notes],
             "evidence": list(map(str, checkpoint.evidence)),
             "files": [
                 {"path": file.path, "nbytes": file.nbytes}
@@ -240,13 +240,3 @@ def _short_text(value: object) -> str:
         return f"{len(value)} bytes"
     text = f"{value.function}(...)" if isinstance(value, Object) else str(value)
     return text if len(text) <= LONGEST_TEXT else text[: LONGEST_TEXT - 3] + "..."
-
-
-def problem_json(problem: Problem) -> Json:
-    """A problem with all its fields."""
-    return json_value(asdict(problem))
-
-
-def note_json(note: Note) -> Json:
-    """A note with all its fields."""
-    return json_value(asdict(note))

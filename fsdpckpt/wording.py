@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 
+from fsdpckpt.command_options import DiffOptions, InspectOptions, VerifyOptions
 from fsdpckpt.option_fields import Parameter, parameters
 from fsdpckpt.option_values import DTYPE, FLAG, INTEGER, NUMBER, PAIRS, PATH, SIZE, TEXTS, TOGGLE
-from fsdpckpt.options import ConvertOptions, DiffOptions, InspectOptions, LaunchOptions, VerifyOptions
+from fsdpckpt.options import ConvertOptions, LaunchOptions
 
 _OPTIONS = {
     one.flag: one

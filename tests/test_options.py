@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import fsdpckpt
 from fsdpckpt import api
 from fsdpckpt.cli import app
+from fsdpckpt.command_options import DiffOptions, InspectOptions, OutputOptions, VerifyOptions
 from fsdpckpt.errors import UsageError
 from fsdpckpt.ir import dtypes
 from fsdpckpt.option_fields import (
@@ -31,16 +32,7 @@ from fsdpckpt.option_fields import (
     with_named,
 )
 from fsdpckpt.option_values import SIZE, parse_size
-from fsdpckpt.options import (
-    DTYPES,
-    FLAVORS,
-    ConvertOptions,
-    DiffOptions,
-    InspectOptions,
-    LaunchOptions,
-    OutputOptions,
-    VerifyOptions,
-)
+from fsdpckpt.options import DTYPES, FLAVORS, ConvertOptions, LaunchOptions
 from fsdpckpt.producers.table import WRITABLE
 
 KEYWORDS = runpy.run_path(str(Path(__file__).parent.parent / "scripts" / "keywords"))

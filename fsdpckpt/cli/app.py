@@ -15,17 +15,10 @@ from typer.core import TyperCommand
 from fsdpckpt.cli import convert, diff, inspect, units, verify
 from fsdpckpt.cli.errors import catch_signals, guarded
 from fsdpckpt.cli.output import Output
+from fsdpckpt.command_options import DiffOptions, InspectOptions, OutputOptions, UnitsOptions, VerifyOptions
 from fsdpckpt.errors import EMPTY, UsageError
 from fsdpckpt.option_fields import Group, Parameter, changed, parameters, refuse_conflicts
-from fsdpckpt.options import (
-    ConvertOptions,
-    DiffOptions,
-    InspectOptions,
-    LaunchOptions,
-    OutputOptions,
-    UnitsOptions,
-    VerifyOptions,
-)
+from fsdpckpt.options import ConvertOptions, LaunchOptions
 from fsdpckpt.version import __version__
 
 EPILOG = """\b

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from fsdpckpt.cli.output import Colour, Line, Styled, labelled
-from fsdpckpt.options import DiffOptions
+from fsdpckpt.command_options import DiffOptions
 from fsdpckpt.text import count_text, fold, numbers_text, plural
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fsdpckpt.cli.output import Colour, Line, Styled, labelled
 from fsdpckpt.cli.table import cut, wrapped
-from fsdpckpt.options import InspectOptions
+from fsdpckpt.command_options import InspectOptions
 from fsdpckpt.text import count_text, dtypes_text, names_text, plural, size_text
 
 if TYPE_CHECKING:

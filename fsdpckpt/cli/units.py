@@ -10,9 +10,9 @@ from contextlib import redirect_stdout
 from typing import TYPE_CHECKING
 
 from fsdpckpt.cli.table import Cell, Name, table_lines
+from fsdpckpt.command_options import UnitsOptions
 from fsdpckpt.errors import NeedsInformationError, TargetExistsError, UsageError
 from fsdpckpt.option_fields import Scope, refuse_unused
-from fsdpckpt.options import UnitsOptions
 from fsdpckpt.text import count_text, plural, shape_text
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from fsdpckpt.cli.errors import known_error, report
 from fsdpckpt.cli.output import Colour, Line, Styled, labelled
+from fsdpckpt.command_options import VerifyOptions
 from fsdpckpt.errors import FsdpckptError, SourceError
-from fsdpckpt.options import VerifyOptions
 from fsdpckpt.text import shape_text
 
 if TYPE_CHECKING:

@@ -10,17 +10,10 @@ from collections.abc import Callable
 
 import pytest
 
+from fsdpckpt.command_options import DiffOptions, InspectOptions, OutputOptions, UnitsOptions, VerifyOptions
 from fsdpckpt.option_fields import Group, parameters
 from fsdpckpt.option_values import DTYPE
-from fsdpckpt.options import (
-    ConvertOptions,
-    DiffOptions,
-    InspectOptions,
-    LaunchOptions,
-    OutputOptions,
-    UnitsOptions,
-    VerifyOptions,
-)
+from fsdpckpt.options import ConvertOptions, LaunchOptions
 from tests.cli.conftest import Run
 
 RECORDS: dict[str, tuple[type, ...]] = {

@@ -1,0 +1,138 @@
+"""Declares the options of all commands but ``convert``; those that ``convert`` has too are its own.
+
+Imports neither numpy nor torch, since ``--help`` needs all of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from fsdpckpt.ir.vocabulary import Section, Strategy
+from fsdpckpt.option_fields import Group, Scope, option, parameters
+from fsdpckpt.option_values import PATH
+from fsdpckpt.options import SECTIONS, ConvertOptions
+
+
+def _as_in_convert(name: str, help_text: str | None = None, *scope: Scope) -> Any:
+    """The option ``name`` of ``convert``, for another command."""
+    (same,) = (one for one in parameters(ConvertOptions) if one.name == name)
+    declared = dataclasses.replace(same.option, group=Group.OTHER, scope=scope)
+    if help_text is not None:
+        declared = dataclasses.replace(declared, help_text=help_text)
+    return dataclasses.field(default=same.default, metadata={"option": declared})
+
+
+_UNITS_FILE: Any = {"kind": PATH, "metavar": "FILE"}
+_THREADS: Any = {"metavar": "N", "minimum": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class InspectOptions:
+    """Options of ``fsdpckpt inspect``."""
+
+    keys: tuple[str, ...] = option("Show only matching keys; may be repeated.", default=(), metavar="GLOB")
+    section: Section | None = option("Show only this section.")
+    names_only: bool = option(
+        "Print only the keys, one per line, for pipes.", default=False, excludes=("as_json", "all_keys", "ranks")
+    )
+    all_keys: bool = option("One row for each key, also of repeated layers.", default=False, flag="--all")
+    ranks: bool = option(
+        "Show where each chunk of a tensor lies: rank, file, byte offset, and box (offsets and sizes).", default=False
+    )
+    stats: bool = option("Read the data: min, max, mean, std, norm, NaN and Inf counts of each tensor.", default=False)
+    report: str | None = option(
+        "Also write a self-contained page: who holds what, sizes by module, the optimizer's health.",
+        metavar="FILE.html",
+    )
+    ignore_file: tuple[str, ...] = _as_in_convert("ignore_file")
+    units: str | None = option("Units file for flattened shards.", **_UNITS_FILE)
+    threads: int | None = option("Number of threads that read and compute.", **_THREADS)
+
+
+@dataclass(frozen=True, slots=True)
+class DiffOptions:
+    """Options of ``fsdpckpt diff``."""
+
+    rtol: float | None = option("Relative tolerance (default: every byte must be equal).", metavar="X", minimum=0.0)
+    atol: float | None = option("Absolute tolerance (default: every byte must be equal).", metavar="X", minimum=0.0)
+    only: Section | None = option("Compare only this section.", offered=SECTIONS)
+    all_keys: bool = option(
+        "Print every key, also what is the same and of repeated layers.", default=False, flag="--all"
+    )
+    strict: bool = option("Count extras that only one of them has a place for (random states of ranks).", default=False)
+    ignore_file: tuple[str, ...] = _as_in_convert(
+        "ignore_file", "Leave out files and directories of A and B with this name or path; may be repeated."
+    )
+    units: str | None = option("Units file for flattened shards.", **_UNITS_FILE)
+    threads: int | None = option("Number of threads that read and compute.", **_THREADS)
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyOptions:
+    """Options of ``fsdpckpt verify``."""
+
+    digests: bool = option("Print a layout-independent SHA-256 of each tensor.", default=False)
+    finite: bool = option("Report NaN and Inf in parameters and optimizer states; reads them all.", default=False)
+    include: tuple[str, ...] = option(
+        "With --finite: search only matching keys, buffers too; may be repeated.",
+        default=(),
+        metavar="GLOB",
+        scope=(Scope.FINITE,),
+    )
+    exclude: tuple[str, ...] = option(
+        "With --finite: leave out matching keys; may be repeated.",
+        default=(),
+        metavar="GLOB",
+        scope=(Scope.FINITE,),
+    )
+    ignore_file: tuple[str, ...] = _as_in_convert("ignore_file")
+    units: str | None = option("Units file for flattened shards.", **_UNITS_FILE)
+    threads: int | None = option("Number of threads that read and compute.", **_THREADS)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitsOptions:
+    """Options of ``fsdpckpt units``, which makes a units file from a checkpoint or from a model."""
+
+    source: str | None = option(
+        "Checkpoint to infer the units from, or to check those of --model against.", flag="--from", metavar="SRC"
+    )
+    ignore_file: tuple[str, ...] = _as_in_convert("ignore_file", None, Scope.CHECKPOINT)
+    units: str | None = _as_in_convert(
+        "units", "With --from: check this units file against the checkpoint.", Scope.CHECKPOINT
+    )
+    reference: str | None = _as_in_convert("reference", None, Scope.CHECKPOINT)
+    parameters: str | None = _as_in_convert("parameters", None, Scope.CHECKPOINT)
+    buffers: tuple[str, ...] = _as_in_convert(
+        "buffers", "Model keys that are not parameters ('none': there are none); may be repeated.", Scope.CHECKPOINT
+    )
+    unit: tuple[str, ...] = _as_in_convert("unit", None, Scope.CHECKPOINT)
+    model: str | None = option("Your function or class that builds the model; it is run.", metavar="MODULE:NAME")
+    wrap: tuple[str, ...] = option(
+        "A wrapped class ('none': only the root); may be repeated.",
+        default=(),
+        metavar="MODULE:CLASS",
+        scope=(Scope.LIVE_MODEL,),
+    )
+    ignore: tuple[str, ...] = option(
+        "With --model: modules and parameters that FSDP ignores; may be repeated.",
+        default=(),
+        metavar="GLOB",
+        scope=(Scope.LIVE_MODEL,),
+    )
+    use_orig_params: bool | None = _as_in_convert("use_orig_params")
+    strategy: Strategy | None = _as_in_convert("strategy", "FSDP1's sharding strategy (with --model: full-shard).")
+    param_dtype: str | None = _as_in_convert("param_dtype")
+    shard_size: int | None = _as_in_convert("shard_size")
+    output: str | None = option("Write the units file here.", short="-o", metavar="FILE")
+    overwrite: bool = option("Replace an existing FILE.", default=False)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputOptions:
+    """What every command prints, and where."""
+
+    as_json: bool = option("Print one JSON document on stdout, and nothing else there.", default=False, flag="--json")
+    quiet: bool = option("Suppress messages and progress on stderr.", default=False, short="-q")
