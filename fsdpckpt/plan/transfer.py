@@ -124,14 +124,13 @@ class Window:
 class TransferPlan:
     """What one rank writes, sends and receives.
 
-    ``files[segment]``: the plan by which it fills its windows of that segment; in it, source file ``first_stream + s``
-    is the stream of rank s. ``streams[o]``: the stream to rank o as the plan of a file, made of this rank's sources.
+    ``files[segment]``: the plan by which it fills its windows of that segment; in it, the streams of all ranks follow
+    the source files. ``streams[o]``: the stream to rank o as the plan of a file, made of this rank's sources.
     ``sends[o]``, ``receives[s]``: bytes of each round. ``rounds``: how many this rank has a part in.
     """
 
     windows: tuple[Window, ...]
     files: dict[int, FilePlan]
-    first_stream: int
     streams: dict[int, FilePlan]
     sends: dict[int, Int64Array]
     receives: dict[int, Int64Array]
@@ -185,7 +184,6 @@ def plan_transfers(
     return TransferPlan(
         windows=tuple(own_need.windows) if own_need is not None else (),
         files=_files_with_streams(plan, segments, own_need, visible, rank) if own_need is not None else {},
-        first_stream=len(visible),
         streams=streams,
         sends={need.owner: _by_round(need, rank, rounds) for need in needs if need.owner in streams},
         receives=receives,
