@@ -122,6 +122,12 @@ def test_a_small_pickle_of_much_data_is_refused(first: bytes, again: bytes) -> N
         load(b"\x80\x02](" + first + again * 400 + b"e.", file="it.pkl")
 
 
+def test_a_set_of_one_long_tuple_many_times_is_refused() -> None:
+    long = b"(" + b"K\x01" * 1000 + b"tq\x00"
+    with pytest.raises(SourceCorruptError, match="the same data is copied again and again"):
+        load(b"\x80\x02c__builtin__\nset\n](" + long + b"h\x00" * 400 + b"e\x85R.", file="it.pkl")
+
+
 @pytest.mark.parametrize("arguments", [b"K\x01\x85", b"X\x01\x00\x00\x00aX\x05\x00\x00\x00rot13\x86"])
 def test_nothing_but_text_is_encoded_and_that_as_bytes(arguments: bytes) -> None:
     with pytest.raises(SourceCorruptError, match="encode of something that is not text"):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed._shard.metadata import ShardMetadata
 
 from fsdpckpt.errors import (
     SourceCorruptError,
@@ -109,6 +110,12 @@ def test_nesting_keys_and_other_values_survive() -> None:
     assert isinstance(found["rng"][1], Object)
     assert found["size"] == Object(Global("torch", "Size"), ((3,),))
     same({key: part for key, part in value.items() if key in ("optimizer", 7)})
+
+
+def test_a_part_of_a_sharded_tensor_that_stands_alone_is_an_object_as_it_was_made() -> None:
+    found = loaded(saved({"part": ShardMetadata([0], [3], "rank:0/cpu")}))["part"]
+    assert found.function == Global("torch.distributed._shard.metadata", "ShardMetadata")
+    assert (found.new, found.has_state, found.state["shard_sizes"]) == (True, True, [3])
 
 
 def test_a_lone_tensor_and_a_list_at_the_top() -> None:
