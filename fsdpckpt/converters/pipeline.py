@@ -26,12 +26,7 @@ from fsdpckpt.comm.liveness import ProcessIdentity, kill_stopped, process_identi
 from fsdpckpt.comm.protocol import Group, Solo, original_error
 from fsdpckpt.converters.check import OutputCheck
 from fsdpckpt.converters.lay_out import dtype_rule
-from fsdpckpt.converters.linking import (
-    linked_records,
-    make_links,
-    require_linked,
-    without_links,
-)
+from fsdpckpt.converters.linking import linked_records, make_links, require_linked, without_links
 from fsdpckpt.converters.overwrite import find_replaceable, offering_what_works, still_replaceable
 from fsdpckpt.converters.prepare import Prepared, planned_report, prepare
 from fsdpckpt.converters.publish import Upload
@@ -50,9 +45,7 @@ from fsdpckpt.converters.resume import (
 )
 from fsdpckpt.converters.staging import Places, assign_segments, files_at, holders_of, open_staging
 from fsdpckpt.converters.target_mesh import check_mesh
-from fsdpckpt.converters.target_spec import (
-    check_options,
-)
+from fsdpckpt.converters.target_spec import check_options
 from fsdpckpt.errors import InternalError, Leftover, TargetExistsError, WorkerError, attach_leftover
 from fsdpckpt.execute.checks import reread
 from fsdpckpt.execute.executor import execute
