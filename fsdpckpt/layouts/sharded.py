@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from math import prod
-from typing import NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -65,6 +65,7 @@ def rank_box(shape: tuple[int, ...], world_size: int, rank: int) -> Box:
     return Box((start, *(0,) * (len(shape) - 1)), (rows, *shape[1:]))
 
 
+@lru_cache(maxsize=64)
 def on_one_dimension(world_size: int, names: tuple[str, ...] | None = None) -> Sharding:
     """All ranks, rows cut: FSDP without replicas and without other parallelism."""
     return Sharding(MeshShape((world_size,), names), (Shard(0),))
@@ -131,13 +132,13 @@ class SharedChunk(NamedTuple):
     ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class RankBoxes:
     """Which rank stores which box of one tensor, in columns. ``rank`` (n,); ``start``, ``size`` (n, d) in elements."""
 
-    rank: Int64Array
-    start: Int64Array
-    size: Int64Array
+    rank: Final[Int64Array]
+    start: Final[Int64Array]
+    size: Final[Int64Array]
 
     @classmethod
     def of(cls, pairs: Sequence[tuple[int, Box]], ndim: int) -> RankBoxes:
@@ -157,14 +158,14 @@ class RankBoxes:
         return RankBoxes(rank[order], start[order], size[order])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class HeldChunks:
     """The distinct boxes of a tensor: ``own``, each on one rank alone (all of these are ``own_ranks``), and
     ``shared``."""
 
-    own: RankBoxes
-    own_ranks: frozenset[int]
-    shared: tuple[SharedChunk, ...] = ()
+    own: Final[RankBoxes]
+    own_ranks: Final[frozenset[int]]
+    shared: Final[tuple[SharedChunk, ...]] = ()
 
 
 @lru_cache(maxsize=4096)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +34,7 @@ class Stored(NamedTuple):
     transforms: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class StoredChunks:
     """The chunks of one tensor of d dimensions, one row each, each offset once.
 
@@ -42,10 +42,10 @@ class StoredChunks:
     ``item`` (n, 2): first byte and length in it of the item that holds the chunk.
     """
 
-    start: Int64Array
-    size: Int64Array
-    file: Int64Array
-    item: Int64Array
+    start: Final[Int64Array]
+    size: Final[Int64Array]
+    file: Final[Int64Array]
+    item: Final[Int64Array]
 
     def __len__(self) -> int:
         return len(self.file)

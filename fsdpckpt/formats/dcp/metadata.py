@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import prod
 from operator import add, itemgetter, le
-from typing import NamedTuple, NoReturn, TypeGuard
+from typing import Final, NamedTuple, NoReturn, TypeGuard
 
 import numpy as np
 
@@ -32,13 +32,13 @@ PathElement = int | str
 _INTEGERS = {int}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class DcpTensor:
     """One tensor: ``shape`` is global, ``chunks`` in the file's order, each offset once."""
 
-    dtype: DType
-    shape: tuple[int, ...]
-    chunks: StoredChunks
+    dtype: Final[DType]
+    shape: Final[tuple[int, ...]]
+    chunks: Final[StoredChunks]
 
 
 @dataclass(slots=True)

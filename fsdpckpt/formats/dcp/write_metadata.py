@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice, repeat
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from fsdpckpt.formats.pickle.opcodes import PickleOpcodes, integer, integers
 from fsdpckpt.ir.dtypes import DType
@@ -29,30 +29,30 @@ _BUILD = b"ub"
 _Made = TypeVar("_Made")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class StoredItems:
     """What the items of all entries that are cut alike have in common, n rows: the box of each in elements, (n, d); the
     number of its file; and its length in bytes."""
 
-    start: Int64Array
-    size: Int64Array
-    file: Int64Array
-    nbytes: Int64Array
+    start: Final[Int64Array]
+    size: Final[Int64Array]
+    file: Final[Int64Array]
+    nbytes: Final[Int64Array]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class DcpEntry:
     """One flat key. ``path`` is where it was nested: dict keys as text, list indexes as ints.
 
     ``dtype`` is None for BYTES, a value that is no tensor, which has one item. ``offset``: where each item begins.
     """
 
-    key: str
-    path: tuple[str | int, ...]
-    dtype: DType | None
-    shape: tuple[int, ...]
-    items: StoredItems
-    offset: Int64Array
+    key: Final[str]
+    path: Final[tuple[str | int, ...]]
+    dtype: Final[DType | None]
+    shape: Final[tuple[int, ...]]
+    items: Final[StoredItems]
+    offset: Final[Int64Array]
 
 
 def metadata_pickle(entries: Sequence[DcpEntry], files: Sequence[str]) -> bytearray:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import NoReturn
 
 from fsdpckpt.errors import SourceUnrecognisedError, SourceUnsupportedError
@@ -66,8 +67,9 @@ def read_blockwise(directory: DcpDirectory, sources: Sources, tree: Tree) -> Blo
     """
     sums: list[Checksums] = []
     entries: dict[str, Sequence[tuple[str, Value]]] = {}
+    numel: dict[int, int] = {}
     for key, tensor in directory.metadata.tensors.items():
-        if _is_short(tensor):
+        if _is_short(tensor, numel):
             items = [_item(directory, tensor, row, key, sources, sums) for row in range(len(tensor.chunks.file))]
             if items[0] is not None:
                 entries[key] = _state(directory, key, tensor, items)
@@ -75,9 +77,14 @@ def read_blockwise(directory: DcpDirectory, sources: Sources, tree: Tree) -> Blo
     return BlockwiseStates(entries)
 
 
-def _is_short(tensor: DcpTensor) -> bool:
-    chunks = tensor.chunks
-    return len(chunks.file) > 0 and 0 < chunks.item[0, 1] < chunks.size[0].prod() * tensor.dtype.itemsize
+def _is_short(tensor: DcpTensor, numel: dict[int, int]) -> bool:
+    """``numel``: elements of a first chunk, by the id of the sizes, which tensors that are cut alike share."""
+    size = tensor.chunks.size
+    if not len(size):
+        return False
+    if id(size) not in numel:
+        numel[id(size)] = prod(size[0].tolist())
+    return 0 < tensor.chunks.item.item(0, 1) < numel[id(size)] * tensor.dtype.itemsize
 
 
 def _item(

@@ -34,26 +34,32 @@ from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural
 
 
-def declared_chunks(directory: DcpDirectory) -> list[ChunkedTensor]:
-    """Every tensor with the chunks that the metadata declares, none of them located."""
+def declared_chunks(directory: DcpDirectory, offset: Int64Array | None = None) -> list[ChunkedTensor]:
+    """Every tensor with the chunks that the metadata declares, none of them located.
+
+    ``offset``: a column for the chunks of all tensors, of which each tensor gets its part.
+    """
     ranks, numbers = directory.by_file(directory.ranks), directory.by_file(directory.numbers)
     as_named, one_each = np.array_equal(numbers, np.arange(len(numbers))), np.array_equal(ranks, numbers)
-    most = max((len(tensor.chunks) for tensor in directory.metadata.tensors.values()), default=0)
-    unknown = np.broadcast_to(np.array(-1, np.int64), (most,))
     strides: dict[int, Int64Array] = {}  # by the id of the sizes, which tensors that are cut alike share
-    offsets: dict[int, Int64Array] = {}
+    unknown: dict[int, Int64Array] = {}
+    first = 0
     declared: list[ChunkedTensor] = []
     for key, tensor in directory.metadata.tensors.items():
         stored = tensor.chunks
         file = stored.file if as_named else numbers[stored.file]
         rank = file if one_each else ranks[stored.file]
-        offset = offsets.get(len(file))
-        if offset is None:
-            offset = offsets[len(file)] = unknown[: len(file)]
+        if offset is not None:
+            at = offset[first : first + len(file)]
+            first += len(file)
+        elif len(file) in unknown:
+            at = unknown[len(file)]
+        else:
+            at = unknown[len(file)] = np.broadcast_to(np.array(-1, np.int64), (len(file),))
         stride = strides.get(id(stored.size))
         if stride is None:
             stride = strides[id(stored.size)] = contiguous_strides(stored.size)
-        chunks = Chunks(rank, file, offset, stored.start, stored.size, stride, stored.item)
+        chunks = Chunks(rank, file, at, stored.start, stored.size, stride, stored.item)
         declared.append(ChunkedTensor(key, tensor.dtype, tensor.shape, chunks))
     return declared
 
@@ -63,10 +69,11 @@ def locate_chunks(directory: DcpDirectory, sources: Sources, tree: Tree) -> list
 
     Raises SourceCorruptError for items that are not what the metadata says, all of them named.
     """
-    declared = declared_chunks(directory)
+    offset = np.full(sum(len(tensor.chunks) for tensor in directory.metadata.tensors.values()), -1, np.int64)
+    declared = declared_chunks(directory, offset)
     if not declared:
         return []
-    contents = _Contents(directory, declared)
+    contents = _Contents(directory, declared, offset)
     _read_blobs(contents, sources)
     _read_archives(contents, sources, tree)
     located = contents.located()
@@ -82,23 +89,28 @@ _SMALL_VALUE = 1 << 14  # bytes of a pickled value that is compared with those a
 class _Contents:
     """What the items of all chunks hold, in columns, tensor after tensor.
 
-    ``order``: the rows in the order of their files' names and offsets. ``offset``: of the first element, in the file.
-    ``kind``: a position in ``structures.kinds``.
+    ``order``: the rows in the order of their files' names and offsets. ``offset``: of the first element, in the file;
+    the column that ``declared`` has. ``kind``: a position in ``structures.kinds``.
     """
 
-    def __init__(self, directory: DcpDirectory, declared: Sequence[ChunkedTensor]) -> None:
+    def __init__(self, directory: DcpDirectory, declared: Sequence[ChunkedTensor], offset: Int64Array) -> None:
         self.directory, self.declared = directory, declared
         chunks = [tensor.chunks for tensor in declared]
         self._first = np.cumsum([0, *map(len, chunks)])
         self._file = np.concatenate([rows.file for rows in chunks])
         self.item = np.concatenate([rows.item for rows in chunks if rows.item is not None])
-        nbytes = [tensor.chunks.size.prod(axis=1) * tensor.dtype.itemsize for tensor in declared]
-        self.is_blob = self.item[:, 1] == np.concatenate(nbytes)  # an archive is always longer than its data
+        nbytes: dict[tuple[int, int], Int64Array] = {}
+        forms = [(id(one.chunks.size), one.dtype.itemsize) for one in declared]  # tensors that are cut alike share both
+        for form, one in zip(forms, declared, strict=True):
+            if form not in nbytes:
+                nbytes[form] = one.chunks.size.prod(axis=1) * one.dtype.itemsize
+        of_data = np.concatenate([nbytes[form] for form in forms])
+        self.is_blob = self.item[:, 1] == of_data  # an archive is always longer than its data
         self._paths = {number: path for path, number in directory.numbers.items()}
         names = np.zeros(max(self._paths, default=0) + 1, np.int64)
         names[[directory.numbers[path] for path in sorted(directory.numbers)]] = np.arange(len(self._paths))
         self.order = np.lexsort((self.item[:, 1], self.item[:, 0], names[self._file]))
-        self._offset = np.full(len(self._file), -1, np.int64)
+        self._offset = offset
         self._kind = np.zeros(len(self._file), np.int64)
         self.structures = Structures()
 
@@ -133,20 +145,19 @@ class _Contents:
         for number, (_, *form) in enumerate(kinds):
             table = tables.setdefault(len(form[0]), np.zeros((2, len(kinds), len(form[0])), np.int64))
             table[:, number] = form
-        located: dict[str, ChunkedTensor] = {}
-        bounds = zip(self._first[:-1].tolist(), self._first[1:].tolist(), self._differs(tables), strict=True)
-        for (key, dtype, shape, stated), (first, end, differs) in zip(self.declared, bounds, strict=True):
-            size, stride = stated.size, stated.stride
-            if differs:
-                held_size, held_stride = tables[len(shape)].take(self._kind[first:end], axis=1)
-                size = size if np.array_equal(size, held_size) else held_size
-                stride = stride if np.array_equal(stride, held_stride) else held_stride
-            chunks = Chunks(stated.rank, stated.file, self._offset[first:end], stated.start, size, stride, stated.item)
-            located[key] = ChunkedTensor(key, dtype, shape, chunks)
+        located = {tensor.key: tensor for tensor in self.declared}
+        for number in self._differing(tables):
+            tensor = self.declared[number]
+            size, stride = tensor.chunks.size, tensor.chunks.stride
+            rows = slice(self._first[number], self._first[number + 1])
+            held_size, held_stride = tables[len(tensor.shape)].take(self._kind[rows], axis=1)
+            size = size if np.array_equal(size, held_size) else held_size
+            stride = stride if np.array_equal(stride, held_stride) else held_stride
+            located[tensor.key] = tensor._replace(chunks=replace(tensor.chunks, size=size, stride=stride))
         return located
 
-    def _differs(self, tables: Mapping[int, Int64Array]) -> list[bool]:
-        """Of each tensor whether any of its chunks has another size or stride than the metadata declares."""
+    def _differing(self, tables: Mapping[int, Int64Array]) -> list[int]:
+        """The numbers of tensors of which any chunk has another size or stride than the metadata declares."""
         differs = np.zeros(len(self.declared), np.bool_)
         counts = np.diff(self._first)
         ndim = np.array([len(tensor.shape) for tensor in self.declared], np.int64)
@@ -160,7 +171,7 @@ class _Contents:
                 apart |= np.any(held[1] != np.concatenate([one.stride for one in chunks]), axis=1)
                 begins = np.cumsum(counts[tensors]) - counts[tensors]
                 differs[tensors] = np.logical_or.reduceat(apart, begins)
-        found: list[bool] = differs.tolist()
+        found: list[int] = np.flatnonzero(differs).tolist()
         return found
 
     def _refuse(self, wrong: npt.NDArray[np.intp]) -> NoReturn:
