@@ -10,11 +10,12 @@ Entries that are cut alike differ in their names and in where their items begin:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice, repeat
-from typing import Final, TypeVar
+from typing import Final, Generic, TypeVar
 
 from fsdpckpt.formats.pickle.opcodes import PickleOpcodes, integer, integers
 from fsdpckpt.ir.dtypes import DType
@@ -57,7 +58,7 @@ class DcpEntry:
 
 def metadata_pickle(entries: Sequence[DcpEntry], files: Sequence[str]) -> bytearray:
     """The whole file for ``entries``, in their order. ``files``: the relative paths that items name by number."""
-    writer = _Writer(files)
+    writer = _Writer(files, Counter(entry.items for entry in entries if entry.dtype is not None))
     raw, text = writer.raw, writer.text
     raw(writer.name(_METADATA, "Metadata") + _NEW)
     raw(text("state_dict_metadata"))
@@ -76,15 +77,16 @@ def metadata_pickle(entries: Sequence[DcpEntry], files: Sequence[str]) -> bytear
 
 
 def _dict(writer: PickleOpcodes, pairs: Iterator[bytes]) -> None:
-    """A dict from opcodes of key and value. Each pair is made when it is written, so that memo places come in order."""
-    writer.raw(b"}")
-    while True:
-        first = next(pairs, None)
-        if first is None:
-            return
-        writer.raw(b"(" + first)
-        writer.raw(b"".join(islice(pairs, _BATCH - 1)))
-        writer.raw(b"u")
+    """A dict from opcodes of key and value. Each pair is made when it is written, so that memo places come in order,
+    and that no two are held at once: a tensor in thousands of chunks is one of 200 KB."""
+    out = writer.out
+    out += b"}"
+    while (first := next(pairs, None)) is not None:
+        out += b"("
+        out += first
+        for pair in islice(pairs, _BATCH - 1):
+            out += pair
+        out += b"u"
 
 
 def _path(writer: PickleOpcodes, path: tuple[str | int, ...]) -> bytes:
@@ -93,21 +95,37 @@ def _path(writer: PickleOpcodes, path: tuple[str | int, ...]) -> bytes:
     return b"(%bt" % body
 
 
+class _Kept(Generic[_Made]):
+    """What was made of items, until the last tensor that has them: on thousands of ranks most have some of their own,
+    as the chunk without rows, which several ranks hold, is written by another one each time."""
+
+    def __init__(self, uses: Counter[StoredItems]) -> None:
+        self.left = uses.copy()
+        self.made: dict[StoredItems, _Made] = {}
+
+    def take(self, items: StoredItems) -> _Made | None:
+        self.left[items] -= 1
+        return self.made.get(items) if self.left[items] else self.made.pop(items, None)
+
+
 class _Writer(PickleOpcodes):
-    def __init__(self, files: Sequence[str]) -> None:
+    """``uses``: how many tensors have these items."""
+
+    def __init__(self, files: Sequence[str], uses: Counter[StoredItems]) -> None:
         super().__init__()
         self._files = files
-        self._chunks: dict[StoredItems, bytes] = {}
-        self._around: dict[StoredItems, list[tuple[bytes, bytes]]] = {}
+        self._chunks = _Kept[bytes](uses)
+        self._around = _Kept[list[tuple[bytes, bytes]]](uses)
 
-    def _alike(self, made: dict[StoredItems, _Made], items: StoredItems, make: Callable[[], _Made]) -> _Made:
+    def _alike(self, kept: _Kept[_Made], items: StoredItems, make: Callable[[], _Made]) -> _Made:
         """What ``make`` makes of texts and names; from the second time on all of them memo references."""
-        known = made.get(items)
+        known = kept.take(items)
         if known is not None:
             return known
         memo = self._memo
         found = make()
-        made[items] = found if self._memo == memo else make()
+        if kept.left[items]:
+            kept.made[items] = found if self._memo == memo else make()
         return found
 
     def storage_metadata(self, entry: DcpEntry) -> bytes:
