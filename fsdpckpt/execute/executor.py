@@ -233,6 +233,7 @@ class _Run:
             crcs.update(cast("dict[str, int]", theirs))
         if self._recorder is not None:
             self._recorder.close(complete=True)
+        self._outputs.clear()  # each knows this run: the plan would be there until the collector comes
         return crcs
 
     def _check_streams(self) -> None:

@@ -287,6 +287,7 @@ class Recorder:
         if self._failure is None and not self._retracted and (not self._complete or self._begun):
             self._attempt()
         self._journal.close()
+        self._pending, self._fresh = [], list  # they know what the run knew, whose memory is for the check
         self._ended.set()
 
     def _attempt(self) -> None:

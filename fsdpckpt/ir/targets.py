@@ -84,11 +84,11 @@ class TargetFile:
     literal_columns: array[int] = field(default_factory=lambda: array("q"))
     item_columns: array[int] = field(default_factory=lambda: array("q"))
     checksum_columns: array[int] = field(default_factory=lambda: array("q"))
-    make: Callable[[], TargetFile] | None = None
+    make: Callable[[TargetFile], TargetFile] | None = None
 
     def made(self) -> TargetFile:
         """The file with its columns: itself, or what ``make`` makes when it is wanted and nobody keeps longer."""
-        return self if self.make is None else self.make()
+        return self if self.make is None else self.make(self)
 
     def literal(self, data: bytes | bytearray) -> int:
         """Append ``data``; returns the file offset it starts at."""

@@ -214,9 +214,9 @@ class _Items:
         for low, high in pairwise([*starts, len(rank)]):
             rows, at = slice(low, high), int(begin[low])
             begin[rows] -= at
-            file = TargetFile(self.names[rank[low]], self.data, int(ends[high - 1]) - at, self.blob)
-            file.make = partial(kinds.put, file, kind[rows], begin[rows], tensor[rows], box[rows])
-            files.append(file)
+            # Not of the file itself: of two that hold each other nothing would be freed before the collector comes.
+            make = partial(kinds.put, kind=kind[rows], begin=begin[rows], tensor=tensor[rows], box=box[rows])
+            files.append(TargetFile(self.names[rank[low]], self.data, int(ends[high - 1]) - at, self.blob, make=make))
         offset = np.empty(len(rank), np.int64)
         offset[order] = begin[:-1]
         lasts = np.cumsum(counts).tolist()
