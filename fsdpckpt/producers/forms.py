@@ -161,6 +161,7 @@ class Flavor:
     ``needed``: files that it saves with the optimizer, and what it does where one is absent.
     ``schedule_file``: the one with the LR scheduler's state dict.
     ``two_groups``: whether its optimizer has two param groups and loads no other, as the Trainer's has.
+    ``bare_groups``: whether its param groups list no parameters.
     ``universal_directory``: where it loads DeepSpeed's universal checkpoints from, "" where ``latest_universal`` says.
     """
 
@@ -183,3 +184,4 @@ class Flavor:
     schedule_file: str = ""
     two_groups: bool = False
     universal_directory: str = ""
+    bare_groups: bool = False

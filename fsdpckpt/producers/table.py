@@ -307,6 +307,7 @@ MEGATRON = Flavor(
     title="Megatron-core's distributed checkpoints",
     signs=(Sign((r"^common\.pt$", r"^\.metadata$")),),
     state=r"^(metadata\.json|common\.pt|\.metadata|.*\.distcp|latest_checkpointed_iteration\.txt)$",
+    bare_groups=True,
 )
 
 FAIRSCALE = Flavor(

@@ -17,10 +17,10 @@ from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError, Usage
 from fsdpckpt.ir.checkpoint import Checkpoint, Note, OptimState, group_params
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value
+from fsdpckpt.producers.table import flavor_named
 from fsdpckpt.text import first_of
 
 STANDARD = "standard"
-_MEGATRON = "megatron"  # the flavor that its readers find
 _STACKED = re.compile(r"(?:^|\.)layers\.(?!\d)")  # layers in one tensor: a dimension more
 _EXPERTS = re.compile(r"\.experts\.")
 _STACKED_EXPERTS = re.compile(r"\.experts\.experts\.")
@@ -40,7 +40,8 @@ def list_parameters(checkpoint: Checkpoint, patterns: Sequence[str]) -> Checkpoi
     if optim is not None and patterns and listed and len(groups) == 1:
         without = _without_decay(checkpoint, [str(name) for name in group_params(groups[0]) or ()], patterns)
         return _with_groups(checkpoint, optim, _divided(groups[0], without), without)
-    if optim is None or listed or checkpoint.flavor != _MEGATRON:
+    source = flavor_named(checkpoint.flavor)
+    if optim is None or listed or source is None or not source.bare_groups:
         if patterns:
             raise UsageError(
                 "--no-weight-decay is for Megatron's param groups, which list no parameters, and for an optimizer with "

@@ -52,7 +52,7 @@ def stored_blocks(wrapped: Wrapped, file: str, key: str) -> StoredBlocks:
     blocks = Blocks(wrapped.kind, wrapped.dtype, wrapped.shape, block, signed)
     parts = {part: _waited(state.get(part)) for part in blocks.parts}
     numel = prod(wrapped.shape)
-    if numel % block or wrapped.shape[0] % blocks.group or (blocks.packed and block % 2):
+    if numel % block or (blocks.packed and block % 2):  # whole blocks are whole groups
         _corrupt(file, key, wrapped, f"elements in whole blocks of {block}", f"shape {wrapped.shape}")
     codes = _CODES.get(wrapped.kind.name, DTYPES["uint8"])
     shapes = {CODES: (numel // 2,) if blocks.packed else wrapped.shape, SCALE: (numel // block,)}

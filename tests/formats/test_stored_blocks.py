@@ -1,0 +1,81 @@
+"""States in blocks in a pickle: read where their parts fit together, and refused by what does not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fsdpckpt.errors import SourceCorruptError, SourceUnsupportedError, UsageError
+from fsdpckpt.formats.torch.blockwise import stored_blocks
+from fsdpckpt.formats.torch.tensors import StoredTensor, Wrapped
+from fsdpckpt.ir.blockwise import CODES, QMAP, SCALE, taken_apart
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout
+from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.tensors import contiguous_stride
+from fsdpckpt.ir.values import Global
+from fsdpckpt.transform.blockwise import refuse_casts
+
+
+def tensor(shape: tuple[int, ...], dtype: str = "uint8", stride: tuple[int, ...] | None = None) -> StoredTensor:
+    return StoredTensor(DTYPES[dtype], shape, stride or contiguous_stride(shape), 64)
+
+
+FOUR_BITS = Global("torchao.optim.subclass_4bit", "OptimState4bit")
+
+
+def state(**changes: Any) -> Wrapped:
+    """Six rows of four in blocks of eight: a group is two rows."""
+    parts: dict[str, Any] = {
+        CODES: tensor((6, 4)),
+        SCALE: tensor((3,), "float32"),
+        QMAP: tensor((256,), "float32"),
+        "signed": True,
+        "block_size": 8,
+    }
+    shape = changes.pop("shape", (6, 4))
+    kind = changes.pop("kind", Global("torchao.optim.subclass_8bit", "OptimState8bit"))
+    return Wrapped(kind, DTYPES["float32"], shape, {**parts, **changes})
+
+
+def test_parts_that_fit_have_the_shapes_of_whole_groups() -> None:
+    found = stored_blocks(state(), "a.pt", "w.exp_avg")
+    assert (found.blocks.block, found.blocks.shape, found.blocks.group) == (8, (6, 4), 2)
+    assert {part: one.shape for part, one in found.whole().items()} == {CODES: (6, 4), SCALE: (3, 1), QMAP: (256,)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected", "found"),
+    [
+        ({"block_size": 0}, "a block size", "0"),
+        ({"block_size": None}, "a block size", "None"),
+        ({"block_size": True}, "a block size", "True"),
+        ({"signed": 1}, "a block size", "8"),
+        ({"block_size": 5}, "elements in whole blocks of 5", "shape (6, 4)"),
+        ({"block_size": 3, "kind": FOUR_BITS}, "elements in whole blocks of 3", "shape (6, 4)"),
+        ({SCALE: tensor((3,), "float64")}, "scale of type float32", "float64 of shape (3,)"),
+        ({CODES: tensor((6, 4), "int8")}, "codes of type uint8", "int8 of shape (6, 4)"),
+        ({QMAP: [1.0]}, "qmap of type float32", "list"),
+        ({SCALE: tensor((4,), "float32")}, "scale of shape (3,)", "float32 of shape (4,)"),
+        ({CODES: tensor((4, 6))}, "codes of shape (6, 4)", "uint8 of shape (4, 6)"),
+        ({"_shape": (4, 6)}, "the shape (6, 4)", "(4, 6)"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(changes: dict[str, Any], expected: str, found: str) -> None:
+    with pytest.raises(SourceCorruptError, match="the parts of a torchao") as error:
+        stored_blocks(state(**changes), "a.pt", "w.exp_avg")
+    assert (error.value.file, error.value.key) == ("a.pt", "w.exp_avg")
+    assert (error.value.expected, error.value.found) == (expected, found)
+
+
+def test_codes_that_do_not_lie_row_by_row_are_refused() -> None:
+    with pytest.raises(SourceUnsupportedError, match="not in row-major order"):
+        stored_blocks(state(**{CODES: tensor((6, 4), stride=(1, 6))}), "a.pt", "w.exp_avg")
+
+
+def test_states_among_the_extras_are_seen() -> None:
+    found = stored_blocks(state(), "a.pt", "w.exp_avg")
+    extra: Any = taken_apart("ema", found.blocks, {})
+    checkpoint = Checkpoint("a.pt", Layout.FULL, Container.TORCH, "plain", 1, (), None, None, {"averages": [extra]})
+    with pytest.raises(UsageError, match=r"cannot cast averages\.0\.ema"):
+        refuse_casts(checkpoint)
