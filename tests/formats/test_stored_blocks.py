@@ -44,6 +44,15 @@ def test_parts_that_fit_have_the_shapes_of_whole_groups() -> None:
     assert {part: one.shape for part, one in found.whole().items()} == {CODES: (6, 4), SCALE: (3, 1), QMAP: (256,)}
 
 
+def test_a_block_may_be_one_element_and_two_codes_one_byte() -> None:
+    one = stored_blocks(state(**{"block_size": 1, SCALE: tensor((24,), "float32")}), "a.pt", "w")
+    assert (one.blocks.group, one.whole()[SCALE].shape) == (1, (6, 4))
+    four = stored_blocks(
+        state(**{"kind": FOUR_BITS, CODES: tensor((12,)), QMAP: tensor((16,), "float32")}), "a.pt", "w"
+    )
+    assert four.whole()[CODES].shape == (3, 4)
+
+
 @pytest.mark.parametrize(
     ("changes", "expected", "found"),
     [
