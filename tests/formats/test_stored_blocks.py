@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from fsdpckpt.errors import SourceCorruptError, SourceUnsupportedError, UsageError
+from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUnsupportedError, UsageError
 from fsdpckpt.formats.torch.blockwise import stored_blocks
 from fsdpckpt.formats.torch.tensors import StoredTensor, Wrapped
 from fsdpckpt.ir.blockwise import CODES, QMAP, SCALE, taken_apart
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.tensors import contiguous_stride
+from fsdpckpt.ir.tensors import Chunks, Tensor, contiguous_stride
 from fsdpckpt.ir.values import Global
-from fsdpckpt.transform.blockwise import refuse_casts
+from fsdpckpt.transform.blockwise import refuse_casts, require_whole_blocks
 
 
 def tensor(shape: tuple[int, ...], dtype: str = "uint8", stride: tuple[int, ...] | None = None) -> StoredTensor:
@@ -88,3 +88,17 @@ def test_states_among_the_extras_are_seen() -> None:
     checkpoint = Checkpoint("a.pt", Layout.FULL, Container.TORCH, "plain", 1, (), None, None, {"averages": [extra]})
     with pytest.raises(UsageError, match=r"cannot cast averages\.0\.ema"):
         refuse_casts(checkpoint)
+
+
+def test_only_states_that_ranks_share_are_cut() -> None:
+    blocks = stored_blocks(state(), "a.pt", "w.exp_avg").blocks
+    for sharded in (False, True):
+        codes = Tensor(DTYPES["uint8"], (6, 4), Chunks.whole(file=0, offset=0, shape=(6, 4)), sharded)
+        extra: Any = taken_apart("ema", blocks, {CODES: codes})
+        checkpoint = Checkpoint("a.pt", Layout.FULL, Container.TORCH, "plain", 1, (), None, None, extra)
+        require_whole_blocks(checkpoint, 3, placed=False)
+        if sharded:
+            with pytest.raises(NeedsInformationError, match="over 6 ranks cuts blocks apart"):
+                require_whole_blocks(checkpoint, 6, placed=False)
+        else:
+            require_whole_blocks(checkpoint, 6, placed=False)
