@@ -33,6 +33,7 @@ class CopyPool:
         self._left = len(windows)
         self._error: BaseException | None = None
         self._stopped = False
+        self._asked = False  # whether ``wait`` has an ``until``
         self._moves = self._seen = 0
         self._quiet_until = 0.0
         self._threads = [
@@ -67,6 +68,7 @@ class CopyPool:
         """
         while True:
             with self._lock:
+                self._asked = until is not None
                 if self._error is not None:
                     raise self._error
                 if not self._left if until is None else until():
@@ -103,7 +105,8 @@ class CopyPool:
                 with self._lock:
                     self._moves += 1
                     self._left -= 1
-                    self._changed.notify_all()
+                    if self._asked or not self._left:  # else waking the main thread costs more than a small window
+                        self._changed.notify_all()
         except BaseException as error:  # noqa: BLE001  # raised by the main thread, in ``wait``
             with self._lock:
                 self._stopped = True

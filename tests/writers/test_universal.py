@@ -85,6 +85,17 @@ def test_fp16s_loss_scaler_is_deepspeeds_object_again(tmp_path: Path) -> None:
     assert b"loss_scaler" in written["global_step0_universal/mp_rank_00_model_states.pt"].blob
 
 
+def test_files_that_changed_places_are_found_by_the_manifest(tmp_path: Path) -> None:
+    """Nothing in the files says whose they are."""
+    fsdpckpt.convert(str(FSDP2 / "full.pt"), str(tmp_path / "out"), flavor=FLAVOR)
+    one, other = (tmp_path / "out" / STEP / "zero" / f"blocks.{block}.up.weight" / "exp_avg.pt" for block in (0, 1))
+    before = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(before)
+    problems = fsdpckpt.verify(str(tmp_path / "out")).problems
+    assert [problem.kind for problem in problems] == ["checksum"] * 2
+
+
 def test_a_store_takes_it_and_gives_it_back() -> None:
     fsdpckpt.convert(str(FSDP2 / "full.pt"), "memory://deepspeed/universal", flavor=FLAVOR)
     assert fsdpckpt.diff(str(FSDP2 / "full.pt"), "memory://deepspeed/universal").same
