@@ -115,6 +115,7 @@ def compare(
     if not strict:
         ranks = {"-": len(b.rank_extra), "+": len(a.rank_extra)}  # of the side that lacks the key
         not_kept = _not_kept(a, b)
+        unlisted = {"-": _unlisted(b), "+": _unlisted(a)}
 
         def no_place(entry: Entry) -> bool:
             if entry.sigil not in ranks:
@@ -123,6 +124,8 @@ def compare(
             if entry.section is Section.MODEL:
                 return entry.sigil == "-" and entry.section in not_kept and is_copy(value)
             if isinstance(value, (dict, list, tuple)) and not value:  # a DCP directory cannot hold it
+                return True
+            if entry.section is Section.OPTIM and entry.key in unlisted[entry.sigil]:
                 return True
             return entry.section in not_kept or (entry.rank is not None and entry.rank >= ranks[entry.sigil])
 
@@ -161,6 +164,12 @@ def _not_kept(a: Checkpoint, b: Checkpoint) -> frozenset[Section]:
     flavor = flavor_named(b.flavor)
     weights = flavor is not None and bool(flavor.forms) and all(form.weights for form in flavor.forms)
     return frozenset(Section) if weights else frozenset({Section.EXTRA})
+
+
+def _unlisted(checkpoint: Checkpoint) -> set[str]:
+    """The keys of the lists that groups lack: Megatron does not save who is in which, and --no-weight-decay says it."""
+    groups = (checkpoint.optim.param_groups if checkpoint.optim is not None else None) or []
+    return {f"param_groups.{index}.params" for index, group in enumerate(groups) if "params" not in group}
 
 
 def _compare_values(both: Sequence[_Address], left: _Leaves, right: _Leaves) -> set[_Address]:
