@@ -59,7 +59,7 @@ class RankFiles:
                 template = self._templates[kind] = self._template(rank, path, value)
                 yield template.file
             else:
-                make = partial(self._file, template, rank, path)
+                make = partial(self._file, template, rank)
                 yield TargetFile(path, self.data, template.file.nbytes, make=make)
 
     def of_values(self, values: Sequence[Value], paths: Sequence[str]) -> Iterator[TargetFile]:
@@ -91,8 +91,9 @@ class RankFiles:
         names = _in_blob(file, np.array(archive.names(), np.int64))
         return _Template(file, pickle, archive, cut[as_table(file.item_columns, 4)[:, 2]], names)
 
-    def _file(self, template: _Template, rank: int, path: str) -> TargetFile:
-        """The file of a rank of the template's kind."""
+    def _file(self, template: _Template, rank: int, file: TargetFile) -> TargetFile:
+        """``file``, of a rank of the template's kind, with its columns."""
+        path = file.path
         blob = bytearray(template.file.blob)
         begin = int(_in_blob(template.file, np.array([template.archive.pickle_at], np.int64))[0])
         pickle = bytearray(blob[begin : begin + template.archive.pickle_nbytes])
