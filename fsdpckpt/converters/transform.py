@@ -11,6 +11,7 @@ from fsdpckpt.errors import (
     NeedsInformationError,
     SourceCorruptError,
     SourceMissingError,
+    SourceUnsupportedError,
     UsageError,
     of_option,
     to_copy,
@@ -20,7 +21,8 @@ from fsdpckpt.flat.unflatten import name_slices
 from fsdpckpt.flat.units.request import ORDER, ResolvedUnits, UnitsRequest, load_units
 from fsdpckpt.flat.units.source import is_flattened, source_units
 from fsdpckpt.flat.units.target import target_units
-from fsdpckpt.ir.checkpoint import UNORDERED, Checkpoint, Container, KeyType, Layout, Note, Section
+from fsdpckpt.ir.bitsandbytes import unwrapped
+from fsdpckpt.ir.checkpoint import UNORDERED, Checkpoint, Container, KeyType, Layout, Note, OptimState, Section
 from fsdpckpt.ir.dtypes import DTYPES, DType
 from fsdpckpt.ir.invariants import fatal
 from fsdpckpt.ir.names import SourceNames, leading_wrapper, normalise
@@ -67,12 +69,9 @@ def transform(opened: Checkpoint, options: ConvertOptions, spec: TargetSpec, sou
     request = units_request(options)
     checkpoint = select_section(opened, options.only)
     _require_sound(checkpoint, options.only)
-    if options.optim_dtype is not None:
-        refuse_casts(checkpoint)
-    if options.missing_state is MissingState.ZEROS:
-        refuse_in_blocks(checkpoint, "zeros in blocks are not made", "drop --missing-state zeros")
+    _refuse_states(checkpoint, options, spec)
     if spec.layout is Layout.FLATTENED:
-        refuse_in_blocks(checkpoint, "FSDP1 cuts flat parameters inside of its blocks")
+        checkpoint = _with_states_in_sight(checkpoint)
     checkpoint = list_parameters(checkpoint, options.no_weight_decay)
     if spec.flavor is not None and spec.flavor.two_groups:
         checkpoint = note_one_group(checkpoint)
@@ -119,6 +118,40 @@ def transform(opened: Checkpoint, options: ConvertOptions, spec: TargetSpec, sou
     if spec.layout is Layout.SHARDED and spec.world_size is not None:
         require_whole_blocks(checkpoint, spec.world_size, placed=spec.mesh is not None)
     return TransformedCheckpoint(steps.rename(called.restored(checkpoint) if own else called.cleaned(checkpoint)))
+
+
+def _refuse_states(checkpoint: Checkpoint, options: ConvertOptions, spec: TargetSpec) -> None:
+    """Raises UsageError or SourceUnsupportedError for states that the target, or an option, would change."""
+    if options.optim_dtype is not None:
+        refuse_casts(checkpoint)
+    if options.missing_state is MissingState.ZEROS:
+        refuse_in_blocks(checkpoint, "zeros in blocks are not made", "drop --missing-state zeros")
+    if Layout.FLATTENED in (spec.layout, checkpoint.layout):
+        _refuse_samples(checkpoint)
+    if spec.layout is Layout.FLATTENED:
+        refuse_in_blocks(checkpoint, "FSDP1 cuts flat parameters inside of its blocks")
+
+
+def _refuse_samples(checkpoint: Checkpoint) -> None:
+    """Raises SourceUnsupportedError for states of some of the elements that a rank holds."""
+    for group in (checkpoint.optim.param_groups if checkpoint.optim is not None else None) or ():
+        step = group.get("slice_p")
+        if isinstance(step, int) and step > 1 and "d_numerator" in group:
+            raise SourceUnsupportedError(
+                f"the states s and p0 of Prodigy (prodigyopt) with slice_p={step} cannot be cut like flat parameters",
+                file=checkpoint.source,
+                why=f"a rank keeps every {step}th element of its own slice, and other slices have others",
+                next_step="--only model converts the model alone; Prodigy(slice_p=1) can be converted with its states",
+            )
+
+
+def _with_states_in_sight(checkpoint: Checkpoint) -> Checkpoint:
+    """``checkpoint`` with what bitsandbytes hides from FSDP, which is cut as any other state."""
+    optim = checkpoint.optim
+    if optim is None:
+        return checkpoint
+    state = {key: unwrapped(entry) for key, entry in optim.state.items()}
+    return replace(checkpoint, optim=OptimState(state, optim.param_groups, optim.extra))
 
 
 def _require_sound(checkpoint: Checkpoint, only: Section | None) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from fsdpckpt.flat.names import first_misplaced_module, order_contradictions
 from fsdpckpt.flat.slices import is_number_per_rank, is_sliced, lengths_of, lengths_text, slice_lengths
+from fsdpckpt.ir.bitsandbytes import maps_in, scales_in
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, OptimState, ParamKey, group_params
 from fsdpckpt.ir.names import clean, keeps_order
 from fsdpckpt.ir.tensors import ONE_SLICE, SLICES, Int64Array, Tensor
@@ -221,7 +222,12 @@ class _Matching:
                 continue
             if name not in self.by_key and name not in self.params:  # from param_names, which is reported already
                 continue
-            tensors = {state: leaf for state, leaf in states.items() if isinstance(leaf, Tensor) and leaf.ndim}
+            other = {*scales_in(states), *maps_in(states)}
+            tensors = {
+                state: leaf
+                for state, leaf in states.items()
+                if isinstance(leaf, Tensor) and leaf.ndim and state not in other
+            }
             wrong = {state: text for state, leaf in tensors.items() if (text := self._state(name, leaf))}
             compared += len(tensors)
             for state, text in wrong.items():

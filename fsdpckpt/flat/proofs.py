@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.flat.match import FlatMatch
+from fsdpckpt.ir.bitsandbytes import scales_in
 from fsdpckpt.ir.checkpoint import Checkpoint, Note, Problem, Section
 from fsdpckpt.ir.dtypes import numpy_dtype
 from fsdpckpt.ir.names import clean
@@ -100,7 +101,7 @@ def _right_padding(checkpoint: Checkpoint, match: FlatMatch) -> Iterator[tuple[s
     """The right padding of the optimizer's shards, each with the name of its state."""
     for param, states in checkpoint.optim.state.items() if checkpoint.optim is not None else ():
         layout = match.layouts.get(match.keys.get(param, ""))
-        for state, leaf in states.items():
+        for state, leaf in states.items() if not scales_in(states) else ():  # a code of zero need not be zero
             if layout is None or not isinstance(leaf, Tensor) or leaf.placement != SLICES or leaf.dtype.numpy is None:
                 continue
             for row, rank, size in _rows(leaf):

@@ -12,12 +12,14 @@ from typing import TypeAlias
 
 import numpy as np
 
-from fsdpckpt.errors import NeedsInformationError, SourceCorruptError
+from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUnsupportedError
+from fsdpckpt.flat.blocks import read_scales
 from fsdpckpt.flat.match import FlatMatch
 from fsdpckpt.flat.proofs import compare_replicas, require_padding
 from fsdpckpt.flat.slices import is_number_per_rank, is_step, slice_lengths
 from fsdpckpt.flat.units.request import ResolvedUnits, UnitsRequest
 from fsdpckpt.flat.units.source import is_flattened, source_units
+from fsdpckpt.ir.bitsandbytes import maps_in, scales_in
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, OptimState, ParamKey, Problem, group_params
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.invariants import fatal, problems
@@ -88,7 +90,7 @@ def _whole(leaf: Tensor | Value) -> Tensor | Value:
 
 def _optimizer(optim: OptimState, match: FlatMatch, world_size: int, notes: list[Note]) -> OptimState:
     by_key = {unit.key: unit for unit in match.units.units}
-    params = match.units.params()
+    params, units = match.units.params(), match.units.unit_of()
     state: dict[ParamKey, dict[str, Tensor | Value]] = {}
     for key, states in optim.state.items():
         name = match.keys.get(key)
@@ -97,12 +99,16 @@ def _optimizer(optim: OptimState, match: FlatMatch, world_size: int, notes: list
         elif name in by_key:
             state.update(_of_unit(by_key[name], states, match, world_size))
         else:
+            maps = maps_in(states)
             state[name] = {
                 item: _whole(leaf)
-                if isinstance(leaf, Tensor) and is_step(item, leaf)
+                if isinstance(leaf, Tensor) and (is_step(item, leaf) or item in maps)
                 else _of_param(params[name], leaf, match, world_size)
                 for item, leaf in states.items()
             }
+            if name in units:
+                for item, tensors in _scales(units[name], [params[name]], states, match).items():
+                    state[name][item] = tensors[name]
     groups = None
     if optim.param_groups is not None:
         groups = [_group(group, match, by_key) for group in optim.param_groups]
@@ -118,8 +124,13 @@ def _of_unit(
     """The states of each parameter of a flat parameter; what is no slice belongs to all of them."""
     layout = match.layouts[unit.key]
     by_name: dict[ParamKey, dict[str, Tensor | Value]] = {param.name: {} for param in unit.params}
+    scales, maps = _scales(unit, unit.params, states, match), maps_in(states)
     for item, leaf in states.items():
-        cut = isinstance(leaf, Tensor) and leaf.ndim and not is_step(item, leaf)
+        if item in scales:
+            for name, tensor in scales[item].items():
+                by_name[name][item] = tensor
+            continue
+        cut = isinstance(leaf, Tensor) and leaf.ndim and not is_step(item, leaf) and item not in maps
         if cut and isinstance(leaf, Tensor) and _fits(leaf, layout.shard, world_size):
             starts = leaf.chunks.rank % layout.shards * layout.shard
             for name, tensor in _split(unit, leaf.dtype, _runs(leaf, starts), layout).items():
@@ -128,6 +139,18 @@ def _of_unit(
             for entry in by_name.values():
                 entry[item] = _own(leaf)
     return by_name
+
+
+def _scales(
+    unit: Unit, params: Sequence[UnitParam], states: Mapping[str, Tensor | Value], match: FlatMatch
+) -> dict[str, dict[str, Tensor]]:
+    """The scales of bitsandbytes' states in the vector of ``params``: by state, then by parameter."""
+    layout, orig = match.layouts[unit.key], match.units.use_orig_params
+    return {
+        scale: read_scales(unit, layout, params, leaf, of, orig=orig)
+        for scale, codes in scales_in(states).items()
+        if isinstance(leaf := states[scale], Tensor) and isinstance(of := states[codes], Tensor)
+    }
 
 
 def _fits(leaf: Tensor, shard: int, world_size: int) -> bool:
@@ -281,6 +304,9 @@ def logical(checkpoint: Checkpoint, sources: Sources, *, units: str | None = Non
         return _with_problems(checkpoint, error)
     try:
         named = name_slices(checkpoint, resolved, sources, replicas=not listing)
+    except SourceUnsupportedError as error:  # blocks of which no parameter has whole ones
+        message = "; ".join((error.what, *error.details[:1]))
+        return replace(checkpoint, notes=(*checkpoint.notes, Note("unnamed", f"the slices keep their ids: {message}")))
     except SourceCorruptError as error:
         if not listing:
             raise

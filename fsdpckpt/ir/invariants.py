@@ -13,6 +13,7 @@ from math import gcd
 import numpy as np
 
 from fsdpckpt.errors import SourceCorruptError, SourceError, SourceIncompleteError, SourceUnsupportedError
+from fsdpckpt.ir.bitsandbytes import maps_in, scales_in
 from fsdpckpt.ir.blockwise import parts_in
 from fsdpckpt.ir.checkpoint import (
     BARE_VALUE,
@@ -253,7 +254,7 @@ def _uneven_states(
         if states:
             kind = max((len(leaf.shape) for leaf in states.values() if isinstance(leaf, Tensor)), default=0)
             kinds.setdefault(kind, []).append(key)
-            parts = parts_in(states)
+            parts = {*parts_in(states), *scales_in(states), *maps_in(states)}
             for name in [name for name in states if name not in parts]:
                 names[kind, name] = names.get((kind, name), 0) + 1
     for (kind, name), count in names.items():
@@ -281,6 +282,11 @@ def fatal(problems: Iterable[Problem], *, source: str = "the checkpoint") -> Sou
         raise ValueError("no fatal problem")
     first = wrong[0]
     one, what, why, next_step = _class_of({problem.kind for problem in wrong}, source)
+    for problem in wrong if {problem.kind for problem in wrong} == {"replica"} else ():
+        own = _OWN.get((problem.key or "").rpartition(".")[2])
+        if own is not None:
+            one, what = SourceUnsupportedError, f"{source} holds optimizer states that each rank keeps for itself"
+            why, next_step = own, "--only model converts the model alone"
     if first.kind == "missing-section":
         present = Section.MODEL if first.section is Section.OPTIM else Section.OPTIM
         why = "the copy or the save did not finish"
@@ -297,6 +303,13 @@ def fatal(problems: Iterable[Problem], *, source: str = "the checkpoint") -> Sou
         key=first.key,
         rank=first.rank,
     )
+
+
+_OWN = {
+    "d_numerator": "Prodigy (prodigyopt) without fsdp_in_use=True sums over its own shard alone, so that each rank has "
+    "learned another step size: made with it, it can be converted",
+    "RMS": "CAME keeps the root mean square of a rank's own slice, which says nothing about other slices",
+}
 
 
 def _class_of(kinds: set[str], source: str) -> tuple[type[SourceError], str, str | None, str | None]:
@@ -320,8 +333,7 @@ def _class_of(kinds: set[str], source: str) -> tuple[type[SourceError], str, str
     why = "files of different saves were mixed, or bytes were damaged"
     if kinds == {"replica"}:
         why = (
-            "files of different saves were mixed; or the optimizer keeps something of its own on each rank (quantized "
-            "blocks, as bitsandbytes; sums that it does not reduce, as Prodigy without fsdp_in_use=True; a mean of its "
-            "shard, as CAME's RMS), which other ranks cannot take over"
+            "files of different saves were mixed; or the optimizer keeps something of its own on each rank, which "
+            "other ranks cannot take over"
         )
     return SourceCorruptError, f"{source} contradicts itself", why, verify

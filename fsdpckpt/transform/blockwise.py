@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError, UsageError
+from fsdpckpt.ir import bitsandbytes
+from fsdpckpt.ir.bitsandbytes import scales_in, unwrapped
 from fsdpckpt.ir.blockwise import CODES, LIBRARY, SCALE, Blocks, blocks_of, part_name
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.mesh import Sharding
@@ -56,6 +58,13 @@ def refuse_casts(checkpoint: Checkpoint) -> None:
     """Raises UsageError where ``--optim-dtype`` would cast a state in blocks."""
     for key, blocks, _ in states_in_blocks(checkpoint):
         raise UsageError(f"--optim-dtype cannot cast {key}: it is {blocks}", key=key, next_step="drop --optim-dtype")
+    for param, states in checkpoint.optim.state.items() if checkpoint.optim is not None else ():
+        for scale in scales_in(unwrapped(states)):
+            raise UsageError(
+                f"--optim-dtype cannot cast {param}.{scale}: it scales {bitsandbytes.LIBRARY}' 8-bit states",
+                key=str(param),
+                next_step="drop --optim-dtype",
+            )
 
 
 def require_whole_blocks(checkpoint: Checkpoint, world_size: int, *, placed: bool) -> None:

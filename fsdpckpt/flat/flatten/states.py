@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUnsupportedError
+from fsdpckpt.flat.flatten.blocks import FlatScales, Quantized, require_whole_blocks
 from fsdpckpt.flat.flatten.keys import FlatKeys
 from fsdpckpt.flat.flatten.pickle import FlatShard, WholeParam
+from fsdpckpt.ir.bitsandbytes import maps_in, scales_in
 from fsdpckpt.ir.checkpoint import Checkpoint, OptimState, ParamKey, stored_entry
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.tensors import SLICES, Tensor
@@ -36,7 +38,7 @@ class FlatState:
 
 
 _State: TypeAlias = Tensor | Value
-UnitStates: TypeAlias = Mapping[str, FlatState | Tensor | Value]
+UnitStates: TypeAlias = Mapping[str, FlatState | FlatScales | Tensor | Value]
 
 
 def unit_states(
@@ -60,7 +62,7 @@ def unit_states(
             without = [param.name for param in params if param.name not in state]
             partly.append(f"{_unit_text(unit)}: no state for {', '.join(without)}")
         elif param_states:
-            states_of_units[unit.key] = _Merge(unit, casts, wrong).states(param_states)
+            states_of_units[unit.key] = _Merge(unit, casts, wrong, Quantized.of(unit, state).block).states(param_states)
     if partly:
         raise NeedsInformationError(
             f"{checkpoint.source}: only some parameters of a unit have optimizer states",
@@ -87,6 +89,7 @@ class _Merge:
     unit: Unit
     casts: Mapping[Tensor, DType]
     wrong: list[str]
+    block: int | None
 
     def states(self, param_states: Sequence[Mapping[str, _State]]) -> UnitStates:
         """``param_states``: the states of each parameter of ``deciding_params``, in the unit's order."""
@@ -96,7 +99,21 @@ class _Merge:
                 difference = f"{params[0].name} has the states {', '.join(first)}, {param.name} {', '.join(states)}"
                 self.wrong.append(f"{_unit_text(self.unit)}: {difference}")
                 return {}
-        return {item: self._state(item, [states[item] for states in param_states]) for item in first}
+        scales, maps = scales_in(first), maps_in(first)
+        made: dict[str, FlatState | FlatScales | Tensor | Value] = {}
+        for item in first:
+            leaves = [states[item] for states in param_states]
+            if item in scales:
+                made[item] = FlatScales(self._of_all(leaves), self.block or 1)
+            else:
+                made[item] = leaves[0] if item in maps else self._state(item, leaves)
+        return made
+
+    def _of_all(self, leaves: Sequence[_State]) -> list[Tensor]:
+        """``leaves`` of ``deciding_params`` for all parameters; of one without elements nothing is ever taken."""
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        by_name = {param.name: one for param, one in zip(deciding_params(self.unit), tensors, strict=True)}
+        return [by_name.get(param.name, tensors[0]) for param in self.unit.params]
 
     def _state(self, item: str, leaves: Sequence[_State]) -> FlatState | Tensor | Value:
         if not self._agreed(item, [_kind(leaf) for leaf in leaves]):
@@ -115,9 +132,7 @@ class _Merge:
         )
         dtypes = [self.casts.get(tensor, tensor.dtype) for tensor in tensors]
         self._agreed(f"{item} has several dtypes", [dtype.name for dtype in dtypes])
-        by_name = {param.name: tensor for param, tensor in zip(params, tensors, strict=True)}
-        # Of a parameter without elements nothing is ever taken.
-        return FlatState([by_name.get(param.name, tensors[0]) for param in self.unit.params], dtypes[0])
+        return FlatState(self._of_all(tensors), dtypes[0])
 
     def _agreed(self, item: str, kinds: Sequence[str]) -> bool:
         """Whether all parameters have the same of ``kinds``."""
@@ -203,6 +218,10 @@ class FlatOptimizer:
                 why="slices are cut by the shape of the parameter, and these states have a different shape",
                 next_step="convert to another layout (--to full, --to sharded), or only the model (--only model)",
             )
+        cut = [Quantized.of(one.unit, self._state) for one in placed if one.sharded or not units.use_orig_params]
+        layouts = {one.unit.key: one.layout for one in placed}
+        require_whole_blocks(cut, layouts, orig=units.use_orig_params, source=checkpoint.source)
+        self._blocks = {name: one.block or 1 for one in cut for name in one.params}
         self._order = [key for key in units.optimizer_keys() if key in self._of_units or key in self._state]
         self._require_groups(checkpoint)
 
@@ -255,13 +274,17 @@ class FlatOptimizer:
         return ranges
 
     def _slice_entry(self, name: str, states: Mapping[str, Tensor | Value], begin: int, count: int) -> dict[str, Any]:
-        param = self._params[name]
-        return {
-            item: FlatShard((param,), (leaf,), (FlatPart(0, begin, count),), self._dtype(leaf), count)
+        param, part = self._params[name], FlatPart(0, begin, count)
+        entry: dict[str, Any] = {
+            item: FlatShard((param,), (leaf,), (part,), self._dtype(leaf), count)
             if isinstance(leaf, Tensor) and leaf.shape and leaf.shape == param.shape
             else leaf
             for item, leaf in states.items()
         }
+        for scale in scales_in(states):
+            if isinstance(leaf := states[scale], Tensor):
+                entry[scale] = FlatScales((leaf,), self._blocks[name]).shard((part,))
+        return entry
 
     def _whole(self, name: str, leaf: Tensor | Value) -> Any:
         param = self._params[name]
@@ -271,11 +294,13 @@ class FlatOptimizer:
 
     def _misshapen(self, name: str) -> list[str]:
         """What is wrong with the states of a parameter: one that is not sharded may have states of any shape."""
-        param, sharded = self._params[name], self._holder[name].sharded
+        param, sharded, states = self._params[name], self._holder[name].sharded, self._state.get(name, {})
+        other = {*scales_in(states), *maps_in(states)}
         return [
             shape_mismatch(param, item, leaf)
-            for item, leaf in self._state.get(name, {}).items()
+            for item, leaf in states.items()
             if isinstance(leaf, Tensor)
+            and item not in other
             and leaf.shape not in ((), (1,), param.shape)
             and (sharded or leaf.placement in _IN_SLICES)
         ]
@@ -286,6 +311,8 @@ class FlatOptimizer:
         return {
             item: FlatShard(placed.unit.params, leaf.tensors, placed.parts(rank), leaf.dtype, placed.layout.shard)
             if isinstance(leaf, FlatState)
+            else leaf.shard(placed.parts(rank))
+            if isinstance(leaf, FlatScales)
             else leaf
             for item, leaf in states.items()
         }

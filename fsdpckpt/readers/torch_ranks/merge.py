@@ -19,6 +19,7 @@ import numpy as np
 from fsdpckpt.formats.torch.archive import local_tensor
 from fsdpckpt.formats.torch.distributed import Distributed
 from fsdpckpt.formats.torch.tensors import StoredTensor
+from fsdpckpt.ir.bitsandbytes import LIBRARY, is_codes, unwrapped
 from fsdpckpt.ir.blockwise import Blocks, blocks_of, parts_in
 from fsdpckpt.ir.checkpoint import Problem, Section
 from fsdpckpt.ir.tensors import SLICES, Chunks, Tensor
@@ -80,6 +81,8 @@ class Merge:
         return self._other(values, have, path)
 
     def _mapping(self, values: Sequence[dict[Key, object]], have: list[int], path: _Path, place: _Place) -> Value:
+        if place is _Place.ENTRY:
+            values = [unwrapped(value) for value in values]
         first = values[have[0]]
         states = {key: blocks for key, item in first.items() if (blocks := blocks_of(item)) is not None}
         if states:
@@ -196,7 +199,13 @@ class Merge:
     def _slices_of(self, values: Sequence[StoredTensor], have: list[int], path: _Path) -> Value:
         """The slices one after the other, a chunk for each rank that has one; an empty one is a chunk too."""
         dtype = values[have[0]].dtype
-        if any(values[i].dtype is not dtype for i in have):
+        other = [i for i in have if values[i].dtype is not dtype]
+        if other and is_codes(path[-1]):
+            ranks = _ranks_text(self._ranks_of(other))
+            message = f"{_dotted(path)} of {LIBRARY} is {dtype.name}, and {values[other[0]].dtype.name} on {ranks}"
+            self.problems.append(Problem("quantized", message, key=_dotted(path), section=Section.OPTIM))
+            return _located(values[have[0]], self._groups[have[0]].files[0])
+        if other:
             return self._contradiction(values, have, path)
         chunks = _joined([self._groups[i].plain(values[i]) for i in have], 1)
         ends = np.cumsum(chunks.size[:, 0])
