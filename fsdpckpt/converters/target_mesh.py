@@ -37,8 +37,9 @@ def check_mesh(options: ConvertOptions) -> tuple[MeshShape, ...]:
     """
     meshes = parse_meshes(options.mesh)
     if meshes and options.world_size not in (None, meshes[0].world_size):
+        product = " x ".join(map(str, meshes[0].sizes)) + " = " if len(meshes[0].sizes) > 1 else ""
         raise UsageError(
-            f"--mesh {meshes[0]} has {plural(meshes[0].world_size, 'rank')}, and --world-size says "
+            f"--mesh {meshes[0]} has {product}{plural(meshes[0].world_size, 'rank')}, and --world-size says "
             f"{options.world_size}",
             expected=str(meshes[0].world_size),
             found=str(options.world_size),

@@ -194,7 +194,7 @@ FULL = {"mesh": "dp_replicate=1,dp_shard=2,tp=2"}
 @pytest.mark.parametrize(
     ("options", "placements", "message"),
     [
-        ({**FULL, "world_size": 8}, None, "tp=2 has 4 ranks, and --world-size says 8"),
+        ({**FULL, "world_size": 8}, None, "tp=2 has 1 x 2 x 2 = 4 ranks, and --world-size says 8"),
         ({"mesh": "dp_shard=2,tp"}, None, "'tp' is not a dimension"),
         ({"mesh": "dp_shard=2,dp_shard=2"}, None, "names dp_shard twice"),
         ({"mesh": "dp_shard=0"}, None, "'dp_shard=0' is not a dimension"),
