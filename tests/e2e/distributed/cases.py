@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import filecmp
 import json
-import os
 import shutil
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,13 @@ __all__ = ["CASES", "disks", "make_sources", "options", "unequal"]
 
 SMALL = {"max_memory": 1 << 20, "threads": 2}
 """Windows of a few KB, so that files have several writers and data comes in many rounds."""
+
+STANDARD = {"world_size": 2, "no_weight_decay": ["standard"]}
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+OTHERS = ["deepspeed/zero2-fp32", "deepspeed/zero3-bf16"]
+PACKED = ["deepspeed/zero1-bf16-universal", "megatron/flattened-range", "megatron/fsdp-dtensor"]
+"""Checkpoints of other trainers: directories, and archives of directories."""
 
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gather": ("ranks", "gathered.pt", SMALL),
@@ -41,6 +48,12 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "states of zeros": ("gaps.pt", "filled.pt", {"missing_state": "zeros", **SMALL}),
     "links": ("dcp", "linked", {"to": "sharded", "add_prefix": "x.", "link": "hardlink", "verify": "full", **SMALL}),
     "selection": ("dcp", "selected", {"to": "sharded", "world_size": 3, "include": ["layers.1.*"], "only": "model"}),
+    "to universal": ("dcp", "universal", {"flavor": "deepspeed-universal", **SMALL}),
+    "from universal": ("zero1-bf16-universal", "of-universal", {"to": "sharded", "world_size": 3}),
+    "zero 2 to dcp": ("zero2-fp32", "of-zero2", {"to": "sharded", "world_size": 3, "verify": "full"}),
+    "zero 3 to universal": ("zero3-bf16", "of-zero3", {"flavor": "deepspeed-universal"}),
+    "megatron to dcp": ("flattened-range/flattened-range", "of-megatron", {"to": "sharded", **STANDARD}),
+    "megatron fsdp to full": ("fsdp-dtensor/fsdp-dtensor", "of-megatron-fsdp.pt", {}),
 }
 
 
@@ -61,6 +74,11 @@ def make_sources(disk: Path) -> None:
     convert(disk / "full.pt", disk / "ranks", to="sharded", container="torch", world_size=3, **named)
     convert(disk / "full.pt", disk / "dcp", to="sharded", world_size=4, **named)
     convert(disk / "full.pt", disk / "flat", to="flattened", world_size=4, unit="layers.*", use_orig_params=True)
+    for name in OTHERS:
+        shutil.copytree(GOLDEN / name, disk / Path(name).name, ignore=shutil.ignore_patterns("truth.pt"))
+    for name in PACKED:
+        with tarfile.open(GOLDEN / f"{name}.tar.xz") as archive:
+            archive.extractall(disk / Path(name).name, filter="data")
 
 
 def _checkpoint(model: dict[str, torch.Tensor], generator: torch.Generator, *, first: int = 0) -> dict[str, Any]:
@@ -112,8 +130,8 @@ def unequal(one: Path, other: Path) -> list[str]:
     """Every file that is not the same, byte for byte, or not on both sides."""
     if one.is_file():
         return [] if other.is_file() and filecmp.cmp(one, other, shallow=False) else [one.name]
-    names = sorted({*os.listdir(one), *(os.listdir(other) if other.is_dir() else ())})
-    return [name for name in names if _differs(one / name, other / name)]
+    paths = {path.relative_to(top) for top in (one, other) for path in top.rglob("*") if not path.is_dir()}
+    return [str(path) for path in sorted(paths) if _differs(one / path, other / path)]
 
 
 def _differs(one: Path, other: Path) -> bool:
