@@ -35,7 +35,7 @@ from fsdpckpt.storage.sources import Sources
 from fsdpckpt.transform.blockwise import refuse_casts, refuse_in_blocks, require_whole_blocks
 from fsdpckpt.transform.key_type import apply_key_type, key_type_of
 from fsdpckpt.transform.missing_state import Choice, fill, note_elementless, require_complete
-from fsdpckpt.transform.placements import TargetMesh, place, place_rest
+from fsdpckpt.transform.placements import Like, Rules, TargetMesh, place, place_rest
 from fsdpckpt.transform.selection import (
     differing_copies,
     parameter_names,
@@ -44,7 +44,7 @@ from fsdpckpt.transform.selection import (
     select_section,
     with_own_tensors,
 )
-from fsdpckpt.transform.sharded import ShardingHints, decide_sharded
+from fsdpckpt.transform.sharded import ShardingHints, decide_sharded, mark_sharded
 from fsdpckpt.transform.weight_decay import list_parameters, note_one_group
 
 
@@ -262,6 +262,8 @@ class _Steps:
             return checkpoint
         if target.note is not None:
             checkpoint = replace(checkpoint, notes=(*checkpoint.notes, Note("inferred", target.note)))
+        if isinstance(target.placing, Rules | Like):
+            checkpoint = mark_sharded(checkpoint, self.hints(checkpoint))
         named, _ = normalise(self.written(checkpoint))
         return place(checkpoint, named, target)
 
@@ -276,6 +278,10 @@ class _Steps:
 
     def shard(self, checkpoint: Checkpoint, *, strict: bool) -> Checkpoint:
         """Decide which tensors are sharded, by ``--buffers`` and ``--reference``."""
+        return decide_sharded(checkpoint, self.hints(checkpoint), strict=strict)
+
+    def hints(self, checkpoint: Checkpoint) -> ShardingHints:
+        """What ``--buffers`` and ``--reference`` say."""
         reference = None
         opened = self._reference()
         if opened is not None:
@@ -284,8 +290,7 @@ class _Steps:
         both = (checkpoint, self.written(checkpoint))
         names = [list(one.model.params) if one.model is not None else [] for one in both]
         written = dict(zip(*names, strict=True))
-        hints = ShardingHints(buffers=self.options.buffers, reference=reference, written=written)
-        return decide_sharded(checkpoint, hints, strict=strict)
+        return ShardingHints(buffers=self.options.buffers, reference=reference, written=written)
 
     def flatten(
         self,

@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 from fsdpckpt.errors import InternalError, NeedsInformationError, UsageError
 from fsdpckpt.ir.blockwise import QMAP, parts_in
-from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, NamedTensor, OptimState, Section
+from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, NamedTensor, Note, OptimState, Section
 from fsdpckpt.ir.mesh import MeshShape, Replicate, Sharding
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.tensors import Tensor
@@ -250,6 +250,7 @@ def place(checkpoint: Checkpoint, named: Checkpoint, target: TargetMesh) -> Chec
             _follow(checkpoint, shardings)
         case Rules() as rules:
             shardings = _by_rules(named, rules)
+            checkpoint = _note_undetermined(checkpoint, named, rules, shardings)
         case Like() as like:
             shardings = _by_name(named, like)
     return _with_shardings(checkpoint, shardings)
@@ -297,11 +298,43 @@ def _by_rules(named: Checkpoint, rules: Rules) -> dict[Tensor, Sharding | None]:
             _require_dimensions(rule.sharding, one, f"{rules.file}: {rule.glob}")
             shardings[one.tensor] = rule.sharding
     used = set(found.values())
-    idle = [one.glob for number, one in enumerate(rules.entries) if number not in used]
-    if idle:
-        raise _idle(rules, idle[0], list(found))
+    whole = _whole(named)
+    for number, rule in enumerate(rules.entries):
+        known = rule.sharding is None and any(fnmatchcase(name, rule.glob) for name in whole)
+        if number not in used and not known:
+            raise _idle(rules, rule.glob, list(found), whole)
     _require_matched(list(dict.fromkeys(unmatched)), f"{rules.file} says nothing of", '"*": {...} as its last entry')
     return shardings
+
+
+def _note_undetermined(
+    checkpoint: Checkpoint, named: Checkpoint, rules: Rules, shardings: Mapping[Tensor, Sharding | None]
+) -> Checkpoint:
+    """With a note on what a glob cuts although nothing says that it is a parameter."""
+    exact = {rule.glob for rule in rules.entries}
+    listed = {*named.optim.state, *named.optim.grouped_keys()} if named.optim is not None else set()
+    params = named.model.params if named.model is not None else {}
+    keys = [
+        name
+        for name, leaf in params.items()
+        if isinstance(leaf, Tensor) and leaf.sharded is None and shardings.get(leaf) is not None
+        if name not in listed and name not in exact
+    ]
+    if not keys:
+        return checkpoint
+    many = len(keys) > 1
+    shown = ", ".join(keys[:_SHOWN]) + (f", ... and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else "")
+    what = (
+        f"{plural(len(keys), 'model key')} may be {'parameters or buffers' if many else 'a parameter or a buffer'}, "
+        f"and {'are' if many else 'is'} cut as {rules.file} says; write null for buffers: {shown}"
+    )
+    return replace(checkpoint, notes=(*checkpoint.notes, Note("undetermined", what, keys=tuple(keys))))
+
+
+def _whole(named: Checkpoint) -> dict[str, Tensor]:
+    """The tensors of the model that every rank holds whole, whatever a placements file says."""
+    params = named.model.params if named.model is not None else {}
+    return {name: p for name, p in params.items() if isinstance(p, Tensor) and (not p.shape or p.sharded is False)}
 
 
 def _by_name(named: Checkpoint, like: Like) -> dict[Tensor, Sharding | None]:
@@ -381,7 +414,17 @@ def _require_matched(names: list[str], what: str, instead: str) -> None:
         )
 
 
-def _idle(rules: Rules, glob: str, names: Sequence[str]) -> UsageError:
+def _idle(rules: Rules, glob: str, names: Sequence[str], whole: Mapping[str, Tensor]) -> UsageError:
+    held = next((name for name in whole if fnmatchcase(name, glob)), None)
+    if held is not None:
+        return UsageError(
+            f"{rules.file}: {glob} places {held}, which every rank holds whole",
+            why="it has no dimension to cut"
+            if not whole[held].shape
+            else "the source, --buffers or --reference say so",
+            key=held,
+            next_step="write null for it, or remove the entry",
+        )
     if any(fnmatchcase(name, glob) for name in names):
         why = "entries before it match all of its parameters, and the first match decides"
         return UsageError(

@@ -53,7 +53,7 @@ def to_names(checkpoint: Checkpoint, order: ParameterOrder, others: Sequence[Par
     note = Note(
         "rekeyed",
         f"{plural(len(ids.every), 'optimizer id')} became {plural(len(ids.every), 'name')}, from {order.source}; the "
-        f"states of {plural(shaped, 'parameter', 'have')} the shapes that this needs",
+        f"states of {plural(shaped, 'parameter')} have the shapes that this needs",
     )
     renamed = _rekeyed(optim, names, checkpoint.source)
     return replace(checkpoint, optim=renamed, notes=(*checkpoint.notes, note))
@@ -73,7 +73,10 @@ def to_ids(checkpoint: Checkpoint, order: ParameterOrder, others: Sequence[Param
     _require_agreement(checkpoint, full, others, [clean(name) for name in chain(*listed)])
     numbered = [_sorted_group(group, index, full, checkpoint) for index, group in enumerate(listed)]
     ids: dict[ParamKey, ParamKey] = {name: number for number, name in enumerate(chain(*numbered))}
-    note = Note("rekeyed", f"{len(ids)} optimizer keys became ids, in the order of {order.source}")
+    note = Note(
+        "rekeyed",
+        f"{plural(len(ids), 'optimizer key')} became {plural(len(ids), 'id')}, in the order of {order.source}",
+    )
     renamed = _rekeyed(optim, ids, checkpoint.source)
     return replace(checkpoint, optim=renamed, notes=(*checkpoint.notes, note))
 

@@ -84,6 +84,17 @@ def decide_sharded(checkpoint: Checkpoint, hints: ShardingHints, *, strict: bool
     return replace(checkpoint, model=model, optim=optim, extra=extra, rank_extra=rank_extra, notes=tuple(notes))
 
 
+def mark_sharded(checkpoint: Checkpoint, hints: ShardingHints) -> Checkpoint:
+    """The same with ``Tensor.sharded`` set for the model's tensors of which the source or ``hints`` say it."""
+    if checkpoint.model is None:
+        return checkpoint
+    params = {
+        name: replace(leaf, sharded=_from_source(leaf, name, hints)) if isinstance(leaf, Tensor) else leaf
+        for name, leaf in checkpoint.model.params.items()
+    }
+    return replace(checkpoint, model=replace(checkpoint.model, params=params))
+
+
 def _require_buffers(checkpoint: Checkpoint, hints: ShardingHints) -> None:
     """Raises UsageError for a ``--buffers`` glob that matches nothing: misspelt, it would let a buffer be sharded."""
     names = checkpoint.model.params if checkpoint.model is not None else {}

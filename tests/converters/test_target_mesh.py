@@ -224,6 +224,54 @@ def test_a_mesh_or_placements_that_do_not_fit_are_refused_with_the_key(
         to_ranks(saved / "full.pt", tmp_path / "new", **options)
 
 
+WITH_A_SCALE = {
+    "model": {"kept": torch.randn(5, 3), "mask": torch.randn(4, 3), "scale": torch.randn(()), "w": torch.randn(7, 3)},
+    "optimizer": {
+        "state": {name: {"exp_avg": torch.randn(rows, 3)} for name, rows in (("kept", 5), ("w", 7))},
+        "param_groups": [{"lr": 0.1, "params": ["kept", "w"]}],
+    },
+}
+CUT = {"dp_shard": "Shard(0)", "tp": "Shard(1)"}
+
+
+def with_a_scale(path: Path, placements: object) -> dict[str, Any]:
+    """A full checkpoint in ``path`` with what FSDP cannot cut, and the options that convert it."""
+    torch.save(WITH_A_SCALE, path / "scaled.pt")
+    (path / "placements.json").write_text(json.dumps(placements))
+    return {"mesh": "dp_shard=2,tp=2", "placements": path / "placements.json"}
+
+
+@pytest.mark.parametrize("placements", [{"*": CUT}, {"mask": None, "scale": None, "*": CUT}])
+def test_buffers_and_0_dim_tensors_stay_whole_whatever_a_glob_says(
+    tmp_path: Path, placements: dict[str, object]
+) -> None:
+    options = with_a_scale(tmp_path, placements)
+    to_ranks(tmp_path / "scaled.pt", tmp_path / "new", **options, buffers=("mask",))
+    for rank in range(4):
+        with as_rank(rank, 4):
+            model = torch.load(tmp_path / "new" / f"model_world_size_4_rank_{rank}.pt", weights_only=True)
+        assert torch.equal(model["mask"], WITH_A_SCALE["model"]["mask"])
+        assert torch.equal(model["scale"], WITH_A_SCALE["model"]["scale"])
+        assert model["kept"].placements == model["w"].placements == (Shard(0), Shard(1))
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("mask", "--buffers or --reference say so"), ("scale", "it has no dimension to cut")]
+)
+def test_an_entry_that_cuts_what_every_rank_holds_whole_is_refused(tmp_path: Path, name: str, why: str) -> None:
+    options = with_a_scale(tmp_path, {name: CUT, "*": CUT})
+    with pytest.raises(UsageError, match=f"places {name}, which every rank holds whole") as error:
+        to_ranks(tmp_path / "scaled.pt", tmp_path / "new", **options, buffers=("mask",))
+    assert why in str(error.value)
+
+
+def test_a_glob_that_cuts_what_may_be_a_buffer_is_noted(tmp_path: Path) -> None:
+    report = to_ranks(tmp_path / "scaled.pt", tmp_path / "new", **with_a_scale(tmp_path, {"*": CUT}))
+    assert [note.keys for note in report.notes if note.kind == "undetermined"] == [("mask",)]
+    report = to_ranks(tmp_path / "scaled.pt", tmp_path / "named", **with_a_scale(tmp_path, {"mask": CUT, "*": CUT}))
+    assert not [note for note in report.notes if note.kind == "undetermined"]
+
+
 def test_two_entries_of_one_glob_are_refused(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "placements.json").write_text('{"*": null, "*": {"tp": "Shard(0)"}}')
     with pytest.raises(UsageError, match=r"two entries for \*"):

@@ -79,7 +79,7 @@ def test_notes_say_how_many_and_from_where() -> None:
     assert found.notes[-1].message.startswith(
         "3 optimizer ids became 3 names, from the order; the states of 2 parameters"
     )
-    assert to_ids(found, order("eab")).notes[-1].message == "3 optimizer keys became ids, in the order of the order"
+    assert to_ids(found, order("eab")).notes[-1].message == "3 optimizer keys became 3 ids, in the order of the order"
 
 
 def test_what_groups_list_more_often_or_never_is_all_listed() -> None:
