@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -198,6 +199,8 @@ def main() -> None:
     for name in OPTIONAL:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # what was imported is never looked at again, and its pages stay shared with what is forked
     while True:
         message, descriptors, _, _ = socket.recv_fds(requests, MESSAGE, 3)
         if not message:
