@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from fsdpckpt.errors import TargetExistsError
 from fsdpckpt.execute.checks import Part, combine, crc32, patch_effect, window_crc
@@ -17,6 +18,8 @@ from fsdpckpt.execute.window import Assembler
 from fsdpckpt.plan.plan import FilePlan
 from fsdpckpt.plan.windows import Range
 from fsdpckpt.storage.local import WritableFile, target_errors
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 OutputState: TypeAlias = "list[object]"
 """What one rank knows of its part of a file, as plain values: see ``Output.state``."""
@@ -109,14 +112,17 @@ class Output:
         if self._file is None:
             return
         self._expect_silence(self.plan.nbytes)
-        for place, value in self.checks.patches():
-            self._patch(self._file, place, value)
-            self._patched ^= patch_effect(value, self.plan.nbytes - place - len(value))
+        for begin, values, here in _close_together(self.checks.patches()):
+            self._patch(self._file, begin, values, here)
+            self._patched ^= patch_effect(values.tobytes(), self.plan.nbytes - begin - len(values))
         self._file.commit()
 
-    def _patch(self, file: WritableFile, place: int, value: bytes) -> None:
-        """Put a checksum where the file wants it."""
-        file.write(place, value)
+    def _patch(self, file: WritableFile, begin: int, values: Bytes, here: npt.NDArray[np.bool_]) -> None:
+        """Put checksums where the file wants them: those of ``values`` that are ``here``, counted from ``begin``."""
+        if not here.all():
+            existing = _read(file, begin, len(values))
+            values = np.where(here, values, existing)
+        file.write(begin, values.tobytes())
 
     def state(self) -> OutputState:
         """For a part whose windows are written: make it durable; what the rank that finishes the file must know."""
@@ -215,6 +221,37 @@ class TargetChecks:
         return [place for place in self._file.checksums[index, 2:].tolist() if place >= 0]
 
 
+_NEAR = 4096  # bytes between two late checksums that are read and written with them
+_AT_ONCE = 1 << 20  # bytes of late checksums, and what is between them, in one write
+
+
+def _close_together(
+    patches: Sequence[tuple[int, bytes]],
+) -> Iterator[tuple[int, Bytes, npt.NDArray[np.bool_]]]:
+    """``patches``, neighbours together: where each group begins, its bytes, and which of them are of a patch, not zeros
+    between two: the directory of an archive of many records is full of checksums."""
+    if not patches:
+        return
+    places = np.array([place for place, _ in patches], np.int64)
+    values = np.frombuffer(b"".join([value for _, value in patches]), np.uint8).reshape(len(patches), 4)
+    order = np.argsort(places, kind="stable")
+    places, values = places[order], values[order]
+    apart = (np.diff(places) > _NEAR) | (np.diff(places // _AT_ONCE) > 0)
+    for rows in np.split(np.arange(len(places)), np.flatnonzero(apart) + 1):
+        begin = int(places[rows[0]])
+        inside = places[rows][:, None] - begin + np.arange(4)
+        group = np.zeros(int(inside[-1, -1]) + 1, np.uint8)
+        here = np.zeros(len(group), np.bool_)
+        group[inside], here[inside] = values[rows], True
+        yield begin, group, here
+
+
+def _read(file: WritableFile, begin: int, nbytes: int) -> Bytes:
+    found = bytearray(nbytes)
+    file.read_into(begin, memoryview(found))
+    return np.frombuffer(found, np.uint8)
+
+
 class LatePlaces:
     """Where checksums of one file go that are known only when other windows are: zeros until the file is complete.
 
@@ -264,10 +301,8 @@ class ComparedOutput(Output):
             raise target_differs(self.path)
         return _ExistingFile(self.path, self.plan.nbytes, LatePlaces(self.plan))
 
-    def _patch(self, file: WritableFile, place: int, value: bytes) -> None:
-        existing = memoryview(bytearray(len(value)))
-        file.read_into(place, existing)
-        if existing != value:
+    def _patch(self, file: WritableFile, begin: int, values: Bytes, here: npt.NDArray[np.bool_]) -> None:
+        if (values != _read(file, begin, len(values)))[here].any():
             raise target_differs(self.path)
 
 
