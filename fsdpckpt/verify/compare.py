@@ -226,18 +226,24 @@ def _optimizer_leaves(
             elif isinstance(value, Tensor):
                 yield f"param_groups.{index}.{key!s}", value
             else:
-                for path, leaf in _tensors_apart(value):
+                for path, leaf in _apart(value):
                     yield ".".join((f"param_groups.{index}.{key!s}", *map(str, path))), leaf
     yield from _walk(optim.extra)
 
 
-def _tensors_apart(value: Value) -> Iterator[tuple[tuple[Key, ...], Value]]:
-    """``value`` as one leaf (a tuple of betas reads best whole), or its leaves when one of them is a tensor."""
-    leaves = list(walk(value))
-    if any(isinstance(leaf, Tensor) for _, leaf in leaves):
-        yield from leaves
+def _apart(value: Value) -> Iterator[tuple[tuple[Key, ...], Value]]:
+    """``value`` as one leaf (a tuple of betas reads best whole), or by path what DCP keeps apart: tensors, and what is
+    in dicts, whose keys become text there."""
+    if _has_dict_or_tensor(value):
+        yield from walk(value)
     else:
         yield (), value
+
+
+def _has_dict_or_tensor(value: Value) -> bool:
+    return isinstance(value, (dict, Tensor)) or (
+        isinstance(value, (list, tuple)) and any(map(_has_dict_or_tensor, value))
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -209,6 +209,13 @@ def test_hyper_parameters_are_compared_in_type_and_value(tmp_path: Path) -> None
     }
 
 
+def test_keys_of_dicts_in_groups_that_became_text_are_no_difference(tmp_path: Path) -> None:
+    """A DCP directory has keys as text, in groups as in extras and in the states of parameters."""
+    left = optimizer(tmp_path / "a", ["w"], [["w"]], schedule={None: 1, 2: [{3: 4}]}, cycle=[{5: (6, 7)}])
+    right = optimizer(tmp_path / "b", ["w"], [["w"]], schedule={"None": 1, "2": [{"3": 4}]}, cycle=[{"5": (6, 8)}])
+    assert changed(difference(left, right)) == {"param_groups.0.cycle.0.5.1": ("*", "7 vs 8")}
+
+
 def test_a_tensor_learning_rate_is_compared_as_a_tensor(tmp_path: Path) -> None:
     def made(name: str, rate: float) -> Checkpoint:
         raw = Raw(tmp_path / name, 1)
