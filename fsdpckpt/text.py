@@ -54,7 +54,7 @@ def count_text(count: int) -> str:
     return f"{count:,}"
 
 
-_SINGULAR = {"are": "is", "have": "has", "were": "was", "do": "does", "share": "shares"}
+_SINGULAR = {"are": "is", "have": "has", "were": "was", "do": "does", "share": "shares", "differ": "differs"}
 
 
 def plural(count: int, word: str, verb: str = "") -> str:

@@ -32,11 +32,13 @@ from fsdpckpt.option_fields import Scope, given
 from fsdpckpt.options import ConvertOptions, MissingState
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
+from fsdpckpt.text import first_of, plural
 from fsdpckpt.transform.blockwise import refuse_casts, refuse_in_blocks, require_whole_blocks
 from fsdpckpt.transform.key_type import apply_key_type, key_type_of
 from fsdpckpt.transform.missing_state import Choice, fill, note_elementless, require_complete
 from fsdpckpt.transform.placements import Like, Rules, TargetMesh, place, place_rest
 from fsdpckpt.transform.selection import (
+    SHOWN,
     differing_copies,
     parameter_names,
     rename,
@@ -91,7 +93,7 @@ def transform(opened: Checkpoint, options: ConvertOptions, spec: TargetSpec, sou
     own_names = list(opened.model.params) if opened.model is not None else ()
     leading = leading_wrapper(own_names) if resolved is not None else ""
     checkpoint, called = normalise(checkpoint, leading=leading, like=own_names)
-    _require_equal_copies(checkpoint)
+    checkpoint = _with_equal_copies(checkpoint)
     if options.clean_names and (to_flattened or not called.wrapped):
         names = "flat parameters" if to_flattened else f"the names in {checkpoint.source}"
         checkpoint = _with_unused(checkpoint, f"--clean-names had no effect: {names} have no prefixes of wrappers")
@@ -200,10 +202,17 @@ def _require_common_ids(checkpoint: Checkpoint, units: Units | None, layout: Lay
         )
 
 
-def _require_equal_copies(checkpoint: Checkpoint) -> None:
+def _with_equal_copies(checkpoint: Checkpoint) -> Checkpoint:
+    """Raises SourceCorruptError where ranks have to agree and do not; a note says where they need not."""
     problems = list(differing_copies(checkpoint))
-    if problems:
+    if any(problem.fatal for problem in problems):
         raise fatal(problems, source=checkpoint.source)
+    if not problems:
+        return checkpoint
+    keys = tuple(str(problem.key) for problem in problems)
+    count = plural(len(keys), "model key", "differ")
+    message = f"{count} between ranks, and the lowest rank's copy is taken: {first_of(keys, SHOWN)}"
+    return replace(checkpoint, notes=(*checkpoint.notes, Note("replicas", message, keys=keys)))
 
 
 def _ordered_units(resolved: ResolvedUnits | None, request: UnitsRequest, sources: Sources) -> Units | None:

@@ -33,10 +33,11 @@ from fsdpckpt.readers.ignored import glob_of
 from fsdpckpt.readers.mark_slices import mark_slices
 from fsdpckpt.readers.protocol import FileTable, Tree
 from fsdpckpt.readers.sections import Sections, replaced, split, without
-from fsdpckpt.text import first_of
+from fsdpckpt.text import first_of, listed, shape_text, truncate
 
 # A part of this name is a dict of extras itself; any other part's extras stand under the part's own name.
 _EXTRA_STEMS = frozenset({EXTRA_STEM, "extra", "meta"})
+_MOST_VALUES = 4  # of ranks that differ, in a message
 
 
 _Change: TypeAlias = tuple[tuple[Key, ...], tuple[Value, ...]]
@@ -282,14 +283,27 @@ def _notes(part: ReadPart) -> list[Note]:
 def _problems(part: ReadPart) -> list[Problem]:
     """The problems of the tree, and values of the model or the optimizer that differ between ranks."""
     problems = list(part.tree.problems)
-    for path in part.tree.rank_values:
+    for path, values in part.tree.rank_values.items():
         if part.sections.owns(_keys(path)):
             key = ".".join(map(str, path))
             section = Section.OPTIM if _under(path, part.sections.optim_path) else Section.MODEL
-            problems.append(
-                Problem("replica", f"{key} is not the same on every rank", file=part.label, key=key, section=section)
-            )
+            message = f"{key} is not the same on every rank{_held_text(values)}"
+            problems.append(Problem("replica", message, file=part.label, key=key, section=section))
     return problems
+
+
+def _held_text(values: Sequence[Value]) -> str:
+    """``: 0.1 on ranks 0, 2; 0.2 on rank 1``; empty where short texts do not tell the values of ranks apart."""
+    held: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        text = (
+            f"a tensor {value.dtype.name} {shape_text(value.shape)}" if isinstance(value, Tensor) else truncate(value)
+        )
+        held.setdefault(text, []).append(rank)
+    if len(held) == 1:
+        return ""
+    parts = [f"{text} on {'rank' if len(ranks) == 1 else 'ranks'} {listed(ranks)}" for text, ranks in held.items()]
+    return ": " + "; ".join(parts[:_MOST_VALUES]) + ("; ..." if len(parts) > _MOST_VALUES else "")
 
 
 def _keys(path: tuple[Value, ...]) -> tuple[Key, ...]:

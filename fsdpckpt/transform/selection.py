@@ -8,7 +8,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from fsdpckpt.ir.checkpoint import (
     group_params,
 )
 from fsdpckpt.ir.names import WRAPPERS
-from fsdpckpt.ir.tensors import Int64Array, Tensor
+from fsdpckpt.ir.tensors import SLICES, Int64Array, Tensor
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.text import plural
 
@@ -264,50 +264,63 @@ def _taken(values: Iterable[T], selected: Sequence[bool]) -> list[T]:
 
 
 def differing_copies(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """A fatal problem for each optimizer state of which two ranks have different copies, and for each matrix of a model
-    of which nothing is sharded.
+    """A problem for each tensor of the model or the optimizer of which two ranks have different copies.
 
+    Fatal for what ranks must agree on: the optimizer's states, shards that have replicas, and matrices of a model of
+    which nothing is sharded. Other tensors of a model, buffers for one, may be each rank's own: the first one is taken.
     Told by the CRC-32 that the source's files carry; what has none is left to ``fsdpckpt verify``, which reads it.
     """
     records = _Records(checkpoint.checksums)
     seen: set[tuple[bytes, bytes]] = set()
-    copies: dict[tuple[int, int, tuple[int, ...]], Int64Array] = {}  # tensors that are cut alike share these columns
+    copies: dict[tuple[int, int, int], _Copies] = {}  # tensors that are cut alike share these columns
     for named in checkpoint.tensors():
-        tensor = named.tensor
-        matrix = named.section is Section.MODEL and checkpoint.layout is Layout.FULL and tensor.ndim > 1
-        if len(tensor.chunks) < 2 or not (matrix or named.section is Section.OPTIM):
+        tensor, chunks = named.tensor, named.tensor.chunks
+        if len(chunks) < 2 or named.section is Section.EXTRA or tensor.placement == SLICES:
             continue
-        alike = id(tensor.chunks.size), id(tensor.chunks.stride), tensor.shape
-        rows = copies.get(alike)
-        if rows is None:
-            rows = copies[alike] = _whole_copies(tensor)
-        if len(rows) < 2:
+        alike = id(chunks.start), id(chunks.size), id(chunks.stride)
+        held = copies.get(alike)
+        if held is None:
+            held = copies[alike] = _copies_in(tensor)
+        if not len(held.rows):
             continue
-        place = tensor.chunks.file.tobytes(), tensor.chunks.offset.tobytes()
+        place = chunks.file.tobytes(), chunks.offset.tobytes()
         if place in seen:  # the parameters of one unit share its ``step``
             continue
         seen.add(place)
-        sums = records.of(tensor, rows)
-        known = np.flatnonzero(sums >= 0)
-        other = known[sums[known] != sums[known[0]]] if len(known) else known
-        if len(other):
-            one, two = (int(tensor.chunks.rank[rows[index]]) for index in (known[0], other[0]))
-            what = (
-                "nothing says whether they are parts (name one of the files to take it)"
-                if matrix
-                else "they are replicas"
-            )
-            message = f"{named.section} {named.key}: the copies of rank {one} and of rank {two} differ, and {what}"
-            yield Problem("replica", message, key=named.key, rank=two, section=named.section)
+        sums = records.of(tensor, held.rows)
+        other = np.flatnonzero((sums >= 0) & (sums[held.first] >= 0) & (sums != sums[held.first]))
+        if not len(other):
+            continue
+        one, two = (int(chunks.rank[held.rows[index]]) for index in (held.first[other[0]], other[0]))
+        parts = named.section is Section.MODEL and checkpoint.layout is Layout.FULL and tensor.ndim > 1
+        fatal = parts or named.section is Section.OPTIM or bool(tensor.sharded)
+        what = "they are replicas" if fatal else "the first is taken"
+        if parts:
+            what = "nothing says whether they are parts (name one of the files to take it)"
+        message = f"{named.section} {named.key}: the copies of rank {one} and of rank {two} differ, and {what}"
+        yield Problem("replica", message, fatal=fatal, key=named.key, rank=two, section=named.section)
 
 
-def _whole_copies(tensor: Tensor) -> Int64Array:
-    """The rows of the chunks that are the whole tensor, laid out like the first one."""
+class _Copies(NamedTuple):
+    """``rows`` of chunks whose box other chunks have too, laid out alike; ``first``: for each, which of these rows is
+    the first with its box."""
+
+    rows: Int64Array
+    first: Int64Array
+
+
+def _copies_in(tensor: Tensor) -> _Copies:
     chunks = tensor.chunks
-    if not len(chunks):
-        return np.empty(0, np.int64)
-    alike = (chunks.size == np.asarray(tensor.shape, np.int64)).all(axis=1)
-    return np.flatnonzero(alike & (chunks.stride == chunks.stride[0]).all(axis=1)).astype(np.int64)
+    if int(chunks.size.prod(axis=1).sum()) <= tensor.numel:
+        return _Copies(np.empty(0, np.int64), np.empty(0, np.int64))
+    rows = np.flatnonzero((chunks.size > 0).all(axis=1))
+    boxes = np.concatenate([chunks.start, chunks.size, chunks.stride], axis=1)[rows]
+    order = np.lexsort((np.arange(len(rows)), *boxes.T))
+    begins = np.flatnonzero(np.append(True, (boxes[order[1:]] != boxes[order[:-1]]).any(axis=1))[: len(rows)])
+    counts = np.diff(np.append(begins, len(rows)))
+    repeated = np.repeat(counts > 1, counts)
+    first = np.repeat(np.cumsum(np.where(counts > 1, counts, 0)) - counts, counts)
+    return _Copies(rows[order[repeated]].astype(np.int64), first[repeated])
 
 
 class _Records:
@@ -327,7 +340,7 @@ class _Records:
         inside = np.flatnonzero(at < len(self._keys))
         inside = inside[self._keys[at[inside]] == keys[inside]]
         record = self._order[at[inside]]
-        exact = self._checksums.nbytes[record] == tensor.nbytes
+        exact = self._checksums.nbytes[record] == chunks.size[rows[inside]].prod(axis=1) * tensor.dtype.itemsize
         rows_of[inside[exact]] = self._checksums.crc[record[exact]]
         return rows_of
 

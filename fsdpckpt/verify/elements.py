@@ -14,6 +14,7 @@ from fsdpckpt.ir.checkpoint import NamedTensor, Problem, SourceFile
 from fsdpckpt.ir.dtypes import DType, cast, numpy_dtype
 from fsdpckpt.ir.tensors import Int64Array, Tensor
 from fsdpckpt.storage.sources import Sources
+from fsdpckpt.text import listed
 from fsdpckpt.verify.blocks import BLOCK_BYTES, BlockReader, Bytes
 from fsdpckpt.verify.parallel import Advance, no_progress
 
@@ -181,11 +182,11 @@ def check_replicas(
     for rows in sets:
         differing = [row for row in rows[1:] if not _equal(readers, tensor, rows[0], row, advance)]
         if differing:
-            others = ", ".join(str(ranks[row]) for row in differing)
+            others = f"rank{'s' if len(differing) > 1 else ''} {listed([ranks[row] for row in differing])}"
             problems.append(
                 Problem(
                     "replica",
-                    f"{named.section} {named.key}: the copies of rank {ranks[rows[0]]} and of rank {others} differ, "
+                    f"{named.section} {named.key}: the copies of rank {ranks[rows[0]]} and of {others} differ, "
                     "and they should be replicas",
                     key=named.key,
                     rank=ranks[differing[0]],

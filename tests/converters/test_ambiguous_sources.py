@@ -192,6 +192,29 @@ def test_ranks_that_count_other_steps_are_refused_and_listed(oracle: Oracle, tmp
     assert not fsdpckpt.verify(source).whole
 
 
+def test_a_buffer_that_differs_between_ranks_is_the_lowest_ranks_and_said(oracle: Oracle, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(oracle.checkpoints(2) / "f2_ranks", source)
+    first, second = rank_files(source, "model")
+    second["scale"] += 1
+    torch.save(second, source / "model_world_size_2_rank_1.pt")
+    report = fsdpckpt.convert(source, tmp_path / "o.pt")
+    assert torch.equal(torch.load(tmp_path / "o.pt")["model"]["scale"], first["scale"])
+    (note,) = [note for note in report.notes if note.kind == "replicas"]
+    assert note.message == "1 model key differs between ranks, and the lowest rank's copy is taken: scale"
+
+
+def test_what_ranks_disagree_on_is_named_with_what_each_has(oracle: Oracle, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(oracle.checkpoints(2) / "f2_ranks", source)
+    path = source / "optim_world_size_2_rank_1.pt"
+    states = loaded(path)
+    states["param_groups"][0]["lr"] = 0.75
+    torch.save(states, path)
+    with pytest.raises(SourceCorruptError, match=r"lr is not the same on every rank: .* on rank 0; 0\.75 on rank 1"):
+        fsdpckpt.convert(source, tmp_path / "o.pt")
+
+
 def test_verify_lists_what_contradicts_the_units_beside_the_files(oracle: Oracle, tmp_path: Path) -> None:
     source = tmp_path / "source"
     shutil.copytree(oracle.flattened(3) / "nested-flat" / "flat", source)

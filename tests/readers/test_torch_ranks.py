@@ -358,6 +358,7 @@ def test_values_of_the_ranks_own_are_kept_for_each(tmp_path: Path) -> None:
             "epoch": 7,
             "loss": float("nan"),
             "only": {"first": 1} if rank == 0 else {},
+            "best": torch.ones(2) if rank == 0 else None,
             "lists": list(range(rank)),
             "same": torch.full((4,), 2.5),
         }
@@ -365,7 +366,12 @@ def test_values_of_the_ranks_own_are_kept_for_each(tmp_path: Path) -> None:
     files = FileTable()
     with Sources() as sources:
         tree = read_torch_ranks({r: str(tmp_path / f"extra_{r}.pt") for r in range(3)}, files, sources)
-    assert {path[:2] for path in tree.rank_values} == {("rng", "cpu"), ("rng", "numpy"), ("rng", "python"), ("lists",)}
+    assert {path[-1] if len(path) == 1 else path[:2] for path in tree.rank_values} == {
+        *(("rng", what) for what in ("cpu", "numpy", "python")),
+        *("best", "lists"),
+    }
+    assert not any(problem.fatal for problem in tree.problems)
+    assert tree.rank_values["best",][1:] == (None, None)
     assert tree.rank_values["lists",] == ([], [0], [0, 1])
     assert tree.rank_values["rng", "python", 1, 0] == (0, 1, 2)
     states = tree.rank_values["rng", "cpu"]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Layout, ModelState, OptimState, Section
-from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.transform.selection import differing_copies
 from tests.flat.flat_synthetic import checkpoint, replicas, slices
 
@@ -61,21 +61,43 @@ def test_what_several_parameters_share_is_named_once() -> None:
 def test_the_models_buffers_may_differ_from_rank_to_rank() -> None:
     """Running statistics of BatchNorm do: only FSDP's own replicas have to be equal."""
     held = source(replicas(RANKS), records(7, 7, 9))
-    assert not list(differing_copies(replace(held, optim=None, model=ModelState({"count": replicas(RANKS)}))))
+    (found,) = differing_copies(replace(held, optim=None, model=ModelState({"count": replicas(RANKS)})))
+    assert (found.fatal, found.key, found.rank) == (False, "count", 2)
+
+
+@pytest.mark.parametrize(("crcs", "ranks"), [((7, 8, 7, 8), None), ((7, 8, 7, 9), (1, 3)), ((7, 8, 9, 8), (0, 2))])
+def test_replicas_of_shards_are_compared_with_those_of_their_own_rows(
+    crcs: tuple[int, ...], ranks: tuple[int, int] | None
+) -> None:
+    """HSDP on 2 x 2 ranks: rank 2 holds what rank 0 does, and rank 3 what rank 1 does."""
+    rows = Chunks.rows(
+        ndim=2,
+        rank=[0, 1, 2, 3],
+        file=[0, 1, 2, 3],
+        offset=[64] * 4,
+        start=[[0, 0], [3, 0]] * 2,
+        size=[[3, 5], [2, 5]] * 2,
+    )
+    held = checkpoint(4, model=ModelState({"w": Tensor(replicas(4).dtype, (5, 5), rows, sharded=True)}))
+    sums = [(file, 64, 40 if file % 2 else 60, crc) for file, crc in enumerate(crcs)]
+    found = list(differing_copies(replace(held, layout=Layout.SHARDED, optim=None, checksums=Checksums.of(sums))))
+    assert [problem.fatal for problem in found] == [True] * (ranks is not None)
+    assert all(f"of rank {ranks[0]} and of rank {ranks[1]}" in problem.message for problem in found if ranks)
 
 
 @pytest.mark.parametrize(
-    ("layout", "shape", "found"), [("full", (5, 3), 1), ("full", (15,), 0), ("sharded", (5, 3), 0)]
+    ("layout", "shape", "found"), [("full", (5, 3), [True]), ("full", (15,), []), ("sharded", (5, 3), [False])]
 )
 def test_matrices_of_a_model_of_which_nothing_is_sharded_may_not_differ(
-    layout: str, shape: tuple[int, ...], found: int
+    layout: str, shape: tuple[int, ...], found: list[bool]
 ) -> None:
     """Parts of a model that was cut by something else look like whole ones; the sums tell them from replicas."""
     model = ModelState({"w": replicas(RANKS, *shape)})
     held = replace(checkpoint(RANKS, model=model), layout=Layout(layout), optim=None)
     assert not list(differing_copies(replace(held, checksums=Checksums.of(records(7, 7, 7, nbytes=60)))))
     differing = list(differing_copies(replace(held, checksums=Checksums.of(records(7, 7, 8, nbytes=60)))))
-    assert [(one.key, one.rank, one.section) for one in differing] == [("w", 2, Section.MODEL)] * found
+    assert [one.fatal for one in differing] == found
+    assert all((one.key, one.rank, one.section) == ("w", 2, Section.MODEL) for one in differing)
 
 
 def test_a_tensor_that_lies_nowhere_has_no_copies() -> None:

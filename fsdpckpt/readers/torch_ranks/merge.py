@@ -167,7 +167,7 @@ class Merge:
         first = values[have[0]]
         kind = type(first)
         if any(type(values[i]) is not kind for i in have):
-            return self._contradiction(values, have, path)
+            return self._other(values, have, path)
         if kind is Distributed:
             return self._distributed(cast("Sequence[Distributed]", values), have, path)
         stored = cast("Sequence[StoredTensor]", values)
