@@ -142,28 +142,23 @@ def read(job: Job, section: str, rank: int) -> State:
         return torch.load(path, weights_only=False)
 
 
-def check_files(job: Job, truth: State, rank: int, *, live: bool) -> Iterator[str]:
-    entry, orig = wrapped_as(job), job["orig"]
-    model = with_weights(entry, truth["model"], orig=orig)
-    run = model, entry.optimizer(model)
-    found = read(job, "model", rank)
-    if live and entry.group is None:
+def check_files(job: Job, rank: int, run: Run, states: State, *, live: bool) -> Iterator[str]:
+    model, found = run[0], read(job, "model", rank)
+    if live and job["group"] is None:
         yield from differences(found, local(model), "model: ")
     else:
         yield from differences(weights_found(found), weights_held(model), "model: ")
-    states, held = read(job, "optim", rank), states_held(entry, truth, run, orig=orig)
+    contents = read(job, "optim", rank), states
     if job["keys"] == "name":
-        states, held = (by_name(content, ids(run)) for content in (states, held))
-    yield from differences(states, held, "optim: ")
+        contents = by_name(contents[0], ids(run)), by_name(states, ids(run))
+    yield from differences(*contents, "optim: ")
 
 
-def check_load(job: Job, truth: State, rank: int) -> Iterator[str]:
+def check_load(job: Job, rank: int, reference: Run, states: State) -> Iterator[str]:
     """Load the files with PyTorch's own calls; step; compare with the run that has the truth."""
-    entry, orig = wrapped_as(job), job["orig"]
-    model = with_weights(entry, truth["model"], orig=orig)
-    reference = model, entry.optimizer(model)
-    reference[1].load_state_dict(states_held(entry, truth, reference, orig=orig))
-    model, optimizer = loaded = started(entry, orig=orig, seed=8)
+    orig = job["orig"]
+    reference[1].load_state_dict(states)
+    model, optimizer = loaded = started(wrapped_as(job), orig=orig, seed=8)
     with FullyShardedDataParallel.state_dict_type(
         model, StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig(offload_to_cpu=False)
     ):
@@ -173,9 +168,9 @@ def check_load(job: Job, truth: State, rank: int) -> Iterator[str]:
     yield from (f"not loaded: {key}" for key in keys.unexpected_keys if not key.endswith("_flat_param"))
     optimizer.load_state_dict(read(job, "optim", rank))
     for run in (reference, loaded):
-        for states in run[1].state.values():
-            if "step" in states:  # one object for all parameters of a unit, in what PyTorch makes of a full state dict
-                states["step"] = states["step"].clone()
+        for held in run[1].state.values():
+            if "step" in held:  # one object for all parameters of a unit, in what PyTorch makes of a full state dict
+                held["step"] = held["step"].clone()
     yield from differences(plain(full(loaded)), plain(full(reference)), "loaded: ")
     for run in (reference, loaded):
         step(run, number=77)
@@ -191,9 +186,13 @@ def truth_in(path: str) -> State:
 def check(job: Job, rank: int, *, live: bool) -> Iterator[str]:
     truth = truth_in(job["truth"])
     try:
-        yield from check_files(job, truth, rank, live=live)
+        entry, orig = wrapped_as(job), job["orig"]
+        model = with_weights(entry, truth["model"], orig=orig)
+        run = model, entry.optimizer(model)
+        states = states_held(entry, truth, run, orig=orig)
+        yield from check_files(job, rank, run, states, live=live)
         if live and job.get("load", False):
-            yield from check_load(job, truth, rank)
+            yield from check_load(job, rank, run, states)
     except Exception:  # noqa: BLE001 - reported as what is wrong with this rank
         yield traceback.format_exc()
 
