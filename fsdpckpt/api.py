@@ -177,6 +177,7 @@ def diff(
     from fsdpckpt.verify.compare import compare, only_section
     from fsdpckpt.verify.elements import Tolerance
     from fsdpckpt.verify.parallel import threads_for
+    from fsdpckpt.verify.repeats import without_repeats
 
     stages = progress or NoProgress()
     options = changed(DiffOptions(), {"only": only, "ignore_file": ignore_file, "units": units})
@@ -188,7 +189,7 @@ def diff(
             for one in (a, b)
         ]
         require_matches(options.ignore_file, *opened)
-        pair = [_named(one, sources, options.units) for one in opened]
+        pair = [_named(without_repeats(one, sources), sources, options.units) for one in opened]
         one, other = (only_section(checkpoint, options.only) for checkpoint in pair)
         stages.begin("compare", sum(named.tensor.nbytes for named in one.tensors()))
         result = compare(
@@ -257,6 +258,7 @@ def open(  # noqa: A001  # the contract's name
     from fsdpckpt.lazy import LazyCheckpoint
     from fsdpckpt.readers.detect import open_checkpoint
     from fsdpckpt.readers.ignored import require_matches
+    from fsdpckpt.verify.repeats import without_repeats
 
     sources = Sources()
     try:
@@ -264,7 +266,7 @@ def open(  # noqa: A001  # the contract's name
         given_units = _given_units(units)
         checkpoint = open_checkpoint(os.fspath(source), sources=sources, units=given_units, ignore_file=globs)
         require_matches(globs, checkpoint)
-        return LazyCheckpoint(_named(checkpoint, sources, units), sources)
+        return LazyCheckpoint(_named(without_repeats(checkpoint, sources), sources, units), sources)
     except BaseException:
         sources.__exit__()
         raise

@@ -33,6 +33,7 @@ from fsdpckpt.readers.ignored import require_matches
 from fsdpckpt.readers.protocol import MANIFEST, Items
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.storage.staging import free_bytes
+from fsdpckpt.verify.repeats import without_repeats
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,6 +95,7 @@ def _read(source: str, target: str, options: ConvertOptions, sources: Sources, *
     opened = open_checkpoint(
         source, sources=sources, locate=locate, only=options.only, units=units, ignore_file=options.ignore_file
     )
+    opened = without_repeats(opened, sources)
     if locate is not True and is_flattened(opened, sources, units_request(options)):
         return _read(source, target, options, sources, locate=True)
     require_matches(options.ignore_file, opened)

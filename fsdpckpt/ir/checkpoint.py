@@ -90,6 +90,7 @@ NoteKind: TypeAlias = Literal[
     "plain",
     "rekeyed",
     "renamed",
+    "repeated",
     "replicas",
     "resumed",
     "several-models",

@@ -31,6 +31,7 @@ from fsdpckpt.readers.ignored import require_matches
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.blocks import BLOCK_BYTES, BlockReader, Bytes, ChunkReader, rows_to_read, slabs
 from fsdpckpt.verify.parallel import for_each, in_file_order
+from fsdpckpt.verify.repeats import without_repeats
 from fsdpckpt.writers.dcp_leaves import Leaf, flatten
 from fsdpckpt.writers.state_dicts import extras_of_rank
 from fsdpckpt.writers.torch_full import lay_out_file
@@ -56,7 +57,7 @@ def open_to_load(path: str, options: ConvertOptions, sources: Sources, *, locate
     if flattened and not all(is_located(named.tensor) for named in checkpoint.tensors()):
         checkpoint = open_checkpoint(path, sources=sources, units=units, locate=True, ignore_file=ignored)
     try:
-        return transform(checkpoint, options, _SPEC, sources).checkpoint
+        return transform(without_repeats(checkpoint, sources), options, _SPEC, sources).checkpoint
     except NeedsInformationError as error:
         if options.key_type == "name":
             error.alternative = "--key-type id for an optimizer.state_dict() that is keyed by id itself"
