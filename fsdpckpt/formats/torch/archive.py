@@ -32,9 +32,7 @@ from fsdpckpt.ir.values import Global, Key, Object, Value
 from fsdpckpt.storage.protocols import ByteSource
 from fsdpckpt.text import truncate
 
-_PLAIN: frozenset[type] = frozenset(
-    {str, int, float, bool, type(None), bytes, complex, bytearray, Global, Tensor, Distributed}
-)
+_PLAIN: frozenset[type] = frozenset({str, int, float, bool, type(None), bytes, complex, bytearray, Global, Distributed})
 
 
 class TreeWalk:
@@ -66,7 +64,7 @@ class TreeWalk:
     def value(self, value: object) -> Value:
         """The ir value of ``value``; containers are changed in place."""
         kind: type = type(value)
-        if kind in _PLAIN:
+        if kind in _PLAIN or (kind is Tensor and self._inside is None):  # a tensor that was made in bulk
             return cast(Value, value)
         if kind is StoredTensor:
             return self._stored(cast(StoredTensor, value))
@@ -103,7 +101,7 @@ class TreeWalk:
                     self._path.append(key)
                     mapping[key] = self._stored(cast(StoredTensor, value))
                     self._path.pop()
-            elif kind not in _PLAIN:
+            elif kind not in _PLAIN and (kind is not Tensor or self._inside is not None):
                 self._enter(key)
                 made = self._wrapped(value) if isinstance(value, Wrapped) else self.value(value)
                 if isinstance(made, DistributedBlocks | StoredBlocks):
@@ -382,15 +380,20 @@ def open_archive(source: ByteSource, *, begin: int = 0, end: int | None = None) 
 
 
 def parse_archive(
-    opened: OpenedArchive, file_id: int, leaf: Callable[[StoredTensor], object] | None = None
+    opened: OpenedArchive,
+    file_id: int,
+    leaf: Callable[[StoredTensor], object] | None = None,
+    builder: TensorBuilder | None = None,
 ) -> TorchArchive:
-    """What the archive holds; ``leaf`` as in ``read_archive``.
+    """What the archive holds; ``leaf`` as in ``read_archive``. ``builder``: another one than that of its records, which
+    may make ir tensors.
 
     Raises SourceUnsupportedError (values that are no strided tensors, all named by key), SourceUnsafeError and
     SourceCorruptError.
     """
     source = opened.source
-    builder = TensorBuilder(opened.columns.records(), source.path)
+    if builder is None:
+        builder = TensorBuilder(opened.columns.records(), source.path)
     walk = TreeWalk(source, builder, leaf)
     root = load(opened.pickle, file=source.path, tensors=builder)
     root = walk.value(root)

@@ -10,7 +10,8 @@ import os
 from collections.abc import Mapping, Sequence
 
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError
-from fsdpckpt.formats.torch.archive import TorchArchive, local_tensor, read_archive
+from fsdpckpt.formats.torch.archive import TorchArchive
+from fsdpckpt.formats.torch.bulk import read_tensors
 from fsdpckpt.ir.checkpoint import Checksums, Container, Evidence, EvidenceKind, Layout
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Value, walk
@@ -196,7 +197,7 @@ def read_torch_file(path: str, files: FileTable, sources: Sources) -> Tree:
     """
     source = sources.open(path)
     file_id = files.add(path, source.nbytes)
-    archive = read_archive(source, file_id, leaf=lambda stored: local_tensor(stored, file_id))
+    archive = read_tensors(source, file_id)
     metadata = find_shard_metadata(archive.root)
     if archive.forms or metadata is not None:
         rank = min(archive.ranks, default=0) if metadata is None or metadata.rank is None else metadata.rank

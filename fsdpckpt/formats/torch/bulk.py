@@ -1,0 +1,302 @@
+"""Reads the plain tensors of a large state dict in bulk: what ``archive`` makes of them one by one.
+
+Beside its name, a tensor of a state dict is a few opcodes in which nothing differs between tensors of one shape but the
+key of the storage and places of the memo. One regular expression, which matches at every place, goes over all opcodes,
+so that each match begins where an opcode does. It takes such tensors out: a number as a persistent id stands for each.
+What is left, names and values, is checked and loaded as any pickle.
+
+Whatever is unusual (another opcode or class, a reference to a part of a tensor, a memo place that is written twice, an
+error of any kind) is for ``archive`` to read, or to refuse.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from struct import Struct
+from typing import NamedTuple
+
+import numpy as np
+
+from fsdpckpt.errors import FsdpckptError
+from fsdpckpt.formats.torch.archive import TorchArchive, local_tensor, open_archive, parse_archive
+from fsdpckpt.formats.torch.tensors import StoredTensor, TensorBuilder
+from fsdpckpt.formats.zip import ZipColumns, ZipRecord
+from fsdpckpt.ir.dtypes import STORAGE_DTYPES, DType
+from fsdpckpt.ir.tensors import Chunks, Int64Array, Tensor
+from fsdpckpt.storage.protocols import ByteSource
+
+__all__ = ["read_tensors"]
+
+_LONGEST = 255  # bytes of a text that the expression knows: others are few
+_GET = rb"(?:h.|j.{4})"
+_PUT = rb"(q.|r.{4}|)"
+_INTEGER = rb"(?:K.|M..|J.{4}|\x8a(?:\x05.{5}|\x06.{6}))"
+_EXTENTS = rb"(\)|" + _INTEGER + rb"(?:\x85|" + _INTEGER + rb"(?:\x86|" + _INTEGER + rb"\x87))|\(" + _INTEGER + rb"++t)"
+_TEXT = rb"X(?:" + b"|".join(rb"\x%02x\x00{3}.{%d}" % (n, n) for n in range(_LONGEST + 1)) + rb")"
+_NAME = rb"c[^\n]{1,80}\n[^\n]{1,80}\n"
+_OPCODES = re.compile(
+    rb"((" + _GET + rb"\(\(" + _GET + _GET + rb")X(.\x00{3}\d{1,18})" + _PUT
+    + rb"(" + _GET + _INTEGER + rb")t" + _PUT + rb"Q(" + _INTEGER + rb")" + _EXTENTS + _PUT + _EXTENTS + _PUT
+    + rb"([\x88\x89]" + _GET + rb")\)R" + _PUT + rb"t" + _PUT + rb"R" + _PUT
+    + rb")|(" + _TEXT + rb"|[(})\]Nuseab\x81\x85-\x89RQt.]|" + _INTEGER + rb"|G.{8}|" + _GET + rb"|\x80\x02|" + _NAME
+    + rb")" + _PUT
+    + rb"|\Z|.",
+    re.DOTALL,
+)  # fmt: skip
+_TEXT_HEAD = Struct("<xI")
+_GETS = re.compile(_GET, re.DOTALL)
+_PUTS = re.compile(rb"q.|r.{4}", re.DOTALL)
+_FIRST, _MOST = 1 << 13, 1 << 18  # bytes of the pickle that are looked at at once
+_CUT = 1 << 11  # bytes at the end of these that are looked at again: an opcode, or what belongs to it, may be cut off
+
+_REBUILD = b"ctorch._utils\n_rebuild_tensor_v2\n"
+_STORAGE = b"X\x07\x00\x00\x00storage"
+_DICT = b"ccollections\nOrderedDict\n"
+_CLASSES = {b"ctorch\n%b\n" % name.encode(): dtype for name, dtype in STORAGE_DTYPES.items()}
+
+
+@dataclass(slots=True, eq=False)
+class _Scanned:
+    """``out``: the opcodes that are left, and the memo places that they are put at. ``forms``: what tensors of one type
+    and shape agree in, with its number: the references before the storage's key, its location and length, the
+    storage offset, size, strides, and what follows. ``met``: the length that ``out`` had when each was met first.
+    ``form``, ``key``: of each tensor. ``dropped``: the places of the memo that tensors write to."""
+
+    out: list[bytes] = field(default_factory=list)
+    forms: dict[tuple[bytes, ...], int] = field(default_factory=dict)
+    met: list[int] = field(default_factory=list)
+    form: list[int] = field(default_factory=list)
+    key: list[bytes] = field(default_factory=list)
+    dropped: list[Int64Array] = field(default_factory=list)
+
+
+class _UnusualError(FsdpckptError):
+    """Nothing is wrong with the archive: it is to be read tensor by tensor."""
+
+
+def read_tensors(source: ByteSource, file_id: int) -> TorchArchive:
+    """As ``archive.read_archive``, with each stored tensor as ``local_tensor`` makes it. Raises what that raises."""
+    opened = open_archive(source)
+
+    def leaf(stored: StoredTensor) -> Tensor:
+        return local_tensor(stored, file_id)
+
+    try:
+        scanned = _scan(opened.pickle)
+        builder = _Tensors(_Records(opened.columns), source.path, scanned, file_id)
+        return parse_archive(replace(opened, pickle=b"".join(scanned.out)), file_id, leaf, builder)
+    except FsdpckptError:  # the general reader knows better, or says what is wrong
+        return parse_archive(opened, file_id, leaf)
+
+
+def _scan(data: bytes) -> _Scanned:
+    """The pickle with its plain tensors taken out. Raises _UnusualError when it has none."""
+    found = _Scanned()
+    at, window = 0, _FIRST
+    while not found.out or found.out[-1] != b".":
+        stop = min(at + window, len(data))
+        begin, at = at, _scan_window(data, at, stop, found)
+        if stop - at <= _CUT:
+            window = min(4 * window, _MOST)
+        else:
+            at, window = _long_text(data, at, found), _FIRST
+        if at == begin:
+            raise _UnusualError("opcodes that do not end")
+    if not found.key:
+        raise _UnusualError("no tensors in bulk")
+    return found
+
+
+def _scan_window(data: bytes, at: int, stop: int, found: _Scanned) -> int:
+    """Go over the opcodes from ``at`` to ``stop``; returns where the first one begins that is not whole, or unusual."""
+    out, forms, form_of, key_of = found.out, found.forms, found.form, found.key
+    last = stop if stop == len(data) else stop - _CUT
+    dropped: list[bytes] = []
+    for (
+        *(tensor, head, key, p1, storage, p2, first, size, p3, stride, p4, tail, p5, p6, p7, opcode, put),
+    ) in _OPCODES.findall(data, at, stop):
+        if at >= last:
+            break
+        if tensor:
+            at += len(tensor)
+            parts = (head, storage, first, size, stride, tail)
+            number = forms.get(parts)
+            if number is None:
+                number = forms[parts] = len(forms)
+                found.met.append(len(out))
+            out.append(b"J%bQ" % len(key_of).to_bytes(4, "little"))
+            form_of.append(number)
+            key_of.append(key)
+            if p1 or p2 or p3 or p4 or p5 or p6 or p7:
+                dropped.append(b"".join((p1, p2, p3, p4, p5, p6, p7)))
+        elif opcode:
+            at += len(opcode) + len(put)
+            out.append(opcode)
+            if put:
+                out.append(put)
+            elif opcode == b".":
+                break
+        else:
+            break
+    if dropped:
+        found.dropped.append(_places(b"".join(dropped)))
+        if found.dropped[-1].max() >= len(data):
+            raise _UnusualError("a place that no memo has")
+    return at
+
+
+def _long_text(data: bytes, at: int, found: _Scanned) -> int:
+    """Go past the long text at ``at``, and the place in the memo that it is put at."""
+    if data[at : at + 1] != b"X" or at + _TEXT_HEAD.size > len(data):
+        raise _UnusualError("another opcode")
+    end = at + _TEXT_HEAD.size + int(_TEXT_HEAD.unpack_from(data, at)[0])
+    put = _PUTS.match(data, end)
+    found.out.append(data[at:end])
+    if put is not None:
+        found.out.append(put[0])
+    return end if put is None else put.end()
+
+
+def _places(puts: bytes) -> Int64Array:
+    """The numbers of the memo places that these opcodes write, or read."""
+    rows = np.frombuffer(puts, np.uint8)
+    if len(rows) % 5 == 0:
+        rows = rows.reshape(-1, 5)
+        if ((rows[:, 0] == ord("r")) | (rows[:, 0] == ord("j"))).all():
+            return np.ascontiguousarray(rows[:, 1:]).view("<u4").ravel().astype(np.int64)
+    return np.array([_place(put) for put in re.findall(rb"[qh].|[rj].{4}", puts, re.DOTALL)], np.int64)
+
+
+def _place(opcode: bytes) -> int:
+    return int.from_bytes(opcode[1:], "little")
+
+
+def _numbers(opcodes: bytes) -> tuple[int, ...]:
+    """The integers in the opcodes of a tuple, or of one integer."""
+    numbers: list[int] = []
+    at = int(opcodes[:1] == b"(")
+    while at < len(opcodes) and opcodes[at] in b"KMJ\x8a":
+        kind = opcodes[at]
+        if kind == 0x8A:
+            at += 1
+        width = opcodes[at] if kind == 0x8A else {ord("K"): 1, ord("M"): 2, ord("J"): 4}[kind]
+        signed = kind in b"J\x8a"
+        numbers.append(int.from_bytes(opcodes[at + 1 : at + 1 + width], "little", signed=signed))
+        at += 1 + width
+    return tuple(numbers)
+
+
+class _Records(Mapping[str, ZipRecord]):
+    """The records by name: a ``ZipRecord`` is made of those only that are asked for."""
+
+    def __init__(self, columns: ZipColumns) -> None:
+        self.columns = columns
+        self.numbers = {name: number for number, name in enumerate(columns.names)}
+
+    def __getitem__(self, name: str) -> ZipRecord:
+        return self.columns.record(self.numbers[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.numbers)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+
+class _Form(NamedTuple):
+    """Tensors of one storage type and shape. ``nbytes`` of the storage, of which the tensor begins at ``first``."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    nbytes: int
+    first: int
+    whole: Chunks
+    sharded: bool | None
+
+
+class _Tensors(TensorBuilder):
+    """The resolver of a pickle whose tensors were taken out: their numbers are its persistent ids."""
+
+    def __init__(self, records: _Records, file: str, scanned: _Scanned, file_id: int) -> None:
+        super().__init__(records, file)
+        known = _Memo(scanned)
+        forms = [self._form(form, known, met, file_id) for form, met in zip(scanned.forms, scanned.met, strict=True)]
+        if any(key[0] != len(key) - 4 for key in scanned.key):
+            raise _UnusualError("a key of another length")
+        numbers, columns = records.numbers, records.columns
+        record = np.array([numbers.get(f"data/{key[4:].decode()}", -1) for key in scanned.key], np.int64)
+        needed = np.array([(form.nbytes, form.first) for form in forms], np.int64)[scanned.form]
+        if (record < 0).any() or (needed[:, 0] > columns.nbytes[record]).any():
+            raise _UnusualError("a storage without a record of its own")
+        offsets = (columns.offset[record] + needed[:, 1]).reshape(-1, 1)
+        self._made: list[Tensor] = []
+        for number, offset in zip(scanned.form, offsets, strict=True):
+            dtype, shape, _, _, whole, sharded = forms[number]
+            chunks = Chunks(whole.rank, whole.file, offset, whole.start, whole.size, whole.stride)
+            self._made.append(Tensor(dtype, shape, chunks, sharded))
+
+    def _form(self, opcodes: tuple[bytes, ...], memo: _Memo, met: int, file_id: int) -> _Form:
+        """What ``TensorBuilder`` makes of these, with its checks."""
+        head, storage, first, size, stride, tail = opcodes
+        function, word, kind, location, after = _references(head, storage, tail)
+        dtype = _CLASSES.get(memo.at(kind, met))
+        expected = ((function, _REBUILD), (word, _STORAGE), (after, _DICT))
+        if dtype is None or any(memo.at(get, met) != opcode for get, opcode in expected):
+            raise _UnusualError("another function or class")
+        if not memo.at(location, met).startswith(b"X"):
+            raise _UnusualError("another location")
+        (numel,), (begin,) = _numbers(storage[len(location) :]), _numbers(first)
+        shape, strides, extent = self._shape(_numbers(size), _numbers(stride))
+        if numel < 0 or begin < 0 or (extent and begin + extent > numel):
+            raise _UnusualError("a tensor that does not fit its storage")
+        at = begin * dtype.itemsize
+        whole = Chunks.whole(file=file_id, offset=at, shape=shape, stride=strides)
+        return _Form(dtype, shape, numel * dtype.itemsize, at, whole, None if shape else False)
+
+    def storage(self, persistent_id: object) -> object:
+        """The tensor of that number: in the file itself every persistent id is a tuple (``_Memo``)."""
+        return self._made[persistent_id] if type(persistent_id) is int else super().storage(persistent_id)
+
+
+class _Memo:
+    """What the memo holds at the places that tensors which were taken out refer to.
+
+    Raises _UnusualError where opcodes refer to a place that such a tensor writes, where one of the places that tensors
+    refer to is written twice, and where the opcodes that are left make a tensor otherwise, or a persistent id that is
+    no tuple.
+    """
+
+    def __init__(self, scanned: _Scanned) -> None:
+        out = scanned.out
+        used = {get for head, storage, *_, tail in scanned.forms for get in _references(head, storage, tail)}
+        gets = {opcode for opcode in out if opcode[:1] in (b"h", b"j")} | used
+        places = _places(b"".join(gets))
+        if any(np.isin(dropped, places).any() for dropped in scanned.dropped):
+            raise _UnusualError("a part of a tensor is referred to")
+        puts = {put for get in used for put in _puts(_place(get))}
+        self._written: dict[int, tuple[int, bytes]] = {}  # by place: how many opcodes are before it, and what is put
+        for number, opcode in enumerate(out):
+            if opcode in puts and self._written.setdefault(_place(opcode), (number, out[number - 1]))[0] != number:
+                raise _UnusualError("a place that is written twice")
+            if opcode == b"Q" and b"t" not in (out[number - 1], out[number - 2]):
+                raise _UnusualError("a persistent id that is no tuple")
+            if opcode[:1] == b"c" and b"_rebuild" in opcode and opcode != _REBUILD:
+                raise _UnusualError("tensors of another kind")
+
+    def at(self, get: bytes, before: int) -> bytes:
+        """The opcode of what ``get`` refers to, which must be written before that many opcodes."""
+        number, opcode = self._written.get(_place(get), (before, b""))
+        if number >= before:
+            raise _UnusualError("a place that is written later")
+        return opcode
+
+
+def _references(head: bytes, storage: bytes, tail: bytes) -> list[bytes]:
+    return [*_GETS.findall(head), _GETS.findall(storage)[0], tail[1:]]
+
+
+def _puts(place: int) -> list[bytes]:
+    long = b"r" + place.to_bytes(4, "little")
+    return [b"q%c" % place, long] if place < 256 else [long]
