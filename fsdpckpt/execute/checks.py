@@ -95,7 +95,7 @@ class _Records:
 
     def at(self, offset: int) -> int:
         """The number of the last record that begins at ``offset`` or before; -1 when none does."""
-        return int(np.searchsorted(self.table[0], offset, side="right")) - 1
+        return int(self.table[0].searchsorted(offset, side="right")) - 1
 
     def record(self, index: int) -> tuple[int, int, int]:
         """(offset, nbytes, crc) of one record."""

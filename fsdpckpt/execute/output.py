@@ -172,8 +172,8 @@ class TargetChecks:
         """
         end = begin + len(view)
         table = self._file.checksums
-        first = max(int(np.searchsorted(table[:, 0], begin, side="right")) - 1, 0)
-        rows = table[first : int(np.searchsorted(table[:, 0], end))].tolist()
+        first = max(int(table[:, 0].searchsorted(begin, side="right")) - 1, 0)
+        rows = table[first : int(table[:, 0].searchsorted(end))].tolist()
         late: list[tuple[int, bytes]] = []
         for index, (low, high, *places) in enumerate(rows, first):
             if low < begin or high > end:

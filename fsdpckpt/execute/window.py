@@ -23,6 +23,7 @@ DIRECT = 128 * 1024  # bytes: ranges of this size or more are read straight into
 GAP = 32 * 1024  # bytes: a gap of this size between two small ranges is cheaper to read than to skip
 WIDE_ROW = 16 * 1024  # bytes: rows of this width or more are read one by one, narrower ones in one span
 
+_FEW = 16  # copies of a window
 CACHED = 512 * 1024  # bytes: with what else is in use they fit into the second-level cache of one core
 CAST_AT_ONCE = 1 << 16  # elements: their temporary copies fit into the processor's cache
 
@@ -38,6 +39,7 @@ class Assembler:
         self._sources = sources
         self._check = check
         self._remote = any(is_url(file.path) for file in files)
+        self._few_copies = 1 if self._remote else _FEW
         self._window = aligned_buffer(window + BLOCK)
         self._scratch = aligned_buffer(window)
 
@@ -50,14 +52,14 @@ class Assembler:
         """
         view = self.buffer(begin, end) if into is None else into
         self._literals(file, begin, view)
-        low = int(np.searchsorted(file.write_items[:, 0], begin, side="right")) - 1
-        high = int(np.searchsorted(file.write_items[:, 0], end, side="left"))
+        low = int(file.write_items[:, 0].searchsorted(begin, side="right")) - 1
+        high = int(file.write_items[:, 0].searchsorted(end, side="left"))
         rows = slice(int(file.first_copy[max(low, 0)]), int(file.first_copy[high]))
         known: dict[tuple[int, int], int] = {}
-        if rows.stop - rows.start == 1 and file.copies.rows[rows.start] == 1 and file.copies.cast[rows.start] < 0:
-            self._single(file.copies, rows.start, begin, view, known)
-            return view, known
         plain = (file.copies.rows[rows] == 1) & (file.copies.cast[rows] < 0)
+        if rows.stop - rows.start <= self._few_copies and plain.all():
+            self._each(file.copies, rows, begin, view, known)
+            return view, known
         self._plain(file, rows, plain, begin, view, known)
         if not plain.all():
             numbers = np.flatnonzero(~plain) + rows.start
@@ -74,8 +76,8 @@ class Assembler:
     def _literals(self, file: FilePlan, begin: int, view: memoryview) -> None:
         literals = file.literals
         end = begin + len(view)
-        low = max(int(np.searchsorted(literals[:, 0], begin, side="right")) - 1, 0)
-        high = int(np.searchsorted(literals[:, 0], end, side="left"))
+        low = max(int(literals[:, 0].searchsorted(begin, side="right")) - 1, 0)
+        high = int(literals[:, 0].searchsorted(end, side="left"))
         blob = memoryview(file.blob)
         for at, start, nbytes in literals[low:high].tolist():
             first, last = max(at, begin), min(at + nbytes, end)
@@ -97,15 +99,16 @@ class Assembler:
         self._check.summed(file, offset, len(view), crc)
         return crc
 
-    def _single(
-        self, copies: Copies, row: int, begin: int, view: memoryview, known: dict[tuple[int, int], int]
+    def _each(
+        self, copies: Copies, rows: slice, begin: int, view: memoryview, known: dict[tuple[int, int], int]
     ) -> None:
-        """One contiguous copy, as ``_plain`` and without its cost: small files have no more."""
-        target, source = int(copies.target[row]), int(copies.source[row])
-        first, last = max(target, begin), min(target + int(copies.width[row]), begin + len(view))
-        if first < last:
-            place = view[first - begin : last - begin]
-            known[first, last - first] = self._read_summed(int(copies.file[row]), source + first - target, place)
+        """Contiguous copies, each read alone: small files have no more, and what ``_plain`` costs would be most."""
+        columns = (copies.file, copies.source, copies.target, copies.width)
+        for file, source, target, width in zip(*(column[rows].tolist() for column in columns), strict=True):
+            first, last = max(target, begin), min(target + width, begin + len(view))
+            if first < last:
+                place = view[first - begin : last - begin]
+                known[first, last - first] = self._read_summed(file, source + first - target, place)
 
     def _plain(
         self,

@@ -41,6 +41,8 @@ _END_FIELDS = struct.Struct("<4sHHHHIIH")
 _LOCATOR64_FIELDS = struct.Struct("<4sIQI")
 _END64_FIELDS = struct.Struct("<4sQHHIIQQQQ")
 _LOCAL_SIZE, _CENTRAL_SIZE = 30, 46
+_CRC_AT, _HEADER_AT = 16, 42  # of the checksum and of the local header's offset in an entry of the directory
+_LOCAL_CRC_AT = 14  # of the checksum in a local header
 LIMIT_32 = 0xFFFFFFFF  # in place of a number that stands in a 64-bit field
 _ENCRYPTED = 0x1
 _MAX_COMMENT = 65535
@@ -54,6 +56,8 @@ _NEAR = 1 << 14  # ... when the next one is nearer than this: reading on is then
 
 _TOO_LARGE = 1 << 60  # no file is: numbers up to here can be added up
 _PREFETCHED = 1024  # local headers of a remote file that are requested at a time
+
+SERIALIZATION_ID = "/.data/serialization_id"  # torch computes this record from the checksums of the others
 
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _RESAVE = "in Python, with a torch that reads it: torch.save(torch.load(path), new_path)"
@@ -110,7 +114,7 @@ def read_columns(source: ByteSource, *, begin: int = 0, end: int | None = None) 
             f"[{begin}, {stop})",
             bytes_text(source.nbytes),
         )
-    directory, count, start = _find_directory(source, begin, stop)
+    directory, count, start = find_directory(source, begin, stop)
     entries = _parse_directory(source, directory, count)
     offsets = _data_offsets(source, entries, begin, begin + start)
     stem = entries.names[0].partition("/")[0] + "/" if entries.names else ""
@@ -151,8 +155,9 @@ def _corrupt(source: ByteSource, what: str, expected: str, found: str) -> NoRetu
     raise damaged(source.path, what, expected, found, why=why, next_step=COPY_AGAIN, run_again=True)
 
 
-def _find_directory(source: ByteSource, begin: int, stop: int) -> tuple[bytes, int, int]:
-    """The central directory's bytes, its number of entries, and its offset from ``begin``."""
+def find_directory(source: ByteSource, begin: int, stop: int) -> tuple[bytes, int, int]:
+    """The central directory's bytes, its number of entries, and its offset from ``begin``: of the zip in bytes
+    [begin, stop)."""
     tail_size = min(stop - begin, _END_FIELDS.size + _LOCATOR64_FIELDS.size + _END64_FIELDS.size + 1024)
     tail = source.read(stop - tail_size, tail_size)
     at = tail.rfind(b"PK\5\6")
@@ -303,6 +308,27 @@ def _local_headers(source: ByteSource, headers: list[int], limits: list[int], di
             inside = 0
         heads.append(block[inside : inside + _LOCAL_SIZE])
     return heads
+
+
+class ChecksumPlaces(NamedTuple):
+    """Where the CRC-32 of a record is: at ``entry`` of the directory, and at ``local`` of the archive."""
+
+    name: str
+    entry: int
+    local: int
+
+
+def checksum_places(directory: bytes) -> list[ChecksumPlaces] | None:
+    """Of each record in the bytes of a ``directory``; None when they are none."""
+    found: list[ChecksumPlaces] = []
+    at = 0
+    while at + _CENTRAL_SIZE <= len(directory):
+        _, n_name, n_extra, n_comment = _CENTRAL_LENGTHS.unpack_from(directory, at)
+        name = directory[at + _CENTRAL_SIZE : at + _CENTRAL_SIZE + n_name].decode(errors="replace")
+        header = int.from_bytes(directory[at + _HEADER_AT : at + _HEADER_AT + 4], "little")
+        found.append(ChecksumPlaces(name, at + _CRC_AT, header + _LOCAL_CRC_AT))
+        at += _CENTRAL_SIZE + n_name + n_extra + n_comment
+    return found if at == len(directory) else None
 
 
 def _explain_no_zip(source: ByteSource, begin: int, stop: int) -> NoReturn:

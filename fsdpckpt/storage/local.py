@@ -12,7 +12,6 @@ import os
 import shlex
 import stat as modes
 import threading
-from collections.abc import Iterator
 
 import numpy as np
 
@@ -191,13 +190,20 @@ class ZeroFile:
 _ZERO_BLOCK = memoryview(bytes(1 << 20))  # copied from, so that no read allocates a block of zeros of its own size
 
 
-@contextlib.contextmanager
-def target_errors(path: str) -> Iterator[None]:
+class target_errors:  # noqa: N801  # used like a function; as a generator it would cost more than a small write
     """Turn an OSError while writing ``path`` into a TargetUnwritableError that says what to do."""
-    try:
-        yield
-    except OSError as error:
-        raise _write_error(path, error) from None
+
+    __slots__ = ("_path",)
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError):
+            raise _write_error(self._path, error) from None
 
 
 def _write_error(path: str, error: OSError) -> FsdpckptError:

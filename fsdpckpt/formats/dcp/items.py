@@ -20,7 +20,7 @@ from fsdpckpt.formats.dcp.fields import MASK
 from fsdpckpt.formats.pickle.read import load
 from fsdpckpt.formats.torch.archive import check_byteorder, read_pickle
 from fsdpckpt.formats.torch.tensors import Refused, StoredTensor, TensorBuilder
-from fsdpckpt.formats.zip import ZipRecord, read_directory
+from fsdpckpt.formats.zip import SERIALIZATION_ID, ZipRecord, checksum_places, read_directory
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.storage.local import MemoryFile
@@ -34,10 +34,6 @@ _NEAR = 1 << 14  # bytes between two ranges that are read rather than making two
 _BATCH = 2 << 20  # bytes that are read before they are compared
 _MAX_TEMPLATES = 1 << 14  # different item structures remembered; a model has far fewer different shapes
 _MAX_SAME_LENGTH = 16  # structures of one length remembered: comparing with more costs as much as parsing
-_CENTRAL = struct.Struct("<4s24xHHH12x")  # signature, then the lengths of name, extra field and comment
-_CRC_AT = 16  # of the CRC-32 in a central directory entry
-_HEADER_AT = 42  # of the local header's offset there
-_LOCAL_CRC_AT = 14  # of the CRC-32 in a local header
 _END_RECORD = struct.Struct("<4s6xHIIH")  # signature, entries, bytes and offset of the central directory, comment
 
 
@@ -221,7 +217,7 @@ class ItemReader:
         found.record_nbytes[at], found.crc[at] = record.nbytes, -1 if crc is None else crc
         data_at = record.offset - begin
         tensor = ItemTensor(dtype, shape, stride, data_at + described.first, data_at, record.nbytes, crc)
-        template = _template(tensor, f"/{described.record}".encode(), length, ends)
+        template = _template(tensor, f"/{described.record}", length, ends)
         if template is not None:
             self._known.remember(length, template)
 
@@ -333,7 +329,7 @@ def _requests(
     return at, zip(place.tolist(), offset.tolist(), (last - offset).tolist(), strict=False), int(place[-1])
 
 
-def _template(made: ItemTensor, record: bytes, length: int, ends: _Ends) -> _Template | None:
+def _template(made: ItemTensor, record: str, length: int, ends: _Ends) -> _Template | None:
     """What the next item of this length is compared with; None when the bytes at hand do not hold the structure.
 
     ``made``: the tensor, its offsets from the begin of the item.
@@ -347,21 +343,17 @@ def _template(made: ItemTensor, record: bytes, length: int, ends: _Ends) -> _Tem
     if start + size > length - _END_RECORD.size:  # these are the 32-bit fields, and the zip64 ones were believed
         return None
     # Two checksums depend on the data: its own, and that of the id which torch computes from the checksums.
+    listed = checksum_places(ends.tail[ends.tail_at + start : ends.tail_at + start + size])
     runs: _Runs = []
-    at, kept, crc_at, local = start, start, -1, -1
-    while at + _CENTRAL.size <= start + size:
-        index = ends.tail_at + at
-        _, n_name, n_extra, n_comment = _CENTRAL.unpack_from(ends.tail, index)
-        name = ends.tail[index + _CENTRAL.size : index + _CENTRAL.size + n_name]
-        if name.endswith((record, b"/.data/serialization_id")):
-            runs.append((kept, ends.tail[ends.tail_at + kept : index + _CRC_AT]))
-            kept = at + _CRC_AT + 4
+    kept, crc_at, local = start, -1, -1
+    for name, entry, in_header in listed or ():
+        if name.endswith((record, SERIALIZATION_ID)):
+            runs.append((kept, ends.tail[ends.tail_at + kept : ends.tail_at + start + entry]))
+            kept = start + entry + 4
             if name.endswith(record):
-                crc_at = at + _CRC_AT
-                local = int.from_bytes(ends.tail[index + _HEADER_AT : index + _HEADER_AT + 4], "little") + _LOCAL_CRC_AT
-        at += _CENTRAL.size + n_name + n_extra + n_comment
+                crc_at, local = start + entry, in_header
     runs.append((kept, ends.tail[ends.tail_at + kept : ends.tail_at + length]))
-    if crc_at < 0 or at != start + size or local + 4 > data_at:
+    if crc_at < 0 or local + 4 > data_at:
         return None
     # torch leaves the checksum in the local header 0, other writers fill it in.
     opening = _words([(0, head[:local]), (local + 4, head[local + 4 :])])

@@ -14,7 +14,8 @@ from math import prod
 from typing import cast
 
 from fsdpckpt.errors import SourceIncompleteError
-from fsdpckpt.formats.torch.archive import TorchArchive, local_tensor, read_archive
+from fsdpckpt.formats.torch.archive import TorchArchive, local_tensor, open_archive, parse_archive
+from fsdpckpt.formats.torch.one_tensor import Forms
 from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.formats.zip import top_folder
 from fsdpckpt.ir.checkpoint import Evidence, EvidenceKind, Layout
@@ -71,6 +72,7 @@ class _Universal:
     table: FileTable
     sources: Sources
     archives: list[TorchArchive] = field(default_factory=list)
+    forms: Forms = field(default_factory=Forms)
 
     def tree(self) -> Tree:
         groups = self._groups()
@@ -160,11 +162,16 @@ class _Universal:
 
     def _leaf(self, path: str, name: str, state: str, shape: tuple[int, ...], beside: Collection[str]) -> Value:
         source = self.sources.open(path)
-        was = top_folder(source)
-        if was != state and was in beside:  # of the same shape, so nothing else says so
-            raise contradiction(path, f"it was saved as {was}{_SUFFIX}")
         number = self.table.add(path, source.nbytes)
-        archive = read_archive(source, number)
+        archive = self.forms.match(source, number, state)
+        if archive is None:
+            was = top_folder(source)
+            if was != state and was in beside:  # of the same shape, so nothing else says so
+                raise contradiction(path, f"it was saved as {was}{_SUFFIX}")
+            opened = open_archive(source)
+            archive = parse_archive(opened, number)
+            if was == state:
+                self.forms.remember(opened, archive, state)
         self.archives.append(archive)
         root = archive.root
         padded = isinstance(root, dict) and root.get(_PADDED) is True
