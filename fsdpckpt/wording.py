@@ -21,7 +21,7 @@ _OPTIONS = {
 # A command for a terminal stays one. Else an option, and the word behind it, which may be its value.
 _MENTION = re.compile(
     r"(?:fsdpckpt (?:inspect|convert|diff|verify|units)|torchrun|curl|pip)\b[^`#\n]*"
-    r"|(?P<flag>--[a-z][a-z-]*[a-z])(?: (?P<value>'[^']*'|[^\s,;:()`?]*[^\s,;:()`.?]))?(?: \(repeatable\))?"
+    r"|(?P<flag>--[a-z][a-z-]*[a-z])(?: (?P<value>'[^']*'|(?:[^\s,;:()`?]|,(?=\w))*[^\s,;:()`.?]))?(?: \(repeatable\))?"
 )
 
 
@@ -50,7 +50,7 @@ def _is_value(one: Parameter, word: str) -> bool:
         SIZE: r"\d\S*",
         PATH: r".*[./].*",
         DTYPE: r"[a-z]+\d\w*",
-        TEXTS: "none",
+        TEXTS: r"none|\d+|(?:\w+=\d+,?)+",
         PAIRS: ".+=.+",
     }
     known = word in one.choices or word in one.option.completion
@@ -61,5 +61,5 @@ def _literal(one: Parameter, word: str) -> str:
     if one.kind == PAIRS:
         old, _, new = word.partition("=")
         return f"{{{old}: {new}}}" if word.isupper() else f"{{{old!r}: {new!r}}}"
-    bare = word[0] == "'" or word.isupper() or word.isdigit() or one.kind == NUMBER
+    bare = word[0] == "'" or word.isupper() or (word.isdigit() and one.kind != TEXTS) or one.kind == NUMBER
     return word if bare else f"{word!r}"

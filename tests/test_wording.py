@@ -29,6 +29,8 @@ from tests.conftest import AS_PYTHON_SHOWS
         ("add --use-orig-params or --no-use-orig-params", "add use_orig_params=True or use_orig_params=False"),
         ("add --unit GLOB (repeatable) for example --unit 'layers.*'", "add unit=GLOB for example unit='layers.*'"),
         ("did you mean --to full?", "did you mean to='full'?"),
+        ("add --mesh dp=4,tp=2, or another", "add mesh='dp=4,tp=2', or another"),
+        ("--mesh 8 or --mesh NAME=SIZE,... --like PATH", "mesh='8' or mesh=NAME=SIZE,... like=PATH"),
         ("drop --to and --container", "drop to and container"),
         ("--to full, --to sharded", "to='full', to='sharded'"),
         ("--rename OLD=NEW, or --rename encoder=backbone.", "rename={OLD: NEW}, or rename={'encoder': 'backbone'}."),
