@@ -6,11 +6,12 @@ from collections import OrderedDict
 from dataclasses import replace
 
 import pytest
+import torch
 
 from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, OptimState
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.names import clean, leading_wrapper, normalise
+from fsdpckpt.ir.names import clean, comes_back, leading_wrapper, normalise
 from fsdpckpt.ir.tensors import Chunks, Tensor
 
 
@@ -135,3 +136,36 @@ def test_ids_and_entries_of_a_user_pass_untouched() -> None:
     checkpoint.optim = OptimState({0: {"exp_avg": _tensor(3)}, "mine": {"a": 1}}, [{"params": [0]}])
     found, _ = normalise(checkpoint)
     assert list(found.optim.state) == [0, "mine"] and found.optim.param_groups == [{"params": [0]}]
+
+
+@pytest.mark.parametrize(
+    ("names", "back"),
+    [
+        ("w a.w a.b.w a.c.w b.w", False),
+        ("", False),
+        ("w", False),
+        ("a.w w", True),
+        ("a.b.w a.w", True),
+        ("a.w b.w a.v", True),
+        ("a.b.w a.c.w a.b.v", True),
+        ("a.b.w c.w a.d.w", True),
+        ("a.b.c.w a.d.w b.c.w", False),
+    ],
+)
+def test_a_state_dict_has_the_tensors_of_a_module_in_one_place(names: str, back: bool) -> None:
+    assert comes_back(names.split()) is back
+
+
+def test_no_module_lists_its_tensors_apart() -> None:
+    def module(depth: int) -> torch.nn.Module:
+        made = torch.nn.Module()
+        if depth:
+            made.first = module(depth - 1)  # type: ignore[assignment]
+        made.w = torch.nn.Parameter(torch.zeros(1))
+        if depth:
+            made.last = module(depth - 1)  # type: ignore[assignment]
+        made.v = torch.nn.Parameter(torch.zeros(1))
+        return made
+
+    names = list(module(3).state_dict())
+    assert len(names) == 30 and not comes_back(names)

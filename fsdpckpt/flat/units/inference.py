@@ -207,8 +207,8 @@ def _unordered(checkpoint: Checkpoint, chosen: _Fitting, reason: str) -> NeedsIn
     return NeedsInformationError(
         f"the order of the parameters in {checkpoint.source} is not certain: {reason}",
         details=[chosen.candidate.label],
-        why="the names come from where keys are sorted (safetensors, some DCP directories), and lengths do not show "
-        "which of two parameters comes first",
+        why="the names come from where keys are sorted (safetensors, some DCP directories) or out of a model's order, "
+        "and lengths do not show which of two parameters comes first",
         next_step="add --parameters FILE (the names of model.named_parameters(), one per line), --reference PATH of a "
         "checkpoint that PyTorch wrote, or --units FILE",
     )

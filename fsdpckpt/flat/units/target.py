@@ -383,8 +383,9 @@ def require_known_order(units: Units, names: ParameterNames, checkpoint: Checkpo
     raise NeedsInformationError(
         f"the order of the parameters is not known: {names.label} does not keep the model's order",
         details=[f"unit {unit.prefix!r} has {plural(len(unit.params), 'parameter')}" for unit in crowded],
-        why="safetensors files and some DCP directories sort their keys, FSDP1 lists an optimizer's parameters unit by "
-        "unit, and in a flat parameter and in ids the order is all there is",
+        why="safetensors files and some DCP directories sort their keys, a dict that a script put together has its own "
+        "order, FSDP1 lists an optimizer's parameters unit by unit, and in a flat parameter and in ids the order is "
+        "all there is",
         next_step="add --parameters FILE (the names of model.named_parameters(), one per line), --reference PATH of a "
         "checkpoint that PyTorch wrote, or --units FILE",
     )

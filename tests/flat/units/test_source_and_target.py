@@ -357,8 +357,20 @@ def test_without_a_model_section_the_shapes_of_the_states_have_to_agree(sources:
     assert caught.value.details == ("e.weight: [9, 17] in the units, its optimizer states are [17, 9]",)
 
 
+def test_names_in_an_order_that_no_module_has_are_refused(sources: Sources) -> None:
+    """As of a dict that a script put together: what FSDP1 would flatten first is not known."""
+    request = UnitsRequest(globs=("l.*",), use_orig_params=True)
+    params = (*PARAMS, named("position", 64))
+    with pytest.raises(NeedsInformationError, match="does not keep the model's order") as caught:
+        target_units(full(params, by_name()), request, None, 4, sources)
+    assert "--parameters FILE" in str(caught.value.next_step)
+    order = ("position", *(param.name for param in PARAMS))
+    found = target_units(full(params, by_name()), replace(request, parameters=order), None, 4, sources)
+    assert found.units.parameters == order
+
+
 def test_names_that_may_be_buffers_are_asked_about(sources: Sources) -> None:
-    params = (*PARAMS, named("position", 64, sharded=None))
+    params = (named("position", 64, sharded=None), *PARAMS)
     request = UnitsRequest(globs=("l.*",), use_orig_params=False)
     with pytest.raises(NeedsInformationError) as caught:
         target_units(full(params, by_name()), request, None, 4, sources)
@@ -369,12 +381,12 @@ def test_names_that_may_be_buffers_are_asked_about(sources: Sources) -> None:
 
 
 def test_what_buffers_says_is_no_longer_asked(sources: Sources) -> None:
-    params = (*PARAMS, named("position", 64, sharded=None))
+    params = (named("position", 64, sharded=None), *PARAMS)
     request = UnitsRequest(globs=("l.*",), use_orig_params=True, buffers=("pos*",))
     found = target_units(full(params, by_name()), request, None, 4, sources).units
     assert found.parameters == tuple(param.name for param in PARAMS)
     found = target_units(full(params, by_name()), replace(request, buffers=("none",)), None, 4, sources).units
-    assert found.parameters[-1] == "position"
+    assert found.parameters[0] == "position"
     assert not found.params()["position"].requires_grad  # it has no optimizer state
     with pytest.raises(UsageError, match="--buffers mask matches no name"):
         target_units(full(params, by_name()), replace(request, buffers=("pos*", "mask")), None, 4, sources)
