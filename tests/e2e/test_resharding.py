@@ -1,7 +1,8 @@
 """Saved by PyTorch at A ranks, converted, loaded by PyTorch at B ranks: every rank holds what PyTorch would give it.
 
 All conversions to one B are loaded in one torchrun (``tests.oracle.load``); each test then looks up its own result.
-Every row of the table is tried at three ranks, which divide nothing evenly, and from another A at one of the others.
+The rows of the table are tried at one or two B each. Every pair of the other properties occurs
+(``test_every_pair_is_tried``): each A with each B, each B with each kind of target and each way to wrap.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import json
 import traceback
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import pytest
 
@@ -54,53 +56,57 @@ class Case:
         )
 
 
-# Source, kind of target, what loads it. What is not loaded (rich states: PyTorch casts them) is compared file by file.
-TABLE: tuple[tuple[str, Kind, tuple[str, ...]], ...] = (
-    ("f1_dcp", "full", ("f1", "f2")),
-    ("f2_dcp", "full", ("f1_flat",)),
-    ("f1_full.pt", "dcp", ("f1",)),
-    ("f1_ranks", "dcp", ("f2",)),
-    ("f1_dcp", "dcp", ("f1_flat",)),
-    ("f1_flat_full.pt", "dcp", ("f2",)),
-    ("f1_flat_ranks", "dcp", ("f1_flat",)),
-    ("f1_mesh_ranks", "dcp", ("f1_mesh",)),
-    ("f2_full.pt", "dcp", ("f2",)),
-    ("f2_ranks", "dcp", ("f1",)),
-    ("f2_dcp", "dcp", ("f2",)),
-    ("f2_dcp_flattened", "dcp_flat", ("f2",)),
-    ("h1_dcp", "dcp", ("f1",)),
-    ("h2_ranks", "dcp", ("f2",)),
-    ("tp_dcp", "dcp", ("f2",)),
-    ("f2_dcp_ids", "dcp_ids", ("f2",)),
-    ("f2_ranks_ids", "dcp_ids", ("f2",)),
-    ("f2_full_ids.pt", "dcp_ids", ("f2",)),
-    ("f1_mesh_dcp", "ranks", ("f1_mesh",)),
-    ("f1_ranks", "ranks", ("f2",)),
-    ("f2_full.pt", "ranks", ("f2",)),
-    ("f2_dcp_flattened", "ranks", ("f2",)),
-    ("f2_rich_dcp", "ranks", ()),
-    ("f2_rich_ranks", "ranks", ()),
-    ("h1_ranks", "ranks", ("f2",)),
-    ("h1_mesh_ranks", "ranks", ("f1_mesh",)),
-    ("tp_ranks", "ranks", ("f2",)),
-    ("f2_ranks_ids", "ranks_ids", ("f2",)),
-    ("f2_dcp_ids", "ranks_ids", ("f2",)),
-    ("f1_full.pt", "ranks_st", ("f1",)),
-    ("f1_flat_dcp", "ranks_st", ("f1_flat",)),
-    ("f2_ranks", "ranks_st", ("f1",)),
-    ("h1_mesh_dcp", "ranks_st", ("f1",)),
+# Source, kind of target, what loads it, on how many ranks.
+# What is not loaded (rich states: PyTorch casts them) is compared file by file.
+TABLE: tuple[tuple[str, Kind, tuple[str, ...], tuple[int, ...]], ...] = (
+    ("f1_dcp", "full", ("f1", "f2"), (3, 1)),
+    ("f2_dcp", "full", ("f1_flat",), (2, 4)),
+    ("f1_full.pt", "dcp", ("f1",), (3,)),
+    ("f1_ranks", "dcp", ("f2",), (2,)),
+    ("f1_dcp", "dcp", ("f1_flat",), (4,)),
+    ("f1_flat_full.pt", "dcp", ("f2",), (3, 1)),
+    ("f1_flat_ranks", "dcp", ("f1_flat",), (4,)),
+    ("f1_mesh_ranks", "dcp", ("f1_mesh",), (2,)),
+    ("f2_full.pt", "dcp", ("f2",), (3,)),
+    ("f2_ranks", "dcp", ("f1",), (4,)),
+    ("f2_dcp", "dcp", ("f2",), (2,)),
+    ("f2_dcp_flattened", "dcp_flat", ("f2",), (3, 2)),
+    ("h1_dcp", "dcp", ("f1",), (3,)),
+    ("h2_ranks", "dcp", ("f2",), (2, 1)),
+    ("tp_dcp", "dcp", ("f2",), (4,)),
+    ("f2_dcp_ids", "dcp_ids", ("f2",), (3,)),
+    ("f2_ranks_ids", "dcp_ids", ("f2",), (2,)),
+    ("f2_full_ids.pt", "dcp_ids", ("f2",), (4, 1)),
+    ("f1_mesh_dcp", "ranks", ("f1_mesh",), (3,)),
+    ("f1_ranks", "ranks", ("f2",), (3, 1)),
+    ("f2_full.pt", "ranks", ("f2",), (2,)),
+    ("f2_dcp_flattened", "ranks", ("f2",), (4,)),
+    ("f2_rich_dcp", "ranks", (), (3,)),
+    ("f2_rich_ranks", "ranks", (), (2,)),
+    ("h1_ranks", "ranks", ("f2",), (3,)),
+    ("h1_mesh_ranks", "ranks", ("f1_mesh",), (4,)),
+    ("tp_ranks", "ranks", ("f2",), (2,)),
+    ("f2_ranks_ids", "ranks_ids", ("f2",), (3,)),
+    ("f2_dcp_ids", "ranks_ids", ("f2",), (2,)),
+    ("f1_full.pt", "ranks_st", ("f1",), (3,)),
+    ("f1_flat_dcp", "ranks_st", ("f1_flat",), (3,)),
+    ("f2_ranks", "ranks_st", ("f1",), (2,)),
+    ("h1_mesh_dcp", "ranks_st", ("f1",), (4,)),
 )
+
+
+WRAPS = ("f1", "f1_flat", "f1_mesh", "f2")
+RUNS = ("f1_mesh", "f1", "f1_flat", "f2", "f2_rich")
 
 
 def _cases(target_world: int) -> list[Case]:
     cases = []
-    for number, (source, kind, wraps) in enumerate(TABLE):
-        worlds = form(source).worlds
-        world = worlds[(number // 2 + target_world) % len(worlds)]
-        if target_world == 1 and kind == "ranks_st":
-            continue  # at one rank FSDP1 saves plain tensors and takes nothing else
-        if target_world != 3 and (1, 2, 4)[number % 3] != target_world:
+    for source, kind, wraps, targets in TABLE:
+        if target_world not in targets:
             continue
+        worlds, run = form(source).worlds, form(source).truth
+        # From which world each training run comes differs between the runs, and between the targets.
+        world = worlds[min(RUNS.index(run), 3) ^ target_world - 1] if len(worlds) > 1 else worlds[0]
         fitting = tuple(wrap for wrap in wraps if target_world > 1 or wrap == "f2" or kind == "full")
         cases.append(Case(source, kind, fitting, world, target_world))
     return cases
@@ -170,3 +176,13 @@ def test_every_rank_holds_after_loading_what_pytorch_would_give_it(
 def test_the_comparison_notices_a_checkpoint_of_another_run(results: dict[str, list[str]], target_world: int) -> None:
     del target_world
     assert any("differ" in problem for problem in results["control"])
+
+
+def test_every_pair_is_tried() -> None:
+    cases = [case for world in WORLDS for case in CASES[world]]
+    live = [2, 3, 4]
+    assert {(case.world, case.target_world) for case in cases} >= set(product(WORLDS, live))
+    assert {(wrap, case.target_world) for case in cases for wrap in case.wraps} >= set(product(WRAPS, live))
+    once = {"dcp_flat": [2, 3], "full": live, "ranks_ids": [2, 3]}
+    for kind in get_args(Kind):
+        assert {case.target_world for case in cases if case.kind == kind} >= set(once.get(kind, live)), kind

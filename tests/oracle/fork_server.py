@@ -38,6 +38,7 @@ IMPORTED = {
         "torch._dynamo",
         "torch.distributed.checkpoint.state_dict",
         "torch.distributed.fsdp",
+        "torch.distributed.optim",
         "torch.distributed.run",
         "torch.distributed.tensor.parallel",
     ),

@@ -232,7 +232,7 @@ def distributed(value: Any, *, plain: bool = False) -> Any:
         whole = (*BUFFERS, "param_groups")
         return {key: distributed(child, plain=plain or key in whole) for key, child in value.items()}
     if isinstance(value, torch.Tensor) and value.ndim and not plain:
-        return distribute_tensor(value, mesh(), [Shard(0)])
+        return distribute_tensor(value, mesh(), [Shard(0)], src_data_rank=None)  # every rank has all of it
     return value
 
 
