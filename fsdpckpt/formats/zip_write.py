@@ -10,12 +10,17 @@ the first byte of the file (a DCP item). The format's source is that of ``format
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 from isal import isal_zlib
 
+from fsdpckpt.errors import InternalError
 from fsdpckpt.formats.zip import LIMIT_32
 from fsdpckpt.ir.targets import TargetFile
+from fsdpckpt.ir.tensors import Int64Array
 
 ALIGNMENT = 64  # bytes; torch.serialization's storage alignment, what mmap=True loads rely on
 _UTF8 = 0x0800
@@ -27,6 +32,11 @@ _END_RECORD = struct.Struct("<IHHHHIIH")
 _END64_RECORD = struct.Struct("<IQHHIIQQQQ")
 _LOCATOR64_RECORD = struct.Struct("<IIQI")
 _PADDING = b"Z" * (ALIGNMENT + 4)
+_LOCAL_COLUMNS = np.dtype([("fixed", "V14"), ("crc", "<u4"), ("nbytes", "<u4", 2), ("name", "<u2"), ("extra", "<u2")])
+_CENTRAL_COLUMNS = np.dtype(
+    [("fixed", "V16"), ("crc", "<u4"), ("nbytes", "<u4", 2), ("name", "<u2"), ("rest", "V12"), ("header", "<u4")]
+)
+_AT_ONCE = 1 << 13  # headers that are made at a time
 
 
 class _Record(NamedTuple):
@@ -35,6 +45,20 @@ class _Record(NamedTuple):
     data: int
     nbytes: int
     crc: int | None
+
+
+class _Run(NamedTuple):
+    """Records of data one after the other, in columns."""
+
+    name: list[bytes]
+    header: Int64Array
+    data: Int64Array
+    nbytes: Int64Array
+
+    def records(self) -> Iterator[_Record]:
+        columns = (self.header.tolist(), self.data.tolist(), self.nbytes.tolist())
+        for name, header, data, nbytes in zip(self.name, *columns, strict=True):
+            yield _Record(name, header, data, nbytes, None if nbytes else 0)
 
 
 class TorchZip:
@@ -47,8 +71,8 @@ class TorchZip:
         self._file = file
         self._begin = file.nbytes
         self._stem = stem.encode()
-        self._records: list[_Record] = []
-        self._crc_places: list[tuple[int, int]] = []
+        self._records: list[_Record | _Run] = []
+        self._crc_places: list[Int64Array] = []  # of each, (n, 2)
 
     def pickle(self, data: bytes) -> None:
         """The first records: ``data.pkl`` and ``byteorder``."""
@@ -80,6 +104,25 @@ class TorchZip:
         file.literal(b"%b%b%b" % (packed, name, extra))
         self._records.append(_Record(name, header, file.nbytes, nbytes, crc))
 
+    def begin_all(self, first: int, nbytes: Int64Array) -> Int64Array:
+        """The headers of ``data/<first>`` and of those that follow it, each with ``nbytes``, below 4 GiB, left free
+        behind it, which the caller fills; returns where these bytes begin in the file."""
+        file, begin = self._file, self._begin
+        names = [b"%b/data/%d" % (self._stem, key) for key in range(first, first + len(nbytes))]
+        length = np.array([len(name) for name in names], np.int64)
+        needed = np.append(file.nbytes - begin, nbytes[:-1]) + _LOCAL_HEADER.size + 4 + length
+        data = begin + np.cumsum(-(-needed // ALIGNMENT) * ALIGNMENT)
+        header = np.append(file.nbytes, (data + nbytes)[:-1])
+        at = len(file.blob)
+        for low in range(0, len(names), _AT_ONCE):
+            rows = slice(low, low + _AT_ONCE)
+            file.blob += _locals(names[rows], length[rows], nbytes[rows], (data - header)[rows])
+        places = at + np.cumsum(data - header) - (data - header)
+        file.literal_columns.frombytes(np.stack([header, places, data - header], axis=1).tobytes())
+        file.nbytes = int(data[-1] + nbytes[-1])
+        self._records.append(_Run(names, header, data, nbytes))
+        return data
+
     def finish(self) -> int:
         """The last records and the directory; returns the archive's length in bytes."""
         self.record("version", b"3\n")
@@ -87,35 +130,54 @@ class TorchZip:
         file, begin = self._file, self._begin
         directory = bytearray()
         at = file.nbytes
-        for record in self._records:
-            places = (record.header + 14, at + len(directory) + 16)
-            self._crc_places.append(places)
-            if record.crc is None:
-                file.checksum(record.data, record.data + record.nbytes, places)
-            directory += _central(record, record.header - begin)
+        count = 0
+        for each in self._records:
+            if isinstance(each, _Run) and each.header[-1] - begin < LIMIT_32:
+                entries, inside = _centrals(each, begin)
+                places = np.stack([each.header + 14, at + len(directory) + inside + 16], axis=1)
+                rows = np.column_stack([each.data, each.data + each.nbytes, places])[each.nbytes > 0]
+                file.checksum_columns.frombytes(rows.tobytes())
+                directory += entries
+                self._crc_places.append(places)
+                count += len(places)
+                continue
+            for record in each.records() if isinstance(each, _Run) else [each]:
+                pair = (record.header + 14, at + len(directory) + 16)
+                self._crc_places.append(np.array([pair], np.int64))
+                if record.crc is None:
+                    file.checksum(record.data, record.data + record.nbytes, pair)
+                directory += _central(record, record.header - begin)
+                count += 1
         file.literal(directory)
-        file.literal(_end(len(self._records), len(directory), at - begin))
+        file.literal(_end(count, len(directory), at - begin))
         return file.nbytes - begin
 
     @property
     def pickle_at(self) -> int:
         """The file offset of the pickle."""
-        return self._records[0].data
+        return self._single(0).data
 
     @property
     def pickle_nbytes(self) -> int:
-        return self._records[0].nbytes
+        return self._single(0).nbytes
+
+    def _single(self, number: int) -> _Record:
+        """The first record or the last one, which are never part of a run."""
+        record = self._records[number]
+        if not isinstance(record, _Record):
+            raise InternalError("an archive begins and ends with a record of known bytes")
+        return record
 
     def names(self) -> list[int]:
         """Where in the file the names of the records of a finished archive are: in their headers, in the directory."""
-        return [at for local, central in self._crc_places for at in (local + 16, central + 30)]
+        return [at for pairs in self._crc_places for at in (pairs + np.array([16, 30])).ravel().tolist()]
 
     def with_pickle(self, data: bytes | bytearray) -> list[tuple[int, bytes]]:
         """What a finished archive has at which file offset, in whose pickle is ``data`` of the same length instead."""
-        changes = [(self._records[0].data, bytes(data)), (self._records[-1].data, _identity(data))]
+        changes = [(self._single(0).data, bytes(data)), (self._single(-1).data, _identity(data))]
         for number, (_, content) in zip((0, -1), changes[:2], strict=True):
             crc = isal_zlib.crc32(content).to_bytes(4, "little")
-            changes += [(place, crc) for place in self._crc_places[number]]
+            changes += [(place, crc) for place in self._crc_places[number].ravel().tolist()]
         return changes
 
 
@@ -134,6 +196,52 @@ def _central(record: _Record, header: int) -> bytes:
         len(record.name), len(extra), 0, 0, 0, 0, min(header, LIMIT_32),
     )  # fmt: skip
     return b"%b%b%b" % (packed, record.name, extra)
+
+
+def _locals(names: list[bytes], length: Int64Array, nbytes: Int64Array, size: Int64Array) -> bytes:
+    """The headers in front of the data of records, of ``size`` bytes with the padding."""
+    fixed = np.zeros(len(names), _LOCAL_COLUMNS)
+    fixed["fixed"] = _LOCAL_HEADER.pack(0x04034B50, 20, _UTF8, 0, 0, _DATE, 0, 0, 0, 0, 0)[:14]
+    fixed["nbytes"] = nbytes[:, None]
+    fixed["name"], fixed["extra"] = length, size - length - _LOCAL_HEADER.size
+    out = np.full(int(size.sum()), _PADDING[0], np.uint8)
+    end = _put_rows(out, np.cumsum(size) - size, fixed, names, length)
+    extra = np.zeros(len(names), np.dtype([("id", "S2"), ("nbytes", "<u2")]))
+    extra["id"], extra["nbytes"] = b"FB", fixed["extra"] - 4
+    out[end[:, None] + np.arange(4)] = extra.view(np.uint8).reshape(-1, 4)
+    return out.tobytes()
+
+
+def _centrals(run: _Run, begin: int) -> tuple[bytes, Int64Array]:
+    """The entries of the directory, and where each of them begins; ``begin`` of the archive in its file."""
+    length = np.array([len(name) for name in run.name], np.int64)
+    fixed = np.zeros(len(length), _CENTRAL_COLUMNS)
+    fixed["fixed"] = _CENTRAL_HEADER.pack(0x02014B50, 20, 20, _UTF8, 0, 0, _DATE, *[0] * 10)[:16]
+    fixed["nbytes"] = run.nbytes[:, None]
+    fixed["name"], fixed["header"] = length, run.header - begin
+    size = length + _CENTRAL_HEADER.size
+    places = np.cumsum(size) - size
+    out = np.empty(int(size.sum()), np.uint8)
+    for low in range(0, len(length), _AT_ONCE):
+        rows = slice(low, low + _AT_ONCE)
+        _put_rows(out, places[rows], fixed[rows], run.name[rows], length[rows])
+    return out.tobytes(), places
+
+
+def _put_rows(
+    out: npt.NDArray[np.uint8],
+    places: Int64Array,
+    fixed: npt.NDArray[np.void],
+    names: list[bytes],
+    length: Int64Array,
+) -> Int64Array:
+    """Put rows of equal length into ``out``, a name behind each of them; returns where the names end."""
+    width = fixed.dtype.itemsize
+    out[places[:, None] + np.arange(width)] = np.ascontiguousarray(fixed).view(np.uint8).reshape(-1, width)
+    begin = np.cumsum(length) - length
+    joined = np.frombuffer(b"".join(names), np.uint8)
+    out[np.arange(len(joined)) + np.repeat(places + width - begin, length)] = joined
+    return places + width + length
 
 
 def _end(records: int, nbytes: int, offset: int) -> bytes:

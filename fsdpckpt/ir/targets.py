@@ -131,6 +131,19 @@ class TargetFile:
             self.nbytes += nbytes
         return offset
 
+    def write_whole(self, tensors: Sequence[WrittenTensor], offset: Int64Array, nbytes: Int64Array) -> None:
+        """Write items for whole tensors, at offsets that were left free for them."""
+        boxes: dict[tuple[int, ...], int] = {}
+        rows = np.empty((len(tensors), 2), np.int64)
+        for number, written in enumerate(tensors):
+            shape = written.tensor.shape
+            box = boxes.get(shape)
+            if box is None:
+                box = boxes[shape] = self.data.box((0,) * len(shape), shape)
+            rows[number] = self.data.tensor(*written) if nbytes[number] else -1, box
+        table = np.column_stack([offset, nbytes, rows])[nbytes > 0]
+        self.item_columns.frombytes(np.ascontiguousarray(table).tobytes())
+
     def checksum(self, begin: int, end: int, places: Sequence[int]) -> None:
         """Ask for the CRC-32 of [begin, end), to be stored little-endian at every offset of ``places``, one or two.
 

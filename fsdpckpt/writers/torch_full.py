@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,11 @@ import numpy as np
 from fsdpckpt.formats.pickle.opcodes import StorageView, integer, integers
 from fsdpckpt.formats.pickle.write import PickleWriter, TensorHook
 from fsdpckpt.formats.torch.loadable import ARRAY, Array, array_of, encoded, is_class, is_loadable
+from fsdpckpt.formats.zip import LIMIT_32
 from fsdpckpt.formats.zip_write import TorchZip
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.ir.dtypes import DType
-from fsdpckpt.ir.targets import Target, TargetFile
+from fsdpckpt.ir.targets import Target, TargetFile, WrittenTensor
 from fsdpckpt.ir.tensors import Chunks, Tensor, contiguous_stride
 from fsdpckpt.ir.values import Global, Key, Object, Value, leaf_tensors, walk
 from fsdpckpt.producers.forms import Step
@@ -161,7 +163,7 @@ class Storages:
         self._casts = casts
         self._shared = shared
         self._views: dict[Tensor, StorageView] = {}
-        self._records: list[tuple[Tensor, DType, tuple[int, ...] | None, int] | bytes] = []
+        self._records: list[tuple[WrittenTensor, int] | bytes] = []  # and its length
 
     def __call__(self, tensor: Tensor) -> StorageView:
         view = self._views.get(tensor)
@@ -185,7 +187,7 @@ class Storages:
 
     def _record(self, tensor: Tensor, dtype: DType, order: tuple[int, ...] | None) -> tuple[str, int]:
         nbytes = tensor.numel * dtype.itemsize
-        self._records.append((tensor, dtype, order, nbytes))
+        self._records.append((WrittenTensor(tensor, dtype, order), nbytes))
         return str(len(self._records) - 1), nbytes
 
     def literal(self, data: bytes) -> str:
@@ -195,13 +197,21 @@ class Storages:
 
     def write(self, archive: TorchZip, file: TargetFile) -> None:
         """Append ``data/0``, ``data/1``, ... with a write item each, or their bytes."""
-        for key, record in enumerate(self._records):
-            if isinstance(record, bytes):
-                archive.record(f"data/{key}", record)
+        key = 0
+        for few, records in groupby(self._records, lambda one: isinstance(one, bytes) or one[1] >= LIMIT_32):
+            if not few:
+                written, lengths = zip(*records, strict=True)
+                nbytes = np.array(lengths, np.int64)
+                file.write_whole(written, archive.begin_all(key, nbytes), nbytes)
+                key += len(nbytes)
                 continue
-            tensor, dtype, order, nbytes = record
-            archive.begin_data(str(key), nbytes)
-            file.write_item(tensor, dtype=dtype, order=order)
+            for record in records:
+                if isinstance(record, bytes):
+                    archive.record(f"data/{key}", record)
+                else:
+                    archive.begin_data(str(key), record[1])
+                    file.write_item(record[0].tensor, dtype=record[0].dtype, order=record[0].order)
+                key += 1
 
 
 def order_of(tensor: Tensor) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:

@@ -12,7 +12,7 @@ from fsdpckpt.formats.pickle.opcodes import StorageView
 from fsdpckpt.formats.pickle.write import dumps
 from fsdpckpt.formats.zip_write import ALIGNMENT, TorchZip
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.targets import Target, TargetFile
+from fsdpckpt.ir.targets import Target, TargetFile, WrittenTensor
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from tests.materialise import file_bytes, materialise
 
@@ -127,3 +127,49 @@ def test_records_longer_and_later_than_four_gib(tmp_path):
     first, second = torch.load(path, weights_only=True, mmap=True)
     assert (first.numel(), float(first[-1]), float(first[0])) == (numel, 1.0, 0.0)
     assert (second.numel(), float(second[-1])) == (5, 2.0)
+
+
+@pytest.mark.parametrize("stem", ["archive", "m"])
+def test_headers_that_are_made_at_once_are_those_that_are_made_one_by_one(stem):
+    """Beside empty records, in a file that begins with something else, and beyond what is made in one go."""
+    rng = np.random.default_rng(3)
+    sizes = rng.choice([0, 1, 15, 16, 17, 300], 9000).tolist()
+    tensors = [flat(size) for size in sizes]
+    one, many = TargetFile("a"), TargetFile("b")
+    for file in (one, many):
+        file.literal(b"lead")
+        archive = TorchZip(file, stem=stem)
+        archive.pickle(b"pickle")
+        archive.record("data/0", b"known")
+        nbytes = np.array([tensor.nbytes for tensor in tensors], np.int64)
+        if file is many:
+            written = [WrittenTensor(tensor, tensor.dtype) for tensor in tensors]
+            file.write_whole(written[:4000], archive.begin_all(1, nbytes[:4000]), nbytes[:4000])
+            file.write_whole(written[4000:], archive.begin_all(4001, nbytes[4000:]), nbytes[4000:])
+        else:
+            for key, tensor in enumerate(tensors):
+                archive.begin_data(str(key + 1), tensor.nbytes)
+                file.write_item(tensor)
+        archive.finish()
+    data = bytes(4 * 300)
+    assert file_bytes(many, [data]) == file_bytes(one, [data])
+    assert many.checksums == one.checksums
+    assert many.write_items == one.write_items
+
+
+def test_headers_that_are_made_at_once_beyond_four_gib():
+    sizes = [3 << 28, 3 << 28, 5, 1 << 20]  # elements of four bytes: two of 3 GiB, and two that begin after 6
+    one, many = TargetFile("a"), TargetFile("b")
+    for file in (one, many):
+        archive = TorchZip(file, stem="m")
+        archive.pickle(b"pickle")
+        tensors = [flat(size) for size in sizes]
+        if file is many:
+            nbytes = np.array([tensor.nbytes for tensor in tensors], np.int64)
+            file.write_whole([WrittenTensor(one, FLOAT) for one in tensors], archive.begin_all(0, nbytes), nbytes)
+        else:
+            for key, tensor in enumerate(tensors):
+                archive.begin_data(str(key), tensor.nbytes)
+                file.write_item(tensor)
+        archive.finish()
+    assert (many.blob, many.literals, many.checksums) == (one.blob, one.literals, one.checksums)
