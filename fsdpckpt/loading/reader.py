@@ -28,7 +28,7 @@ from torch.futures import Future
 
 from fsdpckpt.comm.boxes import held_boxes
 from fsdpckpt.comm.dtensor import DTensor, StridedShard, compute_local_shape_and_global_offset
-from fsdpckpt.errors import SourceUnsupportedError, StateDictMismatchError, UsageError
+from fsdpckpt.errors import SourceError, SourceUnsupportedError, StateDictMismatchError, UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint, KeyType
 from fsdpckpt.ir.tensors import Box, Tensor
 from fsdpckpt.loading.source import (
@@ -134,7 +134,11 @@ class StorageReader(TorchStorageReader):
             self._open(os.fspath(checkpoint_id), locate=False)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Step 1: every key that can be loaded, with dtype and shape."""
+        """Step 1: every key that can be loaded, with dtype and shape; anew where the source was saved again."""
+        try:
+            self._sources.require_unchanged()
+        except SourceError:
+            self._open(self._path, locate=False)
         entries = self._entries_of_rank()
         listed = {key: _storage_metadata(key, value, self._path) for key, value in entries.values.items()}
         return Metadata(
@@ -162,7 +166,10 @@ class StorageReader(TorchStorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Step 5: fill this rank's shards. Raises StateDictMismatchError, naming every tensor that does not fit."""
+        """Step 5: fill this rank's shards.
+
+        Raises StateDictMismatchError, naming every tensor that does not fit, SourceError where a file has changed.
+        """
         values = [item for item in plan.items if item.type is LoadItemType.BYTE_IO]
         entries = self._entries_of_rank()
         misplaced = _misplaced(planner, entries)
@@ -187,6 +194,7 @@ class StorageReader(TorchStorageReader):
         for item in values:
             value = entries.values[item.storage_index.fqn]
             planner.load_bytes(item, as_saved(value, self._checkpoint, self._sources))
+        self._sources.require_unchanged()
         self._sources.__exit__()  # files are closed; another load opens them again
         done: Future[None] = Future()
         done.set_result(None)

@@ -51,11 +51,11 @@ def open_to_load(path: str, options: ConvertOptions, sources: Sources, *, locate
     """
     units = load_units(options.units, sources) if options.units is not None else None
     ignored = options.ignore_file
-    checkpoint = open_checkpoint(path, sources=sources, units=units, locate=locate, ignore_file=ignored)
+    checkpoint = open_checkpoint(path, sources=sources, units=units, locate=locate, ignore_file=ignored, as_dcp=True)
     require_matches(ignored, checkpoint)
     flattened = not locate and is_flattened(checkpoint, sources, units_request(options))
     if flattened and not all(is_located(named.tensor) for named in checkpoint.tensors()):
-        checkpoint = open_checkpoint(path, sources=sources, units=units, locate=True, ignore_file=ignored)
+        checkpoint = open_checkpoint(path, sources=sources, units=units, locate=True, ignore_file=ignored, as_dcp=True)
     try:
         return transform(without_repeats(checkpoint, sources), options, _SPEC, sources).checkpoint
     except NeedsInformationError as error:

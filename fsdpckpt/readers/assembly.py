@@ -134,6 +134,25 @@ def _nesting(parts: Sequence[ReadPart]) -> dict[Section, tuple[Key, ...]]:
     return nesting
 
 
+def without_exports(parts: Sequence[ReadPart]) -> tuple[list[ReadPart], list[str]]:
+    """``parts`` without those that hold a section of a DCP checkpoint in the same directory again, and their names."""
+    own = [part for part in parts if part.tree.container is Container.DCP]
+    kept: list[ReadPart] = []
+    left: list[ReadPart] = []
+    for part in parts:
+        again = any(
+            one is not part
+            and _folder(part.label) == one.label.rstrip("/")
+            and (
+                (part.sections.model is not None and one.sections.model is not None)
+                or (part.sections.optim is not None and one.sections.optim is not None)
+            )
+            for one in own
+        )
+        (left if again else kept).append(part)
+    return kept, [posixpath.basename(part.label) for part in left]
+
+
 def _require_one_each(source: str, parts: Sequence[ReadPart]) -> None:
     models = [part.label for part in parts if part.sections.model is not None]
     optims = [part.label for part in parts if part.sections.optim is not None]

@@ -34,7 +34,7 @@ from fsdpckpt.ir.units import Units
 from fsdpckpt.producers.forms import PLAIN
 from fsdpckpt.producers.table import EXPORT_DIRECTORIES, export_files, flavor_named, recognise
 from fsdpckpt.readers import READERS
-from fsdpckpt.readers.assembly import ReadPart, join, read_part
+from fsdpckpt.readers.assembly import ReadPart, join, read_part, without_exports
 from fsdpckpt.readers.beside import BesideUnits, flavor_of, manifest_units, units_beside, with_manifest, with_units
 from fsdpckpt.readers.ignored import IgnoredFiles
 from fsdpckpt.readers.protocol import MANIFEST, UNITS, FileTable, Items, Part, ReadOptions, Tree
@@ -59,6 +59,7 @@ def open_checkpoint(
     only: Section | None = None,
     units: Units | None = None,
     ignore_file: tuple[str, ...] = (),
+    as_dcp: bool = False,
 ) -> Checkpoint:
     """Everything about the checkpoint at ``source`` (file, directory or URL) but its tensor data.
 
@@ -66,7 +67,7 @@ def open_checkpoint(
     their tensors are located. ``only``: the section
     that is wanted, so that missing rank files of another one do not matter. ``units``: what says the order of each
     rank's optimizer where no units lie beside the checkpoint. ``ignore_file``: globs of files and directories that are
-    left out; whoever gives them calls ``require_matches``.
+    left out; whoever gives them calls ``require_matches``. ``as_dcp``: see ``ReadOptions``.
 
     Raises SourceMissingError, SourceUnrecognisedError, SourceIncompleteError, NeedsInformationError (several
     candidates), and what the readers raise. Problems that do not stop reading are in ``Checkpoint.problems``.
@@ -76,7 +77,7 @@ def open_checkpoint(
     entry = sources.stat(source)
     if entry is None:
         raise missing(source)
-    opening = _Opening(source, sources, ReadOptions(locate, only, IgnoredFiles(source, ignore_file)), units)
+    opening = _Opening(source, sources, ReadOptions(locate, only, IgnoredFiles(source, ignore_file), as_dcp), units)
     with without_collection():
         checkpoint = opening.directory() if entry.directory else opening.file(entry)
         checkpoint.ignored = tuple(opening.ignored)
@@ -205,6 +206,10 @@ class _Opening:
                 read.append(self._read_one_of(part, searched))
         if refused and all(part.auxiliary for part in read):
             raise refused[0]
+        if self.options.as_dcp:
+            read, beside = without_exports(read)
+            if beside:
+                searched.notes.append(Note("not-carried", f"not in .metadata, and left out: {names_text(beside, 6)}"))
         if self.ignored:
             left = tuple(self.ignored)
             searched.notes.append(Note("ignored", f"left out by --ignore-file: {first_of(left, 6)}", keys=left))

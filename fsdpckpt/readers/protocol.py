@@ -31,12 +31,14 @@ Items: TypeAlias = frozenset[tuple[int, int]]
 class ReadOptions:
     """``locate=False``: leave the data files closed where metadata alone describe the tensors; chunks then have
     offset -1; with items, only their tensors are located. ``only``: the section that is wanted; parts that clearly hold
-    another one may be incomplete. ``ignored``: files that are left out.
+    another one may be incomplete. ``ignored``: files that are left out. ``as_dcp``: where one directory has a DCP
+    checkpoint and another file with the same section, only the first counts, as for ``dcp.load``.
     """
 
     locate: bool | Items = True
     only: Section | None = None
     ignored: IgnoredFiles = field(default_factory=IgnoredFiles)
+    as_dcp: bool = False
 
 
 class Reader(Protocol):

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -246,15 +247,58 @@ def test_a_tensor_of_another_shape_is_refused_although_the_planner_let_it_pass(f
         reader.read_data(planner.create_local_plan(), planner)
 
 
-def test_an_export_in_a_dcp_directory_is_left_out_when_it_is_named(tmp_path: Path) -> None:
-    dcp.save({"model": content()["model"]}, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    torch.save(content()["model"], tmp_path / "dcp" / "model.pt")
-    with pytest.raises(NeedsInformationError, match="2 candidates") as caught:
-        fsdpckpt.StorageReader(tmp_path / "dcp")
-    assert "add --ignore-file model.pt" in str(caught.value)
-    state = {"model": {name: torch.empty_like(value) for name, value in content()["model"].items()}}
-    dcp.load(state, storage_reader=fsdpckpt.StorageReader(tmp_path / "dcp", ignore_file=["model.pt"]), no_dist=True)
-    assert differences(state, {"model": content()["model"]}) == []
+@pytest.mark.parametrize(
+    "export", [{"model": {"up.weight": torch.zeros(3)}}, {"optimizer": {"state": {}, "param_groups": []}}]
+)
+def test_an_export_in_a_dcp_directory_is_left_out_as_pytorch_leaves_it_out(tmp_path: Path, export: Any) -> None:
+    dcp.save(content(), checkpoint_id=tmp_path / "dcp", no_dist=True)
+    torch.save(export, tmp_path / "dcp" / "export.pt")
+    torch.save({"epoch": 3}, tmp_path / "dcp" / "more.pt")
+    assert differences(filled(f"{tmp_path}/dcp/", blank(content())), content()) == []
+    reader = fsdpckpt.StorageReader(tmp_path / "dcp")
+    assert [note.message for note in reader.checkpoint.notes if note.kind == "not-carried"] == [
+        "not in .metadata, and left out: export.pt"
+    ]
+    assert "more.epoch" in reader.read_metadata().state_dict_metadata
+    with pytest.raises(NeedsInformationError, match="2 candidates"):
+        fsdpckpt.convert(tmp_path / "dcp", tmp_path / "full.pt")
+
+
+@pytest.mark.parametrize("form", ["dcp", "torch", "safetensors"])
+def test_what_was_saved_after_the_reader_was_made_is_what_is_loaded(tmp_path: Path, form: str) -> None:
+    path, draw = tmp_path / "saved", torch.Generator().manual_seed(0)
+
+    def save(names: str, rows: int) -> dict[str, torch.Tensor]:
+        values = {name: torch.randn(rows + number, 3, generator=draw) for number, name in enumerate(names)}
+        if form == "dcp":
+            dcp.save(values, checkpoint_id=path, no_dist=True)
+        elif form == "torch":
+            torch.save(values, path)
+        else:
+            save_file(values, path)
+        return values
+
+    def loaded(like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        state = blank(like)
+        dcp.load(state, storage_reader=reader, no_dist=True)
+        return dict(state)
+
+    save("abc", 9)
+    reader = fsdpckpt.StorageReader(path, model="")
+    for names, rows in (("cba", 9), ("bcad", 11), ("a", 2)):
+        saved = save(names, rows)
+        assert differences(loaded(saved), saved) == []
+        assert differences(loaded(saved), saved) == []
+
+
+def test_a_save_while_a_rank_loads_is_noticed(tmp_path: Path) -> None:
+    first, second = {"a": random(40), "b": random(40)}, {"b": random(40), "a": random(40)}
+    dcp.save(first, checkpoint_id=tmp_path, no_dist=True)
+    reader, state, planner = fsdpckpt.StorageReader(tmp_path, model=""), blank(first), DefaultLoadPlanner()
+    planner.set_up_planner(state, reader.read_metadata(), True)
+    dcp.save(second, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(SourceCorruptError, match="changed while it was read"):
+        reader.read_data(planner.create_local_plan(), planner)
 
 
 def test_one_reader_can_load_twice(full: Path) -> None:
