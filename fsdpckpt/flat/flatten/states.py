@@ -215,8 +215,14 @@ class FlatOptimizer:
             raise SourceUnsupportedError(
                 f"{checkpoint.source}: optimizer states that a flattened checkpoint cannot hold",
                 details=wrong,
-                why="slices are cut by the shape of the parameter, and these states have a different shape",
-                next_step="convert to another layout (--to full, --to sharded), or only the model (--only model)",
+                why="a state is cut as its parameter is, and has the same shape"
+                + (
+                    ""
+                    if units.use_orig_params
+                    else "; with use_orig_params=False those of a unit become one, of one dtype"
+                ),
+                next_step="convert to another layout (--to full, --to sharded), or only the model (--only model)"
+                + ("" if units.use_orig_params else "; where dtypes differ, add --use-orig-params"),
             )
         cut = [Quantized.of(one.unit, self._state) for one in placed if one.sharded or not units.use_orig_params]
         layouts = {one.unit.key: one.layout for one in placed}
