@@ -75,7 +75,8 @@ def adapt_to_form(
 def _unplaced(checkpoint: Checkpoint, beside: SideFiles, placed: tuple[Step, ...]) -> tuple[str, ...]:
     """The extras that are not ``placed``, and of which no side file is, or is said to be left out."""
     files = [*beside.files, *(name for note in beside.notes for name in note.keys)]
-    said = {*map(str, placed), *(re.sub(r"(_\d+)?\.[^.]*$", "", name) for name in files)}
+    stems = [name.rpartition(".")[0] for name in files]
+    said = {*map(str, placed), *stems, *(re.sub(r"_\d+$", "", stem) for stem in stems)}
     return tuple(str(key) for key in checkpoint.extra if key not in said)
 
 

@@ -66,9 +66,9 @@ class ReadPart:
         return optim is None or why_sliced(optim.state, self.sections.model, self.tree.checksums) is None
 
 
-def read_part(label: str, stem: str, tree: Tree) -> ReadPart:
-    """Split ``tree`` into its sections. A part whose name says that it holds extras has nothing else in it."""
-    if stem == EXTRA_STEM and isinstance(tree.root, dict):
+def read_part(label: str, stem: str, tree: Tree, *, extras: bool = False) -> ReadPart:
+    """Split ``tree`` into its sections. A part whose name says that it holds ``extras`` has nothing else in it."""
+    if (extras or stem == EXTRA_STEM) and isinstance(tree.root, dict):
         return _of_extras(label, stem, tree, tree.root)
     return ReadPart(label, stem, tree, split(tree.root))
 

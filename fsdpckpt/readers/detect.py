@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 
 from fsdpckpt.errors import (
@@ -39,7 +39,7 @@ from fsdpckpt.readers.beside import BesideUnits, flavor_of, manifest_units, unit
 from fsdpckpt.readers.ignored import IgnoredFiles
 from fsdpckpt.readers.protocol import MANIFEST, UNITS, FileTable, Items, Part, ReadOptions, Tree
 from fsdpckpt.readers.side_files import missing_sections
-from fsdpckpt.readers.torch_ranks import slices_of_one_rank
+from fsdpckpt.readers.torch_ranks import may_be_torch, slices_of_one_rank
 from fsdpckpt.storage.protocols import UPLOADING, Entry, is_url
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import bytes_text, first_of, names_text
@@ -112,6 +112,9 @@ def list_parts(path: str, options: ReadOptions, sources: Sources) -> Listing:
     apart = {*exports, MANIFEST, UNITS}
     files = {entry.name: entry for entry in entries if not entry.directory and entry.name not in apart}
     unwanted: list[str] = []
+    for part in _side_parts(names, files, sources):  # numbers in their names are no ranks, tensors in them no model
+        listing.parts.append(part)
+        del files[part.label.rpartition("/")[2]]
     for reader in READERS:
         claim = reader.recognise_directory(path, files, options, sources)
         listing.parts += claim.parts
@@ -120,6 +123,14 @@ def list_parts(path: str, options: ReadOptions, sources: Sources) -> Listing:
         files = {name: entry for name, entry in files.items() if name not in claim.names}
     listing.not_carried += [*files, *unwanted]
     return listing
+
+
+def _side_parts(names: Sequence[str], files: Mapping[str, Entry], sources: Sources) -> list[Part]:
+    """A part for each of ``files`` that is a side file of the framework which keeps ``names`` in a directory."""
+    flavor = recognise(names)
+    beside = [file for name, file in files.items() if flavor is not None and re.search(flavor.side_files, name)]
+    found = [reader.recognise_file(file, sources) for file in beside if may_be_torch(file) for reader in READERS]
+    return [replace(part, neighbour=True, extras=True) for part in found if part is not None]
 
 
 def _refuse_uploads(path: str, entries: Sequence[Entry]) -> None:
@@ -251,7 +262,7 @@ class _Opening:
                 found=_kind(tree),
                 next_step="save a state dict: torch.save(model.state_dict(), new_path)",
             )
-        read = read_part(part.label, part.stem, tree)
+        read = read_part(part.label, part.stem, tree, extras=part.extras)
         if part.bare_ranks and not read.auxiliary and read.whole():
             raise NeedsInformationError(
                 f"{part.label}: each of these files holds whole tensors",

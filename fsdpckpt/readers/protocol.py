@@ -80,7 +80,8 @@ class Part:
     ``read`` opens it: it numbers its files in the table given, and raises SourceIncompleteError, SourceCorruptError,
     SourceUnsafeError or SourceUnsupportedError. Problems that do not stop it are in the tree. ``bare_ranks``: file
     names with nothing but a number were taken for ranks. ``neighbour``: the name does not say that this is a model or
-    an optimizer, so that a checkpoint can do without it.
+    an optimizer, so that a checkpoint can do without it. ``extras``: the framework keeps neither in a file of this
+    name.
     """
 
     label: str
@@ -88,6 +89,7 @@ class Part:
     read: ReadPart
     bare_ranks: bool = False
     neighbour: bool = False
+    extras: bool = False
 
 
 class FileTable:

@@ -54,6 +54,33 @@ def test_extras_without_a_place_are_named(full: str, tmp_path: Path) -> None:
     assert "mystuff" in _not_carried(again)
 
 
+def test_what_is_registered_for_checkpointing_is_neither_a_model_nor_a_ranks_file(full: str, tmp_path: Path) -> None:
+    """``Accelerator.register_for_checkpointing``: a file for each object, whose state may look like that of a model."""
+    source = tmp_path / "source"
+    fsdpckpt.convert(full, source, flavor="accelerate", **DCP)
+    objects: dict[str, dict[str, object]] = {
+        "custom_checkpoint_0.pkl": {"ema": torch.rand(5), "decay": 0.5},
+        "custom_checkpoint_1.pkl": {"a.weight": torch.rand(2, 3), "b": torch.rand(7)},
+        "scheduler.bin": {"last_epoch": 3},
+        "scheduler_1.bin": {"last_epoch": 4},
+    }
+    for name, state in objects.items():
+        torch.save(state, source / name)
+    (source / "fsdpckpt.json").unlink()
+    report = fsdpckpt.convert(source, tmp_path / "out", world_size=3)
+    assert report.flavor == "accelerate"
+    assert not _not_carried(report)
+    for name in objects:
+        assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
+    assert fsdpckpt.diff(source, tmp_path / "out").same
+    fsdpckpt.convert(source, tmp_path / "one.pt")
+    found = torch.load(tmp_path / "one.pt")
+    for name, state in objects.items():
+        held = found[name.partition(".")[0]]
+        assert held.keys() == state.keys()
+        assert all(torch.equal(torch.as_tensor(held[key]), torch.as_tensor(value)) for key, value in state.items())
+
+
 @pytest.mark.parametrize("flavor", ["torchtitan", "torchtitan-old"])
 def test_tensors_among_the_extras_do_not_become_parameters(full: str, tmp_path: Path, flavor: str) -> None:
     report = fsdpckpt.convert(full, str(tmp_path / "out"), flavor=flavor, **DCP)

@@ -59,7 +59,7 @@ class TorchReader:
         """One part for each set of rank files, then one for each other file. With ``options.only``, sets of other
         sections that lack files are left out."""
         sources.prefetch_ends([file.path for name, file in files.items() if name.endswith(_SUFFIXES)])
-        names = [name for name, file in files.items() if _may_be_torch(file) and _is_torch(file, sources)]
+        names = [name for name, file in files.items() if may_be_torch(file) and _is_torch(file, sources)]
         sets, single = group_ranks(names)
         _share_world_size(sets)
         claim = Claim(names=set(names))
@@ -75,7 +75,7 @@ class TorchReader:
         return claim
 
 
-def _may_be_torch(file: Entry) -> bool:
+def may_be_torch(file: Entry) -> bool:
     """Whether a file that nobody named is worth opening; a link that leads nowhere has no bytes."""
     return file.nbytes >= 16 and not auxiliary(file.name)
 
