@@ -88,6 +88,7 @@ def check_target(target: str, source: str, *, overwrite: bool, compare: bool = F
         raise UsageError("DST is empty", why=EMPTY, next_step="give a DST")
     if "\0" in target:
         raise UsageError("DST holds a NUL byte", file=target, next_step="give another DST")
+    _refuse_tilde(target)
     with target_errors(target):
         real = os.path.realpath(target)
         if source and not is_url(source):  # opening an empty SRC reports that
@@ -95,6 +96,18 @@ def check_target(target: str, source: str, *, overwrite: bool, compare: bool = F
         if (os.path.lexists(target) or os.path.lexists(real)) and not compare:
             _refuse_existing(target, real, overwrite=overwrite)
         _require_parent(target, os.path.dirname(real), [os.path.basename(real)])
+
+
+def _refuse_tilde(target: str) -> None:
+    """``~/out`` in quotes, or in Python, is a directory called ``~``: hardly what anybody wants."""
+    home = target.partition("/")[0]
+    expanded = os.path.expanduser(target)
+    if home.startswith("~") and expanded != target and not os.path.lexists(home):
+        raise UsageError(
+            f"DST begins with {home}, which only a shell replaces, and only where it is not quoted",
+            file=target,
+            next_step=f"give {shlex.quote(expanded)}, or {shlex.quote(f'./{target}')} for a directory called {home}",
+        )
 
 
 def _refuse_source(target: str, real: str, source: str, *, overwrite: bool) -> None:
