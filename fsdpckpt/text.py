@@ -54,7 +54,15 @@ def count_text(count: int) -> str:
     return f"{count:,}"
 
 
-_SINGULAR = {"are": "is", "have": "has", "were": "was", "do": "does", "share": "shares", "differ": "differs"}
+_SINGULAR = {
+    "are": "is",
+    "have": "has",
+    "were": "was",
+    "do": "does",
+    "share": "shares",
+    "differ": "differs",
+    "belong": "belongs",
+}
 
 
 def plural(count: int, word: str, verb: str = "") -> str:

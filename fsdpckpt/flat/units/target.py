@@ -238,7 +238,9 @@ def _settings_notes(units: Units, request: UnitsRequest, *, aligned: bool) -> li
         )
     kernels = possibly_channels_last(units)
     if kernels and request.globs:
-        lines.append(f"{len(kernels)} kernels are assumed to be row-major: channels_last models need --units FILE")
+        lines.append(
+            f"{plural(len(kernels), 'kernel', 'are')} assumed to be row-major: channels_last models need --units FILE"
+        )
     return lines
 
 

@@ -239,5 +239,5 @@ def _note_strangers(directory: DcpDirectory, entries: dict[str, Entry]) -> None:
     ]
     if strangers:
         directory.notes.append(
-            Note(STRAY, f"{len(strangers)} data files belong to another save: {', '.join(strangers[:5])}")
+            Note(STRAY, f"{plural(len(strangers), 'data file', 'belong')} to another save: {', '.join(strangers[:5])}")
         )

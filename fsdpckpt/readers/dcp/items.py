@@ -185,7 +185,7 @@ class _Contents:
             files.append(self.directory.file(path))
             texts.append(f"{tensor.key} at {start}: {path} holds {dtype.name} {shape}, not {tensor.dtype.name} {size}")
         raise SourceCorruptError(
-            f"{self.directory.path}: {len(rows)} items are not what the metadata says",
+            f"{self.directory.path}: {plural(len(rows), 'item', 'are')} not what the metadata says",
             details=texts,
             files=files,
             file=self.directory.path,

@@ -118,7 +118,9 @@ class _Universal:
         for file in self.others:
             more = self.module.groups(file)
             if len(more) != len(groups):
-                raise contradiction(file.path, f"it lists {len(more)} groups of parameters, and rank 0 {len(groups)}")
+                raise contradiction(
+                    file.path, f"it lists {plural(len(more), 'group')} of parameters, and rank 0 {len(groups)}"
+                )
             for group, added in zip(groups, more, strict=True):
                 group.update(added)
         return groups
@@ -226,6 +228,7 @@ class _Universal:
             named.append({**group, "params": [name for each in members for name in each]})
         if listed != list(range(len(groups))):
             raise contradiction(
-                file.path, f"its param groups list {first_of(listed, _SHOWN)} for {len(groups)} groups of parameters"
+                file.path,
+                f"its param groups list {first_of(listed, _SHOWN)} for {plural(len(groups), 'group')} of parameters",
             )
         return cast(Value, named)

@@ -79,7 +79,7 @@ class RankShards:
         strange = [key for key in model if isinstance(key, str) and key not in self._by_key and is_shard(key)]
         if strange:
             raise SourceCorruptError(
-                f"{self.file} has {len(strange)} shards that its shard metadata does not list",
+                f"{self.file} has {plural(len(strange), 'shard')} that its shard metadata does not list",
                 details=strange[:SHOWN],
                 file=self.file,
                 key=strange[0],
