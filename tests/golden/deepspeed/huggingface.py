@@ -8,7 +8,6 @@ no loss depends on their number.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import random
@@ -18,6 +17,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from tests.golden.deepspeed.make import without_compiler
 
 STEP = "checkpoint-3"
 
@@ -89,7 +90,7 @@ def trainer(what: str, directory: Path, stage: int) -> list[str]:
 
 def main(what: str, by: str, directory: Path, stage: int) -> None:
     os.environ |= {"DS_ACCELERATOR": "cpu", "ACCELERATE_USE_DEEPSPEED": "true"}
-    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # else it is compiled first
+    without_compiler()
     from accelerate import PartialState
 
     PartialState(backend="gloo")  # without a GPU it takes each rank for a world of its own

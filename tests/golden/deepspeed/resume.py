@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from tests.golden.deepspeed.make import HERE, MOMENTS, Net
+from tests.golden.deepspeed.make import HERE, MOMENTS, Net, without_compiler
 
 FSDP2 = HERE / "fsdp2"
 
@@ -92,10 +92,9 @@ def train(directory: Path) -> None:
 def load(directory: str, trained: Path, stage: int, more: dict[str, Any]) -> None:
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
-    import deepspeed.comm.torch
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-    deepspeed.comm.torch.build_shm_op = lambda: None  # compiled by a C++ compiler, and not needed
+    without_compiler()
     net, groups = make()
     config = {
         "train_micro_batch_size_per_gpu": 2,
