@@ -34,7 +34,7 @@ def contents(archive: TorchArchive) -> object:
             for key, value in values.items()
         },
         [column.tolist() for column in (sums.file, sums.offset, sums.nbytes, sums.crc)],
-        astuple(archive)[2:],
+        astuple(archive)[3:],
     )
 
 

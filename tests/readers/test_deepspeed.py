@@ -147,6 +147,12 @@ def test_what_the_training_kept_beside_is_an_extra(full: Callable[[str], Any]) -
     assert state["loss_scaler"] == {"cur_scale": 1.0, "dynamic": False}
 
 
+def test_what_is_left_out_of_every_ranks_file_is_said_once(tmp_path: Path) -> None:
+    notes = [note.message for note in opened(copy("zero3-bf16", tmp_path)).notes if note.kind == "dropped"]
+    assert len(notes) == 1
+    assert notes[0].endswith("_optim_states.pt and 2 more files are left out: ds_id")
+
+
 def test_the_weights_are_the_masters_and_that_is_said(tmp_path: Path) -> None:
     notes = [note for note in opened(copy("zero1-bf16", tmp_path)).notes if note.kind == "master-weights"]
     assert len(notes) == 1

@@ -23,7 +23,7 @@ import numpy as np
 
 from fsdpckpt.errors import FsdpckptError
 from fsdpckpt.formats.pickle.read import load
-from fsdpckpt.formats.torch.archive import OpenedArchive, TorchArchive, TreeWalk, notes_on_dropped
+from fsdpckpt.formats.torch.archive import OpenedArchive, TorchArchive, TreeWalk
 from fsdpckpt.formats.torch.distributed import BoxInFile, Distributed, DistributedParser, Place
 from fsdpckpt.formats.torch.mesh import Hole, Mesh, MeshParser
 from fsdpckpt.formats.torch.tensors import StoredTensor, TensorBuilder, Wrapped
@@ -317,7 +317,8 @@ def archive_of(own: Own, checksums: Checksums, path: str) -> TorchArchive:
     return TorchArchive(
         shared.root,
         checksums,
-        notes_on_dropped(shared.dropped, path),
+        path,
+        shared.dropped,
         frozenset(rank for rank in ranks if rank is not None),
         tuple({id(world): world for world in worlds}.values()),
         shared.forms,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import TypeAlias, cast
@@ -30,7 +30,7 @@ from fsdpckpt.ir.checkpoint import Checksums, Note
 from fsdpckpt.ir.tensors import Chunks, Tensor, contiguous_stride
 from fsdpckpt.ir.values import Global, Key, Object, Value
 from fsdpckpt.storage.protocols import ByteSource
-from fsdpckpt.text import truncate
+from fsdpckpt.text import plural, truncate
 
 _PLAIN: frozenset[type] = frozenset({str, int, float, bool, type(None), bytes, complex, bytearray, Global, Distributed})
 
@@ -298,24 +298,31 @@ class OpenedArchive:
 @dataclass(frozen=True, slots=True)
 class TorchArchive:
     """One archive, read. ``root``'s leaves are ``StoredTensor`` (or what ``leaf`` made of them), ``Distributed`` or ir
-    values. ``ranks``: the ranks that its distributed tensors say saved them; ``worlds``: the ranks that they say there
-    are; ``forms``: ``DTensor``, ``ShardedTensor``; ``devices``: the device types of DTensors' meshes. All empty when it
-    holds none."""
+    values. ``path``: of the file; ``dropped``: the Python attributes of its tensors, which are left out. ``ranks``: the
+    ranks that its distributed tensors say saved them; ``worlds``: the ranks that they say there are; ``forms``:
+    ``DTensor``, ``ShardedTensor``; ``devices``: the device types of DTensors' meshes. All empty when it holds none."""
 
     root: Value
     checksums: Checksums
-    notes: list[Note]
+    path: str
+    dropped: frozenset[str]
     ranks: frozenset[int]
     worlds: tuple[tuple[int, ...], ...]
     forms: frozenset[str]
     devices: frozenset[str]
 
 
-def notes_on_dropped(names: Collection[str], path: str) -> list[Note]:
-    """What there is to say of Python attributes of tensors, which are left out."""
-    if not names:
-        return []
-    return [Note("dropped", f"Python attributes of tensors in {path} are left out: {', '.join(sorted(names))}")]
+def notes_on_dropped(archives: Iterable[TorchArchive]) -> list[Note]:
+    """What there is to say of Python attributes of tensors, which are left out: once for all files with the same."""
+    paths: dict[frozenset[str], list[str]] = {}
+    for archive in archives:
+        paths.setdefault(archive.dropped, []).append(archive.path)
+    notes = []
+    for names, files in paths.items():
+        where = files[0] if len(files) == 1 else f"{files[0]} and {plural(len(files) - 1, 'more file')}"
+        message = f"Python attributes of tensors in {where} are left out: {', '.join(sorted(names))}"
+        notes += [Note("dropped", message)] if names else []
+    return notes
 
 
 def load_torch(
@@ -402,7 +409,8 @@ def parse_archive(
     return TorchArchive(
         root,
         opened.checksums(file_id),
-        notes_on_dropped(builder.dropped, source.path),
+        source.path,
+        frozenset(builder.dropped),
         frozenset(walk.ranks),
         tuple(walk.worlds.values()),
         frozenset(walk.forms),

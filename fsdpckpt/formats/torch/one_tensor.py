@@ -48,7 +48,7 @@ class _Form:
             return None
         crc = crc if len(sums.crc) else []
         checksums = replace(sums, file=np.full(len(crc), file_id, np.int64), crc=np.array(crc, np.int64))
-        return replace(self.archive, root=_copied(self.archive.root), checksums=checksums)
+        return replace(self.archive, root=_copied(self.archive.root), checksums=checksums, path=source.path)
 
 
 class Forms:
@@ -78,7 +78,7 @@ def _form(opened: OpenedArchive, archive: TorchArchive) -> _Form | None:
     data = [number for number, name in enumerate(columns.names) if name.startswith("data/")]
     values = list(archive.root.values()) if isinstance(archive.root, dict) else [archive.root]
     simple = all(isinstance(value, (StoredTensor, int, float, str)) for value in values)
-    if len(data) > 1 or not simple or archive.notes or archive.forms:
+    if len(data) > 1 or not simple or archive.dropped or archive.forms:
         return None
     directory, _, start = find_directory(source, 0, source.nbytes)
     end = int(columns.offset[data[0]]) if data else start

@@ -13,7 +13,7 @@ from itertools import chain
 from typing import TypeAlias, cast
 
 from fsdpckpt.errors import SourceCorruptError
-from fsdpckpt.formats.torch.archive import TorchArchive, read_archive
+from fsdpckpt.formats.torch.archive import TorchArchive, notes_on_dropped, read_archive
 from fsdpckpt.formats.torch.distributed import BoxInFile, Distributed, all_ranks
 from fsdpckpt.formats.torch.tensors import StoredTensor, size_of
 from fsdpckpt.ir.checkpoint import Checksums, Layout, Note
@@ -159,7 +159,7 @@ def add_extras(tree: Tree, merged: Sequence[Tree]) -> None:
 def add_archives(tree: Tree, archives: Sequence[TorchArchive]) -> None:
     """Put the checksums and notes of the files of ``tree`` into it."""
     tree.checksums = Checksums.joined(archive.checksums for archive in archives)
-    tree.notes.extend(note for archive in archives for note in archive.notes)
+    tree.notes.extend(notes_on_dropped(archives))
 
 
 def part_of(rank: int, ranks: int, stored: StoredTensor, place: Slice | None, shape: tuple[int, ...]) -> Distributed:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError
-from fsdpckpt.formats.torch.archive import TorchArchive
+from fsdpckpt.formats.torch.archive import TorchArchive, notes_on_dropped
 from fsdpckpt.formats.torch.bulk import read_tensors
 from fsdpckpt.ir.checkpoint import Checksums, Container, Evidence, EvidenceKind, Layout
 from fsdpckpt.ir.tensors import Tensor
@@ -62,9 +62,8 @@ def read_torch_ranks(paths: Mapping[int, str], files: FileTable, sources: Source
     tree.rank_values.update(merge.rank_values)
     tree.absences.update(merge.absences)
     tree.checksums = Checksums.joined(archive.checksums for archive in archives)
-    for archive in archives:
-        tree.notes.extend(archive.notes)
-        tree.devices |= archive.devices
+    tree.notes.extend(notes_on_dropped(archives))
+    tree.devices.update(*(archive.devices for archive in archives))
     _separate_extras(tree, files, sources, extras=extras)
     tree.evidence.append(Evidence(EvidenceKind.CONTAINER, _held(paths, ranks, forms)))
     tree.evidence.extend(named.evidence)
@@ -202,7 +201,8 @@ def read_torch_file(path: str, files: FileTable, sources: Sources) -> Tree:
     if archive.forms or metadata is not None:
         rank = min(archive.ranks, default=0) if metadata is None or metadata.rank is None else metadata.rank
         return read_torch_ranks({rank: path}, files, sources)
-    tree = Tree(archive.root, Layout.FULL, Container.TORCH, 1, checksums=archive.checksums, notes=archive.notes)
+    tree = Tree(archive.root, Layout.FULL, Container.TORCH, 1, checksums=archive.checksums)
+    tree.notes.extend(notes_on_dropped([archive]))
     tree.evidence.append(Evidence(EvidenceKind.CONTAINER, f"{path} is one torch.save file of plain tensors"))
     keys = flat_parameter_keys(archive.root)
     if keys:
