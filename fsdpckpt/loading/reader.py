@@ -8,12 +8,13 @@ boxes are located in the source's own chunks when they are read.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -30,7 +31,9 @@ from fsdpckpt.comm.boxes import held_boxes
 from fsdpckpt.comm.dtensor import DTensor, StridedShard, compute_local_shape_and_global_offset
 from fsdpckpt.errors import SourceError, SourceUnsupportedError, StateDictMismatchError, UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint, KeyType
+from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.tensors import Box, Tensor
+from fsdpckpt.ir.values import Value
 from fsdpckpt.loading.source import (
     BoxToRead,
     Entries,
@@ -192,7 +195,7 @@ class StorageReader(TorchStorageReader):
             planner.commit_tensor(item, target)
         entries = self._entries_of_rank()
         for item in values:
-            value = entries.values[item.storage_index.fqn]
+            value = _as_named_by(getattr(planner, "state_dict", {}), item, entries)
             planner.load_bytes(item, as_saved(value, self._checkpoint, self._sources))
         self._sources.require_unchanged()
         self._sources.__exit__()  # files are closed; another load opens them again
@@ -226,14 +229,19 @@ class StorageReader(TorchStorageReader):
         return self._entries_of_rank()
 
     def _require_match(self, wanted: list[_Wanted], planner: LoadPlanner, entries: Entries) -> None:
-        """Raises when a tensor has another dtype or shape; older versions of torch do not check the shape."""
-        whole = getattr(planner, "state_dict", {})
+        """Raises when a tensor has another dtype, or another shape: the plans of older torch do not check it.
+
+        A planner that plans by itself may ask for a part of a tensor.
+        """
+        own_plan = type(planner).create_local_plan is not DefaultLoadPlanner.create_local_plan
+        whole = getattr(planner, "state_dict", {}) if not own_plan else {}
         wrong: dict[str, str] = {}
+        cast = False
         for key, held_as, _, target in wanted:
             tensor = _tensor(entries, key)
             stored, expected = tensor.dtype.name, str(target.dtype).removeprefix("torch.")
             if stored != expected:
-                wrong[key] = f"{key}: {stored} in the checkpoint, {expected} in the state dict"
+                wrong[key], cast = f"{key}: {stored} in the checkpoint, {expected} in the state dict", True
             shape = tuple(getattr(whole.get(held_as), "shape", tensor.shape))
             if shape != tensor.shape:
                 wrong[key] = f"{key}: {list(tensor.shape)} in the checkpoint, {list(shape)} in the state dict"
@@ -241,11 +249,24 @@ class StorageReader(TorchStorageReader):
             raise StateDictMismatchError(
                 f"{self._path} holds {plural(len(wrong), 'tensor')} of another dtype or shape than the state dict has",
                 details=list(wrong.values()),
-                why="loading never casts: the choice of rounding is yours",
-                next_step="make the state dict like the checkpoint, or cast the checkpoint first: "
-                f"fsdpckpt convert {self._path} DST --dtype DTYPE",
+                why="loading never casts: the choice of rounding is yours" if cast else None,
+                next_step="make the state dict like the checkpoint"
+                + (f", or cast the checkpoint first: fsdpckpt convert {self._path} DST --dtype DTYPE" if cast else ""),
                 key=next(iter(wrong)),
             )
+
+
+def _as_named_by(state: Mapping[str, Any], item: ReadItem, entries: Entries) -> Value:
+    """The value that ``item`` asks for; names in the ``params`` of groups with the prefixes they have in ``state``."""
+    value = entries.values[item.storage_index.fqn]
+    held = state.get(item.dest_index.fqn)
+    path = entries.paths.get(item.storage_index.fqn, ())
+    if path[-3:-2] != ("param_groups",) or path[-1] != "params":
+        return value
+    if not isinstance(held, list) or not isinstance(value, list):
+        return value
+    called = {clean(name): name for name in held if isinstance(name, str)}
+    return [called.get(name, name) if isinstance(name, str) else name for name in value]
 
 
 def _storage_metadata(key: str, value: object, path: str) -> TensorStorageMetadata | BytesStorageMetadata:

@@ -17,6 +17,8 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -289,6 +291,49 @@ def test_what_was_saved_after_the_reader_was_made_is_what_is_loaded(tmp_path: Pa
         saved = save(names, rows)
         assert differences(loaded(saved), saved) == []
         assert differences(loaded(saved), saved) == []
+
+
+class FirstRows(DefaultLoadPlanner):
+    """A job's own: it takes as many rows as its tensors have, from the second on."""
+
+    def create_local_plan(self) -> LoadPlan:
+        return LoadPlan(
+            [
+                ReadItem(
+                    LoadItemType.TENSOR,
+                    MetadataIndex(name, torch.Size([0, 0])),
+                    torch.Size([0, 0]),
+                    MetadataIndex(name, torch.Size([0, 0])),
+                    torch.Size([1, 0]),
+                    tensor.shape,
+                )
+                for name, tensor in self.state_dict.items()
+            ]
+        )
+
+
+def test_a_planner_may_ask_for_a_part_of_a_tensor(full: Path) -> None:
+    whole = content()["model"]["up.weight"]
+    loaded = filled(full, {"model": {"up.weight": torch.empty(5, 7)}}, planner=FirstRows())
+    assert torch.equal(loaded["model"]["up.weight"], whole[1:6])
+    with pytest.raises(CheckpointException, match="float64 in the state dict"):
+        filled(full, {"model": {"up.weight": torch.empty(5, 7, dtype=torch.float64)}}, planner=FirstRows())
+
+
+@pytest.mark.parametrize("saved", ["", "_orig_mod."])
+@pytest.mark.parametrize("asked", ["", "_orig_mod."])
+def test_names_of_a_compiled_model_are_those_of_the_state_dict_in_its_param_groups_too(
+    tmp_path: Path, saved: str, asked: str
+) -> None:
+    def state(prefix: str, seed: int) -> dict[str, Any]:
+        names = [prefix + name for name in ("b.w", "a.w", "c")]
+        states = {name: {"exp_avg": random(4, seed=seed + at)} for at, name in enumerate(names)}
+        groups = [{"lr": 0.5 + seed, "params": names[:2]}, {"lr": 0.25, "params": names[2:]}]
+        model = {name: random(4, seed=seed + 7 + at) for at, name in enumerate(names)}
+        return {"model": model, "optimizer": {"state": states, "param_groups": groups}}
+
+    dcp.save(state(saved, 1), checkpoint_id=tmp_path, no_dist=True)
+    assert differences(filled(tmp_path, state(asked, 50)), state(asked, 1)) == []
 
 
 def test_a_save_while_a_rank_loads_is_noticed(tmp_path: Path) -> None:
