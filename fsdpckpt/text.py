@@ -62,6 +62,7 @@ _SINGULAR = {
     "share": "shares",
     "differ": "differs",
     "belong": "belongs",
+    "stand": "stands",
 }
 
 
