@@ -292,8 +292,8 @@ def _find_beside(metadata: DcpMetadata, flat: list[str], result: FlattenedFindin
     result.beside = frozenset(beside)
     if beside:
         message = (
-            f"{plural(len(beside), 'vector', 'stand')} beside the flat parameters: buffers, and one rank's slices of parameters, "
-            "which are not converted: their data is in the flat parameters"
+            f"{plural(len(beside), 'vector', 'stand')} beside the flat parameters: buffers, and one rank's slices of "
+            "parameters, which are not converted: their data is in the flat parameters"
         )
         result.notes.append(Note("flattened-names", message, beside[0], tuple(beside)))
 
