@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -53,6 +54,7 @@ def _start(rank: int, world_size: int, port: int, body: Callable[[int], int], li
     if pid:
         return pid
     code = 1
+    gc.freeze()  # what the parent has is never looked at again, and its pages stay shared
     try:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank)}
         os.environ |= {"LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}

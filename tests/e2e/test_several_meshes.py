@@ -1,6 +1,7 @@
 """Experts on a mesh of their own, on 4 real Gloo ranks: saved, converted, loaded by FSDP2, and trained on.
 
-Every path ends in the same weights and moments after one more step, bit for bit, as the run that went on.
+Every path ends in the same weights and moments after one more step, bit for bit, as the run that went on. A path is
+tried from one of the two cases; that the files are right for both is played in ``tests.writers``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ from tests.writers.experts import ExpertMesh
 
 CASES = {"shards": ExpertMesh(1, 4, 2), "replicas": ExpertMesh(2, 2, 2)}
 OTHER = {"shards": "replicas", "replicas": "shards"}
-PATHS = ("back", "like-the-other", "dcp", "torchtitan", "reader-full", "reader-ranks", "scatter", "gather")
+PATHS = {
+    "shards": ("back", "torchtitan", "reader-full", "gather"),
+    "replicas": ("back", "like-the-other", "dcp", "reader-ranks", "scatter"),
+}
 LIMIT = 240.0
 
 
@@ -148,7 +152,7 @@ def go_on(directory: Path) -> None:
         problems: dict[str, list[str]] = {}
         for name in CASES:
             expected = torch.load(directory / f"{name}-expected.pt", weights_only=True)
-            for path in PATHS:
+            for path in PATHS[name]:
                 model, optimizer = filled(path, name, directory, rank)
                 step(model, optimizer)
                 problems[f"{name}-{path}"] = differences(whole(model, optimizer), expected)
@@ -179,8 +183,7 @@ def _all(directory: Path) -> None:
 
 
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "path"), [(name, path) for name, paths in PATHS.items() for path in paths])
 def test_every_path_goes_on_as_the_run_that_was_saved(oracle: Oracle, name: str, path: str) -> None:
     directory = oracle.once("several-meshes", _all)
     for rank in range(4):

@@ -18,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -25,7 +26,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-__all__ = ["IMPORTED", "become", "end_with_parent", "forked", "play"]
+__all__ = ["IMPORTED", "become", "end_with_parent", "forked", "play", "run_forking"]
 
 _PROGRAM = ("fsdpckpt.cli.app", "fsdpckpt.api", "fsdpckpt.converters.pipeline", "fsdpckpt.execute.executor")
 IMPORTED = {
@@ -163,6 +164,26 @@ class _Worker:
                 raise subprocess.TimeoutExpired(self.args, timeout or 0)
             time.sleep(0.01)
         return code
+
+
+def run_forking() -> None:
+    """``sys.argv[1:]`` as a program whose ``subprocess.run`` forks Python programs instead of executing them."""
+
+    executed = subprocess.run
+
+    def run_forked(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[Any]:
+        if command[0] != sys.executable:
+            return executed(command, **options)
+        with tempfile.TemporaryFile("w+") as said:
+            stdout = said if options["stdout"] == subprocess.PIPE else options["stdout"]
+            code = _Worker(command, options["env"], stdout, None, False).wait()
+            said.seek(0)
+            if code and options["check"]:
+                raise subprocess.CalledProcessError(code, command)
+            return subprocess.CompletedProcess(command, code, said.read())
+
+    subprocess.run = run_forked  # type: ignore[assignment]
+    sys.exit(play(sys.argv[1:]))
 
 
 def _start(request: dict[str, Any], descriptors: Sequence[int]) -> int:
