@@ -27,8 +27,10 @@ from fsdpckpt.formats.dcp.repeats import Items, Lists, Piece, Records
 from fsdpckpt.formats.dcp.runs import CHUNK, INDEX, Form, Found, ItemForm, learn
 from fsdpckpt.storage.protocols import ByteSource
 
-_BLOCK = 16 << 20
+_BLOCK = 4 << 20  # bytes that are looked at at a time: what is made of them takes several times as much memory
+_LONGEST_COPY = 16 << 20  # bytes that are kept before most are found to be in runs
 _WINDOW = 64 << 10  # bytes that are searched for records at first
+_MOST_WINDOW = 1 << 20  # ... and in the end
 _ROOM = 4096  # bytes at the end of a block in which no opcode or record begins that might not end there
 _PROTOCOLS = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 _FRAME = 0x95
@@ -251,7 +253,7 @@ class _Walk:
         self._ends += [end + len(self._rest) for end in ends]
         block = Block(self._rest + data)
         self._step(block, len(block.data) - _ROOM)
-        if len(self.out) > _BLOCK + 3 * self._read // 4:
+        if len(self.out) > _LONGEST_COPY + 3 * self._read // 4:
             raise UnusualError("little of it is in runs")
 
     def finish(self) -> None:
@@ -451,7 +453,7 @@ class _Walk:
         """Find the records from ``at`` on: whether one stands there after those that were known, then ever more."""
         self._close(kind)
         end = min(at + self._sizes[kind], max(self._limit, at + 1))
-        self._sizes[kind] = min(max(2 * self._sizes[kind], _WINDOW), _BLOCK)
+        self._sizes[kind] = min(max(2 * self._sizes[kind], _WINDOW), _MOST_WINDOW)
         window = self._windows[kind] = _Window(at, end, form.find(self._block, at, end), [])
         return window
 
@@ -505,13 +507,16 @@ class _Walk:
         return columns
 
     def _shared(self, references: npt.NDArray[np.signedinteger]) -> npt.NDArray[np.int32]:
-        """The numbers of the texts that are referred to: few, one after the other."""
+        """The numbers of the texts that are referred to: few different ones, each often several times in a row."""
         changes = np.flatnonzero(np.diff(references, prepend=-1))
-        texts = [self._memo.text(number) for number in references[changes].tolist()]
-        if None in texts:
-            raise UnusualError("a name that is no text")
-        numbers = np.array([self.texts.number(text) for text in texts if text is not None], np.int32)
-        return np.repeat(numbers, np.diff(changes, append=len(references)))
+        different, first, place = np.unique(references[changes], return_index=True, return_inverse=True)
+        numbers = np.empty(len(different), np.int32)
+        for row in np.argsort(first).tolist():
+            text = self._memo.text(int(different[row]))
+            if text is None:
+                raise UnusualError("a name that is no text")
+            numbers[row] = self.texts.number(text)
+        return np.repeat(numbers[place], np.diff(changes, append=len(references)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,8 @@ __all__ = ["Items", "Lists", "Piece", "Records"]
 
 _MOST_ALIKE = 8  # lists that begin with the same bytes
 _MOST_KEY = 512  # bytes by which they are told apart
-_MOST_BYTES = 32 << 20  # of records that are known at a time
+_MOST_BYTES = 32 << 20  # of lists that are known at a time
+_MOST_OF_ITEMS = 8 << 20  # of items, which take three times as much memory as their bytes
 _WORTH = 16  # items in a row that are compared sooner than parsed
 _SHORT = 128  # items in a row, on average, that are joined with those around them
 _AT_ONCE = 1024  # items compared at once: a batch of the pickler has a thousand
@@ -162,7 +163,7 @@ class Items:
 
     def __init__(self) -> None:
         self._last: dict[int, tuple[_Stretch, int]] = {}  # by name: the last item that has it
-        self._left = _MOST_BYTES
+        self._left = _MOST_OF_ITEMS
         self.scattered = False  # those that were taken last followed each other nowhere: parsing more joins them
         self._taken: list[tuple[_Stretch, int, int, int]] = []  # first item, end, where the first begins in the block
 
@@ -209,9 +210,10 @@ class Items:
     def _remember(self, stretch: _Stretch) -> None:
         if len(stretch.content) > self._left:
             self._last.clear()
-            self._left = _MOST_BYTES
+            self._left = _MOST_OF_ITEMS
         self._left -= len(stretch.content)
-        self._last.update((name, (stretch, row)) for row, name in enumerate(stretch.names.tolist()))
+        last = dict(zip(stretch.names.tolist(), range(len(stretch)), strict=True))
+        self._last.update((name, (stretch, row)) for name, row in last.items())
 
     def take(self, form: ItemForm, block: Block, at: int, name_at: NameAt) -> Records | None:
         """The known items that stand at ``at``, one after the other. ``name_at``: the name of the item at a place."""
