@@ -126,6 +126,13 @@ def test_a_missing_state_is_named(runs: Path, tmp_path: Path) -> None:
         opened(directory)
 
 
+def test_the_directory_of_the_weights_asks_for_the_one_above(runs: Path, tmp_path: Path) -> None:
+    directory = step(runs, "zero1-bf16", tmp_path)
+    with pytest.raises(SourceIncompleteError, match="only the weights and states") as error:
+        opened(directory / "zero")
+    assert error.value.next_step == f"give {directory}"
+
+
 def test_a_parameter_that_never_had_a_gradient_has_its_weight_alone(runs: Path, tmp_path: Path) -> None:
     """ZeRO makes no states for it, and ds_to_universal.py writes its weight (0.19)."""
     directory = step(runs, "zero1-bf16", tmp_path)

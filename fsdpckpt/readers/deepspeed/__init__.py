@@ -92,6 +92,14 @@ class DeepSpeedReader:
 
 def _claim_step(path: str, files: Mapping[str, Entry], sources: Sources) -> Claim:
     """The step among ``files``, those of the directory ``path``; nothing where there is none."""
+    above, _, name = path.rstrip("/").rpartition("/")
+    if name == ZERO and OPTIMIZER_STATE in files:
+        raise SourceIncompleteError(
+            f"{path} has only the weights and states of a DeepSpeed universal checkpoint",
+            file=path,
+            why="which parameters and buffers there are is in the files of module states, one directory up",
+            next_step=f"give {above or '..'}",
+        )
     if any(_OPTIM.match(name) for name in files):
         return _claim_zero(path, files)
     if any(_MODEL.match(name) for name in files):
@@ -99,7 +107,7 @@ def _claim_step(path: str, files: Mapping[str, Entry], sources: Sources) -> Clai
         if zero is not None and zero.directory:
             return _claim_universal(path, files)
     elif not files and sources.stat(f"{path.rstrip('/')}/{ZERO}/{OPTIMIZER_STATE}") is not None:
-        _require_all_ranks(path, {}, {}, per_rank=False)
+        require_all_ranks(path, {}, {}, per_rank=False)
     return Claim()
 
 
@@ -108,7 +116,7 @@ def _claim_universal(path: str, files: Mapping[str, Entry]) -> Claim:
     whole = {name: match for name, match in matches.items() if match[1] is None}
     taken = whole or matches  # where both are, ZeRO 3 finds the second
     model = {int(match[1] or 0): name for name, match in taken.items() if int(match[2]) == 0}
-    _require_all_ranks(path, {}, model, per_rank=not whole)
+    require_all_ranks(path, {}, model, per_rank=not whole)
     universal = UniversalFiles(
         path,
         {rank: files[name].path for rank, name in sorted(model.items())},
@@ -129,7 +137,7 @@ def _claim_zero(path: str, files: Mapping[str, Entry]) -> Claim:
     optim = {int(match[1]): name for name in names if (match := _OPTIM.match(name))}
     model = {int(match[1] or 0): name for name in names if (match := _MODEL.match(name))}
     per_rank = any(name.startswith("zero_pp_rank_") for name in model.values())
-    _require_all_ranks(path, optim, model, per_rank=per_rank)
+    require_all_ranks(path, optim, model, per_rank=per_rank)
     zero = ZeroFiles(
         path,
         {rank: files[name].path for rank, name in sorted(optim.items())},
@@ -162,9 +170,11 @@ def _require_data_parallel(path: str, names: set[str]) -> None:
             )
 
 
-def _require_all_ranks(path: str, optim: Mapping[int, str], model: Mapping[int, str], *, per_rank: bool) -> None:
-    """Every rank 0 .. W - 1 has its files."""
-    ranks = max([0, *optim, *(model if per_rank else ())]) + 1
+def require_all_ranks(
+    path: str, optim: Mapping[int, str], model: Mapping[int, str], *, per_rank: bool, world_size: int = 1
+) -> None:
+    """Every rank 0 .. W - 1 has its files. ``world_size``: W is no less, say the files themselves."""
+    ranks = max([world_size - 1, *optim, *(model if per_rank else ())]) + 1
     missing: list[str] = []
     if optim:
         known = next(iter(optim.values()))

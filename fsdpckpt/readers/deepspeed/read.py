@@ -15,7 +15,7 @@ from fsdpckpt.formats.torch.distributed import Distributed
 from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.ir.checkpoint import Evidence, EvidenceKind, Layout, Note
 from fsdpckpt.ir.values import Key, Object, Value
-from fsdpckpt.readers.deepspeed import ZeroFiles
+from fsdpckpt.readers.deepspeed import ZeroFiles, require_all_ranks
 from fsdpckpt.readers.deepspeed.module_states import (
     FlatGroup,
     ModuleStates,
@@ -50,6 +50,7 @@ DESCRIBED_STATES = frozenset({
     "zero_stage", "ds_version",
 })  # fmt: skip  # of the optimizer's states: they describe the partitions
 _SWAPPED = "offloaded_tensors"
+_MOST_RANKS = 100_000  # names have five digits
 _SHOWN = 4
 
 
@@ -174,12 +175,25 @@ class _Step:
                 return partitions_of_params(shapes, lengths)
             flat = partitions_of_groups(shapes, self._gaps(ranks[0], len(shapes)), lengths)
         except PartitionError as error:
+            self._require_every_rank(ranks[0])
             raise contradiction(ranks[0].file.path, str(error)) from None
         if self._round_robin():
             flat.params = [dealt(names, len(ranks)) for names in flat.params]
         else:  # with it, DeepSpeed 0.19 computes its own record for the wrong order
             self._require_record(ranks, flat)
         return flat
+
+    def _require_every_rank(self, rank: _RankStates) -> None:
+        """The files say how many ranks shared each flat tensor. Names do not: the last ranks' may be missing."""
+        said = rank.file.states.get("partition_count")
+        counts = said if isinstance(said, list) else [said]
+        if self.zero.optim and all(map(is_count, counts)):
+            files = (
+                {rank: path.rpartition("/")[2] for rank, path in one.items()}
+                for one in (self.zero.optim, self.zero.model)
+            )
+            most = min(max(cast("list[int]", counts), default=0), _MOST_RANKS)
+            require_all_ranks(self.zero.directory, *files, per_rank=self._stage_3, world_size=most)
 
     def _gaps(self, rank: _RankStates, groups: int) -> list[list[int]]:
         """The padding after each parameter of each flat tensor (``parameter_alignment``)."""
