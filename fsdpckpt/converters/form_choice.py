@@ -107,16 +107,15 @@ def requested_form(flavor: Flavor, suffix: str, options: ConvertOptions, source:
     fitting = _fitting(flavor, suffix, options, source)
     if not fitting:
         raise UsageError(
-            f"{flavor.title} does not save what is asked for",
+            f"--flavor {flavor.name} does not go with {_words_of(suffix, options)}",
             expected="; ".join(map(_words, flavor.forms)),
-            found=_words_of(suffix, options) or "nothing in particular",
             next_step=_what_to_change(flavor, suffix, options, source),
         )
     form = _preferred(flavor, fitting, source)
     if form.optim is not None and options.key_type not in (None, form.key_type):
         keys = f"keys its optimizer by {form.key_type}" if form.key_type else "has keys of its own in this form"
         raise UsageError(
-            f"--key-type {options.key_type} does not fit {flavor.title}, which {keys}",
+            f"--key-type {options.key_type} does not go with --flavor {flavor.name}, which {keys}",
             next_step="drop --key-type",
         )
     return form
@@ -183,6 +182,4 @@ def _words_of(suffix: str, options: ConvertOptions) -> str:
     given = [f"--to {options.to}"] if options.to is not None else []
     given += [f"--container {options.container}"] if options.container is not None else []
     given += [f"--world-size {options.world_size}"] if options.world_size is not None else []
-    given += [f"--key-type {options.key_type}"] if options.key_type is not None else []
-    given += [f"--only {options.only}"] if options.only is not None else []
-    return ", ".join([*given, *([f"one {suffix} file"] if suffix else [])])
+    return " and ".join([*given, *([f"one {suffix} file"] if suffix else [])])

@@ -267,7 +267,7 @@ def refuse_section_options(
         elif not present:
             why = f"{opened.source} has no {words}"
         elif section is Section.OPTIM and flavor is not None and not written:
-            why = f"{flavor.title} has no place for the {words}"
+            why = f"flavor {flavor.name} has no place for the {words}"
         if why is not None:
             refuse_unused(options, scope, why)
 
