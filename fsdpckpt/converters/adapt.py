@@ -128,7 +128,8 @@ def _adapt_extras(checkpoint: Checkpoint, flavor: Flavor, form: Form, sources: S
         absent.append((form.counter, _steps(checkpoint, sources)))
     if absent:
         said = ", ".join(f"{key} = {value!r}" for key, value in absent)
-        notes.append(Note("inferred", f"what flavor {flavor.name} needs and the source does not have was added: {said}"))
+        message = f"what flavor {flavor.name} needs and the source does not have was added: {said}"
+        notes.append(Note("inferred", message))
         extra.update(absent)
     return replace(checkpoint, extra=extra, rank_extra=rank_extra, notes=tuple(notes))
 
