@@ -38,11 +38,11 @@ class TargetData:
 
     tensors: list[WrittenTensor] = field(default_factory=list)
     boxes: array[int] = field(default_factory=lambda: array("q"))
-    _numbers: dict[tuple[Tensor, str, tuple[int, ...] | None], int] = field(default_factory=dict)
+    _numbers: dict[tuple[str, tuple[int, ...] | None], dict[Tensor, int]] = field(default_factory=dict)
 
     def tensor(self, tensor: Tensor, dtype: DType, order: tuple[int, ...] | None = None) -> int:
         """The number of a tensor as it is written."""
-        number = self._numbers.setdefault((tensor, dtype.name, order), len(self.tensors))
+        number = self._numbers.setdefault((dtype.name, order), {}).setdefault(tensor, len(self.tensors))
         if number == len(self.tensors):
             self.tensors.append(WrittenTensor(tensor, dtype, order))
         return number

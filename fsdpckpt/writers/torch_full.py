@@ -162,33 +162,33 @@ class Storages:
     def __init__(self, casts: Mapping[Tensor, DType], shared: Mapping[Tensor, _SharedView]) -> None:
         self._casts = casts
         self._shared = shared
-        self._views: dict[Tensor, StorageView] = {}
-        self._records: list[tuple[WrittenTensor, int] | bytes] = []  # and its length
+        self._numbers: dict[Tensor, int] = {}  # of the records of their own
+        self._records: list[WrittenTensor | bytes] = []
+        self._orders: dict[tuple[int, tuple[int, ...]], tuple[tuple[int, ...] | None, tuple[int, ...]]] = {}
 
     def __call__(self, tensor: Tensor) -> StorageView:
-        view = self._views.get(tensor)
-        if view is None:
-            shared = self._shared.get(tensor)
-            view = self._views[tensor] = self._own(tensor) if shared is None else self._view(tensor, shared)
-        return view
-
-    def _own(self, tensor: Tensor) -> StorageView:
-        order, stride = order_of(tensor)
+        shared = self._shared.get(tensor)
+        if shared is not None:
+            return self._view(tensor, shared)
+        alike = (id(tensor.chunks.stride), tensor.shape)  # tensors of one shape share the array, and keep it
+        known = self._orders.get(alike)
+        if known is None:
+            known = self._orders[alike] = order_of(tensor)
+        order, stride = known
         dtype = self._casts.get(tensor, tensor.dtype)
-        key, nbytes = self._record(tensor, dtype, order)
-        return StorageView(key, dtype, 0, tensor.shape, stride, nbytes)
+        number = self._numbers.get(tensor)
+        if number is None:
+            number = self._numbers[tensor] = len(self._records)
+            self._records.append(WrittenTensor(tensor, dtype, order))
+        return StorageView(str(number), dtype, 0, tensor.shape, stride, tensor.numel * dtype.itemsize)
 
     def _view(self, tensor: Tensor, shared: _SharedView) -> StorageView:
         record = shared.record
         if record.key is None:
-            record.key, _ = self._record(record.tensor, record.dtype, record.order)
+            record.key = str(len(self._records))
+            self._records.append(WrittenTensor(record.tensor, record.dtype, record.order))
         nbytes = record.tensor.numel * record.dtype.itemsize
         return StorageView(record.key, record.dtype, shared.offset, tensor.shape, shared.stride, nbytes)
-
-    def _record(self, tensor: Tensor, dtype: DType, order: tuple[int, ...] | None) -> tuple[str, int]:
-        nbytes = tensor.numel * dtype.itemsize
-        self._records.append((WrittenTensor(tensor, dtype, order), nbytes))
-        return str(len(self._records) - 1), nbytes
 
     def literal(self, data: bytes) -> str:
         """The key of a record of these bytes."""
@@ -198,20 +198,24 @@ class Storages:
     def write(self, archive: TorchZip, file: TargetFile) -> None:
         """Append ``data/0``, ``data/1``, ... with a write item each, or their bytes."""
         key = 0
-        for few, records in groupby(self._records, lambda one: isinstance(one, bytes) or one[1] >= LIMIT_32):
-            if not few:
-                written, lengths = zip(*records, strict=True)
-                nbytes = np.array(lengths, np.int64)
+        for many, records in groupby(self._records, lambda one: not isinstance(one, bytes) and _nbytes(one) < LIMIT_32):
+            if many:
+                written = [one for one in records if not isinstance(one, bytes)]
+                nbytes = np.fromiter(map(_nbytes, written), np.int64, len(written))
                 file.write_whole(written, archive.begin_all(key, nbytes), nbytes)
-                key += len(nbytes)
+                key += len(written)
                 continue
             for record in records:
                 if isinstance(record, bytes):
                     archive.record(f"data/{key}", record)
                 else:
-                    archive.begin_data(str(key), record[1])
-                    file.write_item(record[0].tensor, dtype=record[0].dtype, order=record[0].order)
+                    archive.begin_data(str(key), _nbytes(record))
+                    file.write_item(record.tensor, dtype=record.dtype, order=record.order)
                 key += 1
+
+
+def _nbytes(written: WrittenTensor) -> int:
+    return written.tensor.numel * written.dtype.itemsize
 
 
 def order_of(tensor: Tensor) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
