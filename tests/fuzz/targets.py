@@ -10,7 +10,8 @@ from fsdpckpt.formats.dcp.items import ItemReader
 from fsdpckpt.formats.dcp.metadata import parse_metadata
 from fsdpckpt.formats.pickle.read import load
 from fsdpckpt.formats.safetensors import read_header
-from fsdpckpt.formats.torch.archive import read_archive
+from fsdpckpt.formats.torch.archive import open_archive, parse_archive
+from fsdpckpt.formats.torch.one_tensor import Forms
 from fsdpckpt.formats.torch.tensors import TensorBuilder
 from fsdpckpt.formats.zip import ZipRecord, read_directory, top_folder
 from fsdpckpt.ir.codec import decode
@@ -38,6 +39,16 @@ def _zip(data: bytes) -> object:
     return top_folder(source), read_directory(source)
 
 
+def _torch(data: bytes) -> object:
+    source = MemoryFile(data, "it.pt")
+    opened = open_archive(source)
+    archive, forms = parse_archive(opened, 0), Forms()
+    forms.remember(opened, archive, "state")
+    again = forms.match(source, 0, "state")
+    assert again is None or again.checksums.crc.tolist() == archive.checksums.crc.tolist()
+    return archive
+
+
 def _safetensors(data: bytes) -> object:
     sources = Sources(opener=lambda path: MemoryFile(data, path))
     return read_safetensors(["d/it.safetensors"], FileTable(), sources)
@@ -56,7 +67,7 @@ TARGETS: dict[str, Target] = {
     "plain-pickle": lambda data: load(data, file="it.pkl"),
     "dcp-metadata": lambda data: parse_metadata(MemoryFile(data, "d/.metadata")),
     "zip": _zip,
-    "torch": lambda data: read_archive(MemoryFile(data, "it.pt"), 0),
+    "torch": _torch,
     "dcp-item": lambda data: ItemReader(MemoryFile(data, "__0_0.distcp")).tensor(0, len(data)),
     "safetensors-header": lambda data: read_header(MemoryFile(data, "it.safetensors")),
     "safetensors": _safetensors,

@@ -86,6 +86,8 @@ def _form(opened: OpenedArchive, archive: TorchArchive) -> _Form | None:
         return None
     head, tail = source.read(0, end), source.read(start, source.nbytes - start)
     places = checksum_places(directory) or []
+    if len(places) != len(columns.names):
+        return None
     head_crc = places[data[0]].local if data else -1
     own = [
         place.entry for number, place in enumerate(places) if number in data or place.name.endswith(SERIALIZATION_ID)

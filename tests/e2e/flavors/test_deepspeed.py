@@ -1,8 +1,9 @@
-"""DeepSpeed itself goes on from an FSDP2 checkpoint that became a universal one. ``tests/writers/test_universal.py``
-proves without DeepSpeed that the files are those that it was seen to load."""
+"""DeepSpeed itself goes on from an FSDP2 checkpoint that became a universal one, and FSDP2 from one of DeepSpeed.
+``tests/writers/test_universal.py`` and ``tests/readers/test_deepspeed.py`` prove it without it, on kept files."""
 
 from __future__ import annotations
 
+import json
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,6 +20,7 @@ pytestmark = [
     ),
 ]
 RESUME = "tests.golden.deepspeed.resume"
+ONWARD = "tests.golden.deepspeed.onward"
 
 
 @pytest.fixture(scope="module")
@@ -34,3 +36,16 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_weights_states_and_next_losses_are_those_of_fsdp2(stage: int, trained: Path) -> None:
     said = torchrun(RESUME, "load", str(trained / "universal"), str(trained), str(stage), world_size=2, limit=300)
     assert said.count("every weight and state is equal") == 2
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("before", "after", "bf16"), [(2, 4, False), (4, 2, False), (4, 3, True)])
+def test_fsdp2_goes_on_from_deepspeed_on_another_number_of_ranks(
+    stage: int, before: int, after: int, bf16: bool, tmp_path: Path
+) -> None:
+    """Two param groups, a frozen parameter and a tied one."""
+    config = json.dumps({"bf16": {"enabled": bf16}, "zero_optimization": {"stage": stage}})
+    torchrun(ONWARD, "train", str(tmp_path / "run"), config, world_size=before, limit=300)
+    fsdpckpt.convert(str(tmp_path / "run"), str(tmp_path / "dcp"), to="sharded", world_size=after)
+    said = torchrun(ONWARD, "resume", str(tmp_path / "run"), str(tmp_path / "dcp"), world_size=after, limit=300)
+    assert said.count("every loss is equal") == after
