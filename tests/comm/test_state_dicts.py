@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.comm.checks import SITUATIONS, WORLD_SIZES
+from tests.comm.checks import WORLD_SIZES, situations
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("situation", SITUATIONS)
+@pytest.mark.parametrize(
+    ("situation", "world_size"), [(name, size) for size in WORLD_SIZES for name in situations(size)]
+)
 def test_as_pytorch_on_every_rank(checks: Path, situation: str, world_size: int) -> None:
     for rank in range(world_size):
         results = json.loads((checks / str(world_size) / f"rank-{rank}.json").read_text())
