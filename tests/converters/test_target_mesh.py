@@ -86,9 +86,9 @@ def test_a_new_world_size_changes_the_ranks_that_fsdp_shards_over(
 @pytest.mark.parametrize(
     ("source", "target"),
     [
-        (over_tp(4, 4), over_tp(16, 4)),
-        (hsdp(4, 4), hsdp(4, 16)),
-        (all_three(4, 4, 4), all_three(4, 1, 4)),
+        (over_tp(4, 4), over_tp(8, 4)),
+        (hsdp(4, 4), hsdp(4, 8)),
+        (all_three(2, 4, 4), all_three(2, 1, 4)),
         (MeshCase({"dp": 16}, ("dp",), rows=1), MeshCase({"dp": 64}, ("dp",), rows=1)),
     ],
     ids=str,

@@ -25,8 +25,8 @@ from fsdpckpt.verify.measures import digest
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "torch-2.4"
 SEED = 20
-A_FILE = 40  # bytes of each file of a directory
-ONE_FILE = 300  # bytes of a checkpoint that is one file
+A_FILE = 24  # bytes of each file of a directory
+ONE_FILE = 180  # bytes of a checkpoint that is one file
 
 WRITTEN: dict[str, dict[str, Any]] = {
     "dcp": {"to": "sharded", "container": "dcp", "world_size": 3, "buffers": ("none",)},
@@ -142,7 +142,7 @@ def test_no_byte_of_a_tensor_that_pytorch_saved_can_change_unnoticed(tmp_path: P
     (shutil.copytree if (GOLDEN / source).is_dir() else shutil.copy)(GOLDEN / source, whole)
     places = in_tensors(whole)
     assert len(places) > 5
-    chosen = random.Random(SEED).sample(places, min(60, len(places)))
+    chosen = random.Random(SEED).sample(places, min(40, len(places)))
     for file in sorted({path for path, _ in chosen}):
         outcomes = dict(flips(file, whole, [place for path, place in chosen if path == file]))
         assert set(outcomes.values()) == {"detected"}, (file.name, outcomes)
@@ -153,7 +153,7 @@ def test_a_zip_end_record_that_a_zip64_record_overrules_is_no_crash(tmp_path: Pa
     path = whole / "__1_0.distcp"
     data = path.read_bytes()
     ends = [at for at in range(len(data) - 4) if data.startswith(b"PK\5\6", at)]
-    chosen = random.Random(SEED).sample(ends, 6)
+    chosen = random.Random(SEED).sample(ends, 4)
     fields = (14, 18)  # bytes of the directory's size and place
     outcomes = dict(flips(path, whole, [end + field for end in chosen for field in fields]))
     assert "silent" not in outcomes.values()
