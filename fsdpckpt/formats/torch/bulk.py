@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from struct import Struct
 from typing import NamedTuple
 
@@ -34,20 +35,28 @@ _GET = rb"(?:h.|j.{4})"
 _PUT = rb"(q.|r.{4}|)"
 _INTEGER = rb"(?:K.|M..|J.{4}|\x8a(?:\x05.{5}|\x06.{6}))"
 _EXTENTS = rb"(\)|" + _INTEGER + rb"(?:\x85|" + _INTEGER + rb"(?:\x86|" + _INTEGER + rb"\x87))|\(" + _INTEGER + rb"++t)"
-_TEXT = rb"X(?:" + b"|".join(rb"\x%02x\x00{3}.{%d}" % (n, n) for n in range(_LONGEST + 1)) + rb")"
 _NAME = rb"c[^\n]{1,80}\n[^\n]{1,80}\n"
-_OPCODES = re.compile(
-    rb"((" + _GET + rb"\(\(" + _GET + _GET + rb")X(.\x00{3}\d{1,18})" + _PUT
-    + rb"(" + _GET + _INTEGER + rb")t" + _PUT + rb"Q(" + _INTEGER + rb")" + _EXTENTS + _PUT + _EXTENTS + _PUT
-    + rb"([\x88\x89]" + _GET + rb")\)R" + _PUT + rb"t" + _PUT + rb"R" + _PUT
-    + rb")|(" + _TEXT + rb"|[(})\]Nuseab\x81\x85-\x89RQt.]|" + _INTEGER + rb"|G.{8}|" + _GET + rb"|\x80\x02|" + _NAME
-    + rb")" + _PUT
-    + rb"|\Z|.",
-    re.DOTALL,
-)  # fmt: skip
+
+
+@cache
+def _opcodes() -> re.Pattern[bytes]:
+    """An expression that matches at every place: a tensor, another opcode, or one byte that is neither."""
+    text = rb"X(?:" + b"|".join(rb"\x%02x\x00{3}.{%d}" % (n, n) for n in range(_LONGEST + 1)) + rb")"
+    return re.compile(
+        rb"((" + _GET + rb"\(\(" + _GET + _GET + rb")X(.\x00{3}\d{1,18})" + _PUT
+        + rb"(" + _GET + _INTEGER + rb")t" + _PUT + rb"Q(" + _INTEGER + rb")" + _EXTENTS + _PUT + _EXTENTS + _PUT
+        + rb"([\x88\x89]" + _GET + rb")\)R" + _PUT + rb"t" + _PUT + rb"R" + _PUT
+        + rb")|(" + text + rb"|[(})\]Nuseab\x81\x85-\x89RQt.]|" + _INTEGER + rb"|G.{8}|" + _GET + rb"|\x80\x02|" + _NAME
+        + rb")" + _PUT
+        + rb"|\Z|.",
+        re.DOTALL,
+    )  # fmt: skip
+
+
 _TEXT_HEAD = Struct("<xI")
 _GETS = re.compile(_GET, re.DOTALL)
 _PUTS = re.compile(rb"q.|r.{4}", re.DOTALL)
+_WORTH = 1 << 14  # bytes of a pickle that are scanned sooner than loaded as they are
 _FIRST, _MOST = 1 << 13, 1 << 18  # bytes of the pickle that are looked at at once
 _CUT = 1 << 11  # bytes at the end of these that are looked at again: an opcode, or what belongs to it, may be cut off
 
@@ -83,6 +92,8 @@ def read_tensors(source: ByteSource, file_id: int) -> TorchArchive:
     def leaf(stored: StoredTensor) -> Tensor:
         return local_tensor(stored, file_id)
 
+    if len(opened.pickle) < _WORTH:
+        return parse_archive(opened, file_id, leaf)
     try:
         scanned = _scan(opened.pickle)
         builder = _Tensors(_Records(opened.columns), source.path, scanned, file_id)
@@ -116,7 +127,7 @@ def _scan_window(data: bytes, at: int, stop: int, found: _Scanned) -> int:
     dropped: list[bytes] = []
     for (
         *(tensor, head, key, p1, storage, p2, first, size, p3, stride, p4, tail, p5, p6, p7, opcode, put),
-    ) in _OPCODES.findall(data, at, stop):
+    ) in _opcodes().findall(data, at, stop):
         if at >= last:
             break
         if tensor:
