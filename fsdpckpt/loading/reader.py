@@ -60,11 +60,11 @@ class StorageReader(TorchStorageReader):
 
     ``model`` and ``optimizer``: the dotted keys under which ``state_dict`` has the two, "" when its top level is the
     section itself; by default those of a DCP source, else ``"model"`` and ``"optimizer"``.
-    ``flatten_optimizer_state_dict``: the optimizer's part comes from ``get_optimizer_state_dict`` with the option of
-    the same name. ``key_type``: how the optimizer's part is keyed; ``"name"`` is what ``get_optimizer_state_dict`` and
-    ``FSDP.optim_state_dict`` give, ``"id"`` the optimizer's own ``state_dict()``. All other options are those of
-    ``fsdpckpt convert``. Each rank opens the source by itself and reads only its shards; no dtype is cast. Raises
-    SourceError, NeedsInformationError, UsageError.
+    ``flatten_optimizer_state_dict``: the optimizer's keys are listed as ``get_optimizer_state_dict`` with the option of
+    the same name has them; keys of both forms are found either way. ``key_type``: how the optimizer's part is keyed;
+    ``"name"`` is what ``get_optimizer_state_dict`` and ``FSDP.optim_state_dict`` give, ``"id"`` the optimizer's own
+    ``state_dict()``. All other options are those of ``fsdpckpt convert``. Each rank opens the source itself and reads
+    only its shards; no dtype is cast. Raises SourceError, NeedsInformationError, UsageError.
     """
 
     def __init__(
@@ -143,9 +143,10 @@ class StorageReader(TorchStorageReader):
         except SourceError:
             self._open(self._path, locate=False)
         entries = self._entries_of_rank()
-        listed = {key: _storage_metadata(key, value, self._path) for key, value in entries.values.items()}
         return Metadata(
-            state_dict_metadata=matching_names(listed),
+            state_dict_metadata=matching_names(
+                entries.values, lambda key, value: _storage_metadata(key, value, self._path)
+            ),
             planner_data=dict(entries.paths),
             storage_data={},
             storage_meta=StorageMeta(checkpoint_id=self._path),

@@ -9,6 +9,7 @@ import io
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TypeVar
 
 import numpy as np
@@ -40,6 +41,7 @@ from fsdpckpt.writers.torch_full import lay_out_file
 _SPEC = TargetSpec(Layout.FULL, Container.DCP, None, TensorForm.DTENSOR, directory=True)
 
 Path = tuple[str | int, ...]
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -108,7 +110,11 @@ def entries_of(checkpoint: Checkpoint, names: Names, rank: int) -> Entries:
                 next_step="give the sections other names: StorageReader(path, model=..., optimizer=...)",
             )
         values[key], paths[key] = value, path
-    return Entries(_MatchingNames(values), paths)
+    found = _MatchingNames(values)
+    if of_rank.optim is not None and not names.flattened:
+        prefix = prefixes.get("optimizer", ("optimizer",))
+        found.others = {".".join(map(str, (*prefix, *path[1:]))): value for path, value in _settings(of_rank.optim)}
+    return Entries(found, paths)
 
 
 def _loadable(leaf: Leaf) -> Value:
@@ -123,21 +129,29 @@ def _loadable(leaf: Leaf) -> Value:
 
 
 class _MatchingNames(dict[str, T]):
-    """Finds what is asked for by a name with prefixes of wrappers (a compiled model's), where one entry matches."""
+    """Finds what is asked for by a name with prefixes of wrappers (a compiled model's), where one entry matches.
+
+    ``others``: what is found, too, and not listed: the settings of a nested optimizer by parameter.
+    """
+
+    others: Mapping[str, T] = MappingProxyType({})
 
     def __missing__(self, key: str) -> T:
         matched = clean(key)
-        if matched == key or not super().__contains__(matched):
-            raise KeyError(key)
-        return self[matched]
+        return self[matched] if super().__contains__(matched) else self.others[matched]
 
     def __contains__(self, key: object) -> bool:
-        return super().__contains__(key) or (isinstance(key, str) and super().__contains__(clean(key)))
+        if not isinstance(key, str):
+            return False
+        return super().__contains__(key) or super().__contains__(clean(key)) or clean(key) in self.others
 
 
-def matching_names(values: Mapping[str, T]) -> dict[str, T]:
-    """``values``, which are also found by names that have prefixes of wrappers."""
-    return _MatchingNames(values)
+def matching_names(values: Mapping[str, T], change: Callable[[str, T], S]) -> dict[str, S]:
+    """``values`` changed, which are also found by names that have prefixes of wrappers, and by all that they had."""
+    matching = _MatchingNames({key: change(key, value) for key, value in values.items()})
+    if isinstance(values, _MatchingNames):
+        matching.others = {key: change(key, value) for key, value in values.others.items()}
+    return matching
 
 
 def _prefixes(checkpoint: Checkpoint, names: Names) -> dict[str | int, Path]:
@@ -160,6 +174,10 @@ def _by_parameter(optim: OptimState, leaves: Iterable[tuple[Path, Value]]) -> It
     for path, value in leaves:
         if path[:2] != ("optimizer", "param_groups"):
             yield ("optimizer", ".".join(map(str, path[1:]))) if path[0] == "optimizer" else path, value
+    yield from _settings(optim)
+
+
+def _settings(optim: OptimState) -> Iterator[tuple[Path, Value]]:
     for group in optim.param_groups or ():
         settings = {str(key): value for key, value in group.items() if key != "params"}
         for param in group_params(group) or ():

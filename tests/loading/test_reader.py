@@ -336,6 +336,35 @@ def test_names_of_a_compiled_model_are_those_of_the_state_dict_in_its_param_grou
     assert differences(filled(tmp_path, state(asked, 50)), state(asked, 1)) == []
 
 
+@pytest.mark.parametrize("saved", ["flattened", "nested", "file"])
+def test_a_flattened_optimizer_state_needs_no_option(tmp_path: Path, saved: str) -> None:
+    def state(seed: int, *, flattened: bool) -> dict[str, Any]:
+        names = ["b.0.w", "a.w", "0.weight"]
+        states = {name: {"step": torch.tensor(float(seed)), "exp_avg": random(4, seed=seed)} for name in names}
+        settings: list[dict[str, Any]] = [
+            {"lr": torch.tensor(0.5 + seed), "betas": (0.1 * seed, 0.9)},
+            {"lr": 0.25 + seed, "betas": (0.2 * seed, 0.8)},
+        ]
+        listed = [names[:2], names[2:]]
+        if not flattened:
+            groups = [{**each, "params": params} for each, params in zip(settings, listed, strict=True)]
+            return {"optim": {"state": states, "param_groups": groups}}
+        flat = {f"state.{name}.{key}": value for name, entry in states.items() for key, value in entry.items()}
+        for each, params in zip(settings, listed, strict=True):
+            flat |= {f"param_groups.{name}.{key}": value for name in params for key, value in each.items()}
+        return {"optim": flat}
+
+    expected = state(1, flattened=True)
+    if saved == "file":
+        torch.save({"optimizer": state(1, flattened=False)["optim"]}, tmp_path / "full.pt")
+        source, options = tmp_path / "full.pt", {"optimizer": "optim"}
+    else:
+        source, options = tmp_path, {}
+        dcp.save(state(1, flattened=saved == "flattened"), checkpoint_id=source, no_dist=True)
+    assert differences(filled(source, state(5, flattened=True), **options), expected) == []
+    assert differences(filled(source, state(5, flattened=False), **options), state(1, flattened=False)) == []
+
+
 def test_a_save_while_a_rank_loads_is_noticed(tmp_path: Path) -> None:
     first, second = {"a": random(40), "b": random(40)}, {"b": random(40), "a": random(40)}
     dcp.save(first, checkpoint_id=tmp_path, no_dist=True)
