@@ -43,8 +43,10 @@ def test_weights_states_and_next_losses_are_those_of_fsdp2(stage: int, trained: 
 def test_fsdp2_goes_on_from_deepspeed_on_another_number_of_ranks(
     stage: int, before: int, after: int, bf16: bool, tmp_path: Path
 ) -> None:
-    """Two param groups, a frozen parameter and a tied one."""
-    config = json.dumps({"bf16": {"enabled": bf16}, "zero_optimization": {"stage": stage}})
+    """Two param groups, a frozen parameter and a tied one. ZeRO 3 has a linear layer of its own, which rounds bf16 once
+    more than PyTorch's."""
+    zero = {"stage": stage, "memory_efficient_linear": False}
+    config = json.dumps({"bf16": {"enabled": bf16}, "zero_optimization": zero})
     torchrun(ONWARD, "train", str(tmp_path / "run"), config, world_size=before, limit=300)
     fsdpckpt.convert(str(tmp_path / "run"), str(tmp_path / "dcp"), to="sharded", world_size=after)
     said = torchrun(ONWARD, "resume", str(tmp_path / "run"), str(tmp_path / "dcp"), world_size=after, limit=300)
