@@ -44,5 +44,5 @@ def test_a_conversion_that_is_verified_runs_with_little_address_space(tmp_path: 
 
 @pytest.mark.parametrize("case", ["one tensor -> 3 rank files", "dcp of 4 -> dcp of 3, --verify full"])
 def test_a_conversion_runs_in_a_cgroup_of_what_is_promised_page_cache_and_all(tmp_path: Path, case: str) -> None:
-    shown = measured(tmp_path, "--size", "150", "--max-memory", "16", "--cases", case, "--cgroup")
+    shown = measured(tmp_path, "--size", "96", "--max-memory", "12", "--cases", case, "--cgroup")
     assert "MiB | done" in shown

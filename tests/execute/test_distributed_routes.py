@@ -146,7 +146,7 @@ def changed(workers: list[Worker], rank: int) -> bool:
     return False
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.integers(0, 2**32))
 def test_any_division_of_any_plan_writes_what_one_process_would(seed: int) -> None:
     rng = random.Random(seed)

@@ -48,7 +48,7 @@ def test_a_run_that_is_going_on_is_not_resumed_by_another(source: Path, tmp_path
 
 
 def test_kill_9_at_random_moments_over_all_containers(tmp_path: Path) -> None:
-    command = [KILL_TEST, "--moments", "9", "--size", "12000000", "--directory", str(tmp_path)]
+    command = [KILL_TEST, "--moments", "6", "--size", "8000000", "--directory", str(tmp_path)]
     done = run(command, kind="torch", timeout=280, env={"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
     assert "no promise broken" in done.stdout

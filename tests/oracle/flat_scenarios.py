@@ -109,14 +109,14 @@ _NESTED = Scenario("nested", Nested, _OUTER, mix=True, dcp=True, worlds=(1, 2, 3
 
 SCENARIOS = (
     _NESTED,
-    Scenario("rewrapped", Nested, ("", "first", "outer.tail")),
+    Scenario("rewrapped", Nested, ("", "first", "outer.tail"), worlds=(2, 3)),
     Scenario("transformer", TiedTransformer, ("", *_LAYERS), lambda m: _adamw(m, amsgrad=True), mix=True),
     Scenario("ignored", Nested, _OUTER, ignored=("outer.tail.weight", "outer.tail.bias", "outer.gain"), mix=True),
-    Scenario("outside", Nested, ("outer", "outer.inner")),
+    Scenario("outside", Nested, ("outer", "outer.inner"), worlds=(2, 3)),
     Scenario("frozen_unit", Nested, _OUTER, _trained, frozen=lambda name: ".inner." in name, mix=True),
     Scenario("frozen_all", Nested, _OUTER, frozen=lambda name: ".inner." in name, worlds=(3,)),
     Scenario("frozen_some", Nested, _OUTER, _trained, orig=(ORIG,), frozen=_biases),
-    Scenario("unused", Unused, _UNUSED, worlds=(1, 2, 3, 4)),
+    Scenario("unused", Unused, _UNUSED, worlds=(1, 2, 3)),
     replace(_NESTED, name="no_shard", strategy=ShardingStrategy.NO_SHARD, mix=False, dcp=False, worlds=(2, 3)),
     replace(_NESTED, name="grad_op", strategy=ShardingStrategy.SHARD_GRAD_OP, mix=False, dcp=False, worlds=(3,)),
     replace(_NESTED, name="hybrid", strategy=ShardingStrategy.HYBRID_SHARD, group=2, worlds=(4,)),
@@ -128,12 +128,12 @@ SCENARIOS = (
         "adagrad", Tiny, ("", "one", "two"), lambda m: Adagrad(m.parameters(), lr=0.1, foreach=False), worlds=(2, 4)
     ),
     Scenario("odd_states", Nested, _OUTER, worlds=(2, 3)),
-    Scenario("groups", Nested, _OUTER, _groups),
+    Scenario("groups", Nested, _OUTER, _groups, worlds=(2, 3)),
     Scenario("named", Nested, _OUTER, _named, worlds=(2, 3)),
     Scenario("keyed", Nested, _OUTER, Keyed, orig=(ORIG,), worlds=(2, 3)),
     Scenario("mixed", Nested, _OUTER, param_dtype=torch.bfloat16, mix=True),
     Scenario("bf16", lambda: Nested(torch.bfloat16), _OUTER, worlds=(2, 3)),
-    Scenario("channels_last", Convolutions, ("", "block")),
+    Scenario("channels_last", Convolutions, ("", "block"), worlds=(2, 3)),
     Scenario("tiny", Tiny, ("", "one", "two"), mix=True, dcp=True),
     Scenario("same_sized", SameSized, ("", "a.0", "a.1", "a.2", "b"), mix=True),
 )

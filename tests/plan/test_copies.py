@@ -29,7 +29,7 @@ def _rows(count: int, ranks: int, width: int = 3) -> Tensor:
     return Tensor(DTYPES["float32"], (count, width), Chunks.rows(ndim=2, **columns))
 
 
-@pytest.mark.parametrize(("before", "after"), [(4, 3), (1, 8), (8, 1), (3, 16), (4096, 1000), (1000, 4096)])
+@pytest.mark.parametrize(("before", "after"), [(4, 3), (1, 8), (8, 1), (3, 16), (2048, 300), (300, 2048)])
 def test_resharding_reads_each_row_from_the_lowest_rank_that_holds_it(before: int, after: int) -> None:
     count = 5003
     tensor = _rows(count, before)

@@ -64,7 +64,7 @@ def _same(onto: int, variants: list[Variant]) -> Iterator[Case]:
     for variant in variants:
         if variant.entry.group is None:
             load = variant.scenario not in NOT_LOADED
-            yield Case(variant, _trained(variant, 3 if onto == 2 else 4), "flat", variant, onto, load=load)
+            yield Case(variant, _trained(variant, *((3,) if onto == 2 else (4, 2))), "flat", variant, onto, load=load)
 
 
 def _live(onto: int) -> Iterator[Case]:

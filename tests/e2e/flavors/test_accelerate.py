@@ -41,14 +41,11 @@ PATHS = (
     ("full1", "ranks2"),
     ("ranks2", "sharded2"),
     ("sharded2", "full2"),
-    ("sharded1", "sharded1"),
     ("ranks2", "ranks2"),
 )
 TRAINER_PATHS = (
     ("sharded1", "full2"),
     ("full2", "sharded1"),
-    ("sharded2", "full2"),
-    ("full1", "sharded2"),
     ("sharded2", "sharded2"),
     ("full1", "full1"),
 )

@@ -36,7 +36,6 @@ ON_REPLICAS: tuple[tuple[str, str, dict[str, object]], ...] = (
     ("2", "2h", {"to": Layout.SHARDED, **REPLICAS}),
     ("1", "1h", {"to": Layout.FLATTENED, **REPLICAS, **UNITS}),
     ("1h", "2h", {"to": Layout.SHARDED, "world_size": 4, **UNITS}),
-    ("2h", "1h", {"to": Layout.FLATTENED, **REPLICAS, **UNITS, "use_orig_params": False}),
 )
 
 
