@@ -6,11 +6,12 @@ Every place that is not the source's own is in the notes, and so is all that the
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import numpy as np
 
+from fsdpckpt.errors import SourceMissingError, UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, Note, Section
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value
@@ -38,6 +39,7 @@ def adapt_to_form(
 
     ``only``: the section that is taken. ``divided``: whether a param group that is the only one will be two.
     """
+    _require_its_section(checkpoint, flavor, form, only)
     beside = side_files(checkpoint, flavor, world_size, sources, only=only)
     below = f"{checkpoint.directory.rstrip('/')}/"  # of what lies directly in there all is said again
     notes = [note for note in checkpoint.notes if note.kind != "not-carried" or (note.key or "").startswith(below)]
@@ -61,6 +63,14 @@ def adapt_to_form(
         names, why = (), ""
     if names:
         notes.append(Note("not-carried", f"{why}: {', '.join(names)}", keys=names))
+    of_both = () if checkpoint.model is not None and optim is not None else _of_both(flavor, form, (extra, *rank_extra))
+    if of_both:
+        extra, *rest = (
+            {key: item for key, item in each.items() if key not in of_both} for each in (extra, *rank_extra)
+        )
+        rank_extra = tuple(rest)
+        why = f"left out, because flavor {flavor.name} saves them only with both the model and the optimizer"
+        notes.append(Note("not-carried", f"{why}: {', '.join(of_both)}", keys=of_both))
     taken = replace(
         checkpoint,
         optim=optim,
@@ -69,7 +79,42 @@ def adapt_to_form(
         files=(*checkpoint.files, *beside.sources),
         notes=(*notes, *beside.notes),
     )
-    return _adapt_extras(taken, flavor, form, sources), form, beside.files
+    alone = only is not None or ((taken.model is None or optim is None) and _model_alone_has_none(flavor, form))
+    if not alone:
+        taken = _adapt_extras(taken, flavor, form, sources)
+    return taken, form, beside.files
+
+
+def _require_its_section(checkpoint: Checkpoint, flavor: Flavor, form: Form, only: Section | None) -> None:
+    """Raises UsageError or SourceMissingError where nothing is left of what ``form`` has a place for."""
+    if form.optim is None and only is Section.OPTIM:
+        raise UsageError(
+            f"--only optim does not go with --flavor {flavor.name}, which has no place for the optimizer",
+            next_step="drop --only, or --flavor",
+        )
+    if form.optim is None and checkpoint.model is None:
+        raise SourceMissingError(
+            f"{checkpoint.source} has no model, and flavor {flavor.name} keeps nothing else",
+            next_step="give the checkpoint that has the model, or drop --flavor",
+        )
+
+
+def _model_alone_has_none(flavor: Flavor, form: Form) -> bool:
+    """Whether a model saved alone has no extras: they would say that the optimizer was saved, or be names of the model.
+
+    The first is what the file says in which the framework keeps them; the second, where it has both at the top.
+    """
+    if form.extra is None:
+        return False
+    name = form.extra.file.format(rank=0, world_size=1)
+    at_top = form.model.at == form.extra.at == () and form.model.file == form.extra.file
+    return at_top or any(re.search(pattern, name) for pattern in flavor.training_files)
+
+
+def _of_both(flavor: Flavor, form: Form, extras: Iterable[Mapping[Key, Value]]) -> tuple[str, ...]:
+    """The extras that ``verify`` takes as a sign that both the model and the optimizer were saved."""
+    keys = dict.fromkeys(str(key) for extra in extras for key in extra)
+    return tuple(key for key in keys if _model_alone_has_none(flavor, form) or key in flavor.training_keys)
 
 
 def _unplaced(checkpoint: Checkpoint, beside: SideFiles, placed: tuple[Step, ...]) -> tuple[str, ...]:

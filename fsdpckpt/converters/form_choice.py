@@ -107,7 +107,8 @@ def requested_form(flavor: Flavor, suffix: str, options: ConvertOptions, source:
     fitting = _fitting(flavor, suffix, options, source)
     if not fitting:
         raise UsageError(
-            f"--flavor {flavor.name} does not go with {_words_of(suffix, options)}",
+            f"--flavor {flavor.name} does not go with "
+            + _words_of(suffix, replace(options, key_type=None, only=None), " and "),
             expected="; ".join(map(_words, flavor.forms)),
             next_step=_what_to_change(flavor, suffix, options, source),
         )
@@ -178,8 +179,10 @@ def _words(form: Form) -> str:
     return f"--to {form.layout} --container {form.container}" + ranks + ("" if form.directory else ", one file")
 
 
-def _words_of(suffix: str, options: ConvertOptions) -> str:
+def _words_of(suffix: str, options: ConvertOptions, between: str = ", ") -> str:
     given = [f"--to {options.to}"] if options.to is not None else []
     given += [f"--container {options.container}"] if options.container is not None else []
     given += [f"--world-size {options.world_size}"] if options.world_size is not None else []
-    return " and ".join([*given, *([f"one {suffix} file"] if suffix else [])])
+    given += [f"--key-type {options.key_type}"] if options.key_type is not None else []
+    given += [f"--only {options.only}"] if options.only is not None else []
+    return between.join([*given, *([f"one {suffix} file"] if suffix else [])])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fsdpckpt
-from fsdpckpt.errors import SourceUnrecognisedError
+from fsdpckpt.errors import SourceMissingError, SourceUnrecognisedError, UsageError
 
 DCP = {"to": "sharded", "world_size": 2, "buffers": ["none"]}
 
@@ -79,6 +79,32 @@ def test_what_is_registered_for_checkpointing_is_neither_a_model_nor_a_ranks_fil
         held = found[name.partition(".")[0]]
         assert held.keys() == state.keys()
         assert all(torch.equal(torch.as_tensor(held[key]), torch.as_tensor(value)) for key, value in state.items())
+
+
+@pytest.mark.parametrize(("flavor", "left"), [("verl", "epoch, lr_scheduler"), ("torchtitan", "epoch, lr_scheduler")])
+@pytest.mark.parametrize("extras", [{}, {"epoch": 3, "lr_scheduler": {"last_epoch": 3, "_last_lr": [0.1]}}])
+def test_a_model_alone_has_no_extras_that_say_the_optimizer_was_saved(
+    full: str, tmp_path: Path, flavor: str, left: str, extras: dict[str, object]
+) -> None:
+    """``verify`` would miss the optimizer; and where names stand at the top, an extra would be one of the model's."""
+    model = tmp_path / "model.pt"
+    torch.save({"model": torch.load(full)["model"], **extras}, model)
+    report = fsdpckpt.convert(model, tmp_path / "out", flavor=flavor, **DCP)
+    assert (left in _not_carried(report)) == bool(extras)
+    assert not any("was added" in note.message for note in report.notes)
+    assert fsdpckpt.verify(tmp_path / "out").whole
+    assert fsdpckpt.diff(model, tmp_path / "out").same
+    report = fsdpckpt.convert(full, tmp_path / "only", flavor=flavor, only="model", **DCP)
+    assert not any("was added" in note.message for note in report.notes)
+
+
+def test_weights_for_hugging_face_need_a_model(full: str, tmp_path: Path) -> None:
+    alone = tmp_path / "optim.pt"
+    torch.save(torch.load(full)["optimizer"], alone)
+    with pytest.raises(SourceMissingError, match="has no model, and flavor huggingface keeps nothing else"):
+        fsdpckpt.convert(alone, tmp_path / "out", flavor="huggingface")
+    with pytest.raises(UsageError, match="--only optim does not go with --flavor huggingface"):
+        fsdpckpt.convert(full, tmp_path / "out", flavor="huggingface", only="optim")
 
 
 @pytest.mark.parametrize("flavor", ["torchtitan", "torchtitan-old"])
