@@ -226,6 +226,7 @@ class ConvertOptions:
         Group.SELECTED,
         default=(),
         metavar="GLOB",
+        completion=("standard",),
         scope=(Scope.OPTIMIZER,),
     )
     buffers: tuple[str, ...] = option(

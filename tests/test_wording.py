@@ -32,6 +32,7 @@ from tests.conftest import AS_PYTHON_SHOWS
         ("add --mesh dp=4,tp=2, or another", "add mesh='dp=4,tp=2', or another"),
         ("--mesh 8 or --mesh NAME=SIZE,... --like PATH", "mesh='8' or mesh=NAME=SIZE,... like=PATH"),
         ("drop --to and --container", "drop to and container"),
+        ("--no-weight-decay standard, if", "no_weight_decay='standard', if"),
         ("--to full, --to sharded", "to='full', to='sharded'"),
         ("--rename OLD=NEW, or --rename encoder=backbone.", "rename={OLD: NEW}, or rename={'encoder': 'backbone'}."),
         ("--max-memory 1MiB or more; --threads 4", "max_memory='1MiB' or more; threads=4"),
