@@ -116,6 +116,20 @@ def test_files_that_change_places_are_refused(kind: str, one: str, other: tuple[
         assert not (tmp_path / "full.pt").exists()
 
 
+def test_the_data_of_a_file_that_is_like_another_is_checked(tmp_path: Path) -> None:
+    """The second of two parameters of one shape is not parsed, only compared with the first."""
+    source = checkpoint("universal", tmp_path)
+    file = source / "global_step3_universal" / "zero" / "blocks.1.up.weight" / "exp_avg.pt"
+    data = file.read_bytes()
+    at = data.index(torch.load(file, weights_only=True)["param"].numpy().tobytes())
+    file.write_bytes(data[: at + 5] + bytes([data[at + 5] ^ 1]) + data[at + 6 :])
+    with pytest.raises(FsdpckptError, match=r"blocks\.1\.up\.weight/exp_avg\.pt is damaged") as error:
+        converted(source, tmp_path / "full.pt")
+    assert error.value.exit_code == 3
+    problems = fsdpckpt.verify(str(source)).problems
+    assert [problem.kind for problem in problems] == ["checksum"]
+
+
 def tiny(kind: str, directory: Path) -> Path:
     with zipfile.ZipFile(TINY) as archive:
         for name in archive.namelist():
@@ -206,6 +220,8 @@ def test_shapes_that_are_impossible_or_said_twice_are_refused(
         {"single_partition_of_fp32_groups": [W, W]},
         {"single_partition_of_fp32_groups": []},
         {"param_alignment_paddings": [[1 << 60]]},
+        {"single_partition_of_fp32_groups": [W[:14]], "partition_count": [1 << 58]},
+        {"single_partition_of_fp32_groups": [W[:14]], "partition_count": ["x"]},
         {"base_optimizer_state": {"state": {1 << 60: {}}, "param_groups": [{"params": [1 << 60]}]}},
         {"base_optimizer_state": {"state": {0: {"exp_avg": W[:3]}}, "param_groups": [GROUP]}},
     ],
