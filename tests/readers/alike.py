@@ -50,7 +50,7 @@ def _end(paths: Mapping[int, str], sources: Sources, *, alike: bool) -> object:
     archives = [file.archive for file in files]
     merge = Merge(grouped(files, [one.root for one in archives]), sharded=any(one.forms for one in archives))
     root = merge.value([group.root for group in grouped(files, [one.root for one in archives])])
-    said = [(one.ranks, set().union(*one.worlds), one.forms, one.devices, one.notes) for one in archives]
+    said = [(one.ranks, set().union(*one.worlds), one.forms, one.devices, one.dropped) for one in archives]
     sums = [_columns(one.checksums) for one in archives]
     return (
         plain(root),
