@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -86,5 +87,8 @@ def _state_of_rank(_rank: int) -> dict[str, Any]:
 
 
 def test_no_reader_is_without_these_tests() -> None:
+    for file in Path(__file__).parent.glob("test_*.py"):
+        if "(ReaderContract)" in file.read_text():
+            import_module(f"tests.readers.{file.stem}")
     tested = {type(case.reader) for case in ReaderContract.__subclasses__()}
     assert {type(reader) for reader in READERS} <= tested
