@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from fsdpckpt.converters.target_spec import TargetSpec, refuse_flat_options
 from fsdpckpt.errors import (
@@ -222,7 +223,7 @@ def _ordered_units(resolved: ResolvedUnits | None, request: UnitsRequest, source
     return None if ORDER in resolved.unsettled else resolved.units
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Steps:
     """The single steps. ``units``: see ``_ordered_units``; ``called``: the source's own names."""
 
@@ -246,7 +247,7 @@ class _Steps:
             checkpoint,
             key_type,
             units=self.units,
-            reference=self._reference(),
+            reference=self._reference,
             parameters=self.request.parameters,
             buffers=self.options.buffers,
         )
@@ -292,7 +293,7 @@ class _Steps:
     def hints(self, checkpoint: Checkpoint) -> ShardingHints:
         """What ``--buffers`` and ``--reference`` say."""
         reference = None
-        opened = self._reference()
+        opened = self._reference
         if opened is not None:
             params = opened.model.params if opened.model is not None else {}
             reference = {name: getattr(leaf, "sharded", None) for name, leaf in params.items()}
@@ -338,6 +339,7 @@ class _Steps:
             checkpoint = place_rest(checkpoint, spec.mesh) if spec.mesh is not None else checkpoint
         return TransformedCheckpoint(checkpoint, target.units, key_type)
 
+    @cached_property
     def _reference(self) -> Checkpoint | None:
         path = self.options.reference
         if path is None:

@@ -23,7 +23,7 @@ from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Value
 from fsdpckpt.layouts.sharded import on_sizes
-from fsdpckpt.text import plural, shape_text
+from fsdpckpt.text import first_of, plural, shape_text
 from fsdpckpt.transform.sharded import with_tensors
 
 _SHOWN = 12  # keys, or meshes, listed in one message
@@ -323,10 +323,9 @@ def _note_undetermined(
     if not keys:
         return checkpoint
     many = len(keys) > 1
-    shown = ", ".join(keys[:_SHOWN]) + (f", ... and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else "")
     what = (
         f"{plural(len(keys), 'model key')} may be {'parameters or buffers' if many else 'a parameter or a buffer'}, "
-        f"and {'are' if many else 'is'} cut as {rules.file} says; write null for buffers: {shown}"
+        f"and {'are' if many else 'is'} cut as {rules.file} says; write null for buffers: {first_of(keys, _SHOWN)}"
     )
     return replace(checkpoint, notes=(*checkpoint.notes, Note("undetermined", what, keys=tuple(keys))))
 

@@ -88,10 +88,11 @@ def mark_sharded(checkpoint: Checkpoint, hints: ShardingHints) -> Checkpoint:
     """The same with ``Tensor.sharded`` set for the model's tensors of which the source or ``hints`` say it."""
     if checkpoint.model is None:
         return checkpoint
-    params = {
-        name: replace(leaf, sharded=_from_source(leaf, name, hints)) if isinstance(leaf, Tensor) else leaf
-        for name, leaf in checkpoint.model.params.items()
-    }
+    params = dict(checkpoint.model.params)
+    for name, leaf in checkpoint.model.params.items():
+        sharded = _from_source(leaf, name, hints) if isinstance(leaf, Tensor) else None
+        if isinstance(leaf, Tensor) and sharded is not None:
+            params[name] = leaf.with_sharded(sharded)
     return replace(checkpoint, model=replace(checkpoint.model, params=params))
 
 
