@@ -47,7 +47,11 @@ def adapt_to_form(
     if optim is not None and form.optim is None:
         notes.append(Note("not-carried", f"the optimizer is left out: flavor {flavor.name} has no place for it"))
         optim = None
-    extra, rank_extra = checkpoint.extra, checkpoint.rank_extra
+    extra, *rank_extras = (
+        {key: value for key, value in each.items() if form.extra is None or key not in _stems(beside.files)}
+        for each in (checkpoint.extra, *checkpoint.rank_extra)
+    )  # what goes along as a file is not written twice
+    rank_extra = tuple(rank_extras)
     if form.extra is None:
         extra, rank_extra = {}, ()
         if optim is not None and only is None:
@@ -120,9 +124,14 @@ def _of_both(flavor: Flavor, form: Form, extras: Iterable[Mapping[Key, Value]]) 
 def _unplaced(checkpoint: Checkpoint, beside: SideFiles, placed: tuple[Step, ...]) -> tuple[str, ...]:
     """The extras that are not ``placed``, and of which no side file is, or is said to be left out."""
     files = [*beside.files, *(name for note in beside.notes for name in note.keys)]
-    stems = [name.rpartition(".")[0] for name in files]
-    said = {*map(str, placed), *stems, *(re.sub(r"_\d+$", "", stem) for stem in stems)}
+    said = {*map(str, placed), *_stems(files)}
     return tuple(str(key) for key in checkpoint.extra if key not in said)
+
+
+def _stems(files: Iterable[str]) -> set[str]:
+    """The names of the extras that ``files`` hold: of random_states_0.pkl random_states."""
+    stems = {name.rpartition(".")[0] for name in files}
+    return stems | {re.sub(r"_\d+$", "", stem) for stem in stems}
 
 
 def _with_schedule(

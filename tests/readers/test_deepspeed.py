@@ -195,7 +195,10 @@ def test_a_checkpoint_of_accelerate_with_deepspeed_is_accelerates(tmp_path: Path
     names = {path.name for path in (tmp_path / "fsdp").iterdir()}
     assert {"pytorch_model_fsdp_0", "optimizer_0", "scheduler.bin", "random_states_2.pkl"} <= names
     assert not names & {"latest", "pytorch_model"}
-    fsdpckpt.convert(str(source), str(tmp_path / "universal"), flavor="deepspeed-universal")
+    report = fsdpckpt.convert(str(source), str(tmp_path / "universal"), flavor="deepspeed-universal")
+    assert not [note for note in report.notes if "random_states differs" in note.message]  # each rank's file is there
+    written = torch.load(tmp_path / "universal" / "pytorch_model" / "mp_rank_00_model_states.pt", weights_only=False)
+    assert not {"random_states", "scheduler"} & written.keys()
     names = {path.name for path in (tmp_path / "universal").iterdir()}
     assert names == {
         *("pytorch_model", "latest_universal", "scheduler.bin", "random_states_0.pkl", "random_states_1.pkl"),
