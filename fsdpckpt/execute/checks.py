@@ -13,7 +13,9 @@ parameters, the rest of a storage) is read for it. Some records have to be read 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +45,8 @@ __all__ = [
     "window_crc",
 ]
 
+_PART = 5  # numbers of each part
+_AT_ONCE = 4096  # records
 FEW = 64  # ranges: with more of them, checksumming all bytes again is cheaper than combining
 
 Part = tuple[int, int, int]
@@ -113,12 +117,12 @@ class SourceCheck:
     def __init__(self, files: Sequence[SourceFile], checksums: Checksums) -> None:
         self._files = files
         self._records: dict[int, _Records] = {}
-        self._parts: dict[tuple[int, int], list[Part]] = {}
-        self._fresh: list[tuple[int, int, int, int, int]] = []
-        self._keep_fresh = False
+        self._parts = array("q")  # file, record, offset, nbytes and CRC-32 of each part that was read here
+        self._absorbed = array("q")  # the same of those that were read elsewhere
+        self._reported: int | None = None  # how many of ``_parts`` are fresh no more
         self._lock = threading.Lock()
-        _require_one_checksum(files, checksums)
-        order = np.lexsort((checksums.offset, checksums.file))
+        order = np.lexsort((checksums.crc, checksums.nbytes, checksums.offset, checksums.file))
+        _require_one_checksum(files, checksums, order)
         numbers = checksums.file[order]
         for number in numbers[np.diff(numbers, prepend=-1) != 0].tolist():
             rows = order[slice(*np.searchsorted(numbers, [number, number + 1]).tolist())]
@@ -150,9 +154,7 @@ class SourceCheck:
             self._compare(file, records, index, crc)
         else:
             with self._lock:
-                self._parts.setdefault((file, index), []).append((offset, nbytes, crc))
-                if self._keep_fresh:
-                    self._fresh.append((file, index, offset, nbytes, crc))
+                self._parts.extend((file, index, offset, nbytes, crc))
 
     def summed_all(self, file: int, offset: Int64Array, nbytes: Int64Array, crc: Int64Array) -> None:
         """As ``summed``, for many ranges of one file."""
@@ -167,19 +169,34 @@ class SourceCheck:
 
     def finish(self) -> None:
         """Compare the records that were read in parts; those of which parts are missing are ``rest``'s."""
-        for file, index in self._parts:
-            crc = self._sum(file, index)
+        for file, index, parts in self._by_record():
+            crc = self._sum(file, index, parts)
             if crc is not None:
                 self._compare(file, self._records[file], index, crc)
 
-    def _sum(self, file: int, index: int) -> int | None:
-        """The CRC-32 of a record, combined from its parts; None when some are missing.
+    def _by_record(self, only: int | None = None) -> Iterator[tuple[int, int, list[Part]]]:
+        """File, record, and its parts in order, each once. ``only``: of this file."""
+        rows = np.frombuffer(self._parts, np.int64).reshape(-1, _PART)
+        if self._absorbed:
+            rows = np.concatenate([rows, np.frombuffer(self._absorbed, np.int64).reshape(-1, _PART)])
+        order = np.lexsort((rows[:, 1], rows[:, 0]))
+        order = order if only is None else order[rows[order, 0] == only]
+        for some in np.array_split(order, _begins(rows[order, :2])[_AT_ONCE::_AT_ONCE]):
+            few = rows[some]  # as Python objects they take ten times the memory
+            few = few[np.lexsort(few.T[::-1])]
+            few = few[(np.diff(few, axis=0, prepend=-1) != 0).any(axis=1)]
+            parts = list(map(tuple, few[:, 2:].tolist()))
+            for begin, end in pairwise([*_begins(few[:, :2]).tolist(), len(few)]):
+                file, index = few[begin, :2].tolist()
+                yield file, index, parts[begin:end]
+
+    def _sum(self, file: int, index: int, parts: list[Part]) -> int | None:
+        """The CRC-32 of a record, combined from its parts in order; None when some are missing.
 
         A record may have been read more than once, split differently each time: any parts that tile it will do. Raises
         SourceCorruptError when two reads of the same bytes differ.
         """
         begin, length, _ = self._records[file].record(index)
-        parts = sorted(set(self._parts.get((file, index), ())))
         at, tiled = begin, 0
         for offset, nbytes, crc in parts:
             if offset != at:
@@ -205,14 +222,14 @@ class SourceCheck:
         Padding of flat parameters, or what a tensor leaves of its storage. All of a record whose parts overlap.
         """
         missing: list[tuple[int, int, int, int]] = []
-        for (file, index), parts in self._parts.items():
-            if self._sum(file, index) is not None:
+        for file, index, parts in self._by_record():
+            if self._sum(file, index, parts) is not None:
                 continue
             begin, length, _ = self._records[file].record(index)
             at = begin
             gaps: list[tuple[int, int]] = []
             overlap = False
-            for offset, nbytes, _ in sorted(set(parts)):
+            for offset, nbytes, _ in parts:
                 overlap |= offset < at < offset + nbytes
                 if at < offset:
                     gaps.append((at, offset - at))
@@ -232,40 +249,53 @@ class SourceCheck:
         np.add.at(change, np.searchsorted(offsets + lengths, begins, side="right"), 1)
         np.add.at(change, np.searchsorted(offsets, ends, side="left"), -1)
         touched = np.flatnonzero(np.cumsum(change[:-1]) > 0).tolist()
-        return [(file, *records.record(index)) for index in touched if self._sum(file, index) is None]
+        proved = {index for _, index, parts in self._by_record(file) if self._sum(file, index, parts) is not None}
+        return [(file, *records.record(index)) for index in touched if index not in proved]
 
     def fresh(self) -> list[tuple[int, int, int, int, int]]:
         """The parts read since the last call, as ``unfinished`` returns them; none at the first call."""
         with self._lock:
-            self._keep_fresh = True
-            found, self._fresh = self._fresh, []
-        return found
+            first, self._reported = self._reported, len(self._parts)
+            return [] if first is None else _rows(self._parts[first:])
 
     def unfinished(self) -> list[tuple[int, int, int, int, int]]:
         """The parts of records that were read in parts: (file, record, offset, nbytes, crc)."""
-        return [(file, index, *part) for (file, index), parts in self._parts.items() for part in parts]
+        return _rows(self._parts)
 
     def absorb(self, rows: Iterable[tuple[int, int, int, int, int]]) -> None:
         """Add parts of the same records, from another worker's ``unfinished`` or an earlier run's journal."""
-        for file, index, offset, nbytes, crc in rows:
-            self._parts.setdefault((file, index), []).append((offset, nbytes, crc))
+        for row in rows:
+            self._absorbed.extend(row)
 
     def _compare(self, file: int, records: _Records, index: int, crc: int) -> None:
         require_checksum(self._files[file].path, *records.record(index), crc)
 
 
-def _require_one_checksum(files: Sequence[SourceFile], checksums: Checksums) -> None:
-    """Raises SourceCorruptError when the file lists two checksums for the same bytes."""
-    table = np.stack([checksums.file, checksums.offset, checksums.nbytes, checksums.crc])
-    table = table[:, np.lexsort(table[::-1])]
-    same = (table[:3, 1:] == table[:3, :-1]).all(axis=0) & (table[3, 1:] != table[3, :-1])
-    for file, offset, nbytes, second in table[:, 1:][:, same].T.tolist():
-        first = int(table[3, :-1][same][0])
+def _begins(rows: Int64Array) -> Int64Array:
+    """Where rows begin that differ from those before."""
+    return np.flatnonzero((np.diff(rows, axis=0, prepend=-1) != 0).any(axis=1))
+
+
+def _rows(parts: array[int]) -> list[tuple[int, int, int, int, int]]:
+    return list(zip(*(parts[column::_PART] for column in range(_PART)), strict=True))
+
+
+def _require_one_checksum(files: Sequence[SourceFile], checksums: Checksums, order: Int64Array) -> None:
+    """Raises SourceCorruptError when a file lists two checksums for the same bytes.
+
+    ``order`` sorts them by place and CRC-32.
+    """
+    differ = np.diff(checksums.crc[order]) != 0
+    for column in (checksums.file, checksums.offset, checksums.nbytes):
+        differ &= np.diff(column[order]) == 0
+    for at in np.flatnonzero(differ)[:1].tolist():
+        one, other = order[at : at + 2].tolist()
+        file, offset, nbytes = (int(each[one]) for each in (checksums.file, checksums.offset, checksums.nbytes))
         raise SourceCorruptError(
             f"{files[file].path} contradicts itself: two checksums for {bytes_text(nbytes)} at offset {offset:,}",
             file=files[file].path,
-            expected=f"CRC-32 {first:08x}",
-            found=f"{second:08x}",
+            expected=f"CRC-32 {int(checksums.crc[one]):08x}",
+            found=f"{int(checksums.crc[other]):08x}",
             why="its directory of records was damaged, or written by a faulty program",
             next_step="save or fetch the checkpoint again",
         )

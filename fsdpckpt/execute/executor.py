@@ -217,7 +217,7 @@ class _Run:
         self._check_streams()
         gathered = cast(
             "list[tuple[dict[int, OutputState], SourceRows]]",
-            self._group.all_gather_objects((states, self._check.unfinished()), name="join"),
+            self._group.all_gather_objects((states, self._check.unfinished() if self._group.rank else []), name="join"),
         )
         if self._group.rank == 0:  # one judge is enough
             for _, rows in gathered[1:]:

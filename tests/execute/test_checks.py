@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import zlib
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,30 @@ def test_a_record_read_twice_in_different_parts_is_judged_once_and_sound() -> No
     for begin, end in [(0, 400), (400, 1013), (0, 700), (700, 1013), (100, 900)]:
         see(found, begin, end)
     found.finish()
+
+
+@pytest.mark.parametrize("damaged", [None, 0, 4, 8])
+def test_records_of_several_files_are_judged_apart_however_many_are_held_at_once(
+    damaged: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fsdpckpt.execute.checks._AT_ONCE", 2)
+    rng = random.Random(3)
+    records = [rng.randbytes(rng.randrange(20, 60)) for _ in range(9)]
+    places = [(number % 2, 100 * number, record) for number, record in enumerate(records)]
+    rows = [(file, offset, len(record), zlib.crc32(record)) for file, offset, record in places]
+    found = SourceCheck([SourceFile("a", 1000), SourceFile("b", 1000)], Checksums.of(rows))
+    reads = [
+        (file, offset + begin, record[begin:end])
+        for file, offset, record in places
+        for begin, end in [(0, 7), (7, 11), (11, len(record))]
+    ]
+    rng.shuffle(reads)
+    for file, offset, data in reads:
+        flipped = damaged is not None and offset == 100 * damaged + 7
+        found.saw(file, offset, memoryview(bytes([data[0] ^ 1, *data[1:]]) if flipped else data))
+    assert found.rest() == []
+    with nullcontext() if damaged is None else pytest.raises(SourceCorruptError, match=f"at offset {100 * damaged}"):
+        found.finish()
 
 
 FLIPPED = bytes([*DATA[:450], DATA[450] ^ 4, *DATA[451:]])

@@ -15,6 +15,8 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import compress, count
+from operator import methodcaller
 from struct import Struct
 from typing import NamedTuple
 
@@ -282,19 +284,21 @@ class _Memo:
     def __init__(self, scanned: _Scanned) -> None:
         out = scanned.out
         used = {get for head, storage, *_, tail in scanned.forms for get in _references(head, storage, tail)}
-        gets = {opcode for opcode in out if opcode[:1] in (b"h", b"j")} | used
+        gets = used.union(filter(methodcaller("startswith", (b"h", b"j")), out))
         places = _places(b"".join(gets))
         if any(np.isin(dropped, places).any() for dropped in scanned.dropped):
             raise _UnusualError("a part of a tensor is referred to")
-        puts = {put for get in used for put in _puts(_place(get))}
+        looked_at = {b"Q", *(put for get in used for put in _puts(_place(get)))}
         self._written: dict[int, tuple[int, bytes]] = {}  # by place: how many opcodes are before it, and what is put
-        for number, opcode in enumerate(out):
-            if opcode in puts and self._written.setdefault(_place(opcode), (number, out[number - 1]))[0] != number:
+        for number in compress(count(), map(looked_at.__contains__, out)):
+            opcode = out[number]
+            if opcode == b"Q":
+                if b"t" not in (out[number - 1], out[number - 2]):
+                    raise _UnusualError("a persistent id that is no tuple")
+            elif self._written.setdefault(_place(opcode), (number, out[number - 1]))[0] != number:
                 raise _UnusualError("a place that is written twice")
-            if opcode == b"Q" and b"t" not in (out[number - 1], out[number - 2]):
-                raise _UnusualError("a persistent id that is no tuple")
-            if opcode[:1] == b"c" and b"_rebuild" in opcode and opcode != _REBUILD:
-                raise _UnusualError("tensors of another kind")
+        if any(b"_rebuild" in name and name != _REBUILD for name in filter(methodcaller("startswith", b"c"), out)):
+            raise _UnusualError("tensors of another kind")
 
     def at(self, get: bytes, before: int) -> bytes:
         """The opcode of what ``get`` refers to, which must be written before that many opcodes."""
