@@ -191,7 +191,7 @@ def diff(
         require_matches(options.ignore_file, *opened)
         pair = [_named(without_repeats(one, sources), sources, options.units) for one in opened]
         one, other = (only_section(checkpoint, options.only) for checkpoint in pair)
-        stages.begin("compare", sum(named.tensor.nbytes for named in one.tensors()))
+        stages.begin("compare", sum(tensor.nbytes for tensor in one.leaves()))
         result = compare(
             one,
             other,

@@ -81,8 +81,7 @@ def _select(source: str, target: str, options: ConvertOptions, sources: Sources)
             items: bool | Items = False
             for _ in range(2):
                 selected = _read(source, target, options, sources, locate=items)
-                taken = [named.tensor for named in selected.transformed.checkpoint.tensors()]
-                taken += selected.side_files.values()
+                taken = [*selected.transformed.checkpoint.leaves(), *selected.side_files.values()]
                 if all(map(is_located, taken)):
                     return selected
                 items = frozenset(map(first_item, taken))
@@ -147,7 +146,7 @@ def planned_report(
         container=spec.container,
         flavor=spec.flavor.name if spec.flavor is not None else PLAIN,
         world_size=spec.world_size if spec.world_size is not None else kept,
-        tensors=sum(1 for _ in checkpoint.tensors()),
+        tensors=sum(1 for _ in checkpoint.leaves()),
         parameters=len(checkpoint.model.params) if checkpoint.model is not None else 0,
         bytes_read=plan.bytes_read,
         bytes_written=plan.bytes_written,

@@ -172,7 +172,7 @@ def _note(meshes: Mapping[MeshShape, MeshShape]) -> str:
 
 def _strange(source: Checkpoint, meshes: Sequence[MeshShape]) -> str:
     """Why no mesh of all ranks says how DTensors of the source lie, with their placements or meshes; "" if one does."""
-    tensors = [named.tensor for named in source.tensors()]
+    tensors = list(source.leaves())
     unknown = {one.placement for one in tensors if one.sharded and one.sharding is None and one.placement[0] == "["}
     if not meshes:
         unknown.discard(placements_text([Shard(0)]))  # rows over one dimension need no mesh
@@ -241,7 +241,7 @@ def _whole_meshes(checkpoint: Checkpoint) -> list[MeshShape]:
 
 def _shardings(checkpoint: Checkpoint, meshes: Sequence[MeshShape]) -> dict[MeshShape, list[Sharding]]:
     """The different shardings on each of ``meshes``."""
-    found = dict.fromkeys(named.tensor.sharding for named in checkpoint.tensors())
+    found = dict.fromkeys(tensor.sharding for tensor in checkpoint.leaves())
     shardings: dict[MeshShape, list[Sharding]] = {mesh: [] for mesh in meshes}
     for sharding in found:
         mesh = whole_of(sharding.mesh, meshes) if sharding is not None else None

@@ -379,6 +379,21 @@ class Checkpoint:
     orders: tuple[RankOrder, ...] = ()
     ignored: tuple[str, ...] = ()
 
+    def leaves(self) -> Iterator[Tensor]:
+        """The tensors of ``tensors``, in its order, at a quarter of the cost: names have to be made."""
+        rest: list[Value] = [self.extra, *self.rank_extra]
+        if self.model is not None:
+            yield from (leaf for leaf in self.model.params.values() if isinstance(leaf, Tensor))
+        if self.optim is not None:
+            for states in self.optim.state.values():
+                for leaf in states.values():
+                    if isinstance(leaf, Tensor):
+                        yield leaf
+                    elif isinstance(leaf, (dict, list, tuple)):
+                        yield from (tensor for _, tensor in leaf_tensors(leaf))
+            rest = [list(self.optim.param_groups or []), self.optim.extra, *rest]
+        yield from (tensor for _, tensor in leaf_tensors(rest))
+
     def tensors(self) -> Iterator[NamedTensor]:
         """Every tensor of every section: model, then optimizer (its user-added entries last), then extra."""
         if self.model is not None:

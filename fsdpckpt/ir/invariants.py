@@ -48,21 +48,19 @@ ALIASED_NEXT = "save again with FullOptimStateDictConfig(offload_to_cpu=False), 
 def problems(checkpoint: Checkpoint) -> list[Problem]:
     """Every problem of ``checkpoint`` that can be found without reading tensor data."""
     all_problems: list[Problem] = []
-    covered: set[tuple[tuple[int, ...], int, int]] = set()  # shapes and the boxes that cover them: many share theirs
-    for named in checkpoint.tensors():
-        tensor = named.tensor
-        boxes = (tensor.shape, id(tensor.chunks.start), id(tensor.chunks.size))
-        if boxes in covered:
-            continue
-        wrong = flaws(tensor)
-        if wrong:
-            all_problems.extend(_coverage_problem(named, flaw, checkpoint) for flaw in wrong)
-        else:
-            covered.add(boxes)
+    several = {_boxes(tensor): tensor for tensor in checkpoint.leaves()}  # many share theirs
+    covered = {boxes for boxes, tensor in several.items() if not flaws(tensor)}
+    for named in checkpoint.tensors() if len(covered) < len(several) else ():
+        if _boxes(named.tensor) not in covered:
+            all_problems.extend(_coverage_problem(named, flaw, checkpoint) for flaw in flaws(named.tensor))
     if checkpoint.optim is not None:
         all_problems.extend(aliased_states(checkpoint.optim, checkpoint))
         all_problems.extend(state_completeness(checkpoint.optim))
     return all_problems
+
+
+def _boxes(tensor: Tensor) -> tuple[tuple[int, ...], int, int]:
+    return tensor.shape, id(tensor.chunks.start), id(tensor.chunks.size)
 
 
 def _coverage_problem(named: NamedTensor, flaw: Flaw, checkpoint: Checkpoint) -> Problem:

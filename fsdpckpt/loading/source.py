@@ -56,7 +56,7 @@ def open_to_load(path: str, options: ConvertOptions, sources: Sources, *, locate
     checkpoint = open_checkpoint(path, sources=sources, units=units, locate=locate, ignore_file=ignored, as_dcp=True)
     require_matches(ignored, checkpoint)
     flattened = not locate and is_flattened(checkpoint, sources, units_request(options))
-    if flattened and not all(is_located(named.tensor) for named in checkpoint.tensors()):
+    if flattened and not all(map(is_located, checkpoint.leaves())):
         checkpoint = open_checkpoint(path, sources=sources, units=units, locate=True, ignore_file=ignored, as_dcp=True)
     try:
         return transform(without_repeats(checkpoint, sources), options, _SPEC, sources).checkpoint

@@ -100,7 +100,7 @@ def mesh_options(meshes: Iterable[MeshShape]) -> str:
 def source_meshes(checkpoint: Checkpoint) -> list[MeshShape]:
     """The meshes that the source's DTensors are on, without those that are submeshes of another, in the order of the
     tensors. Expert parallelism has two of all ranks."""
-    shardings = (named.tensor.sharding for named in checkpoint.tensors())
+    shardings = (tensor.sharding for tensor in checkpoint.leaves())
     meshes = dict.fromkeys(sharding.mesh for sharding in shardings if sharding is not None)
     return [mesh for mesh in meshes if not any(mesh != other and is_submesh(mesh, other) for other in meshes)]
 
@@ -456,7 +456,7 @@ def place_rest(checkpoint: Checkpoint, target: TargetMesh) -> Checkpoint:
             why="in the source they are no DTensors, packed (a _StridedShard alone), or on a mesh of another order",
             next_step=f"add {mesh_options(target.meshes)} --placements FILE",
         )
-    kept = {one.tensor: one.tensor.sharding for one in checkpoint.tensors() if one.tensor.sharding is not None}
+    kept = {tensor: tensor.sharding for tensor in checkpoint.leaves() if tensor.sharding is not None}
     return _with_shardings(checkpoint, kept | dict.fromkeys([one.tensor for one in left], rest)) if left else checkpoint
 
 
