@@ -6,7 +6,7 @@ import os
 import signal
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: two workers share two cores
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: workers share the cores
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job; programs under test would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # started with nohup: the same
@@ -46,7 +46,7 @@ SLOW_FIRST = (
     "docs",
     "cli",
 )
-"""What takes longest begins, so that both workers have short files left to share at the end: a file goes to a worker
+"""What takes longest begins, so that all workers have short files left to share at the end: a file goes to a worker
 as a whole. Neighbours wait for different checkpoints."""
 
 
