@@ -46,6 +46,7 @@ __all__ = [
 ]
 
 _PART = 5  # numbers of each part
+_RECORD_BITS = 40  # of a number that says the file, too
 _AT_ONCE = 4096  # records
 FEW = 64  # ranges: with more of them, checksumming all bytes again is cheaper than combining
 
@@ -179,14 +180,14 @@ class SourceCheck:
         rows = np.frombuffer(self._parts, np.int64).reshape(-1, _PART)
         if self._absorbed:
             rows = np.concatenate([rows, np.frombuffer(self._absorbed, np.int64).reshape(-1, _PART)])
-        order = np.lexsort((rows[:, 1], rows[:, 0]))
+        order = np.argsort(_record_of(rows), kind="stable")
         order = order if only is None else order[rows[order, 0] == only]
-        for some in np.array_split(order, _begins(rows[order, :2])[_AT_ONCE::_AT_ONCE]):
+        for some in np.array_split(order, _begins(_record_of(rows)[order])[_AT_ONCE::_AT_ONCE]):
             few = rows[some]  # as Python objects they take ten times the memory
             few = few[np.lexsort(few.T[::-1])]
             few = few[(np.diff(few, axis=0, prepend=-1) != 0).any(axis=1)]
             parts = list(map(tuple, few[:, 2:].tolist()))
-            for begin, end in pairwise([*_begins(few[:, :2]).tolist(), len(few)]):
+            for begin, end in pairwise([*_begins(_record_of(few)).tolist(), len(few)]):
                 file, index = few[begin, :2].tolist()
                 yield file, index, parts[begin:end]
 
@@ -271,9 +272,14 @@ class SourceCheck:
         require_checksum(self._files[file].path, *records.record(index), crc)
 
 
-def _begins(rows: Int64Array) -> Int64Array:
-    """Where rows begin that differ from those before."""
-    return np.flatnonzero((np.diff(rows, axis=0, prepend=-1) != 0).any(axis=1))
+def _record_of(rows: Int64Array) -> Int64Array:
+    """A number for the file and the record of each part."""
+    return (rows[:, 0] << _RECORD_BITS) | rows[:, 1]
+
+
+def _begins(values: Int64Array) -> Int64Array:
+    """Where values begin that differ from those before."""
+    return np.flatnonzero(np.diff(values, prepend=-1))
 
 
 def _rows(parts: array[int]) -> list[tuple[int, int, int, int, int]]:

@@ -35,7 +35,7 @@ from fsdpckpt.ir.units import Units
 from fsdpckpt.producers.forms import PLAIN
 from fsdpckpt.producers.table import flavor_named, recognise
 from fsdpckpt.readers.protocol import MANIFEST, Claim
-from fsdpckpt.storage.protocols import Entry
+from fsdpckpt.storage.protocols import ByteSource, Entry
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import bytes_text
 
@@ -149,6 +149,7 @@ SEAL = ',\n "crc32": "'
 _SEAL_END = b'"\n}\n'
 _CRC_DIGITS = 8
 _MOST_DIGITS = 20  # of an id: Python refuses to read a number of thousands of them
+_AT_ONCE = 1 << 24  # bytes
 _SMALL = (".metadata", ".json")  # files that are read anyway, whose bytes decide what the others mean
 _CRC = re.compile("[0-9a-f]{8}")
 
@@ -279,13 +280,20 @@ def _contradictions(manifest: Manifest, present: Collection[str], sources: Sourc
         if name not in present or not name.endswith(_SMALL) or listed.crc is None:
             continue
         source = sources.open(f"{manifest.directory}/{name}")
-        if source.nbytes != listed.nbytes or zlib.crc32(source.read(0, source.nbytes)) != listed.crc:
+        if source.nbytes != listed.nbytes or _crc(source) != listed.crc:
             message = (
                 f"{source.path} is not what {manifest.path} says of it: it is damaged, or another program wrote here "
                 f"since (then remove {MANIFEST})"
             )
             problems.append(Problem("checksum", message, file=source.path))
     return problems
+
+
+def _crc(source: ByteSource) -> int:
+    crc = 0
+    for at in range(0, source.nbytes, _AT_ONCE):  # the .metadata of thousands of ranks take gigabytes
+        crc = zlib.crc32(source.read(at, min(_AT_ONCE, source.nbytes - at)), crc)
+    return crc
 
 
 def _forget_sharded(checkpoint: Checkpoint, undetermined: object) -> None:

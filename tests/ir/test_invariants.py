@@ -14,7 +14,17 @@ from hypothesis import strategies as st
 
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsupportedError
 from fsdpckpt.ir import coverage
-from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, OptimState, Problem, Section, SourceFile
+from fsdpckpt.ir.checkpoint import (
+    BARE_VALUE,
+    Checkpoint,
+    Container,
+    Layout,
+    ModelState,
+    OptimState,
+    Problem,
+    Section,
+    SourceFile,
+)
 from fsdpckpt.ir.coverage import flaws
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.invariants import fatal, problems
@@ -276,3 +286,15 @@ def test_one_error_lists_every_fatal_problem(kinds: list[str], error: type[Excep
     assert "SRC" in raised.what
     with pytest.raises(ValueError, match="no fatal"):
         fatal([Problem("state", "harmless", fatal=False)])
+
+
+def test_the_tensors_without_their_names_are_those_with_them_in_the_same_order() -> None:
+    weight, step, first, second, scale, own, seed, drawn = (at(100 * number, (number + 1,)) for number in range(8))
+    states = {"exp_avg": first, "step": step, "lists": [second, (scale, 3)], "none": None}
+    optim = OptimState({"w": states, "v": {BARE_VALUE: own}}, [{"params": ["w", "v"], "lr": seed}], {"x": [own]})
+    found = checkpoint({"w": weight, "dead": weight}, optim)
+    found.model.params["_extra_state"] = {"scale": scale}  # type: ignore[union-attr]  # a value, no tensor of the model
+    found.extra = {"rng": {"cpu": drawn}}
+    found.rank_extra = ({"rng": seed}, {"rng": drawn})
+    assert list(found.leaves()) == [named.tensor for named in found.tensors()]
+    assert len(list(found.leaves())) == 12
