@@ -109,9 +109,19 @@ def zero_weights(bench: Bench) -> Row:
 
 
 def dcp_universal(bench: Bench) -> Row:
+    """Beside a copy of the same files: there is one for each weight and each state."""
     source, target = bench.make("dcp", bench.options.size), bench.path("out")
     ours = converting(bench, source, target, "--flavor", "deepspeed-universal")
-    return Row("dcp of 4 -> DeepSpeed universal", source, target, [ours, copying(source, target)])
+    written = bench.derive("deepspeed-universal", source)
+    return Row("dcp of 4 -> DeepSpeed universal", source, target, [ours, copying(written, target)])
+
+
+def universal_full(bench: Bench) -> Row:
+    source = bench.derive("deepspeed-universal", bench.make("dcp", bench.options.size))
+    target = bench.path("out.pt")
+    return Row(
+        "DeepSpeed universal -> full", source, target, [converting(bench, source, target), copying(source, target)]
+    )
 
 
 def one_tensor(bench: Bench) -> Row:
@@ -257,6 +267,7 @@ ROWS: dict[str, Callable[[Bench], Row]] = {
     "lightning": lightning,
     "zero": zero_weights,
     "universal": dcp_universal,
+    "universal-full": universal_full,
     "one-tensor": one_tensor,
     "inspect": inspect_thousand,
     "layout": layout,
