@@ -45,15 +45,18 @@ def test_a_run_killed_at_any_system_call_leaves_nothing_or_everything(
     source: Path, tmp_path: Path, whole: Whole, shim: str, options: list[str]
 ) -> None:
     whole(*options)
-    calls = "pwrite,write,fsync,fdatasync,ftruncate,fallocate,rename,unlink,rmdir,mkdir,open"
-    faults = {"LD_PRELOAD": shim, "FAULT_CALLS": calls, "FAULT_PATH": "target", "FAULT_DO": "kill"}
-    counted = tmp_path / "count"
-    assert convert(source, tmp_path / "target0", *options, FAULT_COUNT=str(counted), **faults).code == 0
-    count = int(counted.read_text())
-    moments = sorted({1, 4, count // 3, count // 2, *range(count - 4, count + 1)})
-    for moment in moments:
-        target = tmp_path / f"target{moment}"
-        killed = convert(source, target, *options, FAULT_NTH=str(moment), **faults)
+    names = "rename,unlink,rmdir,mkdir"  # few, and one after the other: what makes the target appear is always met
+    faults = {"LD_PRELOAD": shim, "FAULT_PATH": "target", "FAULT_DO": "kill"}
+    moments = []
+    for calls in (names, f"pwrite,write,fsync,fdatasync,ftruncate,fallocate,open,{names}"):
+        counted, target = tmp_path / f"count{len(moments)}", tmp_path / f"target{len(moments)}"
+        assert convert(source, target, *options, FAULT_CALLS=calls, FAULT_COUNT=str(counted), **faults).code == 0
+        count = int(counted.read_text())
+        chosen = range(1, count + 1) if calls == names else sorted({1, 4, count // 3, count // 2, count - 1})
+        moments += [(calls, moment) for moment in chosen]
+    for calls, moment in moments:
+        target = tmp_path / f"target-{len(calls)}-{moment}"
+        killed = convert(source, target, *options, FAULT_CALLS=calls, FAULT_NTH=str(moment), **faults)
         assert killed.code in (-signal.SIGKILL, 0)  # the number of calls varies with the threads
         assert not target.exists() or same(whole(*options), target), moment
         left = hidden(target).exists() or hidden(target, "lock").exists()
