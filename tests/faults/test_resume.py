@@ -45,7 +45,7 @@ def test_a_run_killed_at_any_system_call_leaves_nothing_or_everything(
     source: Path, tmp_path: Path, whole: Whole, shim: str, options: list[str]
 ) -> None:
     whole(*options)
-    names = "rename,unlink,rmdir,mkdir"  # few, and one after the other: what makes the target appear is always met
+    names = "rename,unlink,rmdir,mkdir"  # few, and one after the other: those that make a directory appear are all met
     faults = {"LD_PRELOAD": shim, "FAULT_PATH": "target", "FAULT_DO": "kill"}
     moments = []
     for calls in (names, f"pwrite,write,fsync,fdatasync,ftruncate,fallocate,open,{names}"):
