@@ -7,6 +7,7 @@ import zlib
 from contextlib import nullcontext
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -58,6 +59,18 @@ def test_records_of_several_files_are_judged_apart_however_many_are_held_at_once
     assert found.rest() == []
     with nullcontext() if damaged is None else pytest.raises(SourceCorruptError, match=f"at offset {100 * damaged}"):
         found.finish()
+
+
+def test_a_record_is_proved_by_the_parts_of_its_own_file_alone() -> None:
+    sizes = [SourceFile(name, AT + len(DATA)) for name in ("a", "b")]
+    found = SourceCheck(sizes, Checksums.of([(file, AT, len(DATA), zlib.crc32(DATA)) for file in (0, 1)]))
+    for file, begin, end in [(1, 0, 400), (1, 400, 1013), (0, 0, 400)]:
+        found.saw(file, AT + begin, memoryview(DATA)[begin:end])
+    touched = np.array([AT + 10]), np.array([AT + 20])
+    assert found.unproved(1, *touched) == []
+    assert found.unproved(0, *touched) == [(0, AT, len(DATA), zlib.crc32(DATA))]
+    before, after = (np.array([at]) for at in (AT, AT + len(DATA)))
+    assert found.unproved(0, np.zeros(1, np.int64), before) == found.unproved(0, after, after + 5) == []
 
 
 FLIPPED = bytes([*DATA[:450], DATA[450] ^ 4, *DATA[451:]])
