@@ -11,14 +11,18 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import replace
+from itertools import accumulate
+from math import prod
+
+import numpy as np
 
 from fsdpckpt.errors import SourceCorruptError, damaged
 from fsdpckpt.formats.dcp.metadata import DcpMetadata, DcpTensor, PathElement
 from fsdpckpt.ir.checkpoint import UNORDERED, Container, Layout, Note, Problem, Section
-from fsdpckpt.ir.tensors import ONE_SLICE, Tensor
+from fsdpckpt.ir.tensors import ONE_SLICE, Chunks, Tensor, contiguous_strides
 from fsdpckpt.ir.values import Global, Key, Value
-from fsdpckpt.layouts.flattened import is_flat_key
-from fsdpckpt.readers.chunks import build_tensors
+from fsdpckpt.layouts.flattened import flat_boxes, is_flat_key
+from fsdpckpt.readers.chunks import ChunkedTensor, build_tensors
 from fsdpckpt.readers.dcp import DcpDirectory, open_directory
 from fsdpckpt.readers.dcp.blockwise import read_blockwise
 from fsdpckpt.readers.dcp.items import declared_chunks, first_of_items, locate_chunks, read_values
@@ -62,9 +66,7 @@ def read_dcp(path: str, files: FileTable, sources: Sources, *, locate: bool | It
     values = read_values(directory, sources, tree) if locate else _few_values(directory, sources, tree)
     shapes = directory.metadata.unflattened
     if shapes:
-        from fsdpckpt.readers.dcp.flattened_range import in_shape
-
-        chunked = [in_shape(one, shapes[one.key], file=path) if one.key in shapes else one for one in chunked]
+        chunked = [_in_shape(one, shapes[one.key], file=path) if one.key in shapes else one for one in chunked]
     tensors = build_tensors(chunked, world_size=directory.world_size)
     share_equal_settings(tensors, files, sources)
     if any(len(tensor.chunks) > 1 for tensor in tensors.values()) or blockwise.sharded:
@@ -127,6 +129,47 @@ def share_equal_settings(tensors: MutableMapping[str, Tensor], files: FileTable,
             source = sources.open(paths[int(tensor.chunks.file[0])])
             content = source.read(int(tensor.chunks.offset[0]), tensor.nbytes)
             tensors[key] = seen.setdefault((tensor.dtype.name, content), tensor)
+
+
+def _in_shape(tensor: ChunkedTensor, shape: tuple[int, ...], *, file: str) -> ChunkedTensor:
+    """``tensor``, saved by Megatron-core 0.7 to 0.15 as ranges of flattened local shards, with boxes of ``shape``.
+
+    The distributed optimizer gives each rank a range of elements of a parameter's local shard (``flattened_range``).
+    Local shards are all of one shape and form a grid; the tensor is saved with the shape of that grid and one dimension
+    more, for the elements of a flattened shard, which is what the ranges cut
+    (``megatron/core/dist_checkpointing/strategies/torch.py``, ``sharded_tensor_to_torch_sharded_tensor``). ``shape``
+    comes from ``mcore_data`` in ``.metadata``. Raises SourceCorruptError where the grid does not make up that shape.
+    """
+    grid, elements = tensor.shape[:-1], tensor.shape[-1]
+    fits = len(grid) == len(shape) and all(
+        cells > 0 and extent % cells == 0 for extent, cells in zip(shape, grid, strict=True)
+    )
+    local = tuple(extent // cells for extent, cells in zip(shape, grid, strict=True)) if fits else ()
+    chunks = tensor.chunks
+    if not fits or prod(local) != elements or (chunks.size[chunks.size[:, -1] > 0, :-1] != 1).any():
+        raise damaged(
+            file,
+            f"the slices of {tensor.key} do not make up its shape",
+            f"a grid of equal shards of {list(shape)}",
+            f"shape {list(tensor.shape)}",
+            key=tensor.key,
+            why="the metadata was damaged or edited, or a version of Megatron-core that is not known wrote it",
+        )
+    ranges = zip(chunks.start[:, -1].tolist(), chunks.size[:, -1].tolist(), strict=True)
+    boxes = [flat_boxes(local, begin, count) for begin, count in ranges]
+    row = np.repeat(np.arange(len(boxes)), list(map(len, boxes)))
+    start = np.array([box.offsets for each in boxes for box in each], np.int64).reshape(len(row), len(shape))
+    size = np.array([box.sizes for each in boxes for box in each], np.int64).reshape(len(row), len(shape))
+    before = np.array([at for each in boxes for at in list(accumulate((box.numel for box in each), initial=0))[:-1]])
+    step = chunks.stride[row, -1]
+    offset = chunks.offset[row]
+    offset = np.where(offset < 0, offset, offset + before.astype(np.int64) * step * tensor.dtype.itemsize)
+    start += chunks.start[row, :-1] * np.array(local, np.int64)
+    strides = contiguous_strides(size) * step[:, None]
+    # An item holds a range, in another shape than its boxes: no target may point to it as the item of one.
+    item = chunks.item[row] if chunks.item is not None and (offset < 0).any() else None
+    boxed = Chunks(chunks.rank[row], chunks.file[row], offset, start, size, strides, item)
+    return tensor._replace(shape=shape, chunks=boxed)
 
 
 _MOST_POSITIONS = 1 << 20  # of lists whose entries are mostly empty
