@@ -15,7 +15,7 @@ import torch
 import fsdpckpt
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsupportedError
 from fsdpckpt.readers.deepspeed import DeepSpeedReader
-from fsdpckpt.readers.deepspeed.partitions import PartitionError, partitions_of_groups, partitions_of_params
+from fsdpckpt.readers.deepspeed.step import PartitionError, partitions_of_groups, partitions_of_params
 from tests.golden.deepspeed.make import Net
 from tests.readers.contents import opened
 from tests.readers.junk import refusals, save

@@ -16,29 +16,27 @@ from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.ir.checkpoint import Evidence, EvidenceKind, Layout, Note
 from fsdpckpt.ir.values import Key, Object, Value
 from fsdpckpt.readers.deepspeed import ZeroFiles, require_all_ranks
-from fsdpckpt.readers.deepspeed.module_states import (
+from fsdpckpt.readers.deepspeed.step import (
     FlatGroup,
+    FlatGroups,
     ModuleStates,
+    PartitionError,
+    Slice,
     StateDict,
     StepFile,
     add_archives,
     add_extras,
     as_mapping,
     contradiction,
+    dealt,
     is_count,
     merge_files,
     open_files,
     part_of,
-    plain,
-    section_of,
-)
-from fsdpckpt.readers.deepspeed.partitions import (
-    FlatGroups,
-    PartitionError,
-    Slice,
-    dealt,
     partitions_of_groups,
     partitions_of_params,
+    plain,
+    section_of,
 )
 from fsdpckpt.readers.protocol import FileTable, Tree
 from fsdpckpt.storage.sources import Sources

@@ -22,7 +22,8 @@ from fsdpckpt.ir.checkpoint import Evidence, EvidenceKind, Layout
 from fsdpckpt.ir.tensors import Tensor, contiguous_stride
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.readers.deepspeed import OPTIMIZER_STATE, UniversalFiles
-from fsdpckpt.readers.deepspeed.module_states import (
+from fsdpckpt.readers.deepspeed.read import DESCRIBED_STATES
+from fsdpckpt.readers.deepspeed.step import (
     FlatGroup,
     ModuleStates,
     StateDict,
@@ -36,7 +37,6 @@ from fsdpckpt.readers.deepspeed.module_states import (
     plain,
     section_of,
 )
-from fsdpckpt.readers.deepspeed.read import DESCRIBED_STATES
 from fsdpckpt.readers.protocol import FileTable, Tree
 from fsdpckpt.storage.protocols import Entry
 from fsdpckpt.storage.sources import Sources

@@ -1,33 +1,43 @@
-"""Put one ``torch_dist`` directory together: parameters, optimizer states by name, and what all ranks share.
+"""Read Megatron-core's distributed checkpoints, ``torch_dist`` directories.
+
+``dist_checkpointing.save`` writes a DCP directory without planner data, ``metadata.json`` with the name of the format,
+and the values that all ranks share in ``common.pt`` (since core 0.19 in the object ``common_state``). The training loop
+puts each into ``iter_<number>/`` and the last number into ``latest_checkpointed_iteration.txt``
+(``megatron/core/dist_checkpointing/serialization.py``, ``megatron/training/checkpointing.py``).
 
 Tensors have the names and global shapes that Megatron gave them: layers of one form are one tensor with a dimension for
 the layers (``decoder.layers.mlp.linear_fc1.weight``). Optimizer states are ``optimizer.state.<state>.<parameter>``
 (``megatron/core/dist_checkpointing/optimizer.py``, ``megatron/core/optimizer/distrib_optimizer.py``). No param group
-lists its parameters: ``transform.weight_decay`` says which those are.
+lists its parameters: ``transform.weight_decay`` says which those are. Directories of Megatron FSDP are plain DCP, and
+``dcp.megatron_fsdp`` reads them.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import cast
 
-from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError
+from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsupportedError
 from fsdpckpt.ir.checkpoint import Checksums, Evidence, EvidenceKind
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value
+from fsdpckpt.readers.beside import claim_named
 from fsdpckpt.readers.dcp.megatron_fsdp import join_halves, join_states, plain, step_tensor
-from fsdpckpt.readers.dcp.read import read_dcp
-from fsdpckpt.readers.megatron import COMMON
 from fsdpckpt.readers.optimizer_forms import notes_on_copies
-from fsdpckpt.readers.protocol import FileTable, Items, Tree
-from fsdpckpt.readers.torch_ranks.read import read_torch_file
+from fsdpckpt.readers.protocol import Claim, FileTable, Items, Part, ReadOptions, Tree
 from fsdpckpt.storage.protocols import Entry
 from fsdpckpt.storage.sources import Sources
 
-__all__ = ["read_torch_dist"]
-
+_CONFIG, _COMMON = "metadata.json", "common.pt"
+_LATEST = "latest_checkpointed_iteration.txt"
+_DCP = (".distcp", ".metadata")
+_OWN = {_COMMON, ".metadata"}
+_MAX_CONFIG_BYTES = 1 << 16
+_MOST_LETTERS = 32
 _STATE = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)$")
 _BUFFERS = re.compile(r"^(?:chained_\d+\.)?optimizer\.distributed\.")
 _MASTERS = ("fp32_param", "param")  # the weights that the optimizer updates
@@ -37,7 +47,70 @@ _NOT_SETTINGS = frozenset({"is_expert_parallel", "default_config", "params"})
 _Dict = dict[Key, Value]
 
 
-def read_torch_dist(
+class MegatronReader:
+    """Directories that ``megatron.core.dist_checkpointing.save`` wrote, or a run's directory with the last of them."""
+
+    def recognise_file(self, file: Entry, sources: Sources) -> Part | None:
+        del file, sources
+        return None
+
+    def recognise_directory(
+        self, path: str, files: Mapping[str, Entry], options: ReadOptions, sources: Sources
+    ) -> Claim:
+        """The checkpoint in ``path``, or the one that ``latest_checkpointed_iteration.txt`` names. Raises
+        SourceUnsupportedError for the zarr format, SourceIncompleteError where no file says the format."""
+        if _CONFIG in files or files.keys() >= _OWN:
+            return _claim(path, files, options, sources)
+        claim = partial(_claim, options=options, sources=sources)
+        return claim_named(path, files.get(_LATEST), sources, claim, _directory_of)
+
+
+def _claim(path: str, files: Mapping[str, Entry], options: ReadOptions, sources: Sources) -> Claim:
+    backend = _backend(files.get(_CONFIG), sources)
+    if backend is None:
+        if files.keys() >= _OWN:
+            raise SourceIncompleteError(
+                f"{path} has the files of a Megatron checkpoint, and no {_CONFIG} that says its format",
+                file=f"{path.rstrip('/')}/{_CONFIG}",
+                why="the save or the copy did not finish, or the file was damaged",
+                next_step=f"copy {_CONFIG} again, or add --ignore-file {_COMMON} where that file is none of Megatron's",
+            )
+        return Claim()
+    if backend != "torch_dist":
+        raise SourceUnsupportedError(
+            f"{path} is a Megatron checkpoint of the format {backend}, which fsdpckpt does not read",
+            file=f"{path.rstrip('/')}/{_CONFIG}",
+            expected="torch_dist",
+            found=backend,
+            why="Megatron-core gave that format up for torch_dist",
+            next_step="load it with the Megatron-LM that wrote it, and save it with --ckpt-format torch_dist",
+        )
+
+    def read(table: FileTable, sources: Sources) -> Tree:
+        return _read_torch_dist(path, files.get(_COMMON), table, sources, locate=options.locate)
+
+    names = {name for name in files if name.endswith(_DCP) or name in (_CONFIG, _COMMON)}
+    return Claim([Part(path, path.rstrip("/").rpartition("/")[2], read)], names)
+
+
+def _backend(entry: Entry | None, sources: Sources) -> str | None:
+    """The format that ``metadata.json`` names; None where it is another program's file."""
+    if entry is None or entry.nbytes > _MAX_CONFIG_BYTES:
+        return None
+    try:
+        document = json.loads(sources.open(entry.path).read(0, entry.nbytes))
+    except (ValueError, RecursionError):
+        return None
+    backend = document.get("sharded_backend") if isinstance(document, dict) else None
+    return backend[:_MOST_LETTERS] if isinstance(backend, str) and backend.isprintable() else None
+
+
+def _directory_of(iteration: str) -> str | None:
+    number = iteration.isascii() and iteration.isdecimal()
+    return f"iter_{int(iteration):07d}" if number else "release" if iteration == "release" else None
+
+
+def _read_torch_dist(
     path: str, common: Entry | None, files: FileTable, sources: Sources, *, locate: bool | Items
 ) -> Tree:
     """The model, the optimizer and the extras of the directory ``path``. ``common``: its ``common.pt``.
@@ -46,6 +119,8 @@ def read_torch_dist(
     parameters stay as they are, beside an empty ``state``. Raises SourceIncompleteError without the values that all
     ranks share, SourceCorruptError for states of other shapes than their parameters', and what ``read_dcp`` raises.
     """
+    from fsdpckpt.readers.dcp.read import read_dcp
+
     tree = read_dcp(path, files, sources, locate=locate)
     saved = _Saved(path, tree)
     shared = _shared(common, saved, files, sources)
@@ -130,6 +205,8 @@ def _shared(common: Entry | None, saved: _Saved, files: FileTable, sources: Sour
     """The values that all ranks share."""
     value: Value = None
     if common is not None:
+        from fsdpckpt.readers.torch_ranks.read import read_torch_file
+
         read = read_torch_file(common.path, files, sources)
         saved.tree.checksums = Checksums.joined([saved.tree.checksums, read.checksums])
         saved.tree.notes.extend(read.notes)
@@ -139,10 +216,10 @@ def _shared(common: Entry | None, saved: _Saved, files: FileTable, sources: Sour
         value = value[0] if isinstance(value, list) and len(value) == 1 else value
     else:
         raise SourceIncompleteError(
-            f"{saved.path} has no {COMMON}, which holds what all ranks share: the iteration and the param groups",
-            file=f"{saved.path.rstrip('/')}/{COMMON}",
+            f"{saved.path} has no {_COMMON}, which holds what all ranks share: the iteration and the param groups",
+            file=f"{saved.path.rstrip('/')}/{_COMMON}",
             why="the save or the copy did not finish",
-            next_step=f"copy {COMMON} into the directory",
+            next_step=f"copy {_COMMON} into the directory",
         )
     return dict(value) if isinstance(value, dict) else {}
 
