@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from math import isnan
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 import numpy as np
@@ -145,3 +146,16 @@ def leaf_tensors(value: Value) -> Iterator[tuple[tuple[Key, ...], Tensor]]:
     for path, leaf in walk(value):
         if isinstance(leaf, Tensor):
             yield path, leaf
+
+
+def equal(one: Value, other: Value) -> bool:
+    """Equal and of the same type; two NaN are equal."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, float) and isinstance(other, float):
+        return one == other or (isnan(one) and isnan(other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return list(one) == list(other) and all(equal(value, other[key]) for key, value in one.items())
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return one == other

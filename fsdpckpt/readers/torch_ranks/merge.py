@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum, auto
-from math import isnan, prod
+from math import prod
 from typing import TypeAlias, cast
 
 import numpy as np
@@ -23,7 +23,7 @@ from fsdpckpt.ir.bitsandbytes import LIBRARY, is_codes, unwrapped
 from fsdpckpt.ir.blockwise import Blocks, blocks_of, parts_in
 from fsdpckpt.ir.checkpoint import Problem, Section
 from fsdpckpt.ir.tensors import SLICES, Chunks, Tensor
-from fsdpckpt.ir.values import Key, Value, leaf_tensors, like
+from fsdpckpt.ir.values import Key, Value, equal, leaf_tensors, like
 from fsdpckpt.layouts.flattened import is_flat_key
 from fsdpckpt.readers.flat_slices import is_optimizer
 from fsdpckpt.readers.torch_ranks.rank_files import Group, RankFile
@@ -344,19 +344,6 @@ def _whole(value: Value) -> bool:
         if sum(boxes.values()) < tensor.numel:
             return False
     return True
-
-
-def equal(one: Value, other: Value) -> bool:
-    """Equal and of the same type; two NaN are equal."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, float) and isinstance(other, float):
-        return one == other or (isnan(one) and isnan(other))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return list(one) == list(other) and all(equal(value, other[key]) for key, value in one.items())
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return one == other
 
 
 def _described(value: object) -> str:
