@@ -59,7 +59,7 @@ def inspect(
     """
     from fsdpckpt.describe import Selection, describe
     from fsdpckpt.readers.detect import open_checkpoint
-    from fsdpckpt.readers.ignored import require_matches
+    from fsdpckpt.readers.protocol import require_matches
 
     named = {"keys": keys, "section": section, "ignore_file": ignore_file, "units": units}
     options = changed(InspectOptions(), named)
@@ -173,7 +173,7 @@ def diff(
     id and name keys cannot be matched, SourceError.
     """
     from fsdpckpt.readers.detect import open_checkpoint
-    from fsdpckpt.readers.ignored import require_matches
+    from fsdpckpt.readers.protocol import require_matches
     from fsdpckpt.verify.compare import compare, only_section
     from fsdpckpt.verify.elements import Tolerance
     from fsdpckpt.verify.parallel import threads_for
@@ -257,7 +257,7 @@ def open(  # noqa: A001  # the contract's name
     """
     from fsdpckpt.lazy import LazyCheckpoint
     from fsdpckpt.readers.detect import open_checkpoint
-    from fsdpckpt.readers.ignored import require_matches
+    from fsdpckpt.readers.protocol import require_matches
     from fsdpckpt.verify.repeats import without_repeats
 
     sources = Sources()
@@ -311,7 +311,7 @@ def find_units(source: Path, options: UnitsOptions) -> ResolvedUnits:
     """
     from fsdpckpt.flat.units.source import find_units as find
     from fsdpckpt.readers.detect import open_checkpoint
-    from fsdpckpt.readers.ignored import require_matches
+    from fsdpckpt.readers.protocol import require_matches
 
     with Sources() as sources:
         units = _given_units(options.units)

@@ -29,8 +29,7 @@ from fsdpckpt.plan.plan import Plan, make_plan
 from fsdpckpt.producers.forms import PLAIN
 from fsdpckpt.readers.dcp.items import first_item, is_located
 from fsdpckpt.readers.detect import open_checkpoint
-from fsdpckpt.readers.ignored import require_matches
-from fsdpckpt.readers.protocol import MANIFEST, Items
+from fsdpckpt.readers.protocol import MANIFEST, Items, require_matches
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.storage.staging import free_bytes
 from fsdpckpt.verify.repeats import without_repeats

@@ -29,8 +29,7 @@ from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.producers.forms import EXTRA_STEM
 from fsdpckpt.readers.flat_slices import mark_slices, why_sliced
-from fsdpckpt.readers.ignored import glob_of
-from fsdpckpt.readers.protocol import FileTable, Tree
+from fsdpckpt.readers.protocol import FileTable, Tree, glob_of
 from fsdpckpt.readers.sections import Sections, replaced, split, without
 from fsdpckpt.text import first_of, listed, shape_text, truncate
 

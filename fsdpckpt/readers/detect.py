@@ -36,8 +36,7 @@ from fsdpckpt.producers.table import EXPORT_DIRECTORIES, export_files, flavor_na
 from fsdpckpt.readers import READERS
 from fsdpckpt.readers.assembly import ReadPart, join, read_part, without_exports
 from fsdpckpt.readers.beside import BesideUnits, flavor_of, manifest_units, units_beside, with_manifest, with_units
-from fsdpckpt.readers.ignored import IgnoredFiles
-from fsdpckpt.readers.protocol import MANIFEST, UNITS, FileTable, Items, Part, ReadOptions, Tree
+from fsdpckpt.readers.protocol import MANIFEST, UNITS, FileTable, IgnoredFiles, Items, Part, ReadOptions, Tree
 from fsdpckpt.readers.side_files import missing_sections
 from fsdpckpt.readers.torch_ranks import may_be_torch, slices_of_one_rank
 from fsdpckpt.storage.protocols import UPLOADING, Entry, is_url

@@ -8,23 +8,83 @@ data of tensors. ``docs/adding-a-format.md`` walks through a complete reader.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import NamedTuple, Protocol, TypeAlias
 
-from fsdpckpt.ir.checkpoint import Checksums, Evidence, Layout, Note, Problem, Section, SourceFile
+import numpy as np
+import numpy.typing as npt
+
+from fsdpckpt.errors import UsageError
+from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Evidence, Layout, Note, Problem, Section, SourceFile
+from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.units import RankOrder, Units
 from fsdpckpt.ir.values import Value
-from fsdpckpt.readers.ignored import IgnoredFiles
 from fsdpckpt.storage.protocols import Entry
 from fsdpckpt.storage.sources import Sources
 
 MANIFEST = "fsdpckpt.json"
 UNITS = "units.json"  # what save_units calls its file in a directory
 
-
 Items: TypeAlias = frozenset[tuple[int, int]]
 """Tensors of a DCP directory by the first item of each: the number of its file, and where in it the item begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class IgnoredFiles:
+    """The files and directories below ``source`` that ``--ignore-file`` leaves out (an export beside the state, the
+    files of another save): their name, or path from there, matches one of ``globs``."""
+
+    source: str = ""
+    globs: tuple[str, ...] = ()
+
+    def matches(self, path: str) -> bool:
+        """Whether the file or directory at ``path``, which lies below the source, is one of them."""
+        return any(_matches(glob, self.relative(path)) for glob in self.globs)
+
+    def relative(self, path: str) -> str:
+        """``path`` as it is seen from the source."""
+        return path.removeprefix(self.source.rstrip("/")).strip("/")
+
+
+def _matches(glob: str, path: str) -> bool:
+    wanted = glob.removeprefix("./").rstrip("/")
+    return fnmatchcase(path, wanted) or fnmatchcase(path.rpartition("/")[2], wanted)
+
+
+def require_matches(globs: Sequence[str], *checkpoints: Checkpoint) -> None:
+    """Raises UsageError for a glob that no file of the ``checkpoints`` matched."""
+    found = [path for checkpoint in checkpoints for path in checkpoint.ignored]
+    for glob in globs:
+        if not any(_matches(glob, path) for path in found):
+            names = [file.path for checkpoint in checkpoints for file in checkpoint.files]
+            sources = " or ".join(checkpoint.source for checkpoint in checkpoints)
+            raise UsageError(
+                f"--ignore-file {glob} matches no file of {sources}",
+                details=[f"{name} exists" for name in get_close_matches(glob, names, n=3, cutoff=0.4)],
+                next_step="give the name of a file or directory, or its path from there",
+            )
+
+
+def glob_of(label: str, source: str) -> str:
+    """What to ignore to leave out the part that messages call ``label``: "" when that is the whole source.
+
+    A label is a path, a pattern of paths, or the first and last of one rank's files each.
+    """
+    first, _, last = label.partition(" .. ")
+    path = IgnoredFiles(source).relative(first)
+    if path.endswith(".safetensors.index.json"):
+        return path.removesuffix(".safetensors.index.json") + "*.safetensors*"
+    if not last:
+        return path
+    end = last.rpartition("/")[2]
+    name = path.rpartition("/")[2]
+    at = next((number for number, (one, other) in enumerate(zip(name, end, strict=False)) if one != other), 0)
+    tail = name[at:].lstrip("0123456789")
+    return path.removesuffix(name) + name[:at] + "*" + tail
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +202,50 @@ class Tree:
     devices: set[str] = field(default_factory=set)
     flavor: str = ""
     orders: tuple[RankOrder, ...] = ()
+
+
+class ChunkedTensor(NamedTuple):
+    key: str
+    dtype: DType
+    shape: tuple[int, ...]
+    chunks: Chunks
+
+
+def build_tensors(tensors: Sequence[ChunkedTensor], *, world_size: int) -> dict[str, Tensor]:
+    """A Tensor for each. ``world_size``: how many ranks wrote them. The chunks alone decide whether FSDP shards a
+    tensor, and how."""
+    known: dict[tuple[tuple[int, ...], int], list[int] | None] = {}  # tensors that are cut alike share their sizes
+    cuts = []
+    for tensor in tensors:
+        alike = (tensor.shape, id(tensor.chunks.size))
+        if alike not in known:
+            known[alike] = _cut_dimensions(tensor)
+        cuts.append(known[alike])
+    several = any(cut is not None for cut in cuts) and world_size > 1
+    built: dict[str, Tensor] = {}
+    for (key, dtype, shape, chunks), cut in zip(tensors, cuts, strict=True):
+        sharded = None if shape else False
+        if shape and cut is not None:
+            sharded = True
+        elif shape and several and shape[0] >= 2:  # one row is one chunk either way under FSDP1: it says nothing
+            sharded = False
+        placement = "[" + ", ".join(f"Shard({dim})" for dim in cut or [0]) + "]" if sharded else "whole"
+        built[key] = Tensor(dtype, shape, chunks, sharded, placement)
+    return built
+
+
+def _cut_dimensions(tensor: ChunkedTensor) -> list[int] | None:
+    """The dimensions along which the chunks divide the tensor; None when each chunk is all of it."""
+    size, shape = tensor.chunks.size, tensor.shape
+    if len(size) == 1 and tuple(size[0].tolist()) == shape:
+        return None
+    differs: npt.NDArray[np.bool_] = np.not_equal(size, np.array(shape, np.int64))
+    if not differs.any():
+        return None
+    filled: npt.NDArray[np.bool_] = np.all(size > 0, axis=1, keepdims=True)
+    differs[:, 1:] &= filled  # an empty chunk only says that rows are cut
+    cut: list[int] = np.flatnonzero(differs.any(axis=0)).tolist()
+    return cut
 
 
 ReadPart: TypeAlias = Callable[[FileTable, Sources], Tree]

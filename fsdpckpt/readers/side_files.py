@@ -12,8 +12,7 @@ from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.producers.forms import Flavor, RankFile
 from fsdpckpt.producers.table import export_files, flavor_named
-from fsdpckpt.readers.ignored import IgnoredFiles
-from fsdpckpt.readers.protocol import MANIFEST, UNITS
+from fsdpckpt.readers.protocol import MANIFEST, UNITS, IgnoredFiles
 from fsdpckpt.storage.protocols import Entry
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import names_text

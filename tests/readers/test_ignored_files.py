@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError, UsageError
-from fsdpckpt.readers.ignored import glob_of
+from fsdpckpt.readers.protocol import glob_of
 
 MODEL = {"a.w": torch.randn(5, 3), "a.b": torch.randn(5)}
 EXPORT = {name: tensor + 1 for name, tensor in MODEL.items()}

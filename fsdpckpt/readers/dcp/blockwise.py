@@ -20,9 +20,8 @@ from fsdpckpt.ir.blockwise import CODES, QMAP, SCALE, Blocks, is_blockwise, take
 from fsdpckpt.ir.checkpoint import Checksums
 from fsdpckpt.ir.tensors import Box, Chunks, Tensor, contiguous_stride
 from fsdpckpt.ir.values import Value
-from fsdpckpt.readers.chunks import ChunkedTensor, build_tensors
 from fsdpckpt.readers.dcp import DcpDirectory
-from fsdpckpt.readers.protocol import Tree
+from fsdpckpt.readers.protocol import ChunkedTensor, Tree, build_tensors
 from fsdpckpt.storage.sources import Sources
 
 

@@ -25,10 +25,9 @@ from fsdpckpt.formats.torch.archive import ChecksumRow, load_torch
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.ir.tensors import Chunks, Int64Array, Tensor, contiguous_stride, contiguous_strides
 from fsdpckpt.ir.values import Value, leaf_tensors
-from fsdpckpt.readers.chunks import ChunkedTensor
 from fsdpckpt.readers.dcp import DcpDirectory
 from fsdpckpt.readers.dcp.uneven import correct_uneven
-from fsdpckpt.readers.protocol import Tree
+from fsdpckpt.readers.protocol import ChunkedTensor, Tree
 from fsdpckpt.readers.safetensors import sharding_info
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural

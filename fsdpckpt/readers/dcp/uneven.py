@@ -19,9 +19,8 @@ from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.ir.mesh import MeshShape, Shard
 from fsdpckpt.ir.tensors import Chunks
 from fsdpckpt.layouts.sharded import mesh_box, strided
-from fsdpckpt.readers.chunks import ChunkedTensor
 from fsdpckpt.readers.dcp import DcpDirectory
-from fsdpckpt.readers.protocol import Tree
+from fsdpckpt.readers.protocol import ChunkedTensor, Tree
 from fsdpckpt.text import plural
 
 

@@ -18,8 +18,17 @@ from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, damaged
 from fsdpckpt.formats.safetensors import Header, HeaderTensor, looks_like_safetensors, read_header
 from fsdpckpt.ir.checkpoint import Container, Evidence, EvidenceKind, Layout, Note
 from fsdpckpt.ir.tensors import Chunks, Tensor
-from fsdpckpt.readers.chunks import ChunkedTensor, build_tensors
-from fsdpckpt.readers.protocol import Claim, FileTable, Part, ReadOptions, Tree, file_name, stem_of
+from fsdpckpt.readers.protocol import (
+    ChunkedTensor,
+    Claim,
+    FileTable,
+    Part,
+    ReadOptions,
+    Tree,
+    build_tensors,
+    file_name,
+    stem_of,
+)
 from fsdpckpt.readers.safetensors.document import assemble
 from fsdpckpt.storage.protocols import Entry
 from fsdpckpt.storage.sources import Sources
