@@ -138,9 +138,9 @@ class FsdpckptError(Exception):
 
     def __str__(self) -> str:
         """What Python shows: ``text`` with options as keywords. The command line shows the fields (``cli.errors``)."""
-        from fsdpckpt import wording  # it needs the table of all options, which no error needs before it is shown
+        from fsdpckpt.command_options import in_python  # which needs all options: no error does before it is shown
 
-        return wording.in_python(self.text)
+        return in_python(self.text)
 
     def to_json(self) -> dict[str, Any]:
         """Every field but the class, for ``from_json`` in another process."""

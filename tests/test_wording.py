@@ -10,10 +10,10 @@ import pytest
 
 import fsdpckpt
 from fsdpckpt.cli.errors import error_text
+from fsdpckpt.command_options import in_python
 from fsdpckpt.errors import FsdpckptError, TargetExistsError
 from fsdpckpt.option_fields import Parameter, parameters
 from fsdpckpt.options import ConvertOptions, LaunchOptions
-from fsdpckpt.wording import in_python
 from tests.conftest import AS_PYTHON_SHOWS
 
 

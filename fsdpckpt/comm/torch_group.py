@@ -21,10 +21,10 @@ from torch.distributed import distributed_c10d
 from fsdpckpt.comm.exchanger import spread
 from fsdpckpt.comm.launch import RankInfo, choose_backend, has_own_gpu, rank_device, rank_from_environment
 from fsdpckpt.comm.liveness import end_with_launcher, heartbeat
-from fsdpckpt.comm.objects import decode, encode
 from fsdpckpt.comm.protocol import Group, Solo
 from fsdpckpt.comm.store_monitor import StoreMonitor
 from fsdpckpt.comm.transport import Transport
+from fsdpckpt.comm.trees import decode, encode
 from fsdpckpt.errors import UsageError, WorkerError
 
 LIMIT = 15.0

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdpckpt.comm.objects import Slot, decode, encode
+from fsdpckpt.comm.trees import Slot, decode, encode
 from fsdpckpt.errors import InternalError, UsageError
 from fsdpckpt.ir.values import Global, Object
 

@@ -17,8 +17,7 @@ from fsdpckpt.ir.checkpoint import OptimState
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.options import TensorForm
 from fsdpckpt.writers.protocol import DtypeRule, WriteSpec
-from fsdpckpt.writers.rank_files import RankFiles
-from fsdpckpt.writers.torch_ranks import lay_out
+from fsdpckpt.writers.torch_ranks import RankFiles, lay_out
 from tests.materialise import materialise
 from tests.oracle.fake_group import as_rank, rows
 from tests.writers.source import Raw, Trained, checkpoint, same
