@@ -98,8 +98,8 @@ def _measure(
     checkpoint: Checkpoint, sources: Sources, threads: int | None, progress: Progress | None
 ) -> Callable[[list[NamedTensor]], list[dict[str, Json] | None]]:
     from fsdpckpt.ir.coverage import flaws
+    from fsdpckpt.verify.blocks import threads_for
     from fsdpckpt.verify.measures import stats_of
-    from fsdpckpt.verify.parallel import threads_for
 
     stages = progress or NoProgress()
 
@@ -174,10 +174,9 @@ def diff(
     """
     from fsdpckpt.readers.detect import open_checkpoint
     from fsdpckpt.readers.protocol import require_matches
+    from fsdpckpt.verify.blocks import threads_for
     from fsdpckpt.verify.compare import compare, only_section
-    from fsdpckpt.verify.elements import Tolerance
-    from fsdpckpt.verify.parallel import threads_for
-    from fsdpckpt.verify.repeats import without_repeats
+    from fsdpckpt.verify.elements import Tolerance, without_repeats
 
     stages = progress or NoProgress()
     options = changed(DiffOptions(), {"only": only, "ignore_file": ignore_file, "units": units})
@@ -258,7 +257,7 @@ def open(  # noqa: A001  # the contract's name
     from fsdpckpt.lazy import LazyCheckpoint
     from fsdpckpt.readers.detect import open_checkpoint
     from fsdpckpt.readers.protocol import require_matches
-    from fsdpckpt.verify.repeats import without_repeats
+    from fsdpckpt.verify.elements import without_repeats
 
     sources = Sources()
     try:

@@ -12,7 +12,7 @@ import sys
 import time
 
 INSTRUMENTED = ["fsdpckpt.formats", "fsdpckpt.ir", "fsdpckpt.readers", "fsdpckpt.execute.journal"]
-INSTRUMENTED += ["fsdpckpt.storage.http"]
+INSTRUMENTED += ["fsdpckpt.storage.remote_store"]
 READERS = ["fsdpckpt.readers"]  # of whole checkpoints: containers have targets of their own
 SECONDS = 5  # of processor time
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from fsdpckpt.cli.output import Colour, Line, Styled, labelled
-from fsdpckpt.cli.table import cut, wrapped
+from fsdpckpt.cli.output import Colour, Line, Styled, cut, labelled, wrapped
 from fsdpckpt.command_options import InspectOptions
 from fsdpckpt.text import count_text, dtypes_text, names_text, plural, size_text
 

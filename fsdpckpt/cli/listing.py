@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from fsdpckpt.cli.table import GAP, Cell, Name, table_lines
+from fsdpckpt.cli.output import GAP, Cell, Name, table_lines
 from fsdpckpt.describe import Description, Json
 from fsdpckpt.ir.checkpoint import NamedTensor, OptimState, Section
 from fsdpckpt.text import braces, count_text, fold, shape_text, size_text

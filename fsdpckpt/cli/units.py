@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import redirect_stdout
 from typing import TYPE_CHECKING
 
-from fsdpckpt.cli.table import Cell, Name, table_lines
+from fsdpckpt.cli.output import Cell, Name, table_lines
 from fsdpckpt.command_options import UnitsOptions
 from fsdpckpt.errors import NeedsInformationError, TargetExistsError, UsageError
 from fsdpckpt.option_fields import Scope, refuse_unused

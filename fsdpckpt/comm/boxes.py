@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdpckpt.comm.dtensor import DTensor, Placement, Shard, compute_local_shape_and_global_offset
 from fsdpckpt.comm.protocol import Group
 from fsdpckpt.errors import StateDictMismatchError, UsageError
-from fsdpckpt.ir import mesh as ir_mesh
+from fsdpckpt.ir import tensors as ir
 from fsdpckpt.ir.coverage import box_text, flaws
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Box, Chunks, Int64Array, Tensor, contiguous_stride
@@ -88,9 +88,9 @@ def mesh_boxes(
     return sharded.local_boxes(shape, tuple(mesh.mesh.shape), ours, coordinate, order)
 
 
-def _placement(placement: Placement, dimensions: int, key: str) -> ir_mesh.Placement:
+def _placement(placement: Placement, dimensions: int, key: str) -> ir.Placement:
     if placement.is_replicate():
-        return ir_mesh.Replicate()
+        return ir.Replicate()
     dim = getattr(placement, "dim", None)
     if dim is None:
         raise UsageError(
@@ -104,7 +104,7 @@ def _placement(placement: Placement, dimensions: int, key: str) -> ir_mesh.Place
             f"{placement} shards a dimension that a tensor of {dimensions} dimensions does not have", key=key
         )
     factor = getattr(placement, "split_factor", None)
-    return ir_mesh.Shard(dim) if factor is None or type(placement) is Shard else ir_mesh.StridedShard(dim, factor)
+    return ir.Shard(dim) if factor is None or type(placement) is Shard else ir.StridedShard(dim, factor)
 
 
 def _order(spec: object) -> Mapping[int, Sequence[int]] | None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from fsdpckpt.errors import UsageError
 from fsdpckpt.formats.torch.mesh import MAX_RANKS
-from fsdpckpt.ir.mesh import MeshShape, Placement, Replicate, Shard, Sharding
+from fsdpckpt.ir.tensors import MeshShape, Placement, Replicate, Shard, Sharding
 from fsdpckpt.layouts.sharded import strided
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural

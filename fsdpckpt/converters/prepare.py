@@ -32,7 +32,7 @@ from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.protocol import MANIFEST, Items, require_matches
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.storage.staging import free_bytes
-from fsdpckpt.verify.repeats import without_repeats
+from fsdpckpt.verify.elements import without_repeats
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,7 +9,7 @@ from fsdpckpt.converters.mesh_options import EXAMPLE_MESH, parse_meshes, parse_p
 from fsdpckpt.converters.target_spec import TargetSpec
 from fsdpckpt.errors import NeedsInformationError, UsageError, of_option
 from fsdpckpt.ir.checkpoint import Checkpoint
-from fsdpckpt.ir.mesh import MeshShape, Placement, Replicate, Shard, Sharding, placements_text
+from fsdpckpt.ir.tensors import MeshShape, Placement, Replicate, Shard, Sharding, placements_text
 from fsdpckpt.ir.vocabulary import Container, Layout, Strategy
 from fsdpckpt.layouts.sharded import on_one_dimension
 from fsdpckpt.options import ConvertOptions, TensorForm

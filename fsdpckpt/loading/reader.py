@@ -49,8 +49,7 @@ from fsdpckpt.options import ConvertOptions
 from fsdpckpt.readers.dcp.read import UNREAD
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural
-from fsdpckpt.verify.blocks import Bytes
-from fsdpckpt.verify.parallel import DEFAULT_THREADS
+from fsdpckpt.verify.blocks import DEFAULT_THREADS, Bytes
 
 Path = str | os.PathLike[str]
 

@@ -30,11 +30,18 @@ from fsdpckpt.readers.dcp.items import is_located, locate_rows
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.protocol import require_matches
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.verify.blocks import BLOCK_BYTES, BlockReader, Bytes, ChunkReader, rows_to_read, slabs
-from fsdpckpt.verify.parallel import for_each, in_file_order
-from fsdpckpt.verify.repeats import without_repeats
-from fsdpckpt.writers.dcp_leaves import Leaf, flatten
-from fsdpckpt.writers.state_dicts import extras_of_rank
+from fsdpckpt.verify.blocks import (
+    BLOCK_BYTES,
+    BlockReader,
+    Bytes,
+    ChunkReader,
+    for_each,
+    in_file_order,
+    rows_to_read,
+    slabs,
+)
+from fsdpckpt.verify.elements import without_repeats
+from fsdpckpt.writers.state_dicts import Leaf, extras_of_rank, flatten
 from fsdpckpt.writers.torch_full import lay_out_file
 
 # A source is transformed as for a conversion to whole tensors, up to the point where that would be laid out.

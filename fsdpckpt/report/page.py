@@ -24,8 +24,8 @@ from fsdpckpt.report.figures import (
 )
 from fsdpckpt.report.health import Health, health, not_finite, spreads
 from fsdpckpt.text import count_text, fold, plural, size_text
+from fsdpckpt.verify.checksums import buffer_keys
 from fsdpckpt.verify.compare import value_text
-from fsdpckpt.verify.tensors import buffer_keys
 from fsdpckpt.version import __version__
 
 MOST_ROWS = 300  # of a table; the page says how many more there are

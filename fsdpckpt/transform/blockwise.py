@@ -9,8 +9,7 @@ from fsdpckpt.ir import bitsandbytes
 from fsdpckpt.ir.bitsandbytes import scales_in, unwrapped
 from fsdpckpt.ir.blockwise import CODES, LIBRARY, SCALE, Blocks, blocks_of, part_name
 from fsdpckpt.ir.checkpoint import Checkpoint
-from fsdpckpt.ir.mesh import Sharding
-from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.tensors import Sharding, Tensor
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.layouts.sharded import mesh_box, on_one_dimension
 from fsdpckpt.text import listed

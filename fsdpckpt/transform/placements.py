@@ -18,9 +18,8 @@ from typing import TypeAlias
 from fsdpckpt.errors import InternalError, NeedsInformationError, UsageError
 from fsdpckpt.ir.blockwise import QMAP, parts_in
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, NamedTensor, Note, OptimState, Section
-from fsdpckpt.ir.mesh import MeshShape, Replicate, Sharding
 from fsdpckpt.ir.names import clean
-from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.tensors import MeshShape, Replicate, Sharding, Tensor
 from fsdpckpt.ir.values import Value
 from fsdpckpt.layouts.sharded import on_sizes
 from fsdpckpt.text import first_of, plural, shape_text

@@ -20,9 +20,8 @@ from fsdpckpt.producers.forms import PLAIN
 from fsdpckpt.producers.table import flavor_named
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import count_text
-from fsdpckpt.verify.blocks import BlockReader
+from fsdpckpt.verify.blocks import DEFAULT_THREADS, Advance, BlockReader, for_each, in_file_order, no_progress
 from fsdpckpt.verify.elements import Tolerance, compare_tensors
-from fsdpckpt.verify.parallel import DEFAULT_THREADS, Advance, for_each, in_file_order, no_progress
 
 Sigil: TypeAlias = Literal["=", "*", "-", "+"]
 

@@ -34,12 +34,18 @@ from fsdpckpt.readers.protocol import MANIFEST, require_matches
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import first_of, plural, size_text
 from fsdpckpt.transform.selection import unmatched_error
-from fsdpckpt.verify.blocks import BlockReader
-from fsdpckpt.verify.checksums import check_records, damaged_files, records_of
+from fsdpckpt.verify.blocks import DEFAULT_THREADS, BlockReader, for_each, in_file_order, threads_for
+from fsdpckpt.verify.checksums import (
+    TensorsInFiles,
+    buffer_keys,
+    check_records,
+    chunk_ends,
+    damaged_files,
+    named_text,
+    records_of,
+)
 from fsdpckpt.verify.elements import check_replicas, replica_bytes, replica_sets
 from fsdpckpt.verify.measures import count_not_finite, digest
-from fsdpckpt.verify.parallel import DEFAULT_THREADS, for_each, in_file_order, threads_for
-from fsdpckpt.verify.tensors import TensorsInFiles, buffer_keys, chunk_ends, named_text
 
 # Kinds of notes on flat slices without names: nothing says whether they are all of a parameter.
 _UNPROVED = frozenset({"unnamed", "units-unreadable", "units-ambiguous"})

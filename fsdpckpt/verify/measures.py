@@ -14,8 +14,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor
 from fsdpckpt.ir.dtypes import DType, numpy_dtype
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.verify.blocks import BlockReader, Bytes
-from fsdpckpt.verify.parallel import DEFAULT_THREADS, Advance, for_each, in_file_order, no_progress
+from fsdpckpt.verify.blocks import DEFAULT_THREADS, Advance, BlockReader, Bytes, for_each, in_file_order, no_progress
 
 AT_ONCE = 1 << 16  # elements processed together: half a MiB as float64, which stays in the processor's cache
 

@@ -20,8 +20,16 @@ from fsdpckpt.formats.pickle.opcodes import flag, integer, integers, list_of, tu
 from fsdpckpt.ir.blockwise import Blockwise
 from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.ir.dtypes import DTYPES, DType
-from fsdpckpt.ir.mesh import MeshShape, Placement, Replicate, Shard, Sharding, StridedShard
-from fsdpckpt.ir.tensors import Tensor, contiguous_stride
+from fsdpckpt.ir.tensors import (
+    MeshShape,
+    Placement,
+    Replicate,
+    Shard,
+    Sharding,
+    StridedShard,
+    Tensor,
+    contiguous_stride,
+)
 from fsdpckpt.layouts.sharded import decoded_order, mesh_box
 from fsdpckpt.producers.forms import MeshForm
 from fsdpckpt.writers.rank_pickle import BUILD, NEW, RankPickle

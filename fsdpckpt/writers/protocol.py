@@ -14,9 +14,8 @@ from typing import Protocol
 from fsdpckpt.errors import InternalError
 from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, Note, Section
 from fsdpckpt.ir.dtypes import DType
-from fsdpckpt.ir.mesh import MeshShape, Sharding
 from fsdpckpt.ir.targets import Target
-from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.tensors import MeshShape, Sharding, Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.layouts.sharded import on_one_dimension
 from fsdpckpt.options import DEFAULT_MAX_SHARD_SIZE, TensorForm

@@ -18,9 +18,8 @@ from fsdpckpt.formats.pickle.write import PickleWriter
 from fsdpckpt.formats.zip_write import TorchZip
 from fsdpckpt.ir.blockwise import CODES, LIBRARY, Blockwise
 from fsdpckpt.ir.dtypes import DType
-from fsdpckpt.ir.mesh import Sharding
 from fsdpckpt.ir.targets import TargetFile
-from fsdpckpt.ir.tensors import Box, Tensor, contiguous_stride
+from fsdpckpt.ir.tensors import Box, Sharding, Tensor, contiguous_stride
 from fsdpckpt.layouts.sharded import mesh_box, rank_box
 
 NEW = b")\x81}("  # an empty argument tuple, __new__, and the start of the attributes

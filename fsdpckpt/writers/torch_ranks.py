@@ -23,9 +23,8 @@ from fsdpckpt.errors import InternalError, NeedsInformationError, UsageError
 from fsdpckpt.formats.pickle.opcodes import integer
 from fsdpckpt.formats.zip_write import TorchZip
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
-from fsdpckpt.ir.mesh import Replicate, Shard, Sharding
 from fsdpckpt.ir.targets import Target, TargetData, TargetFile, as_table
-from fsdpckpt.ir.tensors import Int64Array, Tensor
+from fsdpckpt.ir.tensors import Int64Array, Replicate, Shard, Sharding, Tensor
 from fsdpckpt.ir.values import Value
 from fsdpckpt.layouts.sharded import mesh_box, on_one_dimension
 from fsdpckpt.options import TensorForm

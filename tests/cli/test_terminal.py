@@ -17,8 +17,7 @@ import torch
 
 from fsdpckpt.cli import output
 from fsdpckpt.cli.errors import report
-from fsdpckpt.cli.output import Lines, Output
-from fsdpckpt.cli.table import table_lines
+from fsdpckpt.cli.output import Lines, Output, table_lines
 from fsdpckpt.errors import SourceError
 from fsdpckpt.text import plural, size_text
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, _utils, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from fsdpckpt.ir import mesh as ir_mesh
+from fsdpckpt.ir import tensors as ir
 from fsdpckpt.ir.tensors import Box
 from fsdpckpt.layouts import sharded
 from fsdpckpt.layouts.sharded import (
@@ -34,15 +34,15 @@ from tests.readers.played_ranks import as_rank, shard_rows_twice
 ROWS = (1, 2, 3, 5, 7, 8, 9, 12, 13)
 
 
-def ours(placements: Sequence[Any]) -> list[ir_mesh.Placement]:
-    made: list[ir_mesh.Placement] = []
+def ours(placements: Sequence[Any]) -> list[ir.Placement]:
+    made: list[ir.Placement] = []
     for placement in placements:
         if isinstance(placement, _StridedShard):
-            made.append(ir_mesh.StridedShard(placement.dim, placement.split_factor))
+            made.append(ir.StridedShard(placement.dim, placement.split_factor))
         elif isinstance(placement, Shard):
-            made.append(ir_mesh.Shard(placement.dim))
+            made.append(ir.Shard(placement.dim))
         else:
-            made.append(ir_mesh.Replicate())
+            made.append(ir.Replicate())
     return made
 
 
@@ -120,7 +120,7 @@ def test_what_fully_shard_leaves_of_a_tensor_parallel_shard(data: int, tensor: i
             for name, whole in weights.items():
                 value = state[f"{name}.weight"]
                 placements = ours(value.placements)
-                assert isinstance(placements[0], ir_mesh.StridedShard)
+                assert isinstance(placements[0], ir.StridedShard)
                 boxes = local_boxes(whole.shape, (data, tensor), placements, divmod(rank, tensor))
                 assert torch.equal(cut_out(whole, boxes, value.to_local().shape), value.to_local()), (name, rank)
                 seen[name] += sum(held.box.numel for held in boxes)
@@ -128,12 +128,12 @@ def test_what_fully_shard_leaves_of_a_tensor_parallel_shard(data: int, tensor: i
 
 
 def test_shards_are_cut_in_the_order_the_spec_says() -> None:
-    placements = [ir_mesh.Shard(0), ir_mesh.Shard(0)]
+    placements = [ir.Shard(0), ir.Shard(0)]
     default = local_boxes((8, 2), (2, 2), placements, (0, 1))
     reversed_order = local_boxes((8, 2), (2, 2), placements, (0, 1), {0: (1, 0)})
     assert default == (LocalBox(Box((2, 0), (2, 2)), (0, 0)),)
     assert reversed_order == (LocalBox(Box((4, 0), (2, 2)), (0, 0)),)
-    strided = [ir_mesh.StridedShard(0, 2), ir_mesh.Shard(0)]
+    strided = [ir.StridedShard(0, 2), ir.Shard(0)]
     assert local_boxes((8, 2), (2, 2), strided, (0, 1)) == reversed_order
 
 
@@ -151,13 +151,13 @@ def test_split_factors_are_decoded_as_dtensor_encodes_them() -> None:
 
 
 def test_packed_weights_are_interleaved_boxes() -> None:
-    boxes = local_boxes((8, 3), (2,), [ir_mesh.StridedShard(0, 2)], (1,))
+    boxes = local_boxes((8, 3), (2,), [ir.StridedShard(0, 2)], (1,))
     assert boxes == (LocalBox(Box((2, 0), (2, 3)), (0, 0)), LocalBox(Box((6, 0), (2, 3)), (2, 0)))
 
 
 def test_placements_read_as_pytorch_writes_them() -> None:
-    placements = [ir_mesh.Replicate(), ir_mesh.StridedShard(1, 2), ir_mesh.Shard(0)]
-    assert ir_mesh.placements_text(placements) == "[Replicate(), _StridedShard(1, sf=2), Shard(0)]"
+    placements = [ir.Replicate(), ir.StridedShard(1, 2), ir.Shard(0)]
+    assert ir.placements_text(placements) == "[Replicate(), _StridedShard(1, sf=2), Shard(0)]"
 
 
 @pytest.mark.skipif(
@@ -167,7 +167,7 @@ def test_placements_read_as_pytorch_writes_them() -> None:
 @pytest.mark.parametrize("sizes", [(2, 2), (4, 2), (2, 4), (3, 2), (8, 8), (2, 2, 2), (4, 4, 4)])
 def test_each_rank_of_a_mesh_has_the_box_that_torch_says_where_that_is_right(sizes: tuple[int, ...]) -> None:
     """Empty boxes and their offsets too. Where torch is wrong, another size tells: no rank holds so many rows."""
-    mesh = ir_mesh.MeshShape(sizes)
+    mesh = ir.MeshShape(sizes)
     kinds = (Shard(0), Shard(1), Replicate())
     compared = wrong = 0
     for rows, plan in itertools.product((1, 2, 5, 7, 9, 16), itertools.product(kinds, repeat=len(sizes))):
@@ -190,17 +190,17 @@ def test_each_rank_of_a_mesh_has_the_box_that_torch_says_where_that_is_right(siz
 
 
 def _theirs(placement: Any) -> Any:
-    if isinstance(placement, ir_mesh.StridedShard):
+    if isinstance(placement, ir.StridedShard):
         return _StridedShard(placement.dim, split_factor=placement.split_factor)
-    return Shard(placement.dim) if isinstance(placement, ir_mesh.Shard) else Replicate()
+    return Shard(placement.dim) if isinstance(placement, ir.Shard) else Replicate()
 
 
 @pytest.mark.parametrize("plan", [("S0", "S0"), ("S0", "S1"), ("R", "S0"), ("S1", "S1")])
 def test_cuts_keep_their_order_on_a_mesh_of_other_sizes(plan: tuple[str, ...]) -> None:
-    kinds = {"S0": ir_mesh.Shard(0), "S1": ir_mesh.Shard(1), "R": ir_mesh.Replicate()}
-    small, large = ir_mesh.MeshShape((1, 2)), ir_mesh.MeshShape((4, 8))
-    for one, other in itertools.permutations((small, large, ir_mesh.MeshShape((2, 1))), 2):
+    kinds = {"S0": ir.Shard(0), "S1": ir.Shard(1), "R": ir.Replicate()}
+    small, large = ir.MeshShape((1, 2)), ir.MeshShape((4, 8))
+    for one, other in itertools.permutations((small, large, ir.MeshShape((2, 1))), 2):
         placements = [kinds[name] for name in plan]
         assert on_sizes(strided(one, placements), other) == strided(other, placements)
-    plain = ir_mesh.Sharding(large, (ir_mesh.Shard(0), ir_mesh.Shard(0)))  # as distribute_tensor cuts: the first first
-    assert on_sizes(plain, ir_mesh.MeshShape((2, 2))).placements == plain.placements
+    plain = ir.Sharding(large, (ir.Shard(0), ir.Shard(0)))  # as distribute_tensor cuts: the first first
+    assert on_sizes(plain, ir.MeshShape((2, 2))).placements == plain.placements

@@ -13,8 +13,8 @@ import pytest
 from fsdpckpt.progress import NoProgress
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify import checksums
+from fsdpckpt.verify.blocks import Cancelled, for_each, raise_if_cancelled
 from fsdpckpt.verify.checksums import Records, check_records
-from fsdpckpt.verify.parallel import Cancelled, for_each, raise_if_cancelled
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,8 @@ import pytest
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, OptimState, Section
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.storage.sources import Sources
+from fsdpckpt.verify.checksums import TensorsInFiles, buffer_keys
 from fsdpckpt.verify.integrity import Finite, Verification, verify_checkpoint
-from fsdpckpt.verify.tensors import TensorsInFiles, buffer_keys
 from tests.verify.raw import Raw, numbers, random_array, rows
 
 

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from fsdpckpt.ir import mesh as ir_mesh
-from fsdpckpt.ir.mesh import MeshShape, Sharding
+from fsdpckpt.ir import tensors as ir
+from fsdpckpt.ir.tensors import MeshShape, Sharding
 from tests.writers.source import same
 
 __all__ = [
@@ -120,10 +120,10 @@ def our_sharding(case: MeshCase, value: Any) -> Sharding:
     return Sharding(case.mesh, tuple(None if one is None else _ours(one) for one in placements))
 
 
-def _ours(placement: Any) -> ir_mesh.Placement:
+def _ours(placement: Any) -> ir.Placement:
     if isinstance(placement, _StridedShard):
-        return ir_mesh.StridedShard(placement.dim, placement.split_factor)
-    return ir_mesh.Replicate() if isinstance(placement, Replicate) else ir_mesh.Shard(placement.dim)
+        return ir.StridedShard(placement.dim, placement.split_factor)
+    return ir.Replicate() if isinstance(placement, Replicate) else ir.Shard(placement.dim)
 
 
 def net(size: int, odd: int) -> Net:

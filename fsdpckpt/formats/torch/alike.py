@@ -28,8 +28,7 @@ from fsdpckpt.formats.torch.distributed import BoxInFile, Distributed, Distribut
 from fsdpckpt.formats.torch.mesh import Hole, Mesh, MeshParser
 from fsdpckpt.formats.torch.tensors import StoredTensor, TensorBuilder, Wrapped
 from fsdpckpt.ir.checkpoint import Checksums
-from fsdpckpt.ir.mesh import Placement, Sharding
-from fsdpckpt.ir.tensors import Int64Array
+from fsdpckpt.ir.tensors import Int64Array, Placement, Sharding
 from fsdpckpt.ir.values import Value
 from fsdpckpt.storage.protocols import ByteSource
 

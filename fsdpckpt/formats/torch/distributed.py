@@ -21,8 +21,17 @@ from fsdpckpt.formats.torch.mesh import MAX_RANKS, FileParser, Mesh, MeshParser,
 from fsdpckpt.formats.torch.tensors import StoredTensor, Wrapped, size_of
 from fsdpckpt.ir.blockwise import CODES, QMAP, SCALE, Blocks, is_blockwise
 from fsdpckpt.ir.dtypes import DType
-from fsdpckpt.ir.mesh import MeshShape, Placement, Replicate, Shard, Sharding, StridedShard, placements_text
-from fsdpckpt.ir.tensors import Box, contiguous_stride
+from fsdpckpt.ir.tensors import (
+    Box,
+    MeshShape,
+    Placement,
+    Replicate,
+    Shard,
+    Sharding,
+    StridedShard,
+    contiguous_stride,
+    placements_text,
+)
 from fsdpckpt.layouts.sharded import LocalBox, decoded_order, in_placement_order, local_boxes, local_shape
 from fsdpckpt.storage.protocols import ByteSource
 from fsdpckpt.text import truncate

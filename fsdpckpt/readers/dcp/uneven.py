@@ -16,8 +16,7 @@ import numpy as np
 
 from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.ir.checkpoint import Note
-from fsdpckpt.ir.mesh import MeshShape, Shard
-from fsdpckpt.ir.tensors import Chunks
+from fsdpckpt.ir.tensors import Chunks, MeshShape, Shard
 from fsdpckpt.layouts.sharded import mesh_box, strided
 from fsdpckpt.readers.dcp import DcpDirectory
 from fsdpckpt.readers.protocol import ChunkedTensor, Tree
