@@ -5,9 +5,9 @@ from __future__ import annotations
 import posixpath
 import re
 import shlex
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import cast
 
 from fsdpckpt.errors import NeedsInformationError, SourceIncompleteError
 from fsdpckpt.ir.checkpoint import (
@@ -20,26 +20,23 @@ from fsdpckpt.ir.checkpoint import (
     Layout,
     ModelState,
     Note,
-    OptimState,
     Problem,
     Section,
 )
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value
-from fsdpckpt.producers.forms import EXTRA_STEM
+from fsdpckpt.producers.forms import EXTRA_STEM, PLAIN
 from fsdpckpt.readers.flat_slices import mark_slices, why_sliced
-from fsdpckpt.readers.protocol import FileTable, Tree, glob_of
+from fsdpckpt.readers.protocol import FileTable, KeyPath, Tree, glob_of
 from fsdpckpt.readers.sections import Sections, replaced, split, without
 from fsdpckpt.text import first_of, listed, shape_text, truncate
 
 # A part of this name is a dict of extras itself; any other part's extras stand under the part's own name.
 _EXTRA_STEMS = frozenset({EXTRA_STEM, "extra", "meta"})
 _MOST_VALUES = 4  # of ranks that differ, in a message
-
-
-_Change: TypeAlias = tuple[tuple[Key, ...], tuple[Value, ...]]
-_Absence: TypeAlias = tuple[tuple[Key, ...], frozenset[int]]
+_SHOWN = 3  # names in a message
+_FLAT = "flat_param"  # in the names of flat parameters, of every version of FSDP1
 
 
 @dataclass(slots=True)
@@ -52,9 +49,15 @@ class ReadPart:
     sections: Sections
 
     @property
+    def held(self) -> set[str]:
+        """What of a model and an optimizer it holds."""
+        sections = (("model", self.sections.model), ("optimizer", self.sections.optim))
+        return {name for name, section in sections if section is not None}
+
+    @property
     def auxiliary(self) -> bool:
         """Holds neither a model nor an optimizer."""
-        return self.sections.model is None and self.sections.optim is None
+        return not self.held
 
     def whole(self) -> bool:
         """Whether every rank's file holds all of it, as far as this part alone shows."""
@@ -66,43 +69,40 @@ class ReadPart:
 
 def read_part(label: str, stem: str, tree: Tree, *, extras: bool = False) -> ReadPart:
     """Split ``tree`` into its sections. A part whose name says that it holds ``extras`` has nothing else in it."""
-    if (extras or stem == EXTRA_STEM) and isinstance(tree.root, dict):
-        return _of_extras(label, stem, tree, tree.root)
-    return ReadPart(label, stem, tree, split(tree.root))
+    only_extras = (extras or stem == EXTRA_STEM) and isinstance(tree.root, dict)
+    sections = Sections(None, None, dict(cast("dict[Key, Value]", tree.root))) if only_extras else split(tree.root)
+    return ReadPart(label, stem, tree, sections)
 
 
-def _of_extras(label: str, stem: str, tree: Tree, root: dict[Key, Value]) -> ReadPart:
-    return ReadPart(label, stem, tree, Sections(None, None, dict(root)))
-
-
-def join(source: str, parts: Sequence[ReadPart], files: FileTable, *, flavor: str, notes: Sequence[Note]) -> Checkpoint:
+def join(source: str, parts: Sequence[ReadPart], files: FileTable, notes: Sequence[Note]) -> Checkpoint:
     """One checkpoint of all ``parts``. Raises NeedsInformationError when two of them give the same section, or when
     the model of one and the optimizer of another have nothing in common."""
-    if len(parts) > 1:
-        parts = [_with_meta_as_extras(part) for part in parts]
+    if len(parts) > 1:  # Lightning's meta.pt has extras, even where they are a dict of tensors like a model
+        parts = [
+            read_part(part.label, part.stem, part.tree, extras=True) if part.stem == "meta" else part for part in parts
+        ]
     _require_one_each(source, parts)
-    notes = [*notes, *_strange_names(source, parts)]
-    main = next((part for part in parts if part.sections.model is not None), None)
-    main = main or next((part for part in parts if part.sections.optim is not None), parts[0])
+    with_model = next((part for part in parts if part.sections.model is not None), None)
+    with_optim = next((part for part in parts if part.sections.optim is not None), None)
+    notes = [*notes, *(_strange_names(source, with_model, with_optim) if with_model and with_optim else ())]
+    main = with_model or with_optim or parts[0]
     world_size = max(part.tree.world_size for part in parts if not part.auxiliary or part is main)
-    model = next((part.sections.model for part in parts if part.sections.model is not None), None)
+    model = main.sections.model
     for part in parts:
         mark_slices(part.tree, part.sections, model, part.label)
         part.tree.problems.extend(_ids_of_other_parameters(part, model))
-    optim = next((part.sections.optim for part in parts if part.sections.optim is not None), None)
-    extra, prefixes = _extras(parts)
-    changes, absences = _changes(parts, prefixes), _absences(parts, prefixes)
+    extra, rank_extra = _extras(parts, world_size)
     return Checkpoint(
         source=source,
         layout=_layout(parts),
         container=main.tree.container,
-        flavor=next((part.tree.flavor for part in parts if part.tree.flavor), flavor),
+        flavor=next((part.tree.flavor for part in parts if part.tree.flavor), PLAIN),
         world_size=world_size,
         files=files.files(),
         model=model,
-        optim=optim,
-        extra=_common(extra, changes, absences),
-        rank_extra=_rank_extras(extra, changes, absences, world_size),
+        optim=with_optim.sections.optim if with_optim is not None else None,
+        extra=extra,
+        rank_extra=rank_extra,
         checksums=Checksums.joined(part.tree.checksums for part in parts),
         evidence=_evidence(parts),
         problems=tuple(problem for part in parts for problem in _problems(part)),
@@ -114,49 +114,36 @@ def join(source: str, parts: Sequence[ReadPart], files: FileTable, *, flavor: st
     )
 
 
-def _with_meta_as_extras(part: ReadPart) -> ReadPart:
-    """``part``, with Lightning's ``meta.pt`` as extras, even where they are a dict of tensors like a model."""
-    if part.stem == "meta" and isinstance(part.tree.root, dict):
-        return _of_extras(part.label, part.stem, part.tree, part.tree.root)
-    return part
-
-
-def _nesting(parts: Sequence[ReadPart]) -> dict[Section, tuple[Key, ...]]:
+def _nesting(parts: Sequence[ReadPart]) -> dict[Section, KeyPath]:
     """The keys under which the sections of DCP parts were saved, and have to be loaded."""
-    nesting: dict[Section, tuple[Key, ...]] = {}
-    for part in parts:
-        sections = part.sections
-        for section, path in ((Section.MODEL, sections.model_path), (Section.OPTIM, sections.optim_path)):
-            if path is not None and part.tree.container is Container.DCP:
-                nesting[section] = path
-    return nesting
+    return {
+        section: path
+        for part in parts
+        if part.tree.container is Container.DCP
+        for section, path in ((Section.MODEL, part.sections.model_path), (Section.OPTIM, part.sections.optim_path))
+        if path is not None
+    }
 
 
 def without_exports(parts: Sequence[ReadPart]) -> tuple[list[ReadPart], list[str]]:
     """``parts`` without those that hold a section of a DCP checkpoint in the same directory again, and their names."""
-    own = [part for part in parts if part.tree.container is Container.DCP]
-    kept: list[ReadPart] = []
-    left: list[ReadPart] = []
-    for part in parts:
-        again = any(
-            one is not part
-            and _folder(part.label) == one.label.rstrip("/")
-            and (
-                (part.sections.model is not None and one.sections.model is not None)
-                or (part.sections.optim is not None and one.sections.optim is not None)
-            )
-            for one in own
+
+    def is_export(part: ReadPart) -> bool:
+        return any(
+            one is not part and _folder(part.label) == one.label.rstrip("/") and one.held & part.held
+            for one in parts
+            if one.tree.container is Container.DCP
         )
-        (left if again else kept).append(part)
-    return kept, [posixpath.basename(part.label) for part in left]
+
+    left = [posixpath.basename(part.label) for part in parts if is_export(part)]
+    return [part for part in parts if not is_export(part)], left
 
 
 def _require_one_each(source: str, parts: Sequence[ReadPart]) -> None:
-    models = [part.label for part in parts if part.sections.model is not None]
-    optims = [part.label for part in parts if part.sections.optim is not None]
-    for what, labels in (("model", models), ("optimizer", optims)):
+    for what in ("model", "optimizer"):
+        candidates = [part for part in parts if what in part.held]
+        labels = [part.label for part in candidates]
         if len(labels) > 1:
-            candidates = [part for part in parts if part.label in labels]
             if (absent := _rank_0_of_slices(candidates)) is not None:
                 raise SourceIncompleteError(
                     f"{source}: what looks like slices of {len(labels)} ranks, without those of rank 0",
@@ -229,16 +216,44 @@ def _folder(label: str) -> str:
     return label.partition(" .. ")[0].rpartition("/")[0]
 
 
-def _strange_names(source: str, parts: Sequence[ReadPart]) -> list[Note]:
-    """Notes where names suggest that the model of one part and the optimizer of another do not belong together."""
-    model = next((part for part in parts if part.sections.model is not None), None)
-    optim = next((part for part in parts if part.sections.optim is not None), None)
-    if model is None or optim is None or model is optim:
+def _strange_names(source: str, with_model: ReadPart, with_optim: ReadPart) -> list[Note]:
+    """A note that lists the optimizer's names that the model of another part lacks.
+
+    Names that differ only by a prefix match, and names of flat parameters say nothing. Raises
+    NeedsInformationError when the two have no name in common: torchtune keeps its own names for the optimizer, and
+    saves the weights under those of Hugging Face.
+    """
+    model, optim = with_model.sections.model, with_optim.sections.optim
+    if model is None or optim is None or with_model is with_optim or optim.key_type != "name":
         return []
-    names, state = model.sections.model, optim.sections.optim
-    if names is None or state is None:
+    with_state = [key for key, states in optim.state.items() if BARE_VALUE not in states]
+    named = list(dict.fromkeys(key for key in (*with_state, *optim.grouped_keys()) if isinstance(key, str)))
+    missing = [name for name in named if name not in model.params]
+    if not missing or any(_FLAT in name for name in (*model.params, *named)):
         return []
-    return strange_names(source, (model.label, names.params), (optim.label, state))
+    held = {clean(name) for name in model.params}
+    ends = {end for name in held for end in _ends(name)}
+    missing = [name for name in missing if clean(name) not in ends and held.isdisjoint(_ends(clean(name)))]
+    if not missing:
+        return []
+    shown = first_of(missing, _SHOWN)
+    if len(missing) < len(named):
+        keys = "1 optimizer key is" if len(missing) == 1 else f"{len(missing)} optimizer keys are"
+        return [Note("unmatched", f"{keys} none of the model's: {shown}", keys=tuple(missing))]
+    raise NeedsInformationError(
+        f"{source} holds a model and an optimizer that have no parameter name in common",
+        details=[f"{with_model.label}: {first_of(list(model.params), _SHOWN)}", f"{with_optim.label}: {shown}"],
+        why="they are of different models, or a tool renamed the parameters of one of them (torchtune saves weights "
+        "under Hugging Face's names, and its optimizer under its own)",
+        next_step=f"name the one to read, for example {shlex.quote(with_model.label)}",
+        file=source,
+    )
+
+
+def _ends(name: str) -> list[str]:
+    """``a.b.c``: itself, ``b.c`` and ``c``."""
+    words = name.split(".")
+    return [".".join(words[at:]) for at in range(len(words))]
 
 
 def _ids_of_other_parameters(part: ReadPart, model: ModelState | None) -> Iterator[Problem]:
@@ -271,21 +286,13 @@ def _ids_of_other_parameters(part: ReadPart, model: ModelState | None) -> Iterat
 
 def _layout(parts: Sequence[ReadPart]) -> Layout:
     layouts = {part.tree.layout for part in parts if not part.auxiliary} or {part.tree.layout for part in parts}
-    for layout in (Layout.FLATTENED, Layout.SHARDED):
-        if layout in layouts:
-            return layout
-    return Layout.FULL
+    return next((layout for layout in (Layout.FLATTENED, Layout.SHARDED) if layout in layouts), Layout.FULL)
 
 
 def _evidence(parts: Sequence[ReadPart]) -> tuple[Evidence, ...]:
     evidence: list[Evidence] = []
     for part in parts:
-        sections = [
-            name
-            for name, section in (("model", part.sections.model), ("optimizer", part.sections.optim))
-            if section is not None
-        ]
-        message = f"{part.label}: {' and '.join(sections) or 'extra entries'}"
+        message = f"{part.label}: {' and '.join(sorted(part.held)) or 'extra entries'}"
         evidence += [Evidence(EvidenceKind.SECTIONS, message), *part.tree.evidence]
     return tuple(evidence)
 
@@ -301,9 +308,10 @@ def _problems(part: ReadPart) -> list[Problem]:
     """The problems of the tree, and values of the model or the optimizer that differ between ranks."""
     problems = list(part.tree.problems)
     for path, values in part.tree.rank_values.items():
-        if part.sections.owns(_keys(path)):
+        if part.sections.owns(path):
             key = ".".join(map(str, path))
-            section = Section.OPTIM if _under(path, part.sections.optim_path) else Section.MODEL
+            optim = part.sections.optim_path
+            section = Section.OPTIM if optim is not None and path[: len(optim)] == optim else Section.MODEL
             message = f"{key} is not the same on every rank{_held_text(values)}"
             problems.append(Problem("replica", message, file=part.label, key=key, section=section))
     return problems
@@ -323,126 +331,39 @@ def _held_text(values: Sequence[Value]) -> str:
     return ": " + "; ".join(parts[:_MOST_VALUES]) + ("; ..." if len(parts) > _MOST_VALUES else "")
 
 
-def _keys(path: tuple[Value, ...]) -> tuple[Key, ...]:
-    return path  # type: ignore[return-value]  # paths are made of dict keys and list positions
-
-
-def _under(path: tuple[Value, ...], prefix: tuple[Key, ...] | None) -> bool:
-    return prefix is not None and path[: len(prefix)] == prefix
-
-
-def _extras(parts: Sequence[ReadPart]) -> tuple[dict[Key, Value], list[tuple[Key, ...]]]:
-    """All extras joined, and for each part the path below which its extras are."""
+def _extras(parts: Sequence[ReadPart], world_size: int) -> tuple[dict[Key, Value], tuple[dict[Key, Value], ...]]:
+    """What every rank has of all extras, with rank 0's values where ranks differ; and the extras as each rank saved
+    them, none when all saved the same. A key that a rank lacks is not in its own."""
     extra: dict[Key, Value] = {}
-    prefixes: list[tuple[Key, ...]] = []
+    changes: list[tuple[KeyPath, tuple[Value, ...]]] = []
+    absences: list[tuple[KeyPath, frozenset[int]]] = []
     for part in parts:
-        below = part.sections.extra
-        top = len(parts) == 1 or not part.auxiliary or part.stem in _EXTRA_STEMS
-        if top and not below.keys() & extra.keys():
+        below, tree, owns = part.sections.extra, part.tree, part.sections.owns
+        prefix: KeyPath = ()
+        if (len(parts) == 1 or not part.auxiliary or part.stem in _EXTRA_STEMS) and not below.keys() & extra.keys():
             extra.update(below)
-            prefixes.append(())
-            continue
-        stem = part.stem
-        while stem in extra:
-            stem += "_"
-        if below or part.auxiliary:
-            extra[stem] = part.tree.root if part.auxiliary else dict(below)
-        prefixes.append((stem,))
-    return extra, prefixes
-
-
-def _changes(parts: Sequence[ReadPart], prefixes: Sequence[tuple[Key, ...]]) -> list[_Change]:
-    """Where the extras differ between ranks: the path in the joined extras, and each rank's value."""
-    changes: list[_Change] = []
-    for part, prefix in zip(parts, prefixes, strict=True):
-        for path, values in part.tree.rank_values.items():
-            if not part.sections.owns(_keys(path)):
-                changes.append(((*prefix, *_keys(path)), values))
-    return changes
-
-
-def _absences(parts: Sequence[ReadPart], prefixes: Sequence[tuple[Key, ...]]) -> list[_Absence]:
-    """Keys of the joined extras that some ranks lack, with these ranks."""
-    return [
-        ((*prefix, *_keys(path)), ranks)
-        for part, prefix in zip(parts, prefixes, strict=True)
-        for path, ranks in part.tree.absences.items()
-        if not part.sections.owns(_keys(path))
-    ]
-
-
-def _common(extra: dict[Key, Value], changes: Sequence[_Change], absences: Sequence[_Absence]) -> dict[Key, Value]:
-    """What every rank has of ``extra``, with rank 0's values where ranks differ."""
+        else:
+            stem = part.stem
+            while stem in extra:
+                stem += "_"
+            if below or part.auxiliary:
+                extra[stem] = tree.root if part.auxiliary else dict(below)
+            prefix = (stem,)
+        changes += [((*prefix, *path), values) for path, values in tree.rank_values.items() if not owns(path)]
+        absences += [((*prefix, *path), ranks) for path, ranks in tree.absences.items() if not owns(path)]
+    if not changes and not absences:
+        return extra, ()
     common: Value = extra
     for path, values in changes:
-        if values and values[0] is not None:
-            common = replaced(common, path, values[0])
+        common = replaced(common, path, values[0]) if values and values[0] is not None else common
     for path, _ in absences:
         common = without(common, path)
-    return common if isinstance(common, dict) else extra
-
-
-def _rank_extras(
-    extra: dict[Key, Value], changes: Sequence[_Change], absences: Sequence[_Absence], world_size: int
-) -> tuple[dict[Key, Value], ...]:
-    """``extra`` as each rank saved it; empty when all saved the same. A key that a rank lacks is not in its own."""
-    if not changes and not absences:
-        return ()
-    ranks = max((len(values) for _, values in changes), default=world_size)
-    result: list[dict[Key, Value]] = []
-    for rank in range(ranks):
-        own_extra: Value = extra
+    of_ranks: list[dict[Key, Value]] = []
+    for rank in range(max((len(values) for _, values in changes), default=world_size)):
+        own: Value = extra
         for path, values in changes:
-            own_extra = replaced(own_extra, path, values[rank]) if rank < len(values) else without(own_extra, path)
+            own = replaced(own, path, values[rank]) if rank < len(values) else without(own, path)
         for path, lacking in absences:
-            own_extra = without(own_extra, path) if rank in lacking else own_extra
-        result.append(own_extra if isinstance(own_extra, dict) else {})
-    return tuple(result)
-
-
-_SHOWN = 3  # names in a message
-_FLAT = "flat_param"  # in the names of flat parameters, of every version of FSDP1
-
-
-def strange_names(source: str, model: tuple[str, Collection[str]], optim: tuple[str, OptimState]) -> list[Note]:
-    """A note that lists the optimizer's names that the model lacks. ``model``, ``optim``: label and content of each.
-
-    Names that differ only by a prefix match, and names of flat parameters say nothing. Raises
-    NeedsInformationError when the two have no name in common: torchtune keeps its own names for the optimizer, and
-    saves the weights under those of Hugging Face.
-    """
-    (where, names), (other, state) = model, optim
-    named = _named(state) if state.key_type == "name" else []
-    missing = [name for name in named if name not in names]
-    if not missing or any(_FLAT in name for name in (*names, *named)):
-        return []
-    held = {clean(name) for name in names}
-    ends = {end for name in held for end in _ends(name)}
-    missing = [name for name in missing if clean(name) not in ends and held.isdisjoint(_ends(clean(name)))]
-    if not missing:
-        return []
-    shown = first_of(missing, _SHOWN)
-    if len(missing) < len(named):
-        keys = "1 optimizer key is" if len(missing) == 1 else f"{len(missing)} optimizer keys are"
-        return [Note("unmatched", f"{keys} none of the model's: {shown}", keys=tuple(missing))]
-    raise NeedsInformationError(
-        f"{source} holds a model and an optimizer that have no parameter name in common",
-        details=[f"{where}: {first_of(list(names), _SHOWN)}", f"{other}: {shown}"],
-        why="they are of different models, or a tool renamed the parameters of one of them (torchtune saves weights "
-        "under Hugging Face's names, and its optimizer under its own)",
-        next_step=f"name the one to read, for example {shlex.quote(where)}",
-        file=source,
-    )
-
-
-def _named(optim: OptimState) -> list[str]:
-    """The parameters' names among the optimizer's keys, each once."""
-    with_state = [key for key, states in optim.state.items() if BARE_VALUE not in states]
-    listed = optim.grouped_keys()
-    return list(dict.fromkeys(key for key in (*with_state, *listed) if isinstance(key, str)))
-
-
-def _ends(name: str) -> list[str]:
-    """``a.b.c``: itself, ``b.c`` and ``c``."""
-    words = name.split(".")
-    return [".".join(words[at:]) for at in range(len(words))]
+            own = without(own, path) if rank in lacking else own
+        of_ranks.append(own if isinstance(own, dict) else {})
+    return common if isinstance(common, dict) else extra, tuple(of_ranks)

@@ -10,7 +10,7 @@ import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
 from fsdpckpt.errors import (
@@ -31,7 +31,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Evidence, EvidenceKind, Note, Sec
 from fsdpckpt.ir.invariants import problems
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units
-from fsdpckpt.producers.forms import PLAIN
+from fsdpckpt.producers.forms import PLAIN, Flavor
 from fsdpckpt.producers.table import EXPORT_DIRECTORIES, export_files, flavor_named, recognise
 from fsdpckpt.readers import READERS
 from fsdpckpt.readers.assembly import ReadPart, join, read_part, without_exports
@@ -62,11 +62,9 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Everything about the checkpoint at ``source`` (file, directory or URL) but its tensor data.
 
-    ``locate=False`` does not open the data files of DCP directories: their chunks have offset -1. With items, only
-    their tensors are located. ``only``: the section
-    that is wanted, so that missing rank files of another one do not matter. ``units``: what says the order of each
-    rank's optimizer where no units lie beside the checkpoint. ``ignore_file``: globs of files and directories that are
-    left out; whoever gives them calls ``require_matches``. ``as_dcp``: see ``ReadOptions``.
+    ``units``: what says the order of each rank's optimizer where no units lie beside the checkpoint. ``ignore_file``:
+    globs of files and directories that are left out; whoever gives them calls ``require_matches``. For ``locate``,
+    ``only`` and ``as_dcp`` see ``ReadOptions``.
 
     Raises SourceMissingError, SourceUnrecognisedError, SourceIncompleteError, NeedsInformationError (several
     candidates), and what the readers raise. Problems that do not stop reading are in ``Checkpoint.problems``.
@@ -85,43 +83,14 @@ def open_checkpoint(
 
 
 @dataclass(slots=True)
-class Listing:
-    """One directory: its parts, the names of the files that are in none, its sub-directories, what is left out."""
+class _Listing:
+    """One directory: its parts, the names of all its entries, its sub-directories, and what is in no part."""
 
     path: str
     names: list[str]
-    parts: list[Part] = field(default_factory=list)
-    not_carried: list[str] = field(default_factory=list)
-    directories: list[Entry] = field(default_factory=list)
-    ignored: list[str] = field(default_factory=list)
-
-
-def list_parts(path: str, options: ReadOptions, sources: Sources) -> Listing:
-    """What lies directly in the directory ``path``. Raises what ``Reader.recognise_directory`` raises."""
-    entries = sources.list_directory(path)
-    ignored = [entry for entry in entries if options.ignored.matches(entry.path)]
-    entries = [entry for entry in entries if entry not in ignored]
-    _refuse_uploads(path, entries)
-    names = [entry.name for entry in entries]
-    exports = export_files(names)
-    hidden = [f"{entry.name}/" for entry in entries if entry.directory and entry.name.startswith(".")]
-    directories = [entry for entry in entries if entry.directory and not entry.name.startswith(".")]
-    listing = Listing(path, names, not_carried=[*sorted(exports), *hidden], directories=directories)
-    listing.ignored = [options.ignored.relative(entry.path) for entry in ignored]
-    apart = {*exports, MANIFEST, UNITS}
-    files = {entry.name: entry for entry in entries if not entry.directory and entry.name not in apart}
-    unwanted: list[str] = []
-    for part in _side_parts(names, files, sources):  # numbers in their names are no ranks, tensors in them no model
-        listing.parts.append(part)
-        del files[part.label.rpartition("/")[2]]
-    for reader in READERS:
-        claim = reader.recognise_directory(path, files, options, sources)
-        listing.parts += claim.parts
-        unwanted += claim.not_carried
-        listing.directories = [entry for entry in listing.directories if entry.name not in claim.directories]
-        files = {name: entry for name, entry in files.items() if name not in claim.names}
-    listing.not_carried += [*files, *unwanted]
-    return listing
+    parts: list[Part]
+    directories: list[Entry]
+    not_carried: list[str]
 
 
 def _side_parts(names: Sequence[str], files: Mapping[str, Entry], sources: Sources) -> list[Part]:
@@ -151,9 +120,20 @@ class _SearchResult:
 
     path: str
     names: list[str]
-    parts: list[Part] = field(default_factory=list)
-    notes: list[Note] = field(default_factory=list)
-    directories: list[str] = field(default_factory=list)
+    parts: list[Part]
+    notes: list[Note]
+    directories: list[str]
+
+
+def _joined(listing: _Listing, below: Sequence[_SearchResult]) -> _SearchResult:
+    """The parts of a directory and of those ``below`` it."""
+    notes = [note for one in below for note in one.notes]
+    if listing.not_carried:
+        message = f"not copied from {listing.path}: {names_text(listing.not_carried, 6)}"
+        notes.insert(0, Note("not-carried", message, listing.path, keys=tuple(listing.not_carried)))
+    parts = [*listing.parts, *(part for one in below for part in one.parts)]
+    directories = [directory for one in below for directory in one.directories or [one.path]]
+    return _SearchResult(listing.path, listing.names, parts, notes, directories)
 
 
 class _Opening:
@@ -185,7 +165,7 @@ class _Opening:
             error.next_step = f"give the directory with all of them: {_parent_quoted(self.source)}"
             error.run_again = False
             raise
-        checkpoint = _with_flavor(join(self.source, [read], self.files, flavor=PLAIN, notes=[]), [entry.name], "")
+        checkpoint = _with_flavor(join(self.source, [read], self.files, []), [entry.name], "")
         found = (*slices_of_one_rank(checkpoint, part.stem), *missing_sections(checkpoint, ()))
         checkpoint.problems = (*checkpoint.problems, *found)
         if not is_url(self.source):
@@ -223,7 +203,7 @@ class _Opening:
         if self.ignored:
             left = tuple(self.ignored)
             searched.notes.append(Note("ignored", f"left out by --ignore-file: {first_of(left, 6)}", keys=left))
-        checkpoint = join(self.source, read, self.files, flavor=PLAIN, notes=searched.notes)
+        checkpoint = join(self.source, read, self.files, searched.notes)
         checkpoint = _with_flavor(checkpoint, searched.names, searched.path)
         if units is not None:
             with_units(checkpoint, units)
@@ -287,10 +267,34 @@ class _Opening:
             names = ", ".join(error.details[:5]) or error.what
             notes.append(Note("not-carried", f"{part.label} is left out: {names}", part.stem))
 
-    def _list(self, path: str) -> Listing:
-        listing = list_parts(path, self.options, self.sources)
-        self.ignored.update(dict.fromkeys(listing.ignored))
-        return listing
+    def _list(self, path: str) -> _Listing:
+        """What lies directly in the directory ``path``. Raises what ``Reader.recognise_directory`` raises."""
+        ignored = self.options.ignored
+        entries: list[Entry] = []
+        for entry in self.sources.list_directory(path):
+            if ignored.matches(entry.path):
+                self.ignored[ignored.relative(entry.path)] = None
+            else:
+                entries.append(entry)
+        _refuse_uploads(path, entries)
+        names = [entry.name for entry in entries]
+        exports = export_files(names)
+        hidden = [f"{entry.name}/" for entry in entries if entry.directory and entry.name.startswith(".")]
+        directories = [entry for entry in entries if entry.directory and not entry.name.startswith(".")]
+        apart = {*exports, MANIFEST, UNITS}
+        files = {entry.name: entry for entry in entries if not entry.directory and entry.name not in apart}
+        # Numbers in the names of side files are no ranks, and tensors in them no model.
+        parts = _side_parts(names, files, self.sources)
+        for part in parts:
+            del files[part.label.rpartition("/")[2]]
+        unwanted: list[str] = []
+        for reader in READERS:
+            claim = reader.recognise_directory(path, files, self.options, self.sources)
+            parts += claim.parts
+            unwanted += claim.not_carried
+            directories = [entry for entry in directories if entry.name not in claim.directories]
+            files = {name: entry for name, entry in files.items() if name not in claim.names}
+        return _Listing(path, names, parts, directories, [*sorted(exports), *hidden, *files, *unwanted])
 
     def _search(self, path: str, depth: int) -> _SearchResult | None:
         """The parts at ``path``: those of the directory and its sub-directories, or of the one checkpoint below it."""
@@ -318,11 +322,11 @@ class _Opening:
             return only
         if sum(1 for entry in numbered if any(one.path.startswith(entry.path) for one in below)) > 1:
             raise _several(path, [one.path for one in below])
-        return self._join_directories(listing, below)
+        return _joined(listing, below)
 
-    def _producer_below(self, listing: Listing, directories: list[Entry]) -> _SearchResult | None:
+    def _producer_below(self, listing: _Listing, directories: list[Entry]) -> _SearchResult | None:
         """The one sub-directory with everything that a producer saves, where no file above is a model or optimizer."""
-        below = [one for entry in directories if (one := self._search_flat(entry.path)) and _resumed(one.names)]
+        below = [one for entry in directories if (one := self._search_flat(entry.path)) and _resuming(one.names)]
         if len(below) > 1:
             raise _several(listing.path, [one.path for one in below])
         for one in below:
@@ -331,29 +335,16 @@ class _Opening:
             one.notes.insert(0, Note("found-below", message))
         return below[0] if below else None
 
-    def _with_neighbours(self, listing: Listing, directories: list[Entry], depth: int) -> _SearchResult:
+    def _with_neighbours(self, listing: _Listing, directories: list[Entry], depth: int) -> _SearchResult:
         """The parts of a directory and of those of its sub-directories that hold parts themselves."""
         below = [one for entry in directories if depth and (one := self._search_flat(entry.path))]
         parts = {one.path for one in below}
         listing.not_carried += [f"{entry.name}/" for entry in directories if entry.path not in parts]
-        one = self._join_directories(listing, below)
-        one.parts = [*listing.parts, *one.parts]
-        return one
+        return _joined(listing, below)
 
     def _search_flat(self, path: str) -> _SearchResult | None:
         listing = self._list(path)
-        if not listing.parts:
-            return None
-        return _SearchResult(path, listing.names, listing.parts, _not_carried(listing))
-
-    def _join_directories(self, listing: Listing, below: list[_SearchResult]) -> _SearchResult:
-        names = [*listing.names]
-        joined = _SearchResult(listing.path, names, [], _not_carried(listing))
-        for one in below:
-            joined.directories.extend(one.directories or [one.path])
-            joined.parts.extend(one.parts)
-            joined.notes.extend(one.notes)
-        return joined
+        return _joined(listing, []) if listing.parts else None
 
     def _nothing(self) -> SourceUnrecognisedError:
         listing = self._list(self.source)
@@ -389,18 +380,18 @@ def _of_a_larger_one(source: str) -> list[Note]:
         return []
     above, name = os.path.split(os.path.abspath(source))
     names = os.listdir(above) if os.access(above, os.R_OK) else []
-    flavor = recognise(names)
-    if flavor is None or all(form.optim is None for form in flavor.forms) or not re.search(flavor.state, name):
+    flavor = _resuming(names)
+    if flavor is None or not re.search(flavor.state, name):
         return []
     folder = os.path.dirname(source.rstrip("/")) or "."
     message = f"{source} is one part of a checkpoint of flavor {flavor.name}: give {folder} for all of it"
     return [Note("part-of", message)]
 
 
-def _resumed(names: Sequence[str]) -> bool:
-    """Whether these are the names of a producer that resumes training from its files."""
+def _resuming(names: Sequence[str]) -> Flavor | None:
+    """The producer of files of these names, if it resumes training from them."""
     flavor = recognise(names)
-    return flavor is not None and any(form.optim is not None for form in flavor.forms)
+    return flavor if flavor is not None and any(form.optim is not None for form in flavor.forms) else None
 
 
 def _parent_quoted(path: str) -> str:
@@ -409,13 +400,6 @@ def _parent_quoted(path: str) -> str:
 
 def _kind(tree: Tree) -> str:
     return "tensor" if isinstance(tree.root, Tensor) else type(tree.root).__name__
-
-
-def _not_carried(listing: Listing) -> list[Note]:
-    if not listing.not_carried:
-        return []
-    message = f"not copied from {listing.path}: {names_text(listing.not_carried, 6)}"
-    return [Note("not-carried", message, listing.path, keys=tuple(listing.not_carried))]
 
 
 def _several(path: str, candidates: list[str]) -> NeedsInformationError:

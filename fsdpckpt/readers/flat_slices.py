@@ -31,7 +31,7 @@ from fsdpckpt.ir.checkpoint import (
 from fsdpckpt.ir.tensors import SLICES, Int64Array, Tensor, contiguous_stride
 from fsdpckpt.ir.values import Key, Value, equal
 from fsdpckpt.layouts.flattened import flat_boxes, is_flat_key
-from fsdpckpt.readers.protocol import Tree
+from fsdpckpt.readers.protocol import KeyPath, Tree
 from fsdpckpt.readers.sections import Sections
 from fsdpckpt.text import first_of, truncate
 
@@ -53,7 +53,7 @@ def boxes_of_range(shape: Sequence[int], low: int, high: int, place: int, stored
     return boxes
 
 
-def mappings(value: object, path: tuple[Key, ...] = ()) -> Iterator[tuple[tuple[Key, ...], dict[Key, Value]]]:
+def mappings(value: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, dict[Key, Value]]]:
     """The dicts that may be a section, outermost first; the states and groups of an optimizer are not among them."""
     if isinstance(value, dict):
         yield path, value
@@ -76,7 +76,7 @@ def _only_states(state: Mapping[Key, object]) -> bool:
     return bool(state) and all(type(key) is int and isinstance(entry, dict) for key, entry in state.items())
 
 
-def optimizers(root: Value) -> Iterator[tuple[tuple[Key, ...], dict[Key, Value]]]:
+def optimizers(root: Value) -> Iterator[tuple[KeyPath, dict[Key, Value]]]:
     """Every optimizer in ``root`` and where it stands."""
     return ((path, mapping) for path, mapping in mappings(root) if is_optimizer(mapping))
 
@@ -218,7 +218,7 @@ def mark_slices(tree: Tree, sections: Sections, model: ModelState | None, label:
         tree.problems.extend(_orders_that_differ(tree, (*(sections.optim_path or ()), "param_groups"), label))
 
 
-def _orders_that_differ(tree: Tree, groups: tuple[Key, ...], label: str) -> Iterator[Problem]:
+def _orders_that_differ(tree: Tree, groups: KeyPath, label: str) -> Iterator[Problem]:
     """A fatal problem for the first param group whose ``param_names`` or ``params`` are not the same on every rank.
 
     Each rank's optimizer counts ids in its own order, so one id would be different parameters on different ranks.
@@ -246,14 +246,14 @@ def _orders_that_differ(tree: Tree, groups: tuple[Key, ...], label: str) -> Iter
             )
 
 
-def _drop_missing_keys(tree: Tree, states: tuple[Key, ...]) -> None:
+def _drop_missing_keys(tree: Tree, states: KeyPath) -> None:
     """Drop problems of missing keys: with use_orig_params=True a rank has no entry of a parameter it has no part of."""
     prefix = ".".join(map(str, (*states, "")))
     absent = [one for one in tree.problems if one.kind == "missing-key" and (one.key or "").startswith(prefix)]
     tree.problems = [problem for problem in tree.problems if problem not in absent]
 
 
-def _take_values_of_holders(tree: Tree, optim: OptimState, states: tuple[Key, ...]) -> None:
+def _take_values_of_holders(tree: Tree, optim: OptimState, states: KeyPath) -> None:
     """Values that differ only on ranks without elements of their parameter are those of the ranks that have some.
 
     The rule is that of ``_convert_all_state_info``: optimizers that make their states at once (Adagrad) have a step on

@@ -22,12 +22,15 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Evidence, Layout, Note
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.units import RankOrder, Units
-from fsdpckpt.ir.values import Value
+from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.storage.protocols import Entry
 from fsdpckpt.storage.sources import Sources
 
 MANIFEST = "fsdpckpt.json"
 UNITS = "units.json"  # what save_units calls its file in a directory
+
+KeyPath: TypeAlias = tuple[Key, ...]
+"""Where a value stands in a nested state dict: dict keys and list positions, outermost first."""
 
 Items: TypeAlias = frozenset[tuple[int, int]]
 """Tensors of a DCP directory by the first item of each: the number of its file, and where in it the item begins."""
@@ -193,8 +196,8 @@ class Tree:
     layout: Layout
     container: str
     world_size: int
-    rank_values: dict[tuple[Value, ...], tuple[Value, ...]] = field(default_factory=dict)
-    absences: dict[tuple[Value, ...], frozenset[int]] = field(default_factory=dict)
+    rank_values: dict[KeyPath, tuple[Value, ...]] = field(default_factory=dict)
+    absences: dict[KeyPath, frozenset[int]] = field(default_factory=dict)
     checksums: Checksums = field(default_factory=lambda: Checksums.of([]))
     evidence: list[Evidence] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)

@@ -14,14 +14,12 @@ from fsdpckpt.ir.checkpoint import ModelState, Note, OptimState
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value, like
 from fsdpckpt.readers.optimizer_forms import is_flattened, is_nested, is_state_only, optimizer_of
-from fsdpckpt.readers.protocol import dotted
+from fsdpckpt.readers.protocol import KeyPath, dotted
 
 _MODEL_NAMES = ("model", "state_dict", "model_state_dict", "module", "model_state", "net", "network", "weights")
 _OPTIM_NAMES = frozenset({"optim", "optimizer", "optimizer_state_dict", "optim_state_dict", "optimizer_state", "opt"})
 _SEARCH_DEPTH = 6  # the deepest known producer (composer: state.optimizers.<Class>) needs 3
 _SEARCH_WIDTH = 64  # containers with more children hold parameters, not sections
-
-_Path = tuple[Key, ...]
 
 
 @dataclass(slots=True)
@@ -35,13 +33,13 @@ class Sections:
     model: ModelState | None
     optim: OptimState | None
     extra: dict[Key, Value]
-    model_path: _Path | None = None
-    optim_path: _Path | None = None
+    model_path: KeyPath | None = None
+    optim_path: KeyPath | None = None
     model_keys: frozenset[Key] | None = None
     flattened: bool = False
     notes: list[Note] = field(default_factory=list)
 
-    def owns(self, path: _Path) -> bool:
+    def owns(self, path: KeyPath) -> bool:
         """Whether the value at ``path`` of the root went into the model or the optimizer."""
         if self.optim_path is not None and path[: len(self.optim_path)] == self.optim_path:
             return True
@@ -100,7 +98,7 @@ def _regroup(root: dict[Key, Value]) -> dict[Key, Value]:
     return regrouped
 
 
-def at(root: Value, path: _Path) -> dict[Key, Value]:
+def at(root: Value, path: KeyPath) -> dict[Key, Value]:
     """The mapping at ``path``, which was found by walking ``root``."""
     value = root
     for key in path:
@@ -108,7 +106,7 @@ def at(root: Value, path: _Path) -> dict[Key, Value]:
     return value  # type: ignore[return-value]
 
 
-def _containers(value: Value, path: _Path = ()) -> Iterator[tuple[_Path, dict[Key, Value]]]:
+def _containers(value: Value, path: KeyPath = ()) -> Iterator[tuple[KeyPath, dict[Key, Value]]]:
     """Every mapping that may be a section, outermost first; the entries of an optimizer are not among them."""
     if isinstance(value, dict):
         yield path, value
@@ -125,12 +123,12 @@ def _containers(value: Value, path: _Path = ()) -> Iterator[tuple[_Path, dict[Ke
                 yield from _containers(child, (*path, index))
 
 
-def _named_optimizer(path: _Path) -> bool:
+def _named_optimizer(path: KeyPath) -> bool:
     return any(isinstance(key, str) and (key in _OPTIM_NAMES or "optim" in key.lower()) for key in path[-2:])
 
 
-def _find_optimizers(root: dict[Key, Value]) -> list[_Path]:
-    paths: list[_Path] = []
+def _find_optimizers(root: dict[Key, Value]) -> list[KeyPath]:
+    paths: list[KeyPath] = []
     for path, value in _containers(root):
         if any(path[: len(known)] == known for known in paths):
             continue
@@ -143,7 +141,7 @@ def _find_optimizers(root: dict[Key, Value]) -> list[_Path]:
     return paths
 
 
-def _only(paths: list[_Path], notes: list[Note]) -> _Path | None:
+def _only(paths: list[KeyPath], notes: list[Note]) -> KeyPath | None:
     """Where the one optimizer is; None when there is none, or several."""
     if len(paths) != 1:
         return None
@@ -153,7 +151,7 @@ def _only(paths: list[_Path], notes: list[Note]) -> _Path | None:
     return path
 
 
-def _several_optimizers(root: dict[Key, Value], paths: list[_Path], notes: list[Note]) -> dict[Key, Value]:
+def _several_optimizers(root: dict[Key, Value], paths: list[KeyPath], notes: list[Note]) -> dict[Key, Value]:
     """``root`` with the ids in all of its optimizers repaired, which stay extras."""
     names = ", ".join(dotted(path) for path in paths)
     notes.append(Note("several-optimizers", f"{len(paths)} optimizers found ({names}): all are kept as extras"))
@@ -189,7 +187,7 @@ def _is_model(value: Mapping[Key, Value], *, named: bool) -> bool:
 def _find_model(root: dict[Key, Value], sections: Sections) -> None:
     if sections.optim_path == ():
         return
-    candidates: list[_Path] = []
+    candidates: list[KeyPath] = []
     for path, value in _containers(root):
         if path == () or (sections.optim_path is not None and path[: len(sections.optim_path)] == sections.optim_path):
             continue
@@ -213,14 +211,14 @@ def _find_model(root: dict[Key, Value], sections: Sections) -> None:
         _several(candidates, sections)
 
 
-def _several(paths: list[_Path], sections: Sections) -> None:
+def _several(paths: list[KeyPath], sections: Sections) -> None:
     names = ", ".join(dotted(path) for path in paths)
     sections.notes.append(
         Note("several-models", f"{len(paths)} dicts may be the model ({names}): all are kept as extras")
     )
 
 
-def _take_model(value: dict[Key, Value], path: _Path, sections: Sections) -> None:
+def _take_model(value: dict[Key, Value], path: KeyPath, sections: Sections) -> None:
     sections.model = ModelState(
         {str(key): entry for key, entry in value.items()},
         vars(value).get("_metadata") if hasattr(value, "__dict__") else None,
@@ -262,12 +260,12 @@ def _remainder(root: dict[Key, Value], sections: Sections) -> dict[Key, Value]:
     return dict(rest)
 
 
-def _place(path: _Path) -> list[tuple[int, str]]:
+def _place(path: KeyPath) -> list[tuple[int, str]]:
     """A sort key that puts paths into the same list in the order of its items."""
     return [(key if type(key) is int else 0, str(key)) for key in path]
 
 
-def _without(value: Value, path: _Path) -> Value:
+def _without(value: Value, path: KeyPath) -> Value:
     """A copy of ``value`` without what is at ``path``, None when nothing is left of it."""
     key, below = path[0], path[1:]
     if isinstance(value, dict):
@@ -287,7 +285,7 @@ def _without(value: Value, path: _Path) -> Value:
     return value
 
 
-def without(value: Value, path: tuple[Key, ...]) -> Value:
+def without(value: Value, path: KeyPath) -> Value:
     """A copy of ``value`` without the key at ``path``, ``value`` itself where there is none."""
     if not isinstance(value, dict) or path[0] not in value:
         return value
@@ -299,7 +297,7 @@ def without(value: Value, path: tuple[Key, ...]) -> Value:
     return copy
 
 
-def replaced(value: Value, path: tuple[Key, ...], new: Value) -> Value:
+def replaced(value: Value, path: KeyPath, new: Value) -> Value:
     """A copy of ``value`` with ``new`` at ``path``; only the containers on the way are copied."""
     if not path:
         return new

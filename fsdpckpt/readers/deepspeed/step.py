@@ -160,7 +160,7 @@ def add_extras(tree: Tree, merged: Sequence[Tree]) -> None:
                 tree.notes.append(Note("renamed", f"the extra {key!s} is called {name!s} here: {key!s} is taken"))
         tree.problems.extend(one.problems)
         for (section, *path), values in one.rank_values.items():
-            place = (names[cast(Key, path[0])], *path[1:]) if section == "extra" else (section, *path)
+            place = (names[path[0]], *path[1:]) if section == "extra" else (section, *path)
             tree.rank_values[place] = values
 
 

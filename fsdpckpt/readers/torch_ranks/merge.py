@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum, auto
 from math import prod
-from typing import TypeAlias, cast
+from typing import cast
 
 import numpy as np
 
@@ -26,9 +26,8 @@ from fsdpckpt.ir.tensors import SLICES, Chunks, Tensor
 from fsdpckpt.ir.values import Key, Value, equal, leaf_tensors, like
 from fsdpckpt.layouts.flattened import is_flat_key
 from fsdpckpt.readers.flat_slices import is_optimizer
+from fsdpckpt.readers.protocol import KeyPath
 from fsdpckpt.readers.torch_ranks.rank_files import Group, RankFile
-
-_Path: TypeAlias = tuple[Key, ...]
 
 
 class _Absent:
@@ -61,10 +60,10 @@ class Merge:
         self._sharded = False if sharded else None
         self.slices = 0
         self.problems: list[Problem] = []
-        self.rank_values: dict[tuple[Value, ...], tuple[Value, ...]] = {}
-        self.absences: dict[tuple[Value, ...], frozenset[int]] = {}
+        self.rank_values: dict[KeyPath, tuple[Value, ...]] = {}
+        self.absences: dict[KeyPath, frozenset[int]] = {}
 
-    def value(self, values: Sequence[object], path: _Path = (), place: _Place = _Place.ANYWHERE) -> Value:
+    def value(self, values: Sequence[object], path: KeyPath = (), place: _Place = _Place.ANYWHERE) -> Value:
         """The merged value of what each group has at ``path``, in the order of the groups."""
         have = [index for index, value in enumerate(values) if value is not _ABSENT]
         first = values[have[0]]
@@ -80,7 +79,7 @@ class Merge:
             return self._sequence(values, have, path, place)
         return self._other(values, have, path)
 
-    def _mapping(self, values: Sequence[dict[Key, object]], have: list[int], path: _Path, place: _Place) -> Value:
+    def _mapping(self, values: Sequence[dict[Key, object]], have: list[int], path: KeyPath, place: _Place) -> Value:
         if place is _Place.ENTRY:
             values = [unwrapped(value) for value in values]
         first = values[have[0]]
@@ -107,7 +106,7 @@ class Merge:
         return made
 
     def _without_empty(
-        self, values: Sequence[dict[Key, object]], have: list[int], states: Mapping[Key, Blocks], path: _Path
+        self, values: Sequence[dict[Key, object]], have: list[int], states: Mapping[Key, Blocks], path: KeyPath
     ) -> list[dict[Key, object]]:
         """``values`` without the plain tensors that stand for ``states`` in blocks on ranks that have no elements.
 
@@ -129,7 +128,7 @@ class Merge:
                 made[i] = {key: item for key, item in made[i].items() if key != name}
         return made
 
-    def _check_present(self, column: Sequence[object], expected: list[int], merged: Value, path: _Path) -> None:
+    def _check_present(self, column: Sequence[object], expected: list[int], merged: Value, path: KeyPath) -> None:
         """Report a key that some of the groups ``expected`` (indexes) lack though they should hold a part of it."""
         absent = self._ranks_of(i for i in expected if column[i] is _ABSENT)
         if not absent or _holds_slices(merged):
@@ -138,7 +137,7 @@ class Merge:
         for group, value in zip(self._groups, column, strict=True):
             _collect_holders(value, group, holders)
         if not holders:
-            self.absences[cast("tuple[Value, ...]", path)] = frozenset(absent)
+            self.absences[path] = frozenset(absent)
         absent = [rank for rank in absent if not holders or rank in holders]
         if not absent:
             return
@@ -154,7 +153,7 @@ class Merge:
             )
         )
 
-    def _sequence(self, values: Sequence[object], have: list[int], path: _Path, place: _Place) -> Value:
+    def _sequence(self, values: Sequence[object], have: list[int], path: KeyPath, place: _Place) -> Value:
         first = cast("Sequence[object]", values[have[0]])
         items: list[Value] = []
         inner = _Place.ANYWHERE if place is _Place.ANYWHERE else _Place.INSIDE
@@ -163,7 +162,7 @@ class Merge:
             items.append(self.value(column, (*path, index), inner))
         return items if isinstance(first, list) else tuple(items)
 
-    def _tensor(self, values: Sequence[object], have: list[int], path: _Path, place: _Place) -> Value:
+    def _tensor(self, values: Sequence[object], have: list[int], path: KeyPath, place: _Place) -> Value:
         first = values[have[0]]
         kind = type(first)
         if any(type(values[i]) is not kind for i in have):
@@ -175,7 +174,7 @@ class Merge:
             return self._slices_of(stored, have, path)
         return self._plain(stored, have, path)
 
-    def _distributed(self, values: Sequence[Distributed], have: list[int], path: _Path) -> Value:
+    def _distributed(self, values: Sequence[Distributed], have: list[int], path: KeyPath) -> Value:
         first = values[have[0]]
         if any(values[i].shape != first.shape or values[i].dtype is not first.dtype for i in have):
             return self._contradiction(values, have, path)
@@ -196,7 +195,7 @@ class Merge:
             return False
         return place is _Place.BESIDE_FLAT or len(shapes) > 1 or len(held) < len(self._groups)
 
-    def _slices_of(self, values: Sequence[StoredTensor], have: list[int], path: _Path) -> Value:
+    def _slices_of(self, values: Sequence[StoredTensor], have: list[int], path: KeyPath) -> Value:
         """The slices one after the other, a chunk for each rank that has one; an empty one is a chunk too."""
         dtype = values[have[0]].dtype
         other = [i for i in have if values[i].dtype is not dtype]
@@ -213,7 +212,7 @@ class Merge:
         chunks = replace(chunks, start=(ends - chunks.size[:, 0]).reshape(-1, 1))
         return Tensor(dtype, (int(ends[-1]),), chunks, sharded=True, placement=SLICES)
 
-    def _plain(self, values: Sequence[StoredTensor], have: list[int], path: _Path) -> Value:
+    def _plain(self, values: Sequence[StoredTensor], have: list[int], path: KeyPath) -> Value:
         first = values[have[0]]
         ndim = len(first.shape)
         if any(values[i].shape != first.shape or values[i].dtype is not first.dtype for i in have):
@@ -222,7 +221,7 @@ class Merge:
         chunks = _joined([self._groups[i].plain(values[i]) for i in have], ndim)
         return Tensor(first.dtype, first.shape, chunks, sharded)
 
-    def _other(self, values: Sequence[object], have: list[int], path: _Path) -> Value:
+    def _other(self, values: Sequence[object], have: list[int], path: KeyPath) -> Value:
         """Values that are no tensors, or of different kinds or shapes: one if all are equal, else every rank's own."""
         if any(_contains_distributed(values[i]) for i in have):
             return self._contradiction(values, have, path)
@@ -231,10 +230,10 @@ class Merge:
             pairs = [(file, value) for group, value in zip(self._groups, values, strict=True) for file in group.files]
             pairs.sort(key=lambda pair: pair[0].rank)
             held = tuple(None if value is _ABSENT else _located(value, file) for file, value in pairs)
-            self.rank_values[cast("tuple[Value, ...]", path)] = held
+            self.rank_values[path] = held
         return first
 
-    def _contradiction(self, values: Sequence[object], have: list[int], path: _Path) -> Value:
+    def _contradiction(self, values: Sequence[object], have: list[int], path: KeyPath) -> Value:
         """Ranks that disagree on what a tensor is: reported, and the first rank's shown."""
         kinds: dict[str, list[int]] = {}
         for i in have:
@@ -356,7 +355,7 @@ def _described(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
-def _dotted(path: _Path) -> str:
+def _dotted(path: KeyPath) -> str:
     return ".".join(map(str, path))
 
 

@@ -29,7 +29,7 @@ from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Groups, RankOrder, Units
 from fsdpckpt.ir.values import Key, Value, walk
 from fsdpckpt.readers.flat_slices import flat_parameter_keys, optimizers
-from fsdpckpt.readers.protocol import FileTable, Tree
+from fsdpckpt.readers.protocol import FileTable, KeyPath, Tree
 from fsdpckpt.readers.sections import split
 from fsdpckpt.readers.torch_ranks import check_names
 from fsdpckpt.readers.torch_ranks.merge import Merge
@@ -259,7 +259,7 @@ def _one_order(roots: Sequence[object], ranks: Sequence[int], units: Units | Non
     return changed_roots
 
 
-def _at(root: object, path: tuple[Key, ...]) -> _Optimizer | None:
+def _at(root: object, path: KeyPath) -> _Optimizer | None:
     for key in path:
         try:
             root = root[key]  # type: ignore[index]
@@ -268,7 +268,7 @@ def _at(root: object, path: tuple[Key, ...]) -> _Optimizer | None:
     return root if isinstance(root, dict) and isinstance(root.get("state"), dict) else None
 
 
-def _replaced(root: object, path: tuple[Key, ...], value: object) -> object:
+def _replaced(root: object, path: KeyPath, value: object) -> object:
     if not path:
         return value
     changed = _replaced(cast("Any", root)[path[0]], path[1:], value)

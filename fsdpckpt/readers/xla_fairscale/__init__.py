@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias, cast
+from typing import cast
 
 from fsdpckpt.errors import SourceCorruptError, SourceUnsupportedError
 from fsdpckpt.formats.torch.archive import TorchArchive
@@ -16,7 +16,7 @@ from fsdpckpt.formats.torch.distributed import all_ranks
 from fsdpckpt.ir.checkpoint import UNORDERED, Evidence, EvidenceKind, Note, Problem, Section
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.readers.flat_slices import is_optimizer, mappings
-from fsdpckpt.readers.protocol import dotted
+from fsdpckpt.readers.protocol import KeyPath, dotted
 from fsdpckpt.readers.sections import at, replaced
 from fsdpckpt.readers.xla_fairscale.models import SHOWN, RankShards, UnnamedError
 from fsdpckpt.readers.xla_fairscale.shard_metadata import (
@@ -28,8 +28,6 @@ from fsdpckpt.readers.xla_fairscale.shard_metadata import (
     metadata_in,
 )
 from fsdpckpt.text import first_of, plural
-
-_Path: TypeAlias = tuple[Key, ...]
 
 
 @dataclass(slots=True)
@@ -88,7 +86,7 @@ def shards_without_metadata(root: Value, file: str) -> Iterator[Problem]:
         yield Problem("flattened", message, file=file or None, key=keys[0])
 
 
-def _all_metadata(root: Value) -> Iterator[tuple[_Path, ShardMetadata | None]]:
+def _all_metadata(root: Value) -> Iterator[tuple[KeyPath, ShardMetadata | None]]:
     """All shard metadata in ``root`` and where they stand; None for those in a form that is not known."""
     for path, value in mappings(root):
         recognised, metadata = metadata_in(cast("Mapping[object, object]", value))
@@ -96,7 +94,7 @@ def _all_metadata(root: Value) -> Iterator[tuple[_Path, ShardMetadata | None]]:
             yield path, metadata
 
 
-def _only_metadata(root: Value, file: str) -> tuple[_Path, ShardMetadata] | None:
+def _only_metadata(root: Value, file: str) -> tuple[KeyPath, ShardMetadata] | None:
     placed = list(_all_metadata(root))
     if not placed:
         return None
@@ -122,7 +120,7 @@ def _only_metadata(root: Value, file: str) -> tuple[_Path, ShardMetadata] | None
 
 
 def _require_one_model(
-    placed: Sequence[tuple[_Path, ShardMetadata] | None], ranks: Sequence[int], paths: Mapping[int, str]
+    placed: Sequence[tuple[KeyPath, ShardMetadata] | None], ranks: Sequence[int], paths: Mapping[int, str]
 ) -> None:
     first = next(one for one in placed if one is not None)
     wrong = {
@@ -143,7 +141,7 @@ def _require_one_model(
 
 def _name_rank(
     archive: TorchArchive,
-    path: _Path,
+    path: KeyPath,
     metadata: ShardMetadata,
     named_rank: int,
     paths: Mapping[int, str],

@@ -18,6 +18,7 @@ from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.ir.tensors import SLICES
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.readers.flat_slices import is_optimizer, mappings
+from fsdpckpt.readers.protocol import KeyPath
 from fsdpckpt.readers.xla_fairscale.shard_metadata import (
     ShardedTensor,
     ShardMetadata,
@@ -32,7 +33,6 @@ from fsdpckpt.transform.assignment import in_order
 
 SHOWN = 5  # keys in a message
 
-_Path: TypeAlias = tuple[Key, ...]
 _Ids: TypeAlias = dict[Key, ShardedTensor]
 
 
@@ -54,7 +54,7 @@ class RankShards:
         self.file = file
         self._multiples = metadata.multiples or (128, 1)
         self._by_key = {tensor.key: tensor for tensor in metadata.tensors}
-        self._models: dict[_Path, dict[Key, object]] = {}
+        self._models: dict[KeyPath, dict[Key, object]] = {}
         for path, value in mappings(root):
             model = cast("dict[Key, object]", value)
             if not is_optimizer(model) and any(isinstance(model.get(key), StoredTensor) for key in self._by_key):
@@ -142,7 +142,7 @@ class RankShards:
 
     # Models
 
-    def models(self) -> dict[_Path, dict[Key, object]]:
+    def models(self) -> dict[KeyPath, dict[Key, object]]:
         """Each state dict with boxes of parameters in the places of shards, and names without wrappers."""
         return {path: self._named(model) for path, model in self._models.items()}
 
