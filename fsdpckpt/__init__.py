@@ -6,7 +6,7 @@ TYPE_CHECKING = False  # typing's own, without the time that importing it takes
 if TYPE_CHECKING:
     from fsdpckpt import comm
     from fsdpckpt.api import convert, diff, inspect, open, save_units, verify  # noqa: A004
-    from fsdpckpt.loading.reader import StorageReader
+    from fsdpckpt.loading import StorageReader
 
 __all__ = ["StorageReader", "__version__", "comm", "convert", "diff", "inspect", "open", "save_units", "verify"]
 
@@ -30,5 +30,5 @@ def __getattr__(name: str) -> object:
         from fsdpckpt.errors import require_torch
 
         require_torch("StorageReader needs")
-        return import_module("fsdpckpt.loading.reader").StorageReader
+        return import_module("fsdpckpt.loading").StorageReader
     return getattr(import_module("fsdpckpt.api"), name)

@@ -123,7 +123,7 @@ def _to_the_end() -> Iterator[None]:
 
 
 def _heading(report: Report) -> str:
-    from fsdpckpt.producers.forms import PLAIN
+    from fsdpckpt.producers import PLAIN
 
     ranks = f", {plural(report.world_size, 'rank')}" if report.world_size else ""
     flavor = f" ({report.flavor})" if report.flavor != PLAIN else ""

@@ -15,7 +15,7 @@ from fsdpckpt.errors import SourceMissingError, UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, Note, Section
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value
-from fsdpckpt.producers.forms import Flavor, Form, Place, Step
+from fsdpckpt.producers import Flavor, Form, Place, Step
 from fsdpckpt.producers.table import flavor_named
 from fsdpckpt.readers.side_files import SideFiles, lacking, side_files
 from fsdpckpt.storage.sources import Sources

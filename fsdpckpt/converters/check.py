@@ -36,7 +36,7 @@ from fsdpckpt.storage.sources import Sources
 from fsdpckpt.transform.parameter_order import from_units
 from fsdpckpt.transform.rekey import to_names
 from fsdpckpt.verify.elements import first_difference
-from fsdpckpt.writers.protocol import DtypeRule
+from fsdpckpt.writers import DtypeRule
 
 Verdict: TypeAlias = str | int
 """A tensor's SHA-256, or the number of its first element that is not as in the source."""

@@ -11,7 +11,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.ir.values import Key
 from fsdpckpt.ir.vocabulary import Container, Layout, Section
 from fsdpckpt.options import ConvertOptions
-from fsdpckpt.producers.forms import Flavor, Form, Step
+from fsdpckpt.producers import Flavor, Form, Step
 from fsdpckpt.producers.table import HUGGINGFACE, WRITABLE, flavor_named
 
 _PLAIN = "the target is plain"

@@ -8,15 +8,14 @@ from dataclasses import dataclass, replace
 
 from fsdpckpt.converters.target_spec import TargetSpec
 from fsdpckpt.converters.transform import TransformedCheckpoint
-from fsdpckpt.flat.flatten import write as torch_flat
+from fsdpckpt.flat import flatten as torch_flat
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, Note, Section
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.targets import LinkedFile, Target, TargetFile
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.options import ConvertOptions
-from fsdpckpt.producers.forms import PLAIN_MESH, PLAIN_NAMES, PLAIN_NESTING, Form, Nesting, Place, RankNames
-from fsdpckpt.writers import dcp, safetensors, torch_full, torch_ranks, universal
-from fsdpckpt.writers.protocol import DtypeRule, Writer, WriteSpec
+from fsdpckpt.producers import PLAIN_MESH, PLAIN_NAMES, PLAIN_NESTING, Form, Nesting, Place, RankNames
+from fsdpckpt.writers import DtypeRule, Writer, WriteSpec, dcp, safetensors, torch_full, torch_ranks, universal
 
 WRITERS: Mapping[tuple[Container, Layout], Writer] = {
     (Container.TORCH, Layout.FULL): torch_full.lay_out,

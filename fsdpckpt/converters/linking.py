@@ -23,11 +23,11 @@ from fsdpckpt.execute.output import target_differs
 from fsdpckpt.ir.checkpoint import Checksums, Note, SourceFile
 from fsdpckpt.ir.targets import LinkedFile, Target
 from fsdpckpt.options import ConvertOptions, LinkMode
-from fsdpckpt.plan.plan import FilePlan, Plan
+from fsdpckpt.plan import FilePlan, Plan
 from fsdpckpt.readers.beside import auxiliary
+from fsdpckpt.storage import change_between, changed_error, identity_of_status, is_url
 from fsdpckpt.storage.links import can_reflink, hardlink, reflink
 from fsdpckpt.storage.local import target_errors
-from fsdpckpt.storage.protocols import change_between, changed_error, identity_of_status, is_url
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.storage.staging import Staging, existing_parent
 from fsdpckpt.text import plural, size_text

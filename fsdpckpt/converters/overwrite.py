@@ -21,8 +21,8 @@ from fsdpckpt.readers.beside import read_manifest
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.readers.side_files import describes_model
+from fsdpckpt.storage import FileIdentity, is_url
 from fsdpckpt.storage.local import target_errors
-from fsdpckpt.storage.protocols import FileIdentity, is_url
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.storage.target_checks import LINK, Contents, added_since, contents_of, is_left_behind
 

@@ -47,8 +47,8 @@ from fsdpckpt.converters.staging import Places, assign_segments, files_at, holde
 from fsdpckpt.converters.target_mesh import check_mesh
 from fsdpckpt.converters.target_spec import check_options
 from fsdpckpt.errors import InternalError, Leftover, TargetExistsError, WorkerError, attach_leftover
+from fsdpckpt.execute import execute
 from fsdpckpt.execute.checks import reread
-from fsdpckpt.execute.executor import execute
 from fsdpckpt.execute.job import (
     MOST_THREADS,
     Budget,
@@ -67,11 +67,11 @@ from fsdpckpt.garbage import set_aside, without_collection
 from fsdpckpt.ir.checkpoint import Note, SourceFile
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.options import ConvertOptions, VerifyLevel, Visibility
-from fsdpckpt.plan.plan import make_plan
+from fsdpckpt.plan import make_plan
 from fsdpckpt.progress import NoProgress, Progress
 from fsdpckpt.readers.protocol import MANIFEST
+from fsdpckpt.storage import FileIdentity, is_url
 from fsdpckpt.storage.journal import Record, read_records
-from fsdpckpt.storage.protocols import FileIdentity, is_url
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.storage.staging import (
     Staging,

@@ -25,8 +25,8 @@ from fsdpckpt.ir.targets import Target
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.vocabulary import Layout
 from fsdpckpt.options import ConvertOptions
-from fsdpckpt.plan.plan import Plan, make_plan
-from fsdpckpt.producers.forms import PLAIN
+from fsdpckpt.plan import Plan, make_plan
+from fsdpckpt.producers import PLAIN
 from fsdpckpt.readers.dcp.items import first_item, is_located
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.protocol import MANIFEST, Items, require_matches

@@ -47,7 +47,7 @@ from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.options import ConvertOptions, LinkMode, VerifyLevel, Visibility
 from fsdpckpt.progress import Progress
 from fsdpckpt.readers.protocol import MANIFEST
-from fsdpckpt.storage.protocols import UPLOADING, is_url
+from fsdpckpt.storage import UPLOADING, is_url
 from fsdpckpt.storage.remote_store import RemoteStore, filesystem_of
 from fsdpckpt.storage.upload import RemoteTarget, UploadOptions, open_target
 

@@ -35,10 +35,10 @@ from fsdpckpt.ir.checkpoint import Note, SourceFile
 from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.option_fields import identity as option_texts
 from fsdpckpt.options import ConvertOptions
-from fsdpckpt.plan.plan import Plan
+from fsdpckpt.plan import Plan
 from fsdpckpt.plan.transfer import Segment
+from fsdpckpt.storage import FileIdentity, changed_error, is_url
 from fsdpckpt.storage.journal import Record, read_records
-from fsdpckpt.storage.protocols import FileIdentity, changed_error, is_url
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.storage.staging import Remains, Staging, journal_paths, staging_root
 from fsdpckpt.text import bytes_text, size_text

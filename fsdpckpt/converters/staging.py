@@ -21,7 +21,7 @@ from fsdpckpt.execute.job import Job
 from fsdpckpt.execute.journal import Finished
 from fsdpckpt.ir.checkpoint import Layout
 from fsdpckpt.options import ConvertOptions, Visibility
-from fsdpckpt.plan.plan import Plan
+from fsdpckpt.plan import Plan
 from fsdpckpt.plan.transfer import Segment, partition, target_node
 from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage.staging import Staging

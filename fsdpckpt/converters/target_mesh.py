@@ -13,7 +13,7 @@ from fsdpckpt.ir.tensors import MeshShape, Placement, Replicate, Shard, Sharding
 from fsdpckpt.ir.vocabulary import Container, Layout, Strategy
 from fsdpckpt.layouts.sharded import on_one_dimension
 from fsdpckpt.options import ConvertOptions, TensorForm
-from fsdpckpt.producers.forms import MeshForm
+from fsdpckpt.producers import MeshForm
 from fsdpckpt.producers.table import flavor_named
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources

@@ -18,7 +18,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.ir.vocabulary import Container, Layout, Section
 from fsdpckpt.option_fields import Scope, given, refuse_unused
 from fsdpckpt.options import DEVICE_TYPES, DTYPES, ConvertOptions, TensorForm
-from fsdpckpt.producers.forms import PLAIN, Flavor, Form
+from fsdpckpt.producers import PLAIN, Flavor, Form
 from fsdpckpt.storage.target_checks import is_empty_directory
 from fsdpckpt.transform.placements import TargetMesh
 

@@ -17,8 +17,8 @@ from fsdpckpt.errors import (
     TargetExistsError,
     TargetUnwritableError,
 )
+from fsdpckpt.storage import remote_identity
 from fsdpckpt.storage.local import target_errors
-from fsdpckpt.storage.protocols import remote_identity
 
 _UPLOAD, _SENT = "upload", "sent-"
 

@@ -1,0 +1,262 @@
+"""Runs a plan: each rank writes its segments of the target files, and gets what it cannot read from ranks that can.
+
+A world of one sees every source and writes every file, by the same steps. All ranks:
+
+1. Agree on the plan, by its digest, and read back what an interrupted run has written.
+2. The first rank of every file that several ranks write creates it.
+3. Copy: threads assemble the windows whose sources this rank sees, and those whose bytes have been received, while the
+   main thread communicates.
+4. Bring together what only several ranks know: the checksums of shared files, and of source records that were read in
+   parts. Finish the files, judge the records.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, TypeAlias, cast
+
+import numpy as np
+
+from fsdpckpt.comm.protocol import Group
+from fsdpckpt.errors import WorkerError
+from fsdpckpt.execute.checks import SourceCheck
+from fsdpckpt.execute.copy_pool import PATIENCE, SLOWEST_DISK, CopyPool
+from fsdpckpt.execute.job import Job
+from fsdpckpt.execute.journal import Finished, Recorder
+from fsdpckpt.execute.output import ComparedOutput, Output, OutputState, Resumed, write_window
+from fsdpckpt.execute.resume import Written, read_rest, reread_unproved, resume
+from fsdpckpt.execute.window import Assembler
+from fsdpckpt.plan.transfer import Visible, Window, plan_transfers
+from fsdpckpt.progress import Progress
+from fsdpckpt.storage.sources import Sources
+
+if TYPE_CHECKING:
+    from fsdpckpt.execute.send_recv import Exchange
+
+SourceRows: TypeAlias = "list[tuple[int, int, int, int, int]]"
+"""What ``SourceCheck.unfinished`` returns."""
+
+
+def execute(
+    group: Group,
+    job: Job,
+    visible: Visible | None = None,
+    *,
+    sources: Sources,
+    locate: Callable[[str], str],
+    threads: int,
+    progress: Progress,
+    recorder: Recorder | None = None,
+    finished: Finished | None = None,
+    compare: bool = False,
+) -> dict[str, int]:
+    """Write every file of ``job`` where ``locate`` says, durably, each part on the rank that owns it. All ranks.
+
+    ``visible[file, rank]``: who sees which source; None: every rank sees all of them. ``sources`` opens those that this
+    rank sees. ``recorder`` keeps this rank's journal, where it writes. ``finished``, on rank 0: what the journals of an
+    interrupted run say, of which ``job.claims`` are read back and kept where they are as the journal says.
+    ``compare``: the files exist, and are compared with what would be written; TargetExistsError where they differ.
+
+    Returns the CRC-32 of each target file by its path, on every rank. Holds at most the buffers that ``job.settings``
+    and ``threads`` allow. Raises SourceCorruptError when a record does not match its checksum or a file ended early,
+    TargetUnwritableError when the file system refuses; the first error stops all threads. Where there are several
+    ranks all raise WorkerError, with the error as its ``original``.
+    """
+    several = group.world_size > 1
+    if visible is None:
+        visible = np.ones((len(job.files), group.world_size), bool)
+    with group.step("agree on the plan", agree=job.digest() if several else ""):
+        pass
+    resumed, written = resume(group, job, locate, threads, progress)
+    own = sum(segment.end - segment.begin for segment in job.segments if segment.owner == group.rank)
+    kept = sum(nbytes for file in resumed.values() for _, nbytes, _ in file.parts)
+    progress.begin("compare" if compare else "copy", own - kept)
+    with group.step("find routes"), group.heartbeat():
+        run = _Run(
+            group, job, visible, sources, locate, threads, progress, recorder, finished, resumed, written, compare
+        )
+    try:
+        if several:
+            with group.step("make shared files"):
+                run.make_shared_files()
+        with group.step("copy"):
+            run.copy()
+        with group.step("finish"):
+            return run.finish()
+    except BaseException:
+        run.abandon()
+        raise
+
+
+class _Run:
+    """This rank's part of one run."""
+
+    def __init__(
+        self,
+        group: Group,
+        job: Job,
+        visible: Visible,
+        sources: Sources,
+        locate: Callable[[str], str],
+        threads: int,
+        progress: Progress,
+        recorder: Recorder | None,
+        finished: Finished | None,
+        resumed: Mapping[int, Resumed],
+        written: Written,
+        compare: bool,  # noqa: FBT001  # named by the only caller
+    ) -> None:
+        self._group = group
+        self._job = job
+        self._visible = visible
+        self._sources = sources
+        self._files = job.files
+        self._threads = threads
+        self._progress = progress
+        self._recorder = recorder
+        self._finished = finished or Finished()
+        self._transfers = plan_transfers(
+            job.plan,
+            job.segments,
+            visible,
+            rank=group.rank,
+            window=job.settings.window,
+            round_bytes=job.settings.round_bytes,
+            written=written,
+        )
+        self._check = SourceCheck(job.files, job.checksums)
+        self._exchange: Exchange | None = None
+        if job.settings.exchange_bytes:  # the same on all ranks, unlike the number of rounds
+            from fsdpckpt.execute.send_recv import Exchange
+
+            self._exchange = Exchange(group, job, self._transfers, sources)
+            self._sources, self._files = self._exchange.sources, self._exchange.files
+            self._check = self._exchange.check
+        self._pool: CopyPool | None = None
+        count = Counter(window.segment for window in self._transfers.windows)
+        kind = ComparedOutput if compare else Output
+        self._outputs: dict[int, Output] = {}
+        for number, windows in count.items():
+            segment, file = job.segments[number], self._transfers.files[number]
+            self._outputs[number] = kind(
+                file,
+                locate(file.path),
+                windows,
+                first=segment.begin == 0,
+                alone=(segment.begin, segment.end) == (0, file.nbytes),
+                expect_silence=self._expect_silence,
+                resumed=resumed.get(number),
+            )
+
+    def _expect_silence(self, nbytes: int) -> None:
+        if self._pool is not None:
+            self._pool.expect_silence(nbytes)
+
+    @property
+    def _patience(self) -> float | None:
+        """Seconds to wait for threads and the journal after a failure. Where other ranks wait, a hung disk holds no
+        rank up; alone, the journal names everything that was written.
+        """
+        return PATIENCE if self._group.world_size > 1 else None
+
+    def make_shared_files(self) -> None:
+        made = [output for output in self._outputs.values() if output.first and not output.alone]
+        with self._group.silent_for(sum(output.plan.nbytes for output in made) / SLOWEST_DISK):
+            for output in made:
+                output.open()
+
+    def abandon(self) -> None:
+        """The run failed: name what is written in the journal, and close what is open."""
+        if self._recorder is not None:
+            self._recorder.close(complete=False, patience=self._patience)
+        for output in self._outputs.values():
+            output.abandon()
+
+    def copy(self) -> None:
+        """Every window of this rank, and everything that it sends."""
+        assemblers = [
+            Assembler(self._job.plan, self._files, self._sources, self._check, self._job.settings.window)
+            for _ in range(self._threads)
+        ]
+
+        def copy(thread: int, window: Window) -> None:
+            output = self._outputs[window.segment]
+            part = write_window(output, assemblers[thread], window.begin, window.end)
+            if self._recorder is not None:
+                number = self._job.segments[window.segment].file
+                self._recorder.wrote(number, output.open(), part, received=window.round >= 0)
+            if window.round >= 0 and self._exchange is not None:
+                self._exchange.buffers.written(window.round)
+            self._progress.advance(window.end - window.begin)
+
+        if self._recorder is not None:
+            self._check.fresh()
+            self._recorder.start(self._check.fresh)
+        pool = self._pool = CopyPool(self._transfers.windows, self._threads, copy)
+        try:
+            pool.start()
+            if self._exchange is not None:
+                self._exchange.run(pool, self._watch)
+            pool.wait(self._watch)
+        finally:
+            pool.stop(self._patience)
+            self._pool = None  # with it go the buffers, which the collector would find late
+        if self._exchange is not None:
+            self._exchange.buffers.close()
+        self._progress.end()
+
+    def _watch(self) -> None:
+        self._group.watch(moving=self._pool is None or self._pool.moved())
+
+    def finish(self) -> dict[str, int]:
+        """Files that others wrote too, and records that others read too; the CRC-32 of every target file."""
+        nbytes = sum(output.plan.nbytes for output in self._outputs.values() if not output.alone)
+        with self._group.silent_for(nbytes / SLOWEST_DISK):
+            states = {number: output.state() for number, output in self._outputs.items() if not output.alone}
+        self._check_streams()
+        gathered = cast(
+            "list[tuple[dict[int, OutputState], SourceRows]]",
+            self._group.all_gather_objects((states, self._check.unfinished() if self._group.rank else []), name="join"),
+        )
+        if self._group.rank == 0:  # one judge is enough
+            for _, rows in gathered[1:]:
+                self._check.absorb(rows)
+            self._check.absorb(self._finished.parts)
+            self._check.finish()
+        read_rest(self._group, self._job, self._check, self._visible, self._sources)
+        reread_unproved(self._group, self._job, self._check, self._finished, self._visible, self._sources)
+        with self._group.silent_for(nbytes / SLOWEST_DISK):
+            self._finish_shared({number: state for theirs, _ in gathered for number, state in theirs.items()})
+        crcs = {output.plan.path: output.crc for output in self._outputs.values() if output.first}
+        for theirs in self._group.all_gather_objects(crcs, name="checksums"):
+            crcs.update(cast("dict[str, int]", theirs))
+        if self._recorder is not None:
+            self._recorder.close(complete=True)
+        self._outputs.clear()  # each knows this run: the plan would be there until the collector comes
+        return crcs
+
+    def _check_streams(self) -> None:
+        """Compare what was received with what was sent. What was written of damaged bytes is disowned."""
+        if self._exchange is None:
+            return
+        gathered = self._group.all_gather_objects(self._exchange.sent.sums, name="stream checksums")
+        try:
+            self._exchange.require_what_was_sent(cast("list[dict[int, int]]", gathered))
+        except WorkerError:
+            if self._recorder is not None:
+                self._recorder.retract()
+            raise
+
+    def _finish_shared(self, states: Mapping[int, OutputState]) -> None:
+        segments = self._job.segments
+        for number, output in self._outputs.items():
+            if output.first and not output.alone:
+                this = (segments[number].file, segments[number].place)
+                output.finish(
+                    [
+                        state
+                        for other, state in states.items()
+                        if other != number and (segments[other].file, segments[other].place) == this
+                    ]
+                )

@@ -18,7 +18,7 @@ from fsdpckpt.errors import UsageError
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Int64Array
-from fsdpckpt.plan.plan import COPY_COLUMNS, Copies, FilePlan, Plan
+from fsdpckpt.plan import COPY_COLUMNS, Copies, FilePlan, Plan
 from fsdpckpt.plan.transfer import Segment
 from fsdpckpt.text import size_text
 

@@ -18,11 +18,11 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 
 from fsdpckpt.execute.checks import Part
-from fsdpckpt.plan.plan import COPY_COLUMNS, Claim, Plan
+from fsdpckpt.plan import COPY_COLUMNS, Claim, Plan
 from fsdpckpt.plan.windows import Range
+from fsdpckpt.storage import FileIdentity, change_between
 from fsdpckpt.storage.journal import Journal, Record, read_records
 from fsdpckpt.storage.local import WritableFile, sync_directory, target_errors
-from fsdpckpt.storage.protocols import FileIdentity, change_between
 from fsdpckpt.text import plural
 
 SourcePart = tuple[int, int, int, int, int]

@@ -17,7 +17,7 @@ from fsdpckpt.execute.copy_pool import PATIENCE, CopyPool
 from fsdpckpt.execute.job import Job
 from fsdpckpt.execute.journal import Finished
 from fsdpckpt.execute.output import LatePlaces, Resumed, TargetChecks
-from fsdpckpt.plan.plan import Claim, FilePlan
+from fsdpckpt.plan import Claim, FilePlan
 from fsdpckpt.plan.transfer import Segment, Visible, Window
 from fsdpckpt.plan.windows import Range
 from fsdpckpt.progress import Progress

@@ -27,7 +27,7 @@ from fsdpckpt.execute.window import Assembler
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.plan.transfer import TransferPlan
-from fsdpckpt.storage.protocols import ByteSource
+from fsdpckpt.storage import ByteSource
 from fsdpckpt.storage.sources import Sources
 
 

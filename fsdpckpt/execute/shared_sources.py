@@ -22,7 +22,7 @@ import numpy.typing as npt
 from fsdpckpt.comm.protocol import Group, decode_error, encode_error
 from fsdpckpt.errors import FsdpckptError, InternalError, SourceCorruptError, SourceMissingError
 from fsdpckpt.ir.checkpoint import ZEROS
-from fsdpckpt.storage.protocols import ByteSource, Entry, is_url
+from fsdpckpt.storage import ByteSource, Entry, is_url
 from fsdpckpt.storage.sources import Sources
 
 PAGE = 256 * 1024  # bytes: metadata is read in small chunks that lie near each other, and a question costs more

@@ -51,7 +51,7 @@ from typing import NamedTuple, NoReturn
 
 from fsdpckpt.errors import COPY_AGAIN, SourceError, SourceUnsupportedError, damaged
 from fsdpckpt.ir.dtypes import DTYPES, MAX_DIMENSIONS, SAFETENSORS_DTYPES, DType
-from fsdpckpt.storage.protocols import ByteSource
+from fsdpckpt.storage import ByteSource
 from fsdpckpt.text import bytes_text, plural, truncate
 
 METADATA_KEY = "fsdpckpt"

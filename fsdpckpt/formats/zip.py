@@ -15,7 +15,7 @@ import numpy as np
 
 from fsdpckpt.errors import COPY_AGAIN, SourceUnrecognisedError, SourceUnsupportedError, damaged
 from fsdpckpt.ir.tensors import Int64Array
-from fsdpckpt.storage.protocols import ByteSource
+from fsdpckpt.storage import ByteSource
 from fsdpckpt.storage.remote_file import prefetch
 from fsdpckpt.text import bytes_text, plural
 

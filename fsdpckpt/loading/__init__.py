@@ -1,1 +1,342 @@
 """Loading without converting: a ``torch.distributed.checkpoint`` storage reader over any source. Imports torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader as TorchStorageReader
+from torch.futures import Future
+
+from fsdpckpt.comm.boxes import held_boxes
+from fsdpckpt.comm.dtensor import DTensor, StridedShard, compute_local_shape_and_global_offset
+from fsdpckpt.errors import SourceError, SourceUnsupportedError, StateDictMismatchError, UsageError
+from fsdpckpt.ir.checkpoint import Checkpoint, KeyType
+from fsdpckpt.ir.names import clean
+from fsdpckpt.ir.tensors import Box, Tensor
+from fsdpckpt.ir.values import Value
+from fsdpckpt.loading.source import (
+    BoxToRead,
+    Entries,
+    Names,
+    as_saved,
+    entries_of,
+    matching_names,
+    open_to_load,
+    read_boxes,
+)
+from fsdpckpt.option_fields import changed
+from fsdpckpt.options import ConvertOptions
+from fsdpckpt.readers.dcp.read import UNREAD
+from fsdpckpt.storage.sources import Sources
+from fsdpckpt.text import plural
+from fsdpckpt.verify.blocks import DEFAULT_THREADS, Bytes
+
+Path = str | os.PathLike[str]
+
+
+class StorageReader(TorchStorageReader):
+    """Fills a state dict from any source: ``dcp.load(state_dict, storage_reader=StorageReader(path))``.
+
+    ``model`` and ``optimizer``: the dotted keys under which ``state_dict`` has the two, "" when its top level is the
+    section itself; by default those of a DCP source, else ``"model"`` and ``"optimizer"``.
+    ``flatten_optimizer_state_dict``: the optimizer's keys are listed as ``get_optimizer_state_dict`` with the option of
+    the same name has them; keys of both forms are found either way. ``key_type``: how the optimizer's part is keyed;
+    ``"name"`` is what ``get_optimizer_state_dict`` and ``FSDP.optim_state_dict`` give, ``"id"`` the optimizer's own
+    ``state_dict()``. All other options are those of ``fsdpckpt convert``. Each rank opens the source itself and reads
+    only its shards; no dtype is cast. Raises SourceError, NeedsInformationError, UsageError.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        model: str | None = None,
+        optimizer: str | None = None,
+        flatten_optimizer_state_dict: bool = False,
+        key_type: KeyType = "name",
+        units: Path | None = None,
+        unit: Iterable[str] = (),
+        use_orig_params: bool | None = None,
+        strategy: str | None = None,
+        param_dtype: str | torch.dtype | None = None,
+        shard_size: int | None = None,
+        reference: Path | None = None,
+        parameters: Path | None = None,
+        buffers: Iterable[str] = (),
+        missing_state: str | None = None,
+        no_weight_decay: Iterable[str] = (),
+        ignore_file: Iterable[str] = (),
+        strip_prefix: str | None = None,
+        add_prefix: str | None = None,
+        rename: dict[str, str] | None = None,
+        threads: int | None = None,
+    ) -> None:
+        super().__init__()
+        if key_type not in ("name", "id"):
+            raise UsageError(f"key_type cannot be {key_type!r}", expected="name, id", found=str(key_type))
+        self._names = Names(model, optimizer, flatten_optimizer_state_dict)
+        self._options = changed(
+            ConvertOptions(),
+            {
+                "key_type": key_type,
+                "clean_names": True,
+                "units": units,
+                "unit": unit,
+                "use_orig_params": use_orig_params,
+                "strategy": strategy,
+                "param_dtype": param_dtype,
+                "shard_size": shard_size,
+                "reference": reference,
+                "parameters": parameters,
+                "buffers": buffers,
+                "missing_state": missing_state,
+                "no_weight_decay": no_weight_decay,
+                "ignore_file": ignore_file,
+                "strip_prefix": strip_prefix,
+                "add_prefix": add_prefix,
+                "rename": rename,
+            },
+        )
+        self._threads = threads if threads is not None else DEFAULT_THREADS
+        self._open(os.fspath(path), locate=False)
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The path or URL."""
+        return self._path
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The checkpoint at the path, keyed and named as it will be loaded; its ``notes`` say what was inferred."""
+        return self._checkpoint
+
+    def reset(self, checkpoint_id: Path | None = None) -> None:
+        """Step 0: open another source with the same options, when ``dcp.load`` is given a ``checkpoint_id``."""
+        if checkpoint_id is not None:
+            self._open(os.fspath(checkpoint_id), locate=False)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Step 1: every key that can be loaded, with dtype and shape; anew where the source was saved again."""
+        try:
+            self._sources.require_unchanged()
+        except SourceError:
+            self._open(self._path, locate=False)
+        entries = self._entries_of_rank()
+        return Metadata(
+            state_dict_metadata=matching_names(
+                entries.values, lambda key, value: _storage_metadata(key, value, self._path)
+            ),
+            planner_data=dict(entries.paths),
+            storage_data={},
+            storage_meta=StorageMeta(checkpoint_id=self._path),
+        )
+
+    def set_up_storage_reader(
+        self,
+        metadata: Metadata,
+        is_coordinator: bool,  # noqa: FBT001 - torch's signature
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Step 2: nothing to do."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Step 3: the plan, unchanged."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Step 4: the plans, unchanged."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Step 5: fill this rank's shards.
+
+        Raises StateDictMismatchError, naming every tensor that does not fit, SourceError where a file has changed.
+        """
+        values = [item for item in plan.items if item.type is LoadItemType.BYTE_IO]
+        entries = self._entries_of_rank()
+        misplaced = _misplaced(planner, entries)
+        shards = [
+            item
+            for item in plan.items
+            if item.type is not LoadItemType.BYTE_IO and item.storage_index.fqn not in misplaced
+        ]
+        targets = [planner.resolve_tensor(item).detach() for item in shards]
+        wanted = [_wanted(item, target) for item, target in zip(shards, targets, strict=True)]
+        wanted += [one for held in misplaced.values() for one in held]
+        self._require_match(wanted, planner, entries)
+        if any(entries.values[item.storage_index.fqn] is UNREAD for item in values):
+            entries = self._reopened()
+        boxes = _boxes(wanted, entries)
+        if not read_boxes(boxes, self._checkpoint, self._sources, threads=self._threads):
+            boxes = _boxes(wanted, self._reopened())
+            read_boxes(boxes, self._checkpoint, self._sources, threads=self._threads)
+        for item, target in zip(shards, targets, strict=True):
+            planner.commit_tensor(item, target)
+        entries = self._entries_of_rank()
+        for item in values:
+            value = _as_named_by(getattr(planner, "state_dict", {}), item, entries)
+            planner.load_bytes(item, as_saved(value, self._checkpoint, self._sources))
+        self._sources.require_unchanged()
+        self._sources.__exit__()  # files are closed; another load opens them again
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Path) -> bool:
+        """Whether the path exists. ``dcp.load`` itself asks this of its own readers only."""
+        with Sources() as sources:
+            return sources.stat(os.fspath(checkpoint_id)) is not None
+
+    def _open(self, path: str, *, locate: bool) -> None:
+        self._sources = Sources()
+        self._path = path
+        self._checkpoint = open_to_load(path, self._options, self._sources, locate=locate)
+        self._entries: Entries | None = None
+        self._rank = -1
+        self._entries_of_rank()  # now: dcp.load would wrap later errors in errors of its own
+
+    def _entries_of_rank(self) -> Entries:
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        if self._entries is None or self._rank != rank:
+            self._entries, self._rank = entries_of(self._checkpoint, self._names, rank), rank
+        return self._entries
+
+    def _reopened(self) -> Entries:
+        """The same entries, with the bytes of every item located."""
+        self._open(self._path, locate=True)
+        return self._entries_of_rank()
+
+    def _require_match(self, wanted: list[_Wanted], planner: LoadPlanner, entries: Entries) -> None:
+        """Raises when a tensor has another dtype, or another shape: the plans of older torch do not check it.
+
+        A planner that plans by itself may ask for a part of a tensor.
+        """
+        own_plan = type(planner).create_local_plan is not DefaultLoadPlanner.create_local_plan
+        whole = getattr(planner, "state_dict", {}) if not own_plan else {}
+        wrong: dict[str, str] = {}
+        cast = False
+        for key, held_as, _, target in wanted:
+            tensor = _tensor(entries, key)
+            stored, expected = tensor.dtype.name, str(target.dtype).removeprefix("torch.")
+            if stored != expected:
+                wrong[key], cast = f"{key}: {stored} in the checkpoint, {expected} in the state dict", True
+            shape = tuple(getattr(whole.get(held_as), "shape", tensor.shape))
+            if shape != tensor.shape:
+                wrong[key] = f"{key}: {list(tensor.shape)} in the checkpoint, {list(shape)} in the state dict"
+        if wrong:
+            raise StateDictMismatchError(
+                f"{self._path} holds {plural(len(wrong), 'tensor')} of another dtype or shape than the state dict has",
+                details=list(wrong.values()),
+                why="loading never casts: the choice of rounding is yours" if cast else None,
+                next_step="make the state dict like the checkpoint"
+                + (f", or cast the checkpoint first: fsdpckpt convert {self._path} DST --dtype DTYPE" if cast else ""),
+                key=next(iter(wrong)),
+            )
+
+
+def _as_named_by(state: Mapping[str, Any], item: ReadItem, entries: Entries) -> Value:
+    """The value that ``item`` asks for; names in the ``params`` of groups with the prefixes they have in ``state``."""
+    value = entries.values[item.storage_index.fqn]
+    held = state.get(item.dest_index.fqn)
+    path = entries.paths.get(item.storage_index.fqn, ())
+    if path[-3:-2] != ("param_groups",) or path[-1] != "params":
+        return value
+    if not isinstance(held, list) or not isinstance(value, list):
+        return value
+    called = {clean(name): name for name in held if isinstance(name, str)}
+    return [called.get(name, name) if isinstance(name, str) else name for name in value]
+
+
+def _storage_metadata(key: str, value: object, path: str) -> TensorStorageMetadata | BytesStorageMetadata:
+    if not isinstance(value, Tensor):
+        return BytesStorageMetadata()
+    dtype = getattr(torch, value.dtype.name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise SourceUnsupportedError(
+            f"{path}: {key} is {value.dtype.name}, a dtype that torch {torch.__version__} does not have",
+            key=key,
+            next_step="load it with a newer torch",
+        )
+    shape = torch.Size(value.shape)
+    whole = ChunkStorageMetadata(offsets=torch.Size([0] * len(shape)), sizes=shape)
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), shape, [whole])
+
+
+def _tensor(entries: Entries, key: str) -> Tensor:
+    value = entries.values[key]
+    if not isinstance(value, Tensor):
+        raise StateDictMismatchError(f"{key} is not a tensor in the checkpoint", key=key)
+    return value
+
+
+class _Wanted(NamedTuple):
+    """``box`` of the tensor ``key``, to be put into ``target``, a part of what the state dict holds as ``held_as``."""
+
+    key: str
+    held_as: str
+    box: Box
+    target: torch.Tensor
+
+
+def _wanted(item: ReadItem, target: torch.Tensor) -> _Wanted:
+    box = Box(tuple(item.storage_offsets), tuple(item.lengths))
+    return _Wanted(item.storage_index.fqn, item.dest_index.fqn, box, target)
+
+
+def _misplaced(planner: LoadPlanner, entries: Entries) -> dict[str, list[_Wanted]]:
+    """DTensors for which torch asks for another box than the rank holds, by key, with what it does hold.
+
+    Where FSDP2 and tensor parallelism cut one dimension and rows do not divide evenly, the boxes that
+    ``compute_local_shape_and_global_offset`` computes for the plan are wrong (torch 2.13): another part of the tensor,
+    or more elements than the local tensor has.
+    """
+    found: dict[str, list[_Wanted]] = {}
+    for key, value in getattr(planner, "state_dict", {}).items():
+        if not isinstance(value, DTensor) or key not in entries.values:
+            continue
+        if not any(type(placement) is StridedShard for placement in value.placements):
+            continue
+        size, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+        computed = [Box(tuple(offset), tuple(size))] if prod(size) else []
+        held = held_boxes(value, key)
+        if [one.box for one in held] != computed:
+            found[key] = [_Wanted(key, key, one.box, one.data.detach()) for one in held]
+    return found
+
+
+def _boxes(wanted: list[_Wanted], entries: Entries) -> list[BoxToRead]:
+    return [_box(_tensor(entries, one.key), one.box, one.target) for one in wanted if one.target.numel()]
+
+
+def _box(tensor: Tensor, box: Box, target: torch.Tensor) -> BoxToRead:
+    def put(part: Box, block: Bytes) -> None:
+        ranges = zip(part.offsets, part.sizes, strict=True)
+        values = torch.from_numpy(block).view(target.dtype).reshape(part.sizes)
+        target[tuple(slice(begin, begin + count) for begin, count in ranges)].copy_(values)
+
+    return BoxToRead(tensor, box, _memory(target), put)
+
+
+def _memory(target: torch.Tensor) -> Bytes | None:
+    """The bytes of a contiguous tensor in host memory, None for any other."""
+    if target.device.type != "cpu" or not target.is_contiguous():
+        return None
+    memory: Bytes = target.reshape(-1).view(torch.uint8).numpy()
+    return memory

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fsdpckpt.ir.tensors import Int64Array
-from fsdpckpt.plan.plan import COPY_COLUMNS, Copies, FilePlan, Plan
+from fsdpckpt.plan import COPY_COLUMNS, Copies, FilePlan, Plan
 
 
 class Range(NamedTuple):

@@ -1,1 +1,184 @@
 """Says how each framework (a producer of checkpoints) names its files and keys: one table, one module a framework."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from fsdpckpt.ir.checkpoint import Container, KeyType, Layout
+
+PLAIN = "plain"
+EXTRA_STEM = "extra_state"  # of files, verl's and this program's, that hold extras and nothing else
+Step: TypeAlias = str | int  # a key of a dict, or an index of a list
+
+
+@dataclass(frozen=True, slots=True)
+class Nesting:
+    """The path of keys of each section in one state dict; () is the top level.
+
+    ``flattened``: the optimizer's keys are ``state.<name>.<state>`` and ``param_groups.<name>.<setting>``, what
+    ``StateDictOptions(flatten_optimizer_state_dict=True)`` gives.
+    """
+
+    model: tuple[Step, ...] = ("model",)
+    optim: tuple[Step, ...] = ("optimizer",)
+    flattened: bool = False
+
+
+PLAIN_NESTING = Nesting()
+
+
+@dataclass(frozen=True, slots=True)
+class RankNames:
+    """Names of the sections' files by rank, with ``{rank}`` and ``{world_size}``."""
+
+    model: str = "model_world_size_{world_size}_rank_{rank}.pt"
+    optim: str = "optim_world_size_{world_size}_rank_{rank}.pt"
+    extra: str = "extra_state_world_size_{world_size}_rank_{rank}.pt"
+
+
+PLAIN_NAMES = RankNames()
+
+
+@dataclass(frozen=True, slots=True)
+class MeshForm:
+    """The mesh that DTensors name: a live model loads them only when its own mesh is equal.
+
+    ``device``: the device type, as ``init_device_mesh`` takes it. ``names``: ``mesh_dim_names``, None without any.
+    ``hybrid``: those of its mesh of two dimensions, of which the first replicates and the second shards rows; None when
+    it has none of its own.
+    """
+
+    device: str = "cpu"
+    names: tuple[str, ...] | None = None
+    hybrid: tuple[str, str] | None = None
+
+
+PLAIN_MESH = MeshForm()
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one section goes: ``file`` below DST, and the keys ``at`` in it. Sections of one file share its dict.
+
+    ``file``: "" is DST itself, a trailing ``/`` makes a DCP directory; ``{rank}`` and ``{world_size}`` are filled in.
+    ``container``, ``layout``: where they differ from the form's.
+    """
+
+    file: str
+    at: tuple[Step, ...] = ()
+    container: Container | None = None
+    layout: Layout | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """One way in which a framework saves. ``optim``, ``extra`` None: it has no place for that section.
+
+    ``key_type``: what its loader takes, None where the form fixes the keys. ``flattened``: see ``Nesting``.
+    ``mesh``: that of its DTensors. ``weights``: tensors only, tied ones once. ``texts``: small files it needs, (name,
+    content with ``{world_size}``). ``defaults``: extras without which its loader stops; () is an empty list.
+    ``opened``: extras that its loader opens, with keys that each must have: other frameworks' extras of that name are
+    left out.
+    ``schedule``: the extra that takes the state dict of another producer's LR scheduler, and the keys it must have.
+    ``directory``: whether DST is one; ``suffix``: what a DST that is one file ends in, "" for no custom.
+    ``counter``: the extra that counts the steps of the optimizer; without one the optimizer's own step goes there.
+    ``by_parameter``: each weight and state has a file of its own.
+    ``own_keys``: the keys of the sections are the user's, so that the source's are kept.
+    """
+
+    layout: Layout
+    container: Container
+    model: Place
+    optim: Place | None
+    extra: Place | None = None
+    key_type: KeyType | None = None
+    flattened: bool = False
+    mesh: MeshForm = PLAIN_MESH
+    weights: bool = False
+    texts: tuple[tuple[str, str], ...] = ()
+    defaults: tuple[tuple[str, str | int | tuple[()] | None], ...] = ()
+    opened: tuple[tuple[str, frozenset[str]], ...] = ()
+    schedule: tuple[str, frozenset[str]] | None = None
+    directory: bool = True
+    suffix: str = ""
+    own_keys: bool = False
+    counter: str = ""
+    by_parameter: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RankFile:
+    """A file that each rank has, named with ``{rank}``; ``single`` is its name in a world of one."""
+
+    name: str
+    single: str | None = None
+
+    def of(self, rank: int, world_size: int) -> str:
+        return self.single if self.single is not None and world_size == 1 else self.name.format(rank=rank)
+
+    def rank_of(self, name: str) -> int | None:
+        """The rank whose file ``name`` is, None when it is not such a file. ``single`` names no rank."""
+        before, _, after = self.name.partition("{rank}")
+        match = re.fullmatch(rf"{re.escape(before)}(\d+){re.escape(after)}", name)
+        return int(match[1]) if match is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """How a framework is recognised: every pattern of ``files`` matches a name in the directory, and all ``keys`` are
+    top-level keys of what is neither model nor optimizer.
+
+    ``model``: the path of keys of a DCP checkpoint's model, None for any. ``flattened``: whether its optimizer's keys
+    are (see ``Nesting``), None for any.
+    """
+
+    files: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
+    model: tuple[Step, ...] | None = None
+    flattened: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Flavor:
+    """One framework. ``forms``: the first that fits the options is written; () means it is only read.
+
+    ``signs``: any one is enough. ``state``: a pattern for the files and directories that hold what is converted; others
+    are side files, copied unchanged. ``rank_files``: side files that each rank has; ``side_files``: a pattern for the
+    others that it saves itself.
+    ``exports``: patterns of files that hold a second copy of the model, ``export_directories``: directories that do.
+    ``model_files``: where Hugging Face's configuration and tokenizer lie, None when the framework keeps none.
+    ``schedules``: the paths at which the LR scheduler's state dict may be among its extras, the usual one first; ()
+    when it keeps none in torch's form. ``counts_processes``: whether that counts one step for each process, as
+    ``AcceleratedScheduler.step`` does unless it is told ``split_batches``; others count one.
+    ``within``: frameworks that keep its checkpoints among files of their own, which then go along.
+    ``training_files``, ``training_keys``: patterns of files, and extras that are not empty, which it saves only with
+    both the model and the optimizer; a save of the model alone has none of them.
+    ``needed``: files that it saves with the optimizer, and what it does where one is absent.
+    ``schedule_file``: the one with the LR scheduler's state dict.
+    ``two_groups``: whether its optimizer has two param groups and loads no other, as the Trainer's has.
+    ``bare_groups``: whether its param groups list no parameters.
+    ``universal_directory``: where it loads DeepSpeed's universal checkpoints from, "" where ``latest_universal`` says.
+    """
+
+    name: str
+    title: str
+    signs: tuple[Sign, ...]
+    forms: tuple[Form, ...] = ()
+    state: str = r"^(\.metadata|.*\.distcp)$"
+    rank_files: tuple[RankFile, ...] = ()
+    side_files: str = r"^$"
+    exports: tuple[str, ...] = ()
+    export_directories: tuple[str, ...] = ()
+    model_files: str | None = None
+    schedules: tuple[tuple[Step, ...], ...] = ()
+    counts_processes: bool = False
+    within: tuple[str, ...] = ()
+    training_files: tuple[str, ...] = ()
+    training_keys: tuple[str, ...] = ()
+    needed: tuple[tuple[str, str], ...] = ()
+    schedule_file: str = ""
+    two_groups: bool = False
+    universal_directory: str = ""
+    bare_groups: bool = False

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from fsdpckpt.ir.checkpoint import Container, Layout
-from fsdpckpt.producers.forms import PLAIN, PLAIN_NAMES, Flavor, Form, MeshForm, Place, RankFile, Sign
+from fsdpckpt.producers import PLAIN, PLAIN_NAMES, Flavor, Form, MeshForm, Place, RankFile, Sign
 
 # accelerate, the Trainer of transformers, Hugging Face
 

@@ -26,7 +26,7 @@ from fsdpckpt.ir.checkpoint import (
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value
-from fsdpckpt.producers.forms import EXTRA_STEM, PLAIN
+from fsdpckpt.producers import EXTRA_STEM, PLAIN
 from fsdpckpt.readers.flat_slices import mark_slices, why_sliced
 from fsdpckpt.readers.protocol import FileTable, KeyPath, Tree, glob_of
 from fsdpckpt.readers.sections import Sections, replaced, split, without

@@ -32,10 +32,10 @@ from fsdpckpt.ir.checkpoint import (
 )
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units
-from fsdpckpt.producers.forms import PLAIN
+from fsdpckpt.producers import PLAIN
 from fsdpckpt.producers.table import flavor_named, recognise
 from fsdpckpt.readers.protocol import MANIFEST, Claim
-from fsdpckpt.storage.protocols import ByteSource, Entry
+from fsdpckpt.storage import ByteSource, Entry
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import bytes_text
 

@@ -31,7 +31,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Evidence, EvidenceKind, Note, Sec
 from fsdpckpt.ir.invariants import problems
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units
-from fsdpckpt.producers.forms import PLAIN, Flavor
+from fsdpckpt.producers import PLAIN, Flavor
 from fsdpckpt.producers.table import EXPORT_DIRECTORIES, export_files, flavor_named, recognise
 from fsdpckpt.readers import READERS
 from fsdpckpt.readers.assembly import ReadPart, join, read_part, without_exports
@@ -39,7 +39,7 @@ from fsdpckpt.readers.beside import BesideUnits, flavor_of, manifest_units, unit
 from fsdpckpt.readers.protocol import MANIFEST, UNITS, FileTable, IgnoredFiles, Items, Part, ReadOptions, Tree
 from fsdpckpt.readers.side_files import missing_sections
 from fsdpckpt.readers.torch_ranks import may_be_torch, slices_of_one_rank
-from fsdpckpt.storage.protocols import UPLOADING, Entry, is_url
+from fsdpckpt.storage import UPLOADING, Entry, is_url
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import bytes_text, first_of, names_text
 

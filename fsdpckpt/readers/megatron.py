@@ -29,7 +29,7 @@ from fsdpckpt.readers.beside import claim_named
 from fsdpckpt.readers.dcp.megatron_fsdp import join_halves, join_states, plain, step_tensor
 from fsdpckpt.readers.optimizer_forms import notes_on_copies
 from fsdpckpt.readers.protocol import Claim, FileTable, Items, Part, ReadOptions, Tree
-from fsdpckpt.storage.protocols import Entry
+from fsdpckpt.storage import Entry
 from fsdpckpt.storage.sources import Sources
 
 _CONFIG, _COMMON = "metadata.json", "common.pt"

@@ -23,7 +23,7 @@ from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.units import RankOrder, Units
 from fsdpckpt.ir.values import Key, Value
-from fsdpckpt.storage.protocols import Entry
+from fsdpckpt.storage import Entry
 from fsdpckpt.storage.sources import Sources
 
 MANIFEST = "fsdpckpt.json"

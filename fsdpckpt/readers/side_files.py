@@ -10,10 +10,10 @@ from fsdpckpt.errors import SourceMissingError
 from fsdpckpt.ir.checkpoint import Checkpoint, Note, NoteKind, Problem, Section, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Chunks, Tensor
-from fsdpckpt.producers.forms import Flavor, RankFile
+from fsdpckpt.producers import Flavor, RankFile
 from fsdpckpt.producers.table import export_files, flavor_named
 from fsdpckpt.readers.protocol import MANIFEST, UNITS, IgnoredFiles
-from fsdpckpt.storage.protocols import Entry
+from fsdpckpt.storage import Entry
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import names_text
 

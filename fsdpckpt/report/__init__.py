@@ -10,7 +10,7 @@ import shlex
 
 from fsdpckpt.describe import Description
 from fsdpckpt.errors import TargetExistsError, TargetUnwritableError, UsageError
-from fsdpckpt.storage.protocols import is_url
+from fsdpckpt.storage import is_url
 
 MARK = "<!doctype html>\n<!-- fsdpckpt inspect --report -->\n"
 """The beginning of every page: a file that begins otherwise is never replaced."""

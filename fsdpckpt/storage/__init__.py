@@ -1,0 +1,193 @@
+"""States what bytes are read from and written to, and what identifies the state of a file.
+
+Adding a storage means implementing ``ByteSource`` (and ``ByteTarget``, where it can be written at positions) and
+inheriting the suites in ``tests/storage/byte_source_contract.py`` and ``byte_target_contract.py``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from fsdpckpt.errors import SourceCorruptError, SourceError, SourceMissingError
+from fsdpckpt.text import bytes_text
+
+UPLOADING = "fsdpckpt.uploading"  # exists in a directory of an object store until its upload is complete
+
+
+class ByteSource(Protocol):
+    """Bytes read at positions. Any thread may read at any time; reading moves no position.
+
+    ``path``: a path or URL, for messages. ``nbytes``: the total length in bytes, which does not change.
+    Opening a source that does not exist raises SourceMissingError.
+    """
+
+    path: str
+    nbytes: int
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Exactly ``nbytes`` bytes from ``offset``, never fewer.
+
+        Raises SourceCorruptError when they do not all lie in the file, also when ``offset`` lies before its begin;
+        SourceError when the disk, the network or the store fails.
+        """
+        ...
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill all of ``buffer`` (bytes format) from ``offset``. Raises what ``read`` raises."""
+        ...
+
+    def close(self) -> None:
+        """Release what the source holds. May be called twice."""
+        ...
+
+
+class ByteTarget(Protocol):
+    """A new file of exactly ``nbytes`` bytes, written at positions in any order, by any thread at any time.
+
+    Making one raises TargetUnwritableError when the file cannot be made. Only ``commit`` ends it successfully: bytes
+    that were never committed must not be trusted.
+    """
+
+    path: str
+    nbytes: int
+
+    def write(self, offset: int, data: memoryview | bytes) -> None:
+        """Write all of ``data`` at ``offset``. Raises TargetUnwritableError (disk full, no permission, ...)."""
+        ...
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with what was written at ``offset``. Raises TargetUnwritableError."""
+        ...
+
+    def sync(self) -> None:
+        """Make what was written so far durable. Raises TargetUnwritableError when it may be lost."""
+        ...
+
+    def commit(self) -> None:
+        """Make all that was written durable, and close.
+
+        Raises TargetUnwritableError when the file is not ``nbytes`` long, or when it is not known to be on the disk.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release the file. Without a ``commit`` before, this abandons it. May be called twice."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One name in a directory. ``nbytes`` is 0 for a directory."""
+
+    name: str
+    path: str
+    nbytes: int
+    directory: bool
+
+
+def is_url(path: str) -> bool:
+    """True for ``scheme://...``: such a path goes through fsspec."""
+    return "://" in path
+
+
+def too_short_error(path: str, offset: int, expected: int, actual: int) -> SourceCorruptError:
+    """The error of a read of ``expected`` bytes that met the end of its file after ``actual``."""
+    return SourceCorruptError(
+        f"{path} ends too early",
+        file=path,
+        expected=f"{bytes_text(expected)} at offset {offset:,}",
+        found=bytes_text(actual),
+        why="the file was truncated, or is still being written",
+        next_step="copy or save the checkpoint again",
+        run_again=True,
+    )
+
+
+# Fields in which fsspec's file systems report the version of an object. The first one present is used.
+_TAGS = (
+    "ETag",
+    "etag",
+    "md5Hash",
+    "content_md5",
+    "crc32c",
+    "blob_id",
+    "mtime",
+    "LastModified",
+    "last_modified",
+    "updated",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FileIdentity:
+    """Distinguishes one state of a file from another.
+
+    ``nbytes``: its length. A local file also has ``mtime_ns`` and ``inode``, a remote one its store's ``tag``.
+    """
+
+    path: str
+    nbytes: int
+    mtime_ns: int = 0
+    inode: int = 0
+    tag: str = ""
+
+
+class NoFile(Enum):
+    """What is at a URL that is not a file."""
+
+    DIRECTORY = "directory"
+    NOTHING = "nothing"
+
+
+def identity_of_status(path: str, status: os.stat_result) -> FileIdentity:
+    return FileIdentity(path, status.st_size, status.st_mtime_ns, status.st_ino)
+
+
+def identity_now(path: str) -> FileIdentity:
+    """The identity of the local file at ``path`` now. Raises SourceMissingError when it is gone, SourceError."""
+    try:
+        return identity_of_status(path, os.stat(path))
+    except FileNotFoundError:
+        raise SourceMissingError(
+            f"{path} vanished while it was read",
+            file=path,
+            why="another program removed or moved it",
+            next_step="restore it",
+            run_again=True,
+        ) from None
+    except OSError as error:
+        raise SourceError(f"{path} cannot be reached any more: {error.strerror}", file=path) from None
+
+
+def remote_identity(url: str, info: Mapping[str, object]) -> FileIdentity:
+    """The identity of one object, from what fsspec's ``info`` returns for it."""
+    tag = next((f"{name}={info[name]}" for name in _TAGS if info.get(name) is not None), "")
+    size = info.get("size")
+    return FileIdentity(url, size if isinstance(size, int) else 0, tag=tag)
+
+
+def change_between(before: FileIdentity, now: FileIdentity) -> str | None:
+    """What happened to a file, as words for a message; None when nothing did. Their paths are not compared."""
+    if now.nbytes != before.nbytes:
+        verb = "grew" if now.nbytes > before.nbytes else "shrank"
+        return f"{verb} from {bytes_text(before.nbytes)} to {bytes_text(now.nbytes)}"
+    if now.inode != before.inode:
+        return "was replaced by another file"
+    if now.mtime_ns != before.mtime_ns or now.tag != before.tag:
+        return "was written to"
+    return None
+
+
+def changed_error(path: str, change: str) -> SourceCorruptError:
+    """The error of a file that changed while it was read: the bytes copied so far belong to no single checkpoint."""
+    return SourceCorruptError(
+        f"{path} changed while it was read: it {change}",
+        file=path,
+        why="a training job is still writing this checkpoint, or another program is copying over it",
+        next_step="wait until the checkpoint is complete",
+        run_again=True,
+    )

@@ -24,7 +24,7 @@ from fsdpckpt.errors import (
     to_copy,
 )
 from fsdpckpt.ir.checkpoint import ZEROS
-from fsdpckpt.storage.protocols import Entry, identity_of_status, too_short_error
+from fsdpckpt.storage import Entry, identity_of_status, too_short_error
 from fsdpckpt.text import bytes_text
 
 BLOCK = 4096  # bytes: the alignment that direct writes need on every disk in use

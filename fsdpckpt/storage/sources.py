@@ -10,8 +10,7 @@ from typing import Self, TypeVar, cast
 
 from fsdpckpt.ir.checkpoint import LITERAL, ZEROS, SourceFile
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.storage.local import LocalFile, MemoryFile, ZeroFile, list_directory, stat
-from fsdpckpt.storage.protocols import (
+from fsdpckpt.storage import (
     ByteSource,
     Entry,
     FileIdentity,
@@ -20,6 +19,7 @@ from fsdpckpt.storage.protocols import (
     identity_now,
     is_url,
 )
+from fsdpckpt.storage.local import LocalFile, MemoryFile, ZeroFile, list_directory, stat
 from fsdpckpt.storage.remote_file import AHEAD, REQUESTS, RemoteFile
 from fsdpckpt.storage.remote_store import RemoteStore
 

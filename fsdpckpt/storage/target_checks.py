@@ -14,8 +14,8 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from fsdpckpt.errors import EMPTY, TargetExistsError, TargetUnwritableError, UsageError
+from fsdpckpt.storage import FileIdentity, identity_of_status, is_url
 from fsdpckpt.storage.local import target_errors
-from fsdpckpt.storage.protocols import FileIdentity, identity_of_status, is_url
 
 Contents: TypeAlias = "Mapping[str, FileIdentity]"
 """The files and links at and below a path, by their paths below it; "" when the path is a file itself."""

@@ -22,7 +22,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint, SourceFile
 from fsdpckpt.ir.coverage import box_text, flaws
 from fsdpckpt.ir.tensors import Box, Chunks, Tensor, contiguous_stride
 from fsdpckpt.ir.values import Value
-from fsdpckpt.storage.protocols import ByteSource, is_url
+from fsdpckpt.storage import ByteSource, is_url
 from fsdpckpt.storage.sources import Sources
 
 BLOCK_BYTES = 8 * 1024 * 1024  # beyond this size the cost of a request is negligible beside its transfer

@@ -24,7 +24,7 @@ from fsdpckpt.ir.tensors import Int64Array, Tensor
 from fsdpckpt.progress import NoProgress, Progress
 from fsdpckpt.readers.beside import check_listing, listed, read_manifest
 from fsdpckpt.readers.protocol import MANIFEST
-from fsdpckpt.storage.protocols import Entry
+from fsdpckpt.storage import Entry
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import bytes_text
 from fsdpckpt.verify.blocks import DEFAULT_THREADS, for_each

@@ -16,7 +16,7 @@ from fsdpckpt.ir.checkpoint import BARE_VALUE, Checkpoint, OptimState, ParamKey,
 from fsdpckpt.ir.names import keeps_order
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Global, Key, Object, Value, walk
-from fsdpckpt.producers.forms import PLAIN
+from fsdpckpt.producers import PLAIN
 from fsdpckpt.producers.table import flavor_named
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import count_text

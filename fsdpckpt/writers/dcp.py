@@ -30,8 +30,8 @@ from fsdpckpt.ir.targets import Target, TargetData, TargetFile, as_table
 from fsdpckpt.ir.tensors import Box, Int64Array, Tensor, contiguous_stride
 from fsdpckpt.ir.values import Value, leaf_tensors
 from fsdpckpt.layouts.sharded import HeldChunks, RankBoxes, SharedChunk, mesh_chunks, source_chunks
+from fsdpckpt.writers import WriteSpec
 from fsdpckpt.writers.dcp_links import Linked, LinkedItems
-from fsdpckpt.writers.protocol import WriteSpec
 from fsdpckpt.writers.state_dicts import Leaf, flatten
 from fsdpckpt.writers.torch_full import lay_out_file
 

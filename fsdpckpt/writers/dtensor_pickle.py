@@ -31,7 +31,7 @@ from fsdpckpt.ir.tensors import (
     contiguous_stride,
 )
 from fsdpckpt.layouts.sharded import decoded_order, mesh_box
-from fsdpckpt.producers.forms import MeshForm
+from fsdpckpt.producers import MeshForm
 from fsdpckpt.writers.rank_pickle import BUILD, NEW, RankPickle
 
 TorchVersion: TypeAlias = tuple[int, int]

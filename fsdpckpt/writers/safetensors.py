@@ -17,9 +17,9 @@ from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value, leaf_tensors
-from fsdpckpt.producers.forms import EXTRA_STEM
+from fsdpckpt.producers import EXTRA_STEM
 from fsdpckpt.text import plural
-from fsdpckpt.writers.protocol import DtypeRule, WriteSpec
+from fsdpckpt.writers import DtypeRule, WriteSpec
 from fsdpckpt.writers.state_dicts import extras_of_one
 from fsdpckpt.writers.torch_full import ties
 

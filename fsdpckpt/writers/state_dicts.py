@@ -16,7 +16,7 @@ from fsdpckpt.ir.checkpoint import BARE_VALUE, Checkpoint, ModelState, Note, Opt
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value, like
-from fsdpckpt.producers.forms import PLAIN_NESTING, Nesting, Step
+from fsdpckpt.producers import PLAIN_NESTING, Nesting, Step
 from fsdpckpt.text import plural
 
 

@@ -27,9 +27,9 @@ from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import Target, TargetFile, WrittenTensor
 from fsdpckpt.ir.tensors import Chunks, Tensor, contiguous_stride
 from fsdpckpt.ir.values import Global, Key, Object, Value, leaf_tensors, walk
-from fsdpckpt.producers.forms import Step
+from fsdpckpt.producers import Step
 from fsdpckpt.text import first_of
-from fsdpckpt.writers.protocol import WriteSpec
+from fsdpckpt.writers import WriteSpec
 from fsdpckpt.writers.state_dicts import extras_of_one, model_dict, nested, optim_dict
 
 

@@ -25,7 +25,7 @@ from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.targets import LinkedFile, Target, TargetFile
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.options import LinkMode
-from fsdpckpt.plan.plan import make_plan
+from fsdpckpt.plan import make_plan
 from fsdpckpt.storage.links import can_reflink, reflink
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.storage.staging import Staging, remains_of, staging_root

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from fsdpckpt.comm.protocol import Solo
-from fsdpckpt.execute.executor import execute
+from fsdpckpt.execute import execute
 from fsdpckpt.execute.job import Budget, Job, Settings
 from fsdpckpt.execute.journal import Finished, Recorder
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
-from fsdpckpt.plan.plan import Plan
+from fsdpckpt.plan import Plan
 from fsdpckpt.plan.transfer import Segment
 from fsdpckpt.progress import NoProgress, Progress
 from fsdpckpt.storage.sources import Sources

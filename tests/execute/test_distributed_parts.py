@@ -23,7 +23,7 @@ from fsdpckpt.execute.send_recv import ReceiveBuffers
 from fsdpckpt.execute.shared_sources import content_identities, find_visible
 from fsdpckpt.ir.checkpoint import ZEROS
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.plan.plan import Plan
+from fsdpckpt.plan import Plan
 from fsdpckpt.plan.transfer import Window
 from fsdpckpt.storage.sources import Sources
 

@@ -22,10 +22,10 @@ from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES, numpy_dtype
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.ir.tensors import Chunks, Tensor
+from fsdpckpt.plan import Plan, make_plan
 from fsdpckpt.plan import transfer as partitioning
-from fsdpckpt.plan.plan import Plan, make_plan
 from fsdpckpt.plan.transfer import Segment, TransferPlan, partition, plan_transfers, target_node
-from fsdpckpt.storage.protocols import ByteSource
+from fsdpckpt.storage import ByteSource
 from fsdpckpt.storage.sources import Sources
 from tests.execute.random_files import Disk, random_files
 

@@ -20,8 +20,7 @@ from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES, numpy_dtype
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.ir.tensors import Chunks, Tensor
-from fsdpckpt.plan import copies
-from fsdpckpt.plan.plan import make_plan
+from fsdpckpt.plan import copies, make_plan
 from fsdpckpt.storage.sources import Sources
 from tests.execute.random_files import Disk, random_files
 from tests.execute.running import run_plan

@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 
 from fsdpckpt.comm.protocol import Solo
 from fsdpckpt.errors import SourceCorruptError, TargetExistsError, TargetUnwritableError
-from fsdpckpt.execute import journal
-from fsdpckpt.execute.executor import execute
+from fsdpckpt.execute import execute, journal
 from fsdpckpt.execute.job import Budget
 from fsdpckpt.execute.journal import Finished, Recorder, RunIdentity, plan_digest, read_run
 from fsdpckpt.execute.output import LatePlaces
@@ -29,10 +28,10 @@ from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.ir.tensors import Chunks, Tensor
-from fsdpckpt.plan.plan import Plan, make_plan
+from fsdpckpt.plan import Plan, make_plan
 from fsdpckpt.progress import NoProgress
+from fsdpckpt.storage import FileIdentity
 from fsdpckpt.storage.local import WritableFile
-from fsdpckpt.storage.protocols import FileIdentity
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import size_text
 from tests.execute.running import job_of_one_rank, run_plan

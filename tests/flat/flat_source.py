@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed._shard import load_with_process_group
 
-from fsdpckpt.flat.flatten.write import lay_out
+from fsdpckpt.flat.flatten import lay_out
 from fsdpckpt.ir.checkpoint import Checkpoint, OptimState
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.targets import Target
 from fsdpckpt.ir.units import Strategy, Unit, UnitParam, Units
-from fsdpckpt.writers.protocol import DtypeRule, WriteSpec
+from fsdpckpt.writers import DtypeRule, WriteSpec
 from tests.materialise import materialise
 from tests.oracle.fake_group import as_rank
 from tests.writers.source import Raw, checkpoint

@@ -17,9 +17,9 @@ from fsdpckpt.readers.beside import with_manifest
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.protocol import FileTable
 from fsdpckpt.readers.safetensors import read_safetensors, read_safetensors_index
+from fsdpckpt.storage import Entry
 from fsdpckpt.storage.journal import Record
 from fsdpckpt.storage.local import MemoryFile
-from fsdpckpt.storage.protocols import Entry
 from fsdpckpt.storage.remote_store import links_of
 from fsdpckpt.storage.sources import Sources
 from tests.fuzz.corpus import TINY

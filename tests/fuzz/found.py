@@ -21,7 +21,7 @@ FOUND = Path(__file__).parent / "found.tar.xz"
 __all__ = ["FOUND", "found"]
 
 _Step = tuple[CodeType, int, int]
-_WATCHED = tuple(f"/fsdpckpt/{package}/" for package in ("containers", "readers", "ir", "executor", "storage"))
+_WATCHED = tuple(f"/fsdpckpt/{package}/" for package in ("formats", "readers", "ir", "flat", "storage"))
 
 
 def found(target: str) -> Iterator[tuple[str, bytes, bool]]:

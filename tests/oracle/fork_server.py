@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 
 __all__ = ["IMPORTED", "become", "end_with_parent", "forked", "play", "run_forking"]
 
-_PROGRAM = ("fsdpckpt.cli.app", "fsdpckpt.api", "fsdpckpt.converters.pipeline", "fsdpckpt.execute.executor")
+_PROGRAM = ("fsdpckpt.cli.app", "fsdpckpt.api", "fsdpckpt.converters.pipeline", "fsdpckpt.execute")
 IMPORTED = {
     "plain": _PROGRAM,
     "torch": (

@@ -11,7 +11,7 @@ from fsdpckpt.errors import InternalError
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.ir.tensors import Chunks, Tensor
-from fsdpckpt.plan.plan import make_plan
+from fsdpckpt.plan import make_plan
 
 
 def _rows(count: int, ranks: int, width: int = 3) -> Tensor:

@@ -18,7 +18,7 @@ from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.ir.tensors import Chunks, Tensor
-from fsdpckpt.plan.plan import make_plan
+from fsdpckpt.plan import make_plan
 from fsdpckpt.storage.sources import Sources
 from tests.execute.running import run_plan
 

@@ -8,7 +8,7 @@ from fsdpckpt.converters.target_spec import make_target_spec
 from fsdpckpt.errors import UsageError
 from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.options import ConvertOptions
-from fsdpckpt.producers.forms import Form, RankFile
+from fsdpckpt.producers import Form, RankFile
 from fsdpckpt.producers.table import FLAVORS, WRITABLE, export_files, flavor_named, recognise
 from tests.flat.flat_synthetic import checkpoint
 

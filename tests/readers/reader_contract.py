@@ -17,8 +17,8 @@ from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.readers import READERS
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.protocol import FileTable, Part, Reader, ReadOptions, Tree
+from fsdpckpt.storage import ByteSource, Entry
 from fsdpckpt.storage.local import MemoryFile
-from fsdpckpt.storage.protocols import ByteSource, Entry
 from fsdpckpt.storage.sources import Sources
 from tests.materialise import gather
 

@@ -35,7 +35,7 @@ from fsdpckpt.errors import (
 )
 from fsdpckpt.ir.checkpoint import Checkpoint, group_params
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.loading.reader import StorageReader
+from fsdpckpt.loading import StorageReader
 from fsdpckpt.readers.dcp import open_directory
 from fsdpckpt.readers.dcp.read import UNREAD
 from fsdpckpt.readers.megatron import MegatronReader

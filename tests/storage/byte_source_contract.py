@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from fsdpckpt.errors import SourceCorruptError, SourceMissingError
-from fsdpckpt.storage.protocols import ByteSource
+from fsdpckpt.storage import ByteSource
 
 CONTENT = random.Random(3).randbytes(300_001)  # longer than what a remote file reads ahead, and odd
 

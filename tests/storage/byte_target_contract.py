@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from fsdpckpt.errors import TargetUnwritableError
+from fsdpckpt.storage import ByteTarget
 from fsdpckpt.storage.local import WritableFile, aligned_buffer
-from fsdpckpt.storage.protocols import ByteTarget
 from fsdpckpt.storage.staging import Staging
 from fsdpckpt.storage.upload import PART, Uploader, open_target
 

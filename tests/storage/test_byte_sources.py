@@ -10,8 +10,8 @@ import fsspec
 import pytest
 
 from fsdpckpt.errors import SourceUnrecognisedError
+from fsdpckpt.storage import ByteSource
 from fsdpckpt.storage.local import LocalFile, MemoryFile, ZeroFile
-from fsdpckpt.storage.protocols import ByteSource
 from fsdpckpt.storage.remote_store import RemoteStore
 from tests.storage.byte_source_contract import CONTENT, ByteSourceContract, NamedByteSourceContract
 

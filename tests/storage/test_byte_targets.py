@@ -9,8 +9,8 @@ import fsspec
 import pytest
 
 from fsdpckpt.errors import TargetUnwritableError
+from fsdpckpt.storage import ByteTarget
 from fsdpckpt.storage.local import WritableFile
-from fsdpckpt.storage.protocols import ByteTarget
 from tests.storage.byte_target_contract import (
     ByteTargetContract,
     PublishedTargetContract,

@@ -11,7 +11,7 @@ import fsspec
 import pytest
 
 from fsdpckpt.errors import SourceCorruptError, SourceMissingError
-from fsdpckpt.storage.protocols import FileIdentity, change_between, remote_identity
+from fsdpckpt.storage import FileIdentity, change_between, remote_identity
 from fsdpckpt.storage.sources import Sources
 
 

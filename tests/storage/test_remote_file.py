@@ -9,8 +9,7 @@ import random
 import pytest
 
 from fsdpckpt.errors import SourceCorruptError, SourceError, SourceMissingError, TargetUnwritableError
-from fsdpckpt.storage import retry
-from fsdpckpt.storage.protocols import FileIdentity
+from fsdpckpt.storage import FileIdentity, retry
 from fsdpckpt.storage.remote_file import AHEAD, RangeCache, RemoteFile
 from fsdpckpt.storage.remote_store import filesystem_of
 from fsdpckpt.storage.retry import HttpStatusError, ShortAnswerError, target_error, with_retries

@@ -17,14 +17,14 @@ from fsdpckpt.ir.checkpoint import ZEROS, Checkpoint
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.invariants import problems
 from fsdpckpt.ir.units import Unit, UnitParam, Units
-from fsdpckpt.plan.plan import make_plan
+from fsdpckpt.plan import make_plan
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.local import ZeroFile
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.transform.missing_state import fill, require_complete
 from fsdpckpt.verify.elements import first_difference
+from fsdpckpt.writers import DtypeRule, WriteSpec
 from fsdpckpt.writers.dcp import lay_out as lay_out_dcp
-from fsdpckpt.writers.protocol import DtypeRule, WriteSpec
 from fsdpckpt.writers.torch_full import lay_out
 from tests.execute.running import run_plan
 

@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.ir.checkpoint import OptimState
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.producers.forms import Nesting
+from fsdpckpt.producers import Nesting
+from fsdpckpt.writers import DtypeRule, WriteSpec
 from fsdpckpt.writers.dcp import lay_out
-from fsdpckpt.writers.protocol import DtypeRule, WriteSpec
 from tests.materialise import materialise
 from tests.oracle.fake_group import as_rank, rows
 from tests.writers.source import Raw, Trained, checkpoint, same

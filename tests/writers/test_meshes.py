@@ -21,9 +21,8 @@ from fsdpckpt.ir.checkpoint import Checkpoint, OptimState
 from fsdpckpt.ir.tensors import Shard, StridedShard
 from fsdpckpt.layouts.sharded import strided
 from fsdpckpt.options import TensorForm
+from fsdpckpt.writers import WriteSpec, torch_ranks
 from fsdpckpt.writers import dcp as dcp_writer
-from fsdpckpt.writers import torch_ranks
-from fsdpckpt.writers.protocol import WriteSpec
 from tests.materialise import materialise
 from tests.readers.played_ranks import as_rank, save_as_ranks
 from tests.writers.meshes import (

@@ -11,7 +11,7 @@ import torch
 from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.ir.checkpoint import OptimState
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.writers.protocol import DtypeRule, WriteSpec
+from fsdpckpt.writers import DtypeRule, WriteSpec
 from fsdpckpt.writers.safetensors import lay_out
 from tests.materialise import materialise
 from tests.readers.contents import opened

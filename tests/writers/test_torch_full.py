@@ -9,7 +9,7 @@ import torch
 from fsdpckpt.ir.checkpoint import OptimState
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.values import Global, Object
-from fsdpckpt.writers.protocol import DtypeRule, WriteSpec
+from fsdpckpt.writers import DtypeRule, WriteSpec
 from fsdpckpt.writers.torch_full import lay_out
 from tests.materialise import materialise
 from tests.writers.source import Raw, Trained, checkpoint, random_tensor, same

@@ -16,7 +16,7 @@ from fsdpckpt.errors import UsageError
 from fsdpckpt.ir.checkpoint import OptimState
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.options import TensorForm
-from fsdpckpt.writers.protocol import DtypeRule, WriteSpec
+from fsdpckpt.writers import DtypeRule, WriteSpec
 from fsdpckpt.writers.torch_ranks import RankFiles, lay_out
 from tests.materialise import materialise
 from tests.oracle.fake_group import as_rank, rows

@@ -15,7 +15,7 @@ import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError, UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, OptimState
 from fsdpckpt.ir.values import Global
-from fsdpckpt.writers.protocol import WriteSpec
+from fsdpckpt.writers import WriteSpec
 from fsdpckpt.writers.universal import lay_out
 from tests.golden.deepspeed.resume import FSDP2, HERE, digests
 from tests.materialise import materialise

@@ -17,7 +17,7 @@ import fsdpckpt
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.targets import Target, TargetFile
-from fsdpckpt.writers.protocol import DtypeRule, Writer, WriteSpec
+from fsdpckpt.writers import DtypeRule, Writer, WriteSpec
 from tests.materialise import file_bytes, materialise
 from tests.writers.source import Raw, Trained
 

@@ -1,0 +1,190 @@
+"""Write FSDP1's flattened checkpoints: ``{model,optim,extra_state}_world_size_{N}_rank_{r}.pt``, one of each a rank.
+
+On rank r the model file holds what ``LOCAL_STATE_DICT`` gives there, the optimizer file the dict that
+``optimizer.load_state_dict`` takes there: what ``FSDP.optim_state_dict_to_load`` returns. With HYBRID_SHARD rank r
+holds shard r % ``shard_size``, and its flat parameters state the shards of r's own group; PyTorch itself cannot save a
+``LOCAL_STATE_DICT`` outside of the first group, and this is the same form there.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fsdpckpt.errors import InternalError, SourceUnsupportedError
+from fsdpckpt.flat.flatten.keys import flat_keys, wrapped_metadata
+from fsdpckpt.flat.flatten.pickle import FlatParameter, FlatPickle, FlatShard, FlatView, WholeParam
+from fsdpckpt.flat.flatten.states import FlatOptimizer
+from fsdpckpt.ir.checkpoint import Checkpoint, ModelState
+from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.targets import Target, TargetData, TargetFile
+from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.units import UnitParam, Units, state_dict_order
+from fsdpckpt.layouts.flattened import PlacedUnit, place_units
+from fsdpckpt.writers import WriteSpec
+from fsdpckpt.writers.state_dicts import extra_notes, extras_of_rank
+from fsdpckpt.writers.torch_ranks import require_memory
+
+
+def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
+    """``spec.world_size`` files for each section that ``checkpoint`` (whole tensors, optimizer keyed by name) has.
+
+    ``spec.units`` describe the target, and fit the checkpoint (``flat.units.request.contradictions``). Raises
+    SourceUnsupportedError for what no flat parameter can hold, NeedsInformationError for missing optimizer states.
+    """
+    if spec.units is None:
+        raise InternalError("flat parameters without units that describe them")
+    units, world_size, names = spec.units, spec.ranks(), spec.names
+    casts, notes = spec.dtypes.casts(checkpoint)
+    placed = place_units(units, world_size)
+    shard_size = units.shard_size or world_size
+    files: list[TargetFile] = []
+    data = TargetData()
+    if checkpoint.model is not None:
+        model = FlatModel(checkpoint, checkpoint.model, units=units, placed=placed, casts=casts)
+        files += [
+            _file(data, names.model, model.value(rank), rank, world_size, shard_size, casts)
+            for rank in range(world_size)
+        ]
+    if checkpoint.optim is not None:
+        keys = flat_keys(checkpoint, units, spec.key_type)
+        notes += keys.notes
+        optim = FlatOptimizer(checkpoint, checkpoint.optim, units=units, placed=placed, keys=keys, casts=casts)
+        files += [
+            _file(data, names.optim, optim.value(rank), rank, world_size, shard_size, casts)
+            for rank in range(world_size)
+        ]
+    extras = [extras_of_rank(checkpoint, rank) for rank in range(world_size)]
+    if any(extras):
+        files += [
+            _file(data, names.extra, extra, rank, world_size, shard_size, casts) for rank, extra in enumerate(extras)
+        ]
+        notes += extra_notes(checkpoint, world_size)
+    return Target(files, notes=notes)
+
+
+def _file(
+    data: TargetData, name: str, value: Any, rank: int, world_size: int, shard_size: int, casts: Mapping[Tensor, DType]
+) -> TargetFile:
+    file = TargetFile(name.format(rank=rank, world_size=world_size), data)
+    stem = posixpath.splitext(posixpath.basename(file.path))[0]
+    writer = FlatPickle(rank=rank, world_size=world_size, shard_size=shard_size, casts=casts)
+    writer.value(value)
+    writer.write(file, stem=stem)
+    if not rank:
+        require_memory(len(file.blob), world_size)
+    return file
+
+
+class FlatModel:
+    """Everything about the model that is the same on all ranks; ``value`` is what one rank gets."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        model: ModelState,
+        *,
+        units: Units,
+        placed: Sequence[PlacedUnit],
+        casts: Mapping[Tensor, DType],
+    ) -> None:
+        """Raises SourceUnsupportedError for a unit whose parameters have several dtypes."""
+        self._units = units
+        self._metadata = wrapped_metadata(model.metadata, units)
+        self._casts = casts
+        self._first = dict(units.shared)
+        self._params = units.params()
+        self._leaves = {
+            **model.params,
+            **{n: model.params[first] for n, first in units.shared if n not in model.params},
+        }
+        self._cut = [unit for unit in placed if unit.sharded]
+        self._tensors = {unit.unit.key: self._unit_tensors(unit) for unit in self._cut}
+        self._dtypes = self._unit_dtypes(checkpoint)
+        self._keys = self._ordered()
+
+    def value(self, rank: int) -> OrderedDict[str, Any]:
+        """The state dict of ``rank``."""
+        flat_values: dict[str, Any] = {}
+        for placed in self._cut:
+            flat_values.update(self._of_unit(placed, rank))
+        state_dict: OrderedDict[str, Any] = OrderedDict()
+        for key in self._keys:
+            cut = flat_values.get(self._first.get(key, key))
+            state_dict[key] = self._whole(key) if cut is None else cut
+        if self._metadata is not None:
+            vars(state_dict)["_metadata"] = self._metadata
+        return state_dict
+
+    def _of_unit(self, placed: PlacedUnit, rank: int) -> dict[str, Any]:
+        """The flat parameter, and with ``use_orig_params=True`` the slice of every parameter in it."""
+        unit, dtype = placed.unit, self._dtypes[placed.unit.key]
+        parts = [part for part in placed.parts(rank) if part.param is not None or part.filler]
+        numel = sum(part.count for part in parts)
+        shard = FlatShard(unit.params, self._tensors[unit.key], parts, dtype, numel) if numel else None
+        values: dict[str, Any] = {unit.key: FlatParameter(placed, shard, dtype)}
+        if self._units.use_orig_params:
+            nothing = FlatView(None, 0, 0, dtype)
+            values.update(dict.fromkeys((param.name for param in unit.params), nothing))
+            offset = 0
+            for part in parts:
+                if part.param is not None:
+                    values[unit.params[part.param].name] = FlatView(shard, offset, part.count, dtype)
+                offset += part.count
+        return values
+
+    def _whole(self, key: str) -> Any:
+        leaf = self._leaves[key]
+        param = self._params.get(self._first.get(key, key))
+        if param is not None and param.stride is not None and isinstance(leaf, Tensor):
+            return WholeParam(param, leaf, self._dtype(leaf))
+        return leaf
+
+    def _unit_tensors(self, placed: PlacedUnit) -> list[Tensor]:
+        leaves = [self._leaves[param.name] for param in placed.unit.params]
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+    def _unit_dtypes(self, checkpoint: Checkpoint) -> dict[str, DType]:
+        unit_dtypes, wrong = {}, []
+        for placed in self._cut:
+            tensors = self._tensors[placed.unit.key]
+            dtypes: dict[str, UnitParam] = {}
+            for tensor, param in zip(tensors, placed.unit.params, strict=True):
+                dtypes.setdefault(self._dtype(tensor).name, param)
+            if len(dtypes) > 1:
+                dtypes_text = ", ".join(f"{param.name} is {dtype}" for dtype, param in dtypes.items())
+                wrong.append(f"unit {placed.unit.prefix or 'root'!r}: {dtypes_text}")
+            unit_dtypes[placed.unit.key] = self._dtype(tensors[0])
+        if wrong:
+            raise SourceUnsupportedError(
+                f"{checkpoint.source}: the parameters of a flat parameter have one dtype, and these have several",
+                details=wrong,
+                next_step="wrap them separately, or cast them to one dtype: --dtype DTYPE",
+            )
+        return unit_dtypes
+
+    def _ordered(self) -> list[str]:
+        cut = {unit.unit.key for unit in self._cut}
+        in_units = {param.name for unit in self._cut for param in unit.unit.params}
+        flat = {unit.key for unit in self._units.units}
+        keys = []
+        for key in state_dict_order(self._names(), self._units):
+            if key in flat:
+                if key in cut:
+                    keys.append(key)
+            elif self._units.use_orig_params or self._first.get(key, key) not in in_units:
+                keys.append(key)
+        return keys
+
+    def _names(self) -> list[str]:
+        """The names of the source, in ``model.parameters()`` order if they are not in it (safetensors sorts them)."""
+        names = list(self._leaves)
+        listed = [name for name in names if name in self._params]
+        if listed == [name for name in self._units.parameters if name in self._params]:
+            return names
+        return list(dict.fromkeys([*self._units.parameters, *names]))
+
+    def _dtype(self, tensor: Tensor) -> DType:
+        return self._casts.get(tensor, tensor.dtype)

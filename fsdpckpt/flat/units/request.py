@@ -29,7 +29,7 @@ from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import UnitParam, Units
 from fsdpckpt.ir.units_json import MOST_BYTES, UNITS_FILE, encode, loads, render
 from fsdpckpt.ir.values import Value
-from fsdpckpt.storage.protocols import is_url
+from fsdpckpt.storage import is_url
 from fsdpckpt.storage.sources import Sources
 
 ORDER = "parameters"

@@ -23,8 +23,8 @@ from fsdpckpt.formats.torch.tensors import Refused, StoredTensor, TensorBuilder
 from fsdpckpt.formats.zip import SERIALIZATION_ID, ZipRecord, checksum_places, read_directory
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.tensors import Int64Array
+from fsdpckpt.storage import ByteSource
 from fsdpckpt.storage.local import MemoryFile
-from fsdpckpt.storage.protocols import ByteSource
 from fsdpckpt.storage.remote_file import prefetch
 from fsdpckpt.text import bytes_text
 

@@ -25,7 +25,7 @@ from fsdpckpt.formats.dcp.runs import CHUNK, INDEX
 from fsdpckpt.formats.pickle.cost import MAX_DEPTH
 from fsdpckpt.formats.pickle.read import StubInstance
 from fsdpckpt.ir.dtypes import DTYPES, MAX_DIMENSIONS, DType
-from fsdpckpt.storage.protocols import ByteSource
+from fsdpckpt.storage import ByteSource
 from fsdpckpt.text import plural, truncate
 
 PathElement = int | str

@@ -25,7 +25,7 @@ from fsdpckpt.formats.dcp.fields import Block, Texts, UnusualError
 from fsdpckpt.formats.dcp.plans import END, PLANS, Plans
 from fsdpckpt.formats.dcp.repeats import Items, Lists, Piece, Records
 from fsdpckpt.formats.dcp.runs import CHUNK, INDEX, Form, Found, ItemForm, learn
-from fsdpckpt.storage.protocols import ByteSource
+from fsdpckpt.storage import ByteSource
 
 _BLOCK = 4 << 20  # bytes that are looked at at a time: what is made of them takes several times as much memory
 _LONGEST_COPY = 16 << 20  # bytes that are kept before most are found to be in runs

@@ -30,7 +30,7 @@ from fsdpckpt.formats.torch.tensors import StoredTensor, TensorBuilder, Wrapped
 from fsdpckpt.ir.checkpoint import Checksums
 from fsdpckpt.ir.tensors import Int64Array, Placement, Sharding
 from fsdpckpt.ir.values import Value
-from fsdpckpt.storage.protocols import ByteSource
+from fsdpckpt.storage import ByteSource
 
 __all__ = ["Alike", "Changes", "Own", "Shared", "archive_of"]
 

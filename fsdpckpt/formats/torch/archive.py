@@ -29,7 +29,7 @@ from fsdpckpt.ir.blockwise import taken_apart
 from fsdpckpt.ir.checkpoint import Checksums, Note
 from fsdpckpt.ir.tensors import Chunks, Tensor, contiguous_stride
 from fsdpckpt.ir.values import Global, Key, Object, Value
-from fsdpckpt.storage.protocols import ByteSource
+from fsdpckpt.storage import ByteSource
 from fsdpckpt.text import plural, truncate
 
 _PLAIN: frozenset[type] = frozenset({str, int, float, bool, type(None), bytes, complex, bytearray, Global, Distributed})

@@ -28,7 +28,7 @@ from fsdpckpt.formats.torch.tensors import StoredTensor, TensorBuilder
 from fsdpckpt.formats.zip import ZipColumns, ZipRecord
 from fsdpckpt.ir.dtypes import STORAGE_DTYPES, DType
 from fsdpckpt.ir.tensors import Chunks, Int64Array, Tensor
-from fsdpckpt.storage.protocols import ByteSource
+from fsdpckpt.storage import ByteSource
 
 __all__ = ["read_tensors"]
 

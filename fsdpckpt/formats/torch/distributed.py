@@ -33,7 +33,7 @@ from fsdpckpt.ir.tensors import (
     placements_text,
 )
 from fsdpckpt.layouts.sharded import LocalBox, decoded_order, in_placement_order, local_boxes, local_shape
-from fsdpckpt.storage.protocols import ByteSource
+from fsdpckpt.storage import ByteSource
 from fsdpckpt.text import truncate
 
 Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]

@@ -18,7 +18,7 @@ import numpy as np
 from fsdpckpt.errors import damaged
 from fsdpckpt.formats.pickle.read import StubInstance
 from fsdpckpt.formats.torch.tensors import StoredTensor
-from fsdpckpt.storage.protocols import ByteSource
+from fsdpckpt.storage import ByteSource
 from fsdpckpt.text import truncate
 
 MAX_RANKS = 1 << 20  # more than any job has: a larger mesh is damaged, and is not computed

@@ -16,7 +16,7 @@ from fsdpckpt.formats.torch.archive import OpenedArchive, TorchArchive
 from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.formats.zip import SERIALIZATION_ID, checksum_places, find_directory
 from fsdpckpt.ir.values import Value
-from fsdpckpt.storage.protocols import ByteSource
+from fsdpckpt.storage import ByteSource
 
 _MOST_ALIKE = 16  # forms of one length that are remembered: comparing with more costs as much as parsing
 _LONGEST = 1 << 15  # bytes of a form

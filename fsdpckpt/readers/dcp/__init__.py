@@ -18,7 +18,7 @@ from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnr
 from fsdpckpt.ir.checkpoint import STRAY, Evidence, EvidenceKind, Note
 from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.readers.protocol import Claim, FileTable, Part, ReadOptions, Tree
-from fsdpckpt.storage.protocols import Entry, is_url
+from fsdpckpt.storage import Entry, is_url
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import bytes_text, plural
 

@@ -21,7 +21,7 @@ from functools import partial
 from fsdpckpt.errors import SourceIncompleteError, SourceUnsupportedError
 from fsdpckpt.readers.beside import claim_named
 from fsdpckpt.readers.protocol import Claim, FileTable, Part, ReadOptions, Tree
-from fsdpckpt.storage.protocols import Entry
+from fsdpckpt.storage import Entry
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import first_of, plural
 

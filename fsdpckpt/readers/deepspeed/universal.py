@@ -38,7 +38,7 @@ from fsdpckpt.readers.deepspeed.step import (
     section_of,
 )
 from fsdpckpt.readers.protocol import FileTable, Tree
-from fsdpckpt.storage.protocols import Entry
+from fsdpckpt.storage import Entry
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import first_of, plural
 

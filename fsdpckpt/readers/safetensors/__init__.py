@@ -30,7 +30,7 @@ from fsdpckpt.readers.protocol import (
     stem_of,
 )
 from fsdpckpt.readers.safetensors.document import assemble
-from fsdpckpt.storage.protocols import Entry
+from fsdpckpt.storage import Entry
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural, truncate
 

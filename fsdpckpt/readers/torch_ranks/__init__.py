@@ -18,11 +18,11 @@ from fsdpckpt.formats.torch.mesh import MAX_RANKS
 from fsdpckpt.formats.zip import top_folder
 from fsdpckpt.ir.checkpoint import Checkpoint, Problem, Section
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.producers.forms import EXTRA_STEM
+from fsdpckpt.producers import EXTRA_STEM
 from fsdpckpt.producers.table import copied_by_rank
 from fsdpckpt.readers.beside import auxiliary
 from fsdpckpt.readers.protocol import Claim, FileTable, Part, ReadOptions, Tree, file_name, stem_of
-from fsdpckpt.storage.protocols import Entry
+from fsdpckpt.storage import Entry
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import bytes_text, plural
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdpckpt.storage.protocols import ByteSource
+from fsdpckpt.storage import ByteSource
 from fsdpckpt.storage.remote_store import RemoteStore
 from tests.e2e.remote.servers import Proxy
 from tests.storage.byte_source_contract import NamedByteSourceContract

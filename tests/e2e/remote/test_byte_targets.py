@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fsdpckpt.storage.protocols import ByteTarget
+from fsdpckpt.storage import ByteTarget
 from tests.e2e.remote.servers import Proxy
 from tests.storage.byte_target_contract import PublishedTargetContract, UploadedFile
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from fsdpckpt.flat.flatten.write import lay_out
+from fsdpckpt.flat.flatten import lay_out
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, OptimState
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.names import clean
@@ -18,7 +18,7 @@ from fsdpckpt.ir.units import RankOrder, Strategy, Unit, Units
 from fsdpckpt.ir.units_json import loads
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.writers.protocol import DtypeRule, WriteSpec
+from fsdpckpt.writers import DtypeRule, WriteSpec
 from tests.flat.flat_source import ORDER, SHAPES, Model, flat, loaded, param, units, written
 from tests.materialise import materialise
 from tests.oracle.compare import differences
