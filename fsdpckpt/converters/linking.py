@@ -4,13 +4,20 @@
 one than that of copies. Two kinds of target files are links: the data files of a DCP source, to which the writer lets
 the new ``.metadata`` point (``writers.dcp_links``), and whole files of any kind of which the plan shows that it would
 write the same bytes to the same places. A linked file is never opened for writing.
+
+A hard link is the same file under a second name. A reflink is a new file that shares the blocks of the other one until
+either is written to.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import filecmp
 import os
 import posixpath
+import struct
+import tempfile
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,11 +33,68 @@ from fsdpckpt.options import ConvertOptions, LinkMode
 from fsdpckpt.plan import FilePlan, Plan
 from fsdpckpt.readers.beside import auxiliary
 from fsdpckpt.storage import change_between, changed_error, identity_of_status, is_url
-from fsdpckpt.storage.links import can_reflink, hardlink, reflink
 from fsdpckpt.storage.local import target_errors
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.storage.staging import Staging, existing_parent
 from fsdpckpt.text import plural, size_text
+
+_FICLONE, _FICLONERANGE = 0x40049409, 0x4020940D  # linux/fs.h
+_PROBE = 1 << 20  # bytes: a multiple of every block size
+
+
+def can_reflink(path: str, directory: str) -> bool:
+    """Whether a new file in ``directory`` can share blocks with the file at ``path``. Nothing stays there."""
+    try:
+        with open(path, "rb") as source, tempfile.TemporaryFile(dir=directory) as probe:
+            nbytes = _PROBE if os.fstat(source.fileno()).st_size > _PROBE else 0  # 0: to the end
+            fcntl.ioctl(probe.fileno(), _FICLONERANGE, struct.pack("qQQQ", source.fileno(), 0, nbytes, 0))
+    except OSError:
+        return False
+    return True
+
+
+def hardlink(source: str, path: str) -> None:
+    """Give the file at ``source`` the second name ``path``, durably but for the name. Raises TargetUnwritableError."""
+    try:
+        os.link(source, path, follow_symlinks=False)
+    except OSError as error:
+        raise _refused(source, path, error) from None
+    _sync(path)
+
+
+def reflink(source: str, path: str) -> None:
+    """Make ``path`` a new file with the bytes of ``source``. Raises TargetUnwritableError."""
+    with target_errors(path):
+        new = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            with open(source, "rb") as file:
+                fcntl.ioctl(new, _FICLONE, file.fileno())
+        finally:
+            os.close(new)
+    _sync(path)
+
+
+def _sync(path: str) -> None:
+    with target_errors(path):
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)
+
+
+def _refused(source: str, path: str, error: OSError) -> TargetUnwritableError:
+    why = {
+        errno.EXDEV: "they are on different file systems, which no hard link can cross",
+        errno.EPERM: "the file belongs to another user (fs.protected_hardlinks), or the file system has no hard links",
+        errno.EMLINK: "the file has as many names as its file system allows",
+    }.get(error.errno or 0, "the file system refused the request")
+    return TargetUnwritableError(
+        f"{path} cannot be a hard link to {source}: {error.strerror}",
+        file=path,
+        why=why,
+        next_step="give --link auto, which copies where nothing can be shared",
+    )
 
 
 @dataclass(frozen=True, slots=True)

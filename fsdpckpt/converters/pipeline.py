@@ -60,7 +60,7 @@ from fsdpckpt.execute.job import (
     threads_for,
     unpack_job,
 )
-from fsdpckpt.execute.journal import Finished, Recorder, RunIdentity, first_record, joined, run_of
+from fsdpckpt.execute.journal import Finished, Record, Recorder, RunIdentity, first_record, joined, read_records, run_of
 from fsdpckpt.execute.output import target_differs
 from fsdpckpt.execute.shared_sources import content_identities, find_visible, serve_sources, union_sources
 from fsdpckpt.garbage import set_aside, without_collection
@@ -71,7 +71,6 @@ from fsdpckpt.plan import make_plan
 from fsdpckpt.progress import NoProgress, Progress
 from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage import FileIdentity, is_url
-from fsdpckpt.storage.journal import Record, read_records
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.storage.staging import (
     Staging,

@@ -32,9 +32,8 @@ from fsdpckpt.converters.linking import without_links
 from fsdpckpt.converters.overwrite import find_replaceable, foreign_files_error, offering_what_works
 from fsdpckpt.converters.report import PlannedFile, Report, replaced_files
 from fsdpckpt.converters.resume import attach_staged, is_resumable
-from fsdpckpt.converters.staging import node_label
+from fsdpckpt.converters.staging import UploadDirectory, is_sent, node_label
 from fsdpckpt.converters.target_spec import check_options
-from fsdpckpt.converters.upload_directory import UploadDirectory, is_sent
 from fsdpckpt.errors import (
     InternalError,
     Leftover,

@@ -30,7 +30,7 @@ from fsdpckpt.errors import (
     attach_leftover,
 )
 from fsdpckpt.execute.job import Job
-from fsdpckpt.execute.journal import Finished, RunIdentity, joined, plan_digest, read_run, run_of
+from fsdpckpt.execute.journal import Finished, Record, RunIdentity, joined, plan_digest, read_records, read_run, run_of
 from fsdpckpt.ir.checkpoint import Note, SourceFile
 from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.option_fields import identity as option_texts
@@ -38,7 +38,6 @@ from fsdpckpt.options import ConvertOptions
 from fsdpckpt.plan import Plan
 from fsdpckpt.plan.transfer import Segment
 from fsdpckpt.storage import FileIdentity, changed_error, is_url
-from fsdpckpt.storage.journal import Record, read_records
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.storage.staging import Remains, Staging, journal_paths, staging_root
 from fsdpckpt.text import bytes_text, size_text

@@ -34,7 +34,6 @@ from fsdpckpt.options import ConvertOptions, MissingState
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import first_of, plural
-from fsdpckpt.transform.blockwise import refuse_casts, refuse_in_blocks, require_whole_blocks
 from fsdpckpt.transform.key_type import apply_key_type, key_type_of
 from fsdpckpt.transform.missing_state import Choice, fill, note_elementless, require_complete
 from fsdpckpt.transform.placements import Like, Rules, TargetMesh, place, place_rest
@@ -47,7 +46,14 @@ from fsdpckpt.transform.selection import (
     select_section,
     with_own_tensors,
 )
-from fsdpckpt.transform.sharded import ShardingHints, decide_sharded, mark_sharded
+from fsdpckpt.transform.sharded import (
+    ShardingHints,
+    decide_sharded,
+    mark_sharded,
+    refuse_casts,
+    refuse_in_blocks,
+    require_whole_blocks,
+)
 from fsdpckpt.transform.weight_decay import list_parameters, note_one_group
 
 

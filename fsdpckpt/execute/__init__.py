@@ -21,12 +21,11 @@ import numpy as np
 from fsdpckpt.comm.protocol import Group
 from fsdpckpt.errors import WorkerError
 from fsdpckpt.execute.checks import SourceCheck
-from fsdpckpt.execute.copy_pool import PATIENCE, SLOWEST_DISK, CopyPool
 from fsdpckpt.execute.job import Job
 from fsdpckpt.execute.journal import Finished, Recorder
 from fsdpckpt.execute.output import ComparedOutput, Output, OutputState, Resumed, write_window
 from fsdpckpt.execute.resume import Written, read_rest, reread_unproved, resume
-from fsdpckpt.execute.window import Assembler
+from fsdpckpt.execute.window import PATIENCE, SLOWEST_DISK, Assembler, CopyPool
 from fsdpckpt.plan.transfer import Visible, Window, plan_transfers
 from fsdpckpt.progress import Progress
 from fsdpckpt.storage.sources import Sources

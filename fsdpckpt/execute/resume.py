@@ -13,10 +13,10 @@ import numpy as np
 
 from fsdpckpt.comm.protocol import Group
 from fsdpckpt.execute.checks import Part, SourceCheck, SourceRecord, crc32, has_gaps, read_sums, reread, unproved
-from fsdpckpt.execute.copy_pool import PATIENCE, CopyPool
 from fsdpckpt.execute.job import Job
 from fsdpckpt.execute.journal import Finished
 from fsdpckpt.execute.output import LatePlaces, Resumed, TargetChecks
+from fsdpckpt.execute.window import PATIENCE, CopyPool
 from fsdpckpt.plan import Claim, FilePlan
 from fsdpckpt.plan.transfer import Segment, Visible, Window
 from fsdpckpt.plan.windows import Range

@@ -21,9 +21,8 @@ from fsdpckpt.comm.exchanger import Exchanger, SendRecv
 from fsdpckpt.comm.protocol import Group
 from fsdpckpt.errors import InternalError, WorkerError
 from fsdpckpt.execute.checks import Part, SourceCheck, combine, window_crc
-from fsdpckpt.execute.copy_pool import CopyPool
 from fsdpckpt.execute.job import Job
-from fsdpckpt.execute.window import Assembler
+from fsdpckpt.execute.window import Assembler, CopyPool
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.plan.transfer import TransferPlan

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 import fsdpckpt
 from fsdpckpt.converters import linking, pipeline
+from fsdpckpt.converters.linking import can_reflink, reflink
 from fsdpckpt.converters.report import Report
 from fsdpckpt.errors import FsdpckptError, SourceCorruptError, TargetExistsError, TargetUnwritableError, UsageError
 from fsdpckpt.ir.checkpoint import SourceFile
@@ -26,7 +27,6 @@ from fsdpckpt.ir.targets import LinkedFile, Target, TargetFile
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.options import LinkMode
 from fsdpckpt.plan import make_plan
-from fsdpckpt.storage.links import can_reflink, reflink
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.storage.staging import Staging, remains_of, staging_root
 

@@ -10,7 +10,7 @@ import pytest
 
 from fsdpckpt.converters.check import Pair, divide_pairs, pack_pairs, unpack_pairs
 from fsdpckpt.converters.publish import assign_senders
-from fsdpckpt.converters.upload_directory import UploadDirectory, is_sent
+from fsdpckpt.converters.staging import UploadDirectory, is_sent
 from fsdpckpt.errors import TargetExistsError
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Chunks, Tensor

@@ -17,10 +17,10 @@ from fsdpckpt.comm.exchanger import SEND_BUFFERS
 from fsdpckpt.comm.liveness import kill_stopped, process_identity
 from fsdpckpt.comm.protocol import encode_error, original_error
 from fsdpckpt.errors import SourceCorruptError, UsageError, WorkerError
-from fsdpckpt.execute.copy_pool import CopyPool
 from fsdpckpt.execute.job import choose_settings, for_worker, make_budget, threads_for
 from fsdpckpt.execute.send_recv import ReceiveBuffers
 from fsdpckpt.execute.shared_sources import content_identities, find_visible
+from fsdpckpt.execute.window import CopyPool
 from fsdpckpt.ir.checkpoint import ZEROS
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.plan import Plan

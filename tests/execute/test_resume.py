@@ -263,7 +263,7 @@ def test_nothing_is_in_the_journal_before_its_file_and_its_name_are_synced(
     monkeypatch.setattr(WritableFile, "sync", lambda self: events.append(f"data {os.path.basename(self.path)}"))
     monkeypatch.setattr(journal, "sync_directory", lambda path: events.append(f"names {path}"))
     monkeypatch.setattr(
-        "fsdpckpt.storage.journal.Journal.append", lambda self, records: events.append(f"journal {len(records)}")
+        "fsdpckpt.execute.journal.Journal.append", lambda self, records: events.append(f"journal {len(records)}")
     )
     identity = RunIdentity("1", "plan", {}, [])
     recorder = Recorder(str(tmp_path / "journal"), lambda: identity, Finished())

@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUnsupportedError, UsageError
-from fsdpckpt.formats.torch.blockwise import stored_blocks
-from fsdpckpt.formats.torch.tensors import StoredTensor, Wrapped
+from fsdpckpt.formats.torch.tensors import StoredTensor, Wrapped, stored_blocks
 from fsdpckpt.ir.blockwise import CODES, QMAP, SCALE, taken_apart
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Chunks, Tensor, contiguous_stride
 from fsdpckpt.ir.values import Global
-from fsdpckpt.transform.blockwise import refuse_casts, require_whole_blocks
+from fsdpckpt.transform.sharded import refuse_casts, require_whole_blocks
 
 
 def tensor(shape: tuple[int, ...], dtype: str = "uint8", stride: tuple[int, ...] | None = None) -> StoredTensor:

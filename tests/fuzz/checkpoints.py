@@ -11,14 +11,13 @@ from dataclasses import replace
 from functools import cache
 
 from fsdpckpt.errors import SourceMissingError
-from fsdpckpt.execute.journal import joined, run_of
+from fsdpckpt.execute.journal import Record, joined, run_of
 from fsdpckpt.ir.checkpoint import Checkpoint, OptimState
 from fsdpckpt.readers.beside import with_manifest
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.protocol import FileTable
 from fsdpckpt.readers.safetensors import read_safetensors, read_safetensors_index
 from fsdpckpt.storage import Entry
-from fsdpckpt.storage.journal import Record
 from fsdpckpt.storage.local import MemoryFile
 from fsdpckpt.storage.remote_store import links_of
 from fsdpckpt.storage.sources import Sources

@@ -11,11 +11,11 @@ from fsdpckpt.formats.dcp.metadata import parse_metadata
 from fsdpckpt.formats.pickle.read import load
 from fsdpckpt.formats.safetensors import read_header
 from fsdpckpt.formats.torch.archive import open_archive, parse_archive
-from fsdpckpt.formats.torch.one_tensor import Forms
 from fsdpckpt.formats.torch.tensors import TensorBuilder
 from fsdpckpt.formats.zip import ZipRecord, read_directory, top_folder
 from fsdpckpt.ir.codec import decode
 from fsdpckpt.ir.units_json import loads
+from fsdpckpt.readers.deepspeed.universal import Forms
 from fsdpckpt.readers.protocol import FileTable
 from fsdpckpt.readers.safetensors import read_safetensors
 from fsdpckpt.storage.local import MemoryFile

@@ -14,9 +14,8 @@ from safetensors.torch import save
 
 from fsdpckpt import api
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceError, SourceIncompleteError
-from fsdpckpt.execute.journal import RunIdentity, first_record, read_run, windows_record
+from fsdpckpt.execute.journal import Journal, RunIdentity, first_record, read_run, windows_record
 from fsdpckpt.storage import FileIdentity
-from fsdpckpt.storage.journal import Journal
 from fsdpckpt.storage.remote_file import _require_same
 from fsdpckpt.storage.remote_store import links_of
 

@@ -14,9 +14,9 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from fsdpckpt.formats.dcp.entries import ENTRY
 from fsdpckpt.formats.dcp.fields import UnusualError
 from fsdpckpt.formats.dcp.reduce import Columns, Reduced, Run
+from fsdpckpt.formats.dcp.repeats import ENTRY
 from fsdpckpt.ir.tensors import Int64Array
 
 Indexes: TypeAlias = tuple[int, ...]

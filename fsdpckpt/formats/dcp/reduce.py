@@ -20,10 +20,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from fsdpckpt.formats.dcp.entries import ENTRY, Entries
-from fsdpckpt.formats.dcp.fields import Block, Texts, UnusualError
-from fsdpckpt.formats.dcp.plans import END, PLANS, Plans
-from fsdpckpt.formats.dcp.repeats import Items, Lists, Piece, Records
+from fsdpckpt.formats.dcp.fields import END, PLANS, Block, Plans, Texts, UnusualError
+from fsdpckpt.formats.dcp.repeats import ENTRY, Entries, Items, Lists, Piece, Records
 from fsdpckpt.formats.dcp.runs import CHUNK, INDEX, Form, Found, ItemForm, learn
 from fsdpckpt.storage import ByteSource
 

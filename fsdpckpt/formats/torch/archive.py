@@ -20,10 +20,9 @@ from fsdpckpt.errors import COPY_AGAIN, SourceUnrecognisedError, SourceUnsupport
 from fsdpckpt.formats.pickle.check import check_size
 from fsdpckpt.formats.pickle.cost import MAX_DEPTH, check_expansion, too_deep
 from fsdpckpt.formats.pickle.read import StubInstance, as_object, load
-from fsdpckpt.formats.torch.blockwise import StoredBlocks
 from fsdpckpt.formats.torch.distributed import Distributed, DistributedBlocks, DistributedParser
 from fsdpckpt.formats.torch.loadable import array_object, restored, stands_for
-from fsdpckpt.formats.torch.tensors import Refused, StoredTensor, TensorBuilder, Wrapped
+from fsdpckpt.formats.torch.tensors import Refused, StoredBlocks, StoredTensor, TensorBuilder, Wrapped
 from fsdpckpt.formats.zip import ZipColumns, ZipRecord, read_columns
 from fsdpckpt.ir.blockwise import taken_apart
 from fsdpckpt.ir.checkpoint import Checksums, Note

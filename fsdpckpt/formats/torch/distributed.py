@@ -16,9 +16,8 @@ from typing import NamedTuple, TypeAlias
 
 from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.formats.pickle.read import StubInstance
-from fsdpckpt.formats.torch.blockwise import StoredBlocks, stored_blocks
 from fsdpckpt.formats.torch.mesh import MAX_RANKS, FileParser, Mesh, MeshParser, fields, integers, merged
-from fsdpckpt.formats.torch.tensors import StoredTensor, Wrapped, size_of
+from fsdpckpt.formats.torch.tensors import StoredBlocks, StoredTensor, Wrapped, size_of, stored_blocks
 from fsdpckpt.ir.blockwise import CODES, QMAP, SCALE, Blocks, is_blockwise
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.tensors import (

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fsdpckpt.errors import TargetUnwritableError
-from fsdpckpt.storage.journal import Journal, Record, read_records
+from fsdpckpt.execute.journal import Journal, Record, read_records
 
 
 def _records(seed: int) -> list[Record]:

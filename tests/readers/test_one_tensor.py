@@ -12,8 +12,8 @@ import torch
 
 from fsdpckpt.errors import FsdpckptError
 from fsdpckpt.formats.torch.archive import TorchArchive, open_archive, parse_archive, read_archive
-from fsdpckpt.formats.torch.one_tensor import Forms
 from fsdpckpt.formats.torch.tensors import StoredTensor
+from fsdpckpt.readers.deepspeed.universal import Forms
 from fsdpckpt.storage.local import LocalFile
 
 KIND = "exp_avg"
