@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Unpack
 
 from fsdpckpt.command_options import DiffOptions, InspectOptions, UnitsOptions, VerifyOptions
 from fsdpckpt.errors import UsageError, require_torch
+from fsdpckpt.ir import Strategy
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout, NamedTensor
 from fsdpckpt.ir.invariants import problems
-from fsdpckpt.ir.vocabulary import Strategy
 from fsdpckpt.option_fields import Scope, changed, parameters, refuse_unused, takes_options, with_named
 from fsdpckpt.options import ConvertOptions, LaunchOptions
 from fsdpckpt.progress import NoProgress, Progress

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from fsdpckpt.ir.vocabulary import Section, Strategy
+from fsdpckpt.ir import Section, Strategy
 from fsdpckpt.option_fields import Group, Parameter, Scope, option, parameters
 from fsdpckpt.option_values import DTYPE, FLAG, INTEGER, NUMBER, PAIRS, PATH, SIZE, TEXTS, TOGGLE
 from fsdpckpt.options import SECTIONS, ConvertOptions, LaunchOptions

@@ -8,7 +8,7 @@ from typing import Literal, TypedDict
 
 import torch
 
-from fsdpckpt.ir.vocabulary import Container, Layout, Section, Strategy
+from fsdpckpt.ir import Container, Layout, Section, Strategy
 from fsdpckpt.options import Launcher, LinkMode, MissingState, TensorForm, VerifyLevel, Visibility
 
 __all__ = ["ConvertKeywords"]

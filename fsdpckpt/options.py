@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-from fsdpckpt.ir.vocabulary import Container, KeyType, Layout, Section, Strategy
+from fsdpckpt.ir import Container, KeyType, Layout, Section, Strategy
 from fsdpckpt.option_fields import Group, Scope, option
 from fsdpckpt.option_values import DTYPE, PATH, SIZE, TORCH_VERSION, WORKERS
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 from difflib import get_close_matches
 
 from fsdpckpt.errors import UsageError
+from fsdpckpt.ir import Container, Layout, Section
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.ir.values import Key
-from fsdpckpt.ir.vocabulary import Container, Layout, Section
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.producers import Flavor, Form, Step
 from fsdpckpt.producers.table import HUGGINGFACE, WRITABLE, flavor_named

@@ -21,9 +21,9 @@ from fsdpckpt.errors import FsdpckptError
 from fsdpckpt.execute.job import Budget
 from fsdpckpt.flat.units.request import load_units
 from fsdpckpt.flat.units.source import is_flattened
+from fsdpckpt.ir import Layout
 from fsdpckpt.ir.targets import Target
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.ir.vocabulary import Layout
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.plan import Plan, make_plan
 from fsdpckpt.producers import PLAIN

@@ -8,9 +8,9 @@ from dataclasses import replace
 from fsdpckpt.converters.mesh_options import EXAMPLE_MESH, parse_meshes, parse_placements
 from fsdpckpt.converters.target_spec import TargetSpec
 from fsdpckpt.errors import NeedsInformationError, UsageError, of_option
+from fsdpckpt.ir import Container, Layout, Strategy
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.tensors import MeshShape, Placement, Replicate, Shard, Sharding, placements_text
-from fsdpckpt.ir.vocabulary import Container, Layout, Strategy
 from fsdpckpt.layouts.sharded import on_one_dimension
 from fsdpckpt.options import ConvertOptions, TensorForm
 from fsdpckpt.producers import MeshForm

@@ -14,8 +14,8 @@ from difflib import get_close_matches
 from fsdpckpt.converters.form_choice import default_form, is_per_rank, ranks_of, requested_form, writable_flavor
 from fsdpckpt.errors import UsageError
 from fsdpckpt.formats.torch.mesh import MAX_RANKS
+from fsdpckpt.ir import Container, Layout, Section
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
-from fsdpckpt.ir.vocabulary import Container, Layout, Section
 from fsdpckpt.option_fields import Scope, given, refuse_unused
 from fsdpckpt.options import DEVICE_TYPES, DTYPES, ConvertOptions, TensorForm
 from fsdpckpt.producers import PLAIN, Flavor, Form

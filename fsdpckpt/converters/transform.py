@@ -22,11 +22,11 @@ from fsdpckpt.flat.unflatten import name_slices
 from fsdpckpt.flat.units.request import ORDER, ResolvedUnits, UnitsRequest, load_units
 from fsdpckpt.flat.units.source import is_flattened, source_units
 from fsdpckpt.flat.units.target import target_units
-from fsdpckpt.ir.bitsandbytes import unwrapped
 from fsdpckpt.ir.checkpoint import UNORDERED, Checkpoint, Container, KeyType, Layout, Note, OptimState, Section
 from fsdpckpt.ir.dtypes import DTYPES, DType
 from fsdpckpt.ir.invariants import fatal
 from fsdpckpt.ir.names import SourceNames, leading_wrapper, normalise
+from fsdpckpt.ir.quantized import unwrapped
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.option_fields import Scope, given

@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 
 from fsdpckpt.errors import SourceUnsupportedError
-from fsdpckpt.ir.bitsandbytes import LIBRARY, block_of
+from fsdpckpt.ir.quantized import BITSANDBYTES, block_of
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.units import Unit, UnitParam
 from fsdpckpt.layouts.flattened import FlatLayout
 
-WHY = f"{LIBRARY} keeps one scale for each block of a rank's slice: other blocks would have to be quantized again"
-OTHERS = f"--only model converts the model alone; {LIBRARY}' 32-bit optimizers are carried for every number of ranks"
+WHY = f"{BITSANDBYTES} keeps one scale for each block of a rank's slice: other blocks would have to be quantized again"
+OTHERS = (
+    f"--only model converts the model alone; {BITSANDBYTES}' 32-bit optimizers are carried for every number of ranks"
+)
 
 
 def blocks_apart(unit: Unit, layout: FlatLayout, block: int, params: Collection[str], *, orig: bool) -> Iterator[str]:
@@ -56,7 +58,7 @@ def read_scales(
     )
     if wrong or block is None:
         raise SourceUnsupportedError(
-            f"slices begin inside of blocks of {LIBRARY}' 8-bit states",
+            f"slices begin inside of blocks of {BITSANDBYTES}' 8-bit states",
             details=wrong,
             why=f"{WHY}, which changes values",
             next_step=OTHERS,

@@ -14,9 +14,9 @@ import numpy as np
 
 from fsdpckpt.flat.names import first_misplaced_module, order_contradictions
 from fsdpckpt.flat.slices import is_number_per_rank, is_sliced, lengths_of, lengths_text, slice_lengths
-from fsdpckpt.ir.bitsandbytes import maps_in, scales_in
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, OptimState, ParamKey, group_params
 from fsdpckpt.ir.names import clean, keeps_order
+from fsdpckpt.ir.quantized import maps_in, scales_in
 from fsdpckpt.ir.tensors import ONE_SLICE, SLICES, Int64Array, Tensor
 from fsdpckpt.ir.units import FLAT_PARAM, Unit, UnitParam, Units
 from fsdpckpt.ir.values import Key, Value

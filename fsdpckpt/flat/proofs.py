@@ -21,10 +21,10 @@ import numpy.typing as npt
 
 from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.flat.match import FlatMatch
-from fsdpckpt.ir.bitsandbytes import scales_in
 from fsdpckpt.ir.checkpoint import Checkpoint, Note, Problem, Section
 from fsdpckpt.ir.dtypes import numpy_dtype
 from fsdpckpt.ir.names import clean
+from fsdpckpt.ir.quantized import scales_in
 from fsdpckpt.ir.tensors import SLICES, Tensor
 from fsdpckpt.layouts.flattened import FILLER, FlatLayout, is_flat_key
 from fsdpckpt.storage.sources import Sources

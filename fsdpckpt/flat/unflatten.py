@@ -19,11 +19,11 @@ from fsdpckpt.flat.proofs import compare_replicas, require_padding
 from fsdpckpt.flat.slices import is_number_per_rank, is_step, slice_lengths
 from fsdpckpt.flat.units.request import ResolvedUnits, UnitsRequest
 from fsdpckpt.flat.units.source import is_flattened, source_units
-from fsdpckpt.ir.bitsandbytes import maps_in, scales_in
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, OptimState, ParamKey, Problem, group_params
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.invariants import fatal, problems
 from fsdpckpt.ir.names import clean
+from fsdpckpt.ir.quantized import maps_in, scales_in
 from fsdpckpt.ir.tensors import ONE_SLICE, SLICES, Chunks, Int64Array, Tensor, contiguous_stride
 from fsdpckpt.ir.units import Unit, UnitParam
 from fsdpckpt.ir.values import Key, Value

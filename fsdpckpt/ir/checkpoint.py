@@ -9,10 +9,10 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
+from fsdpckpt.ir import Container, KeyType, Layout, Section
 from fsdpckpt.ir.tensors import Int64Array, Tensor
 from fsdpckpt.ir.units import RankOrder, Units
 from fsdpckpt.ir.values import Key, Value, leaf_tensors
-from fsdpckpt.ir.vocabulary import Container, KeyType, Layout, Section
 
 __all__ = [
     "Checkpoint",

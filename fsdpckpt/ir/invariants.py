@@ -13,8 +13,6 @@ from math import gcd
 import numpy as np
 
 from fsdpckpt.errors import SourceCorruptError, SourceError, SourceIncompleteError, SourceUnsupportedError
-from fsdpckpt.ir.bitsandbytes import maps_in, scales_in
-from fsdpckpt.ir.blockwise import parts_in
 from fsdpckpt.ir.checkpoint import (
     BARE_VALUE,
     Checkpoint,
@@ -26,6 +24,7 @@ from fsdpckpt.ir.checkpoint import (
     group_params,
 )
 from fsdpckpt.ir.coverage import Flaw, box_text, flaws
+from fsdpckpt.ir.quantized import maps_in, parts_in, scales_in
 from fsdpckpt.ir.tensors import Chunks, Int64Array, Tensor
 from fsdpckpt.ir.values import Value
 from fsdpckpt.text import plural

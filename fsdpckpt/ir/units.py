@@ -14,8 +14,8 @@ from itertools import pairwise
 from math import prod
 from typing import TypeAlias, TypeVar
 
+from fsdpckpt.ir import Strategy
 from fsdpckpt.ir.dtypes import DType
-from fsdpckpt.ir.vocabulary import Strategy
 
 __all__ = ["FLAT_PARAM", "Groups", "RankOrder", "Strategy", "Unit", "UnitParam", "Units", "flaws", "state_dict_order"]
 

@@ -19,9 +19,9 @@ from fsdpckpt.converters.transform import transform, units_request
 from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError, UsageError
 from fsdpckpt.flat.units.request import load_units
 from fsdpckpt.flat.units.source import is_flattened
-from fsdpckpt.ir.blockwise import LIBRARY, Blockwise
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, OptimState, Section, group_params
 from fsdpckpt.ir.names import clean
+from fsdpckpt.ir.quantized import TORCHAO, Blockwise
 from fsdpckpt.ir.targets import TargetFile
 from fsdpckpt.ir.tensors import Box, Tensor
 from fsdpckpt.ir.values import Value
@@ -129,7 +129,7 @@ def _loadable(leaf: Leaf) -> Value:
         raise SourceUnsupportedError(
             f"{leaf.key} is {leaf.value.blocks}, which StorageReader does not load",
             key=leaf.key,
-            why=f"only {LIBRARY} fills such a tensor from another",
+            why=f"only {TORCHAO} fills such a tensor from another",
             next_step="fsdpckpt convert SRC DST --container dcp, and load DST with torch.distributed.checkpoint",
         )
     return leaf.value

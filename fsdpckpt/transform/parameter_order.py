@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TypeAlias
 
-from fsdpckpt.ir.blockwise import parts_in
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, OptimState, group_params
 from fsdpckpt.ir.names import clean, keeps_order, without_module
+from fsdpckpt.ir.quantized import parts_in
 from fsdpckpt.ir.tensors import SLICES, Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.values import Key, Value

@@ -16,9 +16,9 @@ from math import lcm, prod
 from typing import TypeAlias
 
 from fsdpckpt.errors import InternalError, NeedsInformationError, UsageError
-from fsdpckpt.ir.blockwise import QMAP, parts_in
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, NamedTensor, Note, OptimState, Section
 from fsdpckpt.ir.names import clean
+from fsdpckpt.ir.quantized import QMAP, parts_in
 from fsdpckpt.ir.tensors import MeshShape, Replicate, Sharding, Tensor
 from fsdpckpt.ir.values import Value
 from fsdpckpt.layouts.sharded import on_sizes

@@ -15,10 +15,20 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError, UsageError, to_copy
-from fsdpckpt.ir import bitsandbytes
-from fsdpckpt.ir.bitsandbytes import scales_in, unwrapped
-from fsdpckpt.ir.blockwise import CODES, LIBRARY, QMAP, SCALE, Blocks, blocks_of, part_name, parts_in
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, OptimState, ParamKey
+from fsdpckpt.ir.quantized import (
+    BITSANDBYTES,
+    CODES,
+    QMAP,
+    SCALE,
+    TORCHAO,
+    Blocks,
+    blocks_of,
+    part_name,
+    parts_in,
+    scales_in,
+    unwrapped,
+)
 from fsdpckpt.ir.tensors import Sharding, Tensor
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.layouts.sharded import mesh_box, on_one_dimension
@@ -283,7 +293,7 @@ def refuse_casts(checkpoint: Checkpoint) -> None:
     for param, states in checkpoint.optim.state.items() if checkpoint.optim is not None else ():
         for scale in scales_in(unwrapped(states)):
             raise UsageError(
-                f"--optim-dtype cannot cast {param}.{scale}: it scales {bitsandbytes.LIBRARY}' 8-bit states",
+                f"--optim-dtype cannot cast {param}.{scale}: it scales {BITSANDBYTES}' 8-bit states",
                 key=str(param),
                 next_step="drop --optim-dtype",
             )
@@ -310,7 +320,7 @@ def require_whole_blocks(checkpoint: Checkpoint, world_size: int, *, placed: boo
                 expected=f"shards of whole rows, {blocks.group} or a multiple of it"
                 if blocks.group > 1
                 else "shards of whole rows",
-                why=f"{LIBRARY} keeps one scale for each block of a rank's shard: other blocks would have to be "
+                why=f"{TORCHAO} keeps one scale for each block of a rank's shard: other blocks would have to be "
                 "quantized again, which changes values",
                 next_step=f"--world-size with a number that works for all states: {listed(works)}",
             )

@@ -23,9 +23,9 @@ from fsdpckpt.formats.dcp.write_metadata import DcpEntry, StoredItems, metadata_
 from fsdpckpt.formats.pickle.opcodes import PickleOpcodes, StorageView
 from fsdpckpt.formats.pickle.write import PickleWriter, dumps
 from fsdpckpt.formats.zip_write import ALIGNMENT, TorchZip
-from fsdpckpt.ir.blockwise import CODES, QMAP, Blocks, Blockwise
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.quantized import CODES, QMAP, Blocks, Blockwise
 from fsdpckpt.ir.targets import Target, TargetData, TargetFile, as_table
 from fsdpckpt.ir.tensors import Box, Int64Array, Tensor, contiguous_stride
 from fsdpckpt.ir.values import Value, leaf_tensors

@@ -17,9 +17,9 @@ from typing import TypeAlias
 
 from fsdpckpt.errors import InternalError, UsageError
 from fsdpckpt.formats.pickle.opcodes import flag, integer, integers, list_of, tuple_of
-from fsdpckpt.ir.blockwise import Blockwise
 from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.ir.dtypes import DTYPES, DType
+from fsdpckpt.ir.quantized import Blockwise
 from fsdpckpt.ir.tensors import (
     MeshShape,
     Placement,

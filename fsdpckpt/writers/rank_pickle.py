@@ -16,8 +16,8 @@ from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.formats.pickle.opcodes import StorageView, flag, integer, list_of
 from fsdpckpt.formats.pickle.write import PickleWriter
 from fsdpckpt.formats.zip_write import TorchZip
-from fsdpckpt.ir.blockwise import CODES, LIBRARY, Blockwise
 from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.quantized import CODES, TORCHAO, Blockwise
 from fsdpckpt.ir.targets import TargetFile
 from fsdpckpt.ir.tensors import Box, Sharding, Tensor, contiguous_stride
 from fsdpckpt.layouts.sharded import mesh_box, rank_box
@@ -94,7 +94,7 @@ class RankPickle(PickleWriter, ABC):
         for one."""
         raise SourceUnsupportedError(
             f"a ShardedTensor does not hold {value.blocks}",
-            why=f"{LIBRARY}'s optimizers keep DTensors",
+            why=f"{TORCHAO}'s optimizers keep DTensors",
             next_step="drop --tensor sharded-tensor",
         )
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from fsdpckpt.errors import SourceUnsupportedError
-from fsdpckpt.ir.blockwise import Blockwise, put_together
 from fsdpckpt.ir.checkpoint import BARE_VALUE, Checkpoint, ModelState, Note, OptimState, group_params, stored_entry
 from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.quantized import Blockwise, put_together
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value, like
 from fsdpckpt.producers import PLAIN_NESTING, Nesting, Step

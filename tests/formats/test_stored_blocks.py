@@ -8,9 +8,9 @@ import pytest
 
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUnsupportedError, UsageError
 from fsdpckpt.formats.torch.tensors import StoredTensor, Wrapped, stored_blocks
-from fsdpckpt.ir.blockwise import CODES, QMAP, SCALE, taken_apart
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout
 from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.quantized import CODES, QMAP, SCALE, taken_apart
 from fsdpckpt.ir.tensors import Chunks, Tensor, contiguous_stride
 from fsdpckpt.ir.values import Global
 from fsdpckpt.transform.sharded import refuse_casts, require_whole_blocks

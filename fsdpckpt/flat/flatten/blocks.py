@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.flat.blocks import OTHERS, WHY, blocks_apart
 from fsdpckpt.flat.flatten.pickle import FlatShard
-from fsdpckpt.ir.bitsandbytes import LIBRARY, block_of, scales_in
 from fsdpckpt.ir.checkpoint import ParamKey
+from fsdpckpt.ir.quantized import BITSANDBYTES, block_of, scales_in
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Unit, UnitParam
 from fsdpckpt.ir.values import Value
@@ -85,7 +85,7 @@ def require_whole_blocks(
         )
     ]
     raise NeedsInformationError(
-        f"{source}: slices of the target would cut blocks of {LIBRARY}' 8-bit states",
+        f"{source}: slices of the target would cut blocks of {BITSANDBYTES}' 8-bit states",
         details=wrong,
         why=f"{WHY}, which changes values",
         next_step=f"--world-size with a number that works for all states: {listed(works)}" if works else OTHERS,

@@ -17,9 +17,9 @@ from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUns
 from fsdpckpt.flat.flatten.blocks import FlatScales, Quantized, require_whole_blocks
 from fsdpckpt.flat.flatten.keys import FlatKeys
 from fsdpckpt.flat.flatten.pickle import FlatShard, WholeParam
-from fsdpckpt.ir.bitsandbytes import maps_in, scales_in
 from fsdpckpt.ir.checkpoint import Checkpoint, OptimState, ParamKey, stored_entry
 from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.quantized import maps_in, scales_in
 from fsdpckpt.ir.tensors import SLICES, Tensor
 from fsdpckpt.ir.units import Unit, UnitParam, Units
 from fsdpckpt.ir.values import Value

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import Enum
 
-from fsdpckpt.ir.blockwise import CLASSES
 from fsdpckpt.ir.dtypes import DTYPES, STORAGE_DTYPES
+from fsdpckpt.ir.quantized import CLASSES
 
 
 class Kind(Enum):

@@ -18,7 +18,7 @@ from typing import Any
 from fsdpckpt.errors import InternalError, SourceUnsupportedError
 from fsdpckpt.formats.pickle.allowlist import kind_of
 from fsdpckpt.formats.pickle.opcodes import TUPLE_ENDS, PickleOpcodes, StorageView, flag, integer
-from fsdpckpt.ir.blockwise import CODES, SCALE, Blockwise, put_together
+from fsdpckpt.ir.quantized import CODES, SCALE, Blockwise, put_together
 from fsdpckpt.ir.tensors import Tensor, contiguous_stride
 from fsdpckpt.ir.values import Global, Object, Value
 

@@ -24,8 +24,8 @@ from fsdpckpt.formats.torch.distributed import Distributed, DistributedBlocks, D
 from fsdpckpt.formats.torch.loadable import array_object, restored, stands_for
 from fsdpckpt.formats.torch.tensors import Refused, StoredBlocks, StoredTensor, TensorBuilder, Wrapped
 from fsdpckpt.formats.zip import ZipColumns, ZipRecord, read_columns
-from fsdpckpt.ir.blockwise import taken_apart
 from fsdpckpt.ir.checkpoint import Checksums, Note
+from fsdpckpt.ir.quantized import taken_apart
 from fsdpckpt.ir.tensors import Chunks, Tensor, contiguous_stride
 from fsdpckpt.ir.values import Global, Key, Object, Value
 from fsdpckpt.storage import ByteSource

@@ -18,8 +18,8 @@ from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.formats.pickle.read import StubInstance
 from fsdpckpt.formats.torch.mesh import MAX_RANKS, FileParser, Mesh, MeshParser, fields, integers, merged
 from fsdpckpt.formats.torch.tensors import StoredBlocks, StoredTensor, Wrapped, size_of, stored_blocks
-from fsdpckpt.ir.blockwise import CODES, QMAP, SCALE, Blocks, is_blockwise
 from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.quantized import CODES, QMAP, SCALE, Blocks, is_blockwise
 from fsdpckpt.ir.tensors import (
     Box,
     MeshShape,

@@ -27,9 +27,9 @@ from typing import TypeAlias
 
 from fsdpckpt.errors import SourceUnsafeError, damaged
 from fsdpckpt.formats.pickle.allowlist import kind_of
-from fsdpckpt.ir.blockwise import blocks_of
 from fsdpckpt.ir.codec import Json, decode, encode
 from fsdpckpt.ir.dtypes import DTYPES, DType
+from fsdpckpt.ir.quantized import blocks_of
 from fsdpckpt.ir.values import Global, Key, Object, Value, like, numpy_code
 
 ARRAY = "_fsdpckpt_array"

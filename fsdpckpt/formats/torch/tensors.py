@@ -17,8 +17,8 @@ from typing import NoReturn, cast
 from fsdpckpt.errors import COPY_AGAIN, SourceUnsupportedError, damaged
 from fsdpckpt.formats.torch.loadable import ARRAY, signed
 from fsdpckpt.formats.zip import ZipRecord
-from fsdpckpt.ir.blockwise import CODES, QMAP, SCALE, Blocks
 from fsdpckpt.ir.dtypes import DTYPES, MAX_DIMENSIONS, STORAGE_DTYPES, DType
+from fsdpckpt.ir.quantized import CODES, QMAP, SCALE, Blocks
 from fsdpckpt.ir.tensors import Box, contiguous_stride
 from fsdpckpt.ir.values import Global, Object
 from fsdpckpt.text import bytes_text, truncate

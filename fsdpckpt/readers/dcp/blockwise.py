@@ -15,8 +15,8 @@ from fsdpckpt.formats.dcp.metadata import DcpTensor, PathElement
 from fsdpckpt.formats.pickle.read import load
 from fsdpckpt.formats.torch.archive import open_archive
 from fsdpckpt.formats.torch.tensors import StoredBlocks, TensorBuilder, Wrapped, stored_blocks
-from fsdpckpt.ir.blockwise import CODES, QMAP, SCALE, Blocks, is_blockwise, taken_apart
 from fsdpckpt.ir.checkpoint import Checksums
+from fsdpckpt.ir.quantized import CODES, QMAP, SCALE, Blocks, is_blockwise, taken_apart
 from fsdpckpt.ir.tensors import Box, Chunks, Tensor, contiguous_stride
 from fsdpckpt.ir.values import Value
 from fsdpckpt.readers.dcp import DcpDirectory

@@ -19,9 +19,8 @@ import numpy as np
 from fsdpckpt.formats.torch.archive import local_tensor
 from fsdpckpt.formats.torch.distributed import Distributed
 from fsdpckpt.formats.torch.tensors import StoredTensor
-from fsdpckpt.ir.bitsandbytes import LIBRARY, is_codes, unwrapped
-from fsdpckpt.ir.blockwise import Blocks, blocks_of, parts_in
 from fsdpckpt.ir.checkpoint import Problem, Section
+from fsdpckpt.ir.quantized import BITSANDBYTES, Blocks, blocks_of, is_codes, parts_in, unwrapped
 from fsdpckpt.ir.tensors import SLICES, Chunks, Tensor
 from fsdpckpt.ir.values import Key, Value, equal, leaf_tensors, like
 from fsdpckpt.layouts.flattened import is_flat_key
@@ -201,7 +200,7 @@ class Merge:
         other = [i for i in have if values[i].dtype is not dtype]
         if other and is_codes(path[-1]):
             ranks = _ranks_text(self._ranks_of(other))
-            message = f"{_dotted(path)} of {LIBRARY} is {dtype.name}, and {values[other[0]].dtype.name} on {ranks}"
+            message = f"{_dotted(path)} of {BITSANDBYTES} is {dtype.name}, and {values[other[0]].dtype.name} on {ranks}"
             self.problems.append(Problem("quantized", message, key=_dotted(path), section=Section.OPTIM))
             return _located(values[have[0]], self._groups[have[0]].files[0])
         if other:

@@ -1,8 +1,8 @@
-"""Optimizer states that are quantized in blocks, as torchao's 8-bit, 4-bit and fp8 optimizers keep them.
+"""Optimizer states that are quantized in blocks: those of torchao's 8-bit, 4-bit and fp8 optimizers, and bitsandbytes'.
 
-Such a state is a code for each element and a scale for each block: so many consecutive elements of a rank's shard, row
-by row (``torchao.optim.subclass_8bit``, ``subclass_4bit``, ``subclass_fp8``). In the IR it is several entries of one
-dict, so that everything else sees ordinary tensors:
+A state of torchao is a code for each element and a scale for each block: so many consecutive elements of a rank's
+shard, row by row (``torchao.optim.subclass_8bit``, ``subclass_4bit``, ``subclass_fp8``). In the IR it is several
+entries of one dict, so that everything else sees ordinary tensors:
 
     exp_avg         ``Blocks.record()``: an ``Object`` that names torchao's class and says the form
     exp_avg.codes   uint8 or float8_e4m3fn, of the parameter's shape; of 4-bit codes, two a byte, (rows / group, bytes)
@@ -11,21 +11,30 @@ dict, so that everything else sees ordinary tensors:
 
 A *group* is the fewest rows that are whole blocks. Where every cut lies between two groups, the ranks' codes and scales
 are exact slices of the whole, and cutting their first dimension cuts rows.
+
+Of bitsandbytes (``bitsandbytes/optim/optimizer.py``, 0.50) the states of a parameter are ordinary tensors:
+
+    state1, state2    one element for each of the parameter: float32, or uint8 codes of 8 bits
+    absmax1, absmax2  float32, with 8 bits: the scale of each block of codes, in memory order; the last may be shorter
+    qmap1, qmap2      float32 (256,), with 8 bits: what each code stands for
+
+Newer versions put them into one dict under each parameter, which hides them from FSDP; ``load_state_dict`` takes them
+with and without that dict.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import gcd, prod
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.ir.dtypes import DTYPES, DType
 from fsdpckpt.ir.tensors import Box, Tensor
 from fsdpckpt.ir.values import Global, Key, Object, Value
 
-LIBRARY = "torchao"
+TORCHAO, BITSANDBYTES = "torchao", "bitsandbytes"
 CODES, SCALE, QMAP = "codes", "scale", "qmap"
 _BITS = {"OptimState8bit": 8, "OptimState4bit": 4, "OptimStateFp8": 8}
 CLASSES = {
@@ -33,6 +42,11 @@ CLASSES = {
     for package in ("optim", "prototype.low_bit_optim")  # the second up to torchao 0.8
     for module, name in zip(("subclass_8bit", "subclass_4bit", "subclass_fp8"), _BITS, strict=True)
 }
+
+_WRAPPER = "__bnb_optimizer_quant_state__"
+_CODES = {"absmax1": "state1", "absmax2": "state2"}
+_MAPS = ("qmap1", "qmap2")
+_BLOCK_SIZES = (2048, 256)  # of bitsandbytes' older versions, and since
 
 _Item = TypeVar("_Item")
 _Name = TypeVar("_Name")  # of an entry: a key or a value, as the caller types its dicts
@@ -85,7 +99,7 @@ class Blocks:
         return Object(self.kind, (Global("torch", self.dtype.name), self.shape, self.block, self.signed))
 
     def __str__(self) -> str:
-        return f"{LIBRARY}'s {self.kind.name} in blocks of {self.block}"
+        return f"{TORCHAO}'s {self.kind.name} in blocks of {self.block}"
 
 
 def is_blockwise(kind: Global) -> bool:
@@ -153,3 +167,31 @@ def _tensor(entry: Mapping[_Name, Value], name: _Name, blocks: Blocks, part: str
             why="the source was edited by hand",
         )
     return tensor
+
+
+def unwrapped(entry: Any) -> Any:
+    """The states of one parameter without the dict that hides them; anything else as it is."""
+    if not isinstance(entry, dict) or not isinstance(entry.get(_WRAPPER), dict):
+        return entry
+    return {**{name: item for name, item in entry.items() if name != _WRAPPER}, **entry[_WRAPPER]}
+
+
+def is_codes(name: object) -> bool:
+    """Whether a state of this name is one that may be quantized."""
+    return name in _CODES.values()
+
+
+def scales_in(entry: Mapping[str, object]) -> dict[str, str]:
+    """The states in ``entry`` that are scales, each with the state that its codes are."""
+    return {scale: codes for scale, codes in _CODES.items() if scale in entry and codes in entry}
+
+
+def maps_in(entry: Mapping[str, object]) -> tuple[str, ...]:
+    """The states in ``entry`` that say what codes stand for, alike on all ranks."""
+    return tuple(name for name in _MAPS if name in entry) if scales_in(entry) else ()
+
+
+def block_of(lengths: Iterable[tuple[int, int]]) -> int | None:
+    """Codes of a block, from numbers of codes and of their scales; None where no size of the library fits."""
+    pairs = list(lengths)
+    return next((size for size in _BLOCK_SIZES if all(-(-codes // size) == scales for codes, scales in pairs)), None)
