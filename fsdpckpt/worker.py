@@ -24,7 +24,7 @@ from fsdpckpt.converters.target_spec import refuse_unknown_suffix
 from fsdpckpt.errors import FsdpckptError, InterruptedRunError, UsageError, WorkerError, require_torch
 from fsdpckpt.option_fields import Scope, refuse_unused
 from fsdpckpt.options import ConvertOptions, Launcher, LaunchOptions
-from fsdpckpt.process_role import process_role, started_as_worker
+from fsdpckpt.process import process_role, started_as_worker
 from fsdpckpt.progress import Progress, ProgressPipe, follow_progress
 
 if TYPE_CHECKING:

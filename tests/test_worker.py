@@ -11,7 +11,7 @@ from fsdpckpt.ir.checkpoint import Container, Layout, Note, Section
 from fsdpckpt.ir.units import Strategy
 from fsdpckpt.option_fields import from_json, to_json
 from fsdpckpt.options import ConvertOptions, Launcher, LaunchOptions, MissingState, VerifyLevel, Visibility
-from fsdpckpt.process_role import ProcessRole, own_rank, started_as_worker
+from fsdpckpt.process import ProcessRole, own_rank, started_as_worker
 from fsdpckpt.progress import ProgressPipe, follow_progress
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "1"}

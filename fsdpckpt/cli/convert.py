@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from fsdpckpt.cli.errors import error_lines, ignore_signals
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, TargetUnwritableError, to_copy
 from fsdpckpt.options import ConvertOptions, Launcher, LaunchOptions
-from fsdpckpt.process_role import process_role
+from fsdpckpt.process import process_role
 from fsdpckpt.text import duration_text, plural, size_text
 
 if TYPE_CHECKING:

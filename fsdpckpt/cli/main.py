@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fsdpckpt.cli import end_on_signals
 from fsdpckpt.cli.errors import Interruption, guarded, ignore_signals, report
-from fsdpckpt.process_role import process_role, started_as_worker
+from fsdpckpt.process import process_role, started_as_worker
 
 if TYPE_CHECKING:
     from fsdpckpt.cli.output import Output

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TextIO, TypeAlias
 
-from fsdpckpt.process_role import process_role
+from fsdpckpt.process import process_role
 from fsdpckpt.progress import NoProgress, Progress
 from fsdpckpt.text import JsonText, duration_text, shorten, size_text
 

@@ -23,13 +23,13 @@ from fsdpckpt.errors import FsdpckptError, InternalError
 from fsdpckpt.execute.shared_sources import serve_sources, union_sources
 from fsdpckpt.flat.match import Mismatch, match
 from fsdpckpt.flat.unflatten import unflatten
-from fsdpckpt.garbage import without_collection
 from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Section, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.names import normalise
 from fsdpckpt.ir.tensors import Chunks, Int64Array, Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.options import ConvertOptions, VerifyLevel
+from fsdpckpt.process import without_collection
 from fsdpckpt.progress import Progress
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources

@@ -63,11 +63,11 @@ from fsdpckpt.execute.job import (
 from fsdpckpt.execute.journal import Finished, Record, Recorder, RunIdentity, first_record, joined, read_records, run_of
 from fsdpckpt.execute.output import target_differs
 from fsdpckpt.execute.shared_sources import content_identities, find_visible, serve_sources, union_sources
-from fsdpckpt.garbage import set_aside, without_collection
 from fsdpckpt.ir.checkpoint import Note, SourceFile
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.options import ConvertOptions, VerifyLevel, Visibility
 from fsdpckpt.plan import make_plan
+from fsdpckpt.process import set_aside, without_collection
 from fsdpckpt.progress import NoProgress, Progress
 from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage import FileIdentity, is_url

@@ -26,11 +26,11 @@ from fsdpckpt.errors import (
     UsageError,
     to_copy,
 )
-from fsdpckpt.garbage import without_collection
 from fsdpckpt.ir.checkpoint import Checkpoint, Evidence, EvidenceKind, Note, Section
 from fsdpckpt.ir.invariants import problems
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units
+from fsdpckpt.process import without_collection
 from fsdpckpt.producers import PLAIN, Flavor
 from fsdpckpt.producers.table import EXPORT_DIRECTORIES, export_files, flavor_named, recognise
 from fsdpckpt.readers import READERS

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fsdpckpt.garbage import set_aside, without_collection
+from fsdpckpt.process import set_aside, without_collection
 
 
 @pytest.fixture(autouse=True)

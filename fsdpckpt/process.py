@@ -1,4 +1,4 @@
-"""Tells what this process is among several: whether it is a worker, whether it is the one that prints, how it must end.
+"""This process: its role among several, and when Python collects its garbage.
 
 A run of many workers prints everything once: rank 0 does, or rank 1 when rank 0 was lost. Imports nothing that takes
 time, because every command asks.
@@ -6,8 +6,10 @@ time, because every command asks.
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 
@@ -49,3 +51,37 @@ class ProcessRole:
 
 process_role = ProcessRole()
 """This process's role."""
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """While many objects are made: the collector would walk them over and over, and parsing take three times as long.
+
+    Afterwards they count as old: as young ones they would all be walked by the very next collection.
+    """
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            with set_aside():
+                gc.enable()
+
+
+_entered: list[object] = []
+"""One entry for each ``set_aside`` that has begun: counting frozen objects walks them all, so only the first counts."""
+
+
+@contextmanager
+def set_aside() -> Iterator[None]:
+    """Inside, the collector walks only what is made inside: for long work beside the many objects that exist."""
+    unfreeze = not _entered and not gc.get_freeze_count()  # else whoever froze objects before us wants them to stay so
+    _entered.append(None)
+    gc.freeze()
+    try:
+        yield
+    finally:
+        _entered.pop()
+        if unfreeze:
+            gc.unfreeze()
